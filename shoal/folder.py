@@ -23,7 +23,7 @@ from shoal.protocol.hubref import is_hub
 from shoal.protocol.wire import domain_hash
 from shoal.tree import from_tree, to_tree
 
-FOUND = (("train", "microbatch_tokens"),)
+FOUND = (("train", "microbatch_tokens"), ("eval", "rows"))
 """Keys of a run file whose 0 leaves them to the memory that is free; see `launch/room`."""
 
 

@@ -10,6 +10,7 @@ from shoal.envs.load import BUILT_IN, load_env
 from shoal.launch import fits
 from shoal.launch.doctor import in_words
 from shoal.launch.fits import amount, disk_of, reports, roles_of
+from shoal.launch.room import sized
 from shoal.plan.sizes import sizes_of, spec_of
 from shoal.policy.sizes import parameters_of
 from shoal.policy.tiny import tiny_spec
@@ -97,7 +98,9 @@ def test_a_recipe_states_the_memory_disk_and_bytes_that_the_preflight_reckons(
     text = path.read_text()
     gpu_gb = int(re.findall(r"GPU of (\d+) GB", text)[0])
     monkeypatch.setattr(fits, "free_on", lambda device: gpu_gb * 10**9)
-    need = {report.device: report.need for report in reports(config, spec_of(config, path.parent), with_workers=False)}
+    spec = spec_of(config, path.parent)
+    config = sized(config, spec, with_workers=False).config
+    need = {report.device: report.need for report in reports(config, spec, with_workers=False)}
     reckoned = {
         "GPU memory": amount(need["cuda"]),
         "CPU memory": amount(need["cpu"]),
@@ -106,6 +109,22 @@ def test_a_recipe_states_the_memory_disk_and_bytes_that_the_preflight_reckons(
     }
     for what, size in reckoned.items():
         assert f"#     {what:<13} {size}\n" in text, f"{path}: {what} is {size}"
+
+
+@pytest.mark.parametrize(("stem", "rows", "shared"), [("qwen3-0.6b-gsm8k", 16, False), ("qwen3-8b-lora", 8, True)])
+def test_a_recipe_states_how_many_episodes_its_gpu_evaluates_at_a_time(
+    stem: str, rows: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = ROOT / "recipes" / f"{stem}.toml"
+    asked = [f"{section}.device=cuda" for section in ("train", "workers", "validators")]
+    config = load_run(path, [*asked, "eval.episodes=128"], random_policy=True)
+    monkeypatch.setattr(fits, "free_on", lambda device: 24 * 10**9)
+    spec = spec_of(config, path.parent)
+    found = sized(config, spec, with_workers=False).config
+    assert found.eval.rows == rows and f" {rows} episodes at a time" in path.read_text()
+    need = {report.device: report for report in reports(found, spec, with_workers=False)}
+    assert need["cuda"].need <= 24e9 and need["cuda"].shared == shared
+    assert f" {amount(need['cpu'].need)}" in path.read_text()
 
 
 def test_the_recipe_of_8b_states_what_a_base_in_nf4_takes() -> None:

@@ -35,8 +35,8 @@ from shoal.protocol.types import fact
 from shoal.tree import changed_keys
 
 AT_LEAST_0 = (
-    "workers.count", "workers.cheating", "validators.count", "eval.episodes", "eval.samples", "rollouts.max_flat_groups",
-    "rollouts.max_staleness", "train.microbatch_tokens",
+    "workers.count", "workers.cheating", "validators.count", "eval.episodes", "eval.samples", "eval.rows",
+    "rollouts.max_flat_groups", "rollouts.max_staleness", "train.microbatch_tokens",
 )  # fmt: skip
 AT_LEAST_1 = (
     "steps", "train.threads", "train.processes", "workers.threads", "validators.threads",

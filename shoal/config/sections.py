@@ -208,6 +208,11 @@ class EvalConfig(Section, frozen=True):
     """Sampled episodes on held-out tasks of each environment; 0 turns it off."""
     samples: int = 2
     """Transcripts shown, of each environment."""
+    rows: int = 0
+    """Episodes played at a time. The last bits of the figures depend on it. 0: 128, or a half, a quarter and so on of that
+    where memory needs it, found when the run begins."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which the policy plays: bfloat16 takes half of the memory."""
 
 
 class StorageConfig(Section, frozen=True):

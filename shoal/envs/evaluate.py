@@ -26,7 +26,8 @@ from shoal.protocol.wire import domain_hash
 from shoal.terminal import printable
 
 BATCH = 128
-"""Episodes played in lockstep. Fixed, because the engine's last bits depend on it."""
+"""Episodes played in lockstep, unless a run has no memory for so many. Fixed, because the engine's last bits depend on
+it."""
 
 Z95 = 1.959964
 """Two-sided 95 % quantile of the normal distribution."""
@@ -102,8 +103,10 @@ def evaluate(
     sampling: Sampling,
     samples: int = 2,
     progress: Callable[[int], None] = lambda done: None,
+    rows: int = BATCH,
 ) -> Evaluation:
-    """Play `episodes` sampled episodes, going through the held-out tasks in turn, and keep `samples` transcripts.
+    """Play `episodes` sampled episodes, `rows` at a time, going through the held-out tasks in turn, and keep `samples`
+    transcripts.
 
     The same seed gives the same tasks and sampling noise, so two policies can be compared episode by episode.
     `progress` receives the number of episodes done. Raises `ShoalError` if no episode can be played.
@@ -112,8 +115,8 @@ def evaluate(
         raise ConfigError(f"{episodes} episodes: evaluation needs at least 1")
     planned = _plan(env, episodes, seed)
     talks: list[Conversation] = []
-    for start in range(0, episodes, BATCH):
-        batch = converse(engine, renderer, planned[start : start + BATCH], sampling)
+    for start in range(0, episodes, rows):
+        batch = converse(engine, renderer, planned[start : start + rows], sampling)
         _require_room(env, batch, sampling)
         talks += batch
         progress(len(talks))

@@ -161,11 +161,9 @@ def roles_of(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool) 
     if with_workers and (count := config.workers.count + config.workers.cheating):
         yield _role("worker", config.workers.device, played, count)
     if any(config.eval_episodes(env) for env in config.envs):
-        exact = needs_of_spec(spec, "float32", adapted, adapter.base)
-        played = _engine(
-            exact, "playing", exact.play(BATCH, longest, config.sampling.all_tokens), config.workers.device
-        )
-        yield _role("evaluation", config.workers.device, played)
+        needs, rows = needs_of_spec(spec, config.eval.dtype, adapted, adapter.base), config.eval.rows or BATCH
+        size = needs.play(rows, longest, config.sampling.all_tokens)
+        yield _role("evaluation", config.workers.device, _engine(needs, "playing", size, config.workers.device))
 
 
 def _role(name: str, device: str, parts: Sequence[Part], processes: int = 1, own: int = ENGINE_BYTES) -> RoleNeeds:
@@ -315,8 +313,8 @@ def _advice(config: RunConfig, spec: PolicySpec | AnySpec, left: int) -> str:
     if keys and not fit.missing:
         return f"It fits with {keys}"
     return (
-        f"{f'Set {keys} and f' if keys else 'F'}ree {amount(fit.missing)}, lower train.microbatch_tokens or "
-        "rollouts.block_rollouts, start fewer processes, or take a smaller policy"
+        f"{f'Set {keys} and f' if keys else 'F'}ree {amount(fit.missing)}, lower train.microbatch_tokens, "
+        "rollouts.block_rollouts or eval.rows, start fewer processes, or take a smaller policy"
     )
 
 

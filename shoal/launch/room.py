@@ -1,4 +1,5 @@
-"""What of a run is sized by the memory that is free, where its run file says 0: the tokens of a micro-batch.
+"""What of a run is sized by the memory that is free, where its run file says 0: the tokens of a micro-batch, and the
+episodes that an evaluation plays at a time.
 
 Called before the roles of a run start, and by `shoal doctor --recipe`. It tries sizes with the reckoning of `fits`, so
 nothing is loaded. The launcher keeps what is found in the run's folder: bits depend on it, so a resumed run keeps it.
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from shoal.config import RunConfig
+from shoal.envs.evaluate import BATCH
 from shoal.errors import ShoalError
 from shoal.folder import RunFolder
 from shoal.launch.fits import reports, settled
@@ -25,6 +27,9 @@ MOST_TOKENS = 16_384
 
 SPARE = 0.1
 """Share of a device's memory that such micro-batches leave free: other programs and later steps may need more."""
+
+LEAST_ROWS = 8
+"""Episodes that an evaluation plays at a time, at least: fewer are slow, and hardly smaller than the policy."""
 
 
 class Sized(NamedTuple):
@@ -45,21 +50,41 @@ def first_spec(folder: RunFolder, config: RunConfig) -> PolicySpec | AnySpec | N
 
 
 def sized(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool, free: int = 0) -> Sized:
-    """Find the sizes that a run file leaves open. `free` is as in `fits.reports`."""
-    if config.train.microbatch_tokens:
-        return Sized(config, ())
-    device = settled(config).train.device
-    longest = min(config.sampling.max_tokens, spec.max_positions)
-    least = min(MOST_TOKENS, 1 << (longest - 1).bit_length())
+    """Find the sizes that a run file leaves open. `free` is as in `fits.reports`.
 
-    def need_and_room(tokens: int) -> tuple[bool, bool]:
-        found = reports(_with_tokens(config, tokens), spec, with_workers, free)
-        report = next(one for one in found if one.device == device)
-        return report.need <= (1 - SPARE) * report.free, report.shared
+    Training comes first: its micro-batches are sized beside an evaluation of LEAST_ROWS episodes at a time.
+    """
+    lines = []
 
-    tokens = _largest(_halves(MOST_TOKENS, least), need_and_room)
-    line = f"A micro-batch has {tokens} tokens in this run: as many as fit the memory of {device} (train.microbatch_tokens)"
-    return Sized(_with_tokens(config, tokens), (line,))
+    def largest(sizes: Sequence[int], changed: Callable[[int], RunConfig], device: str, spare: float = 0.0) -> int:
+        def tried(size: int) -> tuple[bool, bool]:
+            found = reports(changed(size), spec, with_workers, free)
+            report = next(one for one in found if one.device == device)
+            return report.need <= (1 - spare) * report.free, report.shared
+
+        return _largest(sizes, tried)
+
+    here = settled(config)
+    if not config.train.microbatch_tokens:
+        longest = min(config.sampling.max_tokens, spec.max_positions)
+        sizes = _halves(MOST_TOKENS, min(MOST_TOKENS, 1 << (longest - 1).bit_length()))
+        lean, device = _with_rows(config, config.eval.rows or LEAST_ROWS), here.train.device
+        tokens = largest(sizes, lambda tokens: _with_tokens(lean, tokens), device, SPARE)
+        config = _with_tokens(config, tokens)
+        lines.append(
+            f"A micro-batch has {tokens} tokens in this run: as many as fit the memory of {device} "
+            "(train.microbatch_tokens)"
+        )
+    if not config.eval.rows and any(config.eval_episodes(env) for env in config.envs):
+        open_rows, device = config, here.workers.device
+        rows = largest(_halves(BATCH, LEAST_ROWS), lambda rows: _with_rows(open_rows, rows), device)
+        config = _with_rows(config, rows)
+        if rows < BATCH:
+            lines.append(
+                f"An evaluation plays {rows} episodes at a time in this run: {BATCH} do not fit the memory of {device} "
+                "(eval.rows)"
+            )
+    return Sized(config, tuple(lines))
 
 
 def _largest(sizes: Sequence[int], tried: Callable[[int], tuple[bool, bool]]) -> int:
@@ -83,3 +108,7 @@ def _halves(most: int, least: int) -> list[int]:
 def _with_tokens(config: RunConfig, tokens: int) -> RunConfig:
     train = msgspec.structs.replace(config.train, microbatch_tokens=tokens)
     return msgspec.structs.replace(config, train=train)
+
+
+def _with_rows(config: RunConfig, rows: int) -> RunConfig:
+    return msgspec.structs.replace(config, eval=msgspec.structs.replace(config.eval, rows=rows))

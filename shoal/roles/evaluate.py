@@ -19,7 +19,7 @@ from shoal.config import node_home, sampling_of
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.envs.base import Env
 from shoal.envs.contained.open import in_sandbox, show
-from shoal.envs.evaluate import Evaluation, as_text, evaluate, mixed
+from shoal.envs.evaluate import BATCH, Evaluation, as_text, evaluate, mixed
 from shoal.envs.load import env_of, is_package, load_env
 from shoal.errors import ConfigError, StateError
 from shoal.folder import RunFolder, write_atomically
@@ -126,14 +126,14 @@ def for_run(run_dir: Path, checkpoint: Path, one_in: int, out: Path, threads: in
     """Evaluate a run's checkpoint on each of its environments, with the run's sampling and one in so many of its episodes,
     but MIN_EPISODES if there are so many. Raises as `main`.
 
-    Each environment is evaluated by itself, so `shoal eval` gives the same figures. `shifts` is the folder in which the
-    processes queue that share the device, if any do.
+    Each environment is evaluated by itself, so `shoal eval` gives the same figures if the run file leaves `eval.rows` and
+    `eval.dtype` as they are. `shifts` is the folder in which the processes queue that share the device, if any do.
     """
     folder = RunFolder(run_dir)
     config = folder.config()
     sampling, seed, samples = sampling_of(config), max(0, config.seed), config.eval.samples
     stops = creation_of(folder.log).sampling.stops if folder.log.exists() else MODEL_STOPS
-    spec = EngineSpec(threads=threads, device=config.workers.device)
+    spec = EngineSpec(dtype=config.eval.dtype, threads=threads, device=config.workers.device)
     shift = shift_of(shifts, "evaluation")
     episodes = {env.label: config.eval_episodes(env) for env in config.envs}
     some = {label: min(most, max(MIN_EPISODES, most // one_in)) for label, most in episodes.items()}
@@ -143,7 +143,7 @@ def for_run(run_dir: Path, checkpoint: Path, one_in: int, out: Path, threads: in
         envs = {
             env.label: evaluate(
                 policy.engine, policy.renderer, env_of(env), some[env.label], seed, sampling, samples,
-                lambda done: shift.pause(),
+                lambda done: shift.pause(), config.eval.rows or BATCH,
             )
             for env in chosen
         }  # fmt: skip

@@ -11,7 +11,7 @@ from shoal import cli
 from shoal.config import RunConfig, load_run
 from shoal.errors import StateError
 from shoal.folder import RunFolder
-from shoal.launch import fits, room
+from shoal.launch import room
 from shoal.launch.fits import Report, reports
 from shoal.launch.local import open_crew
 from shoal.launch.room import sized
@@ -64,6 +64,35 @@ def test_a_smaller_micro_batch_is_preferred_to_shifts(monkeypatch: pytest.Monkey
     assert tokens_with(gb, monkeypatch, "train.recompute=none", "eval.episodes=0") == 2048
 
 
+def rows_with(gb: float, monkeypatch: pytest.MonkeyPatch, *changes: str) -> int:
+    has_free(monkeypatch, gb)
+    return sized(gsm8k(*changes), LARGE, with_workers=False).config.eval.rows
+
+
+def test_an_evaluation_plays_128_episodes_at_a_time_or_as_many_halves_as_memory_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [rows_with(gb, monkeypatch) for gb in (22, 24, 28, 80)]
+    assert found[0] == room.LEAST_ROWS and found[-1] == 128 and found == sorted({*found})
+    assert [rows_with(gb, monkeypatch, "eval.dtype=float32") for gb in (28, 80)] == [8, 64]
+
+
+def test_a_run_that_evaluates_nothing_or_says_how_leaves_nothing_to_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rows_with(1, monkeypatch, "eval.episodes=0") == 0
+    assert rows_with(1, monkeypatch, "eval.rows=100") == 100
+    has_free(monkeypatch, 1)
+    assert "plays 8 episodes at a time" in sized(gsm8k(), LARGE, with_workers=False).lines[0]
+
+
+def test_training_is_sized_before_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_free(monkeypatch, 26)
+    both = sized(gsm8k(OPEN), LARGE, with_workers=False).config
+    has_free(monkeypatch, 26)
+    least = sized(gsm8k(OPEN, f"eval.rows={room.LEAST_ROWS}"), LARGE, with_workers=False).config
+    assert both.train == least.train and both.eval.rows >= room.LEAST_ROWS
+    assert on_gpu(both).need <= 26e9 and not on_gpu(both).shared
+
+
 def test_a_number_in_the_run_file_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     has_free(monkeypatch, 1)
     config = gsm8k("eval.episodes=0")
@@ -107,10 +136,11 @@ def test_doctor_says_the_size_that_a_run_would_find(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     has_free(monkeypatch, 100)
-    recipe = str(RECIPES / "wordle.toml")
+    path = RECIPES / "wordle.toml"
+    recipe = str(path)
     assert cli.main(["doctor", "--recipe", recipe, "--set", OPEN]) == 0
     assert "A micro-batch has 16384 tokens in this run" in capsys.readouterr().out
-    small = next(reports(load_run(recipe, ["train.microbatch_tokens=512"]), spec_of(load_run(recipe), RECIPES), True))
+    config = load_run(path, ["train.microbatch_tokens=512"])
+    small = next(reports(config, spec_of(config, RECIPES), with_workers=True))
     assert cli.main(["doctor", "--recipe", recipe, "--set", OPEN, "--memory", f"{small.need / 0.85e9}"]) == 0
     assert "A micro-batch has 16384" not in capsys.readouterr().out
-    assert fits.CPU == "cpu"

@@ -113,6 +113,23 @@ def test_the_end_shows_the_parts_of_a_reward_and_metrics(evaluated, tmp_path, ot
     assert all(name in shown.file.getvalue() for name in ("form", "right", "letters"))
 
 
+def test_a_run_has_a_number_of_rows_and_a_dtype_of_its_own_for_evaluations(evaluated, tmp_path, monkeypatch):
+    """Without them it plays 128 rows at a time in float32, as ever: the figures keep their bits."""
+    folder, made, played = evaluated(HARD), [], []
+    open_engine, plays = evaluate.open_engine, evaluate.evaluate
+    monkeypatch.setattr(evaluate, "open_engine", lambda spec: made.append(spec.dtype) or open_engine(spec))
+    monkeypatch.setattr(evaluate, "evaluate", lambda *args: played.append(args[-1]) or plays(*args))
+    done = []
+    for own in ({}, {"rows": 3, "dtype": "bfloat16"}):
+        config = folder.config()
+        folder.keep_found(msgspec.structs.replace(config, eval=msgspec.structs.replace(config.eval, **own)))
+        evaluate.for_run(folder.root, folder.checkpoints / "final", 1, tmp_path / "own.json", threads=1)
+        done.append((tmp_path / "own.json").read_bytes())
+    assert made == ["float32", "bfloat16"] and played == [128, 3]
+    assert done[0] == (folder.evaluations / "after.json").read_bytes()
+    assert msgspec.json.decode(done[1], type=Evaluation).episodes == 4
+
+
 def test_on_the_way_each_environment_has_a_part_of_its_episodes(evaluated, tmp_path):
     folder = evaluated(EASY | {"eval_episodes": 200}, HARD)
     evaluate.for_run(folder.root, folder.checkpoints / "final", 4, tmp_path / "way.json", threads=1)
