@@ -96,8 +96,8 @@ def fit(recipe: Path, changes: Sequence[str], memory_gb: float, random_policy: b
 
     config, memory = load_run(recipe, list(changes), random_policy=random_policy), int(memory_gb * 1e9)
     spec = _shape_of(config, recipe)
-    config, found = sized(config, spec, with_workers=True, free=memory)
-    for line in found:
+    config, lines = sized(config, spec, with_workers=True, free=memory)
+    for line in lines:
         yield Line("ok", "size", line)
     for report in reports(config, spec, with_workers=True, free=memory):
         for role in report.roles:
