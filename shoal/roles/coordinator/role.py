@@ -30,6 +30,7 @@ from shoal.config import (
     wire_bounds,
 )
 from shoal.envs.declared import Declared, declared
+from shoal.envs.evaluate import BATCH
 from shoal.envs.load import env_digest
 from shoal.errors import ConfigError, StateError
 from shoal.folder import RunFolder, write_atomically
@@ -164,9 +165,12 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
     for section in ("train", "workers", "validators"):
         if tree[section]["device"] == "cpu":
             del tree[section]["device"]
-    for section, name, usual in (("host", "shifts", "auto"), ("workers", "engine", ""), ("train", "minibatches", 1)):
+    for section, name, usual in (("host", "shifts", "auto"), ("workers", "engine", ""), ("train", "minibatches", 1),
+                                 ("eval", "dtype", "float32")):  # fmt: skip
         if tree[section][name] == usual:
             del tree[section][name]
+    if config.eval.rows in (0, BATCH):  # as in old runs, whether it was found or not
+        del tree["eval"]["rows"]
     if not config.policy.implementation:
         del tree["policy"]["implementation"]
     if not config.sampling.max_rollout_tokens:
