@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 
 from shoal import __version__
-from shoal.commands import environments, hosting, keys, ledger, machine, nodes, planning, policies, policy, role
+from shoal.commands import environments, hosting, keys, ledger, machine, nodes, planning, policies, policy, role, stages
 from shoal.commands.grammar import Parser, told
 from shoal.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, PeerError, ShoalError, fault_of_user
 from shoal.terminal import printable
 
-GROUPS = (hosting, planning, nodes, policy, policies, environments, ledger, keys, machine, role)
+GROUPS = (hosting, stages, planning, nodes, policy, policies, environments, ledger, keys, machine, role)
 """In the order in which help shows them."""
 
 

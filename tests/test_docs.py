@@ -32,6 +32,7 @@ import pytest
 
 from shoal import cli, config, metrics
 from shoal.commands.hosting import host_overrides
+from shoal.config import stages
 from shoal.engine import cheats
 from shoal.envs import arithmetic, wordle
 from shoal.folder import RunFolder
@@ -283,6 +284,18 @@ def sft_table() -> str:
     return table(["Key", "Type", "Default", "Meaning"], rows)
 
 
+def stages_tables() -> str:
+    """Every key of a stages file; those of a stage by its kind."""
+    rows = [row[:4] for row in keys_of(stages.StagesConfig, stages, "")]
+    rows[-1][1] = "list of tables"
+    parts = [table(["Key", "Type", "Default", "Meaning"], rows)]
+    for kind in structs_of(stages.Stage):
+        rows = [row[:4] for row in keys_of(kind, stages, "stages.")[1:]]
+        heading = f'### `[[stages]]` with `kind = "{kind.__struct_config__.tag}"`\n\n{one_line(kind.__doc__)}'
+        parts += [heading, table(["Key", "Type", "Default", "Meaning"], rows)]
+    return "\n\n".join(parts)
+
+
 def env_tables() -> str:
     """Arguments of the built-in environments."""
     parts = []
@@ -472,6 +485,7 @@ def cheat_table() -> str:
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "run file": ("docs/reference/run-file.md", run_file_tables),
     "sft recipe": ("docs/reference/run-file.md", sft_table),
+    "stages file": ("docs/reference/run-file.md", stages_tables),
     "environment arguments": ("docs/reference/run-file.md", env_tables),
     "commands": ("docs/reference/cli.md", cli_sections),
     "calls": ("docs/reference/protocol.md", call_table),

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import pytest
 
 from shoal import config
+from shoal.config.stages import StagesConfig
 from shoal.tree import all_keys
 
 ROOT = Path(__file__).parent.parent
@@ -165,7 +166,7 @@ def _defined(body: list[ast.stmt]) -> Iterator[str]:
                 yield from (alias.asname or alias.name for alias in names)
 
 
-KEYS = frozenset([*all_keys(config.RunConfig), *all_keys(config.SftConfig)])
+KEYS = frozenset(key for kind in (config.RunConfig, config.SftConfig, StagesConfig) for key in all_keys(kind))
 
 
 # --- what is wrong ---

@@ -35,7 +35,7 @@ def flat_samples(folder: RunFolder) -> list[str]:
     renderer = Renderer.from_directory(folder.policy, created.sampling.stops)
     samples = []
     for accepted in flat:
-        group = _group(folder, accepted)
+        group = group_of(folder, accepted)
         if group.env in envs and group.rollouts:  # a validator that lies may have accepted anything
             env = envs[group.env]
             talk = retell(env, renderer, task_of(env, group.task), group.rollouts[0], created.sampling)
@@ -62,7 +62,7 @@ def _read_log(folder: RunFolder) -> tuple[RunCreated, deque[GroupAccepted]]:
     return created, flat
 
 
-def _group(folder: RunFolder, accepted: GroupAccepted) -> t.Group:
+def group_of(folder: RunFolder, accepted: GroupAccepted) -> t.Group:
     """The bytes that were accepted, as the coordinator keeps them."""
     name = accepted.submission
     try:

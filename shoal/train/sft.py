@@ -43,9 +43,8 @@ def fine_tune(
     for step in range(config.steps):
         batch: list[Row] = [rows[next(order)] for _ in range(config.batch)]
         metrics = learner.step(batch, step)
-        progress(
-            step, {name: metrics[name] for name in ("loss", "entropy_nats", "grad_norm", "lr", "train_tokens_per_s")}
-        )
+        told = ("loss", "entropy_nats", "grad_norm", "lr", "tokens", "train_tokens_per_s")
+        progress(step, {name: metrics[name] for name in told})
 
 
 def _shuffled(count: int, seed: int) -> Iterator[int]:

@@ -1,0 +1,254 @@
+"""The stages file: which stages a run of stages has, by which recipe each goes, and what it takes from earlier ones.
+
+Read by `shoal stages`. It knows what may follow what, and reads the recipes; `launch/stages` does the stages.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from shoal.config.load import load_run, load_sft
+from shoal.config.sections import RunConfig, SftConfig
+from shoal.errors import ConfigError
+from shoal.tree import Section, from_tree, merge, read_toml, set_key
+
+FROM = "stage:"
+"""Comes before the name of the stage that something is taken from."""
+
+
+class SftStage(Section, frozen=True, kw_only=True, tag="sft", tag_field="kind"):
+    """Supervised fine-tuning, as `shoal sft` does it. It makes a policy."""
+
+    name: str
+    """Names the stage. Letters, digits, - and _."""
+    recipe: str
+    """Recipe of `shoal sft`, relative to the stages file."""
+    set: tuple[str, ...] = ()
+    """Overrides of the recipe's keys, such as "steps=100"."""
+    policy: str = ""
+    """stage:NAME: the policy to start from. Empty: the recipe's own."""
+    examples: str = ""
+    """stage:NAME, a reject stage: learn from the rollouts that it chose, in the place of scripted games."""
+
+
+class RlStage(Section, frozen=True, kw_only=True, tag="rl", tag_field="kind"):
+    """A whole run on this machine, as `shoal run` does it. It makes a policy, and rollouts to choose from."""
+
+    name: str
+    """Names the stage. Letters, digits, - and _."""
+    recipe: str
+    """Run file, relative to the stages file."""
+    set: tuple[str, ...] = ()
+    """Overrides of the run file's keys, such as "train.lr=5e-4"."""
+    policy: str = ""
+    """stage:NAME: the policy to start from. Empty: the run file's own."""
+
+
+class EvalStage(Section, frozen=True, kw_only=True, tag="eval", tag_field="kind"):
+    """An evaluation on the held-out tasks of a run file: by its `envs`, `sampling` and `eval`."""
+
+    name: str
+    """Names the stage. Letters, digits, - and _."""
+    recipe: str
+    """Run file, relative to the stages file."""
+    set: tuple[str, ...] = ()
+    """Overrides of the run file's keys, such as "eval.episodes=64"."""
+    policy: str
+    """stage:NAME: the policy to evaluate."""
+
+
+class MergeStage(Section, frozen=True, kw_only=True, tag="merge", tag_field="kind"):
+    """A whole model from a policy that is an adapter over its base, as `shoal policy merge` makes it."""
+
+    name: str
+    """Names the stage. Letters, digits, - and _."""
+    policy: str
+    """stage:NAME: the policy to merge."""
+    dtype: Literal["", "float32", "bfloat16"] = ""
+    """Precision of the files; empty is the base's."""
+    threads: int = 1
+    """CPU threads."""
+
+
+class RejectStage(Section, frozen=True, kw_only=True, tag="reject", tag_field="kind"):
+    """Rejection sampling: from each group that a run learned from, the rollouts that a later sft stage imitates."""
+
+    name: str
+    """Names the stage. Letters, digits, - and _."""
+    rollouts: str
+    """stage:NAME, an rl stage: whose groups."""
+    rule: Literal["raft", "star"] = "raft"
+    """raft: the best `keep` of each group (arXiv:2304.06767). star: those with at least the reward `right`
+    (arXiv:2203.14465)."""
+    keep: int = 1
+    """Rollouts of each group, for raft."""
+    right: float = 1.0
+    """Least reward of a rollout that is right, for star."""
+    most: int = 0
+    """Rollouts of each group at most, for star; 0 is all."""
+    last_steps: int = 0
+    """Groups of so many last steps only; 0 is all."""
+
+
+Stage = SftStage | RlStage | EvalStage | MergeStage | RejectStage
+
+GIVES = {"policy": (SftStage, RlStage, MergeStage), "rollouts": (RlStage,), "examples": (RejectStage,)}
+"""Which stages give what another may take, by the key that takes it."""
+
+
+class StagesConfig(Section, frozen=True, kw_only=True):
+    """A stages file."""
+
+    name: str
+    """Names the run of stages and its folder, runs/NAME."""
+    measure: str = ""
+    """Run file, relative to the stages file, on whose held-out tasks each policy is evaluated, before and after its stage.
+    Empty: no more than what each stage measures itself."""
+    measure_set: tuple[str, ...] = ()
+    """Overrides of its keys, such as "eval.episodes=64"."""
+    stages: tuple[Stage, ...]
+    """In the order in which they are done."""
+
+
+def load_stages(path: Path, overrides: Sequence[str] = (), quick: bool = False) -> StagesConfig:
+    """Read a stages file, apply overrides such as `rl.steps=3`, which name a stage, and check what stages take.
+
+    With `quick`, the keys of the table `[quick]` override the others, those of `[quick.stages.NAME]` the stage's.
+    Raises `ConfigError`.
+    """
+    tree = read_toml(path, "a stages file")
+    short = tree.pop("quick", None)
+    if "envs" in tree or "env" in tree:
+        right = "run" if "envs" in tree else "sft"
+        raise ConfigError(f"{path} is a recipe of `shoal {right}`, not a stages file: name it as a stage's recipe")
+    if quick:
+        if not isinstance(short, dict):
+            raise ConfigError(f"{path} has no [quick] table, so it cannot be run with --quick: leave --quick out")
+        tree = _quickened(tree, short, path)
+    for override in overrides:
+        _override(tree, override, path)
+    config = from_tree(tree, StagesConfig, str(path))
+    _check(config, path)
+    return config
+
+
+def settings_of(stage: Stage, beside: Path) -> RunConfig | SftConfig | None:
+    """What a stage's recipe says after overrides; None for kinds without a recipe. Raises `ConfigError`.
+
+    A policy from another stage is policy.path = "stage:NAME".
+    """
+    match stage:
+        case SftStage() | RlStage() | EvalStage():
+            path = [f'policy.path="{stage.policy}"'] if stage.policy else []
+            file, overrides = beside / stage.recipe, [*stage.set, *path]
+            return load_sft(file, overrides) if isinstance(stage, SftStage) else load_run(file, overrides)
+        case _:
+            return None
+
+
+def kind_of(stage: Stage) -> str:
+    """As the stages file says it."""
+    return str(stage.__struct_config__.tag)
+
+
+def taken_by(stage: Stage) -> dict[str, str]:
+    """Names of the stages that a stage takes something from, by the key that says so."""
+    return {key: value.removeprefix(FROM) for key in GIVES if (value := getattr(stage, key, ""))}
+
+
+def _quickened(tree: dict[str, Any], short: dict[str, Any], path: Path) -> dict[str, Any]:
+    by_name = short.pop("stages", {})
+    if not isinstance(by_name, dict) or not all(isinstance(over, dict) for over in by_name.values()):
+        raise ConfigError(f"{path}: quick.stages: write the keys of the stage NAME in a table [quick.stages.NAME]")
+    stages = [dict(stage) for stage in _listed(tree, path)]
+    for name, over in by_name.items():
+        _named(stages, name, path, f"[quick.stages.{name}]").update(over)
+    return merge(tree, {"name": f"{tree.get('name')}-quick"} | short | {"stages": stages})
+
+
+def _override(tree: dict[str, Any], override: str, path: Path) -> None:
+    """Add `NAME.KEY=VALUE` to what the stage NAME overrides; a stage without a recipe has the key itself."""
+    name, dot, rest = override.partition(".")
+    if not dot or "=" not in rest or "=" in name:
+        raise ConfigError(f"--set {override}: write it as stage.key=value, for example --set rl.steps=10")
+    stage = _named(_listed(tree, path), name, path, f"--set {override}")
+    if "recipe" in stage:
+        stage["set"] = [*stage.get("set", ()), rest]
+    else:
+        set_key(stage, rest)
+
+
+def _listed(tree: dict[str, Any], path: Path) -> list[dict[str, Any]]:
+    stages = tree.get("stages")
+    if not isinstance(stages, list) or not stages or not all(isinstance(stage, dict) for stage in stages):
+        raise ConfigError(f"{path}: stages: at least one [[stages]] section is needed")
+    return stages
+
+
+def _named(stages: list[dict[str, Any]], name: str, path: Path, what: str) -> dict[str, Any]:
+    for stage in stages:
+        if stage.get("name") == name:
+            return stage
+    known = ", ".join(str(stage.get("name")) for stage in stages)
+    raise ConfigError(f"{path}: {what}: there is no stage {name}; stages: {known}")
+
+
+def _check(config: StagesConfig, path: Path) -> None:
+    """Raise `ConfigError` for names that cannot be used, and for stages that take what is not there."""
+    if not re.fullmatch(r"[\w.-]*\w", config.name):
+        raise ConfigError(
+            f"{path}: name = {config.name!r}: use only letters, digits, - _ and . and do not end with - or ."
+        )
+    if not config.stages:
+        raise ConfigError(f"{path}: stages: at least one [[stages]] section is needed")
+    by_name: dict[str, Stage] = {}
+    for stage in config.stages:
+        if not re.fullmatch(r"[\w-]+", stage.name):
+            raise ConfigError(f"{path}: stages.name = {stage.name!r}: use only letters, digits, - and _")
+        if stage.name in by_name:
+            raise ConfigError(f"{path}: two stages are named {stage.name}: give each its own name")
+        by_name[stage.name] = stage
+    before: set[str] = set()
+    for stage in config.stages:
+        for key in taken_by(stage):
+            _check_taken(stage, key, by_name, before, path)
+        if isinstance(stage, RejectStage) and (stage.keep < 1 or stage.most < 0 or stage.last_steps < 0):
+            raise ConfigError(f"{path}: stage {stage.name}: keep must be at least 1, most and last_steps at least 0")
+        before.add(stage.name)
+
+
+def _check_taken(stage: Stage, key: str, by_name: dict[str, Stage], before: set[str], path: Path) -> None:
+    value = getattr(stage, key)
+    what, name = f"{path}: stage {stage.name}: {key} = {value}", value.removeprefix(FROM)
+    if not value.startswith(FROM):
+        own = ". A model of your own is the recipe's policy.path" if key == "policy" else ""
+        raise ConfigError(f'{what}: write it as "stage:NAME"{own}')
+    if name not in by_name:
+        raise ConfigError(f"{what}: there is no stage {name}; stages: {', '.join(by_name)}")
+    if name not in before:
+        loop = stage.name in _behind(name, by_name)
+        why = f"{name} itself takes from it: a loop" if loop else "that comes later: move it up"
+        raise ConfigError(f"{what}: a stage takes from earlier ones, and {why}")
+    if not isinstance(by_name[name], GIVES[key]):
+        known = ", ".join(str(kind.__struct_config__.tag) for kind in GIVES[key])
+        raise ConfigError(f"{what}: a stage of kind {kind_of(by_name[name])} gives no {key}; {known} would")
+
+
+def _behind(name: str, by_name: dict[str, Stage]) -> set[str]:
+    """A stage and all that it takes from, directly or not."""
+    found, ahead = set[str](), [name]
+    while ahead:
+        now = ahead.pop()
+        if now in by_name and now not in found:
+            found.add(now)
+            ahead += taken_by(by_name[now]).values()
+    return found
+
+
+def to_settings(stage: MergeStage | RejectStage) -> dict[str, Any]:
+    """The settings of a stage without a recipe: its own keys, but for its name and what it takes."""
+    left_out = ("name", *GIVES)
+    return {key: value for key, value in msgspec.structs.asdict(stage).items() if key not in left_out}

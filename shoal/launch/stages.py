@@ -1,0 +1,240 @@
+"""A run of stages: each stage is done once, in a folder named by what decides its output, and skipped when it is there.
+
+Called by `shoal stages`. It starts a process for each stage that is not done (`launch/jobs` says what that does), one at a
+time, and remembers nothing: a folder with a `done.json` is a finished stage, and any other is begun again or, if it is a
+run, resumed. So the same command continues after a kill at any moment.
+
+The key of a stage is a digest of its kind, its settings after overrides, its inputs' digests and the format of stages. So
+a changed setting gives that stage another folder, and those after it, if its output differs. Old folders stay.
+"""
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from shoal.config import RunConfig, SftConfig
+from shoal.config.stages import EvalStage, Stage, StagesConfig, kind_of, settings_of, taken_by
+from shoal.errors import EXIT_DONE, EXIT_INTERRUPTED, StateError
+from shoal.folder import write_atomically
+from shoal.launch.jobs import OUTPUTS, RUN, Input, Job, Made, demand_whole, digest_below, files_of, job_of
+from shoal.launch.local import locked
+from shoal.launch.process import RoleProcess
+from shoal.launch.stages_report import Measured, StageEnd, in_words, report
+from shoal.protocol.wire import digest, to_json
+
+TICK_S = 0.1
+STOP_S = 90.0
+"""A stage that is asked to end may take this long: a run gives its workers 30 s."""
+
+
+MAX_RESTARTS = 5
+"""A stage whose process has died more often than this is given up. What it did is kept."""
+
+
+class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`done.json`, written last: the stage is finished, and its outputs are these."""
+
+    kind: str
+    outputs: dict[str, dict[str, str]]
+    """SHA-256 of the files of each output, by name."""
+    made: Made
+    seconds: float
+    """Of the process that finished; of a run, of all its starts."""
+    cpu_s: float
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A stage that is done."""
+
+    folder: Path
+    done: Done
+    again: bool
+    """Whether it was done now, not found."""
+
+    def gives(self, key: str) -> Input:
+        """The output that another stage takes by this key."""
+        if key == "rollouts":
+            return Input(self.folder / RUN, str(self.done.made.figures["rollouts"]))
+        return Input(self.folder / OUTPUTS[self.done.kind][key], digest(to_json(self.done.outputs[key])))
+
+
+def run_stages(config: StagesConfig, beside: Path, out: Path, say: Callable[[str], None]) -> int:
+    """Do all stages that are not done yet, then write report.json; returns the exit code. `beside`: the file's folder.
+
+    Raises `ShoalError`: `ConfigError` for any stage's recipe before the first stage begins.
+    """
+    settings = [settings_of(stage, beside) for stage in config.stages]
+    measure = _measure_of(config, beside)
+    out = out.absolute()  # jobs name each other's folders in it
+    with locked(out) as lock_fd:
+        crew = StagesRun(config, beside, out, lock_fd, say)
+        with _counted_signals(crew):
+            return crew.run(settings, measure)
+
+
+class Stopped(Exception):
+    """Ctrl-C."""
+
+
+class StagesRun:
+    """The stages of one file, in one folder."""
+
+    def __init__(self, config: StagesConfig, beside: Path, out: Path, lock_fd: int, say: Callable[[str], None]) -> None:
+        self.stop_requests = 0
+        self._config, self._beside, self._out, self._lock_fd, self._say = config, beside, out, lock_fd, say
+        self._finished: dict[str, Finished] = {}
+
+    def run(self, settings: list[RunConfig | SftConfig | None], measure: tuple[EvalStage, RunConfig] | None) -> int:
+        """The story: each stage in order, each policy measured before and after it; then the report."""
+        ends = []
+        try:
+            for number, (stage, chosen) in enumerate(zip(self._config.stages, settings, strict=True), 1):
+                what = f"stage {number} of {len(settings)}, {stage.name} ({kind_of(stage)})"
+                inputs = {key: self._finished[name].gives(key) for key, name in taken_by(stage).items()}
+                job = job_of(stage, chosen, self._beside, inputs)
+                before = self._measured(measure, _policy_before(job), f"{what}: the policy before it")
+                finished = self._finished[stage.name] = self._do(job, stage.name, what)
+                gives_policy = "policy" in finished.done.outputs
+                place = finished.gives("policy").place if gives_policy else None
+                after = self._measured(measure, place, f"{what}: the policy after it")
+                ends.append(_end(stage, job.key, finished, before, after))
+        except Stopped:
+            self._say(f"Stopped. The same command continues; everything is in {self._out}.")
+            return EXIT_INTERRUPTED
+        path = self._out / "report.json"
+        write_atomically(path, msgspec.json.format(msgspec.json.encode(report(self._config.name, ends))))
+        self._say(in_words(self._config.name, ends))
+        self._say(f"The figures are in {path}. Each stage's folder is {self._out}/stages/KEY.")
+        return EXIT_DONE
+
+    def _measured(self, measure: tuple[EvalStage, RunConfig] | None, policy: Path | None, what: str) -> Measured | None:
+        """The evaluation of a policy by the file's own measure. It is a job as others, so a policy is played once."""
+        if measure is None or policy is None:
+            return None
+        stage, settings = measure
+        job = job_of(stage, settings, self._beside, {"policy": Input(policy, digest_below(policy))})
+        return Measured.of(
+            self._do(job, f"measure of {stage.recipe}", f"{what}, measured", quiet=True).done.made.figures
+        )
+
+    def _do(self, job: Job, name: str, what: str, quiet: bool = False) -> Finished:
+        """A job that is done, now or before. Raises `Stopped`, and `StateError` if it fails or was changed since."""
+        folder = self._out / "stages" / job.key
+        done = _read_done(folder)
+        if done is not None:
+            demand_whole(folder, done.outputs, done.kind, name)
+            if not quiet:
+                self._say(f"{what}: done before")
+            return Finished(folder, done, again=False)
+        if self.stop_requests:
+            raise Stopped
+        log = folder / "log.txt"
+        self._say(f"{what}: at work, log {log}")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "made.json").unlink(missing_ok=True)
+        write_atomically(folder / "job.json", msgspec.json.format(msgspec.json.encode(job)))
+        began = time.monotonic()
+        command = [sys.executable, "-m", "shoal.cli", "stage-job", str(folder)]
+        process = RoleProcess(f"stage {name}", command, log, _threads(job), self._lock_fd)
+        self._attend(process)
+        made = msgspec.json.decode((folder / "made.json").read_bytes(), type=Made)
+        seconds, cpu_s = time.monotonic() - began, process.use.cpu_s
+        if job.kind == "rl":  # which adds up its own use over all its starts
+            seconds, cpu_s = float(made.figures["wall_s"]), sum(made.figures["cpu_s"].values())
+        outputs = {key: files_of(folder / place) for key, place in OUTPUTS[job.kind].items()}
+        done = Done(job.kind, outputs, made, round(seconds, 3), round(cpu_s, 3))
+        write_atomically(folder / "done.json", msgspec.json.format(msgspec.json.encode(done)))
+        return Finished(folder, done, again=True)
+
+    def _attend(self, process: RoleProcess) -> None:
+        """Keep a job's process alive until it has done its work. Raises as `_do`."""
+        process.tend()
+        while not self.stop_requests and process.state in ("running", "restarting"):
+            time.sleep(TICK_S)
+            process.tend()
+            if process.restarts > MAX_RESTARTS:
+                process.kill()
+                raise StateError(f"{process.name} died {process.restarts} times: its log {process.log} says why")
+        if process.state == "given up":
+            raise StateError(f"{process.name}: {process.reason} (full log: {process.log})")
+        if process.state == "done" and process.pid is None:
+            return
+        self._say(f"stopping {process.name} (Ctrl-C again stops it at once)")
+        process.ask_to_end()
+        deadline = time.monotonic() + STOP_S
+        while process.pid is not None:
+            if time.monotonic() > deadline or self.stop_requests > 1:
+                process.kill()
+            time.sleep(TICK_S)
+            process.tend()
+        raise Stopped
+
+
+def _measure_of(config: StagesConfig, beside: Path) -> tuple[EvalStage, RunConfig] | None:
+    if not config.measure:
+        return None
+    stage = EvalStage(name="measure", recipe=config.measure, set=config.measure_set, policy="stage:any")
+    settings = settings_of(stage, beside)
+    assert isinstance(settings, RunConfig)
+    return stage, settings
+
+
+def _policy_before(job: Job) -> Path | None:
+    """The directory of the policy that a stage changes; None if it makes one from a seed, fetches one, or changes none."""
+    if job.kind not in ("sft", "rl", "merge"):
+        return None
+    path = job.inputs["policy"] if job.kind == "merge" else str(job.settings["policy"]["path"])
+    return Path(path) if path and Path(path).is_dir() else None
+
+
+def _threads(job: Job) -> int:
+    if job.kind == "eval":
+        return int(job.settings["workers"]["threads"])
+    return 1 if job.kind in ("rl", "reject") else int(job.settings["threads"])
+
+
+def _read_done(folder: Path) -> Done | None:
+    path = folder / "done.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Done)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise StateError(
+            f"{path} cannot be read: {error}. Restore it, or delete {folder}, and the stage is done again"
+        ) from None
+
+
+def _end(stage: Stage, key: str, finished: Finished, before: Measured | None, after: Measured | None) -> StageEnd:
+    """A line of the report. A stage that no measure says anything of is measured by what it found itself."""
+    done = finished.done
+    figures: dict[str, Any] = done.made.figures
+    if done.kind == "rl" and after is None:
+        before, after = (Measured.of(figures["heldout"][when]) for when in ("before", "after"))
+    if done.kind == "eval":
+        after = Measured.of(figures)
+    return StageEnd(
+        stage.name, done.kind, key, before, after, done.seconds, done.cpu_s, done.made.tokens, finished.again, figures
+    )
+
+
+@contextlib.contextmanager
+def _counted_signals(crew: StagesRun) -> Iterator[None]:
+    def ask(signum: int, frame: FrameType | None) -> None:
+        crew.stop_requests += 1
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,77 @@
+"""What a run of stages came to: report.json, and a table for the terminal.
+
+Called by `launch/stages` at the end. It knows figures and words, and nothing of how a stage is done.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """An evaluation on held-out tasks, with its 95 % confidence interval."""
+
+    mean: float
+    low95: float
+    high95: float
+    episodes: int
+
+    @staticmethod
+    def of(figures: dict[str, Any] | None) -> "Measured | None":
+        """From what an evaluation or a run's summary says; None if that has none."""
+        return None if not figures else Measured(*(figures[key] for key in ("mean", "low95", "high95", "episodes")))
+
+
+class StageEnd(msgspec.Struct, frozen=True):
+    """One stage in report.json."""
+
+    name: str
+    kind: str
+    key: str
+    """Of its folder."""
+    before: Measured | None
+    """Held-out reward, or share of wins, of the policy that it began with."""
+    after: Measured | None
+    seconds: float
+    """That the stage took; for a run, over all its starts, else those of the process that finished."""
+    cpu_s: float
+    tokens: int
+    """That sft learned from, prompts and repetitions included, or that an rl stage paid for."""
+    done_now: bool
+    """Whether this start did it, and did not find it done."""
+    figures: dict[str, Any]
+    """What the kind says beside."""
+
+
+def report(name: str, ends: Sequence[StageEnd]) -> dict[str, Any]:
+    """report.json."""
+    total = {
+        "seconds": round(sum(end.seconds for end in ends), 3),
+        "cpu_s": round(sum(end.cpu_s for end in ends), 3),
+        "tokens": sum(end.tokens for end in ends),
+    }
+    return {"name": name, "stages": list(ends), "total": total}
+
+
+def in_words(name: str, ends: Sequence[StageEnd]) -> str:
+    """The table."""
+    rows = [("stage", "kind", "before", "after", "seconds", "CPU-s", "tokens", "")]
+    rows += [
+        (
+            end.name, end.kind, _mean(end.before), _mean(end.after), f"{end.seconds:.1f}", f"{end.cpu_s:.1f}",
+            f"{end.tokens:,}" if end.tokens else "-", "" if end.done_now else "done before",
+        )
+        for end in ends
+    ]  # fmt: skip
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [f"{name}: held-out reward before and after each stage"]
+    for row in rows:
+        cells = [cell.ljust(width) if i in (0, 1, 7) else cell.rjust(width)
+                 for i, (cell, width) in enumerate(zip(row, widths, strict=True))]  # fmt: skip
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _mean(found: Measured | None) -> str:
+    return "-" if found is None else f"{found.mean:.3f}"

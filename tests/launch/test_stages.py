@@ -1,0 +1,353 @@
+"""Stages: what a file may say, what decides a stage's folder, and a run of stages that is killed, changed and damaged."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal.algos.rejection import raft
+from shoal.config.stages import load_stages, settings_of
+from shoal.errors import ConfigError, StateError
+from shoal.folder import RunFolder
+from shoal.launch.chosen import choose, digest_of, learned_groups
+from shoal.launch.jobs import job_of
+from shoal.train.chosen import read_examples
+from shoal.weights.manifest import weights_root
+
+ROOT = Path(__file__).parents[2]
+
+TINY = """
+[policy.tiny]
+width = 16
+layers = 1
+heads = 2
+kv_heads = 1
+mlp_width = 32
+max_positions = 64
+"""
+
+START = f"""
+name = "start"
+seed = 1
+episodes = 16
+steps = 4
+batch = 8
+max_tokens = 64
+publish_dtype = "float32"
+threads = 1
+[env]
+name = "vowels.py"
+{TINY}
+"""
+
+RL = f"""
+name = "rl"
+steps = 3
+seed = 1
+[[envs]]
+name = "vowels.py"
+[sampling]
+max_turn_tokens = 8
+max_tokens = 64
+[rollouts]
+group_size = 4
+block_rollouts = 8
+batch_groups = 2
+max_staleness = 0
+[workers]
+count = 1
+[eval]
+episodes = 0
+samples = 0
+{TINY}
+"""
+
+STAGES = """
+name = "story"
+
+[[stages]]
+name = "start"
+kind = "sft"
+recipe = "start.toml"
+
+[[stages]]
+name = "rl"
+kind = "rl"
+recipe = "rl.toml"
+policy = "stage:start"
+
+[[stages]]
+name = "best"
+kind = "reject"
+rollouts = "stage:rl"
+
+[[stages]]
+name = "again"
+kind = "sft"
+recipe = "start.toml"
+policy = "stage:start"
+examples = "stage:best"
+
+[[stages]]
+name = "exam"
+kind = "eval"
+recipe = "rl.toml"
+set = ["eval.episodes=8"]
+policy = "stage:again"
+
+[quick]
+measure = "rl.toml"
+measure_set = ["eval.episodes=4"]
+
+[quick.stages.rl]
+set = ["steps=1"]
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    return write_files(tmp_path)
+
+
+def write_files(place: Path) -> Path:
+    """A stages file and its recipes."""
+    (place / "vowels.py").write_text((ROOT / "recipes" / "vowels.py").read_text())
+    for name, text in (("start", START), ("rl", RL), ("story", STAGES)):
+        (place / f"{name}.toml").write_text(text)
+    return place / "story.toml"
+
+
+# --- what a stages file may say ---
+
+SECOND = '[[stages]]\nname = "b"\nkind = "sft"\nrecipe = "start.toml"\n'
+
+REFUSED = {
+    "known: sft, rl, eval, merge, reject": 'kind = "dpo"',
+    "unknown key stages[0].steps": 'kind = "sft"\nrecipe = "start.toml"\nsteps = 3',
+    "there is no stage c; stages: a, b": 'kind = "sft"\nrecipe = "start.toml"\npolicy = "stage:c"',
+    "that comes later: move it up": 'kind = "sft"\nrecipe = "start.toml"\npolicy = "stage:b"',
+    'write it as "stage:NAME"': 'kind = "sft"\nrecipe = "start.toml"\npolicy = "models/tiny"',
+    "two stages are named b": 'kind = "sft"\nrecipe = "start.toml"\n' + SECOND,
+    "itself takes from it: a loop": 'kind = "merge"\npolicy = "stage:a"',
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_a_file_that_cannot_be_done_is_refused_in_one_line(tmp_path: Path, said: str) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text(f'name = "s"\n[[stages]]\nname = "a"\n{REFUSED[said]}\n{SECOND}')
+    with pytest.raises(ConfigError) as refused:
+        load_stages(path)
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_stages_that_take_from_each_other_are_called_a_loop(tmp_path: Path) -> None:
+    path = tmp_path / "s.toml"
+    takes = '[[stages]]\nname = "{}"\nkind = "merge"\npolicy = "stage:{}"\n'
+    path.write_text('name = "s"\n' + takes.format("a", "b") + takes.format("b", "a"))
+    with pytest.raises(ConfigError, match="b itself takes from it: a loop"):
+        load_stages(path)
+
+
+def test_a_stage_takes_only_what_the_other_gives(files: Path) -> None:
+    files.write_text(STAGES.replace('examples = "stage:best"', 'examples = "stage:rl"'))
+    with pytest.raises(ConfigError, match="a stage of kind rl gives no examples; reject would"):
+        load_stages(files)
+
+
+def test_a_run_file_is_not_taken_for_a_stages_file(files: Path) -> None:
+    with pytest.raises(ConfigError, match="is a recipe of `shoal run`, not a stages file"):
+        load_stages(files.parent / "rl.toml")
+
+
+def test_overrides_name_a_stage_and_quick_overrides_keys_of_stages(files: Path) -> None:
+    config = load_stages(files, ["rl.train.lr=0.5", "best.keep=2"], quick=True)
+    _, rl, best, _, _ = config.stages
+    settings = settings_of(rl, files.parent)
+    assert (config.name, settings.steps, settings.train.lr, best.keep) == ("story-quick", 1, 0.5, 2)
+    with pytest.raises(ConfigError, match="there is no stage nobody; stages: start, rl, best, again, exam"):
+        load_stages(files, ["nobody.steps=1"])
+    with pytest.raises(ConfigError, match=r"write it as stage\.key=value"):
+        load_stages(files, ["steps=1"])
+
+
+def test_the_stages_that_we_ship_load_with_their_recipes() -> None:
+    for path in (ROOT / "recipes" / "stages").glob("*.toml"):
+        if "[[stages]]" in path.read_text():
+            for quick in (False, True):
+                for stage in load_stages(path, quick=quick).stages:
+                    settings_of(stage, path.parent)
+
+
+# --- what decides a stage's folder ---
+
+
+def key_of(files: Path, *overrides: str) -> str:
+    stage = load_stages(files, overrides).stages[0]
+    return job_of(stage, settings_of(stage, files.parent), files.parent, {}).key
+
+
+def test_a_key_follows_settings_and_sources_but_not_names_and_places(files: Path, tmp_path: Path) -> None:
+    key, other = key_of(files), tmp_path / "elsewhere"
+    other.mkdir()
+    moved = write_files(other)
+    moved.write_text(STAGES.replace('name = "start"', 'name = "begin"').replace("stage:start", "stage:begin"))
+    assert key_of(moved) == key
+    assert key_of(files, "start.steps=5") != key
+    source = files.parent / "vowels.py"
+    source.write_text(source.read_text() + "\n# changed\n")
+    assert key_of(files) != key
+
+
+# --- a run of stages ---
+
+
+def start(files: Path, out: Path, *options: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "shoal.cli", "stages", str(files), "--out", str(out), *options]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+
+
+def finish(process: subprocess.Popen[bytes], code: int = 0) -> str:
+    said = process.communicate(timeout=200)[0].decode()
+    assert process.returncode == code, said
+    return said
+
+
+def ends_of(out: Path) -> dict[str, dict]:
+    return {end["name"]: end for end in json.loads((out / "report.json").read_bytes())["stages"]}
+
+
+def final_root(out: Path) -> str:
+    return weights_root(out / "stages" / ends_of(out)["again"]["key"] / "policy")
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A stages file, and the folder in which it was done without a kill."""
+    place = tmp_path_factory.mktemp("stages")
+    files = write_files(place)
+    said = finish(start(files, place / "out"))
+    assert said.count(": at work") == 5, said
+    return files, place / "out"
+
+
+def test_every_stage_reports_its_figures_and_is_skipped_when_done(unbroken: tuple[Path, Path]) -> None:
+    files, out = unbroken
+    ends = ends_of(out)
+    assert list(ends) == ["start", "rl", "best", "again", "exam"]
+    assert all(end["seconds"] > 0 and end["cpu_s"] > 0 and end["done_now"] for end in ends.values())
+    assert all(ends[name]["tokens"] > 0 for name in ("start", "rl", "again"))
+    assert ends["exam"]["after"]["episodes"] == 8
+    assert ends["best"]["figures"]["chosen"] < ends["best"]["figures"]["rollouts"]
+    before = {path: path.stat().st_mtime_ns for path in out.glob("stages/*/done.json")}
+    said = finish(start(files, out))
+    assert said.count(": done before") == 5 and ": at work" not in said
+    assert before == {path: path.stat().st_mtime_ns for path in out.glob("stages/*/done.json")}
+
+
+@pytest.mark.slow
+def test_stages_killed_again_and_again_come_to_the_same_weights(unbroken: tuple[Path, Path], tmp_path: Path) -> None:
+    files, whole = unbroken
+    out = tmp_path / "out"
+    points = ("stages/*/job.json", "stages/*/done.json", "stages/*/run/log.sqlite", "stages/*/run/metrics.jsonl")
+    for point in points:
+        process = start(files, out)
+        deadline = time.monotonic() + 100
+        while not list(out.glob(point)) and process.poll() is None:
+            assert time.monotonic() < deadline, f"{point} did not come"
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    finish(start(files, out))
+    run = out / "stages" / ends_of(out)["rl"]["key"]
+    (run / "done.json").unlink()  # as if killed when the run had ended, before it was told so
+    finish(start(files, out))
+    assert {name for name, end in ends_of(out).items() if end["done_now"]} == {"rl"}
+    assert final_root(out) == final_root(whole)
+    assert {name: end["key"] for name, end in ends_of(out).items()} == {
+        name: end["key"] for name, end in ends_of(whole).items()
+    }
+
+
+def test_a_changed_setting_does_that_stage_again_and_those_that_follow(
+    unbroken: tuple[Path, Path],
+) -> None:
+    files, out = unbroken
+    before = ends_of(out)
+    finish(start(files, out, "--set", "again.steps=3"))
+    after = ends_of(out)
+    changed = {name for name in before if before[name]["key"] != after[name]["key"]}
+    assert changed == {"again", "exam"} == {name for name, end in after.items() if end["done_now"]}
+    finish(start(files, out))  # the old folders are still there
+    assert {name: end["key"] for name, end in ends_of(out).items()} == {n: e["key"] for n, e in before.items()}
+    assert not any(end["done_now"] for end in ends_of(out).values())
+
+
+def test_a_damaged_output_is_found_and_named_and_done_again_once_deleted(unbroken: tuple[Path, Path]) -> None:
+    files, out = unbroken
+    folder = out / "stages" / ends_of(out)["again"]["key"]
+    file = folder / "policy" / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    said = finish(start(files, out), code=2)
+    error = said.strip().splitlines()[-1]
+    assert f"error: stage again: {file} is not what the stage wrote" in error and f"delete {folder}" in error
+    subprocess.run(["rm", "-r", str(folder)], check=True)
+    finish(start(files, out))
+    assert {name for name, end in ends_of(out).items() if end["done_now"]} == {"again"}
+
+
+def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = start(files, out, "--set", "start.steps=100000")
+    while not list(out.glob("stages/*/log.txt")):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert "The same command continues" in finish(process, code=130)
+    assert not list(out.glob("stages/*/done.json"))
+
+
+def test_one_shoal_at_a_time_has_the_folder(files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = start(files, out, "--set", "start.steps=100000")
+    while not list(out.glob("stages/*/log.txt")):
+        time.sleep(0.05)
+    assert "is in use by another shoal" in finish(start(files, out), code=2)
+    first.send_signal(signal.SIGINT)
+    finish(first, code=130)
+
+
+# --- what rejection takes of a run ---
+
+
+def test_the_chosen_rows_are_those_of_the_rule_over_the_groups_of_the_log(unbroken: tuple[Path, Path]) -> None:
+    _, out = unbroken
+    ends = ends_of(out)
+    folder = RunFolder(out / "stages" / ends["rl"]["key"] / "run")
+    learned = learned_groups(folder)
+    assert len(learned) == 3 * 2
+    wanted = sum(len(raft(one.rewards, 1)) for _, one in learned)
+    written = read_examples(out / "stages" / ends["best"]["key"] / "examples.msgpack")
+    assert len(written.rows) == wanted == ends["best"]["figures"]["chosen"]
+    again, _ = choose(folder, {"rule": "raft", "keep": 1, "last_steps": 1}, digest_of(learned))
+    assert written.rows[-len(again.rows) :] == again.rows
+
+
+def test_a_log_that_changed_and_bodies_that_are_gone_are_refused_with_the_remedy(unbroken: tuple[Path, Path]) -> None:
+    _, out = unbroken
+    folder = RunFolder(out / "stages" / ends_of(out)["rl"]["key"] / "run")
+    with pytest.raises(StateError, match="is not that of the finished run"):
+        choose(folder, {}, "00" * 32)
+    kept = folder.blobs.rename(folder.root / "aside")
+    try:
+        with pytest.raises(StateError, match=r"storage\.retain=batches"):
+            choose(folder, {}, digest_of(learned_groups(folder)))
+    finally:
+        kept.rename(folder.blobs)
