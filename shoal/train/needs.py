@@ -31,7 +31,7 @@ HOLES, FIXED_HOLES, MOST_FIXED_HOLES = 1 / 8, 1 / 8, 256_000_000
 """Memory between tensors that is too small for others, as a share of activations and of what stays from step to step; of
 the latter at most so much, because large tensors have memory of their own."""
 
-MOST_CODED_HOLES = 256_000_000
+MOST_CODED_HOLES = 200_000_000
 """Such memory where layers of NF4 are recomputed, at most: what stays of a layer is among what is decoded and forgotten.
 A step of 16 layers took 80 to 165 MB more than is reckoned without it; it differs from run to run."""
 

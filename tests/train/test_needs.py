@@ -54,9 +54,9 @@ small = PolicySpec("qwen3", 64, 2, 2, 1, 32, 64, 64, 64, 1e4, 1e-5, True, (0,))
 learner_of(small).step(rows_for(small, 2, 8, 16), 0)  # torch reads its code at the first use
 ctypes.CDLL(None).malloc_trim(0)
 Path("/proc/self/clear_refs").write_text("5")
-before = kb("VmRSS")
+anonymous, of_files = kb("RssAnon"), kb("RssFile")
 learner_of(spec).step(rows_for(spec, rows, prompt, length), 0)
-print((kb("VmHWM") - before) * 1024)
+print((kb("VmHWM") - anonymous - max(of_files, kb("RssFile"))) * 1024)  # the kernel drops pages of files as it likes
 """
 
 SHAPES = {
@@ -96,7 +96,7 @@ def test_a_step_takes_at_most_what_it_is_said_to_need_and_not_much_less(shape: s
         recompute=recompute, microbatch_tokens=work[3], row_tokens=work[2], rank=8 if base else 0, base=base
     )
     need = sum(part.size for part in parts_of(PolicySpec(**spec), layout))  # type: ignore[arg-type]
-    assert took <= need + SPARE_BYTES and need <= 1.5 * took + SPARE_BYTES, (shape, took, need)
+    assert took <= need + SPARE_BYTES and need <= 1.3 * took + SPARE_BYTES, (shape, took, need)
 
 
 QWEN = {
