@@ -1,4 +1,4 @@
-"""`[train.algorithm]`: what a name stands for, which keys a run file may override, and what does not go together."""
+"""`[train.algorithm]`: the parts that a name means, which keys a run file may override, and what does not go together."""
 
 from pathlib import Path
 
@@ -94,6 +94,13 @@ def test_what_a_run_file_gets_wrong_is_named(load, algorithm, message):
         ('name = "rloo"', "minibatches = 2", "", "after the first update"),
         ('name = "ppo"', "minibatches = 99", "", "a batch is cut between groups, and has rollouts.batch_groups = 16"),
         ('name = "rloo"\ncorrections = []', "", "", "an older or rounded policy samples some tokens"),
+        (
+            'name = "rloo"\ncorrections = []',
+            "",
+            '[rollouts]\nmax_staleness = 0\n[policy]\ndtype = "bfloat16"',
+            "an older or rounded policy samples some tokens",
+        ),
+        ('name = "maxrl"', "", "[envs.shaping.repetition]", "which the penalties of shaping may bring near"),
         ('name = "rloo"\nratio_to = "old"', "", "", "has no ratio. Leave ratio_to out"),
         ('name = "scalerl"\nadvantage = "mean_std"', "", "", "divides advantages by a deviation"),
         ('name = "scalerl"\nadvantage = "reward"', "", "", "has no baseline"),
@@ -113,10 +120,14 @@ def test_parts_that_do_not_go_together_are_refused_with_the_reason(load, algorit
 
 
 def test_parts_that_go_together_are_not_refused(load):
-    load('name = "rloo"\ncorrections = []', rest="[rollouts]\nmax_staleness = 0")
-    load('name = "dapo"\ncorrections = [{name = "geometric_mask"}, {name = "sequence_mask"}]')
-    load('name = "rloo"\nkl = {beta = 0.1, estimator = "k1", place = "advantage"}')
-    load('name = "decoupled_ppo"\nloss = {name = "gspo"}', train="updates_per_batch = 4")
+    synchronous = load('name = "rloo"\ncorrections = []', rest="[rollouts]\nmax_staleness = 0")
+    assert synchronous.train.algorithm == c.Rloo(corrections=())
+    masked = load('name = "dapo"\ncorrections = [{name = "geometric_mask"}, {name = "sequence_mask"}]')
+    assert masked.train.algorithm == c.Dapo(corrections=(c.GeometricMask(), c.SequenceMask()))
+    kept_near = load('name = "rloo"\nkl = {beta = 0.1, estimator = "k1", place = "advantage"}')
+    assert kept_near.train.algorithm == c.Rloo(kl=c.Kl(0.1, "k1", "advantage"))
+    by_row = load('name = "decoupled_ppo"\nloss = {name = "gspo"}', train="updates_per_batch = 4")
+    assert by_row.train.algorithm == c.DecoupledPpo(loss=c.Gspo()) and by_row.train.updates_per_batch == 4
 
 
 def test_a_ratio_that_is_always_1_is_said(load):

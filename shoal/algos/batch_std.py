@@ -20,5 +20,6 @@ from shoal.algos.grpo_advantages import STD_FLOOR
 
 
 def batch_scale(A_I: NDArray[np.float64]) -> float:
-    """What each advantage of the batch is multiplied by."""
-    return float(1 / (A_I.std() + STD_FLOOR))
+    """What each advantage of the batch is multiplied by: 1 if all are equal, as when a batch has only one rollout left."""
+    std = float(A_I.std())
+    return 1 / (std + STD_FLOOR) if std > STD_FLOOR else 1.0  # guard: equal-advantages-keep-their-size

@@ -45,7 +45,7 @@ def algorithm_fits(config: RunConfig) -> Iterator[Demand]:
         yield from _grpo_fits(algorithm)
         return
     yield from _loss_fits(algorithm.loss)
-    yield from _average_fits(algorithm)
+    yield from _average_fits(config, algorithm)
     yield from _corrections_fit(algorithm)
     yield from _sampling_fits(config, algorithm)
     yield from _kl_fits(config, algorithm)
@@ -105,7 +105,7 @@ def _band_fits(where: str, least: float, most: float) -> Iterator[Demand]:
     yield 1 < most < math.inf, f"{where}.most = {most}: must be above 1, and finite"
 
 
-def _average_fits(algorithm: c.Composition) -> Iterator[Demand]:
+def _average_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
     divisor = algorithm.divisor_tokens
     yield 0 <= divisor < math.inf, f"{WHERE}.divisor_tokens = {divisor}: must be at least 0, and finite"
     yield (
@@ -117,6 +117,12 @@ def _average_fits(algorithm: c.Composition) -> Iterator[Demand]:
         not (algorithm.batch_std and algorithm.advantage == "mean_std"),
         f'{WHERE}.batch_std divides advantages by a deviation, and advantage = "mean_std" did so already: take "mean", or '
         "leave batch_std out",
+    )
+    shaped = next((env.label for env in config.envs if env.shaping is not None), "")
+    yield (
+        algorithm.advantage != "maxrl" or not shaped,  # guard: maxrl-of-no-penalties
+        f'{WHERE}.advantage = "maxrl" divides by the mean reward of a group, which the penalties of shaping may bring near '
+        f'0 (environment {shaped}): take "mean_std", or leave shaping out',
     )
     yield (
         not (algorithm.batch_std and algorithm.advantage == "reward"),
@@ -202,7 +208,7 @@ def _sampling_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Dema
         f'{WHERE}.ratio_to = "old": loss.name = "reinforce" has no ratio. Leave ratio_to out',
     )
     weighed = any(isinstance(part, c.Truncate | c.IcePop) for part in algorithm.corrections)
-    exact = config.rollouts.max_staleness == 0 and config.sampled_dtype != "int8"
+    exact = config.rollouts.max_staleness == 0 and config.sampled_dtype == "float32"
     yield (
         weighed or exact,  # guard: reinforce-of-another-policy
         f'{WHERE}.loss.name = "reinforce" has no ratio, and an older or rounded policy samples some tokens: add '

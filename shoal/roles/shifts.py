@@ -2,8 +2,8 @@
 
 Called by trainer, validator, worker and evaluation of a host whose device cannot hold them all at once, which
 `launch/fits` decides. Each works with `on`: it waits for its shift, and what it keeps on the device comes back from the
-memory of the CPU, with the same bits. After the work it stays until another process waits. So a process that is alone
-moves nothing, one that waits for work holds nobody up, and one with much work is followed by whoever waits:
+memory of the CPU, with the same bits. After the work it stays there until another process waits. So a lone process never
+moves its tensors, a process without work holds nobody up, and one with much work hands over when its work is done:
 
     trainer     work | park |  ...waits...  | come back | work ...
     validator   ...waits... | come back | work | park |
@@ -153,7 +153,11 @@ class Shared:
                 return
             self._works = 0
             self._give_up()
-        self._wait()
+        try:
+            self._wait()
+        except BaseException:
+            self._works = 1  # guard: failed-pause-ends-once
+            raise
 
     def _wait(self) -> None:
         while not self._begin():

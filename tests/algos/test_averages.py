@@ -72,7 +72,11 @@ def test_maxrl_learns_nothing_from_a_group_without_a_positive_mean_or_without_di
 def test_the_batch_has_a_deviation_of_one_after_scaling():
     A_I = np.array([0.5, -0.5, 0.25, -0.25])
     assert (A_I * batch_scale(A_I)).std() == pytest.approx(1.0, abs=1e-5)
-    assert batch_scale(np.zeros(4)) == pytest.approx(1e6)
+
+
+def test_equal_advantages_keep_their_size() -> None:
+    for equal in ([0.5], [0.0] * 4, [0.1 + 0.2, 0.3]):
+        assert batch_scale(np.array(equal)) == 1.0
 
 
 def test_the_bonus_grows_from_none_at_the_target_to_all_at_half_of_it():

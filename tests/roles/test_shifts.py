@@ -126,6 +126,26 @@ def test_a_pause_lets_others_go_first(tmp_path: Path) -> None:
     assert order == ["part", "step", "part"]
 
 
+def test_a_pause_that_cannot_come_back_ends_its_work_once(tmp_path: Path) -> None:
+    (evaluation, its), (trainer, _) = process(tmp_path, "evaluation"), process(tmp_path, "trainer")
+
+    def full() -> None:
+        raise MemoryError
+
+    def step() -> None:
+        with trainer.held():
+            pass
+
+    with pytest.raises(MemoryError), evaluation.held():
+        its.come_back = full
+        thread = threading.Thread(target=step)
+        thread.start()
+        until(lambda: trainer._asked is not None)
+        evaluation.pause()
+    thread.join(10)
+    assert evaluation._works == 0
+
+
 def test_works_of_one_process_share_its_shift_but_not_while_others_wait(tmp_path: Path) -> None:
     """A worker begins a lease before the last one has ended: without end, if it may."""
 
