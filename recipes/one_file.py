@@ -38,7 +38,7 @@ from shoal.train.denominators import with_own_denominators
 from shoal.train.filter import select
 from shoal.train.masters import module_dtype
 from shoal.train.reference import Reference, reference_of
-from shoal.train.rows import rows_of_group
+from shoal.train.rows import Row, rows_of_group
 from shoal.train.step import Learner
 from shoal.weights.manifest import weights_root
 
@@ -119,26 +119,34 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
             table = table_after(first_table, records, difficulty)
 
         # The trainer: (version v, batch) -> version v + 1.
-        rows_G = [
-            rows_of_group(
-                member, body, algorithm=config.train.algorithm, vocabulary=model.spec.vocab_size,
-                max_tokens=sampling.max_tokens, max_rollout_tokens=sampling.max_rollout_tokens,
-            )
-            for member, body in zip(members, bodies, strict=True)
-        ]  # fmt: skip
-        chosen = select(members, rows_G, algorithm=config.train.algorithm, version=version, max_staleness=0)
-        rows = chosen.rows
-        if claims_bend_ratios(config.verify.bounds, config.sampled_dtype, narrowest_bound(config.train.algorithm)):
-            rows = with_own_denominators(
-                rows, {version: published}, dtype=config.sampled_dtype, temperature=sampling.temperature,
-                microbatch_tokens=config.train.microbatch_tokens, trained_in=module_dtype(config.train),
-            )  # fmt: skip
+        rows = learned_rows(config, members, bodies, version, published, model.spec.vocab_size)
         if refer is not None:
             rows = refer(rows)
         metrics = learner.step(rows, version)
         save_policy(model, published, config.policy.dtype, tokenizer_from=start)
         say(f"step {version} reward {metrics['reward_mean']:.3f} loss {metrics['loss']:+.4f}")
     return weights_root(published)
+
+
+def learned_rows(
+    config: RunConfig, members: list[BatchGroup], bodies: list[bytes], version: int, published: Path, vocabulary: int
+) -> list[Row]:
+    """What the trainer learns from a batch. It computes log-probs itself where workers could bend ratios by theirs."""
+    algorithm, sampling = config.train.algorithm, sampling_of(config)
+    rows_G = [
+        rows_of_group(
+            member, body, algorithm=algorithm, vocabulary=vocabulary,
+            max_tokens=sampling.max_tokens, max_rollout_tokens=sampling.max_rollout_tokens,
+        )
+        for member, body in zip(members, bodies, strict=True)
+    ]  # fmt: skip
+    rows = select(members, rows_G, algorithm=algorithm, version=version, max_staleness=0).rows
+    if not claims_bend_ratios(config.verify.bounds, config.sampled_dtype, narrowest_bound(algorithm)):
+        return rows
+    return with_own_denominators(
+        rows, {version: published}, dtype=config.sampled_dtype, temperature=sampling.temperature,
+        microbatch_tokens=config.train.microbatch_tokens, trained_in=module_dtype(config.train),
+    )  # fmt: skip
 
 
 def slots_of_block(
