@@ -1,4 +1,4 @@
-"""The shelf of algorithms: claims of their papers, tested exactly or by runs.
+"""What the papers of our algorithms claim, tested exactly or by runs.
 
     OMP_NUM_THREADS=1 python benchmarks/shelf.py [--only exact] [--quick]
 

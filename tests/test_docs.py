@@ -247,7 +247,7 @@ def composition_tables(prefix: str) -> list[str]:
         shown = ", ".join(f"`{key} = {inline(value)}`" for key, value in other.items())
         rows.append([f'`"{name}"`', "every default below" if kind is type(plain) else one_line(kind.__doc__), shown])
     parts = [
-        "Every other name stands for a composition: it has the keys below, and other defaults for some.",
+        "Every other name is that of a composition: it has the keys below, and other defaults for some.",
         table(["Name", "What it is", "Its own defaults"], rows),
         table(["Key", "Type", "Default", "Meaning", "May change on resume"], keys),
     ]

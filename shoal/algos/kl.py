@@ -19,9 +19,10 @@ the mean gradient of one token is
     k3       the gradient of KL(rho, pi), the other way round; near it if pi is near rho
 
 `weighted` multiplies the estimator by the importance ratio, through which gradient flows. Then k1 and k3 have the gradient
-of KL(pi, rho), whichever policy sampled (k3: DeepSeek-V3.2, arXiv:2512.02556). All of these take what was written before a
-token as given. `rest_of_penalty` is the gradient of the divergence between whole rows: each token answers for the penalties
-of all that follow, as for a reward (RLHF's usual form, arXiv:2009.01325; RLOO, arXiv:2402.14740).
+of KL(pi, rho) although another policy sampled, if the ratio is to that policy (k3: DeepSeek-V3.2, arXiv:2512.02556). All
+of these take what was written before a token as given. `rest_of_penalty` is the gradient of the divergence between whole
+rows: each token answers for the penalties of all that follow, as for a reward (RLHF's usual form, arXiv:2009.01325; RLOO,
+arXiv:2402.14740).
 
 Axes: N policy tokens of a micro-batch.
 """

@@ -6,8 +6,8 @@ Called through `ledger/algorithm`, as `grpo_advantages`. numpy alone, so that th
     R_i      reward of rollout i of the group                               rewards_G
     A_i      R_i - 1/(G - 1) sum_{j != i} R_j  =  G/(G - 1) (R_i - mean(R))
 
-A rollout is no part of its own baseline, so the estimate of the gradient has no bias. With the mean of the whole group it
-is (G - 1)/G times as long.
+The baseline of a rollout leaves that rollout out, so the estimate of the gradient has no bias. With the mean of the whole
+group it is (G - 1)/G times as long.
 
 Axes: G rollouts of one group.
 """

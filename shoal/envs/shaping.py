@@ -1,7 +1,7 @@
 """What a run adds to an environment's rewards: a length to aim at, a penalty near the limit, and one for repetition.
 
 Called by `settings`, which checks what a run file asks for, and for `conversation` when an episode ends. It sees the tokens
-that the policy wrote, and no text: so whoever replays a rollout finds the same terms. The formulas are in `algos`.
+that the policy wrote, and no text, so every replay of a rollout gives the same terms. The formulas are in `algos`.
 
 The length that a prompt asks for follows from the task's index alone. So all rollouts of a group have the same, and a
 worker cannot choose it.

@@ -88,7 +88,7 @@ def job_of(stage: Stage, settings: RunConfig | SftConfig | None, beside: Path, i
         for key in ("env", "envs"):
             if key in tree:
                 tree[key], known[key] = _environments(tree[key], beside)
-    if isinstance(stage, EvalStage):  # how the policy was trained is no part of how it is evaluated
+    if isinstance(stage, EvalStage):  # how the policy was trained does not matter here
         known = {key: known[key] for key in ("seed", "envs", "sampling", "eval")}
     identity = {"format": FORMAT, "kind": kind, "settings": known, "inputs": digests}
     places = {key: str(found.place) for key, found in inputs.items()}

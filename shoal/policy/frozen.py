@@ -21,6 +21,9 @@ from torch import Tensor
 from shoal.algos.nf4 import Constants8, Nf4, constants_decoded, decoded
 from shoal.policy.nf4spec import decoded_values
 
+CODE_DTYPES = {"U8": torch.uint8, "I8": torch.int8, "F32": torch.float32}
+"""By safetensors' names: those of the tensors that a matrix consists of."""
+
 
 class Codes(NamedTuple):
     """A matrix in NF4, with the constants of each output after the other."""

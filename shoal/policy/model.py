@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.policy import adapterspec
 from shoal.policy.adapterspec import AdapterSpec, Base, stored_name
 from shoal.policy.base import Published
-from shoal.policy.frozen import Codes, Frozen
+from shoal.policy.frozen import CODE_DTYPES, Codes, Frozen
 from shoal.policy.layers import Body, Frame, LayerWeights, Matrix, Weights, hidden_states, wide
 from shoal.policy.lowrank import Pair, arranged_low
 from shoal.policy.nf4spec import coded_forms
@@ -209,7 +209,7 @@ class _Matrix(nn.Module):
         else:
             self.register_parameter("weight", None)
             for name, form in coded_forms("weight", (outputs, inputs)).items():
-                self.register_buffer(name, torch.empty(form.shape, dtype=_OF_CODES[form.dtype]))
+                self.register_buffer(name, torch.empty(form.shape, dtype=CODE_DTYPES[form.dtype]))
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
         self.register_parameter("lora_A", None)
         self.register_parameter("lora_B", None)
@@ -243,9 +243,6 @@ class _Matrix(nn.Module):
         self.register_parameter("weight", None)
         for name, _ in list(self.named_buffers()):
             delattr(self, name)
-
-
-_OF_CODES = {"U8": torch.uint8, "I8": torch.int8, "F32": torch.float32}
 
 
 class _Vector(nn.Module):

@@ -20,6 +20,7 @@ from shoal.algos.nf4 import coded, constants_coded
 from shoal.errors import StateError, cause_of
 from shoal.folder import replaced_folder
 from shoal.policy.filling import fill_all, read_rows
+from shoal.policy.frozen import CODE_DTYPES
 from shoal.policy.model import Transformer
 from shoal.policy.nf4spec import coded_forms, demand_coded, flaw_of, matrices_of
 from shoal.policy.spec import PolicySpec
@@ -28,8 +29,6 @@ from shoal.policy.stream import Form, write_files
 
 CODED_VALUES = 1 << 22
 """Weights that are coded at a time."""
-
-_DTYPES = {"U8": torch.uint8, "I8": torch.int8, "F32": torch.float32}
 
 
 def load_coded(
@@ -65,7 +64,7 @@ def write_coded(source: Path, stored: Mapping[str, StoredTensor], target: Path, 
     for name, one in stored.items():
         if name in matrices:
             coded = coded_forms(name, one.shape).items()
-            forms[name] = {part: Form(_DTYPES[form.dtype], form.shape) for part, form in coded}
+            forms[name] = {part: Form(CODE_DTYPES[form.dtype], form.shape) for part, form in coded}
         else:
             forms[name] = {name: Form(torch.bfloat16 if one.dtype == "BF16" else torch.float32, one.shape)}
 

@@ -6,8 +6,9 @@ It knows nothing of tokens or tensors.
 
 Some algorithms leave out rollouts that a token limit ended. That is decided here, because the ledger counts groups.
 
-Rollouts with a large log-ratio need no further rule. The clip of `algos/grpo` mutes such tokens one by one, and a rule
-that drops whole rollouts would let a worker withdraw a rollout after seeing its reward.
+Rollouts with a large log-ratio are the loss's business: a clip mutes their tokens one by one, and the row masks of
+`algos/row_masks` drop them by log-probs that the trainer itself computed. Nothing is dropped here by what a worker claims:
+it could withdraw a rollout after seeing its reward.
 """
 
 from collections.abc import Sequence

@@ -48,7 +48,9 @@ def test_an_engine_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
 
 def test_workers_with_bounds_or_without_an_engine_of_their_own_pass(installed: None) -> None:
     for changes in ([], [VLLM, *BOUNDS], [VLLM, "workers.count=0"], [VLLM, "sampling.dtype=bfloat16", *BOUNDS]):
-        demand_engine_of_workers(load_run(RECIPE, changes))
+        config = load_run(RECIPE, changes)
+        demand_engine_of_workers(config)
+        assert config.workers.engine == ("vllm" if VLLM in changes else "")
 
 
 def test_shoal_run_says_so_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,43 +11,19 @@ from pathlib import Path
 
 import psutil
 
-RUN_FILE = """
-name = "small"
-steps = 6
-seed = 1
-[policy.tiny]
-width = 32
-layers = 1
-heads = 2
-kv_heads = 1
-mlp_width = 64
-max_positions = 32
-[[envs]]
-name = "arithmetic"
-args = { digits = 1, operations = "+" }
-[sampling]
-max_turn_tokens = 4
-max_tokens = 24
-[rollouts]
-group_size = 8
-block_rollouts = 64
-batch_groups = 4
-max_staleness = 0
-[train]
-lr = 0.001
-[workers]
-count = 2
-[eval]
-episodes = 32
-[storage]
-checkpoint_every = 3
-"""
+from tests.launch.test_local import RUN_FILE
+
+CHANGES = (
+    "steps=6", "rollouts.max_staleness=0", "train.lr=0.001", "workers.count=2", "workers.cheating=0",
+    "storage.checkpoint_every=3",
+)  # fmt: skip
 
 
 def start(folder: Path, shifts: str) -> subprocess.Popen[str]:
     folder.mkdir()
     (folder / "small.toml").write_text(RUN_FILE)
-    command = [sys.executable, "-m", "shoal.cli", "run", "small.toml", "--set", f"host.shifts={shifts}"]
+    changes = [word for change in (*CHANGES, f"host.shifts={shifts}") for word in ("--set", change)]
+    command = [sys.executable, "-m", "shoal.cli", "run", "small.toml", *changes]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -1,5 +1,6 @@
 """Stages: what a file may say, what decides a stage's folder, and a run of stages that is killed, changed and damaged."""
 
+import itertools
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal.algos.rejection import raft
-from shoal.config.stages import load_stages, settings_of
+from shoal.config.stages import MergeStage, RejectStage, load_stages, settings_of
 from shoal.errors import ConfigError, StateError
 from shoal.folder import RunFolder
 from shoal.launch.chosen import choose, digest_of, learned_groups
@@ -177,11 +178,12 @@ def test_overrides_name_a_stage_and_quick_overrides_keys_of_stages(files: Path) 
 
 
 def test_the_stages_that_we_ship_load_with_their_recipes() -> None:
-    for path in (ROOT / "recipes" / "stages").glob("*.toml"):
-        if "[[stages]]" in path.read_text():
-            for quick in (False, True):
-                for stage in load_stages(path, quick=quick).stages:
-                    settings_of(stage, path.parent)
+    paths = [path for path in (ROOT / "recipes" / "stages").glob("*.toml") if "[[stages]]" in path.read_text()]
+    assert paths
+    for path, quick in itertools.product(paths, (False, True)):
+        for stage in load_stages(path, quick=quick).stages:
+            settings = settings_of(stage, path.parent)
+            assert (settings is None) == isinstance(stage, MergeStage | RejectStage)
 
 
 # --- what decides a stage's folder ---
