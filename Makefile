@@ -23,6 +23,9 @@ BENCHES := decode whole_system verify_cost detection toploc poisoning economics 
 # More threads per process would compete with the other processes of the same test.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+# Tests of whole runs mostly wait for processes, so files of tests run in two processes at a time: half the time on two cores.
+PARALLEL ?= -n 2 --dist loadfile
+
 # Whole runs, processes and attacks: most of the suite's time.
 LONG_TESTS := attacks benchmarks launch roles test_api.py test_cli.py test_survival.py
 
@@ -36,7 +39,7 @@ demo: $(VENV)/.runs
 	$(BIN)/shoal run recipes/wordle.toml
 
 test: $(VENV)/.tests sandbox foreign
-	$(TEST)
+	$(TEST) $(PARALLEL)
 
 test-quick: $(VENV)/.tests sandbox
 	$(TEST) $(addprefix --ignore=tests/,$(LONG_TESTS))
