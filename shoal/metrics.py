@@ -87,6 +87,10 @@ METRICS: dict[str, Metric] = {
     ),
     "staleness_rollouts": Metric("rollouts", "Rollouts of the batch by how many versions old their policy was."),
     "stale_rollouts": Metric("rollouts", "Rollouts left out because their policy was older than max_staleness."),
+    "repeated_rollouts": Metric(
+        "rollouts",
+        "Rollouts of the batch's groups that an earlier batch had, too; missing in runs that use each group once.",
+    ),
     "overlong_rollouts": Metric(
         "rollouts",
         "Rollouts left out because a token limit ended them; missing in runs whose algorithm learns from them.",

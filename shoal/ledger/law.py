@@ -7,8 +7,8 @@ the code did before.
 
 A changed formula needs a new `RULES_VERSION`, and the old formula stays selectable by `State.law.version`. This holds for
 all that decides or changes a state: `facts/`, `rules/`, `state`, `weigh`, `seeds`, `turns`, `algorithm`, `next_batch`,
-`reassign`, `pace`, `pools`, `drawn`, the methods of `Law`; `audits`, `bounds`, `constants`, `draws`, `randomness` and
-`sizes` in `protocol/`; `sampling_evidence`, `claim_evidence` and `grpo_advantages` in `algos/`.
+`reassign`, `pace`, `pools`, `drawn`, `uses`, the methods of `Law`; `audits`, `bounds`, `constants`, `draws`, `randomness`
+and `sizes` in `protocol/`; `sampling_evidence`, `claim_evidence` and `grpo_advantages` in `algos/`.
 
 The arithmetic behind the constants. Let p be the chance that a cheat is caught, G the gain of a cheat and S the stake.
 Cheating loses if (1 - p) G < p S. A trusted worker is audited at 5 %, so S must exceed 19 G. The stake is the pay that
@@ -40,6 +40,8 @@ WHAT_CHANGED = {
     "claimed log-probs that lean one way over time are evidence; "
     "each refused block of a submission costs pay; what pays much compared with its worker's stake is rechecked more; "
     "a refusal by a recheck ends trust and counts towards quarantines, as any refusal does",
+    3: "in runs whose rules say so, a batch may take groups that earlier batches had: audited ones, each in at most so "
+    "many batches; a group's influence then counts once for each batch that may take it",
 }
 """By version of the rules: how they differ from the version before. This code makes the events and decisions of each of
 these versions exactly as the code that wrote them. Logs of other versions are reported as not checked."""

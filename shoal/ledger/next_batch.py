@@ -1,15 +1,34 @@
-"""What the next batch would take, and which blocks it waits for. Pure: it reads a state.
+"""What the next batch would take, which blocks it waits for, and how many groups it lacks. Pure: it reads a state.
 
 Used by the rules of batches and of leases. A group may be learned from until it is `max_staleness` versions old. So each
 version has a last batch. From version 2 of the rules on, that batch waits for every block of the version. Otherwise a
 worker could keep a group that it does not like until it is too old.
+
+From version 3 of the rules on, a run may use groups again. Then some places of a batch are for repeated groups, which
+earlier batches had. New groups fill the others, and those for which no repeated group is eligible.
 """
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from shoal.ledger.once import once_per_event
 from shoal.ledger.state import BlockRecord, State, StreamRecord
+from shoal.ledger.uses import Place, ReusableGroup
 from shoal.protocol.types import Rules
+
+
+class Members(NamedTuple):
+    """The groups of a batch."""
+
+    new: list[Place]
+    """Those that no earlier batch had."""
+    repeated: list[Place]
+
+    @property
+    def all(self) -> list[Place]:
+        """In canonical order."""
+        return sorted([*self.new, *self.repeated])
 
 
 def groups_a_worker(rules: Rules) -> int:
@@ -23,23 +42,83 @@ def is_fresh(state: State, stream: StreamRecord, version: int) -> bool:
     return len(stream.batches) - version <= state.rules.max_staleness
 
 
-def usable(state: State, stream: StreamRecord) -> list[tuple[int, int]]:
-    """Accepted groups with signal that the next batch may take, in the order of acceptance."""
+def usable(state: State, stream: StreamRecord) -> list[Place]:
+    """Accepted groups with signal that the next batch may take and no batch took, in the order of acceptance."""
     return [place for place in stream.pool if is_fresh(state, stream, place[0])]
 
 
-def next_members(state: State, stream: StreamRecord) -> list[tuple[int, int]]:
-    """Groups that the next batch would take now, the oldest version first, then by slot; none beyond its worker's share.
-    Before version 2 of the rules, they come in the order of acceptance."""
-    members: list[tuple[int, int]] = []
+def next_members(state: State, stream: StreamRecord) -> Members:
+    """Groups that the next batch would take now, none beyond its worker's share.
+
+    New ones: the oldest version first, then by slot; before version 2 of the rules, in the order of acceptance. A batch has
+    at least `batch_groups - repeated_groups` of them. Then come repeated ones, and if too few of those are eligible,
+    further new ones. So a batch with fewer members than `batch_groups` waits for new groups.
+    """
     taken, most = Counter[str](), groups_a_worker(state.rules)
-    places = usable(state, stream)
-    for place in sorted(places) if state.law.version >= 2 else places:  # guard: oldest-first
-        maker = state.maker_of(stream, place)
-        if taken[maker] < most and len(members) < state.rules.batch_groups:  # guard: share-of-the-next-batch
-            taken[maker] += 1
-            members.append(place)
-    return members
+
+    def take(places: Iterable[Place], room: int) -> Iterator[Place]:
+        for place in places:
+            maker = state.maker_of(stream, place)
+            if taken[maker] < most and room > 0:  # guard: share-of-the-next-batch
+                taken[maker] += 1
+                room -= 1
+                yield place
+
+    size, places = state.rules.batch_groups, usable(state, stream)
+    places = sorted(places) if state.law.version >= 2 else places  # guard: oldest-first
+    if not stream.uses:
+        return Members(list(take(places, size)), [])
+    for_repeated = state.rules.repeated_groups
+    new = list(take(places, size - for_repeated))
+    repeated = list(take(_repeatable(state, stream), for_repeated))
+    left = [place for place in places if place not in {*new}]
+    return Members([*new, *take(left, size - len(new) - len(repeated))], repeated)
+
+
+def _repeatable(state: State, stream: StreamRecord) -> list[Place]:
+    """Groups that a batch may take again: those with the fewest uses first, then of the newest version, then by slot."""
+    assert stream.uses, "only runs that use groups again ask"
+    eligible = [
+        (group.uses, -version, slot)
+        for version, slots in stream.uses.groups.items()
+        for slot, group in slots.items()
+        if group.uses and _may_be_repeated(state, stream, (version, slot), group)
+    ]
+    return [(-newness, slot) for _, newness, slot in sorted(eligible)]  # guard: fewest-uses-first
+
+
+def _may_be_repeated(state: State, stream: StreamRecord, place: Place, group: ReusableGroup) -> bool:
+    """Whether nobody doubts a group now. Its maker or its auditor may have lost its place in the run since it was accepted,
+    and a recheck may be under way. A slash and a recheck that does not confirm it bar it for good, see `facts/`."""
+    maker, auditor = state.members[state.maker_of(stream, place)], state.members[group.auditor]
+    submission = stream.versions[place[0]].slots[place[1]].submission
+    # guard: outcasts-are-not-repeated, judged-by-outcasts-is-not-repeated, rechecked-before-it-is-repeated
+    return (
+        maker.standing not in ("kicked", "quarantined")
+        and auditor.standing not in ("kicked", "suspended")
+        and submission not in state.rechecks
+    )
+
+
+def new_groups_wanted(state: State, stream: StreamRecord, batches: int, supply: Counter[str]) -> int:
+    """New groups that the coming batches lack, of which `batches` may be formed before the trainer publishes again.
+    `supply` has by worker the groups that are usable or on the way.
+
+    What a worker has beyond its share will fill no batch; counting it would keep the others from work for ever.
+    """
+    size, each = state.rules.batch_groups, groups_a_worker(state.rules)
+    if not stream.uses or batches < 1:
+        # guard: surplus-is-not-counted
+        return batches * size - sum(min(groups, each * batches) for groups in supply.values())
+    repeated = next_members(state, stream).repeated
+    filled = Counter(state.maker_of(stream, place) for place in repeated)
+    lacks = [
+        # Only the next batch is known to have fewer repeated groups than it might; later ones are counted with all.
+        num * (size - state.rules.repeated_groups) + state.rules.repeated_groups - len(repeated)
+        - sum(max(0, min(groups, each * num - filled[maker])) for maker, groups in supply.items())
+        for num in {1, batches}  # guard: next-batch-is-not-starved
+    ]  # fmt: skip
+    return max(lacks)
 
 
 @once_per_event
@@ -49,7 +128,7 @@ def blocks_in_the_way(state: State, stream: StreamRecord) -> list[tuple[int, int
     oldest = len(stream.batches) - state.rules.max_staleness
     if state.law.version < 2 or not state.rules.max_staleness or oldest not in stream.versions:
         return []
-    if len(next_members(state, stream)) < state.rules.batch_groups:
+    if len(next_members(state, stream).all) < state.rules.batch_groups:
         return []
     blocks = sorted(stream.versions[oldest].blocks.items())
     return [(oldest, number) for number, block in blocks if _may_still_come(state, block)]

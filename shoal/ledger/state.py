@@ -15,6 +15,7 @@ from shoal.algos.sampling_evidence import Evidence
 from shoal.ledger.entry import GENESIS
 from shoal.ledger.law import BEFORE_LAWS, Law
 from shoal.ledger.pools import SolvedRecord, TableChange
+from shoal.ledger.uses import UsesRecord
 from shoal.protocol.constants import MAIN_STREAM
 from shoal.protocol.difficulty import Difficulty
 from shoal.protocol.types import EnvSpec, GroupVerdict, Publishers, Rules, Sampling
@@ -121,8 +122,7 @@ class LeaseRecord(msgspec.Struct):
     status: str = "open"
     submission: str = ""
     soft: float = 0.0
-    """From then on, another worker may lease the same blocks, seconds since the epoch; 0 in logs before version 2 of the
-    rules, which means never."""
+    """From then on, others may lease the same blocks, seconds since the epoch; 0, before version 2 of the rules: never."""
     unfilled: int = 0
     """Blocks that count as `Member.unfilled`."""
 
@@ -156,7 +156,7 @@ class SlotRecord(msgspec.Struct):
     rewards: tuple[float, ...] = ()
     tokens: int = 0
     step: int = -1
-    """The batch that took it; -1 if none did."""
+    """The newest batch that took it; -1 if none did."""
 
 
 class SubmissionRecord(msgspec.Struct):
@@ -224,6 +224,8 @@ class StreamRecord(msgspec.Struct):
     """By label of an environment: what its groups showed. Empty if draws do not follow solve rates."""
     changes: dict[int, TableChange] = {}
     """By version: what its draw table changed in that of the version before, ascending."""
+    uses: UsesRecord | msgspec.UnsetType = msgspec.UNSET
+    """What is used again; states of runs that use each group once keep their hash."""
 
     @property
     def version(self) -> int:
@@ -252,10 +254,7 @@ NO_SAMPLING = Sampling(0.0, 0, 0)
 
 
 class State(msgspec.Struct, dict=True):
-    """All that a run remembers. `state_hash` of it is equal for equal logs.
-
-    What `once_per_event` keeps beside the fields is part of neither.
-    """
+    """All that a run remembers. `state_hash` of it is equal for equal logs, whatever `once_per_event` keeps beside it."""
 
     run: str = ""
     name: str = ""

@@ -15,6 +15,8 @@ their data differ, and nobody knows whose is right. So two refusals of a prompt 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from msgspec import UNSET, UnsetType
+
 from shoal.ledger.law import RULES_VERSION
 from shoal.protocol.types import GroupVerdict
 
@@ -93,6 +95,12 @@ def _meaning(groups: Sequence[GroupVerdict], version: int) -> tuple[object, ...]
         return (*_REFUSED, *prompts)  # guard: same-prompt
     # guard: same-rewards, same-lengths
     return tuple((group.slot, group.outcome, group.rewards, group.tokens) for group in groups)
+
+
+def auditor_of(verdicts: Mapping[str, Sequence[GroupVerdict]], group: GroupVerdict) -> str | UnsetType:
+    """Key of the first validator that audited an accepted group and says this of it; unset if none did."""
+    said = (key for key, groups in verdicts.items() if group.audited and group in groups)
+    return next(said, UNSET)
 
 
 def _is_hard(groups: Sequence[GroupVerdict], with_model: bool) -> bool:

@@ -316,7 +316,7 @@ class _Run:
         for slot, draw in zip(self.state.slots_of(lease), record.draws, strict=True):
             teaches = self.rng.random() < self.s.signal_share
             rewards = tuple(float(teaches and i % 2) for i in range(rules.group_size))
-            shown = influence(rewards, tokens), record.mean_influence
+            shown = influence(rewards, tokens, rules.group_uses), record.mean_influence
             audited = must_audit(draw, record.rate, *shown, paid_tokens(tokens, rules), record.mean_pay)
             groups.append(GroupVerdict(slot, outcome="accept", audited=audited, rewards=rewards, tokens=tokens))
         if not record.decided:

@@ -93,7 +93,9 @@ def _projections(audited: Sequence[Context], check: Check) -> dict[str, tuple[fl
 
 def _is_due(verdict: GroupVerdict, draw: float, check: Check, tools: Tools) -> bool:
     """Whether to audit a group: it was drawn beforehand, or its influence or its pay makes it due."""
-    weight, pay = influence(verdict.rewards, verdict.tokens), paid_tokens(verdict.tokens, tools.info.rules)
+    rules = tools.info.rules
+    weight = influence(verdict.rewards, verdict.tokens, rules.group_uses)  # guard: uses-are-checked
+    pay = paid_tokens(verdict.tokens, rules)
     # guard: influence-is-checked
     return verdict.slot in check.audited or must_audit(
         draw, check.rate, weight, check.mean_influence, pay, check.mean_pay

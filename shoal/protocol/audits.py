@@ -20,12 +20,13 @@ MAX_REASON_CHARS = 300
 """Length of what a verdict says about one group, its check and detail together: people read it in terminals."""
 
 
-def influence(rewards: Sequence[float], tokens: int) -> float:
-    """How far a group can move the policy: the mean |reward - group mean| of its rollouts, times its policy tokens."""
+def influence(rewards: Sequence[float], tokens: int, uses: int = 1) -> float:
+    """How far a group can move the policy: the mean |reward - group mean| of its rollouts, times its policy tokens, times
+    the batches that may take it."""
     if not rewards:
         return 0.0
     mean = sum(rewards) / len(rewards)
-    return sum(abs(reward - mean) for reward in rewards) / len(rewards) * tokens
+    return sum(abs(reward - mean) for reward in rewards) / len(rewards) * tokens * uses  # guard: each-use-counts
 
 
 def paid_tokens(tokens: int, rules: Rules) -> int:
@@ -40,8 +41,10 @@ def must_audit(
     pay of the worker's newest groups, those that a refusal takes: a forged group then risks as many times its own pay,
     however long it is. Less than the mean changes nothing.
 
-    The draw, in [0, 1), was made before anyone knew the rewards or the length. `mean_influence` is 0 before the first
-    accepted group. `mean_pay` is 0 before version 2 of the rules, and for a worker without unvested pay, whose rate is 1.
+    The draw, in [0, 1), was made before anyone knew the rewards or the length. `influence` is that of all uses which a
+    group may have, and `mean_influence` that of one use: in a run that uses groups three times, a usual group is audited at
+    three times the rate. `mean_influence` is 0 before the first accepted group. `mean_pay` is 0 before version 2 of the
+    rules, and for a worker without unvested pay, whose rate is 1.
     """
     # guard: influence-raises-the-rate, pay-raises-the-rate, influence-never-lowers-the-rate
     raised = max(1.0, _over(influence, mean_influence), _over(pay, mean_pay))

@@ -102,6 +102,9 @@ trainer share this bound, so that the trainer can learn from all that validators
 MAX_GROUP_ROLLOUTS = 4096
 """Rollouts of one group."""
 
+MAX_GROUP_USES = 64
+"""Batches that one group may be in; more would let what passed one audit steer a run for long."""
+
 MAX_BLOCK_ROLLOUTS = 4096
 """Rollouts of one block."""
 

@@ -38,6 +38,9 @@ CODED_BASE = "nf4-base"
 """The word for adapters of a model whose layers are published as NF4 codes."""
 
 
+REPEATS = "repeated-groups"
+"""The word for batches that may take groups again, which changes what validators must audit."""
+
 COMPOSITIONS = "compositions"
 """The word for algorithms that are composed of a loss, advantages and corrections."""
 
@@ -67,8 +70,10 @@ def needs_of(
     coded = (CODED_BASE,) if coded_base else ()
     others = (TRANSFORMERS,) if transformers else ()  # the kind of engine is the word
     composed = (COMPOSITIONS,) if isinstance(rules.algorithm, Composition) else ()
+    repeats = (REPEATS,) if rules.uses else ()
     named = (
         *proofs, *settings, *shaping, *rows, *patches, *codes, *stops, *noise, *others, *low_rank, *coded, *composed,
+        *repeats,
     )  # fmt: skip
     return (kind_of(envs), dtype_need(rules.dtype), *named)
 
@@ -100,7 +105,7 @@ def proofs_need(proofs: str) -> str:
 
 
 SUPPORTED = frozenset({
-    ADAPTERS, CODED_BASE, EPISODES, COMPLETIONS, COMPOSITIONS, SETTINGS, SHAPING, ROWS, PATCHES, INT8, STOPS,
+    ADAPTERS, CODED_BASE, EPISODES, COMPLETIONS, COMPOSITIONS, REPEATS, SETTINGS, SHAPING, ROWS, PATCHES, INT8, STOPS,
     TRANSFORMERS,
     proofs_need("toploc"), *map(dtype_need, DTYPES), *map(noise_need, NOISES),
 })  # fmt: skip

@@ -35,6 +35,7 @@ def test_facts_import_the_ground_floor_alone(subject):
         "drawn",
         "pools",
         "seeds",
+        "uses",
     }
 
 

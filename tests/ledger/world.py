@@ -93,7 +93,7 @@ class World:
             facts = {"rewards": rewards, "tokens": 10} | facts
         slots, record = self.state.slots_of(lease), self.state.submissions[submission]
         tokens = min(facts.get("tokens", 0), 10**9)
-        shown = influence(facts.get("rewards", ()), tokens), record.mean_influence
+        shown = influence(facts.get("rewards", ()), tokens, self.state.rules.group_uses), record.mean_influence
         paid = paid_tokens(tokens, self.state.rules), record.mean_pay
         due = [must_audit(draw, record.rate, *shown, *paid) for draw in record.draws]
         groups = tuple(

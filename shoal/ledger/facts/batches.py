@@ -1,5 +1,7 @@
 """What becomes of slots, and the batches that the trainer learns from."""
 
+from msgspec import UNSET, UnsetType
+
 from shoal.ledger.entry import Entry
 from shoal.ledger.state import SlotRecord, State
 from shoal.protocol.audits import influence
@@ -24,6 +26,9 @@ class GroupAccepted(Message, frozen=True):
     algorithm. Deciding it again, as `shoal ledger verify` does, needs the algorithm. None in logs of version 0, which
     means: if rewards differ."""
     stream: str = MAIN_STREAM
+    auditor: str | UnsetType = UNSET
+    """Key of the first validator whose accepting verdict audited it. Only in runs that use groups again, if one did, and if
+    the group has signal."""
 
     @property
     def has_signal(self) -> bool:
@@ -44,6 +49,8 @@ class BatchFormed(Message, frozen=True):
     groups: tuple[tuple[int, int], ...]
     """(version, slot) of each member, in canonical order."""
     stream: str = MAIN_STREAM
+    repeated: tuple[tuple[int, int], ...] | UnsetType = UNSET
+    """Of these, the ones that earlier batches had, too. Only if there are some."""
 
 
 def apply_group_accepted(body: GroupAccepted, state: State, entry: Entry) -> None:
@@ -54,6 +61,8 @@ def apply_group_accepted(body: GroupAccepted, state: State, entry: Entry) -> Non
     state.influence += influence(body.rewards, body.tokens)
     if body.has_signal:  # guard: signal-fills-batches
         stream.pool.append((body.version, body.slot))
+        if stream.uses and body.auditor:  # guard: only-audited-is-repeated
+            stream.uses.audited((body.version, body.slot), body.auditor)
         stream.forget_flat()
     else:
         stream.flat += 1
@@ -82,6 +91,10 @@ def apply_batch_formed(body: BatchFormed, state: State, entry: Entry) -> None:
     members = set(body.groups)
     stream.pool = [place for place in stream.pool if place not in members]
     stream.forget_flat()
+    if stream.uses:
+        # The next batch takes no group of an older version.
+        oldest = body.step + 1 - state.rules.max_staleness
+        stream.uses.took(body.groups, state.rules.group_uses, oldest)
     for version, number in body.groups:
         slot = stream.versions[version].slots[number]
         slot.step = body.step

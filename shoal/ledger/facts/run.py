@@ -8,6 +8,7 @@ import msgspec
 from shoal.ledger.entry import Entry
 from shoal.ledger.law import BEFORE_LAWS, Law
 from shoal.ledger.state import State
+from shoal.ledger.uses import UsesRecord
 from shoal.protocol.difficulty import Difficulty
 from shoal.protocol.types import EnvSpec, Message, Rules, Sampling
 
@@ -109,6 +110,8 @@ def apply_run_created(body: RunCreated, state: State, entry: Entry) -> None:
     state.law = body.law or BEFORE_LAWS
     state.difficulty = body.difficulty
     state.root_key = body.root_key or msgspec.UNSET
+    if state.rules.group_uses > 1 and state.law.version >= 3:  # guard: old-rules-use-once
+        state.main.uses = UsesRecord()
 
 
 def apply_rules_changed(body: RulesChanged, state: State, entry: Entry) -> None:

@@ -1,4 +1,4 @@
-"""Auditing a log: replay it from byte 0 and show that nothing was lost, paid twice or used twice.
+"""Auditing a log: replay it from byte 0 and show that nothing was lost, paid twice or used too often.
 
 Called by `shoal ledger verify`, by the kill storm and by tests. It trusts nothing but the bytes: each finding is a
 sentence, and an empty list means that the log holds.
@@ -10,7 +10,7 @@ from itertools import chain
 
 from shoal.errors import StateError
 from shoal.ledger.entry import GENESIS, Entry, read_stored
-from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
+from shoal.ledger.facts.batches import GroupAccepted
 from shoal.ledger.facts.pay import Credit
 from shoal.ledger.facts.pools import PoolsChanged
 from shoal.ledger.facts.submissions import SubmissionReceived
@@ -21,6 +21,7 @@ from shoal.ledger.log.book import UnknownRules, broken_after, checked_entry, fol
 from shoal.ledger.log.fairness import Turns
 from shoal.ledger.log.host import HostWatch
 from shoal.ledger.log.redecide import FAULTS, redecide
+from shoal.ledger.log.used import Used
 from shoal.ledger.state import State, state_hash
 from shoal.ledger.table import apply
 from shoal.protocol.constants import CHAIN_LENGTH
@@ -45,7 +46,7 @@ class Audit:
         self.decided: Counter[str] = Counter()
         self.paid: Counter[tuple[int, int]] = Counter()
         self.accepted: Counter[tuple[int, int]] = Counter()
-        self.used: Counter[tuple[int, int]] = Counter()
+        self.used = Used()
         self.tokens = 0
         self.links: dict[int, LinkRevealed] = {}
         self.pool_links: dict[int, str] = {}
@@ -65,8 +66,6 @@ class Audit:
             case Credit(version=version, slot=slot, tokens=tokens):
                 self.paid[version, slot] += 1
                 self.tokens += tokens
-            case BatchFormed(groups=groups):
-                self.used.update(groups)
             case LinkRevealed(version=version):
                 self.links[version] = entry.body
             case PoolsChanged(version=version, link=link):
@@ -75,6 +74,7 @@ class Audit:
                 pass
         try:
             self.host.see(self.state, entry)
+            self.used.see(self.state, entry)
             self.turns.see(self.state, entry)
             apply(self.state, entry)
         except FAULTS as fault:
@@ -116,9 +116,7 @@ def verify(rows: Iterable[tuple[bytes, str]], receipts: Iterable[Receipt] = (), 
         if audit.paid[place] != 1 or audit.accepted[place] != 1:  # guard: paid-once
             say(f"group of version {place[0]} slot {place[1]}: accepted {audit.accepted[place]} times, "
                 f"paid {audit.paid[place]} times")  # fmt: skip
-    for place, count in audit.used.items():
-        if count != 1 or place not in audit.accepted:  # guard: used-once
-            say(f"group of version {place[0]} slot {place[1]}: used {count} times, accepted {audit.accepted[place]}")
+    audit.findings += audit.used.findings(audit.state)
     balances = sum(node.credits for node in audit.state.members.values())
     burned = audit.state.burned
     if not balances + burned == audit.state.issued == audit.tokens:  # guard: books-balance
@@ -223,9 +221,9 @@ def report(audit: Audit) -> str:
             f"rules: version {state.law.version}; the newest is {RULES_VERSION}, so this run lacks the newer defences"
         )
     lines += [f"FINDING: {finding}" for finding in audit.findings]
-    lines.append(
-        "the log holds: nothing lost, nothing paid or used twice" if not audit.findings else "the log does NOT hold"
-    )
+    most = state.rules.group_uses
+    used = "paid or used twice" if most == 1 else f"paid twice or used more than {most} times"
+    lines.append(f"the log holds: nothing lost, nothing {used}" if not audit.findings else "the log does NOT hold")
     return "\n".join(lines)
 
 

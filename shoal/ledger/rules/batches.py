@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 
+from msgspec import UNSET
+
 from shoal.ledger.entry import Body
 from shoal.ledger.facts.batches import BatchFormed
-from shoal.ledger.next_batch import blocks_in_the_way, next_members, usable
-from shoal.ledger.past import Table
+from shoal.ledger.next_batch import Members, blocks_in_the_way, next_members, usable
+from shoal.ledger.past import Table, Told
 from shoal.ledger.state import State, StreamRecord
+from shoal.protocol.accounts import CreditLine
 
 
 def form_batch(state: State, stream: StreamRecord) -> list[Body]:
@@ -14,16 +17,18 @@ def form_batch(state: State, stream: StreamRecord) -> list[Body]:
     step, rules = len(stream.batches), state.rules
     if step >= rules.steps or step > stream.version + rules.max_staleness:
         return []
-    members = list(_first_by_slot(state, stream, step)) if rules.max_staleness == 0 else next_members(state, stream)
-    if len(members) < rules.batch_groups or blocks_in_the_way(state, stream):  # guard: last-batch-waits
+    synchronous = rules.max_staleness == 0
+    members = Members(list(_first_by_slot(state, stream, step)), []) if synchronous else next_members(state, stream)
+    if len(members.all) < rules.batch_groups or blocks_in_the_way(state, stream):  # guard: last-batch-waits
         return []
-    return [BatchFormed(step, tuple(sorted(members)), stream.name)]
+    return [BatchFormed(step, tuple(members.all), stream.name, tuple(sorted(members.repeated)) or UNSET)]
 
 
 def groups_beyond_share(state: State, stream: StreamRecord) -> int:
     """Usable groups that the next batch leaves out because their workers have filled their share of it."""
     members = next_members(state, stream)
-    return len(usable(state, stream)) - len(members) if len(members) < state.rules.batch_groups else 0
+    left_out = len(usable(state, stream)) - len(members.new)
+    return left_out if len(members.all) < state.rules.batch_groups else 0
 
 
 def _first_by_slot(state: State, stream: StreamRecord, version: int) -> Iterator[tuple[int, int]]:
@@ -36,6 +41,18 @@ def _first_by_slot(state: State, stream: StreamRecord, version: int) -> Iterator
         slot += 1
 
 
+def lines_of_batch_formed(body: BatchFormed, told: Told) -> Iterator[CreditLine]:
+    """Each further use of a group: it was paid when it was accepted, so a use brings no pay."""
+    stream = told.state.streams[body.stream]
+    for version, slot in body.repeated or ():
+        if told.state.maker_of(stream, (version, slot)) == told.node:
+            use = sum((version, slot) in stream.batches.get(step, ()) for step in range(version, body.step + 1))
+            what = (
+                f"learned from again by step {body.step}, use {use} of at most {told.state.rules.group_uses}: paid once"
+            )
+            yield told.line(what, version=version, slot=slot)
+
+
 COMMANDS: Table = {}
 CAUSES: Table = {}
-LINES: Table = {}
+LINES: Table = {BatchFormed: lines_of_batch_formed}

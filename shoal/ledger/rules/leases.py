@@ -13,7 +13,7 @@ from shoal.ledger.facts.batches import SlotVoid
 from shoal.ledger.facts.leases import AskLease, LeaseGranted, LeaseLapsed, ReturnLeases
 from shoal.ledger.facts.members import Leave, NodeLeft
 from shoal.ledger.facts.run import Admin, RulesChanged, Tick
-from shoal.ledger.next_batch import groups_a_worker, is_fresh, usable
+from shoal.ledger.next_batch import groups_a_worker, is_fresh, new_groups_wanted, usable
 from shoal.ledger.once import once_per_event
 from shoal.ledger.pace import blocks_for_speed, is_slow, lease_times
 from shoal.ledger.past import Cause, Here, Table, Told
@@ -296,11 +296,7 @@ def _wait_for_strangers(state: State, stream: StreamRecord, member: Member, othe
 @once_per_event
 def groups_wanted(state: State, stream: StreamRecord) -> int:
     """Groups that may still be leased: accepted and in flight stay below (max_staleness + 1) batches."""
-    batches, each = _open_batches(state, stream), groups_a_worker(state.rules)
-    # What a worker holds beyond its share will fill no batch; counting it would keep the others from work for ever.
-    # guard: surplus-is-not-counted
-    supply = sum(min(groups, each * batches) for groups in _supply(state, stream).values())
-    return batches * state.rules.batch_groups - supply
+    return new_groups_wanted(state, stream, _open_batches(state, stream), _supply(state, stream))
 
 
 def _open_batches(state: State, stream: StreamRecord) -> int:

@@ -6,8 +6,10 @@ is asked if they differ, and what nobody can settle ends without pay and without
 what it finds into events. A slash takes all pay that has not vested.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
+
+from msgspec import UNSET
 
 from shoal.algos.sampling_evidence import excessive
 from shoal.ledger.algorithm import teaches
@@ -24,7 +26,7 @@ from shoal.ledger.rules.pay import debt_costs, recheck_rate, refusal_costs, vest
 from shoal.ledger.seeds import recheck_draw
 from shoal.ledger.state import LeaseRecord, Member, State, SubmissionRecord
 from shoal.ledger.turns import in_order, may_judge, silent, turn_begins
-from shoal.ledger.weigh import PROMPT, Weighed, weigh
+from shoal.ledger.weigh import PROMPT, Weighed, auditor_of, weigh
 from shoal.protocol.accounts import CreditLine
 from shoal.protocol.audits import CHECKS, MAX_REASON_CHARS, MAX_REWARD, influence, must_audit, paid_tokens
 from shoal.protocol.types import GroupVerdict, Verdict
@@ -73,7 +75,7 @@ def decide_judge(command: Judge, state: State) -> list[Body]:
     if weighed is not None:
         # guard: recheck
         drawn = len(verdicts) == 1 and more and not weighed.refused and _is_rechecked(state, lease, command)
-        events += _decide(state, submission, lease, weighed, drawn)
+        events += _decide(state, submission, lease, weighed, worked, drawn)
         if weighed.slash and _is_at_large(state, lease, submission):  # guard: slashed-is-quarantined
             events += quarantine(state, lease.worker, submission, "forged, as two validators found", command.now)
     return events
@@ -103,7 +105,8 @@ def end_overdue(state: State, now: float) -> Iterator[Body]:
         two_judged = len(submission.verdicts) > 1 and not submission.differs
         disputed = weighed.disputed if two_judged else weighed.refused  # guard: lone-refusal-is-no-fault
         # guard: overdue-is-no-slash
-        yield from _decide(state, submission, lease, weighed._replace(slash=False, disputed=disputed))
+        ended = weighed._replace(slash=False, disputed=disputed)
+        yield from _decide(state, submission, lease, ended, submission.verdicts)
 
 
 def refuse_malformed(
@@ -126,7 +129,8 @@ def refuse_malformed(
                 raise Refused("malformed", f"slot {group.slot}: only an accepted group has rewards and policy tokens")
             continue
         _refuse_impossible(state, group)
-        weight, pay = influence(group.rewards, group.tokens), paid_tokens(group.tokens, state.rules)
+        weight = influence(group.rewards, group.tokens, state.rules.group_uses)  # guard: uses-are-audited
+        pay = paid_tokens(group.tokens, state.rules)
         means = submission.mean_influence, submission.mean_pay
         # guard: influence-is-audited
         due = group.slot in submission.audited or must_audit(draw, submission.rate, weight, means[0], pay, means[1])
@@ -234,10 +238,12 @@ def _is_at_large(state: State, lease: LeaseRecord, submission: SubmissionRecord)
 
 
 def _decide(
-    state: State, submission: SubmissionRecord, lease: LeaseRecord, weighed: Weighed, recheck: bool = False
-) -> Iterator[Body]:
+    state: State, submission: SubmissionRecord, lease: LeaseRecord, weighed: Weighed,
+    verdicts: Mapping[str, Sequence[GroupVerdict]], recheck: bool = False,
+) -> Iterator[Body]:  # fmt: skip
     """The end of a submission: pay for what is accepted, and a slash if two validators found a forgery."""
-    blocks = state.stream_of(lease).versions[lease.version].blocks
+    stream = state.stream_of(lease)
+    blocks = stream.versions[lease.version].blocks
     # guard: copy-is-not-paid
     copied = tuple(block for block in weighed.accepted if blocks[block].status == "done")
     accepted = {block: groups for block, groups in weighed.accepted.items() if block not in copied}
@@ -254,7 +260,7 @@ def _decide(
             signal = teaches(group.rewards, state.rules.algorithm) if state.law.version else None
             yield GroupAccepted(
                 lease.version, group.slot, submission.digest, index, submission.groups[index], group.tokens,
-                group.rewards, signal, lease.stream,
+                group.rewards, signal, lease.stream, auditor_of(verdicts, group) if stream.uses and signal else UNSET,
             )  # fmt: skip
             paid.append(paid_tokens(group.tokens, state.rules))
             yield Credit(lease.worker, lease.version, group.slot, paid[-1], lease.stream)

@@ -121,7 +121,7 @@ def waiting_for(state: State) -> str:
         return "the trainer: the first version"
     if state.main.version in state.main.batches:
         return f"the trainer: step {state.main.version}"
-    need, have = state.rules.batch_groups, len(next_members(state, state.main))
+    need, have = state.rules.batch_groups, len(next_members(state, state.main).all)
     if state.pending:
         judged = f"{have} of {need} groups for step {state.main.version}"
         return f"validators: {len(state.pending)} submissions to judge ({judged})"

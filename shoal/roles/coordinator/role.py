@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET
 from msgspec.structs import replace
 from starlette.applications import Starlette
 
@@ -166,6 +167,7 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
         if tree[section]["device"] == "cpu":
             del tree[section]["device"]
     for section, name, usual in (("host", "shifts", "auto"), ("workers", "engine", ""), ("train", "minibatches", 1),
+                                 ("train", "group_uses", 1), ("train", "repeated_groups", 0),
                                  ("eval", "dtype", "float32")):  # fmt: skip
         if tree[section][name] == usual:
             del tree[section][name]
@@ -239,6 +241,7 @@ def rules_of(config: RunConfig) -> t.Rules:
         max_flat_groups=r.max_flat_groups,
         algorithm=config.train.algorithm,
         quarantine_s=v.quarantine_s,
+        uses=t.Uses(config.train.group_uses, config.train.repeated_groups) if config.train.group_uses > 1 else UNSET,
     )
 
 

@@ -32,6 +32,8 @@ class BatchReader:
         """`scores` is the folder in which the host's processes leave what rollouts scored."""
         self._config, self._client, self._vocabulary, self._scores = config, client, vocabulary, scores
         self.seen_seq = -1
+        self._repeated: tuple[tuple[int, int], ...] = ()
+        """(version, slot) of the groups of the batch read last that earlier batches had, too."""
 
     async def rows(self, batch: t.Batch, info: t.RunInfo) -> tuple[list[Row], dict[str, Any]]:
         """The batch's rows in canonical order, and figures: what the filter left out, and rewards of all groups."""
@@ -53,6 +55,10 @@ class BatchReader:
         if masks_overlong(rules.algorithm):
             counts["overlong_rollouts"] = chosen.overlong_rollouts
         counts |= await self.accepted_for(batch.step)
+        if rules.group_uses > 1:
+            counts["repeated_rollouts"] = sum(
+                len(member.rewards) for member in batch.groups if (member.version, member.slot) in self._repeated
+            )
         counts |= _solve_rates(batch)
         labels = [spec.label for spec in info.envs]
         if len(labels) > 1:
@@ -91,6 +97,7 @@ class BatchReader:
                 elif isinstance(entry.body, BatchFormed) and entry.body.step < step:
                     accepted.clear()
                 elif isinstance(entry.body, BatchFormed):
+                    self._repeated = entry.body.repeated or ()
                     more = False
                     break
         if not accepted:
