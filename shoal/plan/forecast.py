@@ -156,8 +156,14 @@ def needed_by(setting: Setting, link: Link, size_bytes: float, sources: Sources)
 def rates_of(setting: Setting) -> tuple[float, float]:
     """Rollouts that a step needs, and those that the first worker makes in a second."""
     rules = setting.rules
-    rollouts = rules.batch_groups * rules.group_size / setting.signal_share
+    rollouts = new_groups_of(rules) * rules.group_size / setting.signal_share
     return rollouts, setting.workers[0].tokens_per_s / setting.rollout_tokens
+
+
+def new_groups_of(rules: Rules) -> float:
+    """New groups that a step needs, on average: all, but for the audited ones that the run may use again."""
+    again = min(1.0, rules.audit_rate * rules.group_uses) * (rules.group_uses - 1)
+    return max(rules.batch_groups - rules.repeated_groups, rules.batch_groups / (1 + again))
 
 
 def fewest_of_share(setting: Setting) -> int:
