@@ -28,12 +28,14 @@ from shoal.ledger.pools import Records, SolvedGroup, book, change_after, solve_r
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
+from shoal.policy.valued import begin_valued
 from shoal.protocol.algorithms import narrowest_bound, needs_reference
 from shoal.protocol.bounds import claims_bend_ratios
 from shoal.protocol.draws import DrawTable, EnvDraw, draw_task
 from shoal.protocol.randomness import SecretChain, slot_seed
 from shoal.protocol.types import BatchGroup, Block, Group, Sampling, Slot
 from shoal.protocol.wire import digest, to_msgpack
+from shoal.train.critic import critic_of
 from shoal.train.denominators import with_own_denominators
 from shoal.train.filter import select
 from shoal.train.masters import module_dtype
@@ -74,9 +76,11 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
     if not start.exists():
         make_tiny(config.policy.tiny, start, folder.weights_seed(config), config.policy.kept_dtype)
     model = load_policy(start, module_dtype(config.train))
+    # A critic begins as a copy of it with another head, and learns beside it.
+    critic = critic_of(config.train, partial(begin_valued, start, module_dtype(config.train)))
     learner = Learner(
         model, config.train, temperature=sampling.temperature, steps=config.steps,
-        published=config.policy.dtype, max_tokens=config.sampling.all_tokens,
+        published=config.policy.dtype, max_tokens=config.sampling.all_tokens, critic=critic,
     )  # fmt: skip
     # A penalty on leaving the first policy needs that policy, as it is now.
     refer: Reference | None = None
@@ -124,7 +128,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
             rows = refer(rows)
         metrics = learner.step(rows, version)
         save_policy(model, published, config.policy.dtype, tokenizer_from=start)
-        say(f"step {version} reward {metrics['reward_mean']:.3f} loss {metrics['loss']:+.4f}")
+        say(f"step {version} reward {metrics['reward_mean']:.3f} loss {metrics.get('loss', 0.0):+.4f}")
     return weights_root(published)
 
 

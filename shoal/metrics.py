@@ -77,6 +77,24 @@ METRICS: dict[str, Metric] = {
         "Mean KL divergence from the run's first policy at the batch's tokens, by the estimator k3; missing in runs "
         "without a KL penalty.",
     ),
+    "value_loss": Metric(
+        "reward squared",
+        "The critic's loss, half the squared error of a token's value with its clip; mean over the step's updates. This "
+        "and the next four are missing in runs without a critic.",
+    ),
+    "value_mean": Metric(
+        "reward", "Mean of what the critic expected before each policy token, before its first update."
+    ),
+    "value_explained_share": Metric(
+        "share",
+        "Share of the variance of the tokens' returns that these values explain: 0 for a constant, below 0 for worse; null "
+        "if all returns are equal.",
+    ),
+    "value_clip_share": Metric(
+        "share",
+        "Share of policy tokens whose value had no gradient, because it left train.critic.clip; mean over updates.",
+    ),
+    "critic_grad_norm": Metric("norm", "Norm of the critic's gradient before clipping; mean over the step's updates."),
     "log_ratio_abs_mean_nats": Metric(
         "nats",
         "Mean |log-prob under the trained policy - under the one that sampled| of a token; mean over the step's updates.",

@@ -15,6 +15,7 @@ from shoal.protocol.needs import COMPOSITIONS, SUPPORTED, needs_of
 from shoal.tree import to_tree
 from tests.ledger.world import rules
 
+GAE = 'name = "ppo"\nadvantage = "gae"'
 RUN = 'name = "run"\nsteps = 4\n[[envs]]\nname = "arithmetic"\n'
 
 
@@ -111,6 +112,22 @@ def test_what_a_run_file_gets_wrong_is_named(load, algorithm, message):
         ('name = "rloo"\nkl = {beta = 0.1, place = "weighted_loss"}', "", "", "has no ratio"),
         ('name = "dapo"\nkl.beta = 0.1', "processes = 2", "", "one process keeps the first policy whole"),
         ('name = "dapo"\nkl.estimator = "k2"', "", "", "do nothing while beta is 0"),
+        ('name = "ppo"', "critic.lr = 1.0", "", 'does nothing without a critic: set train.algorithm.advantage = "gae"'),
+        ('name = "grpo"', "critic.warmup_steps = 1", "", "does nothing without a critic"),
+        (GAE, "critic.lr = inf", "", "critic.lr = inf: must be at least 0"),
+        (GAE, "critic.gamma = 0.0", "", "critic.gamma = 0.0: must be above 0 and at most 1"),
+        (GAE, "critic.lam = 1.5", "", "critic.lam = 1.5: must be between 0 and 1"),
+        (GAE, "critic.clip = -1.0", "", "critic.clip = -1.0: must be at least 0"),
+        (GAE, "critic.warmup_steps = -1", "", "critic.warmup_steps = -1: must be at least 0"),
+        (GAE, "processes = 2", "", "one process keeps the critic whole"),
+        (GAE, "", "[policy]\nadapter = {rank = 4}", "would take the memory that an adapter saves"),
+        (
+            GAE,
+            "",
+            '[policy]\npath = "."\nimplementation = "auto"',
+            "a critic has the layers of Llama, Mistral, Qwen2 or Qwen3",
+        ),
+        ('name = "gspo"\nadvantage = "gae"', "", "", "by_token = true"),
     ],
 )
 def test_parts_that_do_not_go_together_are_refused_with_the_reason(load, algorithm, train, rest, message):
@@ -128,6 +145,10 @@ def test_parts_that_go_together_are_not_refused(load):
     assert kept_near.train.algorithm == c.Rloo(kl=c.Kl(0.1, "k1", "advantage"))
     by_row = load('name = "decoupled_ppo"\nloss = {name = "gspo"}', train="updates_per_batch = 4")
     assert by_row.train.algorithm == c.DecoupledPpo(loss=c.Gspo()) and by_row.train.updates_per_batch == 4
+    by_critic = load('name = "gspo"\nadvantage = "gae"\nloss.by_token = true', train="critic.lam = 1.0")
+    assert by_critic.train.critic.lam == 1.0 and by_critic.train.algorithm.advantage == "gae"
+    plain = load('name = "reinforce"\nadvantage = "gae"\nbatch_std = true')
+    assert plain.train.algorithm == c.ReinforceNamed(advantage="gae", batch_std=True)
 
 
 def test_a_ratio_that_is_always_1_is_said(load):
@@ -184,6 +205,7 @@ def test_the_trainer_takes_no_claims_where_one_may_count_without_limit(algorithm
         (c.Composition(advantage="reward"), (1.0, 1.0), True, (1.0, 1.0)),
         (c.Composition(advantage="reward"), (0.0, 0.0), False, (0.0, 0.0)),
         (c.Composition(), (1.0, 1.0), False, (0.0, 0.0)),
+        (c.Ppo(advantage="gae"), (1.0, 1.0), True, (0.0, 0.0)),
     ],
 )
 def test_the_ledger_finds_what_a_group_teaches(algorithm, rewards, taught, expected):

@@ -33,10 +33,20 @@ def test_every_role_killed_once_changes_nothing_and_loses_nothing(tmp_path, kind
     _ends_with_the_bytes_of_one_file(tmp_path, out)
 
 
-def test_a_trainer_killed_at_any_step_repeats_those_since_its_last_state(tmp_path):
+CRITIC = """
+[train.algorithm]
+name = "ppo"
+advantage = "gae"
+[train.critic]
+lr = 1e-3
+"""
+
+
+@pytest.mark.parametrize("more", ["", pytest.param(CRITIC, marks=pytest.mark.slow, id="critic")])
+def test_a_trainer_killed_at_any_step_repeats_those_since_its_last_state(tmp_path, more):
     """It saves every third state: some kills come while a state is being written, or while steps are repeated."""
     out, rng, kills = tmp_path / "run", random.Random(1), 6
-    launcher = kill_storm.start(tmp_path, out, more="state_every = 3", steps=kills + 2, staleness=0)
+    launcher = kill_storm.start(tmp_path, out, more="state_every = 3" + more, steps=kills + 2, staleness=0)
     try:
         for version in range(1, kills + 1):
             kill_storm.wait_for(lambda v=version: kill_storm.version(out) >= v, f"version {version}")

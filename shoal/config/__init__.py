@@ -2,6 +2,7 @@
 
 from shoal.config.algorithms import notes_of
 from shoal.config.check import SAFE_TO_CHANGE, check_run, unsafe_changes
+from shoal.config.companions import CriticConfig
 from shoal.config.difficulty import DifficultyConfig
 from shoal.config.environ import (
     child_environment,
@@ -38,9 +39,9 @@ from shoal.config.sections import (
 
 __all__ = [
     "ACTIVATION_ERROR", "BOUNDS", "ENV_SETTINGS", "SAFE_TO_CHANGE", "STAGE_KEYS", "AdapterConfig", "BoundsConfig",
-    "DifficultyConfig", "EnvConfig", "EvalConfig", "HostConfig", "PolicyConfig", "RolloutsConfig", "RunConfig",
-    "SamplingConfig", "SftConfig", "StorageConfig", "TinyPolicy", "TrainConfig", "ValidatorsConfig", "VerifyConfig",
-    "WorkersConfig", "check_run", "child_environment", "difficulty_of", "is_loopback", "load_run", "load_sft", "node_home",
-    "notes_of", "rank_here", "repeatable_cuda", "sampling_of", "settle_vllm", "settle_vllm_runner", "stay_on_this_machine",
-    "unsafe_changes", "wire_bounds", "without_hub",
+    "CriticConfig", "DifficultyConfig", "EnvConfig", "EvalConfig", "HostConfig", "PolicyConfig", "RolloutsConfig",
+    "RunConfig", "SamplingConfig", "SftConfig", "StorageConfig", "TinyPolicy", "TrainConfig", "ValidatorsConfig",
+    "VerifyConfig", "WorkersConfig", "check_run", "child_environment", "difficulty_of", "is_loopback", "load_run",
+    "load_sft", "node_home", "notes_of", "rank_here", "repeatable_cuda", "sampling_of", "settle_vllm",
+    "settle_vllm_runner", "stay_on_this_machine", "unsafe_changes", "wire_bounds", "without_hub",
 ]  # fmt: skip

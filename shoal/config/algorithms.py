@@ -8,9 +8,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from shoal.config.companions import CriticConfig
 from shoal.config.sections import RunConfig
 from shoal.protocol import compositions as c
-from shoal.protocol.algorithms import DEFAULT, Grpo, defaults_of
+from shoal.protocol.algorithms import DEFAULT, Grpo, defaults_of, needs_critic
 from shoal.tree import merge, to_tree
 
 WHERE = "train.algorithm"
@@ -41,6 +42,11 @@ def algorithm_fits(config: RunConfig) -> Iterator[Demand]:
     algorithm = config.train.algorithm
     finite = math.isfinite(algorithm.entropy_bonus)
     yield finite, f"{WHERE}.entropy_bonus = {algorithm.entropy_bonus}: must be finite"
+    yield (
+        needs_critic(algorithm) or config.train.critic == CriticConfig(),
+        f'train.critic does nothing without a critic: set {WHERE}.advantage = "gae" of a composition such as "ppo", or '
+        "leave train.critic out",
+    )
     if isinstance(algorithm, Grpo):
         yield from _grpo_fits(algorithm)
         return
@@ -49,6 +55,7 @@ def algorithm_fits(config: RunConfig) -> Iterator[Demand]:
     yield from _corrections_fit(algorithm)
     yield from _sampling_fits(config, algorithm)
     yield from _kl_fits(config, algorithm)
+    yield from _critic_fits(config, algorithm)
     target = algorithm.entropy_target
     yield 0 <= target < math.inf, f"{WHERE}.entropy_target = {target}: must be at least 0, and finite"
     fits = not target or algorithm.entropy_bonus > 0
@@ -184,6 +191,36 @@ def _kl_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
         config.train.processes == 1,  # guard: reference-of-one-process
         f"{where}.beta = {kl.beta} with train.processes = {config.train.processes}: one process keeps the first policy "
         "whole. Leave one of them out",
+    )
+
+
+def _critic_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
+    if not needs_critic(algorithm):
+        return
+    critic, where = config.train.critic, f'{WHERE}.advantage = "gae"'
+    yield 0 <= critic.lr < math.inf, f"train.critic.lr = {critic.lr}: must be at least 0, and finite"
+    yield 0 < critic.gamma <= 1, f"train.critic.gamma = {critic.gamma}: must be above 0 and at most 1"
+    yield 0 <= critic.lam <= 1, f"train.critic.lam = {critic.lam}: must be between 0 and 1"
+    yield 0 <= critic.clip < math.inf, f"train.critic.clip = {critic.clip}: must be at least 0, and finite"
+    yield critic.warmup_steps >= 0, f"train.critic.warmup_steps = {critic.warmup_steps}: must be at least 0"
+    yield (
+        not isinstance(algorithm.loss, c.Gspo) or algorithm.loss.by_token,  # guard: gspo-of-a-critic
+        f"{where} gives the tokens of a row different advantages: set {WHERE}.loss.by_token = true",
+    )
+    yield (
+        config.train.processes == 1,  # guard: critic-of-one-process
+        f"{where} with train.processes = {config.train.processes}: one process keeps the critic whole. Leave one of them "
+        "out",
+    )
+    yield (
+        not config.policy.adapter.rank,  # guard: no-critic-beside-an-adapter
+        f"{where} with policy.adapter: the critic learns all of its weights, and would take the memory that an adapter "
+        "saves. Leave one of them out",
+    )
+    yield (
+        not config.policy.implementation,  # guard: critic-of-our-own-layers
+        f"{where} with policy.implementation: a critic has the layers of Llama, Mistral, Qwen2 or Qwen3. Leave one of them "
+        "out",
     )
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from shoal.config.companions import CriticConfig
 from shoal.config.difficulty import DifficultyConfig, wire_difficulty
 from shoal.config.envs import EnvConfig
 from shoal.config.host import HostConfig
@@ -124,6 +125,7 @@ class TrainConfig(Section, frozen=True):
     and computes some of a step's micro-batches. On CUDA, each needs a GPU of its own."""
     device: Device = "cpu"
     """What the trainer computes on: the CPU, a GPU with CUDA, or the GPU of a Mac; auto takes CUDA if it is there."""
+    critic: CriticConfig = CriticConfig()
 
 
 class BoundsConfig(Section, frozen=True):

@@ -25,7 +25,7 @@ from shoal.policy.anyspec import AnySpec
 from shoal.policy.device import AUTO, CPU, MPS, take_device
 from shoal.policy.sizes import adapter_parameters_of, parameters_of
 from shoal.policy.spec import PolicySpec
-from shoal.protocol.algorithms import needs_reference
+from shoal.protocol.algorithms import needs_critic, needs_reference
 from shoal.protocol.constants import COMPLETIONS
 from shoal.train.needs import ITEM_BYTES, Layout, Part, parts_of, state_of
 
@@ -41,7 +41,10 @@ LIGHT_BYTES = 60_000_000
 GPU_BYTES = 600_000_000
 """Of a process that uses a GPU, on the GPU, before it loads a policy."""
 
-KEPT = ("weights", "adapter", "reference", "float32 weights", "moments")
+KEPT = (
+    "weights", "adapter", "reference", "float32 weights", "moments", "critic", "critic's float32 weights",
+    "critic's moments",
+)  # fmt: skip
 """What a process has on a device from one work to the next. Between its shifts the memory of the CPU keeps that."""
 
 FULL_BYTES = 1_000_000
@@ -126,6 +129,7 @@ def layout_of(config: RunConfig, spec: PolicySpec | AnySpec) -> Layout:
         rank=config.policy.adapter.rank, targets=config.policy.adapter.targets,
         microbatch_tokens=train.microbatch_tokens, row_tokens=longest, processes=train.processes,
         base=config.policy.adapter.base, reference=needs_reference(train.algorithm),
+        critic=needs_critic(train.algorithm),
     )  # fmt: skip
 
 

@@ -26,12 +26,17 @@ def teaches(rewards_G: Sequence[float], algorithm: Algorithm) -> bool:
             return maxrl.teaches(rewards_G)
         case Composition(advantage="reward"):
             return any(rewards_G)
+        case Composition(advantage="gae"):
+            return True  # a critic learns from equal rewards, and may have expected others
         case Composition():
             return grpo_advantages.teaches(rewards_G)
 
 
 def advantages(rewards_G: Sequence[float], algorithm: Algorithm) -> NDArray[np.float32]:
-    """What each rollout of a group is worth to the learner, float32[G]: above 0 it is encouraged, below 0 discouraged."""
+    """What each rollout of a group is worth to the learner, float32[G]: above 0 it is encouraged, below 0 discouraged.
+
+    0 where a model of the trainer's decides it: its credit needs tokens, and no other node has it.
+    """
     match algorithm:
         case Grpo():
             return grpo_advantages.advantages(rewards_G, algorithm.advantage)
@@ -41,6 +46,8 @@ def advantages(rewards_G: Sequence[float], algorithm: Algorithm) -> NDArray[np.f
             return maxrl.advantages(rewards_G)
         case Composition(advantage="reward"):
             return np.asarray(rewards_G, dtype=np.float32)
+        case Composition(advantage="gae"):
+            return np.zeros(len(rewards_G), dtype=np.float32)
         case Composition(advantage="mean_std"):
             return grpo_advantages.advantages(rewards_G, "mean_std")
         case Composition():

@@ -14,9 +14,10 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.hub import Hub
 from shoal.policy.kinds import AUTO, sized_spec_of
-from shoal.policy.sizes import adapter_parameters_of, parameters_of, weights_of
+from shoal.policy.sizes import adapter_parameters_of, critic_parameters_of, parameters_of, weights_of
 from shoal.policy.spec import PolicySpec
 from shoal.policy.tiny import tiny_spec
+from shoal.protocol.algorithms import needs_critic
 from shoal.protocol.hubref import is_hub
 from shoal.protocol.needs import may_be_patched
 
@@ -88,6 +89,9 @@ def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0, patch
         )  # fmt: skip
         play = max(float(needs.load()), float(needs.loaded + needs.play(r.block_rollouts, longest)))
         check = max(play, float(needs.loaded + needs.score(r.block_rollouts * longest, longest, hidden=True)))
+    critic = 0.0
+    if needs_critic(config.train.algorithm):
+        critic = float(critic_parameters_of(spec)) if spec else count
     stored, needed = _blobs(config, version, patch)
     served = 0.0 if is_hub(config.policy.path) and not adapter.base else base  # codes are published
     kept = 1 + config.steps // config.storage.checkpoint_every
@@ -98,9 +102,10 @@ def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0, patch
     publishing = 2  # of the trainer: one is written while the one before is the base of a patch
     return Sizes(
         parameters=count, version=version, patch=patch, worker_memory=play, validator_memory=check,
-        trainer_memory=base + learned * TRAINER_BYTES + kept_version, worker_disk=base + (KEPT_VERSIONS + 1) * version,
+        trainer_memory=base + (learned + critic) * TRAINER_BYTES + kept_version,
+        worker_disk=base + (KEPT_VERSIONS + 1) * version,
         host_disk=model + base + served + stored + kept * kept_version + (of_nodes + publishing) * version
-        + 3 * learned * STATE_BYTES,  # two are kept while the next is written
+        + 3 * (learned + critic) * STATE_BYTES,  # two are kept while the next is written
         needed_blobs=needed + served, base=base, is_exact=spec is not None,
     )  # fmt: skip
 

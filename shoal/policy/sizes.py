@@ -40,6 +40,12 @@ def layer_parameters_of(spec: PolicySpec | AnySpec) -> int:
     return sum(math.prod(shape) for name, shape in shapes if name not in OUTSIDE) // spec.layers
 
 
+def critic_parameters_of(spec: PolicySpec | AnySpec) -> int:
+    """The weights of the same layers below a head of one number; see `valued`."""
+    own_head = isinstance(spec, PolicySpec) and not spec.tied
+    return parameters_of(spec) - (spec.vocab_size * spec.width if own_head else 0) + spec.width
+
+
 def adapter_parameters_of(spec: PolicySpec | AnySpec, rank: int, targets: Sequence[str] = TARGETS) -> int:
     """The weights of a low-rank adapter (arXiv:2106.09685) of these matrices in every layer; of every matrix of another
     architecture."""

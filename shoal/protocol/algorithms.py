@@ -46,6 +46,16 @@ def needs_reference(algorithm: Algorithm) -> bool:
     return isinstance(algorithm, Composition) and algorithm.kl.beta > 0
 
 
+def needs_critic(algorithm: Algorithm) -> bool:
+    """Whether a critic of the trainer's decides what tokens are worth."""
+    return isinstance(algorithm, Composition) and algorithm.advantage == "gae"
+
+
+def credits_tokens(algorithm: Algorithm) -> bool:
+    """Whether the tokens of a rollout may have different advantages, before any penalty."""
+    return needs_critic(algorithm)
+
+
 def narrowest_bound(algorithm: Algorithm) -> float:
     """How far from 1 an importance ratio may be before any bound of the algorithm removes or cuts a gradient; 0 if a
     claimed log-prob may count without limit, so that the trainer must compute all of them itself."""

@@ -123,7 +123,7 @@ class Kl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 # --- algorithms ---
 
-Advantage = Literal["mean", "mean_std", "rloo", "maxrl", "reward"]
+Advantage = Literal["mean", "mean_std", "rloo", "maxrl", "reward", "gae"]
 Average = Literal["tokens", "rollouts", "prompts", "constant"]
 Denominator = Literal["behaviour", "old"]
 
@@ -136,9 +136,9 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     advantage: Advantage = "mean"
     """What a rollout is worth. mean: its reward minus the group's mean. mean_std: that divided by the group's standard
     deviation. rloo: its reward minus the mean of the others. maxrl: its reward minus the mean, divided by the mean. reward:
-    its reward."""
+    its reward. gae: for each token, by the trainer's critic (`train.critic`)."""
     batch_std: bool = False
-    """Divide advantages by their standard deviation over the batch."""
+    """Divide advantages by their standard deviation over the batch: over its tokens, if these have different ones."""
     average: Average = "tokens"
     """What terms are averaged over. tokens: all policy tokens of the batch. rollouts: the mean of each rollout. prompts:
     the mean over the tokens of each group. constant: the sum of each rollout, divided by `divisor_tokens`."""
@@ -163,7 +163,8 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
 
 
 class Ppo(Composition, frozen=True, tag="ppo"):
-    """PPO's clip around the policy at the start of the step (arXiv:1707.06347), with the group's mean for a critic."""
+    """PPO's clip around the policy at the start of the step (arXiv:1707.06347), with the group's mean for a critic, unless
+    `advantage = "gae"` asks for one."""
 
     ratio_to: Denominator = "old"
 

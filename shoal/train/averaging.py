@@ -14,7 +14,7 @@ import numpy as np
 from shoal.algos.averages import token_weights
 from shoal.algos.batch_std import batch_scale
 from shoal.algos.entropy_target import bonus_share
-from shoal.protocol.algorithms import Algorithm
+from shoal.protocol.algorithms import Algorithm, credits_tokens
 from shoal.protocol.compositions import Composition
 from shoal.train.rows import Row, one_of_each
 
@@ -24,7 +24,10 @@ def normalised(rows: Sequence[Row], algorithm: Algorithm) -> Sequence[Row]:
     not."""
     if not (isinstance(algorithm, Composition) and algorithm.batch_std):
         return rows
-    A_I = np.array([row.advantage_P.mean() for row in one_of_each(rows)], dtype=np.float64)
+    if credits_tokens(algorithm):  # whose advantages differ from token to token
+        A_I = np.concatenate([row.advantage_P for row in rows]).astype(np.float64)
+    else:
+        A_I = np.array([row.advantage_P.mean() for row in one_of_each(rows)], dtype=np.float64)
     scale = batch_scale(A_I)
     return [replace(row, advantage_P=(row.advantage_P * scale).astype(np.float32)) for row in rows]
 

@@ -60,6 +60,8 @@ class Numbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     updates: int
     layout: str = ""
     """As of `LearnerState`; a state of before there were several has none."""
+    critic_updates: int = 0
+    """The same; 0 in runs without a critic."""
 
 
 class States:
@@ -99,7 +101,7 @@ def save_state(folder: Path, state: LearnerState) -> Path:
     earlier states are then untouched.
     """
     needed = sum(tensor.nbytes for tensor in state.tensors.values())
-    numbers = Numbers(state.version, state.updates, state.layout)
+    numbers = Numbers(state.version, state.updates, state.layout, state.critic_updates)
     return keep(folder, numbers, needed, lambda writing: [_write(writing / TENSORS, _safetensors(state.tensors))])
 
 
@@ -178,7 +180,7 @@ def _verified(candidate: Path) -> Numbers:
 def _read(candidate: Path, numbers: Numbers) -> LearnerState:
     whole = candidate / TENSORS
     tensors = safetensors.torch.load_file(whole) if whole.exists() else joined(candidate)
-    return LearnerState(numbers.version, numbers.updates, tensors, numbers.layout)
+    return LearnerState(numbers.version, numbers.updates, tensors, numbers.layout, numbers.critic_updates)
 
 
 def crc32_of(path: Path) -> str:

@@ -13,6 +13,7 @@ from shoal.policy.nf4spec import decoding_bytes_of
 from shoal.policy.sizes import (
     adapter_parameters_of,
     arranged_values_of,
+    critic_parameters_of,
     layer_parameters_of,
     layer_values_of,
     parameters_of,
@@ -64,6 +65,8 @@ class Layout:
     """nf4: the layers below an adapter stay codes; see `nf4spec`."""
     reference: bool = False
     """Whether the first policy is kept, too. With an adapter it is the base."""
+    critic: bool = False
+    """Whether a critic learns beside the policy."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,13 @@ def parts_of(spec: PolicySpec | AnySpec, layout: Layout) -> list[Part]:
         Part("gradients", 4 * learned),
         Part("moments", int(learned * MOMENT_BYTES[layout.moments]), away),
     ]
+    if layout.critic:
+        # Its gradients come when the policy's are gone, and its passes need less, for they make no logits.
+        values = critic_parameters_of(spec)
+        parts.append(Part("critic", int(values * ITEM_BYTES[layout.dtype])))
+        if layout.dtype != "float32":
+            parts.append(Part("critic's float32 weights", 4 * values, away))
+        parts.append(Part("critic's moments", int(values * MOMENT_BYTES[layout.moments]), away))
     return [*parts, *_made(spec, layout, sum(part.size for part in parts if not part.on_cpu))]
 
 
@@ -129,8 +139,9 @@ def _made(spec: PolicySpec | AnySpec, layout: Layout, fixed: int) -> list[Part]:
 
 
 def state_of(spec: PolicySpec | AnySpec, layout: Layout) -> int:
-    """A saved state: float32 weights and moments of what is learned."""
+    """A saved state: float32 weights and moments of what is learned, a critic included."""
     learned = adapter_parameters_of(spec, layout.rank, layout.targets) if layout.rank else parameters_of(spec)
+    learned += critic_parameters_of(spec) if layout.critic else 0
     return int(learned * (4 + MOMENT_BYTES[layout.moments]))
 
 

@@ -48,6 +48,10 @@ class Row:
     """Version, slot and place in the group of its rollout. None: it is from no group."""
     reference_logp_P: NDArray[np.float32] | None = None
     """Log-probabilities under the run's first policy, nats; None in runs that do not need them."""
+    value_P: NDArray[np.float32] | None = None
+    """What the critic expected before each token, before its first update; None outside a step with a critic."""
+    target_P: NDArray[np.float32] | None = None
+    """What it should have expected."""
     overlong: bool = False
     """Whether a token limit ended its rollout. Only `filter` asks."""
 

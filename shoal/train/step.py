@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from shoal.errors import StateError
 from shoal.policy.base import PolicyModel
 from shoal.policy.parking import Parked
 from shoal.train.averaging import averaged, bonus_of, normalised
+from shoal.train.critic import Critic, credited
 from shoal.train.fitting import free_cached, is_shortage, smaller_budget
 from shoal.train.flat import Plan, plan
 from shoal.train.masters import layout_of
@@ -39,6 +40,7 @@ from shoal.train.ranks import ALONE, Ranks
 from shoal.train.rows import Row, one_of_each
 
 T = TypeVar("T")
+LARGEST = "log_ratio_abs_max_nats"
 log = logging.getLogger(__name__)
 
 
@@ -57,6 +59,8 @@ class LearnerState:
     """The learner's own tensors, not copies."""
     layout: str = ""
     """Which precision and moments of the config they belong to, see `layout_of`."""
+    critic_updates: int = 0
+    """Taken by the critic's AdamW, if the run has a critic: its weights and moments are among the tensors."""
 
 
 @dataclass(eq=False)
@@ -86,6 +90,7 @@ class Learner:
         published: str = "float32",
         max_tokens: int = 0,
         objective: Objective | None = None,
+        critic: Critic | None = None,
         ranks: Ranks = ALONE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -94,7 +99,8 @@ class Learner:
 
         `steps` is the length of the schedule; `published` the dtype of versions, which may choose importance weights;
         `max_tokens` the most of a rollout, by which some algorithms divide. `objective` replaces the one that the config
-        names; `ranks` are the processes that take each step together, all with the same rows.
+        names; `critic` learns beside the policy and decides its advantages; `ranks` are the processes that take each step
+        together, all with the same rows.
         """
         self.model = model.train()
         self.model.recompute = config.recompute == "layers"
@@ -103,12 +109,13 @@ class Learner:
         self.steps = steps
         self.updates = 0
         self.budgets: list[int] = []
-        """Tokens of a micro-batch, at most, in each pass of the last step: those for old log-probs, and the updates."""
+        """Tokens of a micro-batch, at most, in each pass of the last step: those for values and old log-probs, and the
+        updates."""
         self._budget = config.microbatch_tokens
         self._max_tokens, self._bonus = max_tokens, 1.0
         self._objective = objective or objective_of(config, published)
         self._needs_old = objective is None and needs_old(config, published)
-        self._ranks, self._clock = ranks, clock
+        self._critic, self._ranks, self._clock = critic, ranks, clock
         parameters = self.model.trainable()
         self._device = next(iter(parameters.values())).device
         ranks.demand_dtype(self.model, config)
@@ -123,6 +130,8 @@ class Learner:
         learning rate of the step: a state between two updates is never saved. A gradient that is not finite changes
         nothing: this update and the rest of the step are skipped, said in the log and in `update_skipped`. So is a step
         without rows, for a batch is an event: the run must get past it, whatever it holds.
+
+        A critic says what it expects of all rows before its first update, and learns after the policy from each part.
 
         If memory runs out, the update begins again with smaller micro-batches, whose sums have other last bits, and later
         ones are as small. To repeat a step with the same bits, give the `budgets` that it had. Raises `StateError` if even
@@ -149,33 +158,36 @@ class Learner:
             steps=self.steps,
         )
         algorithm, learned_tokens = self.config.algorithm, 0
+        left, updates, judged = iter(budgets), list[dict[str, float]](), list[dict[str, float]]()
+        rows, expected = self._credited(rows, version, left)
         parts = [
             _Part(averaged(part, algorithm, self._max_tokens))
             for part in minibatches(normalised(rows, algorithm), self.config.minibatches)
         ]
         self._bonus = bonus_of(rows, algorithm)
-        left, updates = iter(budgets), list[dict[str, float]]()
-        for part in parts[1:] if self._needs_old else []:
-            self._budget = next(left, self._budget)
-            self._fitting(part.rows, version, partial(self._predict_old, part))
-            self.budgets.append(self._budget)
+        waits = self._critic is not None and self._critic.learns_alone(version)
+        for part in parts[1:] if self._needs_old and not waits else []:
+            self._pass(part.rows, version, left, partial(self._predict_old, part))
         for part in parts * self.config.updates_per_batch:
-            self._budget = next(left, self._budget)
-            updates.append(self._learn(part, lr, version))
+            if not waits:
+                updates.append(self._learn(part, lr, version, left))
+            if self._critic is not None:
+                judged.append(self._teach(self._critic, part.rows, version, left))
             learned_tokens += sum(len(row.tokens_T) for row in part.rows)
-            if not math.isfinite(updates[-1]["grad_norm"]):
+            if not _all_finite(updates, judged):
                 break  # what follows would be of another step than the one that was asked for
-        grad_norm = _mean([update["grad_norm"] for update in updates])
         num_all_tokens = sum(len(row.tokens_T) for row in rows)
         rollouts = one_of_each(rows)
         step_s = self._clock() - started
         return {
-            **{name: _mean([update[name] for update in updates]) for name in updates[0]},
-            "log_ratio_abs_max_nats": max(update["log_ratio_abs_max_nats"] for update in updates),
+            **expected,
+            **_means(judged),
+            **_means(updates),
+            **{name: max(update[name] for update in updates) for name in (LARGEST,) if updates},
             "updates": sum(math.isfinite(update["grad_norm"]) for update in updates),
             "reward_mean": float(np.mean([row.reward for row in rollouts])),
             "staleness_rollouts": _staleness(rollouts, version),
-            "update_skipped": int(not math.isfinite(grad_norm)),
+            "update_skipped": int(not _all_finite(updates, judged)),
             "lr": lr,
             "rollouts": len(rollouts),
             "tokens": num_all_tokens,
@@ -190,18 +202,21 @@ class Learner:
 
     def state(self, version: int) -> LearnerState:
         """What must be saved to continue bit for bit; `version` is the policy that the weights now are."""
-        return LearnerState(version, self.updates, self._optimiser.tensors(), layout_of(self.config))
+        tensors, critic = self._optimiser.tensors(), self._critic
+        if critic is None:
+            return LearnerState(version, self.updates, tensors, layout_of(self.config))
+        return LearnerState(version, self.updates, tensors | critic.tensors(), layout_of(self.config), critic.updates)
 
     def restore(self, state: LearnerState) -> None:
         """Copy a saved state into the learner's own tensors. Raises `StateError` if it is from another model or layout."""
         self.demand_fit(state.version, state.layout, {name: tuple(one.shape) for name, one in state.tensors.items()})
         for name, tensor in self.state(state.version).tensors.items():
             tensor.copy_(state.tensors[name])
-        self.resume(state.updates)
+        self.resume(state.updates, state.critic_updates)
 
     def park(self) -> None:
         """Move weights and optimiser out of the device's memory. Until `come_back` nothing may be asked."""
-        self._parked.park(self.model, self._optimiser, device=self._device.type)
+        self._parked.park(self.model, self._optimiser, self._critic, device=self._device.type)
 
     def come_back(self) -> None:
         """Move them back, with the same bits. Raises `torch.OutOfMemoryError`."""
@@ -222,21 +237,39 @@ class Learner:
                 f"{mine.get(odd)} here. Start under another name, or restore the run file's [policy]"
             )
 
-    def resume(self, updates: int) -> None:
+    def resume(self, updates: int, critic_updates: int = 0) -> None:
         """Go on after so many updates: a saved state was copied into the learner's own tensors."""
         self._optimiser.resume(updates)
         self.updates = updates
+        if self._critic is not None:
+            self._critic.resume(critic_updates)
 
-    def _learn(self, part: "_Part", lr: float, version: int) -> dict[str, float]:
+    def _credited(
+        self, rows: Sequence[Row], version: int, left: Iterator[int]
+    ) -> tuple[Sequence[Row], dict[str, float]]:
+        """The rows with the critic's credit, and figures of what it expected; as they are if there is no critic."""
+        if self._critic is None:
+            return rows, {}
+        values = self._pass(rows, version, left, partial(self._critic.values, rows))
+        return credited(rows, values, self.config.critic)
+
+    def _teach(self, critic: Critic, rows: Sequence[Row], version: int, left: Iterator[int]) -> dict[str, float]:
+        """One update of the critic from all rows of a part; gives its metrics."""
+        figures = self._pass(rows, version, left, partial(critic.gradients, rows))
+        norm = critic.update(version, self.steps)
+        if not math.isfinite(norm):
+            log.warning("the critic's update skipped, gradient not finite version=%d grad_norm=%s", version, norm)
+        return figures | {"critic_grad_norm": norm}
+
+    def _learn(self, part: "_Part", lr: float, version: int, left: Iterator[int]) -> dict[str, float]:
         """One update from all rows of a part, packed into micro-batches; gives its metrics, means over policy tokens."""
         num_tokens = sum(len(row.positions_P) for row in part.rows)
         assert num_tokens, "a step needs policy tokens; `rows_of_group` makes no row without one"
-        sums = self._fitting(part.rows, version, partial(self._gradients, part, num_tokens))
-        self.budgets.append(self._budget)
+        sums = self._pass(part.rows, version, left, partial(self._gradients, part, num_tokens))
         loss, largest = sums.pop("loss"), sums.pop("largest")
         means = {name: total / num_tokens for name, total in sums.items()}
         grad_norm = self._update(lr, version)
-        return {**means, "loss": loss, "log_ratio_abs_max_nats": largest, "grad_norm": grad_norm}
+        return {**means, "loss": loss, LARGEST: largest, "grad_norm": grad_norm}
 
     @torch.no_grad()
     def _predict_old(self, part: "_Part", packed: Sequence[Plan]) -> None:
@@ -264,6 +297,13 @@ class Learner:
         totals, largest = self._ranks.add_up(sums, largest)
         return {**totals, "largest": largest}
 
+    def _pass(self, rows: Sequence[Row], version: int, left: Iterator[int], work: Callable[[Sequence[Plan]], T]) -> T:
+        """As `_fitting`, with the next of the `left` budgets that a repeated step is given; keeps the one that it had."""
+        self._budget = next(left, self._budget)
+        found = self._fitting(rows, version, work)
+        self.budgets.append(self._budget)
+        return found
+
     def _fitting(self, rows: Sequence[Row], version: int, work: Callable[[Sequence[Plan]], T]) -> T:
         """Do something with the micro-batches of these rows. If memory runs out, begin again with smaller ones."""
         while True:
@@ -277,6 +317,8 @@ class Learner:
             self._ranks.demand_repeat(cause)
             # Only here is the failed pass forgotten: the error held its tensors.
             self._optimiser.drop()  # guard: half-a-gradient-is-dropped
+            if self._critic is not None:
+                self._critic.drop()  # guard: half-a-gradient-of-the-critic-is-dropped
             free_cached()
             before, self._budget = self._budget, smaller_budget(rows, packed, self._budget, self.config.packing, cause)
             log.warning(
@@ -330,8 +372,14 @@ class Learner:
         return norm
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _means(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over updates; none if there was no update."""
+    return {name: sum(one[name] for one in updates) / len(updates) for name in (updates[0] if updates else ())}
+
+
+def _all_finite(updates: Sequence[Mapping[str, float]], judged: Sequence[Mapping[str, float]]) -> bool:
+    norms = [one["grad_norm"] for one in updates] + [one["critic_grad_norm"] for one in judged]
+    return all(math.isfinite(norm) for norm in norms)
 
 
 def _staleness(rows: Sequence[Row], version: int) -> dict[str, int]:

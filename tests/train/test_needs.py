@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.policy.sizes import adapter_parameters_of, parameters_of
+from shoal.launch.fits import KEPT
+from shoal.policy.sizes import adapter_parameters_of, critic_parameters_of, parameters_of
 from shoal.policy.spec import PolicySpec
-from shoal.train.needs import Layout, parts_of
+from shoal.train.needs import Layout, parts_of, state_of
 
 MEASURE = """
 import ctypes, json, re, sys
@@ -21,11 +22,15 @@ from shoal.policy.adapters import begin_adapter
 from shoal.policy.adapterspec import AdapterSpec
 from shoal.policy.model import Transformer
 from shoal.policy.spec import PolicySpec
+from shoal.policy.valued import Valued
+from shoal.protocol.compositions import Ppo
+from shoal.train.critic import critic_of
 from shoal.train.rows import Row
 from shoal.train.step import Learner
 
 torch.set_num_threads(1)
-spec, recompute, base = PolicySpec(**json.loads(sys.argv[1])), *sys.argv[3:5]
+spec, recompute, kind = PolicySpec(**json.loads(sys.argv[1])), *sys.argv[3:5]
+base = kind if kind == "nf4" else ""
 rows, prompt, length, budget = json.loads(sys.argv[2])
 
 def kb(name):
@@ -40,7 +45,17 @@ def learner_of(spec):
             buffer.fill_(0 if buffer.is_floating_point() else 1)
     if base:
         begin_adapter(model, AdapterSpec(8, 8.0), 1)
-    return Learner(model, TrainConfig(microbatch_tokens=budget, recompute=recompute), temperature=1.0, steps=10)
+    config = TrainConfig(microbatch_tokens=budget, recompute=recompute)
+    if kind == "critic":
+        config = TrainConfig(microbatch_tokens=budget, recompute=recompute, algorithm=Ppo(advantage="gae"))
+    return Learner(model, config, temperature=1.0, steps=10, critic=critic_of(config, lambda: valued(spec)))
+
+def valued(spec):
+    model = Valued(spec)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02)
+    return model
 
 def rows_for(spec, rows, prompt, length):
     one = np.ones(length - prompt, np.float32)
@@ -65,6 +80,10 @@ SHAPES = {
         (4, 16, 512, 2048),
     ),
     "many weights": (dict(width=768, layers=6, heads=8, kv_heads=2, mlp_width=2048, vocab_size=64), (2, 64, 256, 256)),
+    "many weights of a critic": (
+        dict(width=768, layers=6, heads=8, kv_heads=2, mlp_width=2048, vocab_size=64),
+        (2, 64, 256, 256),
+    ),
     "many codes": (
         dict(width=1024, layers=16, heads=8, kv_heads=2, mlp_width=4096, vocab_size=64),
         (2, 64, 256, 256),
@@ -88,13 +107,14 @@ def spec_of(sizes: dict[str, int], **more: object) -> dict[str, object]:
 @pytest.mark.parametrize("recompute", ["none", "layers"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_step_takes_at_most_what_it_is_said_to_need_and_not_much_less(shape: str, recompute: str) -> None:
-    (sizes, work), base = SHAPES[shape], "nf4" if shape == "many codes" else ""
+    (sizes, work), kind = SHAPES[shape], {"many codes": "nf4", "many weights of a critic": "critic"}.get(shape, "")
     spec = spec_of(sizes)
-    command = [sys.executable, "-c", MEASURE, json.dumps(spec), json.dumps(work), recompute, base]
+    command = [sys.executable, "-c", MEASURE, json.dumps(spec), json.dumps(work), recompute, kind]
     took = int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
     layout = Layout(
-        recompute=recompute, microbatch_tokens=work[3], row_tokens=work[2], rank=8 if base else 0, base=base
-    )
+        recompute=recompute, microbatch_tokens=work[3], row_tokens=work[2], rank=8 if kind == "nf4" else 0,
+        base=kind if kind == "nf4" else "", critic=kind == "critic",
+    )  # fmt: skip
     need = sum(part.size for part in parts_of(PolicySpec(**spec), layout))  # type: ignore[arg-type]
     assert took <= need + SPARE_BYTES and need <= 1.3 * took + SPARE_BYTES, (shape, took, need)
 
@@ -134,6 +154,23 @@ def test_a_reference_is_another_policy_unless_an_adapter_is_learned() -> None:
     assert whole["reference"] == whole["weights"] == 2 * parameters_of(spec)
     assert "reference" not in {part.name for part in parts_of(spec, Layout("bfloat16"))}
     assert "reference" not in {part.name for part in parts_of(spec, Layout("bfloat16", rank=16, reference=True))}
+
+
+def test_a_critic_is_the_layers_once_more_with_moments_of_their_own() -> None:
+    spec = qwen("8b")
+    layers = parameters_of(spec) - spec.vocab_size * spec.width + spec.width
+    assert critic_parameters_of(spec) == layers
+    assert critic_parameters_of(qwen("0.6b")) == parameters_of(qwen("0.6b")) + 1024
+    without, plain, coarse = (
+        {part.name: part for part in parts_of(spec, layout)}
+        for layout in (Layout(), Layout(critic=True), Layout("bfloat16", "offloaded", critic=True))
+    )
+    more = plain.keys() - without.keys()
+    assert {name: plain[name].size for name in more} == {"critic": 4 * layers, "critic's moments": 8 * layers}
+    assert coarse["critic"].size == 2 * layers and not coarse["critic"].on_cpu
+    assert coarse["critic's float32 weights"].on_cpu and coarse["critic's moments"].on_cpu
+    assert state_of(spec, Layout(critic=True)) - state_of(spec, Layout()) == 12 * layers
+    assert {*KEPT} >= {*coarse, "adapter", "reference"} - {"gradients", "activations", "holes between them"}
 
 
 def test_a_card_of_24_gb_trains_what_it_is_said_to_train() -> None:

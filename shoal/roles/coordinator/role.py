@@ -23,6 +23,7 @@ from shoal.config import (
     ENV_SETTINGS,
     STAGE_KEYS,
     AdapterConfig,
+    CriticConfig,
     DifficultyConfig,
     EnvConfig,
     RunConfig,
@@ -187,6 +188,8 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
         del tree["train"]["processes"]
     if config.train.truncation < 0:
         del tree["train"]["truncation"]
+    if config.train.critic == CriticConfig():
+        del tree["train"]["critic"]
     for env in tree["envs"]:  # a run whose workers play has the log that it had before hosts could
         for name, value in STAGE_KEYS.items():
             if env[name] == value:

@@ -31,6 +31,7 @@ from shoal.policy.base import PolicyModel
 from shoal.policy.device import take_device
 from shoal.policy.files import Snapshot
 from shoal.policy.model import Transformer
+from shoal.policy.valued import begin_valued
 from shoal.protocol import types as t
 from shoal.protocol.algorithms import narrowest_bound
 from shoal.protocol.bounds import claims_bend_ratios
@@ -43,6 +44,7 @@ from shoal.roles.trainer.publishing import Publisher
 from shoal.roles.trainer.reference import open_reference
 from shoal.roles.trainer.saving import Saving
 from shoal.train.checkpoint import States
+from shoal.train.critic import critic_of
 from shoal.train.denominators import LogprobsAt, over_the_base, with_own_denominators
 from shoal.train.masters import module_dtype
 from shoal.train.reference import Reference
@@ -90,10 +92,12 @@ class Learning(NamedTuple):
 def learning_alone(folder: RunFolder, config: RunConfig) -> Learning:
     """A learner of this process alone."""
     device = take_device(config.train.device)
-    model = first_model(folder, config, module_dtype(config.train)).to(device)
+    dtype = module_dtype(config.train)
+    model = first_model(folder, config, dtype).to(device)
+    critic = critic_of(config.train, lambda: begin_valued(folder.policy, dtype).to(device))
     learner = Learner(
         model, config.train, temperature=config.sampling.temperature, steps=config.steps,
-        published=config.policy.dtype, max_tokens=config.sampling.all_tokens,
+        published=config.policy.dtype, max_tokens=config.sampling.all_tokens, critic=critic,
     )  # fmt: skip
     temperature, budget = config.sampling.temperature, config.train.microbatch_tokens
     # guard: one-base-in-memory

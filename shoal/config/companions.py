@@ -1,0 +1,23 @@
+"""The models that the trainer has beside the policy: `[train.critic]`, and which of them go together with what.
+
+Part of `sections`, and called by `check`. Light, as they are.
+"""
+
+from shoal.tree import Section
+
+
+class CriticConfig(Section, frozen=True):
+    """The critic of runs with `train.algorithm.advantage = "gae"`: the layers of the first policy below a head that says
+    what a rollout will earn. It learns in the same updates as the policy."""
+
+    lr: float = 1e-4
+    """Its learning rate at its highest; it warms up and falls as `train.schedule` says."""
+    gamma: float = 1.0
+    """Discount of a token: what the next one is worth before this one. 1 is usual, because a rollout ends."""
+    lam: float = 0.95
+    """Lambda of GAE (arXiv:1506.02438). 0: credit is what the critic says one token later. 1: it is the reward minus what
+    the critic said before, whatever it says later."""
+    clip: float = 0.2
+    """How far a step may move a value and still gain by it, in units of the reward; 0: as far as it likes."""
+    warmup_steps: int = 0
+    """Steps at the beginning in which only the critic learns. Their versions have the first policy's weights."""
