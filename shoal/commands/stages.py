@@ -62,6 +62,6 @@ def stage_job(args: argparse.Namespace) -> int:
     # Until a run handles SIGTERM itself, the signal ends the process as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     log_to_stderr()
-    from shoal.launch.jobs import do
+    from shoal.launch.work import do
 
     return do(args.folder)

@@ -208,7 +208,7 @@ def _check(config: StagesConfig, path: Path) -> None:
     for stage in config.stages:
         if not re.fullmatch(r"[\w-]+", stage.name):
             raise ConfigError(f"{path}: stages.name = {stage.name!r}: use only letters, digits, - and _")
-        if stage.name in by_name:
+        if stage.name in by_name:  # guard: one-stage-a-name
             raise ConfigError(f"{path}: two stages are named {stage.name}: give each its own name")
         by_name[stage.name] = stage
     before: set[str] = set()
@@ -228,11 +228,11 @@ def _check_taken(stage: Stage, key: str, by_name: dict[str, Stage], before: set[
         raise ConfigError(f'{what}: write it as "stage:NAME"{own}')
     if name not in by_name:
         raise ConfigError(f"{what}: there is no stage {name}; stages: {', '.join(by_name)}")
-    if name not in before:
+    if name not in before:  # guard: stage-takes-from-earlier-ones
         loop = stage.name in _behind(name, by_name)
         why = f"{name} itself takes from it: a loop" if loop else "that comes later: move it up"
         raise ConfigError(f"{what}: a stage takes from earlier ones, and {why}")
-    if not isinstance(by_name[name], GIVES[key]):
+    if not isinstance(by_name[name], GIVES[key]):  # guard: stage-takes-what-is-given
         known = ", ".join(str(kind.__struct_config__.tag) for kind in GIVES[key])
         raise ConfigError(f"{what}: a stage of kind {kind_of(by_name[name])} gives no {key}; {known} would")
 

@@ -57,12 +57,12 @@ def choose(folder: RunFolder, settings: dict[str, Any], expected: str) -> tuple[
     `settings` are a reject stage's; `expected` is the run's `digest_of`. Raises `StateError` if the run changed since,
     if it did not keep its rollouts, or if the rule takes none.
     """
-    if any(env.kind == COMPLETIONS for env in folder.config().envs):
+    if any(env.kind == COMPLETIONS for env in folder.config().envs):  # guard: chosen-rollouts-are-whole
         raise StateError(
             "the run's host plays its environments, so the log has no whole rollouts: reject takes runs whose workers play"
         )
     learned = learned_groups(folder)
-    if digest_of(learned) != expected:
+    if digest_of(learned) != expected:  # guard: chosen-from-the-finished-run
         raise StateError(
             f"the log {folder.log} is not that of the finished run: restore it, or delete the stage's folder"
         )

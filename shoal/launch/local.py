@@ -94,7 +94,7 @@ def launch(
     """
     crew = open_crew(run_dir, lock_fd, with_workers, lambda: LiveView(Console()))
     crew.recipe = recipe
-    with _counted_signals(crew):
+    with counted_signals(crew):
         return crew.run(announce)
 
 
@@ -382,7 +382,7 @@ class LocalRun:
 
 
 @contextlib.contextmanager
-def _counted_signals(crew: LocalRun) -> Iterator[None]:
+def counted_signals(crew: LocalRun) -> Iterator[None]:
     def ask(signum: int, frame: FrameType | None) -> None:
         crew.stop_requests += 1
 

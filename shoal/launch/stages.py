@@ -1,6 +1,6 @@
 """A run of stages: each stage is done once, in a folder named by what decides its output, and skipped when it is there.
 
-Called by `shoal stages`. It starts a process for each stage that is not done (`launch/jobs` says what that does), one at a
+Called by `shoal stages`. It starts a process for each stage that is not done (`launch/work` says what that does), one at a
 time, and remembers nothing: a folder with a `done.json` is a finished stage, and any other is begun again or, if it is a
 run, resumed. So the same command continues after a kill at any moment.
 
@@ -24,8 +24,9 @@ from shoal.config import RunConfig, SftConfig
 from shoal.config.stages import EvalStage, Stage, StagesConfig, kind_of, settings_of, taken_by
 from shoal.errors import EXIT_DONE, EXIT_INTERRUPTED, StateError
 from shoal.folder import write_atomically
-from shoal.launch.jobs import OUTPUTS, RUN, Input, Job, Made, demand_whole, digest_below, files_of, job_of
+from shoal.launch.jobs import Input, Job, Made, demand_doable, job_of
 from shoal.launch.local import locked
+from shoal.launch.outputs import OUTPUTS, RUN, demand_whole, digest_below, files_of
 from shoal.launch.process import RoleProcess
 from shoal.launch.stages_report import Measured, StageEnd, in_words, report
 from shoal.protocol.wire import digest, to_json
@@ -73,9 +74,11 @@ def run_stages(config: StagesConfig, beside: Path, out: Path, say: Callable[[str
     Raises `ShoalError`: `ConfigError` for any stage's recipe before the first stage begins.
     """
     settings = [settings_of(stage, beside) for stage in config.stages]
+    for stage, chosen in zip(config.stages, settings, strict=True):
+        demand_doable(stage, chosen, beside)
     measure = _measure_of(config, beside)
     out = out.absolute()  # jobs name each other's folders in it
-    with locked(out) as lock_fd:
+    with locked(out) as lock_fd:  # guard: one-shoal-a-folder-of-stages
         crew = StagesRun(config, beside, out, lock_fd, say)
         with _counted_signals(crew):
             return crew.run(settings, measure)
@@ -131,7 +134,7 @@ class StagesRun:
         folder = self._out / "stages" / job.key
         done = _read_done(folder)
         if done is not None:
-            demand_whole(folder, done.outputs, done.kind, name)
+            demand_whole(folder, done.outputs, done.kind, name)  # guard: finished-stage-is-whole
             if not quiet:
                 self._say(f"{what}: done before")
             return Finished(folder, done, again=False)
@@ -161,7 +164,7 @@ class StagesRun:
         while not self.stop_requests and process.state in ("running", "restarting"):
             time.sleep(TICK_S)
             process.tend()
-            if process.restarts > MAX_RESTARTS:
+            if process.restarts > MAX_RESTARTS:  # guard: stage-is-given-up
                 process.kill()
                 raise StateError(f"{process.name} died {process.restarts} times: its log {process.log} says why")
         if process.state == "given up":
@@ -185,6 +188,7 @@ def _measure_of(config: StagesConfig, beside: Path) -> tuple[EvalStage, RunConfi
     stage = EvalStage(name="measure", recipe=config.measure, set=config.measure_set, policy="stage:any")
     settings = settings_of(stage, beside)
     assert isinstance(settings, RunConfig)
+    demand_doable(stage, settings, beside)
     return stage, settings
 
 

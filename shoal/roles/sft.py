@@ -77,7 +77,7 @@ def _fine_tune(config: SftConfig, start: Path, out: Path, given: Examples | None
 def chosen_rows(given: Examples, start: Path, max_tokens: int) -> list[tuple[list[int], list[int]]]:
     """The rows of chosen rollouts that teach, without longer ones. Raises `StateError` if there are none, or if they were
     written with another tokenizer."""
-    if given.tokenizer != tokenizer_digest(start):
+    if given.tokenizer != tokenizer_digest(start):  # guard: chosen-with-one-tokenizer
         raise StateError(
             "the chosen rollouts have another tokenizer than the policy that is to learn them: start from the run's own "
             "policy, or from one that it began with"

@@ -9,14 +9,20 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shoal.algos.rejection import raft
+from shoal.config import load_run
 from shoal.config.stages import MergeStage, RejectStage, load_stages, settings_of
 from shoal.errors import ConfigError, StateError
 from shoal.folder import RunFolder
 from shoal.launch.chosen import choose, digest_of, learned_groups
-from shoal.launch.jobs import job_of
+from shoal.launch.jobs import demand_doable, job_of
+from shoal.launch.process import RoleProcess
+from shoal.launch.stages import StagesRun
+from shoal.policy.adapterspec import has_adapter
+from shoal.roles.sft import chosen_rows
 from shoal.train.chosen import read_examples
 from shoal.weights.manifest import weights_root
 
@@ -66,6 +72,8 @@ count = 1
 episodes = 0
 samples = 0
 {TINY}
+[policy.adapter]
+rank = 2
 """
 
 STAGES = """
@@ -95,11 +103,16 @@ policy = "stage:start"
 examples = "stage:best"
 
 [[stages]]
+name = "whole"
+kind = "merge"
+policy = "stage:rl"
+
+[[stages]]
 name = "exam"
 kind = "eval"
 recipe = "rl.toml"
 set = ["eval.episodes=8"]
-policy = "stage:again"
+policy = "stage:whole"
 
 [quick]
 measure = "rl.toml"
@@ -168,10 +181,10 @@ def test_a_run_file_is_not_taken_for_a_stages_file(files: Path) -> None:
 
 def test_overrides_name_a_stage_and_quick_overrides_keys_of_stages(files: Path) -> None:
     config = load_stages(files, ["rl.train.lr=0.5", "best.keep=2"], quick=True)
-    _, rl, best, _, _ = config.stages
+    _, rl, best, *_ = config.stages
     settings = settings_of(rl, files.parent)
     assert (config.name, settings.steps, settings.train.lr, best.keep) == ("story-quick", 1, 0.5, 2)
-    with pytest.raises(ConfigError, match="there is no stage nobody; stages: start, rl, best, again, exam"):
+    with pytest.raises(ConfigError, match="there is no stage nobody; stages: start, rl, best, again, whole, exam"):
         load_stages(files, ["nobody.steps=1"])
     with pytest.raises(ConfigError, match=r"write it as stage\.key=value"):
         load_stages(files, ["steps=1"])
@@ -184,6 +197,20 @@ def test_the_stages_that_we_ship_load_with_their_recipes() -> None:
         for stage in load_stages(path, quick=quick).stages:
             settings = settings_of(stage, path.parent)
             assert (settings is None) == isinstance(stage, MergeStage | RejectStage)
+
+
+def test_what_no_stage_could_do_is_said_before_the_first_begins(files: Path) -> None:
+    faults = {
+        "rl.workers.count=0": "stage rl: workers.count = 0: a stage is a run of this machine alone",
+        "rl.validators.count=0": "stage rl: validators.count = 0",
+        "exam.eval.episodes=0": r"stage exam: eval\.episodes = 0",
+        "start.policy.path=nowhere": r"stage start: policy\.path = nowhere: no directory at",
+    }
+    for override, said in faults.items():
+        config = load_stages(files, [override])
+        with pytest.raises(ConfigError, match=said):
+            for stage in config.stages:
+                demand_doable(stage, settings_of(stage, files.parent), files.parent)
 
 
 # --- what decides a stage's folder ---
@@ -236,22 +263,33 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     place = tmp_path_factory.mktemp("stages")
     files = write_files(place)
     said = finish(start(files, place / "out"))
-    assert said.count(": at work") == 5, said
+    assert said.count(": at work") == 6, said
     return files, place / "out"
 
 
 def test_every_stage_reports_its_figures_and_is_skipped_when_done(unbroken: tuple[Path, Path]) -> None:
     files, out = unbroken
     ends = ends_of(out)
-    assert list(ends) == ["start", "rl", "best", "again", "exam"]
+    assert list(ends) == ["start", "rl", "best", "again", "whole", "exam"]
     assert all(end["seconds"] > 0 and end["cpu_s"] > 0 and end["done_now"] for end in ends.values())
     assert all(ends[name]["tokens"] > 0 for name in ("start", "rl", "again"))
     assert ends["exam"]["after"]["episodes"] == 8
     assert ends["best"]["figures"]["chosen"] < ends["best"]["figures"]["rollouts"]
     before = {path: path.stat().st_mtime_ns for path in out.glob("stages/*/done.json")}
     said = finish(start(files, out))
-    assert said.count(": done before") == 5 and ": at work" not in said
+    assert said.count(": done before") == 6 and ": at work" not in said
     assert before == {path: path.stat().st_mtime_ns for path in out.glob("stages/*/done.json")}
+
+
+def test_a_merge_stage_makes_a_whole_model_of_the_adapter_that_a_run_learned(unbroken: tuple[Path, Path]) -> None:
+    _, out = unbroken
+    ends = ends_of(out)
+    adapted = out / "stages" / ends["rl"]["key"] / "run" / "checkpoints" / "final"
+    whole = out / "stages" / ends["whole"]["key"] / "policy"
+    assert has_adapter(adapted) and not has_adapter(whole)
+    assert "Against the adapter over its base" in ends["whole"]["figures"]["said"]
+    evaluated = json.loads((out / "stages" / ends["exam"]["key"] / "job.json").read_bytes())
+    assert evaluated["settings"]["policy"]["path"] == str(whole)
 
 
 @pytest.mark.slow
@@ -286,7 +324,7 @@ def test_a_changed_setting_does_that_stage_again_and_those_that_follow(
     finish(start(files, out, "--set", "again.steps=3"))
     after = ends_of(out)
     changed = {name for name in before if before[name]["key"] != after[name]["key"]}
-    assert changed == {"again", "exam"} == {name for name, end in after.items() if end["done_now"]}
+    assert changed == {"again"} == {name for name, end in after.items() if end["done_now"]}
     finish(start(files, out))  # the old folders are still there
     assert {name: end["key"] for name, end in ends_of(out).items()} == {n: e["key"] for n, e in before.items()}
     assert not any(end["done_now"] for end in ends_of(out).values())
@@ -326,6 +364,14 @@ def test_one_shoal_at_a_time_has_the_folder(files: Path, tmp_path: Path) -> None
     finish(first, code=130)
 
 
+def test_a_stage_whose_process_dies_again_and_again_is_given_up(files: Path, tmp_path: Path) -> None:
+    crew = StagesRun(load_stages(files), files.parent, tmp_path, -1, lambda line: None)
+    deaths = tmp_path / "deaths"
+    script = f"echo x >> {deaths}; [ $(wc -l < {deaths}) -gt 8 ] || kill -9 $$"
+    with pytest.raises(StateError, match=r"stage rl died 6 times: its log .* says why"):
+        crew._attend(RoleProcess("stage rl", ["sh", "-c", script], tmp_path / "log.txt", 1))
+
+
 # --- what rejection takes of a run ---
 
 
@@ -340,6 +386,28 @@ def test_the_chosen_rows_are_those_of_the_rule_over_the_groups_of_the_log(unbrok
     assert len(written.rows) == wanted == ends["best"]["figures"]["chosen"]
     again, _ = choose(folder, {"rule": "raft", "keep": 1, "last_steps": 1}, digest_of(learned))
     assert written.rows[-len(again.rows) :] == again.rows
+
+
+def test_rollouts_of_a_run_whose_host_plays_are_not_chosen_from(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    vowels = str(ROOT / "recipes" / "vowels.py")
+    host_plays = ('[[envs]]\nname = "vowels.py"', f'[[envs]]\nname = "{vowels}"\nkind = "completions"')
+    (tmp_path / "rl.toml").write_text(RL.replace(*host_plays))
+    folder.prepare(load_run(tmp_path / "rl.toml"), tmp_path)
+    with pytest.raises(StateError, match="so the log has no whole rollouts"):
+        choose(folder, {}, "00" * 32)
+
+
+def test_chosen_rollouts_of_another_tokenizer_are_refused(unbroken: tuple[Path, Path]) -> None:
+    _, out = unbroken
+    ends = ends_of(out)
+    written = read_examples(out / "stages" / ends["best"]["key"] / "examples.msgpack")
+    start = out / "stages" / ends["start"]["key"] / "policy"
+    assert len(chosen_rows(written, start, 64)) == len(written.rows)
+    with pytest.raises(StateError, match="have another tokenizer"):
+        chosen_rows(msgspec.structs.replace(written, tokenizer="00" * 32), start, 64)
+    with pytest.raises(StateError, match="at most max_tokens = 2 tokens"):
+        chosen_rows(written, start, 2)
 
 
 def test_a_log_that_changed_and_bodies_that_are_gone_are_refused_with_the_remedy(unbroken: tuple[Path, Path]) -> None:

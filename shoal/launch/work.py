@@ -1,0 +1,89 @@
+"""The work of a stage, in a process of its own: each kind reads its job and leaves its outputs in the job's folder.
+
+Called by the hidden command `shoal stage-job`. A job may have been begun before by a process that was killed. Heavy modules
+are imported by the kind that needs them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.config import RunConfig, SftConfig
+from shoal.errors import EXIT_DONE
+from shoal.folder import RunFolder, write_atomically
+from shoal.launch.jobs import Job, Made
+from shoal.launch.outputs import EVALUATION, EXAMPLES, POLICY, RUN
+from shoal.tree import from_tree
+
+
+def do(folder: Path) -> int:
+    """Do the job in a folder, from the start or from where a killed process left it; returns the exit code."""
+    job = msgspec.json.decode((folder / "job.json").read_bytes(), type=Job)
+    done = {"sft": _sft, "rl": _rl, "eval": _eval, "merge": _merge, "reject": _reject}[job.kind](job, folder)
+    if isinstance(done, int):
+        return done
+    write_atomically(folder / "made.json", msgspec.json.encode(done))
+    return EXIT_DONE
+
+
+def _sft(job: Job, folder: Path) -> Made:
+    from shoal.roles import sft
+    from shoal.train.chosen import read_examples
+
+    examples = read_examples(Path(job.inputs["examples"])) if "examples" in job.inputs else None
+    config = from_tree(job.settings, SftConfig, "job.json")
+    return Made(tokens=sft.make(config, folder, folder / POLICY, examples))
+
+
+def _rl(job: Job, folder: Path) -> Made | int:
+    from shoal.envs.declared import is_repeatable
+    from shoal.launch.chosen import digest_of, learned_groups
+    from shoal.launch.local import locked
+    from shoal.launch.unattended import launch_unattended
+    from shoal.policy.device import demand_device
+
+    config, run = from_tree(job.settings, RunConfig, "job.json"), RunFolder(folder / RUN)
+    for section in (config.train, config.workers, config.validators):
+        demand_device(section.device)
+    with locked(run.root) as lock_fd:
+        run.prepare(config, folder, repeatable=is_repeatable)
+        code = launch_unattended(run.root, lock_fd)
+    if code != EXIT_DONE:
+        return code
+    summary = msgspec.json.decode(run.summary.read_bytes(), type=dict[str, Any])
+    figures = {key: summary[key] for key in ("heldout", "steps", "accepted", "wall_s", "cpu_s")}
+    return Made(summary["tokens"], figures | {"rollouts": digest_of(learned_groups(run))})
+
+
+def _eval(job: Job, folder: Path) -> Made:
+    from shoal.roles import evaluate
+
+    config, place = from_tree(job.settings, RunConfig, "job.json"), folder / "as-run"
+    RunFolder(place).prepare(config, folder)
+    evaluate.for_run(place, Path(job.inputs["policy"]), 1, folder / EVALUATION, config.workers.threads)
+    found = msgspec.json.decode((folder / EVALUATION).read_bytes(), type=dict[str, Any])
+    return Made(figures={key: found[key] for key in ("mean", "low95", "high95", "episodes")})
+
+
+def _merge(job: Job, folder: Path) -> Made:
+    import shutil
+
+    from shoal.roles import merge
+
+    shutil.rmtree(folder / POLICY, ignore_errors=True)  # of a process that was killed
+    said = merge.main(
+        Path(job.inputs["policy"]), None, folder / POLICY, job.settings["dtype"], int(job.settings["threads"])
+    )
+    return Made(figures={"said": said})
+
+
+def _reject(job: Job, folder: Path) -> Made:
+    from shoal.launch.chosen import choose
+    from shoal.train.chosen import write_examples
+
+    run = RunFolder(Path(job.inputs["rollouts"]))
+    expected = msgspec.json.decode(job.identity)["inputs"]["rollouts"]
+    examples, counted = choose(run, job.settings, expected)
+    write_examples(examples, folder / EXAMPLES)
+    return Made(figures=counted)
