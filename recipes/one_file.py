@@ -24,6 +24,7 @@ from shoal.envs.play import play_block
 from shoal.envs.replay import replay_group
 from shoal.folder import RunFolder
 from shoal.ledger.algorithm import teaches
+from shoal.ledger.drawn import env_draw
 from shoal.ledger.pools import Records, SolvedGroup, book, change_after, solve_rate, table_after
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.render import Renderer
@@ -31,7 +32,7 @@ from shoal.policy.tiny import make_tiny
 from shoal.policy.valued import begin_valued
 from shoal.protocol.algorithms import narrowest_bound, needs_reference
 from shoal.protocol.bounds import claims_bend_ratios
-from shoal.protocol.draws import DrawTable, EnvDraw, draw_task
+from shoal.protocol.draws import DrawTable, draw_task
 from shoal.protocol.randomness import SecretChain, slot_seed
 from shoal.protocol.types import BatchGroup, Block, Group, Sampling, Slot
 from shoal.protocol.wire import digest, to_msgpack
@@ -67,7 +68,9 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
     envs = {spec.label: env_of(spec) for spec in config.envs}
     links = SecretChain(folder.secret(), "chain/slots").links()
     per_block = config.rollouts.block_rollouts // config.rollouts.group_size
-    first_table = [EnvDraw(spec.label, spec.weight, envs[spec.label].num_tasks) for spec in config.envs]
+    first_table = [
+        env_draw(spec.label, spec.weight, envs[spec.label].num_tasks, folder.task_list(spec)) for spec in config.envs
+    ]
     table: DrawTable = first_table
     difficulty, records = difficulty_of(config), Records()
 

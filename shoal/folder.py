@@ -20,7 +20,8 @@ import msgspec
 from shoal.config import EnvConfig, RunConfig, unsafe_changes
 from shoal.errors import ConfigError, StateError, cause_of
 from shoal.protocol.hubref import is_hub
-from shoal.protocol.wire import domain_hash
+from shoal.protocol.tasklists import TaskList, read_task_list
+from shoal.protocol.wire import WireError, domain_hash, to_json
 from shoal.tree import from_tree, to_tree
 
 FOUND = (("train", "microbatch_tokens"), ("eval", "rows"))
@@ -57,6 +58,8 @@ class RunFolder:
         self.evaluations = root / "eval"
         self.shifts = root / "shifts"
         """Where processes queue for the devices that they share."""
+        self.task_lists = root / "tasks"
+        """Lists of tasks that the run draws from, by their digests."""
         self.summary = root / "summary.json"
         self.address = root / "coordinator.json"
         self.origin_address = root / "origin.json"
@@ -74,6 +77,19 @@ class RunFolder:
             raise StateError(f"{self.root} holds no run: start one with `shoal run RECIPE --out {self.root}`") from None
         except (OSError, msgspec.DecodeError) as error:
             raise StateError(f"{self.run_file} cannot be read: {error}. Restore it, or start a new folder") from None
+
+    def task_list(self, env: EnvConfig) -> TaskList | None:
+        """What a resolved run file lets an environment's tasks be drawn from; None for all. Raises `StateError`."""
+        if not env.tasks:
+            return None
+        path = self.task_lists / f"{env.tasks}.json"
+        try:
+            found = read_task_list(path.read_bytes())
+        except (OSError, WireError) as error:
+            raise StateError(f"the task list {path} cannot be read: {error}. Restore it from a copy") from None
+        if found.digest != env.tasks:  # guard: task-list-of-its-digest
+            raise StateError(f"the task list {path} has the digest {found.digest}: restore it from a copy")
+        return found
 
     def secret(self) -> bytes:
         """The secret of the run, 32 bytes: its tasks, seeds and audits follow from it."""
@@ -118,7 +134,7 @@ class RunFolder:
         """
         for_others = for_others or config.host.is_reached_by_others  # guard: reachable-is-for-others
         resumed = self.run_file.exists()
-        whole = _with_absolute_paths(config, recipe_dir)
+        whole, lists = _with_digests(_with_absolute_paths(config, recipe_dir))
         old = {env.label: env.kind for env in self.config().envs} if resumed else {}
         found = _as_found(whole, self.config()) if resumed else whole
         tree = to_tree(_with_kinds(found, for_others, old, repeatable))
@@ -134,6 +150,8 @@ class RunFolder:
         try:
             for folder in (self.root, self.keys, self.logs, self.nodes, self.evaluations, self.checkpoints):
                 folder.mkdir(parents=True, exist_ok=True)
+            for found in lists:
+                write_atomically(self.task_lists / f"{found.digest}.json", to_json(found))
             began = resumed or self.log.exists()
             if not (began and self.secret_file.exists()):  # guard: secret-of-this-start
                 # guard: random-secret
@@ -349,5 +367,22 @@ def _with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
     for env in config.envs:
         if is_path(env.name):
             env = msgspec.structs.replace(env, name=str((recipe_dir / env.name).resolve()))
+        if env.tasks:
+            env = msgspec.structs.replace(env, tasks=str((recipe_dir / env.tasks).resolve()))
         envs.append(env)
     return msgspec.structs.replace(config, policy=policy, envs=tuple(envs))
+
+
+def _with_digests(config: RunConfig) -> tuple[RunConfig, list[TaskList]]:
+    """With the digests of task lists instead of their paths; and the lists."""
+    envs, lists = list[EnvConfig](), list[TaskList]()
+    for env in config.envs:
+        if env.tasks:
+            try:
+                lists.append(read_task_list(Path(env.tasks).read_bytes()))
+            except (OSError, WireError) as error:
+                cause = cause_of(error)
+                raise ConfigError(f"envs.tasks = {env.tasks}: no task list of a filter stage: {cause}") from None
+            env = msgspec.structs.replace(env, tasks=lists[-1].digest)
+        envs.append(env)
+    return msgspec.structs.replace(config, envs=tuple(envs)), lists

@@ -13,6 +13,7 @@ from shoal.tree import Section
 
 ENV_SETTINGS = (
     "system", "examples", "template", "parser", "weights", "max_turn_tokens", "max_tokens", "history", "shaping",
+    "tasks",
 )  # fmt: skip
 """Keys of an environment that the log names only if they are set."""
 
@@ -64,6 +65,9 @@ class EnvConfig(Section, frozen=True):
     by error. Where workers play a package, each call of it has 10 s."""
     solved: float = 1.0
     """A rollout with at least this reward counts as solved: for solve rates, and for draws that follow them."""
+    tasks: str = ""
+    """Draw only from the tasks that this file lists; a path relative to the run file. Filter stages of `shoal stages` write
+    such files. The log holds the list, and the resolved run file its SHA-256. Empty: all tasks. Held-out tasks stay."""
     eval_episodes: int = -1
     """Sampled episodes on its held-out tasks, in the place of eval.episodes; 0 leaves it out of evaluations, and -1 is
     eval.episodes."""

@@ -51,7 +51,10 @@ def load_sft(path: Path, overrides: list[str] | None = None) -> SftConfig:
     """Read an SFT recipe, as `load_run` reads a run file."""
     tree = read_toml(path, "a recipe of `shoal sft`")
     _demand_kind(tree, SftConfig, path)
-    return _convert(tree, overrides or [], SftConfig, path)
+    config = _convert(tree, overrides or [], SftConfig, path)
+    if config.env.tasks:
+        raise ConfigError(f"{path}: env.tasks has no effect on scripted games: leave it out")
+    return config
 
 
 _KINDS = {

@@ -45,6 +45,32 @@ class RlStage(Section, frozen=True, kw_only=True, tag="rl", tag_field="kind"):
     """Overrides of the run file's keys, such as "train.lr=5e-4"."""
     policy: str = ""
     """stage:NAME: the policy to start from. Empty: the run file's own."""
+    tasks: str = ""
+    """stage:NAME, a filter stage: draw only from the tasks that it kept. Empty: what the run file says."""
+
+
+class FilterStage(Section, frozen=True, kw_only=True, tag="filter", tag_field="kind"):
+    """An offline filter: the tasks of which a policy solves some rollouts, but not all (INTELLECT-2, arXiv:2505.07291). The
+    policy may be a smaller one than what later stages train."""
+
+    name: str
+    """Names the stage. Letters, digits, - and _."""
+    recipe: str
+    """Run file, relative to the stages file: its `envs` and `sampling`."""
+    set: tuple[str, ...] = ()
+    """Overrides of the run file's keys."""
+    policy: str = ""
+    """stage:NAME: the policy that plays. Empty: the run file's own policy.path."""
+    env: str = ""
+    """Label of the environment whose tasks are measured; empty if the run file has one."""
+    rollouts: int = 8
+    """Rollouts of each task."""
+    low: float = 0.1
+    """Keep tasks of which at least this share of the rollouts is solved. What solved is: `solved` in [[envs]]."""
+    high: float = 0.8
+    """Keep tasks of which at most this share of the rollouts is solved."""
+    most: int = 0
+    """Tasks measured, the first of the environment; 0 is all."""
 
 
 class EvalStage(Section, frozen=True, kw_only=True, tag="eval", tag_field="kind"):
@@ -93,9 +119,14 @@ class RejectStage(Section, frozen=True, kw_only=True, tag="reject", tag_field="k
     """Groups of so many last steps only; 0 is all."""
 
 
-Stage = SftStage | RlStage | EvalStage | MergeStage | RejectStage
+Stage = SftStage | RlStage | FilterStage | EvalStage | MergeStage | RejectStage
 
-GIVES = {"policy": (SftStage, RlStage, MergeStage), "rollouts": (RlStage,), "examples": (RejectStage,)}
+GIVES: dict[str, tuple[type[Stage], ...]] = {
+    "policy": (SftStage, RlStage, MergeStage),
+    "rollouts": (RlStage,),
+    "examples": (RejectStage,),
+    "tasks": (FilterStage,),
+}
 """Which stages give what another may take, by the key that takes it."""
 
 
@@ -141,7 +172,7 @@ def settings_of(stage: Stage, beside: Path) -> RunConfig | SftConfig | None:
     A policy from another stage is policy.path = "stage:NAME".
     """
     match stage:
-        case SftStage() | RlStage() | EvalStage():
+        case SftStage() | RlStage() | FilterStage() | EvalStage():
             path = [f'policy.path="{stage.policy}"'] if stage.policy else []
             file, overrides = beside / stage.recipe, [*stage.set, *path]
             return load_sft(file, overrides) if isinstance(stage, SftStage) else load_run(file, overrides)
@@ -156,7 +187,8 @@ def kind_of(stage: Stage) -> str:
 
 def taken_by(stage: Stage) -> dict[str, str]:
     """Names of the stages that a stage takes something from, by the key that says so."""
-    return {key: value.removeprefix(FROM) for key in GIVES if (value := getattr(stage, key, ""))}
+    taken = {key: getattr(stage, key, "") for key in GIVES}
+    return {key: value.removeprefix(FROM) for key, value in taken.items() if value and isinstance(value, str)}
 
 
 def _quickened(tree: dict[str, Any], short: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -213,10 +245,17 @@ def _check(config: StagesConfig, path: Path) -> None:
         by_name[stage.name] = stage
     before: set[str] = set()
     for stage in config.stages:
-        for key in taken_by(stage):
-            _check_taken(stage, key, by_name, before, path)
         if isinstance(stage, RejectStage) and (stage.keep < 1 or stage.most < 0 or stage.last_steps < 0):
             raise ConfigError(f"{path}: stage {stage.name}: keep must be at least 1, most and last_steps at least 0")
+        if isinstance(stage, FilterStage) and not (
+            stage.rollouts >= 1 and 0 <= stage.low <= stage.high <= 1 and stage.most >= 0
+        ):
+            raise ConfigError(
+                f"{path}: stage {stage.name}: rollouts must be at least 1, most at least 0, and low and high from 0 to 1, "
+                "low not above high"
+            )
+        for key in taken_by(stage):
+            _check_taken(stage, key, by_name, before, path)
         before.add(stage.name)
 
 
@@ -248,7 +287,7 @@ def _behind(name: str, by_name: dict[str, Stage]) -> set[str]:
     return found
 
 
-def to_settings(stage: MergeStage | RejectStage) -> dict[str, Any]:
-    """The settings of a stage without a recipe: its own keys, but for its name and what it takes."""
-    left_out = ("name", *GIVES)
+def to_settings(stage: Stage) -> dict[str, Any]:
+    """A stage's own keys, but for its name, its recipe and what it takes."""
+    left_out = {"name", "recipe", "set", *(key for key in GIVES if isinstance(getattr(stage, key, None), str))}
     return {key: value for key, value in msgspec.structs.asdict(stage).items() if key not in left_out}

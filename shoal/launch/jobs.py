@@ -12,11 +12,12 @@ from typing import Any
 import msgspec
 
 from shoal.config import RunConfig, SftConfig
-from shoal.config.stages import EvalStage, MergeStage, RejectStage, RlStage, Stage, kind_of, taken_by, to_settings
+from shoal.config.stages import EvalStage, FilterStage, RlStage, Stage, kind_of, taken_by, to_settings
 from shoal.envs.load import env_digest, is_file
 from shoal.errors import ConfigError
 from shoal.launch.outputs import digest_below
 from shoal.protocol.hubref import is_hub
+from shoal.protocol.tasklists import read_task_list
 from shoal.protocol.wire import digest, to_json
 from shoal.tree import to_tree
 
@@ -29,7 +30,9 @@ class Job(msgspec.Struct, frozen=True):
 
     kind: str
     settings: dict[str, Any]
-    """After overrides, with absolute paths."""
+    """Of the recipe after overrides, with absolute paths; of a stage without a recipe, its own."""
+    own: dict[str, Any]
+    """Keys of the stage itself, where it has a recipe, too."""
     inputs: dict[str, str]
     """Where the outputs of other stages are, by the key that takes them."""
     identity: str
@@ -52,39 +55,50 @@ class Made(msgspec.Struct, frozen=True):
     """`made.json`: what the process of a job says of its work. It may be there before the outputs are known to be whole."""
 
     tokens: int = 0
-    """Learned from by sft, prompts and repetitions included; paid for by rl. 0: the kind has none."""
+    """Learned from by sft, prompts and repetitions included; paid for by rl; written by filter's policy. 0: the kind has
+    none."""
     figures: dict[str, Any] = {}
     """Of the kind."""
 
 
 def job_of(stage: Stage, settings: RunConfig | SftConfig | None, beside: Path, inputs: dict[str, Input]) -> Job:
     """The job of a stage of a file in `beside`. Raises `ConfigError` if something that its recipe names is not there."""
-    kind, beside = kind_of(stage), (beside / getattr(stage, "recipe", "")).parent
-    if isinstance(stage, MergeStage | RejectStage):
-        tree = to_settings(stage)
+    kind, beside, own = kind_of(stage), (beside / getattr(stage, "recipe", "")).parent, to_settings(stage)
+    digests = {key: found.digest for key, found in inputs.items()}
+    places = {key: str(found.place) for key, found in inputs.items()}
+    if settings is None:
+        tree, known, own = own, own, {}
     else:
-        assert settings is not None, f"a stage of kind {kind} has a recipe"
-        tree = to_tree(settings)
-    known, digests = dict(tree), {key: found.digest for key, found in inputs.items()}
-    if "policy" in tree and not isinstance(stage, MergeStage | RejectStage):
-        path = tree["policy"]["path"]
-        if "policy" in inputs:
-            tree["policy"] = tree["policy"] | {"path": str(inputs["policy"].place)}
-        elif path and not is_hub(path):
-            own = (beside / path).resolve()
-            if not own.is_dir():
-                raise ConfigError(f"stage {stage.name}: policy.path = {path}: no directory at {own}")
-            tree["policy"], digests["policy"] = tree["policy"] | {"path": str(own)}, digest_below(own)
-        if "policy" in digests:
-            known["policy"] = known["policy"] | {"path": ""}
-        for key in ("env", "envs"):
-            if key in tree:
-                tree[key], known[key] = _environments(tree[key], beside)
+        tree, known = _resolved(stage, to_tree(settings), beside, inputs, digests)
+    identity = {"format": FORMAT, "kind": kind, "settings": known, "inputs": digests} | ({"own": own} if own else {})
+    return Job(kind, tree, own, places, to_json(identity).decode())
+
+
+def _resolved(
+    stage: Stage, tree: dict[str, Any], beside: Path, inputs: dict[str, Input], digests: dict[str, str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings of a recipe in `beside` with absolute paths; and for the key, with digests instead. The digest of a
+    policy of one's own is added to `digests`."""
+    known, path = dict(tree), tree["policy"]["path"]
+    if "policy" in inputs:
+        tree["policy"] = tree["policy"] | {"path": str(inputs["policy"].place)}
+    elif path and not is_hub(path):
+        own = (beside / path).resolve()
+        if not own.is_dir():
+            raise ConfigError(f"stage {stage.name}: policy.path = {path}: no directory at {own}")
+        tree["policy"], digests["policy"] = tree["policy"] | {"path": str(own)}, digest_below(own)
+    if "policy" in digests:
+        known["policy"] = known["policy"] | {"path": ""}
+    for key in ("env", "envs"):
+        if key in tree:
+            tree[key], known[key] = _environments(tree[key], beside)
+    if "tasks" in inputs and inputs["tasks"].digest:
+        tree["envs"] = _drawn_from(inputs["tasks"].place, tree["envs"], stage.name)
     if isinstance(stage, EvalStage):  # how the policy was trained does not matter here
         known = {key: known[key] for key in ("seed", "envs", "sampling", "eval")}
-    identity = {"format": FORMAT, "kind": kind, "settings": known, "inputs": digests}
-    places = {key: str(found.place) for key, found in inputs.items()}
-    return Job(kind, tree, places, to_json(identity).decode())
+    if isinstance(stage, FilterStage):
+        known = {key: known[key] for key in ("seed", "envs", "sampling")}
+    return tree, known
 
 
 def demand_doable(stage: Stage, settings: RunConfig | SftConfig | None, beside: Path) -> None:
@@ -94,11 +108,24 @@ def demand_doable(stage: Stage, settings: RunConfig | SftConfig | None, beside: 
     if isinstance(settings, RunConfig):
         if isinstance(stage, EvalStage) and not any(settings.eval_episodes(env) for env in settings.envs):
             raise ConfigError(f"{what}: eval.episodes = 0: set how many episodes are played")
+        if isinstance(stage, FilterStage):
+            demand_measurable(stage, settings)
         missing = [key for key in ("workers", "validators") if not getattr(settings, key).count]
         if isinstance(stage, RlStage) and missing:  # guard: stage-needs-nobody-else
             raise ConfigError(f"{what}: {missing[0]}.count = 0: a stage is a run of this machine alone: set at least 1")
     if settings is not None:
         job_of(stage, settings, beside, {key: Input(Path(), "") for key in taken_by(stage)})
+
+
+def demand_measurable(stage: FilterStage, settings: RunConfig) -> None:
+    """Raise `ConfigError` if it is not clear which environment a filter stage measures, or with which policy."""
+    labels = [env.label for env in settings.envs]
+    if stage.env not in labels and (stage.env or len(labels) > 1):
+        raise ConfigError(f"stage {stage.name}: env = {stage.env!r}: name one of {', '.join(labels)}")
+    if not settings.policy.path or is_hub(settings.policy.path):
+        raise ConfigError(
+            f"stage {stage.name}: policy: which one plays? Write stage:NAME, or a directory as policy.path"
+        )
 
 
 def _environments(found: Any, beside: Path) -> tuple[Any, Any]:
@@ -109,4 +136,17 @@ def _environments(found: Any, beside: Path) -> tuple[Any, Any]:
     name = found["name"]
     if is_file(name):
         name = str((beside / name).resolve())
-    return found | {"name": name}, found | {"name": Path(name).name, "source": env_digest(name)}
+    tasks = str((beside / found["tasks"]).resolve()) if found["tasks"] else ""
+    if tasks and not Path(tasks).is_file():
+        raise ConfigError(f"envs.tasks = {found['tasks']}: no file at {tasks}")
+    pinned = {"name": Path(name).name, "source": env_digest(name), "tasks": digest_below(Path(tasks)) if tasks else ""}
+    return found | {"name": name, "tasks": tasks}, found | pinned
+
+
+def _drawn_from(place: Path, envs: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """The environments of a run file, of which those that a list was measured on draw from it."""
+    found = read_task_list(place.read_bytes())
+    fits = [env_digest(env["name"]) == found.source and env["args"] == found.args for env in envs]
+    if not any(fits):
+        raise ConfigError(f"stage {name}: tasks: the filter stage measured another environment, or one with other args")
+    return [env | {"tasks": str(place)} if fit else env for env, fit in zip(envs, fits, strict=True)]

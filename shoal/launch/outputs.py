@@ -9,7 +9,9 @@ from pathlib import Path
 from shoal.errors import ShoalError, StateError
 from shoal.protocol.wire import digest, to_json
 
-POLICY, RUN, EVALUATION, EXAMPLES = "policy", "run", "eval.json", "examples.msgpack"
+POLICY, RUN, EVALUATION, EXAMPLES, TASKS, RATES = (
+    "policy", "run", "eval.json", "examples.msgpack", "tasks.json", "rates.json"
+)  # fmt: skip
 """Outputs in a job's folder."""
 
 OUTPUTS = {
@@ -18,6 +20,7 @@ OUTPUTS = {
     "merge": {"policy": POLICY},
     "eval": {"evaluation": EVALUATION},
     "reject": {"examples": EXAMPLES},
+    "filter": {"tasks": TASKS, "rates": RATES},
 }
 """What a finished job of each kind has, and where: files and folders whose digests `done.json` holds."""
 

@@ -201,7 +201,7 @@ def _policy_before(job: Job) -> Path | None:
 
 
 def _threads(job: Job) -> int:
-    if job.kind == "eval":
+    if job.kind in ("eval", "filter"):
         return int(job.settings["workers"]["threads"])
     return 1 if job.kind in ("rl", "reject") else int(job.settings["threads"])
 

@@ -37,7 +37,7 @@ class StageEnd(msgspec.Struct, frozen=True):
     """That the stage took; for a run, over all its starts, else those of the process that finished."""
     cpu_s: float
     tokens: int
-    """That sft learned from, prompts and repetitions included, or that an rl stage paid for."""
+    """That sft learned from, prompts and repetitions included; that rl paid for; that filter's policy wrote."""
     done_now: bool
     """Whether this start did it, and did not find it done."""
     figures: dict[str, Any]

@@ -4,6 +4,7 @@ Called by the hidden command `shoal stage-job`. A job may have been begun before
 are imported by the kind that needs them.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ from shoal.config import RunConfig, SftConfig
 from shoal.errors import EXIT_DONE
 from shoal.folder import RunFolder, write_atomically
 from shoal.launch.jobs import Job, Made
-from shoal.launch.outputs import EVALUATION, EXAMPLES, POLICY, RUN
+from shoal.launch.outputs import EVALUATION, EXAMPLES, POLICY, RATES, RUN, TASKS
 from shoal.tree import from_tree
 
 
 def do(folder: Path) -> int:
     """Do the job in a folder, from the start or from where a killed process left it; returns the exit code."""
     job = msgspec.json.decode((folder / "job.json").read_bytes(), type=Job)
-    done = {"sft": _sft, "rl": _rl, "eval": _eval, "merge": _merge, "reject": _reject}[job.kind](job, folder)
+    work: dict[str, Callable[[Job, Path], Made | int]] = {
+        "sft": _sft, "rl": _rl, "filter": _filter, "eval": _eval, "merge": _merge, "reject": _reject,
+    }  # fmt: skip
+    done = work[job.kind](job, folder)
     if isinstance(done, int):
         return done
     write_atomically(folder / "made.json", msgspec.json.encode(done))
@@ -54,6 +58,19 @@ def _rl(job: Job, folder: Path) -> Made | int:
     summary = msgspec.json.decode(run.summary.read_bytes(), type=dict[str, Any])
     figures = {key: summary[key] for key in ("heldout", "steps", "accepted", "wall_s", "cpu_s")}
     return Made(summary["tokens"], figures | {"rollouts": digest_of(learned_groups(run))})
+
+
+def _filter(job: Job, folder: Path) -> Made:
+    from shoal.config.stages import FilterStage
+    from shoal.protocol.wire import to_json
+    from shoal.roles import solve_rates
+
+    config, asked = from_tree(job.settings, RunConfig, "job.json"), FilterStage(name="", recipe="", **job.own)
+    measured = solve_rates.measure(config, Path(config.policy.path), asked.env, asked.rollouts, asked.most)
+    kept = measured.between(asked.low, asked.high)
+    write_atomically(folder / RATES, msgspec.json.format(msgspec.json.encode(measured.rates)))
+    write_atomically(folder / TASKS, to_json(kept))
+    return Made(measured.tokens, measured.figures() | {"kept": len(kept.tasks), "tasks_digest": kept.digest})
 
 
 def _eval(job: Job, folder: Path) -> Made:

@@ -6,6 +6,7 @@ Used by `seeds`, which draws from it, and by the rules of pools. Pure: it reads 
 from shoal.ledger.pools import Records, apply_change, table_after
 from shoal.ledger.state import State, StreamRecord
 from shoal.protocol.draws import DrawTable, EnvDraw
+from shoal.protocol.tasklists import TaskList
 
 KEPT = 8
 """Tables that a state remembers: those of the versions in use, and of the one that is audited."""
@@ -13,7 +14,15 @@ KEPT = 8
 
 def first_table(state: State) -> DrawTable:
     """The table of the run file."""
-    return [EnvDraw(env.label, env.weight, env.num_tasks) for env in state.envs]
+    lists = state.task_lists or {}
+    return [env_draw(env.label, env.weight, env.num_tasks, lists.get(env.label)) for env in state.envs]
+
+
+def env_draw(label: str, weight: float, num_tasks: int, listed: TaskList | None) -> EnvDraw:
+    """One environment of the run file's table: all of its tasks, or those of a list."""
+    if listed is None:
+        return EnvDraw(label, weight, num_tasks)
+    return EnvDraw(label, weight, len(listed.tasks), listed=listed.tasks)
 
 
 def table_of(state: State, stream: StreamRecord, version: int) -> DrawTable:

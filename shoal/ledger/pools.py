@@ -96,16 +96,17 @@ def book(
 
 def apply_change(change: TableChange, envs: DrawTable, records: Records) -> None:
     """Add a change alone to the records, in place. Raises `ValueError` for one that no rules give."""
-    sizes = {env.label: env.num_tasks for env in envs}
+    by_label = {env.label: env for env in envs}
     for label, weight in change.weights.items():
-        if label not in sizes or not weight > 0:  # guard: weight-of-a-known-environment
+        if label not in by_label or not weight > 0:  # guard: weight-of-a-known-environment
             raise ValueError(f"no environment {label!r} has a weight of {weight}")
         records.setdefault(label, SolvedRecord()).weight = weight
     for label, moved in change.moved.items():
         pools = records.setdefault(label, SolvedRecord()).pools
         for pool, tasks in moved.items():
+            known = label in by_label and all(by_label[label].has(task) for task in tasks)
             # guard: tasks-of-known-pools
-            if pool not in (EASY, NORMAL, HARD, RETIRED) or not all(0 <= task < sizes.get(label, 0) for task in tasks):
+            if pool not in (EASY, NORMAL, HARD, RETIRED) or not known:
                 raise ValueError(f"environment {label!r} has no such tasks, or no pool {pool!r}")
             for task in tasks:
                 pools[task] = pool
@@ -125,7 +126,7 @@ def table_after(envs: DrawTable, records: Mapping[str, SolvedRecord], rule: Diff
         for task, pool in record.pools.items():
             pooled[pool].append(task)
         pools = tuple(Pool(weight_of[pool], tuple(sorted(tasks))) for pool, tasks in pooled.items() if tasks)
-        table.append(EnvDraw(env.label, record.weight or env.weight, env.num_tasks, pools))
+        table.append(EnvDraw(env.label, record.weight or env.weight, env.num_tasks, pools, env.listed))
     return table
 
 

@@ -18,6 +18,7 @@ from shoal.ledger.pools import SolvedRecord, TableChange
 from shoal.ledger.uses import UsesRecord
 from shoal.protocol.constants import MAIN_STREAM
 from shoal.protocol.difficulty import Difficulty
+from shoal.protocol.tasklists import TaskList
 from shoal.protocol.types import EnvSpec, GroupVerdict, Publishers, Rules, Sampling
 from shoal.protocol.wire import digest, to_json
 
@@ -307,6 +308,8 @@ class State(msgspec.Struct, dict=True):
     """Of the newest event, seconds since the epoch."""
     root_key: str | msgspec.UnsetType = msgspec.UNSET
     """The key that names publishers, if it is not the run key; states without it keep their hash."""
+    task_lists: dict[str, TaskList] | msgspec.UnsetType = msgspec.UNSET
+    """By label: what is drawn from, if not all tasks."""
     named: Publishers | msgspec.UnsetType = msgspec.UNSET
     """All publishers, once the first was replaced."""
 
@@ -338,15 +341,13 @@ class State(msgspec.Struct, dict=True):
         return [key for key in self.panel() if not self.members[key].left]  # guard: left-judges-nothing
 
     def panel(self) -> list[str]:
-        """The same, with those that left, sorted. They may come back, so their leaving must not make the last one judge
-        alone. The host's `kick` ends that."""
+        """The same, with those that left: they may come back, so the last one must not judge alone. A `kick` ends that."""
         validators = (member for member in self.members.values() if member.role == "validator")
         return sorted(member.key for member in validators if member.standing not in ("kicked", "suspended"))
 
     def maker_of(self, stream: StreamRecord, place: tuple[int, int]) -> str:
         """Key of the worker that made the group at a (version, slot)."""
-        version, slot = place
-        return self.lease_of(self.submissions[stream.versions[version].slots[slot].submission]).worker
+        return self.lease_of(self.submissions[stream.versions[place[0]].slots[place[1]].submission]).worker
 
     def open_leases_of(self, worker: str) -> list[LeaseRecord]:
         """Open leases of a worker, oldest first."""
@@ -366,8 +367,8 @@ class State(msgspec.Struct, dict=True):
             block.claims = [name for name in block.claims if name != lease.id]
             if block.claims:  # guard: other-holder-keeps-it
                 block.lease = block.claims[-1]
-                sent = any(self.leases[name].status == "submitted" for name in block.claims)
-                block.status = "submitted" if sent else "leased"
+                held = [self.leases[name].status for name in block.claims]
+                block.status = "submitted" if "submitted" in held else "leased"
             elif block.status != "done":  # guard: done-stays-done
                 block.free_since = now
                 stream.give_back(lease.version, (number,))

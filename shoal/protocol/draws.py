@@ -5,6 +5,7 @@ table holds the weights of the run file, and all tasks of an environment are equ
 environment.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,13 +30,24 @@ class EnvDraw:
     weight: float
     """Share of the slots, relative to the weights of the other environments."""
     num_tasks: int
+    """Tasks of which one is drawn: all of the environment, or those that are listed."""
     pools: tuple[Pool, ...] = ()
     """No task is in two of them. Environments of which no task can be drawn have no slots."""
+    listed: tuple[int, ...] = ()
+    """The tasks of which one is drawn, ascending; empty for 0 to num_tasks - 1."""
+
+    def has(self, task: int) -> bool:
+        """Whether a task may be drawn."""
+        if not self.listed:
+            return 0 <= task < self.num_tasks
+        place = bisect_left(self.listed, task)
+        return place < len(self.listed) and self.listed[place] == task
 
     @cached_property
     def pooled(self) -> list[int]:
-        """Tasks that are in a pool, ascending."""
-        return sorted(task for pool in self.pools for task in pool.tasks)
+        """Tasks that are in a pool, ascending: by their places in the list, if there is one."""
+        tasks = sorted(task for pool in self.pools for task in pool.tasks)
+        return [bisect_left(self.listed, task) for task in tasks] if self.listed else tasks
 
     @cached_property
     def shares(self) -> list[float]:
@@ -60,7 +72,8 @@ def draw_task(slot: bytes, table: DrawTable) -> tuple[str, int]:
     if pool:
         tasks = env.pools[pool - 1].tasks
         return env.label, tasks[number % len(tasks)]
-    return env.label, _unpooled(env, number % (env.num_tasks - len(env.pooled)))
+    place = _unpooled(env, number % (env.num_tasks - len(env.pooled)))
+    return env.label, env.listed[place] if env.listed else place
 
 
 def _pick(bits: bytes, weights: Sequence[float]) -> int:
@@ -75,7 +88,7 @@ def _pick(bits: bytes, weights: Sequence[float]) -> int:
 
 
 def _unpooled(env: EnvDraw, rank: int) -> int:
-    """The task with this rank, counted from 0, among those in no pool."""
+    """The task, or its place in the list, with this rank among those in no pool, counted from 0."""
     low, high = 0, len(env.pooled)
     while low < high:  # find how many pooled tasks come before it
         middle = (low + high) // 2

@@ -20,8 +20,13 @@ from shoal.folder import RunFolder
 from shoal.launch.chosen import choose, digest_of, learned_groups
 from shoal.launch.jobs import demand_doable, job_of
 from shoal.launch.process import RoleProcess
+from shoal.launch.samples import group_of
 from shoal.launch.stages import StagesRun
+from shoal.ledger.log.creation import creation_of
+from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.log.verify import verify
 from shoal.policy.adapterspec import has_adapter
+from shoal.protocol.tasklists import read_task_list
 from shoal.roles.sft import chosen_rows
 from shoal.train.chosen import read_examples
 from shoal.weights.manifest import weights_root
@@ -58,6 +63,7 @@ steps = 3
 seed = 1
 [[envs]]
 name = "vowels.py"
+solved = 0.3
 [sampling]
 max_turn_tokens = 8
 max_tokens = 64
@@ -85,10 +91,19 @@ kind = "sft"
 recipe = "start.toml"
 
 [[stages]]
+name = "able"
+kind = "filter"
+recipe = "rl.toml"
+policy = "stage:start"
+rollouts = 4
+most = 32
+
+[[stages]]
 name = "rl"
 kind = "rl"
 recipe = "rl.toml"
 policy = "stage:start"
+tasks = "stage:able"
 
 [[stages]]
 name = "best"
@@ -141,12 +156,13 @@ def write_files(place: Path) -> Path:
 SECOND = '[[stages]]\nname = "b"\nkind = "sft"\nrecipe = "start.toml"\n'
 
 REFUSED = {
-    "known: sft, rl, eval, merge, reject": 'kind = "dpo"',
+    "known: sft, rl, filter, eval, merge, reject": 'kind = "guess"',
     "unknown key stages[0].steps": 'kind = "sft"\nrecipe = "start.toml"\nsteps = 3',
     "there is no stage c; stages: a, b": 'kind = "sft"\nrecipe = "start.toml"\npolicy = "stage:c"',
     "that comes later: move it up": 'kind = "sft"\nrecipe = "start.toml"\npolicy = "stage:b"',
     'write it as "stage:NAME"': 'kind = "sft"\nrecipe = "start.toml"\npolicy = "models/tiny"',
     "two stages are named b": 'kind = "sft"\nrecipe = "start.toml"\n' + SECOND,
+    "low and high from 0 to 1, low not above high": 'kind = "filter"\nrecipe = "rl.toml"\nlow = 0.9',
     "itself takes from it: a loop": 'kind = "merge"\npolicy = "stage:a"',
 }
 
@@ -181,10 +197,12 @@ def test_a_run_file_is_not_taken_for_a_stages_file(files: Path) -> None:
 
 def test_overrides_name_a_stage_and_quick_overrides_keys_of_stages(files: Path) -> None:
     config = load_stages(files, ["rl.train.lr=0.5", "best.keep=2"], quick=True)
-    _, rl, best, *_ = config.stages
+    _, _, rl, best, *_ = config.stages
     settings = settings_of(rl, files.parent)
     assert (config.name, settings.steps, settings.train.lr, best.keep) == ("story-quick", 1, 0.5, 2)
-    with pytest.raises(ConfigError, match="there is no stage nobody; stages: start, rl, best, again, whole, exam"):
+    with pytest.raises(
+        ConfigError, match="there is no stage nobody; stages: start, able, rl, best, again, whole, exam"
+    ):
         load_stages(files, ["nobody.steps=1"])
     with pytest.raises(ConfigError, match=r"write it as stage\.key=value"):
         load_stages(files, ["steps=1"])
@@ -211,6 +229,17 @@ def test_what_no_stage_could_do_is_said_before_the_first_begins(files: Path) -> 
         with pytest.raises(ConfigError, match=said):
             for stage in config.stages:
                 demand_doable(stage, settings_of(stage, files.parent), files.parent)
+
+
+def test_a_filter_says_which_policy_it_needs_and_which_environments_there_are(files: Path) -> None:
+    for change, said in (
+        ('policy = "stage:start"\nrollouts = 4', "policy: which one plays"),
+        ("most = 32", "env = 'sums': name one"),
+    ):
+        files.write_text(STAGES.replace(change, 'env = "sums"' if "most" in change else ""))
+        able = load_stages(files).stages[1]
+        with pytest.raises(ConfigError, match=said):
+            demand_doable(able, settings_of(able, files.parent), files.parent)
 
 
 # --- what decides a stage's folder ---
@@ -263,21 +292,21 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     place = tmp_path_factory.mktemp("stages")
     files = write_files(place)
     said = finish(start(files, place / "out"))
-    assert said.count(": at work") == 6, said
+    assert said.count(": at work") == 7, said
     return files, place / "out"
 
 
 def test_every_stage_reports_its_figures_and_is_skipped_when_done(unbroken: tuple[Path, Path]) -> None:
     files, out = unbroken
     ends = ends_of(out)
-    assert list(ends) == ["start", "rl", "best", "again", "whole", "exam"]
+    assert list(ends) == ["start", "able", "rl", "best", "again", "whole", "exam"]
     assert all(end["seconds"] > 0 and end["cpu_s"] > 0 and end["done_now"] for end in ends.values())
-    assert all(ends[name]["tokens"] > 0 for name in ("start", "rl", "again"))
+    assert all(ends[name]["tokens"] > 0 for name in ("start", "able", "rl", "again"))
     assert ends["exam"]["after"]["episodes"] == 8
     assert ends["best"]["figures"]["chosen"] < ends["best"]["figures"]["rollouts"]
     before = {path: path.stat().st_mtime_ns for path in out.glob("stages/*/done.json")}
     said = finish(start(files, out))
-    assert said.count(": done before") == 6 and ": at work" not in said
+    assert said.count(": done before") == 7 and ": at work" not in said
     assert before == {path: path.stat().st_mtime_ns for path in out.glob("stages/*/done.json")}
 
 
@@ -370,6 +399,29 @@ def test_a_stage_whose_process_dies_again_and_again_is_given_up(files: Path, tmp
     script = f"echo x >> {deaths}; [ $(wc -l < {deaths}) -gt 8 ] || kill -9 $$"
     with pytest.raises(StateError, match=r"stage rl died 6 times: its log .* says why"):
         crew._attend(RoleProcess("stage rl", ["sh", "-c", script], tmp_path / "log.txt", 1))
+
+
+# --- what a filter keeps, and a run draws from ---
+
+
+def test_a_run_draws_only_tasks_that_the_filter_kept_and_its_log_says_which(unbroken: tuple[Path, Path]) -> None:
+    _, out = unbroken
+    ends = ends_of(out)
+    place = out / "stages" / ends["able"]["key"]
+    rates, found = json.loads((place / "rates.json").read_bytes()), read_task_list((place / "tasks.json").read_bytes())
+    assert (
+        found.tasks == tuple(task for task, rate in enumerate(rates) if 0.1 <= rate <= 0.8)
+        and 0 < len(found.tasks) < 32
+    )
+    said = ends["able"]["figures"]
+    assert (said["measured"], said["kept"], said["tasks_digest"]) == (len(rates), len(found.tasks), found.digest)
+    folder = RunFolder(out / "stages" / ends["rl"]["key"] / "run")
+    created = creation_of(folder.log)
+    assert created.task_lists == {"vowels": found} and created.config["envs"][0]["tasks"] == found.digest
+    groups = [group_of(folder, accepted) for _, accepted in learned_groups(folder)]
+    assert {group.task for group in groups} <= set(found.tasks)
+    audit = verify(Store(sqlite_url(folder.log), read_only=True).read())
+    assert audit.findings == []
 
 
 # --- what rejection takes of a run ---

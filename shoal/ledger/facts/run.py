@@ -10,6 +10,7 @@ from shoal.ledger.law import BEFORE_LAWS, Law
 from shoal.ledger.state import State
 from shoal.ledger.uses import UsesRecord
 from shoal.protocol.difficulty import Difficulty
+from shoal.protocol.tasklists import TaskList
 from shoal.protocol.types import EnvSpec, Message, Rules, Sampling
 
 
@@ -36,6 +37,8 @@ class RunCreated(Message, frozen=True, omit_defaults=True):
     """How draws follow solve rates. Only in logs of runs whose draws do."""
     root_key: str = ""
     """The key that names publishers. Empty, as in older logs: the run key."""
+    task_lists: dict[str, TaskList] = {}
+    """By label: the tasks that are drawn from, for environments whose run file names a list."""
 
 
 class RulesChanged(Message, frozen=True):
@@ -112,6 +115,7 @@ def apply_run_created(body: RunCreated, state: State, entry: Entry) -> None:
     state.root_key = body.root_key or msgspec.UNSET
     if state.rules.group_uses > 1 and state.law.version >= 3:  # guard: old-rules-use-once
         state.main.uses = UsesRecord()
+    state.task_lists = body.task_lists or msgspec.UNSET
 
 
 def apply_rules_changed(body: RulesChanged, state: State, entry: Entry) -> None:

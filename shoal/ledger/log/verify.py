@@ -128,6 +128,7 @@ def verify(rows: Iterable[tuple[bytes, str]], receipts: Iterable[Receipt] = (), 
             say(f"node {node.key[:12]} has {node.credits} credits, but {node.vested} vested and {sum(node.stake)} not")
     audit.findings += audit.host.findings(audit.state, now)
     _check_links(audit)
+    _check_task_lists(audit)
     audit.findings += redecide(audit.entries, audit.links)  # guard: decided-by-the-rules
     audit.findings += receipt_findings(audit, receipts)
     return audit
@@ -165,6 +166,27 @@ def _check_links(audit: Audit) -> None:
                 f"groups of version {version} were counted by a link that does not lead to the published end: the draws "
                 "after that follow from tasks that were not drawn"
             )
+
+
+def _check_task_lists(audit: Audit) -> None:
+    """Lists that are drawn from must be of the run's own environments, and those that its run file names."""
+    state = audit.state
+    lists, specs = state.task_lists or {}, {env.label: env for env in state.envs}
+    told = state.config.get("envs")
+    envs = [env for env in told if isinstance(env, dict)] if isinstance(told, list) else []  # a host may write anything
+    named = {str(env.get("label")): str(env.get("tasks", "")) for env in envs}
+    for label in sorted(lists.keys() | {label for label, asked in named.items() if asked}):
+        spec, found = specs.get(label), lists.get(label)
+        if spec is None or found is None:
+            flaw = "the run file names one, and the event has none" if found is None else "there is no such environment"
+        else:
+            flaw = found.flaw(spec.digest, spec.args, spec.num_tasks)
+            if not flaw and named.get(label) != found.digest:
+                flaw = (
+                    f"its digest is {found.digest[:12]}, and the run file names {named.get(label, '')[:12] or 'none'}"
+                )
+        if flaw:  # guard: drawn-from-the-named-list
+            audit.findings.append(f"the task list of environment {label[:60]!a} in the first event: {flaw}")
 
 
 def _leads_back(purpose: str, link: str, end: str, steps: int) -> bool:

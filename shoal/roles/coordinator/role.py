@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ from shoal.protocol.bounds import dtypes_of
 from shoal.protocol.constants import COMPLETIONS, EPISODES, MODEL_STOPS
 from shoal.protocol.noise import PHILOX
 from shoal.protocol.randomness import SecretChain
+from shoal.protocol.tasklists import TaskList
 from shoal.roles.coordinator.api import application
 from shoal.roles.coordinator.desk import Desk
 from shoal.roles.offering import kept_up
@@ -91,6 +92,10 @@ def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = 
                 "an environment of this run has changed since the run started (its source, its tasks or its settings): put "
                 "the old one back to resume, or start a new run"
             )
+        if task_lists(folder, config, book.state.envs) != (book.state.task_lists or {}):  # guard: task-lists-of-the-log
+            raise StateError(
+                f"the task lists in {folder.task_lists} are not those that the log began with: restore them from a copy"
+            )
         if config.train.algorithm != book.state.rules.algorithm:  # guard: algorithm-of-the-log
             raise StateError(
                 f"the rules in the log name the algorithm {to_tree(book.state.rules.algorithm)} (an older log means the "
@@ -109,7 +114,7 @@ def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = 
 
 def created(folder: RunFolder, config: RunConfig, run_key: str, law: Law) -> RunCreated:
     """The first event of a run: all that its nodes must agree on."""
-    secret = folder.secret()
+    secret, specs = folder.secret(), tuple(env_specs(config))
     return RunCreated(
         run=folder.run_id(),
         name=config.name,
@@ -118,14 +123,27 @@ def created(folder: RunFolder, config: RunConfig, run_key: str, law: Law) -> Run
         validators=own_validators(folder, config),
         chain_end=SecretChain(secret, SLOT_CHAIN).end().hex(),
         audit_chain_end=SecretChain(secret, AUDIT_CHAIN).end().hex(),
-        envs=tuple(env_specs(config)),
+        envs=specs,
         sampling=_sampling(folder, config),
         rules=rules_of(config),
         config=public_run_file(folder, config),
         law=law,
         difficulty=difficulty_of(config),
         root_key=folder.root_key(),
+        task_lists=task_lists(folder, config, specs),
     )
+
+
+def task_lists(folder: RunFolder, config: RunConfig, specs: Sequence[t.EnvSpec]) -> dict[str, TaskList]:
+    """What tasks are drawn from, by label, where that is not all. Raises `ConfigError` for a list of something else."""
+    lists = {}
+    for env, spec in zip(config.envs, specs, strict=True):
+        found = folder.task_list(env)
+        if found is not None:
+            if flaw := found.flaw(spec.digest, spec.args, spec.num_tasks):  # guard: task-list-of-this-environment
+                raise ConfigError(f"the task list of environment {env.label} cannot be used: {flaw}")
+            lists[env.label] = found
+    return lists
 
 
 def _sampling(folder: RunFolder, config: RunConfig) -> t.Sampling:
