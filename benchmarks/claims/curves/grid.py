@@ -159,12 +159,16 @@ CLAIMS = (
         statement="How far the reward falls with the staleness of rollouts, for each named loss; no winner is prescribed.",
         source="the algorithms of docs/explanation/algorithms.md",
         task="sums",
-        over={"steps": 40},
+        over={
+            "steps": 40,
+            "rollouts": {"batch_groups": 10, "block_rollouts": 80},
+            "eval": {"episodes": 192},
+        },
         arms=tuple(Arm(name, {"train": {"algorithm": {"name": name}}}) for name in NAMED),
         lrs=(3e-4, 1e-3, 3e-3),
         lags={0: 0, 1: 0, 2: 0, 4: 8, 8: 8, 16: 8},
         reporting=(21, 22, 23),
-        measure="Mean reward of the last two of eight tests, after 35 and 40 steps, 256 episodes each.",
+        measure="Mean reward of the last two of eight tests, after 35 and 40 steps, 192 episodes each.",
         reproduced="Nothing is to be reproduced. Three reporting seeds, because five would take too long.",
     ),
 )
