@@ -150,8 +150,8 @@ class RunFolder:
         try:
             for folder in (self.root, self.keys, self.logs, self.nodes, self.evaluations, self.checkpoints):
                 folder.mkdir(parents=True, exist_ok=True)
-            for found in lists:
-                write_atomically(self.task_lists / f"{found.digest}.json", to_json(found))
+            for one in lists:
+                write_atomically(self.task_lists / f"{one.digest}.json", to_json(one))
             began = resumed or self.log.exists()
             if not (began and self.secret_file.exists()):  # guard: secret-of-this-start
                 # guard: random-secret
