@@ -16,6 +16,7 @@ from shoal.config import (
     RunConfig,
     SftConfig,
     check_run,
+    companions,
     child_environment,
     difficulty,
     envs,
@@ -51,7 +52,9 @@ def run_file(tmp_path: Path) -> Path:
 def explained_fields() -> dict[str, set[str]]:
     """By class, the fields that are followed by a docstring in the source."""
     found: dict[str, set[str]] = {}
-    for node in ast.parse("".join(map(inspect.getsource, (sections, policies, envs, difficulty, host)))).body:
+    for node in ast.parse(
+        "".join(map(inspect.getsource, (sections, policies, companions, envs, difficulty, host)))
+    ).body:
         if isinstance(node, ast.ClassDef):
             found[node.name] = {
                 field.target.id
