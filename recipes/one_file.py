@@ -39,6 +39,7 @@ from shoal.protocol.wire import digest, to_msgpack
 from shoal.train.critic import critic_of
 from shoal.train.denominators import with_own_denominators
 from shoal.train.filter import select
+from shoal.train.judges import judge_of
 from shoal.train.masters import module_dtype
 from shoal.train.reference import Reference, reference_of
 from shoal.train.rows import Row, rows_of_group
@@ -90,6 +91,8 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
     if needs_reference(config.train.algorithm):
         load = partial(load_policy, start, module_dtype(config.train))
         refer = reference_of(model, load, sampling.temperature, config.train.microbatch_tokens)
+    # A teacher or a reward model decides what rollouts are worth, if the run file names one.
+    judge = judge_of(config, start)
     published = out / "published"
     save_policy(model, published, config.policy.dtype, tokenizer_from=start)
     renderer = Renderer.from_directory(start)
@@ -129,6 +132,8 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
         rows = learned_rows(config, members, bodies, version, published, model.spec.vocab_size)
         if refer is not None:
             rows = refer(rows)
+        if judge is not None and rows:
+            rows, _ = judge(rows, learner.logprobs)
         metrics = learner.step(rows, version)
         save_policy(model, published, config.policy.dtype, tokenizer_from=start)
         say(f"step {version} reward {metrics['reward_mean']:.3f} loss {metrics.get('loss', 0.0):+.4f}")

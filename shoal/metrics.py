@@ -95,6 +95,14 @@ METRICS: dict[str, Metric] = {
         "Share of policy tokens whose value had no gradient, because it left train.critic.clip; mean over updates.",
     ),
     "critic_grad_norm": Metric("norm", "Norm of the critic's gradient before clipping; mean over the step's updates."),
+    "teacher_kl_nats": Metric(
+        "nats",
+        "Mean log-prob of the batch's tokens under the policy at the start of the step, minus that under train.teacher: "
+        "the KL divergence from the teacher where this policy sampled them; missing in runs without a teacher.",
+    ),
+    "score_mean": Metric(
+        "score", "Mean score of the batch's rollouts by train.reward_model; missing in runs without a reward model."
+    ),
     "log_ratio_abs_mean_nats": Metric(
         "nats",
         "Mean |log-prob under the trained policy - under the one that sampled| of a token; mean over the step's updates.",
@@ -134,6 +142,7 @@ METRICS: dict[str, Metric] = {
     "reference_s": Metric(
         "seconds", "Time to compute log-probs under the run's first policy; missing in runs without a KL penalty."
     ),
+    "judge_s": Metric("seconds", "Time of the teacher or the reward model; missing in runs without one."),
     "train_tokens_per_s": Metric("tokens/s", "Tokens divided by the time of forward, backward and optimiser."),
     "save_s": Metric(
         "seconds", "Time to write the trainer's own state; to copy it, if storage.state_every is above 1."

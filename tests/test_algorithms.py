@@ -128,6 +128,16 @@ def test_what_a_run_file_gets_wrong_is_named(load, algorithm, message):
             "a critic has the layers of Llama, Mistral, Qwen2 or Qwen3",
         ),
         ('name = "gspo"\nadvantage = "gae"', "", "", "by_token = true"),
+        ('name = "gspo"\nadvantage = "teacher"', 'teacher = "."', "", "by_token = true"),
+        ('name = "cispo"\nadvantage = "teacher"', "", "", "name the directory of the model in train.teacher"),
+        ('name = "cispo"\nadvantage = "reward_model"', "", "", "name the directory of the model in train.reward_model"),
+        ('name = "cispo"', 'teacher = "."', "", 'does nothing: set train.algorithm.advantage = "teacher"'),
+        (
+            'name = "cispo"\nadvantage = "teacher"',
+            'teacher = "."\nprocesses = 2',
+            "",
+            "one process keeps that model whole",
+        ),
     ],
 )
 def test_parts_that_do_not_go_together_are_refused_with_the_reason(load, algorithm, train, rest, message):
@@ -206,6 +216,8 @@ def test_the_trainer_takes_no_claims_where_one_may_count_without_limit(algorithm
         (c.Composition(advantage="reward"), (0.0, 0.0), False, (0.0, 0.0)),
         (c.Composition(), (1.0, 1.0), False, (0.0, 0.0)),
         (c.Ppo(advantage="gae"), (1.0, 1.0), True, (0.0, 0.0)),
+        (c.CispoNamed(advantage="teacher"), (1.0, 1.0), True, (0.0, 0.0)),
+        (c.CispoNamed(advantage="reward_model"), (1.0, 0.0), True, (0.0, 0.0)),
     ],
 )
 def test_the_ledger_finds_what_a_group_teaches(algorithm, rewards, taught, expected):

@@ -1,8 +1,8 @@
 """On-policy distillation: the student writes, and every token is judged by the teacher's log-probs (arXiv:2306.13649).
 
-No role calls it yet: it is for runs with a teacher. Pure; it knows neither model. The student's own samples
-are what it will meet when it writes alone, and reverse KL makes it take one of the teacher's ways rather than the mean
-of them.
+Called by `train/teacher`, in runs with a teacher: it takes the advantages. Pure; it knows neither model. The student's
+own samples are what it will meet when it writes alone, and reverse KL makes it take one of the teacher's ways rather than
+the mean of them.
 
     symbol   meaning                                                                         argument
     pi       the student; pi(v | s_n) of every token v in the state before token n           logp_NV

@@ -1,6 +1,6 @@
 """The clipped loss of PPO's critic: squared error that gains nothing from leaving the range around the old value.
 
-No role calls it yet: it is for runs whose credit is a critic's. Pure. The targets come from `gae`.
+Called by `train/critic`, in runs whose credit is a critic's. Pure. The targets come from `gae`.
 
     symbol   meaning                                                                  argument
     V        the critic's value before token n, to be learned                         V_N

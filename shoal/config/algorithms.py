@@ -11,7 +11,7 @@ from typing import Any
 from shoal.config.companions import CriticConfig
 from shoal.config.sections import RunConfig
 from shoal.protocol import compositions as c
-from shoal.protocol.algorithms import DEFAULT, Grpo, defaults_of, needs_critic
+from shoal.protocol.algorithms import DEFAULT, Grpo, credits_tokens, defaults_of, judge_named, needs_critic
 from shoal.tree import merge, to_tree
 
 WHERE = "train.algorithm"
@@ -47,6 +47,16 @@ def algorithm_fits(config: RunConfig) -> Iterator[Demand]:
         f'train.critic does nothing without a critic: set {WHERE}.advantage = "gae" of a composition such as "ppo", or '
         "leave train.critic out",
     )
+    for key in ("teacher", "reward_model"):
+        given, asked = bool(getattr(config.train, key)), judge_named(algorithm) == key
+        yield (
+            given or not asked,
+            f'{WHERE}.advantage = "{key}": name the directory of the model in train.{key}',
+        )
+        yield (
+            asked or not given,
+            f'train.{key} does nothing: set {WHERE}.advantage = "{key}" of a composition, or leave it out',
+        )
     if isinstance(algorithm, Grpo):
         yield from _grpo_fits(algorithm)
         return
@@ -56,6 +66,7 @@ def algorithm_fits(config: RunConfig) -> Iterator[Demand]:
     yield from _sampling_fits(config, algorithm)
     yield from _kl_fits(config, algorithm)
     yield from _critic_fits(config, algorithm)
+    yield from _judge_fits(config, algorithm)
     target = algorithm.entropy_target
     yield 0 <= target < math.inf, f"{WHERE}.entropy_target = {target}: must be at least 0, and finite"
     fits = not target or algorithm.entropy_bonus > 0
@@ -204,10 +215,6 @@ def _critic_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand
     yield 0 <= critic.clip < math.inf, f"train.critic.clip = {critic.clip}: must be at least 0, and finite"
     yield critic.warmup_steps >= 0, f"train.critic.warmup_steps = {critic.warmup_steps}: must be at least 0"
     yield (
-        not isinstance(algorithm.loss, c.Gspo) or algorithm.loss.by_token,  # guard: gspo-of-a-critic
-        f"{where} gives the tokens of a row different advantages: set {WHERE}.loss.by_token = true",
-    )
-    yield (
         config.train.processes == 1,  # guard: critic-of-one-process
         f"{where} with train.processes = {config.train.processes}: one process keeps the critic whole. Leave one of them "
         "out",
@@ -220,6 +227,20 @@ def _critic_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand
     yield (
         not config.policy.implementation,  # guard: critic-of-our-own-layers
         f"{where} with policy.implementation: a critic has the layers of Llama, Mistral, Qwen2 or Qwen3. Leave one of them "
+        "out",
+    )
+
+
+def _judge_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
+    where = f'{WHERE}.advantage = "{algorithm.advantage}"'
+    yield (
+        not (isinstance(algorithm.loss, c.Gspo) and credits_tokens(algorithm))
+        or algorithm.loss.by_token,  # guard: gspo-of-credited-tokens
+        f"{where} gives the tokens of a row different advantages: set {WHERE}.loss.by_token = true",
+    )
+    yield (
+        not judge_named(algorithm) or config.train.processes == 1,  # guard: judge-of-one-process
+        f"{where} with train.processes = {config.train.processes}: one process keeps that model whole. Leave one of them "
         "out",
     )
 

@@ -126,6 +126,12 @@ class TrainConfig(Section, frozen=True):
     device: Device = "cpu"
     """What the trainer computes on: the CPU, a GPU with CUDA, or the GPU of a Mac; auto takes CUDA if it is there."""
     critic: CriticConfig = CriticConfig()
+    teacher: str = ""
+    """Of runs with `train.algorithm.advantage = "teacher"`: the model that judges each token, a directory in Hugging Face
+    format with the policy's tokenizer, relative to the run file. The trainer alone needs it."""
+    reward_model: str = ""
+    """Of runs with `train.algorithm.advantage = "reward_model"`: the model that scores each rollout, a directory with a
+    model for sequence classification with one label, and the policy's tokenizer. The trainer alone needs it."""
 
 
 class BoundsConfig(Section, frozen=True):

@@ -5,6 +5,7 @@ nothing is loaded, and torch is imported only if a role computes on a GPU. The d
 cannot be on a GPU together may be there one after another (`roles/shifts`): this file decides it.
 """
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,11 +24,12 @@ from shoal.folder import free_below, held_below
 from shoal.plan.sizes import sizes_of
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.device import AUTO, CPU, MPS, take_device
+from shoal.policy.kinds import sized_spec_of
 from shoal.policy.sizes import adapter_parameters_of, parameters_of
 from shoal.policy.spec import PolicySpec
-from shoal.protocol.algorithms import needs_critic, needs_reference
+from shoal.protocol.algorithms import judge_named, needs_critic, needs_reference
 from shoal.protocol.constants import COMPLETIONS
-from shoal.train.needs import ITEM_BYTES, Layout, Part, parts_of, state_of
+from shoal.train.needs import ITEM_BYTES, Layout, Part, judge_parts_of, parts_of, state_of
 
 LIBRARY_BYTES = 150_000_000
 """What the processes of a run share: the code of torch and of other libraries."""
@@ -43,7 +45,7 @@ GPU_BYTES = 600_000_000
 
 KEPT = (
     "weights", "adapter", "reference", "float32 weights", "moments", "critic", "critic's float32 weights",
-    "critic's moments",
+    "critic's moments", "teacher", "reward_model",
 )  # fmt: skip
 """What a process has on a device from one work to the next. Between its shifts the memory of the CPU keeps that."""
 
@@ -143,7 +145,7 @@ def roles_of(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool) 
     values = spec.vocab_size * spec.width if several else parameters_of(spec)
     size = learned if adapter.rank else int(values * ITEM_BYTES[config.policy.kept_dtype])
     version = Part("version being published", size, True)
-    parts = parts_of(spec, layout_of(config, spec))
+    parts = [*parts_of(spec, layout_of(config, spec)), *_judge_of(config, spec)]
     training = [*parts, version]
     if config.train.device != CPU and not several:  # guard: a-gpu-is-loaded-from-memory
         training.append(Part("loading", next(part.size for part in parts if part.name == "weights"), True))
@@ -168,6 +170,16 @@ def roles_of(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool) 
         needs, rows = needs_of_spec(spec, config.eval.dtype, adapted, adapter.base), config.eval.rows or BATCH
         size = needs.play(rows, longest, config.sampling.all_tokens)
         yield _role("evaluation", config.workers.device, _engine(needs, "playing", size, config.workers.device))
+
+
+def _judge_of(config: RunConfig, spec: PolicySpec | AnySpec) -> list[Part]:
+    """The trainer's teacher or reward model; nothing if its shape cannot be read, for the trainer is to say why."""
+    named = judge_named(config.train.algorithm)
+    if not named:
+        return []
+    with contextlib.suppress(StateError):
+        return judge_parts_of(named, sized_spec_of(Path(getattr(config.train, named))), layout_of(config, spec))
+    return []
 
 
 def _role(name: str, device: str, parts: Sequence[Part], processes: int = 1, own: int = ENGINE_BYTES) -> RoleNeeds:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.algos import grpo_advantages, maxrl, rloo
-from shoal.protocol.algorithms import Algorithm, Grpo
+from shoal.protocol.algorithms import Algorithm, Grpo, judged_by_trainer
 from shoal.protocol.compositions import Composition
 
 
@@ -26,8 +26,10 @@ def teaches(rewards_G: Sequence[float], algorithm: Algorithm) -> bool:
             return maxrl.teaches(rewards_G)
         case Composition(advantage="reward"):
             return any(rewards_G)
-        case Composition(advantage="gae"):
-            return True  # a critic learns from equal rewards, and may have expected others
+        case Composition() if judged_by_trainer(algorithm):
+            return (
+                True  # equal rewards say nothing: a critic may have expected others, and a judge does not ask for them
+            )
         case Composition():
             return grpo_advantages.teaches(rewards_G)
 
@@ -46,7 +48,7 @@ def advantages(rewards_G: Sequence[float], algorithm: Algorithm) -> NDArray[np.f
             return maxrl.advantages(rewards_G)
         case Composition(advantage="reward"):
             return np.asarray(rewards_G, dtype=np.float32)
-        case Composition(advantage="gae"):
+        case Composition() if judged_by_trainer(algorithm):
             return np.zeros(len(rewards_G), dtype=np.float32)
         case Composition(advantage="mean_std"):
             return grpo_advantages.advantages(rewards_G, "mean_std")

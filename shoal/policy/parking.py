@@ -56,6 +56,22 @@ class Parked:
             self._kept.pop()
 
 
+class Resting:
+    """A frozen model that leaves a shared device between shifts: a `Parkable` of `roles/shifts`."""
+
+    def __init__(self, frozen: Any) -> None:
+        self._resting, self._parked = frozen, Parked()
+
+    def park(self) -> None:
+        """Leave the device's memory."""
+        _, parameter = next(iter(self._resting.named_parameters()))
+        self._parked.park(self._resting, device=parameter.device.type)
+
+    def come_back(self) -> None:
+        """Be there again, with the same bits."""
+        self._parked.come_back()
+
+
 def storages_in(things: Any, device: str) -> Iterator[torch.UntypedStorage]:
     """The memory of all tensors of a device in these things, each piece once."""
     seen: set[int] = set()

@@ -53,7 +53,19 @@ def needs_critic(algorithm: Algorithm) -> bool:
 
 def credits_tokens(algorithm: Algorithm) -> bool:
     """Whether the tokens of a rollout may have different advantages, before any penalty."""
-    return needs_critic(algorithm)
+    return needs_critic(algorithm) or judge_named(algorithm) == "teacher"
+
+
+def judge_named(algorithm: Algorithm) -> Literal["", "teacher", "reward_model"]:
+    """The key of `[train]` with the frozen model that decides what rollouts are worth; empty if none does."""
+    if isinstance(algorithm, Composition) and algorithm.advantage in ("teacher", "reward_model"):
+        return algorithm.advantage
+    return ""
+
+
+def judged_by_trainer(algorithm: Algorithm) -> bool:
+    """Whether a model of the trainer's decides what rollouts are worth, and not their rewards alone."""
+    return needs_critic(algorithm) or bool(judge_named(algorithm))
 
 
 def narrowest_bound(algorithm: Algorithm) -> float:

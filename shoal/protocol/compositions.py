@@ -123,7 +123,7 @@ class Kl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 # --- algorithms ---
 
-Advantage = Literal["mean", "mean_std", "rloo", "maxrl", "reward", "gae"]
+Advantage = Literal["mean", "mean_std", "rloo", "maxrl", "reward", "gae", "teacher", "reward_model"]
 Average = Literal["tokens", "rollouts", "prompts", "constant"]
 Denominator = Literal["behaviour", "old"]
 
@@ -136,7 +136,8 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     advantage: Advantage = "mean"
     """What a rollout is worth. mean: its reward minus the group's mean. mean_std: that divided by the group's standard
     deviation. rloo: its reward minus the mean of the others. maxrl: its reward minus the mean, divided by the mean. reward:
-    its reward. gae: for each token, by the trainer's critic (`train.critic`)."""
+    its reward. gae: for each token, by the trainer's critic (`train.critic`). teacher: each token's log-prob under
+    `train.teacher` minus that under the policy. reward_model: its score by `train.reward_model` minus the group's mean."""
     batch_std: bool = False
     """Divide advantages by their standard deviation over the batch: over its tokens, if these have different ones."""
     average: Average = "tokens"

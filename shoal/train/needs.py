@@ -110,6 +110,15 @@ def parts_of(spec: PolicySpec | AnySpec, layout: Layout) -> list[Part]:
     return [*parts, *_made(spec, layout, sum(part.size for part in parts if not part.on_cpu))]
 
 
+def judge_parts_of(name: str, spec: PolicySpec | AnySpec, layout: Layout) -> list[Part]:
+    """What a trainer's frozen judge of this shape takes beside the policy: its weights, and one layer at work. It has no
+    gradients, and computes before the policy does."""
+    item = ITEM_BYTES[layout.dtype]
+    tokens = max(layout.microbatch_tokens, layout.row_tokens)
+    layer = item * (tokens * layer_values_of(spec) + arranged_values_of(spec))
+    return [Part(name, int(parameters_of(spec) * item)), Part(f"{name} at work", layer)]
+
+
 def _parts_of_one(spec: PolicySpec | AnySpec, layout: Layout) -> list[Part]:
     """What one of several processes holds. Its part is float32, whatever the passes read."""
     own = math.ceil(parameters_of(spec) / layout.processes)

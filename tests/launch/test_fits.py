@@ -24,7 +24,8 @@ from shoal.policy.adapterspec import CONFIG, AdapterSpec
 from shoal.policy.model import Transformer
 from shoal.policy.sizes import adapter_parameters_of, parameters_of
 from shoal.policy.spec import PolicySpec, write_json
-from shoal.protocol.compositions import DrGrpo, Kl
+from shoal.policy.tiny import make_tiny
+from shoal.protocol.compositions import DrGrpo, Kl, Ppo
 from shoal.roles.memory import needs_of
 from shoal.train.needs import Layout, Part, parts_of
 from shoal.train.step import Learner
@@ -308,6 +309,21 @@ def test_a_reference_is_parked_with_the_policy_that_learns(config: RunConfig) ->
     parts, parked = ({part.name: part.size for part in role.parts} for role in (trainer, trainer.in_shifts()))
     assert parts["reference"] == parts["weights"]
     assert parked["loading or parked"] == parts["weights"] + parts["reference"] + parts["moments"]
+
+
+def test_a_critic_and_a_teacher_are_counted_and_parked(config: RunConfig, tmp_path: Path) -> None:
+    make_tiny(config.policy.tiny, tmp_path / "teacher", 0, "float32")
+    for algorithm, named, teacher in (
+        (Ppo(advantage="gae"), {"critic", "critic's moments"}, ""),
+        (Ppo(advantage="teacher"), {"teacher"}, str(tmp_path / "teacher")),
+    ):
+        train = msgspec.structs.replace(config.train, device="cuda", algorithm=algorithm, teacher=teacher)
+        roles = roles_of(msgspec.structs.replace(config, train=train), LARGE, with_workers=False)
+        trainer = next(role for role in roles if role.name == "trainer")
+        parts, parked = ({part.name: part.size for part in role.parts} for role in (trainer, trainer.in_shifts()))
+        assert named <= parts.keys()
+        kept = sum(parts[name] for name in {"weights", "moments", *named})
+        assert parked["loading or parked"] == max(parts["loading"], kept)
 
 
 def test_a_run_that_fits_in_no_way_is_told_of_shifts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,7 @@ def test_log_holds_no_seed_of_the_run_file(town):
     assert told.pop("difficulty")["pools"] is False
     assert told["host"].pop("origin_port") == 0 and told["host"].pop("origin_url") == ""
     assert told["host"].pop("shifts") == "auto" and told["workers"].pop("engine") == ""
+    assert told["train"].pop("teacher") == told["train"].pop("reward_model") == ""
     assert told["train"].pop("minibatches") == told["train"].pop("group_uses") == 1
     assert told["train"].pop("repeated_groups") == 0 and told["train"].pop("critic")["lam"] == 0.95
     assert told["eval"].pop("rows") == 0 and told["eval"].pop("dtype") == "float32"

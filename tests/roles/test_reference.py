@@ -40,7 +40,7 @@ def test_a_run_without_a_penalty_keeps_no_reference(tmp_path):
 def test_another_first_policy_than_the_run_began_with_is_refused(tmp_path):
     for seed in (0, 1):
         make_tiny(tiny_run().policy.tiny, tmp_path / f"{seed}", seed, "float32")
-    demand_same(tmp_path / "0", tmp_path / ROOT)
-    demand_same(tmp_path / "0", tmp_path / ROOT)
+    demand_same(tmp_path / "0", tmp_path / ROOT, "the policy", "its KL penalty needs")
+    demand_same(tmp_path / "0", tmp_path / ROOT, "the policy", "its KL penalty needs")
     with pytest.raises(StateError, match="is not the one that this run began with"):
-        demand_same(tmp_path / "1", tmp_path / ROOT)
+        demand_same(tmp_path / "1", tmp_path / ROOT, "the policy", "its KL penalty needs")

@@ -10,7 +10,7 @@ import pytest
 from shoal.launch.fits import KEPT
 from shoal.policy.sizes import adapter_parameters_of, critic_parameters_of, parameters_of
 from shoal.policy.spec import PolicySpec
-from shoal.train.needs import Layout, parts_of, state_of
+from shoal.train.needs import Layout, judge_parts_of, parts_of, state_of
 
 MEASURE = """
 import ctypes, json, re, sys
@@ -171,6 +171,13 @@ def test_a_critic_is_the_layers_once_more_with_moments_of_their_own() -> None:
     assert coarse["critic's float32 weights"].on_cpu and coarse["critic's moments"].on_cpu
     assert state_of(spec, Layout(critic=True)) - state_of(spec, Layout()) == 12 * layers
     assert {*KEPT} >= {*coarse, "adapter", "reference"} - {"gradients", "activations", "holes between them"}
+
+
+def test_a_judge_is_weights_of_its_own_size_and_one_layer_at_work() -> None:
+    large, layout = qwen("8b"), Layout("bfloat16", microbatch_tokens=4096)
+    weights, work = judge_parts_of("teacher", large, layout)
+    assert weights.size == 2 * parameters_of(large) and 0 < work.size < weights.size / 10
+    assert weights.name in KEPT and work.name not in KEPT
 
 
 def test_a_card_of_24_gb_trains_what_it_is_said_to_train() -> None:

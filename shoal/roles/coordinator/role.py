@@ -208,6 +208,9 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
         del tree["train"]["truncation"]
     if config.train.critic == CriticConfig():
         del tree["train"]["critic"]
+    for name in ("teacher", "reward_model"):
+        if not tree["train"][name]:
+            del tree["train"][name]
     for env in tree["envs"]:  # a run whose workers play has the log that it had before hosts could
         for name, value in STAGE_KEYS.items():
             if env[name] == value:

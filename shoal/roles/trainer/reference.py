@@ -28,13 +28,14 @@ def open_reference(folder: RunFolder, config: RunConfig, learned: PolicyModel, d
     """What computes log-probs under the run's first policy; None if the run needs none. Raises `StateError`."""
     if not needs_reference(config.train.algorithm):
         return None
-    demand_same(folder.policy, folder.trainer / ROOT)
+    demand_same(folder.policy, folder.trainer / ROOT, f"the policy in {folder.policy}", "its KL penalty needs")
     load: Callable[[], PolicyModel] = partial(_load, folder.policy, config, device)
     return reference_of(learned, load, config.sampling.temperature, config.train.microbatch_tokens)
 
 
-def demand_same(directory: Path, kept: Path) -> None:
-    """Raise `StateError` if the policy in a directory is another than at the first call, whose weights root is kept."""
+def demand_same(directory: Path, kept: Path, what: str, need: str) -> None:
+    """Raise `StateError` if the model in a directory is another than at the first call, whose weights root is kept. `what`
+    it is and what has `need` of it is said then."""
     root = weights_root(directory)
     try:
         if not kept.exists():
@@ -44,8 +45,8 @@ def demand_same(directory: Path, kept: Path) -> None:
         raise StateError(f"cannot keep {kept}: {cause_of(error)}. Make the folder writable and start again") from None
     if before != root:  # guard: same-reference
         raise StateError(
-            f"the policy in {directory} is not the one that this run began with ({root[:12]} instead of {before[:12]}), "
-            "and its KL penalty needs that one: put it back from a copy, or start a new run"
+            f"{what} is not the one that this run began with ({root[:12]} instead of {before[:12]}), and {need} that one: "
+            "put it back from a copy, or start a new run"
         )
 
 

@@ -39,6 +39,7 @@ from shoal.protocol.identity import Key
 from shoal.roles.shifts import Alone, Shift, shift_of
 from shoal.roles.trainer.batches import BatchReader
 from shoal.roles.trainer.first import first_model
+from shoal.roles.trainer.judge import open_judge
 from shoal.roles.trainer.past import PastPolicies
 from shoal.roles.trainer.publishing import Publisher
 from shoal.roles.trainer.reference import open_reference
@@ -46,6 +47,7 @@ from shoal.roles.trainer.saving import Saving
 from shoal.train.checkpoint import States
 from shoal.train.critic import critic_of
 from shoal.train.denominators import LogprobsAt, over_the_base, with_own_denominators
+from shoal.train.judges import Judge
 from shoal.train.masters import module_dtype
 from shoal.train.reference import Reference
 from shoal.train.rows import Row
@@ -87,6 +89,8 @@ class Learning(NamedTuple):
     """As `with_own_denominators` takes it."""
     refer: Reference | None = None
     """What computes log-probs under the run's first policy, if it needs them."""
+    judge: Judge | None = None
+    """What gives rows their advantages, if a teacher or a reward model does."""
 
 
 def learning_alone(folder: RunFolder, config: RunConfig) -> Learning:
@@ -105,7 +109,8 @@ def learning_alone(folder: RunFolder, config: RunConfig) -> Learning:
         over_the_base(model, temperature, budget) if isinstance(model, Transformer) and model.adapter else None
     )
     refer = open_reference(folder, config, model, device)
-    return Learning(learner, States(folder.trainer, learner), device, logprobs_at, refer)
+    judge = open_judge(folder, config, device)
+    return Learning(learner, States(folder.trainer, learner), device, logprobs_at, refer, judge)
 
 
 class Trainer:
@@ -118,11 +123,12 @@ class Trainer:
         """`key` signs the manifests; the client signs with the same key. Without `learning`, it learns alone. Without
         `shift`, it shares its device with nobody."""
         self.folder, self.config, self.client = folder, config, client
-        self.learner, states, self.device, self.logprobs_at, self.refer = learning or learning_alone(folder, config)
+        learning = learning or learning_alone(folder, config)
+        self.learner, states, self.device, self.logprobs_at, self.refer, self.judge = learning
         self.shift = shift or Alone()
-        self.shift.keeps(self.learner)
-        if self.refer is not None:
-            self.shift.keeps(self.refer)
+        for model in (self.learner, self.refer, self.judge):
+            if model is not None:
+                self.shift.keeps(model)
         self.batches = BatchReader(config, client, self.learner.model.spec.vocab_size, folder.scores)
         self.past = PastPolicies(folder, client)
         self.publisher = Publisher(folder, config, client, key, clock)
@@ -173,9 +179,10 @@ class Trainer:
                 counts |= self._selfcheck(rows, version)
                 rows, own = await self._denominators(rows, sampled_by)
                 rows, referred = await self._referred(rows)
+                rows, judged = await self._judged(rows)
                 metrics = await asyncio.to_thread(self.learner.step, rows, version)
                 version += 1
-                metrics |= counts | own | referred | await self._save_and_publish(version, rows)
+                metrics |= counts | own | referred | judged | await self._save_and_publish(version, rows)
             self._report(version, began, metrics)
         return version
 
@@ -330,6 +337,14 @@ class Trainer:
             return rows, {}
         began = time.perf_counter()
         return await asyncio.to_thread(self.refer, rows), {"reference_s": time.perf_counter() - began}
+
+    async def _judged(self, rows: list[Row]) -> tuple[list[Row], dict[str, Any]]:
+        """The rows with the advantages of a teacher or a reward model, if the run has one."""
+        if self.judge is None or not rows:  # guard: nothing-to-judge
+            return rows, {}
+        began = time.perf_counter()
+        rows, figures = await asyncio.to_thread(self.judge, rows, self.learner.logprobs)
+        return rows, figures | {"judge_s": time.perf_counter() - began}
 
     async def _save_and_publish(self, version: int, rows: list[Row]) -> dict[str, Any]:
         """Save the state if it is due, and begin to publish the version, which goes on beside the next step.

@@ -1,0 +1,72 @@
+"""The trainer's reward model: it scores each rollout, and the mean of the group is subtracted.
+
+Called by `roles/trainer` and `recipes/one_file.py` once a step, in runs with `advantage = "reward_model"`; other runs load
+nothing. Such a model is for what no environment can check, so the rewards that validators recomputed stay figures. The
+score is that of a rollout's last token, as the model was trained (`algos/bradley_terry`); of a rollout with several rows,
+that of its last one. The advantages are part of the rows, so a repeated step has the same bits. It is never published.
+
+Axes: B rows of a micro-batch, T tokens, R rows.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shoal.policy.parking import Resting
+from shoal.policy.valued import Valued
+from shoal.train.rows import Row
+
+
+class RewardModel(Resting):
+    """The frozen model. Call it with rows."""
+
+    def __init__(self, frozen: Valued, microbatch_tokens: int) -> None:
+        super().__init__(frozen)
+        self._frozen, self._microbatch_tokens = frozen, microbatch_tokens
+
+    def __call__(
+        self, rows: Sequence[Row], student: Callable[[Sequence[Row]], Sequence[np.ndarray]]
+    ) -> tuple[list[Row], dict[str, float]]:
+        """The rows with advantages by the scores of their rollouts, and the mean score. There must be rows. The student's
+        log-probs are not asked for."""
+        last = {_rollout_of(row, i): i for i, row in enumerate(rows)}
+        scores = scores_of(self._frozen, [rows[i].tokens_T for i in last.values()], self._microbatch_tokens)
+        score_of = dict(zip(last, scores.tolist(), strict=True))
+        groups: dict[Hashable, list[float]] = {}
+        for rollout, i in last.items():
+            groups.setdefault(_group_of(rows[i], i), []).append(score_of[rollout])
+        means = {group: float(np.mean(found)) for group, found in groups.items()}
+        judged = []
+        for i, row in enumerate(rows):
+            A = score_of[_rollout_of(row, i)] - means[_group_of(row, i)]
+            judged.append(replace(row, advantage_P=np.full(len(row.positions_P), A, dtype=np.float32)))
+        return judged, {"score_mean": float(scores.mean())}
+
+
+@torch.no_grad()
+def scores_of(model: Valued, tokens_R_T: Sequence[NDArray[np.int64]], budget_tokens: int) -> NDArray[np.float64]:
+    """The score of each text, [R], in micro-batches of similar lengths and at most so many tokens, padding included."""
+    device = model.score.weight.device
+    found = np.zeros(len(tokens_R_T))
+    left = sorted(range(len(tokens_R_T)), key=lambda r: -len(tokens_R_T[r]))
+    while left:
+        width = len(tokens_R_T[left[0]])
+        count = max(1, budget_tokens // width)
+        members, left = left[:count], left[count:]
+        tokens_BT = torch.zeros(len(members), width, dtype=torch.int64)
+        for b, r in enumerate(members):
+            tokens_BT[b, : len(tokens_R_T[r])] = torch.from_numpy(tokens_R_T[r])
+        last_B = torch.tensor([len(tokens_R_T[r]) - 1 for r in members])
+        found[members] = model.scores(tokens_BT.to(device), last_B.to(device)).cpu().numpy()
+    return found
+
+
+def _rollout_of(row: Row, place: int) -> Hashable:
+    return place if row.id is None else row.id
+
+
+def _group_of(row: Row, place: int) -> Hashable:
+    return place if row.group is None else row.group
