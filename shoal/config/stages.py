@@ -119,10 +119,47 @@ class RejectStage(Section, frozen=True, kw_only=True, tag="reject", tag_field="k
     """Groups of so many last steps only; 0 is all."""
 
 
-Stage = SftStage | RlStage | FilterStage | EvalStage | MergeStage | RejectStage
+class DpoStage(Section, frozen=True, kw_only=True, tag="dpo", tag_field="kind"):
+    """Direct preference optimisation (arXiv:2305.18290): from pairs of answers, of which one is preferred. It makes a
+    policy. The reference is the policy that it starts from. One pair in eight is not learned from, but measured."""
+
+    name: str
+    """Names the stage. Letters, digits, - and _."""
+    policy: str
+    """stage:NAME: the policy to start from."""
+    rollouts: str = ""
+    """stage:NAME, an rl stage: of each group, the best and the worst rollout by reward are a pair."""
+    pairs: str = ""
+    """In the place of rollouts: a file, relative to the stages file, with a JSON object in each line: `prompt`, `chosen`
+    and `rejected`, each a text or chat messages."""
+    last_steps: int = 0
+    """Groups of so many last steps of the run only; 0 is all."""
+    beta: float = 0.1
+    """Weight of the KL divergence from the reference."""
+    steps: int = 100
+    """Training steps."""
+    batch: int = 32
+    """Pairs a step."""
+    lr: float = 1e-4
+    """Learning rate at its highest; it falls to a tenth along a cosine."""
+    warmup_steps: int = 10
+    """Steps in which the learning rate climbs from 0."""
+    max_grad_norm: float = 1.0
+    """A longer gradient is scaled down to this norm."""
+    max_tokens: int = 512
+    """Pairs with a longer row are left out, tokens."""
+    seed: int = 0
+    """Fixes the order of the pairs."""
+    publish_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the files that are written."""
+    threads: int = 1
+    """CPU threads."""
+
+
+Stage = SftStage | RlStage | FilterStage | EvalStage | MergeStage | RejectStage | DpoStage
 
 GIVES: dict[str, tuple[type[Stage], ...]] = {
-    "policy": (SftStage, RlStage, MergeStage),
+    "policy": (SftStage, RlStage, MergeStage, DpoStage),
     "rollouts": (RlStage,),
     "examples": (RejectStage,),
     "tasks": (FilterStage,),
@@ -254,9 +291,23 @@ def _check(config: StagesConfig, path: Path) -> None:
                 f"{path}: stage {stage.name}: rollouts must be at least 1, most at least 0, and low and high from 0 to 1, "
                 "low not above high"
             )
+        if isinstance(stage, DpoStage):
+            _check_pairs(stage, path)
         for key in taken_by(stage):
             _check_taken(stage, key, by_name, before, path)
         before.add(stage.name)
+
+
+def _check_pairs(stage: DpoStage, path: Path) -> None:
+    what = f"{path}: stage {stage.name}"
+    if bool(stage.rollouts) == bool(stage.pairs):
+        raise ConfigError(
+            f"{what}: pairs come from `rollouts` (an rl stage) or from `pairs` (a file): name one of them"
+        )
+    if min(stage.steps, stage.batch, stage.max_tokens, stage.threads) < 1 or stage.last_steps < 0:
+        raise ConfigError(f"{what}: steps, batch, max_tokens and threads must be at least 1, last_steps at least 0")
+    if not (stage.beta > 0 and stage.lr > 0 and stage.max_grad_norm > 0):
+        raise ConfigError(f"{what}: beta, lr and max_grad_norm must be above 0")
 
 
 def _check_taken(stage: Stage, key: str, by_name: dict[str, Stage], before: set[str], path: Path) -> None:

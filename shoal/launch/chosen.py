@@ -1,6 +1,6 @@
-"""Rejection sampling over a run that has ended: which of its rollouts a later stage imitates.
+"""Which rollouts of a run that has ended later stages learn from: by rejection sampling, or as pairs of better and worse.
 
-Called by a reject stage. It reads the log and the bodies that the run kept, and takes the rewards of the log, which
+Called by reject and dpo stages. It reads the log and the bodies that the run kept, and takes the rewards of the log, which
 validators verified. It chooses from the groups that batches took, in the order of the steps: at max_staleness = 0 these
 follow from the run file and the seed. The rules are in `algos/rejection`.
 """
@@ -15,6 +15,7 @@ from shoal.folder import RunFolder
 from shoal.launch.samples import group_of
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
 from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.pools import solve_rate
 from shoal.ledger.table import read_entry
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.types import POLICY, Rollout
@@ -51,27 +52,17 @@ def digest_of(learned: Sequence[Learned]) -> str:
     return digest(to_json([[step, one.version, one.slot, one.digest, list(one.rewards)] for step, one in learned]))
 
 
-def choose(folder: RunFolder, settings: dict[str, Any], expected: str) -> tuple[Examples, dict[str, int]]:
-    """The rows of the rollouts that the rule takes, and how many rollouts those are of how many.
+def choose(folder: RunFolder, settings: dict[str, Any], expected: str) -> tuple[Examples, dict[str, Any]]:
+    """The rows of the rollouts that the rule takes; and how many rollouts those are of how many, with the shares of
+    both that are right.
 
     `settings` are a reject stage's; `expected` is the run's `digest_of`. Raises `StateError` if the run changed since,
     if it did not keep its rollouts, or if the rule takes none.
     """
-    if any(env.kind == COMPLETIONS for env in folder.config().envs):  # guard: chosen-rollouts-are-whole
-        raise StateError(
-            "the run's host plays its environments, so the log has no whole rollouts: reject takes runs whose workers play"
-        )
-    learned = learned_groups(folder)
-    if digest_of(learned) != expected:  # guard: chosen-from-the-finished-run
-        raise StateError(
-            f"the log {folder.log} is not that of the finished run: restore it, or delete the stage's folder"
-        )
-    asked, rows, seen, taken = RejectStage(name="", rollouts="", **settings), list[tuple[bytes, bytes]](), 0, 0
-    last = max((step for step, _ in learned), default=0)
-    for step, accepted in learned:
-        if asked.last_steps and step <= last - asked.last_steps:
-            continue
-        seen += len(accepted.rewards)
+    asked, rows = RejectStage(name="", rollouts="", **settings), list[tuple[bytes, bytes]]()
+    seen, taken = list[float](), list[float]()
+    for accepted in _groups(folder, asked.last_steps, expected):
+        seen += accepted.rewards
         kept = (
             raft(accepted.rewards, asked.keep)
             if asked.rule == "raft"
@@ -79,16 +70,54 @@ def choose(folder: RunFolder, settings: dict[str, Any], expected: str) -> tuple[
         )
         if kept:
             rollouts = _kept_group(folder, accepted)
-            taken += len(kept)
-            rows += [
-                (row.tokens_T.astype("<i4").tobytes(), row.author_T.tobytes())
-                for index in kept
-                for row in rollouts[index].rows()
-                if POLICY in row.author_T
-            ]
+            taken += [accepted.rewards[index] for index in kept]
+            rows += [row for index in kept for row in _rows(rollouts[index])]
     if not rows:
-        raise StateError(f"the rule {asked.rule} takes none of {seen} rollouts: lower `right`, or raise `last_steps`")
-    return Examples(tokenizer_digest(folder.policy), tuple(rows)), {"rollouts": seen, "chosen": taken}
+        raise StateError(
+            f"the rule {asked.rule} takes none of {len(seen)} rollouts: lower `right`, or raise `last_steps`"
+        )
+    counted = {"rollouts": len(seen), "chosen": len(taken)}
+    shares = {
+        f"right_of_{name}": solve_rate(found, asked.right) for name, found in (("rollouts", seen), ("chosen", taken))
+    }
+    return Examples(tokenizer_digest(folder.policy), tuple(rows)), counted | shares
+
+
+def choose_pairs(folder: RunFolder, last_steps: int, expected: str) -> Examples:
+    """The best and the worst rollout of each group, in this order, of groups whose rollouts have one row; as `choose`."""
+    rows = list[tuple[bytes, bytes]]()
+    for accepted in _groups(folder, last_steps, expected):
+        if len(set(accepted.rewards)) < 2:  # an algorithm may learn from groups whose rewards are equal
+            continue
+        rollouts = _kept_group(folder, accepted)
+        best, worst = (pick(range(len(rollouts)), key=accepted.rewards.__getitem__) for pick in (max, min))
+        both = _rows(rollouts[best]), _rows(rollouts[worst])
+        if all(len(found) == 1 for found in both):
+            rows += [found[0] for found in both]
+    if not rows:
+        raise StateError("the run has no group of rollouts of one row with different rewards: there are no pairs in it")
+    return Examples(tokenizer_digest(folder.policy), tuple(rows))
+
+
+def _groups(folder: RunFolder, last_steps: int, expected: str) -> list[GroupAccepted]:
+    """The groups that the run learned from, of the last steps if so many are asked for. Raises `StateError`."""
+    if any(env.kind == COMPLETIONS for env in folder.config().envs):  # guard: chosen-rollouts-are-whole
+        raise StateError(
+            "the run's host plays its environments, so the log has no whole rollouts: take a run whose workers play"
+        )
+    learned = learned_groups(folder)
+    if digest_of(learned) != expected:  # guard: chosen-from-the-finished-run
+        raise StateError(
+            f"the log {folder.log} is not that of the finished run: restore it, or delete the stage's folder"
+        )
+    last = max((step for step, _ in learned), default=0)
+    return [accepted for step, accepted in learned if not last_steps or step > last - last_steps]
+
+
+def _rows(rollout: Rollout) -> list[tuple[bytes, bytes]]:
+    """Tokens and authors of the rows in which the policy wrote."""
+    found = (row for row in rollout.rows() if POLICY in row.author_T)
+    return [(row.tokens_T.astype("<i4").tobytes(), row.author_T.tobytes()) for row in found]
 
 
 def _kept_group(folder: RunFolder, accepted: GroupAccepted) -> tuple[Rollout, ...]:

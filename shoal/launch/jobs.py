@@ -68,6 +68,12 @@ def job_of(stage: Stage, settings: RunConfig | SftConfig | None, beside: Path, i
     places = {key: str(found.place) for key, found in inputs.items()}
     if settings is None:
         tree, known, own = own, own, {}
+        if tree.get("pairs"):
+            pairs = (beside / tree["pairs"]).resolve()
+            if not pairs.is_file():
+                raise ConfigError(f"stage {stage.name}: pairs = {tree['pairs']}: no file at {pairs}")
+            digests["pairs"] = digest_below(pairs)
+            tree, known = tree | {"pairs": str(pairs)}, known | {"pairs": ""}
     else:
         tree, known = _resolved(stage, to_tree(settings), beside, inputs, digests)
     identity = {"format": FORMAT, "kind": kind, "settings": known, "inputs": digests} | ({"own": own} if own else {})
@@ -113,7 +119,7 @@ def demand_doable(stage: Stage, settings: RunConfig | SftConfig | None, beside: 
         missing = [key for key in ("workers", "validators") if not getattr(settings, key).count]
         if isinstance(stage, RlStage) and missing:  # guard: stage-needs-nobody-else
             raise ConfigError(f"{what}: {missing[0]}.count = 0: a stage is a run of this machine alone: set at least 1")
-    if settings is not None:
+    if settings is not None or getattr(stage, "pairs", ""):
         job_of(stage, settings, beside, {key: Input(Path(), "") for key in taken_by(stage)})
 
 

@@ -20,6 +20,7 @@ OUTPUTS = {
     "merge": {"policy": POLICY},
     "eval": {"evaluation": EVALUATION},
     "reject": {"examples": EXAMPLES},
+    "dpo": {"policy": POLICY},
     "filter": {"tasks": TASKS, "rates": RATES},
 }
 """What a finished job of each kind has, and where: files and folders whose digests `done.json` holds."""

@@ -226,6 +226,9 @@ def _end(stage: Stage, key: str, finished: Finished, before: Measured | None, af
         before, after = (Measured.of(figures["heldout"][when]) for when in ("before", "after"))
     if done.kind == "eval":
         after = Measured.of(figures)
+    if done.kind == "reject":
+        before = Measured.share(figures["right_of_rollouts"], figures["rollouts"])
+        after = Measured.share(figures["right_of_chosen"], figures["chosen"])
     return StageEnd(
         stage.name, done.kind, key, before, after, done.seconds, done.cpu_s, done.made.tokens, finished.again, figures
     )

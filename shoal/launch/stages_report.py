@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from shoal.envs.evaluate import interval
+
 
 class Measured(msgspec.Struct, frozen=True):
     """An evaluation on held-out tasks, with its 95 % confidence interval."""
@@ -22,6 +24,13 @@ class Measured(msgspec.Struct, frozen=True):
         """From what an evaluation or a run's summary says; None if that has none."""
         return None if not figures else Measured(*(figures[key] for key in ("mean", "low95", "high95", "episodes")))
 
+    @staticmethod
+    def share(right: float, count: int) -> "Measured":
+        """Of so many rollouts, of which this share is right."""
+        values = [1.0] * round(right * count)
+        found = interval(values + [0.0] * (count - len(values)), (0.0, 1.0))
+        return Measured(found.mean, found.low95, found.high95, count)
+
 
 class StageEnd(msgspec.Struct, frozen=True):
     """One stage in report.json."""
@@ -31,8 +40,9 @@ class StageEnd(msgspec.Struct, frozen=True):
     key: str
     """Of its folder."""
     before: Measured | None
-    """Held-out reward, or share of wins, of the policy that it began with."""
+    """Held-out reward, or share of wins, of the policy that it began with; of reject, the share of right rollouts."""
     after: Measured | None
+    """The same of what it made."""
     seconds: float
     """That the stage took; for a run, over all its starts, else those of the process that finished."""
     cpu_s: float
@@ -65,7 +75,7 @@ def in_words(name: str, ends: Sequence[StageEnd]) -> str:
         for end in ends
     ]  # fmt: skip
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [f"{name}: held-out reward before and after each stage"]
+    lines = [f"{name}: held-out reward before and after each stage; of reject, the share of right rollouts"]
     for row in rows:
         cells = [cell.ljust(width) if i in (0, 1, 7) else cell.rjust(width)
                  for i, (cell, width) in enumerate(zip(row, widths, strict=True))]  # fmt: skip

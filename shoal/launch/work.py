@@ -22,7 +22,7 @@ def do(folder: Path) -> int:
     """Do the job in a folder, from the start or from where a killed process left it; returns the exit code."""
     job = msgspec.json.decode((folder / "job.json").read_bytes(), type=Job)
     work: dict[str, Callable[[Job, Path], Made | int]] = {
-        "sft": _sft, "rl": _rl, "filter": _filter, "eval": _eval, "merge": _merge, "reject": _reject,
+        "sft": _sft, "rl": _rl, "filter": _filter, "eval": _eval, "merge": _merge, "reject": _reject, "dpo": _dpo,
     }  # fmt: skip
     done = work[job.kind](job, folder)
     if isinstance(done, int):
@@ -104,3 +104,23 @@ def _reject(job: Job, folder: Path) -> Made:
     examples, counted = choose(run, job.settings, expected)
     write_examples(examples, folder / EXAMPLES)
     return Made(figures=counted)
+
+
+def _dpo(job: Job, folder: Path) -> Made:
+    from shoal.config.stages import DpoStage
+    from shoal.launch.chosen import choose_pairs
+    from shoal.roles import prefer
+    from shoal.train.preferences import PairSettings
+
+    asked, start = DpoStage(name="", policy="", **job.settings), Path(job.inputs["policy"])
+    if asked.pairs:
+        pairs = prefer.read_pairs(Path(asked.pairs), start, asked.max_tokens)
+    else:
+        expected = msgspec.json.decode(job.identity)["inputs"]["rollouts"]
+        examples = choose_pairs(RunFolder(Path(job.inputs["rollouts"])), asked.last_steps, expected)
+        pairs = prefer.pairs_of_examples(examples, start, asked.max_tokens)
+    settings = PairSettings(
+        asked.steps, asked.batch, asked.lr, asked.warmup_steps, asked.max_grad_norm, asked.seed
+    )  # fmt: skip
+    made = prefer.improve(start, pairs, asked.beta, settings, folder / POLICY, asked.publish_dtype, asked.threads)
+    return Made(made.tokens, made.figures)

@@ -17,7 +17,7 @@ from shoal.config import load_run
 from shoal.config.stages import MergeStage, RejectStage, load_stages, settings_of
 from shoal.errors import ConfigError, StateError
 from shoal.folder import RunFolder
-from shoal.launch.chosen import choose, digest_of, learned_groups
+from shoal.launch.chosen import choose, choose_pairs, digest_of, learned_groups
 from shoal.launch.jobs import demand_doable, job_of
 from shoal.launch.process import RoleProcess
 from shoal.launch.samples import group_of
@@ -118,6 +118,14 @@ policy = "stage:start"
 examples = "stage:best"
 
 [[stages]]
+name = "prefer"
+kind = "dpo"
+policy = "stage:start"
+rollouts = "stage:rl"
+steps = 2
+batch = 2
+
+[[stages]]
 name = "whole"
 kind = "merge"
 policy = "stage:rl"
@@ -156,7 +164,8 @@ def write_files(place: Path) -> Path:
 SECOND = '[[stages]]\nname = "b"\nkind = "sft"\nrecipe = "start.toml"\n'
 
 REFUSED = {
-    "known: sft, rl, filter, eval, merge, reject": 'kind = "guess"',
+    "known: sft, rl, filter, eval, merge, reject, dpo": 'kind = "guess"',
+    "pairs come from `rollouts` (an rl stage) or from `pairs` (a file)": 'kind = "dpo"\npolicy = "stage:b"',
     "unknown key stages[0].steps": 'kind = "sft"\nrecipe = "start.toml"\nsteps = 3',
     "there is no stage c; stages: a, b": 'kind = "sft"\nrecipe = "start.toml"\npolicy = "stage:c"',
     "that comes later: move it up": 'kind = "sft"\nrecipe = "start.toml"\npolicy = "stage:b"',
@@ -201,7 +210,7 @@ def test_overrides_name_a_stage_and_quick_overrides_keys_of_stages(files: Path) 
     settings = settings_of(rl, files.parent)
     assert (config.name, settings.steps, settings.train.lr, best.keep) == ("story-quick", 1, 0.5, 2)
     with pytest.raises(
-        ConfigError, match="there is no stage nobody; stages: start, able, rl, best, again, whole, exam"
+        ConfigError, match="there is no stage nobody; stages: start, able, rl, best, again, prefer, whole, exam"
     ):
         load_stages(files, ["nobody.steps=1"])
     with pytest.raises(ConfigError, match=r"write it as stage\.key=value"):
@@ -292,21 +301,21 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     place = tmp_path_factory.mktemp("stages")
     files = write_files(place)
     said = finish(start(files, place / "out"))
-    assert said.count(": at work") == 7, said
+    assert said.count(": at work") == 8, said
     return files, place / "out"
 
 
 def test_every_stage_reports_its_figures_and_is_skipped_when_done(unbroken: tuple[Path, Path]) -> None:
     files, out = unbroken
     ends = ends_of(out)
-    assert list(ends) == ["start", "able", "rl", "best", "again", "whole", "exam"]
+    assert list(ends) == ["start", "able", "rl", "best", "again", "prefer", "whole", "exam"]
     assert all(end["seconds"] > 0 and end["cpu_s"] > 0 and end["done_now"] for end in ends.values())
-    assert all(ends[name]["tokens"] > 0 for name in ("start", "able", "rl", "again"))
+    assert all(ends[name]["tokens"] > 0 for name in ("start", "able", "rl", "again", "prefer"))
     assert ends["exam"]["after"]["episodes"] == 8
     assert ends["best"]["figures"]["chosen"] < ends["best"]["figures"]["rollouts"]
     before = {path: path.stat().st_mtime_ns for path in out.glob("stages/*/done.json")}
     said = finish(start(files, out))
-    assert said.count(": done before") == 7 and ": at work" not in said
+    assert said.count(": done before") == 8 and ": at work" not in said
     assert before == {path: path.stat().st_mtime_ns for path in out.glob("stages/*/done.json")}
 
 
@@ -438,6 +447,22 @@ def test_the_chosen_rows_are_those_of_the_rule_over_the_groups_of_the_log(unbrok
     assert len(written.rows) == wanted == ends["best"]["figures"]["chosen"]
     again, _ = choose(folder, {"rule": "raft", "keep": 1, "last_steps": 1}, digest_of(learned))
     assert written.rows[-len(again.rows) :] == again.rows
+
+
+def test_a_pair_is_the_best_and_the_worst_rollout_of_a_group(unbroken: tuple[Path, Path]) -> None:
+    _, out = unbroken
+    ends = ends_of(out)
+    folder = RunFolder(out / "stages" / ends["rl"]["key"] / "run")
+    learned = learned_groups(folder)
+    pairs = choose_pairs(folder, 0, digest_of(learned)).read()
+    assert len(pairs) == 2 * len(learned) and len(choose_pairs(folder, 1, digest_of(learned)).rows) == 4
+    for (_, accepted), chosen, rejected in zip(learned, pairs[::2], pairs[1::2], strict=True):
+        rollouts = group_of(folder, accepted).rollouts
+        for row, reward in ((chosen, max(accepted.rewards)), (rejected, min(accepted.rewards))):
+            (found,) = rollouts[accepted.rewards.index(reward)].rows()
+            assert row == (found.tokens_T.tolist(), found.author_T.tolist())
+    said = ends["prefer"]["figures"]
+    assert said["learned_pairs"] == said["pairs"] == len(learned) and 0 <= said["accuracy"] <= 1
 
 
 def test_rollouts_of_a_run_whose_host_plays_are_not_chosen_from(tmp_path: Path) -> None:

@@ -1,0 +1,131 @@
+"""Pairs of answers, and what is made of them: a policy, by direct preference optimisation.
+
+Called by dpo stages of `shoal stages`. It opens models, and writes them in Hugging Face format. Pairs come from a run's
+groups (`launch/chosen` takes them) or from a file of lines. The same pairs, settings and number of threads give the same
+bytes.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from shoal.envs.base import Message
+from shoal.errors import StateError
+from shoal.policy.files import save_policy
+from shoal.policy.kinds import open_policy
+from shoal.policy.render import Renderer
+from shoal.protocol.types import ENVIRONMENT, POLICY
+from shoal.train.chosen import Examples, tokenizer_digest
+from shoal.train.preferences import Pair, PairSettings, held_out, prefer_policy
+from shoal.train.rows import example_row
+
+log = logging.getLogger("prefer")
+
+MAX_LINE_BYTES = 1 << 20
+"""Limit on a line of a file of pairs."""
+
+
+@dataclass(frozen=True)
+class Preferred:
+    """What came of it."""
+
+    tokens: int
+    """Learned from, prompts and repetitions included."""
+    figures: dict[str, Any]
+
+
+def improve(
+    start: Path, pairs: Sequence[Pair], beta: float, settings: PairSettings, out: Path, dtype: str, threads: int
+) -> Preferred:
+    """Train the policy in `start` on pairs by DPO, and write it to `out`."""
+    torch.set_num_threads(threads)
+    model = open_policy(start, torch.float32)
+    learned, measured = held_out(pairs)
+    log.info("pairs=%d held out=%d; learning for %d steps", len(learned), len(measured), settings.steps)
+    found, tokens = prefer_policy(model, learned, measured, beta, settings, _told(settings.steps))
+    save_policy(model, out, dtype, tokenizer_from=start)
+    return Preferred(tokens, {"learned_pairs": len(learned)} | asdict(found))
+
+
+def _told(steps: int) -> Any:
+    def progress(step: int, loss: float) -> None:
+        if step % 20 == 0 or step + 1 == steps:
+            log.info("step=%d/%d loss=%.4f", step + 1, steps, loss)
+
+    return progress
+
+
+def pairs_of_examples(given: Examples, start: Path, max_tokens: int) -> list[Pair]:
+    """Pairs that were taken from a run's groups: rows by twos, the preferred one first. Pairs with a longer row are left
+    out. Raises `StateError` if none is left, or if another tokenizer wrote them."""
+    if given.tokenizer != tokenizer_digest(start):  # guard: pairs-with-one-tokenizer
+        raise StateError(
+            "the pairs have another tokenizer than the policy that is to learn from them: start from the run's own policy"
+        )
+    rows = given.read()
+    found = [
+        Pair(example_row(*chosen), example_row(*rejected))
+        for chosen, rejected in zip(rows[::2], rows[1::2], strict=True)
+        if max(len(chosen[0]), len(rejected[0])) <= max_tokens
+    ]
+    return _some(found, max_tokens)
+
+
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    """A line of a file of pairs, in the form that TRL reads, too."""
+
+    prompt: str | list[dict[str, Any]]
+    chosen: str | list[dict[str, Any]]
+    rejected: str | list[dict[str, Any]]
+
+
+def read_pairs(path: Path, start: Path, max_tokens: int) -> list[Pair]:
+    """Pairs from a file with a JSON object in each line: `prompt`, `chosen` and `rejected`, each a text or chat messages.
+    Pairs with a longer row are left out. Raises `StateError` that names the line."""
+    renderer, found = Renderer.from_directory(start), list[Pair]()
+    with path.open("rb") as file:
+        for number, data in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
+            try:
+                if len(data) > MAX_LINE_BYTES:
+                    raise ValueError(f"longer than {MAX_LINE_BYTES} bytes")
+                if not data.strip():
+                    continue
+                line = msgspec.json.decode(data, type=_Line)
+                prompt = renderer.start(_messages(line.prompt, "user"))
+                rows = [_row(prompt, _answer(said), renderer) for said in (line.chosen, line.rejected)]
+            except ValueError as error:  # msgspec.DecodeError and ShoalError are
+                raise StateError(f"{path}, line {number}: {error}. Correct it, or take it out") from None
+            if max(len(tokens) for tokens, _ in rows) <= max_tokens:
+                found.append(Pair(*(example_row(tokens, author) for tokens, author in rows)))
+    return _some(found, max_tokens)
+
+
+def _some(found: list[Pair], max_tokens: int) -> list[Pair]:
+    if not found:
+        raise StateError(f"there is no pair of which both rows have at most max_tokens = {max_tokens} tokens: raise it")
+    return found
+
+
+def _messages(said: str | list[dict[str, Any]], role: str) -> list[Message]:
+    return [{"role": role, "content": said}] if isinstance(said, str) else list(said)
+
+
+def _answer(said: str | list[dict[str, Any]]) -> str:
+    """The text of an answer, which is one message of the assistant."""
+    if isinstance(said, str):
+        return said
+    text = said[0].get("content") if len(said) == 1 and said[0].get("role") == "assistant" else None
+    if not isinstance(text, str):
+        raise ValueError("an answer is a text, or one message of the assistant with a text")
+    return text
+
+
+def _row(prompt: list[int], answer: str, renderer: Renderer) -> tuple[list[int], list[int]]:
+    """Tokens and authors of a row: the prompt, and the answer with its stop token."""
+    written = [*renderer.encode(answer), renderer.eos_id]
+    return prompt + written, [ENVIRONMENT] * len(prompt) + [POLICY] * len(written)

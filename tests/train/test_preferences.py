@@ -1,0 +1,119 @@
+"""Learning from pairs: DPO raises what is preferred, pairs stay together, and files of pairs are read strictly."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.config import TinyPolicy
+from shoal.errors import StateError
+from shoal.policy.files import load_policy
+from shoal.policy.render import Renderer
+from shoal.policy.tiny import make_tiny
+from shoal.roles import prefer
+from shoal.train import preferences
+from shoal.train.chosen import Examples, tokenizer_digest
+from shoal.train.pack import collate
+from shoal.train.preferences import PairFigures, PairSettings, answer_logps, held_out, in_microbatches, pair_sums
+
+SETTINGS = PairSettings(steps=20, batch=8, lr=3e-3, warmup_steps=2, max_grad_norm=1.0, seed=1)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Path:
+    tiny = TinyPolicy(width=16, layers=1, heads=2, kv_heads=1, mlp_width=32, max_positions=64)
+    make_tiny(tiny, tmp_path / "start", 1, "float32")
+    return tmp_path / "start"
+
+
+def lines(path: Path, count: int = 40) -> Path:
+    """Pairs in which the vowel is preferred."""
+    pairs = [{"prompt": f"say {n}", "chosen": "aei"[n % 3] * 3, "rejected": "xyz"[n % 3] * 3} for n in range(count)]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return path
+
+
+def test_dpo_learns_which_answers_are_preferred_and_the_same_pairs_give_the_same_bytes(
+    tmp_path: Path, start: Path
+) -> None:
+    pairs = prefer.read_pairs(lines(tmp_path / "pairs.jsonl"), start, 64)
+    made = [prefer.improve(start, pairs, 0.1, SETTINGS, tmp_path / name, "float32", 1) for name in ("one", "two")]
+    said = made[0].figures
+    assert (said["learned_pairs"], said["pairs"]) == (35, 5) and made[0] == made[1]
+    assert said["accuracy"] == 1.0 and said["margin"] > 0.05
+    one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes() != (start / "model.safetensors").read_bytes()
+    before, after = load_policy(start), load_policy(tmp_path / "one")
+    raised = [[new - old for old, new in zip(pair_sums(before, p), pair_sums(after, p), strict=True)] for p in pairs]
+    assert all(chosen > rejected for chosen, rejected in raised)
+
+
+def test_the_first_loss_of_dpo_is_ln_2_and_its_gradient_that_of_the_formula(tmp_path: Path, start: Path) -> None:
+    pairs = prefer.read_pairs(lines(tmp_path / "pairs.jsonl", 4), start, 64)
+    told, model = list[float](), load_policy(start)
+    preferences.prefer_policy(
+        model, pairs, pairs, 0.5, PairSettings(1, 4, 0.0, 0, 1.0, 0), lambda step, loss: told.append(loss)
+    )
+    assert told == [pytest.approx(math.log(2), abs=1e-6)]
+
+
+def test_micro_batches_keep_pairs_together_and_add_up(
+    tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = prefer.read_pairs(lines(tmp_path / "pairs.jsonl", 12), start, 64)
+    whole = list(in_microbatches(pairs))
+    monkeypatch.setattr(preferences, "MICROBATCH_TOKENS", 100)
+    parts = list(in_microbatches(pairs))
+    assert len(whole) == 1 < len(parts) and [pair for part in parts for pair in part] == pairs
+    model = load_policy(start)
+    rows = [row for pair in pairs for row in pair]
+    together = answer_logps(model)(collate(rows), rows)
+    alone = [value for pair in pairs for value in pair_sums(model, pair)]
+    assert torch.allclose(together, torch.tensor(alone), atol=1e-5)
+
+
+def test_a_pair_in_eight_is_measured_and_ties_count_half() -> None:
+    pairs = list(range(17))
+    learned, measured = held_out(pairs)  # type: ignore[arg-type]
+    assert measured == [0, 8, 16] and sorted(learned + measured) == pairs
+    assert held_out(pairs[:9]) == (pairs[:9], pairs[:9])  # type: ignore[arg-type]
+    assert PairFigures.of([1.0, 0.0, -1.0, 2.0]).accuracy == 0.625
+
+
+def test_prompts_and_answers_may_be_messages_and_have_the_chats_tokens(tmp_path: Path, start: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    told = {
+        "prompt": [{"role": "user", "content": "hi"}],
+        "chosen": [{"role": "assistant", "content": "a"}],
+        "rejected": "b",
+    }
+    path.write_text(json.dumps(told) + "\n\n")
+    ((chosen, rejected),) = prefer.read_pairs(path, start, 64)
+    renderer = Renderer.from_directory(start)
+    prompt = renderer.start([{"role": "user", "content": "hi"}])
+    assert chosen.tokens_T.tolist() == [*prompt, *renderer.encode("a"), renderer.eos_id]
+    assert rejected.positions_P.tolist() == [len(prompt), len(prompt) + 1]
+
+
+@pytest.mark.parametrize(
+    "line", ['{"prompt": "a", "chosen": "b"}', '{"prompt": 1, "chosen": "b", "rejected": "c"}', "nonsense",
+             '{"prompt": "a", "chosen": [], "rejected": "c"}', '{"prompt": "a", "chosen": "b", "rejected": "c", "x": 1}'],
+)  # fmt: skip
+def test_a_line_that_is_no_pair_is_named(tmp_path: Path, start: Path, line: str) -> None:
+    path = lines(tmp_path / "pairs.jsonl", 1)
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(StateError, match=r"pairs\.jsonl, line 2: .*Correct it, or take it out") as refused:
+        prefer.read_pairs(path, start, 64)
+    assert "\n" not in str(refused.value)
+
+
+def test_pairs_of_another_tokenizer_and_only_long_pairs_are_refused(tmp_path: Path, start: Path) -> None:
+    row = (b"\x03\0\0\0\x06\0\0\0\x07\0\0\0", b"\0\x01\x01")
+    taken = Examples(tokenizer_digest(start), (row, row))
+    assert len(prefer.pairs_of_examples(taken, start, 64)) == 1
+    with pytest.raises(StateError, match="have another tokenizer"):
+        prefer.pairs_of_examples(Examples("00" * 32, (row, row)), start, 64)
+    with pytest.raises(StateError, match="at most max_tokens = 2"):
+        prefer.pairs_of_examples(taken, start, 2)
