@@ -15,10 +15,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from shoal.config import RunConfig, difficulty_of, load_run, sampling_of
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.base import Env
+from shoal.envs.continuing import continue_block
 from shoal.envs.load import env_of
 from shoal.envs.play import play_block
 from shoal.envs.replay import replay_group
@@ -30,8 +32,10 @@ from shoal.policy.files import load_policy, save_policy
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
 from shoal.policy.valued import begin_valued
-from shoal.protocol.algorithms import narrowest_bound, needs_reference
+from shoal.protocol.algorithms import narrowest_bound, needs_reference, vine_of
 from shoal.protocol.bounds import claims_bend_ratios
+from shoal.protocol.compositions import Vine
+from shoal.protocol.continuations import branches, whole_author
 from shoal.protocol.draws import DrawTable, draw_task
 from shoal.protocol.randomness import SecretChain, slot_seed
 from shoal.protocol.types import BatchGroup, Block, Group, Sampling, Slot
@@ -110,15 +114,26 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
             slots = slots_of_block(folder.run_id(), version, root, links[version + 1], block, per_block, table)
             groups = play_block(engine, renderer, envs, slots, config.rollouts.group_size, sampling)
             # Validators recompute every reward; a group that teaches the run's algorithm nothing is left out.
+            made: list[BatchGroup] = []
             for group in groups:
                 rewards = tuple(recomputed(group, envs, renderer, sampling))
-                if difficulty is not None and len(members) < config.rollouts.batch_groups:
+                if difficulty is not None and len(members) + len(made) < config.rollouts.batch_groups:
                     rate = solve_rate(rewards, difficulty.solved[group.env])
                     solved.append(SolvedGroup(group.env, group.task, rate))
                 if teaches(rewards, config.train.algorithm):
                     body = to_msgpack(group)
-                    members.append(BatchGroup(version, group.slot, "", 0, digest(body), rewards))
+                    made.append(BatchGroup(version, group.slot, "", 0, digest(body), rewards))
                     bodies.append(body)
+            # Where credit comes from continuations, workers play on from within the groups of a batch.
+            vine = vine_of(config.train.algorithm)
+            if vine is not None:
+                parents = [group if any(group.slot == m.slot for m in made) else None for group in groups]
+                rows = config.rollouts.block_rollouts
+                found = continue_block(engine, renderer, envs, slots, parents, vine, rows, sampling)
+                by_slot = {group.slot: continued(group, parent, envs, renderer, sampling, vine)
+                           for group, parent in zip(found, parents, strict=True) if parent is not None}  # fmt: skip
+                made = [replace(member, continuations=by_slot[member.slot]) for member in made]
+            members += made
             block += 1
         # The batch is the first groups with signal by slot number. Who made them, and when, makes no difference.
         members, bodies = members[: config.rollouts.batch_groups], bodies[: config.rollouts.batch_groups]
@@ -176,6 +191,22 @@ def recomputed(group: Group, envs: dict[str, Env], renderer: Renderer, sampling:
     """Rewards of a group from its tokens alone, by replaying the environment with the actions."""
     env = envs[group.env]
     return [found.reward for found in replay_group(env, renderer, env.task(group.task), group.rollouts, sampling)]
+
+
+def continued(
+    group: Group, parent: Group, envs: dict[str, Env], renderer: Renderer, sampling: Sampling, vine: Vine
+) -> tuple[float, ...]:
+    """Rewards of continuations: with the parent's authors in front, they are rollouts like any other."""
+    whole = [
+        replace(
+            rollout,
+            author=whole_author(
+                parent.rollouts[branch.rollout], rollout.author_T(), branch.position, renderer.stop_ids
+            ).tobytes(),
+        )
+        for rollout, branch in zip(group.rollouts, branches(parent, vine), strict=True)
+    ]
+    return tuple(recomputed(replace(group, rollouts=tuple(whole)), envs, renderer, sampling)) if whole else ()
 
 
 if __name__ == "__main__":

@@ -227,3 +227,39 @@ def test_the_ledger_finds_what_a_group_teaches(algorithm, rewards, taught, expec
 
 def test_the_bytes_of_grpo_in_a_log_stay_as_they_were():
     assert to_tree(Grpo()) == {"name": "grpo", "advantage": "mean", "epsilon": 0.2, "delta": 4.0, "entropy_bonus": 0.0}
+
+
+VINE = 'name = "composition"\n[train.algorithm.credit]\nname = "vine"\n'
+
+
+def test_a_run_file_may_take_its_credit_from_continuations(load):
+    assert load(VINE + "most = 2").train.algorithm == c.Composition(credit=c.Vine(continuations=4, every=8, most=2))
+    assert "credit" not in to_tree(load('name = "dapo"').train.algorithm)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rest", "message"),
+    [
+        (VINE + "most = 0", "", "train.algorithm.credit.most = 0: must be at least 1"),
+        (VINE + "every = 0", "", "train.algorithm.credit.every = 0: must be at least 1"),
+        (VINE.replace("\n[", '\nadvantage = "rloo"\n[', 1), "", 'leave train.algorithm.advantage = "rloo" out'),
+        (VINE.replace("\n[", "\nbatch_std = true\n[", 1), "", "leave batch_std out"),
+        (VINE.replace("\n[", '\nloss = {name = "gspo"}\n[', 1), "", "set train.algorithm.loss.by_token = true"),
+        (VINE + "most = 600", "", "lower most or continuations"),
+        (VINE + "most = 20", "[rollouts]\nbatch_groups = 512\n", "does not fit into one message: at most"),
+    ],
+)
+def test_vines_that_do_not_go_with_the_rest_are_refused_with_the_reason(load, algorithm, rest, message):
+    with pytest.raises(ConfigError) as error:
+        load(algorithm, rest=rest)
+    assert message in str(error.value)
+
+
+def test_vines_are_for_runs_whose_workers_play(load):
+    with pytest.raises(ConfigError, match="play on from within a rollout"):
+        load(VINE, 'envs.0.kind="completions"')
+
+
+def test_continued_groups_are_used_once(load):
+    with pytest.raises(ConfigError, match="the host keeps continuations for one batch"):
+        load(VINE, "train.group_uses=2", "train.repeated_groups=1", "rollouts.max_staleness=2")

@@ -262,6 +262,10 @@ def composition_tables(prefix: str) -> list[str]:
         parts.append(table(["Key", "Type", "Default", "Meaning"], rows))
     rows = [row[:4] for row in keys_of(compositions.Kl, compositions, f"{prefix}.kl.")]
     parts.append(f"#### `[{prefix}.kl]`\n\n{one_line(compositions.Kl.__doc__)}")
+    parts.append(table(["Key", "Type", "Default", "Meaning"], rows))
+    name = [f"`{prefix}.credit.name`", "", '`"vine"`', one_line(compositions.Vine.__doc__)]
+    rows = [name, *(row[:4] for row in keys_of(compositions.Vine, compositions, f"{prefix}.credit.")[1:])]
+    parts.append(f"#### `[{prefix}.credit]`\n\n{field_docs(compositions)['Composition']['credit']}")
     return [*parts, table(["Key", "Type", "Default", "Meaning"], rows)]
 
 

@@ -12,6 +12,8 @@ from shoal.config.companions import CriticConfig
 from shoal.config.sections import RunConfig
 from shoal.protocol import compositions as c
 from shoal.protocol.algorithms import DEFAULT, Grpo, credits_tokens, defaults_of, judge_named, needs_critic
+from shoal.protocol.constants import COMPLETIONS, CONTINUATIONS, EPISODES, MAX_GROUP_ROLLOUTS
+from shoal.protocol.sizes import most_batch_groups, most_lease_groups
 from shoal.tree import merge, to_tree
 
 WHERE = "train.algorithm"
@@ -67,6 +69,7 @@ def algorithm_fits(config: RunConfig) -> Iterator[Demand]:
     yield from _kl_fits(config, algorithm)
     yield from _critic_fits(config, algorithm)
     yield from _judge_fits(config, algorithm)
+    yield from _vine_fits(config, algorithm)
     target = algorithm.entropy_target
     yield 0 <= target < math.inf, f"{WHERE}.entropy_target = {target}: must be at least 0, and finite"
     fits = not target or algorithm.entropy_bonus > 0
@@ -242,6 +245,59 @@ def _judge_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]
         not judge_named(algorithm) or config.train.processes == 1,  # guard: judge-of-one-process
         f"{where} with train.processes = {config.train.processes}: one process keeps that model whole. Leave one of them "
         "out",
+    )
+
+
+def _vine_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
+    """What continuations need of a run, and what they do not go with."""
+    vine, where, rollouts, size = algorithm.credit, f"{WHERE}.credit", config.rollouts, config.rollouts.group_size
+    if not vine:
+        return
+    for name in ("continuations", "every", "most"):
+        value = getattr(vine, name)
+        yield value >= 1, f"{where}.{name} = {value}: must be at least 1"
+    if min(vine.continuations, vine.every, vine.most, size) < 1:
+        return
+    yield (
+        algorithm.advantage == "mean",
+        f'{where}.name = "vine" makes the advantages itself, and where it cannot, it takes "mean": leave '
+        f'{WHERE}.advantage = "{algorithm.advantage}" out',
+    )
+    yield (
+        not isinstance(algorithm.loss, c.Gspo) or algorithm.loss.by_token,  # guard: gspo-one-credit
+        f'{where}.name = "vine" gives the tokens of a row different advantages: set {WHERE}.loss.by_token = true',
+    )
+    yield (
+        all(env.kind in ("", EPISODES) for env in config.envs),  # guard: continuations-are-played-by-workers
+        f'{where}.name = "vine": a worker must play on from within a rollout, and where the host plays ({COMPLETIONS}), it '
+        "cannot. Leave envs.kind out",
+    )
+    yield (
+        config.train.group_uses == 1,  # guard: continued-groups-are-used-once
+        f'{where}.name = "vine" with train.group_uses = {config.train.group_uses}: the host keeps continuations for one '
+        "batch. Leave one of them out",
+    )
+    yield (
+        not algorithm.batch_std,
+        f'{WHERE}.batch_std divides by the deviation of the rollouts\' advantages, and {where}.name = "vine" gives their '
+        "tokens different ones: leave batch_std out",
+    )
+    num, tokens = size * vine.most * vine.continuations, config.sampling.all_tokens
+    per_block, groups = rollouts.block_rollouts // size, rollouts.batch_groups
+    proofs, labels = config.verify.proofs != "none", [env.label for env in config.envs]
+    fits = num <= MAX_GROUP_ROLLOUTS and per_block <= most_lease_groups(
+        num, max(1, tokens), proofs, labels, CONTINUATIONS
+    )
+    yield (
+        fits,  # guard: continuations-fit-messages
+        f"{where}: up to {num} continuations of a group of {size}, each of up to {tokens} tokens, do not fit into a "
+        f"submission of a block of {per_block} groups, or are more than {MAX_GROUP_ROLLOUTS}: lower most or continuations",
+    )
+    most = most_batch_groups(size, num)
+    yield (
+        groups <= most,  # guard: batch-of-continuations-fits
+        f"{where}: a batch of {groups} groups with up to {num} continuations each does not fit into one message: at most "
+        f"{most}, or lower most or continuations",
     )
 
 

@@ -28,6 +28,8 @@ class Declared(msgspec.Struct, frozen=True):
     num_tasks: int
     reproducible: bool
     """Whether file, class and package all promise that the same actions get the same answers."""
+    compares: bool = False
+    """Whether it compares the rollouts of a group with each other."""
 
 
 class NotLoaded(msgspec.Struct, frozen=True):
@@ -70,7 +72,8 @@ def is_repeatable(env: EnvConfig) -> bool:
 
 def _declared(settings: EnvConfig) -> Declared:
     env = env_of(settings)
-    return Declared(env.num_tasks, settings.reproducible and getattr(env, "reproducible", True) is not False)
+    compares = getattr(env, "group_scores", None) is not None
+    return Declared(env.num_tasks, settings.reproducible and getattr(env, "reproducible", True) is not False, compares)
 
 
 def main() -> None:

@@ -66,14 +66,22 @@ def play(engine: Engine, renderer: Renderer, episodes: Sequence[Episode], sampli
     return [talk.rollout(engine.version) for talk in converse(engine, renderer, episodes, sampling)]
 
 
-def converse(engine: Engine, renderer: Renderer, episodes: Sequence[Episode], sampling: Sampling) -> list[Conversation]:
-    """Play episodes to their end. Returns whole conversations, with rewards and texts.
+def converse(
+    engine: Engine,
+    renderer: Renderer,
+    episodes: Sequence[Episode],
+    sampling: Sampling,
+    begun: Sequence[tuple[Conversation, list[int]]] = (),
+) -> list[Conversation]:
+    """Play episodes to their end. Returns whole conversations, with rewards and texts. `begun` has the conversation of each
+    episode, and the tokens of its turn that are there already; without it, all begin anew.
 
     Each turn is one `extend` over the unfinished episodes in their order, so the same episodes always give the engine
     the same batches. Each episode has one row in a batch. The engine forgets a row that the next turn does not continue,
     so it never remembers more rows than there are episodes.
     """
-    talks = [Conversation(episode.env, renderer, episode.task, sampling) for episode in episodes]
+    talks = [talk for talk, _ in begun] or [Conversation(e.env, renderer, e.task, sampling) for e in episodes]
+    heads = [head for _, head in begun] or [[] for _ in episodes]
     open_now = [i for i, talk in enumerate(talks) if talk.ending is None]
     names: list[str] = []
     try:
@@ -81,14 +89,17 @@ def converse(engine: Engine, renderer: Renderer, episodes: Sequence[Episode], sa
             names = [_name(i, episodes[i], talks[i]) for i in open_now]
             requests = [
                 Request(
-                    name, talks[i].context, row_seed(episodes[i].seed, talks[i].row), talks[i].room, renderer.stop_ids
+                    name, [*talks[i].context, *heads[i]], row_seed(episodes[i].seed, talks[i].row),
+                    talks[i].room - len(heads[i]), renderer.stop_ids,
                 )
                 for i, name in zip(open_now, names, strict=True)
-            ]
+            ]  # fmt: skip
             turns = engine.extend(requests, sampling.temperature)
-            actions = renderer.decode_all([turn.token_ids for turn in turns])
-            for i, turn, action in zip(open_now, turns, actions, strict=True):
-                talks[i].write(turn.token_ids, turn.logprobs, action)
+            written = [[*heads[i], *turn.token_ids] for i, turn in zip(open_now, turns, strict=True)]
+            actions = renderer.decode_all(written)
+            for i, token_ids, turn, action in zip(open_now, written, turns, actions, strict=True):
+                talks[i].write(token_ids, turn.logprobs, action)
+                heads[i] = []
             open_now = [i for i in open_now if talks[i].ending is None]
             going_on = {_name(i, episodes[i], talks[i]) for i in open_now}
             engine.forget([name for name in names if name not in going_on])

@@ -119,7 +119,7 @@ def demand_doable(stage: Stage, settings: RunConfig | SftConfig | None, beside: 
         missing = [key for key in ("workers", "validators") if not getattr(settings, key).count]
         if isinstance(stage, RlStage) and missing:  # guard: stage-needs-nobody-else
             raise ConfigError(f"{what}: {missing[0]}.count = 0: a stage is a run of this machine alone: set at least 1")
-    if settings is not None or getattr(stage, "pairs", ""):
+    if settings is not None or bool(getattr(stage, "pairs", "")):
         job_of(stage, settings, beside, {key: Input(Path(), "") for key in taken_by(stage)})
 
 

@@ -19,6 +19,7 @@ from shoal.ledger.table import read_entry
 from shoal.net.blobs import path_of
 from shoal.policy.render import Renderer
 from shoal.protocol import types as t
+from shoal.protocol.continuations import is_continued_slot
 from shoal.protocol.wire import WireError, digest, from_msgpack
 
 SHOWN = 2
@@ -43,6 +44,11 @@ def flat_samples(folder: RunFolder) -> list[str]:
     return samples
 
 
+def _is_flat(accepted: GroupAccepted, created: RunCreated | None) -> bool:
+    assert created is not None, "the first event creates the run"
+    return not (accepted.has_signal or is_continued_slot(accepted.slot, created.rules.block_groups))
+
+
 def _read_log(folder: RunFolder) -> tuple[RunCreated, deque[GroupAccepted]]:
     store, flat = Store(sqlite_url(folder.log), read_only=True), deque[GroupAccepted](maxlen=SHOWN)
     created: RunCreated | None = None
@@ -51,7 +57,7 @@ def _read_log(folder: RunFolder) -> tuple[RunCreated, deque[GroupAccepted]]:
             body = read_entry(data)[0].body
             if isinstance(body, RunCreated):
                 created = body
-            elif isinstance(body, GroupAccepted) and not body.has_signal:
+            elif isinstance(body, GroupAccepted) and _is_flat(body, created):
                 flat.append(body)
     except WireError as error:
         raise StateError(f"the log {folder.log} is damaged: {error}") from None

@@ -41,7 +41,8 @@ WHAT_CHANGED = {
     "each refused block of a submission costs pay; what pays much compared with its worker's stake is rechecked more; "
     "a refusal by a recheck ends trust and counts towards quarantines, as any refusal does",
     3: "in runs whose rules say so, a batch may take groups that earlier batches had: audited ones, each in at most so "
-    "many batches; a group's influence then counts once for each batch that may take it",
+    "many batches; a group's influence then counts once for each batch that may take it; "
+    "accepted groups are continued where the run's algorithm learns from that, and batches wait for the continuations",
 }
 """By version of the rules: how they differ from the version before. This code makes the events and decisions of each of
 these versions exactly as the code that wrote them. Logs of other versions are reported as not checked."""

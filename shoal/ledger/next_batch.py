@@ -1,4 +1,4 @@
-"""What the next batch would take, which blocks it waits for, and how many groups it lacks. Pure: it reads a state.
+"""What the next batch would take, and which blocks it waits for. Pure: it reads a state.
 
 Used by the rules of batches and of leases. A group may be learned from until it is `max_staleness` versions old. So each
 version has a last batch. From version 2 of the rules on, that batch waits for every block of the version. Otherwise a
@@ -6,6 +6,9 @@ worker could keep a group that it does not like until it is too old.
 
 From version 3 of the rules on, a run may use groups again. Then some places of a batch are for repeated groups, which
 earlier batches had. New groups fill the others, and those for which no repeated group is eligible.
+
+Where the run's algorithm learns from continuations, a batch takes a group once its continuations are final: accepted, or
+void by an event. What has arrived by then decides nothing.
 """
 
 from collections import Counter
@@ -15,6 +18,8 @@ from typing import NamedTuple
 from shoal.ledger.once import once_per_event
 from shoal.ledger.state import BlockRecord, State, StreamRecord
 from shoal.ledger.uses import Place, ReusableGroup
+from shoal.protocol.algorithms import vine_of
+from shoal.protocol.continuations import FIRST_BLOCK, continued_slot
 from shoal.protocol.types import Rules
 
 
@@ -64,7 +69,8 @@ def next_members(state: State, stream: StreamRecord) -> Members:
                 room -= 1
                 yield place
 
-    size, places = state.rules.batch_groups, usable(state, stream)
+    size = state.rules.batch_groups
+    places = [place for place in usable(state, stream) if is_settled(state, stream, place)]
     places = sorted(places) if state.law.version >= 2 else places  # guard: oldest-first
     if not stream.uses:
         return Members(list(take(places, size)), [])
@@ -100,38 +106,53 @@ def _may_be_repeated(state: State, stream: StreamRecord, place: Place, group: Re
     )
 
 
-def new_groups_wanted(state: State, stream: StreamRecord, batches: int, supply: Counter[str]) -> int:
-    """New groups that the coming batches lack, of which `batches` may be formed before the trainer publishes again.
-    `supply` has by worker the groups that are usable or on the way.
+def first_by_slot(state: State, stream: StreamRecord, version: int) -> Iterator[tuple[int, int]]:
+    """In a synchronous run: the first groups with signal by slot number, once every lower slot is final."""
+    slots, slot, found = stream.versions[version].slots, 0, 0
+    while slot in slots and found < state.rules.batch_groups:
+        if slots[slot].status == "signal":
+            found += 1
+            yield version, slot
+        slot += 1
 
-    What a worker has beyond its share will fill no batch; counting it would keep the others from work for ever.
-    """
-    size, each = state.rules.batch_groups, groups_a_worker(state.rules)
-    if not stream.uses or batches < 1:
-        # guard: surplus-is-not-counted
-        return batches * size - sum(min(groups, each * batches) for groups in supply.values())
-    repeated = next_members(state, stream).repeated
-    filled = Counter(state.maker_of(stream, place) for place in repeated)
-    lacks = [
-        # Only the next batch is known to have fewer repeated groups than it might; later ones are counted with all.
-        num * (size - state.rules.repeated_groups) + state.rules.repeated_groups - len(repeated)
-        - sum(max(0, min(groups, each * num - filled[maker])) for maker, groups in supply.items())
-        for num in {1, batches}  # guard: next-batch-is-not-starved
-    ]  # fmt: skip
-    return max(lacks)
+
+def is_settled(state: State, stream: StreamRecord, place: tuple[int, int]) -> bool:
+    """Whether a group needs no continuations, or they are final."""
+    version, slot = place
+    final = continued_slot(slot, state.rules.block_groups) in stream.versions[version].slots
+    return final or vine_of(state.rules.algorithm) is None
+
+
+@once_per_event
+def blocks_to_continue(state: State, stream: StreamRecord) -> list[tuple[int, int]]:
+    """(version, block) of the blocks of continuations that nobody was leased yet, ascending: of groups that a batch may
+    take, or in a synchronous run, that the next batch will take."""
+    if vine_of(state.rules.algorithm) is None:
+        return []
+    parents, step = usable(state, stream), len(stream.batches)
+    if state.rules.max_staleness == 0:  # guard: members-are-continued
+        parents = list(first_by_slot(state, stream, step)) if step in stream.versions else []
+    found = {
+        (version, slot // state.rules.block_groups + FIRST_BLOCK)
+        for version, slot in parents
+        if not is_settled(state, stream, (version, slot))
+    }
+    return sorted((version, block) for version, block in found if block not in stream.versions[version].blocks)
 
 
 @once_per_event
 def blocks_in_the_way(state: State, stream: StreamRecord) -> list[tuple[int, int]]:
     """(version, block) of the blocks that the next batch waits for, although other groups would fill it: those that are not
-    final, of the version for which it is the last batch."""
+    final, of the version for which it is the last batch. Some of continuations may not be leased yet."""
     oldest = len(stream.batches) - state.rules.max_staleness
     if state.law.version < 2 or not state.rules.max_staleness or oldest not in stream.versions:
         return []
     if len(next_members(state, stream).all) < state.rules.batch_groups:
         return []
     blocks = sorted(stream.versions[oldest].blocks.items())
-    return [(oldest, number) for number, block in blocks if _may_still_come(state, block)]
+    unbegun = [place for place in blocks_to_continue(state, stream) if place[0] == oldest]
+    coming = [(oldest, number) for number, block in blocks if _may_still_come(state, block)]
+    return coming + unbegun  # guard: last-batch-continues
 
 
 def _may_still_come(state: State, block: BlockRecord) -> bool:

@@ -4,9 +4,13 @@ Used by the rules of leases. The log shows the time between a worker's submissio
 What it claims about its speed can only make them smaller.
 """
 
+from collections.abc import Iterable, Sequence
+
 from shoal.ledger.once import once_per_event
 from shoal.ledger.state import LeaseRecord, Member, State
+from shoal.protocol.algorithms import vine_of
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
+from shoal.protocol.continuations import FIRST_BLOCK, is_continued, work_of_block
 
 RECENT_LEASES = 10
 """A worker counts in the usual pace if it submitted at most this many times `lease_s` before the newest submission."""
@@ -35,28 +39,37 @@ def is_slow(state: State, member: Member) -> bool:
 
 def patience_ends(state: State, lease: LeaseRecord) -> float:
     """Until when others wait for a lease that holds up the run, seconds since the epoch."""
-    wait_s = max(state.law.least_soft_s, state.law.patience_times * usual_pace_s(state) * len(lease.blocks))
+    wait_s = max(state.law.least_soft_s, state.law.patience_times * usual_pace_s(state) * work_of(state, lease.blocks))
     return lease.issued + wait_s
 
 
-def blocks_for_speed(state: State, member: Member, tokens_per_s: float) -> int:
-    """Blocks that a worker should be able to make in `Law.lease_target_s`. `tokens_per_s` is what it claims."""
+def work_of(state: State, blocks: Iterable[int]) -> float:
+    """How many ordinary blocks these are worth."""
+    vine = vine_of(state.rules.algorithm)
+    return sum(work_of_block(vine) if vine and is_continued(block) else 1.0 for block in blocks)
+
+
+def blocks_for_speed(state: State, member: Member, tokens_per_s: float, continued: bool = False) -> int:
+    """Blocks, of continuations or others, that a worker should be able to make in `Law.lease_target_s`. `tokens_per_s` is
+    what it claims."""
     if not state.accepted_groups:
         return 1
     tokens_per_block = state.block_tokens / state.accepted_groups * state.rules.block_groups
     in_time = tokens_per_s * state.law.lease_target_s / max(1.0, tokens_per_block)
     if state.law.version >= 2 and member.pace_s:
         in_time = min(in_time, state.law.lease_target_s / member.pace_s)  # guard: measured-speed
+    if continued:
+        in_time /= work_of(state, (FIRST_BLOCK,))
     return int(max(1.0, min(MAX_LEASE_BLOCKS, in_time)))  # guard: claimed-speed
 
 
-def lease_times(state: State, member: Member, blocks: int, now: float) -> tuple[float, float]:
+def lease_times(state: State, member: Member, blocks: Sequence[int], now: float) -> tuple[float, float]:
     """Soft time and deadline of a lease. A worker that was slow before gets more time. For a newcomer, the usual time in
     the run counts. Before version 2 of the rules, there is no soft time."""
-    law, longest_s = state.law, state.rules.lease_s * blocks
+    law, longest_s = state.law, state.rules.lease_s * work_of(state, blocks)
     if law.version < 2:
         return 0.0, now + longest_s
-    in_hand = blocks + sum(len(lease.blocks) for lease in state.open_leases_of(member.key))
+    in_hand = sum(work_of(state, held) for held in (blocks, *(x.blocks for x in state.open_leases_of(member.key))))
     due_s = (member.pace_s or usual_pace_s(state)) * in_hand
     longest_s = min(
         longest_s, max(state.rules.lease_s, law.deadline_times * due_s)

@@ -79,6 +79,8 @@ def _in_the_way(state: State, stream: StreamRecord, now: float) -> Iterator[tupl
     """Of the blocks that the next batch waits for: those that are free, those whose newest submission validators dispute or
     do not judge, and those whose newest worker has no good record, or has had `Law.patience_times` the usual time."""
     for version, number in blocks_in_the_way(state, stream):
+        if number not in stream.versions[version].blocks:  # nobody was leased it yet
+            continue
         newest = state.leases[stream.versions[version].blocks[number].lease]
         if newest.status == "submitted":  # guard: made-again-once
             sent = state.submissions[newest.submission]

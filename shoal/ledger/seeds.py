@@ -10,6 +10,8 @@ from shoal.ledger.drawn import table_of
 from shoal.ledger.pools import SolvedGroup, solve_rate
 from shoal.ledger.state import LeaseRecord, State, StreamRecord
 from shoal.protocol import types as t
+from shoal.protocol.constants import CONTINUATIONS
+from shoal.protocol.continuations import FIRST_BLOCK, is_continued, is_continued_slot, parent_slot
 from shoal.protocol.draws import draw_task
 from shoal.protocol.needs import kind_of
 from shoal.protocol.randomness import slot_seed, uniform
@@ -19,17 +21,27 @@ MOST_COUNTED = 8192
 
 
 def slot_of(state: State, stream: StreamRecord, version: int, slot: int, link: bytes) -> t.Slot:
-    """A slot with its seed, environment and task; `link` is link(version) of the slot chain."""
-    seed = slot_seed(state.run, version, stream.versions[version].root, link, slot, stream.name)
-    return t.Slot(slot, seed.hex(), *draw_task(seed, table_of(state, stream, version)))
+    """A slot with its seed, environment and task; `link` is link(version) of the slot chain. One of continuations has those
+    of its parent."""
+    size, slots = state.rules.block_groups, stream.versions[version].slots
+    continued = is_continued_slot(slot, size)
+    number = parent_slot(slot, size) if continued else slot
+    seed = slot_seed(state.run, version, stream.versions[version].root, link, number, stream.name)
+    parent = None
+    if continued and slots[number].status == "signal":
+        parent = t.Parent(slots[number].submission, slots[number].index, slots[number].digest)
+    return t.Slot(slot, seed.hex(), *draw_task(seed, table_of(state, stream, version)), parent)
 
 
 def lease_of(state: State, lease: LeaseRecord, link: bytes) -> t.Lease:
     """A lease as its worker was given it, all slots with their seeds."""
     size, stream = state.rules.block_groups, state.stream_of(lease)
-    kind = kind_of(state.envs)
     blocks = tuple(
-        t.Block(b, tuple(slot_of(state, stream, lease.version, s, link) for s in range(b * size, (b + 1) * size)), kind)
+        t.Block(
+            b,
+            tuple(slot_of(state, stream, lease.version, s, link) for s in range(b * size, (b + 1) * size)),
+            CONTINUATIONS if is_continued(b) else kind_of(state.envs),
+        )
         for b in lease.blocks
     )
     return t.Lease(lease.id, lease.worker, lease.version, blocks, state.sampling, lease.issued, lease.deadline)
@@ -45,7 +57,7 @@ def solved_groups(state: State, stream: StreamRecord, version: int, link: bytes)
     solved, slots = state.difficulty.solved if state.difficulty else {}, stream.versions[version].slots
     last = stream.batches[version][-1][1]
     if state.rules.max_staleness:  # guard: counts-to-the-batch
-        last = max(slots, default=-1)
+        last = FIRST_BLOCK * state.rules.block_groups - 1  # all but continuations
     found = []
     for number in sorted(slots)[:MOST_COUNTED]:
         if number <= last and slots[number].status in ("signal", "flat"):

@@ -147,7 +147,7 @@ class BlockRecord(msgspec.Struct):
 
 
 class SlotRecord(msgspec.Struct):
-    """A final slot: signal, flat (its group teaches nothing) or void; and where its group is."""
+    """A final slot: signal, flat (its group teaches nothing), continued (of continuations), void; where its group is."""
 
     status: str
     submission: str = ""

@@ -14,6 +14,7 @@ from shoal.engine.base import Score
 from shoal.errors import StateError
 from shoal.proofs.context import by_group
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
+from shoal.protocol.continuations import num_rollouts
 from shoal.protocol.sizes import submission_bytes
 from shoal.protocol.types import EngineFacts, Group, Lease, Rules, Submission
 from shoal.protocol.wire import to_msgpack
@@ -58,6 +59,9 @@ def prove_activations(groups: Sequence[Group], scores: Sequence[Score]) -> tuple
     """
     proofs = []
     for group, of_group in zip(groups, by_group(groups, scores), strict=True):
+        if not group.rollouts:
+            proofs.append(b"")
+            continue
         try:
             proofs.append(prove([score.hidden_PD for score in of_group if score.hidden_PD is not None]))
         except ValueError as error:
@@ -70,6 +74,7 @@ def largest_submission_bytes(lease: Lease, rules: Rules) -> int:
 
     A validator refuses a larger one before decoding it, so the lease limits how much memory a stranger can make us use.
     """
-    num_groups = sum(len(block.slots) for block in lease.blocks)
+    slots = [slot.slot for block in lease.blocks for slot in block.slots]
+    most = max((num_rollouts(rules, slot)[1] for slot in slots), default=0)
     proofs = rules.proofs != "none"
-    return min(MAX_SUBMISSION_BYTES, submission_bytes(num_groups, rules.group_size, lease.sampling.all_tokens, proofs))
+    return min(MAX_SUBMISSION_BYTES, submission_bytes(len(slots), most, lease.sampling.all_tokens, proofs))

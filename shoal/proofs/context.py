@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from shoal.engine.base import Score, ScoreRequest
@@ -20,9 +21,11 @@ from shoal.errors import Overreach
 from shoal.ledger.algorithm import advantages
 from shoal.policy.messages import Message, arguments_of
 from shoal.policy.render import Renderer
+from shoal.protocol.algorithms import vine_of
 from shoal.protocol.audits import MAX_REWARD
 from shoal.protocol.bounds import bounds_for
-from shoal.protocol.randomness import row_seed, sample_seed
+from shoal.protocol.continuations import Branch, branches, is_continued_slot, other_prefix, seeds_of, whole_author
+from shoal.protocol.randomness import row_seed
 from shoal.protocol.records import differs
 from shoal.protocol.types import (
     ENVIRONMENT,
@@ -137,6 +140,8 @@ class Context:
     """Proof of the group's activations; empty if the rules ask for none."""
     record: GroupRecord | None = None
     """The group as the host's stage played it; None in a run whose workers play."""
+    parent: Group | None = None
+    """The accepted group that this one continues; None if it continues none."""
     _replays: list[Replayed] | None = None
 
     @property
@@ -164,19 +169,64 @@ class Context:
     def env(self) -> Environment:
         return self.tools.envs[self.slot.env]
 
+    @property
+    def is_continued(self) -> bool:
+        """Whether the slot is one of continuations."""
+        return is_continued_slot(self.slot.slot, self.rules.block_groups)
+
+    @cached_property
+    def branches(self) -> list[Branch]:
+        """The continuations that are due; empty in an ordinary slot."""
+        vine = vine_of(self.rules.algorithm)
+        return branches(self.parent, vine) if self.parent is not None and vine is not None else []
+
+    @property
+    def due(self) -> int:
+        """Rollouts that the group must have."""
+        return len(self.branches) if self.is_continued else self.rules.group_size
+
+    def prompt(self, index: int, rollout: Rollout) -> tuple[list[int], int]:
+        """What a rollout opens with, and the index before which a difference is in that."""
+        if self.parent is not None:
+            branch = self.branches[index]
+            return self.parent.rollouts[branch.rollout].tokens_T()[: branch.position].tolist(), branch.position + 1
+        return self.opening, max(int(policy_positions(rollout)[0]), len(self.opening))
+
     def replays(self, group: Group) -> list[Replayed]:
         """Replay the rollouts of the group through the environment, once for all checks; equal rollouts only once."""
         if self._replays is None and self.record is not None:
             self._replays = _recorded(group, self.record)
+        if self._replays is None and self.parent is not None:
+            self._replays = self._continued(group.rollouts, self.parent)
         if self._replays is None:
-            tools = self.tools
-            self._replays = list(tools.replay(self.env, tools.renderer, self._task, group.rollouts, self.sampling))
+            self._replays = self._played(group.rollouts)
         return self._replays
+
+    def _played(self, rollouts: Sequence[Rollout]) -> list[Replayed]:
+        tools = self.tools
+        return list(tools.replay(self.env, tools.renderer, self._task, rollouts, self.sampling)) if rollouts else []
+
+    def _continued(self, rollouts: Sequence[Rollout], parent: Group) -> list[Replayed]:
+        """Replays of continuations, each as a rollout that was played in one go. One with another prefix has a problem."""
+        stops, whole = self.tools.renderer.stop_ids, dict[int, Rollout]()
+        found: dict[int, Replayed] = {}
+        for index, (rollout, branch) in enumerate(zip(rollouts, self.branches, strict=False)):
+            before = parent.rollouts[branch.rollout]
+            at = other_prefix(rollout, before, branch.position)
+            if at < 0:
+                author_T = whole_author(before, rollout.author_T(), branch.position, stops)
+                whole[index] = replace(rollout, author=author_T.tobytes())
+            else:
+                found[index] = _Replay(min(self.env.reward_bounds), rollout.ending, "it continues another rollout", at)
+        found |= dict(zip(whole, self._played(list(whole.values())), strict=True))
+        return [found[index] for index in range(len(found))]
 
     def playable(self) -> bool:
         """Whether the environment can begin the slot's task and leave room for a turn. If not, nobody can fill the slot."""
         if self.record is not None:
             return bool(self.record.rollouts)
+        if self.is_continued:
+            return True  # its parent was played
         assert self.slot.env in self.tools.envs, f"environment {self.slot.env} is not loaded"
         try:
             most = getattr(self.env, "max_tokens", 0) or self.sampling.max_tokens
@@ -203,12 +253,12 @@ class Context:
 
     def requests(self, group: Group) -> list[ScoreRequest]:
         """What the engine must prefill to replay the group's sampling: each row of each rollout with its own seed."""
-        return score_requests(self.slot, group)
+        return score_requests(self.slot, group, self.branches)
 
 
 @dataclass(frozen=True)
-class _Recorded:
-    """What the host's record says of one rollout."""
+class _Replay:
+    """What is known of one rollout without playing it."""
 
     reward: float
     ending: Ending
@@ -222,20 +272,21 @@ def _recorded(group: Group, record: GroupRecord) -> list[Replayed]:
     for index, rollout in enumerate(group.rollouts):
         known = record.rollouts[index] if index < len(record.rollouts) else None
         if known is None or differs(rollout, known.digest):
-            found.append(_Recorded(-MAX_REWARD, rollout.ending, "the host's stage recorded another rollout"))
+            found.append(_Replay(-MAX_REWARD, rollout.ending, "the host's stage recorded another rollout"))
         else:
-            found.append(_Recorded(known.reward, known.ending))
+            found.append(_Replay(known.reward, known.ending))
     return found
 
 
-def score_requests(slot: Slot, group: Group) -> list[ScoreRequest]:
-    """What to prefill for a slot's group: each row of each rollout, with its own seed."""
-    seed = bytes.fromhex(slot.seed)
+def score_requests(slot: Slot, group: Group, continued: Sequence[Branch] = ()) -> list[ScoreRequest]:
+    """What to prefill for a slot's group: each row of each rollout, with its own seed. `continued` are the branches of a
+    group of continuations."""
+    seeds = seeds_of(slot, len(group.rollouts), continued)
     return [
         ScoreRequest(
             token_ids=row.tokens_T.tolist(),
             policy_positions=np.flatnonzero(row.author_T != ENVIRONMENT).tolist(),
-            seed=row_seed(sample_seed(seed, index), number),
+            seed=row_seed(seeds[index], number),
         )
         for index, rollout in enumerate(group.rollouts)
         for number, row in enumerate(rollout.rows())

@@ -7,7 +7,7 @@ Checks that need no model run on every group, in order, and the first failure de
 for audit share one prefill; the audit checks read its scores. There the first hard failure decides, or else the first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -27,7 +27,7 @@ from shoal.proofs.checks import (
 )
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.proofs.context import CheckModule, Context, Failure, Tools, by_group
-from shoal.protocol.audits import influence, must_audit, paid_tokens
+from shoal.protocol.audits import influence, must_audit, pay_of
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.types import Check, Group, GroupRecord, GroupVerdict, Record, Submission, Verdict
 from shoal.protocol.wire import WireError, from_msgpack
@@ -45,10 +45,14 @@ STOPPED = "the sandbox stopped the environment"
 """Why a slot is void that another machine might be able to judge."""
 
 
-def verify_submission(body: bytes, check: Check, tools: Tools, record: bytes = b"") -> Verdict:
-    """Judge the bytes that a worker sent for a lease. `record` is what the host's stage played for it, if the host plays.
+def verify_submission(
+    body: bytes, check: Check, tools: Tools, record: bytes = b"", parents: Mapping[str, Group] | None = None
+) -> Verdict:
+    """Judge the bytes that a worker sent for a lease. `record` is what the host's stage played for it, if the host plays;
+    `parents` are the groups that the lease continues, by their digests.
 
-    The role must make sure that `check.id` is the digest of `body`, and that `tools` are of the lease's policy version.
+    The role must make sure that `check.id` is the digest of `body`, that `tools` are of the lease's policy version, and
+    that all parents are there.
     Nothing in `body` makes this raise.
     """
     submission = _open(body, check, tools)
@@ -60,9 +64,10 @@ def verify_submission(body: bytes, check: Check, tools: Tools, record: bytes = b
     recorded = _open_record(record, check, tools)
     if isinstance(recorded, Failure):
         return Verdict(check.id, tuple(_void(slot.slot, recorded) for slot in slots))
+    continued = [(parents or {})[slot.parent.digest] if slot.parent else None for slot in slots]
     contexts = [
-        Context(tools, check.lease, slot, submission, proof=proof, record=group)
-        for slot, proof, group in zip(slots, proofs, recorded or (None,) * len(slots), strict=True)
+        Context(tools, check.lease, slot, submission, proof=proof, record=group, parent=parent)
+        for slot, proof, group, parent in zip(slots, proofs, recorded or (None,) * len(slots), continued, strict=True)
     ]
     groups = [_open_group(encoded) for encoded in submission.groups]
     verdicts = [_judge_without_model(group, ctx) for group, ctx in zip(groups, contexts, strict=True)]
@@ -76,7 +81,7 @@ def verify_submission(body: bytes, check: Check, tools: Tools, record: bytes = b
     for place, group in audited:
         verdicts[place] = _judge_with_model(group, contexts[place])
     for judged, verdict, ctx in zip(groups, verdicts, contexts, strict=True):
-        if isinstance(judged, Group) and verdict.outcome == "accept":
+        if isinstance(judged, Group) and verdict.outcome == "accept" and not ctx.is_continued:
             tools.on_accept(ctx.slot.env, ctx.replays(judged))
     return Verdict(check.id, tuple(verdicts), _projections([contexts[place] for place, _ in audited], check))
 
@@ -95,7 +100,7 @@ def _is_due(verdict: GroupVerdict, draw: float, check: Check, tools: Tools) -> b
     """Whether to audit a group: it was drawn beforehand, or its influence or its pay makes it due."""
     rules = tools.info.rules
     weight = influence(verdict.rewards, verdict.tokens, rules.group_uses)  # guard: uses-are-checked
-    pay = paid_tokens(verdict.tokens, rules)
+    pay = pay_of(verdict, rules)
     # guard: influence-is-checked
     return verdict.slot in check.audited or must_audit(
         draw, check.rate, weight, check.mean_influence, pay, check.mean_pay
@@ -148,7 +153,8 @@ def _prefill(audited: Sequence[tuple[Group, Context]], tools: Tools) -> None:
     """Give each audited group its scores, from one call of the engine."""
     if not audited:
         return
-    scores = tools.score([request for group, ctx in audited for request in ctx.requests(group)])
+    requests = [request for group, ctx in audited for request in ctx.requests(group)]
+    scores = tools.score(requests) if requests else []
     for (_, ctx), of_group in zip(audited, by_group([group for group, _ in audited], scores), strict=True):
         ctx.scores = of_group
 
@@ -168,6 +174,8 @@ def _judge_without_model(group: Group | Failure, ctx: Context) -> GroupVerdict:
 
 def _judge_with_model(group: Group, ctx: Context) -> GroupVerdict:
     """Run all checks that read `ctx.scores`, so that a mild failure of one cannot hide a hard failure of another."""
+    if not group.rollouts:  # nothing was due
+        return msgspec.structs.replace(_accept(group, ctx), audited=True)
     failures = [(module, module.check(group, ctx)) for module in AUDIT]
     found = [_refuse(ctx.slot.slot, module, failure) for module, failure in failures if failure is not None]
     hard = (verdict for verdict in found if verdict.outcome == "hard")

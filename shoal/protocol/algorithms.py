@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from shoal.protocol import compositions
-from shoal.protocol.compositions import AnyComposition, Composition
+from shoal.protocol.compositions import AnyComposition, Composition, Vine
 
 
 class Grpo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="grpo"):
@@ -66,6 +66,11 @@ def judge_named(algorithm: Algorithm) -> Literal["", "teacher", "reward_model"]:
 def judged_by_trainer(algorithm: Algorithm) -> bool:
     """Whether a model of the trainer's decides what rollouts are worth, and not their rewards alone."""
     return needs_critic(algorithm) or bool(judge_named(algorithm))
+
+
+def vine_of(algorithm: Algorithm) -> Vine | None:
+    """The settings of continuations, if the algorithm learns from any."""
+    return algorithm.credit or None if isinstance(algorithm, Composition) else None
 
 
 def narrowest_bound(algorithm: Algorithm) -> float:

@@ -5,7 +5,7 @@ Used by validators, by auditors, and by the rules, which refuse a verdict that a
 
 from collections.abc import Sequence
 
-from shoal.protocol.types import Rules
+from shoal.protocol.types import GroupVerdict, Rules
 
 CHECKS = (
     "shape", "lease", "prompt", "environment", "reward", "ending", "complete", "sampling", "logprobs", "activations",
@@ -29,9 +29,16 @@ def influence(rewards: Sequence[float], tokens: int, uses: int = 1) -> float:
     return sum(abs(reward - mean) for reward in rewards) / len(rewards) * tokens * uses  # guard: each-use-counts
 
 
-def paid_tokens(tokens: int, rules: Rules) -> int:
-    """Of a group's policy tokens, those that are paid: text beyond the run's cap earns nothing."""
-    return min(tokens, rules.paid_tokens * rules.group_size) if rules.paid_tokens else tokens  # guard: paid-length
+def paid_tokens(tokens: int, rules: Rules, rollouts: int | None = None) -> int:
+    """Of a group's policy tokens, those that are paid: text beyond the run's cap earns nothing. A group of continuations
+    has another number of `rollouts` than the run's group size."""
+    most = rules.paid_tokens * (rules.group_size if rollouts is None else rollouts)
+    return min(tokens, most) if rules.paid_tokens else tokens  # guard: paid-length
+
+
+def pay_of(group: GroupVerdict, rules: Rules) -> int:
+    """What a group brings its worker if this verdict on it holds, tokens."""
+    return paid_tokens(group.tokens, rules, len(group.rewards))
 
 
 def must_audit(

@@ -8,6 +8,7 @@ sentences name.
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name"):
@@ -121,6 +122,21 @@ class Kl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     each token's advantage is lower by beta times the sum of k1 from it to the end of its row."""
 
 
+# --- credit ---
+
+
+class Vine(Part, frozen=True, tag="vine"):
+    """VinePPO's credit (`algos/vine`): workers continue accepted rollouts from places within them, and the mean reward of
+    the continuations is the value of the place."""
+
+    continuations: int = 4
+    """Continuations from each place."""
+    every: int = 8
+    """Policy tokens between two places of a rollout; more if there would be more than `most`."""
+    most: int = 4
+    """Places of one rollout, at most."""
+
+
 # --- algorithms ---
 
 Advantage = Literal["mean", "mean_std", "rloo", "maxrl", "reward", "gae", "teacher", "reward_model"]
@@ -161,6 +177,8 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     """Weight of the squared log-ratio to the policy that sampled (`algos/squared_ratio`)."""
     kl: Kl = Kl()
     """The penalty on leaving the first policy."""
+    credit: Vine | UnsetType = UNSET
+    """How tokens of one rollout differ in what they are worth. Left out: they do not."""
 
 
 class Ppo(Composition, frozen=True, tag="ppo"):

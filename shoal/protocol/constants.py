@@ -17,6 +17,10 @@ COMPLETIONS = "completions"
 """The kind of lease item whose slots are groups of rollouts, too, but whose environment stays with the host: the worker
 extends token ids, and asks the host for the environment's words after each turn. Changing breaks: every older node."""
 
+CONTINUATIONS = "continuations"
+"""The kind of lease item whose slots hold rollouts that continue those of an accepted group, from places within them.
+Changing breaks: every older node."""
+
 CONTROL_STOPS = "control"
 """In runs with this rule, every control token of the tokenizer ends a turn, except those that the chat template writes
 within turns. Changing breaks: replay of every log that names no rule."""

@@ -7,9 +7,10 @@ because older nodes ignore it.
 
 from collections.abc import Iterable, Sequence
 
+from shoal.protocol.algorithms import vine_of
 from shoal.protocol.bounds import DTYPES, TRANSFORMERS
 from shoal.protocol.compositions import Composition
-from shoal.protocol.constants import COMPLETIONS, CONTROL_STOPS, EPISODES
+from shoal.protocol.constants import COMPLETIONS, CONTINUATIONS, CONTROL_STOPS, EPISODES
 from shoal.protocol.noise import NOISES, PHILOX
 from shoal.protocol.types import EnvSpec, Rules, Sampling
 
@@ -71,9 +72,10 @@ def needs_of(
     others = (TRANSFORMERS,) if transformers else ()  # the kind of engine is the word
     composed = (COMPOSITIONS,) if isinstance(rules.algorithm, Composition) else ()
     repeats = (REPEATS,) if rules.uses else ()
+    continued = (CONTINUATIONS,) if vine_of(rules.algorithm) else ()  # the kind of lease item is the word
     named = (
         *proofs, *settings, *shaping, *rows, *patches, *codes, *stops, *noise, *others, *low_rank, *coded, *composed,
-        *repeats,
+        *repeats, *continued,
     )  # fmt: skip
     return (kind_of(envs), dtype_need(rules.dtype), *named)
 
@@ -105,8 +107,8 @@ def proofs_need(proofs: str) -> str:
 
 
 SUPPORTED = frozenset({
-    ADAPTERS, CODED_BASE, EPISODES, COMPLETIONS, COMPOSITIONS, REPEATS, SETTINGS, SHAPING, ROWS, PATCHES, INT8, STOPS,
-    TRANSFORMERS,
+    ADAPTERS, CODED_BASE, EPISODES, COMPLETIONS, COMPOSITIONS, CONTINUATIONS, REPEATS, SETTINGS, SHAPING, ROWS, PATCHES,
+    INT8, STOPS, TRANSFORMERS,
     proofs_need("toploc"), *map(dtype_need, DTYPES), *map(noise_need, NOISES),
 })  # fmt: skip
 """What this version of shoal supports: it cannot join a run that needs anything else."""

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
+from shoal.protocol.algorithms import vine_of
 from shoal.protocol.identity import Key, verify_signature
 from shoal.protocol.types import EnvSpec, Grant, Receipt, Rules
 from shoal.protocol.wire import digest, to_json
@@ -34,4 +35,5 @@ def _unsigned(promise: Grant | Receipt) -> bytes:
 
 def terms_of(envs: Sequence[EnvSpec], rules: Rules) -> str:
     """Digest of what decides a lease's tokens beside the lease and its version. It never changes during a run."""
-    return digest(to_json([envs, rules.group_size, rules.dtype, rules.proofs]))
+    vine = vine_of(rules.algorithm)  # from where rollouts are continued
+    return digest(to_json([envs, rules.group_size, rules.dtype, rules.proofs, *([vine] if vine else [])]))

@@ -60,6 +60,11 @@ def sample_seed(slot: bytes, index: int) -> bytes:
     return domain_hash("sample", slot, index.to_bytes(8, "big"))
 
 
+def continuation_seed(slot: bytes, rollout: int, position: int, number: int) -> bytes:
+    """Seed of one continuation, 32 bytes: the `number`-th from a token index of a rollout; `slot` is the parent's seed."""
+    return domain_hash("continuation", slot, *(part.to_bytes(8, "big") for part in (rollout, position, number)))
+
+
 def row_seed(sample: bytes, row: int) -> bytes:
     """Seed of one row of a rollout, 32 bytes. The first row has the rollout's own. Noise counts positions within a row, so
     two rows of one seed would get the same noise."""

@@ -9,9 +9,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from shoal.protocol.constants import EPISODES, MAX_JSON_BYTES, MAX_LEASE_BLOCKS, MAX_SUBMISSION_BYTES
+from shoal.protocol.algorithms import vine_of
+from shoal.protocol.constants import CONTINUATIONS, EPISODES, MAX_JSON_BYTES, MAX_LEASE_BLOCKS, MAX_SUBMISSION_BYTES
+from shoal.protocol.continuations import most_rollouts
 from shoal.protocol.needs import kind_of
-from shoal.protocol.types import BatchGroup, Block, EnvSpec, GroupVerdict, Rules, Sampling, Slot
+from shoal.protocol.types import BatchGroup, Block, EnvSpec, GroupVerdict, Parent, Rules, Sampling, Slot
 from shoal.protocol.wire import to_json
 
 BYTES_PER_TOKEN = 4 + 1 + 4
@@ -75,24 +77,28 @@ def most_lease_groups(group_size: int, max_tokens: int, proofs: bool, envs: Iter
     return min(submitted, (MAX_JSON_BYTES - MESSAGE_OVERHEAD_BYTES) // said)
 
 
-def most_lease_blocks(law: Rules, sampling: Sampling, envs: Iterable[EnvSpec]) -> int:
-    """Blocks of the largest lease of a run."""
+def most_lease_blocks(law: Rules, sampling: Sampling, envs: Iterable[EnvSpec], continued: bool = False) -> int:
+    """Blocks of the largest lease of a run; of continuations, if `continued`."""
     specs = list(envs)
-    labels, proofs = [env.label for env in specs], law.proofs != "none"
-    groups = most_lease_groups(law.group_size, sampling.all_tokens, proofs, labels, kind_of(specs))
+    labels, proofs, size = [env.label for env in specs], law.proofs != "none", law.group_size
+    if continued and (vine := vine_of(law.algorithm)):
+        size = most_rollouts(law, vine)
+    kind = CONTINUATIONS if continued else kind_of(specs)
+    groups = most_lease_groups(size, sampling.all_tokens, proofs, labels, kind)
     return max(1, min(MAX_LEASE_BLOCKS, groups // law.block_groups))
 
 
-def most_batch_groups(group_size: int) -> int:
-    """Groups of the largest batch that fits into a message."""
-    member = BatchGroup(WIDE_INT, WIDE_INT, HASH, WIDE_INT, HASH, (WIDE_FLOAT,) * group_size)
+def most_batch_groups(group_size: int, continuations: int = 0) -> int:
+    """Groups of the largest batch that fits into a message, if each has at most so many continuations."""
+    rewards = (WIDE_FLOAT,) * group_size, (WIDE_FLOAT,) * continuations
+    member = BatchGroup(WIDE_INT, WIDE_INT, HASH, WIDE_INT, HASH, *rewards)
     return (MAX_JSON_BYTES - MESSAGE_OVERHEAD_BYTES) // _listed(member)
 
 
 def _check_bytes(envs: Iterable[str], kind: str) -> int:
     """Bytes of one group in a check, which holds the lease: a slot, at worst in a block of its own, and its draw."""
     label = max(ENV_LABEL_BYTES, *(len(to_json(env)) for env in envs), 0)
-    slot = Slot(WIDE_INT, HASH, "x" * label, WIDE_INT)
+    slot = Slot(WIDE_INT, HASH, "x" * label, WIDE_INT, Parent(HASH, WIDE_INT, HASH) if kind == CONTINUATIONS else None)
     return _listed(Block(WIDE_INT, (slot,), kind)) + _listed(WIDE_INT) + _listed(WIDE_FLOAT)
 
 

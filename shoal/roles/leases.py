@@ -12,14 +12,17 @@ from collections.abc import AsyncGenerator, Callable
 from shoal.errors import PeerError, StateError
 from shoal.net.stopping import Stopping
 from shoal.protocol import types as t
+from shoal.protocol.algorithms import vine_of
 from shoal.protocol.constants import (
     BOOKED_WITHIN_S,
+    CONTINUATIONS,
     EPISODES,
     LONG_POLL_S,
     MAX_LEASE_BLOCKS,
     MAX_OPEN_LEASES,
     MAX_ROLLOUT_TOKENS,
 )
+from shoal.protocol.continuations import is_continued
 from shoal.protocol.wire import is_digest
 from shoal.roles.seat import SOONEST_S, Seat
 
@@ -106,7 +109,7 @@ class Leases:
     async def _open_grant(self, answer: t.LeaseAnswer, lease: t.Lease) -> t.Grant:
         """The grant of a lease. A lease that we may not play is returned, for another worker. Raises `PeerError`."""
         try:
-            demand_sound(lease, self._seat.kind)
+            demand_sound(lease, self._seat.kind, vine_of(self._seat.info.rules.algorithm) is not None)
             self.demand_same_time(lease.issued)  # guard: lease-from-the-future
             return self._seat.open_grant(answer, lease)
         except PeerError:
@@ -123,14 +126,18 @@ class Leases:
             )
 
 
-def demand_sound(lease: t.Lease, kind: str = EPISODES) -> None:
-    """Raise `PeerError` for a lease of another kind than the run's, and for one that no honest host grants."""
-    unknown = {block.kind for block in lease.blocks} - {kind}
+def demand_sound(lease: t.Lease, kind: str = EPISODES, continues: bool = False) -> None:
+    """Raise `PeerError` for a lease of another kind than the run's, and for one that no honest host grants. `continues`:
+    whether the run has continuations."""
+    kinds = {CONTINUATIONS if continues and is_continued(block.index) else kind for block in lease.blocks}
+    unknown = {block.kind for block in lease.blocks} - kinds
     if unknown:  # guard: known-kinds-of-lease
         raise PeerError(
             f"the lease holds {', '.join(sorted(unknown))}, but this version of shoal knows only {kind} in this run: "
             "install the host's version"
         )
+    if len(kinds) > 1:  # guard: one-kind-of-work
+        raise PeerError("the lease holds continuations and other work at once: tell the host")
     if len(lease.blocks) > MAX_LEASE_BLOCKS:  # guard: blocks-of-a-lease
         raise PeerError(
             f"a lease has {len(lease.blocks)} blocks, limit {MAX_LEASE_BLOCKS} (MAX_LEASE_BLOCKS): tell the host"

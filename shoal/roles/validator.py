@@ -21,8 +21,10 @@ from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import Stopping
 from shoal.policy.device import CPU, demand_device
 from shoal.proofs.context import Replayed, Tools
+from shoal.proofs.parents import parent_bodies, parents_in
 from shoal.proofs.verify import verify_submission
 from shoal.protocol import types as t
+from shoal.protocol.algorithms import vine_of
 from shoal.protocol.bounds import LOCAL
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.protocol.noise import PHILOX
@@ -125,6 +127,7 @@ class Validator:
                 try:
                     keep = self.seat.info.rules.max_staleness + 2
                     body, record = await self._body(check), await self._record(check)
+                    parents = await self._parents(check)
                     load = load_on_shift(self.seat, self.shift, shift, check.lease.version, keep=keep)
                     if not await loaded_in_time(load, self.stopping):
                         return
@@ -136,7 +139,9 @@ class Validator:
                     continue
                 self.seat.demand_judge(check, len(body))
                 with self.seat.within_memory(f"judging submission {check.id[:12]}"):
-                    verdict = await asyncio.to_thread(verify_submission, body, check, self._tools(check), record)
+                    verdict = await asyncio.to_thread(
+                        verify_submission, body, check, self._tools(check), record, parents
+                    )
             await self._give(verdict)
 
     async def _join(self) -> bool:
@@ -155,7 +160,7 @@ class Validator:
             if answer is None:
                 return None
             if answer.check is not None:
-                demand_sound(answer.check.lease, self.seat.kind)
+                demand_sound(answer.check.lease, self.seat.kind, vine_of(self.seat.info.rules.algorithm) is not None)
                 return answer.check
             status = await self.stopping.unless(self.client.get_json("/v1/status", t.Status))
             if status is None:
@@ -173,6 +178,13 @@ class Validator:
     async def _record(self, check: t.Check) -> bytes:
         """What the host's stage played for the lease, verified by its hash; empty in runs whose workers play."""
         return await self.client.get_blob(check.record, cap=MAX_SUBMISSION_BYTES) if check.record else b""
+
+    async def _parents(self, check: t.Check) -> dict[str, t.Group]:
+        """The groups that the submission continues, by their digests, which verify them."""
+        bodies = {
+            name: await self.client.get_blob(name, cap=MAX_SUBMISSION_BYTES) for name in parent_bodies(check.lease)
+        }
+        return parents_in(check.lease, bodies)
 
     def _tools(self, check: t.Check) -> Tools:
         temperature, seat = check.lease.sampling.temperature, self.seat

@@ -17,14 +17,12 @@ from typing import TypeAlias
 from shoal.engine.base import Engine
 from shoal.engine.cheats import cheating
 from shoal.engine.open import EngineSpec, demand_kind, open_engine
-from shoal.envs.play import play_block
-from shoal.errors import Overreach, PeerError, Superseded, Undecided
+from shoal.errors import NothingYet, Overreach, PeerError, Superseded, Undecided
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import Stopping
 from shoal.policy.device import CPU, demand_device
 from shoal.proofs.commit import commit, prove_activations
-from shoal.proofs.context import score_requests
 from shoal.protocol import types as t
 from shoal.protocol.bounds import LOCAL
 from shoal.protocol.constants import COMPLETIONS
@@ -33,6 +31,7 @@ from shoal.protocol.promises import is_promised
 from shoal.protocol.sizes import turn_answer_bytes
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.completions import AHEAD, Hands, Table, TooLate, Use, play_blocks
+from shoal.roles.continuing import Parents, fetch_parents, play_leased, to_prove
 from shoal.roles.leases import Leases
 from shoal.roles.loading import loaded_in_time
 from shoal.roles.memory import enforced, limit_of
@@ -241,15 +240,24 @@ class Worker:
         lease = grant.lease
         await self._load_for(grant, use)
         self.seat.demand_play(lease)
+        parents = await self._parents(lease)
         blocks = {(lease.version, block.index) for block in lease.blocks}
         self.seat.doubt.holds = not blocks & self.undecided  # guard: same-work-again-decides
         try:
-            groups = await asyncio.to_thread(self._play, lease)
+            groups = await asyncio.to_thread(self._play, lease, parents)
         except Undecided as why:
             log.warning("dropped lease=%s reason=%r", lease.id, str(why))
             self.undecided |= blocks  # guard: stopped-is-given-back
             return None
-        return None if groups is None else (groups, await asyncio.to_thread(self._prove, lease, groups))
+        return None if groups is None else (groups, await asyncio.to_thread(self._prove, lease, groups, parents))
+
+    async def _parents(self, lease: t.Lease) -> Parents:
+        """The groups that a lease continues. Raises `TooOld` if the lease ended meanwhile."""
+        try:
+            return await fetch_parents(self.seat, lease)
+        except (NothingYet, Superseded) as reason:
+            log.warning("dropped lease=%s reason=%r", lease.id, str(reason))
+            raise TooOld from None
 
     async def _play_turns(self, grant: t.Grant, before: Use, use: Use) -> Made | None:
         """The same while the host plays the environments."""
@@ -299,20 +307,20 @@ class Worker:
         # The engine may have worked for other leases, too.
         self.leases.tokens_per_s = (self.hands.tokens - tokens) / max(time.perf_counter() - loaded_s, 1e-6)
         async with self.hands.engine:
-            return groups, await asyncio.to_thread(self._prove, lease, groups)
+            return groups, await asyncio.to_thread(self._prove, lease, groups, {})
 
-    def _play(self, lease: t.Lease) -> list[t.Group] | None:
+    def _play(self, lease: t.Lease, parents: Parents) -> list[t.Group] | None:
         """Generate the groups of a lease, block by block, and measure how fast. None if that takes far too long."""
         started, seat, allowed_s = time.perf_counter(), self.seat, lease.deadline - lease.issued
         groups: list[t.Group] = []
-        size, taken_s = seat.info.rules.group_size, 0.0
+        taken_s = 0.0
         for block in lease.blocks:
             if groups and taken_s > LATE * allowed_s:  # guard: late-lease-is-dropped
                 log.warning("dropped lease=%s reason='took %.0f s of %.0f allowed'", lease.id, taken_s, allowed_s)
                 return None
             if groups:
                 self.shift.pause()
-            groups += play_block(seat.engine, seat.policy.renderer, seat.envs, block, size, lease.sampling)
+            groups += play_leased(seat, lease, block, parents)
             taken_s = time.perf_counter() - started
             tokens = sum(rollout.num_policy_tokens() for group in groups for rollout in group.rollouts)
             # also of a lease that is dropped: the next is then smaller
@@ -321,14 +329,11 @@ class Worker:
             seat.memory.demand_within()
         return groups
 
-    def _prove(self, lease: t.Lease, groups: list[t.Group]) -> tuple[bytes, ...]:
+    def _prove(self, lease: t.Lease, groups: list[t.Group], parents: Parents) -> tuple[bytes, ...]:
         """Proofs of the activations, if the run asks for them. They take one more prefill of the rollouts."""
         if self.seat.info.rules.proofs == "none":
             return ()
-        slots = [slot for block in lease.blocks for slot in block.slots]
-        requests = [
-            request for slot, group in zip(slots, groups, strict=True) for request in score_requests(slot, group)
-        ]
+        requests = to_prove(lease, groups, parents, self.seat.info.rules)
         return prove_activations(groups, self.seat.engine.score(requests, lease.sampling.temperature, hidden=True))
 
     async def _submit(self, lease: t.Lease, groups: list[t.Group], proofs: tuple[bytes, ...]) -> None:

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import PeerError
-from shoal.ledger.algorithm import advantages
 from shoal.protocol.algorithms import Algorithm
 from shoal.protocol.rollouts import flaw_of
 from shoal.protocol.types import ENVIRONMENT, POLICY, BatchGroup, Group
 from shoal.protocol.wire import WireError, digest, from_msgpack
+from shoal.train.credit import credit
 
 
 class Unlearnable(PeerError):
@@ -72,7 +72,7 @@ def rows_of_group(
 ) -> list[Row]:
     """The rows of a batch member, from its bytes, in order of sample index, without rows that teach nothing.
 
-    All rows of a rollout have its reward and its advantage.
+    All rows of a rollout have its reward, and without continuations its advantage.
 
     Raises `PeerError` if the bytes are not the group that the batch names. Raises `Unlearnable`, naming slot, rollout and
     fault, if they hold anything that must not reach the model.
@@ -97,21 +97,26 @@ def rows_of_group(
     flaw = flaw_of(group.rollouts, vocabulary=vocabulary, max_tokens=max_tokens, max_rollout_tokens=max_rollout_tokens)
     if flaw is not None:
         raise Unlearnable(_refusal(place, str(flaw)))
-    advantages_G = advantages(member.rewards, algorithm)
+    try:
+        credit_G = credit(group, member.rewards, member.continuations, algorithm)
+    except ValueError as error:
+        raise Unlearnable(_refusal(place, str(error))) from None
     rows = []
-    for i, (rollout, reward, A) in enumerate(zip(group.rollouts, member.rewards, advantages_G, strict=True)):
+    for i, (rollout, reward, A_P) in enumerate(zip(group.rollouts, member.rewards, credit_G, strict=True)):
+        first = 0
         for part in rollout.rows():
             author_T = part.author_T
             written_P = np.flatnonzero(author_T != ENVIRONMENT)
             learned_P = author_T[written_P] == POLICY  # guard: masked-turns-teach-nothing
             positions_P = written_P[learned_P]
+            begin, first = first, first + len(positions_P)
             if len(positions_P):
                 rows.append(
                     Row(
                         tokens_T=part.tokens_T.astype(np.int64),
                         positions_P=positions_P,
                         behaviour_logp_P=part.logprobs_P[learned_P].astype(np.float32),
-                        advantage_P=np.full(len(positions_P), A, dtype=np.float32),
+                        advantage_P=A_P[begin:first],
                         weight_P=np.ones(len(positions_P), dtype=np.float32),
                         reward=reward,
                         version=rollout.version,

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from shoal.ledger import supply
 from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.facts.leases import ReturnLeases
 from shoal.ledger.facts.run import Admin, Tick
@@ -13,7 +14,7 @@ from shoal.ledger.state import State, state_hash
 from shoal.ledger.table import apply
 from tests.ledger.world import World
 
-OF_A_STREAM = (leases._supply, leases._in_flight, leases.groups_wanted)
+OF_A_STREAM = (supply.supply, supply.in_flight, supply.groups_wanted)
 OF_A_RUN = (leases._workers, leases._num_good_workers)
 WORKERS = tuple(letter * 64 for letter in "abcdef")
 
@@ -60,7 +61,7 @@ def test_kept_counts_equal_fresh_counts_after_every_event_of_a_log(tmp_path, see
         for count, of in [*((count, (state.main,)) for count in OF_A_STREAM), *((count, ()) for count in OF_A_RUN)]:
             assert count(state, *of) == count.__wrapped__(state, *of) == count(state, *of), (state.seq, count.__name__)
     assert state.main.version > 1 and len(state.leases) > 20 and state.refused
-    assert leases.groups_in_flight(state, state.main) == leases.groups_in_flight(world.state, world.state.main)
+    assert supply.groups_in_flight(state, state.main) == supply.groups_in_flight(world.state, world.state.main)
 
 
 def test_kept_counts_are_no_part_of_a_state(tmp_path):

@@ -18,9 +18,9 @@ from shoal.ledger.facts.verdicts import Decision, Judge, Rechecked
 from shoal.ledger.facts.versions import Publish
 from shoal.ledger.law import LAW, Law, law_difference
 from shoal.ledger.log.book import replay
-from shoal.ledger.rules.leases import groups_wanted
 from shoal.ledger.rules.verdicts import to_judge
 from shoal.ledger.state import state_hash
+from shoal.ledger.supply import groups_wanted
 from shoal.proofs.verify import AUDIT, MODEL_FREE
 from shoal.protocol.audits import CHECKS
 from shoal.protocol.constants import MAX_LEASE_BLOCKS

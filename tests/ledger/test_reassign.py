@@ -13,8 +13,8 @@ from shoal.ledger.law import LAW, as_version
 from shoal.ledger.log.redecide import redecide
 from shoal.ledger.next_batch import blocks_in_the_way
 from shoal.ledger.reassign import reliable
-from shoal.ledger.rules.leases import groups_in_flight
 from shoal.ledger.state import state_hash
+from shoal.ledger.supply import groups_in_flight
 from shoal.ledger.table import apply, make_entry
 from tests.ledger.world import VALIDATOR, World
 

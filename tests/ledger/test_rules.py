@@ -15,8 +15,9 @@ from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import verify
 from shoal.ledger.rules.batches import groups_beyond_share
-from shoal.ledger.rules.leases import groups_a_worker, groups_wanted
+from shoal.ledger.rules.leases import groups_a_worker
 from shoal.ledger.state import state_hash
+from shoal.ledger.supply import groups_wanted
 from shoal.ledger.table import read_entry
 from shoal.protocol.algorithms import Grpo
 from shoal.protocol.types import GroupVerdict, Join, Receipt, Verdict

@@ -6,6 +6,7 @@ from shoal.ledger.entry import Entry
 from shoal.ledger.state import SlotRecord, State
 from shoal.protocol.audits import influence
 from shoal.protocol.constants import MAIN_STREAM
+from shoal.protocol.continuations import is_continued_slot
 from shoal.protocol.types import Message
 
 
@@ -23,8 +24,8 @@ class GroupAccepted(Message, frozen=True):
     rewards: tuple[float, ...]
     signal: bool | None = None
     """Whether the run's algorithm can learn from it. It is decided once and stored, so replaying the state needs no
-    algorithm. Deciding it again, as `shoal ledger verify` does, needs the algorithm. None in logs of version 0, which
-    means: if rewards differ."""
+    algorithm. Deciding it again, as `shoal ledger verify` does, needs the algorithm. False of continuations. None in logs
+    of version 0, which means: if rewards differ."""
     stream: str = MAIN_STREAM
     auditor: str | UnsetType = UNSET
     """Key of the first validator whose accepting verdict audited it. Only in runs that use groups again, if one did, and if
@@ -41,6 +42,8 @@ class SlotVoid(Message, frozen=True):
     version: int
     slots: tuple[int, ...]
     cause: str
+    """environment: it cannot begin the task; stale: their version is too old; dropped: as many workers gave their block
+    back as may be leased it; drained: of continuations that nobody had been leased when the run was drained."""
     stream: str = MAIN_STREAM
 
 
@@ -55,9 +58,15 @@ class BatchFormed(Message, frozen=True):
 
 def apply_group_accepted(body: GroupAccepted, state: State, entry: Entry) -> None:
     stream = state.streams[body.stream]
+    continued = is_continued_slot(body.slot, state.rules.block_groups)
+    status = "continued" if continued else "signal" if body.has_signal else "flat"
     stream.versions[body.version].slots[body.slot] = SlotRecord(
-        "signal" if body.has_signal else "flat", body.submission, body.index, body.digest, body.rewards, body.tokens
+        status, body.submission, body.index, body.digest, body.rewards, body.tokens
     )
+    worker = state.lease_of(state.submissions[body.submission]).worker
+    state.members[worker].accepted += 1
+    if continued:  # guard: continuations-are-no-groups
+        return  # no batch takes it, and what is usual for groups is not usual for it
     state.influence += influence(body.rewards, body.tokens)
     if body.has_signal:  # guard: signal-fills-batches
         stream.pool.append((body.version, body.slot))
@@ -67,8 +76,6 @@ def apply_group_accepted(body: GroupAccepted, state: State, entry: Entry) -> Non
     else:
         stream.flat += 1
         stream.flat_reward += sum(body.rewards) / max(1, len(body.rewards))
-    worker = state.lease_of(state.submissions[body.submission]).worker
-    state.members[worker].accepted += 1
     state.block_tokens += body.tokens
     state.accepted_groups += 1
 
@@ -79,7 +86,7 @@ def apply_slot_void(body: SlotVoid, state: State, entry: Entry) -> None:
     for slot in body.slots:
         version.slots[slot] = SlotRecord("void")
     size = state.rules.block_groups
-    given_up = {(body.version, slot // size) for slot in body.slots if body.cause in ("stale", "dropped")}
+    given_up = {(body.version, slot // size) for slot in body.slots if body.cause in ("stale", "dropped", "drained")}
     for place in [place for place in stream.free if place in given_up]:
         stream.free.remove(place)
         version.blocks[place[1]].status = "done"

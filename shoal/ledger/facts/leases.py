@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from shoal.ledger.entry import Entry
 from shoal.ledger.state import BlockRecord, LeaseRecord, State
 from shoal.protocol.constants import MAIN_STREAM, MAX_LEASE_BLOCKS
+from shoal.protocol.continuations import is_continued
 from shoal.protocol.types import Message
 
 
@@ -86,7 +87,7 @@ def apply_lease_lapsed(body: LeaseLapsed, state: State, entry: Entry) -> None:
     if body.cause in ("deadline", "returned", "held", "overtaken"):
         lease.unfilled = _left_to_others(state, lease)
         member.unfilled += lease.unfilled
-    if body.cause == "overtaken":  # guard: overtaken-is-slow
+    if body.cause == "overtaken" and not is_continued(lease.blocks[0]):  # guard: overtaken-is-slow
         member.pace_s = max(member.pace_s, (entry.time - lease.issued) / len(lease.blocks))
     state.release(lease, lease.blocks, entry.time)
 

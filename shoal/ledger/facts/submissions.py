@@ -7,6 +7,7 @@ from msgspec import UNSET, UnsetType
 
 from shoal.ledger.entry import Entry
 from shoal.ledger.state import LeaseRecord, Member, State, SubmissionRecord
+from shoal.protocol.continuations import is_continued
 from shoal.protocol.types import Message
 
 
@@ -96,9 +97,12 @@ def apply_submission_received(body: SubmissionReceived, state: State, entry: Ent
 
 
 def _measure_pace(member: Member, lease: LeaseRecord, now: float) -> None:
-    """A worker plays one lease after another, so the time of one begins when the one before was sent."""
+    """A worker plays one lease after another, so the time of one begins when the one before was sent. How long
+    continuations take depends on how many there are, so they say nothing of a worker's usual speed."""
     took_s = (now - max(lease.issued, member.sent_at)) / len(lease.blocks)
-    member.pace_s, member.sent_at = ((member.pace_s + took_s) / 2 if member.pace_s else took_s), now
+    if not is_continued(lease.blocks[0]):  # guard: pace-of-ordinary-blocks
+        member.pace_s = (member.pace_s + took_s) / 2 if member.pace_s else took_s
+    member.sent_at = now
 
 
 def apply_audit_drawn(body: AuditDrawn, state: State, entry: Entry) -> None:

@@ -6,7 +6,14 @@ from msgspec import UNSET
 
 from shoal.ledger.entry import Body
 from shoal.ledger.facts.batches import BatchFormed
-from shoal.ledger.next_batch import Members, blocks_in_the_way, next_members, usable
+from shoal.ledger.next_batch import (
+    Members,
+    blocks_in_the_way,
+    first_by_slot,
+    is_settled,
+    next_members,
+    usable,
+)  # fmt: skip
 from shoal.ledger.past import Table, Told
 from shoal.ledger.state import State, StreamRecord
 from shoal.protocol.accounts import CreditLine
@@ -18,8 +25,10 @@ def form_batch(state: State, stream: StreamRecord) -> list[Body]:
     if step >= rules.steps or step > stream.version + rules.max_staleness:
         return []
     synchronous = rules.max_staleness == 0
-    members = Members(list(_first_by_slot(state, stream, step)), []) if synchronous else next_members(state, stream)
+    members = Members(list(first_by_slot(state, stream, step)), []) if synchronous else next_members(state, stream)
     if len(members.all) < rules.batch_groups or blocks_in_the_way(state, stream):  # guard: last-batch-waits
+        return []
+    if not all(is_settled(state, stream, place) for place in members.new):  # guard: batch-waits-for-continuations
         return []
     return [BatchFormed(step, tuple(members.all), stream.name, tuple(sorted(members.repeated)) or UNSET)]
 
@@ -27,18 +36,9 @@ def form_batch(state: State, stream: StreamRecord) -> list[Body]:
 def groups_beyond_share(state: State, stream: StreamRecord) -> int:
     """Usable groups that the next batch leaves out because their workers have filled their share of it."""
     members = next_members(state, stream)
-    left_out = len(usable(state, stream)) - len(members.new)
+    ready = [place for place in usable(state, stream) if is_settled(state, stream, place)]
+    left_out = len(ready) - len(members.new)
     return left_out if len(members.all) < state.rules.batch_groups else 0
-
-
-def _first_by_slot(state: State, stream: StreamRecord, version: int) -> Iterator[tuple[int, int]]:
-    """In a synchronous run: the first groups with signal by slot number, once every lower slot is final."""
-    slots, slot, found = stream.versions[version].slots, 0, 0
-    while slot in slots and found < state.rules.batch_groups:
-        if slots[slot].status == "signal":
-            found += 1
-            yield version, slot
-        slot += 1
 
 
 def lines_of_batch_formed(body: BatchFormed, told: Told) -> Iterator[CreditLine]:

@@ -13,7 +13,7 @@ from shoal.ledger.facts.batches import SlotVoid
 from shoal.ledger.facts.leases import AskLease, LeaseGranted, LeaseLapsed, ReturnLeases
 from shoal.ledger.facts.members import Leave, NodeLeft
 from shoal.ledger.facts.run import Admin, RulesChanged, Tick
-from shoal.ledger.next_batch import groups_a_worker, is_fresh, new_groups_wanted, usable
+from shoal.ledger.next_batch import blocks_to_continue, groups_a_worker, is_fresh
 from shoal.ledger.once import once_per_event
 from shoal.ledger.pace import blocks_for_speed, is_slow, lease_times
 from shoal.ledger.past import Cause, Here, Table, Told
@@ -21,8 +21,10 @@ from shoal.ledger.reassign import blocks_to_reassign, num_to_reassign
 from shoal.ledger.rules.members import member_as, refuse_replayed, signed_at
 from shoal.ledger.rules.pay import lapse_costs
 from shoal.ledger.state import LeaseRecord, Member, State, StreamRecord
+from shoal.ledger.supply import groups_wanted, in_flight, open_batches, supply
 from shoal.protocol.accounts import CreditLine
 from shoal.protocol.constants import MAX_OPEN_LEASES
+from shoal.protocol.continuations import is_continued
 from shoal.protocol.sizes import most_lease_blocks
 
 FASTEST_TOKENS_PER_S = 1e15
@@ -55,10 +57,12 @@ def decide_ask_lease(command: AskLease, state: State) -> list[Body]:
     again = blocks_to_reassign(state, stream, member, others, command.now, room) if state.law.version >= 2 else []
     if again:  # guard: reassigned-before-new
         return [_granted(state, stream, member, command, again[0][0], _shared(state, member, command, again))]
+    if begun := blocks_to_continue(state, stream):  # guard: continued-before-new
+        return [_granted(state, stream, member, command, begun[0][0], _shared(state, member, command, begun))]
     if room <= 0:
         raise Wait(f"enough groups are in flight for version {stream.version}", 1.0)
-    share = groups_a_worker(state.rules) * _open_batches(state, stream)
-    room = min(room, share - _supply(state, stream)[command.key])  # guard: full-share-waits
+    share = groups_a_worker(state.rules) * open_batches(state, stream)
+    room = min(room, share - supply(state, stream)[command.key])  # guard: full-share-waits
     if room <= 0:
         raise Wait(f"your share of the coming batches is full: {share} groups (verify.worker_share)", 1.0)
     free = list[tuple[int, int]]()
@@ -165,6 +169,17 @@ def void_free(state: State, stream: StreamRecord) -> list[Body]:
     return []
 
 
+def void_unbegun(state: State, stream: StreamRecord) -> list[Body]:
+    """Voids the continuations that nobody makes in a run that drains, so that their parents can still fill a batch."""
+    if state.phase != "draining":  # guard: only-a-drain-leaves-out
+        return []
+    size = state.rules.block_groups
+    free = [place for place in stream.free if is_continued(place[1]) and is_fresh(state, stream, place[0])]
+    for version, block in [*blocks_to_continue(state, stream), *free]:
+        return [SlotVoid(version, tuple(range(block * size, (block + 1) * size)), "drained", stream.name)]
+    return []
+
+
 def _is_given_up(state: State, stream: StreamRecord, place: tuple[int, int]) -> bool:
     """Not at `max_staleness = 0`: there, what is learned must not depend on who gave up."""
     held = len(stream.versions[place[0]].blocks[place[1]].holders)
@@ -240,21 +255,25 @@ def _blocks_to_lease(
     if free:
         version = free[0][0]
         return version, [block for v, block in free if v == version][:most]
-    first = len(stream.versions[stream.version].blocks)
+    first = sum(not is_continued(block) for block in stream.versions[stream.version].blocks)
+    if is_continued(first + most - 1):  # guard: numbers-do-not-meet
+        raise Wait(f"version {stream.version} has {first} blocks, and no more are numbered", 60.0)
     return stream.version, list(range(first, first + most))
 
 
 def _shared(state: State, member: Member, asked: AskLease, again: list[tuple[int, int]]) -> list[int]:
-    """One worker's part of the blocks that were leased before."""
-    return [block for _, block in again][: _most_blocks(state, member, asked, len(again))]
+    """One worker's part of blocks of one version that were leased before, or of continuations: all of one kind."""
+    version, kind = again[0][0], is_continued(again[0][1])
+    blocks = [block for v, block in again if (v, is_continued(block)) == (version, kind)]  # guard: one-kind-a-lease
+    return blocks[: _most_blocks(state, member, asked, len(blocks), kind)]
 
 
-def _most_blocks(state: State, member: Member, asked: AskLease, room: int) -> int:
+def _most_blocks(state: State, member: Member, asked: AskLease, room: int, continued: bool = False) -> int:
     """The most blocks that a worker is leased, if there is room for so many in all."""
     # guard: newcomer-gets-one-block
-    most = 1 if member.standing == "new" else blocks_for_speed(state, member, asked.tokens_per_s)
+    most = 1 if member.standing == "new" else blocks_for_speed(state, member, asked.tokens_per_s, continued)
     workers = max(1, _num_good_workers(state))
-    fit = most_lease_blocks(state.rules, state.sampling, state.envs)
+    fit = most_lease_blocks(state.rules, state.sampling, state.envs, continued)
     # guard: room-for-others, lease-fits-messages
     return max(1, min(most, room // workers, fit, asked.most))
 
@@ -262,7 +281,7 @@ def _most_blocks(state: State, member: Member, asked: AskLease, room: int) -> in
 def _granted(
     state: State, stream: StreamRecord, member: Member, asked: AskLease, version: int, blocks: Sequence[int]
 ) -> LeaseGranted:
-    soft, deadline = lease_times(state, member, len(blocks), asked.now)
+    soft, deadline = lease_times(state, member, blocks, asked.now)
     return LeaseGranted(str(len(state.leases)), member.key, version, tuple(blocks), deadline, stream.name, soft)
 
 
@@ -272,59 +291,26 @@ def blocks_to_give(state: State, stream: StreamRecord, now: float) -> int:
         return 0
     room = groups_wanted(state, stream) - _free_groups(state, stream)
     again = num_to_reassign(state, stream, now, room) if state.law.version >= 2 else 0
-    return max(0, -(-room // state.rules.block_groups)) + again
+    return max(0, -(-room // state.rules.block_groups)) + again + len(blocks_to_continue(state, stream))
 
 
 def _free_groups(state: State, stream: StreamRecord) -> int:
     """Groups of free blocks: room that is not for new ones, from version 2 of the rules on."""
-    return len(stream.free) * state.rules.block_groups if state.law.version >= 2 else 0
+    new = sum(not is_continued(block) for _, block in stream.free)
+    return new * state.rules.block_groups if state.law.version >= 2 else 0
 
 
 def _wait_for_strangers(state: State, stream: StreamRecord, member: Member, others: Sequence[Member]) -> None:
     """Workers without accepted work hold a bounded share of the blocks in flight while there are others with some."""
     if state.law.version < 2 or member.accepted or not any(other.accepted for other in others):
         return
-    held = _in_flight(state, stream)
+    held = in_flight(state, stream)
     theirs = sum(groups for key, groups in held.items() if not state.members[key].accepted)
     each, share = state.rules.block_groups, state.law.stranger_share
     if theirs and theirs + each > share * (held.total() + each):  # guard: strangers-share
         raise Wait(
             f"newcomers fill at most {share:.1%} of a run's blocks at a time: yours comes when another's is judged", 1.0
         )
-
-
-@once_per_event
-def groups_wanted(state: State, stream: StreamRecord) -> int:
-    """Groups that may still be leased: accepted and in flight stay below (max_staleness + 1) batches."""
-    return new_groups_wanted(state, stream, _open_batches(state, stream), _supply(state, stream))
-
-
-def _open_batches(state: State, stream: StreamRecord) -> int:
-    """Batches that may be formed before the trainer publishes again."""
-    steps_left = state.rules.steps - stream.version
-    return min(state.rules.max_staleness + 1, steps_left) - (len(stream.batches) - stream.version)
-
-
-@once_per_event
-def _supply(state: State, stream: StreamRecord) -> Counter[str]:
-    """Groups for the coming batches by worker: accepted, leased, or submitted and not yet judged."""
-    return Counter(state.maker_of(stream, place) for place in usable(state, stream)) + _in_flight(state, stream)
-
-
-def groups_in_flight(state: State, stream: StreamRecord) -> int:
-    """Groups leased, or submitted and not yet judged, of versions that can still be learned from."""
-    return _in_flight(state, stream).total()
-
-
-@once_per_event
-def _in_flight(state: State, stream: StreamRecord) -> Counter[str]:
-    """The same by worker."""
-    oldest, groups = max(0, stream.version - state.rules.max_staleness), Counter[str]()
-    for version in range(oldest, len(stream.versions)):
-        for block in stream.versions[version].blocks.values():
-            if block.status in ("leased", "submitted"):
-                groups[state.leases[block.lease].worker] += state.rules.block_groups
-    return groups
 
 
 def cause_of_lease_granted(body: LeaseGranted, here: Here) -> Cause:

@@ -8,7 +8,7 @@ from shoal.ledger.facts.pay import Credit, Forfeited, Slash, Vested
 from shoal.ledger.past import Table, Told
 from shoal.ledger.state import LeaseRecord, Member, State
 from shoal.protocol.accounts import CreditLine
-from shoal.protocol.audits import paid_tokens
+from shoal.protocol.audits import pay_of
 from shoal.protocol.types import GroupVerdict
 
 
@@ -43,7 +43,7 @@ def refusal_costs(
 def recheck_rate(state: State, member: Member, groups: Sequence[GroupVerdict]) -> float:
     """Share of submissions like this one that are judged again: enough that a forgery which a friend among the validators
     accepts gains nothing on average, because a recheck takes its pay and the worker's stake."""
-    pay, stake = sum(paid_tokens(group.tokens, state.rules) for group in groups), sum(member.stake)
+    pay, stake = sum(pay_of(group, state.rules) for group in groups), sum(member.stake)
     least = state.law.recheck_rate
     return max(least, pay / (pay + stake)) if pay and state.law.version >= 2 else least  # guard: risk-is-rechecked
 

@@ -10,7 +10,7 @@ from shoal.ledger.facts.leases import LeaseLapsed
 from shoal.ledger.facts.run import Admin, Create, Reconfigure, RulesChanged, RunCreated, RunEnded, Tick
 from shoal.ledger.past import Cause, Here, Table, Told
 from shoal.ledger.rules.batches import form_batch
-from shoal.ledger.rules.leases import close_stale, lapse_late, void_free
+from shoal.ledger.rules.leases import close_stale, lapse_late, void_free, void_unbegun
 from shoal.ledger.rules.members import refuse_replayed, restore_served, signed_at
 from shoal.ledger.rules.pay import vest_rest
 from shoal.ledger.rules.verdicts import end_overdue
@@ -89,7 +89,7 @@ def follow(state: State) -> list[Body]:
     if closed:
         return closed
     for _, stream in sorted(state.streams.items()):
-        events = void_free(state, stream) or form_batch(state, stream)
+        events = void_free(state, stream) or void_unbegun(state, stream) or form_batch(state, stream)
         if events:
             return events
     return _pause_without_signal(state)
@@ -108,7 +108,8 @@ def _has_drained(state: State) -> bool:
     """A draining run ends when nothing is leased or unjudged and the trainer has used every batch that can be formed."""
     stream = state.main
     at_work = state.open_leases or state.pending or stream.version in stream.batches
-    return state.phase == "draining" and not at_work and not form_batch(state, stream)
+    more = state.phase == "draining" and not at_work and (void_unbegun(state, stream) or form_batch(state, stream))
+    return state.phase == "draining" and not at_work and not more
 
 
 def cause_of_run_created(body: RunCreated, here: Here) -> Cause | None:

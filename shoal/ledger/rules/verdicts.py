@@ -28,7 +28,8 @@ from shoal.ledger.state import LeaseRecord, Member, State, SubmissionRecord
 from shoal.ledger.turns import in_order, may_judge, silent, turn_begins
 from shoal.ledger.weigh import PROMPT, Weighed, auditor_of, weigh
 from shoal.protocol.accounts import CreditLine
-from shoal.protocol.audits import CHECKS, MAX_REASON_CHARS, MAX_REWARD, influence, must_audit, paid_tokens
+from shoal.protocol.audits import CHECKS, MAX_REASON_CHARS, MAX_REWARD, influence, must_audit, pay_of
+from shoal.protocol.continuations import is_continued_slot, num_rollouts
 from shoal.protocol.types import GroupVerdict, Verdict
 
 
@@ -130,7 +131,7 @@ def refuse_malformed(
             continue
         _refuse_impossible(state, group)
         weight = influence(group.rewards, group.tokens, state.rules.group_uses)  # guard: uses-are-audited
-        pay = paid_tokens(group.tokens, state.rules)
+        pay = pay_of(group, state.rules)
         means = submission.mean_influence, submission.mean_pay
         # guard: influence-is-audited
         due = group.slot in submission.audited or must_audit(draw, submission.rate, weight, means[0], pay, means[1])
@@ -142,12 +143,12 @@ def refuse_malformed(
 
 def _refuse_impossible(state: State, group: GroupVerdict) -> None:
     """An accepted group's rewards and figures are such as some group can have. Raises `Refused`."""
-    rules = state.rules
+    due, num = num_rollouts(state.rules, group.slot), len(group.rewards)
     # guard: one-reward-a-rollout, reward-size, reward-is-a-number
-    if len(group.rewards) != rules.group_size or not all(abs(r) <= MAX_REWARD for r in group.rewards):
-        raise Refused("malformed", f"slot {group.slot}: an accepted group has {rules.group_size} rewards of size "
-                      f"{MAX_REWARD:g} at most")  # fmt: skip
-    most = state.sampling.all_tokens * rules.group_size
+    if not due[0] <= num <= due[1] or not all(abs(r) <= MAX_REWARD for r in group.rewards):
+        raise Refused("malformed", f"slot {group.slot}: an accepted group has {due[1]} rewards of size {MAX_REWARD:g} at "
+                      "most")  # fmt: skip
+    most = state.sampling.all_tokens * due[1]
     if not 0 <= group.tokens <= most:  # guard: group-tokens
         raise Refused("malformed", f"slot {group.slot}: a group has 0 to {most} policy tokens")
     # guard: flips-within-tokens, gap-sum-is-a-number
@@ -257,12 +258,13 @@ def _decide(
             if group.outcome == "void":
                 yield SlotVoid(lease.version, (group.slot,), f"environment: {group.detail}", lease.stream)
                 continue
-            signal = teaches(group.rewards, state.rules.algorithm) if state.law.version else None
+            continued = is_continued_slot(group.slot, state.rules.block_groups)
+            signal = not continued and teaches(group.rewards, state.rules.algorithm) if state.law.version else None
             yield GroupAccepted(
                 lease.version, group.slot, submission.digest, index, submission.groups[index], group.tokens,
                 group.rewards, signal, lease.stream, auditor_of(verdicts, group) if stream.uses and signal else UNSET,
             )  # fmt: skip
-            paid.append(paid_tokens(group.tokens, state.rules))
+            paid.append(pay_of(group, state.rules))
             yield Credit(lease.worker, lease.version, group.slot, paid[-1], lease.stream)
     yield from _outvoted(submission, weighed)
     member = state.members[lease.worker]

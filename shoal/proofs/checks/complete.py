@@ -15,7 +15,7 @@ SEVERITY: Severity = "soft"
 
 
 def check(group: Group, ctx: Context) -> Failure | None:
-    given, due = len(group.rollouts), ctx.rules.group_size
+    given, due = len(group.rollouts), ctx.due
     if given != due:
         return Failure(-1, -1, given, due, "rollouts of the group are missing")
     return None

@@ -1,4 +1,5 @@
-"""Prompt: every rollout opens with exactly the tokens that environment, task and chat template give.
+"""Prompt: every rollout opens with exactly the tokens that environment, task and chat template give, or continues the
+rollout that it must, from where it must.
 
 Catches prompts that were edited, lengthened, cut, or taken from another task.
 Cannot see what the policy was really shown; the audit replays that.
@@ -6,7 +7,7 @@ Hard: the opening follows from the lease and the environment's data. The detail 
 slash only if two validators derived the same one, so data that differ between machines slash nobody by chance.
 """
 
-from shoal.proofs.context import Context, Failure, Severity, policy_positions
+from shoal.proofs.context import Context, Failure, Severity
 from shoal.protocol.types import Group
 from shoal.protocol.wire import digest, to_json
 
@@ -18,7 +19,10 @@ def check(group: Group, ctx: Context) -> Failure | None:
     """The replay builds the conversation from the task. A difference before the first turn, as the claim or the task has
     it, is in the prompt."""
     for index, (rollout, replayed) in enumerate(zip(group.rollouts, ctx.replays(group), strict=True)):
-        if replayed.problem and 0 <= replayed.position < max(int(policy_positions(rollout)[0]), len(ctx.opening)):
-            name = digest(to_json(ctx.opening))[:16]
+        if not replayed.problem:
+            continue
+        prompt, end = ctx.prompt(index, rollout)
+        if 0 <= replayed.position < end:
+            name = digest(to_json(prompt))[:16]
             return Failure(index, replayed.position, 0, 0, f"prompt is not the task's ({name}): {replayed.problem}")
     return None

@@ -22,7 +22,7 @@ SEVERITY: Severity = "hard"
 
 def check(group: Group, ctx: Context) -> Failure | None:
     """Every later check relies on this one: after it, arrays can be read and indexed without further tests."""
-    most = min(ctx.rules.group_size, MAX_GROUP_ROLLOUTS)
+    most = min(ctx.due, MAX_GROUP_ROLLOUTS)
     if len(group.rollouts) > most:
         return Failure(-1, -1, len(group.rollouts), most, "more rollouts than the group size")
     versions = {rollout.version for rollout in group.rollouts}

@@ -6,7 +6,7 @@
 from shoal.protocol.types.message import Fact, Message
 
 
-class BatchGroup(Message, frozen=True):
+class BatchGroup(Message, frozen=True, omit_defaults=True):
     """A group of a batch, named by its hash."""
 
     version: int
@@ -17,6 +17,8 @@ class BatchGroup(Message, frozen=True):
     digest: str
     """SHA-256 of the group's bytes, hex."""
     rewards: tuple[float, ...]
+    continuations: tuple[float, ...] = ()
+    """Rewards of the group's continuations, in their order; empty if there are none."""
 
 
 class SolveRate(Message, frozen=True):

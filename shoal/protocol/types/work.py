@@ -28,7 +28,17 @@ Ending = Literal["environment", "length", "error", "stop"]
 (only in leases for completions, where no environment answers)."""
 
 
-class Slot(Message, frozen=True):
+class Parent(Message, frozen=True):
+    """An accepted group whose rollouts are to be continued."""
+
+    submission: Short
+    index: int
+    """The group's place in the submission."""
+    digest: Short
+    """SHA-256 of the group's bytes."""
+
+
+class Slot(Message, frozen=True, omit_defaults=True):
     """A group that is still to be made. The seed decides environment and task; both are repeated here for convenience."""
 
     slot: int
@@ -38,6 +48,9 @@ class Slot(Message, frozen=True):
     env: str
     """Label of an environment of the run."""
     task: int
+    parent: Parent | None = None
+    """What a group of continuations continues; its seed, environment and task are then the parent's. None in such a slot:
+    its group is empty, because nothing can be learned from what would be its parent."""
 
 
 class Block(Message, frozen=True, omit_defaults=True):
@@ -177,6 +190,13 @@ class Group(Message, frozen=True):
     env: str
     """Label of the slot's environment."""
     rollouts: tuple[Rollout, ...]
+
+
+class Parents(Message, frozen=True):
+    """`GET /v1/leases/{id}/parents`, msgpack: what a lease of continuations continues."""
+
+    groups: tuple[bytes, ...]
+    """One encoded `Group` for each slot of the lease that names a parent, in the lease's order."""
 
 
 class EngineFacts(Message, frozen=True):

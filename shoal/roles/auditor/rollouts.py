@@ -30,6 +30,7 @@ from shoal.ledger.log.verify import Audit
 from shoal.ledger.seeds import lease_of
 from shoal.policy.device import CPU, demand_device
 from shoal.proofs.disagreement import differences
+from shoal.proofs.parents import parent_bodies, parents_in
 from shoal.proofs.verify import STOPPED, verify_submission
 from shoal.protocol import types as t
 from shoal.protocol.constants import COMPLETIONS
@@ -226,7 +227,7 @@ def choose(
 
 def read_id(text: str) -> tuple[int, int, int | None]:
     """Version, slot and index (None for the whole group) of a rollout's name. Raises `ConfigError`."""
-    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})(?:/(\d{1,9}))?", text, re.ASCII)
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,12})(?:/(\d{1,9}))?", text, re.ASCII)
     if not found:
         raise ConfigError(f"{text!r} names no rollout: write VERSION/SLOT/INDEX, such as 3/17/0, or VERSION/SLOT")
     version, slot, index = found.groups()
@@ -277,6 +278,8 @@ async def _audit_version(
         try:
             body = await bench.run.blob(name)
             record = await bench.run.blob(booked.record) if booked.record else b""
+            lease = lease_of(bench.state, bench.state.leases[booked.lease], bytes.fromhex(revealed.link))
+            parents = parents_in(lease, {parent: await bench.run.blob(parent) for parent in parent_bodies(lease)})
         except NothingYet:
             found.left_out["the bodies of their submissions are gone (storage.retain), or not public yet"] += len(slots)
             continue
@@ -286,10 +289,9 @@ async def _audit_version(
         except StateError as error:
             found.disagreements.append(f"version {version}, submission {name[:12]}: {error}")
             continue
-        lease = lease_of(bench.state, bench.state.leases[booked.lease], bytes.fromhex(revealed.link))
         check = t.Check(name, lease, tuple(slots) if engine else (), 0.0)
         bench.scores = []
-        verdict = await asyncio.to_thread(verify_submission, body, check, bench.tools(engine), record)
+        verdict = await asyncio.to_thread(verify_submission, body, check, bench.tools(engine), record, parents)
         _compare(bench, check, body, verdict, slots, found)
         if choice.rollout:
             found.told += _tell(bench, check, verdict, choice)
@@ -310,7 +312,7 @@ def _compare(
             found.left_out["the sandbox stopped their environment here"] += 1
             continue
         found.groups += 1
-        found.rollouts += state.rules.group_size
+        found.rollouts += len(ours.rewards) or state.rules.group_size
         found.with_model += ours.audited
         found.tokens += ours.tokens if ours.audited else 0
         for given in bench.verdicts[check.id]:
@@ -350,8 +352,8 @@ def _tell(bench: Bench, check: t.Check, verdict: t.Verdict, choice: Choice) -> l
         f"rewards {', '.join(f'{reward:g}' for reward in ours.rewards) or 'none'}",
     ]
     if index is not None and index < len(ours.rewards):
-        lines.append(f"  rollout {index}: sample seed {sample_seed(bytes.fromhex(slot.seed), index).hex()[:16]}, "
-                     f"reward {ours.rewards[index]:g}")  # fmt: skip
+        seed = f"sample seed {sample_seed(bytes.fromhex(slot.seed), index).hex()[:16]}, " if not slot.parent else ""
+        lines.append(f"  rollout {index}: {seed}reward {ours.rewards[index]:g}")
     for given in bench.verdicts[check.id]:
         booked = next((group for group in given.groups if group.slot == number), None)
         if booked:

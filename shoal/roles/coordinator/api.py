@@ -216,6 +216,13 @@ async def post_turns(door: Door, request: Request) -> Response:
         return answer_bytes(to_msgpack(await door.desk.take_turn(lease, turn)), "application/msgpack")
 
 
+async def get_parents(door: Door, request: Request) -> Response:
+    """What a lease of continuations continues."""
+    caller, _ = await door.caller(request)
+    parents = door.desk.parents(caller.key, request.path_params["id"])
+    return answer_bytes(to_msgpack(parents), "application/msgpack")
+
+
 async def get_checks(door: Door, request: Request) -> Response:
     """Long poll: answered when there is a submission to judge, or when the run is over."""
     caller, _ = await door.caller(request)
@@ -319,6 +326,7 @@ CALLS: list[tuple[Call, Handler]] = [
     (Call("POST", "/v1/leases", "worker", "A lease (long poll).", t.LeaseRequest, t.LeaseAnswer), post_leases),
     (Call("PUT", "/v1/leases/{id}/submission", "worker", "Fill a lease; msgpack.", None, t.Receipt), put_submission),
     (Call("POST", "/v1/leases/{id}/turns", "worker", "Play a turn; msgpack both ways.", None, None), post_turns),
+    (Call("GET", "/v1/leases/{id}/parents", "worker", "What it continues; msgpack.", None, None), get_parents),
     (Call("GET", "/v1/checks", "validator", "A submission to judge (long poll).", None, t.CheckAnswer), get_checks),
     (Call("PUT", "/v1/checks/{id}/verdict", "validator", "The verdict.", t.Verdict, t.Done), put_verdict),
     (Call("POST", "/v1/checkpoints", "trainer", "Publish a version.", t.SignedManifest, t.Done), post_checkpoints),

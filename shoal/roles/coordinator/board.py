@@ -8,13 +8,15 @@ from itertools import islice
 from msgspec.structs import replace
 
 from shoal.ledger.answers import Refused
-from shoal.ledger.next_batch import blocks_in_the_way, next_members
+from shoal.ledger.next_batch import blocks_in_the_way, is_settled, next_members, usable
 from shoal.ledger.rules.batches import groups_beyond_share
-from shoal.ledger.rules.leases import groups_in_flight, without_signal
+from shoal.ledger.rules.leases import without_signal
 from shoal.ledger.state import Member, State, state_hash
+from shoal.ledger.supply import groups_in_flight
 from shoal.ledger.turns import absent
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_NODES, PROTOCOL_VERSION
+from shoal.protocol.continuations import continued_slot
 from shoal.protocol.needs import needs_of
 from shoal.roles.coordinator.desk import FULL, Desk
 from shoal.roles.coordinator.solved import SolveRates
@@ -130,6 +132,9 @@ def waiting_for(state: State) -> str:
         return f"workers: {out} lease{'s' if out != 1 else ''} to finish, then the run ends"
     if not any(node.role == "worker" for node in state.members.values()):
         return "workers: none has joined yet"
+    open_ = sum(not is_settled(state, state.main, place) for place in usable(state, state.main))
+    if have + open_ >= need and open_:
+        return f"workers: continuations of {open_} groups, for step {len(state.main.batches)}"
     held = blocks_in_the_way(state, state.main)
     if held:
         left = f"{len(held)} block{'s' if len(held) > 1 else ''} of version {held[0][0]}"
@@ -159,6 +164,8 @@ def batch_of(state: State, step: int) -> t.Batch | None:
         return None
     members = []
     for version, number in state.main.batches[step]:
-        slot = state.main.versions[version].slots[number]
-        members.append(t.BatchGroup(version, number, slot.submission, slot.index, slot.digest, slot.rewards))
+        slots = state.main.versions[version].slots
+        slot, continued = slots[number], slots.get(continued_slot(number, state.rules.block_groups))
+        rewards = continued.rewards if continued is not None else ()
+        members.append(t.BatchGroup(version, number, slot.submission, slot.index, slot.digest, slot.rewards, rewards))
     return t.Batch(step, tuple(members))

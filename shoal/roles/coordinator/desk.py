@@ -28,6 +28,7 @@ from shoal.ledger.table import decide
 from shoal.net.blobs import FolderBlobs, Upload
 from shoal.policy.kinds import needs_transformers
 from shoal.proofs.commit import largest_submission_bytes
+from shoal.proofs.parents import parent_bodies
 from shoal.protocol import types as t
 from shoal.protocol.constants import BODY_WINDOW_S, COMPLETIONS, MAX_LEASE_BLOCKS, MAX_OPEN_LEASES
 from shoal.protocol.identity import Key
@@ -159,6 +160,15 @@ class Desk:
     def wire_lease(self, lease: LeaseRecord) -> t.Lease:
         """A lease with the seeds, environments and tasks of its slots."""
         return lease_of(self.state, lease, self.slot_links[lease.version + 1])
+
+    def parents(self, key: str, lease_id: str) -> t.Parents:
+        """The groups that a worker's lease continues, and nothing else of their submissions, in which there may be groups
+        that others are still to make. Raises `Refused`, `NothingYet`."""
+        lease = self.wire_lease(lease_to_fill(self.state, key, lease_id, ""))  # guard: parents-of-own-leases
+        bodies = {name: self.blobs.get(name) for name in parent_bodies(lease)}
+        groups = {name: from_msgpack(body, t.Submission).groups for name, body in bodies.items()}
+        named = [slot.parent for block in lease.blocks for slot in block.slots if slot.parent is not None]
+        return t.Parents(tuple(groups[parent.submission][parent.index] for parent in named))
 
     # --- turns, where the host plays the environments ---
 

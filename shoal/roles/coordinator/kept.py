@@ -22,6 +22,7 @@ from shoal.ledger.rules.verdicts import is_open
 from shoal.ledger.state import State, SubmissionRecord
 from shoal.net.blobs import FolderBlobs, Upload
 from shoal.protocol import types as t
+from shoal.protocol.continuations import is_continued, parent_slot
 from shoal.protocol.wire import from_json
 from shoal.roles.coordinator.anchors import needed
 from shoal.roles.coordinator.public import PublicBlobs
@@ -271,8 +272,19 @@ class Kept:
 
     def _stays(self, name: str) -> bool:
         """Whether a body stays as long as the run lasts, or until it is judged."""
-        open_ = is_open(self.state, self.state.submissions[name])
+        open_ = is_open(self.state, self.state.submissions[name]) or name in self._continued()
         return open_ or (self._storage.retain == "batches" and self._was_used(name))
+
+    def _continued(self) -> set[str]:
+        """Bodies that hold groups which somebody continues, or which a validator may need to judge that."""
+        state = self.state
+        judged = [state.submissions[name].lease for name in (*state.pending, *state.rechecks)]
+        leases = [state.leases[name] for name in (*state.open_leases, *judged)]
+        size, found = state.rules.block_groups, set[str]()
+        for lease in (lease for lease in leases if is_continued(lease.blocks[0])):
+            slots = state.stream_of(lease).versions[lease.version].slots
+            found |= {slots[parent_slot(slot, size)].submission for slot in state.slots_of(lease)}
+        return found  # guard: continued-bodies-stay
 
     def _is_to_train_on(self, name: str) -> bool:
         """Whether the trainer may still need a body for a batch."""

@@ -46,6 +46,7 @@ from shoal.net.keys import load_or_make_key
 from shoal.net.listening import listen, port_of_last_start
 from shoal.policy.render import Renderer
 from shoal.protocol import types as t
+from shoal.protocol.algorithms import vine_of
 from shoal.protocol.bounds import dtypes_of
 from shoal.protocol.constants import COMPLETIONS, EPISODES, MODEL_STOPS
 from shoal.protocol.noise import PHILOX
@@ -222,10 +223,15 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
 
 def env_specs(config: RunConfig) -> list[t.EnvSpec]:
     """The run's environments with their digests and sizes."""
-    return [_spec(e, declared(e)) for e in config.envs]
+    return [_spec(e, declared(e), vine_of(config.train.algorithm) is not None) for e in config.envs]
 
 
-def _spec(e: EnvConfig, env: Declared) -> t.EnvSpec:
+def _spec(e: EnvConfig, env: Declared, continued: bool = False) -> t.EnvSpec:
+    if continued and env.compares:  # guard: compared-is-not-continued
+        raise ConfigError(
+            f"environment {e.label} compares the rollouts of a group (group_scores), and continuations have no siblings "
+            "to be compared with: leave train.algorithm.credit out"
+        )
     if not env.reproducible and e.kind != COMPLETIONS:  # guard: unrepeatable-stays-with-the-host
         raise ConfigError(
             f"environment {e.label} says that nobody can repeat it, so the host must play it: set kind = "

@@ -12,6 +12,7 @@ from shoal.ledger.entry import Entry
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
 from shoal.ledger.pools import solve_rate
 from shoal.ledger.seeds import slot_of
+from shoal.protocol.continuations import is_continued_slot
 from shoal.protocol.types import SolveRate
 from shoal.roles.coordinator.desk import Desk
 
@@ -37,6 +38,8 @@ class SolveRates:
     def _see(self, entries: list[Entry]) -> None:
         for body in (entry.body for entry in entries):
             if isinstance(body, GroupAccepted) and self._since is not None:
+                if is_continued_slot(body.slot, self._desk.state.rules.block_groups):
+                    continue
                 stream, link = self._desk.state.streams[body.stream], self._desk.slot_links[body.version + 1]
                 label = slot_of(self._desk.state, stream, body.version, body.slot, link).env
                 self._since.setdefault(label, []).append(solve_rate(body.rewards, self._solved.get(label, 1.0)))

@@ -17,6 +17,7 @@ from shoal.net.client import Client
 from shoal.protocol import types as t
 from shoal.protocol.algorithms import Algorithm
 from shoal.protocol.constants import MAX_EVENTS, MAX_EVENTS_BYTES, MAX_SUBMISSION_BYTES
+from shoal.protocol.continuations import is_continued_slot
 from shoal.protocol.wire import from_msgpack
 from shoal.roles.scores import means_of, take_scores
 from shoal.train.filter import select
@@ -84,7 +85,7 @@ class BatchReader:
         Read from the log, so that a restart changes nothing: it reads the events of earlier steps again and skips them.
         """
         accepted: list[GroupAccepted] = []
-        more = True
+        more, per_block = True, self._config.rollouts.block_rollouts // self._config.rollouts.group_size
         while more:
             page = await self._client.get(f"/v1/events?after={self.seen_seq}", cap=MAX_SUBMISSION_BYTES)
             lines = page.splitlines()
@@ -92,7 +93,7 @@ class BatchReader:
             for line in lines:
                 entry, _ = read_entry(line)
                 self.seen_seq = entry.seq
-                if isinstance(entry.body, GroupAccepted):
+                if isinstance(entry.body, GroupAccepted) and not is_continued_slot(entry.body.slot, per_block):
                     accepted.append(entry.body)
                 elif isinstance(entry.body, BatchFormed) and entry.body.step < step:
                     accepted.clear()

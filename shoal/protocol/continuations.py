@@ -1,0 +1,132 @@
+"""Continuations: which rollouts are continued, from where, how often, and with which seeds.
+
+Called by the rules, workers, validators, auditors and the trainer. All follows from the bytes of the accepted group, its
+parent, and from the run's settings, so neither the log nor a lease lists any place. Pure. What continuations are worth is
+for `algos/vine`.
+
+A block of continuations belongs to a block of parents: its number is the parents' plus FIRST_BLOCK, and the numbers of its
+slots follow from that as always. So all that the log says of blocks and slots holds for it, too.
+
+Axes: T tokens of one rollout, P tokens of it that the policy learns from.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.protocol.algorithms import vine_of
+from shoal.protocol.compositions import Vine
+from shoal.protocol.randomness import continuation_seed, sample_seed
+from shoal.protocol.types import ENVIRONMENT, POLICY, Group, Rollout, Rules, Slot
+
+FIRST_BLOCK = 1_000_000
+"""The block that continues block 0; no ordinary block has this number or a larger one. Changing breaks: every log with
+continuations."""
+
+
+class Branch(NamedTuple):
+    """One continuation: of which rollout of the parent, from which token index, and its number among those from there."""
+
+    rollout: int
+    position: int
+    number: int
+
+    def seed(self, parent: bytes) -> bytes:
+        """Its sample seed; `parent` is the seed of the parent's slot."""
+        return continuation_seed(parent, *self)
+
+
+def is_continued(block: int) -> bool:
+    """Whether a block is one of continuations."""
+    return block >= FIRST_BLOCK
+
+
+def is_continued_slot(slot: int, block_groups: int) -> bool:
+    """Whether a slot is one of continuations."""
+    return is_continued(slot // block_groups)
+
+
+def continued_slot(slot: int, block_groups: int) -> int:
+    """The slot of a group's continuations."""
+    return slot + FIRST_BLOCK * block_groups
+
+
+def parent_slot(slot: int, block_groups: int) -> int:
+    """The slot that a slot of continuations continues."""
+    return slot - FIRST_BLOCK * block_groups
+
+
+def places(rollout: Rollout, vine: Vine) -> tuple[int, ...]:
+    """Token indices from which a rollout is continued, rising: every so many of its learned tokens, never the first, whose
+    value the group itself gives. None for a rollout of several rows."""
+    learned_P = np.flatnonzero(rollout.author_T() == POLICY)
+    possible = (len(learned_P) - 1) // vine.every
+    if rollout.starts or possible < 1:
+        return ()
+    apart = vine.every * -(-possible // vine.most)
+    return tuple(map(int, learned_P[apart::apart]))
+
+
+def branches(parent: Group, vine: Vine) -> list[Branch]:
+    """All continuations of a group, in the order in which its slot holds them."""
+    return [
+        Branch(index, position, number)
+        for index, rollout in enumerate(parent.rollouts)
+        for position in places(rollout, vine)
+        for number in range(vine.continuations)
+    ]
+
+
+def most_rollouts(rules: Rules, vine: Vine) -> int:
+    """Rollouts of a group of continuations, at most."""
+    return rules.group_size * vine.most * vine.continuations
+
+
+def seeds_of(slot: Slot, num: int, continued: Sequence[Branch] = ()) -> list[bytes]:
+    """Sample seeds of a slot's rollouts, 32 bytes each: of so many, or of these continuations."""
+    seed = bytes.fromhex(slot.seed)
+    return [branch.seed(seed) for branch in continued] if continued else [sample_seed(seed, i) for i in range(num)]
+
+
+def other_prefix(rollout: Rollout, parent: Rollout, position: int) -> int:
+    """The first token index up to and with `position` at which a rollout is not one that continues its parent from there:
+    the parent's tokens are none of the policy's work, and the next one is; -1 if there is none."""
+    tokens_T, author_T = rollout.tokens_T(), rollout.author_T()
+    same_T = tokens_T[:position] == parent.tokens_T()[:position] if len(tokens_T) > position else None
+    if same_T is None or (rollout.starts and rollout.starts[0] <= position):
+        return min(len(tokens_T), *(rollout.starts or (len(tokens_T),)), position)
+    theirs_T = same_T & (author_T[:position] == ENVIRONMENT)
+    if not theirs_T.all():  # guard: continues-its-parent
+        return int(np.argmin(theirs_T))
+    return position if author_T[position] == ENVIRONMENT else -1  # guard: continues-at-once
+
+
+def num_rollouts(rules: Rules, slot: int) -> tuple[int, int]:
+    """The fewest and the most rollouts that an accepted group of a slot may have."""
+    vine = vine_of(rules.algorithm)
+    if vine is not None and is_continued_slot(slot, rules.block_groups):
+        return 0, most_rollouts(rules, vine)
+    return rules.group_size, rules.group_size
+
+
+def work_of_block(vine: Vine) -> float:
+    """About how many ordinary blocks a block of continuations is worth, at most: on average, each writes half a rollout."""
+    return max(1.0, vine.most * vine.continuations / 2)
+
+
+def whole_author(
+    parent: Rollout, author_T: NDArray[np.uint8], position: int, stop_ids: frozenset[int]
+) -> NDArray[np.uint8]:
+    """Authors of a continuation as of a rollout that was played in one go, uint8[T].
+
+    A turn has one author, so the part of a turn that the parent wrote has that of the part which continues it.
+    """
+    before_T, tokens_T = parent.author_T()[:position].copy(), parent.tokens_T()
+    begin = position
+    while begin > 0 and before_T[begin - 1] != ENVIRONMENT and int(tokens_T[begin - 1]) not in stop_ids:
+        begin -= 1
+    if position < len(author_T):
+        before_T[begin:] = author_T[position]
+    return np.concatenate([before_T, author_T[position:]])

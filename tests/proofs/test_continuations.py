@@ -1,0 +1,204 @@
+"""Continuations judged: honest ones pass, and each way to choose them is found. Parents are scripted games of two kinds of
+environments, one with several turns; a real engine plays on and replays."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from shoal.config import TinyPolicy
+from shoal.engine.cheats import OtherSeed
+from shoal.engine.local import LocalEngine
+from shoal.envs.continuing import continue_block
+from shoal.errors import PeerError
+from shoal.policy.render import Renderer
+from shoal.policy.tiny import make_tiny
+from shoal.proofs.context import score_requests
+from shoal.proofs.parents import parent_bodies, parents_in
+from shoal.proofs.verify import verify_submission
+from shoal.protocol import types
+from shoal.protocol.compositions import Composition, Vine
+from shoal.protocol.constants import CONTINUATIONS
+from shoal.protocol.continuations import FIRST_BLOCK, branches, continued_slot
+from shoal.protocol.wire import digest, to_msgpack
+from tests.proofs.conftest import ENGINE, RULES, SAMPLING, Desk
+
+VINE = Vine(continuations=2, every=2, most=3)
+
+
+class Vines:
+    """A lease that continues the groups of a desk, and the work that fills it. Group 2 taught nothing."""
+
+    def __init__(self, directory):
+        self.renderer = Renderer.from_directory(directory)
+        self.desk = Desk(self.renderer)
+        self.engine = LocalEngine(threads=1)
+        self.engine.load(directory, self.desk.lease.version)
+        self.parents = [group if place != 2 else None for place, group in enumerate(self.desk.groups)]
+        encoded = [to_msgpack(group) for group in self.desk.groups]
+        self.parent_body = self.desk.body()
+        named = [
+            types.Parent(digest(self.parent_body), place, digest(data)) if self.parents[place] else None
+            for place, data in enumerate(encoded)
+        ]
+        self.slots = [
+            msgspec.structs.replace(slot, slot=continued_slot(slot.slot, 2), parent=parent)
+            for slot, parent in zip(self.desk.slots, named, strict=True)
+        ]
+        blocks = tuple(
+            types.Block(FIRST_BLOCK + b, tuple(self.slots[2 * b : 2 * b + 2]), CONTINUATIONS) for b in (0, 1)
+        )
+        self.lease = msgspec.structs.replace(self.desk.lease, blocks=blocks)
+        self.rules = msgspec.structs.replace(RULES, algorithm=Composition(credit=VINE))
+        self.groups = self.play(self.engine)
+
+    def play(self, engine, parents=None):
+        parents = parents or self.parents
+        return [
+            group
+            for b, block in enumerate(self.lease.blocks)
+            for group in continue_block(
+                engine, self.renderer, self.desk.envs, block, parents[2 * b : 2 * b + 2], VINE, 8, SAMPLING
+            )
+        ]
+
+    def judge(self, groups=None, audited=True):
+        groups = self.groups if groups is None else groups
+        tools = dataclasses.replace(
+            self.desk.tools,
+            info=SimpleNamespace(run="run-1", rules=self.rules),
+            score=lambda requests: self.engine.score(requests, SAMPLING.temperature),
+        )
+        body = to_msgpack(
+            types.Submission("run-1", self.lease.id, self.lease.version, tuple(map(to_msgpack, groups)), (), ENGINE)
+        )
+        due = tuple(slot.slot for slot in self.slots) if audited else ()
+        check = types.Check(digest(body), self.lease, due, 60.0)
+        given = parents_in(self.lease, {digest(self.parent_body): self.parent_body})
+        return verify_submission(body, check, tools, parents=given).groups
+
+    def edit(self, place, change):
+        """The work with the rollouts of one group changed."""
+        group = self.groups[place]
+        changed = msgspec.structs.replace(group, rollouts=tuple(change(list(group.rollouts))))
+        return [*self.groups[:place], changed, *self.groups[place + 1 :]]
+
+
+@pytest.fixture(scope="module")
+def vines(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("policy")
+    make_tiny(TinyPolicy(width=16, layers=1, heads=2, kv_heads=1, mlp_width=16), directory, 0, "float32")
+    return Vines(directory)
+
+
+def found(verdicts):
+    return {
+        verdict.slot % 2_000_000: (verdict.outcome, verdict.check)
+        for verdict in verdicts
+        if verdict.outcome != "accept"
+    }
+
+
+def test_honest_continuations_pass_every_check_and_only_what_was_written_is_paid(vines):
+    verdicts = vines.judge()
+    assert found(verdicts) == {} and all(verdict.audited for verdict in verdicts)
+    for verdict, group, parent in zip(verdicts, vines.groups, vines.parents, strict=True):
+        due = branches(parent, VINE) if parent else []
+        assert len(verdict.rewards) == len(group.rollouts) == len(due)
+        assert verdict.tokens == sum(rollout.num_policy_tokens() for rollout in group.rollouts)
+        for rollout, branch in zip(group.rollouts, due, strict=True):
+            assert rollout.author[: branch.position] == bytes(branch.position) and rollout.author[branch.position]
+    assert not vines.groups[2].rollouts and verdicts[2].tokens == 0
+    assert any(len({b.position for b in branches(p, VINE)}) > 3 for p in vines.parents if p)
+
+
+def test_parents_of_several_turns_are_continued_within_later_turns_too(vines):
+    wordle = vines.parents[0]
+    turns = [
+        sum(
+            1
+            for i in range(1, b.position)
+            if wordle.rollouts[b.rollout].author[i] > wordle.rollouts[b.rollout].author[i - 1]
+        )
+        for b in branches(wordle, VINE)
+    ]
+    assert max(turns) > 1
+
+
+def test_the_same_work_gives_the_same_bytes(vines):
+    assert vines.play(vines.engine) == vines.groups
+
+
+def test_other_seeds_are_found(vines):
+    forged = vines.play(OtherSeed(vines.engine))
+    assert set(found(vines.judge(forged)).values()) == {("hard", "sampling")}
+
+
+def test_continuations_of_another_rollout_or_another_parent_are_found(vines):
+    swapped = msgspec.structs.replace(vines.parents[0], rollouts=vines.parents[0].rollouts[::-1])
+    assert found(vines.judge(vines.play(vines.engine, [swapped, *vines.parents[1:]])))[0] == ("hard", "prompt")
+    other = [msgspec.structs.replace(vines.groups[3], slot=vines.groups[1].slot, task=vines.groups[1].task)]
+    assert found(vines.judge([vines.groups[0], *other, *vines.groups[2:]]))[1][0] == "hard"
+
+
+def test_continuations_that_are_left_out_or_put_in_another_order_are_found(vines):
+    assert found(vines.judge(vines.edit(1, lambda rollouts: rollouts[:-1]))) == {1: ("soft", "complete")}
+    assert found(vines.judge(vines.edit(1, lambda rollouts: rollouts[2:])))[1] == ("hard", "prompt")
+    assert found(vines.judge(vines.edit(1, lambda rollouts: [rollouts[1], rollouts[0], *rollouts[2:]]))) == {
+        1: ("hard", "sampling")
+    }
+    assert found(vines.judge(vines.edit(1, lambda rollouts: [*rollouts, rollouts[0]])))[1] == ("hard", "shape")
+
+
+def test_tokens_that_are_passed_off_as_the_parents_are_found(vines):
+    """What the environment is said to have written is replayed by no seed."""
+
+    def mask(rollouts):
+        author = bytearray(rollouts[0].author)
+        at = author.index(1)
+        author[at] = 0
+        rollouts[0] = msgspec.structs.replace(rollouts[0], author=bytes(author), logprobs=rollouts[0].logprobs[4:])
+        return rollouts
+
+    changed = vines.edit(1, mask)
+    outcome = found(vines.judge(changed))[1]
+    assert outcome == ("hard", "prompt")
+
+
+def test_work_for_a_parent_that_taught_nothing_is_refused(vines):
+    extra = [
+        *vines.groups[:2],
+        msgspec.structs.replace(vines.groups[2], rollouts=vines.groups[0].rollouts),
+        vines.groups[3],
+    ]
+    assert found(vines.judge(extra))[2] == ("hard", "shape")
+
+
+def test_a_continuation_cut_short_is_found(vines):
+    def cut(rollouts):
+        longest = max(range(len(rollouts)), key=lambda i: rollouts[i].num_policy_tokens())
+        whole = rollouts[longest]
+        assert whole.num_policy_tokens() > 1
+        rollouts[longest] = msgspec.structs.replace(
+            whole, token_ids=whole.token_ids[:-4], author=whole.author[:-1], logprobs=whole.logprobs[:-4]
+        )
+        return rollouts
+
+    assert found(vines.judge(vines.edit(1, cut)))[1] == ("hard", "ending")
+
+
+def test_a_lease_whose_parents_are_not_in_their_submissions_judges_nobody(vines):
+    name = digest(vines.parent_body)
+    assert parent_bodies(vines.lease) == [name]
+    slots = tuple(msgspec.structs.replace(slot, parent=types.Parent(name, 1, "0" * 64)) for slot in vines.slots[:2])
+    wrong = msgspec.structs.replace(vines.lease, blocks=(types.Block(FIRST_BLOCK, slots, CONTINUATIONS),))
+    with pytest.raises(PeerError, match="is not there"):
+        parents_in(wrong, {name: vines.parent_body})
+
+
+def test_prefills_of_continuations_have_their_own_seeds_and_positions(vines):
+    due = branches(vines.parents[1], VINE)
+    requests = score_requests(vines.slots[1], vines.groups[1], due)
+    assert len({request.seed for request in requests}) == len(due)
+    assert [request.policy_positions[0] for request in requests] == [branch.position for branch in due]

@@ -1,0 +1,209 @@
+"""Runs that learn from continuations: the real roles over an in-memory network, honest and not."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.engine.cheats import OtherSeed
+from shoal.errors import ConfigError, PeerError
+from shoal.ledger.answers import Refused
+from shoal.ledger.facts.batches import GroupAccepted, SlotVoid
+from shoal.protocol import types as t
+from shoal.protocol.constants import CONTINUATIONS, EPISODES
+from shoal.protocol.continuations import FIRST_BLOCK, is_continued, is_continued_slot
+from shoal.protocol.wire import WireError, digest, to_msgpack
+from shoal.roles.auditor.rollouts import Choice, examine
+from shoal.roles.continuing import parents_of
+from shoal.roles.leases import demand_sound
+from shoal.roles.worker import Worker
+from tests.envs import rivals
+from tests.ledger.world import rules
+from tests.roles.town import Town, tiny_run
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+import one_file
+
+VINE = {"name": "composition", "credit": {"name": "vine", "continuations": 2, "every": 1, "most": 2}}
+
+
+def vine_run(**changes):
+    return tiny_run(**{"steps": 2, "train": {"algorithm": VINE}, **changes})
+
+
+@pytest.fixture(scope="module")
+def single_file_weights(tmp_path_factory):
+    out = tmp_path_factory.mktemp("one") / "run"
+    return one_file.train(vine_run(), out, out.parent)
+
+
+def bodies(town, kind):
+    return [entry.body for entry in town.audit().entries if isinstance(entry.body, kind)]
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_any_number_of_workers_gives_the_bytes_of_one_file(tmp_path, single_file_weights, num_workers):
+    town = Town(tmp_path / "run", vine_run())
+    workers = [town.worker(f"worker-{i}") for i in range(num_workers)]
+    asyncio.run(town.live(town.trainer(), town.validator(), *workers))
+    assert town.weights() == single_file_weights
+    assert town.audit().findings == [] and bodies(town, SlotVoid) == []
+    continued = [body for body in bodies(town, GroupAccepted) if is_continued_slot(body.slot, 2)]
+    assert len(continued) >= 6 and any(body.rewards for body in continued) and any(body.tokens for body in continued)
+    for version, places in ((step, batch) for step, batch in town.desk.state.main.batches.items()):
+        assert not any(is_continued_slot(slot, 2) for _, slot in places), version
+
+
+def test_an_asynchronous_run_waits_for_continuations_as_its_log_says(tmp_path):
+    town = Town(tmp_path / "run", vine_run(steps=3, rollouts={"max_staleness": 1}))
+    workers = [town.worker(f"worker-{i}") for i in range(2)]
+    asyncio.run(town.live(town.trainer(), town.validator(), *workers))
+    audit, slots = town.audit(), town.desk.state.main.versions
+    assert audit.findings == [] and len(town.desk.state.main.batches) == 3
+    for places in town.desk.state.main.batches.values():
+        for version, slot in places:
+            assert slots[version].slots[slot + 2 * FIRST_BLOCK].status == "continued"
+
+
+def continues(lease):
+    return is_continued(lease.blocks[0].index)
+
+
+def test_a_worker_that_drops_all_continuations_changes_nothing(tmp_path, single_file_weights):
+    """It knows the rewards of the parents. Others make what it drops, with the same seeds."""
+    town = Town(tmp_path / "run", vine_run(rollouts={"lease_s": 0.5}))
+    dropper, play = town.worker("dropper"), Worker._play_whole
+
+    async def refuse(grant, before, use):
+        return None if continues(grant.lease) else await play(dropper, grant, before, use)
+
+    dropper._play_whole = refuse
+    asyncio.run(town.live(town.trainer(), town.validator(), dropper, town.worker("honest")))
+    assert town.weights() == single_file_weights and town.audit().findings == []
+    assert town.desk.state.members[dropper.key].lapsed > 0
+
+
+def test_a_worker_that_picks_seeds_for_continuations_alone_is_quarantined_and_changes_nothing(
+    tmp_path, single_file_weights
+):
+    town = Town(tmp_path / "run", vine_run())
+    forger, play = town.worker("forger"), Worker._play
+
+    def choose(lease, parents):
+        honest = forger.seat.policy.engine
+        forger.seat.policy.engine = OtherSeed(honest) if continues(lease) else honest
+        try:
+            return play(forger, lease, parents)
+        finally:
+            forger.seat.policy.engine = honest
+
+    forger._play = choose
+    asyncio.run(town.live(town.trainer(), town.validator(), forger, town.worker("honest")))
+    assert town.weights() == single_file_weights and town.audit().findings == []
+    caught = town.desk.state.members[forger.key]
+    assert not caught.reasons or set(caught.reasons) == {"sampling"}
+
+
+def test_an_auditor_recomputes_continuations_from_the_log_alone(tmp_path):
+    town = Town(tmp_path / "run", vine_run(steps=1))
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("w")))
+    found = asyncio.run(examine(str(town.folder.root), Choice(), 1, own_files=True))
+    continued = sum(is_continued_slot(body.slot, 2) for body in bodies(town, GroupAccepted))
+    assert found.disagreements == [] and continued and found.with_model > continued and not found.left_out
+
+
+# --- what each side takes from the other ---
+
+
+def begun(town):
+    """Let a run come as far as its first continuations, with a worker that leaves them."""
+
+    async def story():
+        worker = town.worker("first")
+        give = worker._play_whole
+
+        async def stop(grant, before, use):
+            if continues(grant.lease):
+                await asyncio.Event().wait()
+            return await give(grant, before, use)
+
+        worker._play_whole = stop
+        roles = [asyncio.create_task(role.run()) for role in (town.trainer(), town.validator(), worker)]
+        async with asyncio.timeout(20):
+            while not any(is_continued(b) for b in _blocks(town)):
+                await asyncio.sleep(0.01)
+        for role in roles:
+            role.cancel()
+        await asyncio.gather(*roles, return_exceptions=True)
+
+    asyncio.run(story())
+
+
+def _blocks(town):
+    return town.desk.state.main.versions[0].blocks if town.desk.state.main.version >= 0 else {}
+
+
+def test_only_the_worker_of_a_lease_reads_what_it_continues(tmp_path):
+    town = Town(tmp_path / "run", vine_run())
+    begun(town)
+    name = next(x for x in town.desk.state.leases.values() if is_continued(x.blocks[0]))
+    lease = town.desk.wire_lease(name)
+    told = town.desk.parents(name.worker, name.id)
+    found = parents_of(lease, told.groups, town.desk.state.rules, 10**6)
+    assert {slot.slot for block in lease.blocks for slot in block.slots if slot.parent} == found.keys()
+    with pytest.raises(Refused, match="not one of yours"):
+        town.desk.parents("b" * 64, name.id)
+
+
+def test_what_is_continued_stays_on_the_hosts_disk(tmp_path):
+    town = Town(tmp_path / "run", vine_run())
+    begun(town)
+    lease = next(x for x in town.desk.state.leases.values() if is_continued(x.blocks[0]))
+    parent = next(s.parent for b in town.desk.wire_lease(lease).blocks for s in b.slots if s.parent)
+    assert parent.submission in town.desk.kept._continued() and town.desk.kept._stays(parent.submission)
+
+
+def a_parent(num=2, tokens=(5, 6, 7)):
+    rollouts = [
+        t.make_rollout(tokens, [0] + [1] * (len(tokens) - 1), [-1.0] * (len(tokens) - 1), version=0, ending="stop")
+    ]
+    return t.Group(0, 0, "e", tuple(rollouts * num))
+
+
+def leased(data, index=FIRST_BLOCK, kind=CONTINUATIONS):
+    slot = t.Slot(2 * index, "0" * 64, "e", 0, t.Parent("s", 0, digest(data)))
+    return t.Lease("l", "w", 0, (t.Block(index, (slot,), kind),), t.Sampling(1.0, 8, 64), 0.0, 1.0)
+
+
+def test_a_worker_continues_nothing_but_what_its_lease_names(tmp_path):
+    of_run, group = rules(), a_parent()
+    data = to_msgpack(group)
+    assert parents_of(leased(data), [data], of_run, 10) == {2 * FIRST_BLOCK: group}
+    with pytest.raises(WireError, match="other bytes came"):
+        parents_of(leased(data), [to_msgpack(a_parent(tokens=(5, 6, 8)))], of_run, 10)
+    with pytest.raises(WireError, match="0 groups came"):
+        parents_of(leased(data), [], of_run, 10)
+    for bad in (a_parent(num=5), a_parent(tokens=(5, 6, 99))):
+        with pytest.raises(WireError, match="no validator accepts"):
+            parents_of(leased(to_msgpack(bad)), [to_msgpack(bad)], of_run, 10)
+
+
+def test_a_worker_takes_leases_of_continuations_only_where_the_run_has_some():
+    lease = leased(b"")
+    demand_sound(lease, EPISODES, continues=True)
+    with pytest.raises(PeerError, match="holds continuations"):
+        demand_sound(lease, EPISODES)
+    plain = leased(b"", 3, EPISODES)
+    demand_sound(plain, EPISODES, continues=True)
+    for wrong in (leased(b"", FIRST_BLOCK, EPISODES), leased(b"", 3, CONTINUATIONS)):
+        with pytest.raises(PeerError, match="install the host's version"):
+            demand_sound(wrong, EPISODES, continues=True)
+    both = t.Lease("l", "w", 0, lease.blocks + plain.blocks, lease.sampling, 0.0, 1.0)
+    with pytest.raises(PeerError, match="other work at once"):
+        demand_sound(both, EPISODES, continues=True)
+
+
+def test_an_environment_that_compares_rollouts_is_not_continued(tmp_path):
+    with pytest.raises(ConfigError, match="compares the rollouts of a group"):
+        Town(tmp_path / "run", vine_run(envs=[{"name": rivals.__file__}]))
