@@ -33,6 +33,32 @@ def test_every_role_killed_once_changes_nothing_and_loses_nothing(tmp_path, kind
     _ends_with_the_bytes_of_one_file(tmp_path, out)
 
 
+VINE = """
+[train.algorithm]
+name = "composition"
+[train.algorithm.credit]
+name = "vine"
+continuations = 2
+every = 1
+most = 2
+"""
+
+
+@pytest.mark.slow
+def test_kills_lose_no_continuations_and_change_nothing(tmp_path):
+    out, rng, kills = tmp_path / "run", random.Random(2), [*kill_storm.ROLES, "worker", "worker"]
+    launcher = kill_storm.start(tmp_path, out, more=VINE, steps=len(kills), staleness=0)
+    try:
+        for step, role in enumerate(kills):
+            kill_storm.wait_for(lambda v=step: kill_storm.version(out) >= v, f"version {step}")
+            time.sleep(rng.uniform(0.0, 0.3))
+            kill_storm.kill(launcher.pid, role, rng)
+        assert launcher.wait(timeout=200) == 0, (tmp_path / "launcher.log").read_text()[-3000:]
+    finally:
+        launcher.kill()
+    _ends_with_the_bytes_of_one_file(tmp_path, out)
+
+
 CRITIC = """
 [train.algorithm]
 name = "ppo"

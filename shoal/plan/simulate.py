@@ -23,6 +23,7 @@ from shoal.ledger.facts.submissions import Submit
 from shoal.ledger.facts.verdicts import Judge
 from shoal.ledger.facts.versions import Publish
 from shoal.ledger.law import LAW
+from shoal.ledger.pace import work_of
 from shoal.ledger.rules.leases import blocks_to_give
 from shoal.ledger.rules.run import follow
 from shoal.ledger.state import LeaseRecord, State
@@ -288,7 +289,7 @@ class _Run:
 
     def _play(self, worker: _Worker, lease: LeaseRecord) -> None:
         rules = self.s.rules
-        tokens = len(lease.blocks) * rules.block_groups * rules.group_size * self.s.rollout_tokens
+        tokens = work_of(self.state, lease.blocks) * rules.block_groups * rules.group_size * self.s.rollout_tokens
         play_s = tokens / worker.machine.tokens_per_s
         worker.playing_s += play_s
 

@@ -76,7 +76,7 @@ def test_a_count_is_made_once_for_each_event(tmp_path, monkeypatch):
     world.publish()
     for key in WORKERS:
         world.enter(key)
-    monkeypatch.setattr(leases, "usable", lambda state, stream: looks.append(state.seq) or [])
+    monkeypatch.setattr(supply, "usable", lambda state, stream: looks.append(state.seq) or [])
     for key in WORKERS[:4]:
         world.lease(key)
     for key in WORKERS[4:] * 3:

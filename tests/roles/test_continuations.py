@@ -10,6 +10,7 @@ from shoal.engine.cheats import OtherSeed
 from shoal.errors import ConfigError, PeerError
 from shoal.ledger.answers import Refused
 from shoal.ledger.facts.batches import GroupAccepted, SlotVoid
+from shoal.ledger.facts.members import Enter
 from shoal.protocol import types as t
 from shoal.protocol.constants import CONTINUATIONS, EPISODES
 from shoal.protocol.continuations import FIRST_BLOCK, is_continued, is_continued_slot
@@ -152,8 +153,10 @@ def test_only_the_worker_of_a_lease_reads_what_it_continues(tmp_path):
     told = town.desk.parents(name.worker, name.id)
     found = parents_of(lease, told.groups, town.desk.state.rules, 10**6)
     assert {slot.slot for block in lease.blocks for slot in block.slots if slot.parent} == found.keys()
+    other, now = "b" * 64, max(town.clock(), town.desk.state.time)
+    town.desk.book.write(Enter(other, t.Join("worker", "other", 0.0, "i", "float32", "cpu"), now), now)
     with pytest.raises(Refused, match="not one of yours"):
-        town.desk.parents("b" * 64, name.id)
+        town.desk.parents(other, name.id)
 
 
 def test_what_is_continued_stays_on_the_hosts_disk(tmp_path):

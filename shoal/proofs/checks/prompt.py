@@ -19,10 +19,10 @@ def check(group: Group, ctx: Context) -> Failure | None:
     """The replay builds the conversation from the task. A difference before the first turn, as the claim or the task has
     it, is in the prompt."""
     for index, (rollout, replayed) in enumerate(zip(group.rollouts, ctx.replays(group), strict=True)):
-        if not replayed.problem:
+        if not replayed.problem or replayed.position < 0:
             continue
         prompt, end = ctx.prompt(index, rollout)
-        if 0 <= replayed.position < end:
+        if replayed.position < end:
             name = digest(to_json(prompt))[:16]
             return Failure(index, replayed.position, 0, 0, f"prompt is not the task's ({name}): {replayed.problem}")
     return None
