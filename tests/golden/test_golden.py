@@ -1,10 +1,12 @@
 """Logs of earlier rules, recorded by the code of their day, give the same run under today's code, for ever.
 
-`v0` was recorded before logs named their law, `v1` under the first law. `record.py` made them and says what each holds.
+`v0` was recorded before logs named their law, `v1` under the first law, v3 when batches began to use groups again.
+`record.py` made them and says what each holds.
 """
 
 import gzip
 import json
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -74,6 +76,12 @@ def test_the_newest_golden_logs_hold_every_kind_of_event():
     newest = max(LOGS, key=lambda name: int(name.split("/")[0][1:])).split("/")[0]
     kinds = {read_stored(data).kind for name in LOGS if name.startswith(newest + "/") for data, _ in rows_of(name)}
     assert kinds == set(KINDS) - {"pools_changed", "publisher_changed"}
+
+
+def test_the_golden_log_of_repeated_groups_has_some_in_three_batches():
+    batches = recorded("v3/uses")["batches"].values()
+    taken = Counter(tuple(place) for places in batches for place in places)
+    assert max(taken.values()) == 3 and recorded("v3/uses")["findings"] == []
 
 
 def test_the_constants_of_logs_that_name_no_law_are_those_of_the_day_before():
