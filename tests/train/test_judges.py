@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.config import TrainConfig
 from shoal.policy.valued import Valued
+from shoal.protocol.compositions import CispoNamed
 from shoal.train.row_bytes import bytes_of, row_of
+from shoal.train.rows import Row
 from shoal.train.scores import RewardModel, scores_of
+from shoal.train.step import Learner
 from shoal.train.teacher import Teacher
 
 
@@ -41,6 +45,42 @@ def test_a_token_is_worth_what_the_teacher_thinks_of_it_less_what_the_student_do
         assert row.advantage_P.dtype == np.float32 and (row.behaviour_logp_P == given.behaviour_logp_P).all()
         assert (row_of(bytes_of(row)).advantage_P == row.advantage_P).all(), "a repeated step has the same bits"
     assert figures == {"teacher_kl_nats": pytest.approx(-np.concatenate([r.advantage_P for r in taught]).mean())}
+
+
+def test_a_student_that_writes_comes_near_to_its_teacher(make_model, make_rows):
+    """By the whole distributions in the states that it visits, not only by the tokens that it drew."""
+    student, teacher = make_model(0), make_model(7)
+    config = TrainConfig(lr=1e-2, warmup_steps=0, microbatch_tokens=4096, algorithm=CispoNamed(advantage="teacher"))
+    learner, judge = Learner(student, config, temperature=1.0, steps=30), Teacher(teacher, 1.0, 4096)
+    generator, far, told = torch.Generator().manual_seed(0), [], []
+    for version in range(30):
+        rows, kl = written(student, teacher, generator)
+        rows, figures = judge(rows, learner.logprobs)
+        far.append(kl)
+        told.append(figures["teacher_kl_nats"])
+        learner.step(rows, version)
+    assert sum(far[-3:]) < 0.5 * sum(far[:3]), far
+    assert told == pytest.approx(far, abs=0.35), "the figure is the divergence at the tokens that were drawn"
+
+
+def written(student, teacher, generator, count=128, length=4):
+    """Rows that a policy writes after one token, and its mean divergence from the teacher on the way."""
+    tokens_BT, logp, far = torch.full((count, 2), 6), [], []
+    for _ in range(length):
+        with torch.no_grad():
+            own, wanted = (
+                torch.log_softmax(model.logits(model.hidden(tokens_BT)[:, -1]), -1) for model in (student, teacher)
+            )
+        far.append((own.exp() * (own - wanted)).sum(-1).mean().item())
+        drawn_B1 = torch.multinomial(own.exp(), 1, generator=generator)
+        logp.append(own.gather(-1, drawn_B1))
+        tokens_BT = torch.cat([tokens_BT, drawn_B1], 1)
+    ones = np.ones(length, np.float32)
+    rows = [
+        Row(tokens_BT[b].numpy(), np.arange(2, 2 + length), logp_P.numpy(), ones, ones, 0.0, 0)
+        for b, logp_P in enumerate(torch.cat(logp, 1))
+    ]
+    return rows, sum(far) / length
 
 
 def test_a_score_is_that_of_the_last_token_whatever_shares_its_micro_batch(scorer, make_rows):
