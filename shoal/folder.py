@@ -355,7 +355,7 @@ def is_path(env: str) -> bool:
 
 def _with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
     """Make relative paths absolute. They are relative to the run file, but the folder must work from anywhere."""
-    policy, train, envs = config.policy, config.train, []
+    policy, envs = config.policy, []
     if policy.path and not is_hub(policy.path):
         path = (recipe_dir / policy.path).resolve()
         if not path.is_dir():
@@ -364,19 +364,25 @@ def _with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
                 "--random-policy tries the run without one, if the run file has a table [random]"
             )
         policy = msgspec.structs.replace(policy, path=str(path))
-    for key in ("teacher", "reward_model"):
-        if given := getattr(train, key):
-            path = (recipe_dir / given).resolve()
-            if not path.is_dir():
-                raise ConfigError(f"train.{key} = {given}: no directory at {path}. Give one with a Hugging Face model")
-            train = msgspec.structs.replace(train, **{key: str(path)})
     for env in config.envs:
         if is_path(env.name):
             env = msgspec.structs.replace(env, name=str((recipe_dir / env.name).resolve()))
         if env.tasks:
             env = msgspec.structs.replace(env, tasks=str((recipe_dir / env.tasks).resolve()))
         envs.append(env)
-    return msgspec.structs.replace(config, policy=policy, train=train, envs=tuple(envs))
+    return with_judge_at(msgspec.structs.replace(config, policy=policy, envs=tuple(envs)), recipe_dir)
+
+
+def with_judge_at(config: RunConfig, recipe_dir: Path) -> RunConfig:
+    """Make the path of a run file's teacher or reward model absolute. Raises `ConfigError` if no directory is there."""
+    train = config.train
+    for key in ("teacher", "reward_model"):
+        if given := getattr(train, key):
+            path = (recipe_dir / given).resolve()
+            if not path.is_dir():
+                raise ConfigError(f"train.{key} = {given}: no directory at {path}. Give one with a Hugging Face model")
+            train = msgspec.structs.replace(train, **{key: str(path)})
+    return msgspec.structs.replace(config, train=train)
 
 
 def _with_digests(config: RunConfig) -> tuple[RunConfig, list[TaskList]]:

@@ -24,6 +24,7 @@ import psutil
 
 from shoal.config import RunConfig, TinyPolicy, load_run, node_home
 from shoal.errors import ConfigError, cause_of
+from shoal.folder import with_judge_at
 from shoal.protocol.constants import SIGNATURE_WINDOW_S
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def fit(recipe: Path, changes: Sequence[str], memory_gb: float, random_policy: b
     from shoal.plan.sizes import sizes_of
 
     config, memory = load_run(recipe, list(changes), random_policy=random_policy), int(memory_gb * 1e9)
+    config = with_judge_at(config, recipe.parent)
     spec = _shape_of(config, recipe)
     config, lines = sized(config, spec, with_workers=True, free=memory)
     for line in lines:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from shoal import cli
-from shoal.config import RunConfig, load_run
+from shoal.config import RunConfig, TinyPolicy, load_run
 from shoal.errors import StateError
 from shoal.folder import RunFolder
 from shoal.launch import doctor, room
@@ -17,6 +17,7 @@ from shoal.launch.local import open_crew
 from shoal.launch.room import sized
 from shoal.launch.view import LiveView
 from shoal.plan.sizes import spec_of
+from shoal.policy.tiny import make_tiny
 from tests.launch.test_fits import LARGE, RECIPES, has_free
 
 ON_GPU = [f"{section}.device=cuda" for section in ("train", "workers", "validators")]
@@ -144,3 +145,11 @@ def test_doctor_says_the_size_that_a_run_would_find(
     lines = list(doctor.fit(path, [OPEN], small.need / 0.85e9))
     assert lines[0].found.startswith("A micro-batch has ") and "16384" not in lines[0].found
     assert all(line.state == "ok" for line in lines)
+
+
+def test_doctor_counts_a_teacher_beside_the_run_file_wherever_it_is_asked(tmp_path: Path) -> None:
+    make_tiny(TinyPolicy(width=64, layers=2, heads=2, kv_heads=1, mlp_width=64), tmp_path / "teacher", 0, "float32")
+    path, run = tmp_path / "run.toml", 'name = "r"\nsteps = 1\n[[envs]]\nname = "arithmetic"\n'
+    path.write_text(f'{run}[train]\nteacher = "teacher"\n[train.algorithm]\nname = "cispo"\nadvantage = "teacher"\n')
+    (told,) = [line.found for line in doctor.fit(path, [], 0) if line.what == "trainer"]
+    assert "teacher " in told and "teacher at work" in told
