@@ -177,6 +177,8 @@ def staleness(claim: Claim, reports: Reports) -> Finding:
 
 FINDINGS: dict[str, Callable[[Claim, Reports], Finding]] = {
     "clip_higher": clip_higher,
+    "clip_higher_at_0.0003": clip_higher,
+    "clip_higher_at_0.001": clip_higher,
     "lengths": lengths,
     "staleness": staleness,
 }
