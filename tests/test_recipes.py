@@ -67,7 +67,8 @@ def test_sft_recipes_parse() -> None:
     for path in SFT:
         config = load_sft(path)
         check_tiny_policy_has_room(config, config.max_tokens)
-        assert load_env(config.env.name, config.env.args).num_tasks > 0
+        name = config.env.name if config.env.name in BUILT_IN else str(path.parent / config.env.name)
+        assert load_env(name, config.env.args).num_tasks > 0
 
 
 def test_the_recipes_of_real_models_exist() -> None:
