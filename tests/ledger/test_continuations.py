@@ -4,7 +4,7 @@ import pytest
 
 from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.facts.batches import SlotVoid
-from shoal.ledger.facts.leases import ReturnLeases
+from shoal.ledger.facts.leases import AskLease, ReturnLeases
 from shoal.ledger.facts.run import Admin, Tick
 from shoal.ledger.facts.verdicts import Judge
 from shoal.ledger.next_batch import blocks_in_the_way, blocks_to_continue, next_members
@@ -234,18 +234,16 @@ def test_a_drain_after_the_parents_leaves_them_out_too_and_waits_for_those_at_wo
     assert 0 in world.state.main.batches and world.audit().findings == []
 
 
-def test_one_lease_holds_one_kind_of_blocks(tmp_path):
-    world = vine_world(tmp_path, max_staleness=1, batch_groups=6)
-    plain, more = world.lease(ALICE), world.lease(BOB)
-    world.judge(world.submit(BOB, more))
-    begun = world.lease(BOB)
-    assert is_continued(begun.blocks[0])
-    world.enter(CAROL)
-    world.do(ReturnLeases(BOB, (begun.id,), world.now))
-    world.do(ReturnLeases(ALICE, (plain.id,), world.now))
-    world.now += 20.0
-    kinds = {is_continued(block) for block in world.lease(CAROL).blocks}
-    assert len(kinds) == 1
+def test_one_lease_holds_one_kind_of_blocks(tmp_path, monkeypatch):
+    world = vine_world(tmp_path)
+    monkeypatch.setattr(leases_rules, "_most_blocks", lambda *asked: 64)
+
+    def shared(*places):
+        asked = AskLease(ALICE, (), 0.0, world.now)
+        return leases_rules._shared(world.state, world.state.members[ALICE], asked, list(places))
+
+    assert shared((0, 1), (0, 2), (0, FIRST_BLOCK)) == [1, 2]
+    assert shared((0, FIRST_BLOCK), (0, FIRST_BLOCK + 1), (1, FIRST_BLOCK)) == [FIRST_BLOCK, FIRST_BLOCK + 1]
 
 
 @pytest.mark.parametrize("rewards", [(0.0,) * 17, (0.0, 1e9)])
