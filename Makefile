@@ -1,6 +1,7 @@
 # The commands of this folder. Each target installs what it needs into .venv, once.
 #
 #   make demo     a whole run on this machine: workers and a cheater train a tiny model on Wordle
+#   make beyond   another: a tiny model learns from a bad player, then by RL goes beyond it
 #   make test     the test suite            make test-quick  less than 90 seconds of it
 #   make test-slow                          also the tests that take minutes
 #   make check    what CI runs first: format, lint, types, architecture, configuration and docs
@@ -30,13 +31,16 @@ PARALLEL ?= -n 2 --dist loadfile
 LONG_TESTS := attacks benchmarks launch roles test_api.py test_cli.py test_survival.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-slow sandbox foreign vllm check bench clean
+.PHONY: help demo beyond test test-quick test-slow sandbox foreign vllm check bench clean
 
 help:
-	@sed -n '3,14s/^# \{0,1\}//p' Makefile
+	@sed -n '3,15s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.runs
 	$(BIN)/shoal run recipes/wordle.toml
+
+beyond: $(VENV)/.runs
+	$(BIN)/shoal run recipes/stones.toml
 
 test: $(VENV)/.tests sandbox foreign
 	$(TEST) $(PARALLEL)

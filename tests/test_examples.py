@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.envs.answers.conftest import openai as openai
 from tests.sandbox.needs import needs_bubblewrap
 
 EXAMPLES = Path(__file__).parents[1] / "environments"
-NAMES = ("initials", "nim", "word-problems", "calculator", "explain")
+NAMES = ("initials", "nim", "stones", "word-problems", "calculator", "explain")
 WITH_THE_HOST = ("calculator", "explain")
 """Not reproducible: one starts programs, the other asks a judge."""
 
@@ -130,3 +131,52 @@ def test_nim_is_won_by_the_last_stone_and_lost_by_an_illegal_move() -> None:
         assert last.done and nim.score(last.state) == score
     lost = nim.step(((0, 1, 1), False), "3, 1")
     assert lost.done and nim.score(lost.state) == 0.0, "the opponent takes the last stone"
+
+
+def stones(**args: Any) -> Any:
+    return load_env(str(EXAMPLES / "stones"), args)
+
+
+def games_of(env: Any, player: str, heldout: bool, games: int) -> tuple[float, set[int]]:
+    """Share of games that a player wins, and all numbers of stones that it was shown."""
+    won, seen = 0, set[int]()
+    for index in range(games):
+        (state, opening), rng = env.reset(env.task(index, heldout)), random.Random(index)
+        shown: str | None = opening[0]["content"]
+        done = False
+        while not done:
+            seen.add(int(shown or 0))
+            state, shown, done, *_ = env.step(state, env.players()[player](state, rng))
+        won += bool(env.success(state))
+    return won / games, seen
+
+
+def test_stones_are_won_by_the_last_one_and_lost_by_an_illegal_move() -> None:
+    env = stones(perfect=1.0)
+    state, opening = env.reset((12, 0, False))
+    assert opening == [{"role": "user", "content": "12"}]
+    second = env.step(state, "2")
+    assert second.restart and not second.done and second.reply in tuple("123456789")
+    last = env.step(second.state, second.reply)
+    assert last.done and env.success(last.state) and env.score(last.state) == 1.0
+    for move in ("", "0", "-1", " 2", "²", "22", "a"):
+        lost = env.step(state, move)
+        assert lost.done and not env.success(lost.state)
+    beaten = env.step(state, "3")
+    assert beaten.done and not env.success(beaten.state), "a perfect opponent takes the last nine"
+
+
+def test_training_on_stones_never_shows_a_heldout_number() -> None:
+    env = stones()
+    share, seen = games_of(env, "teacher", heldout=False, games=1500)
+    assert not seen & set(env.heldout) and set(env.training) <= seen and 0.5 < share < 0.65
+    share, seen = games_of(env, "right", heldout=True, games=100)
+    assert share == 1.0 and seen & set(env.heldout)
+    assert sorted(number % 10 for number in env.heldout) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert games_of(env, "wrong", heldout=True, games=10)[0] == 0.0
+
+
+def test_the_teacher_of_stones_takes_all_that_it_may_and_is_cautious_otherwise() -> None:
+    env = stones(cautious=0.5)
+    assert env.habits(3) == ([3], [0.125])
+    assert env.habits(10) == ([1, 2, 3, 4, 5, 6, 7, 8, 9], [0.5**taken for taken in range(1, 10)])

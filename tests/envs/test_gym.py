@@ -87,7 +87,7 @@ def is_whole(found: Evaluation, env: Any) -> bool:
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize("name", ["initials", "nim", "word-problems", "calculator", "explain"])
+@pytest.mark.parametrize("name", ["initials", "nim", "stones", "word-problems", "calculator", "explain"])
 def test_an_example_is_played(name: str, played: Callable[[Any], Evaluation], openai: Callable[..., Any]) -> None:
     args = {"url": openai("compares").base_url, "model": "compares"} if name == "explain" else {}
     env = load_env(str(EXAMPLES / name), args)
