@@ -1,0 +1,265 @@
+"""Whether RL goes beyond its teacher: recipes/stones.toml beside three ways to imitate, five seeds.
+
+    python benchmarks/beyond.py [--seeds 1,2,3,4,5] [--roles] [--keep FOLDER] [--quick]
+
+In the game `environments/stones` the opponent plays half of its turns without fault. The teacher sees only wins in one
+move; otherwise it is cautious, and so seldom makes the move that wins. Four sides:
+
+- teacher: the scripted player itself;
+- imitation: recipes/stones-start.toml, then more of the teacher's games, as many as RL plays;
+- wins: the same, but of these games it imitates only those that the teacher won (rejection sampling);
+- rl: the same start, then recipes/stones.toml. With `--roles` by `shoal run`, in processes: coordinator, trainer, workers
+  and validator; else by recipes/one_file.py, in this process and without staleness. All games count, also those of groups
+  without signal.
+
+Sides have the same tokenizer, size and first weights. Each plays the same held-out tasks, whose starts training never
+shows, at several temperatures, and its best one counts, chosen on these very games. RL's margin is over the best of the
+other three. `larger` has games from 61 to 99 stones at that temperature. `exact` has what can be computed without a model:
+win rates of the teacher, of perfect play, and of players that know the teacher's moves in infinitely many wins, at the same
+temperatures. The last line is JSON; lists have a number a seed. The exit code is 1 if a bar is missed.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = ROOT / "recipes"
+sys.path[:0] = [str(ROOT), str(RECIPES)]  # started as a file, as benchmarks are
+
+import one_file  # noqa: E402
+
+from benchmarks.claims import stones  # noqa: E402
+from shoal.config import SftConfig, load_run, load_sft, sampling_of  # noqa: E402
+from shoal.engine.local import LocalEngine  # noqa: E402
+from shoal.envs.base import Env  # noqa: E402
+from shoal.envs.evaluate import evaluate  # noqa: E402
+from shoal.envs.load import load_env  # noqa: E402
+from shoal.envs.play import play_scripted  # noqa: E402
+from shoal.policy.files import load_policy, save_policy  # noqa: E402
+from shoal.policy.render import Renderer  # noqa: E402
+from shoal.protocol.types import Block, Group, Sampling  # noqa: E402
+from shoal.roles import sft  # noqa: E402
+from shoal.train.sft import fine_tune  # noqa: E402
+
+GREEDY = 0.02
+"""Temperature at which the likeliest token is drawn unless another is almost as likely."""
+TEMPERATURES = (1.0, 0.7, 0.4, GREEDY)
+EPISODES = 768
+"""Held-out games of each side at each temperature."""
+IMITATION_BATCH = 256
+"""Turns in a step of a side that goes on imitating. It learns from each turn of all of its games once."""
+SIDES = ("teacher", "imitation", "wins", "rl")
+BAR = 0.10
+"""RL's margin over the best of the other sides, of the worst seed."""
+
+
+def main() -> int:
+    """Measure all seeds, print their win rates, and all figures as JSON at the end."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", default="1,2,3,4,5")
+    parser.add_argument("--roles", action="store_true", help="RL by `shoal run`, in processes of their own")
+    parser.add_argument("--keep", type=Path, help="a folder for each seed's figures: those there are not measured")
+    parser.add_argument("--quick", action="store_true", help="few steps of one seed: proves only that it runs")
+    asked = parser.parse_args()
+    seeds = [int(seed) for seed in asked.seeds.split(",")][: 1 if asked.quick else None]
+    torch.set_num_threads(1)
+    found = []
+    for seed in seeds:
+        kept = asked.keep / f"{seed}.json" if asked.keep else None
+        if kept and kept.exists():
+            found.append(json.loads(kept.read_text()))
+        else:
+            found.append(measured(seed, asked.roles, asked.quick))
+            if kept:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_text(json.dumps(found[-1]))
+        wins = ", ".join(f"{side} {best(found[-1][side]):.1%}" for side in SIDES)
+        print(f"seed {seed}: {wins} in {found[-1]['wall_s']:.0f} s", flush=True)
+    figures = figures_of(found)
+    how = "shoal run" if asked.roles else "one_file.py"
+    print(
+        json.dumps(
+            {"benchmark": "beyond", "seeds": seeds, "by": how, **figures, "exact": stones.exact(game(), TEMPERATURES)}
+        )
+    )
+    return 0 if asked.quick or figures["margin_worst"] >= BAR else 1
+
+
+def game(**args: Any) -> Any:
+    """The environment of the recipe, with other arguments where some are given."""
+    spec = load_run(RECIPES / "stones.toml").envs[0]
+    return load_env(str(RECIPES / spec.name), dict(spec.args) | args)
+
+
+def figures_of(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Win rates, margins and costs of all seeds."""
+    wins = {side: [round(best(one[side]), 4) for one in found] for side in SIDES}
+    rivals = [max(best(one[side]) for side in SIDES[:-1]) for one in found]
+    margins = [round(best(one["rl"]) - rival, 4) for one, rival in zip(found, rivals, strict=True)]
+    over_plain = [round(best(one["rl"]) - max(best(one[side]) for side in SIDES[:2]), 4) for one in found]
+    return {
+        "episodes": found[0]["episodes"],
+        "win_rates": wins,
+        "win_rate_of_rl_worst": min(wins["rl"]),
+        "margins": margins,
+        "margin_worst": min(margins),
+        "margins_over_plain_imitation": over_plain,
+        "margin_over_plain_imitation_worst": min(over_plain),
+        "by_temperature": {
+            side: {T: round(statistics.fmean(one[side][T] for one in found), 4) for T in found[0][side]} for side in SIDES
+        },
+        "larger": {side: [round(one["larger"][side], 4) for one in found] for side in SIDES[1:]},
+        "games": [one["games"] for one in found],
+        "games_won_by_the_teacher": [one["games_won"] for one in found],
+        "curves": [one["curve"] for one in found],
+        "wall_s": [round(one["wall_s"]) for one in found],
+        "wall_s_of_rl": [round(one["wall_s_of_rl"]) for one in found],
+        "cpu_s_of_rl": [round(one["cpu_s_of_rl"]) for one in found],
+    }  # fmt: skip
+
+
+def best(by_temperature: Mapping[str, float]) -> float:
+    """The win rate at the best temperature."""
+    return max(by_temperature.values())
+
+
+def measured(seed: int, roles: bool, quick: bool) -> dict[str, Any]:
+    """All sides of a seed: win rates by temperature, the reward of each step of RL, and what it took."""
+    began = time.monotonic()
+    overrides = [f"seed={seed}", *(["steps=200"] if quick else [])]
+    recipe = load_sft(RECIPES / "stones-start.toml", overrides)
+    env, episodes = game(), 32 if quick else EPISODES
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Path(scratch)
+        start = place / "start"
+        sft.main(RECIPES / "stones-start.toml", start, overrides)
+        settings = [f"seed={seed}", f"policy.path={start}", *(["steps=10"] if quick else [])]
+        learned = (run_roles if roles else run_here)(settings, place / "rl")
+        sampling = sampling_of(load_run(RECIPES / "stones.toml", settings))
+        renderer = Renderer.from_directory(start)
+        played = teacher_games(env, renderer, learned["games"], seed, sampling)
+        won = [rows for rows, success in played if success]
+        imitate([rows for rows, _ in played], recipe, start, place / "imitation")
+        imitate(won, recipe, start, place / "wins")
+        policies = {"imitation": place / "imitation", "wins": place / "wins", "rl": learned.pop("policy")}
+        rates = {"teacher": {"1.0": teacher_rate(env, renderer, episodes, sampling, seed)}}
+        rates |= {side: win_rates(policy, env, sampling, episodes) for side, policy in policies.items()}
+        larger = {
+            side: win_rates(policy, game(least=60, most=99), sampling, episodes, best_of(rates[side]))
+            for side, policy in policies.items()
+        }
+    return {
+        **rates, "larger": {side: best(found) for side, found in larger.items()}, "episodes": episodes,
+        "games_won": len(won), **learned, "wall_s": time.monotonic() - began,
+    }  # fmt: skip
+
+
+def run_here(settings: list[str], out: Path) -> dict[str, Any]:
+    """All steps of RL in this process: the policy, the number of games, each step's mean reward, and what it took."""
+    config = load_run(RECIPES / "stones.toml", [*settings, "rollouts.max_staleness=0", "verify.audit_rate=1.0"])
+    play_block, games, curve = one_file.play_block, 0, list[float]()
+    began, cpu_before = time.monotonic(), time.process_time()
+
+    def counting(engine: Any, renderer: Renderer, envs: Any, slots: Block, *how: Any) -> list[Group]:
+        nonlocal games
+        groups = play_block(engine, renderer, envs, slots, *how)
+        games += sum(len(group.rollouts) for group in groups)
+        return groups
+
+    with patch.object(one_file, "play_block", counting):
+        one_file.train(config, out, RECIPES, lambda line: curve.append(float(line.split()[3])))
+    return {
+        "policy": out / "published", "games": games, "curve": curve,
+        "wall_s_of_rl": time.monotonic() - began, "cpu_s_of_rl": time.process_time() - cpu_before,
+    }  # fmt: skip
+
+
+def run_roles(settings: list[str], out: Path) -> dict[str, Any]:
+    """The same by `shoal run`. Games are those of all groups that were judged."""
+    words = [word for setting in [*settings, "eval.episodes=0"] for word in ("--set", setting)]
+    command = [sys.executable, "-m", "shoal.cli", "run", str(RECIPES / "stones.toml"), "--out", str(out), *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    log = out.with_suffix(".log")
+    with log.open("wb") as told:
+        ended = subprocess.run(
+            command, stdout=told, stderr=told, stdin=subprocess.DEVNULL, check=False, env=environment
+        )
+    if ended.returncode:
+        raise SystemExit(f"shoal run ended with {ended.returncode}:\n" + "\n".join(log.read_text().splitlines()[-20:]))
+    summary = json.loads((out / "summary.json").read_text())
+    group_size = load_run(RECIPES / "stones.toml", settings).rollouts.group_size
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "policy": out / "checkpoints" / "final",
+        "games": (summary["accepted"] + summary["refused"]) * group_size,
+        "curve": [line["reward_mean"] for line in lines if "reward_mean" in line],
+        "wall_s_of_rl": summary["wall_s"], "cpu_s_of_rl": sum(summary["cpu_s"].values()),
+    }  # fmt: skip
+
+
+Example = tuple[list[int], list[int]]
+"""Token ids and authors of a turn."""
+
+
+def teacher_games(
+    env: Any, renderer: Renderer, count: int, seed: int, sampling: Sampling
+) -> list[tuple[list[Example], bool]]:
+    """Games that the teacher plays on training tasks, and whether it won them."""
+    player, rng = env.players()["teacher"], random.Random(f"more games {seed}")
+    played = []
+    for _ in range(count):
+        talk = play_scripted(env, renderer, env.task(rng.randrange(env.num_tasks)), player, rng, sampling)
+        played.append(([(list(row.tokens), list(row.author)) for row in talk.rows], bool(env.success(talk.state))))
+    return played
+
+
+def imitate(games: Sequence[Sequence[Example]], recipe: SftConfig, start: Path, out: Path) -> None:
+    """Go on with the start's recipe, on other games."""
+    model, turns = load_policy(start, torch.float32), [row for rows in games for row in rows]
+    steps = -(-len(turns) // IMITATION_BATCH)
+    fine_tune(model, turns, msgspec.structs.replace(recipe, steps=steps, batch=IMITATION_BATCH))
+    save_policy(model, out, recipe.publish_dtype, tokenizer_from=start)
+
+
+def win_rates(
+    policy: Path, env: Env, sampling: Sampling, episodes: int, temperatures: Sequence[float] = TEMPERATURES
+) -> dict[str, float]:
+    """By temperature, on held-out tasks."""
+    engine, renderer = LocalEngine(threads=1), Renderer.from_directory(policy)
+    engine.load(policy, 0)
+    rates = {}
+    for temperature in temperatures:
+        drawn = msgspec.structs.replace(sampling, temperature=temperature)
+        rates[str(temperature)] = evaluate(engine, renderer, env, episodes, 0, drawn, 0).mean
+    return rates
+
+
+def best_of(by_temperature: Mapping[str, float]) -> tuple[float]:
+    """The best temperature."""
+    return (float(max(by_temperature, key=lambda temperature: by_temperature[temperature])),)
+
+
+def teacher_rate(env: Any, renderer: Renderer, episodes: int, sampling: Sampling, seed: int) -> float:
+    """The teacher's win rate on the same tasks."""
+    player, rng = env.players()["teacher"], random.Random(f"held-out games {seed}")
+    tasks = [env.task(index % env.num_heldout, heldout=True) for index in range(episodes)]
+    talks = [play_scripted(env, renderer, task, player, rng, sampling) for task in tasks]
+    return statistics.fmean(bool(env.success(talk.state)) for talk in talks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
