@@ -205,7 +205,7 @@ def run_roles(settings: list[str], out: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return {
         "policy": out / "checkpoints" / "final",
-        "games": (summary["accepted"] + summary["refused"]) * group_size,
+        "games": (summary["accepted"] + sum(summary["refused"].values())) * group_size,
         "curve": [line["reward_mean"] for line in lines if "reward_mean" in line],
         "wall_s_of_rl": summary["wall_s"], "cpu_s_of_rl": sum(summary["cpu_s"].values()),
     }  # fmt: skip
