@@ -67,7 +67,7 @@ def test_a_student_comes_near_to_its_teacher(models):
     town = Town(models / "run", msgspec.structs.replace(config, steps=40, rollouts=rollouts))
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))
     far = [line["teacher_kl_nats"] for line in read_metrics(town.folder.metrics)]
-    assert far[-1] < 0.5 * far[0], far
+    assert sum(far[-3:]) < 0.8 * sum(far[:3]), far
 
 
 def test_a_batch_without_rows_is_not_judged(models):
