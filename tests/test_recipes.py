@@ -1,15 +1,20 @@
 """Every run file that we ship can be run: it parses, its numbers fit, and its environments are there."""
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from shoal.config import RunConfig, SftConfig, load_run, load_sft
+from shoal.config.stages import load_stages, settings_of
 from shoal.envs.load import BUILT_IN, load_env
 from shoal.launch import fits
 from shoal.launch.doctor import in_words
 from shoal.launch.fits import amount, disk_of, reports, roles_of
+from shoal.launch.jobs import demand_doable
 from shoal.launch.room import sized
 from shoal.plan.sizes import sizes_of, spec_of
 from shoal.policy.sizes import parameters_of
@@ -28,6 +33,10 @@ REAL = [path for path in RUNS if "\n[random]\n" in path.read_text()]
 
 def name(path: Path) -> str:
     return path.stem
+
+
+STAGES = [path for path in sorted((ROOT / "recipes").rglob("*.toml")) if "[[stages]]" in path.read_text()]
+"""Files of `shoal stages`, beside whose recipes they are."""
 
 
 def check_tiny_policy_has_room(config: RunConfig | SftConfig, max_tokens: int) -> None:
@@ -69,6 +78,34 @@ def test_sft_recipes_parse() -> None:
         check_tiny_policy_has_room(config, config.max_tokens)
         name = config.env.name if config.env.name in BUILT_IN else str(path.parent / config.env.name)
         assert load_env(name, config.env.args).num_tasks > 0
+
+
+def test_the_recipes_of_stages_exist() -> None:
+    assert {path.stem for path in STAGES} >= {"sums", "r1", "r1-zero"}
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("path", STAGES, ids=name)
+def test_every_stage_can_be_done_whole_and_quick(path: Path, quick: bool) -> None:
+    config = load_stages(path, quick=quick)
+    assert config.name == path.stem + "-quick" * quick
+    for stage in config.stages:
+        settings = settings_of(stage, path.parent)
+        demand_doable(stage, settings, path.parent)
+        if isinstance(settings, SftConfig):
+            check_tiny_policy_has_room(settings, settings.max_tokens)
+        if isinstance(settings, RunConfig):
+            check_tiny_policy_has_room(settings, settings.sampling.max_tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", STAGES, ids=name)
+def test_the_quick_form_of_stages_runs_to_its_report(path: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shoal.cli", "stages", str(path), "--quick", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ends = json.loads((tmp_path / "out" / "report.json").read_bytes())["stages"]
+    assert [end["name"] for end in ends] == [stage.name for stage in load_stages(path, quick=True).stages]
 
 
 def test_the_recipes_of_real_models_exist() -> None:

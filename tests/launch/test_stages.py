@@ -1,6 +1,5 @@
 """Stages: what a file may say, what decides a stage's folder, and a run of stages that is killed, changed and damaged."""
 
-import itertools
 import json
 import os
 import signal
@@ -14,7 +13,7 @@ import pytest
 
 from shoal.algos.rejection import raft
 from shoal.config import load_run
-from shoal.config.stages import MergeStage, RejectStage, load_stages, settings_of
+from shoal.config.stages import load_stages, settings_of
 from shoal.errors import ConfigError, StateError
 from shoal.folder import RunFolder
 from shoal.launch.chosen import choose, choose_pairs, digest_of, learned_groups
@@ -215,15 +214,6 @@ def test_overrides_name_a_stage_and_quick_overrides_keys_of_stages(files: Path) 
         load_stages(files, ["nobody.steps=1"])
     with pytest.raises(ConfigError, match=r"write it as stage\.key=value"):
         load_stages(files, ["steps=1"])
-
-
-def test_the_stages_that_we_ship_load_with_their_recipes() -> None:
-    paths = [path for path in (ROOT / "recipes" / "stages").glob("*.toml") if "[[stages]]" in path.read_text()]
-    assert paths
-    for path, quick in itertools.product(paths, (False, True)):
-        for stage in load_stages(path, quick=quick).stages:
-            settings = settings_of(stage, path.parent)
-            assert (settings is None) == isinstance(stage, MergeStage | RejectStage)
 
 
 def test_what_no_stage_could_do_is_said_before_the_first_begins(files: Path) -> None:
