@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,18 @@ from shoal.policy.tiny import make_tiny
 from shoal.roles import prefer
 from shoal.train import preferences
 from shoal.train.chosen import Examples, tokenizer_digest
-from shoal.train.pack import collate
-from shoal.train.preferences import PairFigures, PairSettings, answer_logps, held_out, in_microbatches, pair_sums
+from shoal.train.pack import MicroBatch, collate
+from shoal.train.preferences import (
+    PairFigures,
+    PairSettings,
+    answer_logps,
+    held_out,
+    in_microbatches,
+    measure_scores,
+    pair_sums,
+    prefer_scores,
+)
+from shoal.train.rows import Row
 
 SETTINGS = PairSettings(steps=20, batch=8, lr=3e-3, warmup_steps=2, max_grad_norm=1.0, seed=1)
 
@@ -57,6 +68,20 @@ def test_the_first_loss_of_dpo_is_ln_2_and_its_gradient_that_of_the_formula(tmp_
         model, pairs, pairs, 0.5, PairSettings(1, 4, 0.0, 0, 1.0, 0), lambda step, loss: told.append(loss)
     )
     assert told == [pytest.approx(math.log(2), abs=1e-6)]
+
+
+def test_scores_learn_which_answers_are_preferred(tmp_path: Path, start: Path) -> None:
+    pairs = prefer.read_pairs(lines(tmp_path / "pairs.jsonl"), start, 64)
+    table = torch.nn.Embedding(64, 1)
+    torch.nn.init.zeros_(table.weight)
+
+    def score(batch: MicroBatch, rows: Sequence[Row]) -> torch.Tensor:
+        return torch.zeros(len(rows)).index_add(0, batch.row_N, table(batch.target_N).squeeze(-1))
+
+    learned, measured = held_out(pairs)
+    assert measure_scores(score, measured).accuracy == 0.5
+    found, tokens = prefer_scores(dict(table.named_parameters()), score, learned, measured, SETTINGS)
+    assert found.accuracy == 1.0 and found == measure_scores(score, measured) and tokens > 0
 
 
 def test_micro_batches_keep_pairs_together_and_add_up(
