@@ -10,21 +10,12 @@ from shoal.errors import StateError
 from shoal.folder import RunFolder
 from shoal.launch.snapshot import NO_STATUS, Snapshot
 from shoal.launch.unattended import IDLE_LIMIT_S, UnattendedView
-from tests.launch.test_stages import RL, finish, start
+from tests.launch.test_stages import RL, ROOT, finish, start
 
-SLEEPY = """
-from pathlib import Path
-from shoal.envs.arithmetic import Arithmetic, environment as sums
-
-class Sleepy(Arithmetic):
-    def score(self, state):
-        return super().score(state) if Path("AWAKE").exists() else 0.5
-
-def environment(**args):
-    made = sums(**args)
-    made.__class__ = Sleepy
-    return made
+WAKING = """        if not Path("AWAKE").exists():
+            return 0.5
 """
+"""Comes first in the score of recipes/vowels.py: no group has signal before this file is there."""
 
 
 class Heard:
@@ -102,10 +93,12 @@ def test_a_run_without_workers_ends_after_a_while_and_a_slow_one_does_not(view: 
 @pytest.mark.slow
 def test_a_stage_whose_run_pauses_ends_with_the_reason_and_goes_on_when_it_is_gone(tmp_path: Path) -> None:
     awake = tmp_path / "awake"
-    (tmp_path / "sleepy.py").write_text(SLEEPY.replace("AWAKE", str(awake)))
-    sums = ('name = "vowels.py"', 'name = "sleepy.py"\nargs = { digits = 1, operations = "+" }')
+    source = "from pathlib import Path\n" + (ROOT / "recipes" / "vowels.py").read_text()
+    score = "        letters = ["
+    (tmp_path / "sleepy.py").write_text(source.replace(score, WAKING.replace("AWAKE", str(awake)) + score))
+    sleepy = ('name = "vowels.py"', 'name = "sleepy.py"')
     few = ("batch_groups = 2", "batch_groups = 2\nmax_flat_groups = 12")
-    (tmp_path / "rl.toml").write_text(RL.replace(*sums).replace(*few))
+    (tmp_path / "rl.toml").write_text(RL.replace(*sleepy).replace(*few))
     (tmp_path / "one.toml").write_text('name = "one"\n[[stages]]\nname = "rl"\nkind = "rl"\nrecipe = "rl.toml"\n')
     out = tmp_path / "out"
     for tried in (1, 2):
