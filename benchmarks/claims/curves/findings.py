@@ -69,6 +69,9 @@ def clip_higher(claim: Claim, reports: Reports) -> Finding:
             "reward_at_end": rounded([score(curve) for curve in curves]),
             "entropy_at_end_nats": rounded([curve.tested["entropy_nats"][-1] for curve in curves]),
             "clip_share": rounded([statistics.fmean(curve.learned["clip_share"]) for curve in curves]),
+            "mean_clip_share": round(
+                statistics.fmean(share for curve in curves for share in curve.learned["clip_share"]), 4
+            ),
         }
     lines = []
     for colour, arm in enumerate(claim.arms):
@@ -180,6 +183,7 @@ FINDINGS: dict[str, Callable[[Claim, Reports], Finding]] = {
     "clip_higher_at_0.0003": clip_higher,
     "clip_higher_at_0.001": clip_higher,
     "lengths": lengths,
+    "lengths_longer": lengths,
     "staleness": staleness,
 }
 """By the name of the claim."""

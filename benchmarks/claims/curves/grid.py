@@ -94,10 +94,12 @@ class Claim:
     lags: dict[int, int] = field(default_factory=lambda: {0: 0})
     """Staleness of the reporting runs, in versions, each with that of the tuning runs that decide its learning rate."""
     tuning: tuple[int, ...] = (11, 12)
-    """Seeds."""
+    """Seeds; none, if there is one learning rate."""
     reporting: tuple[int, ...] = (21, 22, 23, 24, 25)
     """Seeds; none of them is for tuning."""
 
+    remark: str = ""
+    """What a reader must know of the verdict."""
     runs_of: str = ""
     """The claim whose runs these are too, if it is a control: equal runs are made once."""
 
@@ -144,26 +146,38 @@ CLIP_HIGHER = Claim(
     reproduced=(
         "The difference is above 0 in at least 4 of 5 seeds, and its mean is more than 2 standard errors above 0."
     ),
+    remark="If tuning chose different learning rates for the arms, the difference may be theirs: the controls decide.",
 )
 
 CONTROLS = tuple(
-    replace(CLIP_HIGHER, name=f"clip_higher_at_{lr:g}", lrs=(lr,), runs_of="clip_higher") for lr in (3e-4, 1e-3)
+    replace(CLIP_HIGHER, name=f"clip_higher_at_{lr:g}", lrs=(lr,), runs_of="clip_higher", remark="")
+    for lr in (3e-4, 1e-3)
 )
 """The same with one learning rate for both arms. They were added, before their first run, when clip_higher had chosen
 different ones: a difference of entropy could come from either."""
 
+LENGTHS_ASKED = Claim(
+    name="lengths",
+    statement="A penalty on the distance to a length that the prompt names makes the policy write that length.",
+    source="INTELLECT-2, arXiv:2505.07291",
+    task="filled",
+    arms=(Arm("penalty", {}),),
+    lrs=(3e-4, 1e-3, 3e-3),
+    measure="Spearman's rank correlation of the length asked for and the length written, over 256 further episodes.",
+    reproduced="At least 0.8 in every reporting seed. The same correlation before training is for comparison.",
+)
+
 CLAIMS = (
     CLIP_HIGHER,
     *CONTROLS,
-    Claim(
-        name="lengths",
-        statement="A penalty on the distance to a length that the prompt names makes the policy write that length.",
-        source="INTELLECT-2, arXiv:2505.07291",
-        task="filled",
-        arms=(Arm("penalty", {}),),
-        lrs=(3e-4, 1e-3, 3e-3),
-        measure="Spearman's rank correlation of the length asked for and the length written, over 256 further episodes.",
-        reproduced="At least 0.8 in every reporting seed. The same correlation before training is for comparison.",
+    LENGTHS_ASKED,
+    replace(
+        LENGTHS_ASKED,
+        name="lengths_longer",
+        over={"steps": 360},
+        lrs=(3e-4,),
+        tuning=(),
+        remark="Three times the steps with the learning rate that lengths chose; added when lengths had missed its bar.",
     ),
     Claim(
         name="staleness",

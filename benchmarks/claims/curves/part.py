@@ -5,7 +5,6 @@ For each claim, the tuning runs come first: they decide the learning rates of th
 reproduced is a result, and no failure of the benchmark.
 """
 
-import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -63,6 +62,7 @@ def measured(claim: Claim, kept: Kept, say: Callable[[str], None]) -> tuple[dict
         "statement": claim.statement,
         "verdict": verdict,
         "found": found.sentence,
+        "remark": claim.remark,
         **found.figures,
         "lr": {f"{arm}_lag_{lag}": lr for (arm, lag), lr in tuned.lrs.items()},
         "tuning": {
@@ -88,7 +88,7 @@ def tuning_runs(claim: Claim) -> list[Run]:
 
 
 def tune(claim: Claim, kept: Kept) -> Tuned:
-    """The learning rates with the highest mean score; the smaller one of two that are equal."""
+    """The learning rates with the highest scores; the smaller one of two that are equal."""
     scores = {
         (arm.name, lag, lr): [score(kept.curve(claim.run(arm, lag, lr, seed))) for seed in claim.tuning]
         for arm in claim.arms
@@ -96,7 +96,7 @@ def tune(claim: Claim, kept: Kept) -> Tuned:
         for lr in claim.lrs
     }
     lrs = {
-        (arm.name, lag): max(claim.lrs, key=lambda lr: (statistics.fmean(scores[arm.name, lag, lr]), -lr))
+        (arm.name, lag): max(claim.lrs, key=lambda lr: (sum(scores[arm.name, lag, lr]), -lr))
         for arm in claim.arms
         for lag in claim.tuned()
     }
@@ -139,7 +139,7 @@ def row_of(run: Run, curve: Curve) -> dict[str, Any]:
 def told(figures: dict[str, Any]) -> str:
     """One line for each claim."""
     return "\n".join(
-        f"{one['verdict']:>19}  {name}: {one['statement']} Found: {one['found']}."
+        f"{one['verdict']:>19}  {name}: {one['statement']} Found: {one['found']}. {one['remark']}".rstrip()
         for name, one in figures.items()
         if isinstance(one, dict) and "verdict" in one
     )
