@@ -285,7 +285,7 @@ def test_a_key_that_contradicts_another_is_refused_at_once(run_file):
 def test_an_unknown_run_file_names_those_beside_the_package():
     with pytest.raises(
         ConfigError,
-        match=r"no run file nothing\.toml: .* gym\.toml, olmoe\.toml, .*, qwen3-8b-lora\.toml, wordle\.toml$",
+        match=r"no run file nothing\.toml: .* gym\.toml, olmoe\.toml, .*, qwen3-8b-lora\.toml, stones\.toml, wordle\.toml$",
     ):
         shoal.recipe("nothing.toml")
 

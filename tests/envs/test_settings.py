@@ -124,7 +124,7 @@ def test_settings_are_on_the_wire_only_if_they_are_set_and_are_then_needed() -> 
     assert from_json(to_json(set_), EnvSpec) == set_
 
     class Rules:
-        proofs, dtype, algorithm = "none", "float32", Grpo()
+        proofs, dtype, algorithm, uses = "none", "float32", Grpo(), None
 
     assert SETTINGS not in needs_of(Rules(), [plain]) and SETTINGS in needs_of(Rules(), [plain, set_])  # type: ignore[arg-type]
 

@@ -213,7 +213,7 @@ def test_shaping_is_on_the_wire_only_if_it_is_set_and_is_then_needed() -> None:
     assert min(env.reward_bounds) < 0
 
     class Rules:
-        proofs, dtype, algorithm = "none", "float32", Grpo()
+        proofs, dtype, algorithm, uses = "none", "float32", Grpo(), None
 
     assert {SETTINGS, SHAPING} <= set(needs_of(Rules(), [spec])) and SHAPING not in needs_of(Rules(), [plain])  # type: ignore[arg-type]
 

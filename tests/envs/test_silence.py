@@ -31,7 +31,9 @@ def test_turns_without_words_between_them_are_one_turn_with_one_limit(bare):
     slots = tuple(Slot(i, f"{i:064x}", "silent", i % 8) for i in range(30))
     engine = RandomEngine(bare, ["a", "ab", "", "b"])
     groups = play_block(engine, bare, {"silent": env}, Block(0, slots), 8, SAMPLING)
-    ctx = SimpleNamespace(rules=SimpleNamespace(group_size=8), tools=SimpleNamespace(renderer=bare), sampling=SAMPLING)
+    ctx = SimpleNamespace(
+        rules=SimpleNamespace(group_size=8), tools=SimpleNamespace(renderer=bare), sampling=SAMPLING, due=8
+    )
     assert [shape.check(group, ctx) for group in groups] == [None] * 30
     for group in groups:
         assert {r.problem for r in replay_group(env, bare, env.task(group.task), group.rollouts, SAMPLING)} == {""}

@@ -259,6 +259,7 @@ def test_what_goes_beyond_a_limit_is_neither_a_void_slot_nor_a_failed_rollout(ho
     with pytest.raises(Overreach):
         play_block(None, renderer, {"arithmetic": env}, block, 2, sampling)  # type: ignore[arg-type]
     lease = SimpleNamespace(sampling=sampling)
-    tools = SimpleNamespace(envs={"arithmetic": env}, renderer=renderer)
+    info = SimpleNamespace(rules=SimpleNamespace(block_groups=1))
+    tools = SimpleNamespace(envs={"arithmetic": env}, renderer=renderer, info=info)
     with pytest.raises(Overreach):
         Context(tools, lease, block.slots[0], None).playable()  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ SAMPLING = t.Sampling(temperature=1.0, max_turn_tokens=3, max_tokens=12, max_rol
 STOP, VOCABULARY, SIZE = 2, 16, 2
 RENDERER = SimpleNamespace(vocabulary=VOCABULARY, stop_ids=frozenset({STOP}))
 CONTEXT = SimpleNamespace(
-    rules=SimpleNamespace(group_size=SIZE), tools=SimpleNamespace(renderer=RENDERER), sampling=SAMPLING
+    rules=SimpleNamespace(group_size=SIZE), tools=SimpleNamespace(renderer=RENDERER), sampling=SAMPLING, due=SIZE
 )
 
 

@@ -219,13 +219,13 @@ def test_a_validator_that_steps_back_and_forth_gives_the_same_verdicts(tmp_path,
     judged, seats, verify = [], [], judging.verify_submission
     monkeypatch.setattr(Seat, "__post_init__", lambda seat, make=Seat.__post_init__: (make(seat), seats.append(seat)))
 
-    def noted(body, check, tools, record):
-        verdict = verify(body, check, tools, record)
+    def noted(body, check, tools, *more):
+        verdict = verify(body, check, tools, *more)
         kept = tmp_path / f"version-{check.lease.version}"
         if not kept.exists():
             (seat,) = [one for one in seats if one.engine.version == check.lease.version and one.home.name[:3] == "val"]
             shutil.copytree(seat._in_use, kept)
-        judged.append((body, check, tools, record, verdict))
+        judged.append((body, check, tools, more, verdict))
         return verdict
 
     monkeypatch.setattr(judging, "verify_submission", noted)
@@ -238,7 +238,7 @@ def test_a_validator_that_steps_back_and_forth_gives_the_same_verdicts(tmp_path,
 
     policy = policy_with()
     back_and_forth = [*reversed(judged), *judged, *judged[::2], *judged[::-3]]
-    for body, check, tools, record, verdict in back_and_forth:
+    for body, check, tools, more, verdict in back_and_forth:
         version = check.lease.version
         directory = tmp_path / f"version-{version}"
         if policy.engine.version != version:
@@ -247,5 +247,5 @@ def test_a_validator_that_steps_back_and_forth_gives_the_same_verdicts(tmp_path,
         def score(requests, check=check):
             return policy.engine.score(requests, check.lease.sampling.temperature, bool(check.project_for))
 
-        assert verify(body, check, replace(tools, score=score), record) == verdict
+        assert verify(body, check, replace(tools, score=score), *more) == verdict
     assert counted[1].count(0) >= 1 and counted[1].count(1) >= 2, "it went back in place"

@@ -196,10 +196,10 @@ def test_a_worker_fetches_the_next_version_while_it_plays(tmp_path, monkeypatch)
     worker, order = town.worker("worker-0"), []
     play, fetched = worker._play, Seat._fetch
 
-    def slow_play(lease):
+    def slow_play(lease, parents):
         order.append(("begin", lease.version))
         time.sleep(0.1)
-        groups = play(lease)
+        groups = play(lease, parents)
         order.append(("end", lease.version))
         return groups
 

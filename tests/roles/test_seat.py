@@ -179,7 +179,7 @@ def played(tmp_path, allowed_s, block_s):
         return extend(requests, temperature)
 
     worker.seat.engine.extend = slow
-    return worker._play(lease), worker
+    return worker._play(lease, {}), worker
 
 
 def test_a_lease_that_takes_far_too_long_is_dropped_between_two_blocks(tmp_path):
@@ -197,7 +197,7 @@ def test_a_run_goes_on_after_a_lease_that_took_far_too_long(tmp_path):
     town = Town(tmp_path / "run", tiny_run(steps=1))
     worker = town.worker("slow")
     play, late = worker._play, [True]
-    worker._play = lambda lease: None if late and late.pop() else play(lease)
+    worker._play = lambda *work: None if late and late.pop() else play(*work)
     asyncio.run(town.live(town.trainer(), town.validator(), worker, limit_s=60.0))
     causes = [body.cause for _, body in bodies(town.folder.root) if isinstance(body, LeaseLapsed)]
     assert causes[0] == "returned" and town.audit().findings == []
