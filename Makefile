@@ -1,7 +1,7 @@
 # The commands of this folder. Each target installs what it needs into .venv, once.
 #
 #   make demo     a whole run on this machine: workers and a cheater train a tiny model on Wordle
-#   make beyond   another: a tiny model learns from a bad player, then by RL goes beyond it
+#   make beyond   another: a tiny model that learned from a cautious player goes on with RL
 #   make test     the test suite            make test-quick  less than 90 seconds of it
 #   make test-slow                          also the tests that take minutes
 #   make check    what CI runs first: format, lint, types, architecture, configuration and docs
