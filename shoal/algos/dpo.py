@@ -1,6 +1,6 @@
 """Direct preference optimisation (arXiv:2305.18290): learn from pairs of answers without a reward model.
 
-No role calls it yet: it is for micro-batches of pairs. Pure; it knows neither models nor where the pairs come from.
+Called by `train/preferences`, for micro-batches of pairs. Pure; it knows neither models nor where the pairs come from.
 
     symbol   meaning                                                                argument
     y_w      the answer that was preferred; y_l the other one, to the same prompt
@@ -10,8 +10,8 @@ No role calls it yet: it is for micro-batches of pairs. Pure; it knows neither m
     r        implied reward of an answer:  beta (log pi(y) - log ref(y))
     L        -(1 / B) sum_b log sigma( r(y_w) - r(y_l) )                            equation 7
 
-The policy that minimises it, over all pairs of answers, is ref exp(reward / beta) / Z: the one that RL with a KL to ref
-would reach: `benchmarks/shelf.py` shows it by counting every answer.
+The policy that minimises it, over all pairs of answers, is ref exp(reward / beta) / Z, the one that RL with a KL to ref
+would reach. `benchmarks/shelf.py` shows it by counting every answer.
 
 Changed from the paper: nothing. A log-probability is the sum over an answer's tokens, not their mean.
 

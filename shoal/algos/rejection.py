@@ -1,6 +1,6 @@
 """Rejection sampling: which rollouts of a group the next imitation learns from, as a pure rule over logged rewards.
 
-No role calls it yet: it is for accepted groups. Python alone. Nothing is drawn: the logged rewards decide the
+Called by `launch/chosen`, for the accepted groups of a run. Python alone. Nothing is drawn: the logged rewards decide the
 rows.
 
     rule     keeps of each group                                                              paper
@@ -8,8 +8,8 @@ rows.
     RAFT     the best `keep` by reward, unless all are alike                                  arXiv:2304.06767, algorithm 1
 
 Imitating the right ones with equal weight is one step of expectation maximisation, and follows the gradient of the solve
-rate at the policy that sampled. Ties go to the rollout that comes first in its group, so that
-neither arrival nor floating-point order decides.
+rate at the policy that sampled. Ties go to the rollout that comes first in its group, so that neither arrival nor
+floating-point order decides.
 
 Changed from the papers: STaR's rationalisation, which shows the answer to the policy, is left out, because its prompt is
 another than the task's. RAFT takes the best of each prompt; a group in which all rewards are equal has no best, and is

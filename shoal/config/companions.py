@@ -1,6 +1,6 @@
-"""The models that the trainer has beside the policy: `[train.critic]`, and which of them go together with what.
+"""The settings of a model that learns beside the policy: `[train.critic]`.
 
-Part of `sections`, and called by `check`. Light, as they are.
+Part of `sections`. What a critic goes together with is checked in `algorithms`.
 """
 
 from shoal.tree import Section
