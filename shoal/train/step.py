@@ -41,6 +41,8 @@ from shoal.train.rows import Row, one_of_each
 
 T = TypeVar("T")
 LARGEST = "log_ratio_abs_max_nats"
+"""The metric whose maximum over updates is told; of the others it is the mean."""
+
 log = logging.getLogger(__name__)
 
 
@@ -158,7 +160,7 @@ class Learner:
             steps=self.steps,
         )
         algorithm, learned_tokens = self.config.algorithm, 0
-        left, updates, judged = iter(budgets), list[dict[str, float]](), list[dict[str, float]]()
+        left, updates, taught = iter(budgets), list[dict[str, float]](), list[dict[str, float]]()
         rows, expected = self._credited(rows, version, left)
         parts = [
             _Part(averaged(part, algorithm, self._max_tokens))
@@ -172,22 +174,22 @@ class Learner:
             if not waits:
                 updates.append(self._learn(part, lr, version, left))
             if self._critic is not None:
-                judged.append(self._teach(self._critic, part.rows, version, left))
+                taught.append(self._teach(self._critic, part.rows, version, left))
             learned_tokens += sum(len(row.tokens_T) for row in part.rows)
-            if not _all_finite(updates, judged):
+            if not _all_finite(updates, taught):
                 break  # what follows would be of another step than the one that was asked for
         num_all_tokens = sum(len(row.tokens_T) for row in rows)
         rollouts = one_of_each(rows)
         step_s = self._clock() - started
         return {
             **expected,
-            **_means(judged),
+            **_means(taught),
             **_means(updates),
             **{name: max(update[name] for update in updates) for name in (LARGEST,) if updates},
             "updates": sum(math.isfinite(update["grad_norm"]) for update in updates),
             "reward_mean": float(np.mean([row.reward for row in rollouts])),
             "staleness_rollouts": _staleness(rollouts, version),
-            "update_skipped": int(not _all_finite(updates, judged)),
+            "update_skipped": int(not _all_finite(updates, taught)),
             "lr": lr,
             "rollouts": len(rollouts),
             "tokens": num_all_tokens,
@@ -377,8 +379,9 @@ def _means(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(one[name] for one in updates) / len(updates) for name in (updates[0] if updates else ())}
 
 
-def _all_finite(updates: Sequence[Mapping[str, float]], judged: Sequence[Mapping[str, float]]) -> bool:
-    norms = [one["grad_norm"] for one in updates] + [one["critic_grad_norm"] for one in judged]
+def _all_finite(updates: Sequence[Mapping[str, float]], taught: Sequence[Mapping[str, float]]) -> bool:
+    """Whether all gradients of the policy's updates and of the critic's were finite."""
+    norms = [one["grad_norm"] for one in updates] + [one["critic_grad_norm"] for one in taught]
     return all(math.isfinite(norm) for norm in norms)
 
 
