@@ -61,7 +61,7 @@ def test_dpo_learns_which_answers_are_preferred_and_the_same_pairs_give_the_same
     assert all(chosen > rejected for chosen, rejected in raised)
 
 
-def test_the_first_loss_of_dpo_is_ln_2_and_its_gradient_that_of_the_formula(tmp_path: Path, start: Path) -> None:
+def test_the_first_loss_of_dpo_is_ln_2(tmp_path: Path, start: Path) -> None:
     pairs = prefer.read_pairs(lines(tmp_path / "pairs.jsonl", 4), start, 64)
     told, model = list[float](), load_policy(start)
     preferences.prefer_policy(
