@@ -43,7 +43,7 @@ def flaw_of(found: TaskList) -> str:
     """What is wrong with a list in itself; empty if nothing."""
     tasks = found.tasks
     if not 0 < len(tasks) <= MAX_LISTED:
-        return f"it has {len(tasks)} tasks, allowed are 1 to {MAX_LISTED}"
+        return f"it has {len(tasks)} tasks, and a list has 1 to {MAX_LISTED}"
     if any(a >= b for a, b in pairwise(tasks)) or not 0 <= tasks[0] <= tasks[-1] < found.num_tasks:
         return f"its tasks are not ascending, from 0 to {found.num_tasks - 1}"
     return ""
