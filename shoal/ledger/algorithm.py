@@ -27,9 +27,8 @@ def teaches(rewards_G: Sequence[float], algorithm: Algorithm) -> bool:
         case Composition(advantage="reward"):
             return any(rewards_G)
         case Composition() if judged_by_trainer(algorithm):
-            return (
-                True  # equal rewards say nothing: a critic may have expected others, and a judge does not ask for them
-            )
+            # Equal rewards say nothing here: a critic may have expected others, and a teacher or reward model ignores them.
+            return True
         case Composition():
             return grpo_advantages.teaches(rewards_G)
 

@@ -12,9 +12,7 @@ from shoal.ledger.facts.pay import Slash
 from shoal.ledger.facts.run import RulesChanged
 from shoal.ledger.facts.verdicts import Rechecked, VerdictGiven
 from shoal.ledger.state import State
-
-Place = tuple[int, int]
-"""(version, slot) of a group."""
+from shoal.ledger.uses import Place
 
 
 class Used:
@@ -58,15 +56,13 @@ class Used:
                           f"{state.rules.max_staleness}")  # fmt: skip
         for place in again:
             what, accepted = f"{step} used version {place[0]} slot {place[1]} again", self._accepted.get(place)
-            if (
-                accepted is None or (accepted.submission, place[1]) not in self._audited
-            ):  # guard: audited-before-its-second
+            # guard: audited-before-its-second
+            if accepted is None or (accepted.submission, place[1]) not in self._audited:
                 self._say(f"{what}, but no accepting verdict audited it")
             if place in self._barred:  # guard: barred-is-not-used
                 self._say(f"{what}, but {self._barred[place]}")
-        if (
-            len(again) > state.rules.repeated_groups and state.rules.group_uses > 1
-        ):  # guard: repeated-within-their-places
+        # guard: repeated-within-their-places
+        if len(again) > state.rules.repeated_groups and state.rules.group_uses > 1:
             self._say(f"{step} used {len(again)} groups again, limit {state.rules.repeated_groups}")
         if sorted(again) != sorted(batch.repeated or ()):  # guard: repeated-is-said
             self._say(f"{step} says that it repeats {len(batch.repeated or ())} groups, and it repeats {len(again)}")

@@ -6,14 +6,7 @@ from msgspec import UNSET
 
 from shoal.ledger.entry import Body
 from shoal.ledger.facts.batches import BatchFormed
-from shoal.ledger.next_batch import (
-    Members,
-    blocks_in_the_way,
-    first_by_slot,
-    is_settled,
-    next_members,
-    usable,
-)  # fmt: skip
+from shoal.ledger.next_batch import Members, blocks_in_the_way, first_by_slot, is_settled, next_members, usable
 from shoal.ledger.past import Table, Told
 from shoal.ledger.state import State, StreamRecord
 from shoal.protocol.accounts import CreditLine
@@ -47,10 +40,8 @@ def lines_of_batch_formed(body: BatchFormed, told: Told) -> Iterator[CreditLine]
     for version, slot in body.repeated or ():
         if told.state.maker_of(stream, (version, slot)) == told.node:
             use = sum((version, slot) in stream.batches.get(step, ()) for step in range(version, body.step + 1))
-            what = (
-                f"learned from again by step {body.step}, use {use} of at most {told.state.rules.group_uses}: paid once"
-            )
-            yield told.line(what, version=version, slot=slot)
+            which = f"use {use} of at most {told.state.rules.group_uses}"
+            yield told.line(f"learned from again by step {body.step}, {which}: paid once", version=version, slot=slot)
 
 
 COMMANDS: Table = {}
