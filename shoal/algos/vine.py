@@ -11,7 +11,8 @@ made them.
     A_k         r_k + V(s_k+1) - V(s_k), the same for all tokens of the step; V after the end is 0
 
 V is unbiased for any K, so the gradient is, too. What the guess adds to its variance falls with 1 / K. The start s_0 needs
-no continuations of its own: the rollouts of a group are continuations from it.
+no continuations of its own: the rollouts of a group are continuations from it. Their mean includes the rollout itself, so
+the gradient of its first step is (G - 1)/G as long in a group of G, as with GRPO's baseline (`rloo`).
 
 Changed from the paper: no discount, because its gamma is 1. Where a step's continuations are missing, `fill_values` takes
 the value of the nearest known state before it, so the credit of the steps in between goes to the step that reaches the next

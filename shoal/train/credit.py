@@ -23,8 +23,9 @@ def credit(
 ) -> list[NDArray[np.float32]]:
     """The advantage of each learned token of each rollout, G arrays float32[P].
 
-    A group without continuations, which an event made void, is worth what it would be in a run without vines: all tokens
-    of a rollout get its advantage. Raises `ValueError` if there are not as many continuations as the group's places need.
+    The first state's value is the mean reward of the group. A group whose continuations an event made void is worth what it
+    would be in a run without vines: all tokens of a rollout get its advantage. Raises `ValueError` if there are not as many
+    continuations as the group's places need.
     """
     vine, num_G = vine_of(algorithm), [rollout.author.count(POLICY) for rollout in group.rollouts]
     if vine is None or not continuations:  # guard: void-continuations-fall-back
