@@ -53,7 +53,8 @@ METRICS: dict[str, Metric] = {
     ),
     "loss": Metric(
         "loss",
-        "Value of the objective that the step lowered, per policy token; mean over the step's updates.",
+        "Value of the objective that the step lowered, per policy token; mean over the step's updates. This and other "
+        "figures of the policy's updates are missing in steps in which only a critic learns.",
     ),
     "entropy_nats": Metric(
         "nats",
