@@ -13,10 +13,10 @@ class CriticConfig(Section, frozen=True):
     lr: float = 1e-4
     """Its learning rate at its highest; it warms up and falls as `train.schedule` says."""
     gamma: float = 1.0
-    """Discount of a token: what the next one is worth before this one. 1 is usual, because a rollout ends."""
+    """Discount of each further token. 1 is usual, because a rollout ends."""
     lam: float = 0.95
-    """Lambda of GAE (arXiv:1506.02438). 0: credit is what the critic says one token later. 1: it is the reward minus what
-    the critic said before, whatever it says later."""
+    """Lambda of GAE (arXiv:1506.02438). 0: a token's credit is how much the value rises with it. 1: it is the reward
+    minus the value before it, whatever the critic says of later tokens."""
     clip: float = 0.2
     """How far a step may move a value and still gain by it, in units of the reward; 0: as far as it likes."""
     warmup_steps: int = 0
