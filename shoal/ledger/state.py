@@ -123,7 +123,7 @@ class LeaseRecord(msgspec.Struct):
     status: str = "open"
     submission: str = ""
     soft: float = 0.0
-    """From then on, others may lease the same blocks, seconds since the epoch; 0, before version 2 of the rules: never."""
+    """When others may lease the same blocks, too, seconds since the epoch. 0, as before version 2 of the rules: never."""
     unfilled: int = 0
     """Blocks that count as `Member.unfilled`."""
 

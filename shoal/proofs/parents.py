@@ -17,7 +17,7 @@ def parent_bodies(lease: Lease) -> list[str]:
 
 def parents_in(lease: Lease, bodies: Mapping[str, bytes]) -> dict[str, Group]:
     """The groups that a lease continues, by their digests. Raises `PeerError` if a body does not hold what the lease names:
-    whoever made the lease is at fault, and not who fills it."""
+    the host that made the lease is at fault, not the worker that fills it."""
     found = {}
     for parent in _named(lease):
         try:

@@ -91,8 +91,11 @@ def seeds_of(slot: Slot, num: int, continued: Sequence[Branch] = ()) -> list[byt
 
 
 def other_prefix(rollout: Rollout, parent: Rollout, position: int) -> int:
-    """The first token index up to and with `position` at which a rollout is not one that continues its parent from there:
-    the parent's tokens are none of the policy's work, and the next one is; -1 if there is none."""
+    """The first token index, at most `position`, at which a rollout does not continue its parent from there; -1 if it does.
+
+    Before `position` it must have the parent's tokens, none of them as the policy's work. The token at `position` must be
+    the policy's.
+    """
     tokens_T, author_T = rollout.tokens_T(), rollout.author_T()
     same_T = tokens_T[:position] == parent.tokens_T()[:position] if len(tokens_T) > position else None
     if same_T is None or (rollout.starts and rollout.starts[0] <= position):
