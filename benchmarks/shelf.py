@@ -1,7 +1,7 @@
 """What the papers of our algorithms claim, tested exactly or by runs.
 
     OMP_NUM_THREADS=1 python benchmarks/shelf.py [--only exact] [--quick]
-    OMP_NUM_THREADS=1 python benchmarks/shelf.py --only runs --keep runs/shelf --pictures docs/shelf
+    OMP_NUM_THREADS=1 python benchmarks/shelf.py --only runs --keep runs/shelf --pictures docs/pictures
 
 Each part measures something and says what it has missed: `claims/exact.py` counts, without sampling; `claims/curves` trains
 small policies by a grid that was committed before its first run. With --keep, each run is kept in a file of that folder, so

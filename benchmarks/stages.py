@@ -152,7 +152,7 @@ def told(stage: dict[str, Any]) -> str:
         return f"{head}  {stage['measure']} {stage.get('after')}"
     return (
         f"{head}  {stage['measure']} {stage['before']:.3f} -> {stage['after']:.3f} "
-        f"(+{stage['gain']:.3f}, standard error {stage['gain_stderr']:.3f})"
+        f"({stage['gain']:+.3f}, standard error {stage['gain_stderr']:.3f})"
     )
 
 
