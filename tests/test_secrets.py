@@ -14,7 +14,8 @@ from shoal.folder import RunFolder
 from shoal.ledger.law import BEFORE_LAWS, LAW, Law
 from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN
 from shoal.ledger.seeds import audit_draws, recheck_draw, turns
-from shoal.ledger.state import LeaseRecord, State
+from shoal.ledger.state import State
+from shoal.ledger.state_records import LeaseRecord
 from shoal.protocol.randomness import SecretChain
 from shoal.protocol.types import Rules
 from shoal.protocol.wire import digest, domain_hash

@@ -35,7 +35,8 @@ from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store
 from shoal.ledger.rules.verdicts import to_judge
 from shoal.ledger.seeds import audit_draws, lease_of, recheck_draw, turns
-from shoal.ledger.state import Member, State, SubmissionRecord
+from shoal.ledger.state import State
+from shoal.ledger.state_records import Member, SubmissionRecord
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.render import Renderer
 from shoal.proofs.commit import commit

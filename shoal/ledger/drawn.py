@@ -4,7 +4,8 @@ Used by `seeds`, which draws from it, and by the rules of pools. Pure: it reads 
 """
 
 from shoal.ledger.pools import Records, apply_change, table_after
-from shoal.ledger.state import State, StreamRecord
+from shoal.ledger.state import State
+from shoal.ledger.state_records import StreamRecord
 from shoal.protocol.draws import DrawTable, EnvDraw
 from shoal.protocol.tasklists import TaskList
 

@@ -6,9 +6,10 @@ new `RULES_VERSION` with its law in `LAWS`. Old logs without a new constant take
 the code did before.
 
 A changed formula needs a new `RULES_VERSION`, and the old formula stays selectable by `State.law.version`. This holds for
-all that decides or changes a state: `facts/`, `rules/`, `state`, `weigh`, `seeds`, `turns`, `algorithm`, `next_batch`,
-`reassign`, `pace`, `pools`, `drawn`, `uses`, the methods of `Law`; `audits`, `bounds`, `constants`, `draws`, `randomness`
-and `sizes` in `protocol/`; `sampling_evidence`, `claim_evidence` and `grpo_advantages` in `algos/`.
+all that decides or changes a state: `facts/`, `rules/`, `state`, `state_records`, `weigh`, `seeds`, `turns`,
+`algorithm`, `next_batch`, `supply`, `reassign`, `pace`, `pools`, `drawn`, `uses`, the methods of `Law`; `audits`,
+`bounds`, `constants`, `continuations`, `draws`, `randomness` and `sizes` in `protocol/`; `sampling_evidence`,
+`claim_evidence` and the files of advantages in `algos/`.
 
 The arithmetic behind the constants. Let p be the chance that a cheat is caught, G the gain of a cheat and S the stake.
 Cheating loses if (1 - p) G < p S. A trusted worker is audited at 5 %, so S must exceed 19 G. The stake is the pay that

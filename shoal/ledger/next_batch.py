@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from shoal.ledger.once import once_per_event
-from shoal.ledger.state import BlockRecord, State, StreamRecord
+from shoal.ledger.state import State
+from shoal.ledger.state_records import BlockRecord, StreamRecord
 from shoal.ledger.uses import Place, ReusableGroup
 from shoal.protocol.algorithms import vine_of
 from shoal.protocol.continuations import FIRST_BLOCK, continued_slot

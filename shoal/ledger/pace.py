@@ -7,7 +7,8 @@ What it claims about its speed can only make them smaller.
 from collections.abc import Iterable, Sequence
 
 from shoal.ledger.once import once_per_event
-from shoal.ledger.state import LeaseRecord, Member, State
+from shoal.ledger.state import State
+from shoal.ledger.state_records import LeaseRecord, Member
 from shoal.protocol.algorithms import vine_of
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
 from shoal.protocol.continuations import FIRST_BLOCK, is_continued, work_of_block

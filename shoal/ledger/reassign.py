@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from shoal.ledger.next_batch import blocks_in_the_way, is_fresh
 from shoal.ledger.once import once_per_event
 from shoal.ledger.pace import patience_ends, usual_pace_s
-from shoal.ledger.state import BlockRecord, Member, State, StreamRecord
+from shoal.ledger.state import State
+from shoal.ledger.state_records import BlockRecord, Member, StreamRecord
 
 
 @once_per_event

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from shoal.ledger.drawn import table_of
 from shoal.ledger.pools import SolvedGroup, solve_rate
-from shoal.ledger.state import LeaseRecord, State, StreamRecord
+from shoal.ledger.state import State
+from shoal.ledger.state_records import LeaseRecord, StreamRecord
 from shoal.protocol import types as t
 from shoal.protocol.constants import CONTINUATIONS
 from shoal.protocol.continuations import FIRST_BLOCK, is_continued, is_continued_slot, parent_slot

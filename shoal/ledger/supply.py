@@ -8,7 +8,8 @@ from collections import Counter
 
 from shoal.ledger.next_batch import groups_a_worker, next_members, usable
 from shoal.ledger.once import once_per_event
-from shoal.ledger.state import State, StreamRecord
+from shoal.ledger.state import State
+from shoal.ledger.state_records import StreamRecord
 from shoal.protocol.continuations import is_continued
 
 

@@ -12,7 +12,8 @@ validator that misses turns, or takes longer than that, is skipped for a while. 
 from collections.abc import Mapping, Sequence
 
 from shoal.ledger.once import once_per_event
-from shoal.ledger.state import Member, State, SubmissionRecord
+from shoal.ledger.state import State
+from shoal.ledger.state_records import Member, SubmissionRecord
 
 CHECK_FADES = 0.98
 """Each verdict multiplies the longest check before it by this: half of it is left after 34 verdicts."""

@@ -26,7 +26,8 @@ from shoal.ledger.law import LAW
 from shoal.ledger.pace import work_of
 from shoal.ledger.rules.leases import blocks_to_give
 from shoal.ledger.rules.run import follow
-from shoal.ledger.state import LeaseRecord, State
+from shoal.ledger.state import State
+from shoal.ledger.state_records import LeaseRecord
 from shoal.ledger.table import apply, decide, make_entry
 from shoal.plan.clock import Clock
 from shoal.plan.flows import Network

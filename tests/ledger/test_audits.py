@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from shoal.ledger.law import LAW
-from shoal.ledger.state import SubmissionRecord
+from shoal.ledger.state_records import SubmissionRecord
 from shoal.ledger.weigh import weigh
 from shoal.protocol.audits import influence, must_audit
 from shoal.protocol.types import GroupVerdict

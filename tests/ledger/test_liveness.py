@@ -8,7 +8,8 @@ from shoal.ledger.facts.leases import ReturnLeases
 from shoal.ledger.facts.run import Tick
 from shoal.ledger.law import LAW, as_version
 from shoal.ledger.rules.verdicts import to_judge
-from shoal.ledger.state import TurnsRecord, state_hash
+from shoal.ledger.state import state_hash
+from shoal.ledger.state_records import TurnsRecord
 from shoal.ledger.turns import silent
 from tests.ledger.world import World
 

@@ -31,6 +31,7 @@ def test_facts_import_the_ground_floor_alone(subject):
         "entry",
         "law",
         "state",
+        "state_records",
         "turns",
         "drawn",
         "pools",

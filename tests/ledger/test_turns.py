@@ -10,7 +10,7 @@ from shoal.ledger.facts.run import Tick
 from shoal.ledger.facts.submissions import Submit
 from shoal.ledger.law import LAW
 from shoal.ledger.rules.verdicts import to_judge
-from shoal.ledger.state import TurnsRecord
+from shoal.ledger.state_records import TurnsRecord
 from shoal.ledger.turns import absent, silent, slack_s, turn_s
 from shoal.protocol.wire import digest
 from tests.ledger.panel import Colluding, Judging, Lazy, Panel, Rolling, Skipping, Worker, key_of

@@ -3,7 +3,8 @@
 from msgspec import UNSET, UnsetType
 
 from shoal.ledger.entry import Entry
-from shoal.ledger.state import SlotRecord, State
+from shoal.ledger.state import State
+from shoal.ledger.state_records import SlotRecord
 from shoal.protocol.audits import influence
 from shoal.protocol.constants import MAIN_STREAM
 from shoal.protocol.continuations import is_continued_slot

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from shoal.ledger.entry import Entry
-from shoal.ledger.state import BlockRecord, LeaseRecord, State
+from shoal.ledger.state import State
+from shoal.ledger.state_records import BlockRecord, LeaseRecord
 from shoal.protocol.constants import MAIN_STREAM, MAX_LEASE_BLOCKS
 from shoal.protocol.continuations import is_continued
 from shoal.protocol.types import Message

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from shoal.ledger.entry import Entry
-from shoal.ledger.state import Member, State
+from shoal.ledger.state import State
+from shoal.ledger.state_records import Member
 from shoal.protocol.types import Join, Message
 
 

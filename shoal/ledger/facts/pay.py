@@ -4,7 +4,8 @@ No command asks for pay; verdicts and lapses lead to it.
 """
 
 from shoal.ledger.entry import Entry
-from shoal.ledger.state import Member, State
+from shoal.ledger.state import State
+from shoal.ledger.state_records import Member
 from shoal.protocol.constants import MAIN_STREAM
 from shoal.protocol.types import Message
 

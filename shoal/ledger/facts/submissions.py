@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from msgspec import UNSET, UnsetType
 
 from shoal.ledger.entry import Entry
-from shoal.ledger.state import LeaseRecord, Member, State, SubmissionRecord
+from shoal.ledger.state import State
+from shoal.ledger.state_records import LeaseRecord, Member, SubmissionRecord
 from shoal.protocol.continuations import is_continued
 from shoal.protocol.types import Message
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from shoal.algos.claim_evidence import grown
 from shoal.algos.sampling_evidence import Evidence, Figures, update
 from shoal.ledger.entry import Entry
-from shoal.ledger.state import LeaseRecord, Member, State, SubmissionRecord
+from shoal.ledger.state import State
+from shoal.ledger.state_records import LeaseRecord, Member, SubmissionRecord
 from shoal.ledger.turns import CHECK_FADES, idle_since, misses_count, silent, slack_s, turn_begins, turn_s
 from shoal.protocol.bounds import bounds_for
 from shoal.protocol.types import GroupVerdict, Message, Verdict

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from shoal.ledger.entry import Entry
-from shoal.ledger.state import State, VersionRecord
+from shoal.ledger.state import State
+from shoal.ledger.state_records import VersionRecord
 from shoal.protocol.constants import MAIN_STREAM
 from shoal.protocol.types import Message, Publishers, Rotation
 

@@ -8,7 +8,8 @@ from shoal.ledger.entry import Body
 from shoal.ledger.facts.batches import BatchFormed
 from shoal.ledger.next_batch import Members, blocks_in_the_way, first_by_slot, is_settled, next_members, usable
 from shoal.ledger.past import Table, Told
-from shoal.ledger.state import State, StreamRecord
+from shoal.ledger.state import State
+from shoal.ledger.state_records import StreamRecord
 from shoal.protocol.accounts import CreditLine
 
 

@@ -20,7 +20,8 @@ from shoal.ledger.past import Cause, Here, Table, Told
 from shoal.ledger.reassign import blocks_to_reassign, num_to_reassign
 from shoal.ledger.rules.members import member_as, refuse_replayed, signed_at
 from shoal.ledger.rules.pay import lapse_costs
-from shoal.ledger.state import LeaseRecord, Member, State, StreamRecord
+from shoal.ledger.state import State
+from shoal.ledger.state_records import LeaseRecord, Member, StreamRecord
 from shoal.ledger.supply import groups_wanted, in_flight, open_batches, supply
 from shoal.protocol.accounts import CreditLine
 from shoal.protocol.constants import MAX_OPEN_LEASES

@@ -8,7 +8,8 @@ from shoal.ledger.facts.leases import LeaseLapsed
 from shoal.ledger.facts.members import Enter, Leave, NodeJoined, NodeLeft, NodeQuarantined, NodeRestored
 from shoal.ledger.facts.run import Tick
 from shoal.ledger.past import Cause, Here, Table, Told
-from shoal.ledger.state import Member, State, SubmissionRecord
+from shoal.ledger.state import State
+from shoal.ledger.state_records import Member, SubmissionRecord
 from shoal.protocol.accounts import CreditLine
 from shoal.protocol.types import Join
 

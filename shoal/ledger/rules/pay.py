@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from shoal.ledger.entry import Body
 from shoal.ledger.facts.pay import Credit, Forfeited, Slash, Vested
 from shoal.ledger.past import Table, Told
-from shoal.ledger.state import LeaseRecord, Member, State
+from shoal.ledger.state import State
+from shoal.ledger.state_records import LeaseRecord, Member
 from shoal.protocol.accounts import CreditLine
 from shoal.protocol.audits import pay_of
 from shoal.protocol.types import GroupVerdict

@@ -13,7 +13,8 @@ from shoal.ledger.facts.pools import PoolsChanged
 from shoal.ledger.past import Table
 from shoal.ledger.pools import TableChange, change_after
 from shoal.ledger.seeds import solved_groups
-from shoal.ledger.state import State, StreamRecord
+from shoal.ledger.state import State
+from shoal.ledger.state_records import StreamRecord
 
 
 def change_pools(

@@ -6,7 +6,8 @@ from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived, Submi
 from shoal.ledger.past import Cause, Here, Table
 from shoal.ledger.rules.members import member_as, signed_at
 from shoal.ledger.seeds import audit_draws, turn_draws, turns
-from shoal.ledger.state import LeaseRecord, Member, State
+from shoal.ledger.state import State
+from shoal.ledger.state_records import LeaseRecord, Member
 from shoal.ledger.turns import by_speed
 from shoal.protocol.constants import BODY_WINDOW_BYTES, BODY_WINDOW_S, BOOKED_WITHIN_S
 

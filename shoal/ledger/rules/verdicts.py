@@ -24,7 +24,8 @@ from shoal.ledger.past import Cause, Here, Table, Told
 from shoal.ledger.rules.members import member_as, quarantine
 from shoal.ledger.rules.pay import debt_costs, recheck_rate, refusal_costs, vest
 from shoal.ledger.seeds import recheck_draw
-from shoal.ledger.state import LeaseRecord, Member, State, SubmissionRecord
+from shoal.ledger.state import State
+from shoal.ledger.state_records import LeaseRecord, Member, SubmissionRecord
 from shoal.ledger.turns import in_order, may_judge, silent, turn_begins
 from shoal.ledger.weigh import PROMPT, Weighed, auditor_of, weigh
 from shoal.protocol.accounts import CreditLine

@@ -9,7 +9,8 @@ from shoal.ledger.facts.run import Tick
 from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed, Publish, PublisherChanged, Rotate
 from shoal.ledger.past import Cause, Here, Table
 from shoal.ledger.rules.pools import change_pools
-from shoal.ledger.state import State, StreamRecord
+from shoal.ledger.state import State
+from shoal.ledger.state_records import StreamRecord
 from shoal.protocol.constants import MAIN_STREAM, SIGNATURE_WINDOW_S
 from shoal.protocol.publishers import flaw_of_next
 

@@ -11,7 +11,8 @@ from shoal.ledger.answers import Refused
 from shoal.ledger.next_batch import blocks_in_the_way, is_settled, next_members, usable
 from shoal.ledger.rules.batches import groups_beyond_share
 from shoal.ledger.rules.leases import without_signal
-from shoal.ledger.state import Member, State, state_hash
+from shoal.ledger.state import State, state_hash
+from shoal.ledger.state_records import Member
 from shoal.ledger.supply import groups_in_flight
 from shoal.ledger.turns import absent
 from shoal.protocol import types as t

@@ -23,7 +23,8 @@ from shoal.ledger.log.book import Book
 from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN
 from shoal.ledger.rules.submissions import lease_to_fill
 from shoal.ledger.seeds import audit_draws, lease_of, turn_draws, turns
-from shoal.ledger.state import LeaseRecord, State
+from shoal.ledger.state import State
+from shoal.ledger.state_records import LeaseRecord
 from shoal.ledger.table import decide
 from shoal.net.blobs import FolderBlobs, Upload
 from shoal.policy.kinds import needs_transformers

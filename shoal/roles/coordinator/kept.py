@@ -19,7 +19,8 @@ from shoal.errors import NothingYet, StateError
 from shoal.ledger.answers import Refused
 from shoal.ledger.log.book import Book
 from shoal.ledger.rules.verdicts import is_open
-from shoal.ledger.state import State, SubmissionRecord
+from shoal.ledger.state import State
+from shoal.ledger.state_records import SubmissionRecord
 from shoal.net.blobs import FolderBlobs, Upload
 from shoal.protocol import types as t
 from shoal.protocol.continuations import is_continued, parent_slot

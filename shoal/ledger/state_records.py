@@ -1,0 +1,241 @@
+"""The records that the state of a run consists of. Only `facts/` changes them, event by event.
+
+Read by the rules, the coordinator and every auditor, mostly through `state`. A record here is what the log says; the type
+of the same name in `protocol/types` is what crosses the wire.
+"""
+
+from bisect import insort
+
+import msgspec
+
+from shoal.algos.sampling_evidence import Evidence
+from shoal.ledger.pools import SolvedRecord, TableChange
+from shoal.ledger.uses import UsesRecord
+from shoal.protocol.types import GroupVerdict
+
+
+class TurnsRecord(msgspec.Struct):
+    """How a validator keeps its turns, since version 2 of the rules. Times are seconds since the epoch."""
+
+    voted: float = 0.0
+    """When it last gave a verdict; 0 before the first."""
+    voted_on: int = -1
+    """Number of the event of the submission that this verdict judged."""
+    check_s: float = 0.0
+    """Longest time that it lately took for a verdict, while it could judge; less with each further verdict."""
+    missed: int = 0
+    """Turns that it missed, or gave its verdict late in, ever."""
+    missed_at: float = 0.0
+    """The last of these."""
+    counted: int = 0
+    """Those that count at present."""
+    counts_until: float = 0.0
+    """When they count no more, if it gives verdicts by then."""
+    confirmed: int = 0
+    """Rechecks since its last fault that confirmed a first verdict of its own with audited groups."""
+
+
+class Member(msgspec.Struct):
+    """A node that joined. Counts are of groups unless they say otherwise, credits are policy tokens."""
+
+    key: str
+    role: str
+    name: str
+    implementation: str
+    dtype: str
+    device: str
+    standing: str = "new"
+    credits: int = 0
+    accepted: int = 0
+    refused: int = 0
+    lapsed: int = 0
+    """Leases."""
+    reasons: dict[str, int] = {}
+    """Refused groups by check."""
+    leases: int = 0
+    """Ever granted."""
+    stake: list[int] = []
+    """Pay of each group that has not vested, oldest first, in tokens. A slash takes it."""
+    vested: int = 0
+    paid_lapses: int = 0
+    """Lapsed leases that cost pay."""
+    influence: float = 0.0
+    """Sum over its groups that a batch took, see `protocol.audits.influence`."""
+    valid_blocks: int = 0
+    """Accepted blocks since the last refused one, or since its engine changed. Decides the audit rate."""
+    evidence: dict[str, Evidence] = {}
+    """Against the honesty of its sampling over time, by validator."""
+    failures: int = 0
+    """Of a worker: refused submissions; each doubles the next quarantine. Of a validator: its faults."""
+    until: float = 0.0
+    """End of the quarantine, seconds since the epoch."""
+    quarantined_for: str = ""
+    """The submission that caused it."""
+    last_reason: str = ""
+    dropped: int = 0
+    """Times in a row that its leases lapsed or were given back, with nothing submitted since."""
+    dropped_at: float = 0.0
+    """The last of these times, seconds since the epoch."""
+    missed: int = 0
+    """Of a validator, before version 2 of the rules: turns in a row that it missed while another validator judged."""
+    heard: float = 0.0
+    """Likewise: when it last sent a verdict or missed a turn, seconds since the epoch. The next counts from then."""
+    stale: int = 0
+    """Leases closed at no cost because their version became too old. Not counted in `lapsed`."""
+    signed: int = 0
+    """When it signed the latest join or leave that the log holds, seconds since the epoch by its own clock."""
+    left: bool = False
+    """Whether it left and has not joined again."""
+    turns: TurnsRecord = msgspec.field(default_factory=TurnsRecord)
+    rejoins_until: float = 0.0
+    """When its changed joins no longer count, seconds since the epoch: each counts for `Law.rejoin_s`, in turn."""
+    given: int = 0
+    """Blocks ever leased to it."""
+    unfilled: int = 0
+    """Of these, blocks that it dropped, and blocks that a worker filled before it that was leased them later."""
+    pace_s: float = 0.0
+    """Seconds that it takes for a block, smoothed over its submissions; 0 before the first."""
+    sent_at: float = 0.0
+    """When it last submitted, seconds since the epoch."""
+    owes: int = 0
+    """Groups whose pay it will lose for a lapse, because it had no pay to lose then."""
+
+
+class LeaseRecord(msgspec.Struct):
+    """A lease: open, lapsed, stale, overtaken, submitted or decided."""
+
+    id: str
+    worker: str
+    stream: str
+    version: int
+    blocks: tuple[int, ...]
+    issued: float
+    deadline: float
+    status: str = "open"
+    submission: str = ""
+    soft: float = 0.0
+    """When others may lease the same blocks, too, seconds since the epoch. 0, as before version 2 of the rules: never."""
+    unfilled: int = 0
+    """Blocks that count as `Member.unfilled`."""
+
+
+class BlockRecord(msgspec.Struct):
+    """A block of a version: free, leased, submitted or done."""
+
+    status: str
+    lease: str
+    """The lease that filled it; before that, the newest one that may."""
+    claims: list[str] = []
+    """Leases that may still fill it, oldest first: open, or submitted and not decided."""
+    holders: list[str] = []
+    """Key of each worker that was ever leased it, in that order."""
+    free_since: float = 0.0
+    """When it was last given back, seconds since the epoch."""
+    dropped_by: str = ""
+    """Key whose lease of it lapsed last; empty again once the block is submitted."""
+    dropped_at: float = 0.0
+    """When that was, seconds since the epoch."""
+
+
+class SlotRecord(msgspec.Struct):
+    """A final slot, and where its group is."""
+
+    status: str
+    """signal; flat: its group teaches nothing; continued: its group is one of continuations; void."""
+    submission: str = ""
+    index: int = 0
+    """The group's place in the submission."""
+    digest: str = ""
+    rewards: tuple[float, ...] = ()
+    tokens: int = 0
+    step: int = -1
+    """The newest batch that took it; -1 if none did."""
+
+
+class SubmissionRecord(msgspec.Struct):
+    """A submission, what its receipt says, and the verdicts on it."""
+
+    lease: str
+    digest: str
+    seq: int
+    head: str
+    time: float
+    groups: tuple[str, ...]
+    """Digest of each group."""
+    judged_at: float
+    """When the last verdict came, or the submission itself."""
+    audited: tuple[int, ...] = ()
+    rate: float = 1.0
+    draws: tuple[float, ...] = ()
+    mean_influence: float = 0.0
+    mean_pay: float = 0.0
+    order: tuple[str, ...] = ()
+    """Validators in the order of their turns."""
+    verdicts: dict[str, tuple[GroupVerdict, ...]] = {}
+    """By validator, in the order in which they came; dropped when no more can follow."""
+    projections: dict[str, str] = {}
+    """Blob of each validator's projections."""
+    differs: list[tuple[str, str]] = []
+    """(validator, earlier validator) where the first found other activations than the second claims."""
+    decided: bool = False
+    record: str | msgspec.UnsetType = msgspec.UNSET
+    """Blob of the host's record of the lease, if the host plays; states without it keep their hash."""
+
+    def ahead_of(self, key: str, silent: set[str]) -> list[str]:
+        """Validators whose turns come before that of `key`, in order. Those without a drawn turn come last, and silent
+        ones are skipped."""
+        left = [validator for validator in self.order if validator not in self.verdicts]
+        before = left[: left.index(key)] if key in left else left
+        return [validator for validator in before if validator not in silent]  # guard: silent-validators-are-skipped
+
+
+class VersionRecord(msgspec.Struct):
+    """A policy version and the work done with it."""
+
+    root: str
+    manifest: str
+    blocks: dict[int, BlockRecord] = {}
+    slots: dict[int, SlotRecord] = {}
+    revealed: bool = False
+
+
+class StreamRecord(msgspec.Struct):
+    """One policy of the run: its versions, and the groups and batches that lead from each to the next."""
+
+    name: str
+    versions: dict[int, VersionRecord] = {}
+    pool: list[tuple[int, int]] = []
+    """(version, slot) of accepted groups with signal that no batch has taken, in the order of acceptance."""
+    batches: dict[int, tuple[tuple[int, int], ...]] = {}
+    free: list[tuple[int, int]] = []
+    """(version, block) of blocks that were given back, ascending."""
+    flat: int = 0
+    """Groups accepted without signal since the last one with signal, the last batch, or the last resume."""
+    flat_reward: float = 0.0
+    """Sum of their mean rewards."""
+    solved: dict[str, SolvedRecord] = {}
+    """By label of an environment: what its groups showed. Empty if draws do not follow solve rates."""
+    changes: dict[int, TableChange] = {}
+    """By version: what its draw table changed in that of the version before, ascending."""
+    uses: UsesRecord | msgspec.UnsetType = msgspec.UNSET
+    """What is used again; states of runs that use each group once keep their hash."""
+
+    @property
+    def version(self) -> int:
+        """Latest published policy version, -1 before the first."""
+        return len(self.versions) - 1
+
+    def forget_flat(self) -> None:
+        """Groups without signal are counted anew."""
+        self.flat, self.flat_reward = 0, 0.0
+
+    def give_back(self, version: int, blocks: tuple[int, ...]) -> None:
+        """Blocks may be leased again."""
+        for block in blocks:
+            self.versions[version].blocks[block].status = "free"
+            insort(self.free, (version, block))
+
+    def take(self, version: int, blocks: tuple[int, ...]) -> None:
+        """Blocks are not free any more."""
+        taken = {(version, block) for block in blocks}
+        self.free = [place for place in self.free if place not in taken]
