@@ -6,8 +6,8 @@ new `RULES_VERSION` with its law in `LAWS`. Old logs without a new constant take
 the code did before.
 
 A changed formula needs a new `RULES_VERSION`, and the old formula stays selectable by `State.law.version`. This holds for
-all that decides or changes a state: `facts/`, `rules/`, `state`, `state_records`, `weigh`, `seeds`, `turns`,
-`algorithm`, `next_batch`, `supply`, `reassign`, `pace`, `pools`, `drawn`, `uses`, the methods of `Law`; `audits`,
+all that decides or changes a state: `facts/`, `rules/`, `state`, `state_records`, `malformed`, `weigh`, `seeds`,
+`turns`, `algorithm`, `next_batch`, `supply`, `reassign`, `pace`, `pools`, `drawn`, `uses`, the methods of `Law`; `audits`,
 `bounds`, `constants`, `continuations`, `draws`, `randomness` and `sizes` in `protocol/`; `sampling_evidence`,
 `claim_evidence` and the files of advantages in `algos/`.
 

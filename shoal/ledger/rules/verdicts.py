@@ -20,6 +20,7 @@ from shoal.ledger.facts.members import NodeRestored, ValidatorFault
 from shoal.ledger.facts.pay import Credit, Slash
 from shoal.ledger.facts.run import Tick
 from shoal.ledger.facts.verdicts import Decision, Judge, Rechecked, VerdictGiven, evidence_after
+from shoal.ledger.malformed import refuse_malformed
 from shoal.ledger.past import Cause, Here, Table, Told
 from shoal.ledger.rules.members import member_as, quarantine
 from shoal.ledger.rules.pay import debt_costs, recheck_rate, refusal_costs, vest
@@ -29,8 +30,8 @@ from shoal.ledger.state_records import LeaseRecord, Member, SubmissionRecord
 from shoal.ledger.turns import in_order, may_judge, silent, turn_begins
 from shoal.ledger.weigh import PROMPT, Weighed, auditor_of, weigh
 from shoal.protocol.accounts import CreditLine
-from shoal.protocol.audits import CHECKS, MAX_REASON_CHARS, MAX_REWARD, influence, must_audit, pay_of
-from shoal.protocol.continuations import is_continued_slot, num_rollouts
+from shoal.protocol.audits import pay_of
+from shoal.protocol.continuations import is_continued_slot
 from shoal.protocol.types import GroupVerdict, Verdict
 
 
@@ -109,54 +110,6 @@ def end_overdue(state: State, now: float) -> Iterator[Body]:
         # guard: overdue-is-no-slash
         ended = weighed._replace(slash=False, disputed=disputed)
         yield from _decide(state, submission, lease, ended, submission.verdicts)
-
-
-def refuse_malformed(
-    state: State, lease: LeaseRecord, submission: SubmissionRecord, groups: tuple[GroupVerdict, ...]
-) -> None:
-    """A verdict names every slot once, in order, and has audited exactly what was drawn. Raises `Refused`."""
-    if tuple(group.slot for group in groups) != tuple(state.slots_of(lease)):  # guard: slots-in-order
-        raise Refused("malformed", "a verdict names every slot of the lease once, in order")
-    for group in groups:
-        said = group.check + group.detail
-        if group.check not in (("",) if group.outcome == "accept" else CHECKS):  # guard: refusal-names-a-check
-            raise Refused("malformed", f"slot {group.slot}: a refusal names one of the run's checks")
-        if len(said) > MAX_REASON_CHARS or not said.isprintable():  # guard: reason-length, reason-prints
-            raise Refused(
-                "malformed", f"slot {group.slot}: a reason is one line of at most {MAX_REASON_CHARS} characters"
-            )
-    for group, draw in zip(groups, submission.draws or (0.0,) * len(groups), strict=True):
-        if group.outcome != "accept":
-            if group.rewards or group.tokens:
-                raise Refused("malformed", f"slot {group.slot}: only an accepted group has rewards and policy tokens")
-            continue
-        _refuse_impossible(state, group)
-        weight = influence(group.rewards, group.tokens, state.rules.group_uses)  # guard: uses-are-audited
-        pay = pay_of(group, state.rules)
-        means = submission.mean_influence, submission.mean_pay
-        # guard: influence-is-audited
-        due = group.slot in submission.audited or must_audit(draw, submission.rate, weight, means[0], pay, means[1])
-        # Neither less nor more: projections are compared only if both validators looked at the same groups.
-        if due != group.audited:  # guard: drawn-is-audited
-            but = "was drawn for audit but not audited" if due else "was audited but not drawn for it"
-            raise Refused("malformed", f"slot {group.slot} {but}")
-
-
-def _refuse_impossible(state: State, group: GroupVerdict) -> None:
-    """An accepted group's rewards and figures are such as some group can have. Raises `Refused`."""
-    due, num = num_rollouts(state.rules, group.slot), len(group.rewards)
-    # guard: one-reward-a-rollout, reward-size, reward-is-a-number
-    if not due[0] <= num <= due[1] or not all(abs(r) <= MAX_REWARD for r in group.rewards):
-        raise Refused("malformed", f"slot {group.slot}: an accepted group has {due[1]} rewards of size {MAX_REWARD:g} at "
-                      "most")  # fmt: skip
-    most = state.sampling.all_tokens * due[1]
-    if not 0 <= group.tokens <= most:  # guard: group-tokens
-        raise Refused("malformed", f"slot {group.slot}: a group has 0 to {most} policy tokens")
-    # guard: flips-within-tokens, gap-sum-is-a-number
-    if not 0 <= group.flipped <= group.tokens or not 0.0 <= group.gap_sum <= 1e9:
-        raise Refused("malformed", f"slot {group.slot}: figures of sampling that no group can have")
-    if not (abs(group.off_sum) <= 1e9 and abs(group.off_weighted) <= 1e9):  # guard: off-sum-is-a-number
-        raise Refused("malformed", f"slot {group.slot}: sums of log-probs that no group can have")
 
 
 def is_open(state: State, submission: SubmissionRecord) -> bool:
