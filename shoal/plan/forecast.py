@@ -19,6 +19,8 @@ from shoal.plan.setting import Outcome, Setting, Stalled, WorkerMachine
 from shoal.plan.simulate import simulate
 from shoal.plan.sizes import TOKEN_BYTES, Sizes, UnknownShape, sizes_of
 from shoal.plan.words import count, duration
+from shoal.protocol.algorithms import vine_of
+from shoal.protocol.continuations import work_of_block
 from shoal.protocol.needs import may_be_patched
 from shoal.protocol.types import Rules
 
@@ -154,9 +156,11 @@ def needed_by(setting: Setting, link: Link, size_bytes: float, sources: Sources)
 
 
 def rates_of(setting: Setting) -> tuple[float, float]:
-    """Rollouts that a step needs, and those that the first worker makes in a second."""
-    rules = setting.rules
-    rollouts = new_groups_of(rules) * rules.group_size / setting.signal_share
+    """Rollouts that a step needs, and those that the first worker makes in a second. Continuations count as many rollouts
+    as have their tokens; groups without signal have none."""
+    rules, vine = setting.rules, vine_of(setting.rules.algorithm)
+    for_each = 1 / setting.signal_share + (work_of_block(vine) if vine else 0.0)
+    rollouts = new_groups_of(rules) * rules.group_size * for_each
     return rollouts, setting.workers[0].tokens_per_s / setting.rollout_tokens
 
 

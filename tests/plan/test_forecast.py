@@ -9,13 +9,14 @@ import pytest
 from shoal import cli
 from shoal.config import load_run
 from shoal.errors import ConfigError
-from shoal.plan.forecast import forecast, forecast_by_rule, new_groups_of
+from shoal.plan.forecast import forecast, forecast_by_rule, new_groups_of, rates_of
 from shoal.plan.machines import Machines
 from shoal.plan.report import report, summary
 from shoal.plan.simulate import simulate
 from shoal.plan.sizes import sizes_of, spec_of
 from shoal.plan.words import amount, count, duration
 from shoal.policy.sizes import adapter_parameters_of
+from shoal.protocol.compositions import Composition, Vine
 from shoal.roles.coordinator.role import rules_of
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
@@ -57,6 +58,14 @@ def test_a_run_that_uses_groups_again_needs_fewer_workers():
     seldom = msgspec.structs.replace(repeating, audit_rate=0.05)
     assert new_groups_of(seldom) == pytest.approx(max(plain.batch_groups - 8, plain.batch_groups / 1.3))
     assert of(GIVEN, "arithmetic.toml", *again).needed <= of().needed
+
+
+def test_continuations_count_as_the_rollouts_that_have_their_tokens():
+    plain = of().setting
+    vine = Composition(credit=Vine(continuations=2, most=2))  # four halves of a rollout for each
+    vines = dataclasses.replace(plain, rules=msgspec.structs.replace(plain.rules, algorithm=vine))
+    rollouts, rate = rates_of(plain)
+    assert rates_of(vines) == (pytest.approx(rollouts * (1 + 2 * plain.signal_share)), rate)
 
 
 def test_what_is_not_given_is_assumed_and_named():
