@@ -18,8 +18,8 @@ from typing import Any, BinaryIO, Literal
 import msgspec
 
 from shoal.config import EnvConfig, RunConfig, unsafe_changes
-from shoal.errors import ConfigError, StateError, cause_of
-from shoal.protocol.hubref import is_hub
+from shoal.config.paths import with_absolute_paths, with_digests
+from shoal.errors import StateError, cause_of
 from shoal.protocol.tasklists import TaskList, read_task_list
 from shoal.protocol.wire import WireError, domain_hash, to_json
 from shoal.tree import from_tree, to_tree
@@ -134,7 +134,7 @@ class RunFolder:
         """
         for_others = for_others or config.host.is_reached_by_others  # guard: reachable-is-for-others
         resumed = self.run_file.exists()
-        whole, lists = _with_digests(_with_absolute_paths(config, recipe_dir))
+        whole, lists = with_digests(with_absolute_paths(config, recipe_dir))
         old = {env.label: env.kind for env in self.config().envs} if resumed else {}
         found = _as_found(whole, self.config()) if resumed else whole
         tree = to_tree(_with_kinds(found, for_others, old, repeatable))
@@ -346,55 +346,3 @@ def _as_found(config: RunConfig, before: RunConfig) -> RunConfig:
             kept = msgspec.structs.replace(section, **{key: getattr(getattr(before, name), key)})
             config = msgspec.structs.replace(config, **{name: kept})
     return config
-
-
-def is_path(env: str) -> bool:
-    """Whether an environment of a run file is a file or folder, whose path is relative to the run file."""
-    return env.endswith(".py") or env.startswith(("./", "../", "/"))
-
-
-def _with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
-    """Make relative paths absolute. They are relative to the run file, but the folder must work from anywhere."""
-    policy, envs = config.policy, []
-    if policy.path and not is_hub(policy.path):
-        path = (recipe_dir / policy.path).resolve()
-        if not path.is_dir():
-            raise ConfigError(
-                f"policy.path = {policy.path}: no directory at {path}. Give one with a Hugging Face model; "
-                "--random-policy tries the run without one, if the run file has a table [random]"
-            )
-        policy = msgspec.structs.replace(policy, path=str(path))
-    for env in config.envs:
-        if is_path(env.name):
-            env = msgspec.structs.replace(env, name=str((recipe_dir / env.name).resolve()))
-        if env.tasks:
-            env = msgspec.structs.replace(env, tasks=str((recipe_dir / env.tasks).resolve()))
-        envs.append(env)
-    return with_judge_at(msgspec.structs.replace(config, policy=policy, envs=tuple(envs)), recipe_dir)
-
-
-def with_judge_at(config: RunConfig, recipe_dir: Path) -> RunConfig:
-    """Make the path of a run file's teacher or reward model absolute. Raises `ConfigError` if no directory is there."""
-    train = config.train
-    for key in ("teacher", "reward_model"):
-        if given := getattr(train, key):
-            path = (recipe_dir / given).resolve()
-            if not path.is_dir():
-                raise ConfigError(f"train.{key} = {given}: no directory at {path}. Give one with a Hugging Face model")
-            train = msgspec.structs.replace(train, **{key: str(path)})
-    return msgspec.structs.replace(config, train=train)
-
-
-def _with_digests(config: RunConfig) -> tuple[RunConfig, list[TaskList]]:
-    """With the digests of task lists instead of their paths; and the lists."""
-    envs, lists = list[EnvConfig](), list[TaskList]()
-    for env in config.envs:
-        if env.tasks:
-            try:
-                lists.append(read_task_list(Path(env.tasks).read_bytes()))
-            except (OSError, WireError) as error:
-                cause = cause_of(error)
-                raise ConfigError(f"envs.tasks = {env.tasks}: no task list of a filter stage: {cause}") from None
-            env = msgspec.structs.replace(env, tasks=lists[-1].digest)
-        envs.append(env)
-    return msgspec.structs.replace(config, envs=tuple(envs)), lists

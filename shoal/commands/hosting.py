@@ -138,8 +138,8 @@ def say_plan(config: "RunConfig", beside: Path) -> None:
 
 def demand_environments(config: "RunConfig", beside: Path) -> None:
     """Raise `ShoalError` for an environment that is not there. Once a run has its folder, another name is another run."""
+    from shoal.config.paths import is_path
     from shoal.envs.load import env_digest
-    from shoal.folder import is_path
 
     for env in config.envs:
         env_digest(str(beside / env.name) if is_path(env.name) else env.name)

@@ -23,8 +23,8 @@ import httpx
 import psutil
 
 from shoal.config import RunConfig, TinyPolicy, load_run, node_home
+from shoal.config.paths import with_judge_at
 from shoal.errors import ConfigError, cause_of
-from shoal.folder import with_judge_at
 from shoal.protocol.constants import SIGNATURE_WINDOW_S
 
 if TYPE_CHECKING:

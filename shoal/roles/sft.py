@@ -15,11 +15,11 @@ import msgspec
 import torch
 
 from shoal.config import SftConfig, load_sft
+from shoal.config.paths import env_at
 from shoal.envs.base import players_of
 from shoal.envs.load import env_of
 from shoal.envs.play import play_scripted
 from shoal.errors import ConfigError, StateError
-from shoal.folder import is_path
 from shoal.policy.files import save_policy
 from shoal.policy.hub import Hub
 from shoal.policy.kinds import open_policy
@@ -42,7 +42,7 @@ def make(config: SftConfig, beside: Path, out: Path, examples: Examples | None =
     """Make a checkpoint in `out`; gives how many tokens it learned from, prompts and repetitions included. Paths of the
     recipe are relative to `beside`. `examples` take the place of scripted games. Raises as `main`."""
     torch.set_num_threads(config.threads)
-    config = _with_absolute_environment(config, beside)
+    config = msgspec.structs.replace(config, env=env_at(config.env, beside))
     with tempfile.TemporaryDirectory(prefix="shoal-sft-") as scratch:
         start = beside / config.policy.path if config.policy.path else Path(scratch) / "tiny"
         if is_hub(config.policy.path):
@@ -51,14 +51,6 @@ def make(config: SftConfig, beside: Path, out: Path, examples: Examples | None =
         elif not config.policy.path:
             make_tiny(config.policy.tiny, start, config.seed, "float32")
         return _fine_tune(config, start, out, examples)
-
-
-def _with_absolute_environment(config: SftConfig, beside: Path) -> SftConfig:
-    """The recipe with the whole path of its environment, if that is a file or a folder."""
-    if not is_path(config.env.name):
-        return config
-    env = msgspec.structs.replace(config.env, name=str((beside / config.env.name).resolve()))
-    return msgspec.structs.replace(config, env=env)
 
 
 def _fine_tune(config: SftConfig, start: Path, out: Path, given: Examples | None) -> int:

@@ -142,7 +142,10 @@ def task_lists(folder: RunFolder, config: RunConfig, specs: Sequence[t.EnvSpec])
         found = folder.task_list(env)
         if found is not None:
             if flaw := found.flaw(spec.digest, spec.args, spec.num_tasks):  # guard: task-list-of-this-environment
-                raise ConfigError(f"the task list of environment {env.label} cannot be used: {flaw}")
+                raise ConfigError(
+                    f"the task list of environment {env.label} cannot be used: {flaw}. Make one of this environment by a "
+                    "filter stage, or leave envs.tasks out"
+                )
             lists[env.label] = found
     return lists
 

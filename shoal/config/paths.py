@@ -1,0 +1,75 @@
+"""What a run file names by a path: the path made absolute, and of lists of tasks also what is in them.
+
+Called by `shoal/folder` when a run is prepared, by `shoal doctor` and by `shoal sft`. Such paths are relative to the run
+file or recipe, but a run's folder must work from anywhere. It copies and writes nothing.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from shoal.config.envs import EnvConfig
+from shoal.config.sections import RunConfig
+from shoal.errors import ConfigError, cause_of
+from shoal.protocol.hubref import is_hub
+from shoal.protocol.tasklists import TaskList, read_task_list
+from shoal.protocol.wire import WireError
+
+
+def with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
+    """Make all paths of a run file absolute. Raises `ConfigError` if no model is where it names one."""
+    policy = config.policy
+    if policy.path and not is_hub(policy.path):
+        path = (recipe_dir / policy.path).resolve()
+        if not path.is_dir():
+            raise ConfigError(
+                f"policy.path = {policy.path}: no directory at {path}. Give one with a Hugging Face model; "
+                "--random-policy tries the run without one, if the run file has a table [random]"
+            )
+        policy = msgspec.structs.replace(policy, path=str(path))
+    envs = tuple(env_at(env, recipe_dir) for env in config.envs)
+    return with_judge_at(msgspec.structs.replace(config, policy=policy, envs=envs), recipe_dir)
+
+
+def env_at(env: EnvConfig, recipe_dir: Path) -> EnvConfig:
+    """An environment with absolute paths."""
+    if is_path(env.name):
+        env = msgspec.structs.replace(env, name=str((recipe_dir / env.name).resolve()))
+    if env.tasks:
+        env = msgspec.structs.replace(env, tasks=str((recipe_dir / env.tasks).resolve()))
+    return env
+
+
+def is_path(env: str) -> bool:
+    """Whether the name of an environment is that of a file or folder, relative to the run file."""
+    return env.endswith(".py") or env.startswith(("./", "../", "/"))
+
+
+def with_judge_at(config: RunConfig, recipe_dir: Path) -> RunConfig:
+    """Make the path of a run file's teacher or reward model absolute. Raises `ConfigError` if no directory is there."""
+    train = config.train
+    for key in ("teacher", "reward_model"):
+        if given := getattr(train, key):
+            path = (recipe_dir / given).resolve()
+            if not path.is_dir():
+                raise ConfigError(f"train.{key} = {given}: no directory at {path}. Give one with a Hugging Face model")
+            train = msgspec.structs.replace(train, **{key: str(path)})
+    return msgspec.structs.replace(config, train=train)
+
+
+def with_digests(config: RunConfig) -> tuple[RunConfig, list[TaskList]]:
+    """A run file with absolute paths, with the digests of its lists of tasks instead of their paths; and the lists. Raises
+    `ConfigError` if a file is not such a list."""
+    envs, lists = list[EnvConfig](), list[TaskList]()
+    for env in config.envs:
+        if env.tasks:
+            try:
+                lists.append(read_task_list(Path(env.tasks).read_bytes()))
+            except (OSError, WireError) as error:
+                cause = cause_of(error)
+                raise ConfigError(
+                    f"envs.tasks = {env.tasks}: no task list of a filter stage: {cause}. Give the tasks.json of one"
+                ) from None
+            env = msgspec.structs.replace(env, tasks=lists[-1].digest)
+        envs.append(env)
+    return msgspec.structs.replace(config, envs=tuple(envs)), lists
