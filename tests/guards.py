@@ -1899,8 +1899,6 @@ GUARDS = [
         ("compared-is-not-continued", OFF, "test_an_environment_that_compares_rollouts_is_not_continued"),
     ),
     *_needed_by("tests/test_algorithms.py",
-        ("gspo-one-credit", ("not isinstance(algorithm.loss, c.Gspo) or algorithm.loss.by_token", "True"),
-         "test_vines_that_do_not_go_with_the_rest_are_refused_with_the_reason"),
         ("continuations-are-played-by-workers", ('all(env.kind in ("", EPISODES) for env in config.envs)', "True"),
          "test_vines_are_for_runs_whose_workers_play"),
         ("continued-groups-are-used-once", ("config.train.group_uses == 1", "True"),

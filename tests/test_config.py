@@ -17,7 +17,7 @@ from shoal.config import (
     SftConfig,
     check_run,
     child_environment,
-    companions,
+    critic,
     difficulty,
     envs,
     host,
@@ -52,9 +52,7 @@ def run_file(tmp_path: Path) -> Path:
 def explained_fields() -> dict[str, set[str]]:
     """By class, the fields that are followed by a docstring in the source."""
     found: dict[str, set[str]] = {}
-    for node in ast.parse(
-        "".join(map(inspect.getsource, (sections, policies, companions, envs, difficulty, host)))
-    ).body:
+    for node in ast.parse("".join(map(inspect.getsource, (sections, policies, critic, envs, difficulty, host)))).body:
         if isinstance(node, ast.ClassDef):
             found[node.name] = {
                 field.target.id

@@ -2,7 +2,7 @@
 
 from shoal.config.algorithms import notes_of
 from shoal.config.check import SAFE_TO_CHANGE, check_run, unsafe_changes
-from shoal.config.companions import CriticConfig
+from shoal.config.critic import CriticConfig
 from shoal.config.difficulty import DifficultyConfig
 from shoal.config.environ import (
     child_environment,

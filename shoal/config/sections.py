@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from shoal.config.companions import CriticConfig
+from shoal.config.critic import CriticConfig
 from shoal.config.difficulty import DifficultyConfig, wire_difficulty
 from shoal.config.envs import EnvConfig
 from shoal.config.host import HostConfig

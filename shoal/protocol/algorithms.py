@@ -53,7 +53,7 @@ def needs_critic(algorithm: Algorithm) -> bool:
 
 def credits_tokens(algorithm: Algorithm) -> bool:
     """Whether the tokens of a rollout may have different advantages, before any penalty."""
-    return needs_critic(algorithm) or judge_named(algorithm) == "teacher"
+    return needs_critic(algorithm) or judge_named(algorithm) == "teacher" or vine_of(algorithm) is not None
 
 
 def judge_named(algorithm: Algorithm) -> Literal["", "teacher", "reward_model"]:

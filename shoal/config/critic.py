@@ -1,6 +1,6 @@
 """The settings of a model that learns beside the policy: `[train.critic]`.
 
-Part of `sections`. What a critic goes together with is checked in `algorithms`.
+Part of `sections`. What a critic goes together with is checked in `credit`.
 """
 
 from shoal.tree import Section
@@ -8,7 +8,7 @@ from shoal.tree import Section
 
 class CriticConfig(Section, frozen=True):
     """The critic of runs with `train.algorithm.advantage = "gae"`: the layers of the first policy below a head that says
-    what a rollout will earn. It learns in the same updates as the policy."""
+    what a rollout will earn. It learns in the same updates as the policy. AdamW's other settings are those of `[train]`."""
 
     lr: float = 1e-4
     """Its learning rate at its highest; it warms up and falls as `train.schedule` says."""

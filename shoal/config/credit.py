@@ -1,0 +1,134 @@
+"""What decides the worth of rollouts and tokens beside their rewards, and what it does not go together with: a critic, a
+teacher, a reward model, continuations.
+
+Called by `algorithms` for every run file. It has no formula.
+"""
+
+import math
+from collections.abc import Iterator
+
+from shoal.config.critic import CriticConfig
+from shoal.config.sections import RunConfig
+from shoal.protocol import compositions as c
+from shoal.protocol.algorithms import Algorithm, credits_tokens, judge_named, needs_critic
+from shoal.protocol.constants import COMPLETIONS, CONTINUATIONS, EPISODES, MAX_GROUP_ROLLOUTS
+from shoal.protocol.sizes import most_batch_groups, most_lease_groups
+
+WHERE = "train.algorithm"
+
+Demand = tuple[bool, str]
+"""Whether something holds, and what to say if it does not."""
+
+
+def credit_fits(config: RunConfig) -> Iterator[Demand]:
+    """What must hold, each with what to say if it does not."""
+    algorithm = config.train.algorithm
+    yield from _models_fit(config, algorithm)
+    if not isinstance(algorithm, c.Composition):
+        return
+    yield from _critic_fits(config, algorithm)
+    yield from _judge_fits(config, algorithm)
+    yield from _vine_fits(config, algorithm)
+    by_row = isinstance(algorithm.loss, c.Gspo) and not algorithm.loss.by_token
+    what = 'credit.name = "vine"' if algorithm.credit else f'advantage = "{algorithm.advantage}"'
+    yield (
+        not (by_row and credits_tokens(algorithm)),  # guard: gspo-of-credited-tokens
+        f"{WHERE}.{what} gives the tokens of a row different advantages: set {WHERE}.loss.by_token = true",
+    )
+
+
+def _models_fit(config: RunConfig, algorithm: Algorithm) -> Iterator[Demand]:
+    """Whether the models that the run file has settings for are those that the algorithm asks for."""
+    yield (
+        needs_critic(algorithm) or config.train.critic == CriticConfig(),
+        f'train.critic does nothing without a critic: set {WHERE}.advantage = "gae" of a composition such as "ppo", or '
+        "leave train.critic out",
+    )
+    for key in ("teacher", "reward_model"):
+        given, asked = bool(getattr(config.train, key)), judge_named(algorithm) == key
+        yield given or not asked, f'{WHERE}.advantage = "{key}": name the directory of the model in train.{key}'
+        useless = f'train.{key} does nothing: set {WHERE}.advantage = "{key}" of a composition, or leave it out'
+        yield asked or not given, useless
+
+
+def _critic_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
+    if not needs_critic(algorithm):
+        return
+    critic, where = config.train.critic, f'{WHERE}.advantage = "gae"'
+    yield 0 <= critic.lr < math.inf, f"train.critic.lr = {critic.lr}: must be at least 0, and finite"
+    yield 0 < critic.gamma <= 1, f"train.critic.gamma = {critic.gamma}: must be above 0 and at most 1"
+    yield 0 <= critic.lam <= 1, f"train.critic.lam = {critic.lam}: must be between 0 and 1"
+    yield 0 <= critic.clip < math.inf, f"train.critic.clip = {critic.clip}: must be at least 0, and finite"
+    yield critic.warmup_steps >= 0, f"train.critic.warmup_steps = {critic.warmup_steps}: must be at least 0"
+    yield (
+        config.train.processes == 1,  # guard: critic-of-one-process
+        f"{where} with train.processes = {config.train.processes}: one process keeps the critic whole. Leave one of them "
+        "out",
+    )
+    yield (
+        not config.policy.adapter.rank,  # guard: no-critic-beside-an-adapter
+        f"{where} with policy.adapter: the critic learns all of its weights, and would take the memory that an adapter "
+        "saves. Leave one of them out",
+    )
+    yield (
+        not config.policy.implementation,  # guard: critic-of-our-own-layers
+        f"{where} with policy.implementation: a critic has the layers of Llama, Mistral, Qwen2 or Qwen3. Leave one of them "
+        "out",
+    )
+
+
+def _judge_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
+    yield (
+        not judge_named(algorithm) or config.train.processes == 1,  # guard: judge-of-one-process
+        f'{WHERE}.advantage = "{algorithm.advantage}" with train.processes = {config.train.processes}: one process keeps '
+        "that model whole. Leave one of them out",
+    )
+
+
+def _vine_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
+    """What continuations need of a run, and what they do not go with."""
+    vine, where, rollouts, size = algorithm.credit, f"{WHERE}.credit", config.rollouts, config.rollouts.group_size
+    if not vine:
+        return
+    for name in ("continuations", "every", "most"):
+        value = getattr(vine, name)
+        yield value >= 1, f"{where}.{name} = {value}: must be at least 1"
+    if min(vine.continuations, vine.every, vine.most, size) < 1:
+        return
+    yield (
+        algorithm.advantage == "mean",
+        f'{where}.name = "vine" makes the advantages itself, and where it cannot, it takes "mean": leave '
+        f'{WHERE}.advantage = "{algorithm.advantage}" out',
+    )
+    yield (
+        all(env.kind in ("", EPISODES) for env in config.envs),  # guard: continuations-are-played-by-workers
+        f'{where}.name = "vine": a worker must play on from within a rollout, and where the host plays ({COMPLETIONS}), it '
+        "cannot. Leave envs.kind out",
+    )
+    yield (
+        config.train.group_uses == 1,  # guard: continued-groups-are-used-once
+        f'{where}.name = "vine" with train.group_uses = {config.train.group_uses}: the host keeps continuations for one '
+        "batch. Leave one of them out",
+    )
+    yield (
+        not algorithm.batch_std,
+        f'{WHERE}.batch_std divides by the deviation of the rollouts\' advantages, and {where}.name = "vine" gives their '
+        "tokens different ones: leave batch_std out",
+    )
+    num, tokens = size * vine.most * vine.continuations, config.sampling.all_tokens
+    per_block, groups = rollouts.block_rollouts // size, rollouts.batch_groups
+    proofs, labels = config.verify.proofs != "none", [env.label for env in config.envs]
+    fits = num <= MAX_GROUP_ROLLOUTS and per_block <= most_lease_groups(
+        num, max(1, tokens), proofs, labels, CONTINUATIONS
+    )
+    yield (
+        fits,  # guard: continuations-fit-messages
+        f"{where}: up to {num} continuations of a group of {size}, each of up to {tokens} tokens, do not fit into a "
+        f"submission of a block of {per_block} groups, or are more than {MAX_GROUP_ROLLOUTS}: lower most or continuations",
+    )
+    most = most_batch_groups(size, num)
+    yield (
+        groups <= most,  # guard: batch-of-continuations-fits
+        f"{where}: a batch of {groups} groups with up to {num} continuations each does not fit into one message: at most "
+        f"{most}, or lower most or continuations",
+    )
