@@ -1774,6 +1774,7 @@ GUARDS = [
     *_needed_by("tests/launch/test_stages.py",
         ("one-stage-a-name", OFF, "test_a_file_that_cannot_be_done_is_refused_in_one_line"),
         ("stage-takes-from-earlier-ones", OFF, "test_stages_that_take_from_each_other_are_called_a_loop"),
+        ("key-follows-the-judge", GONE, "test_the_key_of_a_run_follows_its_judge_and_not_where_that_is"),
         ("stage-takes-what-is-given", OFF, "test_a_stage_takes_only_what_the_other_gives"),
         ("stage-needs-nobody-else", OFF, "test_what_no_stage_could_do_is_said_before_the_first_begins"),
         ("stage-is-given-up", OFF, "test_a_stage_whose_process_dies_again_and_again_is_given_up"),

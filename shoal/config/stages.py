@@ -47,6 +47,9 @@ class RlStage(Section, frozen=True, kw_only=True, tag="rl", tag_field="kind"):
     """stage:NAME: the policy to start from. Empty: the run file's own."""
     tasks: str = ""
     """stage:NAME, a filter stage: draw only from the tasks that it kept. Empty: what the run file says."""
+    teacher: str = ""
+    """stage:NAME, of runs with `train.algorithm.advantage = "teacher"`: the policy that judges each token. Empty: what the
+    run file says."""
 
 
 class FilterStage(Section, frozen=True, kw_only=True, tag="filter", tag_field="kind"):
@@ -158,13 +161,20 @@ class DpoStage(Section, frozen=True, kw_only=True, tag="dpo", tag_field="kind"):
 
 Stage = SftStage | RlStage | FilterStage | EvalStage | MergeStage | RejectStage | DpoStage
 
+POLICY_MAKERS = (SftStage, RlStage, MergeStage, DpoStage)
+
 GIVES: dict[str, tuple[type[Stage], ...]] = {
-    "policy": (SftStage, RlStage, MergeStage, DpoStage),
+    "policy": POLICY_MAKERS,
+    "teacher": POLICY_MAKERS,
     "rollouts": (RlStage,),
     "examples": (RejectStage,),
     "tasks": (FilterStage,),
 }
 """Which stages give what another may take, by the key that takes it."""
+
+
+MODELS = {"policy": "policy.path", "teacher": "train.teacher"}
+"""Keys of a recipe that another stage's model takes the place of, by the key of the stage that names it."""
 
 
 class StagesConfig(Section, frozen=True, kw_only=True):
@@ -206,12 +216,13 @@ def load_stages(path: Path, overrides: Sequence[str] = (), quick: bool = False) 
 def settings_of(stage: Stage, beside: Path) -> RunConfig | SftConfig | None:
     """What a stage's recipe says after overrides; None for kinds without a recipe. Raises `ConfigError`.
 
-    A policy from another stage is policy.path = "stage:NAME".
+    A policy from another stage is policy.path = "stage:NAME", and so is train.teacher.
     """
     match stage:
         case SftStage() | RlStage() | FilterStage() | EvalStage():
-            path = [f'policy.path="{stage.policy}"'] if stage.policy else []
-            file, overrides = beside / stage.recipe, [*stage.set, *path]
+            named = {key: getattr(stage, field, "") for field, key in MODELS.items()}
+            paths = [f'{key}="{model}"' for key, model in named.items() if model]
+            file, overrides = beside / stage.recipe, [*stage.set, *paths]
             return load_sft(file, overrides) if isinstance(stage, SftStage) else load_run(file, overrides)
         case _:
             return None
@@ -314,7 +325,7 @@ def _check_taken(stage: Stage, key: str, by_name: dict[str, Stage], before: set[
     value = getattr(stage, key)
     what, name = f"{path}: stage {stage.name}: {key} = {value}", value.removeprefix(FROM)
     if not value.startswith(FROM):
-        own = ". A model of your own is the recipe's policy.path" if key == "policy" else ""
+        own = f". A model of your own is the recipe's {MODELS[key]}" if key in MODELS else ""
         raise ConfigError(f'{what}: write it as "stage:NAME"{own}')
     if name not in by_name:
         raise ConfigError(f"{what}: there is no stage {name}; stages: {', '.join(by_name)}")

@@ -21,6 +21,9 @@ from shoal.protocol.tasklists import read_task_list
 from shoal.protocol.wire import digest, to_json
 from shoal.tree import to_tree
 
+JUDGES = ("teacher", "reward_model")
+"""Keys of `[train]` with the path of a model."""
+
 FORMAT = 1
 """Raise it when stages of the same settings would give other outputs: every stage is then done again."""
 
@@ -95,6 +98,11 @@ def _resolved(
         tree["policy"], digests["policy"] = tree["policy"] | {"path": str(own)}, digest_below(own)
     if "policy" in digests:
         known["policy"] = known["policy"] | {"path": ""}
+    if "train" in tree:
+        known["train"] = tree["train"] | dict.fromkeys(JUDGES, "")
+        tree["train"], found = _judges_at(stage, tree["train"], beside, inputs)
+        if isinstance(stage, RlStage):
+            digests |= found  # guard: key-follows-the-judge
     for key in ("env", "envs"):
         if key in tree:
             tree[key], known[key] = _environments(tree[key], beside)
@@ -105,6 +113,23 @@ def _resolved(
     if isinstance(stage, FilterStage):
         known = {key: known[key] for key in ("seed", "envs", "sampling")}
     return tree, known
+
+
+def _judges_at(
+    stage: Stage, train: dict[str, Any], beside: Path, inputs: dict[str, Input]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The `train` of a run file in `beside` with absolute paths of its teacher and its reward model; and the digests of
+    those that are no other stage's."""
+    digests = dict[str, str]()
+    for key in JUDGES:
+        if key in inputs:
+            train = train | {key: str(inputs[key].place)}
+        elif path := train[key]:
+            own = (beside / path).resolve()
+            if not own.is_dir():
+                raise ConfigError(f"stage {stage.name}: train.{key} = {path}: no directory at {own}")
+            train, digests[key] = train | {key: str(own)}, digest_below(own)
+    return train, digests
 
 
 def demand_doable(stage: Stage, settings: RunConfig | SftConfig | None, beside: Path) -> None:

@@ -65,7 +65,8 @@ class Finished:
         """The output that another stage takes by this key."""
         if key == "rollouts":
             return Input(self.folder / RUN, str(self.done.made.figures["rollouts"]))
-        return Input(self.folder / OUTPUTS[self.done.kind][key], digest(to_json(self.done.outputs[key])))
+        output = "policy" if key == "teacher" else key
+        return Input(self.folder / OUTPUTS[self.done.kind][output], digest(to_json(self.done.outputs[output])))
 
 
 def run_stages(config: StagesConfig, beside: Path, out: Path, say: Callable[[str], None]) -> int:

@@ -17,7 +17,7 @@ from shoal.config.stages import load_stages, settings_of
 from shoal.errors import ConfigError, StateError
 from shoal.folder import RunFolder
 from shoal.launch.chosen import choose, choose_pairs, digest_of, learned_groups
-from shoal.launch.jobs import demand_doable, job_of
+from shoal.launch.jobs import Input, Job, demand_doable, job_of
 from shoal.launch.process import RoleProcess
 from shoal.launch.samples import group_of
 from shoal.launch.stages import StagesRun
@@ -259,6 +259,53 @@ def test_a_key_follows_settings_and_sources_but_not_names_and_places(files: Path
     source = files.parent / "vowels.py"
     source.write_text(source.read_text() + "\n# changed\n")
     assert key_of(files) != key
+
+
+def with_judge(files: Path, judge: str) -> Path:
+    """The run file of the stages, with a judge that is a directory beside it."""
+    judged = f'[train]\n{judge} = "judge"\n[train.algorithm]\nname = "composition"\nadvantage = "{judge}"\n'
+    (files.parent / "rl.toml").write_text(RL + judged)
+    (files.parent / "judge").mkdir()
+    (files.parent / "judge" / "model.safetensors").write_bytes(b"weights")
+    return files.parent / "judge" / "model.safetensors"
+
+
+def job_named(files: Path, name: str, inputs: dict[str, Input]) -> Job:
+    (stage,) = (one for one in load_stages(files).stages if one.name == name)
+    return job_of(stage, settings_of(stage, files.parent), files.parent, inputs)
+
+
+@pytest.mark.parametrize("judge", ["teacher", "reward_model"])
+def test_the_key_of_a_run_follows_its_judge_and_not_where_that_is(files: Path, tmp_path: Path, judge: str) -> None:
+    weights, inputs = with_judge(files, judge), {"policy": Input(tmp_path, "00"), "tasks": Input(tmp_path, "")}
+    before = {name: job_named(files, name, inputs) for name in ("rl", "able", "exam")}
+    assert all(job.settings["train"][judge] == str(weights.parent) for job in before.values())
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    with_judge(moved := write_files(other), judge)
+    assert job_named(moved, "rl", inputs).key == before["rl"].key
+    weights.write_bytes(b"other weights")
+    after = {name: job_named(files, name, inputs) for name in before}
+    assert after["rl"].key != before["rl"].key
+    assert all(after[name].key == before[name].key for name in ("able", "exam")), "they compute no advantages"
+    weights.unlink()
+    weights.parent.rmdir()
+    with pytest.raises(ConfigError, match=rf"stage rl: train\.{judge} = judge: no directory at"):
+        job_named(files, "rl", inputs)
+
+
+def test_the_teacher_of_a_run_may_be_another_stages_policy(files: Path, tmp_path: Path) -> None:
+    taught = """set = ['train.algorithm.name="composition"', 'train.algorithm.advantage="teacher"']"""
+    files.write_text(STAGES.replace('tasks = "stage:able"', f'teacher = "stage:start"\n{taught}'))
+    found = {key: Input(tmp_path / key, "00") for key in ("policy", "teacher")}
+    job = job_named(files, "rl", found)
+    assert job.settings["train"]["teacher"] == str(tmp_path / "teacher") == job.inputs["teacher"]
+    again = job_named(files, "rl", found | {"teacher": Input(tmp_path / "moved", "00")})
+    changed = job_named(files, "rl", found | {"teacher": Input(tmp_path / "teacher", "11")})
+    assert again.key == job.key != changed.key
+    files.write_text(files.read_text().replace('teacher = "stage:start"', 'teacher = "stage:able"'))
+    with pytest.raises(ConfigError, match="a stage of kind filter gives no teacher; sft, rl, merge, dpo would"):
+        load_stages(files)
 
 
 # --- a run of stages ---
