@@ -1,7 +1,7 @@
 """A reward model's loss: what was preferred scores higher (Bradley and Terry 1952; arXiv:2203.02155, equation 1).
 
-No role calls it yet: it is for micro-batches of pairs. Pure; it knows neither the model that gives
-the scores nor where the pairs come from.
+Called by `train/preferences` with micro-batches of pairs, for reward_model stages of `shoal stages`. Pure; it knows
+neither the model that gives the scores nor where the pairs come from.
 
     symbol   meaning                                                              argument
     s_w      score of the answer that was preferred                               chosen_B

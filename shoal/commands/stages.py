@@ -20,8 +20,9 @@ def add_commands(commands: Any) -> None:
         commands, "stages", stages, "several stages, each from what earlier ones made",
         "Does the stages that a file lists, in order: sft (supervised fine-tuning), rl (a whole run on this machine), "
         "filter (keep the tasks that a policy solves sometimes), reject (choose the best rollouts of a run, to imitate "
-        "them), dpo (learn from pairs of better and worse), merge (a whole model from an adapter), eval. Each "
-        "goes by a recipe of its own and takes what earlier stages made (policy = \"stage:NAME\"). A stage's folder is "
+        "them), dpo (learn from pairs of better and worse), reward_model (learn to score from such pairs), merge (a whole "
+        "model from an adapter), eval. Each goes by a recipe of its own and takes what earlier stages made (policy = "
+        "\"stage:NAME\"). A stage's folder is "
         "named by its settings and inputs, so the same command continues after Ctrl-C or a kill, and skips what is done; "
         "after a change it does that stage again, and those after it. You get report.json: held-out reward before and "
         "after each stage, seconds, CPU-seconds and tokens.",

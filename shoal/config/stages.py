@@ -50,6 +50,9 @@ class RlStage(Section, frozen=True, kw_only=True, tag="rl", tag_field="kind"):
     teacher: str = ""
     """stage:NAME, of runs with `train.algorithm.advantage = "teacher"`: the policy that judges each token. Empty: what the
     run file says."""
+    reward_model: str = ""
+    """stage:NAME, a reward_model stage, of runs with `train.algorithm.advantage = "reward_model"`: what scores each
+    rollout. Empty: what the run file says."""
 
 
 class FilterStage(Section, frozen=True, kw_only=True, tag="filter", tag_field="kind"):
@@ -159,13 +162,49 @@ class DpoStage(Section, frozen=True, kw_only=True, tag="dpo", tag_field="kind"):
     """CPU threads."""
 
 
-Stage = SftStage | RlStage | FilterStage | EvalStage | MergeStage | RejectStage | DpoStage
+class RewardModelStage(Section, frozen=True, kw_only=True, tag="reward_model", tag_field="kind"):
+    """A reward model: the layers of a policy below a head of one number, trained on pairs of answers, of which one is
+    preferred (Bradley and Terry 1952; arXiv:2203.02155, equation 1). One pair in eight is not learned from, but
+    measured."""
+
+    name: str
+    """Names the stage. Letters, digits, - and _."""
+    policy: str
+    """stage:NAME: the policy whose layers it starts from. It must be a whole model."""
+    rollouts: str = ""
+    """stage:NAME, an rl stage: of each group, the best and the worst rollout by reward are a pair."""
+    pairs: str = ""
+    """In the place of rollouts: a file, relative to the stages file, as for dpo."""
+    last_steps: int = 0
+    """Groups of so many last steps of the run only; 0 is all."""
+    steps: int = 100
+    """Training steps."""
+    batch: int = 32
+    """Pairs a step."""
+    lr: float = 1e-4
+    """Learning rate at its highest; it falls to a tenth along a cosine."""
+    warmup_steps: int = 10
+    """Steps in which the learning rate climbs from 0."""
+    max_grad_norm: float = 1.0
+    """A longer gradient is scaled down to this norm."""
+    max_tokens: int = 512
+    """Pairs with a longer row are left out, tokens."""
+    seed: int = 0
+    """Fixes the order of the pairs."""
+    publish_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the files that are written."""
+    threads: int = 1
+    """CPU threads."""
+
+
+Stage = SftStage | RlStage | FilterStage | EvalStage | MergeStage | RejectStage | DpoStage | RewardModelStage
 
 POLICY_MAKERS = (SftStage, RlStage, MergeStage, DpoStage)
 
 GIVES: dict[str, tuple[type[Stage], ...]] = {
     "policy": POLICY_MAKERS,
     "teacher": POLICY_MAKERS,
+    "reward_model": (RewardModelStage,),
     "rollouts": (RlStage,),
     "examples": (RejectStage,),
     "tasks": (FilterStage,),
@@ -173,7 +212,7 @@ GIVES: dict[str, tuple[type[Stage], ...]] = {
 """Which stages give what another may take, by the key that takes it."""
 
 
-MODELS = {"policy": "policy.path", "teacher": "train.teacher"}
+MODELS = {"policy": "policy.path", "teacher": "train.teacher", "reward_model": "train.reward_model"}
 """Keys of a recipe that another stage's model takes the place of, by the key of the stage that names it."""
 
 
@@ -216,7 +255,7 @@ def load_stages(path: Path, overrides: Sequence[str] = (), quick: bool = False) 
 def settings_of(stage: Stage, beside: Path) -> RunConfig | SftConfig | None:
     """What a stage's recipe says after overrides; None for kinds without a recipe. Raises `ConfigError`.
 
-    A policy from another stage is policy.path = "stage:NAME", and so is train.teacher.
+    A policy from another stage is policy.path = "stage:NAME", and so are train.teacher and train.reward_model.
     """
     match stage:
         case SftStage() | RlStage() | FilterStage() | EvalStage():
@@ -302,14 +341,14 @@ def _check(config: StagesConfig, path: Path) -> None:
                 f"{path}: stage {stage.name}: rollouts must be at least 1, most at least 0, and low and high from 0 to 1, "
                 "low not above high"
             )
-        if isinstance(stage, DpoStage):
+        if isinstance(stage, DpoStage | RewardModelStage):
             _check_pairs(stage, path)
         for key in taken_by(stage):
             _check_taken(stage, key, by_name, before, path)
         before.add(stage.name)
 
 
-def _check_pairs(stage: DpoStage, path: Path) -> None:
+def _check_pairs(stage: DpoStage | RewardModelStage, path: Path) -> None:
     what = f"{path}: stage {stage.name}"
     if bool(stage.rollouts) == bool(stage.pairs):
         raise ConfigError(
@@ -317,8 +356,9 @@ def _check_pairs(stage: DpoStage, path: Path) -> None:
         )
     if min(stage.steps, stage.batch, stage.max_tokens, stage.threads) < 1 or stage.last_steps < 0:
         raise ConfigError(f"{what}: steps, batch, max_tokens and threads must be at least 1, last_steps at least 0")
-    if not (stage.beta > 0 and stage.lr > 0 and stage.max_grad_norm > 0):
-        raise ConfigError(f"{what}: beta, lr and max_grad_norm must be above 0")
+    above = ["lr", "max_grad_norm", *(["beta"] if isinstance(stage, DpoStage) else [])]
+    if not all(getattr(stage, key) > 0 for key in above):
+        raise ConfigError(f"{what}: {' and '.join(above)} must be above 0")
 
 
 def _check_taken(stage: Stage, key: str, by_name: dict[str, Stage], before: set[str], path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from shoal.errors import ShoalError, StateError
 from shoal.protocol.wire import digest, to_json
 
-POLICY, RUN, EVALUATION, EXAMPLES, TASKS, RATES = (
-    "policy", "run", "eval.json", "examples.msgpack", "tasks.json", "rates.json"
+POLICY, RUN, EVALUATION, EXAMPLES, TASKS, RATES, REWARD_MODEL = (
+    "policy", "run", "eval.json", "examples.msgpack", "tasks.json", "rates.json", "reward-model"
 )  # fmt: skip
 """Outputs in a job's folder."""
 
@@ -21,6 +21,7 @@ OUTPUTS = {
     "eval": {"evaluation": EVALUATION},
     "reject": {"examples": EXAMPLES},
     "dpo": {"policy": POLICY},
+    "reward_model": {"reward_model": REWARD_MODEL},
     "filter": {"tasks": TASKS, "rates": RATES},
 }
 """What a finished job of each kind has, and where: files and folders whose digests `done.json` holds."""

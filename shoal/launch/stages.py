@@ -195,9 +195,9 @@ def _measure_of(config: StagesConfig, beside: Path) -> tuple[EvalStage, RunConfi
 
 def _policy_before(job: Job) -> Path | None:
     """The directory of the policy that a stage changes; None if it makes one from a seed, fetches one, or changes none."""
-    if job.kind not in ("sft", "rl", "merge"):
+    if job.kind not in ("sft", "rl", "merge", "dpo"):
         return None
-    path = job.inputs["policy"] if job.kind == "merge" else str(job.settings["policy"]["path"])
+    path = job.inputs["policy"] if job.kind in ("merge", "dpo") else str(job.settings["policy"]["path"])
     return Path(path) if path and Path(path).is_dir() else None
 
 
@@ -230,6 +230,8 @@ def _end(stage: Stage, key: str, finished: Finished, before: Measured | None, af
     if done.kind == "reject":
         before = Measured.share(figures["right_of_rollouts"], figures["rollouts"])
         after = Measured.share(figures["right_of_chosen"], figures["chosen"])
+    if done.kind == "reward_model":
+        before, after = (Measured.share(figures[key], figures["pairs"]) for key in ("accuracy_before", "accuracy"))
     return StageEnd(
         stage.name, done.kind, key, before, after, done.seconds, done.cpu_s, done.made.tokens, finished.again, figures
     )

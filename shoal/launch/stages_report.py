@@ -40,7 +40,8 @@ class StageEnd(msgspec.Struct, frozen=True):
     key: str
     """Of its folder."""
     before: Measured | None
-    """Held-out reward, or share of wins, of the policy that it began with; of reject, the share of right rollouts."""
+    """Held-out reward, or share of wins, of the policy that it began with; of reject, the share of right rollouts; of
+    reward_model, the share of held-out pairs that it ranks right."""
     after: Measured | None
     """The same of what it made."""
     seconds: float
@@ -75,7 +76,10 @@ def in_words(name: str, ends: Sequence[StageEnd]) -> str:
         for end in ends
     ]  # fmt: skip
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [f"{name}: held-out reward before and after each stage; of reject, the share of right rollouts"]
+    lines = [
+        f"{name}: held-out reward before and after each stage; of reject, the share of right rollouts; of reward_model, "
+        "that of held-out pairs ranked right"
+    ]
     for row in rows:
         cells = [cell.ljust(width) if i in (0, 1, 7) else cell.rjust(width)
                  for i, (cell, width) in enumerate(zip(row, widths, strict=True))]  # fmt: skip

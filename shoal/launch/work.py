@@ -6,7 +6,7 @@ are imported by the kind that needs them.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -14,8 +14,12 @@ from shoal.config import RunConfig, SftConfig
 from shoal.errors import EXIT_DONE
 from shoal.folder import RunFolder, write_atomically
 from shoal.launch.jobs import Job, Made
-from shoal.launch.outputs import EVALUATION, EXAMPLES, POLICY, RATES, RUN, TASKS
+from shoal.launch.outputs import EVALUATION, EXAMPLES, POLICY, RATES, REWARD_MODEL, RUN, TASKS
 from shoal.tree import from_tree
+
+if TYPE_CHECKING:
+    from shoal.config.stages import DpoStage, RewardModelStage
+    from shoal.train.preferences import Pair, PairSettings
 
 
 def do(folder: Path) -> int:
@@ -23,6 +27,7 @@ def do(folder: Path) -> int:
     job = msgspec.json.decode((folder / "job.json").read_bytes(), type=Job)
     work: dict[str, Callable[[Job, Path], Made | int]] = {
         "sft": _sft, "rl": _rl, "filter": _filter, "eval": _eval, "merge": _merge, "reject": _reject, "dpo": _dpo,
+        "reward_model": _reward_model,
     }  # fmt: skip
     done = work[job.kind](job, folder)
     if isinstance(done, int):
@@ -108,19 +113,35 @@ def _reject(job: Job, folder: Path) -> Made:
 
 def _dpo(job: Job, folder: Path) -> Made:
     from shoal.config.stages import DpoStage
+    from shoal.roles import prefer
+
+    asked, start = DpoStage(name="", policy="", **job.settings), Path(job.inputs["policy"])
+    pairs, settings = _pairs(job, asked, start)
+    made = prefer.improve(start, pairs, asked.beta, settings, folder / POLICY, asked.publish_dtype, asked.threads)
+    return Made(made.tokens, made.figures)
+
+
+def _reward_model(job: Job, folder: Path) -> Made:
+    from shoal.config.stages import RewardModelStage
+    from shoal.roles import prefer
+
+    asked, start = RewardModelStage(name="", policy="", **job.settings), Path(job.inputs["policy"])
+    pairs, settings = _pairs(job, asked, start)
+    made = prefer.make_judge(start, pairs, settings, folder / REWARD_MODEL, asked.publish_dtype, asked.threads)
+    return Made(made.tokens, made.figures)
+
+
+def _pairs(job: Job, asked: "DpoStage | RewardModelStage", start: Path) -> tuple["list[Pair]", "PairSettings"]:
+    """The pairs that a stage learns from, and how."""
     from shoal.launch.chosen import choose_pairs
     from shoal.roles import prefer
     from shoal.train.preferences import PairSettings
 
-    asked, start = DpoStage(name="", policy="", **job.settings), Path(job.inputs["policy"])
     if asked.pairs:
         pairs = prefer.read_pairs(Path(asked.pairs), start, asked.max_tokens)
     else:
         expected = msgspec.json.decode(job.identity)["inputs"]["rollouts"]
         examples = choose_pairs(RunFolder(Path(job.inputs["rollouts"])), asked.last_steps, expected)
         pairs = prefer.pairs_of_examples(examples, start, asked.max_tokens)
-    settings = PairSettings(
-        asked.steps, asked.batch, asked.lr, asked.warmup_steps, asked.max_grad_norm, asked.seed
-    )  # fmt: skip
-    made = prefer.improve(start, pairs, asked.beta, settings, folder / POLICY, asked.publish_dtype, asked.threads)
-    return Made(made.tokens, made.figures)
+    settings = PairSettings(asked.steps, asked.batch, asked.lr, asked.warmup_steps, asked.max_grad_norm, asked.seed)
+    return pairs, settings

@@ -1,8 +1,8 @@
-"""Pairs of answers, and what is made of them: a policy, by direct preference optimisation.
+"""Pairs of answers, and what is made of them: a policy, by direct preference optimisation, or a reward model.
 
-Called by dpo stages of `shoal stages`. It opens models, and writes them in Hugging Face format. Pairs come from a run's
-groups (`launch/chosen` takes them) or from a file of lines. The same pairs, settings and number of threads give the same
-bytes.
+Called by dpo and reward_model stages of `shoal stages`. It opens models, and writes them in Hugging Face format. Pairs
+come from a run's groups (`launch/chosen` takes them) or from a file of lines. The same pairs, settings and number of
+threads give the same bytes.
 """
 
 import logging
@@ -19,10 +19,12 @@ from shoal.errors import StateError
 from shoal.policy.files import save_policy
 from shoal.policy.kinds import open_policy
 from shoal.policy.render import Renderer
+from shoal.policy.valued import begin_valued, save_valued
 from shoal.protocol.types import ENVIRONMENT, POLICY
 from shoal.train.chosen import Examples, tokenizer_digest
-from shoal.train.preferences import Pair, PairSettings, held_out, prefer_policy
+from shoal.train.preferences import Pair, PairSettings, held_out, measure_scores, prefer_policy, prefer_scores
 from shoal.train.rows import example_row
+from shoal.train.scores import row_scores
 
 log = logging.getLogger("prefer")
 
@@ -50,6 +52,21 @@ def improve(
     found, tokens = prefer_policy(model, learned, measured, beta, settings, _told(settings.steps))
     save_policy(model, out, dtype, tokenizer_from=start)
     return Preferred(tokens, {"learned_pairs": len(learned)} | asdict(found))
+
+
+def make_judge(
+    start: Path, pairs: Sequence[Pair], settings: PairSettings, out: Path, dtype: str, threads: int
+) -> Preferred:
+    """Train a reward model on pairs, beginning with the layers of the policy in `start`, and write it to `out`."""
+    torch.set_num_threads(threads)
+    model = begin_valued(start)
+    learned, measured = held_out(pairs)
+    log.info("pairs=%d held out=%d; learning for %d steps", len(learned), len(measured), settings.steps)
+    score = row_scores(model)
+    before = measure_scores(score, measured)
+    found, tokens = prefer_scores(model.train().trainable(), score, learned, measured, settings, _told(settings.steps))
+    save_valued(model, out, dtype, tokenizer_from=start)
+    return Preferred(tokens, {"learned_pairs": len(learned), "accuracy_before": before.accuracy} | asdict(found))
 
 
 def _told(steps: int) -> Any:

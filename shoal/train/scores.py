@@ -1,11 +1,12 @@
 """The trainer's reward model: it scores each rollout, and the mean of the group is subtracted.
 
 Called by `roles/trainer` and `recipes/one_file.py` once a step, in runs with `advantage = "reward_model"`; other runs load
-nothing. Such a model is for what no environment can check, so the rewards that validators recomputed stay figures. The
-score is that of a rollout's last token, as the model was trained (`algos/bradley_terry`); of a rollout with several rows,
-that of its last one. The advantages are part of the rows, so a repeated step has the same bits. It is never published.
+nothing. `roles/prefer`, which trains such models, takes `row_scores`. Such a model is for what no environment can check, so
+the rewards that validators recomputed stay figures. The score is that of a rollout's last token, as the model was trained
+(`algos/bradley_terry`); of a rollout with several rows, that of its last one. The advantages are part of the rows, so a
+repeated step has the same bits. It is never published.
 
-Axes: B rows of a micro-batch, T tokens, R rows.
+Axes: B rows of a micro-batch, K those of a micro-batch of pairs, T tokens, R rows.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -14,9 +15,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from shoal.policy.parking import Resting
 from shoal.policy.valued import Valued
+from shoal.train.pack import MicroBatch
 from shoal.train.rows import Row
 
 
@@ -53,15 +56,30 @@ def scores_of(model: Valued, tokens_R_T: Sequence[NDArray[np.int64]], budget_tok
     found = np.zeros(len(tokens_R_T))
     left = sorted(range(len(tokens_R_T)), key=lambda r: -len(tokens_R_T[r]))
     while left:
-        width = len(tokens_R_T[left[0]])
-        count = max(1, budget_tokens // width)
+        count = max(1, budget_tokens // len(tokens_R_T[left[0]]))
         members, left = left[:count], left[count:]
-        tokens_BT = torch.zeros(len(members), width, dtype=torch.int64)
-        for b, r in enumerate(members):
-            tokens_BT[b, : len(tokens_R_T[r])] = torch.from_numpy(tokens_R_T[r])
-        last_B = torch.tensor([len(tokens_R_T[r]) - 1 for r in members])
+        tokens_BT, last_B = _padded([tokens_R_T[r] for r in members])
         found[members] = model.scores(tokens_BT.to(device), last_B.to(device)).cpu().numpy()
     return found
+
+
+def row_scores(model: Valued) -> Callable[[MicroBatch, Sequence[Row]], Tensor]:
+    """What trains such a model: the score of each row of a micro-batch, float32 [K], with gradients. Every token of a row
+    is read, as by `scores_of`; the inputs of the micro-batch lack the last one."""
+
+    def score(batch: MicroBatch, rows: Sequence[Row]) -> Tensor:
+        found: Tensor = model.scores(*_padded([row.tokens_T for row in rows]))
+        return found
+
+    return score
+
+
+def _padded(tokens_B_T: Sequence[NDArray[np.int64]]) -> tuple[Tensor, Tensor]:
+    """Right-padded texts, [B, T], and the place of each one's last token, [B]."""
+    tokens_BT = torch.zeros(len(tokens_B_T), max(map(len, tokens_B_T)), dtype=torch.int64)
+    for b, tokens_T in enumerate(tokens_B_T):
+        tokens_BT[b, : len(tokens_T)] = torch.from_numpy(tokens_T)
+    return tokens_BT, torch.tensor([len(tokens_T) - 1 for tokens_T in tokens_B_T])
 
 
 def _rollout_of(row: Row, place: int) -> Hashable:

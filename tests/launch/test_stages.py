@@ -20,11 +20,12 @@ from shoal.launch.chosen import choose, choose_pairs, digest_of, learned_groups
 from shoal.launch.jobs import Input, Job, demand_doable, job_of
 from shoal.launch.process import RoleProcess
 from shoal.launch.samples import group_of
-from shoal.launch.stages import StagesRun
+from shoal.launch.stages import StagesRun, _policy_before
 from shoal.ledger.log.creation import creation_of
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import verify
 from shoal.policy.adapterspec import has_adapter
+from shoal.policy.valued import load_valued
 from shoal.protocol.tasklists import read_task_list
 from shoal.roles.sft import chosen_rows
 from shoal.train.chosen import read_examples
@@ -125,6 +126,14 @@ steps = 2
 batch = 2
 
 [[stages]]
+name = "judge"
+kind = "reward_model"
+policy = "stage:start"
+rollouts = "stage:rl"
+steps = 2
+batch = 2
+
+[[stages]]
 name = "whole"
 kind = "merge"
 policy = "stage:rl"
@@ -163,8 +172,9 @@ def write_files(place: Path) -> Path:
 SECOND = '[[stages]]\nname = "b"\nkind = "sft"\nrecipe = "start.toml"\n'
 
 REFUSED = {
-    "known: sft, rl, filter, eval, merge, reject, dpo": 'kind = "guess"',
+    "known: sft, rl, filter, eval, merge, reject, dpo, reward_model": 'kind = "guess"',
     "pairs come from `rollouts` (an rl stage) or from `pairs` (a file)": 'kind = "dpo"\npolicy = "stage:b"',
+    "lr and max_grad_norm must be above 0": 'kind = "reward_model"\npolicy = "stage:b"\npairs = "p.jsonl"\nlr = 0.0',
     "unknown key stages[0].steps": 'kind = "sft"\nrecipe = "start.toml"\nsteps = 3',
     "there is no stage c; stages: a, b": 'kind = "sft"\nrecipe = "start.toml"\npolicy = "stage:c"',
     "that comes later: move it up": 'kind = "sft"\nrecipe = "start.toml"\npolicy = "stage:b"',
@@ -209,7 +219,7 @@ def test_overrides_name_a_stage_and_quick_overrides_keys_of_stages(files: Path) 
     settings = settings_of(rl, files.parent)
     assert (config.name, settings.steps, settings.train.lr, best.keep) == ("story-quick", 1, 0.5, 2)
     with pytest.raises(
-        ConfigError, match="there is no stage nobody; stages: start, able, rl, best, again, prefer, whole, exam"
+        ConfigError, match="there is no stage nobody; stages: start, able, rl, best, again, prefer, judge, whole, exam"
     ):
         load_stages(files, ["nobody.steps=1"])
     with pytest.raises(ConfigError, match=r"write it as stage\.key=value"):
@@ -332,27 +342,31 @@ def final_root(out: Path) -> str:
     return weights_root(out / "stages" / ends_of(out)["again"]["key"] / "policy")
 
 
+def done_of(out: Path, name: str) -> dict[str, dict[str, str]]:
+    return json.loads((out / "stages" / ends_of(out)[name]["key"] / "done.json").read_bytes())["outputs"]
+
+
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A stages file, and the folder in which it was done without a kill."""
     place = tmp_path_factory.mktemp("stages")
     files = write_files(place)
     said = finish(start(files, place / "out"))
-    assert said.count(": at work") == 8, said
+    assert said.count(": at work") == 9, said
     return files, place / "out"
 
 
 def test_every_stage_reports_its_figures_and_is_skipped_when_done(unbroken: tuple[Path, Path]) -> None:
     files, out = unbroken
     ends = ends_of(out)
-    assert list(ends) == ["start", "able", "rl", "best", "again", "prefer", "whole", "exam"]
+    assert list(ends) == ["start", "able", "rl", "best", "again", "prefer", "judge", "whole", "exam"]
     assert all(end["seconds"] > 0 and end["cpu_s"] > 0 and end["done_now"] for end in ends.values())
-    assert all(ends[name]["tokens"] > 0 for name in ("start", "able", "rl", "again", "prefer"))
+    assert all(ends[name]["tokens"] > 0 for name in ("start", "able", "rl", "again", "prefer", "judge"))
     assert ends["exam"]["after"]["episodes"] == 8
     assert ends["best"]["figures"]["chosen"] < ends["best"]["figures"]["rollouts"]
     before = {path: path.stat().st_mtime_ns for path in out.glob("stages/*/done.json")}
     said = finish(start(files, out))
-    assert said.count(": done before") == 8 and ": at work" not in said
+    assert said.count(": done before") == 9 and ": at work" not in said
     assert before == {path: path.stat().st_mtime_ns for path in out.glob("stages/*/done.json")}
 
 
@@ -386,6 +400,8 @@ def test_stages_killed_again_and_again_come_to_the_same_weights(unbroken: tuple[
     finish(start(files, out))
     assert {name for name, end in ends_of(out).items() if end["done_now"]} == {"rl"}
     assert final_root(out) == final_root(whole)
+    learned = [[done_of(place, name) for name in ("prefer", "judge")] for place in (out, whole)]
+    assert learned[0] == learned[1]
     assert {name: end["key"] for name, end in ends_of(out).items()} == {
         name: end["key"] for name, end in ends_of(whole).items()
     }
@@ -447,6 +463,15 @@ def test_a_stage_whose_process_dies_again_and_again_is_given_up(files: Path, tmp
         crew._attend(RoleProcess("stage rl", ["sh", "-c", script], tmp_path / "log.txt", 1))
 
 
+def test_the_policy_before_a_stage_is_the_one_that_it_changes(tmp_path: Path) -> None:
+    def before(kind: str) -> Path | None:
+        settings = {"policy": {"path": str(tmp_path)}} if kind in ("sft", "rl") else {}
+        return _policy_before(Job(kind, settings, {}, {"policy": str(tmp_path)}, "{}"))
+
+    assert [before(kind) for kind in ("sft", "rl", "merge", "dpo")] == [tmp_path] * 4
+    assert before("reward_model") is None, "it changes no policy, and measures itself"
+
+
 # --- what a filter keeps, and a run draws from ---
 
 
@@ -500,6 +525,41 @@ def test_a_pair_is_the_best_and_the_worst_rollout_of_a_group(unbroken: tuple[Pat
             assert row == (found.tokens_T.tolist(), found.author_T.tolist())
     said = ends["prefer"]["figures"]
     assert said["learned_pairs"] == said["pairs"] == len(learned) and 0 <= said["accuracy"] <= 1
+
+
+def test_a_reward_model_is_made_of_the_same_pairs_and_reports_what_it_ranks_right(
+    unbroken: tuple[Path, Path],
+) -> None:
+    _, out = unbroken
+    ends = ends_of(out)
+    assert ends["judge"]["before"]["mean"] == 0.5, "a head of zeros ranks nothing"
+    assert ends["judge"]["after"]["episodes"] == ends["judge"]["figures"]["pairs"] == ends["prefer"]["figures"]["pairs"]
+    model = load_valued(out / "stages" / ends["judge"]["key"] / "reward-model")
+    assert model.score.weight.abs().max() > 0
+
+
+def test_the_reward_model_of_a_run_is_what_a_reward_model_stage_makes(files: Path, tmp_path: Path) -> None:
+    """Its directory takes the place of what the recipe names, and its bytes are in the key."""
+    judged = """set = ['train.algorithm.name="composition"', 'train.algorithm.advantage="reward_model"']"""
+    files.write_text(
+        STAGES
+        + f"""
+[[stages]]
+name = "last"
+kind = "rl"
+recipe = "rl.toml"
+{judged}
+policy = "stage:start"
+reward_model = "stage:judge"
+"""
+    )
+    inputs = {key: Input(tmp_path / key, "00") for key in ("policy", "reward_model")}
+    job = job_named(files, "last", inputs)
+    assert job.settings["train"]["reward_model"] == str(tmp_path / "reward_model")
+    assert job_named(files, "last", inputs | {"reward_model": Input(tmp_path / "reward_model", "11")}).key != job.key
+    files.write_text(files.read_text().replace("stage:judge", "stage:prefer"))
+    with pytest.raises(ConfigError, match="a stage of kind dpo gives no reward_model; reward_model would"):
+        load_stages(files)
 
 
 def test_rollouts_of_a_run_whose_host_plays_are_not_chosen_from(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from shoal.errors import StateError
 from shoal.policy.files import load_policy
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
+from shoal.policy.valued import begin_valued, load_valued
 from shoal.roles import prefer
 from shoal.train import preferences
 from shoal.train.chosen import Examples, tokenizer_digest
@@ -27,7 +28,8 @@ from shoal.train.preferences import (
     pair_sums,
     prefer_scores,
 )
-from shoal.train.rows import Row
+from shoal.train.rows import Row, example_row
+from shoal.train.scores import row_scores, scores_of
 
 SETTINGS = PairSettings(steps=20, batch=8, lr=3e-3, warmup_steps=2, max_grad_norm=1.0, seed=1)
 
@@ -82,6 +84,33 @@ def test_scores_learn_which_answers_are_preferred(tmp_path: Path, start: Path) -
     assert measure_scores(score, measured).accuracy == 0.5
     found, tokens = prefer_scores(dict(table.named_parameters()), score, learned, measured, SETTINGS)
     assert found.accuracy == 1.0 and found == measure_scores(score, measured) and tokens > 0
+
+
+def test_a_reward_model_learns_what_is_preferred_and_the_same_pairs_give_the_same_bytes(
+    tmp_path: Path, start: Path
+) -> None:
+    pairs = prefer.read_pairs(lines(tmp_path / "pairs.jsonl"), start, 64)
+    made = [prefer.make_judge(start, pairs, SETTINGS, tmp_path / name, "float32", 1) for name in ("one", "two")]
+    said = made[0].figures
+    assert (said["learned_pairs"], said["pairs"], said["accuracy_before"]) == (35, 5, 0.5) and made[0] == made[1]
+    assert said["accuracy"] == 1.0 and said["margin"] > 0.05
+    one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+    chosen, rejected = (
+        scores_of(load_valued(tmp_path / "one"), [pair[side].tokens_T for pair in pairs], 2048) for side in (0, 1)
+    )
+    assert (chosen > rejected).all(), "and the trainer, which reads the files, ranks alike"
+
+
+def test_a_reward_model_is_trained_on_the_scores_that_the_trainer_reads(tmp_path: Path, start: Path) -> None:
+    (pair,) = prefer.read_pairs(lines(tmp_path / "pairs.jsonl", 1), start, 64)
+    model = begin_valued(start)
+    torch.nn.init.normal_(model.score.weight)
+    longer = example_row([*pair.rejected.tokens_T, 5], [0] * (len(pair.rejected.tokens_T) - 1) + [1, 1])
+    rows = [pair.chosen, longer]
+    trained = row_scores(model)(collate(rows), rows)
+    assert trained.requires_grad
+    assert trained.tolist() == pytest.approx(scores_of(model, [row.tokens_T for row in rows], 1).tolist(), abs=1e-5)
 
 
 def test_micro_batches_keep_pairs_together_and_add_up(
