@@ -43,7 +43,8 @@ WHAT_CHANGED = {
     "a refusal by a recheck ends trust and counts towards quarantines, as any refusal does",
     3: "in runs whose rules say so, a batch may take groups that earlier batches had: audited ones, each in at most so "
     "many batches; a group's influence then counts once for each batch that may take it; "
-    "accepted groups are continued where the run's algorithm learns from that, and batches wait for the continuations",
+    "accepted groups are continued where the run's algorithm learns from that, and batches wait for the continuations; "
+    "those of which none was due bring neither trust nor stake, and the others are audited as their parents at least",
 }
 """By version of the rules: how they differ from the version before. This code makes the events and decisions of each of
 these versions exactly as the code that wrote them. Logs of other versions are reported as not checked."""

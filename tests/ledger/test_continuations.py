@@ -130,6 +130,49 @@ def test_continuations_change_neither_the_supply_nor_what_is_usual_for_groups(tm
     assert world.state.members[BOB].pace_s == pace and len(world.state.main.pool) == 2
 
 
+def test_continuations_of_which_none_was_due_bring_neither_trust_nor_stake(tmp_path):
+    """Where rollouts are short, whole blocks are empty. Whoever fills them has shown nothing, and a refusal or a lapse
+    takes the pay of real work all the same."""
+    world = vine_world(tmp_path, max_staleness=1)
+    world.serve(ALICE)
+    assert is_continued(world.serve(BOB, rewards=(), tokens=0).blocks[0])
+    bob = world.state.members[BOB]
+    assert (bob.standing, bob.accepted, bob.valid_blocks, bob.stake, bob.credits) == ("new", 0, 0, [], 0)
+    assert world.serve(BOB).blocks == (1,)
+    stake = list(bob.stake)
+    assert is_continued(world.serve(BOB, rewards=(), tokens=0).blocks[0])
+    assert (bob.standing, bob.accepted, bob.valid_blocks, bob.stake) == ("good", 2, 1, stake)
+    assert stake == [10, 10] and world.audit().findings == []
+
+
+def test_a_recheck_of_continuations_of_which_none_was_due_confirms_no_validator(tmp_path):
+    judges = tuple(letter * 64 for letter in "def")
+    world = vine_world(tmp_path, validators=judges, max_staleness=1)
+    for rewards, tokens in (((0.0, 1.0, 0.0, 1.0), 10), ((), 0)):
+        name = world.submit(ALICE, world.lease(ALICE), recheck=0.0)
+        before = [world.state.members[key].turns.confirmed for key in judges]
+        for judge in judges[:2]:
+            world.judge(name, by=judge, rewards=rewards, tokens=tokens)
+        assert name not in world.state.rechecks
+        gained = sum(world.state.members[key].turns.confirmed for key in judges) - sum(before)
+        assert gained == (tokens > 0)
+    assert world.audit().findings == []
+
+
+def test_continuations_are_audited_at_least_as_often_as_their_parents_would_be(tmp_path):
+    """Whoever picks seeds so that all continuations of a lost game win turns the game's credit round, and equal rewards
+    have no influence of their own."""
+    world = vine_world(tmp_path, max_staleness=1, audit_rate=0.05)
+    world.serve(ALICE, tokens=2)
+    world.serve(ALICE)
+    world.serve(ALICE, tokens=6)
+    bob = world.state.members[BOB]
+    bob.valid_blocks, bob.stake = 600, [10] * 80
+    name = world.submit(BOB, world.lease(BOB), draw=0.05 * 1.4)
+    submission, mean = world.state.submissions[name], (2 * 1.0 + 2 * 3.0) / 4
+    assert submission.rate == pytest.approx(0.05 * 3.0 / mean) and len(submission.audited) == 2
+
+
 def test_groups_of_continuations_count_for_no_draws(tmp_path):
     world = vine_world(tmp_path, secret=b"s" * 32, envs=(ENV,), max_staleness=1, batch_groups=2)
     world.serve(ALICE)

@@ -65,7 +65,7 @@ def apply_group_accepted(body: GroupAccepted, state: State, entry: Entry) -> Non
         status, body.submission, body.index, body.digest, body.rewards, body.tokens
     )
     worker = state.lease_of(state.submissions[body.submission]).worker
-    state.members[worker].accepted += 1
+    state.members[worker].accepted += body.tokens > 0 or not continued  # guard: nothing-due-is-no-record
     if continued:  # guard: continuations-are-no-groups
         return  # no batch takes it, and what is usual for groups is not usual for it
     state.influence += influence(body.rewards, body.tokens)

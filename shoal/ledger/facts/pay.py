@@ -51,10 +51,16 @@ class Slash(Message, frozen=True):
     tokens: int
 
 
+def staked(state: State, tokens: int) -> list[int]:
+    """What pay adds to the pay that a refusal or a lapse takes. Continuations that were not due bring nothing, so they take
+    the place of none."""
+    return [tokens] if tokens or state.law.version < 3 else []  # guard: no-pay-is-no-stake
+
+
 def apply_credit(body: Credit, state: State, entry: Entry) -> None:
     member = state.members[body.node]
     member.credits += body.tokens
-    member.stake.append(body.tokens)
+    member.stake += staked(state, body.tokens)
     state.issued += body.tokens
 
 

@@ -9,6 +9,7 @@ from shoal.ledger.state import State
 from shoal.ledger.state_records import LeaseRecord, Member, SubmissionRecord
 from shoal.ledger.turns import CHECK_FADES, idle_since, misses_count, silent, slack_s, turn_begins, turn_s
 from shoal.protocol.bounds import bounds_for
+from shoal.protocol.continuations import is_continued
 from shoal.protocol.types import GroupVerdict, Message, Verdict
 
 
@@ -145,8 +146,9 @@ def apply_decision(body: Decision, state: State, entry: Entry) -> None:
     if set(body.refused) - set(body.disputed):  # guard: dispute-keeps-trust
         member.valid_blocks, member.failures = 0, member.failures + 1  # guard: refusal-ends-trust
     else:
-        member.valid_blocks += len(body.accepted)
-        if member.standing == "new" and body.accepted:
+        made = _made(state, submission, body)
+        member.valid_blocks += len(made)
+        if member.standing == "new" and made:
             member.standing = "good"
         # guard: disputed-forgery-is-audited, old-disputes-keep-trust
         if state.law.version >= 2 and _has_hard(state, lease, submission, body.disputed):
@@ -155,6 +157,15 @@ def apply_decision(body: Decision, state: State, entry: Entry) -> None:
         state.rechecks.append(body.submission)
     else:
         _end_judgement(state, submission)
+
+
+def _made(state: State, submission: SubmissionRecord, body: Decision) -> list[int]:
+    """Of the accepted blocks, those in which there was something to make: blocks of continuations may be empty."""
+    size = state.rules.block_groups
+    filled = {group.slot // size for groups in submission.verdicts.values() for group in groups if group.tokens}
+    return [
+        block for block in body.accepted if block in filled or not is_continued(block)
+    ]  # guard: nothing-due-no-trust
 
 
 def _has_hard(state: State, lease: LeaseRecord, submission: SubmissionRecord, blocks: tuple[int, ...]) -> bool:
@@ -193,7 +204,10 @@ def apply_rechecked(body: Rechecked, state: State, entry: Entry) -> None:
     submission = state.submissions[body.submission]
     first, groups = next(iter(submission.verdicts.items()))
     accused = any(first in pair for pair in submission.differs)
-    worked = not accused and any(group.audited for group in groups)  # guard: only-work-is-confirmed
+    size = state.rules.block_groups
+    # guard: nothing-due-is-not-confirmed
+    with_model = (group for group in groups if group.audited and (group.tokens or not is_continued(group.slot // size)))
+    worked = not accused and any(with_model)  # guard: only-work-is-confirmed
     if body.outcome == "confirmed" and worked:
         state.members[first].turns.confirmed += 1
     lease = state.lease_of(submission)

@@ -9,7 +9,9 @@ from shoal.ledger.seeds import audit_draws, turn_draws, turns
 from shoal.ledger.state import State
 from shoal.ledger.state_records import LeaseRecord, Member
 from shoal.ledger.turns import by_speed
+from shoal.protocol.audits import influence
 from shoal.protocol.constants import BODY_WINDOW_BYTES, BODY_WINDOW_S, BOOKED_WITHIN_S
+from shoal.protocol.continuations import is_continued, parent_slot
 
 
 def decide_submit(command: Submit, state: State) -> list[Body]:
@@ -28,11 +30,21 @@ def decide_submit(command: Submit, state: State) -> list[Body]:
     rate = state.law.audit_rate(state.members[command.key].valid_blocks, state.rules.audit_rate)
     if not mean_pay and state.law.version >= 2:  # guard: no-stake-no-trust
         rate = 1.0
-    audited = tuple(slot for slot, draw in zip(slots, command.draws, strict=True) if draw < rate)
     mean_influence = state.influence / state.accepted_groups if state.accepted_groups else 0.0
+    if mean_influence and is_continued(lease.blocks[0]):  # guard: continued-as-parents
+        rate = min(1.0, rate * max(1.0, _influence_of_parents(state, lease) / mean_influence))
+    audited = tuple(slot for slot, draw in zip(slots, command.draws, strict=True) if draw < rate)
     judges = state.judges()
     order = by_speed(state, tuple(key for key in command.order if key in judges), command.turn_draws)
     return [received, AuditDrawn(command.digest, audited, rate, command.draws, mean_influence, order, mean_pay)]
+
+
+def _influence_of_parents(state: State, lease: LeaseRecord) -> float:
+    """The largest of the groups that a lease continues. Continuations with equal rewards move their parents' credit, too,
+    so their own influence, which is then 0, does not say how far."""
+    slots, size = state.stream_of(lease).versions[lease.version].slots, state.rules.block_groups
+    parents = [slots[parent_slot(slot, size)] for slot in state.slots_of(lease)]
+    return max(influence(parent.rewards, parent.tokens) for parent in parents)
 
 
 def mean_newest_pay(state: State, member: Member) -> float:

@@ -17,7 +17,7 @@ from shoal.ledger.answers import Refused
 from shoal.ledger.entry import Body
 from shoal.ledger.facts.batches import GroupAccepted, SlotVoid
 from shoal.ledger.facts.members import NodeRestored, ValidatorFault
-from shoal.ledger.facts.pay import Credit, Slash
+from shoal.ledger.facts.pay import Credit, Slash, staked
 from shoal.ledger.facts.run import Tick
 from shoal.ledger.facts.verdicts import Decision, Judge, Rechecked, VerdictGiven, evidence_after
 from shoal.ledger.malformed import refuse_malformed
@@ -218,8 +218,9 @@ def _decide(
                 lease.version, group.slot, submission.digest, index, submission.groups[index], group.tokens,
                 group.rewards, signal, lease.stream, auditor_of(verdicts, group) if stream.uses and signal else UNSET,
             )  # fmt: skip
-            paid.append(pay_of(group, state.rules))
-            yield Credit(lease.worker, lease.version, group.slot, paid[-1], lease.stream)
+            pay = pay_of(group, state.rules)
+            paid += staked(state, pay)
+            yield Credit(lease.worker, lease.version, group.slot, pay, lease.stream)
     yield from _outvoted(submission, weighed)
     member = state.members[lease.worker]
     blamed = set(weighed.refused) - set(weighed.disputed)
