@@ -11,11 +11,15 @@ from shoal.engine.base import Engine
 from shoal.envs.base import Env, task_of
 from shoal.envs.conversation import Conversation
 from shoal.envs.play import Episode, converse
-from shoal.errors import ShoalError
+from shoal.errors import Overreach, ShoalError
 from shoal.policy.render import Renderer
 from shoal.protocol.compositions import Vine
 from shoal.protocol.continuations import Branch, branches
 from shoal.protocol.types import ENVIRONMENT, Block, Group, Rollout, Sampling, Slot, make_rollout
+
+
+class OtherStart(ShoalError):
+    """The environment plays a task otherwise here than the accepted group says."""
 
 
 def continue_block(
@@ -69,20 +73,26 @@ def opened(
     episode: Episode, renderer: Renderer, sampling: Sampling, tokens: list[int]
 ) -> tuple[Conversation, list[int]]:
     """A conversation after the whole turns among these tokens, which an accepted rollout begins with, and the tokens of the
-    turn that they end in. Raises `ShoalError` if the conversation is another one here: then machines differ."""
-    talk = Conversation(episode.env, renderer, episode.task, sampling)
+    turn that they end in. Raises `OtherStart` if the conversation is another one here: machines differ, or a validator
+    lied."""
+    try:
+        talk = Conversation(episode.env, renderer, episode.task, sampling)
+    except Overreach:
+        raise
+    except ShoalError as error:
+        raise OtherStart(str(error)) from None
     while talk.ending is None and len(talk.context) < len(tokens):
         left = tokens[len(talk.context) :]
         end = next((i + 1 for i, token in enumerate(left) if token in renderer.stop_ids), 0)
-        if not end or talk.context != tokens[: len(talk.context)]:
+        if not 0 < end <= talk.room or talk.context != tokens[: len(talk.context)]:  # guard: parents-turns-fit
             break
         talk.write(left[:end])
     before = len(talk.context)
     is_same = talk.ending is None and len(talk.rows) == 1 and talk.context == tokens[:before]
     if not is_same or talk.room <= len(tokens) - before:
-        raise ShoalError(
+        raise OtherStart(
             f"environment {episode.env.name} plays task {str(episode.task)[:80]!r} otherwise here than where the accepted "
-            "rollout was made, so it cannot be continued: update shoal and the environment's data"
+            "rollout was made, so it cannot be continued. If others can, update shoal and the environment's data"
         )
     return talk, tokens[before:]
 

@@ -46,10 +46,10 @@ STOPPED = "the sandbox stopped the environment"
 
 
 def verify_submission(
-    body: bytes, check: Check, tools: Tools, record: bytes = b"", parents: Mapping[str, Group] | None = None
+    body: bytes, check: Check, tools: Tools, record: bytes = b"", parents: Mapping[str, Group | None] | None = None
 ) -> Verdict:
     """Judge the bytes that a worker sent for a lease. `record` is what the host's stage played for it, if the host plays;
-    `parents` are the groups that the lease continues, by their digests.
+    `parents` are the groups that the lease continues, by their digests, None for those that nobody can.
 
     The role must make sure that `check.id` is the digest of `body`, that `tools` are of the lease's policy version, and
     that all parents are there.

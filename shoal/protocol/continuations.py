@@ -18,8 +18,11 @@ from numpy.typing import NDArray
 
 from shoal.protocol.algorithms import vine_of
 from shoal.protocol.compositions import Vine
+from shoal.protocol.constants import MAX_GROUP_ROLLOUTS
 from shoal.protocol.randomness import continuation_seed, sample_seed
-from shoal.protocol.types import ENVIRONMENT, POLICY, Group, Rollout, Rules, Slot
+from shoal.protocol.rollouts import flaw_of
+from shoal.protocol.types import ENVIRONMENT, POLICY, Group, Rollout, Rules, Sampling, Slot
+from shoal.protocol.wire import WireError, from_msgpack
 
 FIRST_BLOCK = 1_000_000
 """The block that continues block 0; no ordinary block has this number or a larger one. Changing breaks: every log with
@@ -56,6 +59,21 @@ def continued_slot(slot: int, block_groups: int) -> int:
 def parent_slot(slot: int, block_groups: int) -> int:
     """The slot that a slot of continuations continues."""
     return slot - FIRST_BLOCK * block_groups
+
+
+def readable_parent(data: bytes, rules: Rules, sampling: Sampling, vocabulary: int) -> Group | None:
+    """The accepted group that these bytes are; None if no model may read it: then nothing is due in the slot that would
+    continue it. A validator that lies may accept anything, and all who read it find the same, so nobody stops at it."""
+    try:
+        group = from_msgpack(data, Group)
+    except WireError:
+        return None  # guard: any-bytes-may-be-a-parent
+    flaw = flaw_of(
+        group.rollouts, vocabulary=vocabulary, max_tokens=sampling.max_tokens,
+        max_rollout_tokens=sampling.max_rollout_tokens,
+    )  # fmt: skip
+    # guard: parents-are-sound
+    return group if flaw is None and len(group.rollouts) <= rules.group_size else None
 
 
 def places(rollout: Rollout, vine: Vine) -> tuple[int, ...]:
@@ -104,6 +122,14 @@ def other_prefix(rollout: Rollout, parent: Rollout, position: int) -> int:
     if not theirs_T.all():  # guard: continues-its-parent
         return int(np.argmin(theirs_T))
     return position if author_T[position] == ENVIRONMENT else -1  # guard: continues-at-once
+
+
+def groups_fit(rules: Rules) -> bool:
+    """Whether all groups of a run may be made: a host that lies may ask for any number of rollouts, or continuations."""
+    vine, most = vine_of(rules.algorithm), rules.group_size
+    if vine is not None:
+        most = most_rollouts(rules, vine) if min(vine.continuations, vine.every, vine.most) >= 1 else 0
+    return rules.group_size >= 1 and 1 <= most <= MAX_GROUP_ROLLOUTS
 
 
 def num_rollouts(rules: Rules, slot: int) -> tuple[int, int]:

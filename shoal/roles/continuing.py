@@ -15,13 +15,12 @@ from shoal.proofs.context import score_requests
 from shoal.protocol import types as t
 from shoal.protocol.algorithms import vine_of
 from shoal.protocol.constants import CONTINUATIONS, MAX_SUBMISSION_BYTES
-from shoal.protocol.continuations import branches
-from shoal.protocol.rollouts import flaw_of
+from shoal.protocol.continuations import branches, readable_parent
 from shoal.protocol.wire import WireError, digest, from_msgpack
 from shoal.roles.seat import Seat
 
 Parents: TypeAlias = dict[int, t.Group]
-"""By slot of a lease of continuations: what it continues."""
+"""By slot of a lease of continuations: what it continues. Slots in which nothing is due are missing."""
 
 
 async def fetch_parents(seat: Seat, lease: t.Lease) -> Parents:
@@ -41,25 +40,18 @@ async def fetch_parents(seat: Seat, lease: t.Lease) -> Parents:
 
 
 def parents_of(lease: t.Lease, encoded: Sequence[bytes], rules: t.Rules, vocabulary: int) -> Parents:
-    """The groups that a lease continues, by slot. Raises `WireError` for bytes that are not what the lease names, or that
-    no model may read."""
+    """The groups that a lease continues, by slot, without those that nobody can. Raises `WireError` for bytes that are not
+    what the lease names."""
     named = [(slot, slot.parent) for block in lease.blocks for slot in block.slots if slot.parent is not None]
     if len(encoded) != len(named):
         raise WireError(f"{len(encoded)} groups came, the lease names {len(named)}")
-    found, sampling = Parents(), lease.sampling
+    found = Parents()
     for (slot, parent), data in zip(named, encoded, strict=True):
         if digest(data) != parent.digest:  # guard: parents-of-the-lease
             raise WireError(f"slot {slot.slot} continues {parent.digest[:12]}, other bytes came")
-        group = from_msgpack(data, t.Group)
-        flaw = flaw_of(
-            group.rollouts, vocabulary=vocabulary, max_tokens=sampling.max_tokens,
-            max_rollout_tokens=sampling.max_rollout_tokens,
-        )  # fmt: skip
-        if flaw is not None or len(group.rollouts) > rules.group_size:  # guard: parents-are-sound
-            raise WireError(
-                f"slot {slot.slot} continues a group that no validator accepts: {flaw or 'too many rollouts'}"
-            )
-        found[slot.slot] = group
+        group = readable_parent(data, rules, lease.sampling, vocabulary)
+        if group is not None:
+            found[slot.slot] = group
     return found
 
 

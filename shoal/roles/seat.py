@@ -31,6 +31,7 @@ from shoal.proofs.commit import largest_submission_bytes
 from shoal.protocol import types as t
 from shoal.protocol.bounds import TRANSFORMERS
 from shoal.protocol.constants import COMPLETIONS, MAX_GROUP_ROLLOUTS, MAX_MANIFEST_BYTES, PROTOCOL_VERSION, VLLM
+from shoal.protocol.continuations import groups_fit
 from shoal.protocol.needs import SUPPORTED, kind_of
 from shoal.protocol.noise import PHILOX
 from shoal.protocol.promises import is_promised, terms_of
@@ -337,10 +338,10 @@ async def take_seat(
             f"the run needs {', '.join(lacking)}, which this version of shoal lacks: install the host's version"
         )
     info = await client.get_json("/v1/run", t.RunInfo)
-    if not 1 <= info.rules.group_size <= MAX_GROUP_ROLLOUTS:  # guard: group-size-of-the-run
+    if not groups_fit(info.rules):  # guard: group-size-of-the-run
         raise PeerError(
-            f"the run has groups of fewer than 1 or more than {MAX_GROUP_ROLLOUTS} rollouts (MAX_GROUP_ROLLOUTS): tell the "
-            "host"
+            f"the run has groups of fewer than 1 or more than {MAX_GROUP_ROLLOUTS} rollouts (MAX_GROUP_ROLLOUTS), or "
+            "groups of such continuations: tell the host"
         )
     if info.rules_version < RULES_VERSION:  # guard: old-rules-are-told
         log.warning(

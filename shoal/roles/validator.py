@@ -127,10 +127,13 @@ class Validator:
                 try:
                     keep = self.seat.info.rules.max_staleness + 2
                     body, record = await self._body(check), await self._record(check)
-                    parents = await self._parents(check)
+                    bodies = await self._parents(check)
                     load = load_on_shift(self.seat, self.shift, shift, check.lease.version, keep=keep)
                     if not await loaded_in_time(load, self.stopping):
                         return
+                    parents = parents_in(
+                        check.lease, bodies, self.seat.info.rules, self.seat.policy.renderer.vocabulary
+                    )
                 except PeerError as error:  # others may have decided meanwhile, and the host deleted what was judged
                     if check.id == failed:
                         raise
@@ -179,12 +182,9 @@ class Validator:
         """What the host's stage played for the lease, verified by its hash; empty in runs whose workers play."""
         return await self.client.get_blob(check.record, cap=MAX_SUBMISSION_BYTES) if check.record else b""
 
-    async def _parents(self, check: t.Check) -> dict[str, t.Group]:
-        """The groups that the submission continues, by their digests, which verify them."""
-        bodies = {
-            name: await self.client.get_blob(name, cap=MAX_SUBMISSION_BYTES) for name in parent_bodies(check.lease)
-        }
-        return parents_in(check.lease, bodies)
+    async def _parents(self, check: t.Check) -> dict[str, bytes]:
+        """The submissions that hold the groups which this one continues, verified by their hashes."""
+        return {name: await self.client.get_blob(name, cap=MAX_SUBMISSION_BYTES) for name in parent_bodies(check.lease)}
 
     def _tools(self, check: t.Check) -> Tools:
         temperature, seat = check.lease.sampling.temperature, self.seat

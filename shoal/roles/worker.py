@@ -17,6 +17,7 @@ from typing import TypeAlias
 from shoal.engine.base import Engine
 from shoal.engine.cheats import cheating
 from shoal.engine.open import EngineSpec, demand_kind, open_engine
+from shoal.envs.continuing import OtherStart
 from shoal.errors import NothingYet, Overreach, PeerError, Superseded, Undecided
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_or_make_key
@@ -245,6 +246,9 @@ class Worker:
         self.seat.doubt.holds = not blocks & self.undecided  # guard: same-work-again-decides
         try:
             groups = await asyncio.to_thread(self._play, lease, parents)
+        except OtherStart as why:
+            log.warning("dropped lease=%s reason=%r", lease.id, str(why))
+            return None  # guard: other-starts-are-given-back
         except Undecided as why:
             log.warning("dropped lease=%s reason=%r", lease.id, str(why))
             self.undecided |= blocks  # guard: stopped-is-given-back
@@ -252,11 +256,13 @@ class Worker:
         return None if groups is None else (groups, await asyncio.to_thread(self._prove, lease, groups, parents))
 
     async def _parents(self, lease: t.Lease) -> Parents:
-        """The groups that a lease continues. Raises `TooOld` if the lease ended meanwhile."""
+        """The groups that a lease continues. Raises `TooOld` if the lease ended meanwhile, or if the host lacks them: it
+        gives the lease again, and perhaps restores its disk."""
         try:
             return await fetch_parents(self.seat, lease)
         except (NothingYet, Superseded) as reason:
             log.warning("dropped lease=%s reason=%r", lease.id, str(reason))
+            await self.stopping.unless(asyncio.sleep(SOONEST_S))  # guard: missing-parents-are-waited-for
             raise TooOld from None
 
     async def _play_turns(self, grant: t.Grant, before: Use, use: Use) -> Made | None:

@@ -10,7 +10,7 @@ import pytest
 from shoal.config import TinyPolicy
 from shoal.engine.cheats import OtherSeed
 from shoal.engine.local import LocalEngine
-from shoal.envs.continuing import continue_block
+from shoal.envs.continuing import OtherStart, continue_block
 from shoal.errors import PeerError
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
@@ -75,7 +75,9 @@ class Vines:
         )
         due = tuple(slot.slot for slot in self.slots) if audited else ()
         check = types.Check(digest(body), self.lease, due, 60.0)
-        given = parents_in(self.lease, {digest(self.parent_body): self.parent_body})
+        given = parents_in(
+            self.lease, {digest(self.parent_body): self.parent_body}, self.rules, self.renderer.vocabulary
+        )
         return verify_submission(body, check, tools, parents=given).groups
 
     def edit(self, place, change):
@@ -194,7 +196,64 @@ def test_a_lease_whose_parents_are_not_in_their_submissions_judges_nobody(vines)
     slots = tuple(msgspec.structs.replace(slot, parent=types.Parent(name, 1, "0" * 64)) for slot in vines.slots[:2])
     wrong = msgspec.structs.replace(vines.lease, blocks=(types.Block(FIRST_BLOCK, slots, CONTINUATIONS),))
     with pytest.raises(PeerError, match="is not there"):
-        parents_in(wrong, {name: vines.parent_body})
+        parents_in(wrong, {name: vines.parent_body}, vines.rules, vines.renderer.vocabulary)
+
+
+def with_other_parent(vines, data):
+    """The same lease, in which slot 1 continues other bytes, which some validator accepted."""
+    theirs = msgspec.msgpack.decode(vines.parent_body, type=types.Submission)
+    body = to_msgpack(msgspec.structs.replace(theirs, groups=(theirs.groups[0], data, *theirs.groups[2:])))
+    other = object.__new__(Vines)
+    other.__dict__ |= vines.__dict__ | {"parent_body": body}
+    digests = [slot.parent and slot.parent.digest for slot in vines.slots]
+    digests[1] = digest(data)
+    other.slots = [
+        msgspec.structs.replace(slot, parent=named and types.Parent(digest(body), place, named))
+        for place, (slot, named) in enumerate(zip(vines.slots, digests, strict=True))
+    ]
+    blocks = tuple(types.Block(FIRST_BLOCK + b, tuple(other.slots[2 * b : 2 * b + 2]), CONTINUATIONS) for b in (0, 1))
+    other.lease = msgspec.structs.replace(vines.lease, blocks=blocks)
+    return other
+
+
+def test_in_a_slot_whose_parent_is_no_group_a_validator_expects_nothing(vines):
+    first = vines.parents[1].rollouts[0]
+    cut = msgspec.structs.replace(first, author=first.author[:-1])
+    flawed = to_msgpack(msgspec.structs.replace(vines.parents[1], rollouts=(cut,)))
+    for data in (b"no group", flawed):
+        forged = with_other_parent(vines, data)
+        assert found(forged.judge()) == {1: ("hard", "shape")}
+        nothing = forged.edit(1, lambda rollouts: [])
+        assert found(forged.judge(nothing)) == {}
+
+
+def test_a_parent_that_the_environment_does_not_play_so_is_named_and_stops_nothing_else(vines):
+    parent = vines.parents[0]
+
+    def change(tokens):
+        rollout = parent.rollouts[0]
+        forged = msgspec.structs.replace(rollout, token_ids=bytes(tokens(bytearray(rollout.token_ids))))
+        return [msgspec.structs.replace(parent, rollouts=(forged, *parent.rollouts[1:])), *vines.parents[1:]]
+
+    def other_prompt(ids):
+        ids[0] ^= 1
+        return ids
+
+    def endless_turn(ids):
+        stops, tokens = (
+            vines.renderer.stop_ids,
+            [int.from_bytes(ids[i : i + 4], "little") for i in range(0, len(ids), 4)],
+        )
+        word = next(token for token in range(vines.renderer.vocabulary) if token not in stops)
+        begin, end = author.index(1), next(i for i in range(author.index(1), len(tokens)) if author[i] == 0)
+        last = next(i for i in range(len(tokens) - 1, end, -1) if tokens[i] in stops)
+        tokens[begin:last] = [word] * (last - begin)
+        return b"".join(token.to_bytes(4, "little") for token in tokens)
+
+    author = list(parent.rollouts[0].author)
+    for forged in (other_prompt, endless_turn):
+        with pytest.raises(OtherStart, match="cannot be continued"):
+            vines.play(vines.engine, change(forged))
 
 
 def test_prefills_of_continuations_have_their_own_seeds_and_positions(vines):

@@ -4,23 +4,30 @@ import asyncio
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shoal.engine.cheats import OtherSeed
-from shoal.errors import ConfigError, PeerError
+from shoal.envs.continuing import OtherStart
+from shoal.errors import ConfigError, NothingYet, PeerError, StateError
 from shoal.ledger.answers import Refused
 from shoal.ledger.facts.batches import GroupAccepted, SlotVoid
 from shoal.ledger.facts.members import Enter
 from shoal.protocol import types as t
+from shoal.protocol.compositions import Composition, Vine
 from shoal.protocol.constants import CONTINUATIONS, EPISODES
 from shoal.protocol.continuations import FIRST_BLOCK, is_continued, is_continued_slot
+from shoal.protocol.tasklists import TaskList
 from shoal.protocol.wire import WireError, digest, to_msgpack
 from shoal.roles.auditor.rollouts import Choice, examine
 from shoal.roles.continuing import parents_of
 from shoal.roles.leases import demand_sound
-from shoal.roles.worker import Worker
+from shoal.roles.seat import SOONEST_S
+from shoal.roles.worker import TooOld, Worker
 from tests.envs import rivals
 from tests.ledger.world import rules
+from tests.roles.forgery import forged
+from tests.roles.test_seat import refusal, saying
 from tests.roles.town import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
@@ -106,12 +113,52 @@ def test_a_worker_that_picks_seeds_for_continuations_alone_is_quarantined_and_ch
     assert not caught.reasons or set(caught.reasons) == {"sampling"}
 
 
+@pytest.mark.parametrize("role", ["worker", "validator"])
+@pytest.mark.parametrize("hostile", [{"every": 0}, {"most": -1}, {"continuations": 10**9}, {"most": 10**4299}])
+def test_a_run_that_continues_otherwise_than_any_host_of_ours_is_refused(tmp_path, monkeypatch, role, hostile):
+    town = Town(tmp_path / "run", vine_run())
+    algorithm = Composition(credit=msgspec.structs.replace(Vine(), **hostile))
+    refused = refusal(saying(town, monkeypatch, rules=rules(algorithm=algorithm)), role)
+    assert "groups of such continuations" in refused
+
+
+def without_end(lines):
+    (time, created), *others = lines
+    asked = msgspec.structs.replace(created.rules, algorithm=Composition(credit=Vine(every=0)))
+    return [(time, msgspec.structs.replace(created, rules=asked)), *others]
+
+
+def without_tasks(lines):
+    (time, created), *others = lines
+    none = {"arithmetic": TaskList(created.envs[0].digest, {}, created.envs[0].num_tasks, ())}
+    return [(time, msgspec.structs.replace(created, task_lists=none)), *others]
+
+
+def with_other_parents(lines):
+    """The groups of ordinary slots are said to be at other places of their submissions."""
+    return [
+        (time, msgspec.structs.replace(body, index=1 - body.index % 2))
+        if isinstance(body, GroupAccepted) and not is_continued_slot(body.slot, 2)
+        else (time, body)
+        for time, body in lines
+    ]
+
+
 def test_an_auditor_recomputes_continuations_from_the_log_alone(tmp_path):
     town = Town(tmp_path / "run", vine_run(steps=1))
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("w")))
     found = asyncio.run(examine(str(town.folder.root), Choice(), 1, own_files=True))
     continued = sum(is_continued_slot(body.slot, 2) for body in bodies(town, GroupAccepted))
     assert found.disagreements == [] and continued and found.with_model > continued and not found.left_out
+
+    def of(lie):
+        place = forged(town.folder.root, tmp_path / lie.__name__, lie)
+        return asyncio.run(examine(str(place), Choice(), 1, own_files=True)).disagreements
+
+    with pytest.raises(StateError, match="groups of such continuations"):
+        of(without_end)
+    assert any("no seed gives what its lease asked for" in line for line in of(without_tasks))
+    assert any("that is not there" in line for line in of(with_other_parents))
 
 
 # --- what each side takes from the other ---
@@ -150,13 +197,28 @@ def test_only_the_worker_of_a_lease_reads_what_it_continues(tmp_path):
     begun(town)
     name = next(x for x in town.desk.state.leases.values() if is_continued(x.blocks[0]))
     lease = town.desk.wire_lease(name)
-    told = town.desk.parents(name.worker, name.id)
+    told = asyncio.run(town.desk.parents(name.worker, name.id))
     found = parents_of(lease, told.groups, town.desk.state.rules, 10**6)
     assert {slot.slot for block in lease.blocks for slot in block.slots if slot.parent} == found.keys()
     other, now = "b" * 64, max(town.clock(), town.desk.state.time)
     town.desk.book.write(Enter(other, t.Join("worker", "other", 0.0, "i", "float32", "cpu"), now), now)
     with pytest.raises(Refused, match="not one of yours"):
-        town.desk.parents(other, name.id)
+        asyncio.run(town.desk.parents(other, name.id))
+
+
+def test_what_a_lease_continues_is_read_once_at_a_time(tmp_path):
+    """Bodies are large: a worker that asks a hundred times must not fill the host's memory or stop its other answers."""
+    town = Town(tmp_path / "run", vine_run())
+    begun(town)
+    lease = next(x for x in town.desk.state.leases.values() if is_continued(x.blocks[0]))
+
+    async def often():
+        asked = (town.desk.parents(lease.worker, lease.id) for _ in range(3))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    first, *others = asyncio.run(often())
+    assert isinstance(first, t.Parents) and all("being read" in str(refused) for refused in others)
+    assert asyncio.run(often())[0] == first
 
 
 def test_what_is_continued_stays_on_the_hosts_disk(tmp_path):
@@ -165,6 +227,23 @@ def test_what_is_continued_stays_on_the_hosts_disk(tmp_path):
     lease = next(x for x in town.desk.state.leases.values() if is_continued(x.blocks[0]))
     parent = next(s.parent for b in town.desk.wire_lease(lease).blocks for s in b.slots if s.parent)
     assert parent.submission in town.desk.kept._continued() and town.desk.kept._stays(parent.submission)
+
+
+def test_a_worker_does_not_ask_without_a_pause_for_parents_that_the_host_lacks(tmp_path, monkeypatch):
+    worker, slept = Town(tmp_path / "run", vine_run()).worker("w"), list[float]()
+
+    async def lacks(seat, lease):
+        raise NothingYet("there is no such blob")
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    worker.seat = None
+    monkeypatch.setattr("shoal.roles.worker.fetch_parents", lacks)
+    monkeypatch.setattr("shoal.roles.worker.asyncio.sleep", sleep)
+    with pytest.raises(TooOld):
+        asyncio.run(worker._parents(leased(b"")))
+    assert slept == [SOONEST_S]
 
 
 def a_parent(num=2, tokens=(5, 6, 7)):
@@ -187,9 +266,28 @@ def test_a_worker_continues_nothing_but_what_its_lease_names(tmp_path):
         parents_of(leased(data), [to_msgpack(a_parent(tokens=(5, 6, 8)))], of_run, 10)
     with pytest.raises(WireError, match="0 groups came"):
         parents_of(leased(data), [], of_run, 10)
-    for bad in (a_parent(num=5), a_parent(tokens=(5, 6, 99))):
-        with pytest.raises(WireError, match="no validator accepts"):
-            parents_of(leased(to_msgpack(bad)), [to_msgpack(bad)], of_run, 10)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"no group", to_msgpack(a_parent(num=5)), to_msgpack(a_parent(tokens=(5, 6, 99)))]
+)
+def test_in_a_slot_whose_parent_no_model_may_read_nothing_is_due(data):
+    """A validator that lies may accept any bytes. Workers that stopped at them would all be gone soon."""
+    assert parents_of(leased(data), [data], rules(), 10) == {}
+
+
+def test_a_worker_gives_back_what_it_cannot_play_on_and_goes_on(tmp_path, single_file_weights):
+    town = Town(tmp_path / "run", vine_run(rollouts={"lease_s": 0.5}))
+    other, play = town.worker("other"), Worker._play
+
+    def differs(lease, parents):
+        if continues(lease):
+            raise OtherStart("the environment plays otherwise here")
+        return play(other, lease, parents)
+
+    other._play = differs
+    asyncio.run(town.live(town.trainer(), town.validator(), other, town.worker("honest")))
+    assert town.weights() == single_file_weights and town.audit().findings == []
 
 
 def test_a_worker_takes_leases_of_continuations_only_where_the_run_has_some():

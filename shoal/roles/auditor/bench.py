@@ -83,6 +83,12 @@ class Bench:
             directory = await fetch_weights(self.run, self.state, self.state.main.version, self.home)
             self._renderer = self._open_renderer(directory)
 
+    @property
+    def vocabulary(self) -> int:
+        """Token ids of the policy, once its renderer is there."""
+        assert self._renderer is not None
+        return self._renderer.vocabulary
+
     def is_overruled(self, verdict: VerdictGiven, slot: int) -> bool:
         """Whether the log decided otherwise than this verdict on the slot's block, or the block is disputed."""
         name, size = verdict.submission, self.state.rules.block_groups

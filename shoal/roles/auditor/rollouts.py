@@ -26,14 +26,17 @@ from shoal.envs.contained.open import in_sandbox
 from shoal.envs.load import is_file, load_run_envs
 from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, StateError
 from shoal.ledger.log.book import replay
+from shoal.ledger.log.redecide import FAULTS
 from shoal.ledger.log.verify import Audit
 from shoal.ledger.seeds import lease_of
+from shoal.ledger.state import State, SubmissionRecord
 from shoal.policy.device import CPU, demand_device
 from shoal.proofs.disagreement import differences
 from shoal.proofs.parents import parent_bodies, parents_in
 from shoal.proofs.verify import STOPPED, verify_submission
 from shoal.protocol import types as t
-from shoal.protocol.constants import COMPLETIONS
+from shoal.protocol.constants import COMPLETIONS, MAX_GROUP_ROLLOUTS
+from shoal.protocol.continuations import groups_fit
 from shoal.protocol.needs import kind_of
 from shoal.protocol.randomness import sample_seed
 from shoal.protocol.wire import WireError, digest, from_msgpack
@@ -166,6 +169,11 @@ async def audit_rollouts(
     # The log is read after the evidence, which must not be newer. Its first event names the run's keys.
     pile = read_evidence(choice.evidence, replay(await run.rows(1))) if choice.evidence else Pile()
     log = await replay_log(run)
+    if not groups_fit(log.state.rules):  # guard: group-size-of-the-log
+        raise StateError(
+            f"the log's rules have groups of fewer than 1 or more than {MAX_GROUP_ROLLOUTS} rollouts (MAX_GROUP_ROLLOUTS), "
+            "or groups of such continuations. No coordinator wrote this; ask for the log elsewhere"
+        )
     found = Findings([f"the log: {finding}" for finding in log.findings], turns=log.turns.lines(log.state))
     if choice.evidence:
         found.disagreements += [f"evidence: {line}" for line in await accusations(pile, log, run)]
@@ -278,8 +286,9 @@ async def _audit_version(
         try:
             body = await bench.run.blob(name)
             record = await bench.run.blob(booked.record) if booked.record else b""
-            lease = lease_of(bench.state, bench.state.leases[booked.lease], bytes.fromhex(revealed.link))
-            parents = parents_in(lease, {parent: await bench.run.blob(parent) for parent in parent_bodies(lease)})
+            lease = _leased(bench.state, booked, bytes.fromhex(revealed.link))
+            bodies = {parent: await bench.run.blob(parent) for parent in parent_bodies(lease)}
+            parents = _parents(bench, lease, bodies)
         except NothingYet:
             found.left_out["the bodies of their submissions are gone (storage.retain), or not public yet"] += len(slots)
             continue
@@ -295,6 +304,25 @@ async def _audit_version(
         _compare(bench, check, body, verdict, slots, found)
         if choice.rollout:
             found.told += _tell(bench, check, verdict, choice)
+
+
+def _leased(state: State, booked: SubmissionRecord, link: bytes) -> t.Lease:
+    """The lease that a submission fills. Raises `StateError` if the log's rules can draw none."""
+    try:
+        return lease_of(state, state.leases[booked.lease], link)
+    except FAULTS as fault:
+        # guard: impossible-leases-are-told
+        raise StateError(
+            f"no seed gives what its lease asked for ({type(fault).__name__}). No coordinator granted it"
+        ) from None
+
+
+def _parents(bench: Bench, lease: t.Lease, bodies: Mapping[str, bytes]) -> dict[str, t.Group | None]:
+    """What a lease continues. Raises `StateError` if the bodies hold other groups than the log says."""
+    try:
+        return parents_in(lease, bodies, bench.state.rules, bench.vocabulary)
+    except PeerError as error:
+        raise StateError(str(error)) from None  # guard: other-parents-are-told
 
 
 def _compare(

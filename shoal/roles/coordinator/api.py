@@ -219,7 +219,7 @@ async def post_turns(door: Door, request: Request) -> Response:
 async def get_parents(door: Door, request: Request) -> Response:
     """What a lease of continuations continues."""
     caller, _ = await door.caller(request)
-    parents = door.desk.parents(caller.key, request.path_params["id"])
+    parents = await door.desk.parents(caller.key, request.path_params["id"])
     return answer_bytes(to_msgpack(parents), "application/msgpack")
 
 

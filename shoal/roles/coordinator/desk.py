@@ -29,7 +29,7 @@ from shoal.ledger.table import decide
 from shoal.net.blobs import FolderBlobs, Upload
 from shoal.policy.kinds import needs_transformers
 from shoal.proofs.commit import largest_submission_bytes
-from shoal.proofs.parents import parent_bodies
+from shoal.proofs.parents import named_parents
 from shoal.protocol import types as t
 from shoal.protocol.constants import BODY_WINDOW_S, COMPLETIONS, MAX_LEASE_BLOCKS, MAX_OPEN_LEASES
 from shoal.protocol.identity import Key
@@ -66,6 +66,8 @@ class Desk:
         self.relays = RelayList(book.state.run, time.monotonic, self.kept.public_piece, may_be_inside=inside)
         self.publishing = asyncio.Lock()
         """Versions are taken one at a time: a trainer's request may outlive the trainer."""
+        self._telling = set[str]()
+        """Leases whose parents are being read."""
         self.stage = StageDoor(folder.stage_address, key, book.state.run)
 
     @property
@@ -162,14 +164,26 @@ class Desk:
         """A lease with the seeds, environments and tasks of its slots."""
         return lease_of(self.state, lease, self.slot_links[lease.version + 1])
 
-    def parents(self, key: str, lease_id: str) -> t.Parents:
+    async def parents(self, key: str, lease_id: str) -> t.Parents:
         """The groups that a worker's lease continues, and nothing else of their submissions, in which there may be groups
-        that others are still to make. Raises `Refused`, `NothingYet`."""
+        that others are still to make. Raises `Refused`, `NothingYet`.
+
+        Bodies are large, so they are read one after another, beside everything else, and for a lease once at a time."""
         lease = self.wire_lease(lease_to_fill(self.state, key, lease_id, ""))  # guard: parents-of-own-leases
-        bodies = {name: self.blobs.get(name) for name in parent_bodies(lease)}
-        groups = {name: from_msgpack(body, t.Submission).groups for name, body in bodies.items()}
-        named = [slot.parent for block in lease.blocks for slot in block.slots if slot.parent is not None]
-        return t.Parents(tuple(groups[parent.submission][parent.index] for parent in named))
+        if lease_id in self._telling:  # guard: parents-once-at-a-time
+            raise Refused("busy", f"what lease {lease_id} continues is being read: ask again when that has ended")
+        self._telling.add(lease_id)
+        try:
+            return await asyncio.to_thread(self._parents_of, lease)
+        finally:
+            self._telling.remove(lease_id)
+
+    def _parents_of(self, lease: t.Lease) -> t.Parents:
+        named, found = named_parents(lease), dict[t.Parent, bytes]()
+        for name in dict.fromkeys(parent.submission for parent in named):
+            groups = from_msgpack(self.blobs.get(name), t.Submission).groups
+            found |= {parent: groups[parent.index] for parent in named if parent.submission == name}
+        return t.Parents(tuple(found[parent] for parent in named))
 
     # --- turns, where the host plays the environments ---
 
