@@ -7,6 +7,7 @@ each of its rollouts another reward.
 from shoal.envs.base import Env, Step, require_index
 
 VOWELS = set("aeiou")
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Vowels(Env):
@@ -31,7 +32,12 @@ class Vowels(Env):
         return "aeiou"
 
     def players(self):
-        return {"right": lambda state, rng: "aeiou", "wrong": lambda state, rng: "xyz"}
+        """typist: six letters without a thought, of which about one in five is a vowel."""
+        return {
+            "right": lambda state, rng: "aeiou",
+            "wrong": lambda state, rng: "xyz",
+            "typist": lambda state, rng: "".join(rng.choice(LETTERS) for _ in range(6)),
+        }
 
 
 environment = Vowels
