@@ -81,7 +81,7 @@ def test_sft_recipes_parse() -> None:
 
 
 def test_the_recipes_of_stages_exist() -> None:
-    assert {path.stem for path in STAGES} >= {"sums", "r1", "r1-zero", "preferences"}
+    assert {path.stem for path in STAGES} >= {"sums", "r1", "r1-zero", "preferences", "intellect2"}
 
 
 @pytest.mark.parametrize("quick", [False, True])
