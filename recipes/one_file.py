@@ -18,6 +18,7 @@ import torch
 from msgspec.structs import replace
 
 from shoal.config import RunConfig, difficulty_of, load_run, sampling_of
+from shoal.engine.base import Engine
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.base import Env
 from shoal.envs.continuing import continue_block
@@ -79,10 +80,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
     table: DrawTable = first_table
     difficulty, records = difficulty_of(config), Records()
 
-    # Version 0: the run file's policy, or a tiny one made from the seed.
-    start = Path(config.policy.path) if config.policy.path else folder.policy
-    if not start.exists():
-        make_tiny(config.policy.tiny, start, folder.weights_seed(config), config.policy.kept_dtype)
+    start = first_policy(config, folder)
     model = load_policy(start, module_dtype(config.train))
     # A critic begins as a copy of it with another head, and learns beside it.
     critic = critic_of(config.train, partial(begin_valued, start, module_dtype(config.train)))
@@ -126,14 +124,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
                     bodies.append(body)
             # Where credit comes from continuations, workers play on from within the groups of a batch.
             vine = vine_of(config.train.algorithm)
-            if vine is not None:
-                parents = [group if any(group.slot == m.slot for m in made) else None for group in groups]
-                rows = config.rollouts.block_rollouts
-                found = continue_block(engine, renderer, envs, slots, parents, vine, rows, sampling)
-                by_slot = {group.slot: continued(group, parent, envs, renderer, sampling, vine)
-                           for group, parent in zip(found, parents, strict=True) if parent is not None}  # fmt: skip
-                made = [replace(member, continuations=by_slot[member.slot]) for member in made]
-            members += made
+            members += with_continuations(made, groups, slots, engine, renderer, envs, config, vine) if vine else made
             block += 1
         # The batch is the first groups with signal by slot number. Who made them, and when, makes no difference.
         members, bodies = members[: config.rollouts.batch_groups], bodies[: config.rollouts.batch_groups]
@@ -153,6 +144,30 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
         save_policy(model, published, config.policy.dtype, tokenizer_from=start)
         say(f"step {version} reward {metrics['reward_mean']:.3f} loss {metrics.get('loss', 0.0):+.4f}")
     return weights_root(published)
+
+
+def first_policy(config: RunConfig, folder: RunFolder) -> Path:
+    """The directory of version 0: the run file's policy, or a tiny one made from the seed."""
+    start = Path(config.policy.path) if config.policy.path else folder.policy
+    if not start.exists():
+        make_tiny(config.policy.tiny, start, folder.weights_seed(config), config.policy.kept_dtype)
+    return start
+
+
+def with_continuations(
+    made: list[BatchGroup], groups: list[Group], slots: Block, engine: Engine, renderer: Renderer, envs: dict[str, Env],
+    config: RunConfig, vine: Vine,
+) -> list[BatchGroup]:  # fmt: skip
+    """Groups of a block, made by the policy, with what their continuations earned."""
+    sampling = sampling_of(config)
+    parents = [group if any(group.slot == member.slot for member in made) else None for group in groups]
+    found = continue_block(engine, renderer, envs, slots, parents, vine, config.rollouts.block_rollouts, sampling)
+    earned = {
+        group.slot: continued(group, parent, envs, renderer, sampling, vine)
+        for group, parent in zip(found, parents, strict=True)
+        if parent is not None
+    }
+    return [replace(member, continuations=earned[member.slot]) for member in made]
 
 
 def learned_rows(

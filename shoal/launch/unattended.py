@@ -61,7 +61,7 @@ class UnattendedView:
         self._shown_with_cause += 1
         if (
             self._shown_with_cause == 2
-        ):  # after the first, the launcher shows rollouts; after the second, it stops the roles
+        ):  # after the first the launcher shows rollouts, after this one it stops the roles
             raise StateError(cause)
 
     def _cause(self, status: Status) -> str:

@@ -18,7 +18,7 @@ def parent_bodies(lease: Lease) -> list[str]:
 
 def parents_in(lease: Lease, bodies: Mapping[str, bytes], rules: Rules, vocabulary: int) -> dict[str, Group | None]:
     """The groups that a lease continues, by their digests; None for one that nobody can continue. Raises `PeerError` if a
-    body does not hold what the lease names: whoever made the lease is at fault, and not who fills it."""
+    body does not hold what the lease names: then the host that made the lease is at fault, not the worker that fills it."""
     found: dict[str, Group | None] = {}
     for parent in named_parents(lease):
         try:

@@ -33,7 +33,7 @@ class TaskList(Message, frozen=True):
         return digest(to_json(self))
 
     def flaw(self, source: str, args: Mapping[str, Any], num_tasks: int) -> str:
-        """Why it is no list of this environment's tasks; empty if it is."""
+        """The reason why it does not fit this environment; empty if it fits."""
         if (self.source, self.args, self.num_tasks) != (source, dict(args), num_tasks):
             return "it was measured on another environment, or with other args"
         return flaw_of(self)

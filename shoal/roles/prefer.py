@@ -124,7 +124,7 @@ def read_pairs(path: Path, start: Path, max_tokens: int) -> list[Pair]:
 
 def _some(found: list[Pair], max_tokens: int) -> list[Pair]:
     if not found:
-        raise StateError(f"there is no pair of which both rows have at most max_tokens = {max_tokens} tokens: raise it")
+        raise StateError(f"in every pair, a row is longer than max_tokens = {max_tokens}: raise max_tokens")
     return found
 
 

@@ -69,9 +69,16 @@ def test_a_run_that_paused_itself_ends_after_its_rollouts_were_shown(view: Unatt
 
 
 def test_a_run_that_a_person_paused_is_waited_for(view: UnattendedView, clock: Clock) -> None:
+    paused = Snapshot("run", "runs/run", 3, status=msgspec.structs.replace(running().status, phase="paused"))
     for _ in range(3):
         clock.now += IDLE_LIMIT_S
-        view.show(Snapshot("run", "runs/run", 3, status=msgspec.structs.replace(running().status, phase="paused")))
+        view.show(paused)
+    resumed = running(waiting_for="workers: 0 of 4 groups for step 0")
+    view.show(resumed)  # the pause does not count as a time without workers
+    clock.now += 1.1 * IDLE_LIMIT_S
+    view.show(resumed)  # then the launcher shows rollouts
+    with pytest.raises(StateError, match="no worker has had a lease"):
+        view.show(resumed)
 
 
 def test_a_run_without_workers_ends_after_a_while_and_a_slow_one_does_not(view: UnattendedView, clock: Clock) -> None:

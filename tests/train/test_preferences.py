@@ -169,5 +169,5 @@ def test_pairs_of_another_tokenizer_and_only_long_pairs_are_refused(tmp_path: Pa
     assert len(prefer.pairs_of_examples(taken, start, 64)) == 1
     with pytest.raises(StateError, match="have another tokenizer"):
         prefer.pairs_of_examples(Examples("00" * 32, (row, row)), start, 64)
-    with pytest.raises(StateError, match="at most max_tokens = 2"):
+    with pytest.raises(StateError, match="longer than max_tokens = 2: raise max_tokens"):
         prefer.pairs_of_examples(taken, start, 2)
