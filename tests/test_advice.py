@@ -29,6 +29,7 @@ NODES = ("join", "validate")
 
 SAID_BY: dict[str, tuple[str, ...]] = {
     "config/load.py": ("run", "host"),
+    "config/paths.py": ("run", "host"),
     "config/stages.py": ("stages",),
     "engine/": ("join", "calibrate"),
     "envs/check/": ("env check",),
