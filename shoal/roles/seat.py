@@ -345,7 +345,7 @@ async def take_seat(
         )
     if info.rules_version < RULES_VERSION:  # guard: old-rules-are-told
         log.warning(
-            "this run follows version %d of the ledger's rules, and the newest is %d: it lacks the newer defences",
+            "this run follows version %d of the ledger's rules, and the newest is %d: it lacks what later versions added",
             info.rules_version, RULES_VERSION,
         )  # fmt: skip
     demand_engine_fits(info, chosen)  # guard: unfit-engines-stay-closed
