@@ -43,7 +43,7 @@ from shoal.envs.base import Env
 from shoal.envs.load import load_env
 from shoal.envs.play import play_block
 from shoal.envs.replay import replay_group
-from shoal.ledger.law import LAW
+from shoal.ledger.law import LAW, RULES_VERSION
 from shoal.policy.files import save_policy
 from shoal.policy.model import Transformer
 from shoal.policy.render import Renderer
@@ -51,7 +51,7 @@ from shoal.policy.tiny import initialise, make_tiny, tiny_spec
 from shoal.proofs.commit import commit
 from shoal.proofs.context import Tools, score_requests
 from shoal.proofs.verify import verify_submission
-from shoal.protocol.types import Block, Check, Lease, Sampling, Slot
+from shoal.protocol.types import Block, Check, Lease, Rules, Sampling, Slot
 from shoal.protocol.wire import digest, domain_hash
 
 GROUPS, GROUP_SIZE = 4, 16
@@ -97,9 +97,9 @@ def measure(name: str, policy: Path, envs: Mapping[str, Env], knobs: SamplingCon
     sampling = Sampling(knobs.temperature, knobs.max_turn_tokens, knobs.max_tokens)
     slots = tuple(Slot(i, domain_hash("bench", bytes([i])).hex(), name, i) for i in range(GROUPS))
     lease = Lease("lease", "worker", 0, (Block(0, slots),), sampling, 0.0, 60.0)
-    rules = SimpleNamespace(group_size=GROUP_SIZE, dtype="float32", bounds=BOUNDS, proofs="none")
+    rules = Rules(GROUP_SIZE, GROUPS, GROUPS, 0, 1, 60.0, 1.0, "float32", BOUNDS)
     tools = Tools(
-        SimpleNamespace(run="run", rules=rules),  # type: ignore[arg-type]
+        SimpleNamespace(run="run", rules=rules, rules_version=RULES_VERSION),  # type: ignore[arg-type]
         envs,
         renderer,
         replay_group,

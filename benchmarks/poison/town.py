@@ -30,7 +30,7 @@ from shoal.ledger.facts.run import Create, RunCreated, Tick
 from shoal.ledger.facts.submissions import Submit
 from shoal.ledger.facts.verdicts import Judge
 from shoal.ledger.facts.versions import Publish
-from shoal.ledger.law import LAW
+from shoal.ledger.law import LAW, RULES_VERSION
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store
 from shoal.ledger.rules.verdicts import to_judge
@@ -224,7 +224,9 @@ class Town:
             submission.mean_influence,
             submission.mean_pay,
         )
-        info = SimpleNamespace(run=self.state.run, rules=self.state.rules)  # all that checks read of it
+        info = SimpleNamespace(
+            run=self.state.run, rules=self.state.rules, rules_version=RULES_VERSION
+        )  # all that checks read of it
         score = partial(self.engine.score, temperature=SAMPLING.temperature)
         tools = Tools(info, self.envs, self.renderer, replay_group, self.case.dtype, score)  # type: ignore[arg-type]
         return verify_submission(body, check, tools)
@@ -234,9 +236,8 @@ class Town:
         claimed_G = self.poison.get(digest(to_msgpack(group))) or self.rewards(group)
         tokens = sum(rollout.num_policy_tokens() for rollout in group.rollouts)
         pay = paid_tokens(tokens, self.state.rules)
-        drawn = must_audit(
-            draw, submission.rate, influence(claimed_G, tokens), submission.mean_influence, pay, submission.mean_pay
-        )
+        weight = influence(claimed_G, tokens, self.state.rules.algorithm, self.state.law.version)
+        drawn = must_audit(draw, submission.rate, weight, submission.mean_influence, pay, submission.mean_pay)
         due = group.slot in submission.audited or drawn
         return GroupVerdict(group.slot, audited=due, outcome="accept", rewards=claimed_G, tokens=tokens)
 

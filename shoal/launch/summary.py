@@ -114,7 +114,7 @@ def write_summary(folder: RunFolder, config: RunConfig, snapshot: Snapshot, usag
 
 
 def influence_shares(nodes: Sequence[NodeState]) -> dict[str, float]:
-    """Each worker's share of what the trainer learned from, by name: mean |reward - group mean| times policy tokens."""
+    """Each worker's share of what the trainer learned from, by name, see `protocol.audits.influence`."""
     workers = [node for node in nodes if node.role == "worker"]
     total = sum(node.influence for node in workers)
     return {node.name: round(node.influence / total, 4) if total else 0.0 for node in workers}

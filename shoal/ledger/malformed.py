@@ -26,14 +26,16 @@ def refuse_malformed(
             raise Refused(
                 "malformed", f"slot {group.slot}: a reason is one line of at most {MAX_REASON_CHARS} characters"
             )
+    rules = state.rules
     for group, draw in zip(groups, submission.draws or (0.0,) * len(groups), strict=True):
         if group.outcome != "accept":
             if group.rewards or group.tokens:
                 raise Refused("malformed", f"slot {group.slot}: only an accepted group has rewards and policy tokens")
             continue
         _refuse_impossible(state, group)
-        weight = influence(group.rewards, group.tokens, state.rules.group_uses)  # guard: uses-are-audited
-        pay = pay_of(group, state.rules)
+        # guard: uses-are-audited
+        weight = influence(group.rewards, group.tokens, rules.algorithm, state.law.version, rules.group_uses)
+        pay = pay_of(group, rules)
         means = submission.mean_influence, submission.mean_pay
         # guard: influence-is-audited
         due = group.slot in submission.audited or must_audit(draw, submission.rate, weight, means[0], pay, means[1])

@@ -5,6 +5,8 @@ Used by validators, by auditors, and by the rules, which refuse a verdict that a
 
 from collections.abc import Sequence
 
+from shoal.protocol.algorithms import Algorithm, Grpo, judged_by_trainer, vine_of
+from shoal.protocol.compositions import Composition
 from shoal.protocol.types import GroupVerdict, Rules
 
 CHECKS = (
@@ -20,13 +22,32 @@ MAX_REASON_CHARS = 300
 """Length of what a verdict says about one group, its check and detail together: people read it in terminals."""
 
 
-def influence(rewards: Sequence[float], tokens: int, uses: int = 1) -> float:
-    """How far a group can move the policy: the mean |reward - group mean| of its rollouts, times its policy tokens, times
-    the batches that may take it."""
+def influence(rewards: Sequence[float], tokens: int, algorithm: Algorithm, version: int, uses: int = 1) -> float:
+    """How far a group can move the policy: how far it can move the policy at one token, times its policy tokens, times the
+    batches that may take it. Before version 3 of the rules, all algorithms counted as GRPO with advantage = "mean"."""
+    weight = _advantage(rewards, algorithm if version >= 3 else Grpo())  # guard: old-logs-keep-their-influence
+    return weight * tokens * uses  # guard: each-use-counts
+
+
+def _advantage(rewards: Sequence[float], algorithm: Algorithm) -> float:
+    """The mean size of a token's advantage, as far as rewards say it; else a bound of it, up to a factor that all groups of
+    a run share."""
     if not rewards:
         return 0.0
     mean = sum(rewards) / len(rewards)
-    return sum(abs(reward - mean) for reward in rewards) / len(rewards) * tokens * uses  # guard: each-use-counts
+    distance = sum(abs(reward - mean) for reward in rewards) / len(rewards)
+    if judged_by_trainer(algorithm) or vine_of(algorithm) is not None:
+        # What a critic, a frozen model or continuations say of a token has nothing to do with how the rewards differ.
+        return 1.0  # guard: judged-by-length
+    match algorithm:
+        case Composition(advantage="reward"):
+            return sum(map(abs, rewards)) / len(rewards)  # guard: equal-rewards-count
+        case Composition(advantage="maxrl"):
+            return distance / mean if mean > 0 else 0.0  # guard: seldom-solved-counts
+        case Grpo(advantage="mean_std") | Composition(advantage="mean_std"):
+            return float(distance > 0)  # guard: deviation-divides-out
+        case _:
+            return distance
 
 
 def paid_tokens(tokens: int, rules: Rules, rollouts: int | None = None) -> int:

@@ -1,13 +1,17 @@
-"""The audit policy's pure rules: rates, draws, turns, and what verdicts add up to."""
+"""The audit policy's rules: rates, influence, draws, turns, and what verdicts add up to."""
 
 import msgspec
 import pytest
 
-from shoal.ledger.law import LAW
+from shoal.ledger.answers import Refused
+from shoal.ledger.law import LAW, RULES_VERSION
 from shoal.ledger.state_records import SubmissionRecord
 from shoal.ledger.weigh import weigh
+from shoal.protocol.algorithms import Grpo
 from shoal.protocol.audits import influence, must_audit
-from shoal.protocol.types import GroupVerdict
+from shoal.protocol.compositions import Cispo, Composition, Vine
+from shoal.protocol.types import GroupVerdict, Uses
+from tests.ledger.world import World
 
 
 def verdict(*outcomes, rewards=(0.0, 1.0)):
@@ -30,9 +34,93 @@ def test_all_is_audited_until_ten_valid_blocks_then_the_rate_falls_to_that_of_th
     assert LAW.audit_rate(10**6, 1.0) == 1.0
 
 
+def of(rewards, tokens=100, algorithm=Grpo(), version=RULES_VERSION):
+    return influence(rewards, tokens, algorithm, version)
+
+
 def test_influence_is_zero_without_signal_and_grows_with_length():
-    assert influence((1.0, 1.0, 1.0), 900) == 0.0
-    assert influence((0.0, 1.0), 200) == 2 * influence((0.0, 1.0), 100) == 100.0
+    assert of((1.0, 1.0, 1.0), 900) == 0.0
+    assert of((0.0, 1.0), 200) == 2 * of((0.0, 1.0), 100) == 100.0
+
+
+@pytest.mark.parametrize(
+    "algorithm", [Composition(advantage="gae"), Composition(advantage="teacher"), Composition(advantage="reward_model")]
+)
+def test_where_the_trainers_models_say_what_rollouts_are_worth_length_alone_counts(algorithm):
+    assert [of(rewards, algorithm=algorithm) for rewards in ((1.0, 1.0), (0.0, 0.0), (0.0, 1.0))] == [100.0] * 3
+    assert of((1.0, 1.0), 300, algorithm) == 300.0 and of((), 0, algorithm) == 0.0
+
+
+def test_influence_bounds_what_the_algorithm_makes_of_the_rewards():
+    """However near to each other rewards are: what an algorithm multiplies them by counts, too."""
+    vine, whitened = Composition(credit=Vine()), Composition(loss=Cispo(), advantage="mean_std")
+    assert of((1.0, 1.001), algorithm=vine) == 100.0, "continuations may be worth anything"
+    assert of((1.0, 1.001), algorithm=whitened) == of((1.0, 1.001), algorithm=Grpo("mean_std")) == 100.0
+    assert of((1.0, 1.0), algorithm=whitened) == 0.0
+    assert of((1.0, 1.0), algorithm=Composition(advantage="reward")) == 100.0
+    assert of((0.0, 0.0), algorithm=Composition(advantage="reward")) == 0.0
+    seldom, often = (0.0, 0.0, 0.0, 1.0), (0.0, 1.0, 1.0, 1.0)
+    assert of(seldom, algorithm=Composition(advantage="maxrl")) == 3 * of(
+        often, algorithm=Composition(advantage="maxrl")
+    )
+    assert of((0.0, 0.0), algorithm=Composition(advantage="maxrl")) == 0.0
+    assert of(seldom, algorithm=Composition(advantage="rloo")) == of(often, algorithm=Composition(advantage="rloo"))
+
+
+def test_before_version_3_of_the_rules_equal_rewards_had_no_influence():
+    for algorithm in (Composition(advantage="reward"), Grpo("mean_std")):
+        assert of((1.0, 1.0), algorithm=algorithm, version=2) == 0.0
+        assert of((0.0, 1.0), algorithm=algorithm, version=2) == 50.0
+
+
+TRUSTING = msgspec.structs.replace(LAW, probation_blocks=1, trust=1e-9, refused_blocks=1)
+"""A law under which a worker is audited at the run's own rate from its second block on."""
+LONG, SHORT = "a" * 64, "b" * 64
+FLAT = (1.0,) * 4
+
+
+def of_two_lengths(tmp_path, **how):
+    """A run with a critic in which all rewards are equal: one worker's groups have usual lengths, the other's are long."""
+    world = World(tmp_path, law=TRUSTING, audit_rate=0.05, max_staleness=2, batch_groups=16, **how)
+    for key in (LONG, SHORT):
+        world.enter(key)
+    world.publish()
+    for _ in range(2):
+        world.serve(SHORT, rewards=FLAT, tokens=10)
+        world.serve(LONG, rewards=FLAT, tokens=100)
+    return world
+
+
+CRITIC = Composition(advantage="gae")
+
+
+def test_a_critic_learns_from_flat_groups_so_long_ones_are_audited_more_and_usual_ones_no_more(tmp_path):
+    """A worker whose groups are all long: none pays more than its others, and their equal rewards differ from no mean."""
+    world = of_two_lengths(tmp_path, algorithm=CRITIC)
+    mean = (10 + 100) / 2
+    name = world.submit(LONG, world.lease(LONG), draw=0.05 * 100 / mean - 0.001)
+    assert world.state.submissions[name].mean_influence == mean
+    with pytest.raises(Refused, match="was drawn for audit but not audited"):
+        world.judge(name, rewards=FLAT, tokens=100, audited=False)
+    world.judge(name, rewards=FLAT, tokens=100, audited=True)
+    usual = world.submit(SHORT, world.lease(SHORT), draw=0.051)
+    world.judge(usual, rewards=FLAT, tokens=10, audited=False)
+    assert [line for line in world.audit().findings if not line.startswith("the law differs")] == []
+
+
+def test_flat_groups_that_a_critic_may_learn_from_three_times_are_audited_three_times_as_often(tmp_path):
+    world = World(
+        tmp_path, algorithm=CRITIC, law=TRUSTING, audit_rate=0.05, uses=Uses(3, 2), max_staleness=2, batch_groups=16
+    )
+    world.enter(LONG)
+    world.publish()
+    world.serve(LONG, rewards=FLAT)
+    name = world.submit(LONG, world.lease(LONG), draw=0.14)
+    with pytest.raises(Refused, match="was drawn for audit but not audited"):
+        world.judge(name, rewards=FLAT, audited=False)
+    world.judge(name, rewards=FLAT, audited=True)
+    world.judge(world.submit(LONG, world.lease(LONG), draw=0.16), rewards=FLAT, audited=False)
+    assert [line for line in world.audit().findings if not line.startswith("the law differs")] == []
 
 
 def test_influence_raises_the_rate_and_never_lowers_it():

@@ -10,7 +10,7 @@ from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
 from shoal.ledger.facts.pay import Credit
 from shoal.ledger.facts.run import Admin, Tick
-from shoal.ledger.law import LAW, as_version
+from shoal.ledger.law import LAW, RULES_VERSION, as_version
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.credits import explain
 from shoal.ledger.log.store import Store, sqlite_url
@@ -18,6 +18,7 @@ from shoal.ledger.log.verify import report, verify
 from shoal.ledger.rules.leases import groups_wanted
 from shoal.ledger.state import state_hash
 from shoal.ledger.table import read_entry
+from shoal.protocol.algorithms import Grpo
 from shoal.protocol.audits import influence
 from shoal.protocol.types import Rules, Uses
 from shoal.protocol.wire import WireError, from_json, to_json
@@ -260,7 +261,7 @@ def test_a_group_is_paid_once_and_its_influence_counts_each_use(tmp_path):
     member, taken = world.state.members[WORKER], uses(world)
     assert sum(taken.values()) == 16 and max(taken.values()) == 2
     assert member.credits == 10 * world.state.accepted_groups == 100
-    assert member.influence == pytest.approx(16 * influence((0.0, 1.0, 0.0, 1.0), 10))
+    assert member.influence == pytest.approx(16 * influence((0.0, 1.0, 0.0, 1.0), 10, Grpo(), RULES_VERSION))
     lines = [
         line for line in explain(world.audit().entries, world.state, WORKER) if "learned from again" in line.detail
     ]
@@ -269,7 +270,8 @@ def test_a_group_is_paid_once_and_its_influence_counts_each_use(tmp_path):
 
 
 def test_a_group_that_may_be_used_three_times_is_audited_three_times_as_often(tmp_path):
-    assert influence((0.0, 1.0), 100, 3) == 3 * influence((0.0, 1.0), 100)
+    usual = influence((0.0, 1.0), 100, Grpo(), RULES_VERSION)
+    assert influence((0.0, 1.0), 100, Grpo(), RULES_VERSION, 3) == 3 * usual
     world = begun(tmp_path, law=TRUSTING, audit_rate=0.05)
     world.serve(WORKER)
     name = world.submit(WORKER, world.lease(WORKER), draw=0.14)

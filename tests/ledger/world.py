@@ -93,8 +93,9 @@ class World:
             facts = {"rewards": rewards, "tokens": 10} | facts
         slots, record = self.state.slots_of(lease), self.state.submissions[submission]
         tokens = min(facts.get("tokens", 0), 10**9)
-        shown = influence(facts.get("rewards", ()), tokens, self.state.rules.group_uses), record.mean_influence
-        paid = paid_tokens(tokens, self.state.rules), record.mean_pay
+        of_run, version = self.state.rules, self.state.law.version
+        weight = influence(facts.get("rewards", ()), tokens, of_run.algorithm, version, of_run.group_uses)
+        shown, paid = (weight, record.mean_influence), (paid_tokens(tokens, of_run), record.mean_pay)
         due = [must_audit(draw, record.rate, *shown, *paid) for draw in record.draws]
         groups = tuple(
             GroupVerdict(slot, outcome=outcome, **({"audited": drawn or not accepted} | facts))

@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -22,9 +23,11 @@ from shoal.ledger.facts.run import RunEnded
 from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision, VerdictGiven
 from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed
+from shoal.ledger.law import RULES_VERSION
 from shoal.ledger.log.verify import verify
 from shoal.net.client import Client
 from shoal.protocol import types as t
+from shoal.protocol.algorithms import Grpo
 from shoal.protocol.audits import influence
 from shoal.protocol.wire import to_json
 from shoal.roles.auditor import source
@@ -352,13 +355,14 @@ def test_a_version_whose_link_is_not_revealed_cannot_be_recomputed(run_dir, tmp_
 
 def with_rewards_swapped(run_dir):
     """An edit that swaps the rewards of two rollouts of a group wherever the log has them, as if a validator had lied."""
+    weight_of = partial(influence, tokens=1, algorithm=Grpo(), version=RULES_VERSION)
     accepted, rewards = next(
         (body, swapped)
         for _, body in bodies(run_dir)
         if isinstance(body, GroupAccepted)
         for one, other in itertools.combinations(range(8), 2)
         for swapped in [_swapped(body.rewards, one, other)]
-        if swapped != body.rewards and influence(swapped, body.tokens) == influence(body.rewards, body.tokens)
+        if swapped != body.rewards and weight_of(swapped) == weight_of(body.rewards)
     )
 
     def lie(body):

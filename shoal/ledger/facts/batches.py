@@ -68,7 +68,7 @@ def apply_group_accepted(body: GroupAccepted, state: State, entry: Entry) -> Non
     state.members[worker].accepted += body.tokens > 0 or not continued  # guard: nothing-due-is-no-record
     if continued:  # guard: continuations-are-no-groups
         return  # no batch takes it, and what is usual for groups is not usual for it
-    state.influence += influence(body.rewards, body.tokens)
+    state.influence += influence(body.rewards, body.tokens, state.rules.algorithm, state.law.version)
     if body.has_signal:  # guard: signal-fills-batches
         stream.pool.append((body.version, body.slot))
         if stream.uses and body.auditor:  # guard: only-audited-is-repeated
@@ -107,7 +107,7 @@ def apply_batch_formed(body: BatchFormed, state: State, entry: Entry) -> None:
         slot = stream.versions[version].slots[number]
         slot.step = body.step
         maker = state.members[state.maker_of(stream, (version, number))]
-        maker.influence += influence(slot.rewards, slot.tokens)
+        maker.influence += influence(slot.rewards, slot.tokens, state.rules.algorithm, state.law.version)
 
 
 EVENTS = {

@@ -40,11 +40,11 @@ def decide_submit(command: Submit, state: State) -> list[Body]:
 
 
 def _influence_of_parents(state: State, lease: LeaseRecord) -> float:
-    """The largest of the groups that a lease continues. Continuations with equal rewards move their parents' credit, too,
-    so their own influence, which is then 0, does not say how far."""
+    """The largest of the groups that a lease continues: continuations move the credit of their parents' tokens."""
     slots, size = state.stream_of(lease).versions[lease.version].slots, state.rules.block_groups
     parents = [slots[parent_slot(slot, size)] for slot in state.slots_of(lease)]
-    return max(influence(parent.rewards, parent.tokens) for parent in parents)
+    by, version = state.rules.algorithm, state.law.version
+    return max(influence(parent.rewards, parent.tokens, by, version) for parent in parents)
 
 
 def mean_newest_pay(state: State, member: Member) -> float:

@@ -251,7 +251,7 @@ class NodeState(Answer, frozen=True):
     leases: int = 0
     """All that were ever granted, including the lapsed ones."""
     influence: float = 0.0
-    """Sum over its groups that the trainer learned from: mean |reward - group mean| times policy tokens."""
+    """Sum over its groups that the trainer learned from, see `protocol.audits.influence`."""
     stale: int = 0
     """Leases that were closed at no cost because their version became too old. They are not counted in `lapsed`."""
     left: bool = False
