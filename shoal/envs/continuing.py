@@ -5,17 +5,21 @@ is continued, so the environment is in the state that it was in there. From then
 own. Where rollouts are continued from, and in which order, is in `protocol/continuations`.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from shoal.engine.base import Engine
 from shoal.envs.base import Env, task_of
 from shoal.envs.conversation import Conversation
 from shoal.envs.play import Episode, converse
+from shoal.envs.replay import replay_group
 from shoal.errors import Overreach, ShoalError
 from shoal.policy.render import Renderer
 from shoal.protocol.compositions import Vine
-from shoal.protocol.continuations import Branch, branches
+from shoal.protocol.continuations import Branch, branches, continued_rollouts
 from shoal.protocol.types import ENVIRONMENT, Block, Group, Rollout, Sampling, Slot, make_rollout
+
+log = logging.getLogger(__name__)
 
 
 class OtherStart(ShoalError):
@@ -29,9 +33,13 @@ def continue_block(
     """Fill the slots of a block of continuations. Returns groups in the order of the slots; `parents` has the group that
     each slot continues, None where it continues none.
 
+    A slot whose parent is not what the environment plays is left empty: validators find the same, and it is void.
     The continuations of the whole block are played `at_once` at a time, in their order: this decides the bits.
     """
-    of_slot = [branches(parent, vine) if parent else [] for parent in parents]
+    of_slot = [
+        branches(parent, vine) if parent and is_played_so(renderer, envs, slot, parent, vine, sampling) else []
+        for slot, parent in zip(block.slots, parents, strict=True)
+    ]
     planned = [
         (slot, parent, branch)
         for slot, parent, found in zip(block.slots, parents, of_slot, strict=True)
@@ -48,6 +56,31 @@ def continue_block(
     ]
 
 
+def is_played_so(
+    renderer: Renderer, envs: Mapping[str, Env], slot: Slot, parent: Group, vine: Vine, sampling: Sampling
+) -> bool:
+    """Whether the environment plays the rollouts that are continued as the accepted group has them. If not, a validator
+    lied, or machines differ. Raises `ShoalError` for an environment that is not loaded."""
+    env = _env_of(envs, slot)
+    try:
+        replays = replay_group(env, renderer, task_of(env, slot.task), continued_rollouts(parent, vine), sampling)
+    except Overreach:
+        raise
+    except ShoalError as fault:
+        log.warning("slot=%d is left empty reason=%r", slot.slot, str(fault))
+        return False
+    problem = next((replay.problem for replay in replays if replay.problem), "")
+    if problem:
+        log.warning("slot=%d is left empty reason='its parent is not what %s plays: %s'", slot.slot, env.name, problem)
+    return not problem  # guard: forged-parents-are-left-out
+
+
+def _env_of(envs: Mapping[str, Env], slot: Slot) -> Env:
+    if slot.env not in envs:
+        raise ShoalError(f"slot {slot.slot} asks for environment {slot.env}, which is not loaded")
+    return envs[slot.env]
+
+
 def _play(
     engine: Engine, renderer: Renderer, envs: Mapping[str, Env], planned: Sequence[tuple[Slot, Group, Branch]],
     sampling: Sampling,
@@ -55,9 +88,7 @@ def _play(
     """Continuations that are played in one batch."""
     episodes, begun = [], []
     for slot, parent, branch in planned:
-        if slot.env not in envs:
-            raise ShoalError(f"slot {slot.slot} asks for environment {slot.env}, which is not loaded")
-        env = envs[slot.env]
+        env = _env_of(envs, slot)
         tokens = parent.rollouts[branch.rollout].tokens_T()[: branch.position].tolist()
         episode = Episode(env, task_of(env, slot.task), branch.seed(bytes.fromhex(slot.seed)))
         episodes.append(episode)
@@ -73,8 +104,8 @@ def opened(
     episode: Episode, renderer: Renderer, sampling: Sampling, tokens: list[int]
 ) -> tuple[Conversation, list[int]]:
     """A conversation after the whole turns among these tokens, which an accepted rollout begins with, and the tokens of the
-    turn that they end in. Raises `OtherStart` if the conversation is another one here: machines differ, or a validator
-    lied."""
+    turn that they end in. Raises `OtherStart` if the conversation is another one than when it was compared with the parent:
+    the environment does not play alike twice."""
     try:
         talk = Conversation(episode.env, renderer, episode.task, sampling)
     except Overreach:
@@ -91,8 +122,8 @@ def opened(
     is_same = talk.ending is None and len(talk.rows) == 1 and talk.context == tokens[:before]
     if not is_same or talk.room <= len(tokens) - before:
         raise OtherStart(
-            f"environment {episode.env.name} plays task {str(episode.task)[:80]!r} otherwise here than where the accepted "
-            "rollout was made, so it cannot be continued. If others can, update shoal and the environment's data"
+            f"environment {episode.env.name} plays task {str(episode.task)[:80]!r} otherwise than a moment ago, so it "
+            "cannot be continued here. Run shoal env check"
         )
     return talk, tokens[before:]
 

@@ -24,7 +24,15 @@ from shoal.policy.render import Renderer
 from shoal.protocol.algorithms import vine_of
 from shoal.protocol.audits import MAX_REWARD
 from shoal.protocol.bounds import bounds_for
-from shoal.protocol.continuations import Branch, branches, is_continued_slot, other_prefix, seeds_of, whole_author
+from shoal.protocol.continuations import (
+    Branch,
+    branches,
+    continued_rollouts,
+    is_continued_slot,
+    other_prefix,
+    seeds_of,
+    whole_author,
+)
 from shoal.protocol.randomness import row_seed
 from shoal.protocol.records import differs
 from shoal.protocol.types import (
@@ -222,19 +230,26 @@ class Context:
         return [found[index] for index in range(len(found))]
 
     def playable(self) -> bool:
-        """Whether the environment can begin the slot's task and leave room for a turn. If not, nobody can fill the slot."""
+        """Whether the environment can begin the slot's task and leave room for a turn, or plays what is continued. If not,
+        nobody can fill the slot."""
         if self.record is not None:
             return bool(self.record.rollouts)
-        if self.is_continued:
-            return True  # its parent was played
         assert self.slot.env in self.tools.envs, f"environment {self.slot.env} is not loaded"
         try:
+            if self.is_continued:
+                return self._plays_parent()
             most = getattr(self.env, "max_tokens", 0) or self.sampling.max_tokens
             return len(self.opening) < min(most, self.sampling.max_tokens)
         except (Overreach, MemoryError):
             raise  # guard: overreach-is-no-verdict
         except Exception:  # noqa: BLE001  foreign code may raise anything: the slot is void, the validator continues
             return False
+
+    def _plays_parent(self) -> bool:
+        """Whether the environment plays the rollouts that are continued as the parent has them, if there is one."""
+        vine = vine_of(self.rules.algorithm)
+        continued = continued_rollouts(self.parent, vine) if self.parent is not None and vine is not None else []
+        return not any(replayed.problem for replayed in self._played(continued))  # guard: forged-parents-are-void
 
     @cached_property
     def opening(self) -> list[int]:

@@ -166,7 +166,8 @@ def _judge_without_model(group: Group | Failure, ctx: Context) -> GroupVerdict:
         return _refuse(ctx.slot.slot, shape, group)
     try:
         if not ctx.playable():  # guard: unplayable-is-void
-            return _void(ctx.slot.slot, Failure(-1, -1, 0, 0, "the environment cannot begin this task"))
+            what = "plays what is continued otherwise" if ctx.is_continued else "cannot begin this task"
+            return _void(ctx.slot.slot, Failure(-1, -1, 0, 0, f"the environment {what}"))
         return _first_failure(MODEL_FREE, group, ctx) or _accept(group, ctx)
     except Undecided:
         # guard: undecided-is-void

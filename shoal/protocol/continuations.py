@@ -97,6 +97,12 @@ def branches(parent: Group, vine: Vine) -> list[Branch]:
     ]
 
 
+def continued_rollouts(parent: Group, vine: Vine) -> list[Rollout]:
+    """Those rollouts of a group that are continued. If one of them is not what the environment plays, nobody can continue
+    the group: its slot is void."""
+    return [rollout for rollout in parent.rollouts if places(rollout, vine)]
+
+
 def most_rollouts(rules: Rules, vine: Vine) -> int:
     """Rollouts of a group of continuations, at most."""
     return rules.group_size * vine.most * vine.continuations

@@ -200,17 +200,18 @@ def test_a_lease_whose_parents_are_not_in_their_submissions_judges_nobody(vines)
         parents_in(wrong, {name: vines.parent_body}, vines.rules, vines.renderer.vocabulary)
 
 
-def with_other_parent(vines, data):
-    """The same lease, in which slot 1 continues other bytes, which some validator accepted."""
+def with_other_parent(vines, data, place=1):
+    """The same lease, in which one slot continues other bytes, which some validator accepted."""
     theirs = msgspec.msgpack.decode(vines.parent_body, type=types.Submission)
-    body = to_msgpack(msgspec.structs.replace(theirs, groups=(theirs.groups[0], data, *theirs.groups[2:])))
+    groups = (*theirs.groups[:place], data, *theirs.groups[place + 1 :])
+    body = to_msgpack(msgspec.structs.replace(theirs, groups=groups))
     other = object.__new__(Vines)
     other.__dict__ |= vines.__dict__ | {"parent_body": body}
     digests = [slot.parent and slot.parent.digest for slot in vines.slots]
-    digests[1] = digest(data)
+    digests[place] = digest(data)
     other.slots = [
-        msgspec.structs.replace(slot, parent=named and types.Parent(digest(body), place, named))
-        for place, (slot, named) in enumerate(zip(vines.slots, digests, strict=True))
+        msgspec.structs.replace(slot, parent=named and types.Parent(digest(body), index, named))
+        for index, (slot, named) in enumerate(zip(vines.slots, digests, strict=True))
     ]
     blocks = tuple(types.Block(FIRST_BLOCK + b, tuple(other.slots[2 * b : 2 * b + 2]), CONTINUATIONS) for b in (0, 1))
     other.lease = msgspec.structs.replace(vines.lease, blocks=blocks)
@@ -228,33 +229,38 @@ def test_in_a_slot_whose_parent_is_no_group_a_validator_expects_nothing(vines):
         assert found(forged.judge(nothing)) == {}
 
 
-def test_a_parent_that_the_environment_does_not_play_so_is_named_and_stops_nothing_else(vines):
+def forgeries(vines):
+    """Forms of the first parent, of several turns, that its environment does not play."""
     parent = vines.parents[0]
+    first, stops = parent.rollouts[0], vines.renderer.stop_ids
+    ids, author = first.tokens_T().tolist(), list(first.author)
+    word = next(token for token in range(vines.renderer.vocabulary) if token not in stops)
+    begin = author.index(1)
+    end = author.index(0, begin)
+    last = max(i for i in range(end, len(ids)) if ids[i] in stops)
+    other_prompt = [ids[0] ^ 1, *ids[1:]]
+    endless_turn = [*ids[:begin], *[word] * (last - begin), *ids[last:]]
+    for tokens in (other_prompt, endless_turn):
+        written = b"".join(token.to_bytes(4, "little") for token in tokens)
+        forged = msgspec.structs.replace(first, token_ids=written)
+        yield msgspec.structs.replace(parent, rollouts=(forged, *parent.rollouts[1:]))
 
-    def change(tokens):
-        rollout = parent.rollouts[0]
-        forged = msgspec.structs.replace(rollout, token_ids=bytes(tokens(bytearray(rollout.token_ids))))
-        return [msgspec.structs.replace(parent, rollouts=(forged, *parent.rollouts[1:])), *vines.parents[1:]]
 
-    def other_prompt(ids):
-        ids[0] ^= 1
-        return ids
+def test_a_parent_that_the_environment_does_not_play_so_voids_its_slot_and_nothing_else(vines):
+    """Whatever is sent for it: nothing, as honest workers do, or the work of somebody who knows of the forgery."""
+    for forged in forgeries(vines):
+        theirs = with_other_parent(vines, to_msgpack(forged), place=0)
+        played = vines.play(vines.engine, [forged, *vines.parents[1:]])
+        assert played == vines.edit(0, lambda rollouts: [])
+        for sent in (played, vines.groups):
+            assert found(theirs.judge(sent)) == {0: ("void", "environment")}
 
-    def endless_turn(ids):
-        stops, tokens = (
-            vines.renderer.stop_ids,
-            [int.from_bytes(ids[i : i + 4], "little") for i in range(0, len(ids), 4)],
-        )
-        word = next(token for token in range(vines.renderer.vocabulary) if token not in stops)
-        begin, end = author.index(1), next(i for i in range(author.index(1), len(tokens)) if author[i] == 0)
-        last = next(i for i in range(len(tokens) - 1, end, -1) if tokens[i] in stops)
-        tokens[begin:last] = [word] * (last - begin)
-        return b"".join(token.to_bytes(4, "little") for token in tokens)
 
-    author = list(parent.rollouts[0].author)
-    for forged in (other_prompt, endless_turn):
-        with pytest.raises(OtherStart, match="cannot be continued"):
-            vines.play(vines.engine, change(forged))
+def test_an_environment_that_does_not_play_alike_twice_continues_nothing(vines, monkeypatch):
+    monkeypatch.setattr("shoal.envs.continuing.is_played_so", lambda *asked: True)
+    for forged in forgeries(vines):
+        with pytest.raises(OtherStart, match="than a moment ago"):
+            vines.play(vines.engine, [forged, *vines.parents[1:]])
 
 
 def test_prefills_of_continuations_have_their_own_seeds_and_positions(vines):

@@ -23,6 +23,7 @@ from shoal.roles.auditor.rollouts import Choice, examine
 from shoal.roles.continuing import parents_of
 from shoal.roles.leases import demand_sound
 from shoal.roles.seat import SOONEST_S
+from shoal.roles.validator import Validator
 from shoal.roles.worker import TooOld, Worker
 from tests.envs import rivals
 from tests.ledger.world import rules
@@ -111,6 +112,46 @@ def test_a_worker_that_picks_seeds_for_continuations_alone_is_quarantined_and_ch
     assert town.weights() == single_file_weights and town.audit().findings == []
     caught = town.desk.state.members[forger.key]
     assert not caught.reasons or set(caught.reasons) == {"sampling"}
+
+
+class Friend(Validator):
+    """Accepts what a forger sends, and is honest about all else."""
+
+    async def _give(self, verdict):
+        groups = tuple(
+            t.GroupVerdict(group.slot, True, "accept", rewards=(0.0, 1.0) * 4, tokens=8)
+            if group.outcome == "hard"
+            else group
+            for group in verdict.groups
+        )
+        await super()._give(msgspec.structs.replace(verdict, groups=groups))
+
+
+def test_a_forged_parent_that_a_validator_accepts_does_not_stop_a_synchronous_run(tmp_path):
+    """Nobody can play on from it, so the slots that would continue it are void, by an event for each."""
+    town = Town(tmp_path / "run", vine_run())
+    forger, play = town.worker("forger"), Worker._play
+
+    def forge(lease, parents):
+        groups = play(forger, lease, parents)
+        return groups if continues(lease) or groups is None else [with_other_prompt(group) for group in groups]
+
+    forger._play = forge
+    honest = town.validator()
+    friend = Friend(honest.client, honest.home, honest.make_engine, own_files=True)
+    asyncio.run(town.live(town.trainer(), friend, forger, limit_s=30.0))
+    found = bodies(town, SlotVoid)
+    assert found and all(body.cause.startswith("environment: ") for body in found)
+    assert all(is_continued_slot(slot, 2) for body in found for slot in body.slots)
+    assert town.audit().findings == [] and len(town.desk.state.main.batches) == 2
+
+
+def with_other_prompt(group):
+    """The group with another first token in each rollout."""
+    changed = (
+        msgspec.structs.replace(r, token_ids=bytes([r.token_ids[0] ^ 1]) + r.token_ids[1:]) for r in group.rollouts
+    )
+    return msgspec.structs.replace(group, rollouts=tuple(changed))
 
 
 @pytest.mark.parametrize("role", ["worker", "validator"])
