@@ -1,38 +1,57 @@
 """The accepted groups that a lease of continuations names, out of the bodies of their submissions.
 
-Called by validators, auditors and the coordinator, who may read whole submissions. Pure.
+Called by validators, auditors and the coordinator, who may read whole submissions. Bodies are large and a lease may name
+many, so they are read one after another, and of each only the named groups are kept.
 """
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from shoal.errors import PeerError
-from shoal.protocol.continuations import readable_parent
+from shoal.protocol.parents import most_bytes, readable_parent
 from shoal.protocol.types import Group, Lease, Parent, Rules, Submission
-from shoal.protocol.wire import WireError, digest, from_msgpack
+from shoal.protocol.wire import WireError, digest, from_msgpack, is_digest
 
 
-def parent_bodies(lease: Lease) -> list[str]:
-    """Digests of the submissions that hold the groups which a lease continues."""
-    return list(dict.fromkeys(parent.submission for parent in named_parents(lease)))
+class OtherParents(PeerError):
+    """A submission does not hold what a lease says that it continues."""
 
 
-def parents_in(lease: Lease, bodies: Mapping[str, bytes], rules: Rules, vocabulary: int) -> dict[str, Group | None]:
-    """The groups that a lease continues, by their digests; None for one that nobody can continue. Raises `PeerError` if a
-    body does not hold what the lease names: then the host that made the lease is at fault, not the worker that fills it."""
-    found: dict[str, Group | None] = {}
-    for parent in named_parents(lease):
-        try:
-            groups = from_msgpack(bodies[parent.submission], Submission).groups
+async def fetch_parents(lease: Lease, rules: Rules, fetch: Callable[[str], Awaitable[bytes]]) -> dict[str, bytes]:
+    """The bytes of the groups that a lease continues, by their digests; `fetch` gives the body of a submission. No bytes
+    for one of a size that none can continue. Raises `OtherParents` if a body does not hold what the lease names: then the
+    host that made the lease is at fault, not the worker that fills it. Raises as `fetch`."""
+    found = dict[str, bytes]()
+    for name in dict.fromkeys(parent.submission for parent in named_parents(lease)):
+        if not is_digest(name):  # guard: parents-have-names
+            raise OtherParents(
+                f"lease {lease.id} continues a group of submission {name[:12]!r}, which is no name. Tell the host"
+            )
+        named = [parent for parent in named_parents(lease) if parent.submission == name]
+        found |= _named_in(await fetch(name), named, lease, most_bytes(rules, lease.sampling, 0))
+    return found
+
+
+def _named_in(body: bytes, named: list[Parent], lease: Lease, most: int) -> dict[str, bytes]:
+    """The named groups of one submission."""
+    found = dict[str, bytes]()
+    try:
+        groups = from_msgpack(body, Submission).groups
+        for parent in named:
             data = groups[parent.index] if 0 <= parent.index < len(groups) else b""
             if digest(data) != parent.digest:  # guard: named-parents
                 raise WireError(f"its group {parent.index} is not {parent.digest[:12]}")
-            found[parent.digest] = readable_parent(data, rules, lease.sampling, vocabulary)
-        except WireError as error:
-            raise PeerError(
-                f"lease {lease.id} continues a group of submission {parent.submission[:12]} that is not there: {error}. "
-                "Tell the host"
-            ) from None
+            found[parent.digest] = data if len(data) <= most else b""  # guard: parents-that-are-kept
+    except WireError as error:
+        raise OtherParents(
+            f"lease {lease.id} continues a group of submission {named[0].submission[:12]} that is not there: {error}. "
+            "Tell the host"
+        ) from None
     return found
+
+
+def read_parents(found: Mapping[str, bytes], rules: Rules, lease: Lease, vocabulary: int) -> dict[str, Group | None]:
+    """The groups that a lease continues, by their digests; None for one that nobody can continue."""
+    return {name: readable_parent(data, rules, lease.sampling, vocabulary) for name, data in found.items()}
 
 
 def named_parents(lease: Lease) -> list[Parent]:

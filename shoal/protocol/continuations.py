@@ -20,9 +20,7 @@ from shoal.protocol.algorithms import vine_of
 from shoal.protocol.compositions import Vine
 from shoal.protocol.constants import MAX_GROUP_ROLLOUTS
 from shoal.protocol.randomness import continuation_seed, sample_seed
-from shoal.protocol.rollouts import flaw_of
-from shoal.protocol.types import ENVIRONMENT, POLICY, Group, Rollout, Rules, Sampling, Slot
-from shoal.protocol.wire import WireError, from_msgpack
+from shoal.protocol.types import ENVIRONMENT, POLICY, Group, Rollout, Rules, Slot
 
 FIRST_BLOCK = 1_000_000
 """The block that continues block 0; no ordinary block has this number or a larger one. Changing breaks: every log with
@@ -59,21 +57,6 @@ def continued_slot(slot: int, block_groups: int) -> int:
 def parent_slot(slot: int, block_groups: int) -> int:
     """The slot that a slot of continuations continues."""
     return slot - FIRST_BLOCK * block_groups
-
-
-def readable_parent(data: bytes, rules: Rules, sampling: Sampling, vocabulary: int) -> Group | None:
-    """The accepted group that these bytes are; None if no model may read it: then nothing is due in the slot that would
-    continue it. A validator that lies may accept anything, and all who read it find the same, so nobody stops at it."""
-    try:
-        group = from_msgpack(data, Group)
-    except WireError:
-        return None  # guard: any-bytes-may-be-a-parent
-    flaw = flaw_of(
-        group.rollouts, vocabulary=vocabulary, max_tokens=sampling.max_tokens,
-        max_rollout_tokens=sampling.max_rollout_tokens,
-    )  # fmt: skip
-    # guard: parents-are-sound
-    return group if flaw is None and len(group.rollouts) <= rules.group_size else None
 
 
 def places(rollout: Rollout, vine: Vine) -> tuple[int, ...]:

@@ -50,10 +50,11 @@ WIDE_INT, WIDE_FLOAT, HASH = 10**12, -1.2345678901234567e-300, "0" * 64
 
 def submission_bytes(num_groups: int, group_size: int, max_tokens: int, proofs: bool) -> int:
     """Most bytes that an honest submission of this many groups can have."""
-    return num_groups * _group_bytes(group_size, max_tokens, proofs) + SUBMISSION_OVERHEAD_BYTES
+    return num_groups * group_bytes(group_size, max_tokens, proofs) + SUBMISSION_OVERHEAD_BYTES
 
 
-def _group_bytes(group_size: int, max_tokens: int, proofs: bool) -> int:
+def group_bytes(group_size: int, max_tokens: int, proofs: bool = False) -> int:
+    """Most bytes that an honest group of so many rollouts can have, and its proof."""
     rollout = max_tokens * BYTES_PER_TOKEN + ROLLOUT_OVERHEAD_BYTES
     if proofs:
         rollout += -(-max_tokens // PROOF_CHUNK_TOKENS) * PROOF_CHUNK_BYTES
@@ -72,7 +73,7 @@ def turn_answer_bytes(num_rollouts: int, max_tokens: int) -> int:
 
 def most_lease_groups(group_size: int, max_tokens: int, proofs: bool, envs: Iterable[str], kind: str = EPISODES) -> int:
     """Groups of the largest lease whose submission, check and verdict all fit into messages."""
-    submitted = (MAX_SUBMISSION_BYTES - SUBMISSION_OVERHEAD_BYTES) // _group_bytes(group_size, max_tokens, proofs)
+    submitted = (MAX_SUBMISSION_BYTES - SUBMISSION_OVERHEAD_BYTES) // group_bytes(group_size, max_tokens, proofs)
     said = max(_check_bytes(envs, kind), _verdict_bytes(group_size))
     return min(submitted, (MAX_JSON_BYTES - MESSAGE_OVERHEAD_BYTES) // said)
 

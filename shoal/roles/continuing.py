@@ -15,7 +15,8 @@ from shoal.proofs.context import score_requests
 from shoal.protocol import types as t
 from shoal.protocol.algorithms import vine_of
 from shoal.protocol.constants import CONTINUATIONS, MAX_SUBMISSION_BYTES
-from shoal.protocol.continuations import branches, readable_parent
+from shoal.protocol.continuations import branches
+from shoal.protocol.parents import readable_parent
 from shoal.protocol.wire import WireError, digest, from_msgpack
 from shoal.roles.seat import Seat
 

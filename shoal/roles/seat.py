@@ -287,13 +287,14 @@ class Seat:
         self.demand_play(lease)
         return 1
 
-    def demand_judge(self, check: t.Check, size_bytes: int) -> None:
-        """Raise `Overreach` if judging a submission of this size would take more memory than there is."""
+    def demand_judge(self, check: t.Check, size_bytes: int, parents_bytes: int = 0) -> None:
+        """Raise `Overreach` if judging a submission of this size, which continues groups of that size, would take more
+        memory than there is."""
         if self.memory is None or self.needs is None:
             return
         tokens, loaded = size_bytes // BYTES_PER_TOKEN, self.needs.loaded
         need = self.needs.score(tokens, check.lease.sampling.max_tokens, hidden=True)
-        on_gpu, need = loaded + scored_on_gpu(need), loaded + need + COPIES * size_bytes
+        on_gpu, need = loaded + scored_on_gpu(need), loaded + need + COPIES * (size_bytes + parents_bytes)
         self.memory.demand(f"a submission of {tokens} tokens", need, on_gpu)  # guard: check-fits-memory
 
 

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from shoal.engine.base import Engine
@@ -21,7 +22,7 @@ from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import Stopping
 from shoal.policy.device import CPU, demand_device
 from shoal.proofs.context import Replayed, Tools
-from shoal.proofs.parents import parent_bodies, parents_in
+from shoal.proofs.parents import fetch_parents, read_parents
 from shoal.proofs.verify import verify_submission
 from shoal.protocol import types as t
 from shoal.protocol.algorithms import vine_of
@@ -80,6 +81,10 @@ def main(
     asyncio.run(validator.run())
 
 
+class NoParents(PeerError):
+    """The host does not serve what a submission continues. A validator can only wait for it."""
+
+
 class Validator:
     """One validator in one run."""
 
@@ -121,27 +126,32 @@ class Validator:
 
     async def _judge_all(self) -> None:
         """Judge until the run is over or we are told to stop. Raises `Overreach` if a submission asks for too much."""
-        failed = ""
+        failed = waiting = ""
         while (check := await self._next_check()) is not None:
             async with contextlib.AsyncExitStack() as shift:
                 try:
                     keep = self.seat.info.rules.max_staleness + 2
                     body, record = await self._body(check), await self._record(check)
-                    bodies = await self._parents(check)
+                    found = await self._parents(check)
                     load = load_on_shift(self.seat, self.shift, shift, check.lease.version, keep=keep)
                     if not await loaded_in_time(load, self.stopping):
                         return
-                    parents = parents_in(
-                        check.lease, bodies, self.seat.info.rules, self.seat.policy.renderer.vocabulary
-                    )
+                except NoParents as error:
+                    if check.id != waiting:
+                        log.warning("cannot judge submission=%s yet reason=%r", check.id[:12], str(error))
+                    waiting = check.id
+                    await self.stopping.unless(asyncio.sleep(SOONEST_S))
+                    continue  # guard: missing-parents-end-no-validator
                 except PeerError as error:  # others may have decided meanwhile, and the host deleted what was judged
                     if check.id == failed:
                         raise
                     failed = check.id
                     log.warning("cannot judge submission=%s reason=%r", check.id[:12], str(error))
                     continue
-                self.seat.demand_judge(check, len(body))
+                self.seat.demand_judge(check, len(body), sum(map(len, found.values())))
                 with self.seat.within_memory(f"judging submission {check.id[:12]}"):
+                    rules, vocabulary = self.seat.info.rules, self.seat.policy.renderer.vocabulary
+                    parents = read_parents(found, rules, check.lease, vocabulary)
                     verdict = await asyncio.to_thread(
                         verify_submission, body, check, self._tools(check), record, parents
                     )
@@ -183,8 +193,12 @@ class Validator:
         return await self.client.get_blob(check.record, cap=MAX_SUBMISSION_BYTES) if check.record else b""
 
     async def _parents(self, check: t.Check) -> dict[str, bytes]:
-        """The submissions that hold the groups which this one continues, verified by their hashes."""
-        return {name: await self.client.get_blob(name, cap=MAX_SUBMISSION_BYTES) for name in parent_bodies(check.lease)}
+        """The groups that a submission continues, by their digests, as `fetch_parents`. Raises `NoParents`."""
+        fetch = partial(self.client.get_blob, cap=MAX_SUBMISSION_BYTES)
+        try:
+            return await fetch_parents(check.lease, self.seat.info.rules, fetch)
+        except PeerError as error:
+            raise NoParents(str(error)) from None
 
     def _tools(self, check: t.Check) -> Tools:
         temperature, seat = check.lease.sampling.temperature, self.seat

@@ -257,11 +257,13 @@ class Worker:
 
     async def _parents(self, lease: t.Lease) -> Parents:
         """The groups that a lease continues. Raises `TooOld` if the lease ended meanwhile, or if the host lacks them: it
-        gives the lease again, and perhaps restores its disk."""
+        gives the lease again, and perhaps restores its disk. One that serves anything else gets the lease back."""
         try:
             return await fetch_parents(self.seat, lease)
-        except (NothingYet, Superseded) as reason:
+        except PeerError as reason:
             log.warning("dropped lease=%s reason=%r", lease.id, str(reason))
+            if not isinstance(reason, NothingYet | Superseded):
+                await self.leases.give_back(lease)  # guard: other-parents-end-no-worker
             await self.stopping.unless(asyncio.sleep(SOONEST_S))  # guard: missing-parents-are-waited-for
             raise TooOld from None
 

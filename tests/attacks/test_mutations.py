@@ -28,6 +28,7 @@ from shoal.proofs.verify import AUDIT, MODEL_FREE
 from shoal.protocol import types as t
 from shoal.protocol.algorithms import Grpo
 from shoal.protocol.identity import RequestLine, sign_request, verify_signature
+from shoal.protocol.parents import most_bytes
 from shoal.protocol.wire import digest, from_json, from_msgpack, to_json, to_msgpack
 from shoal.roles.coordinator.api import application
 from shoal.train.rows import rows_of_group
@@ -273,8 +274,8 @@ class Sender:
         return Specimens(to_msgpack(honest), tuple(to_msgpack(other) for other in others))
 
     def is_due(self, body: bytes, lease: t.Lease) -> bool:
-        """Whether a body is a submission for this lease, no larger than it needs, with a group for each slot, and of the
-        engine that joined."""
+        """Whether a body is a submission for this lease, no larger than it needs, with a group for each slot, none larger
+        than that needs, and of the engine that joined."""
         if len(body) > largest_submission_bytes(lease, self.town.desk.state.rules):
             return False
         try:
@@ -282,6 +283,8 @@ class Sender:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return False
         due = sum(len(block.slots) for block in lease.blocks)
+        if any(len(group) > most_bytes(self.town.desk.state.rules, lease.sampling, 0) for group in said.groups):
+            return False
         return (said.run, said.lease, said.version, len(said.groups), said.engine) == (
             self.town.desk.state.run, lease.id, lease.version, due, t.EngineFacts("x", "float32", "cpu")
         )  # fmt: skip

@@ -1,6 +1,7 @@
 """Continuations judged: honest ones pass, and each way to choose them is found. Parents are scripted games of two kinds of
 environments, one with several turns; a real engine plays on and replays."""
 
+import asyncio
 import dataclasses
 from types import SimpleNamespace
 
@@ -11,21 +12,28 @@ from shoal.config import TinyPolicy
 from shoal.engine.cheats import OtherSeed
 from shoal.engine.local import LocalEngine
 from shoal.envs.continuing import OtherStart, continue_block
-from shoal.errors import PeerError
 from shoal.ledger.law import RULES_VERSION
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
 from shoal.proofs.context import score_requests
-from shoal.proofs.parents import parent_bodies, parents_in
+from shoal.proofs.parents import OtherParents, fetch_parents, read_parents
 from shoal.proofs.verify import verify_submission
 from shoal.protocol import types
 from shoal.protocol.compositions import Composition, Vine
 from shoal.protocol.constants import CONTINUATIONS
 from shoal.protocol.continuations import FIRST_BLOCK, branches, continued_slot
+from shoal.protocol.parents import most_bytes
 from shoal.protocol.wire import digest, to_msgpack
 from tests.proofs.conftest import ENGINE, RULES, SAMPLING, Desk
 
 VINE = Vine(continuations=2, every=2, most=3)
+
+
+def fetched(lease, of_run, bodies):
+    async def fetch(name):
+        return bodies[name]
+
+    return asyncio.run(fetch_parents(lease, of_run, fetch))
 
 
 class Vines:
@@ -76,9 +84,8 @@ class Vines:
         )
         due = tuple(slot.slot for slot in self.slots) if audited else ()
         check = types.Check(digest(body), self.lease, due, 60.0)
-        given = parents_in(
-            self.lease, {digest(self.parent_body): self.parent_body}, self.rules, self.renderer.vocabulary
-        )
+        bodies = {digest(self.parent_body): self.parent_body}
+        given = read_parents(fetched(self.lease, self.rules, bodies), self.rules, self.lease, self.renderer.vocabulary)
         return verify_submission(body, check, tools, parents=given).groups
 
     def edit(self, place, change):
@@ -193,11 +200,51 @@ def test_a_continuation_cut_short_is_found(vines):
 
 def test_a_lease_whose_parents_are_not_in_their_submissions_judges_nobody(vines):
     name = digest(vines.parent_body)
-    assert parent_bodies(vines.lease) == [name]
+    assert list(fetched(vines.lease, vines.rules, {name: vines.parent_body})) == [
+        slot.parent.digest for slot in vines.slots if slot.parent
+    ]
     slots = tuple(msgspec.structs.replace(slot, parent=types.Parent(name, 1, "0" * 64)) for slot in vines.slots[:2])
     wrong = msgspec.structs.replace(vines.lease, blocks=(types.Block(FIRST_BLOCK, slots, CONTINUATIONS),))
-    with pytest.raises(PeerError, match="is not there"):
-        parents_in(wrong, {name: vines.parent_body}, vines.rules, vines.renderer.vocabulary)
+    with pytest.raises(OtherParents, match="is not there"):
+        fetched(wrong, vines.rules, {name: vines.parent_body})
+    slot = msgspec.structs.replace(slots[0], parent=types.Parent("../log\n", 0, "0" * 64))
+    wrong = msgspec.structs.replace(vines.lease, blocks=(types.Block(FIRST_BLOCK, (slot,), CONTINUATIONS),))
+    with pytest.raises(OtherParents, match="no name"):
+        fetched(wrong, vines.rules, {})
+
+
+def test_bodies_of_parents_are_read_one_by_one_and_only_what_is_named_is_kept(vines):
+    """A lease may name 64 submissions of up to 64 MB each."""
+    held = set()
+
+    class Body(bytes):
+        def __del__(self):
+            held.discard(id(self))
+
+    data = to_msgpack(vines.parents[1])
+    pad = (b"x" * 100_000,)
+    honest = msgspec.msgpack.decode(vines.parent_body, type=types.Submission)
+    bodies = [to_msgpack(msgspec.structs.replace(honest, lease=f"{i}", groups=(data, *pad))) for i in range(5)]
+    names = {digest(body): body for body in bodies}
+    slots = tuple(msgspec.structs.replace(vines.slots[0], parent=types.Parent(name, 0, digest(data))) for name in names)
+    lease = msgspec.structs.replace(vines.lease, blocks=(types.Block(FIRST_BLOCK, slots, CONTINUATIONS),))
+
+    async def fetch(name):
+        assert not held, "the body before is held still"
+        body = Body(names[name])
+        held.add(id(body))
+        return body
+
+    found = asyncio.run(fetch_parents(lease, vines.rules, fetch))
+    assert found == {digest(data): data}
+
+
+def test_a_parent_of_a_size_that_no_honest_group_has_is_not_kept_and_nothing_is_due_in_its_slot(vines):
+    most = most_bytes(vines.rules, SAMPLING, 0)
+    forged = with_other_parent(vines, b"x" * (most + 1))
+    name = forged.slots[1].parent.digest
+    assert fetched(forged.lease, forged.rules, {digest(forged.parent_body): forged.parent_body})[name] == b""
+    assert found(forged.judge(forged.edit(1, lambda rollouts: []))) == {}
 
 
 def with_other_parent(vines, data, place=1):

@@ -15,7 +15,7 @@ from shoal.ledger.facts.batches import GroupAccepted, SlotVoid
 from shoal.ledger.facts.members import Enter
 from shoal.protocol import types as t
 from shoal.protocol.compositions import Composition, Vine
-from shoal.protocol.constants import CONTINUATIONS, EPISODES
+from shoal.protocol.constants import CONTINUATIONS, EPISODES, MAX_SUBMISSION_BYTES
 from shoal.protocol.continuations import FIRST_BLOCK, is_continued, is_continued_slot
 from shoal.protocol.tasklists import TaskList
 from shoal.protocol.wire import WireError, digest, to_msgpack
@@ -287,6 +287,46 @@ def test_a_worker_does_not_ask_without_a_pause_for_parents_that_the_host_lacks(t
     assert slept == [SOONEST_S]
 
 
+OTHER_PARENTS = {
+    "other bytes": lambda told: t.Parents(tuple(b"x" + group for group in told.groups)),
+    "too few": lambda told: t.Parents(()),
+    "too large": lambda told: t.Parents((bytes(MAX_SUBMISSION_BYTES), *told.groups)),
+}
+
+
+def test_parents_that_a_host_serves_wrongly_end_no_worker(tmp_path, single_file_weights):
+    """It gives the lease back each time, and goes on when the host serves them."""
+    town = Town(tmp_path / "run", vine_run(rollouts={"lease_s": 0.2}))
+    wrong, parents = list(OTHER_PARENTS.values()), town.desk.parents
+
+    async def serve(key, lease):
+        told = await parents(key, lease)
+        return wrong.pop()(told) if wrong else told
+
+    town.desk.parents = serve
+    worker = town.worker("w")
+    asyncio.run(town.live(town.trainer(), town.validator(), worker))
+    assert town.weights() == single_file_weights and town.audit().findings == [] and not wrong
+    assert town.desk.state.members[worker.key].lapsed
+
+
+def test_parents_that_a_host_serves_wrongly_end_no_validator(tmp_path, single_file_weights):
+    town = Town(tmp_path / "run", vine_run())
+    validator, refused = town.validator(), list[str]()
+    read = validator.client.get_blob
+
+    async def serve(name, *, cap, deadline_s=None):
+        booked = town.desk.state.submissions.get(name)
+        if booked is not None and booked.decided and len(refused) < 4:
+            refused.append(name)
+            raise PeerError(f"it answered with more than {cap} bytes: it was not read")
+        return await read(name, cap=cap, deadline_s=deadline_s)
+
+    validator.client.get_blob = serve
+    asyncio.run(town.live(town.trainer(), validator, town.worker("w")))
+    assert town.weights() == single_file_weights and town.audit().findings == [] and len(refused) == 4
+
+
 def a_parent(num=2, tokens=(5, 6, 7)):
     rollouts = [
         t.make_rollout(tokens, [0] + [1] * (len(tokens) - 1), [-1.0] * (len(tokens) - 1), version=0, ending="stop")
@@ -310,10 +350,17 @@ def test_a_worker_continues_nothing_but_what_its_lease_names(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"no group", to_msgpack(a_parent(num=5)), to_msgpack(a_parent(tokens=(5, 6, 99)))]
+    "data",
+    [
+        b"",
+        b"no group",
+        to_msgpack(a_parent(num=5)),
+        to_msgpack(a_parent(tokens=(5, 6, 99))),
+        to_msgpack(msgspec.structs.replace(a_parent(), env="e" * 10_000)),
+    ],
 )
 def test_in_a_slot_whose_parent_no_model_may_read_nothing_is_due(data):
-    """A validator that lies may accept any bytes. Workers that stopped at them would all be gone soon."""
+    """A validator that lies may accept any bytes, of any size. Workers that stopped at them would all be gone soon."""
     assert parents_of(leased(data), [data], rules(), 10) == {}
 
 

@@ -5,6 +5,7 @@ import contextlib
 import time
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from shoal.ledger.facts.leases import AskLease
@@ -16,7 +17,8 @@ from shoal.proofs.commit import commit
 from shoal.protocol import types as t
 from shoal.protocol.constants import SMALL_BODY_BYTES
 from shoal.protocol.identity import Key, RequestLine, sign_request
-from shoal.protocol.wire import digest, from_json
+from shoal.protocol.parents import most_bytes
+from shoal.protocol.wire import digest, from_json, from_msgpack, to_msgpack
 from tests.net.wires import request, run, serving, wires
 from tests.roles.town import Town, tiny_run
 
@@ -144,6 +146,23 @@ def test_a_submission_names_the_engine_that_joined_and_no_other(world):
     status, answer = run(story())
     assert (status, b"another engine" in answer) == (400, True)
     assert left_on_disk(world) == [] and world.town.desk.state.seq == events
+
+
+def test_a_group_that_is_larger_than_its_slot_can_need_is_refused(world):
+    """If it were accepted, all who continue it would have to read it. The other groups leave room for it in the body."""
+    rules, sampling = world.town.desk.state.rules, world.lease.sampling
+    most = most_bytes(rules, sampling, world.lease.blocks[0].slots[0].slot)
+    honest = from_msgpack(world.body, t.Submission)
+
+    async def send(first):
+        body = to_msgpack(msgspec.structs.replace(honest, groups=(first, *honest.groups[1:])))
+        async with coordinator(world, 1) as (one,):
+            one.send(b"".join(submission(world, body=body)))
+            return await one.answer()
+
+    status, answer = run(send(b"x" * (most + 1)))
+    assert (status, b"a group of the submission" in answer) == (400, True) and left_on_disk(world) == []
+    assert run(send(b"x" * most))[0] == 200
 
 
 def test_a_lease_takes_one_body_at_a_time(world):

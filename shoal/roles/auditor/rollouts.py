@@ -32,7 +32,7 @@ from shoal.ledger.seeds import lease_of
 from shoal.ledger.state import State, SubmissionRecord
 from shoal.policy.device import CPU, demand_device
 from shoal.proofs.disagreement import differences
-from shoal.proofs.parents import parent_bodies, parents_in
+from shoal.proofs.parents import OtherParents, fetch_parents, read_parents
 from shoal.proofs.verify import STOPPED, verify_submission
 from shoal.protocol import types as t
 from shoal.protocol.constants import COMPLETIONS, MAX_GROUP_ROLLOUTS
@@ -287,8 +287,7 @@ async def _audit_version(
             body = await bench.run.blob(name)
             record = await bench.run.blob(booked.record) if booked.record else b""
             lease = _leased(bench.state, booked, bytes.fromhex(revealed.link))
-            bodies = {parent: await bench.run.blob(parent) for parent in parent_bodies(lease)}
-            parents = _parents(bench, lease, bodies)
+            parents = await _parents(bench, lease)
         except NothingYet:
             found.left_out["the bodies of their submissions are gone (storage.retain), or not public yet"] += len(slots)
             continue
@@ -317,11 +316,13 @@ def _leased(state: State, booked: SubmissionRecord, link: bytes) -> t.Lease:
         ) from None
 
 
-def _parents(bench: Bench, lease: t.Lease, bodies: Mapping[str, bytes]) -> dict[str, t.Group | None]:
-    """What a lease continues. Raises `StateError` if the bodies hold other groups than the log says."""
+async def _parents(bench: Bench, lease: t.Lease) -> dict[str, t.Group | None]:
+    """What a lease continues. Raises `StateError` if the bodies hold other groups than the log says; else as
+    `PublicRun.blob`."""
+    rules = bench.state.rules
     try:
-        return parents_in(lease, bodies, bench.state.rules, bench.vocabulary)
-    except PeerError as error:
+        return read_parents(await fetch_parents(lease, rules, bench.run.blob), rules, lease, bench.vocabulary)
+    except OtherParents as error:
         raise StateError(str(error)) from None  # guard: other-parents-are-told
 
 

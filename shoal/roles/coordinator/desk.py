@@ -34,6 +34,7 @@ from shoal.protocol import types as t
 from shoal.protocol.constants import BODY_WINDOW_S, COMPLETIONS, MAX_LEASE_BLOCKS, MAX_OPEN_LEASES
 from shoal.protocol.identity import Key
 from shoal.protocol.needs import kind_of
+from shoal.protocol.parents import most_bytes
 from shoal.protocol.promises import sign_promise, terms_of
 from shoal.protocol.randomness import SecretChain
 from shoal.protocol.records import difference
@@ -279,6 +280,10 @@ class Desk:
             raise WireError(f"the submission is for another run, lease or version than that of lease {lease.id}")
         if len(submission.groups) != due:  # checked before they are hashed: there may be millions
             raise WireError(f"lease {lease.id} has {due} slots, but the submission has {len(submission.groups)} groups")
+        most = most_bytes(self.state.rules, self.state.sampling, self.state.slots_of(lease)[0])
+        if any(len(group) > most for group in submission.groups):  # others may have to read it  # guard: group-size
+            raise WireError(f"a group of the submission has more bytes than the {most} that a slot of lease {lease.id} can "
+                            "need")  # fmt: skip
         member, engine = self.state.members[lease.worker], submission.engine
         # guard: engine-that-joined
         if (engine.implementation, engine.dtype, engine.device) != (member.implementation, member.dtype, member.device):
