@@ -234,8 +234,8 @@ class StorageConfig(Section, frozen=True):
     """The run's folder."""
 
     retain: Literal["all", "batches", "window"] = "window"
-    """Bodies of submissions kept. window: those of the last `window_steps` steps; batches: also those that were trained on;
-    all. Over the quota, refused ones are deleted first in any case."""
+    """Bodies of submissions kept. window: those of the last `window_steps` steps; batches: also those that were trained on,
+    and their continuations; all. Over the quota, refused ones are deleted first in any case."""
     window_steps: int = 16
     """Training steps whose submissions and weights are kept."""
     quota_mb: int = 2048

@@ -59,6 +59,11 @@ def parent_slot(slot: int, block_groups: int) -> int:
     return slot - FIRST_BLOCK * block_groups
 
 
+def slot_in_batch(slot: int, block_groups: int) -> int:
+    """The slot that a batch holds if it learns from this one: its parent's for a slot of continuations."""
+    return parent_slot(slot, block_groups) if is_continued_slot(slot, block_groups) else slot
+
+
 def places(rollout: Rollout, vine: Vine) -> tuple[int, ...]:
     """Token indices from which a rollout is continued, rising: every so many of its learned tokens, never the first, whose
     value the group itself gives. None for a rollout of several rows."""

@@ -16,7 +16,7 @@ from shoal.ledger.facts.members import Enter
 from shoal.protocol import types as t
 from shoal.protocol.compositions import Composition, Vine
 from shoal.protocol.constants import CONTINUATIONS, EPISODES, MAX_SUBMISSION_BYTES
-from shoal.protocol.continuations import FIRST_BLOCK, is_continued, is_continued_slot
+from shoal.protocol.continuations import FIRST_BLOCK, is_continued, is_continued_slot, slot_in_batch
 from shoal.protocol.tasklists import TaskList
 from shoal.protocol.wire import WireError, digest, to_msgpack
 from shoal.roles.auditor.rollouts import Choice, examine
@@ -267,7 +267,36 @@ def test_what_is_continued_stays_on_the_hosts_disk(tmp_path):
     begun(town)
     lease = next(x for x in town.desk.state.leases.values() if is_continued(x.blocks[0]))
     parent = next(s.parent for b in town.desk.wire_lease(lease).blocks for s in b.slots if s.parent)
-    assert parent.submission in town.desk.kept._continued() and town.desk.kept._stays(parent.submission)
+    kept = town.desk.kept
+    assert parent.submission in kept._continued() and kept._stays(parent.submission, kept._continued())
+
+
+def test_what_was_learned_from_stays_with_its_continuations_and_is_audited_at_the_end(tmp_path):
+    """With `storage.retain = "batches"`: the credit of a parent's tokens is the rewards of its continuations."""
+    storage = {"retain": "batches", "window_steps": 1}
+    town = Town(tmp_path / "run", vine_run(steps=4, storage=storage))
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("w")))
+    town.desk.kept.forget_old()
+    taught = {place for places in town.desk.state.main.batches.values() for place in places}
+    needed = [body for body in bodies(town, GroupAccepted) if (body.version, slot_in_batch(body.slot, 2)) in taught]
+    assert any(is_continued_slot(body.slot, 2) and body.version == 0 for body in needed)
+    assert all(town.desk.blobs.has(body.submission) for body in needed)
+    assert len(town.desk.kept.bodies) < len(town.desk.state.submissions), "others are deleted"
+    found = asyncio.run(examine(str(town.folder.root), Choice(), 1, own_files=True))
+    assert found.disagreements == [] and not found.left_out and found.groups >= len(needed)
+    town.desk.blobs.delete(next(b.submission for b in needed if is_continued_slot(b.slot, 2) and b.version == 0))
+    assert asyncio.run(examine(str(town.folder.root), Choice(), 1, own_files=True)).left_out
+
+
+def test_what_is_continued_is_looked_up_once_however_many_bodies_are_kept(tmp_path, monkeypatch):
+    town, asked = Town(tmp_path / "run", vine_run(steps=1)), list[int]()
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("w")))
+    kept, look_up = town.desk.kept, town.desk.kept._continued
+    monkeypatch.setattr(kept, "_continued", lambda: asked.append(1) or look_up())
+    assert len(kept.bodies) > 2
+    kept.bodies = dict.fromkeys(kept.bodies, -99)
+    kept.forget_old()
+    assert asked == [1]
 
 
 def test_a_worker_does_not_ask_without_a_pause_for_parents_that_the_host_lacks(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from shoal.net.blobs import path_of
 from shoal.net.client import Client
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_EVENTS, MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
+from shoal.protocol.continuations import slot_in_batch
 from shoal.protocol.wire import digest
 from shoal.roles.memory import share_of_free_mb
 from shoal.weights.demands import ManifestError
@@ -92,7 +93,13 @@ class FolderRun:
             return None
         steps = max(storage.window_steps, state.rules.max_staleness + 1)  # as `Kept.forget_old`
         oldest, versions = state.main.version - steps, state.main.versions
-        trained_on = {slot.submission for one in versions.values() for slot in one.slots.values() if slot.step >= 0}
+        size = state.rules.block_groups
+        trained_on = {
+            slot.submission
+            for one in versions.values()
+            for number, slot in one.slots.items()
+            if one.slots[slot_in_batch(number, size)].step >= 0  # guard: continuations-never-expire-before-parents
+        }
         kept = trained_on if storage.retain == "batches" else set()  # guard: bodies-of-batches-never-expire
         version_of = {
             name: state.leases[submission.lease].version

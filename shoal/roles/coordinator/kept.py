@@ -23,7 +23,7 @@ from shoal.ledger.state import State
 from shoal.ledger.state_records import SubmissionRecord
 from shoal.net.blobs import FolderBlobs, Upload
 from shoal.protocol import types as t
-from shoal.protocol.continuations import is_continued, parent_slot
+from shoal.protocol.continuations import is_continued, parent_slot, slot_in_batch
 from shoal.protocol.wire import from_json
 from shoal.roles.coordinator.anchors import needed
 from shoal.roles.coordinator.public import PublicBlobs
@@ -172,8 +172,9 @@ class Kept:
         if self._storage.retain == "all":
             return
         oldest = self.state.main.version - max(self._storage.window_steps, self.state.rules.max_staleness + 1)
+        continued = self._continued()
         for name in [name for name, version in self.bodies.items() if version < oldest]:
-            if not self._stays(name):
+            if not self._stays(name, continued):
                 self._forget_body(name)
         self._forget_weights([version for version in self._spare_versions(self.state.time) if version < oldest])
 
@@ -201,8 +202,9 @@ class Kept:
             return
         for version in self._spare_versions(math.inf):
             yield partial(self._forget_early, version)  # guard: old-weights-make-room
+        continued = self._continued()
         for name in sorted(self.bodies, key=self.bodies.__getitem__):
-            if not self._stays(name) and not self._is_to_train_on(name):  # guard: accepted-bodies-stay
+            if not self._stays(name, continued) and not self._is_to_train_on(name):  # guard: accepted-bodies-stay
                 yield partial(self._forget_body, name)
 
     def _spare_versions(self, now: float) -> list[int]:
@@ -271,9 +273,9 @@ class Kept:
             self.projections.pop(blob, None)
             self._blobs.delete(blob)
 
-    def _stays(self, name: str) -> bool:
-        """Whether a body stays as long as the run lasts, or until it is judged."""
-        open_ = is_open(self.state, self.state.submissions[name]) or name in self._continued()
+    def _stays(self, name: str, continued: set[str]) -> bool:
+        """Whether a body stays as long as the run lasts, or until it is judged; `continued` is as of `_continued`."""
+        open_ = is_open(self.state, self.state.submissions[name]) or name in continued
         return open_ or (self._storage.retain == "batches" and self._was_used(name))
 
     def _continued(self) -> set[str]:
@@ -306,9 +308,12 @@ class Kept:
         return {state.leases[lease].version for lease in judged}  # guard: judged-weights-stay
 
     def _was_used(self, submission: str) -> bool:
-        lease = self.state.leases[self.state.submissions[submission].lease]
-        slots = self.state.main.versions[lease.version].slots.values()
-        return any(slot.submission == submission and slot.step >= 0 for slot in slots)
+        """Whether a batch took a group of a submission, or one that a group of it continues: an auditor needs both."""
+        lease, size = self.state.leases[self.state.submissions[submission].lease], self.state.rules.block_groups
+        slots = self.state.main.versions[lease.version].slots
+        # guard: continuations-stay-with-their-parents
+        taught = (slot_in_batch(number, size) for number, slot in slots.items() if slot.submission == submission)
+        return any(slots[number].step >= 0 for number in taught)
 
 
 def _chunks(manifests: Iterable[t.Manifest]) -> set[str]:
