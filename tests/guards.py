@@ -1935,6 +1935,7 @@ GUARDS = [
         ("parents-of-own-leases", ("lease_to_fill(self.state, key, lease_id, \"\")", "self.state.leases[lease_id]"),
          "test_only_the_worker_of_a_lease_reads_what_it_continues"),
         ("impossible-leases-are-told", "raise", "test_an_auditor_recomputes_continuations_from_the_log_alone"),
+        ("grant-of-an-impossible-lease", "raise", "test_an_auditor_recomputes_continuations_from_the_log_alone"),
         ("other-parents-are-told", "raise", "test_an_auditor_recomputes_continuations_from_the_log_alone"),
         ("missing-parents-are-waited-for", GONE,
          "test_a_worker_does_not_ask_without_a_pause_for_parents_that_the_host_lacks"),

@@ -187,19 +187,24 @@ def with_other_parents(lines):
 
 def test_an_auditor_recomputes_continuations_from_the_log_alone(tmp_path):
     town = Town(tmp_path / "run", vine_run(steps=1))
-    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("w")))
+    worker = town.worker("w")
+    asyncio.run(town.live(town.trainer(), town.validator(), worker))
     found = asyncio.run(examine(str(town.folder.root), Choice(), 1, own_files=True))
     continued = sum(is_continued_slot(body.slot, 2) for body in bodies(town, GroupAccepted))
     assert found.disagreements == [] and continued and found.with_model > continued and not found.left_out
 
-    def of(lie):
-        place = forged(town.folder.root, tmp_path / lie.__name__, lie)
-        return asyncio.run(examine(str(place), Choice(), 1, own_files=True)).disagreements
+    def of(lie, *evidence):
+        place = tmp_path / lie.__name__
+        if not place.exists():
+            forged(town.folder.root, place, lie)
+        return asyncio.run(examine(str(place), Choice(evidence=evidence), 1, own_files=True)).disagreements
 
     with pytest.raises(StateError, match="groups of such continuations"):
         of(without_end)
     assert any("no seed gives what its lease asked for" in line for line in of(without_tasks))
     assert any("that is not there" in line for line in of(with_other_parents))
+    signed = [line for line in of(without_tasks, worker.seat.evidence.folder) if "the run key signed it" in line]
+    assert any("but no seed gives what its lease asked for (" in line for line in signed)
 
 
 # --- what each side takes from the other ---

@@ -14,9 +14,11 @@ from typing import NamedTuple, TypeVar
 
 from shoal.errors import ConfigError, NothingYet, PeerError, StateError, cause_of
 from shoal.ledger.facts.versions import CheckpointPublished
+from shoal.ledger.log.redecide import FAULTS
 from shoal.ledger.log.verify import Audit, receipt_findings
 from shoal.ledger.seeds import lease_of
 from shoal.ledger.state import State
+from shoal.ledger.state_records import LeaseRecord
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
 from shoal.protocol.promises import is_promised, terms_of
@@ -223,8 +225,30 @@ def _wrong_with(grant: t.Grant, known: t.Manifest | None, log: Audit) -> Iterato
         yield "for other environments, group sizes or sampling than the log has"
     if tuple(block.index for block in lease.blocks) != booked.blocks:
         yield "for other blocks than the log has"
-    elif link is not None and lease.blocks != lease_of(state, booked, bytes.fromhex(link.link)).blocks:
+    elif link is not None:
+        yield from _drawn_otherwise(lease, state, booked, bytes.fromhex(link.link))
+
+
+def _drawn_otherwise(lease: t.Lease, state: State, booked: LeaseRecord, link: bytes) -> Iterator[str]:
+    try:
+        drawn = leased(state, booked, link)
+    except StateError as fault:
+        yield f"but {fault}"  # guard: grant-of-an-impossible-lease
+        return
+    if lease.blocks != drawn.blocks:
         yield "with other seeds or tasks than the revealed link gives"  # guard: grant-of-other-seeds
+
+
+def leased(state: State, booked: LeaseRecord, link: bytes) -> t.Lease:
+    """A lease of the log as its worker was given it. Raises `StateError` if the log's rules can draw none: a host may write
+    anything into a log."""
+    try:
+        return lease_of(state, booked, link)
+    except FAULTS as fault:
+        # guard: impossible-leases-are-told
+        raise StateError(
+            f"no seed gives what its lease asked for ({type(fault).__name__}). No coordinator granted it"
+        ) from None
 
 
 def _asked(grant: t.Grant) -> object:

@@ -26,10 +26,7 @@ from shoal.envs.contained.open import in_sandbox
 from shoal.envs.load import is_file, load_run_envs
 from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, StateError
 from shoal.ledger.log.book import replay
-from shoal.ledger.log.redecide import FAULTS
 from shoal.ledger.log.verify import Audit
-from shoal.ledger.seeds import lease_of
-from shoal.ledger.state import State, SubmissionRecord
 from shoal.policy.device import CPU, demand_device
 from shoal.proofs.disagreement import differences
 from shoal.proofs.parents import OtherParents, fetch_parents, read_parents
@@ -41,7 +38,7 @@ from shoal.protocol.needs import kind_of
 from shoal.protocol.randomness import sample_seed
 from shoal.protocol.wire import WireError, digest, from_msgpack
 from shoal.roles.auditor.bench import Bench
-from shoal.roles.auditor.evidence import Pile, WithEvidence, accusations, read_evidence
+from shoal.roles.auditor.evidence import Pile, WithEvidence, accusations, leased, read_evidence
 from shoal.roles.auditor.log import replay_log
 from shoal.roles.auditor.source import Expiry, PublicRun, Unavailable, open_run
 from shoal.terminal import printable, say
@@ -286,7 +283,7 @@ async def _audit_version(
         try:
             body = await bench.run.blob(name)
             record = await bench.run.blob(booked.record) if booked.record else b""
-            lease = _leased(bench.state, booked, bytes.fromhex(revealed.link))
+            lease = leased(bench.state, bench.state.leases[booked.lease], bytes.fromhex(revealed.link))
             parents = await _parents(bench, lease)
         except NothingYet:
             found.left_out["the bodies of their submissions are gone (storage.retain), or not public yet"] += len(slots)
@@ -303,17 +300,6 @@ async def _audit_version(
         _compare(bench, check, body, verdict, slots, found)
         if choice.rollout:
             found.told += _tell(bench, check, verdict, choice)
-
-
-def _leased(state: State, booked: SubmissionRecord, link: bytes) -> t.Lease:
-    """The lease that a submission fills. Raises `StateError` if the log's rules can draw none."""
-    try:
-        return lease_of(state, state.leases[booked.lease], link)
-    except FAULTS as fault:
-        # guard: impossible-leases-are-told
-        raise StateError(
-            f"no seed gives what its lease asked for ({type(fault).__name__}). No coordinator granted it"
-        ) from None
 
 
 async def _parents(bench: Bench, lease: t.Lease) -> dict[str, t.Group | None]:
