@@ -255,7 +255,7 @@ def test_in_a_synchronous_run_dropped_continuations_are_made_by_somebody_else(tm
 
 
 def test_a_drain_leaves_out_continuations_that_nobody_makes(tmp_path):
-    world = vine_world(tmp_path, batch_groups=2)
+    world = vine_world(tmp_path, batch_groups=2, max_staleness=1)
     lease = world.lease(ALICE)
     world.do(Admin("drain", "", world.now))
     world.judge(world.submit(ALICE, lease))
@@ -266,7 +266,7 @@ def test_a_drain_leaves_out_continuations_that_nobody_makes(tmp_path):
 
 
 def test_a_drain_after_the_parents_leaves_them_out_too_and_waits_for_those_at_work(tmp_path):
-    world = vine_world(tmp_path)
+    world = vine_world(tmp_path, max_staleness=1)
     world.serve(ALICE)
     lease = world.lease(BOB)
     world.serve(ALICE)
@@ -275,6 +275,42 @@ def test_a_drain_after_the_parents_leaves_them_out_too_and_waits_for_those_at_wo
     assert 0 not in world.state.main.batches
     world.judge(world.submit(BOB, lease))
     assert 0 in world.state.main.batches and world.audit().findings == []
+
+
+def test_a_synchronous_run_that_is_drained_and_resumed_learns_the_same(tmp_path):
+    """Its parents keep the credit of their continuations, which somebody makes after the resumption."""
+    world = vine_world(tmp_path)
+    world.serve(ALICE)
+    lease = world.lease(BOB)
+    world.serve(ALICE)
+    world.do(Admin("drain", "", world.now))
+    assert voids(world) == [] and world.state.phase == "draining"
+    world.do(Admin("resume", "", world.now))
+    world.judge(world.submit(BOB, lease))
+    assert world.serve(ALICE).blocks == (FIRST_BLOCK + 1,)
+    slots = world.state.main.versions[0].slots
+    assert world.state.main.batches[0] == ((0, 0), (0, 1), (0, 2), (0, 3))
+    assert {slots[continued_slot(slot, 2)].status for slot in range(4)} == {"continued"}
+    assert voids(world) == [] and world.audit().findings == []
+
+
+def test_a_drain_of_a_synchronous_run_ends_without_a_batch_that_lacks_continuations(tmp_path):
+    """It waits for what is at work. What nobody begins is not left out of a batch: there is none."""
+    world = vine_world(tmp_path, batch_groups=2)
+    world.serve(ALICE)
+    lease = world.lease(BOB)
+    world.do(Admin("drain", "", world.now))
+    assert world.state.phase == "draining"
+    world.judge(world.submit(BOB, lease))
+    assert 0 in world.state.main.batches
+    world.publish()
+    assert world.state.phase == "ended" and world.audit().findings == []
+    (tmp_path / "unbegun").mkdir()
+    world = vine_world(tmp_path / "unbegun", batch_groups=2)
+    world.serve(ALICE)
+    world.do(Admin("drain", "", world.now))
+    assert world.state.phase == "ended" and not world.state.main.batches
+    assert voids(world) == [] and world.audit().findings == []
 
 
 def test_one_lease_holds_one_kind_of_blocks(tmp_path, monkeypatch):

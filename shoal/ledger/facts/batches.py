@@ -44,7 +44,7 @@ class SlotVoid(Message, frozen=True):
     slots: tuple[int, ...]
     cause: str
     """environment: it cannot begin the task; stale: their version is too old; dropped: as many workers gave their block
-    back as may be leased it; drained: of continuations that nobody had been leased when the run was drained."""
+    back as may be leased it; drained: of continuations that nobody had been leased when an asynchronous run was drained."""
     stream: str = MAIN_STREAM
 
 

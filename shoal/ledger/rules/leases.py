@@ -171,8 +171,14 @@ def void_free(state: State, stream: StreamRecord) -> list[Body]:
 
 
 def void_unbegun(state: State, stream: StreamRecord) -> list[Body]:
-    """Voids the continuations that nobody makes in a run that drains, so that their parents can still fill a batch."""
-    if state.phase != "draining":  # guard: only-a-drain-leaves-out
+    """Voids the continuations that nobody makes in a run that drains, so that their parents can still fill a batch.
+
+    Not at `max_staleness = 0`: a run that is drained and resumed must then end as one that was not. Its drain ends without
+    a batch whose continuations nobody has begun.
+    """
+    if (
+        state.phase != "draining" or not state.rules.max_staleness
+    ):  # guard: only-a-drain-leaves-out, drain-changes-no-batch
         return []
     size = state.rules.block_groups
     free = [place for place in stream.free if is_continued(place[1]) and is_fresh(state, stream, place[0])]
