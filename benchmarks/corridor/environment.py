@@ -31,6 +31,10 @@ TASKS = [task for task in PLACES if task[1] < task[2] and solved(task)]
 TRAINING, HELDOUT = TASKS[::2], TASKS[1::2]
 
 
+def environment():
+    return Corridor()
+
+
 class Corridor(Env):
     name = "corridor"
     num_tasks, num_heldout = len(TRAINING), len(HELDOUT)
@@ -57,7 +61,35 @@ class Corridor(Env):
         return [solved(task)]
 
     def players(self):
-        return {"right": lambda state, rng: solved(state[0]), "wrong": lambda state, rng: "lr"}
+        return {
+            "right": lambda state, rng: solved(state[0]),
+            "wrong": lambda state, rng: "lr",
+            "lost": walk_lost,
+            "guide": walk_guided,
+        }
+
+
+def walk_lost(state, rng):
+    """The shortest walk once in four times, and else nine steps at random."""
+    return solved(state[0]) if rng.random() < 0.25 else "".join(rng.choice("lr") for _ in range(9))
+
+
+def walk_guided(state, rng):
+    """Step by step the shortest way from here, but for one step in seven, which is random; nine steps at most."""
+    at, first, second, door = state[0]
+    left, walk = {first, second}, ""
+    while (left or at != door) and len(walk) < 9:
+        ways = [sum(map(_far, (at, *keys), (*keys, door))) for keys in permutations(left)]
+        keys = list(permutations(left))[ways.index(min(ways))]
+        letter = "r" if (*keys, door)[0] > at else "l"
+        walk += rng.choice("lr") if rng.random() < 1 / 7 or (*keys, door)[0] == at else letter
+        at = min(max(at + (1 if walk[-1] == "r" else -1), 0), LENGTH - 1)
+        left.discard(at)
+    return walk
+
+
+def _far(one, other):
+    return abs(one - other)
 
 
 def opens(task, walk):

@@ -11,9 +11,11 @@ import pytest
 
 from benchmarks import shelf
 from benchmarks.claims.curves import findings, grid, part
+from benchmarks.claims.curves.beside import Beside
 from benchmarks.claims.curves.harness import Curve, config_of, steps_made_by, trained
 from benchmarks.claims.curves.kept import Kept, Run, make_here
 from benchmarks.claims.curves.picture import Line, picture
+from benchmarks.claims.curves.ranks import spearman
 from shoal.config import TinyPolicy
 from shoal.policy.tiny import make_tiny
 from shoal.tree import merge
@@ -85,20 +87,26 @@ def test_a_grid_that_was_killed_goes_on_and_runs_nothing_twice(start, tmp_path):
 
 def test_the_key_of_a_run_is_of_all_that_decides_it():
     run = Run("a", {"steps": 1}, VOWELS)
-    others = [run._replace(recipe={"steps": 2}), run._replace(tree=VOWELS | {"seed": 4})]
-    assert len({one.key for one in (run, *others)}) == 3
+    others = [
+        run._replace(recipe={"steps": 2}),
+        run._replace(tree=VOWELS | {"seed": 4}),
+        run._replace(beside={"heldout": True}),
+    ]
+    assert len({one.key for one in (run, *others)}) == 4
     assert run.key == Run("a", {"steps": 1}, dict(reversed(VOWELS.items()))).key
 
 
 @pytest.mark.parametrize("claim", grid.CLAIMS, ids=lambda claim: claim.name)
 def test_the_grid_has_three_learning_rates_for_every_arm_and_other_seeds_for_reporting(claim):
-    follow_up = claim.runs_of or not claim.tuning
+    follow_up = claim.name.startswith("clip_higher_at") or not claim.tuning
     assert len(set(claim.lrs)) == (1 if follow_up else 3) and len(set(claim.tuning)) == (2 if claim.tuning else 0)
     assert len(set(claim.reporting)) in (3, 5)
     assert not set(claim.tuning) & set(claim.reporting) and 0 not in (*claim.tuning, *claim.reporting)
     assert claim.name in findings.FINDINGS and set(claim.lags.values()) <= set(claim.lags)
     for run in {run.key: run for run in part.tuning_runs(claim)}.values():
-        config_of(run.tree, Path("start"))
+        judge = run.tree["train"].get("algorithm", {}).get("advantage")
+        config_of(run.tree, Path("start"), {judge: Path("judge")} if judge in ("teacher", "reward_model") else {})
+        msgspec.convert(run.beside, Beside)
 
 
 def test_every_named_algorithm_has_its_place_in_the_figure_of_staleness():
@@ -148,9 +156,9 @@ def test_clip_higher_counts_as_reproduced_only_if_the_seeds_agree():
 
 
 def test_rank_correlation_by_hand():
-    assert findings.spearman([1, 2, 3], [10, 20, 15]) == pytest.approx(0.5)
-    assert findings.spearman([4, 4, 8, 8], [1, 2, 3, 4]) == pytest.approx(0.8944, abs=1e-4)
-    assert findings.spearman([1, 2, 3], [7, 7, 7]) == 0.0
+    assert spearman([1, 2, 3], [10, 20, 15]) == pytest.approx(0.5)
+    assert spearman([4, 4, 8, 8], [1, 2, 3, 4]) == pytest.approx(0.8944, abs=1e-4)
+    assert spearman([1, 2, 3], [7, 7, 7]) == 0.0
 
 
 def test_lengths_count_as_reproduced_only_if_the_worst_seed_follows_what_is_asked():

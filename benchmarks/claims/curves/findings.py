@@ -6,15 +6,19 @@ computes it. It makes no run.
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.claims.curves.grid import Claim
+from benchmarks.claims.curves import findings_beside
+from benchmarks.claims.curves.claim import Claim
+from benchmarks.claims.curves.finding import Finding, Reports, rounded, spread
+from benchmarks.claims.curves.finding import table as make_table
 from benchmarks.claims.curves.harness import Curve
 from benchmarks.claims.curves.picture import Line, picture
+from benchmarks.claims.curves.ranks import spearman
 
 SMOOTHED = 8
 """Steps of a moving mean."""
@@ -23,21 +27,6 @@ LEVELS = 5
 """Rewards at which entropies are compared."""
 
 SPEARMAN_BAR = 0.8
-
-Reports = Mapping[tuple[str, int], Sequence[Curve]]
-"""The reporting runs by arm and staleness, one for each seed."""
-
-
-class Finding(NamedTuple):
-    """What is said of a claim."""
-
-    figures: dict[str, Any]
-    reproduced: bool | None
-    """None: nothing was to be reproduced."""
-    sentence: str
-    table: list[str]
-    """Lines of Markdown."""
-    picture: str
 
 
 def score(curve: Curve) -> float:
@@ -80,7 +69,7 @@ def clip_higher(claim: Claim, reports: Reports) -> Finding:
         lines.append(
             Line(arm.name, [tuple(np.mean(points, axis=0).tolist()) for points in zip(*ways, strict=True)], colour)
         )
-    table = _table(
+    table = make_table(
         ("Arm", "Reward at the end", "Entropy at the end, nats", "Clipped tokens"),
         [
             (
@@ -137,7 +126,7 @@ def lengths(claim: Claim, reports: Reports) -> Finding:
         figures,
         worst >= SPEARMAN_BAR,
         f"with the penalty, the worst seed has a rank correlation of {worst:.2f}, bar {SPEARMAN_BAR}",
-        _table(("Arm", *(f"asked {target}" for target in targets), "Rank correlation", "Solved"), rows),
+        make_table(("Arm", *(f"asked {target}" for target in targets), "Rank correlation", "Solved"), rows),
         picture(
             "Length written against length asked for, tokens", "asked for", "written", lines,
             [(float(target), str(target)) for target in targets],
@@ -167,7 +156,7 @@ def staleness(claim: Claim, reports: Reports) -> Finding:
         None,
         f"at staleness {lags[-1]} the rewards of the losses go from {means[last[-1]][lags[-1]]:.2f} ({last[-1]}) to "
         f"{means[last[0]][lags[-1]]:.2f} ({last[0]}); seeds differ by {figures['spread_of_seeds']:.2f} on average",
-        _table(
+        make_table(
             ("Loss", *(f"staleness {lag}" for lag in lags)),
             [(name, *(spread(figures["reward"][name][f"lag_{lag}"], 2) for lag in lags)) for name in means],
         ),
@@ -185,6 +174,7 @@ FINDINGS: dict[str, Callable[[Claim, Reports], Finding]] = {
     "lengths": lengths,
     "lengths_longer": lengths,
     "staleness": staleness,
+    **findings_beside.FINDINGS,
 }
 """By the name of the claim."""
 
@@ -211,38 +201,8 @@ def entropies_at(levels: Sequence[float], curve: Curve) -> list[float]:
     ]
 
 
-def spearman(one: Sequence[float], other: Sequence[float]) -> float:
-    """Rank correlation, equal values sharing the mean of their ranks; 0 if all values of a side are equal."""
-    a, b = _ranks(one), _ranks(other)
-    a, b = a - a.mean(), b - b.mean()
-    size = float(np.sqrt((a @ a) * (b @ b)))
-    return float(a @ b) / size if size else 0.0
-
-
-def _ranks(values: Sequence[float]) -> NDArray[np.float64]:
-    _, where, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    found: NDArray[np.float64] = (ends - (counts - 1) / 2)[where]
-    return found
-
-
-def spread(values: Sequence[float], digits: int = 3) -> str:
-    """A mean, and the lowest and highest of several."""
-    text = f"{statistics.fmean(values):.{digits}f}"
-    return f"{text} ({min(values):.{digits}f} to {max(values):.{digits}f})" if len(values) > 1 else text
-
-
-def rounded(values: Sequence[float]) -> list[float]:
-    """Four digits after the point."""
-    return [round(value, 4) for value in values]
-
-
 def _way(curve: Curve) -> list[tuple[float, float]]:
     """The curve of entropy over reward."""
     return list(
         zip(smoothed(curve.sampled["reward"]).tolist(), smoothed(curve.sampled["entropy_nats"]).tolist(), strict=True)
     )
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]

@@ -11,16 +11,11 @@ correction for staleness, learned nothing at staleness 16. One of the lengths, w
 rank correlation of 0.76. None had the upper bound of 0.28.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
-from benchmarks.claims.curves.kept import Run
+from benchmarks.claims.curves import grid_beside
+from benchmarks.claims.curves.claim import TINY, Arm, Claim, Task, Tree
 from shoal.tree import merge
-
-Tree = dict[str, Any]
-
-TINY = {"width": 48, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_width": 128, "max_positions": 64}
-"""57,000 parameters."""
 
 SUMS = {"name": "benchmarks/envs/exact_sums.py", "args": {"digits": 1, "operations": "+", "num_tasks": 24}}
 """24 sums of two digits; only the exact answer earns anything. The start is right in 2 of 10 answers: see the scripted
@@ -47,7 +42,7 @@ STARTS: dict[str, Tree] = {
 }  # fmt: skip
 """Recipes of the policies that the runs begin with."""
 
-TASKS: dict[str, Tree] = {
+TREES: dict[str, Tree] = {
     "sums": {
         "steps": 48, "envs": [SUMS],
         "sampling": {"max_turn_tokens": 4, "max_tokens": 24},
@@ -63,63 +58,7 @@ TASKS: dict[str, Tree] = {
 }  # fmt: skip
 """Run files of the tasks, by the name of their start."""
 
-
-@dataclass(frozen=True)
-class Arm:
-    """One side of a claim."""
-
-    name: str
-    over: Tree
-    """What it changes in the task's run file."""
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A claim and all its runs."""
-
-    name: str
-    statement: str
-    source: str
-    task: str
-    arms: tuple[Arm, ...]
-    lrs: tuple[float, ...]
-    """Learning rates; three for every arm."""
-    measure: str
-    reproduced: str
-    """What must be found for the claim to count as reproduced."""
-    over: Tree = field(default_factory=dict)
-    """What all arms change in the task's run file."""
-    start_over: Tree = field(default_factory=dict)
-    """What it changes in the recipe of the policy that its runs begin with."""
-    lags: dict[int, int] = field(default_factory=lambda: {0: 0})
-    """Staleness of the reporting runs, in versions, each with that of the tuning runs that decide its learning rate."""
-    tuning: tuple[int, ...] = (11, 12)
-    """Seeds; none, if there is one learning rate."""
-    reporting: tuple[int, ...] = (21, 22, 23, 24, 25)
-    """Seeds; none of them is for tuning."""
-
-    remark: str = ""
-    """What a reader must know of the verdict."""
-    runs_of: str = ""
-    """The claim whose runs these are too, if it is a control: equal runs are made once."""
-
-    def run(self, arm: Arm, lag: int, lr: float, seed: int) -> Run:
-        """One run."""
-        own = {
-            "name": f"{self.runs_of or self.name}-{arm.name}-lag{lag}-lr{lr:g}-seed{seed}",
-            "seed": seed,
-            "rollouts": {"max_staleness": lag},
-            "train": {"lr": lr},
-        }
-        tree: Tree = TASKS[self.task]
-        for over in (self.over, arm.over, own):
-            tree = merge(tree, over)
-        return Run(self.task, merge(STARTS[self.task], self.start_over), tree)
-
-    def tuned(self) -> list[int]:
-        """Staleness of the tuning runs."""
-        return sorted(set(self.lags.values()))
-
+TASKS = {name: Task(name, STARTS[name], tree) for name, tree in TREES.items()}
 
 NAMED = (
     "grpo", "ppo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "maxrl", "scalerl", "prime_rl", "reinforce",
@@ -131,7 +70,7 @@ CLIP_HIGHER = Claim(
     name="clip_higher",
     statement="Raising the upper bound of the clip from 0.20 to 0.28 keeps more entropy at the same reward.",
     source="DAPO, arXiv:2503.14476, section 3.1",
-    task="sums",
+    task=TASKS["sums"],
     over={"train": {"minibatches": 8, "algorithm": {"name": "dapo"}}},
     arms=(
         Arm("eps_0.20", {"train": {"algorithm": {"loss": {"eps_high": 0.20}}}}),
@@ -160,7 +99,7 @@ LENGTHS_ASKED = Claim(
     name="lengths",
     statement="A penalty on the distance to a length that the prompt names makes the policy write that length.",
     source="INTELLECT-2, arXiv:2505.07291",
-    task="filled",
+    task=TASKS["filled"],
     arms=(Arm("penalty", {}),),
     lrs=(3e-4, 1e-3, 3e-3),
     measure="Spearman's rank correlation of the length asked for and the length written, over 256 further episodes.",
@@ -183,7 +122,7 @@ CLAIMS = (
         name="staleness",
         statement="How far the reward falls with the staleness of rollouts, for each named loss; no winner is prescribed.",
         source="the algorithms of docs/explanation/algorithms.md",
-        task="sums",
+        task=TASKS["sums"],
         over={
             "steps": 40,
             "rollouts": {"batch_groups": 10, "block_rollouts": 80},
@@ -196,15 +135,26 @@ CLAIMS = (
         measure="Mean reward of the last two of eight tests, after 35 and 40 steps, 192 episodes each.",
         reproduced="Nothing is to be reproduced. Three reporting seeds, because five would take too long.",
     ),
+    *grid_beside.CLAIMS,
 )
 """In the order in which they are run."""
 
 
 def quick(claim: Claim) -> Claim:
     """As little of a claim as proves that it runs."""
-    rollouts = {"batch_groups": 8, "block_rollouts": 64}
+    small = {"steps": 8, "eval": {"episodes": 16}, "rollouts": {"batch_groups": 8, "block_rollouts": 64}}
+    beside = {"probe": {"every": 4}, "filtered": {"low": 0.0, "high": 1.0}, "preferences": {"steps": 8}}
+    arms = [
+        replace(
+            arm,
+            over=merge(arm.over, small),
+            beside=merge(arm.beside, {name: own for name, own in beside.items() if name in arm.beside}),
+        )
+        for arm in claim.arms[:3]
+    ]
+    teacher = {"teacher": claim.beside["teacher"] | {"steps": 30, "episodes": 256}} if "teacher" in claim.beside else {}
     return replace(
-        claim, arms=claim.arms[:2], lrs=claim.lrs[:1], tuning=claim.tuning[:1], reporting=claim.reporting[:1],
+        claim, arms=tuple(arms), lrs=claim.lrs[:1], tuning=claim.tuning[:1], reporting=claim.reporting[:1],
         lags=dict.fromkeys(list(claim.lags)[:2], 0), start_over={"steps": 30, "episodes": 256},
-        over=merge(claim.over, {"steps": 8, "eval": {"episodes": 16}, "rollouts": rollouts}),
+        beside=merge(claim.beside, teacher),
     )  # fmt: skip

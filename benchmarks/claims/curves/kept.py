@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from benchmarks.claims.curves.beside import Beside
 from benchmarks.claims.curves.harness import Curve, trained
+from benchmarks.claims.curves.preferred import preferred
 from benchmarks.claims.curves.starts import make_start
 from shoal.protocol.wire import domain_hash
 
@@ -31,11 +33,13 @@ class Run(NamedTuple):
     """How that policy is made."""
     tree: dict[str, Any]
     """Its run file."""
+    beside: dict[str, Any] = {}
+    """What it has beside that, as a tree of `Beside`."""
 
     @property
     def key(self) -> str:
         """Names it in the folder."""
-        return _digest([FORM, self.recipe, self.tree])
+        return _digest([FORM, self.recipe, self.tree, *([self.beside] if self.beside else [])])
 
 
 class Kept:
@@ -70,9 +74,17 @@ class Kept:
 
     def start_of(self, run: Run) -> Path:
         """The policy that a run begins with, made if it is not there."""
-        folder = self.folder / f"start-{run.start}-{_digest([FORM, run.recipe])[:8]}"
+        return self._policy(run.start, run.recipe)
+
+    def teacher_of(self, run: Run) -> Path | None:
+        """The teacher of a run, made if it is not there; None if it has none."""
+        recipe = run.beside.get("teacher")
+        return self._policy(recipe["name"], recipe) if recipe else None
+
+    def _policy(self, name: str, recipe: dict[str, Any]) -> Path:
+        folder = self.folder / f"start-{name}-{_digest([FORM, recipe])[:8]}"
         if not (folder / "config.json").exists():
-            make_start(run.recipe, folder)
+            make_start(recipe, folder)
         return folder
 
 
@@ -86,7 +98,9 @@ def make_apart(run: Run, start: Path, file: Path) -> None:
 
 def make_here(run: Run, start: Path, file: Path) -> None:
     """Train a run in this process, and write its curve."""
-    curve = trained(run.tree, start, key=run.key, begun=run.start)
+    beside = msgspec.convert(run.beside, Beside)
+    make = preferred if beside.preferences else trained
+    curve = make(run.tree, start, beside, Kept(file.parent).teacher_of(run), key=run.key, begun=run.start)
     new = file.with_suffix(".new")
     new.write_bytes(msgspec.json.encode(curve))
     os.replace(new, file)

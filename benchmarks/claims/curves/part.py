@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.claims.curves import grid
-from benchmarks.claims.curves.findings import FINDINGS, Reports, rounded, score
-from benchmarks.claims.curves.grid import Claim
+from benchmarks.claims.curves.claim import Claim
+from benchmarks.claims.curves.finding import Reports, rounded
+from benchmarks.claims.curves.findings import FINDINGS, score
 from benchmarks.claims.curves.harness import Curve
 from benchmarks.claims.curves.kept import Kept, Run
 

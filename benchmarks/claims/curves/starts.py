@@ -1,6 +1,6 @@
 """The policies that the runs begin with: each is made once, by imitation of a scripted player, in a few seconds.
 
-Called by `kept`. A start is a recipe of `shoal sft`, in `grid.STARTS`. The same recipe gives the same bytes on one kind of
+Called by `kept`. A start is a recipe of `shoal sft`, in a grid. The same recipe gives the same bytes on one kind of
 machine.
 """
 
