@@ -3,12 +3,12 @@
 Part of `grid`, whose rules hold here, too: all of it was committed before the first run, which the history of this file
 shows, and no claim uses seed 0.
 
-What was run before this was fixed: 18 runs with seed 0, to find how long a run takes and how fast it learns. In the corridor,
-PPO with a critic and PPO with the group's mean had learned more after as many tokens than PPO with continuations, one run
-each. A first teacher never left the shortest way and could not say what to do elsewhere. On-policy distillation had a higher
-reward than SFT in one run each, and no lower KL. One filtered run had earned less than one with all tasks. Reward models had
-rank correlations of 0.41 to 0.55 on unseen answers, with fewer steps, other learning rates or more prompts than below. DPO with a
-learning rate of 0.001 wrote answers of another form, whose utility is lowest, in 4 of 10 cases and more.
+What was run before this was fixed: 18 runs with seed 0, to find how long a run takes and how fast it learns. In the
+corridor, PPO with a critic and PPO with the group's mean had learned more after as many tokens than PPO with continuations,
+one run each. A first teacher never left the shortest way and could not say what to do elsewhere. On-policy distillation had
+a higher reward than SFT in one run each, and no lower KL. One filtered run had earned less than one with all tasks. Reward
+models had rank correlations of 0.41 to 0.55 on unseen answers, with fewer steps, other learning rates or more prompts than
+below. DPO with a learning rate of 0.001 wrote answers of another form, whose utility is lowest, in 4 of 10 cases and more.
 """
 
 from benchmarks.claims.curves.claim import TINY, Arm, Claim, Task, Tree
