@@ -20,13 +20,14 @@ from benchmarks.claims.tabular import (
     WRITTEN_RT,
     Array,
     Policy,
+    cosine,
     off,
     policy_of,
     right_ones,
 )  # fmt: skip
 from shoal.algos.gae import gae
 from shoal.algos.returns import returns_to_go, turn_advantages
-from shoal.algos.vine import step_advantages, vine_values
+from shoal.algos.vine import start_values, step_advantages, vine_values
 
 LAMBDAS = (0.0, 0.5, 0.95, 1.0)
 CONTINUATIONS = (1, 2, 4)
@@ -60,12 +61,14 @@ def critic() -> dict[str, Any]:
 
 def vines() -> dict[str, Any]:
     """VinePPO (arXiv:2410.01679): K continuations give no bias, and what they add to the variance of true values falls
-    with 1 / K. A rollout's own return (lambda = 1) has more variance from some K on."""
+    with 1 / K. A rollout's own return (lambda = 1) has more variance from some K on. For the start, the mean of a group's
+    other rollouts gives no bias; that of the whole group turns the update away from the gradient."""
     policy, rewards_R = policy_of(1), right_ones()
     true_S, wanted = policy.values_S(rewards_R), policy.gradient(rewards_R)
     exact = policy.spread(_by_gae(true_S, rewards_R, 0.0))
     biases, variances = zip(*(_by_vines(policy, true_S, rewards_R, K, wanted) for K in CONTINUATIONS), strict=True)
     added = [variance - exact for variance in variances]
+    others, whole = (_by_start(policy, true_S, rewards_R, of) for of in (start_values, lambda R_G: [sum(R_G) / 2] * 2))
     return {
         "continuations": list(CONTINUATIONS),
         "bias": list(biases),
@@ -73,7 +76,14 @@ def vines() -> dict[str, Any]:
         "variance_of_true_values": exact,
         "variance_of_returns": policy.spread(_by_gae(true_S, rewards_R, 1.0)),
         "added_times_K": [K * one for K, one in zip(CONTINUATIONS, added, strict=True)],
+        "start_of_two": {
+            "bias_of_the_other": off(others, wanted),
+            "bias_of_the_mean": off(whole, wanted),
+            "cosine_of_the_mean": cosine(whole, wanted),
+        },
         "holds": max(biases) < NONE
+        and off(others, wanted) < NONE
+        and cosine(whole, wanted) < 0.999
         and variances[-1] < policy.spread(_by_gae(true_S, rewards_R, 1.0))
         and max(off([K * one], [added[0]]) for K, one in zip(CONTINUATIONS, added, strict=True)) < NONE * 1e3,
     }
@@ -149,3 +159,18 @@ def _by_vines(policy: Policy, true_S: Array, rewards_R: Array, K: int, wanted: A
             mean_P += p * g_P
             squares += p * float(g_P @ g_P)
     return off(mean_P, wanted), squares - float(mean_P @ mean_P)
+
+
+def _by_start(policy: Policy, true_S: Array, rewards_R: Array, of: Callable[[list[float]], list[float]]) -> Array:
+    """The expected update of a rollout of two, if `of` says from both returns what the start is worth to each, and the true
+    values what later states are."""
+    pairs_M2, p_M = policy.groups(2)
+    mean_P = np.zeros(policy.scores_RTP.shape[2])
+    for pair, p in zip(pairs_M2, p_M, strict=True):
+        starts = of(rewards_R[pair].tolist())
+        for r, start in zip(pair, starts, strict=True):
+            length = LENGTHS_R[r]
+            values = [start, *true_S[STATES_RT[r, 1:length]]]
+            credit_T = step_advantages(values, [0.0] * (length - 1) + [float(rewards_R[r])])
+            mean_P += p / 2 * (credit_T @ policy.scores_RTP[r, :length])
+    return mean_P

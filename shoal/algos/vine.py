@@ -11,20 +11,29 @@ made them.
     A_k         r_k + V(s_k+1) - V(s_k), the same for all tokens of the step; V after the end is 0
 
 V is unbiased for any K, so the gradient is, too. What the guess adds to its variance falls with 1 / K. The start s_0 needs
-no continuations of its own: the rollouts of a group are continuations from it. Their mean includes the rollout itself, so
-the gradient of its first step is (G - 1)/G as long in a group of G, as with GRPO's baseline (`rloo`).
+no continuations of its own: the other rollouts of the group are continuations from it (`start_values`). A rollout's own
+return must not be among them. With the mean of the whole group, the gradient of first steps would be (G - 1)/G as long, and
+that of later steps as long as it should be: another direction, not only another length as with GRPO's baseline (`rloo`).
+The authors' code leaves a rollout out, too: it writes K others from the prompt, which we save.
 
 Changed from the paper: no discount, because its gamma is 1. Where a step's continuations are missing, `fill_values` takes
 the value of the nearest known state before it, so the credit of the steps in between goes to the step that reaches the next
 known state. This is a rule over what is logged, never over what happened to arrive.
 
-Axes: S steps of one rollout; K continuations of one state; T tokens of the policy in the rollout.
+Axes: G rollouts of a group; S steps of one rollout; K continuations of one state; T tokens of the policy in the rollout.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+def start_values(returns_G: Sequence[float]) -> list[float]:
+    """V(s_0) as each rollout of a group sees it: the mean return of the others. A group has at least two rollouts."""
+    R_G = np.asarray(returns_G, dtype=np.float64)
+    values_G: list[float] = ((R_G.sum() - R_G) / (len(R_G) - 1)).tolist()
+    return values_G
 
 
 def vine_values(returns_S_K: Sequence[Sequence[float]]) -> list[float | None]:
@@ -36,7 +45,7 @@ def fill_values(values_S: Sequence[float | None]) -> NDArray[np.float64]:
     """The values with those that are unknown taken from the nearest known state before. Raises ValueError if the first,
     which the group itself gives, is unknown."""
     if not values_S or values_S[0] is None:
-        raise ValueError("the value of the first state is unknown: give the mean reward of the group")
+        raise ValueError("the value of the first state is unknown: give the mean reward of the group's other rollouts")
     filled, known = np.empty(len(values_S)), values_S[0]
     for k, value in enumerate(values_S):
         known = known if value is None else value

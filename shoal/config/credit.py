@@ -97,8 +97,7 @@ def _vine_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
         return
     yield (
         algorithm.advantage == "mean",
-        f'{where}.name = "vine" makes the advantages itself, and where it cannot, it takes "mean": leave '
-        f'{WHERE}.advantage = "{algorithm.advantage}" out',
+        f'{where}.name = "vine" makes the advantages itself: leave {WHERE}.advantage = "{algorithm.advantage}" out',
     )
     yield (
         all(env.kind in ("", EPISODES) for env in config.envs),  # guard: continuations-are-played-by-workers

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.algos.vine import fill_values, of_tokens, step_advantages, vine_values
+from shoal.algos.vine import fill_values, of_tokens, start_values, step_advantages, vine_values
 from shoal.ledger.algorithm import advantages
 from shoal.protocol.algorithms import Algorithm, vine_of
 from shoal.protocol.continuations import places
@@ -23,20 +23,22 @@ def credit(
 ) -> list[NDArray[np.float32]]:
     """The advantage of each learned token of each rollout, G arrays float32[P].
 
-    The first state's value is the mean reward of the group. A group whose continuations an event made void is worth what it
-    would be in a run without vines: all tokens of a rollout get its advantage. Raises `ValueError` if there are not as many
-    continuations as the group's places need.
+    The first state's value is the mean reward of the group's other rollouts. Where an event made the continuations of a
+    group void, each of its rollouts is one step. Raises `ValueError` if there are not as many continuations as the group's
+    places need.
     """
-    vine, num_G = vine_of(algorithm), [rollout.author.count(POLICY) for rollout in group.rollouts]
-    if vine is None or not continuations:  # guard: void-continuations-fall-back
+    vine = vine_of(algorithm)
+    if vine is None:
+        num_G = [rollout.author.count(POLICY) for rollout in group.rollouts]
         advantages_G = advantages(rewards_G, algorithm)
         return [np.full(num, A, dtype=np.float32) for num, A in zip(num_G, advantages_G, strict=True)]
-    places_G = [places(rollout, vine) for rollout in group.rollouts]
+    void = not continuations  # guard: void-continuations-fall-back
+    places_G = [() if void else places(rollout, vine) for rollout in group.rollouts]
     due = sum(map(len, places_G)) * vine.continuations
     if due != len(continuations):
         raise ValueError(f"{len(continuations)} rewards of continuations for {due} due")
-    start, found, left = float(np.mean(np.asarray(rewards_G, np.float64))), [], iter(continuations)
-    for rollout, reward, at in zip(group.rollouts, rewards_G, places_G, strict=True):
+    found, left = [], iter(continuations)
+    for rollout, reward, start, at in zip(group.rollouts, rewards_G, start_values(rewards_G), places_G, strict=True):
         returns_S_K = [[next(left) for _ in range(vine.continuations)] for _ in at]
         found.append(_of_rollout(rollout, reward, at, [start, *vine_values(returns_S_K)]))
     return found

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.algos import rloo
 from shoal.algos.gae import gae
 from shoal.algos.grpo_advantages import advantages
 from shoal.algos.process_rewards import process_advantages
 from shoal.algos.returns import returns_to_go, turn_advantages
 from shoal.algos.value_loss import value_loss
-from shoal.algos.vine import fill_values, of_tokens, step_advantages, vine_values
+from shoal.algos.vine import fill_values, of_tokens, start_values, step_advantages, vine_values
 
 # --- GAE ---
 
@@ -93,6 +94,14 @@ def test_a_steps_credit_is_what_it_adds_to_the_mean_of_continuations():
     assert values == [0.25, 0.5, 1.0]
     assert step_advantages(values, [0.0, 0.0, 1.0]).tolist() == [0.25, 0.5, 0.0]
     assert of_tokens([0.25, 0.5, 0.0], [2, 1, 3]).tolist() == [0.25, 0.25, 0.5, 0.0, 0.0, 0.0]
+
+
+def test_the_value_of_the_start_leaves_a_rollouts_own_return_out():
+    # of the returns 1, 0 and 0.5, the others have the means 0.25, 0.75 and 0.5
+    assert start_values([1.0, 0.0, 0.5]) == [0.25, 0.75, 0.5]
+    assert rloo.advantages([1.0, 0.0, 0.5]).tolist() == [0.75, -0.75, 0.0], (
+        "a rollout of one step is worth what RLOO says"
+    )
 
 
 def test_a_state_without_continuations_leaves_its_credit_to_the_next_known_one():

@@ -96,6 +96,14 @@ def test_the_key_of_a_run_is_of_all_that_decides_it():
     assert run.key == Run("a", {"steps": 1}, dict(reversed(VOWELS.items()))).key
 
 
+def test_another_way_to_learn_from_continuations_changes_no_other_keys(monkeypatch):
+    vine = merge(VOWELS, {"train": {"algorithm": {"name": "ppo", "credit": {"name": "vine"}}}})
+    runs = [Run("a", {"steps": 1}, tree) for tree in (VOWELS, vine)]
+    plain, continued = (run.key for run in runs)
+    monkeypatch.setattr("benchmarks.claims.curves.kept.VINE_FORM", 3)
+    assert runs[0].key == plain and runs[1].key != continued
+
+
 @pytest.mark.parametrize("claim", grid.CLAIMS, ids=lambda claim: claim.name)
 def test_the_grid_has_three_learning_rates_for_every_arm_and_other_seeds_for_reporting(claim):
     follow_up = claim.name.startswith("clip_higher_at") or not claim.tuning

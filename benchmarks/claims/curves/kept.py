@@ -21,7 +21,10 @@ from benchmarks.claims.curves.starts import make_start
 from shoal.protocol.wire import domain_hash
 
 FORM = 1
-"""Part of every key: raise it when a change of the code changes curves."""
+"""Part of every key: raise it when a change of the code changes all curves."""
+
+VINE_FORM = 2
+"""Part of the keys of runs that learn from continuations: raise it when a change of the code changes their curves alone."""
 
 
 class Run(NamedTuple):
@@ -39,7 +42,9 @@ class Run(NamedTuple):
     @property
     def key(self) -> str:
         """Names it in the folder."""
-        return _digest([FORM, self.recipe, self.tree, *([self.beside] if self.beside else [])])
+        vine = self.tree["train"].get("algorithm", {}).get("credit")
+        more = ([self.beside] if self.beside else []) + ([VINE_FORM] if vine else [])
+        return _digest([FORM, self.recipe, self.tree, *more])
 
 
 class Kept:
