@@ -163,6 +163,24 @@ def test_clip_higher_counts_as_reproduced_only_if_the_seeds_agree():
     assert not verdict([-0.1, -0.12, -0.09, -0.1, -0.11]).reproduced
 
 
+def test_controls_decide_where_tuning_chose_different_learning_rates():
+    claim, controls = grid.CLAIMS[0], grid.CLAIMS[1:3]
+
+    def verdict(rule, by_control, chosen):
+        figures = {one.name: {"by_rule": by, "lr": {}} for one, by in zip(controls, by_control, strict=True)}
+        figures[claim.name] = {"by_rule": rule, "lr": dict(enumerate(chosen))}
+        found = part.verdicts(claim, figures)
+        return found["by_controls"], found["verdict"]
+
+    yes, no = part.REPRODUCED, part.NOT_REPRODUCED
+    assert verdict(yes, (yes, no), (3e-4, 1e-3)) == (no, no) and verdict(yes, (yes, no), (1e-3, 1e-3)) == (no, yes)
+    assert verdict(no, (yes, yes), (3e-4, 1e-3)) == (yes, yes)
+    assert part.verdicts(controls[0], {controls[0].name: {"by_rule": yes, "lr": {}}}) == {
+        "by_controls": "",
+        "verdict": yes,
+    }
+
+
 def test_rank_correlation_by_hand():
     assert spearman([1, 2, 3], [10, 20, 15]) == pytest.approx(0.5)
     assert spearman([4, 4, 8, 8], [1, 2, 3, 4]) == pytest.approx(0.8944, abs=1e-4)
@@ -205,6 +223,7 @@ def test_a_quick_run_of_all_claims_ends_with_a_line_of_json(monkeypatch, capsys,
     first, again = run(), run()
     told = json.loads(first[-1])
     assert told["runs"]["missed"] == [] and {claim.name for claim in grid.CLAIMS} <= told["runs"].keys()
+    assert all(one.name in told["tables"]["verdicts"] for one in grid.CLAIMS)
     assert all(told["runs"][claim.name]["runs"] for claim in grid.CLAIMS)
     assert json.loads(again[-1]) == told and len(again) < len(first), "nothing is run twice"
     assert len(list(tmp_path.glob("*.svg"))) == len(grid.CLAIMS)

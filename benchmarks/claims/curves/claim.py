@@ -66,8 +66,10 @@ class Claim:
 
     remark: str = ""
     """What a reader must know of the verdict."""
+    controls: tuple[str, ...] = ()
+    """Claims that give all arms one learning rate. They decide if tuning chose different ones."""
     runs_of: str = ""
-    """The claim whose runs these are too, if it is a control: equal runs are made once."""
+    """The claim whose runs these are, too: equal runs are made once."""
 
     def run(self, arm: Arm, lag: int, lr: float, seed: int) -> Run:
         """One run."""

@@ -66,6 +66,8 @@ NAMED = (
 )  # fmt: skip
 """Every name of `[train.algorithm]` but composition, which names no paper."""
 
+CONTROL_LRS = (3e-4, 1e-3)
+
 CLIP_HIGHER = Claim(
     name="clip_higher",
     statement="Raising the upper bound of the clip from 0.20 to 0.28 keeps more entropy at the same reward.",
@@ -86,11 +88,12 @@ CLIP_HIGHER = Claim(
         "The difference is above 0 in at least 4 of 5 seeds, and its mean is more than 2 standard errors above 0."
     ),
     remark="If tuning chose different learning rates for the arms, the difference may be theirs: the controls decide.",
+    controls=tuple(f"clip_higher_at_{lr:g}" for lr in CONTROL_LRS),
 )
 
 CONTROLS = tuple(
-    replace(CLIP_HIGHER, name=f"clip_higher_at_{lr:g}", lrs=(lr,), runs_of="clip_higher", remark="")
-    for lr in (3e-4, 1e-3)
+    replace(CLIP_HIGHER, name=name, lrs=(lr,), runs_of="clip_higher", remark="", controls=())
+    for name, lr in zip(CLIP_HIGHER.controls, CONTROL_LRS, strict=True)
 )
 """The same with one learning rate for both arms. They were added, before their first run, when clip_higher had chosen
 different ones: a difference of entropy could come from either."""

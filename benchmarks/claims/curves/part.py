@@ -6,16 +6,21 @@ reproduced is a result, and no failure of the benchmark.
 """
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.claims.curves import grid
 from benchmarks.claims.curves.claim import Claim
-from benchmarks.claims.curves.finding import Reports, rounded
+from benchmarks.claims.curves.finding import Reports, rounded, table
 from benchmarks.claims.curves.findings import FINDINGS, score
 from benchmarks.claims.curves.harness import Curve
 from benchmarks.claims.curves.kept import Kept, Run
+
+REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced here"
+
+VERDICTS = {"By the rule of the grid": "by_rule", "By the controls": "by_controls", "Verdict": "verdict"}
+"""Columns of the table of verdicts, and their figures."""
 
 
 class Tuned(NamedTuple):
@@ -32,7 +37,8 @@ def measure(
 ) -> dict[str, Any]:
     """All figures of the claims with these names, or of all. Runs are kept in the folder `keep`, and pictures written to
     the folder `pictures`, unless they are empty."""
-    claims = [claim for claim in grid.CLAIMS if not names or claim.name in names]
+    needed = {*names, *(control for claim in grid.CLAIMS if claim.name in names for control in claim.controls)}
+    claims = [claim for claim in grid.CLAIMS if not names or claim.name in needed]
     if unknown := set(names) - {claim.name for claim in grid.CLAIMS}:
         raise SystemExit(f"--claims {','.join(unknown)}: known are {', '.join(claim.name for claim in grid.CLAIMS)}")
     with tempfile.TemporaryDirectory(prefix="shoal-shelf-") as scratch:
@@ -40,11 +46,17 @@ def measure(
         figures: dict[str, Any] = {}
         tables: dict[str, str] = {}
         for claim in map(grid.quick, claims) if quick else claims:
-            found, table, drawn = measured(claim, kept, say)
-            figures[claim.name], tables[claim.name] = found, table
+            figures[claim.name], tables[claim.name], drawn = measured(claim, kept, say)
             if pictures:
                 Path(pictures).mkdir(parents=True, exist_ok=True)
                 (Path(pictures) / f"{claim.name}.svg").write_text(drawn)
+        for claim in claims:
+            figures[claim.name] = verdicts(claim, figures) | figures[claim.name]
+        tables["verdicts"] = "\n".join(
+            table(
+                ("Claim", *VERDICTS), [(name, *(one[by] for by in VERDICTS.values())) for name, one in figures.items()]
+            )
+        )
         return {**figures, "missed": [], "tables": tables}
 
 
@@ -58,10 +70,9 @@ def measured(claim: Claim, kept: Kept, say: Callable[[str], None]) -> tuple[dict
     say(f"{claim.name}: {len(kept.missing(reports))} of {len(reports)} reporting runs are missing")
     kept.make(reports, say)
     found = FINDINGS[claim.name](claim, reports_of(claim, kept, tuned))
-    verdict = {None: "measured", True: "reproduced", False: "not reproduced here"}[found.reproduced]
     figures = {
         "statement": claim.statement,
-        "verdict": verdict,
+        "by_rule": {None: "measured", True: REPRODUCED, False: NOT_REPRODUCED}[found.reproduced],
         "found": found.sentence,
         "remark": claim.remark,
         **found.figures,
@@ -75,6 +86,17 @@ def measured(claim: Claim, kept: Kept, say: Callable[[str], None]) -> tuple[dict
         "runs": [row_of(run, kept.curve(run)) for run in every],
     }
     return figures, "\n".join(found.table), found.picture
+
+
+def verdicts(claim: Claim, figures: Mapping[str, Any]) -> dict[str, str]:
+    """What the claim's controls say, and what holds: its own rule, or its controls where tuning chose different learning
+    rates for its arms."""
+    rule, chosen = figures[claim.name]["by_rule"], set(figures[claim.name]["lr"].values())
+    if not claim.controls:
+        return {"by_controls": "", "verdict": rule}
+    agree = all(figures[name]["by_rule"] == REPRODUCED for name in claim.controls)
+    controls = REPRODUCED if agree else NOT_REPRODUCED
+    return {"by_controls": controls, "verdict": controls if len(chosen) > 1 else rule}
 
 
 def tuning_runs(claim: Claim) -> list[Run]:
@@ -139,8 +161,10 @@ def row_of(run: Run, curve: Curve) -> dict[str, Any]:
 
 def told(figures: dict[str, Any]) -> str:
     """One line for each claim."""
-    return "\n".join(
-        f"{one['verdict']:>19}  {name}: {one['statement']} Found: {one['found']}. {one['remark']}".rstrip()
-        for name, one in figures.items()
-        if isinstance(one, dict) and "verdict" in one
-    )
+    lines = []
+    for name, one in figures.items():
+        if isinstance(one, dict) and "verdict" in one:
+            both = f" By the rule of the grid: {one['by_rule']}; by the controls: {one['by_controls']}."
+            said = f"{one['statement']} Found: {one['found']}.{both if one['by_controls'] else ''} {one['remark']}"
+            lines.append(f"{one['verdict']:>19}  {name}: {said}".rstrip())
+    return "\n".join(lines)
