@@ -6,14 +6,36 @@ Called wherever such text is printed or logged. Escapes are those of JSON, so a 
 import copy
 import json
 import logging
+import unicodedata
 
 MAX_LINE_CHARS = 2000
 """Of a line of a role's log; a traceback after it is whole."""
+
+MOST_MARKS = 2
+"""Combining marks after one letter: as many as words of living languages need."""
+
+_SELECTORS = frozenset(map(chr, (*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0))))
+"""Variation selectors: terminals disagree on how wide they make a character."""
 
 
 def printable(text: str, keep: str = "") -> str:
     """Escape everything that does not print: controls, U+0080 to U+009F, marks that change the text direction."""
     return "".join(c if c.isprintable() or c in keep else _escaped(c) for c in text)  # guard: escaped
+
+
+def brief(text: str, most: int = 60) -> str:
+    """A stranger's text for a cell of a table: printable, in one line of at most `most` characters.
+
+    Of marks that are drawn over the letter before them, at most `MOST_MARKS` in a row are kept: a hundred of them would
+    reach into the lines above. The rest, and what chooses between pictures of one letter, is left out.
+    """
+    cut, marks = list[str](), 0
+    for c in unicodedata.normalize("NFC", text[: 4 * most]):
+        marks = marks + 1 if unicodedata.combining(c) or unicodedata.category(c) in ("Mn", "Me") else 0
+        if marks <= MOST_MARKS and c not in _SELECTORS:  # guard: marks-in-a-row
+            cut.append(c)
+    shown = printable("".join(cut))
+    return shown if len(shown) <= most and len(text) <= 4 * most else shown[: most - 1] + "…"
 
 
 def _escaped(character: str) -> str:

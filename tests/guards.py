@@ -1818,6 +1818,8 @@ GUARDS = [
     ),
     *_needed_by("tests/test_terminal.py",
         ("escaped", ("c.isprintable() or c in keep", "True"), "test_what_does_not_print_is_escaped_and_the_rest_left"),
+        ("marks-in-a-row", ("marks <= MOST_MARKS", "True"),
+         "test_text_for_a_cell_is_one_short_line_with_few_marks"),
         ("short-log-lines", ("super().formatMessage(named)[:MAX_LINE_CHARS]", "super().formatMessage(named)"),
          "test_a_logged_line_is_short_and_a_traceback_after_it_whole"),
         ("printable-logs", ('printable(super().format(record), keep="\\n")', "super().format(record)"),

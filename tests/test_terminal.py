@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from shoal.terminal import MAX_LINE_CHARS, PrintableFormatter, printable, say
+from shoal.terminal import MAX_LINE_CHARS, PrintableFormatter, brief, printable, say
 
 NASTY = "a\x1b[2J\x7f\x9b1m\u202e\u2066\U000e0001\r\0\n\ud800b"
 
@@ -46,3 +46,11 @@ def test_a_logged_line_names_who_speaks_and_no_file_of_ours(logger, who):
     record = logging.LogRecord(logger, logging.INFO, "", 0, "left=true", (), None)
     assert PrintableFormatter("%(name)s %(message)s").format(record) == f"{who} left=true"
     assert record.name == logger
+
+
+def test_text_for_a_cell_is_one_short_line_with_few_marks():
+    assert brief("worker-7") == "worker-7" and brief("Zoe\u0308 🐟") == "Zoë 🐟"
+    assert brief("x" * 10_000, 20) == "x" * 19 + "…"
+    assert brief("e" + "\u0302" * 500, 20) == "ê" + "\u0302" * 2 + "…"
+    assert brief("❤\ufe0f\n\u202e", 30) == "❤\\n\\u202e"
+    assert len(brief(NASTY, 10)) == 10

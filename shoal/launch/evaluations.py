@@ -4,6 +4,7 @@ Called by `launch/local`, one evaluation at a time, while training goes on. Each
 run's folder. A version with a file is not evaluated again, even if processes were killed in between.
 """
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,15 +30,21 @@ class Evaluations:
         self._config, self._folder, self._make = config, folder, make
         self._wanted = any(config.eval_episodes(env) for env in config.envs)
         self.processes: list[RoleProcess] = []
+        self._first_began: float | None = None
+        self.first_took_s = 0.0
+        """Wall time of the first version's evaluation, if this launcher saw it; the last one takes about as long."""
 
     def start_due(self) -> None:
         """Begin the next evaluation that is due: the first version, then the newest kept checkpoint."""
         if not self._wanted or not self.idle():
             return
+        if self._first_began is not None:
+            self.first_took_s, self._first_began = time.monotonic() - self._first_began, None
         kept = sorted(path for path in self._folder.checkpoints.glob("v[0-9]*") if path.is_dir())
         if not kept:
             return
         if not self._known("before"):
+            self._first_began = time.monotonic()
             self._begin("before", self._folder.checkpoints / "v000000")
         elif 0 < _version(kept[-1]) < self._config.steps and not self._known(kept[-1].name):
             self._begin(kept[-1].name, kept[-1], ON_THE_WAY)

@@ -18,8 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.config import EnvConfig
+from shoal.launch.nodes_table import reasons
+from shoal.launch.panels import duration
 from shoal.launch.summary import RunEnd
-from shoal.launch.view import duration, reasons
 from shoal.terminal import printable
 
 _COLOURS = {"assistant": "bold cyan", "user": "white", "system": "dim"}

@@ -267,6 +267,7 @@ class LocalRun:
             heldout=self._evaluations.results(),
             restarts={p.name: p.restarts for p in self._processes() if p.restarts},
             notice=self._notice or full_disk(self._folder.root),
+            evaluation_s=self._evaluations.first_took_s,
         )
         self._view.show(self._snapshot)
         self._explain_pause()

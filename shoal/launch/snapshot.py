@@ -41,6 +41,16 @@ class Heldout(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
+class Sample:
+    """A conversation of the policy, to look at."""
+
+    title: str
+    """Which rollout it is, and its reward."""
+    turns: tuple[tuple[str, str], ...]
+    """Who said what."""
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """All that the view shows."""
 
@@ -62,6 +72,12 @@ class Snapshot:
     """By role; roles that were never restarted are left out."""
     notice: str = ""
     """What the launcher itself is doing, if it does more than watch."""
+    evaluation_s: float = 0.0
+    """What the evaluation after the last step takes; 0 if there is none or nobody knows."""
+    sample: Sample | None = None
+    """A conversation of late."""
+    hint: str = ""
+    """The line below the picture; empty: how the run's host stops it."""
 
     @property
     def step(self) -> int:

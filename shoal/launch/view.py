@@ -1,58 +1,126 @@
 """The terminal view of a running run: a snapshot becomes a picture, or a line when the output is piped to a file.
 
-Called by `launch/local`. Pure: it starts nothing, reads nothing and asks nobody, so tests and the picture in the
-README are made from snapshots. `launch/finale` shows the end of a run.
+Called by `launch/local` for the host and by `launch/watching` for anyone. It starts nothing, reads nothing and asks
+nobody, so tests and the picture in the README are made from snapshots. Its parts are in `launch/panels` and
+`launch/nodes_table`; here each gets its place, so that at every size the point is kept: who was refused, by which check,
+and what the run waits for. `launch/finale` shows the end of a run.
 """
 
 import time
-from collections.abc import Sequence
+from collections import deque
 from typing import Protocol
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shoal.launch.snapshot import Heldout, Snapshot
-from shoal.protocol.types import NodeState
-from shoal.terminal import printable
+from shoal.launch import panels
+from shoal.launch.nodes_table import in_trouble, nodes_table, workers
+from shoal.launch.panels import WATCHDOG_S, duration, format_figure
+from shoal.launch.remaining import seconds_left
+from shoal.launch.snapshot import Snapshot
+from shoal.terminal import brief, printable
 
-WATCHDOG_S = 5.0
-"""A longer wait is shown in colour, and is printed if the output is piped."""
+FRAME = 2
+"""Lines of the frame, and cells between it and what is in it, on each side."""
 
-MAX_CHART_WIDTH, CHART_HEIGHT = 72, 7
-_EIGHTHS = " ▁▂▃▄▅▆▇█"
-_PHASE_STYLE = {"running": "green", "paused": "yellow", "draining": "yellow", "ended": "cyan"}
-_STANDING_STYLE = {"good": "green", "new": "dim", "quarantined": "red", "kicked": "red"}
+LEAST_CURVE_LINES, COMPACT_LINES, SAMPLE_LINES = 5, 3, 9
+MOST_HELD_LINES = 200
+"""What is said while the picture fills the screen is printed after it; so much of it is kept."""
 
 
-def render(snapshot: Snapshot) -> RenderableType:
-    """The whole picture: progress, reward curve and figures, workers, and what is waited for."""
-    middle = Table.grid(expand=True, padding=(0, 2))
-    middle.add_column(ratio=1)
-    middle.add_column(width=34)
-    middle.add_row(Curve(snapshot), _figures(snapshot))
-    body = Group(_progress(snapshot), Text(), middle, Text(), _workers(snapshot), Text(), _watchdog(snapshot))
-    folder = f"{snapshot.out} · Ctrl-C stops cleanly, the same command resumes"
-    title = Text.assemble(("shoal", "bold"), f" · {printable(snapshot.name)}")
-    return Panel(body, title=title, subtitle=Text(printable(folder), style="dim"), box=box.ROUNDED)
+def render(snapshot: Snapshot, height: int | None = None, said: str = "") -> RenderableType:
+    """The whole picture, in at most `height` lines: progress, reward curve and figures, workers, what is waited for.
+
+    `said` is the newest message to the user. A smaller terminal shows fewer figures and fewer workers without refusals.
+    """
+    return _Picture(snapshot, height, said)
+
+
+class _Picture:
+    def __init__(self, snapshot: Snapshot, height: int | None, said: str) -> None:
+        self._snapshot, self._height, self._said = snapshot, height, said
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        snapshot, inside = self._snapshot, max(8, options.max_width - 2 * FRAME)
+        body = None if self._height is None else max(4, self._height - FRAME)
+        parts = _parts(snapshot, console, inside, body, self._said)
+        title = Text.assemble(("shoal", "bold"), f" · {brief(snapshot.name, 40)}")
+        hint = snapshot.hint or f"{snapshot.out} · Ctrl-C stops cleanly, the same command resumes"
+        subtitle = Text(brief(hint, 200), style="dim")
+        height = None if body is None else min(self._height or 0, _height(console, options, parts, inside) + FRAME)
+        yield Panel(Group(*parts), title=title, subtitle=subtitle, box=box.ROUNDED, height=height)
+
+
+def _height(console: Console, options: ConsoleOptions, parts: list[RenderableType], width: int) -> int:
+    return len(console.render_lines(Group(*parts), options.update(width=width, height=None)))
+
+
+def _parts(snapshot: Snapshot, console: Console, width: int, body: int | None, said: str) -> list[RenderableType]:
+    """What is inside the frame, from the top. Lines are given out by importance: what is waited for, workers in trouble,
+    the message, the figures, the other workers, a conversation."""
+    watched = Text("\n").join(list(panels.watchdog(snapshot).wrap(console, width))[: 3 if body is None else 2])
+    message = _message(console, said, width, 8 if body is None else body // 4)
+    found = workers(snapshot)
+    if body is None:
+        body = 1000
+    left = body - 1 - _lines(watched) - _lines(message)
+    troubled = sum(in_trouble(node, snapshot) for node in found)
+    least = 1 + min(len(found), max(3, min(troubled, body // 3))) + 1  # a heading, and the line about the others
+    figures = len(panels.figures(snapshot)) if width >= panels.WIDE else COMPACT_LINES
+    room = left - least - 3
+    middle: RenderableType
+    if width >= panels.WIDE and room >= LEAST_CURVE_LINES:
+        lines = min(room, max(figures, panels.CHART_HEIGHT + 2))
+        middle = Table.grid(expand=True, padding=(0, 2))
+        middle.add_column(ratio=1)
+        middle.add_column(width=panels.FIGURES_WIDTH)
+        curve = panels.Curve(snapshot, min(lines, panels.CHART_HEIGHT + 2))
+        middle.add_row(curve, panels.figures_table(snapshot, lines))
+    else:
+        middle = panels.figures_in_a_row(snapshot, width, max(1, min(COMPACT_LINES, left - least)))
+        lines = _lines(middle)
+    left -= lines
+    gaps = 3 if left - least >= 3 else 0
+    shown = min(left - gaps, len(found) + 1 if len(found) < left - gaps else left - gaps) if body < 1000 else None
+    left -= gaps + (shown or 0)
+    space = [Text()] if gaps else []
+    talk: list[RenderableType] = []
+    if snapshot.sample is not None and left >= 4:
+        talk = [panels.conversation(snapshot.sample, min(left - 1, SAMPLE_LINES)), Text()]
+    table = nodes_table(snapshot, width, shown)
+    said_parts = [message] if message else []
+    return [panels.progress(snapshot, width), *space, middle, *space, table, *talk, *said_parts, *space, watched]
+
+
+def _message(console: Console, said: str, width: int, lines: int) -> Text:
+    """The first lines of a message. What does not fit is printed when the picture ends."""
+    lines_of_it = [brief(line, 400) for line in said.splitlines() if line.strip()]
+    text = Text("\n".join(lines_of_it[:20]), style="bold")
+    return Text("\n").join(list(text.wrap(console, width))[:lines]) if lines_of_it and lines else Text()
+
+
+def _lines(text: Text) -> int:
+    return text.plain.count("\n") + 1 if text else 0
 
 
 def plain(snapshot: Snapshot) -> str:
     """The newest training step as one line."""
     parts = [f"step {snapshot.step}/{snapshot.steps}"]
-    for label, name, form in _FIGURES:
+    for label, name, form in panels.FIGURES:
         value = snapshot.latest(name)
         if value is not None:
-            parts.append(f"{label.replace(' ', '_')}={_format(value, form)}")
+            parts.append(f"{label.replace(' ', '_')}={format_figure(value, form)}")
     for env, value in snapshot.by_env("reward_mean").items():
-        parts.append(f"batch_reward_{env.replace(' ', '_')}={_format(value, '3f')}")
-    parts += [f"solved_{env.replace(' ', '_')}={said.replace(' ', '')}" for env, said in _solved(snapshot).items()]
+        parts.append(f"batch_reward_{env.replace(' ', '_')}={format_figure(value, '3f')}")
+    parts += [
+        f"solved_{env.replace(' ', '_')}={said.replace(' ', '')}" for env, said in panels.solved(snapshot).items()
+    ]
     if speed := snapshot.tokens_per_s():
         parts.append(f"tokens/s={speed:.0f}")
-    if spread := _staleness(snapshot):
+    if spread := panels.staleness(snapshot):
         parts.append(f"staleness={spread.replace(', ', ',')}")
     if snapshot.heldout:
         version, found = snapshot.heldout[-1]
@@ -60,7 +128,10 @@ def plain(snapshot: Snapshot) -> str:
         parts += [f"held-out_{version}_{env.replace(' ', '_')}={one.mean:.1%}" for env, one in found.envs.items()]
     refused = sum(snapshot.status.refused.values())
     parts.append(f"accepted={snapshot.status.accepted} refused={refused}")
-    parts.append(f"elapsed={duration(snapshot.elapsed_s)}")
+    if snapshot.elapsed_s:
+        parts.append(f"elapsed={duration(snapshot.elapsed_s)}")
+    if (left_s := seconds_left(snapshot)) is not None:
+        parts.append(f"left={duration(left_s)}")
     return "  ".join(parts)
 
 
@@ -95,24 +166,30 @@ class View(Protocol):
 
 
 class LiveView:
-    """Shows snapshots as they come: redrawn in place on a terminal, new lines only when piped."""
+    """Shows snapshots as they come: on a terminal redrawn on a screen of its own, new lines only when piped.
+
+    The screen of its own is left as it was found: nothing of the picture stays, whatever size the terminal had meanwhile.
+    """
 
     def __init__(self, console: Console, wait_line_every_s: float = 10.0) -> None:
         self._console = console
         self._wait_line_every_s = wait_line_every_s
         self._shown_step = 0
         self._said_wait = 0.0
+        self._said = ""
+        self._held: deque[str] = deque(maxlen=MOST_HELD_LINES)
         self._live = None
-        if console.is_terminal:
+        if console.is_terminal and not console.is_dumb_terminal:
             from rich.live import Live
 
-            self._live = Live(console=console, auto_refresh=False, transient=True)
+            self._live = Live(console=console, auto_refresh=False, screen=True, redirect_stdout=False,
+                              redirect_stderr=False)  # fmt: skip
             self._live.start()
 
     def show(self, snapshot: Snapshot) -> None:
         """Draw, or print what is new."""
         if self._live is not None:
-            self._live.update(render(snapshot), refresh=True)
+            self._live.update(render(snapshot, self._console.height, self._said), refresh=True)
             return
         if snapshot.step > self._shown_step:
             self._shown_step = snapshot.step
@@ -123,8 +200,12 @@ class LiveView:
             self.say(line)
 
     def say(self, line: str) -> None:
-        """A line that stays."""
-        self._console.print(printable(line, keep="\n"), markup=False, highlight=False, soft_wrap=True)
+        """A line that stays. While the picture is shown it is a part of it, and it is printed when the picture is gone."""
+        if self._live is None:
+            self._print(line)
+        elif line.strip():
+            self._said = line
+            self._held.append(line)
 
     def end(self, picture: RenderableType, text: str) -> None:
         """The picture on a terminal, the text when piped."""
@@ -137,188 +218,9 @@ class LiveView:
         """Give the terminal back."""
         if self._live is not None:
             self._live.stop()
+            self._live = None
+        while self._held:
+            self._print(self._held.popleft())
 
-
-# --- the parts of the picture ---
-
-_FIGURES = (
-    ("reward", "reward_all_mean", "3f"),
-    ("entropy", "entropy_nats", "3f"),
-    ("clipped", "clip_share", "%"),
-    ("max |log ratio|", "log_ratio_abs_max_nats", "3f"),
-    ("solved", "solve_rate", "%"),
-    ("no signal", "zero_signal_share", "%"),
-    ("trainer waits", "waiting_share", "%"),
-)
-"""Label, name in metrics.jsonl, format."""
-
-
-def _progress(snapshot: Snapshot) -> RenderableType:
-    status = snapshot.status
-    row = Table.grid(expand=True, padding=(0, 1))
-    for ratio in (None, None, 1, None, None):
-        row.add_column(ratio=ratio)
-    row.add_row(
-        Text(f"● {status.phase}", style=_PHASE_STYLE.get(status.phase, "yellow")),
-        Text(f"step {snapshot.step}/{snapshot.steps}", style="bold"),
-        ProgressBar(total=max(1, snapshot.steps), completed=snapshot.step, complete_style="green"),
-        Text(f"policy v{max(status.version, 0)}"),
-        Text(duration(snapshot.elapsed_s)),
-    )
-    return row
-
-
-class Curve:
-    """The reward of each step, as wide as there is room."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        rewards, steps = self._snapshot.series("reward_all_mean"), self._snapshot.steps
-        if not rewards:
-            yield Text("reward: the first step is still being made", style="dim")
-            return
-        width = max(8, min(MAX_CHART_WIDTH, options.max_width - 7))
-        low, high = min(0.0, *rewards), max(rewards)
-        rows = chart(rewards, steps, width, CHART_HEIGHT, low, high)
-        text = Text("reward per step\n", style="dim")
-        for i, row in enumerate(rows):
-            label = {0: f"{high:6.2f} ", len(rows) - 1: f"{low:6.2f} "}.get(i, " " * 7)
-            text.append(label, style="dim").append(row + "\n", style="green")
-        yield text.append(" " * 7 + "0" + str(steps).rjust(width - 1), style="dim")
-
-
-def _figures(snapshot: Snapshot) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    table.add_column(justify="right")
-    for version, found in _first_and_last(snapshot.heldout):
-        table.add_row(f"held-out {version}", _heldout(found))
-        for env, one in found.envs.items():
-            table.add_row(_indented(env), _heldout(one))
-    for label, name, form in _FIGURES:
-        value = snapshot.latest(name)
-        table.add_row(label, "-" if value is None else _format(value, form))
-    if rewards := snapshot.by_env("reward_mean"):
-        table.add_row("batch reward")
-    for env, reward in rewards.items():
-        table.add_row(_indented(env), _format(reward, "3f"))
-    if solved := _solved(snapshot):
-        table.add_row("solved × weight")
-    for env, said in solved.items():
-        table.add_row(_indented(env), said)
-    speed = snapshot.tokens_per_s()
-    table.add_row("tokens/s", "-" if speed is None else f"{speed:,.0f}")
-    table.add_row("staleness", _staleness(snapshot) or "-")
-    return table
-
-
-def _solved(snapshot: Snapshot) -> dict[str, str]:
-    """Solve rate and weight of each environment, by label; empty where a run has one environment."""
-    weights = snapshot.by_env("draw_weight")
-    return {
-        env: f"{rate:.1%} × {weights[env]:.3g}" for env, rate in snapshot.by_env("solve_rate").items() if env in weights
-    }
-
-
-def _heldout(found: Heldout) -> str:
-    return f"{found.mean:.1%} ({found.low95:.0%}-{found.high95:.0%})"
-
-
-def _indented(label: str) -> Text:
-    return Text(f"  {printable(label)}", no_wrap=True, overflow="ellipsis")
-
-
-def _workers(snapshot: Snapshot) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False, padding=(0, 1))
-    table.add_column("worker")
-    table.add_column("standing")
-    for heading in ("accepted", "refused", "lapsed", "credits"):
-        table.add_column(heading, justify="right")
-    table.add_column("refused by", ratio=1, no_wrap=True)
-    for node in snapshot.nodes:
-        if node.role != "worker":
-            continue
-        cheats = node.name in snapshot.cheaters
-        table.add_row(
-            Text(printable(node.name) + (" (cheats)" if cheats else ""), style="red" if cheats else ""),
-            Text(node.standing + (", left" if node.left else ""), style=_STANDING_STYLE.get(node.standing, "")),
-            f"{node.accepted:,}",
-            Text(f"{node.refused:,}", style="red" if node.refused else ""),
-            f"{node.lapsed:,}",
-            f"{node.credits:,}",
-            Text(reasons(node), style="red"),
-        )
-    if not table.row_count:
-        return Text("no worker has joined yet", style="dim")
-    return table
-
-
-def _watchdog(snapshot: Snapshot) -> RenderableType:
-    status, text = snapshot.status, Text()
-    if snapshot.notice:
-        text.append(snapshot.notice)
-    elif status.waiting_for:
-        style = "yellow" if status.waiting_s >= WATCHDOG_S else "dim"
-        text.append(f"waiting {status.waiting_s:.0f} s for {status.waiting_for}", style=style)
-    else:
-        text.append("waiting for nothing", style="dim")
-    text.append(f"   in flight: {status.in_flight} groups", style="dim")
-    if snapshot.restarts:
-        again = ", ".join(f"{role} {times}x" for role, times in sorted(snapshot.restarts.items()))
-        text.append(f"   restarted: {again}", style="yellow")
-    return text
-
-
-def chart(values: Sequence[float], total: int, width: int, height: int, low: float, high: float) -> list[str]:
-    """A column chart as `height` lines of `width` characters, top line first.
-
-    The x axis is the whole run: value i is at i / `total` of the width, and values in one column are averaged. Heights
-    are in eighths of a character.
-    """
-    columns = [0] * width
-    total = max(total, len(values))
-    for column in range(width):
-        first = column * total // width
-        last = max(first + 1, (column + 1) * total // width)
-        inside = values[first:last]
-        if inside:
-            share = (sum(inside) / len(inside) - low) / ((high - low) or 1.0)
-            columns[column] = max(1, round(min(1.0, max(0.0, share)) * height * 8))
-    return [
-        "".join(_EIGHTHS[min(8, max(0, eighths - 8 * row))] for eighths in columns) for row in reversed(range(height))
-    ]
-
-
-def reasons(node: NodeState) -> str:
-    """Why groups of a node were refused, most frequent first."""
-    ranked = sorted(node.reasons.items(), key=lambda item: -item[1])
-    return ", ".join(f"{printable(check)} {count}x" for check, count in ranked)
-
-
-def duration(seconds: float) -> str:
-    """Such as 7s, 2m03s, 1h02m."""
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    return f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-
-
-def _first_and_last(evaluations: tuple[tuple[str, Heldout], ...]) -> tuple[tuple[str, Heldout], ...]:
-    return evaluations if len(evaluations) < 3 else (evaluations[0], evaluations[-1])
-
-
-def _staleness(snapshot: Snapshot) -> str:
-    """The newest step's rollouts by age in policy versions."""
-    ages = snapshot.metrics[-1].get("staleness_rollouts") if snapshot.metrics else None
-    if not isinstance(ages, dict) or not ages:
-        return ""
-    total = sum(ages.values()) or 1
-    return ", ".join(f"{age}:{count / total:.0%}" for age, count in sorted(ages.items(), key=lambda item: int(item[0])))
-
-
-def _format(value: float, form: str) -> str:
-    if form == "%":
-        return f"{value:.1%}"
-    return f"{value:,.0f}" if form == "0f" else f"{value:.{form}}"
+    def _print(self, line: str) -> None:
+        self._console.print(printable(line, keep="\n"), markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,223 @@
+"""The parts of the terminal view, each from a snapshot and a width: progress, reward curve, figures, what is waited for.
+
+Called by `launch/view`, which decides how much room each has. Pure. The table of nodes is in `launch/nodes_table`.
+"""
+
+from collections.abc import Sequence
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shoal.launch.remaining import seconds_left
+from shoal.launch.snapshot import Heldout, Sample, Snapshot
+from shoal.terminal import brief, printable
+
+WATCHDOG_S = 5.0
+"""A longer wait is shown in colour, and is printed if the output is piped."""
+
+MAX_CHART_WIDTH, CHART_HEIGHT = 72, 7
+FIGURES_WIDTH = 34
+WIDE = 72
+"""Cells inside the frame from which there is room for the curve beside the figures."""
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+_PHASE_STYLE = {"running": "green", "paused": "yellow", "draining": "yellow", "ended": "cyan"}
+
+FIGURES = (
+    ("reward", "reward_all_mean", "3f"),
+    ("entropy", "entropy_nats", "3f"),
+    ("clipped", "clip_share", "%"),
+    ("max |log ratio|", "log_ratio_abs_max_nats", "3f"),
+    ("solved", "solve_rate", "%"),
+    ("no signal", "zero_signal_share", "%"),
+    ("trainer waits", "waiting_share", "%"),
+)
+"""Label, name in metrics.jsonl, format."""
+
+
+def progress(snapshot: Snapshot, width: int) -> RenderableType:
+    """Phase, step, bar, version, time so far and time left, in one line."""
+    status = snapshot.status
+    cells: list[RenderableType] = [
+        Text(f"● {brief(status.phase, 12)}", style=_PHASE_STYLE.get(status.phase, "yellow")),
+        Text(f"step {snapshot.step}/{snapshot.steps}", style="bold"),
+        ProgressBar(total=max(1, snapshot.steps), completed=snapshot.step, complete_style="green"),
+    ]
+    if width >= WIDE:
+        cells.append(Text(f"policy v{max(status.version, 0)}"))
+    if snapshot.elapsed_s:
+        cells.append(Text(duration(snapshot.elapsed_s)))
+    if (left_s := seconds_left(snapshot)) is not None:
+        cells.append(Text(f"about {duration(left_s)} left", style="cyan"))
+    row = Table.grid(expand=True, padding=(0, 1))
+    for cell in cells:
+        row.add_column(ratio=1 if isinstance(cell, ProgressBar) else None, no_wrap=True, overflow="ellipsis")
+    row.add_row(*cells)
+    return row
+
+
+class Curve:
+    """The reward of each step, as wide as there is room, in `lines` lines with its title and axis."""
+
+    def __init__(self, snapshot: Snapshot, lines: int = CHART_HEIGHT + 2) -> None:
+        self._snapshot, self._height = snapshot, max(1, lines - 2)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rewards, steps = self._snapshot.series("reward_all_mean"), self._snapshot.steps
+        if not rewards:
+            yield Text("reward: the first step is still being made", style="dim")
+            return
+        width = max(8, min(MAX_CHART_WIDTH, options.max_width - 7))
+        low, high = min(0.0, *rewards), max(rewards)
+        rows = chart(rewards, steps, width, self._height, low, high)
+        text = Text("reward per step\n", style="dim")
+        for i, row in enumerate(rows):
+            label = {0: f"{high:6.2f} ", len(rows) - 1: f"{low:6.2f} "}.get(i, " " * 7)
+            text.append(label, style="dim").append(row + "\n", style="green")
+        yield text.append(" " * 7 + "0" + str(steps).rjust(width - 1), style="dim")
+
+
+def figures(snapshot: Snapshot) -> list[tuple[Text, str]]:
+    """Label and value of each figure, the most important first."""
+    rows = [(Text(f"held-out {version}"), _heldout(found)) for version, found in _first_and_last(snapshot.heldout)]
+    for label, name, form in FIGURES:
+        value = snapshot.latest(name)
+        rows.append((Text(label), "-" if value is None else format_figure(value, form)))
+    speed = snapshot.tokens_per_s()
+    rows.append((Text("tokens/s"), "-" if speed is None else f"{speed:,.0f}"))
+    rows.append((Text("staleness"), staleness(snapshot) or "-"))
+    for _, found in _first_and_last(snapshot.heldout)[-1:]:
+        rows += [(_indented(env), _heldout(one)) for env, one in found.envs.items()]
+    if rewards := snapshot.by_env("reward_mean"):
+        rows.append((Text("batch reward"), ""))
+    rows += [(_indented(env), format_figure(reward, "3f")) for env, reward in rewards.items()]
+    if rates := solved(snapshot):
+        rows.append((Text("solved × weight"), ""))
+    return rows + [(_indented(env), said) for env, said in rates.items()]
+
+
+def figures_table(snapshot: Snapshot, lines: int | None = None) -> RenderableType:
+    """At most so many figures, one below another."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    rows = figures(snapshot)
+    if lines is not None and len(rows) > lines:
+        rows = [row for row in rows if row[1] != "-"][:lines]
+    for label, value in rows:
+        table.add_row(label, value)
+    return table
+
+
+def figures_in_a_row(snapshot: Snapshot, width: int, lines: int) -> Text:
+    """What is known of the figures, in at most so many lines of text; the reward with its curve in one line."""
+    known = [f"{label.plain.strip()} {value}" for label, value in figures(snapshot) if value not in ("", "-")]
+    rewards = snapshot.series("reward_all_mean")
+    if rewards:
+        curve = chart(rewards, len(rewards), min(16, len(rewards)), 1, min(0.0, *rewards), max(rewards))[0]
+        known = [f"{said} {curve}" if said.startswith("reward ") else said for said in known]
+        known.sort(key=lambda said: not said.startswith("reward "))
+    shown, line = list[str](), ""
+    for said in known:
+        if line and len(line) + 3 + len(said) > width:
+            shown.append(line)
+            line = ""
+        line = f"{line} · {said}" if line else said
+    shown = [*shown, line][:lines] if known else ["reward: the first step is still being made"]
+    return Text("\n".join(shown), style="dim", no_wrap=True, overflow="ellipsis")
+
+
+def solved(snapshot: Snapshot) -> dict[str, str]:
+    """Solve rate and weight of each environment, by label; empty where a run has one environment."""
+    weights = snapshot.by_env("draw_weight")
+    return {
+        env: f"{rate:.1%} × {weights[env]:.3g}" for env, rate in snapshot.by_env("solve_rate").items() if env in weights
+    }
+
+
+def watchdog(snapshot: Snapshot) -> Text:
+    """What the run waits for, and since when; the launcher's own notice comes first."""
+    status, text = snapshot.status, Text()
+    if snapshot.notice:
+        text.append(printable(snapshot.notice))
+    elif status.waiting_for:
+        style = "yellow" if status.waiting_s >= WATCHDOG_S else "dim"
+        text.append(f"waiting {status.waiting_s:.0f} s for {brief(status.waiting_for, 400)}", style=style)
+    else:
+        text.append("waiting for nothing", style="dim")
+    text.append(f"   in flight: {status.in_flight} groups", style="dim")
+    if snapshot.restarts:
+        again = ", ".join(f"{role} {times}x" for role, times in sorted(snapshot.restarts.items()))
+        text.append(f"   restarted: {again}", style="yellow")
+    return text
+
+
+def conversation(sample: Sample, lines: int) -> Text:
+    """The beginning of a conversation, in at most so many lines of one terminal line each."""
+    text = Text(brief(sample.title, 120), style="bold", no_wrap=True, overflow="ellipsis")
+    for who, said in sample.turns:
+        for line in said.strip().splitlines() or [""]:
+            if len(text.plain.splitlines()) >= lines:
+                return text
+            text.append(f"\n{brief(who, 12):>11} ", style="dim").append(brief(line, 300), style="none")
+    return text
+
+
+def chart(values: Sequence[float], total: int, width: int, height: int, low: float, high: float) -> list[str]:
+    """A column chart as `height` lines of `width` characters, top line first.
+
+    The x axis is the whole run: value i is at i / `total` of the width, and values in one column are averaged. Heights
+    are in eighths of a character.
+    """
+    columns = [0] * width
+    total = max(total, len(values))
+    for column in range(width):
+        first = column * total // width
+        last = max(first + 1, (column + 1) * total // width)
+        inside = values[first:last]
+        if inside:
+            share = (sum(inside) / len(inside) - low) / ((high - low) or 1.0)
+            columns[column] = max(1, round(min(1.0, max(0.0, share)) * height * 8))
+    return [
+        "".join(_EIGHTHS[min(8, max(0, eighths - 8 * row))] for eighths in columns) for row in reversed(range(height))
+    ]
+
+
+def duration(seconds: float) -> str:
+    """Such as 7s, 2m03s, 1h02m, 3d04h."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 2 * 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def staleness(snapshot: Snapshot) -> str:
+    """The newest step's rollouts by age in policy versions."""
+    ages = snapshot.metrics[-1].get("staleness_rollouts") if snapshot.metrics else None
+    if not isinstance(ages, dict) or not ages:
+        return ""
+    total = sum(ages.values()) or 1
+    return ", ".join(f"{age}:{count / total:.0%}" for age, count in sorted(ages.items(), key=lambda item: int(item[0])))
+
+
+def format_figure(value: float, form: str) -> str:
+    if form == "%":
+        return f"{value:.1%}"
+    return f"{value:,.0f}" if form == "0f" else f"{value:.{form}}"
+
+
+def _first_and_last(evaluations: tuple[tuple[str, Heldout], ...]) -> tuple[tuple[str, Heldout], ...]:
+    return evaluations if len(evaluations) < 3 else (evaluations[0], evaluations[-1])
+
+
+def _heldout(found: Heldout) -> str:
+    return f"{found.mean:.1%} ({found.low95:.0%}-{found.high95:.0%})"
+
+
+def _indented(label: str) -> Text:
+    return Text(f"  {brief(label)}", no_wrap=True, overflow="ellipsis")
