@@ -40,6 +40,11 @@ def _chosen(town: Town) -> Worker:
     return worker
 
 
+def _run(worker: Worker) -> None:
+    """Run a worker that ends at once; one that joins the run after all would wait for its trainer."""
+    asyncio.run(asyncio.wait_for(worker.run(), 20))
+
+
 def _bounds(*pairs: str) -> dict[str, object]:
     own = to_tree(BOUNDS["float32/float32"])
     return {"bounds": dict.fromkeys(("float32/float32", *pairs), own)}
@@ -55,7 +60,7 @@ def test_a_worker_does_not_join_a_run_without_bounds_for_its_engine(
     monkeypatch.setattr(api, "unmeasured", lambda rules, implementation: "")  # a host of an older version
     worker = _chosen(town)
     with pytest.raises(PeerError, match=UNMEASURED):
-        asyncio.run(worker.run())
+        _run(worker)
     assert worker.key not in town.desk.state.members
 
 
@@ -68,7 +73,7 @@ def test_an_engine_that_a_run_does_not_take_is_not_opened(tmp_path: Path) -> Non
 
     worker.chosen, worker.make_engine = "vllm", make_engine
     with pytest.raises(PeerError, match=UNMEASURED):
-        asyncio.run(worker.run())
+        _run(worker)
 
 
 def test_a_run_without_bounds_for_an_engine_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +81,7 @@ def test_a_run_without_bounds_for_an_engine_refuses_it(tmp_path: Path, monkeypat
     monkeypatch.setattr(seat, "demand_engine_fits", lambda run, implementation: None)  # a worker that does not ask
     worker = _chosen(town)
     with pytest.raises(PeerRefused, match=UNMEASURED) as refused:
-        asyncio.run(worker.run())
+        _run(worker)
     assert refused.value.code == "no_bounds" and worker.key not in town.desk.state.members
 
 
@@ -91,7 +96,7 @@ def test_a_run_with_bounds_for_the_engine_takes_its_work(tmp_path: Path) -> None
 def test_an_engine_that_cannot_prove_activations_does_not_join_a_run_with_proofs(tmp_path: Path) -> None:
     town = Town(tmp_path / "run", tiny_run(steps=1, verify=_bounds(PAIR) | {"proofs": "toploc"}))
     with pytest.raises(PeerError, match="asks for proofs of activations, which vllm cannot give"):
-        asyncio.run(_chosen(town).run())
+        _run(_chosen(town))
 
 
 def test_vllm_does_not_join_a_run_of_adapters_in_bfloat16(tmp_path: Path) -> None:
