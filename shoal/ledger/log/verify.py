@@ -240,7 +240,7 @@ def report(audit: Audit) -> str:
     ]
     if state.law.version < RULES_VERSION:  # guard: old-rules-are-named
         lines.append(
-            f"rules: version {state.law.version}; the newest is {RULES_VERSION}, so this run lacks what later versions added"
+            f"rules: version {state.law.version}; the newest is {RULES_VERSION}, so it lacks what later ones added"
         )
     lines += [f"FINDING: {finding}" for finding in audit.findings]
     most = state.rules.group_uses
