@@ -235,6 +235,8 @@ VINE = 'name = "composition"\n[train.algorithm.credit]\nname = "vine"\n'
 def test_a_run_file_may_take_its_credit_from_continuations(load):
     assert load(VINE + "most = 2").train.algorithm == c.Composition(credit=c.Vine(continuations=4, every=8, most=2))
     assert "credit" not in to_tree(load('name = "dapo"').train.algorithm)
+    scaled = load(VINE.replace("\n[", "\nbatch_std = true\n[", 1)).train.algorithm
+    assert scaled == c.Composition(credit=c.Vine(), batch_std=True)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +245,6 @@ def test_a_run_file_may_take_its_credit_from_continuations(load):
         (VINE + "most = 0", "", "train.algorithm.credit.most = 0: must be at least 1"),
         (VINE + "every = 0", "", "train.algorithm.credit.every = 0: must be at least 1"),
         (VINE.replace("\n[", '\nadvantage = "rloo"\n[', 1), "", 'leave train.algorithm.advantage = "rloo" out'),
-        (VINE.replace("\n[", "\nbatch_std = true\n[", 1), "", "leave batch_std out"),
         (VINE.replace("\n[", '\nloss = {name = "gspo"}\n[', 1), "", "set train.algorithm.loss.by_token = true"),
         (VINE + "most = 600", "", "lower most or continuations"),
         (VINE + "most = 20", "[rollouts]\nbatch_groups = 512\n", "does not fit into one message: at most"),
@@ -261,5 +262,5 @@ def test_vines_are_for_runs_whose_workers_play(load):
 
 
 def test_continued_groups_are_used_once(load):
-    with pytest.raises(ConfigError, match="the host keeps continuations for one batch"):
+    with pytest.raises(ConfigError, match="so forged ones would decide its credit each time"):
         load(VINE, "train.group_uses=2", "train.repeated_groups=1", "rollouts.max_staleness=2")

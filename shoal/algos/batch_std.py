@@ -3,8 +3,8 @@
 Called by `train/averaging` once a step. numpy alone; it knows neither tokens nor losses.
 
     symbol   meaning                                                   argument
-    A_i      advantage of rollout i of the batch; with a critic or a
-             teacher, of token i                                       A_I
+    A_i      advantage of rollout i of the batch; with a critic, a
+             teacher or continuations, of token i                      A_I
     A'_i     A_i / (std(A) + 1e-6), with the deviation of all I        A_i times the result
 
 Dividing by the deviation of the group instead (GRPO) gives most weight to tasks that are nearly solved or nearly hopeless.

@@ -106,13 +106,8 @@ def _vine_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
     )
     yield (
         config.train.group_uses == 1,  # guard: continued-groups-are-used-once
-        f'{where}.name = "vine" with train.group_uses = {config.train.group_uses}: the host keeps continuations for one '
-        "batch. Leave one of them out",
-    )
-    yield (
-        not algorithm.batch_std,
-        f'{WHERE}.batch_std divides by the deviation of the rollouts\' advantages, and {where}.name = "vine" gives their '
-        "tokens different ones: leave batch_std out",
+        f'{where}.name = "vine" with train.group_uses = {config.train.group_uses}: a group is audited before it is used '
+        "again, but its continuations need not be, so forged ones would decide its credit each time. Leave one of them out",
     )
     num, tokens = size * vine.most * vine.continuations, config.sampling.all_tokens
     per_block, groups = rollouts.block_rollouts // size, rollouts.batch_groups

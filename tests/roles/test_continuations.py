@@ -64,6 +64,15 @@ def test_any_number_of_workers_gives_the_bytes_of_one_file(tmp_path, single_file
         assert not any(is_continued_slot(slot, 2) for _, slot in places), version
 
 
+def test_continuations_are_proven_as_other_rollouts_are(tmp_path, single_file_weights):
+    """With proofs of activations, of which an empty slot has none."""
+    town = Town(tmp_path / "run", vine_run(verify={"proofs": "toploc"}))
+    worker = town.worker("w")
+    asyncio.run(town.live(town.trainer(), town.validator(), worker))
+    assert town.weights() == single_file_weights and town.audit().findings == []
+    assert town.desk.state.members[worker.key].refused == 0
+
+
 def test_an_asynchronous_run_waits_for_continuations_as_its_log_says(tmp_path):
     town = Town(tmp_path / "run", vine_run(steps=3, rollouts={"max_staleness": 1}))
     workers = [town.worker(f"worker-{i}") for i in range(2)]

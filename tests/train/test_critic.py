@@ -227,10 +227,11 @@ def test_parked_it_comes_back_with_the_same_bits(make_model, make_rows):
     assert same(learner.state(1), plain.state(1))
 
 
-def test_advantages_of_tokens_are_divided_by_the_deviation_of_all_tokens(make_rows):
+@pytest.mark.parametrize("algorithm", [c.Ppo(advantage="gae", batch_std=True), c.ScaleRl(credit=c.Vine())])
+def test_advantages_of_tokens_are_divided_by_the_deviation_of_all_tokens(make_rows, algorithm):
     rows = [replace(row, advantage_P=np.arange(len(row.positions_P), dtype=np.float32)) for row in make_rows(5)]
     A_I = np.concatenate([row.advantage_P for row in rows])
-    found = np.concatenate([row.advantage_P for row in normalised(rows, c.Ppo(advantage="gae", batch_std=True))])
+    found = np.concatenate([row.advantage_P for row in normalised(rows, algorithm)])
     assert found == pytest.approx(A_I / A_I.std(), rel=1e-5)
 
 
