@@ -2,6 +2,8 @@
 
 import math
 import random
+from itertools import islice
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -157,6 +159,23 @@ def test_preferences_have_a_known_truth():
     assert all(
         env.success(env.reset(x)[0]._replace(given=env.players()["right"](env.reset(x)[0], None))) for x in "wxyz"
     )
+
+
+def test_pairs_are_what_the_first_policy_wrote_without_unseen_answers(start, monkeypatch):
+    def wrote(answer, reward):
+        tokens = [1, *map(ord, answer)]
+        state = liked_letters.LikedState("w", answer)
+        return SimpleNamespace(tokens=tokens, author=[0] + [1] * len(answer), reward=reward, state=state)
+
+    worse, better, unseen = wrote("aaa", -50.0), wrote("ab", 50.0), wrote("bbb", 0.0)
+    talks = [worse, better, better, worse, worse, worse, unseen, better, worse, unseen]
+    monkeypatch.setattr(TrainedRun, "written", lambda run, purpose, step, groups, size: talks)
+    tree = VOWELS | {"envs": [{"name": "benchmarks/envs/liked_letters.py"}]}
+    pairs = list(islice(preferred._pairs(tree, start, np.array(liked_letters.ANSWERS) == "bbb"), 3))
+    assert [(pair.chosen.tokens_T.tolist(), pair.rejected.tokens_T.tolist()) for pair in pairs] == [
+        (better.tokens, worse.tokens)
+    ] * 3
+    assert preferred._unseen(1).sum() == 25 and (preferred._unseen(1) != preferred._unseen(2)).any()
 
 
 def test_sums_are_graded():

@@ -35,6 +35,8 @@ class Arm:
     """What it changes in the task's run file."""
     beside: Tree = field(default_factory=dict)
     """What it changes in the claim's `beside`."""
+    lrs: tuple[float, ...] = ()
+    """Its learning rates, if they are not the claim's."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,10 @@ class Claim:
         for over in (self.over, arm.over, own):
             tree = merge(tree, over)
         return Run(self.task.name, merge(self.task.start, self.start_over), tree, merge(self.beside, arm.beside))
+
+    def lrs_of(self, arm: Arm) -> tuple[float, ...]:
+        """The learning rates of an arm."""
+        return arm.lrs or self.lrs
 
     def tuned(self) -> list[int]:
         """Staleness of the tuning runs."""

@@ -146,12 +146,13 @@ CLAIMS = (
 def quick(claim: Claim) -> Claim:
     """As little of a claim as proves that it runs."""
     small = {"steps": 8, "eval": {"episodes": 16}, "rollouts": {"batch_groups": 8, "block_rollouts": 64}}
-    beside = {"probe": {"every": 4}, "filtered": {"low": 0.0, "high": 1.0}, "preferences": {"steps": 8}}
+    beside = {"probe": {"every": 4}, "filtered": {"low": 0.0, "high": 1.0}, "preferences": {"steps": 8, "pairs": 64}}
     arms = [
         replace(
             arm,
             over=merge(arm.over, small),
             beside=merge(arm.beside, {name: own for name, own in beside.items() if name in arm.beside}),
+            lrs=arm.lrs[:1],
         )
         for arm in claim.arms[:3]
     ]

@@ -9,6 +9,12 @@ one run each. A first teacher never left the shortest way and could not say what
 a higher reward than SFT in one run each, and no lower KL. One filtered run had earned less than one with all tasks. Reward
 models had rank correlations of 0.41 to 0.55 on unseen answers, with fewer steps, other learning rates or more prompts than
 below. DPO with a learning rate of 0.001 wrote answers of another form, whose utility is lowest, in 4 of 10 cases and more.
+
+The claims with preferences were changed once more, before their first run, after 13 trainings with seed 0. With 128 steps
+and a rate of 0.003, as they were, a reward model had 0.55 on unseen answers and 0.61 on those in pairs, so it had not
+learned what it was shown; with 384 steps it had 0.94. DPO with 0.0003, then its smallest rate, ended far below its start:
+its rates are ten times smaller now. Pairs had been drawn from answers of the right form alone, while DPO's theory has
+them written by the first policy; now they are. DPO gained at most 0.05 of what is possible in all of these.
 """
 
 from benchmarks.claims.curves.claim import TINY, Arm, Claim, Task, Tree
@@ -171,7 +177,7 @@ TO_FIRST = {"beta": BETA, "estimator": "k1", "place": "advantage"}
 
 def _preferring(way: str) -> Tree:
     return {
-        "preferences": {"way": way, "pairs": 4096, "steps": 128, "batch": 64, "scores_lr": 3e-3, "beta": BETA}
+        "preferences": {"way": way, "pairs": 4096, "steps": 384, "batch": 64, "scores_lr": 3e-3, "beta": BETA}
     }  # fmt: skip
 
 
@@ -198,7 +204,7 @@ DPO = Claim(
         },
     ),
     arms=(
-        Arm("dpo", {}, _preferring("dpo")),
+        Arm("dpo", {}, _preferring("dpo"), lrs=(3e-5, 1e-4, 3e-4)),
         REWARD_MODEL,
         Arm(
             "true_utility",

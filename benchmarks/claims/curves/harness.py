@@ -237,6 +237,10 @@ class TrainedRun:
                     book(self.probed, {"version": float(version), **row})
         return batch
 
+    def written(self, purpose: str, step: int, groups: int, size: int) -> list[Conversation]:
+        """What the engine's version writes for so many tasks, which the purpose and the step draw."""
+        return self._play(self.engine, self._episodes(purpose, step, groups, size))
+
     def continued(self, group: Group, task: Task, step: int, at: int, vine: Vine) -> list[Conversation]:
         """Continuations of a group, in the order of `branches`."""
         seed = self._seed("train", step, at)

@@ -78,7 +78,9 @@ def measured(claim: Claim, kept: Kept, say: Callable[[str], None]) -> tuple[dict
         **found.figures,
         "lr": {f"{arm}_lag_{lag}": lr for (arm, lag), lr in tuned.lrs.items()},
         "tuning": {
-            f"{arm.name}_lag_{lag}": [one for lr in claim.lrs for one in rounded(tuned.scores[arm.name, lag, lr])]
+            f"{arm.name}_lag_{lag}": [
+                one for lr in claim.lrs_of(arm) for one in rounded(tuned.scores[arm.name, lag, lr])
+            ]
             for arm in claim.arms
             for lag in claim.tuned()
         },
@@ -106,7 +108,7 @@ def tuning_runs(claim: Claim) -> list[Run]:
         for seed in claim.tuning
         for lag in claim.tuned()
         for arm in claim.arms
-        for lr in claim.lrs
+        for lr in claim.lrs_of(arm)
     ]
 
 
@@ -116,10 +118,10 @@ def tune(claim: Claim, kept: Kept) -> Tuned:
         (arm.name, lag, lr): [score(kept.curve(claim.run(arm, lag, lr, seed))) for seed in claim.tuning]
         for arm in claim.arms
         for lag in claim.tuned()
-        for lr in claim.lrs
+        for lr in claim.lrs_of(arm)
     }
     lrs = {
-        (arm.name, lag): max(claim.lrs, key=lambda lr: (sum(scores[arm.name, lag, lr]), -lr))
+        (arm.name, lag): max(claim.lrs_of(arm), key=lambda lr: (sum(scores[arm.name, lag, lr]), -lr))
         for arm in claim.arms
         for lag in claim.tuned()
     }

@@ -1,19 +1,20 @@
 """A run that learns from preferences whose truth is known: by DPO, or by RL with a reward model or with the truth itself.
 
-Called by `kept`. Pairs of answers are drawn from the first policy, and each is labelled as Bradley and Terry say, by the
-true utilities of `benchmarks/envs/liked_letters.py`. All ways want the same: the mean utility less beta times the KL to the
+Called by `kept`. The first policy writes pairs of answers, and each is labelled as Bradley and Terry say, by the true
+utilities of `benchmarks/envs/liked_letters.py`. All ways want the same: the mean utility less beta times the KL to the
 first policy. There are few enough answers to count them, so what a policy is worth is exact, and so is the most that any
-policy could be worth. A fifth of the answers to each prompt is in no pair.
+policy could be worth. A fifth of the answers of the right form is in no pair.
 
 All answers of another form count as one in the KL.
 
 Axes: X prompts, Y answers of the right form, R texts.
 """
 
+import itertools
 import math
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,10 +36,14 @@ from shoal.train.pack import MicroBatch, collate
 from shoal.train.preferences import Pair, PairSettings, Score, answer_logps, prefer_policy, prefer_scores
 from shoal.train.rows import Row, example_row
 from shoal.train.scores import scores_of
+from shoal.tree import merge
 from shoal.weights.manifest import weights_root
 
 UNSEEN = 5
 """One answer in this many is in no pair."""
+
+WRITTEN = 512
+"""Answers that the first policy writes at a time, for pairs."""
 
 UTILITY_XY = np.array([[utility(prompt, answer) for answer in ANSWERS] for prompt in PROMPTS])
 
@@ -62,11 +67,13 @@ def preferred(
     assert asked is not None, "a run with preferences"
     texts = _Texts(Renderer.from_directory(start))
     seed, first_XY = int(tree["seed"]), texts.chances(load_policy(start, torch.float32))
-    pairs, unseen_Y = _pairs(texts, first_XY, asked.pairs, seed)
+    unseen_Y = _unseen(seed)
+    count = 0 if asked.way == "truth" else asked.pairs
+    pairs = list(itertools.islice(_pairs(tree, start, unseen_Y), count))
     settings = PairSettings(
         asked.steps, asked.batch, tree["train"]["lr"] if asked.way == "dpo" else asked.scores_lr, 5, 1.0, seed
     )
-    probed: Column = {"pairs": [float(asked.pairs)]}
+    probed: Column = {"pairs": [float(len(pairs))]}
     with tempfile.TemporaryDirectory(prefix="shoal-shelf-") as scratch:
         published, judge = Path(scratch) / "published", Path(scratch) / "reward-model"
         generated = 0
@@ -143,22 +150,28 @@ def _row(renderer: Renderer, prompt: str, answer: str) -> Row:
     return example_row([*opening, *written], [ENVIRONMENT] * len(opening) + [POLICY] * len(written))
 
 
-def _pairs(
-    texts: _Texts, first_XY: NDArray[np.float64], count: int, seed: int
-) -> tuple[list[Pair], NDArray[np.bool_]]:  # fmt: skip
-    """Pairs of answers of the first policy, the preferred one first, and which answers are in none."""
-    rng = np.random.default_rng(seed)
+def _unseen(seed: int) -> NDArray[np.bool_]:
+    """Which answers are in no pair."""
     unseen_Y = np.zeros(len(ANSWERS), dtype=bool)
-    unseen_Y[rng.permutation(len(ANSWERS))[: len(ANSWERS) // UNSEEN]] = True
-    found = []
-    for number in range(count):
-        x = number % len(PROMPTS)
-        p_Y = np.where(unseen_Y, 0.0, first_XY[x])
-        a, b = rng.choice(len(ANSWERS), size=2, replace=False, p=p_Y / p_Y.sum())
-        prefers_a = rng.random() < 1 / (1 + math.exp(UTILITY_XY[x, b] - UTILITY_XY[x, a]))
-        chosen, rejected = (a, b) if prefers_a else (b, a)
-        found.append(Pair(texts.rows_X_Y[x][chosen], texts.rows_X_Y[x][rejected]))
-    return found, unseen_Y
+    unseen_Y[np.random.default_rng(seed).permutation(len(ANSWERS))[: len(ANSWERS) // UNSEEN]] = True
+    return unseen_Y
+
+
+def _pairs(tree: Tree, start: Path, unseen_Y: NDArray[np.bool_]) -> Iterator[Pair]:
+    """Pairs of different answers that the first policy wrote, the preferred one first. Answers of another form are among
+    them."""
+    config = config_of(merge(tree | {"train": {}}, {"rollouts": {"block_rollouts": WRITTEN}}), start)
+    writer = TrainedRun(config, start, start, Beside(), None)
+    writer.engine.load(start, 0)
+    rng, unseen = np.random.default_rng(config.seed), {ANSWERS[y] for y in np.flatnonzero(unseen_Y)}
+    for step in itertools.count():
+        talks = writer.written("pairs", step, WRITTEN // 2, 2)
+        for a, b in zip(talks[::2], talks[1::2], strict=True):
+            if a.tokens == b.tokens or {a.state.given, b.state.given} & unseen:
+                continue
+            prefers_a = rng.random() < 1 / (1 + math.exp(b.reward - a.reward))
+            chosen, rejected = (a, b) if prefers_a else (b, a)
+            yield Pair(*(example_row(talk.tokens, talk.author) for talk in (chosen, rejected)))
 
 
 def _scores(model: Valued) -> Score:
