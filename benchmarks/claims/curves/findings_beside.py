@@ -44,7 +44,10 @@ def offline_filter(claim: Claim, reports: Reports) -> Finding:
 
 def distillation(claim: Claim, reports: Reports) -> Finding:
     """Rewards and KL at equal tokens."""
-    found = _at_budget(claim, reports, "on_policy", "sft", "KL to the teacher against tokens learned from", "kl_nats")
+    found = _at_budget(
+        claim, reports, "on_policy", "sft", "KL to the teacher against tokens learned from",
+        ("kl_nats", "KL, student from teacher, nats"),
+    )  # fmt: skip
     budget = found.figures["budget_tokens"]
     kl = {arm.name: [at_budget(c, budget, "kl_nats") for c in reports[arm.name, 0]] for arm in claim.arms}
     lower = compared([sft - own for own, sft in zip(kl["on_policy"], kl["sft"], strict=True)])
@@ -103,7 +106,12 @@ def values(claim: Claim, reports: Reports) -> Finding:
         f"continuations have less than half the critic's bias in {less_biased} of {len(curves)} seeds, and a smaller error "
         f"in {nearer}",
         table(("Method", "Mean error", "Bias", "Deviation", "Error"), rows),
-        picture("What is said of a state against its true value", "true value, mean of a range", "said", lines),
+        picture(
+            "What is said of a state against its true value: a dot for each seed and range",
+            "true value, mean of a range",
+            "said, mean of the range",
+            lines,
+        ),
     )
 
 
@@ -180,8 +188,10 @@ FINDINGS: dict[str, Callable[[Claim, Reports], Finding]] = {
 }
 
 
-def _at_budget(claim: Claim, reports: Reports, one: str, other: str, title: str, drawn: str = "reward") -> Finding:
-    """Rewards of the arms at the same number of tokens."""
+def _at_budget(
+    claim: Claim, reports: Reports, one: str, other: str, title: str, drawn: tuple[str, str] = ("reward", "reward")
+) -> Finding:
+    """Rewards of the arms at the same number of tokens. `drawn` is the tested figure in the picture, and its name there."""
     budget = min(curve.tested["spent"][-1] for arm in claim.arms for curve in reports[arm.name, 0])
     found = {arm.name: [at_budget(curve, budget) for curve in reports[arm.name, 0]] for arm in claim.arms}
     difference = compared([a - b for a, b in zip(found[one], found[other], strict=True)])
@@ -197,7 +207,7 @@ def _at_budget(claim: Claim, reports: Reports, one: str, other: str, title: str,
         rows.append(
             (arm.name, spread(figures[arm.name]["reward_before"]), spread(figures[arm.name]["reward_at_budget"]))
         )
-        ways = [list(zip(curve.tested["spent"], curve.tested[drawn], strict=True)) for curve in curves]
+        ways = [list(zip(curve.tested["spent"], curve.tested[drawn[0]], strict=True)) for curve in curves]
         lines += [Line("", way, colour, faint=True) for way in ways]
         lines.append(Line(arm.name, _middle(ways), colour))
     return Finding(
@@ -206,7 +216,7 @@ def _at_budget(claim: Claim, reports: Reports, one: str, other: str, title: str,
         f"at {budget:.0f} tokens {one} earns {difference['mean']:+.3f} more than {other} (standard error "
         f"{difference['error']:.3f}, above 0 in {difference['above']} of {len(found[one])} seeds)",
         table(("Arm", "Reward before", "Reward at equal tokens"), rows),
-        picture(title, "tokens", drawn.replace("_", " "), lines),
+        picture(title, "tokens", drawn[1], lines),
     )
 
 

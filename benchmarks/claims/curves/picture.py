@@ -61,7 +61,8 @@ def picture(title: str, across: str, up: str, lines: Sequence[Line], places: Seq
     named = [line for line in lines if line.name]
     for row, line in enumerate(named):
         at, colour = TOP + 10 + 20 * row, COLOURS[line.colour % len(COLOURS)]
-        parts.append(f'<path d="M{WIDTH - RIGHT + 14} {at}h18" stroke="{colour}" stroke-width="3"/>')
+        thin = ' stroke-width=".7" opacity=".45"' if line.faint else ' stroke-width="3"'
+        parts.append(f'<path d="M{WIDTH - RIGHT + 14} {at}h18" stroke="{colour}"{thin}/>')
         parts.append(_text(WIDTH - RIGHT + 38, at + 4, line.name, "start"))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
