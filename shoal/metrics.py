@@ -1,10 +1,15 @@
 """The metrics of a training step, each declared once, and the file to which they are appended.
 
-Written by `roles/trainer`, read by the terminal view. A failed write is counted and logged once; it never stops
-training. A line with a name that METRICS lacks is not written at all. It reads no clock: callers pass times as values.
+Written by `roles/trainer`, read by the terminal view, by the coordinator, which serves the lines, and by `watch`. A failed
+write is counted and logged once; it never stops training. A line with a name that METRICS lacks is not written at all. It
+reads no clock: callers pass times as values.
 """
 
 import logging
+import os
+import sys
+from bisect import bisect_right, insort
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -200,3 +205,74 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if isinstance(values.get("step"), int):
             by_step[values["step"]] = values
     return [by_step[step] for step in sorted(by_step)]
+
+
+MAX_LINE_BYTES = 1 << 18
+"""A longer line of a metrics file is skipped. An answer with metrics has at most so many bytes, too."""
+
+
+class MetricsTail:
+    """Follows a metrics file that grows: each call reads what was added since. It keeps the place of each step's line.
+
+    Of a line without its end, it waits for the end. A file that was replaced or cut is read from its beginning. One
+    that is not there has no lines. Raises OSError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file_number, self._read_bytes = 0, 0
+        self._places: dict[int, tuple[int, int]] = {}
+        """Offset and size of each step's newest line."""
+        self._steps: list[int] = []
+        """Ascending."""
+
+    def read(self, most: int = 1000) -> list[dict[str, Any]]:
+        """New lines in the order of the file, at most so many. A step that was repeated comes again."""
+        return [msgspec.json.decode(line, type=dict[str, Any]) for line in self._new_lines(most)]
+
+    def after(self, step: int, most_bytes: int) -> bytes:
+        """The newest line of each step above this one, in order of step: as many as have at most so many bytes."""
+        for _ in self._new_lines():
+            pass
+        places = [self._places[each] for each in self._steps[bisect_right(self._steps, step) :]]
+        if not places:
+            return b""
+        lines = []
+        with self._path.open("rb") as file:
+            for offset, size in places:
+                most_bytes -= size
+                if most_bytes < 0:
+                    break
+                file.seek(offset)
+                lines.append(file.read(size))
+        return b"".join(lines)
+
+    def _new_lines(self, most: int = sys.maxsize) -> Iterator[bytes]:
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            self._begin_again(0)
+            return
+        with file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._file_number or found.st_size < self._read_bytes:
+                self._begin_again(found.st_ino)
+            file.seek(self._read_bytes)
+            while most > 0 and (line := file.readline(MAX_LINE_BYTES)):
+                if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+                    return  # its end is still to come
+                offset, self._read_bytes = self._read_bytes, self._read_bytes + len(line)
+                try:
+                    step = msgspec.json.decode(line, type=dict[str, Any])["step"]
+                except (msgspec.DecodeError, UnicodeDecodeError, KeyError):
+                    continue
+                if type(step) is int:
+                    if step not in self._places:
+                        insort(self._steps, step)
+                    self._places[step] = (offset, len(line))
+                    most -= 1
+                    yield line
+
+    def _begin_again(self, file_number: int) -> None:
+        self._file_number, self._read_bytes = file_number, 0
+        self._places, self._steps = {}, []

@@ -93,7 +93,7 @@ class FileAnswer(Response):
 
     async def _answer(self, scope: Scope, send: Send) -> None:
         asked = Headers(scope=scope)
-        if _names(asked.get("if-none-match", ""), self._etag):
+        if names(asked.get("if-none-match", ""), self._etag):
             await self._start(send, 304, {})
             await send({"type": "http.response.body", "body": b""})
             return
@@ -137,5 +137,6 @@ def _span(first: str, last: str, size: int) -> tuple[int, int]:
     return (int(first), end) if int(first) < end else (size, size)
 
 
-def _names(condition: str, etag: str) -> bool:
+def names(condition: str, etag: str) -> bool:
+    """Whether the header `if-none-match` of a request names this tag: the client has these bytes."""
     return condition.strip() == "*" or any(each.strip().removeprefix("W/") == etag for each in condition.split(","))

@@ -60,6 +60,7 @@ from shoal.roles.coordinator.shown import (
     get_state,
     get_statement,
     get_status,
+    get_steps,
 )
 from shoal.roles.coordinator.versions import admit_trainer, put_chunk, rotate, take_checkpoint
 from shoal.roles.coordinator.waits import Waits
@@ -321,6 +322,7 @@ CALLS: list[tuple[Call, Handler]] = [
     ),
     (Call("GET", "/v1/batches/{step}", "anyone", "The batch of a step (long poll).", None, t.Batch), get_batch),
     (Call("GET", "/v1/events", "anyone", "The log, one event a line; ?after=SEQ.", None, None), get_events),
+    (Call("GET", "/v1/metrics", "anyone", "Metrics, one step a line; ?after=STEP.", None, None), get_steps),
     (Call("POST", "/v1/nodes", "node", "Join with the key that signs.", t.Join, t.NodeState), post_nodes),
     (Call("POST", "/v1/nodes/leave", "node", "Leave, and give back all leases.", None, t.NodeState), post_leave),
     (Call("POST", "/v1/leases", "worker", "A lease (long poll).", t.LeaseRequest, t.LeaseAnswer), post_leases),

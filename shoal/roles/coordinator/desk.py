@@ -26,6 +26,7 @@ from shoal.ledger.seeds import audit_draws, lease_of, turn_draws, turns
 from shoal.ledger.state import State
 from shoal.ledger.state_records import LeaseRecord
 from shoal.ledger.table import decide
+from shoal.metrics import MetricsTail
 from shoal.net.blobs import FolderBlobs, Upload
 from shoal.policy.kinds import needs_transformers
 from shoal.proofs.commit import largest_submission_bytes
@@ -57,6 +58,7 @@ class Desk:
         self.blobs = FolderBlobs(folder.blobs)
         self.hub, self._origin_address = folder.hub, folder.origin_address
         self.outgoing = folder.outgoing
+        self.metrics, self.reading_metrics = MetricsTail(folder.metrics), asyncio.Lock()
         self.solved = {env.label: env.solved for env in config.envs}
         secret = folder.secret()
         self.slot_links = SecretChain(secret, SLOT_CHAIN).links()

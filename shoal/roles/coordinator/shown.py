@@ -3,12 +3,17 @@
 Called by `api`, whose table names them. They change nothing and wait for nothing.
 """
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 
 from shoal.hub.names import is_registry_path
 from shoal.ledger.answers import Refused
+from shoal.metrics import MAX_LINE_BYTES
+from shoal.net.file_answer import names
 from shoal.net.server import answer, answer_bytes
+from shoal.protocol.wire import digest
 from shoal.roles.coordinator.board import node_state
 from shoal.roles.coordinator.credits import credit_page, statement
 from shoal.roles.coordinator.door import Door, number
@@ -71,6 +76,20 @@ async def get_metrics(door: Door, request: Request) -> Response:
     """Prometheus text."""
     await door.gate.anyone(request)
     return PlainTextResponse("\n".join(door.board.metrics()) + "\n")
+
+
+async def get_steps(door: Door, request: Request) -> Response:
+    """A page of the run's metrics: lines of the steps above ?after=STEP. A browser that has the page gets no body."""
+    await door.gate.anyone(request)
+    step = number(request.query_params.get("after", "-1"), "after")
+    async with door.desk.reading_metrics:
+        page = await asyncio.to_thread(door.desk.metrics.after, step, MAX_LINE_BYTES)
+    etag = f'"{digest(page)[:32]}"'
+    if names(request.headers.get("if-none-match", ""), etag):
+        return Response(status_code=304, headers={"etag": etag})
+    response = answer_bytes(page, "application/x-ndjson")
+    response.headers["etag"] = etag
+    return response
 
 
 async def get_front(door: Door, request: Request) -> Response:
