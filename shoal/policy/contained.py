@@ -106,6 +106,15 @@ class ContainedRenderer(Renderer):
             texts += self._ask("decode", [packed(turn) for turn in batch], sum(map(len, batch))).texts
         return texts
 
+    def pieces(self, turns: Sequence[Sequence[int]]) -> list[list[str]]:
+        pieces: list[str] = []
+        for batch in batches(turns):
+            pieces += self._ask("pieces", [packed(turn) for turn in batch], sum(map(len, batch))).texts
+        if len(pieces) != sum(map(len, turns)):
+            raise StateError("the tokenizer of the policy gives another number of texts than there are tokens")
+        left = iter(pieces)
+        return [list(itertools.islice(left, len(turn))) for turn in turns]
+
     def _render_opening(self, key: str) -> Prompt:
         return self._prompted("opening", key)
 
@@ -305,12 +314,15 @@ def _obey(renderer: Renderer, act: str, argument: Any) -> Answer:
         match act:  # the parent caches: a second cache would take the child's memory
             case "decode":
                 return Answer(texts=renderer.decode_all([unpacked(turn) for turn in argument]))
+            case "pieces":
+                found = renderer.pieces([unpacked(turn) for turn in argument])
+                return Answer(texts=[piece for turn in found for piece in turn])
             case "keeps":
                 return Answer(yes=renderer._keeps_thinking(argument))
             case "history":
-                found = renderer._history(argument)
-                ids = [token for segment in found for token in segment.token_ids]
-                sizes = [(len(segment.token_ids), segment.turn, segment.part) for segment in found]
+                told = renderer._history(argument)
+                ids = [token for segment in told for token in segment.token_ids]
+                sizes = [(len(segment.token_ids), segment.turn, segment.part) for segment in told]
                 return Answer(ids=_capped(ids), places=sizes)
             case "encode" | "written":
                 return Answer(

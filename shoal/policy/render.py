@@ -22,6 +22,7 @@ from shoal.policy.history import Part, Place, places
 from shoal.policy.kinds import spec_of
 from shoal.policy.messages import Message, Written, as_messages, normal, template_arguments
 from shoal.policy.notations import leaves_reasoning_open, notation_of
+from shoal.policy.pieces import pieces_of
 from shoal.policy.spec import PolicySpec, read_capped
 from shoal.policy.template import Template
 from shoal.protocol.constants import CONTROL_STOPS, MODEL_STOPS
@@ -189,6 +190,13 @@ class Renderer:
     def decode_all(self, turns: Sequence[Sequence[int]]) -> list[str]:
         """The texts of several turns, as `decode` gives them."""
         return [self.decode(turn) for turn in turns]
+
+    def pieces(self, turns: Sequence[Sequence[int]]) -> list[list[str]]:
+        """The text of each token of several turns, control tokens included; those of a turn joined are its text."""
+        return [pieces_of(self._decode_whole, turn) for turn in turns]
+
+    def _decode_whole(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def _render_opening(self, key: str) -> Prompt:
         messages, arguments = json.loads(key)
