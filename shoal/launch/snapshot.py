@@ -14,6 +14,7 @@ import httpx
 import msgspec
 
 from shoal.metrics import read_metrics
+from shoal.net.listening import local_url
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_NODES
 from shoal.protocol.types import NodeState, Status
 from shoal.protocol.wire import WireError, from_json
@@ -132,11 +133,7 @@ class CoordinatorWatch:
 
     def url(self) -> str:
         """Its URL for roles on this machine, or "" if it has not written its address yet."""
-        address = self._address()
-        if address is None:
-            return ""
-        host = "127.0.0.1" if self._bind in ("", "0.0.0.0") else "[::1]" if self._bind == "::" else self._bind
-        return f"http://{host}:{address['port']}"
+        return local_url(self._file, self._bind)
 
     def public_url(self) -> str:
         """What others type."""

@@ -18,6 +18,13 @@ def port_of_last_start(address: Path) -> int:
     return 0
 
 
+def local_url(address: Path, bind: str) -> str:
+    """Where others on this machine reach a role that wrote this file and listens on `bind`; "" if it wrote none."""
+    port = port_of_last_start(address)
+    host = "127.0.0.1" if bind in ("", "0.0.0.0") else "[::1]" if bind == "::" else bind
+    return f"http://{host}:{port}" if port else ""
+
+
 def listen(bind: str, port: int, last: int = 0, key: str = "--port") -> socket.socket:
     """A listening socket at `port`; if that is 0, at the port of the last start, or else at a free one.
 

@@ -117,6 +117,18 @@ def is_open(state: State, submission: SubmissionRecord) -> bool:
     return not submission.decided or submission.digest in state.rechecks
 
 
+def is_final(state: State, submission: SubmissionRecord) -> bool:
+    """Whether nobody can still be paid for its groups: its slots are final, or their version is retired. Its body is then
+    public.
+
+    A refused block is leased again with the same seeds, so a worker that could read its honest groups would copy them.
+    """
+    lease = state.leases[submission.lease]
+    version = state.main.versions[lease.version]
+    done = all(version.blocks[block].status == "done" for block in lease.blocks)
+    return submission.decided and (done or version.revealed or state.phase == "ended")  # guard: refused-is-private
+
+
 def _without_work(submission: SubmissionRecord, command: Judge) -> set[str]:
     """Validators whose activations differ from those of two others that agree: they never computed them.
 

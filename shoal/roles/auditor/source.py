@@ -117,12 +117,19 @@ class FolderRun:
     def _has(self, blob: str) -> bool:
         return path_of(self.folder.blobs, blob).is_file()
 
-    async def rows(self, most: int | None = None) -> Rows:
+    async def page(self, after: int) -> Rows:
+        """The events that follow the one of this number, at most MAX_EVENTS; none at the end. Raises as `rows`."""
+        return self._read(after, MAX_EVENTS)
+
+    def _read(self, after: int, most: int | None) -> Rows:
         store = Store(sqlite_url(self.folder.log), read_only=True)
         try:
-            rows = list(store.read(limit=most))
+            return list(store.read(after, most))
         finally:
             store.close()
+
+    async def rows(self, most: int | None = None) -> Rows:
+        rows = self._read(-1, most)
         if not rows:
             raise StateError(
                 f"the log {self.folder.log} holds no event: start the run again, or restore it from a copy"
@@ -160,23 +167,26 @@ class UrlRun:
         rows: Rows = []
         size_bytes = 0
         while len(rows) < due:
-            path = f"/v1/events?after={len(rows) - 1}"
-            page = await self.client.get(path, cap=MAX_SUBMISSION_BYTES, deadline_s=ANSWER_S)
-            *lines, rest = page.split(b"\n", MAX_EVENTS)
-            if rest:  # guard: events-of-a-page
-                raise PeerError(
-                    f"{self.name} serves more than {MAX_EVENTS} events at once (MAX_EVENTS), or half of one"
-                )
-            if not lines:
+            page = await self.page(len(rows) - 1)
+            if not page:
                 raise PeerError(f"{self.name} serves {len(rows)} events but says that there are {self.claim.seq + 1}")
-            size_bytes += len(page) + EVENT_BYTES * len(lines)
+            size_bytes += sum(len(line) + EVENT_BYTES for line, _ in page)
             if EVENT_COPIES * size_bytes > self._limit_mb * 1_000_000:  # guard: log-fits-memory
                 raise Overreach(
                     f"the log of {self.name} has {self.claim.seq + 1} events, and {len(rows)} of them fit into the "
                     f"{self._limit_mb} MB that they may take (--max-memory, by default half of what is free): allow more"
                 )
-            rows += [(line, event_hash(line)) for line in lines]
+            rows += page
         return rows[:due]
+
+    async def page(self, after: int) -> Rows:
+        """As of `FolderRun`. The hashes are of these bytes, and nothing is compared with them."""
+        path = f"/v1/events?after={after}"
+        page = await self.client.get(path, cap=MAX_SUBMISSION_BYTES, deadline_s=ANSWER_S)
+        *lines, rest = page.split(b"\n", MAX_EVENTS)
+        if rest:  # guard: events-of-a-page
+            raise PeerError(f"{self.name} serves more than {MAX_EVENTS} events at once (MAX_EVENTS), or half of one")
+        return [(line, event_hash(line)) for line in lines]
 
     async def blob(self, name: str) -> bytes:
         data = await self.client.get(f"/v1/blobs/{name}", cap=MAX_SUBMISSION_BYTES, deadline_s=ANSWER_S)

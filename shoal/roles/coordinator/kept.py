@@ -18,9 +18,8 @@ from shoal.config import StorageConfig
 from shoal.errors import NothingYet, StateError
 from shoal.ledger.answers import Refused
 from shoal.ledger.log.book import Book
-from shoal.ledger.rules.verdicts import is_open
+from shoal.ledger.rules.verdicts import is_final, is_open
 from shoal.ledger.state import State
-from shoal.ledger.state_records import SubmissionRecord
 from shoal.net.blobs import FolderBlobs, Upload
 from shoal.protocol import types as t
 from shoal.protocol.continuations import is_continued, parent_slot, slot_in_batch
@@ -143,17 +142,7 @@ class Kept:
             return False
         judges = self.state.panel()  # guard: removed-judges-read-nothing
         known = key in judges or (submission.decided and key == self.state.trainer_key)
-        return known or self._is_final(submission)  # guard: pending-is-private
-
-    def _is_final(self, submission: SubmissionRecord) -> bool:
-        """Whether nobody can still be paid for its groups: its slots are final, or their version is retired.
-
-        A refused block is leased again with the same seeds, so a worker that could read its honest groups would copy them.
-        """
-        state, lease = self.state, self.state.leases[submission.lease]
-        version = state.main.versions[lease.version]
-        done = all(version.blocks[block].status == "done" for block in lease.blocks)
-        return submission.decided and (done or version.revealed or state.phase == "ended")  # guard: refused-is-private
+        return known or is_final(self.state, submission)  # guard: pending-is-private
 
     @contextlib.contextmanager
     def upload(self, lease: str) -> Iterator[Upload]:
