@@ -22,7 +22,7 @@ FLOORS = (
     ("engine", "hub"),
     ("train", "envs", "proofs", "weights", "plan"),
     ("roles",),
-    ("launch",),
+    ("launch", "watch"),
     ("api",),
     ("__init__", "commands"),
     ("cli",),
@@ -262,7 +262,7 @@ def test_files_and_functions_stay_readable(file: Path) -> None:
 
 def light_modules() -> list[str]:
     """What must import without torch and transformers."""
-    rooms = ("protocol", "sandbox", "ledger", "net", "hub", "weights", "envs", "launch", "commands")
+    rooms = ("protocol", "sandbox", "ledger", "net", "hub", "weights", "envs", "launch", "watch", "commands")
     files = [file for file in FILES if room_of(file) in (*rooms, *COMMON, "api", "cli")]
     files += [
         f

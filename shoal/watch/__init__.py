@@ -1,0 +1,24 @@
+"""Watching a run: what pages, tables, pictures, reports and notebooks are made from. Nothing here writes to a run.
+
+`open_run(where)` reads a run's folder or URL. It is synchronous, and one thread uses it at a time:
+
+    with open_run("runs/wordle") as run:
+        run.catch_up()                      # replays the log as far as it goes; `refresh()` gives the next page of new events
+        run.state, run.marks                # the replayed `State`, and the numbers of the events behind it
+        run.events(after=-1)                # events again: `Entry` with seq, time, kind, typed body, hash
+        run.metrics(after=-1)               # one dict a step; `new_metrics()` gives lines since the last call
+        run.condition()                     # `Status` and whether the coordinator said so just now
+        run.nodes(), run.versions(), run.manifest(3), run.evaluations()
+        run.places(), run.place_of(version, slot), run.place_named(digest)
+        run.group(place, with_pieces=True)  # turns with author, text, token ids, log-probs, advantages; rewards, standing
+        run.replayed(place)                 # and named parts of rewards and chat roles: the environment plays it again
+
+Errors are `ShoalError`s in one line. `PeerError`: a URL does not answer now; try again. `Replaced`: another run is in its
+place; open it again. `NothingYet`: private, gone or not there yet. Private bodies and held-out tasks take `private=True` and
+the host's folder with its run key. All texts are strangers': they may hold any characters, and whoever shows them escapes.
+"""
+
+from shoal.watch.reading import Place as Place
+from shoal.watch.reading import Reading as Reading
+from shoal.watch.reading import Replaced as Replaced
+from shoal.watch.reading import open_run as open_run

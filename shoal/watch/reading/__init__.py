@@ -1,0 +1,12 @@
+from shoal.watch.reading.groups import ReadGroup as ReadGroup
+from shoal.watch.reading.groups import ReadRollout as ReadRollout
+from shoal.watch.reading.groups import ReadTurn as ReadTurn
+from shoal.watch.reading.heldout import HeldOut as HeldOut
+from shoal.watch.reading.heldout import ReadTranscript as ReadTranscript
+from shoal.watch.reading.replayed import Replayed as Replayed
+from shoal.watch.reading.run import Condition as Condition
+from shoal.watch.reading.run import Place as Place
+from shoal.watch.reading.run import Reading as Reading
+from shoal.watch.reading.run import Replaced as Replaced
+from shoal.watch.reading.run import Version as Version
+from shoal.watch.reading.run import open_run as open_run

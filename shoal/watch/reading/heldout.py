@@ -1,0 +1,65 @@
+"""Evaluations on held-out tasks, as a run's folder holds them.
+
+Called by `run`. `roles/evaluate` writes the files. A file that is not whole, or of another form, is left out.
+"""
+
+import contextlib
+from collections.abc import Mapping
+
+import msgspec
+
+
+class ReadTranscript(msgspec.Struct, frozen=True):
+    """One episode, for people to read."""
+
+    task: str
+    turns: tuple[tuple[str, str], ...]
+    """Chat role and text."""
+    score: float
+    success: bool | None
+    ending: str
+    tokens: int
+
+
+class HeldOut(msgspec.Struct, frozen=True):
+    """An evaluation, with its 95 % confidence interval."""
+
+    mean: float
+    low95: float
+    high95: float
+    episodes: int
+    measure: str = ""
+    """success or reward: what the mean is of."""
+    tasks: str = ""
+    """heldout, or training where an environment has no held-out tasks."""
+    endings: dict[str, int] = {}
+    parts: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    envs: dict[str, "HeldOut"] = {}
+    """By label, in a run with several environments."""
+    transcripts: tuple[ReadTranscript, ...] = ()
+    name: str = ""
+    """before, after, or v000012 for a checkpoint on the way."""
+    version: int = -1
+
+
+def read_heldout(files: Mapping[str, bytes], newest: int, private: bool) -> list[HeldOut]:
+    """The evaluations in these files, by version; `newest` is that of the final policy. Transcripts only if `private`."""
+    found = []
+    for name, data in files.items():
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            whole = msgspec.json.decode(data, type=HeldOut)
+            told = whole if private else _without_transcripts(whole)  # guard: held-out-tasks-stay-private
+            found.append(msgspec.structs.replace(told, name=name, version=_version(name, newest)))
+    return sorted(found, key=lambda one: (one.version, one.name == "after"))
+
+
+def _without_transcripts(one: HeldOut) -> HeldOut:
+    envs = {label: _without_transcripts(part) for label, part in one.envs.items()}
+    return msgspec.structs.replace(one, transcripts=(), envs=envs)
+
+
+def _version(name: str, newest: int) -> int:
+    if name.startswith("v") and name[1:].isdecimal():
+        return int(name[1:])
+    return newest if name == "after" else 0

@@ -1,0 +1,61 @@
+"""A group with what only its environment can say: the named parts of each reward, the metrics beside them, the chat roles.
+
+Called by `run` when somebody looks at a group. It plays the group again with `envs/replay`, without any model. Code of the
+environment is executed: that of built-in environments, of packages in the sandbox, and of the host's own files only in
+the host's own folder.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from shoal.envs.base import Env, task_of
+from shoal.envs.load import load_run_envs
+from shoal.envs.replay import replay_group
+from shoal.errors import ConfigError
+from shoal.ledger.state import State
+from shoal.policy.render import Renderer
+from shoal.protocol import types as t
+from shoal.protocol.constants import EPISODES
+from shoal.watch.reading.groups import ReadGroup, ReadRollout
+
+
+class Replayed(NamedTuple):
+    group: ReadGroup
+    """With parts, metrics and problems of its rollouts."""
+    texts: tuple[tuple[tuple[str, str], ...], ...]
+    """Of each rollout, the chat role and text of each message; empty where the replay differs from the claim."""
+
+
+def open_envs(state: State, own_files: bool) -> dict[str, Env]:
+    """The environments of a run by label. Raises `ConfigError` if its host alone can play them, `ShoalError` if one is not
+    here."""
+    for spec in state.envs:
+        if spec.kind != EPISODES or not spec.reproducible:  # guard: replays-ask-no-judge
+            raise ConfigError(
+                f"environment {spec.label} is played by the host alone: its rollouts are not played again"
+            )
+    return load_run_envs(state.envs, own_files)
+
+
+def replay(state: State, envs: dict[str, Env], renderer: Renderer, group: ReadGroup, sent: t.Group) -> Replayed:
+    """Play a group again. Raises `ShoalError` if its environment cannot begin the task."""
+    if group.env not in envs or not 0 <= group.task < envs[group.env].num_tasks:
+        raise ConfigError(
+            f"the group names task {group.task} of environment {group.env!r:.80}, which the run does not have"
+        )
+    whole = [rollout for rollout in group.rollouts if not rollout.flaw]
+    claims = [sent.rollouts[rollout.index] for rollout in whole]
+    env = envs[group.env]
+    found = replay_group(env, renderer, task_of(env, group.task), claims, state.sampling)
+    told, texts = dict[int, ReadRollout](), dict[int, tuple[tuple[str, str], ...]]()
+    for rollout, replayed in zip(whole, found, strict=True):
+        earned, talk = replayed.earned, replayed.talk
+        told[rollout.index] = replace(
+            rollout,
+            parts=earned.parts if earned else {},
+            metrics=earned.metrics if earned else {},
+            problem=replayed.problem,
+        )
+        texts[rollout.index] = tuple(talk.texts) if talk else ()
+    rollouts = tuple(told.get(rollout.index, rollout) for rollout in group.rollouts)
+    return Replayed(replace(group, rollouts=rollouts), tuple(texts.get(r.index, ()) for r in group.rollouts))

@@ -1,0 +1,327 @@
+"""Where a run is read from: its folder, or a coordinator's URL. Both give the same things, and neither is ever written to.
+
+Called by `run`. The calls block: what goes over the network runs in a thread of its own, so they work in a notebook, too.
+What comes from a URL is a stranger's: the client limits each answer, and this file decodes it strictly. It verifies the
+hashes of blobs; whether events follow each other is for `run` to see.
+"""
+
+import asyncio
+import contextlib
+import tempfile
+import threading
+from collections.abc import Coroutine, Iterable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import httpx
+import msgspec
+
+from shoal.errors import ConfigError, NothingYet, PeerError, ShoalError, StateError
+from shoal.folder import RunFolder
+from shoal.ledger.state import State
+from shoal.metrics import MAX_LINE_BYTES, MetricsTail, read_metrics
+from shoal.net.client import Client, PeerRefused
+from shoal.net.keys import load_key
+from shoal.net.listening import local_url
+from shoal.policy.contained import Limits
+from shoal.policy.render import FILES, Renderer
+from shoal.protocol import types as t
+from shoal.protocol.constants import CHAIN_LENGTH
+from shoal.protocol.wire import digest
+from shoal.roles.auditor.source import ANSWER_S, FolderRun, Rows, UrlRun
+from shoal.roles.loading import contained
+from shoal.weights.manifest import open_manifest
+
+T = TypeVar("T")
+
+STATUS_S = 2.0
+"""How long to wait for a coordinator's status; it is asked for often."""
+
+OVERLAP_STEPS = 16
+"""Newest steps whose metrics are asked for again: a trainer that was killed repeats some."""
+
+MAX_METRICS, MAX_NAME_CHARS, MAX_TEXT_CHARS = 2000, 200, 200
+"""Of one line of metrics: names, and the characters of a name and of a text. A line with more is dropped."""
+
+MAX_STEP = 1 << 31
+
+Value = int | float | str | None | dict[str, int | float]
+"""Of a metric."""
+
+
+class Source(Protocol):
+    """Where a run is read from."""
+
+    name: str
+    is_own: bool
+    """Whether it is a folder of this machine, whose bodies are read although they are private, if the run key is there."""
+
+    def page(self, after: int) -> Rows:
+        """Events that follow the one of this number; none at the end, or if there is no log yet. Raises `ShoalError`."""
+        ...
+
+    def blob(self, name: str) -> bytes:
+        """Bytes by their hash, verified. Raises `NothingYet` if they are not here or are private, else `ShoalError`."""
+        ...
+
+    def manifest(self, version: int, name: str) -> bytes:
+        """A version's signed manifest; `name` is its hash. Raises as `blob`."""
+        ...
+
+    def new_metrics(self) -> list[dict[str, Value]]:
+        """Lines of metrics that are new since the last call, or repeat a step. Raises `ShoalError`."""
+        ...
+
+    def all_metrics(self) -> list[dict[str, Value]]:
+        """One line for each step, in order. Raises `ShoalError`."""
+        ...
+
+    def status(self) -> t.Status | None:
+        """What the coordinator says now; None if none answers."""
+        ...
+
+    def evaluations(self) -> dict[str, bytes]:
+        """Evaluations by name, as they were written."""
+        ...
+
+    def renderer(self, state: State) -> Renderer:
+        """The tokenizer of the run. Raises `ShoalError`, `NothingYet` if there is none yet."""
+        ...
+
+    def has_key(self, run_key: str) -> bool:
+        """Whether the host's private key is here."""
+        ...
+
+    def close(self) -> None:
+        """Let go of connections and temporary files."""
+        ...
+
+
+def source_of(where: str | Path, transport: httpx.AsyncBaseTransport | None = None) -> Source:
+    """The source for a URL or a folder. Raises `ConfigError` for a folder without a run."""
+    if str(where).startswith(("http:", "https:")):
+        return UrlSource(str(where), transport)
+    return FolderSource(Path(where), transport)
+
+
+class FolderSource:
+    """A run's folder on this machine. The run may be starting, live, dead or ended."""
+
+    is_own = True
+
+    def __init__(self, root: Path, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        """`transport` replaces the network to the folder's coordinator, in tests."""
+        self.name, self.folder = str(root), RunFolder(root)
+        if not (self.folder.log.is_file() or self.folder.run_file.is_file()):
+            raise ConfigError(f"{root} holds no run: give a run's folder, such as runs/wordle, or its URL")
+        self._tail = MetricsTail(self.folder.metrics)
+        self._transport = transport
+        self._asking = _Asking()
+
+    def page(self, after: int) -> Rows:
+        if not self.folder.log.is_file():
+            return []
+        try:
+            return self._asking.wait(FolderRun(self.folder.root).page(after))
+        except StateError as error:
+            if after < 0 and "no such table" in str(error):  # the coordinator has only begun to make it
+                return []
+            raise
+
+    def blob(self, name: str) -> bytes:
+        return self._asking.wait(FolderRun(self.folder.root).blob(name))
+
+    def manifest(self, version: int, name: str) -> bytes:
+        return self.blob(name)
+
+    def new_metrics(self) -> list[dict[str, Value]]:
+        try:
+            return clean(self._tail.read())
+        except OSError as error:
+            raise StateError(f"{self.folder.metrics} cannot be read: {error}. Check the disk") from None
+
+    def all_metrics(self) -> list[dict[str, Value]]:
+        try:
+            return clean(read_metrics(self.folder.metrics))
+        except OSError as error:
+            raise StateError(f"{self.folder.metrics} cannot be read: {error}. Check the disk") from None
+
+    def status(self) -> t.Status | None:
+        with contextlib.suppress(ShoalError):
+            url = local_url(self.folder.address, self.folder.config().host.bind)
+            return self._asking.wait(_status(url, self._transport)) if url else None
+        return None
+
+    def evaluations(self) -> dict[str, bytes]:
+        found = {}
+        for path in sorted(self.folder.evaluations.glob("*.json")):
+            with contextlib.suppress(OSError):
+                found[path.stem] = path.read_bytes()
+        return found
+
+    def renderer(self, state: State) -> Renderer:
+        if not self.folder.policy.is_dir():
+            raise NothingYet(f"{self.folder.policy} is not there yet: the trainer makes it when it starts")
+        return Renderer.from_directory(self.folder.policy, state.sampling.stops)
+
+    def has_key(self, run_key: str) -> bool:
+        with contextlib.suppress(ShoalError, OSError):
+            return load_key(self.folder.keys / "run.key").public == run_key
+        return False
+
+    def close(self) -> None:
+        self._asking.close()
+
+
+class UrlSource:
+    """A coordinator at a URL, or whoever answers there."""
+
+    is_own = False
+
+    def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        """`transport` replaces the network, in tests."""
+        self._asking = _Asking()
+        self._client = Client(url, transport=transport, on_wait=lambda line: None)
+        self._run = UrlRun(self._client)
+        self.name = self._client.base_url
+        self._newest = -1
+        self._recent: dict[int, dict[str, Value]] = {}
+        """The lines that came last, by step."""
+        self._home: tempfile.TemporaryDirectory[str] | None = None
+
+    def page(self, after: int) -> Rows:
+        return self._asking.wait(self._run.page(after))
+
+    def blob(self, name: str) -> bytes:
+        return self._asking.wait(self._run.blob(name))
+
+    def manifest(self, version: int, name: str) -> bytes:
+        return self._asking.wait(self._run.manifest(version, name))
+
+    def new_metrics(self) -> list[dict[str, Value]]:
+        lines = self._metrics_after(self._newest - OVERLAP_STEPS)
+        if lines and step_of(lines[-1]) < self._newest:  # the page ended within what is known
+            lines += self._metrics_after(self._newest)
+        news = [line for line in lines if self._recent.get(step_of(line)) != line]
+        self._recent |= {step_of(line): line for line in lines}
+        self._newest = max([self._newest, *self._recent])
+        self._recent = {step: line for step, line in self._recent.items() if step > self._newest - 2 * OVERLAP_STEPS}
+        return news
+
+    def all_metrics(self) -> list[dict[str, Value]]:
+        lines: list[dict[str, Value]] = []
+        while page := self._metrics_after(step_of(lines[-1]) if lines else -1):
+            lines += page
+            if len(lines) > 2 * CHAIN_LENGTH:  # guard: metrics-of-a-url-end
+                raise PeerError(f"{self.name} serves metrics of more steps than a run can have ({CHAIN_LENGTH})")
+        return lines
+
+    def _metrics_after(self, step: int) -> list[dict[str, Value]]:
+        """A page of metrics in order of step, all above `step`."""
+        get = self._client.get(f"/v1/metrics?after={max(-1, step)}", cap=MAX_LINE_BYTES, deadline_s=ANSWER_S)
+        try:
+            page = self._asking.wait(get)
+        except PeerRefused as refused:
+            if refused.code == "no_such_call":  # a coordinator from before there were such answers
+                return []
+            raise
+        found = {step_of(line): line for line in clean(_decoded(page.splitlines()))}
+        return [found[each] for each in sorted(found) if each > step]  # guard: metrics-go-forward
+
+    def status(self) -> t.Status | None:
+        with contextlib.suppress(PeerError):
+            return self._asking.wait(self._client.get_json("/v1/status", t.Status, deadline_s=STATUS_S))
+        return None
+
+    def evaluations(self) -> dict[str, bytes]:
+        return {}
+
+    def renderer(self, state: State) -> Renderer:
+        """Fetch the files that the tokenizer is made of, without any weights, and open them in a child process."""
+        if state.main.version < 0:
+            raise NothingYet(f"{self.name} has published no version yet")
+        version, record = state.main.version, state.main.versions[state.main.version]
+        data = self.manifest(version, record.manifest)
+        manifest = open_manifest(
+            data, run=state.run, keys=state.publishers, now=None, version=version, root=record.root
+        )
+        home = tempfile.TemporaryDirectory(prefix="shoal-watch-")
+        wanted = [entry for entry in manifest.files if entry.path in FILES[state.sampling.stops]]
+        for entry in wanted:
+            file = b"".join(self.blob(chunk) for chunk in entry.chunks)
+            if digest(file) != entry.digest:
+                raise PeerError(f"{self.name} serves another {entry.path} than its manifest names: do not trust it")
+            (Path(home.name) / entry.path).write_bytes(file)
+        self._home = home
+        return contained(Limits(), state.sampling.stops)(Path(home.name))  # guard: watched-tokenizer-is-contained
+
+    def has_key(self, run_key: str) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._asking.wait(self._client.close())
+        self._asking.close()
+        if self._home is not None:
+            self._home.cleanup()
+
+
+def clean(lines: Iterable[dict[str, Any]]) -> list[dict[str, Value]]:
+    """The lines of metrics that are tables of short names and plain values, with a step."""
+    found = []
+    for line in lines:
+        with contextlib.suppress(msgspec.ValidationError):
+            values = msgspec.convert(line, dict[str, Value])
+            if _is_sound(values):  # guard: metrics-of-strangers
+                found.append(values)
+    return found
+
+
+def step_of(line: dict[str, Value]) -> int:
+    """The step of a line that `clean` gave."""
+    step = line["step"]
+    assert isinstance(step, int), "a line without a step is left out"
+    return step
+
+
+def _is_sound(values: dict[str, Value]) -> bool:
+    step = values.get("step")
+    names = [*values, *(name for value in values.values() if isinstance(value, dict) for name in value)]
+    plain = [value for value in values.values() if not isinstance(value, dict)]
+    plain += [value for table in values.values() if isinstance(table, dict) for value in table.values()]
+    return (
+        type(step) is int
+        and 0 <= step < MAX_STEP
+        and len(names) <= MAX_METRICS
+        and all(len(name) <= MAX_NAME_CHARS for name in names)
+        and all(len(value) <= MAX_TEXT_CHARS for value in plain if isinstance(value, str))
+        and all(abs(value) < 1 << 53 for value in plain if isinstance(value, int))
+    )
+
+
+def _decoded(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
+    for line in lines:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            yield msgspec.json.decode(line, type=dict[str, Any])
+
+
+async def _status(url: str, transport: httpx.AsyncBaseTransport | None) -> t.Status:
+    async with Client(url, transport=transport, on_wait=lambda line: None) as client:
+        return await client.get_json("/v1/status", t.Status, deadline_s=STATUS_S)
+
+
+class _Asking:
+    """A thread with an event loop, in which requests are awaited."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="shoal reading", daemon=True)
+        self._thread.start()
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """What the work gives, or raises."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
