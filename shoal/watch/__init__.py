@@ -3,7 +3,7 @@
 `open_run(where)` reads a run's folder or URL. It is synchronous, and one thread uses it at a time:
 
     with open_run("runs/wordle") as run:
-        run.catch_up()                      # replays the log as far as it goes; `refresh()` gives the next page of new events
+        run.catch_up()                      # replays the log as far as it goes; `refresh()` gives the next page of it
         run.state, run.marks                # the replayed `State`, and the numbers of the events behind it
         run.events(after=-1)                # events again: `Entry` with seq, time, kind, typed body, hash
         run.metrics(after=-1)               # one dict a step; `new_metrics()` gives lines since the last call
@@ -14,11 +14,16 @@
         run.replayed(place)                 # and named parts of rewards and chat roles: the environment plays it again
 
 Errors are `ShoalError`s in one line. `PeerError`: a URL does not answer now; try again. `Replaced`: another run is in its
-place; open it again. `NothingYet`: private, gone or not there yet. Private bodies and held-out tasks take `private=True` and
-the host's folder with its run key. All texts are strangers': they may hold any characters, and whoever shows them escapes.
+place; open it again. `NothingYet`: private, gone or not there yet. Private bodies and held-out tasks take `private=True`
+and the host's folder with its run key. All texts are strangers': they may hold any characters, so escape them.
+
+`tables` has the same as rows (`rows_of(run, "nodes")`, `TABLES`, `as_csv`), with the unit and meaning of each column.
 """
 
 from shoal.watch.reading import Place as Place
 from shoal.watch.reading import Reading as Reading
 from shoal.watch.reading import Replaced as Replaced
 from shoal.watch.reading import open_run as open_run
+from shoal.watch.tables import TABLES as TABLES
+from shoal.watch.tables import as_csv as as_csv
+from shoal.watch.tables import rows_of as rows_of
