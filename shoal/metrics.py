@@ -190,6 +190,21 @@ class MetricsLog:
                 log.warning("metrics are not being written, training continues file=%s cause=%s", self.path, error)
 
 
+NEWEST_BYTES = 256 * 1024
+"""Of the end of a metrics file, in which its last line is looked for."""
+
+
+def newest_metrics(path: Path) -> dict[str, Any] | None:
+    """The last whole line of a metrics file: the newest step, also after a step was repeated. Looks at its end alone."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - NEWEST_BYTES))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return None
+    return next((values for line in reversed(lines) if (values := values_of(line)) is not None), None)
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file in order of step. Skips half lines; of a repeated step, only the last line counts."""
     try:
@@ -198,13 +213,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
     by_step: dict[int, dict[str, Any]] = {}
     for line in lines:
-        try:
-            values = msgspec.json.decode(line, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            continue
-        if isinstance(values.get("step"), int):
+        if (values := values_of(line)) is not None:
             by_step[values["step"]] = values
     return [by_step[step] for step in sorted(by_step)]
+
+
+def values_of(line: bytes) -> dict[str, Any] | None:
+    """A line of a metrics file; None for half a line, or for one without a step."""
+    try:
+        values = msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return values if isinstance(values.get("step"), int) else None
 
 
 MAX_LINE_BYTES = 1 << 18

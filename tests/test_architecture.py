@@ -30,7 +30,7 @@ FLOORS = (
 )
 """Lowest first. A room imports from the floors below its own; rooms on one floor never import each other."""
 
-COMMON = ("config", "errors", "folder", "metrics", "pipes", "terminal", "tree")
+COMMON = ("config", "errors", "folder", "heldout", "metrics", "pipes", "terminal", "tree")
 """Files that serve every room but `algos`. They import each other and `protocol`."""
 
 BROAD_EXCEPTS = {

@@ -53,6 +53,7 @@ from shoal.protocol import (
     types,
     wire,
 )
+from shoal.roles.coordinator import watched
 from shoal.roles.coordinator.api import CALLS
 from shoal.roles.coordinator.role import open_run
 from shoal.tree import all_keys, from_tree, structs_of, to_tree
@@ -463,6 +464,16 @@ def vectors() -> str:
     return table(["What", "Value"], [[name, f"`{value}`"] for name, value in named.items()]) + f"\n\n{request}"
 
 
+def prometheus_table() -> str:
+    """Every metric that a Prometheus server is told."""
+    told = watched.WATCHED | {of_step.name: of_step.watched for of_step in watched.of_steps().values()}
+    rows = [
+        [f"`{watched.PREFIX}{name}`", metric.kind, ", ".join(f"`{label}`" for label in metric.labels), metric.sentence]
+        for name, metric in told.items()
+    ]
+    return table(["Metric", "Type", "Labels", "Meaning"], rows)
+
+
 def metric_table() -> str:
     """Every metric of metrics.jsonl."""
     return table(["Metric", "Unit", "Meaning"], [[f"`{n}`", m.unit, m.sentence] for n, m in metrics.METRICS.items()])
@@ -498,6 +509,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "event fields": ("docs/reference/protocol.md", event_fields),
     "vectors": ("docs/reference/protocol.md", vectors),
     "metrics": ("docs/reference/metrics.md", metric_table),
+    "prometheus": ("docs/reference/metrics.md", prometheus_table),
     "checks": ("docs/explanation/trust.md", check_table),
     "cheats": ("docs/explanation/trust.md", cheat_table),
 }

@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
 from shoal.config import RunConfig
 from shoal.folder import RunFolder
+from shoal.heldout import AFTER, BEFORE, Heldout, evaluations_in, read_heldout
 from shoal.launch.process import RoleProcess
-from shoal.launch.snapshot import Heldout
 
 ON_THE_WAY = 4
 """A checkpoint during training is evaluated with one in this many of the episodes."""
@@ -43,16 +41,16 @@ class Evaluations:
         kept = sorted(path for path in self._folder.checkpoints.glob("v[0-9]*") if path.is_dir())
         if not kept:
             return
-        if not self._known("before"):
+        if not self._known(BEFORE):
             self._first_began = time.monotonic()
-            self._begin("before", self._folder.checkpoints / "v000000")
+            self._begin(BEFORE, self._folder.checkpoints / "v000000")
         elif 0 < _version(kept[-1]) < self._config.steps and not self._known(kept[-1].name):
             self._begin(kept[-1].name, kept[-1], ON_THE_WAY)
 
     def start_last(self) -> None:
         """Evaluate the final policy, if that has not been done."""
-        if self._wanted and not self._known("after"):
-            self._begin("after", self._folder.checkpoints / "final")
+        if self._wanted and not self._known(AFTER):
+            self._begin(AFTER, self._folder.checkpoints / "final")
 
     def idle(self) -> bool:
         """Whether none is under way."""
@@ -60,7 +58,7 @@ class Evaluations:
 
     def first_is_done(self) -> bool:
         """Whether the first version's evaluation is done, has failed, or is turned off."""
-        return not self._wanted or (self._known("before") and self.idle())
+        return not self._wanted or (self._known(BEFORE) and self.idle())
 
     def given_up(self) -> RoleProcess | None:
         """An evaluation that failed, if any."""
@@ -68,8 +66,8 @@ class Evaluations:
 
     def results(self) -> tuple[tuple[str, Heldout], ...]:
         """What has been measured, oldest version first."""
-        names = ["before", *sorted(path.stem for path in self._folder.evaluations.glob("v*.json")), "after"]
-        found = [(name, read_heldout(self._folder.evaluations / f"{name}.json")) for name in names]
+        folder = self._folder.evaluations
+        found = [(name, read_heldout(folder / f"{name}.json")) for name in evaluations_in(folder)]
         return tuple((_label(name), heldout) for name, heldout in found if heldout is not None)
 
     def _known(self, name: str) -> bool:
@@ -79,14 +77,6 @@ class Evaluations:
     def _begin(self, name: str, checkpoint: Path, one_in: int = 1) -> None:
         out = self._folder.evaluations / f"{name}.json"
         self.processes.append(self._make(f"evaluate-{name}", checkpoint, out, one_in))
-
-
-def read_heldout(path: Path) -> Heldout | None:
-    """An evaluation that `roles/evaluate` wrote, if it is there."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Heldout)
-    except (OSError, msgspec.DecodeError):
-        return None
 
 
 def _label(name: str) -> str:

@@ -10,8 +10,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shoal.heldout import Heldout
 from shoal.launch.remaining import seconds_left
-from shoal.launch.snapshot import Heldout, Sample, Snapshot
+from shoal.launch.snapshot import Sample, Snapshot
 from shoal.terminal import brief, printable
 
 WATCHDOG_S = 5.0

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
-import msgspec
 
+from shoal.heldout import Heldout
 from shoal.metrics import read_metrics
 from shoal.net.listening import local_url
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_NODES
@@ -28,17 +28,6 @@ PAGING_SHARE = 0.1
 
 NO_STATUS = Status("", "starting", -1, 0, 0, {}, 0, 0, "", 0.0)
 """Before the coordinator has answered."""
-
-
-class Heldout(msgspec.Struct, frozen=True):
-    """An evaluation on held-out tasks, with its 95 % confidence interval."""
-
-    mean: float
-    low95: float
-    high95: float
-    episodes: int
-    envs: dict[str, "Heldout"] = {}
-    """By label, where a run has several environments."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from shoal.config import EnvConfig
-from shoal.launch.snapshot import Heldout, Snapshot
+from shoal.heldout import Heldout
+from shoal.launch.snapshot import Snapshot
 from shoal.launch.summary import RunEnd
 from shoal.protocol.types import NodeState, Status
 

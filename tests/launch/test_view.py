@@ -13,9 +13,10 @@ from rich.console import Console, RenderableType
 from shoal.cli import parser
 from shoal.commands.hosting import recipe_as_typed
 from shoal.config import EnvConfig
+from shoal.heldout import Heldout
 from shoal.launch.finale import plain_end, render_end, save_picture
 from shoal.launch.panels import chart, duration
-from shoal.launch.snapshot import Heldout, Snapshot
+from shoal.launch.snapshot import Snapshot
 from shoal.launch.summary import RunEnd
 from shoal.launch.view import LiveView, plain, plain_wait, render
 from shoal.terminal import printable

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -43,8 +44,10 @@ from shoal.roles.coordinator.asked import Asked
 from shoal.roles.coordinator.board import Board, batch_of, node_state
 from shoal.roles.coordinator.desk import Desk
 from shoal.roles.coordinator.door import Door, Handler, number
+from shoal.roles.coordinator.exposed import Exposed
 from shoal.roles.coordinator.judging import admit_validator, next_check, take_verdict
 from shoal.roles.coordinator.line import Line
+from shoal.roles.coordinator.meter import Meter, Metered
 from shoal.roles.coordinator.pages import Pages
 from shoal.roles.coordinator.shown import (
     get_credits,
@@ -81,11 +84,20 @@ TO_JUDGE = (
 
 def application(desk: Desk, **options: Any) -> Starlette:
     """The coordinator as an ASGI application. `options` are Starlette's."""
+    meter, board = Meter(), Board(desk)
     door = Door(
-        desk, Board(desk), Gate(desk.clock), Line(desk.book, desk.clock), Asked(), Pages(desk.book.store), Waits()
-    )
-    routes = [Route(call.path, _bound(handler, door), methods=[call.method]) for call, handler in CALLS]
-    return server.application(routes, **options)
+        desk, board, Gate(desk.clock), Line(desk.book, desk.clock), Asked(), Pages(desk.book.store), Waits(),
+        Exposed(desk, board, meter),
+    )  # fmt: skip
+    routes = [_route(call, _bound(handler, door), meter) for call, handler in CALLS]
+    app = server.application(routes, **options)
+    app.state.meter = meter
+    return app
+
+
+def _route(call: Call, endpoint: Callable[[Request], Awaitable[Response]], meter: Meter) -> Route:
+    metered = Middleware(Metered, meter=meter, call=f"{call.method} {call.path}")
+    return Route(call.path, endpoint, methods=[call.method], middleware=[metered])
 
 
 def _bound(handler: Handler, door: Door) -> Callable[[Request], Awaitable[Response]]:

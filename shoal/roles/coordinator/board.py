@@ -58,19 +58,6 @@ class Board:
             raise Refused("unknown", f"no node {after[:16]} in this run")
         return [node_state(self._desk.state.members[key]) for key in islice(keys, MAX_NODES)]  # guard: page-of-nodes
 
-    def metrics(self) -> list[str]:
-        """Lines of Prometheus text."""
-        status, desk = self.status(), self._desk
-        lines = [
-            f"shoal_version {status.version}", f"shoal_groups_accepted_total {status.accepted}",
-            f"shoal_groups_in_flight {status.in_flight}", f"shoal_submissions_pending {status.pending}",
-            f"shoal_blob_bytes {desk.blobs.size_bytes}", f"shoal_events_total {desk.state.seq + 1}",
-        ]  # fmt: skip
-        members = desk.state.members.values()
-        unfilled, given = (sum(getattr(node, of) for node in members) for of in ("unfilled", "given"))
-        lines += [f"shoal_blocks_leased_total {given}", f"shoal_blocks_unfilled_total {unfilled}"]
-        return lines + [f'shoal_groups_refused_total{{check="{check}"}} {n}' for check, n in status.refused.items()]
-
     def status(self) -> t.Status:
         """How far the run is, and what it waits for."""
         state = self._desk.state

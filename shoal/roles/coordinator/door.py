@@ -18,6 +18,7 @@ from shoal.protocol.identity import Caller
 from shoal.roles.coordinator.asked import Asked
 from shoal.roles.coordinator.board import Board
 from shoal.roles.coordinator.desk import Desk
+from shoal.roles.coordinator.exposed import Exposed
 from shoal.roles.coordinator.line import Line
 from shoal.roles.coordinator.pages import Pages
 from shoal.roles.coordinator.waits import Waits
@@ -32,6 +33,7 @@ class Door:
     asked: Asked
     pages: Pages
     waits: Waits
+    exposed: Exposed
 
     def admit(self, request: Request, cap: int = SMALL_BODY_BYTES) -> Caller:
         """Who signed the request, before its body is read. Raises `Refused` if our log lacks the head that the caller saw

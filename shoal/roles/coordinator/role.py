@@ -295,7 +295,9 @@ def _ticking(desk: Desk) -> Any:
         async def tick() -> None:
             while True:
                 await asyncio.sleep(TICK_S)
+                due = time.perf_counter() + TICK_S
                 try:
+                app.state.meter.late(time.perf_counter() - due)
                     await desk.tick()
                 except StateError as error:  # a full disk must not stop the clock for good
                     log.warning("tick failed: %s", error)

@@ -73,9 +73,9 @@ async def get_health(door: Door, request: Request) -> Response:
 
 
 async def get_metrics(door: Door, request: Request) -> Response:
-    """Prometheus text."""
+    """For a Prometheus server: its text format, or OpenMetrics to one that accepts that."""
     await door.gate.anyone(request)
-    return PlainTextResponse("\n".join(door.board.metrics()) + "\n")
+    return answer_bytes(*door.exposed.page(request.headers.get("accept", "")))
 
 
 async def get_steps(door: Door, request: Request) -> Response:

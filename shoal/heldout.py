@@ -1,0 +1,35 @@
+"""Evaluations on held-out tasks as a run's folder has them: a file for each, which `roles/evaluate` writes.
+
+Read by the launcher, the coordinator's metrics and the role that feeds loggers. It does not know how a policy is evaluated.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+BEFORE, AFTER = "before", "after"
+"""Names of the evaluations of the first version and of the final one."""
+
+
+class Heldout(msgspec.Struct, frozen=True):
+    """An evaluation on held-out tasks, with its 95 % confidence interval."""
+
+    mean: float
+    low95: float
+    high95: float
+    episodes: int
+    envs: dict[str, "Heldout"] = {}
+    """By label, where a run has several environments."""
+
+
+def read_heldout(path: Path) -> Heldout | None:
+    """An evaluation, if its file is there."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Heldout)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def evaluations_in(folder: Path) -> list[str]:
+    """Names that evaluations have in a run's folder, oldest version first; not all need to be there."""
+    return [BEFORE, *sorted(path.stem for path in folder.glob("v*.json")), AFTER]
