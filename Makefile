@@ -102,7 +102,7 @@ $(VENV)/.runs: pyproject.toml constraints.txt | $(VENV)/.made
 
 $(VENV)/.tests: pyproject.toml constraints.txt | $(VENV)/.made
 	@echo "installing shoal with the tools of its tests into $(VENV) ..."
-	$(INSTALL) -e '.[torch,hf,answers,math,data,dev]'
+	$(INSTALL) -e '.[torch,hf,answers,math,data,wandb,trackio,tensorboard,dev]'
 	@touch $@ $(VENV)/.runs
 
 $(VENV)/.made:

@@ -54,6 +54,8 @@ class RunFolder:
         self.hub = root / "hub"
         """A registry of packages that the coordinator serves, if the host has pushed any there."""
         self.logs = root / "logs"
+        self.loggers = root / "loggers"
+        """Files of W&B, trackio and TensorBoard, and what each of them was given."""
         self.nodes = root / "nodes"
         self.evaluations = root / "eval"
         self.shifts = root / "shifts"

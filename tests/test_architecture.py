@@ -53,6 +53,7 @@ BROAD_EXCEPTS = {
     "policy/apart.py": "a library may raise anything in the process that fetches; the parent reads what it raised",
     "policy/hub.py": "huggingface_hub may raise anything of its HTTP client; the model is refused by name",
     "policy/contained.py": "a stranger's tokenizer may raise anything; the text is refused",
+    "roles/logger/follower.py": "a logger may raise anything; it is opened again later, and the run goes on",
     "roles/packages.py": "what a thread aside raises is raised again where it is awaited",
     "sandbox/inside.py": "a snippet may raise anything, and ends as a script would; a fault of ours must not look like its",
     "roles/stage/child.py": "an environment may raise anything; its traceback is printed and the exception goes on",

@@ -23,6 +23,7 @@ from shoal.config import (
     host,
     load_run,
     load_sft,
+    logs,
     node_home,
     policies,
     sections,
@@ -52,7 +53,9 @@ def run_file(tmp_path: Path) -> Path:
 def explained_fields() -> dict[str, set[str]]:
     """By class, the fields that are followed by a docstring in the source."""
     found: dict[str, set[str]] = {}
-    for node in ast.parse("".join(map(inspect.getsource, (sections, policies, critic, envs, difficulty, host)))).body:
+    for node in ast.parse(
+        "".join(map(inspect.getsource, (sections, policies, critic, envs, difficulty, host, logs)))
+    ).body:
         if isinstance(node, ast.ClassDef):
             found[node.name] = {
                 field.target.id

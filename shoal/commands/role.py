@@ -17,7 +17,8 @@ def add_commands(commands: Any) -> None:
     p = commands.add_parser("role")
     p.set_defaults(act=role)
     p.add_argument(
-        "name", choices=("coordinator", "origin", "stage", "trainer", "rank", "validator", "worker", "evaluate")
+        "name",
+        choices=("coordinator", "origin", "stage", "trainer", "rank", "validator", "worker", "evaluate", "logger"),
     )
     for flag in ("--run-dir", "--home", "--key", "--checkpoint", "--out", "--meeting", "--shifts"):
         p.add_argument(flag, type=Path)
@@ -53,6 +54,10 @@ def role(args: argparse.Namespace) -> None:
         stage.main(args.run_dir)
     elif args.name == "trainer":
         from shoal.roles import trainer
+    elif args.name == "logger":
+        from shoal.roles.logger import role as logger
+
+        logger.main(args.run_dir)
 
         trainer.main(args.run_dir, args.url, args.shifts)
     elif args.name == "rank":

@@ -9,6 +9,7 @@ from shoal.config.environ import (
     node_home,
     rank_here,
     repeatable_cuda,
+    settle_loggers,
     settle_vllm,
     settle_vllm_runner,
     stay_on_this_machine,
@@ -17,6 +18,7 @@ from shoal.config.environ import (
 from shoal.config.envs import ENV_SETTINGS, STAGE_KEYS, EnvConfig
 from shoal.config.host import HostConfig, is_loopback
 from shoal.config.load import load_run, load_sft
+from shoal.config.logs import LOGGERS, LoggingConfig
 from shoal.config.policies import AdapterConfig, PolicyConfig, TinyPolicy
 from shoal.config.sections import (
     ACTIVATION_ERROR,
@@ -38,10 +40,11 @@ from shoal.config.sections import (
 )
 
 __all__ = [
-    "ACTIVATION_ERROR", "BOUNDS", "ENV_SETTINGS", "SAFE_TO_CHANGE", "STAGE_KEYS", "AdapterConfig", "BoundsConfig",
-    "CriticConfig", "DifficultyConfig", "EnvConfig", "EvalConfig", "HostConfig", "PolicyConfig", "RolloutsConfig",
-    "RunConfig", "SamplingConfig", "SftConfig", "StorageConfig", "TinyPolicy", "TrainConfig", "ValidatorsConfig",
-    "VerifyConfig", "WorkersConfig", "check_run", "child_environment", "difficulty_of", "is_loopback", "load_run",
-    "load_sft", "node_home", "notes_of", "rank_here", "repeatable_cuda", "sampling_of", "settle_vllm",
-    "settle_vllm_runner", "stay_on_this_machine", "unsafe_changes", "wire_bounds", "without_hub",
+    "ACTIVATION_ERROR", "BOUNDS", "ENV_SETTINGS", "LOGGERS", "SAFE_TO_CHANGE", "STAGE_KEYS", "AdapterConfig",
+    "BoundsConfig", "CriticConfig", "DifficultyConfig", "EnvConfig", "EvalConfig", "HostConfig", "LoggingConfig",
+    "PolicyConfig", "RolloutsConfig", "RunConfig", "SamplingConfig", "SftConfig", "StorageConfig", "TinyPolicy",
+    "TrainConfig", "ValidatorsConfig", "VerifyConfig", "WorkersConfig", "check_run", "child_environment",
+    "difficulty_of", "is_loopback", "load_run", "load_sft", "node_home", "notes_of", "rank_here", "repeatable_cuda",
+    "sampling_of", "settle_loggers", "settle_vllm", "settle_vllm_runner", "stay_on_this_machine", "unsafe_changes",
+    "wire_bounds", "without_hub",
 ]  # fmt: skip

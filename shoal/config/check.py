@@ -55,7 +55,7 @@ def check_run(config: RunConfig) -> None:
         *_at_least(0, AT_LEAST_0, config),
         *_at_least(1, AT_LEAST_1, config),
         *_at_least(-1, ("rollouts.paid_tokens",), config),
-        (re.fullmatch(r"[\w.-]*\w", config.name) is not None, _name_rule(config.name)),
+        *_names_fit(config.name, config.logging.project),
         (
             config.steps < CHAIN_LENGTH,
             f"steps = {config.steps}: must be below {CHAIN_LENGTH}, the number of secrets of a run",
@@ -129,8 +129,12 @@ def check_run(config: RunConfig) -> None:
             raise ConfigError(message)
 
 
-def _name_rule(name: str) -> str:
-    return f"name = {name!r}: use only letters, digits, - _ and . and do not end with - or ."
+def _names_fit(name: str, project: str) -> Iterator[tuple[bool, str]]:
+    """They are parts of the names of files, and a project's also of a URL."""
+    fits = re.fullmatch(r"[\w.-]*\w", name) is not None
+    yield fits, f"name = {name!r}: use only letters, digits, - _ and . and do not end with - or ."
+    fits = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", project) is not None
+    yield fits, f"logging.project = {project!r}: use 1 to 100 letters, digits, - and _, with a letter or digit first"
 
 
 def _limits_fit(envs: Sequence[EnvConfig], run: SamplingConfig) -> Iterator[tuple[bool, str]]:
@@ -328,8 +332,8 @@ def _bounds_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
 
 
 SAFE_TO_CHANGE = (
-    "steps", "workers", "validators", "host", "eval", "storage", "train.threads", "train.processes", "train.device",
-    "verify.quarantine_s", "rollouts.lease_s", "rollouts.max_flat_groups", "envs.eval_episodes",
+    "steps", "workers", "validators", "host", "eval", "storage", "logging", "train.threads", "train.processes",
+    "train.device", "verify.quarantine_s", "rollouts.lease_s", "rollouts.max_flat_groups", "envs.eval_episodes",
 )  # fmt: skip
 """Keys (or whole sections) of a run file that may differ when a run is resumed."""
 

@@ -83,6 +83,16 @@ def without_hub() -> Iterator[None]:
         os.environ |= {} if before is None else {HUB_OFFLINE: before}
 
 
+def settle_loggers(folder: Path) -> None:
+    """Before a logger is imported: its files go below the run's folder, and without a key W&B reaches no network. What
+    the user's environment says otherwise stays."""
+    chosen = {"TRACKIO_DIR": str(folder / "trackio"), "WANDB_SILENT": "true"}
+    if not os.environ.get("WANDB_API_KEY"):
+        chosen["WANDB_MODE"] = "offline"
+    for name, value in chosen.items():
+        os.environ.setdefault(name, value)
+
+
 def secret_named(name: str) -> str:
     """A secret, such as the key of a service, by the name of its environment variable. Never log it or send it to a
     node."""

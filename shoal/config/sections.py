@@ -12,6 +12,7 @@ from shoal.config.critic import CriticConfig
 from shoal.config.difficulty import DifficultyConfig, wire_difficulty
 from shoal.config.envs import EnvConfig
 from shoal.config.host import HostConfig
+from shoal.config.logs import LoggingConfig
 from shoal.config.policies import PolicyConfig
 from shoal.protocol.algorithms import Algorithm, Grpo
 from shoal.protocol.bounds import MEAN_OF_LOGPROB, Dtype
@@ -272,6 +273,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     host: HostConfig = HostConfig()
     eval: EvalConfig = EvalConfig()
     storage: StorageConfig = StorageConfig()
+    logging: LoggingConfig = LoggingConfig()
 
     @property
     def sampled_dtype(self) -> str:

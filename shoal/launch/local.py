@@ -8,13 +8,11 @@ after a kill at any moment, the same command resumes the run.
 import contextlib
 import fcntl
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console, Group
 
@@ -26,7 +24,9 @@ from shoal.launch.computable import demand_codable, demand_computable, demand_en
 from shoal.launch.evaluations import Evaluations
 from shoal.launch.finale import plain_end, render_end, save_picture
 from shoal.launch.fits import demand_fit, full_disk
-from shoal.launch.process import RoleProcess, tail
+from shoal.launch.loggers import STOP_S as LOGGER_STOP_S
+from shoal.launch.loggers import demand_loggers, wanted_loggers
+from shoal.launch.process import RoleProcess, counted_signals, tail
 from shoal.launch.room import first_spec, sized
 from shoal.launch.samples import flat_samples
 from shoal.launch.shifts import Shifts, shifts_of
@@ -102,6 +102,7 @@ def open_crew(run_dir: Path, lock_fd: int, with_workers: bool, make_view: Callab
     """The processes of the run in a folder, not yet started. Raises as `check_first_policy` and `demand_fit`."""
     folder = RunFolder(run_dir)
     config = folder.config()
+    demand_loggers(config)
     if is_hub(config.policy.path) and not folder.policy.exists():
         Hub().bring(config.policy.path, folder.policy, say)
     if with_workers:
@@ -152,6 +153,7 @@ class LocalRun:
         self._snapshot = Snapshot(config.name, str(folder.root), config.steps)
         self._coordinator = self._role("coordinator", threads=1)
         self._origin = self._role("origin", threads=1)
+        self._loggers = [self._role("logger", threads=1)] if wanted_loggers(config) else []
         self._trainer: RoleProcess | None = None
         self._stage: list[RoleProcess] = []
         """The stage, in a run whose host plays environments."""
@@ -179,6 +181,7 @@ class LocalRun:
             self._wait("evaluating the final policy on held-out tasks", until=self._evaluations.idle)
         finally:
             self._stop_roles()
+            self._stop(self._loggers, LOGGER_STOP_S)  # last: the last evaluation is a row, too
             self._save_usage()
             self._view.close()
         return self._say_stopped() if self.stop_requests else self._say_end()
@@ -298,7 +301,7 @@ class LocalRun:
                 continue
             same = self._workers if process in self._workers else self._validators
             spare = process in same and any(p.state != "given up" for p in same if not p.name.startswith("cheater"))
-            if spare or process is self._origin or process.name.startswith("evaluate"):
+            if spare or process in (self._origin, *self._loggers) or process.name.startswith("evaluate"):
                 continue
             for line in tail(process.log, 12):
                 self._view.say(f"{process.name} | {line}")
@@ -314,6 +317,7 @@ class LocalRun:
             *self._validators,
             *self._workers,
             *self._evaluations.processes,
+            *self._loggers,
         ]
 
     def _save_usage(self) -> None:
@@ -380,16 +384,3 @@ class LocalRun:
         if failed is not None:
             raise StateError(f"the run ended, but an evaluation failed: {failed.reason} (full log: {failed.log})")
         return 0
-
-
-@contextlib.contextmanager
-def counted_signals(crew: LocalRun) -> Iterator[None]:
-    def ask(signum: int, frame: FrameType | None) -> None:
-        crew.stop_requests += 1
-
-    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -8,6 +8,7 @@ hidden command `shoal role`). It is started in a session of its own, so the term
 launcher, which stops the roles in order.
 """
 
+import contextlib
 import os
 import resource
 import signal
@@ -15,10 +16,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from types import FrameType
+from typing import Literal, Protocol
 
 import psutil
 
@@ -185,6 +187,27 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
+
+
+class Stoppable(Protocol):
+    """What counts how often it was asked to stop."""
+
+    stop_requests: int
+
+
+@contextlib.contextmanager
+def counted_signals(crew: Stoppable) -> Iterator[None]:
+    """Count Ctrl-C and SIGTERM instead of ending this process."""
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        crew.stop_requests += 1
+
+    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def own_use() -> Use:

@@ -13,7 +13,8 @@ from rich.console import Console, RenderableType
 from shoal.errors import StateError
 from shoal.folder import RunFolder
 from shoal.launch.hosting import administer
-from shoal.launch.local import counted_signals, open_crew
+from shoal.launch.local import open_crew
+from shoal.launch.process import counted_signals
 from shoal.launch.snapshot import CoordinatorWatch, Snapshot
 from shoal.launch.view import LiveView, View
 from shoal.protocol.types import Status

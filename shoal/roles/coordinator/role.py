@@ -169,6 +169,7 @@ def own_validators(folder: RunFolder, config: RunConfig) -> tuple[str, ...]:
 def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
     """The resolved run file for the log, which anyone may read: without the seed if the secret follows from it."""
     tree = to_tree(config)
+    del tree["logging"]  # the names of the host's projects are no part of the run
     for env in tree["envs"]:  # a run without settings has the log of before there were any
         for name in ENV_SETTINGS:
             if not env[name]:
@@ -294,10 +295,10 @@ def _ticking(desk: Desk) -> Any:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async def tick() -> None:
             while True:
-                await asyncio.sleep(TICK_S)
                 due = time.perf_counter() + TICK_S
-                try:
+                await asyncio.sleep(TICK_S)
                 app.state.meter.late(time.perf_counter() - due)
+                try:
                     await desk.tick()
                 except StateError as error:  # a full disk must not stop the clock for good
                     log.warning("tick failed: %s", error)
