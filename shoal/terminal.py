@@ -6,7 +6,11 @@ Called wherever such text is printed or logged. Escapes are those of JSON, so a 
 import copy
 import json
 import logging
+import math
+import re
 import unicodedata
+from collections.abc import Iterator
+from datetime import UTC, datetime
 
 MAX_LINE_CHARS = 2000
 """Of a line of a role's log; a traceback after it is whole."""
@@ -57,6 +61,46 @@ class PrintableFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record), keep="\n")  # guard: printable-logs
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a role's log as one JSON object a line, in ASCII: time, level, role, who speaks, the message, and its fields.
+
+    Fields come from our own format strings and their arguments, so what a stranger wrote cannot add one.
+    """
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "role": self._role,
+            "from": _who(record.name),
+            "message": record.getMessage()[:MAX_LINE_CHARS],
+            "fields": {name: _plain(value) for name, value in _fields(record)},
+        }
+        if record.exc_info or record.exc_text:
+            line["traceback"] = record.exc_text or self.formatException(record.exc_info)  # type: ignore[arg-type]
+        return json.dumps(line, allow_nan=False)
+
+
+_CONVERSION = re.compile(r"%%|(?:(?P<name>\w+)=['\"]?)?%[-+ #0]*\d*(?:\.\d+)?[a-zA-Z]")
+
+
+def _fields(record: logging.LogRecord) -> Iterator[tuple[str, object]]:
+    """Names and arguments of what a format string writes as `name=%d`."""
+    names = [found["name"] for found in _CONVERSION.finditer(str(record.msg)) if found[0] != "%%"]
+    if isinstance(record.args, tuple) and len(names) == len(record.args):
+        yield from ((name, value) for name, value in zip(names, record.args, strict=True) if name)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, bool | int | float | None) else str(value)[:MAX_LINE_CHARS]
 
 
 def _who(logger: str) -> str:

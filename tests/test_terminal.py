@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from shoal.terminal import MAX_LINE_CHARS, PrintableFormatter, brief, printable, say
+from shoal.terminal import MAX_LINE_CHARS, JsonFormatter, PrintableFormatter, brief, printable, say
 
 NASTY = "a\x1b[2J\x7f\x9b1m\u202e\u2066\U000e0001\r\0\n\ud800b"
 
@@ -54,3 +54,31 @@ def test_text_for_a_cell_is_one_short_line_with_few_marks():
     assert brief("e" + "\u0302" * 500, 20) == "ê" + "\u0302" * 2 + "…"
     assert brief("❤\ufe0f\n\u202e", 30) == "❤\\n\\u202e"
     assert len(brief(NASTY, 10)) == 10
+
+
+def json_line(message, *args, level=logging.INFO):
+    record = logging.LogRecord("shoal.train.step", level, "", 0, message, args, None)
+    record.created = 1_800_000_000.25
+    return JsonFormatter("trainer").format(record)
+
+
+def test_a_line_of_json_has_time_level_role_and_the_fields_of_the_message():
+    line = json_line("step=%d reward=%.3f who='%s' 100%% done", 7, 0.12345, "worker-1", level=logging.WARNING)
+    assert json.loads(line) == {
+        "time": "2027-01-15T08:00:00.250+00:00", "level": "warning", "role": "trainer", "from": "train",
+        "message": "step=7 reward=0.123 who='worker-1' 100% done",
+        "fields": {"step": 7, "reward": 0.12345, "who": "worker-1"},
+    }  # fmt: skip
+
+
+def test_what_a_stranger_wrote_adds_no_field_and_no_line_and_is_cut():
+    line = json_line("refused=%s", NASTY + ' level="error" step=9\n{"time": 1}' + "x" * 9000)
+    assert line.isascii() and line.isprintable() and len(line) < 4 * MAX_LINE_CHARS
+    assert json.loads(line)["fields"].keys() == {"refused"}
+
+
+def test_a_line_of_json_has_no_number_that_json_lacks_and_a_whole_traceback():
+    assert json.loads(json_line("loss=%f", float("nan")))["fields"] == {"loss": None}
+    record = logging.LogRecord("worker", logging.ERROR, "", 0, "failed", (), None)
+    record.exc_text = "Traceback\n" + "y" * 3 * MAX_LINE_CHARS
+    assert json.loads(JsonFormatter("worker-0").format(record))["traceback"] == record.exc_text

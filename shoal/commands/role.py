@@ -4,11 +4,13 @@ Called by `cli`. Roles are imported when one starts.
 """
 
 import argparse
+import contextlib
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shoal.commands.process import log_to_stderr
+from shoal.errors import ShoalError
 from shoal.policy.device import CPU
 
 
@@ -39,7 +41,7 @@ def role(args: argparse.Namespace) -> None:
     die_with_parent()
     # Until a role handles SIGTERM itself, the signal ends it as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    log_to_stderr()
+    log_to_stderr(args.home.name if args.home else args.name, _log_form(args.run_dir))
     if args.name == "coordinator":
         from shoal.roles import coordinator
 
@@ -52,12 +54,12 @@ def role(args: argparse.Namespace) -> None:
         from shoal.roles.stage import role as stage
 
         stage.main(args.run_dir)
-    elif args.name == "trainer":
-        from shoal.roles import trainer
     elif args.name == "logger":
         from shoal.roles.logger import role as logger
 
         logger.main(args.run_dir)
+    elif args.name == "trainer":
+        from shoal.roles import trainer
 
         trainer.main(args.run_dir, args.url, args.shifts)
     elif args.name == "rank":
@@ -81,3 +83,12 @@ def role(args: argparse.Namespace) -> None:
         from shoal.roles import evaluate
 
         evaluate.for_run(args.run_dir, args.checkpoint, args.one_in, args.out, args.threads, args.shifts)
+
+
+def _log_form(run_dir: Path | None) -> Literal["text", "json"]:
+    """How the run file wants logs written. A folder that cannot be read is reported by the role."""
+    from shoal.folder import RunFolder
+
+    with contextlib.suppress(ShoalError):
+        return RunFolder(run_dir).config().logging.format if run_dir else "text"
+    return "text"

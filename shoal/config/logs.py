@@ -1,4 +1,4 @@
-"""The section of a run file about where its figures go.
+"""The section of a run file about where its figures and its logs go.
 
 Read by `sections`, and like it made from TOML by `load`.
 """
@@ -12,10 +12,12 @@ LOGGERS = {"wandb": "wandb", "trackio": "trackio", "tensorboard": "tensorboard"}
 
 
 class LoggingConfig(Section, frozen=True):
-    """Where the run's figures go."""
+    """Where the run's figures go, and how its processes write their logs."""
 
     to: tuple[Literal["jsonl", "wandb", "trackio", "tensorboard"], ...] = ("jsonl",)
     """Loggers, of any number. jsonl is the file metrics.jsonl, which is always written; the others need their packages, and
     W&B writes files alone unless WANDB_API_KEY or WANDB_MODE say otherwise."""
     project: str = "shoal"
     """The project to which the run belongs in W&B and in trackio."""
+    format: Literal["text", "json"] = "text"
+    """How lines of logs are written: for people, or as one JSON object each."""

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Literal, Protocol
@@ -26,6 +26,7 @@ import psutil
 
 from shoal.config import child_environment
 from shoal.errors import EXIT_DONE, EXIT_USER_ERROR
+from shoal.launch.logfiles import LogFile
 
 MAX_QUICK_DEATHS = 5
 """A role is given up after this many deaths in a row, each less than QUICK_DEATH_S after its start."""
@@ -65,15 +66,21 @@ class RoleProcess:
     """Why it was given up, one line."""
     use: Use = Use()
     _process: subprocess.Popen[bytes] | None = None
+    _files: LogFile = field(init=False)
     _quick_deaths: int = 0
     _started: float = 0.0
     _start_at: float = 0.0
 
+    def __post_init__(self) -> None:
+        self._files = LogFile(self.log)
+
     def tend(self, now: float | None = None) -> None:
         """Reap the process if it died, and start it if it is due: call this a few times a second."""
         now = time.monotonic() if now is None else now
-        if self._process is not None and self._reap(now):
-            self._process = None
+        if self._process is not None:
+            self._files.look(now)
+            if self._reap(now):
+                self._process = None
         if self._process is None and self.state == "restarting" and now >= self._start_at:
             self._start(now)
 

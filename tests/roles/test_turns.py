@@ -122,32 +122,6 @@ def refused(story) -> tuple[int, str, str]:
     return caught.value.status, caught.value.code, str(caught.value)
 
 
-def test_the_log_of_a_stage_whose_environment_prints_a_lot_stays_small(world, monkeypatch):
-    monkeypatch.setattr(stage_role, "MAX_LOG_BYTES", 1000)
-    monkeypatch.setattr(stage_role, "LOOK_S", 0.01)
-    log = world.folder.logs / "stage.log"
-
-    async def small():
-        until = time.monotonic() + 60
-        while log.stat().st_size > 1000 and time.monotonic() < until:
-            await asyncio.sleep(0.02)
-
-    async def story():
-        looking = asyncio.create_task(world.town.stage._keep_log_small())
-        with log.open("ab", buffering=0) as file:  # as the launcher opens it
-            for number in range(50):
-                if number == 49:
-                    await small()  # what is written while the log is moved may be lost
-                file.write(b"%060d\n" % number)
-                await asyncio.sleep(0.01)
-        await small()
-        looking.cancel()
-
-    asyncio.run(story())
-    kept = log.with_suffix(".log.1").read_bytes() + log.read_bytes()
-    assert log.stat().st_size <= 1000 and kept.endswith(b"%060d\n" % 49) and not kept.count(b"\0")
-
-
 def test_a_lease_is_played_turn_by_turn_and_its_submission_is_booked_with_a_record(world):
     async def story():
         body = await world.play()

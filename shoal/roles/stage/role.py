@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -50,12 +49,6 @@ blocks at a time, so its own slow turns hold up no other worker."""
 
 MAX_RECORDS, MAX_WORKER_RECORDS = 64, 4
 """The same for records. A worker holds two leases; others of it may be judged still, though they have lapsed."""
-
-MAX_LOG_BYTES = 16 << 20
-"""Of the stage's log. A larger one is moved aside, in the place of the one before it: environments print what they like."""
-
-LOOK_S = 1.0
-"""How often the size of the log is looked at."""
 
 RATE = (1e6, 1_000_000)
 """Requests a second. All come from the coordinator, which limits those of its workers."""
@@ -130,22 +123,10 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        looking = asyncio.create_task(self._keep_log_small())
         try:
             yield
         finally:
-            looking.cancel()
             self.close()
-
-    async def _keep_log_small(self) -> None:
-        """Look after the log. Several processes have it open for appending, so it is emptied in place."""
-        log_file = self._folder.logs / "stage.log"
-        while True:
-            with contextlib.suppress(OSError):
-                if log_file.stat().st_size > MAX_LOG_BYTES:  # guard: log-is-small
-                    await asyncio.to_thread(shutil.copyfile, log_file, log_file.with_suffix(".log.1"))
-                    os.truncate(log_file, 0)
-            await asyncio.sleep(LOOK_S)
 
     def close(self) -> None:
         """End all processes."""
