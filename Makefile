@@ -6,6 +6,7 @@
 #   make test-slow                          also the tests that take minutes
 #   make check    what CI runs first: format, lint, types, architecture, configuration and docs
 #   make bench    all benchmarks; their results go to docs/reference/figures.md
+#   make prometheus  install the server with which the tests of deploy/watch scrape a run
 #   make foreign  install the packages whose environments the tests play, each into a virtual environment of its own
 #   make vllm     the tests of the engine with vLLM, whose build for CPUs (3 GB) gets a virtual environment of its own
 #   make clean    remove everything that was built or run here
@@ -31,10 +32,10 @@ PARALLEL ?= -n 2 --dist loadfile
 LONG_TESTS := attacks benchmarks launch roles test_api.py test_cli.py test_survival.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo beyond test test-quick test-slow sandbox foreign vllm check bench clean
+.PHONY: help demo beyond test test-quick test-slow sandbox prometheus foreign vllm check bench clean
 
 help:
-	@sed -n '3,15s/^# \{0,1\}//p' Makefile
+	@sed -n '3,16s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.runs
 	$(BIN)/shoal run recipes/wordle.toml
@@ -48,7 +49,7 @@ test: $(VENV)/.tests sandbox foreign
 test-quick: $(VENV)/.tests sandbox
 	$(TEST) $(addprefix --ignore=tests/,$(LONG_TESTS))
 
-test-slow: $(VENV)/.tests sandbox foreign
+test-slow: $(VENV)/.tests sandbox foreign prometheus
 	$(TEST) -m "slow or not slow"
 
 # Tests of the sandbox need bubblewrap. Root on Debian installs it; elsewhere those tests are skipped, and say how to get it.
@@ -57,6 +58,14 @@ sandbox:
 		echo "installing bubblewrap for the tests of the sandbox ..."; \
 		apt-get install -y -qq bubblewrap >/dev/null || { apt-get update -qq && apt-get install -y -qq bubblewrap >/dev/null; } || { \
 			echo "error: bubblewrap is not installed, so the sandbox cannot be tested: apt install bubblewrap"; exit 2; }; \
+	fi
+
+# Tests of the alert rules and of the dashboard need a Prometheus server. The same holds.
+prometheus:
+	@if ! command -v promtool >/dev/null && [ "$$(uname)$$(id -u)" = Linux0 ] && command -v apt-get >/dev/null; then \
+		echo "installing Prometheus for the tests of deploy/watch ..."; \
+		apt-get install -y -qq prometheus >/dev/null || { apt-get update -qq && apt-get install -y -qq prometheus >/dev/null; } || \
+			echo "warning: Prometheus is not installed, so the tests of deploy/watch that need it are skipped: apt install prometheus"; \
 	fi
 
 # Versions of verifiers exclude each other, and none belongs to shoal: tests/envs/adapters/conftest.py uses what is here.

@@ -44,6 +44,8 @@ FOREIGN = {
     "Env.run": "a method of verifiers",
     "limit_conn": "a setting of nginx",
     "use_transformers_continuous_batching": "a setting of TRL",
+    "WANDB_ENTITY": "an environment variable of wandb",
+    "WANDB_BASE_URL": "another",
     "v000012/": "an example of a kept version's folder",
 }
 """Names that are not in the tree, and what they are."""
