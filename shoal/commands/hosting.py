@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from shoal.config import RunConfig
 
 
+ADMIN_ACTIONS = ("pause", "resume", "drain", "kick", "admit", "quarantine", "rate", "rotate-publisher")
+
+
 def add_commands(commands: Any) -> None:
     p = add_command(
         commands, "run", run, "a whole run on this machine",
@@ -50,19 +53,25 @@ def add_commands(commands: Any) -> None:
         "digits, as `shoal key new` prints them. Keep the file on another machine (default: the run's key)",
     )  # fmt: skip
     p = add_command(
-        commands, "admin", admin, "pause, resume, drain, kick, admit or rotate-publisher",
+        commands, "admin", admin, "pause, resume, drain, kick, admit, quarantine, rate or rotate-publisher",
         "Steer a run that you host. The run's key signs the request, so give the run's folder, or its URL with "
         "--key. pause: grant no new leases. resume: grant leases again. drain: finish, judge and learn from what "
         "is leased, then end. kick: this node gets no more leases. admit: this validator's key may judge. "
-        "rotate-publisher: the trainer gets a new key, and its old one signs nothing more; the root key signs this.",
+        "quarantine: this worker gets no leases for an hour. rate: steps whose batches are formed from now on multiply "
+        "the run file's learning rate by --factor. rotate-publisher: the trainer gets a new key, and its old one signs "
+        "nothing more; the root key signs this.",
         ("shoal admin pause runs/wordle", ""),
         ("shoal admin kick runs/wordle worker-1", "by name, or by the start of its key"),
         ("shoal admin admit runs/wordle 3f2a…", "the key that `shoal validate` printed"),
+        ("shoal admin rate runs/wordle --factor 0.5", "1 restores the run file's rate"),
         ("shoal admin rotate-publisher runs/wordle --root /media/stick/root.key", "the trainer's key has leaked"),
     )  # fmt: skip
-    p.add_argument("action", choices=("pause", "resume", "drain", "kick", "admit", "rotate-publisher"))
+    p.add_argument("action", choices=ADMIN_ACTIONS)
     source_argument(p, "run")
-    p.add_argument("node", nargs="?", default="", metavar="NODE", help="for kick and admit: its key, or a node's name")
+    p.add_argument(
+        "node", nargs="?", default="", metavar="NODE", help="for kick, quarantine and admit: its key, or a node's name"
+    )
+    p.add_argument("--factor", type=float, metavar="F", help="for rate: from 0.01 to 1")
     p.add_argument("--key", type=Path, metavar="FILE", help="the run's key (default: RUN_DIR/keys/run.key)")
     p.add_argument(
         "--root", type=Path, metavar="FILE", help="for rotate-publisher: the root key, if it is not the run's key"
@@ -151,4 +160,4 @@ def admin(args: argparse.Namespace) -> None:
     if args.action == "rotate-publisher":
         say(rotation.rotate_publisher(args.run, args.root, args.new_key))
         return
-    say(hosting.administer(args.action, args.run, args.node, args.key))
+    say(hosting.administer(args.action, args.run, args.node, args.key, args.factor))

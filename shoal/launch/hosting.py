@@ -7,12 +7,15 @@ import asyncio
 import socket
 from pathlib import Path
 
+from msgspec import UNSET
+
 from shoal.config import HostConfig, is_loopback
 from shoal.errors import ConfigError, PeerError
 from shoal.folder import RunFolder
 from shoal.launch.snapshot import CoordinatorWatch
 from shoal.net.client import Client
 from shoal.net.keys import load_key
+from shoal.protocol.constants import MIN_LR_FACTOR
 from shoal.protocol.types import AdminRequest, NodeState, RunInfo, Status
 
 ADMIN_DEADLINE_S = 10.0
@@ -35,7 +38,7 @@ def invitation(url: str, host: HostConfig, run_dir: Path) -> str:
     lines = ["Others join with:", "", f"    shoal join {shared}", ""]
     if not shared.startswith("https://"):
         lines += _reach(host.bind, port)
-    lines.append(f"Steer it with: shoal admin pause|resume|drain|kick|admit|rotate-publisher {run_dir}")
+    lines.append(f"Steer it with: shoal admin pause|resume|drain|kick|admit|quarantine|rate|rotate-publisher {run_dir}")
     return "\n".join(lines)
 
 
@@ -52,13 +55,17 @@ def _reach(bind: str, port: str) -> list[str]:
     return [f"It listens on {bind}, without TLS: use it only in a network that you trust.", *tls]
 
 
-def administer(action: str, run: str, node: str, key_file: Path | None) -> str:
+def administer(action: str, run: str, node: str, key_file: Path | None, lr_factor: float | None = None) -> str:
     """Sign and send one admin call; returns the state of the run after it, as text.
 
     `run` is the run's folder, or its URL, which needs `key_file`. Raises `ConfigError`, `StateError`, `PeerError`.
     """
-    if action in ("kick", "admit") and not node:
-        raise ConfigError(f"shoal admin {action}: say which node, by its key (or by name, to kick)")
+    if action in ("kick", "admit", "quarantine") and not node:
+        raise ConfigError(f"shoal admin {action}: say which node, by its key (or by name, to kick or quarantine)")
+    if (action == "rate") != (lr_factor is not None):
+        raise ConfigError("shoal admin rate takes --factor, such as 0.5, and no other action does")
+    if lr_factor is not None and not MIN_LR_FACTOR <= lr_factor <= 1:
+        raise ConfigError(f"--factor {lr_factor}: must be from {MIN_LR_FACTOR} to 1, times the run file's train.lr")
     if run.startswith(("http://", "https://")):
         if key_file is None:
             raise ConfigError("a URL needs --key FILE, the run's key (keys/run.key in the run's folder)")
@@ -69,18 +76,18 @@ def administer(action: str, run: str, node: str, key_file: Path | None) -> str:
         key_file = key_file or folder.keys / "run.key"
         if not url:
             raise PeerError(f"{run} is not being hosted: start it with `shoal run` or `shoal host` first")
-    status, validators = asyncio.run(_call(url, key_file, action, node))
+    request = AdminRequest(node, UNSET if lr_factor is None else lr_factor)
+    status, validators = asyncio.run(call(url, key_file, action, request))
     done = f"{action}: done. The run is {status.phase}, version {status.version} of {status.steps}"
     return f"{done}. {TWO_VALIDATORS}" if action in ("admit", "kick") and len(validators) == 2 else done
 
 
-async def _call(url: str, key_file: Path, action: str, node: str) -> tuple[Status, set[str]]:
+async def call(url: str, key_file: Path, action: str, request: AdminRequest) -> tuple[Status, set[str]]:
     """What the coordinator answers, and the keys of the validators that judge once an admitted one has joined."""
     async with Client(url, load_key(key_file)) as client:
         client.run = (await client.get_json("/v1/run", RunInfo, deadline_s=ADMIN_DEADLINE_S)).run
-        request = AdminRequest(node)
         status = await client.post_json(f"/v1/admin/{action}", request, Status, deadline_s=ADMIN_DEADLINE_S)
         nodes = await client.get_json("/v1/nodes", list[NodeState], deadline_s=ADMIN_DEADLINE_S)
     validators = (n for n in nodes if n.role == "validator" and not n.left)
     judging = {n.key for n in validators if n.standing not in ("kicked", "suspended")}
-    return status, judging | ({node} if action == "admit" else set())
+    return status, judging | ({request.node} if action == "admit" else set())

@@ -45,7 +45,8 @@ WHAT_CHANGED = {
     "many batches; a group's influence then counts once for each batch that may take it; "
     "influence follows from what the run's algorithm makes of the rewards; "
     "accepted groups are continued where the run's algorithm learns from that, and batches wait for the continuations; "
-    "those of which none was due bring neither trust nor stake, and the others are audited as their parents at least",
+    "those of which none was due bring neither trust nor stake, and the others are audited as their parents at least; "
+    "the host may quarantine a worker and lower the learning rate, and its requests may hold the evidence of an alarm",
 }
 """By version of the rules: how they differ from the version before. This code makes the events and decisions of each of
 these versions exactly as the code that wrote them. Logs of other versions are reported as not checked."""

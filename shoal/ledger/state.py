@@ -49,7 +49,7 @@ class State(msgspec.Struct, dict=True):
     config: dict[str, Any] = {}
     phase: str = "running"
     pause_cause: str = ""
-    """Why the run paused itself; empty if the host paused it."""
+    """As in `RulesChanged`; empty if the host paused it."""
     host_signed: int = 0
     """When the host signed its latest request that the log holds, seconds since the epoch by its own clock."""
     members: dict[str, Member] = {}

@@ -219,11 +219,24 @@ class StreamRecord(msgspec.Struct):
     """By version: what its draw table changed in that of the version before, ascending."""
     uses: UsesRecord | msgspec.UnsetType = msgspec.UNSET
     """What is used again; states of runs that use each group once keep their hash."""
+    lr_factors: list[tuple[int, float]] | msgspec.UnsetType = msgspec.UNSET
+    """(first step, factor) of the learning rate, ascending; states of runs whose host never lowered it keep their hash."""
 
     @property
     def version(self) -> int:
         """Latest published policy version, -1 before the first."""
         return len(self.versions) - 1
+
+    def lr_factor(self, step: int) -> float:
+        """What the learning rate of a step is multiplied by: what the host had last asked for when its batch was formed."""
+        return next((factor for first, factor in reversed(self.lr_factors or []) if first <= step), 1.0)
+
+    def lower_rate(self, factor: float) -> None:
+        """From the next batch on, the learning rate is multiplied by this. Batches that are formed keep theirs, so a step
+        that is taken again after a kill gives the same bytes."""
+        first = len(self.batches)  # guard: formed-batches-keep-their-rate
+        before = [(step, known) for step, known in self.lr_factors or [] if step < first]
+        self.lr_factors = [*before, (first, factor)]
 
     def forget_flat(self) -> None:
         """Groups without signal are counted anew."""

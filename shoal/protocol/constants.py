@@ -109,6 +109,12 @@ MAX_GROUP_ROLLOUTS = 4096
 MAX_GROUP_USES = 64
 """Batches that one group may be in; more would let what passed one audit steer a run for long."""
 
+MIN_LR_FACTOR = 0.01
+"""Smallest factor by which a host lowers the learning rate during a run; a run that needs less is to be drained."""
+
+MAX_MEASURED = 8
+"""Figures in the evidence for a host's request. Changing breaks: logs that hold more."""
+
 MAX_BLOCK_ROLLOUTS = 4096
 """Rollouts of one block."""
 

@@ -39,6 +39,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     budgets: tuple[int, ...]
     steps: int
     """Length of the schedule of learning rates."""
+    lr_factor: float
 
 
 class Predict(msgspec.Struct, frozen=True, tag=True):

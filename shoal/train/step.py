@@ -109,6 +109,8 @@ class Learner:
         self.config = config
         self.temperature = temperature
         self.steps = steps
+        self.lr_factor = 1.0
+        """What the learning rate of the next step is multiplied by; not the critic's, which would fall behind."""
         self.updates = 0
         self.budgets: list[int] = []
         """Tokens of a micro-batch, at most, in each pass of the last step: those for values and old log-probs, and the
@@ -152,12 +154,9 @@ class Learner:
                 "train_s": 0.0,
             }
         started = self._clock()
-        lr = learning_rate(
-            version,
-            peak=self.config.lr,
-            shape=self.config.schedule,
-            warmup_steps=self.config.warmup_steps,
-            steps=self.steps,
+        asked = self.config
+        lr = self.lr_factor * learning_rate(
+            version, peak=asked.lr, shape=asked.schedule, warmup_steps=asked.warmup_steps, steps=self.steps
         )
         algorithm, learned_tokens = self.config.algorithm, 0
         left, updates, taught = iter(budgets), list[dict[str, float]](), list[dict[str, float]]()

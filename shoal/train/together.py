@@ -57,7 +57,8 @@ class Leader(Member):
 
     def step(self, rows: Sequence[Row], version: int, budgets: Sequence[int] = ()) -> dict[str, Any]:
         """See `Learner`."""
-        with self.channel.following(Step(tuple(map(bytes_of, rows)), version, tuple(budgets), self.steps)):
+        order = Step(tuple(map(bytes_of, rows)), version, tuple(budgets), self.steps, self.lr_factor)
+        with self.channel.following(order):
             return super().step(rows, version, budgets)
 
     def logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
@@ -119,8 +120,8 @@ def follow(directory: Path, config: RunConfig, device: str, channel: Channel) ->
     while not isinstance(order := channel.hear(), End):
         with channel.reached():
             match order:
-                case Step(rows, version, budgets, steps):
-                    learner.steps = steps
+                case Step(rows, version, budgets, steps, lr_factor):
+                    learner.steps, learner.lr_factor = steps, lr_factor
                     learner.step([row_of(row) for row in rows], version, budgets)
                 case Predict(rows):
                     learner.logprobs([row_of(row) for row in rows])

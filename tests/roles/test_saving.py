@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 from shoal.errors import StateError
+from shoal.ledger.facts.run import Admin
+from shoal.metrics import read_metrics
 from shoal.roles.trainer.journal import Journal, JournalStep, journal_step
 from shoal.train.checkpoint import kept_versions
 from tests.roles.town import Town, tiny_run
@@ -126,6 +129,28 @@ def test_steps_are_repeated_by_the_schedule_that_they_had_though_the_run_was_ext
     trainer = town.trainer()
     asyncio.run(trainer_opens(trainer))
     assert trainer.publisher.root_of(trainer.learner.model) == before and trainer.learner.steps == 30
+
+
+def test_a_lower_rate_is_the_trainers_and_gives_the_bytes_of_a_run_file_with_that_rate(tmp_path):
+    """Half of a learning rate is the same number, whichever of the two factors is halved."""
+    town = Town(tmp_path / "run", tiny_run(steps=2))
+    town.desk.book.write(Admin("rate", "", time.time(), lr_factor=0.5), time.time())
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))
+    assert town.weights() == one_file.train(tiny_run(steps=2, train={"lr": 5e-4}), tmp_path / "one", tmp_path)
+    assert [line["lr"] for line in read_metrics(town.folder.metrics)] == [1e-4, 2e-4]  # two of five steps of warm-up
+    assert town.audit().findings == []
+
+
+def test_steps_are_repeated_by_the_rate_that_their_batches_had(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(storage={"state_every": 9}))
+    town.desk.book.write(Admin("rate", "", time.time(), lr_factor=0.3), time.time())
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))
+    before = town.weights()
+    after_a_kill(town)
+    shutil.rmtree(town.folder.checkpoints)
+    trainer = town.trainer()
+    asyncio.run(trainer_opens(trainer))
+    assert trainer.publisher.root_of(trainer.learner.model) == before
 
 
 async def trainer_opens(trainer):

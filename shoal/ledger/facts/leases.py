@@ -29,9 +29,9 @@ class LeaseLapsed(Message, frozen=True):
 
     lease: str
     cause: str
-    """deadline; returned (by the worker); kicked; quarantine; stale: its version became too old, which costs nothing; held:
-    the same, but the worker's share of such leases is more than `Law.stale_margin` above the run's; overtaken: others have
-    filled all of its blocks, which costs nothing."""
+    """deadline; returned (by the worker); kicked; quarantine; quarantine by host; stale: its version became too old, which
+    costs nothing; held: the same, but the worker's share of such leases is more than `Law.stale_margin` above the run's;
+    overtaken: others have filled all of its blocks, which costs nothing."""
 
 
 @dataclass(frozen=True)

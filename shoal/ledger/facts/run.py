@@ -11,7 +11,10 @@ from shoal.ledger.state import State
 from shoal.ledger.uses import UsesRecord
 from shoal.protocol.difficulty import Difficulty
 from shoal.protocol.tasklists import TaskList
-from shoal.protocol.types import EnvSpec, Message, Rules, Sampling
+from shoal.protocol.types import AlarmEvidence, EnvSpec, LrFactor, Message, Rules, Sampling
+
+NO_SIGNAL = "no signal"
+"""Why a run pauses itself."""
 
 
 class RunCreated(Message, frozen=True, omit_defaults=True):
@@ -51,7 +54,7 @@ class RulesChanged(Message, frozen=True):
     config: dict[str, Any] = {}
     lease_s: float = 0.0
     cause: str = ""
-    """Why the run paused itself: "no signal"."""
+    """Why the run paused itself: "no signal"; or "alarm: CAUSE" if an alarm paused it."""
     max_flat_groups: int = -1
     """-1 changes nothing."""
     quarantine_s: float = -1.0
@@ -59,6 +62,12 @@ class RulesChanged(Message, frozen=True):
     created: int = 0
     """When the host signed the request that led to it, seconds since the epoch; 0 if none did, and in logs from before
     version 2 of the rules."""
+    quarantined: str | msgspec.UnsetType = msgspec.UNSET
+    """The worker that the host quarantined; the event before says until when."""
+    lr_factor: LrFactor | msgspec.UnsetType = msgspec.UNSET
+    """What the learning rate is multiplied by, in the steps whose batches come after this event."""
+    evidence: AlarmEvidence | msgspec.UnsetType = msgspec.UNSET
+    """The alarm that led to the host's request, if one did."""
 
 
 class RunEnded(Message, frozen=True):
@@ -75,13 +84,17 @@ class Create:
 
 @dataclass(frozen=True)
 class Admin:
-    """The host's pause, resume, drain, kick or admit; `key` names the node where one is meant."""
+    """The host's pause, resume, drain, kick, admit, quarantine or rate; `key` names the node where one is meant."""
 
     action: str
     key: str
     now: float
     created: int = 0
     """When the host signed it, seconds since the epoch; 0 if no signed request led to it."""
+    lr_factor: float | msgspec.UnsetType = msgspec.UNSET
+    """As in `RulesChanged`."""
+    evidence: AlarmEvidence | msgspec.UnsetType = msgspec.UNSET
+    """As in `RulesChanged`."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +144,8 @@ def apply_rules_changed(body: RulesChanged, state: State, entry: Entry) -> None:
         member = state.members[body.kicked]
         member.standing = "kicked"
         state.forget(member.until, "quarantine", member.key)  # guard: kicked-is-not-due
+    if body.lr_factor is not msgspec.UNSET:
+        state.main.lower_rate(body.lr_factor)
     if body.steps:
         state.rules = msgspec.structs.replace(state.rules, steps=body.steps)
     if body.lease_s:

@@ -13,6 +13,7 @@ from shoal.ledger.entry import GENESIS, Entry, read_stored
 from shoal.ledger.facts.batches import GroupAccepted
 from shoal.ledger.facts.pay import Credit
 from shoal.ledger.facts.pools import PoolsChanged
+from shoal.ledger.facts.run import RulesChanged
 from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision
 from shoal.ledger.facts.versions import LinkRevealed
@@ -22,6 +23,7 @@ from shoal.ledger.log.fairness import Turns
 from shoal.ledger.log.host import HostWatch
 from shoal.ledger.log.redecide import FAULTS, redecide
 from shoal.ledger.log.used import Used
+from shoal.ledger.rules.run import what_was_done
 from shoal.ledger.state import State, state_hash
 from shoal.ledger.table import apply
 from shoal.protocol.constants import CHAIN_LENGTH
@@ -227,6 +229,9 @@ def receipt_findings(audit: Audit, receipts: Iterable[Receipt], whose: str = "")
     return findings
 
 
+TOLD_ALARMS = 10
+
+
 def report(audit: Audit) -> str:
     """One paragraph for a person."""
     if audit.not_checked:
@@ -237,6 +242,7 @@ def report(audit: Audit) -> str:
         f"{sum(audit.accepted.values())} groups accepted, {len(state.main.batches)} batches, version {state.main.version}",
         f"credits issued: {state.issued} tokens; state hash {state_hash(state)[:16]}; head {state.head[:16]}",
         *audit.turns.lines(state),
+        *_alarms_in_words(audit.entries),
     ]
     if state.law.version < RULES_VERSION:  # guard: old-rules-are-named
         lines.append(
@@ -247,6 +253,13 @@ def report(audit: Audit) -> str:
     used = "paid or used twice" if most == 1 else f"paid twice or used more than {most} times"
     lines.append(f"the log holds: nothing lost, nothing {used}" if not audit.findings else "the log does NOT hold")
     return "\n".join(lines)
+
+
+def _alarms_in_words(entries: Iterable[Entry]) -> list[str]:
+    """What the host did for its alarms: the newest few, because a log may hold many."""
+    acted = [entry for entry in entries if isinstance(entry.body, RulesChanged) and entry.body.evidence]
+    more = [f"the host acted on {len(acted)} alarms; the last {TOLD_ALARMS} are told"] * (len(acted) > TOLD_ALARMS)
+    return more + [f"event {entry.seq}: {what_was_done(entry.body)}" for entry in acted[-TOLD_ALARMS:]]
 
 
 def unchecked(why: str) -> str:

@@ -12,13 +12,20 @@ from shoal.ledger.entry import Body
 from shoal.ledger.facts.batches import SlotVoid
 from shoal.ledger.facts.leases import AskLease, LeaseGranted, LeaseLapsed, ReturnLeases
 from shoal.ledger.facts.members import Leave, NodeLeft
-from shoal.ledger.facts.run import Admin, RulesChanged, Tick
+from shoal.ledger.facts.run import NO_SIGNAL, Admin, Tick
 from shoal.ledger.next_batch import blocks_to_continue, groups_a_worker, is_fresh
 from shoal.ledger.once import once_per_event
 from shoal.ledger.pace import blocks_for_speed, is_slow, lease_times
 from shoal.ledger.past import Cause, Here, Table, Told
 from shoal.ledger.reassign import blocks_to_reassign, num_to_reassign
-from shoal.ledger.rules.members import member_as, refuse_replayed, signed_at
+from shoal.ledger.rules.members import (
+    BY_HOST,
+    cause_of_quarantine_by_host,
+    change_by_host,
+    member_as,
+    refuse_replayed,
+    signed_at,
+)
 from shoal.ledger.rules.pay import lapse_costs
 from shoal.ledger.state import State
 from shoal.ledger.state_records import LeaseRecord, Member, StreamRecord
@@ -40,9 +47,8 @@ def decide_ask_lease(command: AskLease, state: State) -> list[Body]:
         return []  # also if nothing new is leased: a draining run ends when what is leased is finished
     _wait_until_running(state, stream)
     if member.standing == "quarantined":  # guard: quarantined-gets-no-work
-        raise Wait(
-            f"quarantined after a refused submission ({member.last_reason})", max(1.0, member.until - command.now)
-        )
+        whence = "after a refused submission" if member.quarantined_for else "by the host"
+        raise Wait(f"quarantined {whence} ({member.last_reason})", max(1.0, member.until - command.now))
     others = _others(state, member)
     one = is_slow(state, member)  # guard: slow-holds-one-lease
     # guard: open-leases, newcomer-holds-one-lease
@@ -206,7 +212,7 @@ def _wait_until_running(state: State, stream: StreamRecord) -> None:
 
 def without_signal(state: State, stream: StreamRecord) -> str:
     """What to say about accepted groups in a row that teach nothing; empty if other groups could still fill a batch."""
-    if stream.flat < state.rules.batch_groups and not (state.pause_cause and stream.flat):
+    if stream.flat < state.rules.batch_groups and not (state.pause_cause == NO_SIGNAL and stream.flat):
         return ""
     return (
         f"the last {stream.flat} groups have no signal: within each all rewards are equal, "
@@ -331,16 +337,12 @@ def cause_of_lease_lapsed(body: LeaseLapsed, here: Here) -> Cause | None:
     if body.cause == "deadline":
         return Cause(Tick(here.now))
     if body.cause == "kicked":
-        return Cause(Admin("kick", worker, here.now, _kick_created(here)))
+        return Cause(Admin("kick", worker, here.now, change_by_host(here).created))
+    if body.cause == BY_HOST:
+        return cause_of_quarantine_by_host(worker, here)
     if body.cause != "returned":
         return None
     return _cause_of_leaving(worker, here) or Cause(ReturnLeases(worker, _returned(here, worker), here.now))
-
-
-def _kick_created(here: Here) -> int:
-    """When the host signed the kick that took leases."""
-    changes = (entry.body for entry in here.entries[here.place : here.place + MAX_OPEN_LEASES + 1])
-    return next((body.created for body in changes if isinstance(body, RulesChanged)), 0)
 
 
 def _cause_of_leaving(worker: str, here: Here) -> Cause | None:

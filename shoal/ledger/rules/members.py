@@ -6,11 +6,12 @@ from shoal.ledger.answers import Refused
 from shoal.ledger.entry import Body
 from shoal.ledger.facts.leases import LeaseLapsed
 from shoal.ledger.facts.members import Enter, Leave, NodeJoined, NodeLeft, NodeQuarantined, NodeRestored
-from shoal.ledger.facts.run import Tick
+from shoal.ledger.facts.run import Admin, RulesChanged, Tick
 from shoal.ledger.past import Cause, Here, Table, Told
 from shoal.ledger.state import State
 from shoal.ledger.state_records import Member, SubmissionRecord
 from shoal.protocol.accounts import CreditLine
+from shoal.protocol.constants import MAX_OPEN_LEASES
 from shoal.protocol.types import Join
 
 
@@ -92,10 +93,44 @@ def quarantine(state: State, worker: str, submission: SubmissionRecord, cause: s
     yield NodeQuarantined(worker, until, cause, submission.digest)
 
 
+def quarantine_by_host(state: State, member: Member, now: float) -> Iterator[Body]:
+    """The same by the host's request, for the longest time that the law knows, so that a person can look. Nothing for a
+    node that gets no leases for half of that anyway."""
+    until = now + state.law.max_quarantine_s
+    lasting = member.standing == "quarantined" and member.until - now > state.law.max_quarantine_s / 2
+    if lasting or member.standing in ("kicked", "suspended"):  # guard: host-quarantines-once
+        return
+    for held in state.open_leases_of(member.key):
+        yield LeaseLapsed(held.id, BY_HOST)
+    yield NodeQuarantined(member.key, until, "the host asked for it")
+
+
+BY_HOST = "quarantine by host"
+"""Why a lease lapsed that the host's quarantine took."""
+
+
 def restore_served(state: State, now: float) -> list[Body]:
     """Quarantines that are over."""
     served = (state.members[key] for key in state.due_by(now, "quarantine", state.members))
     return [NodeRestored(member.key) for member in served if member.standing == "quarantined"]
+
+
+def change_by_host(here: Here) -> RulesChanged:
+    """The change with which the events of a request end that took a node's leases; an empty one if there is none."""
+    changes = (entry.body for entry in here.entries[here.place : here.place + MAX_OPEN_LEASES + 2])
+    return next((body for body in changes if isinstance(body, RulesChanged)), RulesChanged())
+
+
+def cause_of_quarantine_by_host(worker: str, here: Here) -> Cause | None:
+    """The host's request that quarantined a worker; None if the events here are not of one."""
+    change = change_by_host(here)
+    if change.quarantined != worker:  # guard: quarantine-has-a-cause
+        return None
+    return Cause(Admin("quarantine", worker, here.now, change.created, evidence=change.evidence))
+
+
+def cause_of_node_quarantined(body: NodeQuarantined, here: Here) -> Cause | None:
+    return cause_of_quarantine_by_host(body.node, here)  # if no decision led to it
 
 
 def cause_of_node_joined(body: NodeJoined, here: Here) -> Cause:
@@ -119,5 +154,6 @@ def lines_of_node_quarantined(body: NodeQuarantined, told: Told) -> Iterator[Cre
 COMMANDS: Table = {Enter: decide_enter}
 CAUSES: Table = {
     NodeJoined: cause_of_node_joined, NodeLeft: cause_of_node_left, NodeRestored: cause_of_node_restored,
+    NodeQuarantined: cause_of_node_quarantined,
 }  # fmt: skip
 LINES: Table = {NodeQuarantined: lines_of_node_quarantined}

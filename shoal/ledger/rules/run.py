@@ -7,17 +7,21 @@ import msgspec
 from shoal.ledger.answers import Refused
 from shoal.ledger.entry import Body
 from shoal.ledger.facts.leases import LeaseLapsed
-from shoal.ledger.facts.run import Admin, Create, Reconfigure, RulesChanged, RunCreated, RunEnded, Tick
+from shoal.ledger.facts.run import NO_SIGNAL, Admin, Create, Reconfigure, RulesChanged, RunCreated, RunEnded, Tick
 from shoal.ledger.past import Cause, Here, Table, Told
 from shoal.ledger.rules.batches import form_batch
 from shoal.ledger.rules.leases import close_stale, lapse_late, void_free, void_unbegun
-from shoal.ledger.rules.members import refuse_replayed, restore_served, signed_at
+from shoal.ledger.rules.members import quarantine_by_host, refuse_replayed, restore_served, signed_at
 from shoal.ledger.rules.pay import vest_rest
 from shoal.ledger.rules.verdicts import end_overdue
 from shoal.ledger.rules.versions import reveal_rest
 from shoal.ledger.state import State
 from shoal.protocol.accounts import CreditLine
 from shoal.protocol.identity import is_public_key
+from shoal.protocol.types import AlarmEvidence
+
+PHASES = {"pause": "paused", "resume": "running", "drain": "draining"}
+"""By action of the host."""
 
 
 def decide_create(command: Create, state: State) -> list[Body]:
@@ -28,36 +32,65 @@ def decide_create(command: Create, state: State) -> list[Body]:
 def decide_admin(command: Admin, state: State) -> list[Body]:
     if state.phase == "ended":
         raise Refused("ended", "the run has ended")
-    events, created = _of_the_host(command.action, command.key, state), signed_at(state, command.created)
+    events, created = _of_the_host(command, state), signed_at(state, command.created)
     refuse_replayed(created, state.host_signed, changes=bool(events))  # guard: old-admin
     if created <= state.host_signed:
         return events
     # One that changes nothing now could change something when it is sent again.
     *before, change = events or [RulesChanged()]  # guard: idle-admin-is-logged
     assert isinstance(change, RulesChanged), "the host's requests end with a change of the rules"
-    return [*before, msgspec.structs.replace(change, created=created)]
+    return [*before, msgspec.structs.replace(change, created=created, evidence=command.evidence)]
 
 
-def _of_the_host(action: str, key: str, state: State) -> list[Body]:
+def _of_the_host(command: Admin, state: State) -> list[Body]:
     """What an admin call leads to; nothing if it would change nothing."""
-    phases = {"pause": "paused", "resume": "running", "drain": "draining"}
-    if action in phases:
-        return [] if state.phase == phases[action] else [RulesChanged(phase=phases[action])]
+    action, key = command.action, command.key
+    asks_more = action in ("quarantine", "rate") or command.evidence or command.lr_factor
+    if asks_more and state.law.version < 3:  # guard: old-rules-have-no-evidence
+        raise Refused(
+            "malformed",
+            f"this run follows version {state.law.version} of the rules, in which the host gives no evidence, and neither "
+            "quarantines nor changes the learning rate: pause or drain it, or kick a node",
+        )
+    if action in PHASES:
+        cause = f"alarm: {command.evidence.cause}" if action == "pause" and command.evidence else ""
+        return [] if state.phase == PHASES[action] else [RulesChanged(phase=PHASES[action], cause=cause)]
+    if action == "rate":
+        if not command.lr_factor:
+            raise Refused(
+                "malformed", "rate: say by which factor, from 0.01 to 1, as `shoal admin rate RUN --factor 0.5`"
+            )
+        changes = command.lr_factor != state.main.lr_factor(len(state.main.batches))
+        return [RulesChanged(lr_factor=command.lr_factor)] if changes else []
     if action == "admit":
         if not is_public_key(key):
             raise Refused("malformed", f"{key[:70]!r} is not a public key of 64 hex digits: `shoal validate` prints it")
         return [] if key in state.validators else [RulesChanged(admitted_validator=key)]
+    if action == "quarantine":
+        member = state.members[_node_named(key, state)]
+        if member.role != "worker":
+            raise Refused(
+                "conflict", f"{member.name} is a {member.role}: only workers are quarantined, kick it instead"
+            )
+        events = list(quarantine_by_host(state, member, command.now))
+        return [*events, RulesChanged(quarantined=member.key)] if events else []
     if action == "kick":
-        named = [k for k, member in state.members.items() if key and (k.startswith(key) or member.name == key)]
-        # guard: full-key-is-no-name
-        matches = [key] if key in state.members else named  # a name that is another's key does not shield it
-        if len(matches) != 1:
-            raise Refused("unknown", f"{len(matches)} nodes match {key!r}: give a name or the start of one key")
-        if state.law.version >= 2 and state.members[matches[0]].standing == "kicked":
+        node = _node_named(key, state)
+        if state.law.version >= 2 and state.members[node].standing == "kicked":
             return []
-        held = [LeaseLapsed(lease.id, "kicked") for lease in state.open_leases_of(matches[0])]
-        return [*held, RulesChanged(kicked=matches[0])]
-    raise Refused("malformed", f"unknown action {action!r}: pause, resume, drain, kick or admit")
+        held = [LeaseLapsed(lease.id, "kicked") for lease in state.open_leases_of(node)]
+        return [*held, RulesChanged(kicked=node)]
+    raise Refused("malformed", f"unknown action {action!r}: pause, resume, drain, kick, admit, quarantine or rate")
+
+
+def _node_named(key: str, state: State) -> str:
+    """The key of the one node that a name, a key or the start of one means. Raises `Refused`."""
+    named = [k for k, member in state.members.items() if key and (k.startswith(key) or member.name == key)]
+    # guard: full-key-is-no-name
+    matches = [key] if key in state.members else named  # a name that is another's key does not shield it
+    if len(matches) != 1:
+        raise Refused("unknown", f"{len(matches)} nodes match {key!r}: give a name or the start of one key")
+    return matches[0]
 
 
 def decide_reconfigure(command: Reconfigure, state: State) -> list[Body]:
@@ -101,7 +134,7 @@ def _pause_without_signal(state: State) -> list[Body]:
     # guard: pause-without-signal
     if state.phase != "running" or not limit or all(stream.flat < limit for stream in state.streams.values()):
         return []
-    return [RulesChanged(phase="paused", cause="no signal")]
+    return [RulesChanged(phase="paused", cause=NO_SIGNAL)]
 
 
 def _has_drained(state: State) -> bool:
@@ -123,6 +156,25 @@ def cause_of_rules_changed(body: RulesChanged, here: Here) -> Cause:
 def lines_of_rules_changed(body: RulesChanged, told: Told) -> Iterator[CreditLine]:
     if body.kicked == told.node:
         yield told.line("the host removed this node")
+    if body.quarantined == told.node and body.evidence:
+        yield told.line(f"the host gave as its reason {in_words(body.evidence)}")
+
+
+def what_was_done(change: RulesChanged) -> str:
+    """A host's request for which an alarm was the reason, as one line."""
+    if change.quarantined:
+        done = f"quarantined {change.quarantined[:12]}"
+    elif change.lr_factor:
+        done = f"multiplies the learning rate by {change.lr_factor:.3g}"
+    else:
+        done = f"made the run {change.phase}" if change.phase else "asked for nothing new"
+    return f"the host {done} because of {in_words(change.evidence)}" if change.evidence else f"the host {done}"
+
+
+def in_words(evidence: AlarmEvidence) -> str:
+    """An alarm's evidence as one line."""
+    figures = ", ".join(f"{fact.name} {fact.value:.3g} (limit {fact.limit:.3g})" for fact in evidence.measured)
+    return f"the alarm {evidence.cause}, raised at step {evidence.since}: {figures or 'no figures'}"
 
 
 COMMANDS: Table = {Create: decide_create, Admin: decide_admin, Reconfigure: decide_reconfigure, Tick: decide_tick}

@@ -1,6 +1,6 @@
 """What crosses the wire: the nouns of the protocol, as frozen values, by subject. Names only."""
 
-from shoal.protocol.types.answers import AdminRequest, CheckAnswer, Done, Event, Refusal, StateHash, Status
+from shoal.protocol.types.answers import CheckAnswer, Done, Event, Refusal, StateHash, Status
 from shoal.protocol.types.judgement import Check, GroupVerdict, Verdict
 from shoal.protocol.types.learning import (
     AdapterBase,
@@ -26,6 +26,7 @@ from shoal.protocol.types.stage import (
     Turn,
     TurnAnswer,
 )
+from shoal.protocol.types.steering import AdminRequest, AlarmEvidence, LrFactor, Measured
 from shoal.protocol.types.work import (
     ENVIRONMENT,
     POLICY,
@@ -53,6 +54,7 @@ __all__ = [
     "UNTRAINED",
     "AdapterBase",
     "AdminRequest",
+    "AlarmEvidence",
     "Answer",
     "Batch",
     "BatchGroup",
@@ -75,7 +77,9 @@ __all__ = [
     "Lease",
     "LeaseAnswer",
     "LeaseRequest",
+    "LrFactor",
     "Manifest",
+    "Measured",
     "Message",
     "NodeState",
     "Outcome",

@@ -53,7 +53,8 @@ class Status(Answer, frozen=True):
     flat_reward: float = 0.0
     """Their mean reward."""
     pause_cause: str = ""
-    """Why the run paused itself, such as "no signal"; empty if the host paused it."""
+    """Why the run paused itself, such as "no signal"; "alarm: CAUSE" if an alarm paused it, as its run file says; empty if
+    the host paused it."""
 
 
 class StateHash(Answer, frozen=True):
@@ -62,12 +63,6 @@ class StateHash(Answer, frozen=True):
     seq: int
     head: str
     state_hash: str
-
-
-class AdminRequest(Message, frozen=True):
-    """`POST /v1/admin/{action}`: names a node, by its name or the start of its key, if the action needs one."""
-
-    node: str = ""
 
 
 class Done(Answer, frozen=True):

@@ -3,7 +3,10 @@
 `weights` signs and opens manifests.
 """
 
+import msgspec
+
 from shoal.protocol.types.message import Fact, Message
+from shoal.protocol.types.steering import LrFactor
 
 
 class BatchGroup(Message, frozen=True, omit_defaults=True):
@@ -38,6 +41,8 @@ class Batch(Message, frozen=True):
     groups: tuple[BatchGroup, ...]
     solved: dict[str, SolveRate] = {}
     """By label of an environment. Missing after a restart, and for batches that were formed long ago."""
+    lr_factor: LrFactor | msgspec.UnsetType = msgspec.UNSET
+    """What the step's learning rate is multiplied by; sent only if the host has lowered it."""
 
 
 # --- weights ---

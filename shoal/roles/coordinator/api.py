@@ -301,7 +301,8 @@ async def post_admin(door: Door, request: Request) -> Response:
             "not_admitted", "only the host's run key may do this: use the run's folder, `shoal admin ... RUN_DIR`"
         )
     asked = server.decode(body, t.AdminRequest)
-    await door.desk.book.submit(Admin(request.path_params["action"], asked.node, door.desk.clock(), caller.created))
+    action, now = request.path_params["action"], door.desk.clock()
+    await door.desk.book.submit(Admin(action, asked.node, now, caller.created, asked.lr_factor, asked.evidence))
     return answer(door.board.status())
 
 
@@ -353,7 +354,14 @@ CALLS: list[tuple[Call, Handler]] = [
         get_hub,
     ),
     (
-        Call("POST", "/v1/admin/{action}", "host", "pause, resume, drain, kick, admit.", t.AdminRequest, t.Status),
+        Call(
+            "POST",
+            "/v1/admin/{action}",
+            "host",
+            "pause, resume, drain, kick, admit, quarantine, rate.",
+            t.AdminRequest,
+            t.Status,
+        ),
         post_admin,
     ),
     (Call("POST", "/v1/publisher", "root", "Name another publisher.", t.Rotation, t.Done), post_publisher),

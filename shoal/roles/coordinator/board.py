@@ -5,6 +5,7 @@ Called by `api`. It turns the state into messages of the wire, and changes nothi
 
 from itertools import islice
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from shoal.ledger.answers import Refused
@@ -105,6 +106,9 @@ def waiting_for(state: State) -> str:
         )
     if state.phase == "paused" and (flat := without_signal(state, state.main)):
         return f"the host: {flat}. Look at some of them, then `shoal admin resume` or `shoal admin drain`"
+    if state.phase == "paused" and state.pause_cause:
+        why = f"the {state.pause_cause} paused the run, as its run file says"
+        return f"the host: {why}. Look into it, then `shoal admin resume` or `shoal admin drain`"
     if state.phase == "paused":
         return "the host: the run is paused"
     if state.main.version < 0:
@@ -156,4 +160,5 @@ def batch_of(state: State, step: int) -> t.Batch | None:
         slot, continued = slots[number], slots.get(continued_slot(number, state.rules.block_groups))
         rewards = continued.rewards if continued is not None else ()
         members.append(t.BatchGroup(version, number, slot.submission, slot.index, slot.digest, slot.rewards, rewards))
-    return t.Batch(step, tuple(members))
+    factor = state.main.lr_factor(step)
+    return t.Batch(step, tuple(members), lr_factor=UNSET if factor == 1.0 else factor)

@@ -38,15 +38,19 @@ class JournalStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: tuple[RowBytes, ...]
     steps: int = 0
     """Length of the schedule of learning rates that it was taken by; 0: that of the run file."""
+    lr_factor: float = 1.0
+    """What the learning rate was multiplied by, as its batch said."""
 
     def learned(self) -> list[Row]:
         """The rows as the learner was given them."""
         return [row_of(row) for row in self.rows]
 
 
-def journal_step(version: int, root: str, budgets: Sequence[int], rows: Sequence[Row], *, steps: int) -> JournalStep:
-    """The entry of a step that made `version` from these rows, by a schedule of `steps`."""
-    return JournalStep(version, root, tuple(budgets), tuple(bytes_of(row) for row in rows), steps)
+def journal_step(
+    version: int, root: str, budgets: Sequence[int], rows: Sequence[Row], *, steps: int, lr_factor: float = 1.0
+) -> JournalStep:
+    """The entry of a step that made `version` from these rows, by a schedule of `steps` times a factor."""
+    return JournalStep(version, root, tuple(budgets), tuple(bytes_of(row) for row in rows), steps, lr_factor)
 
 
 class Journal:

@@ -180,6 +180,7 @@ class Trainer:
                 rows, own = await self._denominators(rows, sampled_by)
                 rows, referred = await self._referred(rows)
                 rows, judged = await self._judged(rows)
+                self.learner.lr_factor = batch.lr_factor or 1.0  # guard: rate-of-the-log
                 metrics = await asyncio.to_thread(self.learner.step, rows, version)
                 version += 1
                 metrics |= counts | own | referred | judged | await self._save_and_publish(version, rows)

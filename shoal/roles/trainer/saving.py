@@ -45,6 +45,7 @@ class Saving:
         schedule_steps = learner.steps
         for step in self._journal.after(version):
             learner.steps = step.steps or schedule_steps  # guard: repeated-by-its-schedule
+            learner.lr_factor = step.lr_factor  # guard: repeated-by-its-rate
             learner.step(step.learned(), version, step.budgets)
             version, root = step.version, root_of()
             if root != step.root:  # guard: replayed-step-has-its-root
@@ -74,8 +75,10 @@ class Saving:
         """What must be done with the root of a version before it is announced: the step goes into the journal."""
         if self._every == 1:
             return lambda root: None
-        steps = self._states.learner.steps
-        return lambda root: self._journal.write(journal_step(version, root, budgets, rows, steps=steps))
+        steps, lr_factor = self._states.learner.steps, self._states.learner.lr_factor
+        return lambda root: self._journal.write(
+            journal_step(version, root, budgets, rows, steps=steps, lr_factor=lr_factor)
+        )
 
     def place_of(self, version: int) -> Path:
         """Where the step that made a version would be."""

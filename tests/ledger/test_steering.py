@@ -1,0 +1,168 @@
+"""What an alarm makes a host do: signed requests with their evidence, which every replay understands."""
+
+import msgspec
+import pytest
+
+from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.facts.leases import AskLease, LeaseLapsed
+from shoal.ledger.facts.members import NodeQuarantined
+from shoal.ledger.facts.run import Admin, RulesChanged, Tick
+from shoal.ledger.law import LAW, as_version
+from shoal.ledger.log.book import Book
+from shoal.ledger.log.credits import explain
+from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.log.verify import report
+from shoal.ledger.state import state_hash
+from shoal.ledger.table import make_entry
+from shoal.protocol.constants import MAX_MEASURED, MIN_LR_FACTOR
+from shoal.protocol.types import AdminRequest, AlarmEvidence, Measured
+from shoal.protocol.wire import WireError, from_json, to_json
+from shoal.roles.coordinator.board import batch_of, waiting_for
+from tests.ledger.world import VALIDATOR, World
+
+WORKER = "a" * 64
+FALL = AlarmEvidence("collapse", 12, 15, (Measured("reward_all_mean", 0.1, 0.35),))
+
+
+def bodies(entries):
+    return [entry.body for entry in entries]
+
+
+def test_a_pause_by_an_alarm_says_why_and_a_later_look_reads_the_same(tmp_path):
+    world = World(tmp_path)
+    world.publish()
+    assert bodies(world.do(Admin("pause", "", world.now, 100, evidence=FALL))) == [
+        RulesChanged(phase="paused", cause="alarm: collapse", created=100, evidence=FALL)
+    ]
+    again = Book(Store(sqlite_url(world.path))).state
+    assert state_hash(again) == state_hash(world.state) and again.pause_cause == "alarm: collapse"
+    assert "alarm: collapse" in waiting_for(world.state)
+    audit = world.audit()
+    assert audit.findings == []
+    assert "alarm collapse, raised at step 12: reward_all_mean 0.1 (limit 0.35)" in report(audit)
+
+
+def test_an_alarm_about_a_run_that_is_paused_already_is_logged_and_changes_nothing(tmp_path):
+    world = World(tmp_path)
+    world.do(Admin("pause", "", world.now, 100))
+    assert bodies(world.do(Admin("pause", "", world.now, 101, evidence=FALL))) == [
+        RulesChanged(created=101, evidence=FALL)
+    ]
+    assert world.state.pause_cause == "" and world.audit().findings == []
+
+
+def test_the_same_request_again_after_a_lost_answer_changes_nothing(tmp_path):
+    world = World(tmp_path)
+    world.publish()
+    world.enter(WORKER)
+    for action, facts in (("pause", {}), ("rate", {"lr_factor": 0.5}), ("quarantine", {})):
+        asked = Admin(action, WORKER, world.now, 100 + world.state.seq, evidence=FALL, **facts)
+        assert world.do(asked)
+        assert Book(Store(sqlite_url(world.path))).write(asked, world.now) == [], action
+
+
+def test_a_lower_rate_begins_with_the_next_batch_that_is_formed(tmp_path):
+    world = World(tmp_path, batch_groups=2, steps=9)
+    world.enter(WORKER)
+    world.publish()
+    world.serve(WORKER)
+    world.do(Admin("rate", "", world.now, 100, lr_factor=0.5))
+    assert sorted(world.state.main.batches) == [0] and batch_of(world.state, 0).lr_factor is msgspec.UNSET
+    world.publish()
+    world.serve(WORKER)
+    world.do(Admin("rate", "", world.now, 101, lr_factor=0.25))
+    world.do(Admin("rate", "", world.now, 102, lr_factor=1.0))
+    world.publish()
+    world.serve(WORKER)
+    assert [batch_of(world.state, step).lr_factor for step in sorted(world.state.main.batches)] == [
+        msgspec.UNSET, 0.5, msgspec.UNSET,
+    ]  # fmt: skip
+    assert world.audit().findings == []
+    assert state_hash(Book(Store(sqlite_url(world.path))).state) == state_hash(world.state)
+
+
+def test_a_run_whose_host_never_lowers_the_rate_has_the_bytes_of_before(tmp_path):
+    world = World(tmp_path)
+    assert b"lr_factor" not in to_json(msgspec.to_builtins(world.state, str_keys=True))
+    assert b"evidence" not in to_json(RulesChanged(phase="paused")) and b"lr_factor" not in to_json(AdminRequest("x"))
+
+
+def test_a_quarantine_by_the_host_takes_leases_ends_and_is_decided_again_by_an_auditor(tmp_path):
+    world = World(tmp_path)
+    world.enter(WORKER)
+    world.publish()
+    lease = world.lease(WORKER)
+    until = world.now + LAW.max_quarantine_s
+    assert bodies(world.do(Admin("quarantine", WORKER, world.now, 100, evidence=FALL))) == [
+        LeaseLapsed(lease.id, "quarantine by host"),
+        NodeQuarantined(WORKER, until, "the host asked for it"),
+        RulesChanged(quarantined=WORKER, created=100, evidence=FALL),
+    ]
+    with pytest.raises(Wait, match="quarantined by the host"):
+        world.lease(WORKER)
+    assert world.state.members[WORKER].lapsed == 0
+    told = [line.detail for line in explain(world.audit().entries, world.state, WORKER)]
+    assert any("no leases for 3600 s" in line for line in told) and any("alarm collapse" in line for line in told)
+    world.now = until + 1
+    world.do(Tick(world.now))
+    assert world.lease(WORKER) and world.audit().findings == []
+
+
+def test_a_quarantine_that_no_request_and_no_verdict_led_to_is_found(tmp_path):
+    world = World(tmp_path)
+    world.enter(WORKER)
+    entry = make_entry(
+        world.state.seq + 1, world.now, NodeQuarantined(WORKER, world.now + 9, "because"), world.state.head
+    )
+    world.book.store.append([entry])
+    assert any("follows from nothing" in finding for finding in world.audit().findings)
+
+
+def test_only_workers_are_quarantined(tmp_path):
+    world = World(tmp_path)
+    with pytest.raises(Refused, match="only workers are quarantined"):
+        world.do(Admin("quarantine", VALIDATOR, world.now, 100))
+
+
+@pytest.mark.parametrize(
+    "asked", [{"action": "quarantine"}, {"action": "rate", "lr_factor": 0.5}, {"action": "pause", "evidence": FALL}]
+)
+def test_old_rules_know_neither_evidence_nor_quarantine_nor_rate(tmp_path, asked):
+    world = World(tmp_path, law=as_version(LAW, 2))
+    world.enter(WORKER)
+    with pytest.raises(Refused, match="version 2 of the rules"):
+        world.do(Admin(key=WORKER, now=world.now, created=100, **asked))
+
+
+def test_a_rate_without_a_factor_is_refused(tmp_path):
+    with pytest.raises(Refused, match="--factor"):
+        (world := World(tmp_path)).do(Admin("rate", "", world.now, 100))
+
+
+def test_a_hostile_host_can_make_neither_a_long_log_nor_a_rate_out_of_bounds():
+    """Auditors read what a log holds, so what no coordinator writes is not an event to them."""
+    figure = {"name": "x", "value": 1.0, "limit": 1.0}
+    good = {"cause": "drift", "since": 1, "step": 1, "measured": [figure] * MAX_MEASURED}
+    assert from_json(to_json({"evidence": good, "lr_factor": MIN_LR_FACTOR}), RulesChanged)
+    for bad in (
+        {"lr_factor": MIN_LR_FACTOR / 2},
+        {"lr_factor": 1.5},
+        {"evidence": good | {"measured": [figure] * (MAX_MEASURED + 1)}},
+        {"evidence": good | {"cause": "x" * 33}},
+        {"evidence": good | {"cause": "drift\n"}},
+        {"evidence": good | {"node": "n" * 65}},
+        {"evidence": good | {"since": -1}},
+        {"evidence": good | {"measured": [figure | {"name": "\x1b[2J"}]}},
+        {"evidence": good | {"measured": [figure | {"value": 1e300}]}},
+    ):
+        with pytest.raises(WireError):
+            from_json(to_json(bad), RulesChanged)
+
+
+def test_a_worker_in_the_hosts_quarantine_gets_no_lease_though_it_asks(tmp_path):
+    world = World(tmp_path)
+    world.enter(WORKER)
+    world.publish()
+    world.do(Admin("quarantine", "aaa", world.now, 100))
+    with pytest.raises(Wait):
+        world.do(AskLease(WORKER, (), 0.0, world.now))
