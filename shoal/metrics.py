@@ -138,6 +138,15 @@ METRICS: dict[str, Metric] = {
         "0 or 1", "1 if a gradient was not finite: that update and the rest of the step left the weights as they were."
     ),
     "lr": Metric("learning rate", "Learning rate of the step."),
+    "repetition_share": Metric(
+        "share",
+        "Share of a rollout's 4-grams of policy tokens that stand earlier in it; mean over the batch's rollouts.",
+    ),
+    "reward_length_correlation": Metric(
+        "correlation",
+        "Rank correlation of reward and policy tokens within a group, mean over groups in which both differ; null if there "
+        "is none. Near 1, the environment pays for length.",
+    ),
     "rollouts": Metric("rollouts", "Rollouts that the step learned from."),
     "tokens": Metric("tokens", "Tokens of those rollouts, including prompts and the environment's."),
     "policy_tokens": Metric("tokens", "Tokens of those rollouts that the policy wrote."),

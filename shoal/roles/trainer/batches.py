@@ -22,6 +22,7 @@ from shoal.protocol.wire import from_msgpack
 from shoal.roles.scores import means_of, take_scores
 from shoal.train.filter import select
 from shoal.train.rows import Row, Unlearnable, mean_rewards, rows_of_group
+from shoal.train.signs import signs_of
 
 log = logging.getLogger("trainer")
 
@@ -60,7 +61,7 @@ class BatchReader:
             counts["repeated_rollouts"] = sum(
                 len(member.rewards) for member in batch.groups if (member.version, member.slot) in self._repeated
             )
-        counts |= _solve_rates(batch)
+        counts |= _solve_rates(batch) | signs_of(chosen.rows)
         labels = [spec.label for spec in info.envs]
         if len(labels) > 1:
             counts |= {f"reward_mean/{label}": mean for label, mean in mean_rewards(chosen.rows, labels).items()}
