@@ -11,12 +11,25 @@ import sys
 from collections.abc import Sequence
 
 from shoal import __version__
-from shoal.commands import environments, hosting, keys, ledger, machine, nodes, planning, policies, policy, role, stages
+from shoal.commands import (
+    environments,
+    hosting,
+    keys,
+    ledger,
+    machine,
+    nodes,
+    planning,
+    policies,
+    policy,
+    role,
+    stages,
+    watching,
+)
 from shoal.commands.grammar import Parser, told
 from shoal.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, PeerError, ShoalError, fault_of_user
 from shoal.terminal import printable
 
-GROUPS = (hosting, stages, planning, nodes, policy, policies, environments, ledger, keys, machine, role)
+GROUPS = (hosting, watching, stages, planning, nodes, policy, policies, environments, ledger, keys, machine, role)
 """In the order in which help shows them."""
 
 
@@ -47,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
             ("shoal run recipes/wordle.toml --quick", "two minutes: a whole run on this machine"),
             ("shoal host recipes/wordle.toml", "host a run; prints the command that others type"),
             ("shoal join http://host:8470", "work for somebody's run"),
+            ("shoal watch http://host:8470", "look at it"),
             ("shoal doctor", "what can this machine do?"),
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -66,9 +66,7 @@ class Evaluations:
 
     def results(self) -> tuple[tuple[str, Heldout], ...]:
         """What has been measured, oldest version first."""
-        folder = self._folder.evaluations
-        found = [(name, read_heldout(folder / f"{name}.json")) for name in evaluations_in(folder)]
-        return tuple((_label(name), heldout) for name, heldout in found if heldout is not None)
+        return results_in(self._folder.evaluations)
 
     def _known(self, name: str) -> bool:
         started = any(process.name == f"evaluate-{name}" for process in self.processes)
@@ -77,6 +75,12 @@ class Evaluations:
     def _begin(self, name: str, checkpoint: Path, one_in: int = 1) -> None:
         out = self._folder.evaluations / f"{name}.json"
         self.processes.append(self._make(f"evaluate-{name}", checkpoint, out, one_in))
+
+
+def results_in(folder: Path) -> tuple[tuple[str, Heldout], ...]:
+    """The evaluations in a run's folder for them, oldest version first."""
+    found = [(name, read_heldout(folder / f"{name}.json")) for name in evaluations_in(folder)]
+    return tuple((_label(name), heldout) for name, heldout in found if heldout is not None)
 
 
 def _label(name: str) -> str:

@@ -20,12 +20,12 @@ from rich.text import Text
 from shoal.config import EnvConfig
 from shoal.launch.nodes_table import reasons
 from shoal.launch.panels import duration
+from shoal.launch.samples import SPEAKERS
 from shoal.launch.summary import RunEnd
 from shoal.terminal import printable
 
 _COLOURS = {"assistant": "bold cyan", "user": "white", "system": "dim"}
 _MARKS = {"=": "green", "+": "dark_goldenrod", "-": "grey35"}
-_SPEAKERS = {"assistant": "policy", "user": "environment", "system": "rules"}
 
 
 def render_end(end: RunEnd) -> RenderableType:
@@ -61,7 +61,7 @@ def plain_end(end: RunEnd) -> str:
     for i, (label, game) in enumerate(end.games):
         of = f"{printable(label)}, " if len(end.envs) > 1 else ""
         lines.append(f"sample {i + 1} ({of}{outcome(game)}):")
-        lines += [f"  {_SPEAKERS.get(who, who)}: {text.strip()}" for who, text in turns(game)]
+        lines += [f"  {SPEAKERS.get(who, who)}: {text.strip()}" for who, text in turns(game)]
     return "\n".join(lines + list(_next_steps(end)))
 
 
@@ -150,7 +150,7 @@ def _game(game: dict[str, Any], title: str) -> RenderableType:
     table.add_column()
     for who, said in turns(game):
         table.add_row(
-            Text(_SPEAKERS.get(who, who)), _tiles(said.strip()) or Text(said.strip(), style=_COLOURS.get(who, ""))
+            Text(SPEAKERS.get(who, who)), _tiles(said.strip()) or Text(said.strip(), style=_COLOURS.get(who, ""))
         )
     return Panel(table, title=Text(title), box=box.ROUNDED, width=80, title_align="left")
 

@@ -31,7 +31,7 @@ from shoal.launch.room import first_spec, sized
 from shoal.launch.samples import flat_samples
 from shoal.launch.shifts import Shifts, shifts_of
 from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
-from shoal.launch.summary import UsageBook, write_summary
+from shoal.launch.summary import USAGE, UsageBook, write_summary
 from shoal.launch.view import LiveView, View, render
 from shoal.policy.hub import Hub
 from shoal.policy.render import Renderer
@@ -146,7 +146,7 @@ class LocalRun:
         self._view, self._found = view, found
         self._watch = CoordinatorWatch(folder.address, config.host.bind)
         self._metrics = MetricsWatch(folder.metrics)
-        self._usage = UsageBook(folder.root / "usage.json")
+        self._usage = UsageBook(folder.root / USAGE)
         self._notice = ""
         self._paused = False
         self._looked = self._saved = -1e9

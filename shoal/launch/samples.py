@@ -1,17 +1,20 @@
-"""Rollouts of groups without signal, as text. The host reads them to decide whether a paused run should continue.
+"""Rollouts as text: of groups without signal, for the host of a paused run to decide whether it should continue, and of
+the newest group, to look at now and then.
 
-Called by `launch/local`. It reads the run's folder, also while the coordinator writes to it, and asks no other process.
-It shows accepted rollouts. The environment's answers are computed here, not taken from the worker.
+Called by `launch/local` and `launch/watching`. It reads the run's folder, also while the coordinator writes to it, and
+asks no other process. It shows accepted rollouts. The environment's answers are computed here, not taken from the worker.
 """
 
 from collections import deque
+from collections.abc import Iterator, Mapping
 
-from shoal.envs.base import task_of
+from shoal.envs.base import Env, task_of
 from shoal.envs.evaluate import as_text, transcript_of
 from shoal.envs.load import load_run_envs
 from shoal.envs.replay import retell
 from shoal.errors import ShoalError, StateError
 from shoal.folder import RunFolder
+from shoal.launch.snapshot import Sample
 from shoal.ledger.facts.batches import GroupAccepted
 from shoal.ledger.facts.run import RunCreated
 from shoal.ledger.log.store import Store, sqlite_url
@@ -21,6 +24,14 @@ from shoal.policy.render import Renderer
 from shoal.protocol import types as t
 from shoal.protocol.continuations import is_continued_slot
 from shoal.protocol.wire import WireError, digest, from_msgpack
+
+LOOKED_BACK = 2000
+"""Events in which the newest accepted group is looked for."""
+
+MOST_CHARS = 4000
+"""Of one turn of a conversation."""
+
+SPEAKERS = {"assistant": "policy", "user": "environment", "system": "rules"}
 
 SHOWN = 2
 """Number of groups; one rollout of each is shown."""
@@ -42,6 +53,78 @@ def flat_samples(folder: RunFolder) -> list[str]:
             talk = retell(env, renderer, task_of(env, group.task), group.rollouts[0], created.sampling)
             samples += [as_text(transcript_of(talk))] if talk is not None else []
     return samples
+
+
+class NewestSample:
+    """The newest accepted group of a run that goes on, one rollout of it as a conversation."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._seq = -1
+        """Events up to this one were read."""
+        self._created: RunCreated | None = None
+        self._accepted: GroupAccepted | None = None
+        self._envs: Mapping[str, Env] = {}
+        self._renderer: Renderer | None = None
+
+    def read(self) -> Sample | None:
+        """The first rollout of the newest group whose body is still here; None if there is no new one.
+
+        Raises `ShoalError` if it cannot be read.
+        """
+        if self._created is None:
+            self._created, self._seq = self._first_event(), self._near_the_end()
+            self._envs = load_run_envs(self._created.envs, own_files=True)
+            self._renderer = Renderer.from_directory(self._folder.policy, self._created.sampling.stops)
+        accepted = self._read_on()
+        if accepted is None or self._renderer is None:
+            return None
+        group = group_of(self._folder, accepted)
+        if group.env not in self._envs or not group.rollouts:  # a validator that lies may have accepted anything
+            return None
+        env, sampling = self._envs[group.env], self._created.sampling
+        talk = retell(env, self._renderer, task_of(env, group.task), group.rollouts[0], sampling)
+        if talk is None:
+            return None
+        ending = f"reward {talk.reward:.2f} · ended by {talk.ending}"
+        title = f"one rollout of version {accepted.version} · {group.env} · task {group.task} · {ending}"
+        return Sample(title, tuple((SPEAKERS.get(who, who), text[:MOST_CHARS]) for who, text in talk.texts))
+
+    def _first_event(self) -> RunCreated:
+        for body in self._bodies(-1, 1):
+            if isinstance(body, RunCreated):
+                return body
+        raise StateError(f"the log {self._folder.log} is empty")
+
+    def _near_the_end(self) -> int:
+        """An event at most `LOOKED_BACK` before the newest one: a long log is not read from its beginning."""
+        low, high = 0, 1
+        while self._has(high):
+            low, high = high, 2 * high
+        while high - low > LOOKED_BACK:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._has(middle) else (low, middle)
+        return max(-1, low - LOOKED_BACK)
+
+    def _has(self, seq: int) -> bool:
+        return any(True for _ in self._bodies(seq - 1, 1))
+
+    def _read_on(self) -> GroupAccepted | None:
+        newest: GroupAccepted | None = None
+        for body in self._bodies(self._seq, None):
+            self._seq += 1
+            newest = body if isinstance(body, GroupAccepted) else newest
+        return newest
+
+    def _bodies(self, after: int, limit: int | None) -> Iterator[object]:
+        store = Store(sqlite_url(self._folder.log), read_only=True)
+        try:
+            for data, _ in store.read(after, limit):
+                yield read_entry(data)[0].body
+        except WireError as error:
+            raise StateError(f"the log {self._folder.log} is damaged: {error}") from None
+        finally:
+            store.close()
 
 
 def _is_flat(accepted: GroupAccepted, created: RunCreated | None) -> bool:

@@ -119,6 +119,8 @@ class CoordinatorWatch:
         self._status = NO_STATUS
         self._nodes: tuple[NodeState, ...] = ()
         self._nodes_again_at = 0.0
+        self.answers = False
+        """Whether it answered when it was last asked for its status."""
 
     def url(self) -> str:
         """Its URL for roles on this machine, or "" if it has not written its address yet."""
@@ -143,7 +145,9 @@ class CoordinatorWatch:
 
     def status(self) -> Status:
         """The newest status; the last one if it does not answer now."""
-        self._status = self._ask("/v1/status", Status) or self._status
+        found = self._ask("/v1/status", Status)
+        self.answers = found is not None
+        self._status = found or self._status
         return self._status
 
     def nodes(self) -> tuple[NodeState, ...]:

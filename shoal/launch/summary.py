@@ -20,6 +20,17 @@ from shoal.launch.snapshot import Snapshot
 from shoal.protocol.types import NodeState
 from shoal.weights.manifest import weights_root
 
+USAGE = "usage.json"
+"""The file in the run's folder."""
+
+
+def wall_s_before(path: Path) -> float:
+    """Seconds that a run was live, as its launcher last wrote them; 0 if it did not."""
+    try:
+        return float(json.loads(path.read_bytes())["wall_s"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
+
 
 class UsageBook:
     """Wall time and use of the machine by role, kept in usage.json so that a resumed run counts from its start."""

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.control import Control
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -186,6 +187,16 @@ class LiveView:
                               redirect_stderr=False)  # fmt: skip
             self._live.start()
 
+    @property
+    def is_picture(self) -> bool:
+        """Whether it draws; otherwise it prints lines."""
+        return self._live is not None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Columns and lines of the terminal now."""
+        return self._console.width, self._console.height
+
     def show(self, snapshot: Snapshot) -> None:
         """Draw, or print what is new."""
         if self._live is not None:
@@ -217,6 +228,7 @@ class LiveView:
     def close(self) -> None:
         """Give the terminal back."""
         if self._live is not None:
+            self._console.control(Control.home(), Control.clear())  # tmux keeps what is there if its size has changed
             self._live.stop()
             self._live = None
         while self._held:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from shoal.errors import StateError
-from shoal.launch.samples import flat_samples
+from shoal.launch.samples import NewestSample, flat_samples
 from shoal.ledger.facts.run import Admin
 from shoal.roles.coordinator.board import Board
 from tests.roles.town import Town, tiny_run
@@ -28,7 +28,7 @@ def test_a_run_without_signal_says_so_waits_and_can_be_drained(tmp_path):
     (tmp_path / "half.py").write_text(ALWAYS_HALF)
     rollouts = {"max_flat_groups": 10}
     town = Town(tmp_path / "run", tiny_run(envs=[{"name": str(tmp_path / "half.py")}], rollouts=rollouts))
-    heard, samples, waited = [], [], []
+    heard, samples, waited, talks = [], [], [], []
 
     async def host():
         while not Board(town.desk).status().pause_cause:
@@ -38,6 +38,8 @@ def test_a_run_without_signal_says_so_waits_and_can_be_drained(tmp_path):
         heard.append(Board(town.desk).status())
         waited.append(town.desk.state.accepted_groups - accepted)
         samples.extend(flat_samples(town.folder))
+        watched = NewestSample(town.folder)
+        talks.extend((watched.read(), watched.read()))
         await town.desk.book.submit(Admin("drain", "", town.desk.clock()))
 
     async def story():
@@ -52,6 +54,8 @@ def test_a_run_without_signal_says_so_waits_and_can_be_drained(tmp_path):
     assert "all rewards are equal, 0.5 on average" in status.waiting_for
     assert waited[0] <= 2 * 2, "two leases of a block of two groups were in hand"
     assert len(samples) == 2 and all("reward 0.50" in sample and "policy |" in sample for sample in samples)
+    newest, again = talks
+    assert "reward 0.50" in newest.title and "policy" in dict(newest.turns) and again is None, "nothing new came"
     assert state.phase == "ended" and state.main.version == 0
     assert [node.accepted for node in state.members.values() if node.role == "worker"] == [state.accepted_groups]
     assert state.issued == sum(node.credits for node in state.members.values()) > 0

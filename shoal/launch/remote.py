@@ -1,0 +1,185 @@
+"""A run at a URL, as anyone may see it: its status, its nodes and its metrics, asked for without a key.
+
+Called by `launch/watching`. All of it is a stranger's: each answer is limited and parsed, and what is kept of it is
+numbers of known names and short texts. A host that serves no metrics shows less: the time of a step is then what the
+watcher saw.
+"""
+
+import time
+from collections.abc import Callable
+from math import isfinite
+from typing import Any
+
+import msgspec
+
+from shoal.errors import NothingYet, PeerError
+from shoal.launch.snapshot import NO_STATUS, PAGING_SHARE, Snapshot
+from shoal.metrics import METRICS
+from shoal.net.client import Client, PeerRefused
+from shoal.protocol.constants import MAX_JSON_BYTES, MAX_NODES
+from shoal.protocol.types import NodeState, Status
+
+ANSWER_S = 5.0
+"""How long to wait for one answer."""
+
+MOST_STEPS, MOST_NODES = 20_000, 20_000
+"""Of a run's newest steps and of its nodes, so many are kept."""
+
+PAGES_AT_ONCE = 8
+"""Pages of metrics that are asked for in one look: a run of 20,000 steps is read in several."""
+
+MOST_KEYS, MOST_LABEL_CHARS = 200, 100
+"""Of one line of metrics."""
+
+MOST_NUMBER = 10**15
+"""Larger numbers of a stranger count as this."""
+
+_FAMILIES = tuple(f"{name.partition('/')[0]}/" for name in METRICS if "/" in name)
+
+
+class RemoteRun:
+    """What a coordinator says of its run, newest first asked."""
+
+    def __init__(self, client: Client, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._client, self._monotonic = client, monotonic
+        self._status, self._nodes = NO_STATUS, tuple[NodeState, ...]()
+        self._lines: list[dict[str, Any]] = []
+        self._has_metrics = True
+        self._nodes_again_at = 0.0
+        self._version_at: tuple[int, float] | None = None
+        self.trouble = ""
+        """Why the newest look got no answer."""
+
+    async def look(self) -> Snapshot:
+        """The run now, as far as the host answers; what it said before stays. Raises `PeerError` if it never answered."""
+        try:
+            self._status = cleaned_status(await self._client.get_json("/v1/status", Status, deadline_s=ANSWER_S))
+            self.trouble = ""
+            await self._read_metrics()
+            await self._read_nodes()
+        except PeerError as error:
+            if self._status is NO_STATUS:
+                raise
+            self.trouble = str(error)
+        status = self._status
+        return Snapshot(
+            name=status.name, out=self._client.base_url, steps=status.steps, status=status, url=self._client.base_url,
+            elapsed_s=self._elapsed_s(), metrics=tuple(self._lines), nodes=self._nodes, notice=self.trouble,
+        )  # fmt: skip
+
+    async def _read_metrics(self) -> None:
+        """New lines, a few pages at a time."""
+        for _ in range(PAGES_AT_ONCE if self._has_metrics else 0):
+            last = self._lines[-1]["step"] if self._lines else -1
+            try:
+                page = await self._client.get(f"/v1/metrics?after={last}", cap=MAX_JSON_BYTES, deadline_s=ANSWER_S)
+            except (NothingYet, PeerRefused):  # an older host, or one that keeps none
+                self._has_metrics = False
+                break
+            new = [line for text in page.splitlines() if (line := cleaned_line(text)) is not None]
+            for line in new:
+                if line["step"] > (self._lines[-1]["step"] if self._lines else -1):  # guard: steps-only-rise
+                    self._lines.append(line)
+            del self._lines[:-MOST_STEPS]
+            if not new or self._lines[-1]["step"] == last:
+                break
+        if not self._has_metrics:
+            self._observe_steps()
+
+    def _observe_steps(self) -> None:
+        """Time the versions that come while we look."""
+        version, now = self._status.version, self._monotonic()
+        if self._version_at is None:
+            self._version_at = (version, now)
+        elif version > self._version_at[0]:
+            before, since = self._version_at
+            self._lines.append({"step": version - 1, "step_s": (now - since) / (version - before)})
+            self._version_at = (version, now)
+
+    async def _read_nodes(self) -> None:
+        """All nodes, page by page, as seldom as in `CoordinatorWatch`."""
+        began = self._monotonic()
+        if began < self._nodes_again_at:
+            return
+        nodes = dict[str, NodeState]()
+        after = ""
+        while len(nodes) < MOST_NODES:
+            path = f"/v1/nodes?after={after}" if after else "/v1/nodes"
+            page = await self._client.get_json(path, tuple[NodeState, ...], deadline_s=ANSWER_S)
+            known = len(nodes)
+            nodes |= {node.key: cleaned_node(node) for node in page[:MAX_NODES]}
+            if len(page) < MAX_NODES or len(nodes) == known or not _is_key(page[-1].key):
+                break
+            after = page[-1].key
+        self._nodes = tuple(nodes.values())
+        if len(nodes) >= MAX_NODES:
+            self._nodes_again_at = began + (self._monotonic() - began) / PAGING_SHARE
+
+    def _elapsed_s(self) -> float:
+        """From the first step to the newest, if all are here."""
+        first, last = (self._lines[0], self._lines[-1]) if self._lines else ({}, {})
+        if first.get("step") != 0 or not {"time_s", "step_s"} <= first.keys() or "time_s" not in last:
+            return 0.0
+        return max(0.0, float(last["time_s"] - first["time_s"] + first["step_s"]))
+
+
+def cleaned_line(text: bytes) -> dict[str, Any] | None:
+    """A line of metrics with known names and finite numbers only; None if it names no step."""
+    try:
+        line = msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    kept: dict[str, Any] = {}
+    for name, value in list(line.items())[:MOST_KEYS]:
+        known = name in METRICS or (name.startswith(_FAMILIES) and len(name) <= MOST_LABEL_CHARS)
+        if known and _is_number(value):  # guard: finite-figures
+            kept[name] = value
+    if not isinstance(kept.get("step"), int) or kept["step"] < 0:
+        return None
+    ages = line.get("staleness_rollouts")
+    if isinstance(ages, dict):
+        good = {a: n for a, n in list(ages.items())[:32] if a.isascii() and a.isdecimal() and len(a) < 7}
+        kept["staleness_rollouts"] = {age: n for age, n in good.items() if _is_number(n) and n >= 0}
+    return kept
+
+
+def cleaned_status(status: Status) -> Status:
+    """A status with short texts and moderate numbers."""
+    figures = {name: _number(getattr(status, name)) for name in ("accepted", "in_flight", "pending", "flat_groups")}
+    return msgspec.structs.replace(
+        status, name=status.name[:200], phase=status.phase[:40], waiting_for=status.waiting_for[:2000],
+        pause_cause=status.pause_cause[:200], version=max(-1, _number(status.version)), steps=_number(status.steps),
+        waiting_s=status.waiting_s if _is_number(status.waiting_s) else 0.0, refused=_cleaned_counts(status.refused),
+        **figures,
+    )  # fmt: skip
+
+
+def cleaned_node(node: NodeState) -> NodeState:
+    """A node with short texts and moderate numbers."""
+    counts = ("credits", "accepted", "refused", "lapsed", "vested", "leases", "stale", "given", "unfilled")
+    figures = {name: max(0, _number(getattr(node, name))) for name in counts}
+    return msgspec.structs.replace(
+        node, key=node.key[:64], role=node.role[:40], name=node.name[:200], last_reason=node.last_reason[:1000],
+        reasons=_cleaned_counts(node.reasons), influence=node.influence if _is_number(node.influence) else 0.0,
+        **figures,
+    )  # fmt: skip
+
+
+def _cleaned_counts(counts: dict[str, int]) -> dict[str, int]:
+    """The most frequent of them."""
+    ranked = sorted(counts.items(), key=lambda item: -item[1])[:20]
+    return {check[:MOST_LABEL_CHARS]: max(0, _number(count)) for check, count in ranked}
+
+
+def _number(value: int) -> int:
+    return max(-MOST_NUMBER, min(MOST_NUMBER, value))
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= MOST_NUMBER if isinstance(value, int) else isfinite(value) and abs(value) <= MOST_NUMBER
+
+
+def _is_key(text: str) -> bool:
+    return len(text) == 64 and text.isascii() and text.isalnum()

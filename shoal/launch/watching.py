@@ -1,0 +1,150 @@
+"""`shoal watch`: the view of a run that runs anyway, from its folder or from its URL.
+
+Called by `commands/watching`. It reads and asks, starts nothing, locks nothing and writes nothing, so any number may
+watch one run, and a watcher that leaves or is killed changes nothing. From a folder it sees what the host's own view
+shows; from a URL what anyone may see.
+"""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+from rich.console import Console
+
+from shoal.errors import ShoalError
+from shoal.folder import RunFolder
+from shoal.launch.evaluations import results_in
+from shoal.launch.keyboard import Keyboard, keyboard
+from shoal.launch.remote import RemoteRun
+from shoal.launch.samples import NewestSample
+from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Sample, Snapshot
+from shoal.launch.summary import USAGE, wall_s_before
+from shoal.launch.view import LiveView, plain, render
+from shoal.net.client import Client
+from shoal.terminal import printable
+
+LOOK_EVERY_S, SAMPLE_EVERY_S = 1.0, 20.0
+KEY_WAIT_S = 0.1
+
+LEAVES = "q leaves; the run goes on"
+
+OVER = ("ended", "not hosted")
+
+
+class Watched(Protocol):
+    """A run that can be looked at."""
+
+    async def look(self) -> Snapshot:
+        """The run now. Raises `ShoalError` if nothing was ever seen of it."""
+        ...
+
+
+class FolderWatch:
+    """The run in a folder of this machine, hosted or not."""
+
+    def __init__(self, root: Path) -> None:
+        """Raises `StateError` if the folder has no run."""
+        self._folder = RunFolder(root)
+        self._config = self._folder.config()
+        self._coordinator = CoordinatorWatch(self._folder.address, self._config.host.bind)
+        self._metrics = MetricsWatch(self._folder.metrics)
+        self._newest = NewestSample(self._folder)
+        self._sample: Sample | None = None
+        self._sample_at = -SAMPLE_EVERY_S
+
+    async def look(self) -> Snapshot:
+        """See `Watched`."""
+        return await asyncio.to_thread(self._look)
+
+    def _look(self) -> Snapshot:
+        config, folder, status = self._config, self._folder, self._coordinator.status()
+        hosted = self._coordinator.answers
+        if not hosted:
+            phase = "ended" if folder.summary.exists() else "not hosted"
+            status = msgspec.structs.replace(status, phase=phase, waiting_for="", in_flight=0)
+        return Snapshot(
+            name=config.name, out=str(folder.root), steps=config.steps, status=status, url=self._coordinator.url(),
+            elapsed_s=wall_s_before(folder.root / USAGE), metrics=self._metrics.read(),
+            nodes=self._coordinator.nodes(), cheaters=frozenset(f"cheater-{i}" for i in range(config.workers.cheating)),
+            heldout=results_in(folder.evaluations), sample=self._talk() if hosted else None,
+            notice="" if hosted else "nobody hosts this run now: this is what its folder has",
+        )  # fmt: skip
+
+    def _talk(self) -> Sample | None:
+        now = time.monotonic()
+        if now - self._sample_at >= SAMPLE_EVERY_S:
+            self._sample_at = now
+            with contextlib.suppress(ShoalError, OSError):
+                self._sample = self._newest.read() or self._sample
+        return self._sample
+
+
+@contextlib.asynccontextmanager
+async def opened(source: str) -> AsyncIterator[Watched]:
+    """The run at a URL or in a folder. Raises `ShoalError`."""
+    if source.startswith(("http://", "https://")):
+        async with Client(source, on_wait=lambda line: None) as client:
+            yield RemoteRun(client)
+    else:
+        yield FolderWatch(Path(source))
+
+
+def watch(source: str, console: Console, once: bool = False) -> None:
+    """Show the run until a key or Ctrl-C; piped, a line for each step until the run ends. `once`: as it is now.
+
+    Raises `StateError`, and `PeerError` if the run's host does not answer.
+    """
+    if once:
+        snapshot = asyncio.run(_look_once(source))
+        if console.is_terminal and not console.is_dumb_terminal:
+            console.print(render(replace(snapshot, hint=snapshot.out)))
+        else:
+            console.print(printable(plain(snapshot)), markup=False, highlight=False, soft_wrap=True)
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        asyncio.run(_watch(source, console))
+    except KeyboardInterrupt:
+        pass  # the picture is gone, and the run goes on
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+async def _look_once(source: str) -> Snapshot:
+    async with opened(source) as run:
+        return await run.look()
+
+
+async def _watch(source: str, console: Console) -> None:
+    async with opened(source) as run:
+        first = await run.look()
+        view = LiveView(console)
+        try:
+            with keyboard() as keys:
+                await follow(run, first, view, keys, piped=not view.is_picture)
+        finally:
+            view.close()
+
+
+async def follow(run: Watched, first: Snapshot, view: LiveView, keys: Keyboard, piped: bool) -> None:
+    """Show one snapshot after another until `q`; piped, until the run ends or nobody hosts it."""
+    snapshot, looked = first, time.monotonic()
+    size = view.size
+    view.show(replace(snapshot, hint=LEAVES))
+    while "q" not in (await asyncio.to_thread(keys.pressed, KEY_WAIT_S)).lower():
+        if piped and snapshot.status.phase in OVER:
+            view.say(printable(snapshot.notice or "the run has ended"))
+            return
+        await asyncio.sleep(0.0 if keys.is_there else KEY_WAIT_S)
+        if time.monotonic() - looked >= LOOK_EVERY_S:
+            snapshot, looked = await run.look(), time.monotonic()
+        elif view.size == size:
+            continue
+        size = view.size
+        view.show(replace(snapshot, hint=LEAVES))

@@ -1,0 +1,304 @@
+"""`shoal watch`: what it sees of a run, that it leaves the run alone, and what a hostile host can do to it."""
+
+import asyncio
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from shoal.errors import PeerError, StateError
+from shoal.launch.keyboard import Keyboard
+from shoal.launch.remote import MOST_NUMBER, PAGES_AT_ONCE, RemoteRun, cleaned_line, cleaned_node, cleaned_status
+from shoal.launch.snapshot import Snapshot
+from shoal.launch.view import LiveView, plain, render
+from shoal.launch.watching import FolderWatch, follow, watch
+from shoal.net.client import Client
+from shoal.net.sided import SHOAL
+from shoal.protocol.constants import MAX_NODES
+from shoal.protocol.types import NodeState, Status
+from tests.roles.town import Town, tiny_run
+
+Host = Callable[[httpx.Request], httpx.Response]
+
+
+def told(body: bytes | object, status: int = 200) -> httpx.Response:
+    content = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    return httpx.Response(status, stream=httpx.ByteStream(content), headers={SHOAL: "1"})
+
+
+def remote(host: Host, monotonic: Callable[[], float] = lambda: 0.0) -> RemoteRun:
+    async def no_pause(_: float) -> None:
+        pass
+
+    return RemoteRun(Client("http://host", transport=httpx.MockTransport(host), sleep=no_pause), monotonic)
+
+
+def looked(run: RemoteRun, times: int = 1) -> Snapshot:
+    async def looks() -> Snapshot:
+        for _ in range(times):
+            snapshot = await run.look()
+        return snapshot
+
+    return asyncio.run(looks())
+
+
+def host_of(snapshot: Snapshot, lines: bytes | None) -> Host:
+    def answer(request: httpx.Request) -> httpx.Response:
+        path, after = request.url.path, request.url.params.get("after", "-1")
+        if path == "/v1/status":
+            return told(snapshot.status)
+        if path == "/v1/nodes":
+            return told(snapshot.nodes)
+        if path == "/v1/metrics" and lines is not None:
+            new = [line for line in lines.splitlines() if json.loads(line)["step"] > int(after)]
+            return told(b"".join(line + b"\n" for line in new[:20]))
+        return told({"error": "no such call", "code": "unknown"}, 404)
+
+    return answer
+
+
+def test_from_a_url_anyone_sees_status_workers_and_figures(snapshot: Snapshot) -> None:
+    lines = b"".join(msgspec.json.encode(line) + b"\n" for line in snapshot.metrics)
+    seen = looked(remote(host_of(snapshot, lines)))
+    assert seen.metrics == snapshot.metrics and seen.nodes == snapshot.nodes and seen.status == snapshot.status
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    console.print(render(seen))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for point in ("step 37/90", "sampling 40x", "quarantined", "0.48", "waiting 8 s for workers"):
+        assert point in text, point
+
+
+def test_of_a_host_without_metrics_the_watcher_times_the_versions_itself(snapshot: Snapshot) -> None:
+    now, version = [0.0], [37]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        status = msgspec.structs.replace(snapshot.status, version=version[0])
+        return host_of(Snapshot("", "", 90, status=status, nodes=snapshot.nodes), None)(request)
+
+    run = remote(answer, lambda: now[0])
+    assert looked(run).step == 37 and not looked(run).metrics
+    now[0], version[0] = 30.0, 39
+    seen = looked(run)
+    assert seen.step == 39 and seen.series("step_s") == [15.0]
+
+
+def test_a_host_that_goes_away_leaves_what_was_seen_and_one_that_never_answered_is_an_error(snapshot: Snapshot) -> None:
+    away = [False]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if away[0]:
+            return told(b"{" * 10)
+        return host_of(snapshot, None)(request)
+
+    run = remote(answer)
+    looked(run)
+    away[0] = True
+    seen = looked(run)
+    assert seen.status == snapshot.status and "answer of the wrong form" in seen.notice
+    with pytest.raises(PeerError):
+        looked(remote(answer))
+
+
+EVIL_LINES = [
+    b"", b"[]", b"{}", b'{"step": true}', b'{"step": -1}', b'{"step": "1"}', b'{"step": 1.5}', b"\xff\xfe", b"{" * 9999,
+    b'{"step": 1' + b"0" * 4000 + b"}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", EVIL_LINES)
+def test_a_line_without_a_step_is_not_a_line(line: bytes) -> None:
+    assert cleaned_line(line) is None
+
+
+def test_only_finite_figures_of_known_names_are_kept_of_a_line() -> None:
+    evil = {
+        "step": 3, "reward_all_mean": 1e30, "entropy_nats": "\x1b[2J", "loss": 0.5, "solve_rate/\u202e": 0.25,
+        "solve_rate/" + "x" * 999: 1.0, "unknown": 1, "waiting_for": "x" * 9999, "clip_share": True,
+        "staleness_rollouts": {"0": 5, "x": 1, "9" * 50: 1, "1": -4, "2": 1e300},
+    }  # fmt: skip
+    kept = cleaned_line(msgspec.json.encode(evil))
+    assert kept == {"step": 3, "loss": 0.5, "solve_rate/\u202e": 0.25, "staleness_rollouts": {"0": 5}}
+
+
+def test_metrics_of_a_hostile_host_neither_go_back_nor_go_on_for_ever(snapshot: Snapshot) -> None:
+    asked: list[str] = []
+
+    def endless(request: httpx.Request) -> httpx.Response:
+        if request.url.path != "/v1/metrics":
+            return host_of(snapshot, None)(request)
+        asked.append(request.url.params["after"])
+        first = int(asked[-1]) + 1
+        return told(b'{"step": %d, "loss": 1}\n{"step": 0, "loss": 2}\n' % first)
+
+    seen = looked(remote(endless))
+    assert len(asked) == PAGES_AT_ONCE and [line["step"] for line in seen.metrics] == list(range(PAGES_AT_ONCE))
+    assert seen.series("loss") == [1.0] * PAGES_AT_ONCE
+
+
+def test_a_list_of_nodes_without_end_is_left_when_nothing_new_comes(snapshot: Snapshot) -> None:
+    asked: list[str] = []
+    page = [msgspec.structs.replace(snapshot.nodes[0], key=f"{i:064x}", name="n") for i in range(MAX_NODES)]
+
+    def endless(request: httpx.Request) -> httpx.Response:
+        if request.url.path != "/v1/nodes":
+            return host_of(snapshot, None)(request)
+        asked.append(request.url.params.get("after", ""))
+        return told(page)
+
+    assert len(looked(remote(endless)).nodes) == MAX_NODES and len(asked) == 2
+
+
+def test_texts_and_numbers_of_a_hostile_host_are_cut() -> None:
+    huge = 10**300
+    status = cleaned_status(
+        Status("n" * 9999, "p" * 9999, huge, huge, huge, {f"{i}" * 200: i for i in range(999)}, huge, -huge, "w" * 99_999,
+               1e300)
+    )  # fmt: skip
+    node = cleaned_node(
+        NodeState("k" * 999, "r" * 999, "n" * 9999, "good", huge, huge, -5, 0, {f"{i}" * 300: i for i in range(99)},
+                  "l" * 99_999, influence=1e300)
+    )  # fmt: skip
+    assert len(msgspec.json.encode(status)) < 6000 and len(msgspec.json.encode(node)) < 5000
+    assert (
+        status.version == status.steps == MOST_NUMBER
+        and status.waiting_s == 0.0
+        and max(status.refused.values()) == 998
+    )
+    assert node.credits == MOST_NUMBER and node.refused == 0 and node.influence == 0.0
+    snapshot = Snapshot("x", "x", status.steps, status=status, nodes=(node,))
+    console = Console(file=io.StringIO(), width=80, height=24, color_system=None)
+    console.print(render(snapshot, 24))
+    assert {cell_len(line) for line in console.file.getvalue().splitlines()} == {80}  # type: ignore[attr-defined]
+    assert plain(snapshot)
+
+
+# --- the folder ---
+
+
+def test_a_folder_that_nobody_hosts_is_shown_and_left_as_it_was(tmp_path: Path) -> None:
+    Town(tmp_path / "run", tiny_run())
+
+    def files() -> dict[str, tuple[int, float]]:
+        return {str(p): (p.stat().st_size, p.stat().st_mtime) for p in (tmp_path / "run").rglob("*") if p.is_file()}
+
+    before = files()
+    seen = asyncio.run(FolderWatch(tmp_path / "run").look())
+    assert seen.status.phase == "not hosted" and "nobody hosts this run" in seen.notice and seen.steps == 3
+    console = Console(file=io.StringIO(), width=80)
+    watch(str(tmp_path / "run"), console, once=True)
+    assert "step 0/3" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert files() == before
+
+
+def test_a_folder_without_a_run_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="holds no run"):
+        watch(str(tmp_path), Console(file=io.StringIO()), once=True)
+
+
+# --- the terminal ---
+
+
+class Presses(Keyboard):
+    """Keys that a person will press."""
+
+    def __init__(self, keys: Iterator[str]) -> None:
+        super().__init__(None)
+        self.keys = keys
+
+    def pressed(self, wait_s: float = 0.0) -> str:
+        return next(self.keys)
+
+
+@pytest.mark.parametrize("key", ["q", "Q", "xyzq"])
+def test_q_leaves(snapshot: Snapshot, key: str) -> None:
+    view = LiveView(Console(file=io.StringIO()))
+    asyncio.run(follow(remote(host_of(snapshot, None)), snapshot, view, Presses(iter(["", "p", key])), piped=False))
+
+
+def test_piped_it_ends_with_the_run(snapshot: Snapshot) -> None:
+    ended = msgspec.structs.replace(snapshot.status, phase="ended")
+    over = Snapshot("wordle", "", 90, status=ended, metrics=snapshot.metrics)
+    console = Console(file=io.StringIO())
+    asyncio.run(follow(remote(host_of(over, None)), over, LiveView(console), Keyboard(None), piped=True))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[0].startswith("step 37/90") and lines[-1] == "the run has ended"
+
+
+def frames(screen: bytes) -> list[list[str]]:
+    """The pictures that a terminal was sent, each as its lines."""
+    texts = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", frame.decode()) for frame in screen.split(b"\x1b[H")[1:]]
+    return [text.split("\n") for text in texts]
+
+
+def test_each_picture_covers_the_whole_terminal_whatever_its_size_was_before(snapshot: Snapshot) -> None:
+    """So nothing of an earlier picture stays."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, _environ={"TERM": "xterm"})
+    view, sizes = LiveView(console), ((80, 24), (60, 18), (140, 40), (40, 10))
+    for console.width, console.height in sizes:
+        view.show(snapshot)
+    shown = frames(console.file.getvalue().encode())  # type: ignore[attr-defined]
+    for (columns, lines), picture in zip(sizes, shown[-4:], strict=True):
+        assert len(picture) == lines and {cell_len(line) for line in picture} == {columns}
+
+
+def resize(terminal: int, columns: int, lines: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leave", ["q", "ctrl-c"])
+def test_it_follows_the_size_of_the_terminal_and_gives_it_back(tmp_path: Path, leave: str) -> None:
+    Town(tmp_path / "run", tiny_run())
+    terminal, inside = pty.openpty()
+    resize(terminal, 80, 24)
+    before = termios.tcgetattr(inside)
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+    environment |= {"TERM": "xterm", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "shoal.cli", "watch", str(tmp_path / "run")]
+    watcher = subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, env=environment, start_new_session=True,
+                               preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))  # fmt: skip
+    screen = b""
+
+    def until(found: Callable[[], bool]) -> None:
+        nonlocal screen
+        deadline = time.monotonic() + 30.0
+        while not found():
+            assert time.monotonic() < deadline, screen
+            screen += os.read(terminal, 65536)
+
+    try:
+        until(lambda: b"q leaves" in screen)
+        for columns, lines in ((60, 20), (132, 40)):
+            seen = len(screen)
+            resize(terminal, columns, lines)
+            until(lambda: screen[seen:].count(b"\x1b[H") > 3)  # noqa: B023
+            picture = frames(screen[seen:])[-2]  # the last one may not be here whole
+            assert len(picture) == lines and {cell_len(line) for line in picture} == {columns}
+        if leave == "q":
+            os.write(terminal, b"q")
+        else:
+            watcher.send_signal(signal.SIGINT)
+        until(lambda: b"\x1b[?1049l" in screen)
+        assert watcher.wait(timeout=10) == 0 and termios.tcgetattr(inside) == before
+        assert screen.count(b"\x1b[?1049h") == 1 and b"\x1b[?25h" in screen.rpartition(b"\x1b[H")[2]
+    finally:
+        watcher.kill()
+        watcher.wait()
+        os.close(terminal)
+        os.close(inside)
