@@ -171,9 +171,20 @@ def _interval(found: dict[str, Any] | None) -> str:
     return f"{found['mean']:.1%} (95 %: {found['low95']:.1%} to {found['high95']:.1%}, {found['episodes']} episodes)"
 
 
+def _gain(heldout: dict[str, Any]) -> list[str]:
+    """What training changed, in one line, if it was evaluated before and after."""
+    before, after = heldout["before"], heldout["after"]
+    return (
+        [f"Held-out tasks: {before['mean']:.1%} before training, {after['mean']:.1%} after."]
+        if before and after
+        else []
+    )
+
+
 def _next_steps(end: RunEnd) -> tuple[str, ...]:
     final = end.run_dir / "checkpoints" / "final"
     return (
+        *_gain(end.summary["heldout"]),
         f"The policy is in {final} (Hugging Face format), the figures in {end.run_dir / 'summary.json'}.",
         "",
         "Play it again:",

@@ -131,6 +131,7 @@ def test_last_table_compares_before_and_after_and_names_the_cheater(end: RunEnd)
             "100.0%", "crane", "won, score 1.00", "runs/wordle/checkpoints/final",
             "shoal ledger verify runs/wordle",
             "--env wordle --env-args '{\"num_words\": 64}'",
+            "Held-out tasks: 29.0% before training, 71.0% after.",
         ):  # fmt: skip
             assert expected in " ".join(text.replace("│", " ").split()), expected
 
