@@ -27,8 +27,8 @@ def signs_of(rows: Sequence[Row]) -> dict[str, Any]:
         return {}
     written = {rollout: np.concatenate(parts) for rollout, parts in tokens.items()}
     groups: dict[object, list[object]] = {}
-    for rollout in written:
-        groups.setdefault(rollout[:2] if isinstance(rollout, tuple) else None, []).append(rollout)
+    for name in written:
+        groups.setdefault(name[:2] if isinstance(name, tuple) else None, []).append(name)
     follows = [
         found
         for members in groups.values()

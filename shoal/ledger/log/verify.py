@@ -257,9 +257,11 @@ def report(audit: Audit) -> str:
 
 def _alarms_in_words(entries: Iterable[Entry]) -> list[str]:
     """What the host did for its alarms: the newest few, because a log may hold many."""
-    acted = [entry for entry in entries if isinstance(entry.body, RulesChanged) and entry.body.evidence]
+    acted = [
+        (entry.seq, entry.body) for entry in entries if isinstance(entry.body, RulesChanged) and entry.body.evidence
+    ]
     more = [f"the host acted on {len(acted)} alarms; the last {TOLD_ALARMS} are told"] * (len(acted) > TOLD_ALARMS)
-    return more + [f"event {entry.seq}: {what_was_done(entry.body)}" for entry in acted[-TOLD_ALARMS:]]
+    return more + [f"event {seq}: {what_was_done(change)}" for seq, change in acted[-TOLD_ALARMS:]]
 
 
 def unchecked(why: str) -> str:
