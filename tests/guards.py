@@ -1974,6 +1974,7 @@ GUARDS = [
     *_needed_by("tests/proofs/test_continuations.py",
         ("named-parents", OFF, "test_a_lease_whose_parents_are_not_in_their_submissions_judges_nobody"),
         ("parents-have-names", OFF, "test_a_lease_whose_parents_are_not_in_their_submissions_judges_nobody"),
+        ("parents-of-a-lease", OFF, "test_a_lease_that_names_more_than_any_submission_may_hold_is_refused"),
         ("parents-that-are-kept", ('data if len(data) <= most else b""', "data"),
          "test_a_parent_of_a_size_that_no_honest_group_has_is_not_kept_and_nothing_is_due_in_its_slot"),
         ("parents-turns-fit", ("not 0 < end <= talk.room", "not end"),

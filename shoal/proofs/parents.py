@@ -7,6 +7,7 @@ many, so they are read one after another, and of each only the named groups are 
 from collections.abc import Awaitable, Callable, Mapping
 
 from shoal.errors import PeerError
+from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.protocol.parents import most_bytes, readable_parent
 from shoal.protocol.types import Group, Lease, Parent, Rules, Submission
 from shoal.protocol.wire import WireError, digest, from_msgpack, is_digest
@@ -18,8 +19,9 @@ class OtherParents(PeerError):
 
 async def fetch_parents(lease: Lease, rules: Rules, fetch: Callable[[str], Awaitable[bytes]]) -> dict[str, bytes]:
     """The bytes of the groups that a lease continues, by their digests; `fetch` gives the body of a submission. No bytes
-    for one of a size that none can continue. Raises `OtherParents` if a body does not hold what the lease names: then the
-    host that made the lease is at fault, not the worker that fills it. Raises as `fetch`."""
+    for one of a size that none can continue. Raises `OtherParents` if a body does not hold what the lease names, or if that
+    is more than a submission may hold: then the host that made the lease is at fault, not the worker that fills it. Raises
+    as `fetch`."""
     found = dict[str, bytes]()
     for name in dict.fromkeys(parent.submission for parent in named_parents(lease)):
         if not is_digest(name):  # guard: parents-have-names
@@ -28,6 +30,11 @@ async def fetch_parents(lease: Lease, rules: Rules, fetch: Callable[[str], Await
             )
         named = [parent for parent in named_parents(lease) if parent.submission == name]
         found |= _named_in(await fetch(name), named, lease, most_bytes(rules, lease.sampling, 0))
+        if sum(map(len, found.values())) > MAX_SUBMISSION_BYTES:  # guard: parents-of-a-lease
+            raise OtherParents(
+                f"lease {lease.id} continues groups of more than {MAX_SUBMISSION_BYTES} bytes in all "
+                "(MAX_SUBMISSION_BYTES): tell the host"
+            )
     return found
 
 

@@ -239,6 +239,17 @@ def test_bodies_of_parents_are_read_one_by_one_and_only_what_is_named_is_kept(vi
     assert found == {digest(data): data}
 
 
+def test_a_lease_that_names_more_than_any_submission_may_hold_is_refused(vines, monkeypatch):
+    """A host may list any number of slots in a block."""
+    bodies = {digest(vines.parent_body): vines.parent_body}
+    both = sum(map(len, fetched(vines.lease, vines.rules, bodies).values()))
+    monkeypatch.setattr("shoal.proofs.parents.MAX_SUBMISSION_BYTES", both)
+    assert len(fetched(vines.lease, vines.rules, bodies)) == 3
+    monkeypatch.setattr("shoal.proofs.parents.MAX_SUBMISSION_BYTES", both - 1)
+    with pytest.raises(OtherParents, match="bytes in all"):
+        fetched(vines.lease, vines.rules, bodies)
+
+
 def test_a_parent_of_a_size_that_no_honest_group_has_is_not_kept_and_nothing_is_due_in_its_slot(vines):
     most = most_bytes(vines.rules, SAMPLING, 0)
     forged = with_other_parent(vines, b"x" * (most + 1))
