@@ -33,13 +33,13 @@ from shoal.policy.files import load_policy, save_policy
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
 from shoal.policy.valued import begin_valued
-from shoal.protocol.algorithms import narrowest_bound, needs_reference, vine_of
+from shoal.protocol.algorithms import Algorithm, narrowest_bound, needs_reference, step_credit_of, vine_of
 from shoal.protocol.bounds import claims_bend_ratios
 from shoal.protocol.compositions import Vine
 from shoal.protocol.continuations import branches, whole_author
 from shoal.protocol.draws import DrawTable, draw_task
 from shoal.protocol.randomness import SecretChain, slot_seed
-from shoal.protocol.types import BatchGroup, Block, Group, Sampling, Slot
+from shoal.protocol.types import BatchGroup, Block, Group, Sampling, Slot, StepRewards
 from shoal.protocol.wire import digest, to_msgpack
 from shoal.train.critic import critic_of
 from shoal.train.denominators import with_own_denominators
@@ -114,13 +114,13 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
             # Validators recompute every reward; a group that teaches the run's algorithm nothing is left out.
             made: list[BatchGroup] = []
             for group in groups:
-                rewards = tuple(recomputed(group, envs, renderer, sampling))
+                rewards, steps = recomputed(group, envs, renderer, sampling, config.train.algorithm)
                 if difficulty is not None and len(members) + len(made) < config.rollouts.batch_groups:
                     rate = solve_rate(rewards, difficulty.solved[group.env])
                     solved.append(SolvedGroup(group.env, group.task, rate))
-                if teaches(rewards, config.train.algorithm):
+                if teaches(rewards, config.train.algorithm, steps):
                     body = to_msgpack(group)
-                    made.append(BatchGroup(version, group.slot, "", 0, digest(body), rewards))
+                    made.append(BatchGroup(version, group.slot, "", 0, digest(body), rewards, steps=steps))
                     bodies.append(body)
             # Where credit comes from continuations, workers play on from within the groups of a batch.
             vine = vine_of(config.train.algorithm)
@@ -163,7 +163,7 @@ def with_continuations(
     parents = [group if any(group.slot == member.slot for member in made) else None for group in groups]
     found = continue_block(engine, renderer, envs, slots, parents, vine, config.rollouts.block_rollouts, sampling)
     earned = {
-        group.slot: continued(group, parent, envs, renderer, sampling, vine)
+        group.slot: continued(group, parent, envs, renderer, sampling, config.train.algorithm)
         for group, parent in zip(found, parents, strict=True)
         if parent is not None
     }
@@ -202,16 +202,22 @@ def slots_of_block(
     return Block(index, tuple(slots))
 
 
-def recomputed(group: Group, envs: dict[str, Env], renderer: Renderer, sampling: Sampling) -> list[float]:
-    """Rewards of a group from its tokens alone, by replaying the environment with the actions."""
-    env = envs[group.env]
-    return [found.reward for found in replay_group(env, renderer, env.task(group.task), group.rollouts, sampling)]
+def recomputed(
+    group: Group, envs: dict[str, Env], renderer: Renderer, sampling: Sampling, algorithm: Algorithm
+) -> tuple[tuple[float, ...], tuple[StepRewards, ...]]:
+    """Rewards of a group from its tokens alone, by replaying the environment with the actions; and those of turns or steps,
+    if the algorithm credits them."""
+    env, credited = envs[group.env], step_credit_of(algorithm)
+    found = replay_group(env, renderer, env.task(group.task), group.rollouts, sampling)
+    return tuple(one.reward for one in found), tuple(one.steps(credited) for one in found) if credited else ()
 
 
 def continued(
-    group: Group, parent: Group, envs: dict[str, Env], renderer: Renderer, sampling: Sampling, vine: Vine
+    group: Group, parent: Group, envs: dict[str, Env], renderer: Renderer, sampling: Sampling, algorithm: Algorithm
 ) -> tuple[float, ...]:
     """Rewards of continuations: with the parent's authors in front, they are rollouts like any other."""
+    vine = vine_of(algorithm)
+    assert vine is not None, "only runs with continuations ask"
     whole = [
         replace(
             rollout,
@@ -221,7 +227,7 @@ def continued(
         )
         for rollout, branch in zip(group.rollouts, branches(parent, vine), strict=True)
     ]
-    return tuple(recomputed(replace(group, rollouts=tuple(whole)), envs, renderer, sampling)) if whole else ()
+    return recomputed(replace(group, rollouts=tuple(whole)), envs, renderer, sampling, algorithm)[0] if whole else ()
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def _replaced(source: str, node: ast.stmt | ast.expr, text: str) -> str:
 
 def copy_without(guard: Guard, place: Place, into: Path) -> None:
     """A copy of the package, its tests and its recipes, less one guard."""
-    for folder in ("shoal", "tests", "recipes"):
+    for folder in ("shoal", "tests", "recipes", "environments"):
         shutil.copytree(ROOT / folder, into / folder)  # compiled files too: they halve the time of a test
     shutil.copy(ROOT / "pyproject.toml", into)
     edited = into / place.file
@@ -919,6 +919,39 @@ GUARDS = [
                        "reference-of-one-process", "reinforce-learns-once", "reinforce-of-another-policy", "weighed-once",
                        "gspo-of-credited-tokens", "critic-of-one-process", "judge-of-one-process",
                        "no-critic-beside-an-adapter", "critic-of-our-own-layers")),
+        *((name, GONE, "test_credit_for_steps_that_does_not_go_with_the_rest_is_refused_with_the_reason")
+          for name in ("credit-makes-the-advantages", "steps-fit-verdicts", "batch-of-steps-fits")),
+        ("steps-are-replayed", GONE, "test_steps_are_credited_where_validators_replay_them"),
+    ),
+    *_needed_by("tests/protocol/test_step_rewards.py",
+        ("few-steps", ("MAX_ROLLOUT_STEPS", "1 << 40"), "test_a_list_of_steps_is_refused_before_it_is_read"),
+        *((name, OFF, "test_what_no_honest_validator_says_is_named")
+          for name in ("steps-of-each-rollout", "steps-within-most", "steps-end-in-the-rollout", "step-reward-size",
+                       "steps-add-up")),
+        ("steps-have-influence", GONE, "test_equal_rewards_have_influence_if_their_steps_differ"),
+    ),
+    *_needed_by("tests/ledger/test_steps.py",
+        ("same-steps", ("group.steps", "None"), "test_a_validator_that_moves_reward_between_turns_is_outvoted"),
+        ("steps-only-where-asked", OFF, "test_a_verdict_says_steps_only_where_the_run_credits_them"),
+        ("impossible-steps", OFF, "test_a_verdict_with_steps_that_no_group_has_is_refused"),
+    ),
+    *_needed_by("tests/proofs/test_steps.py",
+        ("claims-against-steps", ("sum(weighted)", "0.0"),
+         "test_claims_against_the_turns_do_not_cancel_within_a_rollout"),
+        ("large-step-rewards", OFF, "test_rewards_of_steps_that_no_verdict_can_say_are_the_environments_fault"),
+        ("other-steps-are-told", OFF, "test_an_auditor_tells_which_steps_the_log_has_otherwise"),
+    ),
+    *_needed_by("tests/envs/test_steps.py",
+        ("few-marks", OFF, "test_steps_that_do_not_end_one_after_another_in_the_action_end_the_episode"),
+        ("marks-rise-within-the-action", OFF,
+         "test_steps_that_do_not_end_one_after_another_in_the_action_end_the_episode"),
+        ("failed-steps-earn-nothing", ("map(_unearned, played) if failed else played", "played"),
+         "test_an_episode_that_fails_earned_nothing_before"),
+        ("step-sums-are-finite", ("min(max(reward, -most), most)", "reward"),
+         "test_rewards_that_are_too_large_stay_numbers_and_too_large"),
+    ),
+    *_needed_by("tests/train/test_step_credit.py",
+        ("credited-steps-are-there", OFF, "test_a_batch_without_the_steps_of_each_rollout_is_not_learned_from"),
     ),
     *_needed_by("tests/roles/test_coordinator.py",
         ("algorithm-of-the-log", OFF, "test_an_algorithm_other_than_that_of_the_log_is_refused_on_resume"),

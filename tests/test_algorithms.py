@@ -264,3 +264,41 @@ def test_vines_are_for_runs_whose_workers_play(load):
 def test_continued_groups_are_used_once(load):
     with pytest.raises(ConfigError, match="so forged ones would decide its credit each time"):
         load(VINE, "train.group_uses=2", "train.repeated_groups=1", "rollouts.max_staleness=2")
+
+
+TURNS = 'name = "composition"\n[train.algorithm.credit]\nname = "turns"\n'
+STEPS = TURNS.replace("turns", "steps")
+
+
+def test_a_run_file_may_credit_turns_or_steps(load):
+    assert load(TURNS + "discount = 0.9").train.algorithm == c.Composition(credit=c.Turns(discount=0.9, most=16))
+    assert load(STEPS + "most = 4").train.algorithm == c.Composition(credit=c.Steps(most=4))
+    scaled = STEPS.replace("\n[", '\nadvantage = "mean_std"\n[', 1)
+    assert load(scaled).train.algorithm == c.Composition(advantage="mean_std", credit=c.Steps())
+    assert load(TURNS.replace("\n[", '\nadvantage = "gae"\n[', 1)).train.algorithm.credit == c.Turns()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rest", "message"),
+    [
+        (TURNS + "most = 0", "", "train.algorithm.credit.most = 0: must be 1 to 256"),
+        (STEPS + "most = 257", "", "train.algorithm.credit.most = 257: must be 1 to 256"),
+        (TURNS + "discount = 0.0", "", "credit.discount = 0.0: must be above 0 and at most 1"),
+        (TURNS + "discount = 1.5", "", "credit.discount = 1.5: must be above 0 and at most 1"),
+        (TURNS.replace("\n[", '\nadvantage = "mean_std"\n[', 1), "", "must be one of mean, gae"),
+        (STEPS.replace("\n[", '\nadvantage = "rloo"\n[', 1), "", "must be one of mean, mean_std, gae"),
+        (TURNS.replace("\n[", '\nadvantage = "gae"\n[', 1) + "discount = 0.9", "", "train.critic.gamma discounts"),
+        (TURNS.replace("\n[", '\nloss = {name = "gspo"}\n[', 1), "", 'credit.name = "turns" gives the tokens of a row'),
+        (TURNS + "most = 256", "[rollouts]\nblock_rollouts = 4096\n", "does not fit into one message: lower most, or"),
+        (STEPS + "most = 256", "[rollouts]\nbatch_groups = 64\n", "does not fit into one message: at most"),
+    ],
+)
+def test_credit_for_steps_that_does_not_go_with_the_rest_is_refused_with_the_reason(load, algorithm, rest, message):
+    with pytest.raises(ConfigError) as error:
+        load(algorithm, rest=rest)
+    assert message in str(error.value)
+
+
+def test_steps_are_credited_where_validators_replay_them(load):
+    with pytest.raises(ConfigError, match="its record has only rewards of rollouts"):
+        load(TURNS, 'envs.0.kind="completions"')

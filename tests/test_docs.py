@@ -264,8 +264,11 @@ def composition_tables(prefix: str) -> list[str]:
     rows = [row[:4] for row in keys_of(compositions.Kl, compositions, f"{prefix}.kl.")]
     parts.append(f"#### `[{prefix}.kl]`\n\n{one_line(compositions.Kl.__doc__)}")
     parts.append(table(["Key", "Type", "Default", "Meaning"], rows))
-    name = [f"`{prefix}.credit.name`", "", '`"vine"`', one_line(compositions.Vine.__doc__)]
-    rows = [name, *(row[:4] for row in keys_of(compositions.Vine, compositions, f"{prefix}.credit.")[1:])]
+    rows = []
+    for kind in (compositions.Vine, *structs_of(compositions.StepCredit)):
+        name = f'`"{kind.__struct_config__.tag}"`'
+        rows.append([f"`{prefix}.credit.name`", "", name, one_line(kind.__doc__)])
+        rows += [row[:4] for row in keys_of(kind, compositions, f"{prefix}.credit.")[1:]]
     parts.append(f"#### `[{prefix}.credit]`\n\n{field_docs(compositions)['Composition']['credit']}")
     return [*parts, table(["Key", "Type", "Default", "Meaning"], rows)]
 

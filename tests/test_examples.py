@@ -22,7 +22,7 @@ from tests.envs.answers.conftest import openai as openai
 from tests.sandbox.needs import needs_bubblewrap
 
 EXAMPLES = Path(__file__).parents[1] / "environments"
-NAMES = ("initials", "nim", "stones", "word-problems", "calculator", "explain")
+NAMES = ("initials", "nim", "running-sums", "stones", "word-problems", "calculator", "explain")
 WITH_THE_HOST = ("calculator", "explain")
 """Not reproducible: one starts programs, the other asks a judge."""
 

@@ -1,6 +1,6 @@
 """Rewards for each step of an answer: GRPO with process supervision, from DeepSeekMath (arXiv:2402.03300, section 4.1.3).
 
-No role calls it yet: it is for runs that judge steps. numpy alone. It does not judge steps, and knows no model of rewards.
+Called by `ledger/algorithm` in runs whose credit is named "steps". numpy alone. It does not judge steps: environments do.
 
     symbol       meaning                                                                   argument
     r_i^j        reward of step j of rollout i                                             rewards_G_S
@@ -36,3 +36,8 @@ def process_advantages(
         return [np.empty(0, np.float32) for _ in steps]
     scale = R.std(ddof=1) + STD_FLOOR if method == "mean_std" and R.size > 1 else 1.0
     return [np.cumsum(((r_S - R.mean()) / scale)[::-1])[::-1].astype(np.float32) for r_S in steps]
+
+
+def teaches(rewards_G_S: Sequence[Sequence[float]]) -> bool:
+    """Whether any two steps of the group have different rewards: otherwise no step is worth more than another."""
+    return len({reward for rewards_S in rewards_G_S for reward in rewards_S}) > 1

@@ -1,7 +1,7 @@
 """Return-to-go over turns: a turn is credited with what came after it, not with what came before (G(PO)MDP, Baxter and
 Bartlett 2001, J. Artif. Intell. Res. 15).
 
-No role calls it yet: it is for runs that credit turns. numpy alone. It knows no tokens and no environment.
+Called by `ledger/algorithm` in runs whose credit is named "turns". numpy alone. It knows no tokens and no environment.
 
     symbol    meaning                                                                    argument
     r_i^s     reward that turn s of rollout i earns; the last turn earns the score, too  rewards_G_S
@@ -42,3 +42,10 @@ def turn_advantages(rewards_G_S: Sequence[Sequence[float]], gamma: float = 1.0) 
     for one in returns:
         total_S[: len(one)] += one
     return [(one - total_S[: len(one)] / len(returns)).astype(np.float32) for one in returns]
+
+
+def teaches(rewards_G_S: Sequence[Sequence[float]], gamma: float = 1.0) -> bool:
+    """Whether some turn's returns differ: this compares them, because equal ones may differ from their mean by rounding."""
+    returns = [returns_to_go(rewards_S, gamma).tolist() for rewards_S in rewards_G_S]
+    longest = max(map(len, returns), default=0)
+    return len({tuple(one + [0.0] * (longest - len(one))) for one in returns}) > 1

@@ -1,5 +1,5 @@
 """What decides the worth of rollouts and tokens beside their rewards, and what it does not go together with: a critic, a
-teacher, a reward model, continuations.
+teacher, a reward model, continuations, rewards of turns or steps.
 
 Called by `algorithms` for every run file. It has no formula.
 """
@@ -10,8 +10,15 @@ from collections.abc import Iterator
 from shoal.config.critic import CriticConfig
 from shoal.config.sections import RunConfig
 from shoal.protocol import compositions as c
-from shoal.protocol.algorithms import Algorithm, credits_tokens, judge_named, needs_critic
-from shoal.protocol.constants import COMPLETIONS, CONTINUATIONS, EPISODES, MAX_GROUP_ROLLOUTS
+from shoal.protocol.algorithms import (
+    Algorithm,
+    credits_tokens,
+    judge_named,
+    needs_critic,
+    step_credit_of,
+    vine_of,
+)
+from shoal.protocol.constants import COMPLETIONS, CONTINUATIONS, EPISODES, MAX_GROUP_ROLLOUTS, MAX_ROLLOUT_STEPS
 from shoal.protocol.sizes import most_batch_groups, most_lease_groups
 
 WHERE = "train.algorithm"
@@ -29,8 +36,11 @@ def credit_fits(config: RunConfig) -> Iterator[Demand]:
     yield from _critic_fits(config, algorithm)
     yield from _judge_fits(config, algorithm)
     yield from _vine_fits(config, algorithm)
+    yield from _steps_fit(config, algorithm)
     by_row = isinstance(algorithm.loss, c.Gspo) and not algorithm.loss.by_token
-    what = 'credit.name = "vine"' if algorithm.credit else f'advantage = "{algorithm.advantage}"'
+    credit = algorithm.credit
+    named = f'credit.name = "{credit.__struct_config__.tag}"' if credit else ""
+    what = named or f'advantage = "{algorithm.advantage}"'
     yield (
         not (by_row and credits_tokens(algorithm)),  # guard: gspo-of-credited-tokens
         f"{WHERE}.{what} gives the tokens of a row different advantages: set {WHERE}.loss.by_token = true",
@@ -87,8 +97,8 @@ def _judge_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]
 
 def _vine_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
     """What continuations need of a run, and what they do not go with."""
-    vine, where, rollouts, size = algorithm.credit, f"{WHERE}.credit", config.rollouts, config.rollouts.group_size
-    if not vine:
+    vine, where, rollouts, size = vine_of(algorithm), f"{WHERE}.credit", config.rollouts, config.rollouts.group_size
+    if vine is None:
         return
     for name in ("continuations", "every", "most"):
         value = getattr(vine, name)
@@ -125,4 +135,48 @@ def _vine_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
         groups <= most,  # guard: batch-of-continuations-fits
         f"{where}: a batch of {groups} groups with up to {num} continuations each does not fit into one message: at most "
         f"{most}, or lower most or continuations",
+    )
+
+
+def _steps_fit(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
+    """What rewards of turns or steps need of a run, and what they do not go with."""
+    credit, rollouts, size = step_credit_of(algorithm), config.rollouts, config.rollouts.group_size
+    if credit is None:
+        return
+    where, by_turn = f"{WHERE}.credit", isinstance(credit, c.Turns)
+    fits = 1 <= credit.most <= MAX_ROLLOUT_STEPS
+    yield fits, f"{where}.most = {credit.most}: must be 1 to {MAX_ROLLOUT_STEPS}"
+    allowed = ("mean", "gae") if by_turn else ("mean", "mean_std", "gae")
+    yield (
+        algorithm.advantage in allowed,  # guard: credit-makes-the-advantages
+        f'{where}.name = "{credit.__struct_config__.tag}" makes the advantages itself, or leaves them to a critic: '
+        f'{WHERE}.advantage = "{algorithm.advantage}" must be one of {", ".join(allowed)}',
+    )
+    if isinstance(credit, c.Turns):
+        yield 0 < credit.discount <= 1, f"{where}.discount = {credit.discount}: must be above 0 and at most 1"
+        yield (
+            not needs_critic(algorithm) or credit.discount == 1,
+            f'{where}.discount = {credit.discount} with {WHERE}.advantage = "gae": train.critic.gamma discounts. Leave '
+            "discount out",
+        )
+    yield (
+        all(env.kind in ("", EPISODES) for env in config.envs),  # guard: steps-are-replayed
+        f"{where}: validators recompute what a turn or step earns, and where the host plays ({COMPLETIONS}), its record "
+        "has only rewards of rollouts. Leave envs.kind out",
+    )
+    if not 1 <= credit.most <= MAX_ROLLOUT_STEPS or not 1 <= size <= MAX_GROUP_ROLLOUTS:
+        return
+    tokens, labels = max(1, config.sampling.all_tokens), [env.label for env in config.envs]
+    per_block, proofs = rollouts.block_rollouts // size, config.verify.proofs != "none"
+    fits = per_block <= most_lease_groups(size, tokens, proofs, labels, steps=credit.most)
+    yield (
+        fits,  # guard: steps-fit-verdicts
+        f"{where}.most = {credit.most}: a verdict on a block of {per_block} groups of {size} rollouts, with so many steps "
+        "each, does not fit into one message: lower most, or rollouts.block_rollouts",
+    )
+    groups = most_batch_groups(size, steps=credit.most)
+    yield (
+        rollouts.batch_groups <= groups,  # guard: batch-of-steps-fits
+        f"{where}.most = {credit.most}: a batch of {rollouts.batch_groups} groups of {size} rollouts, with so many steps "
+        f"each, does not fit into one message: at most {groups} groups, or lower most",
     )

@@ -40,7 +40,7 @@ class Step(NamedTuple):
     if the episode is done. A seat that acts for the first time has seen nothing: for it, this is the whole opening."""
     done: bool
     reward: float = 0.0
-    """What this turn earns. It is added to the episode's score."""
+    """What this turn earns. It is added to the episode's score. A run may credit it to the turn: see `credit`."""
     learn: bool = True
     """Whether the policy learns from the turn that it has just written. If not, the turn is still checked and paid."""
     seat: int = 0
@@ -48,6 +48,9 @@ class Step(NamedTuple):
     restart: bool = False
     """Whether `reply` replaces the conversation that the next seat has seen, for example with a shorter one. In it, a
     `Written` of `shoal.policy.messages` is a turn of the policy, counted from 0 over the episode."""
+    steps: Sequence[tuple[int, float]] = ()
+    """Steps within the turn: for each, how many of the action's characters end with it, rising, and what it earns. That is
+    added to the episode's score, like `reward`, which is for what follows the last of them."""
 
 
 class Env(Protocol):

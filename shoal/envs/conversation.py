@@ -24,6 +24,7 @@ from shoal.envs.action import Action
 from shoal.envs.base import Env, Message, State, Step, Task, describe_fault, source_of, step_of, success_of
 from shoal.envs.score import Scored, earned
 from shoal.envs.settings import limits_of, opening_of, shaped
+from shoal.envs.steps import Mark, Played, marks_of
 from shoal.envs.view import Next, TalkRow, Turn, View
 from shoal.errors import Overreach, ShoalError
 from shoal.policy.messages import Written, arguments_of, as_messages, normal
@@ -57,6 +58,11 @@ class Conversation:
         """Parts of the score, before their weights."""
         self.metrics: dict[str, float] = {}
         self.turn_rewards: list[float] = []
+        """What turns earn, and steps within them."""
+        self._earned: list[tuple[float, tuple[Mark, ...]]] = []
+        """Of each answered turn: what it earns, and the steps that the environment marks in it."""
+        self._begins: list[tuple[int, int]] = []
+        """Row of each turn, and the index in it of the turn's first token."""
         self.scored: tuple[Scored, ...] = (self.reward,)
         """What the environment's `score` gave for this episode, and what the run adds to it, before the episode was
         compared with its siblings."""
@@ -126,6 +132,7 @@ class Conversation:
         turn = Turn(tuple(token_ids), Action(action, notation, self._thinking, tools))
         self._latest[self.seat] = len(self._turns)
         self._turns.append(turn)
+        self._begins.append((self.row, begin))
         self._answer(turn.action, row, begin, cut=not stopped)
 
     def rollout(self, version: int) -> Rollout:
@@ -134,6 +141,16 @@ class Conversation:
         return make_rollout(
             self.tokens, self.author, self.logprobs, version=version, ending=self.ending, starts=self.starts
         )
+
+    def played(self) -> list[Played]:
+        """The turns of the policy, in the order in which they were played. One that the environment failed on earned 0."""
+        starts, unearned = (0, *self.starts), [(0.0, ())] * (len(self._turns) - len(self._earned))
+        return [
+            Played(starts[row] + begin, turn.token_ids, turn.action, float(reward), marks)
+            for (row, begin), turn, (reward, marks) in zip(
+                self._begins, self._turns, [*self._earned, *unearned], strict=True
+            )
+        ]
 
     def _open(self) -> None:
         try:
@@ -170,7 +187,9 @@ class Conversation:
             seat, seats = step.seat, getattr(self.env, "num_seats", 1)
             if seat not in range(seats):  # guard: known-seat
                 raise ValueError(f"step() gives the next turn to seat {seat!r:.20}: num_seats is {seats}")
-            self.turn_rewards.append(step.reward)
+            marks = marks_of(step.steps, action)
+            self.turn_rewards += [step.reward, *(reward for _, reward in marks)]
+            self._earned.append((step.reward, marks))
             if not step.learn:  # guard: masks-are-the-environments
                 row.author[begin:] = [UNTRAINED] * (len(row.author) - begin)
             told = Next((), False, False, []) if done else self._next(step)

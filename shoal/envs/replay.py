@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from shoal.envs.base import Env, Task, describe_fault, source_of
 from shoal.envs.conversation import Conversation
 from shoal.envs.score import Earned, earned
+from shoal.envs.steps import step_rewards
 from shoal.envs.view import TalkRow
 from shoal.errors import Overreach
 from shoal.policy.render import Renderer
-from shoal.protocol.types import ENVIRONMENT, Ending, Rollout, Sampling
+from shoal.protocol.compositions import StepCredit
+from shoal.protocol.types import ENVIRONMENT, Ending, Rollout, Sampling, StepRewards
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,13 @@ class Replay:
     """The conversation, if everything agrees."""
     earned: Earned | None = field(default=None, compare=False, repr=False)
     """Where the reward comes from, if everything agrees."""
+
+    def steps(self, credit: StepCredit) -> StepRewards:
+        """What the rollout's turns or steps earn, as the run's credit asks; none if something is wrong."""
+        if self.talk is None:
+            return ()
+        played, failed = self.talk.played(), bool(self.talk.fault)
+        return step_rewards(played, self.reward, failed, credit, self.talk.renderer.decode)
 
 
 def replay_group(

@@ -8,17 +8,21 @@ Axes: G rollouts of one group.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.algos import grpo_advantages, maxrl, rloo
-from shoal.protocol.algorithms import Algorithm, Grpo, judged_by_trainer
-from shoal.protocol.compositions import Composition
+from shoal.algos import grpo_advantages, maxrl, process_rewards, returns, rloo
+from shoal.protocol.algorithms import Algorithm, Grpo, judged_by_trainer, step_credit_of
+from shoal.protocol.compositions import Composition, Steps, Turns
+from shoal.protocol.step_rewards import of_each
+from shoal.protocol.types import StepRewards
 
 
-def teaches(rewards_G: Sequence[float], algorithm: Algorithm) -> bool:
-    """Whether the algorithm can learn anything from a group with these rewards: whether the group has signal."""
+def teaches(rewards_G: Sequence[float], algorithm: Algorithm, steps_G: Sequence[StepRewards] = ()) -> bool:
+    """Whether the algorithm can learn anything from a group with these rewards: whether the group has signal. `steps_G` is
+    what the rollouts' turns or steps earn, in runs that credit them."""
     match algorithm:
         case Grpo():
             return grpo_advantages.teaches(rewards_G)
@@ -29,6 +33,10 @@ def teaches(rewards_G: Sequence[float], algorithm: Algorithm) -> bool:
         case Composition() if judged_by_trainer(algorithm):
             # Equal rewards say nothing here: a critic may have expected others, and a teacher or reward model ignores them.
             return True
+        case Composition(credit=Turns(discount)):
+            return returns.teaches(of_each(steps_G), discount)
+        case Composition(credit=Steps()):
+            return process_rewards.teaches(of_each(steps_G))
         case Composition():
             return grpo_advantages.teaches(rewards_G)
 
@@ -53,6 +61,16 @@ def advantages(rewards_G: Sequence[float], algorithm: Algorithm) -> NDArray[np.f
             return grpo_advantages.advantages(rewards_G, "mean_std")
         case Composition():
             return grpo_advantages.advantages(rewards_G, "mean")
+
+
+def advantages_by_step(steps_G: Sequence[StepRewards], algorithm: Algorithm) -> list[NDArray[np.float32]]:
+    """What each turn or step of each rollout is worth, float32[S] for each: in runs that credit them, without a critic."""
+    credit = step_credit_of(algorithm)
+    assert isinstance(algorithm, Composition) and credit is not None, "only runs that credit steps ask"
+    if isinstance(credit, Turns):
+        return returns.turn_advantages(of_each(steps_G), credit.discount)
+    method: Literal["mean", "mean_std"] = "mean_std" if algorithm.advantage == "mean_std" else "mean"
+    return process_rewards.process_advantages(of_each(steps_G), method)
 
 
 def masks_overlong(algorithm: Algorithm) -> bool:

@@ -4,11 +4,15 @@ Called by the rules of verdicts before a verdict is weighed. Pure: it reads a st
 right.
 """
 
+from msgspec import UNSET
+
 from shoal.ledger.answers import Refused
 from shoal.ledger.state import State
 from shoal.ledger.state_records import LeaseRecord, SubmissionRecord
+from shoal.protocol.algorithms import step_credit_of
 from shoal.protocol.audits import CHECKS, MAX_REASON_CHARS, MAX_REWARD, influence, must_audit, pay_of
 from shoal.protocol.continuations import num_rollouts
+from shoal.protocol.step_rewards import fault_of
 from shoal.protocol.types import GroupVerdict
 
 
@@ -29,12 +33,14 @@ def refuse_malformed(
     rules = state.rules
     for group, draw in zip(groups, submission.draws or (0.0,) * len(groups), strict=True):
         if group.outcome != "accept":
-            if group.rewards or group.tokens:
+            if group.rewards or group.tokens or group.steps:
                 raise Refused("malformed", f"slot {group.slot}: only an accepted group has rewards and policy tokens")
             continue
         _refuse_impossible(state, group)
         # guard: uses-are-audited
-        weight = influence(group.rewards, group.tokens, rules.algorithm, state.law.version, rules.group_uses)
+        weight = influence(
+            group.rewards, group.tokens, rules.algorithm, state.law.version, rules.group_uses, group.steps
+        )
         pay = pay_of(group, rules)
         means = submission.mean_influence, submission.mean_pay
         # guard: influence-is-audited
@@ -53,6 +59,7 @@ def _refuse_impossible(state: State, group: GroupVerdict) -> None:
         due = f"{most}" if fewest == most else f"{fewest} to {most}"
         raise Refused("malformed", f"slot {group.slot}: an accepted group has {due} rewards of size {MAX_REWARD:g} at "
                       "most")  # fmt: skip
+    _refuse_impossible_steps(state, group)
     longest = state.sampling.all_tokens * most
     if not 0 <= group.tokens <= longest:  # guard: group-tokens
         raise Refused("malformed", f"slot {group.slot}: a group has 0 to {longest} policy tokens")
@@ -61,3 +68,15 @@ def _refuse_impossible(state: State, group: GroupVerdict) -> None:
         raise Refused("malformed", f"slot {group.slot}: figures of sampling that no group can have")
     if not (abs(group.off_sum) <= 1e9 and abs(group.off_weighted) <= 1e9):  # guard: off-sum-is-a-number
         raise Refused("malformed", f"slot {group.slot}: sums of log-probs that no group can have")
+
+
+def _refuse_impossible_steps(state: State, group: GroupVerdict) -> None:
+    """An accepted group has rewards of steps if the run's credit asks for them, and they divide its rewards."""
+    credit = step_credit_of(state.rules.algorithm)
+    if credit is None:
+        if group.steps is not UNSET:  # guard: steps-only-where-asked
+            raise Refused("malformed", f"slot {group.slot}: this run credits no steps")
+        return
+    fault = fault_of(group.steps or (), group.rewards, credit.most, state.sampling.all_tokens, MAX_REWARD)
+    if fault:  # guard: impossible-steps
+        raise Refused("malformed", f"slot {group.slot}: an accepted group {fault}")

@@ -11,7 +11,7 @@ import msgspec
 from shoal.algos.sampling_evidence import Evidence
 from shoal.ledger.pools import SolvedRecord, TableChange
 from shoal.ledger.uses import UsesRecord
-from shoal.protocol.types import GroupVerdict
+from shoal.protocol.types import GroupVerdict, StepRewards
 
 
 class TurnsRecord(msgspec.Struct):
@@ -150,6 +150,8 @@ class SlotRecord(msgspec.Struct):
     tokens: int = 0
     step: int = -1
     """The newest batch that took it; -1 if none did."""
+    steps: tuple[StepRewards, ...] | msgspec.UnsetType = msgspec.UNSET
+    """What the turns or steps of each rollout earn; states of runs that credit rollouts keep their hash."""
 
 
 class SubmissionRecord(msgspec.Struct):

@@ -93,8 +93,8 @@ def _meaning(groups: Sequence[GroupVerdict], version: int) -> tuple[object, ...]
     if not all(group.outcome in ("accept", "void") for group in groups):  # guard: whole-blocks
         prompts = [(group.slot, group.detail) for group in groups if group.check == PROMPT] if version >= 2 else []
         return (*_REFUSED, *prompts)  # guard: same-prompt
-    # guard: same-rewards, same-lengths
-    return tuple((group.slot, group.outcome, group.rewards, group.tokens) for group in groups)
+    # guard: same-rewards, same-lengths, same-steps
+    return tuple((group.slot, group.outcome, group.rewards, group.tokens, group.steps) for group in groups)
 
 
 def auditor_of(verdicts: Mapping[str, Sequence[GroupVerdict]], group: GroupVerdict) -> str | UnsetType:

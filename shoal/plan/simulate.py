@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
+from msgspec import UNSET
 
 from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.entry import Body
@@ -34,9 +35,10 @@ from shoal.plan.flows import Network
 from shoal.plan.relays import SimulatedRelays
 from shoal.plan.setting import Outcome, Setting, Stalled, WorkerMachine
 from shoal.plan.trainer import SimulatedTrainer
+from shoal.protocol.algorithms import step_credit_of
 from shoal.protocol.audits import influence, must_audit, paid_tokens
 from shoal.protocol.constants import MAX_OPEN_LEASES
-from shoal.protocol.types import GroupVerdict, Join, Sampling, Verdict
+from shoal.protocol.types import GroupVerdict, Join, Sampling, StepReward, Verdict
 from shoal.protocol.wire import digest
 
 TRAINER = "t" * 64
@@ -318,9 +320,13 @@ class _Run:
         for slot, draw in zip(self.state.slots_of(lease), record.draws, strict=True):
             teaches = self.rng.random() < self.s.signal_share
             rewards = tuple(float(teaches and i % 2) for i in range(rules.group_size))
-            shown = influence(rewards, tokens, rules.algorithm, version, rules.group_uses), record.mean_influence
+            steps = tuple((StepReward(0, reward),) for reward in rewards) if step_credit_of(rules.algorithm) else UNSET
+            weight = influence(rewards, tokens, rules.algorithm, version, rules.group_uses, steps)
+            shown = weight, record.mean_influence
             audited = must_audit(draw, record.rate, *shown, paid_tokens(tokens, rules), record.mean_pay)
-            groups.append(GroupVerdict(slot, outcome="accept", audited=audited, rewards=rewards, tokens=tokens))
+            groups.append(
+                GroupVerdict(slot, outcome="accept", audited=audited, rewards=rewards, tokens=tokens, steps=steps)
+            )
         if not record.decided:
             self.do(Judge(judge, Verdict(name, tuple(groups)), self.now, "p" * 64, 1.0, ()))
         self.free_judges.append(judge)

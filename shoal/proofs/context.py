@@ -13,17 +13,19 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from shoal.engine.base import Score, ScoreRequest
 from shoal.errors import Overreach
-from shoal.ledger.algorithm import advantages
+from shoal.ledger.algorithm import advantages, advantages_by_step
 from shoal.policy.messages import Message, arguments_of
 from shoal.policy.render import Renderer
-from shoal.protocol.algorithms import vine_of
+from shoal.protocol.algorithms import needs_critic, step_credit_of, vine_of
 from shoal.protocol.audits import MAX_REWARD
 from shoal.protocol.bounds import bounds_for
+from shoal.protocol.compositions import StepCredit
 from shoal.protocol.continuations import (
     Branch,
     branches,
@@ -35,8 +37,10 @@ from shoal.protocol.continuations import (
 )
 from shoal.protocol.randomness import row_seed
 from shoal.protocol.records import differs
+from shoal.protocol.step_rewards import step_of_tokens
 from shoal.protocol.types import (
     ENVIRONMENT,
+    POLICY,
     Bounds,
     Ending,
     Group,
@@ -47,6 +51,7 @@ from shoal.protocol.types import (
     RunInfo,
     Sampling,
     Slot,
+    StepRewards,
     Submission,
 )
 
@@ -101,6 +106,10 @@ class Replayed(Protocol):
     @property
     def position(self) -> int: ...
 
+    def steps(self, credit: StepCredit) -> StepRewards:
+        """What its turns or steps earn, as the run's credit asks."""
+        ...
+
 
 class CheckModule(Protocol):
     """The interface of a file in `checks/`."""
@@ -151,6 +160,7 @@ class Context:
     parent: Group | None = None
     """The accepted group that this one continues; None if it continues none."""
     _replays: list[Replayed] | None = None
+    _steps: tuple[StepRewards, ...] | UnsetType = UNSET
 
     @property
     def rules(self) -> Rules:
@@ -266,6 +276,26 @@ class Context:
         rewards = [float(replayed.reward) for replayed in self.replays(group)]
         return np.sign(np.nan_to_num(advantages(rewards, self.rules.algorithm).astype(np.float64)))
 
+    def steps(self, group: Group) -> tuple[StepRewards, ...] | UnsetType:
+        """What the turns or steps of each rollout earn; unset in a run that credits none."""
+        credit = step_credit_of(self.rules.algorithm)
+        if credit is not None and self._steps is UNSET:
+            self._steps = tuple(replayed.steps(credit) for replayed in self.replays(group))
+        return self._steps
+
+    def signs_of_tokens(self, group: Group) -> list[NDArray[np.float64]] | None:
+        """Of each policy token of each rollout as in `signs_G`, where steps decide it; None in other runs."""
+        algorithm, steps = self.rules.algorithm, self.steps(group)
+        if steps is UNSET or needs_critic(algorithm):
+            return None
+        found = []
+        for rollout, steps_S, A_S in zip(group.rollouts, steps, advantages_by_step(steps, algorithm), strict=True):
+            author_P = rollout.author_T()[policy_positions(rollout)]
+            signs_P = np.zeros(len(author_P))
+            signs_P[author_P == POLICY] = np.sign(A_S[step_of_tokens(rollout, steps_S)])
+            found.append(signs_P)
+        return found
+
     def requests(self, group: Group) -> list[ScoreRequest]:
         """What the engine must prefill to replay the group's sampling: each row of each rollout with its own seed."""
         return score_requests(self.slot, group, self.branches)
@@ -279,6 +309,10 @@ class _Replay:
     ending: Ending
     problem: str = ""
     position: int = -1
+
+    def steps(self, credit: StepCredit) -> StepRewards:
+        """None: it was not played here."""
+        return ()
 
 
 def _recorded(group: Group, record: GroupRecord) -> list[Replayed]:

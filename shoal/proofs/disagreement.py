@@ -1,11 +1,14 @@
 """Compare a group's verdict in the log with an auditor's own verdict on the same bytes.
 
 Called by `shoal audit`. Pure: `verify` makes the auditor's verdict, and this file says in words where the two differ.
-It compares checks, outcomes, rewards and tokens. It ignores figures, because they depend on the machine.
+It compares checks, outcomes, rewards, their steps, and tokens. It ignores figures, because they depend on the machine.
 """
 
+from collections.abc import Sequence
+from itertools import zip_longest
+
 from shoal.proofs.verify import AUDIT
-from shoal.protocol.types import GroupVerdict
+from shoal.protocol.types import GroupVerdict, StepRewards
 
 NEEDS_MODEL = frozenset(module.NAME for module in AUDIT)
 """Checks that cannot be repeated without the weights."""
@@ -36,9 +39,25 @@ def _rewards_and_tokens(booked: GroupVerdict, found: GroupVerdict) -> list[str]:
     ]
     if len(booked.rewards) != len(found.rewards):
         said.append(f"the log gives {len(booked.rewards)} rewards to {len(found.rewards)} rollouts")
+    if len(booked.rewards) == len(found.rewards) and booked.steps != found.steps:  # guard: other-steps-are-told
+        said += _steps(booked.steps or (), found.steps or ())
     if booked.tokens != found.tokens:
         said.append(f"the log pays {booked.tokens} tokens, the policy wrote {found.tokens}")
     return said
+
+
+def _steps(booked: Sequence[StepRewards], found: Sequence[StepRewards]) -> list[str]:
+    """One sentence for each rollout whose steps differ."""
+    return [
+        f"steps of rollout {index}: the log says {_listed(said)}, the environment gives {_listed(own)}"
+        for index, (said, own) in enumerate(zip_longest(booked, found, fillvalue=()))
+        if said != own
+    ]
+
+
+def _listed(steps: StepRewards) -> str:
+    """For example: 0.5 to token 12, 1 to token 20."""
+    return ", ".join(f"{step.reward:g} to token {step.end}" for step in steps) or "none"
 
 
 def _refusal(verdict: GroupVerdict) -> str:

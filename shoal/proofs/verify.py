@@ -100,7 +100,7 @@ def _is_due(verdict: GroupVerdict, draw: float, check: Check, tools: Tools) -> b
     """Whether to audit a group: it was drawn beforehand, or its influence or its pay makes it due."""
     rules, version = tools.info.rules, tools.info.rules_version
     # guard: uses-are-checked
-    weight = influence(verdict.rewards, verdict.tokens, rules.algorithm, version, rules.group_uses)
+    weight = influence(verdict.rewards, verdict.tokens, rules.algorithm, version, rules.group_uses, verdict.steps)
     pay = pay_of(verdict, rules)
     # guard: influence-is-checked
     return verdict.slot in check.audited or must_audit(
@@ -204,6 +204,7 @@ def _accept(group: Group, ctx: Context) -> GroupVerdict:
         outcome="accept",
         rewards=tuple(float(replayed.reward) for replayed in ctx.replays(group)),
         tokens=sum(rollout.num_policy_tokens() for rollout in group.rollouts),
+        steps=ctx.steps(group),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from shoal.protocol import compositions
-from shoal.protocol.compositions import AnyComposition, Composition, Vine
+from shoal.protocol.compositions import AnyComposition, Composition, StepCredit, Vine
 
 
 class Grpo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="grpo"):
@@ -53,7 +53,8 @@ def needs_critic(algorithm: Algorithm) -> bool:
 
 def credits_tokens(algorithm: Algorithm) -> bool:
     """Whether the tokens of a rollout may have different advantages, before any penalty."""
-    return needs_critic(algorithm) or judge_named(algorithm) == "teacher" or vine_of(algorithm) is not None
+    credited = isinstance(algorithm, Composition) and bool(algorithm.credit)
+    return credited or needs_critic(algorithm) or judge_named(algorithm) == "teacher"
 
 
 def judge_named(algorithm: Algorithm) -> Literal["", "teacher", "reward_model"]:
@@ -70,7 +71,14 @@ def judged_by_trainer(algorithm: Algorithm) -> bool:
 
 def vine_of(algorithm: Algorithm) -> Vine | None:
     """The settings of continuations, if the algorithm learns from any."""
-    return algorithm.credit or None if isinstance(algorithm, Composition) else None
+    credit = algorithm.credit if isinstance(algorithm, Composition) else None
+    return credit if isinstance(credit, Vine) else None
+
+
+def step_credit_of(algorithm: Algorithm) -> StepCredit | None:
+    """The settings of rewards for turns or steps, if the algorithm learns from any. Then verdicts and batches have them."""
+    credit = algorithm.credit if isinstance(algorithm, Composition) else None
+    return credit if isinstance(credit, StepCredit) else None
 
 
 def narrowest_bound(algorithm: Algorithm) -> float:

@@ -5,9 +5,12 @@ Used by validators, by auditors, and by the rules, which refuse a verdict that a
 
 from collections.abc import Sequence
 
+from msgspec import UnsetType
+
 from shoal.protocol.algorithms import Algorithm, Grpo, judged_by_trainer, vine_of
 from shoal.protocol.compositions import Composition
-from shoal.protocol.types import GroupVerdict, Rules
+from shoal.protocol.step_rewards import largest_credits
+from shoal.protocol.types import GroupVerdict, Rules, StepRewards
 
 CHECKS = (
     "shape", "lease", "prompt", "environment", "reward", "ending", "complete", "sampling", "logprobs", "activations",
@@ -16,22 +19,30 @@ CHECKS = (
 added; changing or removing one breaks: replay of logs that hold it."""
 
 MAX_REWARD = 1e6
-"""Largest size of one rollout's reward. Larger ones could add up to infinity, which no log can hold."""
+"""Largest size of the reward of one rollout, or of one of its steps. Larger ones could add up to infinity, which no log can
+hold."""
 
 MAX_REASON_CHARS = 300
 """Length of what a verdict says about one group, its check and detail together: people read it in terminals."""
 
 
-def influence(rewards: Sequence[float], tokens: int, algorithm: Algorithm, version: int, uses: int = 1) -> float:
+def influence(
+    rewards: Sequence[float],
+    tokens: int,
+    algorithm: Algorithm,
+    version: int,
+    uses: int = 1,
+    steps: Sequence[StepRewards] | UnsetType = (),
+) -> float:
     """How far a group can move the policy: how far it can move the policy at one token, times its policy tokens, times the
     batches that may take it. Before version 3 of the rules, all algorithms counted as GRPO with advantage = "mean"."""
-    weight = _advantage(rewards, algorithm if version >= 3 else Grpo())  # guard: old-logs-keep-their-influence
+    weight = _advantage(rewards, algorithm if version >= 3 else Grpo(), steps)  # guard: old-logs-keep-their-influence
     return weight * tokens * uses  # guard: each-use-counts
 
 
-def _advantage(rewards: Sequence[float], algorithm: Algorithm) -> float:
+def _advantage(rewards: Sequence[float], algorithm: Algorithm, steps: Sequence[StepRewards] | UnsetType) -> float:
     """The mean size of a token's advantage, as far as rewards say it; else a bound of it, up to a factor that all groups of
-    a run share."""
+    a run share. Where steps have rewards of their own, the most that one of a rollout's steps is worth counts."""
     if not rewards:
         return 0.0
     mean = sum(rewards) / len(rewards)
@@ -39,6 +50,8 @@ def _advantage(rewards: Sequence[float], algorithm: Algorithm) -> float:
     if judged_by_trainer(algorithm) or vine_of(algorithm) is not None:
         # What a critic, a frozen model or continuations say of a token has nothing to do with how the rewards differ.
         return 1.0  # guard: judged-by-length
+    if steps:
+        return _step_advantage(steps, algorithm)  # guard: steps-have-influence
     match algorithm:
         case Composition(advantage="reward"):
             return sum(map(abs, rewards)) / len(rewards)  # guard: equal-rewards-count
@@ -48,6 +61,14 @@ def _advantage(rewards: Sequence[float], algorithm: Algorithm) -> float:
             return float(distance > 0)  # guard: deviation-divides-out
         case _:
             return distance
+
+
+def _step_advantage(steps: Sequence[StepRewards], algorithm: Algorithm) -> float:
+    """The same where steps have rewards of their own: by deviations, each step that follows counts for one."""
+    credits = largest_credits(steps)
+    if isinstance(algorithm, Grpo | Composition) and algorithm.advantage == "mean_std":
+        return sum(map(len, steps)) / len(steps) if any(credits) else 0.0
+    return sum(credits) / len(steps)
 
 
 def paid_tokens(tokens: int, rules: Rules, rollouts: int | None = None) -> int:

@@ -137,6 +137,28 @@ class Vine(Part, frozen=True, tag="vine"):
     """Places of one rollout, at most."""
 
 
+class Turns(Part, frozen=True, tag="turns"):
+    """Return-to-go over turns (`algos/returns`): a turn is worth what it and later turns earn, less the group's
+    mean at the same turn."""
+
+    discount: float = 1.0
+    """What a reward counts one turn earlier; 1: in full."""
+    most: int = 16
+    """Turns of one rollout with rewards of their own, at most; the last of them takes in all that follow."""
+
+
+class Steps(Part, frozen=True, tag="steps"):
+    """Process rewards (`algos/process_rewards`): a step is worth what it and later steps earn, each less the mean over all
+    steps of the group. The environment marks steps within a turn; a turn without marks is one step."""
+
+    most: int = 16
+    """Steps of one rollout with rewards of their own, at most; the last of them takes in all that follow."""
+
+
+StepCredit = Turns | Steps
+"""What gives parts of a rollout advantages by rewards of their own, which validators recompute."""
+
+
 # --- algorithms ---
 
 Advantage = Literal["mean", "mean_std", "rloo", "maxrl", "reward", "gae", "teacher", "reward_model"]
@@ -177,8 +199,8 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     """Weight of the squared log-ratio to the policy that sampled (`algos/squared_ratio`)."""
     kl: Kl = Kl()
     """The penalty on leaving the first policy."""
-    credit: Vine | UnsetType = UNSET
-    """How tokens of one rollout differ in what they are worth. Left out: they do not."""
+    credit: Vine | Turns | Steps | UnsetType = UNSET
+    """How tokens of one rollout differ in what they are worth. Left out: they do not, unless `advantage` says so."""
 
 
 class Ppo(Composition, frozen=True, tag="ppo"):

@@ -95,6 +95,10 @@ MAX_TENSORS = 10_000
 MAX_ROLLOUT_TOKENS = 1 << 20
 """Tokens of one rollout, prompt included, all rows together. Changing breaks: replay of longer ones."""
 
+MAX_ROLLOUT_STEPS = 256
+"""Turns or steps of one rollout with rewards of their own. Verdicts and batches repeat them. Changing breaks: runs that
+credit more of them."""
+
 MAX_ROLLOUT_ROWS = 128
 """Rows of one rollout. The indices at which so many begin fit into what `protocol/sizes` allows a rollout with its tokens.
 Changing breaks: replay of rollouts with more, and the sizes of leases."""

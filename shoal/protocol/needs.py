@@ -7,7 +7,7 @@ because older nodes ignore it.
 
 from collections.abc import Iterable, Sequence
 
-from shoal.protocol.algorithms import vine_of
+from shoal.protocol.algorithms import step_credit_of, vine_of
 from shoal.protocol.bounds import DTYPES, TRANSFORMERS
 from shoal.protocol.compositions import Composition
 from shoal.protocol.constants import COMPLETIONS, CONTINUATIONS, CONTROL_STOPS, EPISODES
@@ -45,6 +45,9 @@ REPEATS = "repeated-groups"
 COMPOSITIONS = "compositions"
 """The word for algorithms that are composed of a loss, advantages and corrections."""
 
+STEP_REWARDS = "step-rewards"
+"""The word for verdicts that say what each turn or step of a rollout earns."""
+
 
 def needs_of(
     rules: Rules,
@@ -73,9 +76,10 @@ def needs_of(
     composed = (COMPOSITIONS,) if isinstance(rules.algorithm, Composition) else ()
     repeats = (REPEATS,) if rules.uses else ()
     continued = (CONTINUATIONS,) if vine_of(rules.algorithm) else ()  # the kind of lease item is the word
+    by_step = (STEP_REWARDS,) if step_credit_of(rules.algorithm) else ()
     named = (
         *proofs, *settings, *shaping, *rows, *patches, *codes, *stops, *noise, *others, *low_rank, *coded, *composed,
-        *repeats, *continued,
+        *repeats, *continued, *by_step,
     )  # fmt: skip
     return (kind_of(envs), dtype_need(rules.dtype), *named)
 
@@ -108,7 +112,7 @@ def proofs_need(proofs: str) -> str:
 
 SUPPORTED = frozenset({
     ADAPTERS, CODED_BASE, EPISODES, COMPLETIONS, COMPOSITIONS, CONTINUATIONS, REPEATS, SETTINGS, SHAPING, ROWS, PATCHES,
-    INT8, STOPS, TRANSFORMERS,
+    INT8, STOPS, TRANSFORMERS, STEP_REWARDS,
     proofs_need("toploc"), *map(dtype_need, DTYPES), *map(noise_need, NOISES),
 })  # fmt: skip
 """What this version of shoal supports: it cannot join a run that needs anything else."""

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from shoal.protocol.algorithms import vine_of
+from shoal.protocol.algorithms import step_credit_of, vine_of
 from shoal.protocol.constants import CONTINUATIONS, EPISODES, MAX_JSON_BYTES, MAX_LEASE_BLOCKS, MAX_SUBMISSION_BYTES
 from shoal.protocol.continuations import most_rollouts
 from shoal.protocol.needs import kind_of
-from shoal.protocol.types import BatchGroup, Block, EnvSpec, GroupVerdict, Parent, Rules, Sampling, Slot
+from shoal.protocol.types import BatchGroup, Block, EnvSpec, GroupVerdict, Parent, Rules, Sampling, Slot, StepReward
 from shoal.protocol.wire import to_json
 
 BYTES_PER_TOKEN = 4 + 1 + 4
@@ -71,10 +71,13 @@ def turn_answer_bytes(num_rollouts: int, max_tokens: int) -> int:
     return turn_bytes(num_rollouts, max_tokens)
 
 
-def most_lease_groups(group_size: int, max_tokens: int, proofs: bool, envs: Iterable[str], kind: str = EPISODES) -> int:
-    """Groups of the largest lease whose submission, check and verdict all fit into messages."""
+def most_lease_groups(
+    group_size: int, max_tokens: int, proofs: bool, envs: Iterable[str], kind: str = EPISODES, steps: int = 0
+) -> int:
+    """Groups of the largest lease whose submission, check and verdict all fit into messages. Each rollout has at most so
+    many steps with rewards of their own."""
     submitted = (MAX_SUBMISSION_BYTES - SUBMISSION_OVERHEAD_BYTES) // group_bytes(group_size, max_tokens, proofs)
-    said = max(_check_bytes(envs, kind), _verdict_bytes(group_size))
+    said = max(_check_bytes(envs, kind), _verdict_bytes(group_size, steps))
     return min(submitted, (MAX_JSON_BYTES - MESSAGE_OVERHEAD_BYTES) // said)
 
 
@@ -85,14 +88,16 @@ def most_lease_blocks(law: Rules, sampling: Sampling, envs: Iterable[EnvSpec], c
     if continued and (vine := vine_of(law.algorithm)):
         size = most_rollouts(law, vine)
     kind = CONTINUATIONS if continued else kind_of(specs)
-    groups = most_lease_groups(size, sampling.all_tokens, proofs, labels, kind)
+    credit = step_credit_of(law.algorithm)
+    groups = most_lease_groups(size, sampling.all_tokens, proofs, labels, kind, credit.most if credit else 0)
     return max(1, min(MAX_LEASE_BLOCKS, groups // law.block_groups))
 
 
-def most_batch_groups(group_size: int, continuations: int = 0) -> int:
-    """Groups of the largest batch that fits into a message, if each has at most so many continuations."""
+def most_batch_groups(group_size: int, continuations: int = 0, steps: int = 0) -> int:
+    """Groups of the largest batch that fits into a message, if each has at most so many continuations, and each rollout so
+    many steps with rewards of their own."""
     rewards = (WIDE_FLOAT,) * group_size, (WIDE_FLOAT,) * continuations
-    member = BatchGroup(WIDE_INT, WIDE_INT, HASH, WIDE_INT, HASH, *rewards)
+    member = BatchGroup(WIDE_INT, WIDE_INT, HASH, WIDE_INT, HASH, *rewards, _steps(group_size, steps))
     return (MAX_JSON_BYTES - MESSAGE_OVERHEAD_BYTES) // _listed(member)
 
 
@@ -103,13 +108,19 @@ def _check_bytes(envs: Iterable[str], kind: str) -> int:
     return _listed(Block(WIDE_INT, (slot,), kind)) + _listed(WIDE_INT) + _listed(WIDE_FLOAT)
 
 
-def _verdict_bytes(group_size: int) -> int:
+def _steps(group_size: int, most: int) -> tuple[tuple[StepReward, ...], ...]:
+    """The widest steps of a group; none if there are none."""
+    return ((StepReward(WIDE_INT, WIDE_FLOAT),) * most,) * group_size if most else ()
+
+
+def _verdict_bytes(group_size: int, steps: int) -> int:
     """Bytes of one group in a verdict: accepted groups have rewards, others a reason."""
     widest = GroupVerdict(
         WIDE_INT, False, "accept", "", "", WIDE_INT, WIDE_INT, WIDE_FLOAT, WIDE_FLOAT, (WIDE_FLOAT,) * group_size,
         WIDE_INT, WIDE_INT, WIDE_FLOAT, WIDE_FLOAT, WIDE_FLOAT,
+        _steps(group_size, steps) or msgspec.UNSET,
     )  # fmt: skip
-    refused = msgspec.structs.replace(widest, outcome="soft", check="x" * REASON_BYTES, rewards=())
+    refused = msgspec.structs.replace(widest, outcome="soft", check="x" * REASON_BYTES, rewards=(), steps=msgspec.UNSET)
     return max(_listed(widest), _listed(refused))
 
 

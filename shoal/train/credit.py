@@ -1,7 +1,8 @@
-"""What each token of a group's rollouts is worth: the rollout's advantage, or with continuations, that of its step.
+"""What each token of a group's rollouts is worth: the rollout's advantage, or that of its turn or step.
 
 Called by `train/rows`. The rewards of continuations are those that validators recomputed, in the order of
-`protocol/continuations`, and the places follow from the group's bytes. So no bytes of a continuation are read here.
+`protocol/continuations`, and the places follow from the group's bytes. So no bytes of a continuation are read here. The
+rewards of turns and steps are those that validators recomputed, too, with the tokens at which each ends.
 
 Axes: G rollouts of the group, S steps of one rollout, P tokens of it that the policy learns from.
 """
@@ -12,21 +13,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.algos.vine import fill_values, of_tokens, start_values, step_advantages, vine_values
-from shoal.ledger.algorithm import advantages
-from shoal.protocol.algorithms import Algorithm, vine_of
+from shoal.ledger.algorithm import advantages, advantages_by_step
+from shoal.protocol.algorithms import Algorithm, needs_critic, step_credit_of, vine_of
 from shoal.protocol.continuations import places
-from shoal.protocol.types import POLICY, Group, Rollout
+from shoal.protocol.step_rewards import step_of_tokens
+from shoal.protocol.types import POLICY, Group, Rollout, StepRewards
 
 
 def credit(
-    group: Group, rewards_G: Sequence[float], continuations: Sequence[float], algorithm: Algorithm
+    group: Group,
+    rewards_G: Sequence[float],
+    continuations: Sequence[float],
+    algorithm: Algorithm,
+    steps_G: Sequence[StepRewards] = (),
 ) -> list[NDArray[np.float32]]:
     """The advantage of each learned token of each rollout, G arrays float32[P].
 
-    The first state's value is the mean reward of the group's other rollouts. Where an event made the continuations of a
-    group void, each of its rollouts is one step. Raises `ValueError` if there are not as many continuations as the group's
-    places need.
+    In a run with vines, the first state's value is the mean reward of the group's other rollouts. Where an event made the
+    continuations of a group void, each of its rollouts is one step. Raises `ValueError` if there are not as many
+    continuations as the group's places need, or not the steps of each rollout in a run that credits steps.
     """
+    if step_credit_of(algorithm) and not needs_critic(algorithm):
+        _demand_steps(group, steps_G)
+        return [
+            A_S[step_of_tokens(rollout, steps)]
+            for rollout, steps, A_S in zip(group.rollouts, steps_G, advantages_by_step(steps_G, algorithm), strict=True)
+        ]
     vine = vine_of(algorithm)
     if vine is None:
         num_G = [rollout.author.count(POLICY) for rollout in group.rollouts]
@@ -42,6 +54,33 @@ def credit(
         returns_S_K = [[next(left) for _ in range(vine.continuations)] for _ in at]
         found.append(_of_rollout(rollout, reward, at, [start, *vine_values(returns_S_K)]))
     return found
+
+
+def token_rewards(
+    group: Group, algorithm: Algorithm, steps_G: Sequence[StepRewards]
+) -> list[NDArray[np.float32]] | None:
+    """What is earned at each learned token of each rollout, for a critic: G arrays float32[P]. None if the last token earns
+    all, as in runs that credit no steps. Raises `ValueError` as `credit` does.
+
+    A step earns at its last learned token. If nothing is learned from it, what it earns follows the step before.
+    """
+    if not (step_credit_of(algorithm) and needs_critic(algorithm)):
+        return None
+    _demand_steps(group, steps_G)
+    found = []
+    for rollout, steps in zip(group.rollouts, steps_G, strict=True):
+        step_P = step_of_tokens(rollout, steps)
+        r_P = np.zeros(len(step_P))
+        for number, step in enumerate(steps):
+            if (before := step_P[step_P <= number]).size:
+                r_P[np.flatnonzero(step_P == before.max())[-1]] += step.reward
+        found.append(r_P.astype(np.float32))
+    return found
+
+
+def _demand_steps(group: Group, steps_G: Sequence[StepRewards]) -> None:
+    if len(steps_G) != len(group.rollouts):  # guard: credited-steps-are-there
+        raise ValueError(f"steps of {len(steps_G)} rollouts for {len(group.rollouts)}")
 
 
 def _of_rollout(

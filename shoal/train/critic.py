@@ -116,7 +116,8 @@ def credited(
 ) -> tuple[list[Row], dict[str, float]]:
     """The rows with advantages by these values, the values, and what they should have been; and the figures of a step.
 
-    The policy's tokens of a rollout follow each other, its rows in the order of the batch. The last one earns the reward.
+    The policy's tokens of a rollout follow each other, its rows in the order of the batch. The last one earns the reward,
+    unless the rows say what each token earns.
     """
     rollouts: dict[Hashable, list[int]] = {}
     for i, row in enumerate(rows):
@@ -126,6 +127,9 @@ def credited(
         V_T = np.concatenate([values[i] for i in members]).astype(np.float64)
         r_T = np.zeros(len(V_T))
         r_T[-1] = rows[members[-1]].reward
+        earned = [r_P for i in members if (r_P := rows[i].reward_P) is not None]
+        if earned:
+            r_T = np.concatenate(earned).astype(np.float64)
         estimate, whole = (
             gae(V_T.tolist(), r_T.tolist(), gamma=settings.gamma, lam=lam) for lam in (settings.lam, 1.0)
         )

@@ -43,7 +43,7 @@ def select(
     `rows_G` has the rows of each member; they are empty if nothing can be learned from it. `version` is the policy about to
     be updated. The other rollouts of a group stay, and keep their advantages.
     """
-    signal = [teaches(member.rewards, algorithm) for member in members]
+    signal = [teaches(member.rewards, algorithm, member.steps) for member in members]
     candidates = [row for rows, keep in zip(rows_G, signal, strict=True) if keep for row in rows]
     fresh = [row for row in candidates if 0 <= version - row.version <= max_staleness]
     rows = [row for row in fresh if not (row.overlong and masks_overlong(algorithm))]

@@ -26,6 +26,8 @@ class RowBytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     id: tuple[int, int, int] | None
     reference_logp_P: bytes = b""
     """Empty if the row has none."""
+    reward_P: bytes = b""
+    """Likewise."""
 
 
 def bytes_of(row: Row) -> RowBytes:
@@ -40,7 +42,7 @@ def bytes_of(row: Row) -> RowBytes:
     return RowBytes(
         whole(row.tokens_T), whole(row.positions_P), real(row.behaviour_logp_P), real(row.advantage_P),
         real(row.weight_P), row.reward, row.version, row.env, row.id,
-        b"" if row.reference_logp_P is None else real(row.reference_logp_P),
+        *(b"" if values is None else real(values) for values in (row.reference_logp_P, row.reward_P)),
     )  # fmt: skip
 
 
@@ -57,4 +59,5 @@ def row_of(kept: RowBytes) -> Row:
         whole(kept.tokens_T), whole(kept.positions_P), real(kept.behaviour_logp_P), real(kept.advantage_P),
         real(kept.weight_P), kept.reward, kept.version, kept.env, kept.id,
         real(kept.reference_logp_P) if kept.reference_logp_P else None,
+        reward_P=real(kept.reward_P) if kept.reward_P else None,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from shoal.protocol.algorithms import Algorithm
 from shoal.protocol.rollouts import flaw_of
 from shoal.protocol.types import ENVIRONMENT, POLICY, BatchGroup, Group
 from shoal.protocol.wire import WireError, digest, from_msgpack
-from shoal.train.credit import credit
+from shoal.train.credit import credit, token_rewards
 
 
 class Unlearnable(PeerError):
@@ -52,6 +52,8 @@ class Row:
     """What the critic expected before each token, before its first update; None outside a step with a critic."""
     target_P: NDArray[np.float32] | None = None
     """What it should have expected."""
+    reward_P: NDArray[np.float32] | None = None
+    """What is earned at each token, for a critic; None if the rollout's last token earns its reward."""
     overlong: bool = False
     """Whether a token limit ended its rollout. Only `filter` asks."""
 
@@ -72,7 +74,7 @@ def rows_of_group(
 ) -> list[Row]:
     """The rows of a batch member, from its bytes, in order of sample index, without rows that teach nothing.
 
-    All rows of a rollout have its reward, and without continuations its advantage.
+    All rows of a rollout have its reward, and its advantage unless its tokens have different ones.
 
     Raises `PeerError` if the bytes are not the group that the batch names. Raises `Unlearnable`, naming slot, rollout and
     fault, if they hold anything that must not reach the model.
@@ -98,7 +100,8 @@ def rows_of_group(
     if flaw is not None:
         raise Unlearnable(_refusal(place, str(flaw)))
     try:
-        credit_G = credit(group, member.rewards, member.continuations, algorithm)
+        credit_G = credit(group, member.rewards, member.continuations, algorithm, member.steps)
+        earned_G = token_rewards(group, algorithm, member.steps)
     except ValueError as error:
         raise Unlearnable(_refusal(place, str(error))) from None
     rows = []
@@ -122,6 +125,7 @@ def rows_of_group(
                         version=rollout.version,
                         env=group.env,
                         id=(member.version, member.slot, i),
+                        reward_P=earned_G[i][begin:first] if earned_G else None,
                         overlong=rollout.ending == "length",
                     )
                 )

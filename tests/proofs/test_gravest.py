@@ -27,7 +27,7 @@ def group_and_context(gaps, off):
     ]
     bounds = wire_bounds(BOUNDS["float32/float32"])
     return Group(0, 0, "e", rollouts), SimpleNamespace(
-        bounds=bounds, scores=scores, signs_G=lambda _: np.zeros(len(off))
+        bounds=bounds, scores=scores, signs_G=lambda _: np.zeros(len(off)), signs_of_tokens=lambda _: None
     )
 
 

@@ -116,6 +116,7 @@ class Child:
             told["episodes"].append({
                 "actions": walk.actions, "replies": [None if r is None else _reply(r) for r in walk.replies],
                 "end": [walk.done, float(walk.score), walk.success],
+                "earned": [[float(number) for number in of_turn] for of_turn in walk.earned],
             })  # fmt: skip
         return told
 

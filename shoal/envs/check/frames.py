@@ -56,6 +56,8 @@ class Episode(msgspec.Struct, forbid_unknown_fields=True):
     replies: list[str | list[str] | None]
     end: tuple[bool, float, bool | None]
     """Whether it was done, the score, and the success."""
+    earned: list[list[float]] = []
+    """Of each turn: what it earns, then the end and the reward of each step in it."""
 
 
 class Recorded(msgspec.Struct, forbid_unknown_fields=True):

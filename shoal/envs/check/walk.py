@@ -12,6 +12,7 @@ from shoal.envs.action import Action
 from shoal.envs.base import Env, Player, State, Task, players_of, step_of, success_of
 from shoal.envs.check.finding import Broken, Differs, reproducible
 from shoal.envs.score import Score, earned
+from shoal.envs.steps import marks_of
 from shoal.policy.messages import BadMessage, Written, as_messages, normal
 
 MAX_TURNS = 256
@@ -54,6 +55,8 @@ class Walk(NamedTuple):
     done: bool
     score: float
     success: bool | None
+    earned: tuple[tuple[float, ...], ...] = ()
+    """Of each turn: what it earns, then the end and the reward of each step in it."""
 
 
 def played(env: Env, task: Task, act: Act, turns: int = MAX_TURNS) -> Walk:
@@ -69,6 +72,7 @@ def stepwise(
     actions: list[str] = []
     replies: list[Any] = []
     earned_so_far: list[float] = []
+    earned_by: list[tuple[float, ...]] = []
     done = False
     tools = getattr(env, "tools", ())
     notation = getattr(env, "parser", "") or ("hermes" if tools else "")
@@ -78,7 +82,12 @@ def stepwise(
         seats = getattr(env, "num_seats", 1)
         if step.seat not in range(seats):
             raise Broken(f"step() gives the next turn to seat {step.seat!r:.20}: num_seats is {seats}")
-        earned_so_far.append(step.reward)
+        try:
+            marks = marks_of(step.steps, action)
+        except (TypeError, ValueError) as problem:
+            raise Broken(f"step() marks steps that are none: {problem}") from None
+        earned_so_far += [step.reward, *(reward for _, reward in marks)]
+        earned_by.append((step.reward, *(number for mark in marks for number in mark)))
         if not done:
             try:
                 normal(as_messages(_without_turns(reply) if step.restart else reply))
@@ -89,7 +98,8 @@ def stepwise(
         if score_often:
             _score(env, state, earned_so_far)
         yield None
-    yield Walk(tuple(actions), tuple(replies), bool(done), _score(env, state, earned_so_far), success_of(env, state))
+    score = _score(env, state, earned_so_far)
+    yield Walk(tuple(actions), tuple(replies), bool(done), score, success_of(env, state), tuple(earned_by))
 
 
 def recite(actions: Sequence[str]) -> Act:
@@ -118,6 +128,9 @@ def difference(before: Walk, after: Walk) -> str:
             return f"turn {turn} is answered {unlike(old, new)}"
     if len(before.replies) != len(after.replies):
         return f"the episode takes {len(before.replies)} turns, then {len(after.replies)}"
+    for turn, (paid, then) in enumerate(zip(before.earned, after.earned, strict=False)):
+        if paid != then:
+            return f"turn {turn} earns {unlike(paid, then)}"
     if before.score != after.score:
         return f"it scores {before.score}, then {after.score}"
     return f"done {before.done} and success {before.success}, then {after.done} and {after.success}"

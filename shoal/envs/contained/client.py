@@ -112,7 +112,7 @@ class ContainedEnv:
         if answer.points is not None:
             held.points = [("score", _scored(answer.points)), ("success", answer.success)]
         reply = _unmarked(answer.reply)
-        return Step(held, reply, answer.done, answer.reward, answer.learn, answer.seat, answer.restart)
+        return Step(held, reply, answer.done, answer.reward, answer.learn, answer.seat, answer.restart, answer.steps)
 
     def score(self, state: Held) -> Scored:
         return self._judge(state, "score")

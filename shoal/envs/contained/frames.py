@@ -148,6 +148,7 @@ class Acted(Answer):
     points: Points | None = None
     """The score, if the episode is done, because it is asked for next."""
     success: bool | None = None
+    steps: tuple[tuple[int, float], ...] = ()
 
 
 class Judged(Answer):

@@ -7,6 +7,7 @@ Each call begins with the same global random state for the same task and turn, s
 """
 
 import hashlib
+import operator
 import os
 import random
 import signal
@@ -112,7 +113,8 @@ class Inside:
         self._keep(request.new, after)
         done = bool(told.done)
         reply = None if done and not isinstance(told.reply, str) else _marked(told.reply)
-        answer = f.Acted(reply, done, float(told.reward), bool(told.learn), told.seat, bool(told.restart))
+        steps = tuple((operator.index(end), float(reward)) for end, reward in told.steps)
+        answer = f.Acted(reply, done, float(told.reward), bool(told.learn), told.seat, bool(told.restart), steps=steps)
         if done:
             try:
                 answer.points = self._points(after, "score")

@@ -8,7 +8,7 @@ from shoal.ledger.state_records import SlotRecord
 from shoal.protocol.audits import influence
 from shoal.protocol.constants import MAIN_STREAM
 from shoal.protocol.continuations import is_continued_slot
-from shoal.protocol.types import Message
+from shoal.protocol.types import Message, StepRewards
 
 
 class GroupAccepted(Message, frozen=True):
@@ -31,6 +31,8 @@ class GroupAccepted(Message, frozen=True):
     auditor: str | UnsetType = UNSET
     """Key of the first validator whose accepting verdict audited it. Only in runs that use groups again, if one did, and if
     the group has signal."""
+    steps: tuple[StepRewards, ...] | UnsetType = UNSET
+    """What the turns or steps of each rollout earn; only in runs whose credit asks for it."""
 
     @property
     def has_signal(self) -> bool:
@@ -62,13 +64,13 @@ def apply_group_accepted(body: GroupAccepted, state: State, entry: Entry) -> Non
     continued = is_continued_slot(body.slot, state.rules.block_groups)
     status = "continued" if continued else "signal" if body.has_signal else "flat"
     stream.versions[body.version].slots[body.slot] = SlotRecord(
-        status, body.submission, body.index, body.digest, body.rewards, body.tokens
+        status, body.submission, body.index, body.digest, body.rewards, body.tokens, steps=body.steps
     )
     worker = state.lease_of(state.submissions[body.submission]).worker
     state.members[worker].accepted += body.tokens > 0 or not continued  # guard: nothing-due-is-no-record
     if continued:  # guard: continuations-are-no-groups
         return  # no batch takes it, and what is usual for groups is not usual for it
-    state.influence += influence(body.rewards, body.tokens, state.rules.algorithm, state.law.version)
+    state.influence += influence(body.rewards, body.tokens, state.rules.algorithm, state.law.version, steps=body.steps)
     if body.has_signal:  # guard: signal-fills-batches
         stream.pool.append((body.version, body.slot))
         if stream.uses and body.auditor:  # guard: only-audited-is-repeated
@@ -107,7 +109,9 @@ def apply_batch_formed(body: BatchFormed, state: State, entry: Entry) -> None:
         slot = stream.versions[version].slots[number]
         slot.step = body.step
         maker = state.members[state.maker_of(stream, (version, number))]
-        maker.influence += influence(slot.rewards, slot.tokens, state.rules.algorithm, state.law.version)
+        maker.influence += influence(
+            slot.rewards, slot.tokens, state.rules.algorithm, state.law.version, steps=slot.steps
+        )
 
 
 EVENTS = {

@@ -225,10 +225,13 @@ def _decide(
                 yield SlotVoid(lease.version, (group.slot,), f"environment: {group.detail}", lease.stream)
                 continue
             continued = is_continued_slot(group.slot, state.rules.block_groups)
-            signal = not continued and teaches(group.rewards, state.rules.algorithm) if state.law.version else None
+            signal = None
+            if state.law.version:
+                signal = not continued and teaches(group.rewards, state.rules.algorithm, group.steps or ())
             yield GroupAccepted(
                 lease.version, group.slot, submission.digest, index, submission.groups[index], group.tokens,
                 group.rewards, signal, lease.stream, auditor_of(verdicts, group) if stream.uses and signal else UNSET,
+                group.steps,
             )  # fmt: skip
             pay = pay_of(group, state.rules)
             paid += staked(state, pay)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shoal.algos.claim_evidence import LIMIT_NATS, cut, lean
 from shoal.algos.sampling_evidence import room
@@ -34,7 +35,7 @@ class Leaning(NamedTuple):
 
     plain: float
     weighted: float
-    """Times the sign of each rollout's advantage."""
+    """Times the sign of each rollout's advantage, or of each token's where steps decide it."""
 
 
 def check(group: Group, ctx: Context) -> Failure | None:
@@ -51,7 +52,7 @@ def _failures(group: Group, ctx: Context) -> Iterator[Failure]:
         if excess > LIMIT_NATS:  # guard: leaning-rollout
             yield Failure(index, -1, excess, LIMIT_NATS, "claimed log-probs lean one way, nats over", mild=True)
     tokens = sum(len(score.logprobs_P) for score in ctx.scores)
-    leaning = _leaning(totals_G, ctx.signs_G(group))
+    leaning = _leaning(totals_G, group, ctx)
     for total, how in ((leaning.plain, "one way"), (leaning.weighted, "against the advantages")):
         excess = lean(total, tokens, ctx.bounds)
         if excess > LIMIT_NATS:  # guard: leaning-group
@@ -60,19 +61,26 @@ def _failures(group: Group, ctx: Context) -> Iterator[Failure]:
 
 def leaning_of(group: Group, ctx: Context) -> Leaning:
     """The group's sums, for the verdict."""
-    return _leaning(_totals(group, ctx), ctx.signs_G(group))
+    return _leaning(_totals(group, ctx), group, ctx)
 
 
-def _leaning(totals_G: list[float], signs_G: np.ndarray) -> Leaning:
-    return Leaning(float(sum(totals_G)), float(np.dot(totals_G, signs_G)))
+def _leaning(totals_G: list[float], group: Group, ctx: Context) -> Leaning:
+    signs = ctx.signs_of_tokens(group)
+    if signs is None:
+        return Leaning(float(sum(totals_G)), float(np.dot(totals_G, ctx.signs_G(group))))
+    weighted = (float(np.dot(off_P, signs_P)) for off_P, signs_P in zip(_off(group, ctx), signs, strict=True))
+    return Leaning(float(sum(totals_G)), sum(weighted))  # guard: claims-against-steps
 
 
 def _totals(group: Group, ctx: Context) -> list[float]:
     """Sum of each rollout."""
-    return [
-        float(cut(rollout.logprobs_P().astype(np.float64) - score.logprobs_P, ctx.bounds).sum())
-        for rollout, score in zip(group.rollouts, ctx.scores, strict=True)
-    ]
+    return [float(off_P.sum()) for off_P in _off(group, ctx)]
+
+
+def _off(group: Group, ctx: Context) -> Iterator[NDArray[np.float64]]:
+    """Claimed - replayed log-probs of each rollout, each cut to the bound."""
+    for rollout, score in zip(group.rollouts, ctx.scores, strict=True):
+        yield cut(rollout.logprobs_P().astype(np.float64) - score.logprobs_P, ctx.bounds)
 
 
 def _single_tokens(group: Group, ctx: Context) -> Iterator[Failure]:

@@ -9,6 +9,7 @@ Soft: the environment is at fault.
 import math
 
 from shoal.proofs.context import Context, Failure, Severity
+from shoal.protocol.audits import MAX_REWARD
 from shoal.protocol.types import Group
 
 NAME = "reward"
@@ -22,4 +23,8 @@ def check(group: Group, ctx: Context) -> Failure | None:
             return Failure(index, -1, 0, high, "environment gives a reward that is not a finite number")
         if not low <= replayed.reward <= high:
             return Failure(index, -1, replayed.reward, high, "environment gives a reward outside its bounds")
+    for index, steps in enumerate(ctx.steps(group) or ()):
+        largest = max((abs(step.reward) for step in steps), default=0.0)
+        if largest > MAX_REWARD:  # guard: large-step-rewards
+            return Failure(index, -1, largest, MAX_REWARD, "environment gives a step too large a reward")
     return None

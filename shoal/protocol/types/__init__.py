@@ -1,7 +1,7 @@
 """What crosses the wire: the nouns of the protocol, as frozen values, by subject. Names only."""
 
 from shoal.protocol.types.answers import CheckAnswer, Done, Event, Refusal, StateHash, Status
-from shoal.protocol.types.judgement import Check, GroupVerdict, Verdict
+from shoal.protocol.types.judgement import Check, GroupVerdict, StepReward, StepRewards, Verdict
 from shoal.protocol.types.learning import (
     AdapterBase,
     Batch,
@@ -108,6 +108,8 @@ __all__ = [
     "Staged",
     "StateHash",
     "Status",
+    "StepReward",
+    "StepRewards",
     "Submission",
     "Turn",
     "TurnAnswer",

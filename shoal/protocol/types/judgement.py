@@ -3,12 +3,27 @@
 `proofs` makes verdicts, and `ledger/rules` decides what follows from them.
 """
 
-from typing import Literal
+from typing import Annotated, Literal, NamedTuple
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
+from shoal.protocol.constants import MAX_ROLLOUT_STEPS
 from shoal.protocol.types.message import Message
 from shoal.protocol.types.work import Lease
+
+
+class StepReward(NamedTuple):
+    """What a part of a rollout earns by itself: a turn, or a step within a turn."""
+
+    end: int
+    """Index in the rollout of the part's last token."""
+    reward: float
+
+
+# guard: few-steps
+StepRewards = Annotated[tuple[StepReward, ...], msgspec.Meta(max_length=MAX_ROLLOUT_STEPS)]
+"""Of one rollout, in the order in which it was played. Their sum is its reward, as `protocol/step_rewards` adds."""
 
 
 class Check(Message, frozen=True):
@@ -57,7 +72,11 @@ class GroupVerdict(Message, frozen=True):
     off_sum: float = 0.0
     """Sum of claimed - replayed log-probs, each cut to the bound, nats; 0 unless audited."""
     off_weighted: float = 0.0
-    """The same with the sign of each rollout's advantage, so that false claims against the advantages do not cancel."""
+    """The same with the sign of each rollout's advantage, so that false claims against the advantages do not cancel. Where
+    tokens of a rollout have different ones by its steps, with the sign of each token's."""
+    steps: tuple[StepRewards, ...] | UnsetType = UNSET
+    """What the turns or steps of each rollout earn, as the validator recomputed it; only in runs whose credit asks for it,
+    of accepted groups."""
 
 
 class Verdict(Message, frozen=True):

@@ -5,6 +5,7 @@
 
 import msgspec
 
+from shoal.protocol.types.judgement import StepRewards
 from shoal.protocol.types.message import Fact, Message
 from shoal.protocol.types.steering import LrFactor
 
@@ -22,6 +23,8 @@ class BatchGroup(Message, frozen=True, omit_defaults=True):
     rewards: tuple[float, ...]
     continuations: tuple[float, ...] = ()
     """Rewards of the group's continuations, in their order; empty if there are none."""
+    steps: tuple[StepRewards, ...] = ()
+    """What the turns or steps of each rollout earn; empty if the run's credit does not ask for it."""
 
 
 class SolveRate(Message, frozen=True):

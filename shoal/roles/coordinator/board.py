@@ -159,6 +159,7 @@ def batch_of(state: State, step: int) -> t.Batch | None:
         slots = state.main.versions[version].slots
         slot, continued = slots[number], slots.get(continued_slot(number, state.rules.block_groups))
         rewards = continued.rewards if continued is not None else ()
-        members.append(t.BatchGroup(version, number, slot.submission, slot.index, slot.digest, slot.rewards, rewards))
+        place = version, number, slot.submission, slot.index
+        members.append(t.BatchGroup(*place, slot.digest, slot.rewards, rewards, slot.steps or ()))
     factor = state.main.lr_factor(step)
     return t.Batch(step, tuple(members), lr_factor=UNSET if factor == 1.0 else factor)

@@ -42,7 +42,9 @@ class Environment(Asked):
         if action == "branch":
             return Step(said, [{"role": "user", "content": "anew"}, Written(0), {"role": "user", "content": "on"}],
                         False, restart=True)
-        return Step(said, {"role": "user", "content": repr(said)}, len(said) == 4, 0.25, action != "mask", len(said) % 2)
+        steps = ((2, 0.125), (4, -0.125)) if action == "mask" else ()
+        return Step(said, {"role": "user", "content": repr(said)}, len(said) == 4, 0.25, action != "mask", len(said) % 2,
+                    steps=steps)
 
     def score(self, state):
         return Score({"long": float(len(state))}, {"turns": len(state)})

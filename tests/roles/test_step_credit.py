@@ -1,0 +1,96 @@
+"""Runs that credit turns or steps: the real roles over an in-memory network."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal.ledger.facts.batches import GroupAccepted
+from shoal.ledger.facts.verdicts import VerdictGiven
+from shoal.protocol import types as t
+from shoal.protocol.wire import from_msgpack
+from shoal.roles.auditor.rollouts import Choice, examine
+from shoal.roles.coordinator.board import Board, batch_of
+from tests.roles.forgery import forged
+from tests.roles.town import Town, tiny_run
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+import one_file
+
+SUMS = str(Path(__file__).parents[2] / "environments" / "running-sums" / "environment.py")
+TURNS = {"algorithm": {"name": "composition", "credit": {"name": "turns"}}}
+STEPS = {"algorithm": {"name": "composition", "credit": {"name": "steps", "most": 3}}}
+CRITIC = {"algorithm": {"name": "ppo", "advantage": "gae", "credit": {"name": "turns"}}, "critic": {"lr": 1e-3}}
+
+
+def sums_run(train=TURNS, turns=True, **changes):
+    sampling = {"max_turn_tokens": 3 if turns else 12, "max_tokens": 64}
+    return tiny_run(**{"steps": 2, "envs": [{"name": SUMS, "args": {"sums": 2, "turns": turns}}],
+                       "sampling": sampling, "train": train, "storage": {"retain": "all"}} | changes)  # fmt: skip
+
+
+def lived(tmp_path, config, workers=2):
+    town = Town(tmp_path / "run", config)
+    asyncio.run(town.live(town.trainer(), town.validator(), *(town.worker(f"worker-{i}") for i in range(workers))))
+    return town
+
+
+def accepted(town):
+    return [entry.body for entry in town.audit().entries if isinstance(entry.body, GroupAccepted)]
+
+
+@pytest.mark.parametrize(("train", "turns"), [(TURNS, True), (STEPS, False), (CRITIC, True)])
+def test_a_run_that_credits_turns_or_steps_has_the_bytes_of_one_file(tmp_path, train, turns):
+    config = sums_run(train, turns)
+    town, out = lived(tmp_path, config), tmp_path / "one"
+    assert town.weights() == one_file.train(config, out, out.parent)
+    assert town.audit().findings == [] and "step-rewards" in Board(town.desk).info().needs
+    assert all(len(one.steps) == 8 and all(one.steps) for one in accepted(town))
+    assert max(len(steps) for one in accepted(town) for steps in one.steps) in (2, 3)
+    for member in batch_of(town.desk.state, 0).groups:
+        body = from_msgpack(town.desk.blobs.get(member.submission), t.Submission).groups[member.index]
+        rollouts = from_msgpack(body, t.Group).rollouts
+        assert [steps[-1].end for steps in member.steps] == [len(rollout.author) - 1 for rollout in rollouts]
+
+
+def test_the_credit_changes_what_is_learned(tmp_path):
+    """The same rewards without it give other weights: a run that ignored the steps would not be noticed otherwise."""
+    found = {
+        name: one_file.train(sums_run(train), tmp_path / name, tmp_path)
+        for name, train in (("turns", TURNS), ("plain", {"algorithm": {"name": "composition"}}))
+    }
+    assert found["turns"] != found["plain"]
+
+
+def moved(group):
+    if not group.steps:
+        return group
+    steps = tuple(
+        (one[0]._replace(reward=reward), *(step._replace(reward=0.0) for step in one[1:])) if len(one) > 1 else one
+        for one, reward in zip(group.steps, group.rewards, strict=True)
+    )
+    return msgspec.structs.replace(group, steps=steps)
+
+
+def shifted(lines):
+    """The log of a host whose validator moved reward between turns."""
+    return [
+        (time, msgspec.structs.replace(body, groups=tuple(map(moved, body.groups))))
+        if isinstance(body, VerdictGiven)
+        else (time, msgspec.structs.replace(body, steps=moved(body).steps))
+        if isinstance(body, GroupAccepted)
+        else (time, body)
+        for time, body in lines
+    ]
+
+
+def test_an_auditor_finds_reward_that_was_moved_between_turns(tmp_path):
+    town = lived(tmp_path, sums_run(steps=1), workers=1)
+    assert any(moved(one).steps != one.steps for one in accepted(town))
+    found = asyncio.run(examine(str(town.folder.root), Choice(), 1, own_files=True))
+    assert found.disagreements == [] and found.groups
+    place = forged(town.folder.root, tmp_path / "moved", shifted)
+    said = asyncio.run(examine(str(place), Choice(), 1, own_files=True)).disagreements
+    assert any("steps of rollout" in line for line in said), said
