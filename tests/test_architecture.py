@@ -36,6 +36,7 @@ COMMON = ("config", "errors", "folder", "heldout", "metrics", "pipes", "terminal
 BROAD_EXCEPTS = {
     "engine/fused.py": "Triton, its compilers and CUDA raise many things where a kernel cannot run; then torch makes noise",
     "engine/vllm.py": "Triton and CUDA raise many things where vLLM's sampler cannot run; then ours is used",
+    "launch/samples.py": "an environment may raise anything; then no conversation is shown",
     "launch/background.py": "what ended a run's thread is raised again in its caller's",
     "envs/base.py": "an environment is foreign code and may raise anything; that ends its rollout, not our process",
     "envs/check/child.py": "the same, also if it ends the process: the parent reads what was raised",

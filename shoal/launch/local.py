@@ -28,7 +28,7 @@ from shoal.launch.loggers import STOP_S as LOGGER_STOP_S
 from shoal.launch.loggers import demand_loggers, wanted_loggers
 from shoal.launch.process import RoleProcess, counted_signals, tail
 from shoal.launch.room import first_spec, sized
-from shoal.launch.samples import flat_samples
+from shoal.launch.samples import Samples, flat_samples
 from shoal.launch.shifts import Shifts, shifts_of
 from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import USAGE, UsageBook, write_summary
@@ -147,6 +147,7 @@ class LocalRun:
         self._watch = CoordinatorWatch(folder.address, config.host.bind)
         self._metrics = MetricsWatch(folder.metrics)
         self._usage = UsageBook(folder.root / USAGE)
+        self._samples = Samples(folder) if isinstance(view, LiveView) and view.is_picture else None
         self._notice = ""
         self._paused = False
         self._looked = self._saved = -1e9
@@ -271,6 +272,7 @@ class LocalRun:
             restarts={p.name: p.restarts for p in self._processes() if p.restarts},
             notice=self._notice or full_disk(self._folder.root),
             evaluation_s=self._evaluations.first_took_s,
+            sample=self._samples.latest() if self._samples and self._trainer else None,
         )
         self._view.show(self._snapshot)
         self._explain_pause()

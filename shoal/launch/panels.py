@@ -13,7 +13,7 @@ from rich.text import Text
 from shoal.heldout import Heldout
 from shoal.launch.remaining import seconds_left
 from shoal.launch.snapshot import Sample, Snapshot
-from shoal.terminal import brief, printable
+from shoal.terminal import brief
 
 WATCHDOG_S = 5.0
 """A longer wait is shown in colour, and is printed if the output is piped."""
@@ -141,7 +141,7 @@ def watchdog(snapshot: Snapshot) -> Text:
     """What the run waits for, and since when; the launcher's own notice comes first."""
     status, text = snapshot.status, Text()
     if snapshot.notice:
-        text.append(printable(snapshot.notice))
+        text.append(brief(snapshot.notice, 400))
     elif status.waiting_for:
         style = "yellow" if status.waiting_s >= WATCHDOG_S else "dim"
         text.append(f"waiting {status.waiting_s:.0f} s for {brief(status.waiting_for, 400)}", style=style)

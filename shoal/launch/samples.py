@@ -5,6 +5,9 @@ Called by `launch/local` and `launch/watching`. It reads the run's folder, also 
 asks no other process. It shows accepted rollouts. The environment's answers are computed here, not taken from the worker.
 """
 
+import logging
+import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 
@@ -25,8 +28,13 @@ from shoal.protocol import types as t
 from shoal.protocol.continuations import is_continued_slot
 from shoal.protocol.wire import WireError, digest, from_msgpack
 
+log = logging.getLogger(__name__)
+
 LOOKED_BACK = 2000
 """Events in which the newest accepted group is looked for."""
+
+SAMPLE_EVERY_S = 20.0
+"""Between two conversations."""
 
 MOST_CHARS = 4000
 """Of one turn of a conversation."""
@@ -53,6 +61,30 @@ def flat_samples(folder: RunFolder) -> list[str]:
             talk = retell(env, renderer, task_of(env, group.task), group.rollouts[0], created.sampling)
             samples += [as_text(transcript_of(talk))] if talk is not None else []
     return samples
+
+
+class Samples:
+    """The newest conversation of a run, looked for in a thread of its own now and then."""
+
+    def __init__(self, folder: RunFolder, every_s: float = SAMPLE_EVERY_S) -> None:
+        self._newest, self._every_s = NewestSample(folder), every_s
+        self._sample: Sample | None = None
+        self._thread: threading.Thread | None = None
+        self._looked_at = -every_s
+
+    def latest(self) -> Sample | None:
+        """What was found last; it waits for nothing."""
+        now = time.monotonic()
+        if now - self._looked_at >= self._every_s and (self._thread is None or not self._thread.is_alive()):
+            self._looked_at, self._thread = now, threading.Thread(target=self._look, name="samples", daemon=True)
+            self._thread.start()
+        return self._sample
+
+    def _look(self) -> None:
+        try:
+            self._sample = self._newest.read() or self._sample
+        except Exception as error:  # noqa: BLE001  an environment may raise anything, and a view needs no conversation
+            log.debug("no rollout can be shown: %s", error)
 
 
 class NewestSample:

@@ -17,19 +17,18 @@ from typing import Protocol
 import msgspec
 from rich.console import Console
 
-from shoal.errors import ShoalError
 from shoal.folder import RunFolder
 from shoal.launch.evaluations import results_in
 from shoal.launch.keyboard import Keyboard, keyboard
 from shoal.launch.remote import RemoteRun
-from shoal.launch.samples import NewestSample
-from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Sample, Snapshot
+from shoal.launch.samples import Samples
+from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import USAGE, wall_s_before
 from shoal.launch.view import LiveView, plain, render
 from shoal.net.client import Client
 from shoal.terminal import printable
 
-LOOK_EVERY_S, SAMPLE_EVERY_S = 1.0, 20.0
+LOOK_EVERY_S = 1.0
 KEY_WAIT_S = 0.1
 
 LEAVES = "q leaves; the run goes on"
@@ -54,9 +53,7 @@ class FolderWatch:
         self._config = self._folder.config()
         self._coordinator = CoordinatorWatch(self._folder.address, self._config.host.bind)
         self._metrics = MetricsWatch(self._folder.metrics)
-        self._newest = NewestSample(self._folder)
-        self._sample: Sample | None = None
-        self._sample_at = -SAMPLE_EVERY_S
+        self._samples = Samples(self._folder)
 
     async def look(self) -> Snapshot:
         """See `Watched`."""
@@ -72,17 +69,9 @@ class FolderWatch:
             name=config.name, out=str(folder.root), steps=config.steps, status=status, url=self._coordinator.url(),
             elapsed_s=wall_s_before(folder.root / USAGE), metrics=self._metrics.read(),
             nodes=self._coordinator.nodes(), cheaters=frozenset(f"cheater-{i}" for i in range(config.workers.cheating)),
-            heldout=results_in(folder.evaluations), sample=self._talk() if hosted else None,
+            heldout=results_in(folder.evaluations), sample=self._samples.latest() if hosted else None,
             notice="" if hosted else "nobody hosts this run now: this is what its folder has",
         )  # fmt: skip
-
-    def _talk(self) -> Sample | None:
-        now = time.monotonic()
-        if now - self._sample_at >= SAMPLE_EVERY_S:
-            self._sample_at = now
-            with contextlib.suppress(ShoalError, OSError):
-                self._sample = self._newest.read() or self._sample
-        return self._sample
 
 
 @contextlib.asynccontextmanager

@@ -23,9 +23,11 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from shoal.errors import PeerError, StateError
+from shoal.folder import RunFolder
 from shoal.launch.keyboard import Keyboard
 from shoal.launch.remote import MOST_NUMBER, PAGES_AT_ONCE, RemoteRun, cleaned_line, cleaned_node, cleaned_status
-from shoal.launch.snapshot import Snapshot
+from shoal.launch.samples import Samples
+from shoal.launch.snapshot import Sample, Snapshot
 from shoal.launch.view import LiveView, plain, render
 from shoal.launch.watching import FolderWatch, follow, watch
 from shoal.net.client import Client
@@ -209,6 +211,26 @@ def test_a_folder_that_nobody_hosts_is_shown_and_left_as_it_was(tmp_path: Path) 
 def test_a_folder_without_a_run_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="holds no run"):
         watch(str(tmp_path), Console(file=io.StringIO()), once=True)
+
+
+def test_a_view_waits_for_no_conversation_and_survives_an_environment_that_raises(tmp_path: Path) -> None:
+    samples = Samples(RunFolder(tmp_path), every_s=0.0)
+    found = Sample("one", (("policy", "words"),))
+    answers = iter([RuntimeError("an environment"), None, found, None, None])
+
+    def read() -> Sample | None:
+        answer = next(answers)
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+    samples._newest.read = read  # type: ignore[method-assign]
+    seen = []
+    for _ in range(5):
+        seen.append(samples.latest())
+        if samples._thread is not None and len(seen) < 5:
+            samples._thread.join()
+    assert seen == [None, None, None, found, found]
 
 
 # --- the terminal ---
