@@ -128,8 +128,8 @@ def test_imports_follow_the_map(file: Path) -> None:
 
 
 ROLE_HELPERS = (
-    "completions", "continuing", "engines", "evidence", "leases", "loading", "memory", "offering", "packages", "pinned",
-    "queue", "scores", "seat", "sharing", "shifts", "standing",
+    "allowance", "completions", "continuing", "doing", "engines", "evidence", "leases", "loading", "memory", "offering",
+    "packages", "pinned", "queue", "scores", "seat", "sharing", "shifts", "standing",
 )  # fmt: skip
 """Files beside the roles that several of them use; they import no role themselves."""
 

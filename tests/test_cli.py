@@ -29,7 +29,7 @@ from shoal.policy.tiny import make_tiny
 COMMANDS = (
     "run", "host", "join", "validate", "train", "eval", "sft", "env check", "env list", "ledger verify", "ledger show",
     "audit", "credits",
-    "doctor", "admin", "relay", "plan", "key new", "key show",
+    "doctor", "admin", "relay", "plan", "key new", "key show", "watch", "node",
 )  # fmt: skip
 
 RECIPES = Path(__file__).parents[1] / "recipes"

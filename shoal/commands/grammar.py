@@ -103,6 +103,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def share(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0.0 < found <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not a share, which is a number above 0 and at most 1")
+    return found
+
+
 def port(text: str) -> int:
     if not text.isdecimal() or len(text) > 5 or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text[:40]} is not a port, which is a whole number from 0 to 65535")

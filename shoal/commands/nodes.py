@@ -1,4 +1,5 @@
-"""`shoal join`, `validate`, `relay` and `train`: a role that a person starts, for a run that is hosted here or elsewhere.
+"""`shoal join`, `validate`, `relay` and `train`: a role that a person starts, for a run that is hosted here or elsewhere;
+and `shoal node`, which pauses one.
 
 Called by `cli`. They read the options and hand over to a role, which is imported when its command runs: help needs no
 torch.
@@ -6,6 +7,7 @@ torch.
 
 import argparse
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,24 +20,45 @@ from shoal.commands.grammar import (
     port,
     positive,
     reachable_url,
+    share,
     url_argument,
 )
 from shoal.commands.process import cores, demand_torch, log_to_stderr
 from shoal.errors import ConfigError
+from shoal.terminal import say
+
+NICE = 10
+"""Priority of a worker that shall not take the whole CPU: what the user does comes first."""
 
 
 def add_commands(commands: Any) -> None:
+    _add_worker(commands)
+    _add_others(commands)
+
+
+def _add_worker(commands: Any) -> None:
     p = add_command(
         commands, "join", join, "work for somebody's run",
         "Needs only the URL: it calls the host and works behind NAT. The first start makes a key and keeps it in "
-        "~/.shoal (or $SHOAL_HOME): credits belong to it. Prints what was accepted, what was refused and why. Ctrl-C "
+        "~/.shoal (or $SHOAL_HOME): credits belong to it. Shows the run that you help, and what was accepted, what was "
+        "refused and why. p pauses and resumes: a paused worker finishes what it holds, and takes no lease. Ctrl-C "
         "finishes the work in hand and leaves.",
         ("shoal join http://host:8470", "all cores"),
         ("shoal join https://shoal.example.org --threads 2 --max-memory 1000", "two cores, at most 1000 MB"),
+        ("shoal join https://shoal.example.org --hours 22-7 --cpu-share 0.5", "at night, half of the CPU"),
         ("shoal join https://shoal.example.org --engine vllm --device cuda", "a GPU, with vLLM"),
     )  # fmt: skip
     url_argument(p)
-    p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
+    p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all, or those of --cpu-share)")
+    p.add_argument(
+        "--hours", default="", metavar="FROM-TO",
+        help="take leases only at these hours of this machine's time, such as 22-7 or 12-13,18-8:30",
+    )  # fmt: skip
+    p.add_argument(
+        "--cpu-share", type=share, default=1.0, metavar="SHARE",
+        help="at most this share of the CPU of this machine, such as 0.5: fewer threads, low priority, and pauses between "
+        "two computations. It does not limit a GPU",
+    )  # fmt: skip
     device_argument(p)
     engine_argument(p)
     _add_limits(p)
@@ -43,8 +66,21 @@ def add_commands(commands: Any) -> None:
     p.add_argument("--name", default="", help="this worker's name in the host's table (default: this machine's name)")
     p.add_argument("--home", type=Path, metavar="DIR", help="where key and weights are kept (default: ~/.shoal)")
     p = add_command(
+        commands, "node", node, "pause or resume your worker",
+        "A paused worker finishes and sends what it holds, and takes no lease until you resume it, so nothing lapses and "
+        "no credits are lost. The same as the key p in its terminal, or as SIGUSR1 (pause) and SIGUSR2 (resume).",
+        ("shoal node pause", "the worker whose key is in ~/.shoal"),
+        ("shoal node resume --home /srv/shoal", "one with another folder"),
+    )  # fmt: skip
+    p.add_argument("action", choices=("pause", "resume"))
+    p.add_argument("--home", type=Path, metavar="DIR", help="the worker's folder (default: ~/.shoal)")
+
+
+def _add_others(commands: Any) -> None:
+    p = add_command(
         commands, "validate", validate, "judge rollouts for a run",
-        "Recomputes what workers claim. The host must admit this machine's key first: the first start prints it.",
+        "Recomputes what workers claim. The host must admit this machine's key first: the first start prints it. Shows "
+        "what it accepted and refused, by which checks, what share it audited, and where other validators differ.",
         ("shoal validate http://host:8470", ""),
     )  # fmt: skip
     url_argument(p)
@@ -113,15 +149,29 @@ def _add_sharing(p: argparse.ArgumentParser) -> None:
 
 def join(args: argparse.Namespace) -> None:
     demand_torch()
+    from shoal.launch.steering import name_worker, steered
     from shoal.roles import worker
+    from shoal.roles.allowance import Allowance, Hours
 
     log_to_stderr()
-    with _home(args) as home:
+    allowance = Allowance(Hours.parse(args.hours) if args.hours else None, args.cpu_share)
+    threads = args.threads or (allowance.threads() if args.cpu_share < 1 else cores())
+    if args.cpu_share < 1:
+        os.nice(NICE)
+    with steered(allowance.pause, allowance.resume), _home(args) as (home, lock_fd):
+        name_worker(lock_fd)
         worker.main(
-            args.url, home, args.threads or cores(), args.max_memory, args.name, max_disk_mb=args.max_disk,
+            args.url, home, threads, args.max_memory, args.name, max_disk_mb=args.max_disk,
             packages=packages_of(args.url), share_port=_share_port(args), share_url=args.share_url, device=args.device,
-            engine=args.engine,
+            engine=args.engine, allowance=allowance,
         )  # fmt: skip
+
+
+def node(args: argparse.Namespace) -> None:
+    from shoal.config import node_home
+    from shoal.launch.steering import steer
+
+    say(steer(args.home or node_home(), args.action))
 
 
 def validate(args: argparse.Namespace) -> None:
@@ -129,7 +179,7 @@ def validate(args: argparse.Namespace) -> None:
     from shoal.roles import validator
 
     log_to_stderr()
-    with _home(args) as home:
+    with _home(args) as (home, _):
         validator.main(
             args.url, home, args.threads or cores(), max_disk_mb=args.max_disk, max_memory_mb=args.max_memory,
             packages=packages_of(args.url), share_port=_share_port(args), share_url=args.share_url, device=args.device,
@@ -145,14 +195,15 @@ def _share_port(args: argparse.Namespace) -> int | None:
 
 
 @contextlib.contextmanager
-def _home(args: argparse.Namespace) -> Iterator[Path]:
-    """The folder of the node's key and weights, for this process alone: two with one key would end each other's leases."""
+def _home(args: argparse.Namespace) -> Iterator[tuple[Path, int]]:
+    """The folder of the node's key and weights, for this process alone: two with one key would end each other's leases.
+    With it comes the descriptor of its lock."""
     from shoal.config import node_home
     from shoal.launch.local import locked
 
     home = args.home or node_home()
-    with locked(home, "give this node another folder with --home"):  # guard: one-node-in-a-home
-        yield home
+    with locked(home, "give this node another folder with --home") as lock_fd:  # guard: one-node-in-a-home
+        yield home, lock_fd
 
 
 def relay(args: argparse.Namespace) -> None:

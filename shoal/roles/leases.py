@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 
 from shoal.errors import PeerError, StateError
+from shoal.net.client import MAX_REASON_CHARS
 from shoal.net.stopping import Stopping
 from shoal.protocol import types as t
 from shoal.protocol.algorithms import vine_of
@@ -24,6 +25,8 @@ from shoal.protocol.constants import (
 )
 from shoal.protocol.continuations import is_continued
 from shoal.protocol.wire import is_digest
+from shoal.roles.allowance import LOOK_S, Allowance
+from shoal.roles.doing import Doing
 from shoal.roles.seat import SOONEST_S, Seat
 
 log = logging.getLogger("worker")
@@ -35,8 +38,12 @@ GIVE_BACK_S = 5.0
 class Leases:
     """The leases of one worker."""
 
-    def __init__(self, seat: Seat, stopping: Stopping, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, seat: Seat, stopping: Stopping, clock: Callable[[], float], allowance: Allowance | None = None,
+        doing: Doing | None = None,
+    ) -> None:  # fmt: skip
         self._seat, self._stopping, self._clock = seat, stopping, clock
+        self._allowance, self._doing = allowance or Allowance(), doing or Doing()
         self.tokens_per_s = 0.0
         """What the worker says of its speed."""
         self.holding: list[str] = []
@@ -87,7 +94,7 @@ class Leases:
     async def next_grant(self, holding: tuple[str, ...]) -> t.Grant | None:
         """The next lease, signed; None once the run has ended or we are told to stop."""
         reason = ""
-        while not self._stopping:
+        while await self._until_allowed():
             ask = t.LeaseRequest(holding, self.tokens_per_s)
             answer = await self._stopping.unless(self._seat.client.post_json("/v1/leases", ask, t.LeaseAnswer))
             if answer is None:
@@ -100,11 +107,29 @@ class Leases:
             if info.phase == "ended":
                 log.info("the run has ended")
                 return None
+            self._idle(answer.reason[:MAX_REASON_CHARS])
             if answer.reason != reason:
                 reason = answer.reason
                 log.info("waiting reason=%.200r", reason)
             await self._stopping.unless(asyncio.sleep(min(max(answer.retry_s, SOONEST_S), LONG_POLL_S)))
         return None
+
+    async def _until_allowed(self) -> bool:
+        """Wait while the user lets us take no lease; False if we are told to stop. A request that is under way may still
+        bring a lease, which is then filled: to drop it would cost pay."""
+        said = ""
+        while not self._stopping and (why := self._allowance.forbids()):  # guard: no-lease-while-paused
+            self._idle(why)
+            if why != said:
+                said = why
+                log.info("resting reason=%r", why)
+            await self._stopping.unless(asyncio.sleep(LOOK_S))
+        return not self._stopping
+
+    def _idle(self, why: str) -> None:
+        """Say why there is no work, if there is none in hand."""
+        if not self.holding:
+            self._doing.now(f"waiting: {why}")
 
     async def _open_grant(self, answer: t.LeaseAnswer, lease: t.Lease) -> t.Grant:
         """The grant of a lease. A lease that we may not play is returned, for another worker. Raises `PeerError`."""

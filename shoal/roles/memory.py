@@ -8,6 +8,7 @@ what is free there limits it.
 
 import contextlib
 import resource
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,6 +183,13 @@ def taken_mb() -> int:
         with contextlib.suppress(psutil.NoSuchProcess):
             taken += process.memory_info().rss
     return taken // 1_000_000
+
+
+def memory_mb() -> tuple[int, int]:
+    """What this process and its children take of the machine, and what this process takes of its GPU."""
+    torch = sys.modules.get("torch")  # a process without it computes nothing
+    on_gpu = torch.cuda.memory_reserved() // 1_000_000 if torch is not None and torch.cuda.is_initialized() else 0
+    return taken_mb(), int(on_gpu)
 
 
 def needs_of(directory: Path, dtype: str) -> "Needs | AnyNeeds":

@@ -29,9 +29,10 @@ from shoal.protocol.algorithms import vine_of
 from shoal.protocol.bounds import LOCAL
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.protocol.noise import PHILOX
+from shoal.roles.doing import Doing
 from shoal.roles.leases import demand_sound
 from shoal.roles.loading import loaded_in_time
-from shoal.roles.memory import enforced, limit_of
+from shoal.roles.memory import enforced, limit_of, memory_mb
 from shoal.roles.packages import Packages
 from shoal.roles.scores import ScoreFile, Tally
 from shoal.roles.seat import GOODBYE_S, SOONEST_S, Seat, say_goodbye, take_seat
@@ -54,11 +55,13 @@ def main(
     share_url: str = "",
     device: str = CPU,
     shifts: Path | None = None,
+    doing: Doing | None = None,
 ) -> None:
     """Judge submissions of the run at `url` until it has ended and all are judged, or until told to stop.
 
-    `shifts` is the folder in which the processes queue that share the device, if any do. Raises `PeerError` if the key is
-    not admitted; it says what the host must type. Raises `ConfigError` if the device is not there.
+    `shifts` is the folder in which the processes queue that share the device, if any do; `doing` is filled with what it
+    does. Raises `PeerError` if the key is not admitted; it says what the host must type. Raises `ConfigError` if the device
+    is not there.
     """
     demand_device(device)
     shift = shift_of(shifts, home.name)
@@ -76,6 +79,9 @@ def main(
         max_disk_mb=max_disk_mb, max_memory_mb=limit_mb, packages=packages,
     )  # fmt: skip
     validator.shift = shift
+    if doing is not None:
+        doing.stopping, validator.doing = validator.doing.stopping, doing
+    validator.doing.key = key.public
     log.info("validating url=%s key=%s", url, key.public)
     validator.share = None if share_port is None else Share(key, share_port, url=share_url)
     asyncio.run(validator.run())
@@ -106,6 +112,9 @@ class Validator:
         self.stopping = Stopping()
         self.share: Share | None = None
         self.shift: Shift = Alone()
+        self.doing = Doing(stopping=lambda: bool(self.stopping))
+        self.took_s = 0.0
+        """What the newest submission took to judge."""
         self.seat: Seat
 
     async def run(self) -> None:
@@ -128,6 +137,7 @@ class Validator:
         """Judge until the run is over or we are told to stop. Raises `Overreach` if a submission asks for too much."""
         failed = waiting = ""
         while (check := await self._next_check()) is not None:
+            self.doing.now(f"judging a submission of {sum(len(b.slots) for b in check.lease.blocks)} groups")
             async with contextlib.AsyncExitStack() as shift:
                 try:
                     keep = self.seat.info.rules.max_staleness + 2
@@ -149,12 +159,14 @@ class Validator:
                     log.warning("cannot judge submission=%s reason=%r", check.id[:12], str(error))
                     continue
                 self.seat.demand_judge(check, len(body), sum(map(len, found.values())))
+                began = self.doing.clock()
                 with self.seat.within_memory(f"judging submission {check.id[:12]}"):
                     rules, vocabulary = self.seat.info.rules, self.seat.policy.renderer.vocabulary
                     parents = read_parents(found, rules, check.lease, vocabulary)
                     verdict = await asyncio.to_thread(
                         verify_submission, body, check, self._tools(check), record, parents
                     )
+            self.took_s = self.doing.clock() - began
             await self._give(verdict)
 
     async def _join(self) -> bool:
@@ -163,6 +175,7 @@ class Validator:
             self.client, "validator", t.fact(self.home.name), self.home, self.make_engine, self.own_files, self.clock,
             self.max_memory_mb, self.max_disk_mb, self.packages,
         )  # fmt: skip
+        self.doing.info, self.doing.node, self.doing.memory = self.seat.info, self.seat.node, memory_mb
         log.info("joined run=%s", self.seat.info.name)
         return True
 
@@ -181,6 +194,7 @@ class Validator:
             if status.phase == "ended" and status.pending == 0:
                 log.info("the run has ended")
                 return None
+            self.doing.now("waiting: nothing is for this validator to judge now")
             await self.stopping.unless(asyncio.sleep(SOONEST_S))
         return None
 
@@ -222,7 +236,8 @@ class Validator:
             ScoreFile(scores, self.home.name).write(label, tally)
 
     async def _give(self, verdict: t.Verdict) -> None:
-        """Send the verdict. It is refused if another validator judged meanwhile or comes first; the next check says so."""
+        """Send the verdict, and count it. It is refused if another validator judged meanwhile or comes first; the next
+        check says so."""
         refused = [group for group in verdict.groups if group.outcome in ("soft", "hard")]
         for group in refused[:1]:
             log.info(
@@ -231,3 +246,4 @@ class Validator:
             )  # fmt: skip
         with contextlib.suppress(NothingYet):
             await self.client.put_json(f"/v1/checks/{verdict.submission}/verdict", verdict, t.Done)
+            self.doing.judged.add(verdict, self.took_s)

@@ -31,11 +31,13 @@ from shoal.protocol.noise import PHILOX
 from shoal.protocol.promises import is_promised
 from shoal.protocol.sizes import turn_answer_bytes
 from shoal.protocol.wire import digest, to_json
+from shoal.roles.allowance import Allowance, BoundedEngine
 from shoal.roles.completions import AHEAD, Hands, Table, TooLate, Use, play_blocks
 from shoal.roles.continuing import Parents, fetch_parents, play_leased, to_prove
+from shoal.roles.doing import Doing
 from shoal.roles.leases import Leases
 from shoal.roles.loading import loaded_in_time
-from shoal.roles.memory import enforced, limit_of
+from shoal.roles.memory import enforced, limit_of, memory_mb
 from shoal.roles.packages import Packages
 from shoal.roles.seat import GOODBYE_S, SOONEST_S, Contradiction, Seat, say_goodbye, take_seat
 from shoal.roles.sharing import Share, sharing
@@ -76,22 +78,27 @@ def main(
     device: str = CPU,
     engine: str = "",
     shifts: Path | None = None,
+    allowance: Allowance | None = None,
+    doing: Doing | None = None,
 ) -> None:
     """Work for the run at `url` until it ends. At the first SIGINT or SIGTERM, finish the lease in hand and leave.
 
     `own_files` allows environments that are files on this machine; without it, only built-in ones and `packages` are
     played, and the work stays within `max_memory_mb`. `engine` is a kind that the user chose; empty takes the run's.
-    `shifts` is the folder in which the processes queue that share the device, if any do. Raises `PeerError`, `StateError`,
-    and `ConfigError` if the device is not there.
+    `shifts` is the folder in which the processes queue that share the device, if any do. `allowance` is what the user lets
+    it take of the machine; `doing` is filled with what it does. Raises `PeerError`, `StateError`, and `ConfigError` if the
+    device is not there.
     """
     demand_device(device)
+    allowed = allowance or Allowance()
     demand_kind(engine)
     key, shift = load_or_make_key(home / "node.key"), shift_of(shifts, name)
 
     def make_engine(dtype: str, kind: str = LOCAL, noise: str = PHILOX) -> Engine:
         opened = open_engine(EngineSpec(engine or kind, dtype, threads, device, noise))
         shift.keeps(opened)
-        return cheating(cheat, opened) if cheat else opened
+        bounded = BoundedEngine(opened, allowed) if allowed.cpu_share < 1 else opened
+        return cheating(cheat, bounded) if cheat else bounded
 
     limit_mb = 0 if own_files else limit_of(max_memory_mb)
     make = make_engine if own_files else enforced(make_engine, limit_mb, threads)
@@ -99,7 +106,9 @@ def main(
         Client(url, key), key.public, home, make, limit_mb, t.fact(name or platform.node()), own_files,
         max_disk_mb=max_disk_mb, packages=packages,
     )  # fmt: skip
-    worker.chosen, worker.shift = engine, shift
+    worker.chosen, worker.shift, worker.allowance = engine, shift, allowed
+    if doing is not None:
+        doing.stopping, worker.doing = worker.doing.stopping, doing
     worker.share = None if share_port is None else Share(key, share_port, url=share_url)
     try:
         asyncio.run(worker.run())
@@ -134,6 +143,7 @@ class Worker:
         self.shift: Shift = Alone()
         self.chosen = ""
         """Kind of the engine that the user chose."""
+        self.allowance, self.doing = Allowance(), Doing(stopping=lambda: bool(self.stopping))
         self.hands = Hands()
         self.idle_since = 0.0
         """When the engine was needed no more for a lease."""
@@ -195,6 +205,9 @@ class Worker:
         finally:
             self.leases.ended(lease)
         await self.standing.tell(self.leases.tokens_per_s)
+        self.doing.node, self.doing.tokens_per_s = self.standing.state, self.leases.tokens_per_s
+        if not self.leases.holding:
+            self.doing.now("waiting for a lease")
 
     async def _end(self, before: Use, use: Use) -> None:
         """Let the engine go, once the leases before have."""
@@ -208,8 +221,11 @@ class Worker:
             self.client, "worker", self.name, self.home, self.make_engine, self.own_files, self.clock,
             self.max_memory_mb, self.max_disk_mb, self.packages, self.chosen,
         )  # fmt: skip
-        self.leases = Leases(self.seat, self.stopping, self.clock)
+        self.allowance.stopping = lambda: bool(self.stopping)
+        self.leases = Leases(self.seat, self.stopping, self.clock, self.allowance, self.doing)
         self.standing.state, info = self.seat.node, self.seat.info
+        self.doing.key, self.doing.name, self.doing.info, self.doing.node = self.key, self.name, info, self.seat.node
+        self.doing.memory = memory_mb
         log.info(
             "joined run=%s as=%s key=%s credits=%d run_key=%s",
             info.name, self.name, self.key[:12], self.standing.state.credits, info.run_key,
@@ -220,11 +236,15 @@ class Worker:
         """Load the lease's version, on a shift that ends with its use. Raises `TooOld` if the host may have deleted the
         weights, and `Left`."""
         lease, shift = grant.lease, (use or Use()).shift
+        self.doing.now(f"fetching version {lease.version}")
         try:
             load = load_on_shift(self.seat, self.shift, shift, lease.version, grant=grant)
             if not await loaded_in_time(load, self.stopping):
                 await self.leases.give_back(lease)
                 raise Left
+            self.doing.now(
+                f"filling a lease of {sum(len(b.slots) for b in lease.blocks)} groups, version {lease.version}"
+            )
         except Contradiction:
             await self.leases.give_back(lease)
             raise
@@ -347,6 +367,7 @@ class Worker:
     async def _submit(self, lease: t.Lease, groups: list[t.Group], proofs: tuple[bytes, ...]) -> None:
         """Send the groups, and keep them with the receipt. A superseded lease is dropped, and one whose turns the host has
         forgotten is given back."""
+        self.doing.now(f"sending a lease of version {lease.version}")
         body = commit(self.seat.info.run, lease, groups, self.seat.engine.facts, proofs)
         await asyncio.to_thread(self.seat.evidence.keep, "submission", body)  # guard: body-is-kept
         try:
