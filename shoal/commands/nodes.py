@@ -149,9 +149,13 @@ def _add_sharing(p: argparse.ArgumentParser) -> None:
 
 def join(args: argparse.Namespace) -> None:
     demand_torch()
+    from rich.console import Console
+
+    from shoal.launch.node_view import NodeView, shown
     from shoal.launch.steering import name_worker, steered
     from shoal.roles import worker
     from shoal.roles.allowance import Allowance, Hours
+    from shoal.roles.doing import Doing
 
     log_to_stderr()
     allowance = Allowance(Hours.parse(args.hours) if args.hours else None, args.cpu_share)
@@ -160,11 +164,13 @@ def join(args: argparse.Namespace) -> None:
         os.nice(NICE)
     with steered(allowance.pause, allowance.resume), _home(args) as (home, lock_fd):
         name_worker(lock_fd)
-        worker.main(
-            args.url, home, threads, args.max_memory, args.name, max_disk_mb=args.max_disk,
-            packages=packages_of(args.url), share_port=_share_port(args), share_url=args.share_url, device=args.device,
-            engine=args.engine, allowance=allowance,
-        )  # fmt: skip
+        packages, share_port, doing = packages_of(args.url), _share_port(args), Doing()
+        with shown(NodeView("worker", args.url, doing, allowance), Console(stderr=True)):
+            worker.main(
+                args.url, home, threads, args.max_memory, args.name, max_disk_mb=args.max_disk, packages=packages,
+                share_port=share_port, share_url=args.share_url, device=args.device, engine=args.engine,
+                allowance=allowance, doing=doing,
+            )  # fmt: skip
 
 
 def node(args: argparse.Namespace) -> None:
@@ -176,14 +182,20 @@ def node(args: argparse.Namespace) -> None:
 
 def validate(args: argparse.Namespace) -> None:
     demand_torch()
+    from rich.console import Console
+
+    from shoal.launch.node_view import NodeView, shown
     from shoal.roles import validator
+    from shoal.roles.doing import Doing
 
     log_to_stderr()
     with _home(args) as (home, _):
-        validator.main(
-            args.url, home, args.threads or cores(), max_disk_mb=args.max_disk, max_memory_mb=args.max_memory,
-            packages=packages_of(args.url), share_port=_share_port(args), share_url=args.share_url, device=args.device,
-        )  # fmt: skip
+        packages, share_port, doing = packages_of(args.url), _share_port(args), Doing()
+        with shown(NodeView("validator", args.url, doing), Console(stderr=True)):
+            validator.main(
+                args.url, home, args.threads or cores(), max_disk_mb=args.max_disk, max_memory_mb=args.max_memory,
+                packages=packages, share_port=share_port, share_url=args.share_url, device=args.device, doing=doing,
+            )  # fmt: skip
 
 
 def _share_port(args: argparse.Namespace) -> int | None:

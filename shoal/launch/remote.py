@@ -40,8 +40,13 @@ _FAMILIES = tuple(f"{name.partition('/')[0]}/" for name in METRICS if "/" in nam
 class RemoteRun:
     """What a coordinator says of its run, newest first asked."""
 
-    def __init__(self, client: Client, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, client: Client, monotonic: Callable[[], float] = time.monotonic, metrics_every_s: float = 0.0,
+        nodes_every_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Metrics and nodes are asked for at most so often: a thousand workers must not cost their host much."""
         self._client, self._monotonic = client, monotonic
+        self._metrics_every_s, self._nodes_every_s, self._metrics_again_at = metrics_every_s, nodes_every_s, 0.0
         self._status, self._nodes = NO_STATUS, tuple[NodeState, ...]()
         self._lines: list[dict[str, Any]] = []
         self._has_metrics = True
@@ -69,6 +74,9 @@ class RemoteRun:
 
     async def _read_metrics(self) -> None:
         """New lines, a few pages at a time."""
+        if self._monotonic() < self._metrics_again_at:
+            return
+        self._metrics_again_at = self._monotonic() + self._metrics_every_s
         for _ in range(PAGES_AT_ONCE if self._has_metrics else 0):
             last = self._lines[-1]["step"] if self._lines else -1
             try:
@@ -112,8 +120,8 @@ class RemoteRun:
                 break
             after = page[-1].key
         self._nodes = tuple(nodes.values())
-        if len(nodes) >= MAX_NODES:
-            self._nodes_again_at = began + (self._monotonic() - began) / PAGING_SHARE
+        paging_s = (self._monotonic() - began) / PAGING_SHARE if len(nodes) >= MAX_NODES else 0.0
+        self._nodes_again_at = began + max(paging_s, self._nodes_every_s)
 
     def _elapsed_s(self) -> float:
         """From the first step to the newest, if all are here."""

@@ -1,0 +1,208 @@
+"""What `shoal join` and `shoal validate` show: the run that is helped, and the node's own figures.
+
+Called by `launch/node_view`. Pure, as `launch/view` is: a value becomes a picture, or a line where the output is piped.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.text import Text
+
+from shoal.launch import panels
+from shoal.launch.agreement import Agreement
+from shoal.launch.panels import duration
+from shoal.launch.remaining import seconds_left
+from shoal.launch.snapshot import Snapshot
+from shoal.ledger.law import LAW, LAWS
+from shoal.protocol import types as t
+from shoal.roles.doing import Judged
+from shoal.terminal import brief
+
+LEAST_LOG_LINES = 3
+TREND_STEPS = 20
+"""The reward's trend compares the newest of so many steps with those before."""
+
+
+@dataclass(frozen=True)
+class NodeNow:
+    """A node of this machine and its run at one moment."""
+
+    role: str
+    snapshot: Snapshot
+    """The run, as anyone may see it."""
+    words: str = "starting"
+    words_s: float = 0.0
+    """For how long that has been so."""
+    key: str = ""
+    name: str = ""
+    info: t.RunInfo | None = None
+    node: t.NodeState | None = None
+    tokens_per_s: float = 0.0
+    memory_mb: int = 0
+    gpu_mb: int = 0
+    up_s: float = 0.0
+    accepted_before: int = 0
+    """Groups that were accepted when this process joined."""
+    limits: str = ""
+    """What the user allows, in words."""
+    paused: bool = False
+    judged: Judged = field(default_factory=Judged)
+    agreement: Agreement = field(default_factory=lambda: Agreement(""))
+
+
+def picture(now: NodeNow, width: int, height: int, log: Sequence[str] = ()) -> RenderableType:
+    """The whole picture, in `height` lines."""
+    inside = max(8, width - 4)
+    state = Text(f"● {brief(now.words, 200)}", style=_style(now), no_wrap=True, overflow="ellipsis")
+    state.append(f"  {duration(now.words_s)}", style="dim")
+    own = validator_lines(now) if now.role == "validator" else worker_lines(now)
+    parts: list[RenderableType] = [state, Text(helps(now), style="bold", no_wrap=True, overflow="ellipsis")]
+    parts.append(panels.progress(now.snapshot, inside))
+    room = height - 2 - 3
+    figures = panels.figures_in_a_row(now.snapshot, inside, 2 if room > 12 else 1)
+    parts.append(figures)
+    room -= figures.plain.count("\n") + 1
+    texts = [
+        Text(line, no_wrap=True, overflow="ellipsis") for line in [trend(now.snapshot), *own, machine(now)] if line
+    ]
+    parts += texts[: max(1, room)]
+    room -= len(texts)
+    waits = panels.watchdog(now.snapshot)
+    waits.no_wrap, waits.overflow = True, "ellipsis"
+    if room > 0:
+        parts.append(waits)
+        room -= 1
+    if room > 1:
+        newest = [Text(brief(line, 300), style="dim", no_wrap=True, overflow="ellipsis") for line in log[-(room - 1) :]]
+        parts += [Text(), *newest]
+    title = Text.assemble(("shoal", "bold"), f" · {'judging for' if now.role == 'validator' else 'working for'} ")
+    title.append(brief(now.snapshot.name or "a run", 40))
+    return Panel(Group(*parts), title=title, subtitle=Text(hint(now), style="dim"), box=box.ROUNDED, height=height)
+
+
+def plain(now: NodeNow) -> str:
+    """The same as one line."""
+    snapshot = now.snapshot
+    parts = [f"run={brief(snapshot.name)} {brief(snapshot.status.phase, 12)} step={snapshot.step}/{snapshot.steps}"]
+    if (reward := snapshot.latest("reward_all_mean")) is not None:
+        parts.append(f"reward={reward:.3f}")
+    if (left_s := seconds_left(snapshot)) is not None:
+        parts.append(f"left={duration(left_s)}")
+    own = validator_lines(now) if now.role == "validator" else worker_lines(now)
+    return "  ".join([*parts, "·", *own, machine(now), f"· {brief(now.words, 200)}"])
+
+
+def helps(now: NodeNow) -> str:
+    """What the run trains."""
+    info = now.info
+    if info is None:
+        return "asking the host for its run"
+    envs = ", ".join(brief(env.name, 40) for env in info.envs[:4]) + (" …" if len(info.envs) > 4 else "")
+    kind = getattr(type(info.rules.algorithm), "__struct_config__", None)
+    named = f" by {kind.tag}" if kind is not None and kind.tag else ""
+    return f"trains a policy on {envs}{named}, {info.rules.steps:,} steps · {brief(now.snapshot.url, 60)}"
+
+
+def trend(snapshot: Snapshot) -> str:
+    """How the reward has changed."""
+    rewards = snapshot.series("reward_all_mean")
+    if len(rewards) < 4:
+        return ""
+    size = min(TREND_STEPS, len(rewards) // 2)
+    newest, before = (sum(part) / len(part) for part in (rewards[-size:], rewards[-2 * size : -size]))
+    word = "up" if newest > before else "down" if newest < before else "level"
+    return f"reward {word}: {before:.3f} to {newest:.3f}, means of {size} steps each"
+
+
+def worker_lines(now: NodeNow) -> list[str]:
+    """What was accepted and refused, what it is worth, and when the next of it is safe."""
+    node = now.node
+    if node is None:
+        return []
+    why = ", ".join(
+        f"{brief(check, 30)} {count}x" for check, count in sorted(node.reasons.items(), key=lambda r: -r[1])
+    )
+    refused = f"{node.refused:,} refused" + (f" ({why})" if why else "")
+    lines = [
+        f"{brief(node.standing, 12)} · accepted {node.accepted:,} groups · {refused} · {node.lapsed:,} lapsed",
+        f"credits {node.credits:,} ({node.vested:,} vested) · {_place(now)}",
+    ]
+    if node.last_reason:
+        lines.append(f"last refusal: {brief(node.last_reason, 240)}")
+    if vesting := next_vesting(now):
+        lines.append(vesting)
+    return lines
+
+
+def _place(now: NodeNow) -> str:
+    """Rank and share among the workers, as the host's list has them."""
+    workers = [node for node in now.snapshot.nodes if node.role == "worker" and node.key != now.key]
+    if now.node is None or not now.snapshot.nodes:
+        return "rank not known yet"
+    rank = 1 + sum(node.credits > now.node.credits for node in workers)
+    total = now.node.credits + sum(node.credits for node in workers)
+    share = f"{now.node.credits / total:.1%} of all credits" if total else "nobody has credits yet"
+    return f"rank {rank:,} of {len(workers) + 1:,} · {share}"
+
+
+def next_vesting(now: NodeNow) -> str:
+    """When a slash can no longer take the oldest pay, by the pace of this session."""
+    node, info = now.node, now.info
+    if node is None or info is None or node.credits <= node.vested:
+        return ""
+    window = LAWS.get(info.rules_version, LAW).vesting_blocks * info.rules.block_groups
+    missing = window - node.accepted
+    if node.vested or missing <= 0:
+        return "each further accepted group makes the oldest unvested one safe"
+    done = node.accepted - now.accepted_before
+    when = f", in about {duration(missing * now.up_s / done)}" if done > 0 else ""
+    return f"the first pay vests after {missing:,} more accepted groups{when}"
+
+
+def validator_lines(now: NodeNow) -> list[str]:
+    """What was judged, by which checks refused, and where others differ."""
+    judged, agreement = now.judged, now.agreement
+    refused = ", ".join(f"{brief(check, 30)} {count}x" for check, count in judged.refused.most_common())
+    groups = judged.accepted + judged.void + sum(judged.refused.values())
+    share = f"{judged.audited / groups:.0%}" if groups else "none"
+    each = f" · {judged.busy_s / judged.submissions:.1f} s each" if judged.submissions else ""
+    lines = [
+        f"judged {judged.submissions:,} submissions{each}: {judged.accepted:,} groups accepted, "
+        f"{sum(judged.refused.values()):,} refused{f' ({refused})' if refused else ''}"
+        + (f", {judged.void:,} void" if judged.void else ""),
+        f"audited with the model: {share} of the groups · {now.snapshot.status.pending:,} submissions wait to be judged",
+    ]
+    if judged.last_reason:
+        lines.append(f"last refusal: {brief(judged.last_reason, 240)}")
+    names = {node.key: node.name for node in now.snapshot.nodes}
+    if differed := agreement.differed.most_common(3):
+        who = ", ".join(f"{brief(names.get(key, key[:12]), 30)} {count}x" for key, count in differed)
+        lines.append(f"differs from others on {agreement.differed.total():,} of {agreement.compared:,} groups: {who}")
+        lines.append(f"the newest difference: {brief(agreement.last, 200)}")
+    elif agreement.compared:
+        lines.append(f"agrees with the others on all {agreement.compared:,} groups that both judged")
+    return lines
+
+
+def machine(now: NodeNow) -> str:
+    """What it takes of this machine."""
+    parts = [f"{now.tokens_per_s:,.0f} tokens/s"] if now.tokens_per_s else []
+    parts += [f"memory {now.memory_mb:,} MB"] if now.memory_mb else []
+    parts += [f"GPU {now.gpu_mb:,} MB"] if now.gpu_mb else []
+    return " · ".join([*parts, f"up {duration(now.up_s)}", *([now.limits] if now.limits else [])])
+
+
+def hint(now: NodeNow) -> str:
+    """Keys, in words."""
+    if now.role == "validator":
+        return "Ctrl-C judges what is in hand and leaves"
+    return f"p {'resumes' if now.paused else 'pauses'} · Ctrl-C finishes the work in hand and leaves"
+
+
+def _style(now: NodeNow) -> str:
+    if now.paused or "outside --hours" in now.words or "quarantined" in now.words:
+        return "yellow"
+    return "dim" if now.words.startswith("waiting") else "green"

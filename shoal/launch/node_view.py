@@ -1,0 +1,186 @@
+"""The view of `shoal join` and `shoal validate`, in a thread beside the role: a picture on a terminal, else a line now and
+then in the log.
+
+Called by `commands/nodes`. It asks the run's host without a key, as anyone may, and seldom: thousands of workers do. It
+changes nothing but the user's allowance, at the key p. When the node is told to stop, it gives the terminal back at once.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.control import Control
+from rich.live import Live
+
+from shoal.errors import PeerError
+from shoal.launch.agreement import Agreement
+from shoal.launch.keyboard import Keyboard, keyboard
+from shoal.launch.node_picture import NodeNow, picture, plain
+from shoal.launch.remote import RemoteRun
+from shoal.launch.snapshot import Snapshot
+from shoal.net.client import Client
+from shoal.protocol.constants import MAX_EVENTS, MAX_SUBMISSION_BYTES
+from shoal.protocol.types import StateHash
+from shoal.roles.allowance import Allowance
+from shoal.roles.doing import Doing
+
+log = logging.getLogger("shoal")
+
+DRAW_EVERY_S, LOOK_EVERY_S, LINE_EVERY_S = 0.5, 5.0, 60.0
+METRICS_EVERY_S, NODES_EVERY_S, EVENTS_EVERY_S = 15.0, 60.0, 20.0
+KEY_WAIT_S = 0.1
+MOST_LOG_LINES = 200
+"""Of the log while the picture is shown, so much is printed after it."""
+ANSWER_S = 5.0
+
+
+class LogLines(logging.Handler):
+    """Keeps the newest lines of the log for the picture."""
+
+    def __init__(self, formatter: logging.Formatter) -> None:
+        super().__init__()
+        self.setFormatter(formatter)
+        self.lines: deque[str] = deque(maxlen=MOST_LOG_LINES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        self.lines.append(self.format(record))
+
+
+class NodeView:
+    """What is known of a node and its run, put together for the picture."""
+
+    def __init__(self, role: str, url: str, doing: Doing, allowance: Allowance | None = None) -> None:
+        self.role, self.url, self.doing, self.allowance = role, url, doing, allowance
+        self.snapshot = Snapshot("", url, 0, url=url)
+        self.agreement = Agreement(doing.key)
+        self._seq: int | None = None
+        self._events_at = self._looked_at = -1e9
+        self._memory = (0, 0)
+        self._accepted_before: int | None = None
+
+    def now(self) -> NodeNow:
+        """The node at this moment."""
+        doing, allowance = self.doing, self.allowance
+        if self._accepted_before is None and doing.node is not None:
+            self._accepted_before = doing.node.accepted
+        return NodeNow(
+            role=self.role, snapshot=self.snapshot, words=doing.words, words_s=doing.clock() - doing.since,
+            key=doing.key, name=doing.name, info=doing.info, node=doing.node, tokens_per_s=doing.tokens_per_s,
+            memory_mb=self._memory[0], gpu_mb=self._memory[1], up_s=doing.clock() - doing.started,
+            accepted_before=self._accepted_before or 0, limits=limits_of(allowance),
+            paused=allowance is not None and allowance.paused, judged=doing.judged, agreement=self.agreement,
+        )  # fmt: skip
+
+    async def look(self, run: RemoteRun, client: Client) -> None:
+        """Ask the host, if it is time. A host that does not answer leaves what was known."""
+        now = time.monotonic()
+        if now - self._looked_at < LOOK_EVERY_S:
+            return
+        self._looked_at = now
+        self._memory = await asyncio.to_thread(self.doing.memory)
+        with contextlib.suppress(PeerError):
+            self.snapshot = await run.look()
+            if self.role == "validator" and self.doing.key and now - self._events_at >= EVENTS_EVERY_S:
+                self._events_at, self.agreement.key = now, self.doing.key
+                await self._read_events(client)
+
+    async def _read_events(self, client: Client) -> None:
+        """A page of the log's newest verdicts, from where the validator began to look."""
+        if self._seq is None:
+            self._seq = (await client.get_json("/v1/state", StateHash, deadline_s=ANSWER_S)).seq
+        page = await client.get(f"/v1/events?after={self._seq}", cap=MAX_SUBMISSION_BYTES, deadline_s=ANSWER_S)
+        self._seq += self.agreement.read(page.split(b"\n", MAX_EVENTS)[:MAX_EVENTS])
+
+
+def limits_of(allowance: Allowance | None) -> str:
+    """What the user allows, in words; "" if that is all."""
+    if allowance is None:
+        return ""
+    parts = [f"--hours {allowance.hours.text}"] if allowance.hours is not None else []
+    return " ".join(parts + ([f"--cpu-share {allowance.cpu_share:g}"] if allowance.cpu_share < 1 else []))
+
+
+@contextlib.contextmanager
+def shown(view: NodeView, console: Console) -> Iterator[None]:
+    """Show the node while the role runs."""
+    ended = threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(_follow(view, console, ended)), name="view", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(ANSWER_S)
+
+
+async def _follow(view: NodeView, console: Console, ended: threading.Event) -> None:
+    try:
+        client = Client(view.url, on_wait=lambda line: None)
+    except PeerError:  # the role says what is wrong with the URL
+        return
+    async with client:
+        run = RemoteRun(client, metrics_every_s=METRICS_EVERY_S, nodes_every_s=NODES_EVERY_S)
+        if console.is_terminal and not console.is_dumb_terminal:
+            with _on_screen(console) as (live, lines), keyboard() as keys:
+                await _draw(view, run, client, live, lines, keys, ended)
+        await _log_lines(view, run, client, ended)
+
+
+async def _draw(
+    view: NodeView, run: RemoteRun, client: Client, live: Live, lines: LogLines, keys: Keyboard, ended: threading.Event
+) -> None:
+    """Draw until the role has ended or is told to stop: a second Ctrl-C ends the process, and must find the terminal as it
+    was."""
+    looking: asyncio.Task[None] | None = None
+    drawn_at = 0.0
+    while not ended.is_set() and not view.doing.stopping():
+        if looking is None or looking.done():
+            looking = asyncio.create_task(view.look(run, client))
+        if "p" in keys.pressed().lower() and view.allowance is not None:
+            view.allowance.toggle()
+            drawn_at = 0.0
+        if time.monotonic() - drawn_at >= DRAW_EVERY_S:
+            size = live.console.size
+            live.update(picture(view.now(), size.width, size.height, tuple(lines.lines)), refresh=True)
+            drawn_at = time.monotonic()
+        await asyncio.sleep(KEY_WAIT_S)
+    if looking is not None:
+        looking.cancel()
+
+
+async def _log_lines(view: NodeView, run: RemoteRun, client: Client, ended: threading.Event) -> None:
+    """A line now and then, once the node has joined."""
+    said_at = time.monotonic()
+    while not ended.is_set() and not view.doing.stopping():
+        await asyncio.sleep(KEY_WAIT_S)
+        if view.doing.info is None or time.monotonic() - said_at < LINE_EVERY_S:
+            continue
+        said_at = time.monotonic()
+        await view.look(run, client)
+        log.info("%s", plain(view.now()))
+
+
+@contextlib.contextmanager
+def _on_screen(console: Console) -> Iterator[tuple[Live, LogLines]]:
+    """A screen of its own, with the log in it; afterwards the terminal as it was, and the log's newest lines."""
+    root = logging.getLogger()
+    before: Sequence[logging.Handler] = list(root.handlers)
+    formatter = before[0].formatter if before and before[0].formatter is not None else logging.Formatter()
+    lines = LogLines(formatter)
+    root.handlers = [lines]
+    live = Live(console=console, auto_refresh=False, screen=True, redirect_stdout=False, redirect_stderr=False)
+    live.start()
+    try:
+        yield live, lines
+    finally:
+        console.control(Control.home(), Control.clear())  # tmux keeps what is there if its size has changed
+        live.stop()
+        root.handlers = list(before)
+        for line in lines.lines:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,206 @@
+"""What `shoal join` and `shoal validate` show of a node and its run, at several sizes and as a line."""
+
+import asyncio
+import io
+import logging
+import threading
+import time
+from dataclasses import replace
+
+import httpx
+import msgspec
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from shoal.launch.agreement import Agreement
+from shoal.launch.node_picture import NodeNow, next_vesting, picture, plain, trend
+from shoal.launch.node_view import NodeView, _draw, _on_screen, limits_of, shown
+from shoal.launch.remote import RemoteRun
+from shoal.launch.snapshot import Snapshot
+from shoal.ledger.facts.verdicts import VerdictGiven
+from shoal.ledger.table import make_entry
+from shoal.net.client import Client
+from shoal.protocol import types as t
+from shoal.roles.allowance import Allowance, Hours
+from shoal.roles.coordinator.board import Board
+from shoal.roles.doing import Doing, Judged
+from tests.launch.test_view_sizes import HOSTILE
+from tests.launch.test_watching import Presses, host_of
+from tests.roles.town import Town, tiny_run
+
+ME = "bb" * 32
+
+
+@pytest.fixture(scope="module")
+def info(tmp_path_factory: pytest.TempPathFactory) -> t.RunInfo:
+    return Board(Town(tmp_path_factory.mktemp("town") / "run", tiny_run()).desk).info()
+
+
+@pytest.fixture
+def worker(snapshot: Snapshot, info: t.RunInfo) -> NodeNow:
+    refused = {"commit": 1, "sampling": 3}
+    me = t.NodeState(
+        ME, "worker", "worker-0", "good", 81234, 611, 4, 1, refused, "sampling: gap 2.3 (limit 0.1)", vested=70000
+    )
+    rival = msgspec.structs.replace(me, key="dd" * 32, name="rival", credits=100_000)
+    run = replace(snapshot, nodes=(*snapshot.nodes, rival), url="http://host:8470")
+    return NodeNow(
+        "worker", run, "filling a lease of 4 groups, version 37", 12.0, ME, "worker-0", info, me, 85.4, 1234, 9000,
+        up_s=12_000.0, accepted_before=11, limits="--hours 22-7",
+    )  # fmt: skip
+
+
+def lines_of(now: NodeNow, width: int, height: int, log: tuple[str, ...] = ()) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
+    console.print(picture(now, width, height, log))
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def text_of(now: NodeNow) -> str:
+    return "\n".join(lines_of(now, 120, 30))
+
+
+def test_a_worker_sees_the_run_it_helps_and_its_own_figures(worker: NodeNow) -> None:
+    for said in (
+        "working for wordle", "filling a lease of 4 groups, version 37", "trains a policy on arithmetic", "step 37/90",
+        "reward 0.480", "reward up: 0.347 to 0.438", "accepted 611 groups", "4 refused (sampling 3x, commit 1x)",
+        "credits 81,234 (70,000 vested)", "rank 2 of 3", "44.8% of all credits",
+        "last refusal: sampling: gap 2.3", "85 tokens/s", "memory 1,234 MB", "GPU 9,000 MB", "up 3h20m", "--hours 22-7",
+        "p pauses", "about 1m46s left",
+    ):  # fmt: skip
+        assert said in text_of(worker), said
+    line = plain(worker)
+    assert "\n" not in line and "run=wordle running step=37/90" in line and "rank 2 of 3" in line
+
+
+@pytest.mark.parametrize(("width", "height"), [(40, 12), (60, 20), (80, 24), (140, 40)])
+def test_the_workers_picture_fits_every_terminal(worker: NodeNow, width: int, height: int) -> None:
+    lines = lines_of(worker, width, height, tuple(f"line {i} of the log" for i in range(50)))
+    assert len(lines) == height and {cell_len(line) for line in lines} == {width}
+    assert "filling a lease" in lines[1]
+    if width >= 80:
+        assert any("611 groups" in line for line in lines) and any("line 49 of the log" in line for line in lines)
+
+
+@pytest.mark.parametrize("kind", sorted(HOSTILE))
+def test_a_hostile_host_cannot_disturb_the_workers_picture(worker: NodeNow, kind: str) -> None:
+    evil = HOSTILE[kind]
+    assert worker.node is not None and worker.info is not None
+    node = msgspec.structs.replace(worker.node, last_reason=evil, reasons={evil: 3}, standing=evil)
+    envs = tuple(msgspec.structs.replace(env, name=evil) for env in worker.info.envs)
+    run = replace(worker.snapshot, name=evil, url=evil,
+                  status=msgspec.structs.replace(worker.snapshot.status, waiting_for=evil, phase=evil))  # fmt: skip
+    shown_now = replace(
+        worker, node=node, info=msgspec.structs.replace(worker.info, envs=envs), snapshot=run, words=f"waiting: {evil}"
+    )
+    lines = lines_of(shown_now, 80, 24, (evil,))
+    assert {cell_len(line) for line in lines} == {80} and len(lines) == 24 and "".join(lines).isprintable()
+    assert plain(shown_now).isprintable()
+
+
+def test_states_are_said_in_words(worker: NodeNow) -> None:
+    paused = replace(worker, words="waiting: paused by you: no lease is taken until you resume", paused=True)
+    assert "paused by you: no lease is taken" in text_of(paused) and "p resumes" in text_of(paused)
+    night = Allowance(Hours.parse("22-7"), cpu_share=0.5)
+    assert limits_of(night) == "--hours 22-7 --cpu-share 0.5" and limits_of(Allowance()) == limits_of(None) == ""
+
+
+def test_time_to_the_first_vesting_follows_the_pace_of_this_session(worker: NodeNow) -> None:
+    assert worker.node is not None and worker.info is not None
+    window = 40 * worker.info.rules.block_groups
+    young = msgspec.structs.replace(worker.node, vested=0, accepted=window - 30)
+    fast = replace(worker, node=young, accepted_before=window - 40, up_s=100.0)
+    assert next_vesting(fast) == "the first pay vests after 30 more accepted groups, in about 5m00s"
+    assert "in about" not in next_vesting(replace(fast, accepted_before=young.accepted))
+    assert next_vesting(worker).startswith("each further accepted group")
+    assert next_vesting(replace(worker, node=msgspec.structs.replace(worker.node, vested=81234))) == ""
+
+
+def test_the_trend_compares_equal_numbers_of_steps(snapshot: Snapshot) -> None:
+    lines = tuple({"step": i, "reward_all_mean": reward} for i, reward in enumerate((9.0, 1.0, 1.0, 0.5, 0.25)))
+    assert trend(replace(snapshot, metrics=lines)) == "reward down: 1.000 to 0.375, means of 2 steps each"
+    assert trend(replace(snapshot, metrics=lines[:3])) == ""
+
+
+# --- validators ---
+
+
+def verdict_of(*outcomes: str) -> tuple[t.GroupVerdict, ...]:
+    return tuple(
+        t.GroupVerdict(slot, slot == 0, "soft" if check else "accept", check)  # type: ignore[arg-type]
+        for slot, check in enumerate(outcomes)
+    )
+
+
+def event(submission: str, validator: str, *outcomes: str) -> bytes:
+    return make_entry(1, 0.0, VerdictGiven(submission, validator, verdict_of(*outcomes)), "00" * 32).data
+
+
+def test_a_validator_sees_what_it_judged_and_where_others_differ(worker: NodeNow) -> None:
+    judged = Judged()
+    judged.add(t.Verdict("s1", verdict_of("", "sampling")), 2.0)
+    judged.add(t.Verdict("s2", verdict_of("", "")), 1.0)
+    other = "cc" * 32
+    agreement = Agreement(ME)
+    lines = [
+        event("s1", ME, "", "sampling"), event("s1", other, "", ""), event("s2", other, "", ""), event("s2", ME, "", ""),
+        event("s3", other, "commit"), event("s3", "ee" * 32, ""),
+    ]  # fmt: skip
+    assert agreement.read(lines) == 6
+    now = replace(worker, role="validator", judged=judged, agreement=agreement, node=None)
+    for said in (
+        "judging for wordle", "judged 2 submissions · 1.5 s each: 3 groups accepted, 1 refused (sampling 1x)",
+        "audited with the model: 50% of the groups", "2 submissions wait to be judged",
+        "differs from others on 1 of 4 groups: validator-0 1x", "group 1 of s1: you refused by sampling, it accepted",
+    ):  # fmt: skip
+        assert said in text_of(now), said
+    assert "agrees with the others on all 2 groups" in text_of(replace(now, agreement=Agreement(ME, compared=2))), (
+        "without differences"
+    )
+
+
+def test_events_that_cannot_be_read_end_the_page() -> None:
+    agreement = Agreement(ME)
+    assert agreement.read([b"{}", event("s1", ME, "")]) == 0 and agreement.read([]) == 0
+
+
+# --- the thread ---
+
+
+def test_piped_the_view_logs_and_ends_with_the_role(caplog: pytest.LogCaptureFixture, info: t.RunInfo) -> None:
+    doing, before = Doing(), threading.active_count()
+    with (
+        caplog.at_level(logging.INFO),
+        shown(NodeView("worker", "http://127.0.0.1:9", doing), Console(file=io.StringIO())),
+    ):
+        doing.info = info
+    deadline = time.monotonic() + 5.0
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_p_pauses_and_a_stop_gives_the_terminal_back_at_once(snapshot: Snapshot) -> None:
+    presses = iter(["", "p", ""])
+    left = [3]
+
+    def stopping() -> bool:
+        left[0] -= 1
+        return left[0] < 0
+
+    doing, allowance = Doing(stopping=stopping), Allowance()
+    view = NodeView("worker", "http://host", doing, allowance)
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, _environ={"TERM": "xterm"})
+    client = Client("http://host", transport=httpx.MockTransport(host_of(snapshot, None)))
+
+    async def story() -> None:
+        with _on_screen(console) as (live, lines):
+            logging.getLogger("worker").warning("a line of the log")
+            await _draw(view, RemoteRun(client), client, live, lines, Presses(presses), threading.Event())
+
+    asyncio.run(story())
+    assert allowance.paused and view.snapshot.status.phase == "running"
+    shown_text = console.file.getvalue()  # type: ignore[attr-defined]
+    picture_text, after = shown_text.split("\x1b[?1049l")
+    assert "p resumes" in picture_text and "a line of the log" in after
