@@ -44,7 +44,8 @@ def tiny(folder, seed):
 def curve_of(spent, reward, probed=None, **tested):
     """A made-up curve."""
     columns = {"spent": list(spent), "reward": list(reward)} | tested
-    return Curve("", {}, {"tokens": [1.0]}, {}, columns, [], [], "", 1.0, probed or {})
+    run = {"rollouts": {"batch_groups": 5, "group_size": 2}}
+    return Curve("", run, {"tokens": [1.0], "length": [2.0, 3.0]}, {}, columns, [], [], "", 1.0, probed or {})
 
 
 def claim(name):
@@ -120,6 +121,8 @@ def test_credit_counts_as_reproduced_only_if_the_seeds_agree():
             claim("credit"), {("group_mean", 0): critic, ("critic", 0): critic, ("vine", 0): vine}
         )
         assert found.figures["budget_tokens"] == 100
+        assert found.figures["vine"]["continued_share"][0] == 0.75, "its rollouts have 50 tokens"
+        assert found.figures["critic"]["reward_at_equal_rollouts"][0] == pytest.approx((0.25 + 0.21875) / 2, abs=1e-4)
         return found.reproduced
 
     assert verdict(0.1, 0.11, 0.09, 0.1, 0.12) and not verdict(0.1, 0.11, -0.2, -0.1, 0.12)

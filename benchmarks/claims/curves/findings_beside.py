@@ -27,8 +27,24 @@ SHARE_SLACK = 0.02
 
 
 def credit(claim: Claim, reports: Reports) -> Finding:
-    """Rewards at equal tokens."""
-    return _at_budget(claim, reports, "vine", "critic", "Tested reward against generated tokens")
+    """Rewards at equal tokens; and beside the claim, those after as many rollouts as vine had, whatever the tokens."""
+    found = _at_budget(claim, reports, "vine", "critic", "Tested reward against generated tokens")
+    continued = reports["vine", 0]
+    own = [_tokens_of_rollouts(curve) for curve in continued]
+    found.figures["vine"]["continued_share"] = rounded(
+        [1 - tokens / curve.tested["spent"][-1] for tokens, curve in zip(own, continued, strict=True)]
+    )
+    rows = []
+    for arm in claim.arms:
+        figures, curves = found.figures[arm.name], reports[arm.name, 0]
+        tokens = own if arm.name != "vine" else [curve.tested["spent"][-1] for curve in curves]
+        figures["reward_at_equal_rollouts"] = rounded(
+            [at_budget(curve, n) for n, curve in zip(tokens, curves, strict=True)]
+        )
+        names = ("reward_before", "reward_at_budget", "reward_at_equal_rollouts")
+        rows.append((arm.name, *(spread(figures[name]) for name in names)))
+    head = ("Arm", "Reward before", "Reward at equal tokens", "Reward at equal rollouts")
+    return found._replace(table=table(head, rows))
 
 
 def offline_filter(claim: Claim, reports: Reports) -> Finding:
@@ -184,6 +200,7 @@ FINDINGS: dict[str, Callable[[Claim, Reports], Finding]] = {
     "distillation": distillation,
     "offline_filter": offline_filter,
     "dpo": dpo,
+    "dpo_slower": dpo,
     "reward_model": reward_model,
 }
 
@@ -218,6 +235,12 @@ def _at_budget(
         table(("Arm", "Reward before", "Reward at equal tokens"), rows),
         picture(title, "tokens", drawn[1], lines),
     )
+
+
+def _tokens_of_rollouts(curve: Curve) -> float:
+    """The tokens of a run's rollouts, without those of continuations."""
+    rollouts = curve.run["rollouts"]
+    return sum(curve.sampled["length"]) * float(rollouts["batch_groups"] * rollouts["group_size"])
 
 
 def at_budget(curve: Curve, budget: float, name: str = "reward") -> float:
