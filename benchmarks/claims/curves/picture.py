@@ -54,10 +54,11 @@ def picture(title: str, across: str, up: str, lines: Sequence[Line], places: Seq
         parts += [f'<path d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}" stroke="#eee"/>', _text(LEFT - 6, at + 4, label, "end")]
     for line in lines:
         colour = COLOURS[line.colour % len(COLOURS)]
+        size = 2 if line.points else 4
         way = "L".join(f"{x.of(a):.1f} {y.of(b):.1f}" for a, b in line.points)
         thin = ' stroke-width=".7" opacity=".45"' if line.faint else ' stroke-width="2"'
         parts += [f'<path d="M{way}" fill="none" stroke="{colour}"{thin}/>'] if way else []
-        parts += [f'<circle cx="{x.of(a):.1f}" cy="{y.of(b):.1f}" r="2" fill="{colour}"/>' for a, b in line.dots]
+        parts += [f'<circle cx="{x.of(a):.1f}" cy="{y.of(b):.1f}" r="{size}" fill="{colour}"/>' for a, b in line.dots]
     named = [line for line in lines if line.name]
     for row, line in enumerate(named):
         at, colour = TOP + 10 + 20 * row, COLOURS[line.colour % len(COLOURS)]
