@@ -25,6 +25,14 @@ RANGES = (0.25, 0.5, 0.75)
 RANK_BAR = 0.8
 SHARE_SLACK = 0.02
 
+SAID_OF_PREFERRED = {
+    "share": "Share of the possible gain",
+    "utility": "True utility",
+    "kl_nats": "KL to the first policy, nats",
+    "right_form_share": "Answers of the right form",
+}
+"""Columns of the table of runs that learn from preferences."""
+
 
 def credit(claim: Claim, reports: Reports) -> Finding:
     """Rewards at equal tokens; and beside the claim, those after as many rollouts as vine had, whatever the tokens."""
@@ -142,9 +150,10 @@ def dpo(claim: Claim, reports: Reports) -> Finding:
             "share": rounded(share[arm.name]),
             "utility": rounded([one["utility"][-1] for one in probed]),
             "kl_nats": rounded([one["kl_nats"][-1] for one in probed]),
+            "right_form_share": rounded([one["valid"][-1] for one in probed]),
             "generated_tokens": [sum(curve.sampled["tokens"]) for curve in reports[arm.name, 0]],
         }
-        rows.append((arm.name, *(spread(figures[arm.name][name]) for name in ("share", "utility", "kl_nats"))))
+        rows.append((arm.name, *(spread(figures[arm.name][name]) for name in SAID_OF_PREFERRED)))
     first = reports[claim.arms[0].name, 0][0].probed
     figures |= {"utility_before": round(first["utility"][0], 4), "utility_of_best": round(first["best_utility"][0], 4)}
     differences = [a - b for a, b in zip(share["dpo"], share["reward_model"], strict=True)]
@@ -156,7 +165,7 @@ def dpo(claim: Claim, reports: Reports) -> Finding:
         enough >= max(1, len(differences) - 1) and found["mean"] >= -SHARE_SLACK,
         f"dpo gains {statistics.fmean(share['dpo']):.2f} of what is possible, and RL with a reward model "
         f"{statistics.fmean(share['reward_model']):.2f}",
-        table(("Arm", "Share of the possible gain", "True utility", "KL to the first policy, nats"), rows),
+        table(("Arm", *SAID_OF_PREFERRED.values()), rows),
         picture(
             "Share of the possible gain", "arm", "share",
             [
