@@ -42,6 +42,7 @@ demo: $(VENV)/.runs
 
 beyond: $(VENV)/.runs
 	$(BIN)/shoal run recipes/stones.toml
+	@$(BIN)/python benchmarks/beyond.py --exact
 
 test: $(VENV)/.tests sandbox foreign
 	$(TEST) $(PARALLEL)

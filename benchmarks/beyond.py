@@ -1,6 +1,7 @@
 """Whether RL goes beyond its teacher: recipes/stones.toml beside three ways to imitate, five seeds.
 
-    python benchmarks/beyond.py [--seeds 1,2,3,4,5] [--roles] [--keep FOLDER] [--quick]
+    python benchmarks/beyond.py [--seeds 1,2,3,4,5] [--roles] [--keep FOLDER] [--picture FILE] [--quick]
+    python benchmarks/beyond.py --exact
 
 In the game `environments/stones` the opponent plays half of its turns without fault. The teacher sees only wins in one
 move; otherwise it is cautious, and so seldom makes the move that wins. Four sides:
@@ -16,7 +17,9 @@ Sides have the same tokenizer, size and first weights. Each plays the same held-
 shows, at several temperatures, and its best one counts, chosen on these very games. RL's margin is over the best of the
 other three. `larger` has games from 61 to 99 stones at that temperature. `exact` has what can be computed without a model:
 win rates of the teacher, of perfect play, and of players that know the teacher's moves in infinitely many wins, at the same
-temperatures. The last line is JSON; lists have a number a seed. The exit code is 1 if a bar is missed.
+temperatures; `--exact` prints these alone. `heldout_curve` and the picture have the win rate from held-out starts at
+temperature 1 after every tenth step, computed from the policy's probabilities; not with `--roles`. The last line is JSON;
+lists have a number a seed. The exit code is 1 if a bar is missed.
 """
 
 import argparse
@@ -43,6 +46,7 @@ sys.path[:0] = [str(ROOT), str(RECIPES)]  # started as a file, as benchmarks are
 import one_file  # noqa: E402
 
 from benchmarks.claims import stones  # noqa: E402
+from benchmarks.claims.curves.picture import Line, picture  # noqa: E402
 from shoal.config import SftConfig, load_run, load_sft, sampling_of  # noqa: E402
 from shoal.engine.local import LocalEngine  # noqa: E402
 from shoal.envs.base import Env  # noqa: E402
@@ -51,7 +55,7 @@ from shoal.envs.load import load_env  # noqa: E402
 from shoal.envs.play import play_scripted  # noqa: E402
 from shoal.policy.files import load_policy, save_policy  # noqa: E402
 from shoal.policy.render import Renderer  # noqa: E402
-from shoal.protocol.types import Block, Group, Sampling  # noqa: E402
+from shoal.protocol.types import Sampling  # noqa: E402
 from shoal.roles import sft  # noqa: E402
 from shoal.train.sft import fine_tune  # noqa: E402
 
@@ -62,6 +66,8 @@ EPISODES = 768
 """Held-out games of each side at each temperature."""
 IMITATION_BATCH = 256
 """Turns in a step of a side that goes on imitating. It learns from each turn of all of its games once."""
+EVERY = 10
+"""Steps between two values of the held-out curve."""
 SIDES = ("teacher", "imitation", "wins", "rl")
 BAR = 0.10
 """RL's margin over the best of the other sides, of the worst seed."""
@@ -73,8 +79,14 @@ def main() -> int:
     parser.add_argument("--seeds", default="1,2,3,4,5")
     parser.add_argument("--roles", action="store_true", help="RL by `shoal run`, in processes of their own")
     parser.add_argument("--keep", type=Path, help="a folder for each seed's figures: those there are not measured")
+    parser.add_argument("--picture", type=Path, help="an SVG file for the curves")
+    parser.add_argument("--exact", action="store_true", help="only what needs no model, in words")
     parser.add_argument("--quick", action="store_true", help="few steps of one seed: proves only that it runs")
     asked = parser.parse_args()
+    without_model = stones.exact(game(), TEMPERATURES)
+    if asked.exact:
+        print(in_words(without_model))
+        return 0
     seeds = [int(seed) for seed in asked.seeds.split(",")][: 1 if asked.quick else None]
     torch.set_num_threads(1)
     found = []
@@ -90,12 +102,10 @@ def main() -> int:
         wins = ", ".join(f"{side} {best(found[-1][side]):.1%}" for side in SIDES)
         print(f"seed {seed}: {wins} in {found[-1]['wall_s']:.0f} s", flush=True)
     figures = figures_of(found)
+    if asked.picture and figures["heldout_curve"]:
+        asked.picture.write_text(curves(figures["heldout_curve"], without_model))
     how = "shoal run" if asked.roles else "one_file.py"
-    print(
-        json.dumps(
-            {"benchmark": "beyond", "seeds": seeds, "by": how, **figures, "exact": stones.exact(game(), TEMPERATURES)}
-        )
-    )
+    print(json.dumps({"benchmark": "beyond", "seeds": seeds, "by": how, **figures, "exact": without_model}))
     return 0 if asked.quick or figures["margin_worst"] >= BAR else 1
 
 
@@ -103,6 +113,32 @@ def game(**args: Any) -> Any:
     """The environment of the recipe, with other arguments where some are given."""
     spec = load_run(RECIPES / "stones.toml").envs[0]
     return load_env(str(RECIPES / spec.name), dict(spec.args) | args)
+
+
+def in_words(exact: Mapping[str, Any]) -> str:
+    """What a win rate on the held-out starts is to be compared with."""
+    rows = {
+        "its teacher": exact["teacher"],
+        "imitation of infinitely many of the teacher's games": best(exact["imitation"]),
+        "imitation of infinitely many of the teacher's wins": best(exact["wins"]),
+        "perfect play": exact["perfect"],
+    }
+    lines = [f"  {rate:6.1%}  {name}" for name, rate in rows.items()]
+    return "\n".join(["Wins from the same held-out starts, calculated, each at its best temperature:", *lines])
+
+
+def curves(by_seed: Mapping[str, Sequence[float]], exact: Mapping[str, Any]) -> str:
+    """The picture: win rates over the steps of RL, beside those of the other sides at their limits."""
+    last = EVERY * max(len(rates) - 1 for rates in by_seed.values())
+    limits = {"perfect play": exact["perfect"], "imitation of wins": best(exact["wins"]), "teacher": exact["teacher"]}
+    lines = [
+        Line(f"RL, {name.replace('_', ' ')}", [(EVERY * i, rate) for i, rate in enumerate(rates)], colour)
+        for colour, (name, rates) in enumerate(by_seed.items())
+    ]
+    lines += [
+        Line(name, [(0, limit), (last, limit)], len(by_seed) + i) for i, (name, limit) in enumerate(limits.items())
+    ]
+    return picture("Held-out starts, temperature 1", "step", "win rate", lines)
 
 
 def figures_of(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -126,6 +162,7 @@ def figures_of(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "games": [one["games"] for one in found],
         "games_won_by_the_teacher": [one["games_won"] for one in found],
         "curves": [one["curve"] for one in found],
+        "heldout_curve": {f"seed_{one['seed']}": one["heldout_curve"] for one in found if one["heldout_curve"]},
         "wall_s": [round(one["wall_s"]) for one in found],
         "wall_s_of_rl": [round(one["wall_s_of_rl"]) for one in found],
         "cpu_s_of_rl": [round(one["cpu_s_of_rl"]) for one in found],
@@ -163,7 +200,7 @@ def measured(seed: int, roles: bool, quick: bool) -> dict[str, Any]:
             for side, policy in policies.items()
         }
     return {
-        **rates, "larger": {side: best(found) for side, found in larger.items()}, "episodes": episodes,
+        "seed": seed, **rates, "larger": {side: best(found) for side, found in larger.items()}, "episodes": episodes,
         "games_won": len(won), **learned, "wall_s": time.monotonic() - began,
     }  # fmt: skip
 
@@ -171,21 +208,37 @@ def measured(seed: int, roles: bool, quick: bool) -> dict[str, Any]:
 def run_here(settings: list[str], out: Path) -> dict[str, Any]:
     """All steps of RL in this process: the policy, the number of games, each step's mean reward, and what it took."""
     config = load_run(RECIPES / "stones.toml", [*settings, "rollouts.max_staleness=0", "verify.audit_rate=1.0"])
-    play_block, games, curve = one_file.play_block, 0, list[float]()
+    judged, games, env = one_file.recomputed, list[list[float]]([[]]), game()
+    heldout_curve, measuring_s = [heldout_rate(env, Path(config.policy.path))], 0.0
     began, cpu_before = time.monotonic(), time.process_time()
 
-    def counting(engine: Any, renderer: Renderer, envs: Any, slots: Block, *how: Any) -> list[Group]:
-        nonlocal games
-        groups = play_block(engine, renderer, envs, slots, *how)
-        games += sum(len(group.rollouts) for group in groups)
-        return groups
+    def noting(*how: Any) -> list[float]:
+        rewards = judged(*how)
+        games[-1].extend(rewards)
+        return rewards
 
-    with patch.object(one_file, "play_block", counting):
-        one_file.train(config, out, RECIPES, lambda line: curve.append(float(line.split()[3])))
+    def after_step(line: str) -> None:
+        nonlocal measuring_s
+        if len(games) % EVERY == 0:
+            before_s = time.process_time()
+            heldout_curve.append(heldout_rate(env, out / "published"))
+            measuring_s += time.process_time() - before_s
+        games.append([])
+
+    with patch.object(one_file, "recomputed", noting):
+        one_file.train(config, out, RECIPES, after_step)
     return {
-        "policy": out / "published", "games": games, "curve": curve,
-        "wall_s_of_rl": time.monotonic() - began, "cpu_s_of_rl": time.process_time() - cpu_before,
+        "policy": out / "published", "games": sum(map(len, games)),
+        "curve": [round(statistics.fmean(rewards), 4) for rewards in games if rewards], "heldout_curve": heldout_curve,
+        "wall_s_of_rl": time.monotonic() - began - measuring_s,
+        "cpu_s_of_rl": time.process_time() - cpu_before - measuring_s,
     }  # fmt: skip
+
+
+def heldout_rate(env: Any, policy: Path) -> float:
+    """A policy's win rate from held-out starts at temperature 1, by its probabilities."""
+    model, renderer = load_policy(policy, torch.float32), Renderer.from_directory(policy)
+    return stones.rate(env, stones.learned(env, model, renderer))
 
 
 def run_roles(settings: list[str], out: Path) -> dict[str, Any]:
@@ -206,7 +259,7 @@ def run_roles(settings: list[str], out: Path) -> dict[str, Any]:
     return {
         "policy": out / "checkpoints" / "final",
         "games": (summary["accepted"] + sum(summary["refused"].values())) * group_size,
-        "curve": [line["reward_mean"] for line in lines if "reward_mean" in line],
+        "curve": [line["reward_all_mean"] for line in lines if "reward_all_mean" in line], "heldout_curve": [],
         "wall_s_of_rl": summary["wall_s"], "cpu_s_of_rl": sum(summary["cpu_s"].values()),
     }  # fmt: skip
 

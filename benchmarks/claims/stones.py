@@ -1,4 +1,4 @@
-"""Win rates in `environments/stones` that need no model, computed from the smallest number of stones upwards.
+"""Win rates in `environments/stones` that need no games, computed from the smallest number of stones upwards.
 
 Called by `benchmarks/beyond.py`. A player is a rule that says for a number of stones how likely each of its moves is.
 """
@@ -6,6 +6,11 @@ Called by `benchmarks/beyond.py`. A player is a rule that says for a number of s
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
+
+import torch
+
+from shoal.policy.base import PolicyModel
+from shoal.policy.render import Renderer
 
 TAKE = 9
 """Stones that a move takes at most."""
@@ -38,6 +43,20 @@ def winner(env: Any, temperature: float) -> Player:
     return lambda left: sharpened(
         {move: share * chances[left - move] for move, share in habit(left).items()}, temperature
     )
+
+
+@torch.no_grad()
+def learned(env: Any, model: PolicyModel, renderer: Renderer) -> Player:
+    """A policy at temperature 1. Whatever is not a digit and the end of the turn loses, so moves may sum to less than 1."""
+    digits = [renderer.encode(str(move))[0] for move in range(1, TAKE + 1)]
+    stops, moves = sorted(renderer.stop_ids), dict[int, Choice]()
+    for left in range(1, env.most + 1):
+        prompt = renderer.start([{"role": "user", "content": str(left)}])
+        hidden_BTD = model.hidden(torch.tensor([[*prompt, digit] for digit in digits]), None)[:, len(prompt) - 1 :]
+        chance_BTV = model.logits(hidden_BTD).softmax(-1)
+        chance_B = chance_BTV[0, 0, digits] * chance_BTV[:, 1, stops].sum(-1)
+        moves[left] = {move: float(chance) for move, chance in enumerate(chance_B, 1) if move <= left}
+    return lambda left: moves[left]
 
 
 def rate(env: Any, player: Player) -> float:
