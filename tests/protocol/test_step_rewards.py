@@ -1,6 +1,7 @@
 """Rewards of steps: how they divide a reward, what no verdict may say of them, and which tokens each is of."""
 
 import math
+from random import Random
 
 import msgspec
 import pytest
@@ -48,6 +49,39 @@ def test_what_honest_validators_say_has_no_fault():
 )
 def test_what_no_honest_validator_says_is_named(steps, says):
     assert says in fault_of(steps, (1.0, 0.3, 0.0), 2, 10, MAX_REWARD)
+
+
+def test_any_numbers_are_judged_without_an_exception():
+    """Validators are strangers. What passes adds up, by the rule, to a reward that was judged before."""
+    rng, passed = Random(3), 0
+    odd = (0.0, -0.0, 0.25, 1e-300, 1e6, -1e6, 1e308, -1e308, math.inf, -math.inf, math.nan)
+    for _ in range(2000):
+        numbers = [
+            [rng.choice((-1, 0, 9, 10, 2**62, rng.randrange(10))) for _ in range(rng.randrange(4))] for _ in "ab"
+        ]
+        steps = tuple(tuple(S(end, rng.choice(odd)) for end in ends) for ends in numbers[: rng.randrange(3)])
+        rewards = tuple(rng.choice(odd[:6]) for _ in range(rng.randrange(3)))
+        if rng.random() < 0.5:
+            steps = tuple(
+                divided(one, reward, 2) if fits(one) else one for one, reward in zip(steps, rewards, strict=False)
+            )
+        if not fault_of(steps, rewards, 2, 10, MAX_REWARD):
+            passed += bool(rewards)
+            assert all(
+                not one or math.fsum(step.reward for step in one) == r for one, r in zip(steps, rewards, strict=True)
+            )
+            assert math.isfinite(influence(rewards, 10, 1, steps))
+    assert passed > 20
+
+
+def fits(steps):
+    return all(abs(step.reward) <= MAX_REWARD for step in steps)
+
+
+def test_many_steps_take_little_time():
+    """As many as fit into a verdict: a coordinator adds them up for each."""
+    steps = tuple(tuple(S(i, 0.1) for i in range(MAX_ROLLOUT_STEPS)) for _ in range(64))
+    assert largest_credits(steps) == pytest.approx([0.0] * 64, abs=1e-9)
 
 
 def rollout(author, starts=()):
