@@ -962,7 +962,7 @@ GUARDS = [
          "test_rewards_that_are_too_large_stay_numbers_and_too_large"),
     ),
     *_needed_by("tests/train/test_step_credit.py",
-        ("credited-steps-are-there", OFF, "test_a_batch_without_the_steps_of_each_rollout_is_not_learned_from"),
+        ("credited-steps-are-there", OFF, "test_a_batch_with_other_steps_than_a_verdict_may_say_is_not_learned_from"),
     ),
     *_needed_by("tests/roles/test_coordinator.py",
         ("algorithm-of-the-log", OFF, "test_an_algorithm_other_than_that_of_the_log_is_refused_on_resume"),

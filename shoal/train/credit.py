@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from shoal.algos.vine import fill_values, of_tokens, start_values, step_advantages, vine_values
 from shoal.ledger.algorithm import advantages, advantages_by_step
 from shoal.protocol.algorithms import Algorithm, needs_critic, step_credit_of, vine_of
+from shoal.protocol.audits import MAX_REWARD
 from shoal.protocol.continuations import places
-from shoal.protocol.step_rewards import step_of_tokens
+from shoal.protocol.step_rewards import fault_of, step_of_tokens
 from shoal.protocol.types import POLICY, Group, Rollout, StepRewards
 
 
@@ -34,7 +35,7 @@ def credit(
     continuations as the group's places need, or not the steps of each rollout in a run that credits steps.
     """
     if step_credit_of(algorithm) and not needs_critic(algorithm):
-        _demand_steps(group, steps_G)
+        _demand_steps(group, rewards_G, steps_G, algorithm)
         return [
             A_S[step_of_tokens(rollout, steps)]
             for rollout, steps, A_S in zip(group.rollouts, steps_G, advantages_by_step(steps_G, algorithm), strict=True)
@@ -57,7 +58,7 @@ def credit(
 
 
 def token_rewards(
-    group: Group, algorithm: Algorithm, steps_G: Sequence[StepRewards]
+    group: Group, rewards_G: Sequence[float], algorithm: Algorithm, steps_G: Sequence[StepRewards]
 ) -> list[NDArray[np.float32]] | None:
     """What is earned at each learned token of each rollout, for a critic: G arrays float32[P]. None if the last token earns
     all, as in runs that credit no steps. Raises `ValueError` as `credit` does.
@@ -66,7 +67,7 @@ def token_rewards(
     """
     if not (step_credit_of(algorithm) and needs_critic(algorithm)):
         return None
-    _demand_steps(group, steps_G)
+    _demand_steps(group, rewards_G, steps_G, algorithm)
     found = []
     for rollout, steps in zip(group.rollouts, steps_G, strict=True):
         step_P = step_of_tokens(rollout, steps)
@@ -78,9 +79,15 @@ def token_rewards(
     return found
 
 
-def _demand_steps(group: Group, steps_G: Sequence[StepRewards]) -> None:
-    if len(steps_G) != len(group.rollouts):  # guard: credited-steps-are-there
-        raise ValueError(f"steps of {len(steps_G)} rollouts for {len(group.rollouts)}")
+def _demand_steps(
+    group: Group, rewards_G: Sequence[float], steps_G: Sequence[StepRewards], algorithm: Algorithm
+) -> None:
+    """The rules refuse such verdicts, so only a host that lies gives a batch with others."""
+    credit, tokens = step_credit_of(algorithm), max(len(rollout.author) for rollout in group.rollouts)
+    assert credit is not None, "only runs that credit steps ask"
+    fault = fault_of(steps_G, rewards_G, credit.most, tokens, MAX_REWARD)
+    if fault:  # guard: credited-steps-are-there
+        raise ValueError(f"the batch {fault}")
 
 
 def _of_rollout(

@@ -101,7 +101,7 @@ def rows_of_group(
         raise Unlearnable(_refusal(place, str(flaw)))
     try:
         credit_G = credit(group, member.rewards, member.continuations, algorithm, member.steps)
-        earned_G = token_rewards(group, algorithm, member.steps)
+        earned_G = token_rewards(group, member.rewards, algorithm, member.steps)
     except ValueError as error:
         raise Unlearnable(_refusal(place, str(error))) from None
     rows = []

@@ -54,17 +54,17 @@ GAE = Composition(advantage="gae", credit=Turns())
 
 
 def test_a_critic_learns_what_each_turn_earned_at_its_last_token():
-    first, second = token_rewards(GROUP, GAE, STEPS)
+    first, second = token_rewards(GROUP, REWARDS, GAE, STEPS)
     assert first.tolist() == [0.0, 1.0, 0.0] and second.tolist() == [0.0, 0.0, 1.0]
-    assert token_rewards(GROUP, Composition(advantage="gae"), ()) is None
-    assert token_rewards(GROUP, Composition(credit=Turns()), STEPS) is None
+    assert token_rewards(GROUP, REWARDS, Composition(advantage="gae"), ()) is None
+    assert token_rewards(GROUP, REWARDS, Composition(credit=Turns()), STEPS) is None
     assert [A_P.tolist() for A_P in credit(GROUP, REWARDS, (), GAE, STEPS)] == [[0.0] * 3] * 2
 
 
 def test_what_a_turn_earns_that_is_not_learned_from_follows_the_turn_before():
     masked = Group(0, 0, "e", (rollout([0, 2, 0, 1, 0, 2, 0, 1]),))
     steps = ((S(1, 0.5), S(3, 1.0), S(5, 2.0), S(7, 4.0)),)
-    assert [r_P.tolist() for r_P in token_rewards(masked, GAE, steps)] == [[3.0, 4.0]]
+    assert [r_P.tolist() for r_P in token_rewards(masked, (7.5,), GAE, steps)] == [[3.0, 4.0]]
 
 
 def member(data, steps, rewards=REWARDS):
@@ -94,10 +94,20 @@ def test_rows_of_several_seats_have_the_credit_of_their_own_turns():
 
 
 @pytest.mark.parametrize("algorithm", [Composition(credit=Turns()), GAE])
-@pytest.mark.parametrize("steps", [(), STEPS[:1], ((), STEPS[1])])
-def test_a_batch_without_the_steps_of_each_rollout_is_not_learned_from(algorithm, steps):
+@pytest.mark.parametrize(
+    "steps",
+    [
+        (),
+        STEPS[:1],
+        ((), STEPS[1]),
+        ((S(2, 1e308), S(4, -1e308)), STEPS[1]),
+        ((S(2, 1.0), S(5, 0.0)), STEPS[1]),
+        ((S(2, 2.0), S(4, 0.0)), STEPS[1]),
+    ],
+)
+def test_a_batch_with_other_steps_than_a_verdict_may_say_is_not_learned_from(algorithm, steps):
     """Only a host that lies sends one."""
-    with pytest.raises(Unlearnable, match="steps"):
+    with pytest.raises(Unlearnable, match="step"):
         rows(algorithm, steps)
 
 
