@@ -236,11 +236,11 @@ def trackio_rows(folder: RunFolder, run: str) -> list[dict[str, float]]:
 def wandb_rows(folder: RunFolder, run_id: str) -> list[dict[str, float]]:
     from wandb.proto.wandb_internal_pb2 import Record
 
-    from shoal.roles.logger.to_wandb import _records
+    from shoal.roles.logger.to_wandb import files_of, records_of
 
     rows = []
-    for file in sorted(folder.loggers.glob(f"wandb/*/run-{run_id}.wandb")):
-        for record in map(Record.FromString, _records(file.read_bytes())):
+    for file in files_of(folder.loggers, run_id):
+        for record in map(Record.FromString, records_of(file.read_bytes())):
             if record.HasField("history"):
                 items = record.history.item
                 rows.append({"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items})

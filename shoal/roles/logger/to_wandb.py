@@ -50,19 +50,24 @@ class WandB:
 
 def rows_in(folder: Path, run_id: str) -> int:
     """Rows of a run in the files that its starts have left below a folder: one more than the largest number of a row."""
-    rows = [row for file in folder.glob(f"wandb/*/run-{run_id}.wandb") for row in numbers_in(file)]
-    return max(rows, default=-1) + 1
+    return max((row for file in files_of(folder, run_id) for row in numbers_in(file)), default=-1) + 1
+
+
+def files_of(folder: Path, run_id: str) -> list[Path]:
+    """The files that the starts of a run have left, oldest first, without the link to the latest of their folders."""
+    return sorted(folder.glob(f"wandb/*run-*/run-{run_id}.wandb"))
 
 
 def numbers_in(file: Path) -> Iterator[int]:
     """Numbers of the rows in one file, which may end in the middle of a record."""
-    for data in _records(file.read_bytes()):
+    for data in records_of(file.read_bytes()):
         record = Record.FromString(data)
         if record.HasField("history"):
             yield record.history.step.num
 
 
-def _records(data: bytes) -> Iterator[bytes]:
+def records_of(data: bytes) -> Iterator[bytes]:
+    """Whole records of a file's bytes."""
     at, whole = MAGIC_BYTES, b""
     while at + HEAD_BYTES <= len(data):
         left = BLOCK_BYTES - at % BLOCK_BYTES
