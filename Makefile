@@ -50,7 +50,7 @@ test: $(VENV)/.tests sandbox foreign
 test-quick: $(VENV)/.tests sandbox
 	$(TEST) $(addprefix --ignore=tests/,$(LONG_TESTS))
 
-test-slow: $(VENV)/.tests sandbox foreign prometheus
+test-slow: $(VENV)/.tests sandbox foreign
 	$(TEST) -m "slow or not slow"
 
 # Tests of the sandbox need bubblewrap. Root on Debian installs it; elsewhere those tests are skipped, and say how to get it.
@@ -61,12 +61,13 @@ sandbox:
 			echo "error: bubblewrap is not installed, so the sandbox cannot be tested: apt install bubblewrap"; exit 2; }; \
 	fi
 
-# Tests of the alert rules and of the dashboard need a Prometheus server. The same holds.
+# Tests of the alert rules and of the dashboard need Prometheus, and are skipped without it. Debian starts its server.
 prometheus:
 	@if ! command -v promtool >/dev/null && [ "$$(uname)$$(id -u)" = Linux0 ] && command -v apt-get >/dev/null; then \
 		echo "installing Prometheus for the tests of deploy/watch ..."; \
-		apt-get install -y -qq prometheus >/dev/null || { apt-get update -qq && apt-get install -y -qq prometheus >/dev/null; } || \
-			echo "warning: Prometheus is not installed, so the tests of deploy/watch that need it are skipped: apt install prometheus"; \
+		apt-get install -y -qq --no-install-recommends prometheus >/dev/null || { apt-get update -qq && \
+			apt-get install -y -qq --no-install-recommends prometheus >/dev/null; } || { \
+			echo "error: Prometheus is not installed: apt install prometheus"; exit 2; }; \
 	fi
 
 # Versions of verifiers exclude each other, and none belongs to shoal: tests/envs/adapters/conftest.py uses what is here.
