@@ -49,6 +49,8 @@ class RunFolder:
         """Version 0, made or copied at the first start."""
         self.checkpoints = root / "checkpoints"
         self.metrics = root / "metrics.jsonl"
+        self.alarms = root / "alarms.jsonl"
+        """A line when an alarm is raised, and one when it is cleared; see `shoal/alarms`."""
         self.scores = root / "scores"
         """What rollouts scored, part by part, for the trainer's next line of metrics."""
         self.hub = root / "hub"

@@ -24,6 +24,7 @@ from shoal.config import (
     load_run,
     load_sft,
     logs,
+    monitors,
     node_home,
     policies,
     sections,
@@ -53,9 +54,8 @@ def run_file(tmp_path: Path) -> Path:
 def explained_fields() -> dict[str, set[str]]:
     """By class, the fields that are followed by a docstring in the source."""
     found: dict[str, set[str]] = {}
-    for node in ast.parse(
-        "".join(map(inspect.getsource, (sections, policies, critic, envs, difficulty, host, logs)))
-    ).body:
+    files = (sections, policies, critic, envs, difficulty, host, logs, monitors)
+    for node in ast.parse("".join(map(inspect.getsource, files))).body:
         if isinstance(node, ast.ClassDef):
             found[node.name] = {
                 field.target.id

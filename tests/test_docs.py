@@ -33,12 +33,14 @@ import pytest
 from shoal import cli, config, metrics
 from shoal.commands.hosting import host_overrides
 from shoal.config import stages
+from shoal.config.monitors import CAUSES, LIMITS
 from shoal.engine import cheats
 from shoal.envs import arithmetic, wordle
 from shoal.folder import RunFolder
 from shoal.ledger.entry import event_hash
 from shoal.ledger.log.verify import SLOT_CHAIN
 from shoal.ledger.table import KINDS
+from shoal.monitors.raising import BETWEEN, MONITORS
 from shoal.proofs import verify as proofs
 from shoal.protocol import (
     accounts,
@@ -482,6 +484,23 @@ def metric_table() -> str:
     return table(["Metric", "Unit", "Meaning"], [[f"`{n}`", m.unit, m.sentence] for n, m in metrics.METRICS.items()])
 
 
+def alarm_table() -> str:
+    """Every alarm: what it says, what its monitor looks at, and how often it must find something."""
+    rows = []
+    for cause, sentence in CAUSES.items():
+        looks = [f"{one.found} of {one.of}" for one in (MONITORS.get(cause),) if one is not None]
+        looks += [f"{one.found} of {one.of} looks" for one in (BETWEEN.get(cause),) if one is not None]
+        clears = [str(one.clear) for one in (MONITORS.get(cause), BETWEEN.get(cause)) if one is not None]
+        rows.append([f"`{cause}`", f"{sentence[0].upper()}{sentence[1:]}.", ", ".join(looks), ", ".join(clears)])
+    return table(["Alarm", "What it says", "Steps that raise it", "Steps that clear it"], rows)
+
+
+def limit_table() -> str:
+    """Every limit of the monitors with its reason."""
+    rows = [[f'`"{name}"`', f"{one.value:g}", one.unit, f"{one.reason}."] for name, one in LIMITS.items()]
+    return table(["Limit", "Value", "Unit", "Meaning and reason"], rows)
+
+
 def check_table() -> str:
     """Every check of a group, in order, from what its file says of itself."""
     stages = {name: value for name, value in vars(proofs).items() if name.isupper() and isinstance(value, tuple)}
@@ -513,6 +532,8 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "vectors": ("docs/reference/protocol.md", vectors),
     "metrics": ("docs/reference/metrics.md", metric_table),
     "prometheus": ("docs/reference/metrics.md", prometheus_table),
+    "alarms": ("docs/reference/alarms.md", alarm_table),
+    "limits": ("docs/reference/alarms.md", limit_table),
     "checks": ("docs/explanation/trust.md", check_table),
     "cheats": ("docs/explanation/trust.md", cheat_table),
 }

@@ -19,6 +19,7 @@ from shoal.config.envs import ENV_SETTINGS, STAGE_KEYS, EnvConfig
 from shoal.config.host import HostConfig, is_loopback
 from shoal.config.load import load_run, load_sft
 from shoal.config.logs import LOGGERS, LoggingConfig
+from shoal.config.monitors import MonitorsConfig
 from shoal.config.policies import AdapterConfig, PolicyConfig, TinyPolicy
 from shoal.config.sections import (
     ACTIVATION_ERROR,
@@ -42,6 +43,7 @@ from shoal.config.sections import (
 __all__ = [
     "ACTIVATION_ERROR", "BOUNDS", "ENV_SETTINGS", "LOGGERS", "SAFE_TO_CHANGE", "STAGE_KEYS", "AdapterConfig",
     "BoundsConfig", "CriticConfig", "DifficultyConfig", "EnvConfig", "EvalConfig", "HostConfig", "LoggingConfig",
+    "MonitorsConfig",
     "PolicyConfig", "RolloutsConfig", "RunConfig", "SamplingConfig", "SftConfig", "StorageConfig", "TinyPolicy",
     "TrainConfig", "ValidatorsConfig", "VerifyConfig", "WorkersConfig", "check_run", "child_environment",
     "difficulty_of", "is_loopback", "load_run", "load_sft", "node_home", "notes_of", "rank_here", "repeatable_cuda",

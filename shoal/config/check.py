@@ -15,6 +15,7 @@ from typing import Any
 from shoal.config.algorithms import algorithm_fits
 from shoal.config.difficulty import difficulty_fits
 from shoal.config.envs import EnvConfig
+from shoal.config.monitors import monitors_fit
 from shoal.config.policies import AdapterConfig
 from shoal.config.sections import RunConfig, SamplingConfig
 from shoal.config.uses import uses_fit
@@ -124,7 +125,7 @@ def check_run(config: RunConfig) -> None:
         *_addresses_are_read(config.host.trusted_proxies),
         *_messages_fit(config),
     ]
-    for holds, message in demands:
+    for holds, message in (*demands, *monitors_fit(config.monitors)):
         if not holds:
             raise ConfigError(message)
 
@@ -332,7 +333,7 @@ def _bounds_fit(config: RunConfig) -> Iterator[tuple[bool, str]]:
 
 
 SAFE_TO_CHANGE = (
-    "steps", "workers", "validators", "host", "eval", "storage", "logging", "train.threads", "train.processes",
+    "steps", "workers", "validators", "host", "eval", "storage", "logging", "monitors", "train.threads", "train.processes",
     "train.device", "verify.quarantine_s", "rollouts.lease_s", "rollouts.max_flat_groups", "envs.eval_episodes",
 )  # fmt: skip
 """Keys (or whole sections) of a run file that may differ when a run is resumed."""

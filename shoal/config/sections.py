@@ -13,6 +13,7 @@ from shoal.config.difficulty import DifficultyConfig, wire_difficulty
 from shoal.config.envs import EnvConfig
 from shoal.config.host import HostConfig
 from shoal.config.logs import LoggingConfig
+from shoal.config.monitors import MonitorsConfig
 from shoal.config.policies import PolicyConfig
 from shoal.protocol.algorithms import Algorithm, Grpo
 from shoal.protocol.bounds import MEAN_OF_LOGPROB, Dtype
@@ -274,6 +275,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     eval: EvalConfig = EvalConfig()
     storage: StorageConfig = StorageConfig()
     logging: LoggingConfig = LoggingConfig()
+    monitors: MonitorsConfig = MonitorsConfig()
 
     @property
     def sampled_dtype(self) -> str:

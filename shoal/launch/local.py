@@ -20,6 +20,7 @@ from shoal.config import RunConfig
 from shoal.engine.cheats import CHEATS
 from shoal.errors import ShoalError, StateError, cause_of
 from shoal.folder import RunFolder
+from shoal.launch.alarms import AlarmWatch
 from shoal.launch.computable import demand_codable, demand_computable, demand_engine_of_workers
 from shoal.launch.evaluations import Evaluations
 from shoal.launch.finale import plain_end, render_end, save_picture
@@ -33,6 +34,7 @@ from shoal.launch.shifts import Shifts, shifts_of
 from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import USAGE, UsageBook, write_summary
 from shoal.launch.view import LiveView, View, render
+from shoal.ledger.facts.run import NO_SIGNAL
 from shoal.policy.hub import Hub
 from shoal.policy.render import Renderer
 from shoal.protocol.constants import COMPLETIONS
@@ -146,6 +148,7 @@ class LocalRun:
         self._view, self._found = view, found
         self._watch = CoordinatorWatch(folder.address, config.host.bind)
         self._metrics = MetricsWatch(folder.metrics)
+        self._alarms = AlarmWatch(folder, config)
         self._usage = UsageBook(folder.root / USAGE)
         self._samples = Samples(folder) if isinstance(view, LiveView) and view.is_picture else None
         self._notice = ""
@@ -273,8 +276,11 @@ class LocalRun:
             notice=self._notice or full_disk(self._folder.root),
             evaluation_s=self._evaluations.first_took_s,
             sample=self._samples.latest() if self._samples and self._trainer else None,
+            alarms=self._alarms.standing,
         )
         self._view.show(self._snapshot)
+        for line in self._alarms.look(self._snapshot):
+            self._view.say(line)
         self._explain_pause()
         if now - self._saved > SAVE_USAGE_EVERY_S:
             self._saved = now
@@ -282,7 +288,7 @@ class LocalRun:
 
     def _explain_pause(self) -> None:
         """Once for each time that the run paused itself: why, and two rollouts of what it was paid for."""
-        before, self._paused = self._paused, bool(self._snapshot.status.pause_cause)
+        before, self._paused = self._paused, self._snapshot.status.pause_cause == NO_SIGNAL
         if not self._paused or before:
             return
         self._view.say(f"The run has paused itself and waits for {self._snapshot.status.waiting_for}")

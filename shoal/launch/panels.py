@@ -23,6 +23,7 @@ FIGURES_WIDTH = 34
 WIDE = 72
 """Cells inside the frame from which there is room for the curve beside the figures."""
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
+_SEVERITY_STYLE = {"notice": "dim", "warning": "yellow", "critical": "red"}
 _PHASE_STYLE = {"running": "green", "paused": "yellow", "draining": "yellow", "ended": "cyan"}
 
 FIGURES = (
@@ -138,8 +139,12 @@ def solved(snapshot: Snapshot) -> dict[str, str]:
 
 
 def watchdog(snapshot: Snapshot) -> Text:
-    """What the run waits for, and since when; the launcher's own notice comes first."""
+    """Alarms, then what the run waits for, and since when; the launcher's own notice takes the place of the latter."""
     status, text = snapshot.status, Text()
+    for alarm in snapshot.alarms:
+        style = _SEVERITY_STYLE[alarm.severity]
+        text.append(f"alarm {alarm.cause} since step {alarm.since}: ", style=f"bold {style}")
+        text.append(f"{brief(alarm.summary, 400)}\n", style=style)
     if snapshot.notice:
         text.append(brief(snapshot.notice, 400))
     elif status.waiting_for:

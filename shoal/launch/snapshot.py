@@ -6,12 +6,14 @@ something is not there yet: a run that is starting has no metrics, a coordinator
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 
+from shoal.alarms import Alarm
 from shoal.heldout import Heldout
 from shoal.metrics import read_metrics
 from shoal.net.listening import local_url
@@ -68,6 +70,8 @@ class Snapshot:
     """A conversation of late."""
     hint: str = ""
     """The line below the picture; empty: how the run's host stops it."""
+    alarms: Sequence[Alarm] = ()
+    """Those that stand."""
 
     @property
     def step(self) -> int:

@@ -17,6 +17,7 @@ from shoal.launch.local import open_crew
 from shoal.launch.process import counted_signals
 from shoal.launch.snapshot import CoordinatorWatch, Snapshot
 from shoal.launch.view import LiveView, View
+from shoal.ledger.facts.run import NO_SIGNAL
 from shoal.protocol.types import Status
 
 IDLE_LIMIT_S = 1800.0
@@ -67,7 +68,13 @@ class UnattendedView:
 
     def _cause(self, status: Status) -> str:
         """Why the run cannot go on by itself; empty if it can."""
-        if status.pause_cause and status.accepted > self._resumed_at:  # guard: unattended-run-ends-when-paused
+        paused = status.pause_cause and status.accepted > self._resumed_at
+        if paused and status.pause_cause != NO_SIGNAL:
+            return (
+                f"the {status.pause_cause} paused the run, as [monitors.actions] says: {self._folder.alarms} has its "
+                "figures. Change what led to it and begin anew, or type the same command again, which goes on"
+            )
+        if paused:  # guard: unattended-run-ends-when-paused
             return (
                 f"the run paused itself ({status.pause_cause}): within each of the last {status.flat_groups} groups all "
                 f"rewards are equal, {status.flat_reward:.3g} on average. Start from a better policy, or change the task. "

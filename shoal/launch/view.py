@@ -62,7 +62,8 @@ def _height(console: Console, options: ConsoleOptions, parts: list[RenderableTyp
 def _parts(snapshot: Snapshot, console: Console, width: int, body: int | None, said: str) -> list[RenderableType]:
     """What is inside the frame, from the top. Lines are given out by importance: what is waited for, workers in trouble,
     the message, the figures, the other workers, a conversation."""
-    watched = Text("\n").join(list(panels.watchdog(snapshot).wrap(console, width))[: 3 if body is None else 2])
+    most = (3 if body is None else 2) + 2 * min(len(snapshot.alarms), 2)
+    watched = Text("\n").join(list(panels.watchdog(snapshot).wrap(console, width))[:most])
     message = _message(console, said, width, 8 if body is None else body // 4)
     found = workers(snapshot)
     if body is None:

@@ -20,9 +20,8 @@ def signs_of(rows: Sequence[Row]) -> dict[str, Any]:
     tokens: dict[object, list[NDArray[np.int64]]] = {}
     rewards: dict[object, float] = {}
     for i, row in enumerate(rows):
-        rollout = row.id or i
-        tokens.setdefault(rollout, []).append(row.tokens_T[row.positions_P])
-        rewards[rollout] = row.reward
+        tokens.setdefault(row.id or i, []).append(row.tokens_T[row.positions_P])
+        rewards[row.id or i] = row.reward
     if not tokens:
         return {}
     written = {rollout: np.concatenate(parts) for rollout, parts in tokens.items()}

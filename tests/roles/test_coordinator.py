@@ -100,7 +100,7 @@ def test_log_holds_no_seed_of_the_run_file(town):
     for name, usual in (("dtype", ""), ("moments", "float32"), ("packing", "padded"), ("recompute", "none")):
         assert told["train"].pop(name) == usual
     assert [told[section].pop("device") for section in ("train", "workers", "validators")] == ["cpu"] * 3
-    assert told.pop("difficulty")["pools"] is False
+    assert told.pop("difficulty")["pools"] is False and told.pop("monitors")["actions"] == {}
     assert told["host"].pop("origin_port") == 0 and told["host"].pop("origin_url") == ""
     assert told["host"].pop("shifts") == "auto" and told["workers"].pop("engine") == ""
     assert told["train"].pop("teacher") == told["train"].pop("reward_model") == ""

@@ -26,6 +26,7 @@ from shoal.config import (
     CriticConfig,
     DifficultyConfig,
     EnvConfig,
+    MonitorsConfig,
     RunConfig,
     difficulty_of,
     sampling_of,
@@ -178,6 +179,8 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
             del env["solved"]
     if config.difficulty == DifficultyConfig():
         del tree["difficulty"]
+    if config.monitors == MonitorsConfig():
+        del tree["monitors"]
     for name in ("origin_port", "origin_url"):  # a run without them has the log of before there was an origin
         if not tree["host"][name]:
             del tree["host"][name]

@@ -1,0 +1,222 @@
+"""Evaluates the monitors of a run, keeps its alarms, and does what the run file says: it has the folder and the run's key.
+
+Called by `launch/local` about once a second. The monitors themselves are in `shoal/monitors`. It remembers nothing that
+matters: after a kill it reads metrics and log again and comes to the same alarms, and the log says on which of them the
+host has acted.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from threading import Thread
+
+from shoal.alarms import Alarm, AlarmsLog, standing_alarms
+from shoal.config import RunConfig
+from shoal.errors import ShoalError
+from shoal.folder import RunFolder, free_below, held_below
+from shoal.launch.hosting import call
+from shoal.launch.snapshot import CoordinatorWatch, Snapshot
+from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.table import read_entry
+from shoal.monitors.follow import Follower, Setting
+from shoal.monitors.raising import BETWEEN, Change
+from shoal.monitors.view import Evaluation, Machine
+from shoal.protocol.types import AdminRequest
+from shoal.protocol.wire import WireError
+
+LOOK_EVERY_S = 5.0
+DISK_EVERY_S = 30.0
+DISK_LOOKS = 120
+"""Looks at the disk that are kept: an hour."""
+AGAIN_AFTER_S = 15.0
+"""A request that failed is sent again after this."""
+SWEEP_LOOKS = 1 + max(monitor.clear for monitor in BETWEEN.values())
+"""Looks after a start at which alarms are cleared that the file says stand, and nobody finds again."""
+ACTIONS = {"pause": "pause", "lower_rate": "rate", "quarantine": "quarantine"}
+"""The admin call of each action of a run file."""
+
+READ_EVENTS = 5000
+"""Of the log, at a look: a launcher that starts again on a long log must not stop to tend its processes."""
+
+Send = Callable[[str, AdminRequest], None]
+
+
+def setting_of(config: RunConfig) -> Setting:
+    """What the monitors need of a run file."""
+    moving = config.difficulty.curriculum or config.difficulty.pools
+    return Setting(config.monitors.limits, config.sampled_dtype, moving, config.rollouts.max_flat_groups)
+
+
+class AlarmWatch:
+    """The monitors of the run in a folder."""
+
+    def __init__(
+        self, folder: RunFolder, config: RunConfig, clock: Callable[[], float] = time.time, send: Send | None = None
+    ) -> None:
+        """`send(action, request)` signs and sends an admin call; it raises `ShoalError`."""
+        self._folder, self._config, self._clock = folder, config, clock
+        self._follower = Follower(setting_of(config))
+        self._log = AlarmsLog(folder.alarms)
+        self._store: Store | None = None
+        self._seq = -1
+        self._send = send or self._by_http
+        self._disk: deque[tuple[float, float]] = deque(maxlen=DISK_LOOKS)
+        self._quota_share = 0.0
+        self._looked = self._measured = -1e9
+        self._looks = 0
+        self._behind = False
+        """Whether the log has more events than were read: alarms of the past are no reason to act."""
+        self._resumed = clock()
+        """When the run was last seen paused, or this launcher started: the trainer waits since then."""
+        self._acting = _Acting(self._send)
+
+    @property
+    def standing(self) -> Sequence[Alarm]:
+        """Alarms that stand now."""
+        return tuple(self._follower.watch.standing) if self._config.monitors.enabled else ()
+
+    def look(self, snapshot: Snapshot) -> list[str]:
+        """Evaluate what is new, keep what changed, and act on it. Returns lines for a person."""
+        now = self._clock()
+        waits = 0 <= now - self._looked < LOOK_EVERY_S and not self._behind
+        if not self._config.monitors.enabled or waits:
+            return []
+        self._looked, self._looks = now, self._looks + (not self._behind)
+        changes = self._of_steps(snapshot) + self._follower.look_between(self._machine(snapshot, now), snapshot.metrics)
+        said = [in_words(change) for change in changes if self._log.write(change.change, change.alarm, now)]
+        if self._behind:  # guard: past-alarms-lead-to-nothing
+            return said
+        if self._looks == SWEEP_LOOKS:
+            self._sweep(now)
+        return said + self._act(now)
+
+    def _of_steps(self, snapshot: Snapshot) -> list[Change]:
+        """Read the log on, and look at the steps that ended. What cannot be read now is read at the next look."""
+        if self._store is None:
+            if not self._folder.log.exists():
+                return []
+            self._store = Store(sqlite_url(self._folder.log), read_only=True)
+        entries = []
+        try:
+            for data, _ in self._store.read(self._seq, READ_EVENTS):
+                entry, _ = read_entry(data)
+                entries.append(entry)
+                self._seq = entry.seq
+        except (ShoalError, WireError):
+            pass
+        self._behind = len(entries) == READ_EVENTS
+        return self._follower.see(entries, snapshot.metrics, evaluations(snapshot))
+
+    def _machine(self, snapshot: Snapshot, now: float) -> Machine:
+        if now - self._measured >= DISK_EVERY_S:
+            self._measured = now
+            self._disk.append((now, float(free_below(self._folder.root))))
+            quota_bytes = self._config.storage.quota_mb * 1_000_000
+            self._quota_share = held_below(self._folder.blobs) / quota_bytes if self._folder.blobs.exists() else 0.0
+        status, lines = snapshot.status, snapshot.metrics
+        if status.phase != "running":
+            self._resumed = now
+        began = max(self._resumed, float(lines[-1].get("time_s") or 0.0)) if lines else 0.0  # guard: stop-is-no-wait
+        return Machine(
+            now=now, disk=tuple(self._disk), quota_share=self._quota_share, log_time=self._follower.digest.time,
+            step_began=began, flat_groups=status.flat_groups,
+            waiting_for=status.waiting_for, running=status.phase == "running",
+        )  # fmt: skip
+
+    def _sweep(self, now: float) -> None:
+        found = {alarm.subject for alarm in self.standing}
+        for alarm in standing_alarms(self._folder.alarms):
+            if alarm.subject not in found:
+                self._log.write("cleared", alarm, now)
+
+    def _act(self, now: float) -> list[str]:
+        """Begin the next action that is due, and tell what became of the one before."""
+        if self._follower.digest.ended:
+            return []
+        for alarm in self.standing:
+            action = self._config.monitors.actions.get(alarm.cause, "")
+            due = action and not self._follower.digest.has_acted(alarm)  # guard: acts-once
+            if due and (action != "quarantine" or alarm.node) and (request := self._request(action, alarm)):
+                self._acting.begin(ACTIONS[action], alarm, request, now)
+        return self._acting.told()
+
+    def _request(self, action: str, alarm: Alarm) -> AdminRequest | None:
+        """What is asked of the coordinator; None if it would change nothing."""
+        if action != "lower_rate":
+            return AdminRequest(alarm.node if action == "quarantine" else "", evidence=alarm.evidence)
+        known, asked = self._follower.digest.lr_factor, self._config.monitors
+        factor = max(asked.least_lr_factor, known * asked.lr_factor)  # guard: rate-has-a-floor
+        return AdminRequest("", factor, alarm.evidence) if factor < known else None
+
+    def _by_http(self, action: str, request: AdminRequest) -> None:
+        url = CoordinatorWatch(self._folder.address, self._config.host.bind).url()
+        if not url:
+            raise ShoalError("the coordinator does not answer yet")
+        asyncio.run(call(url, self._folder.keys / "run.key", action, request))
+
+
+class _Acting:
+    """Sends one admin call at a time, beside the launcher's loop, which keeps processes alive meanwhile."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._thread: Thread | None = None
+        self._told: SimpleQueue[str] = SimpleQueue()
+        self._done: set[tuple[str, str, int]] = set()
+        """Answered; the log has those that changed something, and is read at the next look."""
+        self._again_at = -1e9
+
+    def begin(self, action: str, alarm: Alarm, request: AdminRequest, now: float) -> None:
+        """Send a call, unless one is under way, or this one was answered, or one has just failed."""
+        asked = alarm.cause, alarm.node, alarm.since
+        if (self._thread is not None and self._thread.is_alive()) or asked in self._done or now < self._again_at:
+            return
+        self._again_at = now + AGAIN_AFTER_S
+
+        def send() -> None:
+            try:
+                self._send(action, request)
+            except ShoalError as error:
+                self._told.put(f"the alarm {alarm.cause} asks for `{action}`, which failed: {error}. It is tried again")
+            else:
+                self._done.add(asked)
+                self._again_at = -1e9
+                self._told.put(
+                    f"the alarm {alarm.cause} led to `{action}`, as [monitors.actions] says; the log has why"
+                )
+
+        self._thread = Thread(target=send, name=f"alarm {alarm.cause}", daemon=True)
+        self._thread.start()
+
+    def told(self) -> list[str]:
+        """What became of the calls since this was last asked."""
+        lines = []
+        while True:
+            try:
+                lines.append(self._told.get_nowait())
+            except Empty:
+                return lines
+
+    def join(self) -> None:
+        """Wait for the call that is under way."""
+        if self._thread is not None:
+            self._thread.join()
+
+
+def evaluations(snapshot: Snapshot) -> list[Evaluation]:
+    """The snapshot's results on held-out tasks, by version."""
+    versions = {"before": 0, "after": snapshot.steps}
+    return [
+        Evaluation(versions[name] if name in versions else int(name[1:]), found.mean, found.low95, found.high95)
+        for name, found in snapshot.heldout
+    ]
+
+
+def in_words(change: Change) -> str:
+    """A change as one line."""
+    alarm = change.alarm
+    if change.change == "cleared":
+        return f"alarm cleared: {alarm.cause}, raised at step {alarm.since} ({alarm.summary})"
+    return f"ALARM {alarm.cause} ({alarm.severity}) at step {alarm.since}: {alarm.summary}. {alarm.remedy}"

@@ -1,0 +1,44 @@
+"""Clock: a worker's clock and the host's differ, or the host's was set back.
+
+Requests are refused when the clocks differ by a minute, so those of a worker whose clock drifts fail before long. If
+all workers differ the same way, the host's clock is wrong.
+"""
+
+from collections.abc import Iterator
+from statistics import median
+
+from shoal.monitors.view import Finding, View, measured
+
+STEPS = 5
+"""That are looked at."""
+LEAST_SUBMISSIONS = 2
+BEHIND_S = 5.0
+"""The log may be ahead of the host's clock by this: its times do not fall when the clock is corrected a little."""
+REMEDY = "Set the clock by NTP (`timedatectl`) on the machine that is named"
+
+
+def look(view: View) -> Iterator[Finding]:
+    """Between steps, at the host's clock; else at what workers signed in the newest steps."""
+    limit = view.limit("clock.seconds")
+    if view.machine is not None:
+        behind_s = view.machine.log_time - view.machine.now
+        if view.machine.log_time and behind_s > BEHIND_S:
+            what = f"the host's clock is {behind_s:.0f} s behind the log: it was set back, and leases wait for it"
+            yield Finding("critical", what, REMEDY, (measured("seconds behind the log", behind_s, BEHIND_S),))
+        return
+    skews_s = {}
+    for key, done in view.nodes_of(STEPS).items():
+        seen = [skew for one in done for skew in one.skews_s]
+        if len(seen) >= LEAST_SUBMISSIONS:
+            skews_s[key] = median(seen)
+    off = {key: skew for key, skew in skews_s.items() if abs(skew) > limit}
+    if len(off) > 1 and len(off) == len(skews_s) and (min(off.values()) > 0 or max(off.values()) < 0):
+        skew = median(off.values())
+        way = "behind" if skew > 0 else "ahead of"
+        what = f"the host's clock is about {abs(skew):.0f} s {way} the clocks of all workers"
+        yield Finding("critical", what, REMEDY, (measured("seconds", abs(skew), limit),))
+        return
+    for key, skew in off.items():
+        way = "ahead of" if skew > 0 else "behind"
+        what = f"the clock of {view.name_of(key)} is about {abs(skew):.0f} s {way} the host's"
+        yield Finding("warning", what, REMEDY, (measured("seconds", abs(skew), limit),), key)

@@ -1,0 +1,199 @@
+"""What the log says of each training step, in few numbers: who was refused, who influenced it, who was late, who differed.
+
+Fed with the log's events in order by `launch/alarms`; monitors read the digests of the newest steps. It keeps only what
+is needed for the next event, so that its size depends on the steps it keeps, not on the log. It decides nothing.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from shoal.alarms import Alarm
+from shoal.ledger.entry import Entry
+from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
+from shoal.ledger.facts.leases import LeaseGranted, LeaseLapsed
+from shoal.ledger.facts.members import NodeJoined, ValidatorFault
+from shoal.ledger.facts.run import RulesChanged, RunCreated, RunEnded
+from shoal.ledger.facts.submissions import SubmissionReceived
+from shoal.ledger.facts.verdicts import Decision, VerdictGiven
+from shoal.ledger.facts.versions import CheckpointPublished
+from shoal.protocol.algorithms import Algorithm, Grpo
+from shoal.protocol.audits import influence
+from shoal.protocol.types import AlarmEvidence
+
+K = TypeVar("K")
+V = TypeVar("V")
+KEPT_STEPS = 64
+"""Steps whose digests are kept: more than any monitor looks back."""
+KEPT_SUBMISSIONS = 20_000
+"""Leases and submissions that are remembered, and as many groups: the newest, so that a host's log cannot fill memory."""
+SAME_STEPS = 8
+"""Two alarms about the same that are raised this near to each other are one."""
+
+
+@dataclass
+class NodeStep:
+    """What one node did during one step."""
+
+    accepted: int = 0
+    """Blocks."""
+    refused: int = 0
+    """Blocks on which validators agreed."""
+    influence: float = 0.0
+    """Of its groups in the batch that was formed."""
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of each accepted group."""
+    leases: int = 0
+    lapsed: int = 0
+    """Leases, at a deadline or given back or held."""
+    late: int = 0
+    """Leases that others overtook, or whose version became too old, at no cost."""
+    submissions: int = 0
+    seconds: list[float] = field(default_factory=list)
+    """That each of these took, a group."""
+    skews_s: list[float] = field(default_factory=list)
+    """Of each submission: the worker's clock when it signed, less the host's when it was booked."""
+    compared: int = 0
+    """Of a validator: submissions that another had judged before or after."""
+    differed: int = 0
+    """Of these, the ones on which they said otherwise."""
+    faults: int = 0
+
+
+@dataclass
+class StepDigest:
+    """What happened between the publication of a version and of the next one."""
+
+    step: int
+    nodes: dict[str, NodeStep] = field(default_factory=dict)
+    flat: int = 0
+    """Accepted groups without signal since the last one with signal."""
+    accepted: int = 0
+
+    def of(self, key: str) -> NodeStep:
+        """A node's part, which is made if it is not there."""
+        return self.nodes.setdefault(key, NodeStep())
+
+
+class Digest:
+    """The log so far."""
+
+    def __init__(self) -> None:
+        self.steps: deque[StepDigest] = deque([StepDigest(-1)], maxlen=KEPT_STEPS + 1)
+        """The last one is still going on."""
+        self.names: dict[str, tuple[str, str]] = {}
+        """(role, name) of each node."""
+        self.acted: set[tuple[str, str, int]] = set()
+        """(cause, node, step of the alarm) of the alarms on which the host has acted."""
+        self.lr_factor = 1.0
+        self.ended = False
+        self.time = 0.0
+        """Of the newest event."""
+        self._leases: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._makers: OrderedDict[str, str] = OrderedDict()
+        self._groups: OrderedDict[tuple[int, int], tuple[str, float]] = OrderedDict()
+        self._verdicts: OrderedDict[str, dict[str, tuple[bool, ...]]] = OrderedDict()
+        self._sent_at: dict[str, float] = {}
+        self._algorithm: Algorithm = Grpo()
+        self._version = 0
+
+    @property
+    def now(self) -> StepDigest:
+        """The step that is going on."""
+        return self.steps[-1]
+
+    def done(self, step: int) -> Sequence[StepDigest]:
+        """Digests of a step and those before it, as far as they are kept."""
+        return [one for one in self.steps if 0 <= one.step <= step]
+
+    def see(self, entry: Entry) -> None:
+        """Take one event."""
+        self.time = entry.time
+        match entry.body:
+            case RunCreated(rules=rules, law=law):
+                self._algorithm, self._version = rules.algorithm, law.version if law else 0
+            case CheckpointPublished(version=version) if version > self.now.step:
+                self.steps.append(StepDigest(version, flat=self.now.flat))
+            case RunEnded():
+                self.ended = True
+            case NodeJoined(key=key, role=role, name=name):
+                self.names[key] = (role, name)
+            case RulesChanged(evidence=evidence, lr_factor=factor, phase=phase):
+                self.lr_factor = factor or self.lr_factor
+                self.now.flat = 0 if phase == "running" else self.now.flat
+                if isinstance(evidence, AlarmEvidence):
+                    self.acted.add((evidence.cause, evidence.node, evidence.since))
+            case LeaseGranted() | LeaseLapsed() | SubmissionReceived():
+                self._see_lease(entry)
+            case Decision() | GroupAccepted() | BatchFormed():
+                self._see_groups(entry.body)
+            case VerdictGiven(submission=name, validator=validator, groups=groups):
+                self._compare(name, validator, tuple(group.outcome == "accept" for group in groups))
+            case ValidatorFault(validator=validator):
+                self.now.of(validator).faults += 1
+            case _:
+                pass
+
+    def _see_lease(self, entry: Entry) -> None:
+        match entry.body:
+            case LeaseGranted(lease=lease, worker=worker):
+                self.now.of(worker).leases += 1
+                _remember(self._leases, lease, (worker, entry.time))
+            case LeaseLapsed(lease=lease, cause=cause) if lease in self._leases:
+                worker, _ = self._leases.pop(lease)
+                self.now.of(worker).lapsed += cause in ("deadline", "returned", "held")
+                self.now.of(worker).late += cause in ("overtaken", "stale")
+            case SubmissionReceived(lease=lease, worker=worker, digest=digest, groups=groups, created=created):
+                node = self.now.of(worker)
+                _, issued = self._leases.pop(lease, (worker, entry.time))
+                node.submissions += 1
+                took_s = entry.time - max(issued, self._sent_at.get(worker, 0.0))
+                node.seconds.append(took_s / max(1, len(groups)))
+                self._sent_at[worker] = entry.time
+                if created:
+                    node.skews_s.append(created - entry.time)
+                _remember(self._makers, digest, worker)
+
+    def _see_groups(self, body: Decision | GroupAccepted | BatchFormed) -> None:
+        match body:
+            case Decision(submission=name, accepted=accepted, refused=refused, disputed=disputed):
+                worker = self._makers.get(name, "")
+                if worker:
+                    self.now.of(worker).accepted += len(accepted)
+                    self.now.of(worker).refused += len(set(refused) - set(disputed))
+            case GroupAccepted(submission=name, rewards=rewards, tokens=tokens, steps=steps):
+                worker = self._makers.get(name, "")
+                node = self.now.of(worker)
+                node.rewards.append(sum(rewards) / max(1, len(rewards)))
+                moved = influence(rewards, tokens, self._algorithm, self._version, steps=steps)
+                _remember(self._groups, (body.version, body.slot), (worker, moved))
+                self.now.accepted += 1
+                self.now.flat = 0 if body.has_signal else self.now.flat + 1
+            case BatchFormed(groups=places):
+                self.now.flat = 0
+                for place in places:
+                    worker, moved = self._groups.get(place, ("", 0.0))
+                    if worker:
+                        self.now.of(worker).influence += moved
+
+    def _compare(self, name: str, validator: str, said: tuple[bool, ...]) -> None:
+        before = self._verdicts.get(name, {})
+        for other, theirs in before.items():
+            for key in (validator, other):
+                node = self.now.of(key)
+                node.compared += 1
+                node.differed += theirs != said
+        _remember(self._verdicts, name, before | {validator: said})
+
+    def has_acted(self, alarm: Alarm) -> bool:
+        """Whether the log holds a request of the host with this alarm's evidence. After a restart, an alarm that follows
+        from evaluations may be raised a few steps from where it was."""
+        about = [since for cause, node, since in self.acted if (cause, node) == alarm.subject]
+        return any(abs(since - alarm.since) <= SAME_STEPS for since in about)
+
+
+def _remember(known: "OrderedDict[K, V]", key: K, value: V) -> None:
+    known[key] = value
+    if len(known) > KEPT_SUBMISSIONS:
+        known.popitem(last=False)

@@ -1,0 +1,53 @@
+"""Disk: the disk of the run's folder, or the run's own quota, is full or will be soon.
+
+At a full disk the run stops granting leases and waits: nothing is lost, but nothing is learned. Whoever fills the disk,
+the time is the same.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from statistics import median
+
+from shoal.monitors.view import Finding, View, measured
+
+LEAST_SAMPLES, LEAST_S = 10, 600.0
+"""A rate needs so many looks over so long: a checkpoint is written in one piece."""
+PARTS = 4
+REMEDY = "Free some space, lower storage.window_steps, or set storage.checkpoint_every higher"
+QUOTA = "Raise storage.quota_mb, or lower storage.window_steps: at the quota no lease is granted"
+
+
+def look(view: View) -> Iterator[Finding]:
+    """At the free space now, its rate, and the quota."""
+    machine = view.machine
+    if machine is None:
+        return
+    if machine.disk:
+        free_mb, least_mb = machine.disk[-1][1] / 1e6, view.limit("disk.free_mb")
+        hours, least = hours_left(machine.disk), view.limit("disk.hours")
+        if free_mb < least_mb:
+            what = f"the disk of the run's folder has {free_mb:.0f} MB free"
+            yield Finding("critical", what, REMEDY, (measured("free MB", free_mb, least_mb),))
+        elif hours < least:
+            what = f"the disk of the run's folder is full in {hours:.1f} h at the present rate ({free_mb:.0f} MB free)"
+            yield Finding("warning", what, REMEDY, (measured("hours", hours, least),))
+    share, most = machine.quota_share, view.limit("disk.quota")
+    if share >= most:
+        yield Finding(
+            "warning", f"{share:.1%} of the run's quota is used", QUOTA, (measured("quota share", share, most),)
+        )
+
+
+def hours_left(disk: Sequence[tuple[float, float]]) -> float:
+    """Until the disk is full; infinite if it is not being filled, or if too little is known.
+
+    The looks are divided into four parts. The rate is the median of those between the medians of neighbouring parts: one
+    large file makes no rate, and files that come again and again do.
+    """
+    if len(disk) < LEAST_SAMPLES or disk[-1][0] - disk[0][0] < LEAST_S:
+        return float("inf")
+    cuts = [round(part * len(disk) / PARTS) for part in range(PARTS + 1)]
+    parts = [disk[first:last] for first, last in pairwise(cuts)]
+    middles = [(median(time for time, _ in part), median(free for _, free in part)) for part in parts]
+    filled_per_s = -median((b[1] - a[1]) / max(1.0, b[0] - a[0]) for a, b in pairwise(middles))
+    return disk[-1][1] / filled_per_s / 3600 if filled_per_s > 0 else float("inf")

@@ -1,0 +1,103 @@
+"""Reward hacking: reward rises, and something that should rise with it does not.
+
+Four signs. The policy is worse on held-out tasks than it was. Fewer rollouts are solved. Within groups, reward follows
+length, and rollouts become long. Rollouts repeat themselves. What it cannot see: an environment whose hack is short,
+varied, and passes on held-out tasks, because the same environment judges those.
+"""
+
+from collections.abc import Iterator
+from statistics import median
+
+from shoal.monitors.view import (
+    LEAST_STEPS,
+    START_STEPS,
+    Finding,
+    View,
+    is_number,
+    measured,
+    noise_of,
+    now_of,
+    smoothed,
+    start_of,
+)
+
+REMEDY = (
+    "Read rollouts of the newest steps. Correct what the environment rewards by mistake, and begin a new run: a changed "
+    "environment is another run"
+)
+
+BOTH = ("reward_all_mean", "solve_rate")
+
+
+def look(view: View) -> Iterator[Finding]:
+    """At the signs, if reward has risen since the start."""
+    yield from (found for found in (_heldout(view),) if found)
+    rewards = view.series("reward_all_mean")
+    if len(rewards) < LEAST_STEPS:
+        return
+    risen, least = now_of(rewards) - start_of(rewards), view.limit("hacking.reward_noises") * noise_of(rewards) / 2
+    if risen <= max(least, 1e-3):
+        return
+    for found in (_solved(view), _length(view), _repetition(view)):
+        if found is not None:
+            yield found
+
+
+def _heldout(view: View) -> Finding | None:
+    """The newest evaluation against the best before it, if reward in training rose between them."""
+    if len(view.heldout) < 2:
+        return None
+    newest, best = view.heldout[-1], max(view.heldout[:-1], key=lambda one: one.mean)
+    then = [line for line in view.lines if int(line["step"]) < best.version + START_STEPS]
+    at_best = View(then[-2 * START_STEPS :]).series("reward_all_mean")
+    rewards = view.series("reward_all_mean")
+    rose = bool(at_best) and now_of(rewards) - median(at_best) > 2 * noise_of(rewards)
+    if not rose or newest.high95 >= best.low95:
+        return None
+    what = f"held-out tasks fell from {best.mean:.1%} to {newest.mean:.1%} while reward in training rose"
+    return Finding("critical", what, REMEDY, (measured("held-out mean", newest.mean, best.low95),))
+
+
+def _solved(view: View) -> Finding | None:
+    both = View([line for line in view.lines if {*map(is_number, map(line.get, BOTH))} == {True}])
+    rewards, rates = (both.series(name) for name in BOTH)
+    if len(rates) < LEAST_STEPS or view.moving_tasks:
+        return None
+    middle = smoothed(rates)
+    best = middle.index(max(middle))
+    limit = middle[best] - view.limit("hacking.solved_fall")
+    if now_of(rates) >= limit or now_of(rewards) < smoothed(rewards)[best]:
+        return None
+    what = f"fewer rollouts are solved ({middle[best]:.1%}, now {now_of(rates):.1%}) while reward rises"
+    return Finding("warning", what, REMEDY, (measured("solve_rate", now_of(rates), limit),))
+
+
+def _length(view: View) -> Finding | None:
+    lengths = [
+        line["policy_tokens"] / line["rollouts"]
+        for line in view.lines
+        if line.get("policy_tokens") and line.get("rollouts")
+    ]
+    follows = view.series("reward_length_correlation")
+    if len(lengths) < LEAST_STEPS or len(follows) < START_STEPS:
+        return None
+    limit, most = view.limit("hacking.length") * start_of(lengths), view.limit("hacking.correlation")
+    # The highest counts: once all rollouts are long, they differ in length no more.
+    if now_of(lengths) <= limit or max(smoothed(follows)) <= most:
+        return None
+    what = f"reward follows length, and rollouts grew from {start_of(lengths):.3g} to {now_of(lengths):.3g} tokens"
+    facts = measured("policy_tokens/rollouts", now_of(lengths), limit)
+    return Finding(
+        "warning", what, REMEDY, (facts, measured("reward_length_correlation", max(smoothed(follows)), most))
+    )
+
+
+def _repetition(view: View) -> Finding | None:
+    shares = view.series("repetition_share")
+    if len(shares) < LEAST_STEPS:
+        return None
+    limit = start_of(shares) + view.limit("hacking.repetition")
+    if now_of(shares) <= limit:
+        return None
+    what = f"rollouts repeat themselves: {now_of(shares):.1%} of their 4-grams, {start_of(shares):.1%} at the start"
+    return Finding("warning", what, REMEDY, (measured("repetition_share", now_of(shares), limit),))

@@ -1,0 +1,92 @@
+"""Poisoning: a worker steers the policy by groups that others do not confirm.
+
+Two signs. Validators refuse much of what it sends. Or the rewards of its accepted groups lean away from those of the
+others, though tasks are drawn for all alike: it forges what no audit sees, or drops the tasks it does not like. Its
+share of the influence on the newest batches is told with both. What it cannot see: a worker whose forgeries have the
+usual rewards.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from shoal.monitors.digest import NodeStep, StepDigest
+from shoal.monitors.view import Finding, View, measured
+
+STEPS = 40
+"""That are looked at: a worker that is refused is quarantined, so it sends little."""
+REMEDY = (
+    "Look at its refusals (`shoal credits RUN --node KEY`) and audit its groups (`shoal audit RUN`). "
+    "`shoal admin quarantine` stops it for an hour, `shoal admin kick` for good"
+)
+
+
+def look(view: View) -> Iterator[Finding]:
+    """At each worker's work of the newest steps."""
+    nodes = view.nodes_of(STEPS)
+    influence = sum(one.influence for done in nodes.values() for one in done)
+    leaning = leans(view.steps[-STEPS:], int(view.limit("poisoning.lean_groups")))
+    for key, done in nodes.items():
+        share = sum(one.influence for one in done) / influence if influence else 0.0
+        found = _refused(view, key, done, share) or _leaning(view, key, leaning.get(key, 0.0), share)
+        if found is not None:
+            yield found
+
+
+def _refused(view: View, key: str, done: Sequence[NodeStep], share: float) -> Finding | None:
+    refused, accepted = sum(one.refused for one in done), sum(one.accepted for one in done)
+    most = view.limit("poisoning.refused")
+    least = view.limit("poisoning.blocks") - (not accepted)
+    if refused < max(1, least) or refused / (refused + accepted) <= most:
+        return None
+    rate = refused / (refused + accepted)
+    what = f"{view.name_of(key)} had {rate:.1%} of its blocks refused, and {share:.1%} of the influence on batches"
+    facts = measured("refused share", rate, most), measured("influence share", share, 1.0)
+    return Finding("critical", what, REMEDY, facts, key)
+
+
+def _leaning(view: View, key: str, lean: float, share: float) -> Finding | None:
+    most = view.limit("poisoning.lean")
+    if abs(lean) <= most:
+        return None
+    way = "above" if lean > 0 else "below"
+    what = f"rewards of {view.name_of(key)} are {abs(lean):.1f} deviations {way} those of others on like tasks"
+    facts = measured("reward lean", abs(lean), most), measured("influence share", share, 1.0)
+    return Finding("warning", what, REMEDY, facts, key)
+
+
+class _Rewards(NamedTuple):
+    """Mean rewards of groups of one step."""
+
+    groups: int
+    total: float
+    squares: float
+
+
+def leans(steps: Sequence[StepDigest], least: int) -> dict[str, float]:
+    """By worker: by how many standard deviations its mean reward differs from the others', compared within each step. None
+    for a worker with fewer than `least` groups, or whose others have fewer."""
+    above, variance = dict[str, float](), dict[str, float]()
+    own_groups, other_groups = Counter[str](), Counter[str]()
+    for step in steps:
+        nodes = {key: _rewards(node.rewards) for key, node in step.nodes.items() if key and node.rewards}
+        count = sum(one.groups for one in nodes.values())
+        total, squares = sum(one.total for one in nodes.values()), sum(one.squares for one in nodes.values())
+        spread = max(squares / count - (total / count) ** 2, 1e-12) if count else 0.0
+        for key, own in nodes.items():
+            others = count - own.groups
+            own_groups[key] += own.groups
+            other_groups[key] += others
+            if others > 1:
+                above[key] = above.get(key, 0.0) + own.total - own.groups * (total - own.total) / others
+                variance[key] = variance.get(key, 0.0) + spread * own.groups * (1 + own.groups / others)
+    return {
+        key: above[key] / math.sqrt(variance[key])
+        for key in above
+        if min(own_groups[key], other_groups[key]) >= least and variance[key] > 1e-9
+    }
+
+
+def _rewards(values: Sequence[float]) -> _Rewards:
+    return _Rewards(len(values), sum(values), sum(value * value for value in values))

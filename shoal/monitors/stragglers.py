@@ -1,0 +1,51 @@
+"""Stragglers: a worker that holds up batches, because it lets its leases lapse or is much slower than the others.
+
+It is no fault of an honest slow worker, so nobody is quarantined for it: the rules lease its blocks to others in time.
+"""
+
+from collections.abc import Iterator
+from statistics import median
+
+from shoal.monitors.view import Finding, View, measured
+
+STEPS = 20
+"""That are looked at: a slow worker has few leases."""
+LEAST_LAPSES, LEAST_SUBMISSIONS, LEAST_OTHERS = 3, 3, 2
+LEAST_SECONDS = 0.5
+"""A group that takes less holds up nobody."""
+REMEDY = (
+    "Ask its owner what else the machine does, or kick it. If many lapse, raise rollouts.lease_s, or make blocks smaller "
+    "(rollouts.block_rollouts)"
+)
+
+
+def look(view: View) -> Iterator[Finding]:
+    """At leases and pace of each worker in the newest steps."""
+    nodes = view.nodes_of(STEPS)
+    pace_s = {
+        key: median(took)
+        for key, done in nodes.items()
+        if len(took := [second for one in done for second in one.seconds]) >= LEAST_SUBMISSIONS
+    }
+    late_shares = {
+        key: min(1.0, sum(one.late for one in done) / leases)
+        for key, done in nodes.items()
+        if (leases := sum(one.leases for one in done)) >= LEAST_LAPSES
+    }
+    for key, done in nodes.items():
+        leases, lapsed = sum(one.leases for one in done), sum(one.lapsed for one in done)
+        share, most = lapsed / max(1, leases), view.limit("stragglers.lapsed")
+        late = late_shares.get(key, 0.0)
+        usual = [one for other, one in late_shares.items() if other != key]
+        others = [took for other, took in pace_s.items() if other != key]
+        if lapsed >= LEAST_LAPSES and share > most:
+            what = f"{view.name_of(key)} let {lapsed} of its {leases} leases lapse"
+            yield Finding("warning", what, REMEDY, (measured("lapsed share", share, most),), key)
+        elif len(usual) >= LEAST_OTHERS and late > max(most, 2 * median(usual)):
+            what = f"others filled {late:.0%} of the leases of {view.name_of(key)} before it, or it was too late"
+            yield Finding("notice", what, REMEDY, (measured("late share", late, max(most, 2 * median(usual))),), key)
+        elif key in pace_s and len(others) >= LEAST_OTHERS:
+            limit = max(view.limit("stragglers.slow") * median(others), LEAST_SECONDS)
+            if pace_s[key] > limit:
+                what = f"{view.name_of(key)} takes {pace_s[key]:.3g} s for a group, the others {median(others):.3g} s"
+                yield Finding("notice", what, REMEDY, (measured("seconds a group", pace_s[key], limit),), key)

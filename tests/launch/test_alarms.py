@@ -1,0 +1,262 @@
+"""The launcher's monitors: an alarm is written once, shown, and acted on once, also if the launcher is killed meanwhile."""
+
+import asyncio
+import shutil
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from shoal.alarms import Alarm, AlarmLine, AlarmsLog, read_alarms, standing_alarms
+from shoal.errors import ConfigError, PeerError
+from shoal.folder import RunFolder
+from shoal.launch.alarms import AlarmWatch
+from shoal.launch.snapshot import Snapshot
+from shoal.launch.view import render
+from shoal.ledger.facts.run import Admin
+from shoal.ledger.log.book import Book
+from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.log.verify import verify
+from shoal.protocol.types import AdminRequest, Measured, Status
+from tests.ledger.world import World
+from tests.monitors.series import honest_lines
+from tests.roles.town import Town, tiny_run
+
+WORKER = "a" * 64
+FALLS = [line | ({"log_ratio_abs_mean_nats": 0.9} if line["step"] >= 10 else {}) for line in honest_lines(1, 20)]
+WHY = Measured("log_ratio_abs_mean_nats", 0.9, 0.5)
+
+
+def drift(since=12):
+    return Alarm("drift", "critical", since, since, "it drifts", "Look", (WHY,))
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A log with 20 versions, which the rules alone wrote."""
+    world = World(tmp_path_factory.mktemp("log"), batch_groups=2, steps=30)
+    world.enter(WORKER)
+    for _ in range(20):
+        world.publish()
+        world.serve(WORKER)
+    world.book.store.close()
+    return world.path
+
+
+def town_with(tmp_path, published, **monitors):
+    """A run whose log has 20 versions and whose trainer says of each what FALLS says."""
+    return Run(tmp_path, published, monitors)
+
+
+class Run:
+    """The folder and the book of a run, without processes."""
+
+    def __init__(self, tmp_path, published, monitors):
+        self.config = tiny_run(steps=30, monitors=monitors)
+        self.folder = RunFolder(tmp_path / "run")
+        self.folder.prepare(self.config, tmp_path)
+        shutil.copy(published, self.folder.log)
+        self.folder.metrics.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in FALLS))
+        self.book = Book(Store(sqlite_url(self.folder.log)))
+        self.now = self.book.state.time + 1.0
+
+    def do(self, command):
+        return self.book.write(command, self.now)
+
+    def audit(self):
+        return verify(self.book.store.read())
+
+
+class Host:
+    """Sends a launcher's calls to the rules, and may be killed before or after."""
+
+    def __init__(self, town, killed=""):
+        self.town, self.killed, self.calls, self.created = town, killed, [], 1000
+
+    def __call__(self, action, request):
+        self.calls.append(action)
+        if self.killed == "before":
+            raise PeerError("no answer")
+        self.created += 1
+        asked = Admin(action, request.node, self.town.now, self.created, request.lr_factor, request.evidence)
+        self.town.do(asked)
+        if self.killed == "after":
+            raise PeerError("no answer")
+
+
+def watching(town, send, clock=None):
+    """A launcher's monitors, at the time of the run."""
+    return AlarmWatch(town.folder, town.config, clock=clock or (lambda: town.now), send=send)
+
+
+def look(watch, times=3):
+    """Some looks of a launcher, and what it said."""
+    said = []
+    for _ in range(times):
+        watch._looked = -1e9
+        said += watch.look(
+            Snapshot("small", "", 30, Status("", "running", 19, 30, 0, {}, 0, 0, "", 0.0), metrics=FALLS)
+        )
+        watch._acting.join()
+    return said
+
+
+def actions(town):
+    """What the log says that alarms led to."""
+    found = [
+        (e.body.phase, e.body.lr_factor, e.body.evidence.cause) for e in town.audit().entries if has_evidence(e.body)
+    ]
+    assert not [finding for finding in town.audit().findings if "rules_changed" in finding]
+    return found
+
+
+def has_evidence(body):
+    return bool(getattr(body, "evidence", None))
+
+
+def test_an_alarm_is_written_once_though_the_launcher_starts_again(tmp_path, published):
+    town = town_with(tmp_path, published)
+    for _ in range(3):
+        said = look(watching(town, Host(town)))
+    assert said == []
+    lines = read_alarms(town.folder.alarms)
+    assert [(line.change, line.alarm.cause, line.alarm.since) for line in lines] == [("raised", "drift", 12)]
+    assert [alarm.cause for alarm in standing_alarms(town.folder.alarms)] == ["drift"]
+
+
+def test_without_actions_nothing_is_asked_of_the_coordinator(tmp_path, published):
+    town = town_with(tmp_path, published)
+    host = Host(town)
+    said = look(watching(town, host))
+    assert host.calls == [] and len(said) == 1 and said[0].startswith("ALARM drift (critical) at step 12")
+
+
+@pytest.mark.parametrize("killed", ["", "before", "after"])
+def test_an_action_is_done_once_whenever_the_launcher_is_killed(tmp_path, published, killed):
+    town = town_with(tmp_path, published, actions={"drift": "pause"})
+    look(watching(town, Host(town, killed)), 1)
+    again = Host(town)
+    look(watching(town, again))
+    look(watching(town, again))
+    assert town.book.state.phase == "paused" and town.book.state.pause_cause == "alarm: drift"
+    assert len(actions(town)) == 1 and again.calls == (["pause"] if killed == "before" else [])
+
+
+def test_a_run_that_its_host_resumed_is_not_paused_again_by_the_same_alarm(tmp_path, published):
+    town = town_with(tmp_path, published, actions={"drift": "pause"})
+    look(watching(town, Host(town)))
+    town.do(Admin("resume", "", town.now, 1000 + 100))
+    host = Host(town)
+    look(watching(town, host))
+    assert host.calls == [] and town.book.state.phase == "running"
+
+
+def test_a_long_log_is_read_piece_by_piece_and_nothing_is_done_before_its_end(tmp_path, published, monkeypatch):
+    monkeypatch.setattr("shoal.launch.alarms.READ_EVENTS", 100)
+    town = town_with(tmp_path, published, actions={"drift": "pause"})
+    host, looks = Host(town), 0
+    watch = watching(town, host)
+    while not host.calls:
+        assert looks < 30
+        look(watch, 1)
+        looks += 1
+    assert looks == 1 + town.book.state.seq // 100 > 2
+
+
+def test_the_rate_is_lowered_by_the_factor_and_never_below_the_floor(tmp_path, published):
+    town = town_with(tmp_path, published, actions={"drift": "lower_rate"}, lr_factor=0.5, least_lr_factor=0.4)
+    town.do(Admin("rate", "", town.now, lr_factor=0.6))
+    look(watching(town, Host(town)))
+    assert actions(town) == [("", 0.4, "drift")]
+    town.do(Admin("rate", "", town.now, 1000 + 100, lr_factor=0.4))
+    host = Host(town)
+    look(watching(town, host))
+    assert host.calls == []
+
+
+def test_a_run_that_was_stopped_for_a_day_and_goes_on_is_not_starved(tmp_path, published):
+    town = town_with(tmp_path, published)
+    now = [FALLS[-1]["time_s"] + 86_400.0]
+    watch = watching(town, Host(town), lambda: now[0])
+    look(watch, 4)
+    assert [alarm.cause for alarm in watch.standing] == ["drift"]
+    now[0] += 86_400.0
+    look(watch, 4)
+    assert [alarm.cause for alarm in watch.standing] == ["drift", "starved"]
+
+
+def test_monitors_that_are_turned_off_look_at_nothing(tmp_path, published):
+    town = town_with(tmp_path, published, enabled=False, actions={"drift": "pause"})
+    watch = watching(town, Host(town))
+    assert look(watch) == [] and watch.standing == () and not town.folder.alarms.exists()
+
+
+def test_a_failed_call_is_told_and_tried_again_later(tmp_path, published):
+    town, now = town_with(tmp_path, published, actions={"drift": "pause"}), [1000.0]
+    host = Host(town, "before")
+    watch = watching(town, host, lambda: now[0])
+    assert any("failed: no answer" in line for line in look(watch)) and len(host.calls) == 1
+    now[0] += 60.0
+    look(watch)
+    assert len(host.calls) == 2
+
+
+def test_the_call_is_signed_and_reaches_the_coordinator(tmp_path):
+    """Over the network of a town, as `hosting.call` does over HTTP."""
+    town = Town(tmp_path / "run", tiny_run())
+
+    async def story():
+        async with town.client(town.folder.keys / "run.key") as client:
+            client.run = town.desk.state.run
+            request = AdminRequest(evidence=drift().evidence)
+            return await client.post_json("/v1/admin/pause", request, Status)
+
+    assert asyncio.run(story()).pause_cause == "alarm: drift"
+
+
+def test_the_view_shows_the_alarms_that_stand():
+    console = Console(record=True, width=100, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render(Snapshot("small", "out", 30, alarms=[drift()])))
+    assert "alarm drift since step 12: it drifts" in console.export_text()
+
+
+# --- the file ---
+
+
+def test_a_half_line_is_skipped_and_the_next_line_is_whole(tmp_path):
+    path = tmp_path / "alarms.jsonl"
+    AlarmsLog(path).write("raised", drift(), 1.0)
+    with path.open("ab") as file:
+        file.write(b'{"time_s": 2.0, "chan')
+    log = AlarmsLog(path)
+    assert not log.write("raised", drift(), 3.0) and log.write("cleared", drift(), 4.0)
+    assert [line.change for line in read_alarms(path)] == ["raised", "cleared"] and standing_alarms(path) == []
+    assert msgspec.json.decode(path.read_bytes().splitlines()[-1], type=AlarmLine).alarm == drift()
+
+
+def test_an_alarm_that_the_file_says_stands_and_nobody_finds_is_cleared_after_some_looks(tmp_path, published):
+    town = town_with(tmp_path, published)
+    AlarmsLog(town.folder.alarms).write("raised", msgspec.structs.replace(drift(3), cause="disk"), 1.0)
+    look(watching(town, Host(town)), 8)
+    assert [alarm.cause for alarm in standing_alarms(town.folder.alarms)] == ["drift"]
+
+
+# --- the run file ---
+
+
+@pytest.mark.parametrize(
+    ("monitors", "said"),
+    [
+        ({"actions": {"drfit": "pause"}}, "there is no such alarm"),
+        ({"actions": {"stragglers": "quarantine"}}, "only poisoning is evidence against a worker"),
+        ({"limits": {"drift.natz": 1.0}}, "there is no such limit"),
+        ({"limits": {"drift.nats": -1.0}}, "must be at least 0"),
+        ({"lr_factor": 1.0}, "must be above 0 and below 1"),
+        ({"least_lr_factor": 0.001}, "must be from 0.01 to 1"),
+    ],
+)
+def test_a_run_file_whose_monitors_make_no_sense_is_refused(monitors, said):
+    from shoal.config import check_run
+
+    with pytest.raises(ConfigError, match=said):
+        check_run(tiny_run(monitors=monitors))

@@ -1,0 +1,279 @@
+"""Each monitor is raised by its fault, by its own name, and stays silent over honest noise."""
+
+import random
+
+import pytest
+
+from shoal.monitors.digest import StepDigest
+from shoal.monitors.raising import BETWEEN, MONITORS, Watch
+from shoal.monitors.view import KEPT_LINES, Evaluation, Machine, View
+from tests.monitors.series import WORKERS, honest_digests, honest_lines, views
+
+FROM = 40
+"""Step at which a fault begins."""
+
+
+def raised(views_so_far):
+    """(cause, node) of each alarm that a whole run raises, with its step."""
+    watch, found = Watch(), {}
+    for view in views_so_far:
+        for change, alarm in watch.see(view):
+            if change == "raised":
+                found.setdefault(alarm.subject, alarm)
+    return found
+
+
+def causes(lines, digests=(), **facts):
+    return {cause for cause, _ in raised(views(lines, digests, **facts))}
+
+
+def faulty(change, seed=1):
+    lines = honest_lines(seed)
+    return [line | change(line, step - FROM) if step >= FROM else line for step, line in enumerate(lines)]
+
+
+@pytest.mark.parametrize("seed", range(100, 106))
+def test_honest_noise_raises_nothing(seed):
+    assert raised(views(honest_lines(seed), honest_digests(seed), max_flat_groups=500)) == {}
+
+
+FAULTS = {
+    "drift": lambda line, age: {"log_ratio_abs_mean_nats": 0.7},
+    "collapse": lambda line, age: {"reward_all_mean": 0.05, "solve_rate": 0.01},
+    "entropy": lambda line, age: {"entropy_nats": 0.01, "solve_rate": 0.4, "reward_all_mean": 0.6},
+    "hacking": lambda line, age: {"repetition_share": 0.6},
+    "no_signal": lambda line, age: {"zero_signal_share": 0.95},
+    "starved": lambda line, age: {"step_s": 90.0, "waiting_share": 0.97},
+    "publishing": lambda line, age: {"publish_s": 30.0, "publish_wait_s": 2.0, "step_s": 4.0},
+}
+
+
+@pytest.mark.parametrize("cause", FAULTS)
+def test_a_fault_in_the_metrics_raises_its_alarm_and_no_other(cause):
+    found = raised(views(faulty(FAULTS[cause]), honest_digests(1)))
+    assert {name for name, _ in found} == {cause}
+    alarm = found[cause, ""]
+    assert FROM < alarm.since < FROM + 12 and alarm.measured and alarm.summary and alarm.remedy
+    assert all(one.value != one.limit for one in alarm.measured)
+
+
+@pytest.mark.parametrize(
+    ("cause", "change"),
+    [
+        ("collapse", lambda line, age: {"grad_norm": 500.0}),
+        ("collapse", lambda line, age: {"grad_norm": None, "update_skipped": 1}),
+        ("collapse", lambda line, age: {"solve_rate": 0.0, "reward_all_mean": 0.5}),
+        ("drift", lambda line, age: {"log_ratio_abs_mean_nats": 0.4}),
+    ],
+)
+def test_other_signs_of_the_same_fault(cause, change):
+    assert causes(faulty(change)) >= {cause}
+
+
+def test_a_single_odd_step_is_no_alarm():
+    odd = {"log_ratio_abs_mean_nats": 3.0, "grad_norm": 900.0, "reward_all_mean": 0.0, "zero_signal_share": 1.0,
+           "step_s": 500.0, "waiting_share": 0.99}  # fmt: skip
+    assert causes([line | (odd if line["step"] == FROM else {}) for line in honest_lines(3)]) == set()
+
+
+def test_an_alarm_is_raised_once_and_cleared_once_after_the_fault_has_passed():
+    lines = [
+        line | ({"log_ratio_abs_mean_nats": 0.7} if FROM <= line["step"] < FROM + 6 else {})
+        for line in honest_lines(4, 70)
+    ]
+    watch = Watch()
+    changes = [change for view in views(lines) for change in watch.see(view)]
+    assert [(one.change, one.alarm.cause) for one in changes] == [("raised", "drift"), ("cleared", "drift")]
+    assert watch.standing == []
+
+
+def test_a_self_check_that_differs_is_drift_but_not_in_int8():
+    lines = [line | ({"selfcheck_gap_nats": 0.5} if not line["step"] else {}) for line in honest_lines(5, 20)]
+    assert causes(lines) == {"drift"} and causes(lines, dtype="int8") == set()
+
+
+def test_a_curriculum_that_makes_tasks_harder_is_no_collapse():
+    lines = faulty(lambda line, age: {"reward_all_mean": 0.1, "solve_rate": 0.15})
+    assert causes(lines) >= {"collapse"} and causes(lines, moving_tasks=True) == set()
+
+
+def test_reward_that_follows_length_is_hacking_and_longer_answers_alone_are_not():
+    longer = {"policy_tokens": 2000}
+    assert causes(faulty(lambda line, age: longer)) == set()
+    assert causes(faulty(lambda line, age: longer | {"reward_length_correlation": 0.9})) == {"hacking"}
+
+
+def test_held_out_tasks_that_fall_while_reward_rises_are_hacking():
+    lines = honest_lines(6)
+    fell = [Evaluation(0, 0.5, 0.45, 0.55), Evaluation(40, 0.3, 0.25, 0.35)]
+    rose = [Evaluation(0, 0.3, 0.25, 0.35), Evaluation(40, 0.5, 0.45, 0.55)]
+    assert causes(lines, heldout=fell) == {"hacking"} and causes(lines, heldout=rose) == set()
+
+
+def test_fewer_solved_tasks_while_reward_rises_are_hacking():
+    lines = faulty(lambda line, age: {"solve_rate": 0.3, "reward_all_mean": 0.95})
+    assert causes(lines) == {"hacking"}
+
+
+# --- the log ---
+
+
+def with_fault(change, seed=1):
+    digests = honest_digests(seed)
+    for digest in digests[FROM:]:
+        change(digest)
+    return raised(views(honest_lines(seed), digests))
+
+
+def test_a_worker_that_is_refused_much_is_named():
+    def refuse(digest):
+        digest.of(WORKERS[1]).refused = 2
+
+    found = with_fault(refuse)
+    assert found.keys() == {("poisoning", WORKERS[1])}
+    alarm = found["poisoning", WORKERS[1]]
+    assert "worker-1" in alarm.summary and [one.name for one in alarm.measured] == ["refused share", "influence share"]
+
+
+@pytest.mark.parametrize("shift", [0.25, -0.25])
+def test_a_worker_whose_rewards_lean_is_named(shift):
+    def lean(digest):
+        node = digest.of(WORKERS[2])
+        node.rewards = [reward + shift for reward in node.rewards]
+
+    assert with_fault(lean).keys() == {("poisoning", WORKERS[2])}
+
+
+def test_a_worker_that_lets_leases_lapse_is_named_and_so_is_one_that_is_far_slower():
+    def lapse(digest):
+        digest.of(WORKERS[0]).lapsed = 2
+
+    def crawl(digest):
+        digest.of(WORKERS[0]).seconds = [12.0, 13.0]
+
+    def too_late(digest):
+        digest.of(WORKERS[0]).late = 2
+
+    for fault in (lapse, crawl, too_late):
+        assert with_fault(fault).keys() == {("stragglers", WORKERS[0])}
+
+
+def test_a_run_in_which_all_are_late_alike_has_no_straggler():
+    def all_late(digest):
+        for key in WORKERS:
+            digest.of(key).late = 2
+
+    assert with_fault(all_late) == {}
+
+
+def test_the_validator_that_differs_from_the_others_is_named_and_not_the_ones_that_it_differs_from():
+    liar, honest = "x" * 64, ("v" * 64, "w" * 64)
+
+    def differ(digest):
+        digest.of(liar).compared, digest.of(liar).differed = 2, 2
+        for key in honest:
+            digest.of(key).compared, digest.of(key).differed = 2, 1
+
+    assert with_fault(differ).keys() == {("validators", liar)}
+
+
+def test_a_validator_at_fault_is_named_at_once():
+    def fault(digest):
+        digest.of("v" * 64).faults = int(digest.step == FROM)
+
+    assert with_fault(fault)["validators", "v" * 64].since == FROM
+
+
+def test_a_clock_that_is_off_is_named_and_the_hosts_if_all_are_off_alike():
+    def one(digest):
+        digest.of(WORKERS[1]).skews_s = [31.0, 30.0]
+
+    def all_of_them(digest):
+        for key in WORKERS:
+            digest.of(key).skews_s = [31.0, 30.0]
+
+    assert with_fault(one).keys() == {("clock", WORKERS[1])}
+    found = with_fault(all_of_them)
+    assert found.keys() == {("clock", "")} and "host's clock is about 30 s behind" in found["clock", ""].summary
+
+
+def test_thousand_honest_workers_are_not_accused():
+    rng, digests = random.Random(7), []
+    for step in range(12):
+        digest = StepDigest(step)
+        for number in range(1000):
+            node = digest.of(f"{number:064d}")
+            node.accepted, node.leases, node.lapsed = 1, 1, int(rng.random() < 0.02)
+            node.refused = int(rng.random() < 0.002)
+            node.rewards = [float(rng.random() < 0.5) for _ in range(4)]
+            node.seconds = [rng.uniform(1.0, 3.0)]
+        digests.append(digest)
+    assert raised(views(honest_lines(7, 12), digests)) == {}
+
+
+# --- between steps ---
+
+
+def between(machines, lines=()):
+    watch = Watch()
+    for machine in machines:
+        watch.see(View(lines=lines, machine=machine, max_flat_groups=100))
+    return {alarm.cause: alarm for alarm in watch.standing}
+
+
+def test_a_disk_that_fills_is_told_hours_before_and_one_that_is_steady_is_not():
+    filling = [(60.0 * i, 20e9 - 2e6 * 60 * i) for i in range(30)]
+    steady = [(60.0 * i, 20e9 + random.Random(i).uniform(-3e9, 3e9)) for i in range(30)]
+    found = between([Machine(now=1800.0, disk=filling)] * 2)
+    assert found.keys() == {"disk"} and "full in 2." in found["disk"].summary
+    assert between([Machine(now=1800.0, disk=steady)] * 2) == {}
+    assert between([Machine(now=1.0, disk=[(1.0, 1e8)])] * 2)["disk"].severity == "critical"
+    assert "quota" in between([Machine(now=1.0, quota_share=0.99)] * 2)["disk"].summary
+
+
+def test_a_checkpoint_of_many_gigabytes_is_no_filling_disk():
+    saved = [(60.0 * i, 100e9 - (40e9 if i > 14 else 0.0)) for i in range(30)]
+    assert between([Machine(now=1800.0, disk=saved)] * 3) == {}
+
+
+def test_a_host_clock_that_was_set_back_is_told():
+    assert between([Machine(now=1000.0, log_time=1060.0)] * 2).keys() == {"clock"}
+    assert between([Machine(now=1000.0, log_time=1001.0)] * 2) == {}
+
+
+def test_a_run_without_steps_is_told_though_no_step_ends():
+    lines = honest_lines(8, 20)
+    late = Machine(now=lines[-1]["time_s"] + 300.0, step_began=lines[-1]["time_s"], waiting_for="workers")
+    assert between([late] * 3, lines).keys() == {"starved"}
+    assert between([Machine(now=late.now, step_began=late.step_began, running=False)] * 3, lines) == {}
+
+
+def test_groups_without_signal_are_told_before_the_run_pauses():
+    assert between([Machine(now=1.0, flat_groups=60)] * 2).keys() == {"no_signal"}
+    assert between([Machine(now=1.0, flat_groups=20)] * 2) == {}
+
+
+# --- all ---
+
+
+def test_each_alarm_of_the_run_file_has_a_monitor_and_each_limit_an_alarm():
+    from shoal.config.monitors import CAUSES, LIMITS
+
+    assert CAUSES.keys() == MONITORS.keys() | BETWEEN.keys()
+    assert {name.partition(".")[0] for name in LIMITS} == CAUSES.keys()
+    assert all(monitor.found <= monitor.of for monitor in (*MONITORS.values(), *BETWEEN.values()))
+
+
+def test_a_limit_of_the_run_file_replaces_the_usual_one():
+    lines = faulty(lambda line, age: {"log_ratio_abs_mean_nats": 0.7})
+    assert causes(lines, limits={"drift.nats": 1.0, "drift.growth": 1e9}) == set()
+
+
+@pytest.mark.parametrize("lines", [[], [{"step": 0}], [{"step": i, "reward_all_mean": None} for i in range(20)]])
+def test_metrics_that_are_missing_raise_nothing(lines):
+    assert causes(lines) == set()
+    assert between([Machine(now=1.0)], lines) == {}
+
+
+def test_a_long_run_costs_no_more_for_each_step():
+    assert len(max(views(honest_lines(9, 5)), key=lambda view: len(view.lines)).lines) <= KEPT_LINES
