@@ -60,9 +60,9 @@ NAMES_A_NODE = ("poisoning",)
 
 LIMITS: dict[str, Limit] = {
     "drift.nats": Limit(
-        0.5, "nats",
-        "Mean |log-prob under the trained policy - under the one that sampled|, over 3 of 5 steps. Honest steps stay below "
-        "0.1; temperatures of 1 and 0.7 differ by more than this",
+        0.3, "nats",
+        "Mean |log-prob under the trained policy - under the one that sampled|, over 3 of 5 steps. Honest steps of small "
+        "policies stay below 0.15; a trainer with half of the temperature has 0.5",
     ),
     "drift.growth": Limit(
         8.0, "times", "The same against the median of the steps before. It doubles when staleness does; 8 is no noise"
@@ -104,8 +104,9 @@ LIMITS: dict[str, Limit] = {
         "too"
     ),
     "hacking.correlation": Limit(
-        0.6, "correlation",
-        "Within groups, between reward and length. Honest tasks pay for answers: theirs is below 0.4",
+        0.8, "correlation",
+        "Within groups, between reward and length. Games that last longer when they are won reach 0.7, an environment that "
+        "pays for length 0.95",
     ),
     "hacking.repetition": Limit(
         0.3, "share", "By how much the share of repeated 4-grams may rise. Honest text of small policies moves by 0.1"

@@ -1,0 +1,212 @@
+"""Small real runs for `monitors.py`, in one process: honest ones, and ones with a fault in them.
+
+Each uses the product's coordinator, trainer, validators and workers over an in-memory network, and leaves a folder as
+any run does. The faults are in what is injected, never in the monitors.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shoal.config import RunConfig, load_run
+from shoal.engine.base import Continuation, Engine, Request
+from shoal.engine.cheats import Cheat
+from shoal.engine.local import LocalEngine
+from shoal.folder import RunFolder
+from shoal.launch.alarms import AlarmWatch, setting_of
+from shoal.launch.snapshot import Snapshot
+from shoal.ledger.facts.run import Admin
+from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.table import read_entry
+from shoal.metrics import read_metrics
+from shoal.monitors.follow import Follower
+from shoal.monitors.view import Evaluation
+from shoal.net.keys import load_or_make_key
+from shoal.protocol.types import Status
+from shoal.roles.trainer import Trainer
+from shoal.roles.validator import Validator
+from shoal.roles.worker import Worker
+from tests.attacks.validators import Hangman
+from tests.roles.town import Town
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ("rollouts.batch_groups=8", "rollouts.group_size=8", "rollouts.block_rollouts=32", "eval.episodes=0",
+         "rollouts.max_flat_groups=150")  # fmt: skip
+SLOW_S = 1.0
+SKEW_S = 30.0
+LIMIT_S = 300.0
+"""No run takes nearly as long."""
+
+Alarms = set[str]
+
+
+def alarms_of(folder: RunFolder, config: RunConfig) -> Alarms:
+    """Alarms that the monitors raise over a whole run that has been made, each named as `cause` or `cause:node`."""
+    return with_metrics(folder, config, read_metrics(folder.metrics))
+
+
+def with_metrics(
+    folder: RunFolder, config: RunConfig, lines: Sequence[dict[str, Any]], heldout: Sequence[Evaluation] = ()
+) -> Alarms:
+    """The same with other metrics beside the run's own log."""
+    follower = Follower(setting_of(config))
+    rows = Store(sqlite_url(folder.log), read_only=True).read()
+    changes = follower.see((read_entry(data)[0] for data, _ in rows), lines, heldout)
+    names = follower.digest.names
+    return {
+        f"{one.alarm.cause}:{names[one.alarm.node][1]}" if one.alarm.node in names else one.alarm.cause
+        for one in changes
+        if one.change == "raised"
+    }
+
+
+def honest(recipe: str, seed: int, steps: int, root: Path, *changes: str) -> tuple[RunFolder, RunConfig]:
+    """A run of a recipe by three honest workers."""
+    town = _town(recipe, seed, steps, root, *changes)
+    _live(town, *(town.worker(f"worker-{i}") for i in range(3)))
+    return town.folder, town.config
+
+
+class Faults:
+    """A run for each fault; each returns its folder and its run file."""
+
+    def __init__(self, root: Path, seed: int) -> None:
+        self._root, self._seed = root, seed
+
+    def high_learning_rate(self) -> tuple[RunFolder, RunConfig]:
+        """30 times the recipe's."""
+        return self._honest("rate", 24, "train.lr=6e-3")
+
+    def temperature(self) -> tuple[RunFolder, RunConfig]:
+        """Workers sample at 1; the trainer divides logits by 0.5."""
+        town = self._town("temperature", 10)
+        trainer = town.trainer()
+        trainer.learner.temperature = 0.5
+        _live(town, *self._workers(town, 2), trainer=trainer)
+        return town.folder, town.config
+
+    def pays_for_length(self) -> tuple[RunFolder, RunConfig]:
+        """The environment rewards long answers."""
+        return self._hack("length")
+
+    def pays_for_repetition(self) -> tuple[RunFolder, RunConfig]:
+        """The environment rewards repeated characters."""
+        return self._hack("repetition", 45)
+
+    def all_solved(self) -> tuple[RunFolder, RunConfig]:
+        """Nearly every answer gets the full reward."""
+        return self._hack("nothing", 12, "rollouts.batch_groups=2")
+
+    def poisoned_worker(self) -> tuple[RunFolder, RunConfig]:
+        """One of three workers forges everything."""
+        town = self._town("poisoned", 16, "verify.quarantine_s=1")
+        _live(town, *self._workers(town, 2), town.worker("bad", "fabricate"))
+        return town.folder, town.config
+
+    def slow_worker(self) -> tuple[RunFolder, RunConfig]:
+        """One of four workers takes a second more for each turn."""
+        town = self._town("slow", 24, "rollouts.max_staleness=3")
+        _live(town, *self._workers(town, 3), _worker(town, "bad", _Slow))
+        return town.folder, town.config
+
+    def skewed_clock(self) -> tuple[RunFolder, RunConfig]:
+        """The clock of one of three workers is half a minute ahead."""
+        town = self._town("clock", 8)
+        _live(town, *self._workers(town, 2), _worker(town, "bad", clock=lambda: time.time() + SKEW_S))
+        return town.folder, town.config
+
+    def host_clock(self) -> tuple[RunFolder, RunConfig]:
+        """The host's clock is half a minute behind those of all workers."""
+        town = self._town("host-clock", 8)
+        _live(town, *(_worker(town, f"worker-{i}", clock=lambda: time.time() + SKEW_S) for i in range(3)))
+        return town.folder, town.config
+
+    def lying_validator(self) -> tuple[RunFolder, RunConfig]:
+        """One of three validators refuses everything."""
+        town = self._town("liar", 8, "validators.count=3")
+        judges = [_validator(town, 0, Hangman), _validator(town, 1), _validator(town, 2)]
+        _live(town, *self._workers(town, 2), judges=judges)
+        return town.folder, town.config
+
+    def _hack(self, pays_for: str, steps: int = 30, *changes: str) -> tuple[RunFolder, RunConfig]:
+        env = f'envs=[{{name="{ROOT}/benchmarks/envs/padded_sums.py", args={{pays_for="{pays_for}"}}}}]'
+        limits = ("sampling.max_turn_tokens=14", "sampling.max_tokens=32", "train.lr=1e-3")
+        return self._honest(f"pays-{pays_for}", steps, env, *limits, *changes)
+
+    def _honest(self, name: str, steps: int, *changes: str) -> tuple[RunFolder, RunConfig]:
+        return honest("arithmetic", self._seed, steps, self._root / name, *SMALL, *changes)
+
+    def _town(self, name: str, steps: int, *changes: str) -> Town:
+        return _town("arithmetic", self._seed, steps, self._root / name, *SMALL, *changes)
+
+    @staticmethod
+    def _workers(town: Town, count: int) -> list[Worker]:
+        return [town.worker(f"worker-{i}") for i in range(count)]
+
+
+def full_quota(folder: RunFolder) -> Alarms:
+    """Alarms between steps of a folder whose run file allows far less than is there."""
+    small = load_run(ROOT / "recipes/arithmetic.toml", ["storage.quota_mb=1"])
+    now = [time.time()]
+    watch = AlarmWatch(folder, small, clock=lambda: now[0])
+    status = Status("", "running", 1, 9, 0, {}, 0, 0, "workers", 0.0)
+    for _ in range(3):
+        watch.look(Snapshot("", "", 9, status))
+        now[0] += 10.0
+    return {alarm.cause for alarm in watch.standing}
+
+
+def _town(recipe: str, seed: int, steps: int, root: Path, *changes: str) -> Town:
+    path = ROOT / "recipes" / f"{recipe}.toml"
+    config = load_run(path, [f"steps={steps}", f"seed={seed}", *changes])
+    RunFolder(root).prepare(config, path.parent)
+    return Town(root, RunFolder(root).config())
+
+
+def _live(town: Town, *workers: Worker, judges: Any = None, trainer: Trainer | None = None) -> None:
+    """Let a run go to its end. One that pauses itself is drained, as a host would who has seen enough."""
+
+    async def story() -> None:
+        roles = (trainer or town.trainer(), *(judges or [town.validator()]), *workers)
+        life = asyncio.create_task(town.live(*roles, limit_s=LIMIT_S))
+        while not life.done():
+            if town.desk.state.phase == "paused":
+                await town.desk.book.submit(Admin("drain", "", time.time()))
+            await asyncio.wait({life}, timeout=0.2)
+        await life
+
+    asyncio.run(story())
+
+
+class _Slow(Cheat):
+    """An honest engine of a slow machine."""
+
+    def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
+        time.sleep(SLOW_S)
+        return self.engine.extend(requests, temperature)
+
+
+def _worker(
+    town: Town, name: str, change: Callable[[Engine], Engine] | None = None, clock: Callable[[], float] = time.time
+) -> Worker:
+    """A worker with something changed."""
+    home = town.folder.nodes / name
+    town.clock, usual = clock, town.clock
+    client = town.client(home / "node.key")
+    town.clock = usual
+
+    def make_engine(dtype: str, **named: str) -> Engine:
+        engine: Engine = LocalEngine(threads=1, dtype=dtype, **named)
+        return change(engine) if change else engine
+
+    return Worker(
+        client, load_or_make_key(home / "node.key").public, home, make_engine, 0, name, own_files=True, clock=clock
+    )
+
+
+def _validator(town: Town, number: int, kind: type[Validator] = Validator) -> Validator:
+    client = town.client(town.folder.keys / f"validator-{number}.key")
+    return kind(client, town.folder.nodes / f"validator-{number}", partial(LocalEngine, 1), own_files=True)
