@@ -65,7 +65,7 @@ class RunningSums(Env):
         return totals if self.turns else ["\n".join(totals)]
 
     def players(self):
-        return {"right": self.play, "careless": partial(self.play, care=0.3), "wrong": lambda state, rng: "no"}
+        return {"right": self.play, "careless": partial(self.play, care=0.5), "wrong": lambda state, rng: "no"}
 
     def play(self, state, rng, care=1.0):
         """The next sum, or all of them, each right with this probability."""

@@ -41,7 +41,8 @@ def curve_of(reward, entropy, last=(), tested=(0.0, 1.0)):
     """A made-up curve."""
     return Curve(
         "", {}, {"reward": reward, "entropy_nats": entropy}, {"clip_share": [0.1]},
-        {"reward": list(tested), "entropy_nats": [1.0], "solved": [0.5]}, list(last), list(last), "", 1.0,
+        {"version": [*map(float, range(len(tested)))], "reward": list(tested), "entropy_nats": [1.0], "solved": [0.5]},
+        list(last), list(last), "", 1.0,
     )  # fmt: skip
 
 
@@ -199,6 +200,20 @@ def test_lengths_count_as_reproduced_only_if_the_worst_seed_follows_what_is_aske
 
     assert verdict(follows, follows).reproduced and not verdict(follows, ignores).reproduced
     assert verdict(follows).figures["penalty"]["length_asked_12"] == [12.0]
+
+
+def test_credit_for_turns_counts_as_better_only_if_the_seeds_agree():
+    claim = next(claim for claim in grid.CLAIMS if claim.name == "turns")
+
+    def verdict(gains):
+        arms = {"whole_rollout": [0.5] * 5, "turns": [0.5 + gain for gain in gains]}
+        return findings.turns(
+            claim, {(name, 0): [curve_of([0.0], [0.0], tested=(r, r)) for r in found] for name, found in arms.items()}
+        )
+
+    found = verdict([0.1, 0.12, 0.09, 0.1, 0.11])
+    assert found.reproduced and found.figures["turns"]["mean_gain"] == pytest.approx(0.104)
+    assert not verdict([0.1, 0.5, -0.1, -0.1, 0.1]).reproduced and not verdict([0.0] * 5).reproduced
 
 
 def test_a_picture_is_small_and_whole():

@@ -167,6 +167,45 @@ def staleness(claim: Claim, reports: Reports) -> Finding:
     )  # fmt: skip
 
 
+def turns(claim: Claim, reports: Reports) -> Finding:
+    """Reward at the end of each arm, less that of the first."""
+    found = {arm.name: [score(curve) for curve in reports[arm.name, 0]] for arm in claim.arms}
+    base, *others = found
+    figures: dict[str, Any] = {"right_at_end": {name: rounded(values) for name, values in found.items()}}
+    for name in others:
+        gains = [mine - without for mine, without in zip(found[name], found[base], strict=True)]
+        error = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
+        figures[name] = {
+            "gains": rounded(gains),
+            "mean_gain": round(statistics.fmean(gains), 4),
+            "standard_error": round(error, 4),
+            "seeds_above": sum(gain > 0 for gain in gains),
+        }
+    lines = []
+    for colour, name in enumerate(found):
+        ways = [list(zip(c.tested["version"], c.tested["reward"], strict=True)) for c in reports[name, 0]]
+        lines += [Line("", way, colour, faint=True) for way in ways]
+        lines.append(
+            Line(name, [tuple(np.mean(points, axis=0).tolist()) for points in zip(*ways, strict=True)], colour)
+        )
+    told = figures["turns"]
+    reproduced = told["seeds_above"] >= max(1, len(found[base]) - 1) and told["mean_gain"] > 2 * told["standard_error"]
+    return Finding(
+        figures,
+        reproduced,
+        f"with credit for turns the share of right turns is {told['mean_gain']:+.3f} (standard error "
+        f"{told['standard_error']:.3f}, above 0 in {told['seeds_above']} of {len(found[base])} seeds)",
+        make_table(
+            ("Credit", "Right turns at the end", "Less that of whole rollouts"),
+            [
+                (name, spread(figures["right_at_end"][name]), spread(figures[name]["gains"]) if name in others else "")
+                for name in found
+            ],
+        ),
+        picture("Right turns as training goes on", "steps", "share of right turns", lines),
+    )
+
+
 FINDINGS: dict[str, Callable[[Claim, Reports], Finding]] = {
     "clip_higher": clip_higher,
     "clip_higher_at_0.0003": clip_higher,
@@ -175,6 +214,7 @@ FINDINGS: dict[str, Callable[[Claim, Reports], Finding]] = {
     "lengths_longer": lengths,
     "staleness": staleness,
     **findings_beside.FINDINGS,
+    "turns": turns,
 }
 """By the name of the claim."""
 

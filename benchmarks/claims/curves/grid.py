@@ -30,6 +30,9 @@ LENGTHS = {
 """INTELLECT-2 asks for 1000 to 4000 tokens at 0.0003 a token: here lengths are 250 times shorter, and the weight 250 times
 larger."""
 
+TURNS = {"name": "environments/running-sums/environment.py", "args": {"sums": 6, "base": 4, "turns": True}}
+"""Six sums to base 4, one a turn. The start writes one digit a turn, and is right by chance: in a quarter of its turns."""
+
 STARTS: dict[str, Tree] = {
     "sums": {
         "name": "sums", "seed": 1, "env": SUMS, "player": "careless", "episodes": 4096, "steps": 300, "batch": 64,
@@ -38,6 +41,10 @@ STARTS: dict[str, Tree] = {
     "filled": {
         "name": "filled", "seed": 1, "env": LENGTHS, "episodes": 8192, "steps": 500, "batch": 64, "lr": 2e-3,
         "max_tokens": 48, "policy": {"tiny": TINY},
+    },
+    "turns": {
+        "name": "turns", "seed": 1, "env": TURNS, "player": "careless", "episodes": 4096, "steps": 300, "batch": 64,
+        "lr": 3e-3, "max_tokens": 96, "policy": {"tiny": {**TINY, "max_positions": 96}},
     },
 }  # fmt: skip
 """Recipes of the policies that the runs begin with."""
@@ -54,6 +61,12 @@ TREES: dict[str, Tree] = {
         "sampling": {"max_turn_tokens": 20, "max_tokens": 48},
         "rollouts": {"group_size": 8, "block_rollouts": 128, "batch_groups": 16},
         "train": {"warmup_steps": 3}, "eval": {"episodes": 256},
+    },
+    "turns": {
+        "steps": 30, "envs": [TURNS],
+        "sampling": {"max_turn_tokens": 3, "max_tokens": 96},
+        "rollouts": {"group_size": 8, "block_rollouts": 64, "batch_groups": 8},
+        "train": {"warmup_steps": 3, "algorithm": {"name": "composition"}}, "eval": {"episodes": 128},
     },
 }  # fmt: skip
 """Run files of the tasks, by the name of their start."""
@@ -139,6 +152,25 @@ CLAIMS = (
         reproduced="Nothing is to be reproduced. Three reporting seeds, because five would take too long.",
     ),
     *grid_beside.CLAIMS,
+    Claim(
+        name="turns",
+        statement="Rewards credited to the turns that earned them teach more than their sum credited to the whole rollout.",
+        source="Baxter and Bartlett 2001, J. Artif. Intell. Res. 15",
+        task="turns",
+        arms=(Arm("whole_rollout", {}), Arm("turns", {"train": {"algorithm": {"credit": {"name": "turns"}}}})),
+        lrs=(1e-3, 3e-3, 6e-3),
+        measure=(
+            "The share of right turns at the end: the mean reward of the last two tests, 128 games each. Both arms play "
+            "equally many games with the same rewards. The figure of a seed is the share with credit for turns less that "
+            "without."
+        ),
+        reproduced="The figure is above 0 in at least 4 of 5 seeds, and its mean is more than 2 standard errors above 0.",
+        remark=(
+            "Before this was fixed, eight pilots with seed 0 found the task. Nothing was learned to base 10, nor with "
+            "eight sums in 40 steps, where turns at 3e-3 forgot to write digits. With six, turns ended at 0.42 and 0.35, and "
+            "whole_rollout at 0.35 and 0.32."
+        ),
+    ),
 )
 """In the order in which they are run."""
 

@@ -37,16 +37,17 @@ from shoal.envs.continuing import opened
 from shoal.envs.conversation import Conversation
 from shoal.envs.load import env_of
 from shoal.envs.play import Episode, converse
+from shoal.envs.steps import step_rewards
 from shoal.ledger.algorithm import teaches
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.render import Renderer
 from shoal.policy.valued import begin_valued
-from shoal.protocol.algorithms import needs_reference, vine_of
+from shoal.protocol.algorithms import needs_reference, step_credit_of, vine_of
 from shoal.protocol.compositions import Vine
 from shoal.protocol.continuations import branches
 from shoal.protocol.draws import EnvDraw, draw_task
 from shoal.protocol.randomness import sample_seed, slot_seed
-from shoal.protocol.types import BatchGroup, Group
+from shoal.protocol.types import BatchGroup, Group, StepRewards
 from shoal.protocol.wire import digest, to_msgpack
 from shoal.roles import solve_rates
 from shoal.train.critic import critic_of
@@ -219,11 +220,14 @@ class TrainedRun:
             slot = step * rollouts.batch_groups + at
             groups.append(Group(slot, 0, self.label, tuple(talk.rollout(version) for talk in group)))
             body, rewards = to_msgpack(groups[-1]), tuple(talk.reward for talk in group)
-            signal = teaches(rewards, self.config.train.algorithm)
+            steps = tuple(map(self._steps_of, group)) if step_credit_of(self.config.train.algorithm) else ()
+            signal = teaches(rewards, self.config.train.algorithm, steps)
             continued = self.continued(groups[-1], group[0].task, step, at, vine) if vine and signal else []
             tokens += sum(len(talk.logprobs) for talk in continued)
             fresh = tuple(talk.reward for talk in continued)
-            batch.members.append(BatchGroup(version, slot, "", 0, digest(body), rewards, continuations=fresh))
+            batch.members.append(
+                BatchGroup(version, slot, "", 0, digest(body), rewards, continuations=fresh, steps=steps)
+            )
             batch.bodies.append(body)
         means = _means(talks)
         book(self.sampled, {"version": float(version), **means, "tokens": means["tokens"] + tokens})
@@ -250,6 +254,13 @@ class TrainedRun:
             episodes.append(Episode(self.env, task, branch.seed(seed)))
             begun.append(opened(episodes[-1], self.renderer, self.sampling, tokens))
         return converse(self.engine, self.renderer, episodes, self.sampling, begun) if episodes else []
+
+    def _steps_of(self, talk: Conversation) -> StepRewards:
+        """What its turns or steps earn, if the run credits them."""
+        credit = step_credit_of(self.config.train.algorithm)
+        return (
+            step_rewards(talk.played(), talk.reward, bool(talk.fault), credit, self.renderer.decode) if credit else ()
+        )
 
     def _learn(self, batch: _Batch, version: int) -> None:
         """Turn this version into the next."""
