@@ -167,8 +167,8 @@ CLAIMS = (
         reproduced="The figure is above 0 in at least 4 of 5 seeds, and its mean is more than 2 standard errors above 0.",
         remark=(
             "Before this was fixed, eight pilots with seed 0 found the task. Nothing was learned to base 10, nor with "
-            "eight sums in 40 steps, where turns at 3e-3 forgot to write digits. With six, turns ended at 0.42 and 0.35, and "
-            "whole_rollout at 0.35 and 0.32."
+            "eight sums in 40 steps, where turns at 3e-3 forgot to write digits. With six, turns ended at 0.42 and 0.35, "
+            "and whole_rollout at 0.35 and 0.32."
         ),
     ),
 )
