@@ -69,9 +69,9 @@ def _first_difference(before: Recorded, after: Recorded) -> str:
         for turn, (reply, other) in enumerate(zip(old.replies, new.replies, strict=False)):
             if reply != other:
                 return f"answers turn {turn} with {unlike(reply, other)}"
-        for turn, (paid, paid_then) in enumerate(zip(old.earned, new.earned, strict=False)):
-            if paid != paid_then:
-                return f"pays for turn {turn} {unlike(paid, paid_then)}"
+        for turn, (paid, pays) in enumerate(zip(old.earned, new.earned, strict=False)):
+            if paid != pays:
+                return f"pays for turn {turn} {unlike(paid, pays)}"
         if old.end != new.end or len(old.replies) != len(new.replies):
             first, then = (f"{one.end[1]} after {len(one.replies)} turns" for one in (old, new))
             return f"scores {first}, then {then}"
