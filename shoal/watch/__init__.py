@@ -18,8 +18,28 @@ place; open it again. `NothingYet`: private, gone or not there yet. Private bodi
 and the host's folder with its run key. All texts are strangers': they may hold any characters, so escape them.
 
 `tables` has the same as rows (`rows_of(run, "nodes")`, `TABLES`, `as_csv`), with the unit and meaning of each column.
+
+`index` is a page's own SQLite file, of one run or several. A `Builder` fills it in a thread, a `Look` answers questions:
+
+    builder = Builder(path, run)            # resumes where it was killed; makes a damaged index anew
+    builder.advance()                       # one transaction; False if there is nothing new. Call it again and again
+    builder.note_condition(trouble)         # how the run does now, and evaluations; now and then
+    look = Look(path)                       # opens in 1 ms; one thread uses it at a time
+    look.runs()                             # `run` is the number of a run in the index, the first argument of the rest
+    look.overview(run), look.names(run), look.series(run, "reward_mean", points=500, smooth=0.9), look.heldout(run)
+    look.nodes(run, role, by, search, after), look.node(run, key), look.versions(run), look.ages(run)
+    look.refusal_counts(run), look.refusals(run, check, worker), look.validators(run), look.differences(run)
+    look.timeline(run, kinds, node, search, after), look.kinds(run), look.event(run, seq), look.alarms(run)
+    groups(look, run, Filter(env=, worker=, version=, status=, step=, task=, reward_from=, reward_to=, text=), after)
+    group(look, run, number), same_task(look, run, env, task), number_of(look, run, digest=), filters(look, run)
+
+Lists are {"rows": [...], "next": ...}: ask again with `after=next` until it is None. `private=True` of the questions about
+groups shows what is not public; only the host may have it. `put_alarms` of a builder takes the alarms that monitors raise.
 """
 
+from shoal.watch.index import Builder as Builder
+from shoal.watch.index import Filter as Filter
+from shoal.watch.index import Look as Look
 from shoal.watch.reading import Place as Place
 from shoal.watch.reading import Reading as Reading
 from shoal.watch.reading import Replaced as Replaced

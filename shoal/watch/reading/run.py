@@ -103,6 +103,8 @@ class Reading:
         self._limit_bytes = 0 if source.is_own else 1_000_000 * (max_memory_mb or share_of_free_mb())
         self._read_bytes = 0
         self._broken: StateError | None = None
+        self._has_key: bool | None = None
+        """Whether the host's run key is here, once that was asked."""
         self._renderer: Renderer | None = None
         self._envs: dict[str, Env] | None = None
         self._body: tuple[str, tuple[bytes, ...]] = ("", ())
@@ -256,7 +258,11 @@ class Reading:
 
     def shows_private(self) -> bool:
         """Whether bodies are read before they are public."""
-        return self._private and self.source.has_key(self.state.run_key)  # guard: private-needs-the-run-key
+        if not self._private or not self.state.run_key:
+            return False
+        if self._has_key is None:
+            self._has_key = self.source.has_key(self.state.run_key)
+        return self._has_key  # guard: private-needs-the-run-key
 
     def is_public(self, submission: str) -> bool:
         """Whether anyone may read the body of a submission."""

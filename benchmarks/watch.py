@@ -1,0 +1,236 @@
+"""How fast a page's questions are answered for a large run: `python benchmarks/watch.py [STEPS WORKERS GROUPS]`.
+
+It writes a synthetic run in the real format (a log that replays, submissions as blobs, metrics), builds its index with the
+code that a dashboard uses, and asks each question. The last line is JSON: seconds and bytes of the index, and for each
+question the median and the largest of its answers in milliseconds. Wall time, so keep the machine idle.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from shoal.config import RunConfig
+from shoal.folder import RunFolder
+from shoal.ledger.entry import GENESIS, Body, Entry
+from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
+from shoal.ledger.facts.leases import LeaseGranted
+from shoal.ledger.facts.members import NodeJoined
+from shoal.ledger.facts.pay import Credit
+from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived
+from shoal.ledger.facts.verdicts import Decision, VerdictGiven
+from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed
+from shoal.ledger.law import LAW
+from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.table import make_entry
+from shoal.net.blobs import path_of
+from shoal.policy.render import Renderer
+from shoal.policy.tiny import make_tiny
+from shoal.protocol import types as t
+from shoal.protocol.wire import digest, domain_hash, to_msgpack
+from shoal.roles.coordinator.role import created
+from shoal.tree import from_tree
+from shoal.watch.index import Builder, Filter, Look, filters, group, groups, same_task
+from shoal.watch.reading import open_run
+
+ROLLOUTS = 8
+"""Of a group; each lease has one group."""
+
+TURNS = 3
+WORDS = ("two", "plus", "three", "is", "five", "carry", "the", "one", "so", "then", "add", "seven", "minus", "four")
+LIMIT_MS = 300.0
+ROUNDS = 5
+
+RUN = {
+    "name": "large", "steps": 1_000_000, "seed": 3, "envs": [{"name": "arithmetic"}],
+    "sampling": {"max_turn_tokens": 500, "max_tokens": 4000},
+    "rollouts": {"group_size": ROLLOUTS, "block_rollouts": ROLLOUTS, "batch_groups": 1, "max_staleness": 1},
+    "policy": {"tiny": {"width": 32, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_width": 64, "max_positions": 64}},
+}  # fmt: skip
+
+
+def main(steps: int = 10_000, workers: int = 1_000, num_groups: int = 12_500) -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary) / "run"
+        write_run(root, steps, workers, num_groups)
+        index, began = Path(temporary) / "index.sqlite", time.process_time()
+        with open_run(root) as run:
+            builder = Builder(index, run)
+            builder.build()
+            builder.close()
+        build_s = time.process_time() - began
+        began = time.process_time()
+        with open_run(root) as run:  # as after a restart
+            builder = Builder(index, run)
+            builder.build()
+            builder.close()
+        result = {
+            "steps": steps, "workers": workers, "groups": num_groups, "rollouts": num_groups * ROLLOUTS,
+            "build_cpu_s": round(build_s, 1), "restart_cpu_s": round(time.process_time() - began, 1),
+            "index_mb": round(index.stat().st_size / 1e6, 1), "answers_ms": answers(Look(index)),
+        }  # fmt: skip
+    slow = {name: ms for name, (_, ms) in result["answers_ms"].items() if ms > LIMIT_MS}
+    print(f"slower than {LIMIT_MS:.0f} ms: {slow or 'none'}")
+    print(json.dumps(result))
+
+
+def answers(look: Look) -> dict[str, tuple[float, float]]:
+    """Median and largest time of each question, milliseconds."""
+    key = look.nodes(1, role="worker")["rows"][0]["key"]
+    newest = groups(look, 1)["rows"][0]
+    middle = newest["id"] // 2
+    asked: dict[str, Callable[[], object]] = {
+        "overview": lambda: look.overview(1),
+        "series": lambda: look.series(1, "reward_mean", 500, 0.9),
+        "names": lambda: look.names(1),
+        "nodes": lambda: look.nodes(1, role="worker", by="influence"),
+        "nodes_search": lambda: look.nodes(1, search="worker 99"),
+        "nodes_last_page": lambda: look.nodes(1, after=900),
+        "node": lambda: look.node(1, key),
+        "refusal_counts": lambda: look.refusal_counts(1),
+        "refusals": lambda: look.refusals(1, check="sampling"),
+        "validators": lambda: look.validators(1),
+        "differences": lambda: look.differences(1),
+        "versions": lambda: look.versions(1),
+        "ages": lambda: look.ages(1),
+        "kinds": lambda: look.kinds(1),
+        "timeline": lambda: look.timeline(1),
+        "timeline_rare_kind": lambda: look.timeline(1, kinds=["node_joined"]),
+        "timeline_search": lambda: look.timeline(1, search="refused block"),
+        "groups": lambda: groups(look, 1),
+        "groups_middle": lambda: groups(look, 1, after=middle),
+        "groups_reward": lambda: groups(look, 1, Filter(reward_from=0.99)),
+        "groups_worker": lambda: groups(look, 1, Filter(worker=key)),
+        "groups_text_common": lambda: groups(look, 1, Filter(text="carry")),
+        "groups_text_rare": lambda: groups(look, 1, Filter(text="needle")),
+        "groups_text_nothing": lambda: groups(look, 1, Filter(text="absent")),
+        "groups_text_and_worker": lambda: groups(look, 1, Filter(text="carry", worker=key)),
+        "group": lambda: group(look, 1, middle),
+        "same_task": lambda: same_task(look, 1, "arithmetic", 7),
+        "filters": lambda: filters(look, 1),
+    }
+    found = {}
+    for name, ask in asked.items():
+        times = []
+        for _ in range(ROUNDS):
+            began = time.perf_counter()
+            ask()
+            times.append(1000 * (time.perf_counter() - began))
+        found[name] = (round(statistics.median(times), 1), round(max(times), 1))
+    return found
+
+
+def write_run(root: Path, steps: int, workers: int, num_groups: int) -> None:
+    """A run's folder: log, blobs, policy and metrics."""
+    config, folder = from_tree(RUN, RunConfig, "benchmark"), RunFolder(root)
+    folder.prepare(config, root)
+    make_tiny(config.policy.tiny, folder.policy, 5, "float32")
+    renderer, rng = Renderer.from_directory(folder.policy), np.random.default_rng(0)
+    store, entries = Store(sqlite_url(folder.log)), list[Entry]()
+    seq, head, now = -1, GENESIS, 1.7e9
+    for body in events(folder, config, renderer, rng, steps, workers, num_groups):
+        seq, now = seq + 1, now + 0.5
+        entry = make_entry(seq, now, body, head)
+        head = entry.hash
+        entries.append(entry)
+        if len(entries) == 5000:
+            store.append(entries)
+            entries = []
+    store.append(entries)
+    store.close()
+    with folder.metrics.open("w") as file:
+        for step in range(steps):
+            line = {f"metric_{number}": float(rng.normal()) for number in range(25)}
+            line |= {
+                "step": step,
+                "time_s": 1.7e9 + step,
+                "step_s": 4.0,
+                "policy_tokens": 900,
+                "reward_mean": rng.random(),
+            }
+            file.write(json.dumps(line) + "\n")
+
+
+def events(
+    folder: RunFolder,
+    config: RunConfig,
+    renderer: Renderer,
+    rng: np.random.Generator,
+    steps: int,
+    workers: int,
+    total: int,
+) -> Iterator[Body]:
+    """The events of a run in which every twentieth group is refused, and every tenth is judged twice."""
+    run = created(folder, config, key_of("run", 0), LAW)
+    yield run
+    keys, judges = [key_of("worker", n) for n in range(workers)], [key_of("judge", n) for n in range(3)]
+    for number, key in enumerate(keys):
+        yield NodeJoined(key, "worker", f"worker {number}", "shoal-local/torch", "float32", "cpu")
+    for number, key in enumerate(judges):
+        yield NodeJoined(key, "validator", f"validator {number}", "shoal-local/torch", "float32", "cpu")
+    yield CheckpointPublished(0, key_of("root", 0), key_of("manifest", 0))
+    made, block = 0, 0
+    for version in range(steps):
+        due, block, good = total * (version + 1) // steps - made, 0, list[tuple[int, int]]()
+        while due > 0 or not good:
+            due, made = due - 1, made + 1
+            worker, refused = keys[int(rng.integers(workers))], made % 20 == 19
+            lease = f"{version}-{block}"
+            yield LeaseGranted(lease, worker, version, (block,), 2e9)
+            data = body_of(run.run, lease, version, block, renderer, rng, made)
+            name, digests = digest(data[0]), tuple(digest(one) for one in data[1])
+            path = path_of(folder.blobs, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data[0])
+            yield SubmissionReceived(lease, worker, name, len(data[0]), digests)
+            yield AuditDrawn(name, (), 1.0, (0.5,), 0.0, tuple(judges))
+            rewards = tuple(float(reward) for reward in rng.integers(0, 2, ROLLOUTS))
+            for judge in judges[: 2 if made % 10 == 9 else 1]:
+                outcome, check = ("hard", "sampling") if refused else ("accept", "")
+                detail = "token that its seed does not choose" if refused else ""
+                found = t.GroupVerdict(
+                    block, True, outcome, check, detail, 1, 7, 6.5, 0.002, () if refused else rewards, 400
+                )
+                yield VerdictGiven(name, judge, (found,))
+            yield Decision(name, () if refused else (block,), (block,) if refused else ())
+            if not refused:
+                yield GroupAccepted(version, block, name, 0, digests[0], 400, rewards, True)
+                yield Credit(worker, version, block, 400)
+                good.append((version, block))
+            block += 1
+        yield BatchFormed(version, tuple(good))
+        yield CheckpointPublished(version + 1, key_of("root", version + 1), key_of("manifest", version + 1))
+        if version:
+            yield LinkRevealed(version - 1, key_of("link", version), key_of("audit", version))
+
+
+def body_of(
+    run: str, lease: str, version: int, slot: int, renderer: Renderer, rng: np.random.Generator, number: int
+) -> tuple[bytes, list[bytes]]:
+    """A submission of one group: its bytes, and those of the group."""
+    rollouts = []
+    for _ in range(ROLLOUTS):
+        tokens, author = list[int](), list[int]()
+        for turn in range(2 * TURNS):
+            said = " ".join(WORDS[int(word)] for word in rng.integers(0, len(WORDS), 8))
+            ids = renderer.encode(said + (" needle" if number % 4000 == 7 else ""))
+            tokens, author = [*tokens, *ids], [*author, *[turn % 2] * len(ids)]
+        logprobs = -rng.random(sum(author))
+        rollouts.append(t.make_rollout(tokens, author, logprobs, version=version, ending="environment"))
+    made = to_msgpack(t.Group(slot, int(rng.integers(0, 2000)), "arithmetic", tuple(rollouts)))
+    facts = t.EngineFacts("shoal-local/torch", "float32", "cpu")
+    return to_msgpack(t.Submission(run, lease, version, (made,), (), facts)), [made]
+
+
+def key_of(what: str, number: int) -> str:
+    """32 bytes in hex."""
+    return domain_hash(f"benchmark {what}", number.to_bytes(8, "big")).hex()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,144 @@
+"""The index's database: its tables, and how it is opened.
+
+Called by the other files of this folder. It is made from runs and can be made again, so one of another version is deleted.
+Every table has `run`, the number of a run in `runs`.
+"""
+
+import contextlib
+import sqlite3
+from pathlib import Path
+
+from shoal.errors import StateError
+
+VERSION = 1
+"""Of the tables. Another one makes the index anew."""
+
+MOST_ROLLOUTS = 4096
+"""A rollout's number is its group's number times this, plus its place in the group. So a text leads to its group."""
+
+TABLES = """
+CREATE TABLE runs (run INTEGER PRIMARY KEY, place TEXT UNIQUE, id TEXT, name TEXT, seq INTEGER, head TEXT);
+CREATE TABLE facts (run INTEGER PRIMARY KEY, seq INTEGER, told TEXT);
+CREATE TABLE conditions (run INTEGER PRIMARY KEY, told TEXT, is_live INTEGER, asked_s REAL, since_s REAL, trouble TEXT);
+CREATE TABLE events (run INTEGER, seq INTEGER, time_s REAL, kind TEXT, node TEXT, version INTEGER, words TEXT, hash TEXT,
+  PRIMARY KEY (run, seq)) WITHOUT ROWID;
+CREATE INDEX events_by_kind ON events (run, kind, seq);
+CREATE INDEX events_by_node ON events (run, node, seq);
+CREATE TABLE metrics (run INTEGER, step INTEGER, line TEXT, PRIMARY KEY (run, step)) WITHOUT ROWID;
+CREATE TABLE series (run INTEGER, name TEXT, step INTEGER, value REAL, PRIMARY KEY (run, name, step)) WITHOUT ROWID;
+CREATE TABLE nodes (run INTEGER, key TEXT, place INTEGER, name TEXT, role TEXT, standing TEXT, credits INTEGER,
+  vested INTEGER, accepted INTEGER, refused INTEGER, lapsed INTEGER, leases INTEGER, stale INTEGER, given INTEGER,
+  unfilled INTEGER, influence REAL, away INTEGER, reasons TEXT, last_reason TEXT, implementation TEXT, dtype TEXT,
+  device TEXT, PRIMARY KEY (run, key)) WITHOUT ROWID;
+CREATE INDEX nodes_by_credits ON nodes (run, role, credits);
+CREATE TABLE versions (run INTEGER, version INTEGER, seq INTEGER, time_s REAL, root TEXT, manifest TEXT, retired INTEGER,
+  signal INTEGER, flat INTEGER, continued INTEGER, void INTEGER, batch_seq INTEGER, batch_s REAL, batch_groups INTEGER,
+  PRIMARY KEY (run, version)) WITHOUT ROWID;
+CREATE TABLE spread (run INTEGER, version INTEGER, worker TEXT, seq INTEGER, time_s REAL, leases INTEGER, blocks INTEGER,
+  PRIMARY KEY (run, version, worker)) WITHOUT ROWID;
+CREATE INDEX spread_by_worker ON spread (run, worker, version);
+CREATE TABLE verdicts (run INTEGER, seq INTEGER, time_s REAL, validator TEXT, submission TEXT, worker TEXT,
+  version INTEGER, groups INTEGER, audited INTEGER, accept INTEGER, void INTEGER, soft INTEGER, hard INTEGER,
+  differs_from TEXT, outcomes TEXT, first_seq INTEGER, PRIMARY KEY (run, seq)) WITHOUT ROWID;
+CREATE INDEX verdicts_by_submission ON verdicts (run, submission);
+CREATE INDEX verdicts_by_validator ON verdicts (run, validator, seq);
+CREATE TABLE refusals (run INTEGER, seq INTEGER, place INTEGER, time_s REAL, validator TEXT, submission TEXT,
+  worker TEXT, version INTEGER, slot INTEGER, outcome TEXT, "check" TEXT, reason TEXT, rollout INTEGER,
+  position INTEGER, figure REAL, bound REAL, PRIMARY KEY (run, seq, place)) WITHOUT ROWID;
+CREATE INDEX refusals_by_check ON refusals (run, "check", reason, seq);
+CREATE INDEX refusals_by_worker ON refusals (run, worker, seq);
+CREATE TABLE groups (id INTEGER PRIMARY KEY, run INTEGER, submission TEXT, place INTEGER, version INTEGER, slot INTEGER,
+  digest TEXT, worker TEXT, received_seq INTEGER, received_s REAL, seq INTEGER, status TEXT, public INTEGER, step INTEGER,
+  tokens INTEGER, reward REAL, spread REAL, env TEXT, task INTEGER, UNIQUE (run, submission, place));
+CREATE INDEX groups_by_slot ON groups (run, version, slot);
+CREATE INDEX groups_by_worker ON groups (run, worker, id);
+CREATE INDEX groups_by_task ON groups (run, env, task, version);
+CREATE INDEX groups_by_status ON groups (run, status, id);
+CREATE TABLE rollouts (id INTEGER PRIMARY KEY, run INTEGER, reward REAL, advantage REAL, ending TEXT, tokens INTEGER,
+  policy_tokens INTEGER, logprob REAL, turns INTEGER, flaw TEXT);
+CREATE TABLE bodies (run INTEGER, submission TEXT, seq INTEGER, state TEXT, why TEXT, PRIMARY KEY (run, submission))
+  WITHOUT ROWID;
+CREATE INDEX bodies_by_state ON bodies (run, state, seq);
+CREATE TABLE heldout (run INTEGER, name TEXT, env TEXT, version INTEGER, mean REAL, low95 REAL, high95 REAL,
+  episodes INTEGER, measure TEXT, tasks TEXT, PRIMARY KEY (run, name, env)) WITHOUT ROWID;
+CREATE TABLE alarms (run INTEGER, name TEXT, since_step INTEGER, cause TEXT, level TEXT, words TEXT, seq INTEGER,
+  first_s REAL, last_s REAL, is_open INTEGER, evidence TEXT, PRIMARY KEY (run, name, since_step)) WITHOUT ROWID;
+CREATE VIRTUAL TABLE texts USING fts5 (run, text, tokenize = 'unicode61');
+CREATE VIRTUAL TABLE words USING fts5 (run, text, what UNINDEXED, ref UNINDEXED, tokenize = 'unicode61');
+"""
+
+NAMES = (
+    "facts", "conditions", "events", "metrics", "series", "nodes", "versions", "spread", "verdicts", "refusals", "groups",
+    "rollouts", "bodies", "heldout", "alarms",
+)  # fmt: skip
+"""All tables with rows of a run, but `runs` and those of full text."""
+
+
+def open_to_write(path: Path) -> sqlite3.Connection:
+    """Open an index, and make it where there is none. One that is damaged or of another version is made anew.
+
+    Raises `StateError` if the disk cannot take it.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for _ in range(2):
+            with contextlib.suppress(sqlite3.DatabaseError):
+                if (found := _opened(path)) is not None:
+                    return found
+            for part in ("", "-wal", "-shm"):
+                path.with_name(path.name + part).unlink(missing_ok=True)
+    except OSError as error:
+        raise StateError(f"cannot make the index {path}: {error}. Free some space, or give another place") from None
+    raise StateError(f"cannot make the index {path}: check that its folder is writable and that its disk has room")
+
+
+def _opened(path: Path) -> sqlite3.Connection | None:
+    """The index in a file, if it is of this version; made if the file is new."""
+    connection = sqlite3.connect(path, timeout=10.0, isolation_level=None, check_same_thread=False)
+    try:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=NORMAL")
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version == 0 and not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version={VERSION}; COMMIT;")
+            version = VERSION
+        if version == VERSION:
+            return connection
+    except sqlite3.DatabaseError:
+        connection.close()
+        raise
+    connection.close()
+    return None
+
+
+def open_to_read(path: Path) -> sqlite3.Connection:
+    """Open an index for questions. Raises `StateError` if there is none."""
+    try:
+        connection = sqlite3.connect(
+            f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10.0, check_same_thread=False
+        )
+        if connection.execute("PRAGMA user_version").fetchone()[0] == VERSION:
+            connection.row_factory = sqlite3.Row
+            return connection
+        connection.close()
+    except sqlite3.DatabaseError as error:
+        raise StateError(f"the index {path} cannot be read: {error}. Start the process that builds it") from None
+    raise StateError(f"the index {path} is of another version: start the process that builds it")
+
+
+def forget(connection: sqlite3.Connection, run: int) -> None:
+    """Delete all rows of a run, but its number. Call within a transaction."""
+    connection.execute("DELETE FROM texts WHERE rowid IN (SELECT id FROM rollouts WHERE run = ?)", (run,))
+    connection.execute("DELETE FROM words WHERE words MATCH ?", (f"run : {run_word(run)}",))
+    for name in NAMES:
+        connection.execute(f"DELETE FROM {name} WHERE run = ?", (run,))
+    connection.execute("UPDATE runs SET id = '', name = '', seq = -1, head = '' WHERE run = ?", (run,))
+
+
+METRIC = "metric"
+"""Beside the word of its run, marks the names of metrics in full text."""
+
+
+def run_word(run: int) -> str:
+    """The word by which full text finds the rows of a run."""
+    return f"run{run}"

@@ -1,0 +1,343 @@
+"""The index: what it answers, and that it holds the same however it was built."""
+
+import shutil
+import sqlite3
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
+from shoal.errors import StateError
+from shoal.ledger.facts.pay import Credit
+from shoal.ledger.facts.verdicts import VerdictGiven
+from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.log.verify import verify
+from shoal.ledger.table import make_entry
+from shoal.watch.index import Builder, Filter, Look, bodies, filters, group, groups, number_of, same_task
+from shoal.watch.index.schema import NAMES, open_to_write
+from shoal.watch.reading import Replaced, open_run
+from shoal.watch.tables import rows_of
+from tests.roles.town import URL
+from tests.watch.test_reading import append, grown
+
+
+def built(path, where, *, transport=None, private=False):
+    """Build the index of a run, all at once."""
+    with open_run(where, private=private, transport=transport, clock=lambda: 1e9) as run:
+        builder = Builder(path, run, clock=lambda: 1e9)
+        builder.build()
+        builder.close()
+    return path
+
+
+def contents(path, but=("conditions",)):
+    """All rows of an index."""
+    db = sqlite3.connect(path)
+    found = {name: sorted(db.execute(f"SELECT * FROM {name}"), key=repr) for name in NAMES if name not in but}
+    found["texts"] = sorted(db.execute("SELECT rowid, run, text FROM texts"))
+    found["words"] = sorted(db.execute("SELECT run, text, what, ref FROM words"), key=repr)
+    return found
+
+
+@pytest.fixture(scope="module")
+def index(town, tmp_path_factory):
+    return built(tmp_path_factory.mktemp("index") / "index.sqlite", town.folder.root)
+
+
+@pytest.fixture
+def look(index):
+    asked = Look(index)
+    yield asked
+    asked.close()
+
+
+@pytest.fixture(scope="module")
+def run(town):
+    with open_run(town.folder.root) as reading:
+        reading.catch_up()
+        yield reading
+
+
+def test_the_overview_has_the_figures_of_log_metrics_and_evaluations(look, run):
+    [one] = look.runs()
+    found = look.overview(one["run"])
+    assert one["id"] == run.run and one["seq"] == found["seq"] == run.state.seq
+    assert found["facts"]["accepted"] == run.state.accepted_groups and found["facts"]["refused"] == run.state.refused
+    assert found["metrics"] == run.metrics()[-1] and found["left_s"] == 0.0 and found["tokens_per_s"] > 0
+    assert [(row["name"], row["mean"], row["low95"]) for row in found["heldout"]] == [("before", 0.5, 0.4)]
+    assert found["condition"]["phase"] == "ended" and not found["is_live"] and found["trouble"] == ""
+    assert found["texts"] == [{"state": "done", "bodies": len(run.state.submissions)}]
+
+
+def test_series_are_smoothed_and_thinned_here(tmp_path):
+    root = tmp_path / "run"
+    root.mkdir()
+    (root / "run.json").write_text("{}")
+    lines = [f'{{"step": {step}, "loss": {step % 2}.0, "gone": null}}' for step in range(1000)]
+    (root / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    asked = Look(built(tmp_path / "index.sqlite", root))
+    whole = asked.series(1, "loss", points=1000)
+    assert [row["value"] for row in whole[:4]] == [0, 1, 0, 1] and asked.names(1) == ["loss", "step"]
+    few = asked.series(1, "loss", points=10, smooth=0.99)
+    assert len(few) == 10 and few[-1]["step"] == 999 and {(row["low"], row["high"]) for row in few} == {(0.0, 1.0)}
+    assert abs(few[-1]["value"] - 0.5) < 0.02 and asked.series(1, "loss", after=997)[0]["step"] == 998
+    assert asked.series(1, "nonsense") == []
+    asked.close()
+
+
+def test_nodes_are_ranked_and_found_by_key_and_name(look, run):
+    honest, cheater = (next(node for node in run.nodes() if node.name == name) for name in ("honest", "cheater"))
+    page = look.nodes(1, role="worker")
+    assert [(row["name"], row["rank"]) for row in page["rows"]] == [("honest", 1), ("cheater", 2)] and page[
+        "total"
+    ] == 2
+    assert [row["key"] for row in look.nodes(1, search=cheater.key[:12])["rows"]] == [cheater.key]
+    assert [row["key"] for row in look.nodes(1, search="HONES")["rows"]] == [honest.key]
+    first = look.nodes(1, by="place", limit=1)
+    assert first["rows"][0]["key"] == run.nodes()[0].key and look.nodes(1, by="place", after=first["next"])["rows"]
+    own = look.node(1, cheater.key)
+    assert own["rank"] == 2 and own["refusals"][0]["check"] == "sampling" and own["reasons"] == cheater.reasons
+    assert own["versions"] and look.node(1, "nobody") is None and look.node(1, honest.key)["steps"]
+
+
+def test_refusals_are_counted_by_reason_and_listed_with_what_became_of_them(look, run):
+    rows = rows_of(run, "refusals")
+    counts = look.refusal_counts(1)
+    assert sum(row["groups"] for row in counts) == len(rows) and {row["check"] for row in counts} == {"sampling"}
+    found, after = [], None
+    while True:
+        page = look.refusals(1, check="sampling", after=after, limit=3)
+        found += page["rows"]
+        if (after := page["next"]) is None:
+            break
+    assert sorted((row["seq"], row["slot"]) for row in found) == sorted((row["seq"], row["slot"]) for row in rows)
+    assert {row["status"] for row in found} == {"refused"} and look.refusals(1, check="other")["rows"] == []
+
+
+def test_validators_are_listed_with_where_they_differ(look, run):
+    [one] = look.validators(1)
+    verdicts = rows_of(run, "verdicts")
+    assert one["verdicts"] == len(verdicts) and one["hard"] == sum(row["hard"] for row in verdicts)
+    assert one["differed"] == 0 == len(look.differences(1)["rows"])
+
+
+def test_versions_say_how_they_spread(look, run):
+    page = look.versions(1)
+    assert [row["version"] for row in page["rows"]] == [2, 1, 0] and page["next"] is None
+    first = page["rows"][-1]
+    assert first["signal"] >= 3 and first["workers"] == 2 and 0 <= first["first_s"] <= first["half_s"]
+    assert first["batch_seq"] == run.marks.batches[0] and sum(row["workers"] for row in look.ages(1)) == 2
+
+
+def test_the_timeline_is_read_by_kind_node_and_words(look, run):
+    kinds = {row["kind"]: row["events"] for row in look.kinds(1)}
+    assert sum(kinds.values()) == run.state.seq + 1
+    page = look.timeline(1, kinds=["batch_formed"], limit=1)
+    assert page["rows"][0]["words"].startswith("the batch of step 1") and page["next"] == page["rows"][0]["seq"]
+    assert look.timeline(1, kinds=["batch_formed"], after=page["next"])["rows"][0]["seq"] == run.marks.batches[0]
+    key = next(node.key for node in run.nodes() if node.name == "cheater")
+    assert {row["kind"] for row in look.timeline(1, node=key, limit=500)["rows"]} >= {"node_joined", "node_quarantined"}
+    assert {row["kind"] for row in look.timeline(1, search="quarantin*", limit=500)["rows"]} <= {
+        "node_quarantined", "node_restored"
+    }  # fmt: skip
+    assert look.timeline(1, search='" OR NEAR(')["rows"] == [] and look.event(1, 0)["kind"] == "run_created"
+
+
+def test_groups_are_filtered_and_paged_and_found_by_their_words(look, run):
+    every, after = [], None
+    while True:
+        page = groups(look, 1, after=after, limit=2)
+        every += page["rows"]
+        if (after := page["next"]) is None:
+            break
+    assert len(every) == len(list(run.places())) and [row["id"] for row in every] == sorted(
+        (row["id"] for row in every), reverse=True
+    )
+    cheater = next(node.key for node in run.nodes() if node.name == "cheater")
+    assert {row["status"] for row in groups(look, 1, Filter(worker=cheater))["rows"]} == {"refused"}
+    good = groups(look, 1, Filter(env="arithmetic", status="signal", version=0, reward_from=0.0))["rows"]
+    assert good and all(row["version"] == 0 and row["task"] >= 0 for row in good)
+    one = group(look, 1, good[0]["id"])
+    read = run.group(run.place_named(one["digest"]))
+    assert [r["reward"] for r in one["rollouts"]] == [rollout.reward for rollout in read.rollouts]
+    assert [r["advantage"] for r in one["rollouts"]] == pytest.approx([rollout.advantage for rollout in read.rollouts])
+    assert [r["ending"] for r in one["rollouts"]] == [rollout.ending for rollout in read.rollouts]
+    assert one["body"]["state"] == "done" and one["verdicts"] and one["findings"] == []
+    text = read.rollouts[0].turns[0].text.split()[-1].strip("=")
+    found = groups(look, 1, Filter(text=text))["rows"]
+    assert one["id"] in [row["id"] for row in found] and all(row["excerpt"] for row in found)
+    assert groups(look, 1, Filter(text='zzz" OR text : "'))["rows"] == []
+    assert number_of(look, 1, digest=one["digest"]) == number_of(look, 1, version=0, slot=one["slot"]) == one["id"]
+    assert one["id"] in [row["id"] for row in same_task(look, 1, one["env"], one["task"])]
+    assert filters(look, 1)["envs"][0]["env"] == "arithmetic"
+
+
+def test_an_index_of_the_url_holds_the_same(index, town, tmp_path):
+    far = built(tmp_path / "far.sqlite", URL, transport=httpx.ASGITransport(town.app))
+    assert contents(far, ("conditions", "heldout")) == contents(index, ("conditions", "heldout"))
+
+
+@pytest.mark.parametrize("events", [7, 64])
+def test_the_size_of_a_page_changes_nothing(index, town, tmp_path, monkeypatch, events):
+    monkeypatch.setattr("shoal.roles.auditor.source.MAX_EVENTS", events)
+    assert contents(built(tmp_path / "paged.sqlite", town.folder.root)) == contents(index)
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("writes", [3, 40, 100])
+def test_a_builder_that_is_killed_goes_on_to_the_same_index(index, town, tmp_path, monkeypatch, writes):
+    monkeypatch.setattr("shoal.roles.auditor.source.MAX_EVENTS", 50)
+    path, left, put = tmp_path / "killed.sqlite", [writes], Builder._put
+
+    def put_until(builder, table, values):
+        left[0] -= 1
+        if left[0] == 0:
+            raise Killed
+        put(builder, table, values)
+
+    monkeypatch.setattr(Builder, "_put", put_until)
+    for left[0] in (writes, 30):
+        with pytest.raises(Killed):
+            built(path, town.folder.root)
+    assert contents(built(path, town.folder.root)) == contents(index)
+
+
+def test_a_builder_that_is_killed_between_bodies_goes_on(index, town, tmp_path, monkeypatch):
+    path, calls = tmp_path / "killed.sqlite", []
+    rows = bodies._rows
+
+    def rows_until(*given):
+        calls.append(given)
+        if len(calls) == 10:
+            raise Killed
+        return rows(*given)
+
+    monkeypatch.setattr(bodies, "_rows", rows_until)
+    with pytest.raises(Killed):
+        built(path, town.folder.root)
+    assert contents(built(path, town.folder.root)) == contents(index)
+
+
+def test_a_log_that_grows_between_starts_gives_the_same(index, town, tmp_path):
+    entries = verify(Store(sqlite_url(town.folder.log), read_only=True).read()).entries
+    copy = tmp_path / "run"
+    shutil.copytree(town.folder.root, copy, ignore=shutil.ignore_patterns("log.sqlite*"))
+    path, start = tmp_path / "index.sqlite", 0
+    for end in (5, 30, 31, 77, len(entries)):
+        append(copy, entries[start:end])
+        built(path, copy)
+        start = end
+    assert contents(path, ("conditions", "heldout")) == contents(index, ("conditions", "heldout"))
+
+
+def test_a_run_that_was_replaced_or_set_back_is_indexed_anew(town, tmp_path):
+    entries = list(verify(Store(sqlite_url(town.folder.log), read_only=True).read()).entries)
+    path, root = tmp_path / "index.sqlite", grown(tmp_path, entries[:60])
+    built(path, root)
+    grown(tmp_path, entries[:20])
+    built(path, root)
+    fresh = contents(built(tmp_path / "fresh.sqlite", root))
+    assert contents(path) == fresh and len(fresh["events"]) == 20
+    with open_run(root) as run:
+        builder = Builder(path, run)
+        builder.build()
+        grown(tmp_path, entries[:10])
+        with pytest.raises(Replaced):
+            builder.advance()
+        builder.close()
+
+
+def test_two_runs_in_one_index_do_not_mix(index, town, copied, tmp_path):
+    path = built(tmp_path / "both.sqlite", town.folder.root)
+    (copied / "metrics.jsonl").unlink()
+    built(path, copied)
+    asked = Look(path)
+    assert [row["run"] for row in asked.runs()] == [1, 2]
+    assert len(groups(asked, 1)["rows"]) == len(groups(asked, 2)["rows"]) > 0
+    assert asked.metric_names(1, "entropy") and not asked.metric_names(2, "entropy")
+    word = asked.rows("SELECT text FROM texts LIMIT 1")[0]["text"].split()[1]
+    assert {row["run"] for row in groups(asked, 2, Filter(text=word))["rows"]} == {2}
+    asked.close()
+
+
+def test_alarms_are_replaced_as_a_whole_and_the_open_ones_come_first(town, tmp_path):
+    path = tmp_path / "index.sqlite"
+    open_alarm = {
+        "name": "entropy", "since_step": 3, "cause": "entropy lost", "level": "warning", "words": "0.1 nats, limit 0.2",
+        "seq": -1, "first_s": 1.0, "last_s": 2.0, "is_open": True, "evidence": {"entropy_nats": [0.1]},
+    }  # fmt: skip
+    with open_run(town.folder.root) as run:
+        builder = Builder(path, run)
+        builder.put_alarms([{**open_alarm, "name": "old"}])
+        builder.put_alarms([{**open_alarm, "name": "disk", "is_open": False, "last_s": 9.0}, open_alarm])
+        builder.close()
+    asked = Look(path)
+    assert [row["name"] for row in asked.alarms(1)] == ["entropy", "disk"]
+    assert asked.alarms(1, only_open=True)[0]["evidence"] == {"entropy_nats": [0.1]}
+    asked.close()
+
+
+HOSTILE = [
+    "<script>alert(1)</script>", "a\0b", "\x1b[31m", "\u202egnp", "'; DROP TABLE groups; --", '" NEAR(x', "x" * 100_000,
+]  # fmt: skip
+
+
+def test_hostile_numbers_and_texts_are_stored_as_text(town, tmp_path, monkeypatch):
+    entries, rechained = verify(Store(sqlite_url(town.folder.log), read_only=True).read()).entries, []
+    head, texts = "0" * 64, iter(HOSTILE)
+    for entry in entries:
+        body = entry.body
+        if isinstance(body, VerdictGiven):
+            body = replace(
+                body, groups=tuple(replace(g, detail=next(texts, g.detail)) if g.check else g for g in body.groups)
+            )
+        elif isinstance(body, Credit):
+            body = replace(body, tokens=10**30)
+        rechained.append(make_entry(entry.seq, entry.time, body, head))
+        head = rechained[-1].hash
+    root = tmp_path / "run"
+    shutil.copytree(town.folder.root, root, ignore=shutil.ignore_patterns("log.sqlite*"))
+    append(root, rechained)
+    text = "\0 <b> ' \" \ud83d odd"
+    monkeypatch.setattr("shoal.watch.reading.groups.ReadRollout.text", lambda rollout: text)
+    asked = Look(built(tmp_path / "index.sqlite", root))
+    reasons = [row["reason"] for row in asked.refusal_counts(1)]
+    assert set(HOSTILE[:4]) <= set(reasons)
+    assert groups(asked, 1, Filter(text="odd"))["rows"][0]["excerpt"].endswith("odd")
+    assert asked.nodes(1)["rows"] and asked.overview(1)["facts"]
+    for typed in [*HOSTILE, "*", '"', "a AND", "(", "text:x", "-x", "^x", "\0", ""]:
+        groups(asked, 1, Filter(text=typed)), asked.timeline(1, search=typed), asked.nodes(1, search=typed)
+    asked.close()
+
+
+def test_a_private_group_shows_only_what_the_log_says(town, tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.watch.reading.run.is_final", lambda state, submission: False)
+    asked = Look(built(tmp_path / "index.sqlite", town.folder.root, private=True))
+    row = groups(asked, 1, Filter(status="signal"))["rows"][0]
+    assert row["env"] is None and row["reward"] is not None
+    assert groups(asked, 1, Filter(env="arithmetic"))["rows"] == [] == groups(asked, 1, Filter(text="policy"))["rows"]
+    assert "ending" not in group(asked, 1, row["id"])["rollouts"][0] and filters(asked, 1)["envs"] == []
+    own = groups(asked, 1, Filter(env="arithmetic", text="policy"), private=True)["rows"]
+    assert own and own[0]["env"] == "arithmetic" and "ending" in group(asked, 1, row["id"], private=True)["rollouts"][0]
+    asked.close()
+    built(path := tmp_path / "public.sqlite", town.folder.root)
+    assert contents(path)["texts"] == []
+
+
+def test_a_damaged_or_older_index_is_made_anew_and_a_missing_one_is_told(index, tmp_path):
+    path = tmp_path / "index.sqlite"
+    with pytest.raises(StateError, match="cannot be read"):
+        Look(path)
+    path.write_bytes(b"not a database" * 100)
+    open_to_write(path).close()
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version=99")
+    db.commit()
+    db.close()
+    with pytest.raises(StateError, match="another version"):
+        Look(path)
+    open_to_write(path).close()
+    assert Look(path).runs() == []
