@@ -3,6 +3,7 @@
 Called by `launch/node_view`. Pure, as `launch/view` is: a value becomes a picture, or a line where the output is piped.
 """
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +22,6 @@ from shoal.protocol import types as t
 from shoal.roles.doing import Judged
 from shoal.terminal import brief
 
-LEAST_LOG_LINES = 3
 TREND_STEPS = 20
 """The reward's trend compares the newest of so many steps with those before."""
 
@@ -60,24 +60,25 @@ def picture(now: NodeNow, width: int, height: int, log: Sequence[str] = ()) -> R
     state.append(f"  {duration(now.words_s)}", style="dim")
     own = validator_lines(now) if now.role == "validator" else worker_lines(now)
     parts: list[RenderableType] = [state, Text(helps(now), style="bold", no_wrap=True, overflow="ellipsis")]
-    parts.append(panels.progress(now.snapshot, inside))
-    room = height - 2 - 3
-    figures = panels.figures_in_a_row(now.snapshot, inside, 2 if room > 12 else 1)
-    parts.append(figures)
-    room -= figures.plain.count("\n") + 1
+    room = height - 2 - 2
+    seen = now.snapshot.steps > 0  # the host has answered
+    if seen:
+        figures = panels.figures_in_a_row(now.snapshot, inside, 2 if room > 12 else 1)
+        parts += [panels.progress(now.snapshot, inside), figures]
+        room -= figures.plain.count("\n") + 2
     texts = [
         Text(line, no_wrap=True, overflow="ellipsis") for line in [trend(now.snapshot), *own, machine(now)] if line
     ]
     parts += texts[: max(1, room)]
     room -= len(texts)
-    waits = panels.watchdog(now.snapshot)
-    waits.no_wrap, waits.overflow = True, "ellipsis"
-    if room > 0:
+    if seen and room > 0:
+        waits = panels.watchdog(now.snapshot)
+        waits.no_wrap, waits.overflow = True, "ellipsis"
         parts.append(waits)
         room -= 1
     if room > 1:
-        newest = [Text(brief(line, 300), style="dim", no_wrap=True, overflow="ellipsis") for line in log[-(room - 1) :]]
-        parts += [Text(), *newest]
+        rows = [row for line in log[-room:] for row in textwrap.wrap(brief(line, 400), inside, subsequent_indent="  ")]
+        parts += [Text(), *(Text(row, style="dim", no_wrap=True, overflow="ellipsis") for row in rows[-(room - 1) :])]
     title = Text.assemble(("shoal", "bold"), f" · {'judging for' if now.role == 'validator' else 'working for'} ")
     title.append(brief(now.snapshot.name or "a run", 40))
     return Panel(Group(*parts), title=title, subtitle=Text(hint(now), style="dim"), box=box.ROUNDED, height=height)
