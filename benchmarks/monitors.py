@@ -5,8 +5,8 @@ JSON at the end; exit code 1 if a fault is not named, if another worker is blame
 
 Real runs, in one process, with real coordinator, trainer, validators and workers: for the faults a small run of
 arithmetic, for honest ones three recipes. Their seeds were not used while limits were chosen: those were chosen on seeds
-3, 11 and 12, and on runs of Wordle and of the stages of R1-Zero and INTELLECT-2 that other benchmarks had made. Faults
-that take long to cause are written into the metrics of the honest runs of Wordle (`monitored/changed.py`).
+3, 11, 12, 21 and 22, and on runs of Wordle and of the stages of R1-Zero and INTELLECT-2 that other benchmarks had made.
+Faults that take long to cause are written into the metrics of the honest run of Wordle (`monitored/changed.py`).
 
 A fault is named rightly if the expected alarm is raised, if no other is raised but those that follow from it, and if an
 alarm about a worker is about the one with the fault.
@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.monitored.changed import CHANGES, heldout_falls  # noqa: E402
+from benchmarks.monitored.changed import CHANGES, heldout_falls, reward_rises  # noqa: E402
 from benchmarks.monitored.runs import Faults, alarms_of, full_quota, honest, with_metrics  # noqa: E402
 from benchmarks.pages.monitors import tables  # noqa: E402
 from shoal.config import RunConfig  # noqa: E402
 from shoal.folder import RunFolder  # noqa: E402
 from shoal.metrics import read_metrics  # noqa: E402
 
-SEEDS = (21, 22)
+SEEDS = (31, 32)
 """Not used for tuning."""
 HONEST = {
     "arithmetic": (24, ("rollouts.batch_groups=8", "rollouts.block_rollouts=64")),
@@ -117,7 +117,7 @@ def changed_faults(folder: RunFolder, config: RunConfig) -> Iterator[tuple[str, 
     lines = read_metrics(folder.metrics)
     for name, (change, alarm) in CHANGES.items():
         yield name, judged("changed metrics", Expected(alarm), with_metrics(folder, config, change(lines)))
-    raised = with_metrics(folder, config, lines, heldout_falls(lines))
+    raised = with_metrics(folder, config, reward_rises(lines), heldout_falls(lines))
     yield "held-out tasks fall", judged("changed evaluations", Expected("hacking"), raised)
 
 

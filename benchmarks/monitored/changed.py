@@ -15,8 +15,8 @@ LEARNED = ("reward_all_mean", "reward_mean", "solve_rate")
 
 
 def reward_falls(lines: Lines) -> list[dict[str, Any]]:
-    """In the last third, reward and solve rate fall to nearly nothing within five steps."""
-    return _from(lines, 2 / 3, lambda line, age: _scaled(line, max(0.02, 1 - age / 5), "reward_all_mean", "solve_rate"))
+    """From the middle on, reward and solve rate fall to nearly nothing within five steps."""
+    return _from(lines, 1 / 2, lambda line, age: _scaled(line, max(0.02, 1 - age / 5), "reward_all_mean", "solve_rate"))
 
 
 def gradient_explodes(lines: Lines) -> list[dict[str, Any]]:
@@ -52,10 +52,18 @@ def not_finite(lines: Lines) -> list[dict[str, Any]]:
     return _from(lines, 2 / 3, lambda line, age: line | {"update_skipped": 1, "grad_norm": None})
 
 
+def reward_rises(lines: Lines) -> list[dict[str, Any]]:
+    """Reward in training rises by a half over the run, whatever the policy learned."""
+    return [
+        line | {"reward_all_mean": (line.get("reward_all_mean") or 0.0) + 0.5 * i / len(lines)}
+        for i, line in enumerate(lines)
+    ]
+
+
 def heldout_falls(lines: Lines) -> list[Evaluation]:
-    """Evaluations of a run whose reward rises in training while held-out tasks are solved less."""
+    """Evaluations of such a run, in which held-out tasks are solved less and less."""
     last = int(lines[-1]["step"])
-    return [Evaluation(0, 0.6, 0.55, 0.65), Evaluation(last - 2, 0.4, 0.35, 0.45)]
+    return [Evaluation(0, 0.6, 0.55, 0.65), Evaluation(last - 5, 0.4, 0.35, 0.45)]
 
 
 CHANGES: dict[str, tuple[Callable[[Lines], list[dict[str, Any]]], str]] = {

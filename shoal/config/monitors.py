@@ -136,7 +136,7 @@ LIMITS: dict[str, Limit] = {
     "validators.share": Limit(0.1, "share", "Of a validator's verdicts that can be compared, those that differ"),
     "no_signal.share": Limit(
         0.9, "share",
-        "Of accepted groups without signal, over 5 of 6 steps: nine in ten are paid in vain",
+        "Of accepted groups without signal, over 4 of 6 steps: nine in ten are paid in vain",
     ),
     "no_signal.flat": Limit(
         0.5, "share",

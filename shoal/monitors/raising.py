@@ -47,7 +47,7 @@ MONITORS: dict[str, Monitor] = {
     "poisoning": Monitor(poisoners.look, 2, 3, 10),
     "stragglers": Monitor(stragglers.look, 3, 5, 10),
     "validators": Monitor(validators.look, 1, 1, 20),
-    "no_signal": Monitor(no_signal.look, 5, 6, 6),
+    "no_signal": Monitor(no_signal.look, 4, 6, 6),
     "clock": Monitor(clock.look, 2, 3, 5),
     "starved": Monitor(starved.look, 3, 5, 5),
     "publishing": Monitor(publishing.look, 5, 8, 8),

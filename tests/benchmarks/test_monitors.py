@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.monitored.changed import CHANGES, heldout_falls
+from benchmarks.monitored.changed import CHANGES, heldout_falls, reward_rises
 from benchmarks.monitors import EXPECTED, Expected, judged
 from benchmarks.pages.monitors import tables
 from shoal.config.monitors import CAUSES
@@ -34,7 +34,7 @@ def test_each_change_of_metrics_is_named_over_honest_noise(name):
 
 def test_evaluations_that_fall_are_named():
     lines = honest_lines(2)
-    assert causes(lines, heldout=heldout_falls(lines)) == {"hacking"}
+    assert causes(reward_rises(lines), heldout=heldout_falls(lines)) == {"hacking"}
 
 
 def test_the_table_has_a_row_for_each_fault():
