@@ -713,6 +713,8 @@ GUARDS = [
          "test_a_group_that_may_be_used_three_times_is_audited_three_times_as_often"),
         ("uses-are-audited", ("rules.group_uses", "1"),
          "test_a_group_that_may_be_used_three_times_is_audited_three_times_as_often"),
+        ("uses-are-rechecked", GONE,
+         "test_what_a_validator_accepts_for_three_uses_is_rechecked_three_times_as_often"),
         ("old-rules-use-once", ("state.law.version >= 3", "True"), "test_rules_before_version_3_use_each_group_once"),
         ("used-in-time", OFF, "test_a_batch_that_the_rules_do_not_allow_is_named_with_the_clause_that_it_breaks"),
         ("repeated-within-their-places", OFF,

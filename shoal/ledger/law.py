@@ -43,7 +43,7 @@ WHAT_CHANGED = {
     "a refusal by a recheck ends trust and counts towards quarantines, as any refusal does",
     3: "in runs whose rules say so, a batch may take groups that earlier batches had: audited ones, each in at most so "
     "many batches; a group's influence then counts once for each batch that may take it; "
-    "influence follows from what the run's algorithm makes of the rewards; "
+    "as many times more submissions are rechecked; influence follows from what the run's algorithm makes of the rewards; "
     "accepted groups are continued where the run's algorithm learns from that, and batches wait for the continuations; "
     "those of which none was due bring neither trust nor stake, and the others are audited as their parents at least; "
     "the host may quarantine a worker and lower the learning rate, and its requests may hold the evidence of an alarm",

@@ -283,6 +283,23 @@ def test_a_group_that_may_be_used_three_times_is_audited_three_times_as_often(tm
     world.judge(name, audited=False)
 
 
+def test_what_a_validator_accepts_for_three_uses_is_rechecked_three_times_as_often(tmp_path):
+    """A friend among the validators calls a forgery audited, and it is learned from three times."""
+    world = court(tmp_path)
+    (tmp_path / "once").mkdir()
+    once = World(tmp_path / "once", JUDGES, max_staleness=4)
+    once.enter(WORKER)
+    once.publish()
+    for each, drawn in ((world, (True, True, False)), (once, (True, False, False))):
+        for judge in JUDGES:
+            each.state.members[judge].turns.confirmed = 1000
+        for draw, expected in zip((0.04, 0.14, 0.16), drawn, strict=True):
+            each.state.members[WORKER].stake = [10_000]  # so much that the pay of a submission raises no rate
+            name = each.submit(WORKER, each.lease(WORKER), recheck=draw)
+            each.judge(name, by=JUDGES[0])
+            assert (name in each.state.rechecks) == expected, draw
+
+
 # --- what stays as it was ---
 
 

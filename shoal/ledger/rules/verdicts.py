@@ -173,6 +173,8 @@ def _is_rechecked(state: State, lease: LeaseRecord, command: Judge) -> bool:
     skipped = silent(state, command.now) & {*state.judges()}  # those that left may come back at any moment
     others = {*state.panel()} - {command.key} - skipped  # guard: left-may-recheck
     chance = max(rate, state.law.recheck_chance(state.members[command.key].turns.confirmed))
+    # A forgery that this validator let pass is learned from as often as its groups are used.
+    chance = min(1.0, chance * state.rules.group_uses)  # guard: uses-are-rechecked
     return bool(others) and command.recheck < chance  # guard: nobody-to-recheck
 
 
