@@ -11,7 +11,8 @@ import pytest
 from shoal.config import TinyPolicy
 from shoal.engine.cheats import OtherSeed
 from shoal.engine.local import LocalEngine
-from shoal.envs.continuing import OtherStart, continue_block
+from shoal.envs.continuing import OtherStart, continue_block, opened
+from shoal.envs.play import Episode
 from shoal.ledger.law import RULES_VERSION
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
@@ -319,6 +320,12 @@ def test_an_environment_that_does_not_play_alike_twice_continues_nothing(vines, 
     for forged in forgeries(vines):
         with pytest.raises(OtherStart, match="than a moment ago"):
             vines.play(vines.engine, [forged, *vines.parents[1:]])
+    _, endless_turn = forgeries(vines)
+    slot = vines.slots[0]
+    env = vines.desk.envs[slot.env]
+    episode = Episode(env, env.task(slot.task), bytes(32))
+    with pytest.raises(OtherStart, match="than a moment ago"):
+        opened(episode, vines.renderer, SAMPLING, endless_turn.rollouts[0].tokens_T().tolist())
 
 
 def test_prefills_of_continuations_have_their_own_seeds_and_positions(vines):

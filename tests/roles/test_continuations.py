@@ -20,6 +20,7 @@ from shoal.protocol.continuations import FIRST_BLOCK, is_continued, is_continued
 from shoal.protocol.tasklists import TaskList
 from shoal.protocol.wire import WireError, digest, to_msgpack
 from shoal.roles.auditor.rollouts import Choice, examine
+from shoal.roles.auditor.source import FolderRun
 from shoal.roles.continuing import parents_of
 from shoal.roles.leases import demand_sound
 from shoal.roles.seat import SOONEST_S
@@ -320,15 +321,22 @@ def test_what_was_learned_from_stays_with_its_continuations_and_is_audited_at_th
     assert asyncio.run(examine(str(town.folder.root), Choice(), 1, own_files=True)).left_out
 
 
-def test_what_is_continued_is_looked_up_once_however_many_bodies_are_kept(tmp_path, monkeypatch):
-    town, asked = Town(tmp_path / "run", vine_run(steps=1)), list[int]()
+def test_continuations_of_what_was_learned_from_stay_and_are_expected_to(tmp_path, monkeypatch):
+    """What is continued now is looked up once, however many bodies are kept."""
+    town, asked = Town(tmp_path / "run", vine_run(storage={"retain": "batches", "window_steps": 1})), list[int]()
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("w")))
     kept, look_up = town.desk.kept, town.desk.kept._continued
     monkeypatch.setattr(kept, "_continued", lambda: asked.append(1) or look_up())
-    assert len(kept.bodies) > 2
-    kept.bodies = dict.fromkeys(kept.bodies, -99)
     kept.forget_old()
     assert asked == [1]
+    taught = {place for places in town.desk.state.main.batches.values() for place in places}
+    first = {body.submission: body for body in bodies(town, GroupAccepted) if not body.version}
+    needed = {b.submission for b in bodies(town, GroupAccepted) if (b.version, slot_in_batch(b.slot, 2)) in taught}
+    assert any(is_continued_slot(body.slot, 2) for name, body in first.items() if name in needed)
+    assert {name for name in first if town.desk.blobs.has(name)} == first.keys() & needed
+    unused = first.keys() - needed
+    expiry = FolderRun(town.folder.root).expiry(town.desk.state)
+    assert unused and expiry is not None and expiry.bodies & first.keys() == unused
 
 
 def test_a_worker_does_not_ask_without_a_pause_for_parents_that_the_host_lacks(tmp_path, monkeypatch):
