@@ -1,8 +1,11 @@
-"""A real run by processes over HTTP, in which every role is SIGKILLed once, ends with the bytes of `one_file`."""
+"""Real runs by processes over HTTP, in which roles are SIGKILLed, end with the bytes of `one_file`, or of their own log."""
 
+import asyncio
 import random
+import shutil
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,10 @@ import pytest
 from benchmarks import kill_storm
 from shoal.config import load_run
 from shoal.roles.auditor import audit_folder
+from shoal.roles.trainer.journal import Journal
+from shoal.train.checkpoint import kept_versions
 from shoal.weights.manifest import weights_root
+from tests.roles.town import Town
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import one_file
@@ -83,6 +89,46 @@ def test_a_trainer_killed_at_any_step_repeats_those_since_its_last_state(tmp_pat
         launcher.kill()
     _ends_with_the_bytes_of_one_file(tmp_path, out)
     assert b"repeated the step that made version=" in (out / "logs" / "trainer.log").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_run_that_uses_groups_again_and_is_killed_at_random_times_ends_as_its_log_says(tmp_path, seed):
+    """What its batches hold depends on who was killed when, so no other run has the same. But the log decides them: a
+    trainer that learns all steps again from it comes to the same bytes, and groups are used and paid as the rules say."""
+    out, rng, kills = tmp_path / "run", random.Random(seed), [*kill_storm.ROLES, *kill_storm.ROLES]
+    rng.shuffle(kills)
+    launcher = kill_storm.start(
+        tmp_path, out, more="state_every = 99", train="group_uses = 3\nrepeated_groups = 3", steps=2 * len(kills),
+        staleness=3,
+    )  # fmt: skip
+    try:
+        kill_storm.wait_for(lambda: kill_storm.version(out) >= 1, "the first step")
+        for role in kills:
+            time.sleep(rng.uniform(0.0, 1.0))
+            kill_storm.kill(launcher.pid, role, rng)
+        assert launcher.wait(timeout=200) == 0, (tmp_path / "launcher.log").read_text()[-3000:]
+    finally:
+        launcher.kill()
+    audit = audit_folder(out)
+    used = Counter(place for places in audit.state.main.batches.values() for place in places)
+    assert audit.findings == [] and max(used.values()) == 3 and len(audit.state.main.batches) == 2 * len(kills)
+    weights = weights_root(out / "checkpoints/final")
+    again = learned_again(out, load_run(tmp_path / "storm.toml"))
+    assert again == weights and audit_folder(out).findings == []
+
+
+def learned_again(out, config):
+    """Weights of a trainer that has lost all states but its first, and learns every step again from the log."""
+    for version in kept_versions(out / "trainer"):
+        if version:
+            shutil.rmtree(out / "trainer" / f"v{version:06d}")
+    for step in list(Journal(out / "trainer" / "journal").after(0)):
+        (out / "trainer" / "journal" / f"v{step.version:06d}.step").unlink()
+    shutil.rmtree(out / "checkpoints")
+    town = Town(out, config)
+    asyncio.run(town.live(town.trainer()))
+    return town.weights()
 
 
 def _ends_with_the_bytes_of_one_file(tmp_path, out):
