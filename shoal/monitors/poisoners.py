@@ -17,7 +17,7 @@ from shoal.monitors.view import Finding, View, measured
 STEPS = 40
 """That are looked at: a worker that is refused is quarantined, so it sends little."""
 REMEDY = (
-    "Look at its refusals (`shoal credits RUN KEY`) and audit its groups (`shoal audit RUN`). "
+    "Look at its refusals (`shoal credits RUN NODE`) and audit its groups (`shoal audit RUN`). "
     "`shoal admin quarantine` stops it for an hour, `shoal admin kick` for good"
 )
 
