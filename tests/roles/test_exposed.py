@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parsed_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
+from shoal.alarms import Alarm, AlarmsLog
 from shoal.ledger.facts.members import Enter
 from shoal.metrics import METRICS, newest_metrics
 from shoal.protocol import types as t
@@ -113,6 +114,15 @@ def test_the_one_who_is_waited_for_has_the_seconds(tmp_path):
 def test_alarms_are_told_by_their_cause(town):
     exposed = Exposed(town.desk, Board(town.desk), Meter(), alarms=lambda: ["no signal"])
     assert samples(exposed.page("")[0].decode())["shoal_alarm", "cause=no signal"] == 1
+
+
+@pytest.mark.parametrize("changes", [["raised"], ["raised", "cleared"]])
+def test_alarms_of_the_runs_folder_are_told_while_they_stand(town, changes):
+    book = AlarmsLog(town.folder.alarms)
+    for change in changes:
+        book.write(change, Alarm("collapse", "warning", 3, 4, "The reward fell.", "Pause the run."), 7.0)
+    found = samples(get(town, "/metrics")[0])
+    assert (("shoal_alarm", "cause=collapse") in found) == (changes == ["raised"])
 
 
 def test_requests_are_counted_by_call_and_unknown_paths_make_no_series(town):

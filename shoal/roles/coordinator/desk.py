@@ -59,7 +59,7 @@ class Desk:
         self.hub, self._origin_address = folder.hub, folder.origin_address
         self.outgoing = folder.outgoing
         self.metrics, self.reading_metrics = MetricsTail(folder.metrics), asyncio.Lock()
-        self.metrics_file, self.evaluations = folder.metrics, folder.evaluations
+        self.metrics_file, self.evaluations, self.alarms = folder.metrics, folder.evaluations, folder.alarms
         self.solved = {env.label: env.solved for env in config.envs}
         secret = folder.secret()
         self.slot_links = SecretChain(secret, SLOT_CHAIN).links()
