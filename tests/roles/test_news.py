@@ -263,6 +263,7 @@ def test_a_manifest_that_is_refused_is_asked_for_seldom(town, tmp_path):
     class Refusing:
         async def get(self, path, cap):
             asked.append(path)
+            await asyncio.sleep(0)
             raise PeerError("refused")
 
     async def story():
