@@ -74,11 +74,11 @@ class Samples:
 
     def latest(self) -> Sample | None:
         """What was found last; it waits for nothing."""
-        now = time.monotonic()
+        now, found = time.monotonic(), self._sample
         if now - self._looked_at >= self._every_s and (self._thread is None or not self._thread.is_alive()):
             self._looked_at, self._thread = now, threading.Thread(target=self._look, name="samples", daemon=True)
             self._thread.start()
-        return self._sample
+        return found
 
     def _look(self) -> None:
         try:

@@ -70,7 +70,7 @@ def test_any_numbers_are_judged_without_an_exception():
             assert all(
                 not one or math.fsum(step.reward for step in one) == r for one, r in zip(steps, rewards, strict=True)
             )
-            assert math.isfinite(influence(rewards, 10, 1, steps))
+            assert math.isfinite(influence(rewards, 10, Grpo(), 3, 1, steps))
     assert passed > 20
 
 

@@ -74,7 +74,9 @@ def test_a_submission_that_does_not_fit_is_not_judged_and_blames_nobody(tmp_path
     town = Town(tmp_path / "run", tiny_run())
     worker, validator = town.worker("worker"), stranger(town.validator())
     demand = Seat.demand_judge
-    monkeypatch.setattr(Seat, "demand_judge", lambda seat, check, size_bytes: demand(seat, check, 1 << 45))
+    monkeypatch.setattr(
+        Seat, "demand_judge", lambda seat, check, size_bytes, parents_bytes: demand(seat, check, 1 << 45, parents_bytes)
+    )
     assert "a submission of " in stopped_by(town, town.trainer(), worker, validator)
     assert town.desk.state.submissions and town.desk.state.members[worker.key].refused == 0
     assert not any(submission.verdicts for submission in town.desk.state.submissions.values())
