@@ -53,8 +53,11 @@ def as_csv(rows: Iterable[Row], columns: Sequence[str] = ()) -> str:
 
 
 def _cell(value: Any) -> Any:
-    if isinstance(value, str):  # guard: csv-runs-no-formula
-        return "'" + value if value[:1] in ("=", "+", "-", "@", "\t", "\r") else value.replace("\0", "")
+    if isinstance(value, str):
+        text = value.replace("\0", "")  # first: what follows a leading NUL becomes the cell's first character
+        if text[:1] in ("=", "+", "-", "@", "\t", "\r", "\n"):  # guard: csv-runs-no-formula
+            return "'" + text
+        return text
     return json.dumps(value, sort_keys=True) if isinstance(value, dict | list | tuple) else value
 
 

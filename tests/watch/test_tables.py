@@ -59,9 +59,11 @@ def test_rollouts_of_a_group_have_its_mean_reward(run):
 
 
 def test_csv_runs_no_formula_and_keeps_odd_texts():
-    texts = ["=1+1", "+1", "-1", "@x", "\tx", 'a "quote",\nand a line', "plain"]
+    texts = ["=1+1", "+1", "-1", "@x", "\tx", 'a "quote",\nand a line', "plain", "\0=1", "a\0b"]
     read = list(csv.reader(io.StringIO(as_csv([{"text": text, "n": -1.5} for text in texts]))))
-    assert [cell for cell, _ in read[1:]] == ["'=1+1", "'+1", "'-1", "'@x", "'\tx", 'a "quote",\nand a line', "plain"]
+    assert [cell for cell, _ in read[1:]] == [
+        "'=1+1", "'+1", "'-1", "'@x", "'\tx", 'a "quote",\nand a line', "plain", "'=1", "ab"
+    ]  # fmt: skip
     assert {number for _, number in read[1:]} == {"-1.5"}
 
 
