@@ -135,7 +135,7 @@ def cleaned_line(text: bytes) -> dict[str, Any] | None:
     """A line of metrics with known names and finite numbers only; None if it names no step."""
     try:
         line = msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     kept: dict[str, Any] = {}
     for name, value in list(line.items())[:MOST_KEYS]:

@@ -119,7 +119,7 @@ def test_a_host_that_goes_away_leaves_what_was_seen_and_one_that_never_answered_
 
 EVIL_LINES = [
     b"", b"[]", b"{}", b'{"step": true}', b'{"step": -1}', b'{"step": "1"}', b'{"step": 1.5}', b"\xff\xfe", b"{" * 9999,
-    b'{"step": 1' + b"0" * 4000 + b"}",
+    b'{"step": 1' + b"0" * 4000 + b"}", b'{"step": 1, "loss": ' + b"[" * 9999 + b"]" * 9999 + b"}",
 ]  # fmt: skip
 
 
