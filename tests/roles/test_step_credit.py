@@ -13,6 +13,7 @@ from shoal.protocol import types as t
 from shoal.protocol.wire import from_msgpack
 from shoal.roles.auditor.rollouts import Choice, examine
 from shoal.roles.coordinator.board import Board, batch_of
+from shoal.watch.reading import open_run
 from tests.roles.forgery import forged
 from tests.roles.town import Town, tiny_run
 
@@ -53,6 +54,10 @@ def test_a_run_that_credits_turns_or_steps_has_the_bytes_of_one_file(tmp_path, t
         body = from_msgpack(town.desk.blobs.get(member.submission), t.Submission).groups[member.index]
         rollouts = from_msgpack(body, t.Group).rollouts
         assert [steps[-1].end for steps in member.steps] == [len(rollout.author) - 1 for rollout in rollouts]
+    with open_run(town.folder.root) as run:
+        run.catch_up()
+        read = run.group(run.place_of(member.version, member.slot))
+    assert {rollout.advantage is not None for rollout in read.rollouts} == {train is not CRITIC}
 
 
 def test_the_credit_changes_what_is_learned(tmp_path):

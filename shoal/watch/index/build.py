@@ -23,7 +23,7 @@ from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision, VerdictGiven
 from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed
 from shoal.metrics import METRICS
-from shoal.protocol.algorithms import judged_by_trainer, vine_of
+from shoal.protocol.algorithms import judged_by_trainer, step_credit_of, vine_of
 from shoal.roles.coordinator.board import groups_in_flight, waiting_for
 from shoal.watch.index.bodies import decode_bodies
 from shoal.watch.index.plain import fit_for_search, numbers_of, plain, query_of
@@ -299,7 +299,8 @@ class Builder:
 
     def _put_rewards(self, group: int, rewards: Sequence[float]) -> None:
         algorithm = self.reading.state.rules.algorithm
-        known = not judged_by_trainer(algorithm) and vine_of(algorithm) is None
+        by_token = vine_of(algorithm) is not None or step_credit_of(algorithm) is not None
+        known = not judged_by_trainer(algorithm) and not by_token
         worth = advantages(rewards, algorithm).tolist() if known and rewards else [None] * len(rewards)
         for index, (reward, advantage) in enumerate(zip(rewards[:MOST_ROLLOUTS], worth, strict=False)):
             self._db.execute(

@@ -125,11 +125,14 @@ def advantages_of(
     algorithm, size = state.rules.algorithm, state.rules.block_groups
     if judged_by_trainer(algorithm) or is_continued_slot(group.slot, size) or len(rewards_G) != len(group.rollouts):
         return None
-    continued = state.main.versions[version].slots.get(continued_slot(group.slot, size))
+    slots = state.main.versions[version].slots
+    record, continued = slots.get(group.slot), slots.get(continued_slot(group.slot, size))
+    continuations = continued.rewards if continued is not None else ()
+    steps_G = (record.steps or ()) if record is not None else ()
     try:
-        return credit(group, rewards_G, continued.rewards if continued is not None else (), algorithm)
+        return credit(group, rewards_G, continuations, algorithm, steps_G)
     except ValueError:
-        return None  # continuations that are not those of this group: nothing that a batch could take
+        return None  # continuations or steps that are not those of this group: nothing that a batch could take
 
 
 def read_rollouts(
