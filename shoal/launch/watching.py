@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 from rich.console import Console
 
+from shoal.alarms import standing_alarms
 from shoal.folder import RunFolder
 from shoal.launch.evaluations import results_in
 from shoal.launch.keyboard import Keyboard, keyboard
@@ -71,6 +72,7 @@ class FolderWatch:
             nodes=self._coordinator.nodes(), cheaters=frozenset(f"cheater-{i}" for i in range(config.workers.cheating)),
             heldout=results_in(folder.evaluations), sample=self._samples.latest() if hosted else None,
             notice="" if hosted else "nobody hosts this run now: this is what its folder has",
+            alarms=standing_alarms(folder.alarms),
         )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from shoal.alarms import Alarm, AlarmsLog
 from shoal.errors import PeerError, StateError
 from shoal.folder import RunFolder
 from shoal.launch.keyboard import Keyboard
@@ -206,6 +207,13 @@ def test_a_folder_that_nobody_hosts_is_shown_and_left_as_it_was(tmp_path: Path) 
     watch(str(tmp_path / "run"), console, once=True)
     assert "step 0/3" in console.file.getvalue()  # type: ignore[attr-defined]
     assert files() == before
+
+
+def test_a_folder_shows_the_alarms_that_stand(tmp_path: Path) -> None:
+    folder = Town(tmp_path / "run", tiny_run()).folder
+    alarm = Alarm("drift", "critical", 1, 1, "the log ratio is 0.9 nats", "Lower train.lr")
+    AlarmsLog(folder.alarms).write("raised", alarm, 0.0)
+    assert asyncio.run(FolderWatch(folder.root).look()).alarms == [alarm]
 
 
 def test_a_folder_without_a_run_is_an_error_with_a_remedy(tmp_path: Path) -> None:
