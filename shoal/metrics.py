@@ -140,7 +140,7 @@ METRICS: dict[str, Metric] = {
     "lr": Metric("learning rate", "Learning rate of the step."),
     "repetition_share": Metric(
         "share",
-        "Share of a rollout's 4-grams of policy tokens that stand earlier in it; mean over the batch's rollouts.",
+        "Share of a rollout's 4-grams of policy tokens that occur earlier in it; mean over the batch's rollouts.",
     ),
     "reward_length_correlation": Metric(
         "correlation",

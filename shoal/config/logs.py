@@ -15,7 +15,7 @@ class LoggingConfig(Section, frozen=True):
     """Where the run's figures go, and how its processes write their logs."""
 
     to: tuple[Literal["jsonl", "wandb", "trackio", "tensorboard"], ...] = ("jsonl",)
-    """Loggers, of any number. jsonl is the file metrics.jsonl, which is always written; the others need their packages, and
+    """Any number of loggers. jsonl is the file metrics.jsonl, which is always written; the others need their packages, and
     W&B writes files alone unless WANDB_API_KEY or WANDB_MODE say otherwise."""
     project: str = "shoal"
     """The project to which the run belongs in W&B and in trackio."""

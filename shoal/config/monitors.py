@@ -20,7 +20,7 @@ class MonitorsConfig(Section, frozen=True):
     """Whether the launcher evaluates the monitors."""
     actions: dict[str, Action] = {}
     """By the name of an alarm: pause the run; multiply the learning rate by `lr_factor`; or, of poisoning alone,
-    quarantine the worker for an hour. Done once each time that the alarm is raised, by a signed request whose evidence is
+    quarantine the worker for an hour. Done once for each alarm, by a signed request whose evidence is
     in the log."""
     lr_factor: float = 0.5
     """What `lower_rate` multiplies the learning rate by, each time."""

@@ -38,7 +38,7 @@ _FAMILIES = tuple(f"{name.partition('/')[0]}/" for name in METRICS if "/" in nam
 
 
 class RemoteRun:
-    """What a coordinator says of its run, newest first asked."""
+    """A run, as its coordinator describes it."""
 
     def __init__(
         self, client: Client, monotonic: Callable[[], float] = time.monotonic, metrics_every_s: float = 0.0,

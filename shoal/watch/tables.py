@@ -192,7 +192,7 @@ _NODE_COLUMNS = {
     "reasons": Column("groups", "Refused groups by check."),
     "last_reason": Column("", "The latest reason in full."),
     "influence": Column(
-        "reward x tokens", "Sum over groups that a batch took: mean |reward - group mean| times policy tokens."
+        "advantage x tokens", "Sum over groups that batches took: mean size of the advantages times policy tokens."
     ),
     "leases": Column("leases", "Leases ever granted."),
     "lapsed": Column("leases", "Leases that it dropped or filled too late."),
