@@ -96,7 +96,7 @@ LIMITS: dict[str, Limit] = {
         0.6, "share", "Above this solve rate, certainty is success. Below it, groups soon have no signal"
     ),
     "hacking.reward_noises": Limit(
-        4.0, "deviations", "By how much reward must have risen, in robust standard deviations of a step's mean reward"
+        2.0, "deviations", "By how much reward must have risen, in robust standard deviations of a step's mean reward"
     ),
     "hacking.length": Limit(
         1.5, "times",

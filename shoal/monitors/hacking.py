@@ -35,7 +35,7 @@ def look(view: View) -> Iterator[Finding]:
     rewards = view.series("reward_all_mean")
     if len(rewards) < LEAST_STEPS:
         return
-    risen, least = now_of(rewards) - start_of(rewards), view.limit("hacking.reward_noises") * noise_of(rewards) / 2
+    risen, least = now_of(rewards) - start_of(rewards), view.limit("hacking.reward_noises") * noise_of(rewards)
     if risen <= max(least, 1e-3):
         return
     for found in (_solved(view), _length(view), _repetition(view)):
