@@ -24,7 +24,7 @@ and the host's folder with its run key. All texts are strangers': they may hold 
     builder = Builder(path, run)            # resumes where it was killed; makes a damaged index anew
     builder.advance()                       # one transaction; False if there is nothing new. Call it again and again
     builder.note_condition(trouble)         # how the run does now, and evaluations; now and then
-    look = Look(path)                       # opens in 1 ms; one thread uses it at a time
+    look = Look(path)                       # one thread uses it at a time
     look.runs()                             # `run` is the number of a run in the index, the first argument of the rest
     look.overview(run), look.names(run), look.series(run, "reward_mean", points=500, smooth=0.9), look.heldout(run)
     look.nodes(run, role, by, search, after), look.node(run, key), look.versions(run), look.ages(run)
