@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from shoal.errors import PeerError, StateError
 from shoal.ledger.facts.pay import Credit
 from shoal.ledger.facts.verdicts import VerdictGiven
+from shoal.ledger.facts.versions import CheckpointPublished
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import verify
 from shoal.ledger.table import make_entry
@@ -341,6 +342,14 @@ def test_hostile_numbers_and_texts_are_stored_as_text(town, tmp_path, monkeypatc
     for typed in [*HOSTILE, "*", '"', "a AND", "(", "text:x", "-x", "^x", "\0", ""]:
         groups(asked, 1, Filter(text=typed)), asked.timeline(1, search=typed), asked.nodes(1, search=typed)
     asked.close()
+
+
+def test_a_log_with_larger_numbers_than_a_run_is_refused(town, tmp_path):
+    entries = verify(Store(sqlite_url(town.folder.log), read_only=True).read()).entries
+    huge = CheckpointPublished(10**30, "0" * 64, "0" * 64)
+    last = make_entry(entries[-1].seq + 1, entries[-1].time, huge, entries[-1].hash)
+    with pytest.raises(StateError, match="larger numbers than a run"):
+        built(tmp_path / "index.sqlite", grown(tmp_path, [*entries, last]))
 
 
 def test_a_private_group_shows_only_what_the_log_says(town, tmp_path, monkeypatch):

@@ -86,6 +86,8 @@ class Builder:
             return self._advance()
         except sqlite3.Error as error:
             raise StateError(f"the index cannot be written: {error}. Free some space, or give another place") from None
+        except OverflowError:
+            raise StateError(f"the log of {self.reading.name} has larger numbers than a run: do not trust it") from None
 
     def _advance(self) -> bool:
         entries = self.reading.refresh()
