@@ -1963,6 +1963,8 @@ GUARDS = [
     *_needed_by("tests/launch/test_alarms.py",
         ("acts-once", ("not self._follower.digest.has_acted(alarm)", "True"),
          "test_a_run_that_its_host_resumed_is_not_paused_again_by_the_same_alarm"),
+        ("quarantine-is-for-refusals", ('alarm.severity == "critical"', "True"),
+         "test_a_worker_is_quarantined_for_refusals_and_not_for_rewards_unlike_others"),
         ("past-alarms-lead-to-nothing", OFF,
          "test_a_long_log_is_read_piece_by_piece_and_nothing_is_done_before_its_end"),
         ("stop-is-no-wait", ("max(self._resumed, float(lines[-1].get(\"time_s\") or 0.0))", "lines[-1][\"time_s\"]"),

@@ -20,8 +20,8 @@ class MonitorsConfig(Section, frozen=True):
     """Whether the launcher evaluates the monitors."""
     actions: dict[str, Action] = {}
     """By the name of an alarm: pause the run; multiply the learning rate by `lr_factor`; or, of poisoning alone,
-    quarantine the worker for an hour. Done once for each alarm, by a signed request whose evidence is
-    in the log."""
+    quarantine a worker for an hour whose groups are refused. Done once for each alarm, by a signed request whose evidence
+    is in the log."""
     lr_factor: float = 0.5
     """What `lower_rate` multiplies the learning rate by, each time."""
     least_lr_factor: float = 0.1

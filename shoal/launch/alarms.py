@@ -138,7 +138,9 @@ class AlarmWatch:
         for alarm in self.standing:
             action = self._config.monitors.actions.get(alarm.cause, "")
             due = action and not self._follower.digest.has_acted(alarm)  # guard: acts-once
-            if due and (action != "quarantine" or alarm.node) and (request := self._request(action, alarm)):
+            # Where cheats make most groups, it is the rewards of honest workers that lean: only refusals are evidence.
+            blamed = action != "quarantine" or alarm.severity == "critical"  # guard: quarantine-is-for-refusals
+            if due and blamed and (request := self._request(action, alarm)):
                 self._acting.begin(ACTIONS[action], alarm, request, now)
         return self._acting.told()
 

@@ -2,8 +2,9 @@
 
 Two signs. Validators refuse much of what it sends. Or the rewards of its accepted groups lean away from those of the
 others, though tasks are drawn for all alike: it forges what no audit sees, or drops the tasks it does not like. Its
-share of the influence on the newest batches is told with both. What it cannot see: a worker whose forgeries have the
-usual rewards.
+share of the influence on the newest batches is told with both. Only refusals, which are critical, are evidence: where
+cheats make most groups, the rewards of honest workers lean more than theirs. What it cannot see: a worker whose forgeries
+have the usual rewards.
 """
 
 import math

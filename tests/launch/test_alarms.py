@@ -151,6 +151,22 @@ def test_a_run_that_its_host_resumed_is_not_paused_again_by_the_same_alarm(tmp_p
     assert host.calls == [] and town.book.state.phase == "running"
 
 
+@pytest.mark.parametrize(("severity", "asked"), [("critical", ["quarantine"]), ("warning", [])])
+def test_a_worker_is_quarantined_for_refusals_and_not_for_rewards_unlike_others(
+    tmp_path, published, monkeypatch, severity, asked
+):
+    alarm = msgspec.structs.replace(drift(), cause="poisoning", node=WORKER, severity=severity)
+    monkeypatch.setattr(AlarmWatch, "standing", (alarm,))
+    calls = []
+    watch = watching(
+        town_with(tmp_path, published, actions={"poisoning": "quarantine"}),
+        lambda action, request: calls.append(action),
+    )
+    watch._act(0.0)
+    watch._acting.join()
+    assert calls == asked
+
+
 def test_a_long_log_is_read_piece_by_piece_and_nothing_is_done_before_its_end(tmp_path, published, monkeypatch):
     monkeypatch.setattr("shoal.launch.alarms.READ_EVENTS", 100)
     town = town_with(tmp_path, published, actions={"drift": "pause"})
