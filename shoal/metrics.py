@@ -10,6 +10,7 @@ import os
 import sys
 from bisect import bisect_right, insort
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -233,7 +234,7 @@ def values_of(line: bytes) -> dict[str, Any] | None:
         values = msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return values if isinstance(values.get("step"), int) else None
+    return values if type(values.get("step")) is int else None
 
 
 MAX_LINE_BYTES = 1 << 18
@@ -263,12 +264,12 @@ class MetricsTail:
         """The newest line of each step above this one, in order of step: as many as have at most so many bytes."""
         for _ in self._new_lines():
             pass
-        places = [self._places[each] for each in self._steps[bisect_right(self._steps, step) :]]
-        if not places:
+        first, lines = bisect_right(self._steps, step), list[bytes]()
+        if first == len(self._steps):
             return b""
-        lines = []
         with self._path.open("rb") as file:
-            for offset, size in places:
+            for each in islice(self._steps, first, None):
+                offset, size = self._places[each]
                 most_bytes -= size
                 if most_bytes < 0:
                     break
@@ -291,11 +292,8 @@ class MetricsTail:
                 if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
                     return  # its end is still to come
                 offset, self._read_bytes = self._read_bytes, self._read_bytes + len(line)
-                try:
-                    step = msgspec.json.decode(line, type=dict[str, Any])["step"]
-                except (msgspec.DecodeError, UnicodeDecodeError, KeyError):
-                    continue
-                if type(step) is int:
+                if (values := values_of(line)) is not None:
+                    step = values["step"]
                     if step not in self._places:
                         insort(self._steps, step)
                     self._places[step] = (offset, len(line))
