@@ -55,7 +55,7 @@ from shoal.envs.load import load_env  # noqa: E402
 from shoal.envs.play import play_scripted  # noqa: E402
 from shoal.policy.files import load_policy, save_policy  # noqa: E402
 from shoal.policy.render import Renderer  # noqa: E402
-from shoal.protocol.types import Sampling  # noqa: E402
+from shoal.protocol.types import Sampling, StepRewards  # noqa: E402
 from shoal.roles import sft  # noqa: E402
 from shoal.train.sft import fine_tune  # noqa: E402
 
@@ -212,10 +212,10 @@ def run_here(settings: list[str], out: Path) -> dict[str, Any]:
     heldout_curve, measuring_s = [heldout_rate(env, Path(config.policy.path))], 0.0
     began, cpu_before = time.monotonic(), time.process_time()
 
-    def noting(*how: Any) -> list[float]:
-        rewards = judged(*how)
+    def noting(*how: Any) -> tuple[tuple[float, ...], tuple[StepRewards, ...]]:
+        rewards, steps = judged(*how)
         games[-1].extend(rewards)
-        return rewards
+        return rewards, steps
 
     def after_step(line: str) -> None:
         nonlocal measuring_s
