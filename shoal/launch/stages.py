@@ -8,14 +8,11 @@ The key of a stage is a digest of its kind, its settings after overrides, its in
 a changed setting gives that stage another folder, and those after it, if its output differs. Old folders stay.
 """
 
-import contextlib
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -27,7 +24,7 @@ from shoal.folder import write_atomically
 from shoal.launch.jobs import Input, Job, Made, demand_doable, job_of
 from shoal.launch.local import locked
 from shoal.launch.outputs import OUTPUTS, RUN, demand_whole, digest_below, files_of
-from shoal.launch.process import RoleProcess
+from shoal.launch.process import RoleProcess, counted_signals
 from shoal.launch.stages_report import Measured, StageEnd, in_words, report
 from shoal.protocol.wire import digest, to_json
 
@@ -81,7 +78,7 @@ def run_stages(config: StagesConfig, beside: Path, out: Path, say: Callable[[str
     out = out.absolute()  # jobs name each other's folders in it
     with locked(out) as lock_fd:  # guard: one-shoal-a-folder-of-stages
         crew = StagesRun(config, beside, out, lock_fd, say)
-        with _counted_signals(crew):
+        with counted_signals(crew):
             return crew.run(settings, measure)
 
 
@@ -235,16 +232,3 @@ def _end(stage: Stage, key: str, finished: Finished, before: Measured | None, af
     return StageEnd(
         stage.name, done.kind, key, before, after, done.seconds, done.cpu_s, done.made.tokens, finished.again, figures
     )
-
-
-@contextlib.contextmanager
-def _counted_signals(crew: StagesRun) -> Iterator[None]:
-    def ask(signum: int, frame: FrameType | None) -> None:
-        crew.stop_requests += 1
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
