@@ -105,9 +105,10 @@ class NewestSample:
         Raises `ShoalError` if it cannot be read.
         """
         if self._created is None:
-            self._created, self._seq = self._first_event(), self._near_the_end()
-            self._envs = load_run_envs(self._created.envs, own_files=True)
-            self._renderer = Renderer.from_directory(self._folder.policy, self._created.sampling.stops)
+            created, seq = self._first_event(), self._near_the_end()
+            self._envs = load_run_envs(created.envs, own_files=True)
+            self._renderer = Renderer.from_directory(self._folder.policy, created.sampling.stops)
+            self._created, self._seq = created, seq  # last: a run that is starting has no policy yet
         accepted = self._read_on()
         if accepted is None or self._renderer is None:
             return None
