@@ -7,7 +7,7 @@ import pytest
 from shoal.errors import StateError
 from shoal.launch.samples import NewestSample, flat_samples
 from shoal.ledger.facts.run import Admin
-from shoal.roles.coordinator.board import Board
+from shoal.roles.coordinator.board import Board, waiting_for
 from tests.roles.town import Town, tiny_run
 
 ALWAYS_HALF = """
@@ -70,6 +70,10 @@ def test_samples_of_rollouts_that_were_deleted_are_refused_in_words(tmp_path):
     async def host():
         while not Board(town.desk).status().pause_cause:
             await asyncio.sleep(0.05)
+        assert "have no signal" in waiting_for(town.desk.state)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(town.desk.state, "pause_cause", "alarm: collapse")
+            assert "alarm: collapse paused the run" in waiting_for(town.desk.state), "what paused it comes first"
         for name, submission in town.desk.state.submissions.items():
             if submission.decided:
                 town.desk.blobs.delete(name)

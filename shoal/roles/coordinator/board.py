@@ -9,6 +9,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from shoal.ledger.answers import Refused
+from shoal.ledger.facts.run import NO_SIGNAL
 from shoal.ledger.next_batch import blocks_in_the_way, is_settled, next_members, usable
 from shoal.ledger.rules.batches import groups_beyond_share
 from shoal.ledger.rules.leases import without_signal
@@ -104,11 +105,11 @@ def waiting_for(state: State) -> str:
         return (
             f"validators: {len(state.pending)} submissions to judge" if state.pending else "nothing: the run has ended"
         )
-    if state.phase == "paused" and (flat := without_signal(state, state.main)):
-        return f"the host: {flat}. Look at some of them, then `shoal admin resume` or `shoal admin drain`"
-    if state.phase == "paused" and state.pause_cause:
+    if state.phase == "paused" and state.pause_cause not in ("", NO_SIGNAL):
         why = f"the {state.pause_cause} paused the run, as its run file says"
         return f"the host: {why}. Look into it, then `shoal admin resume` or `shoal admin drain`"
+    if state.phase == "paused" and (flat := without_signal(state, state.main)):
+        return f"the host: {flat}. Look at some of them, then `shoal admin resume` or `shoal admin drain`"
     if state.phase == "paused":
         return "the host: the run is paused"
     if state.main.version < 0:
