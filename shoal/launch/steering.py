@@ -57,7 +57,7 @@ def steer(home: Path, action: str) -> str:
         os.close(fd)
     if len(words) != 2 or words[1] != WORKER or not words[0].isdecimal():  # guard: only-workers-are-signalled
         raise StateError(
-            f"the process that uses {home} is no worker that can be paused: give a worker's folder with --home"
+            f"the process that uses {home} cannot be paused, because it is not a worker: give a worker's folder with --home"
         )
     try:
         os.kill(int(words[0]), SIGNALS[action])

@@ -1,7 +1,7 @@
 """Disk: the disk of the run's folder, or the run's own quota, is full or will be soon.
 
-At a full disk the run stops granting leases and waits: nothing is lost, but nothing is learned. Whoever fills the disk,
-the time is the same.
+At a full disk the run stops granting leases and waits: nothing is lost, but nothing is learned. The time left is
+the same, whether shoal or another program fills the disk.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,6 @@
 """Stragglers: a worker that holds up batches, because it lets its leases lapse or is much slower than the others.
 
-It is no fault of an honest slow worker, so nobody is quarantined for it: the rules lease its blocks to others in time.
+An honest worker may be slow, so nobody is quarantined for it: the rules lease its blocks to others in time.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """One sentence for each event of a log, for a timeline.
 
-Called by `rows`. Names and reasons in it are strangers' text: whoever shows the sentence must escape it. Keys and digests
+Called by `rows`. Names and reasons in it are strangers' text: code that shows it must escape it. Keys and digests
 are cut, because the event itself has them whole.
 """
 

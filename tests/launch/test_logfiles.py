@@ -46,3 +46,4 @@ def test_a_log_without_room_for_its_copy_is_left_and_tried_again_later(log: Path
 
 def test_a_log_that_is_not_there_yet_is_no_fault(log: Path) -> None:
     LogFile(log).look(0.0)
+    assert not log.exists()

@@ -25,7 +25,7 @@ def test_only_a_worker_is_signalled(tmp_path: Path) -> None:
     told: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
     try:
-        with locked(tmp_path), pytest.raises(StateError, match="no worker that can be paused"):
+        with locked(tmp_path), pytest.raises(StateError, match="cannot be paused, because it is not a worker"):
             steer(tmp_path, "pause")
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -258,7 +258,9 @@ class Presses(Keyboard):
 @pytest.mark.parametrize("key", ["q", "Q", "xyzq"])
 def test_q_leaves(snapshot: Snapshot, key: str) -> None:
     view = LiveView(Console(file=io.StringIO()))
-    asyncio.run(follow(remote(host_of(snapshot, None)), snapshot, view, Presses(iter(["", "p", key])), piped=False))
+    left = iter(["", "p", key, "not asked for"])
+    asyncio.run(follow(remote(host_of(snapshot, None)), snapshot, view, Presses(left), piped=False))
+    assert list(left) == ["not asked for"]
 
 
 def test_piped_it_ends_with_the_run(snapshot: Snapshot) -> None:

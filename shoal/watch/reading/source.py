@@ -174,7 +174,7 @@ class FolderSource:
 
 
 class UrlSource:
-    """A coordinator at a URL, or whoever answers there."""
+    """The server at a URL: a coordinator, or a stranger that poses as one."""
 
     is_own = False
 
