@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from shoal import __version__
 from shoal.commands import (
+    dashboard,
     environments,
     hosting,
     keys,
@@ -29,7 +30,21 @@ from shoal.commands.grammar import Parser, told
 from shoal.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, PeerError, ShoalError, fault_of_user
 from shoal.terminal import printable
 
-GROUPS = (hosting, watching, stages, planning, nodes, policy, policies, environments, ledger, keys, machine, role)
+GROUPS = (
+    hosting,
+    watching,
+    dashboard,
+    stages,
+    planning,
+    nodes,
+    policy,
+    policies,
+    environments,
+    ledger,
+    keys,
+    machine,
+    role,
+)
 """In the order in which help shows them."""
 
 

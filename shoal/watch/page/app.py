@@ -1,0 +1,212 @@
+"""The web application: its addresses, its headers, and who is the host.
+
+Called by `serve`. It answers GET and HEAD alone. A page is made again only when the index or the run's condition changed:
+its ETag names the change, so a browser that polls gets 304, and viewers of the same page share one rendering.
+"""
+
+import hmac
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import QueryParams
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shoal.errors import ShoalError
+from shoal.watch.page.asked import Asked, NotHere
+from shoal.watch.page.downloads import lines_of_csv
+from shoal.watch.page.group_views import GROUP_VIEWS
+from shoal.watch.page.log_views import LOG_VIEWS
+from shoal.watch.page.shelf import Shelf
+from shoal.watch.page.shown import STATIC, templates
+from shoal.watch.page.views import VIEWS, chart, comparison, live
+
+log = logging.getLogger(__name__)
+
+KEPT_PAGES = 64
+"""Renderings that are kept for other viewers."""
+
+MAX_URL_CHARS = 2000
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; "
+    "form-action 'self'; frame-ancestors 'none'"
+)
+
+HEADERS = {
+    "content-security-policy": POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin", "cross-origin-resource-policy": "same-origin", "x-frame-options": "DENY",
+}  # fmt: skip
+
+
+def page_app(shelf: Shelf, token: str, clock: Callable[[], float] = time.time) -> ASGIApp:
+    """The application for the runs of a shelf. With the token, a viewer is the host; an empty one lets nobody be it."""
+    page = _Page(shelf, token, clock)
+    views = {**VIEWS, **GROUP_VIEWS, **LOG_VIEWS}
+    routes: list[BaseRoute] = [Route("/", page.front), Route("/compare", page.show(comparison))]
+    routes += [Route(f"/{{run:int}}{path}", page.show(view)) for path, view in views.items()]
+    routes += [
+        Route("/{run:int}/csv/{table}.csv", page.csv),
+        Route("/{run:int}/chart.json", page.data(chart)),
+        Route("/{run:int}/live.json", page.data(live)),
+        Mount("/static/{version}", StaticFiles(directory=STATIC)),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(_WithHeaders)], exception_handlers={
+        HTTPException: page.refuse, ShoalError: page.excuse,
+    })  # fmt: skip
+
+
+class _Page:
+    """What all requests share."""
+
+    def __init__(self, shelf: Shelf, token: str, clock: Callable[[], float]) -> None:
+        self._shelf, self._clock = shelf, clock
+        self._templates = templates()
+        self._boot = secrets.token_hex(4)
+        """An ETag is of this process."""
+        self._session = sha256(b"shoal dashboard " + token.encode()).hexdigest() if token else ""
+        self._token = token
+        self._cookie = f"shoal-host-{self._session[:8]}"
+        """Named by the token: cookies do not know ports, and a machine may serve several pages."""
+        self._kept = OrderedDict[tuple[str, bool, int], bytes]()
+
+    def is_host(self, request: Request) -> bool:
+        """Whether the viewer has the host's cookie."""
+        given = request.cookies.get(self._cookie, "")
+        return bool(self._session) and hmac.compare_digest(
+            given.encode(), self._session.encode()
+        )  # guard: host-by-cookie
+
+    def front(self, request: Request) -> Response:
+        """The run, or the comparison of several. The host's link brings a token, and gets a cookie for it."""
+        runs = self._shelf.runs
+        response = RedirectResponse(f"/{runs[0].number}/" if len(runs) == 1 else "/compare", 303)
+        given = request.query_params.get("token", "")
+        if self._token and hmac.compare_digest(given.encode(), self._token.encode()):  # guard: host-by-token
+            response.set_cookie(
+                self._cookie, self._session, httponly=True, samesite="strict", secure=request.url.scheme == "https"
+            )
+        response.headers["cache-control"] = "no-store"
+        return response
+
+    def show(self, view: Callable[[Asked], tuple[str, Mapping[str, Any]]]) -> Callable[[Request], Response]:
+        """An endpoint that renders a view."""
+
+        def endpoint(request: Request) -> Response:
+            asked = self._asked(request)
+            change = self._shelf.change
+            etag = self._etag(asked, change)
+            if _names(request, etag):
+                return Response(status_code=304, headers=_cached(etag))
+            key = str(request.url.path) + "?" + request.url.query, asked.is_host, change
+            body = self._kept.get(key)
+            if body is None:
+                template, values = view(asked)
+                body = self._render(template, asked, values)
+                self._kept[key] = body
+                while len(self._kept) > KEPT_PAGES:
+                    self._kept.popitem(last=False)
+            return Response(body, media_type="text/html", headers=_cached(etag))
+
+        return endpoint
+
+    def data(self, view: Callable[[Asked], Mapping[str, Any]]) -> Callable[[Request], Response]:
+        """An endpoint that gives the script numbers."""
+
+        def endpoint(request: Request) -> Response:
+            asked = self._asked(request)
+            etag = self._etag(asked, self._shelf.change)
+            if _names(request, etag):
+                return Response(status_code=304, headers=_cached(etag))
+            return JSONResponse(view(asked), headers=_cached(etag))
+
+        return endpoint
+
+    def csv(self, request: Request) -> Response:
+        """A table, line by line."""
+        asked = self._asked(request)
+        table = request.path_params["table"]
+        lines = lines_of_csv(asked, table)
+        name = f"attachment; filename=run-{asked.run}-{table}.csv"
+        return StreamingResponse(lines, media_type="text/csv", headers={"content-disposition": name})
+
+    def _asked(self, request: Request) -> Asked:
+        run = request.path_params.get("run", 0)
+        if len(str(request.url)) > MAX_URL_CHARS:
+            raise NotHere("this address is too long")
+        if "run" in request.path_params and self._shelf.of(run) is None:
+            raise NotHere(f"this page has no run {run}")
+        params: Mapping[str, Any] = request.path_params
+        return Asked(
+            self._shelf, self._shelf.look(), run, params, request.query_params, self.is_host(request), self._clock()
+        )
+
+    def _etag(self, asked: Asked, change: int) -> str:
+        return f'"{self._boot}-{change}-{int(asked.is_host)}"'
+
+    def _render(self, template: str, asked: Asked, values: Mapping[str, Any]) -> bytes:
+        common = {
+            "run": asked.run, "runs": asked.runs(), "is_host": asked.is_host, "has_host": bool(self._token),
+            "now_s": asked.now_s, "one": asked.one(), "asked": asked,
+        }  # fmt: skip
+        return self._templates.get_template(template).render({**common, **values}).encode("utf-8", "replace")
+
+    def refuse(self, request: Request, error: Exception) -> Response:
+        """A page that is not there, or a method that is not taken."""
+        assert isinstance(error, HTTPException)
+        return self._fault(request, error.status_code, error.detail, error.headers)
+
+    def excuse(self, request: Request, error: Exception) -> Response:
+        """What cannot be shown, in a sentence."""
+        return self._fault(request, 404 if isinstance(error, NotHere) else 503, str(error), None)
+
+    def _fault(self, request: Request, status: int, words: str, headers: Mapping[str, str] | None) -> Response:
+        number = request.path_params.get("run", 0)
+        run = number if isinstance(number, int) and self._shelf.of(number) else 0
+        asked = Asked(self._shelf, self._shelf.look(), run, {}, _NOTHING, self.is_host(request), self._clock())
+        body = self._render("fault.html", asked, {"status": status, "words": words, "title": "Not here"})
+        return Response(body, status, dict(headers or {}), "text/html")
+
+
+_NOTHING = QueryParams()
+
+
+def _cached(etag: str) -> dict[str, str]:
+    return {"etag": etag, "cache-control": "private, no-cache", "vary": "cookie"}
+
+
+def _names(request: Request, etag: str) -> bool:
+    given: Sequence[str] = [part.strip() for part in request.headers.get("if-none-match", "").split(",")]
+    return etag in given or f"W/{etag}" in given
+
+
+class _WithHeaders:
+    """Gives every answer the headers that keep a page to itself."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                kept = "/static/" in scope["path"] and message["status"] == 200
+                extra = {**HEADERS, **({"cache-control": "public, max-age=31536000, immutable"} if kept else {})}
+                message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in extra.items())]
+            await send(message)
+
+        await self._app(scope, receive, with_headers)

@@ -1,0 +1,72 @@
+"""One request to the page: which run, who asks, and the numbers and words in its address.
+
+Called by `app`, and passed to each view. What is in an address is a stranger's: it is limited and parsed here.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import QueryParams
+
+from shoal.errors import StateError
+from shoal.watch.index import Look
+from shoal.watch.page.shelf import Shelf
+from shoal.watch.rows import Row
+
+MOST_CHARS = 200
+"""Of a value in an address."""
+
+LARGEST = 1 << 62
+
+
+class NotHere(StateError):
+    """The address names something that the run does not have."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    shelf: Shelf
+    look: Look
+    run: int
+    """Number of the run in the index; 0 for pages of all runs."""
+    path: Mapping[str, Any]
+    query: QueryParams
+    is_host: bool
+    now_s: float
+
+    def runs(self) -> list[Row]:
+        """The runs that this page shows."""
+        known = {shown.number for shown in self.shelf.runs}
+        return [row for row in self.look.runs() if row["run"] in known]
+
+    def one(self) -> Row:
+        """The run of this request."""
+        nobody = {"run": 0, "name": "", "place": "", "id": "", "seq": -1}
+        return next((row for row in self.runs() if row["run"] == self.run), nobody)
+
+    def word(self, name: str) -> str:
+        """A value of the query; empty if it is not there."""
+        return self.query.get(name, "").strip()[:MOST_CHARS]
+
+    def words(self, name: str) -> list[str]:
+        """All values of a name."""
+        return [value[:MOST_CHARS] for value in self.query.getlist(name)[:40] if value]
+
+    def whole(self, name: str, default: int | None = None) -> int | None:
+        """A whole number of the query, from 0; the default if it is none."""
+        text = self.word(name)
+        return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 and int(text) < LARGEST else default
+
+    def real(self, name: str) -> float | None:
+        """A finite number of the query."""
+        try:
+            found = float(self.word(name))
+        except ValueError:
+            return None
+        return found if math.isfinite(found) else None
+
+    def smooth(self) -> float:
+        """How much a chart is smoothed, from 0 to 0.99."""
+        return min(max(self.real("smooth") or 0.0, 0.0), 0.99)

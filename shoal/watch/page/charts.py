@@ -1,0 +1,154 @@
+"""What the charts of a page draw: some lines over steps or versions, as numbers and as an SVG picture.
+
+Called by `views` and `app`. The picture is for readers without the script; with it, uPlot draws the same numbers. Pure, but
+for the questions to the index. Labels are strangers' text: metrics have names that environments choose.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from shoal.metrics import METRICS
+from shoal.watch.index import Look
+
+MOST_LINES = 12
+POINTS = 400
+WIDTH, HEIGHT = 640.0, 180.0
+"""Of a picture, without its border."""
+
+
+class Line(NamedTuple):
+    label: str
+    values: list[float | None]
+    """One for each x of the chart."""
+    is_edge: bool = False
+    """Whether it is the edge of a band around the first line."""
+
+
+class Chart(NamedTuple):
+    name: str
+    title: str
+    unit: str
+    sentence: str
+    x_label: str
+    x: list[int]
+    lines: list[Line]
+
+
+OVERVIEW = ("reward_mean", "by-version", "heldout", "entropy_nats", "clip_share", "staleness_rollouts", "step_s",
+            "train_tokens_per_s")  # fmt: skip
+"""Charts of the first page, where the run has their numbers."""
+
+
+def chart_of(look: Look, run: int, name: str, smooth: float = 0.0) -> Chart:
+    """A chart by its name: `by-version`, `heldout`, or a metric with all of its family (reward_mean/LABEL)."""
+    if name == "by-version":
+        return _by_version(look, run)
+    if name == "heldout":
+        return _heldout(look, run)
+    family = [metric for metric in look.names(run) if metric == name or metric.startswith(f"{name}/")]
+    series = {metric: _points(look, run, metric, smooth) for metric in family[:MOST_LINES]}
+    known = METRICS.get(name) or next(
+        (m for n, m in METRICS.items() if "/" in n and n.partition("/")[0] == name.partition("/")[0]), None
+    )
+    return _aligned(
+        Chart(name, name, known.unit if known else "", known.sentence if known else "", "step", [], []), series
+    )
+
+
+def compared(look: Look, runs: Mapping[int, str], name: str, smooth: float = 0.0) -> Chart:
+    """One metric of several runs, each a line with the label given."""
+    series = {f"{run} {label}": _points(look, run, name, smooth) for run, label in list(runs.items())[:MOST_LINES]}
+    known = METRICS.get(name)
+    return _aligned(
+        Chart(name, name, known.unit if known else "", known.sentence if known else "", "step", [], []), series
+    )
+
+
+def _points(look: Look, run: int, name: str, smooth: float) -> dict[int, float]:
+    return {row["step"]: row["value"] for row in look.series(run, name, POINTS, smooth)}
+
+
+def _aligned(empty: Chart, series: Mapping[str, Mapping[int, float]]) -> Chart:
+    x = sorted({step for points in series.values() for step in points})
+    lines = [Line(label, [points.get(step) for step in x]) for label, points in series.items() if points]
+    return empty._replace(x=x, lines=lines)
+
+
+def _by_version(look: Look, run: int) -> Chart:
+    rows = look.rows(
+        "SELECT version, avg(reward) AS mean, avg(spread) AS spread FROM groups WHERE run = ? AND reward IS NOT NULL "
+        "GROUP BY version ORDER BY version", run,
+    )  # fmt: skip
+    width = max(1, math.ceil(len(rows) / POINTS))
+    rows = rows[width - 1 :: width]
+    lines = [
+        Line("mean", [row["mean"] for row in rows]),
+        Line("mean + spread", [row["mean"] + row["spread"] for row in rows], True),
+        Line("mean - spread", [row["mean"] - row["spread"] for row in rows], True),
+    ]
+    sentence = (
+        "Mean reward of the accepted groups of each version, from the log; the band is the mean standard deviation within "
+        "a group."
+    )
+    name = "Reward by version, with its spread"
+    return Chart("by-version", name, "reward", sentence, "version", [r["version"] for r in rows], lines if rows else [])
+
+
+def _heldout(look: Look, run: int) -> Chart:
+    rows = [row for row in look.heldout(run) if not row["env"]]
+    rows = list({row["version"]: row for row in rows}.values())
+    measure = rows[-1]["measure"] if rows else ""
+    lines = [
+        Line("mean", [row["mean"] for row in rows]),
+        Line("95 %, high", [row["high95"] for row in rows], True),
+        Line("95 %, low", [row["low95"] for row in rows], True),
+    ]
+    kinds = " and ".join(sorted({row["tasks"] for row in rows}))
+    sentence = f"Evaluations on {kinds or 'held-out'} tasks, with 95 % intervals; the host's word."
+    return Chart(
+        "heldout", "Held-out results", measure, sentence, "version", [r["version"] for r in rows], lines if rows else []
+    )
+
+
+# --- the picture ---
+
+
+class Picture(NamedTuple):
+    low: float
+    high: float
+    lines: list[tuple[str, str]]
+    """Label and points of each line, as SVG has them."""
+    band: str
+    """Points of the band around the first line; empty if there is none."""
+    summary: str
+
+
+def picture_of(chart: Chart) -> Picture | None:
+    """The lines of a chart in a rectangle of WIDTH x HEIGHT; None if there is nothing to draw."""
+    found = [value for line in chart.lines for value in line.values if value is not None]
+    if not found or not chart.x:
+        return None
+    low, high = min(found), max(found)
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    left, right = chart.x[0], chart.x[-1]
+
+    def at(x: int, y: float) -> str:
+        across = (x - left) / (right - left) if right > left else 0.5
+        return f"{WIDTH * across:.1f},{HEIGHT * (1 - (y - low) / (high - low)):.1f}"
+
+    def points(values: Sequence[float | None]) -> list[str]:
+        return [at(x, y) for x, y in zip(chart.x, values, strict=True) if y is not None]
+
+    edges = [points(line.values) for line in chart.lines if line.is_edge]
+    band = " ".join(edges[0] + edges[1][::-1]) if len(edges) == 2 else ""
+    lines = [(line.label, " ".join(points(line.values))) for line in chart.lines if not line.is_edge]
+    first = [value for value in chart.lines[0].values if value is not None]
+    summary = (
+        f"{len(first)} points from {chart.x_label} {left} to {right}: first {first[0]:.4g}, last {first[-1]:.4g}, "
+        f"lowest {min(first):.4g}, highest {max(first):.4g}"
+        if first
+        else "no values"
+    )
+    return Picture(low, high, lines, band, summary)

@@ -1,0 +1,179 @@
+"""The views of groups: lists by filter and text, one group with its rollouts side by side, a task in all versions.
+
+Called by `app`. What is not public is shown to the host alone: the index and the shelf are told who asks. Texts and names
+are strangers'.
+"""
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from shoal.errors import ConfigError, NothingYet, ShoalError
+from shoal.watch.index import Filter, filters, group, groups, number_of, same_task
+from shoal.watch.page.asked import LARGEST, Asked, NotHere
+from shoal.watch.page.shelf import Place
+from shoal.watch.reading import ReadGroup
+from shoal.watch.reading.groups import ReadRollout, ReadTurn
+
+View = Callable[[Asked], tuple[str, Mapping[str, Any]]]
+
+TOKENS = 3000
+"""Tokens of a view that are coloured: more would make it slow to load."""
+
+LEVELS = 6
+"""Of colours, from the least to the most."""
+
+COLOURS = ("logprob", "advantage", "none")
+
+LOGPROB_LEVELS = (-0.05, -0.3, -1.0, -2.5, -5.0)
+"""Above the first a token is of level 0, as the policy expected it; below the last of level 5."""
+
+
+def listing(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+    """Groups, newest first."""
+    only = Filter(
+        asked.word("env"), asked.word("worker"), asked.whole("version"), asked.word("status"), asked.whole("step"),
+        asked.whole("task"), asked.real("from"), asked.real("to"), asked.word("q"),
+    )  # fmt: skip
+    page = groups(asked.look, asked.run, only, asked.whole("after"), private=asked.is_host)
+    typed = {name: asked.word(name) for name in
+             ("q", "env", "worker", "version", "status", "step", "task", "from", "to")}  # fmt: skip
+    return "groups.html", {"title": "Groups", **page, "typed": typed, "choices": filters(asked.look, asked.run)}
+
+
+def one(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+    """A group, with the rollouts of one prompt side by side."""
+    number = asked.path["group"]
+    found = group(asked.look, asked.run, number, asked.is_host) if number < LARGEST else None
+    if found is None:
+        raise NotHere(f"the run has no group {number}")
+    read, why = None, ""
+    try:
+        read = asked.shelf.group(asked.run, Place(found["submission"], found["place"]), asked.is_host)
+    except (NothingYet, ShoalError) as error:
+        why = str(error)
+    colour = asked.word("colour") if asked.word("colour") in COLOURS else COLOURS[0]
+    chosen, start = asked.whole("rollout"), asked.whole("at", 0) or 0
+    shown = [] if read is None else [r for r in read.rollouts if chosen is None or r.index == chosen]
+    budget = TOKENS // max(1, len(shown))
+    place = asked.one()["place"]
+    rollout = f"{found['version']}/{found['slot']}/{chosen or 0}"
+    return "group.html", {
+        "title": f"Group {number}", "group": found, "read": read, "why": why, "colour": colour, "colours": COLOURS,
+        "chosen": chosen, "start": start, "columns": [Column.of(r, colour, start, budget) for r in shown],
+        "prompt": _prompt(shown) if chosen is None else "", "levels": LOGPROB_LEVELS,
+        "command": shlex.join(["shoal", "audit", place, "--rollout", rollout]),
+        "around": _around(asked, number), "told": {row["rollout"]: row for row in found["rollouts"]},
+    }  # fmt: skip
+
+
+def at_slot(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+    """The group that filled a slot: an address that is known without the index."""
+    version, slot = asked.path["version"], asked.path["slot"]
+    try:
+        number = number_of(asked.look, asked.run, version=min(version, LARGEST), slot=min(slot, LARGEST))
+    except ConfigError as error:
+        raise NotHere(str(error)) from None
+    path = {**asked.path, "group": number}
+    return one(Asked(asked.shelf, asked.look, asked.run, path, asked.query, asked.is_host, asked.now_s))
+
+
+def task(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+    """Groups of one task in all versions."""
+    env, number = asked.word("env"), asked.whole("task", 0) or 0
+    rows = same_task(asked.look, asked.run, env, number)
+    if not rows:
+        raise NotHere("no group of this task is public yet")
+    firsts = {row["id"]: _first_text(asked, row["id"]) for row in rows}
+    return "task.html", {"title": f"Task {number}", "env": env, "task": number, "rows": rows, "firsts": firsts}
+
+
+GROUP_VIEWS: dict[str, View] = {
+    "/groups": listing, "/groups/{group:int}": one, "/versions/{version:int}/slots/{slot:int}": at_slot, "/task": task,
+}  # fmt: skip
+
+
+# --- tokens ---
+
+
+class Token(NamedTuple):
+    piece: str
+    level: int
+    sign: str
+    """p or n of an advantage; empty of a log-prob."""
+    told: str
+    """The figure in words."""
+
+
+class Part(NamedTuple):
+    author: str
+    learned: bool
+    text: str
+    tokens: list[Token]
+    """Empty where nothing is coloured: then the text is shown."""
+    cut: int
+    """Tokens of it that are not shown."""
+
+
+class Column(NamedTuple):
+    """A rollout as it is shown."""
+
+    rollout: ReadRollout
+    parts: list[Part]
+    left: int
+    """Tokens after those that are shown."""
+    next: int
+
+    @classmethod
+    def of(cls, rollout: ReadRollout, colour: str, start: int, budget: int) -> "Column":
+        """The parts of a rollout within so many tokens from a place."""
+        parts, end = list[Part](), start + budget
+        largest = max((abs(a) for turn in rollout.turns for a in turn.advantages), default=0.0)
+        for turn in rollout.turns:
+            length = len(turn.token_ids)
+            low, high = max(0, start - turn.start), min(length, end - turn.start)
+            if low >= high:
+                continue
+            tokens = list(_tokens(turn, colour, largest, low, high))
+            parts.append(Part(turn.author, turn.learned, turn.text, tokens, length - (high - low) if tokens else 0))
+        return cls(rollout, parts, max(0, rollout.tokens - end), end)
+
+
+def _tokens(turn: ReadTurn, colour: str, largest: float, low: int, high: int) -> Iterator[Token]:
+    if turn.author != "policy" or colour == "none" or len(turn.pieces) != len(turn.token_ids):
+        return
+    for index in range(low, high):
+        piece = turn.pieces[index]
+        if colour == "logprob":
+            value = turn.logprobs[index] if index < len(turn.logprobs) else None
+            level = sum(value < bound for bound in LOGPROB_LEVELS) if value is not None else 0
+            yield Token(piece, level, "", f"{value:.3f} nats" if value is not None else "")
+        else:
+            value = turn.advantages[index] if index < len(turn.advantages) else None
+            share = abs(value) / largest if value is not None and largest else 0.0
+            level = min(LEVELS - 1, round(share * (LEVELS - 1)))
+            sign = "" if not value else "p" if value > 0 else "n"
+            yield Token(piece, level, sign, f"advantage {value:+.3f}" if value is not None else "")
+
+
+def _prompt(rollouts: Sequence[ReadRollout]) -> str:
+    """What all rollouts begin with, so that it is shown once."""
+    firsts = {r.turns[0].text if r.turns and r.turns[0].author == "environment" else "" for r in rollouts}
+    return firsts.pop() if len(firsts) == 1 else ""
+
+
+def _around(asked: Asked, number: int) -> dict[str, int | None]:
+    """The groups before and after one."""
+    look, run = asked.look, asked.run
+    older = look.rows("SELECT max(id) AS id FROM groups WHERE run = ? AND id < ?", run, number)
+    newer = look.rows("SELECT min(id) AS id FROM groups WHERE run = ? AND id > ?", run, number)
+    return {"older": older[0]["id"], "newer": newer[0]["id"]}
+
+
+def _first_text(asked: Asked, number: int) -> str:
+    """The end of a group's first rollout, which tells how the policy answers now."""
+    row = asked.look.rows("SELECT text FROM texts WHERE rowid = ?", number * 4096)
+    return str(row[0]["text"])[-400:] if row else ""
+
+
+__all__ = ["GROUP_VIEWS", "ReadGroup", "View"]

@@ -1,0 +1,198 @@
+"""The runs that a page shows: their readings, the thread that indexes them, and who may ask what at a time.
+
+Called by `serve`, and by `app` for each request. Readings are used by one thread at a time, so each has a lock. It decides
+nothing about who may see what; `views` and `group_views` do.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.alarms import AlarmLine, read_alarms
+from shoal.errors import ConfigError, NothingYet, PeerError, ShoalError
+from shoal.folder import RunFolder
+from shoal.watch.index import Builder, Look
+from shoal.watch.reading import Place, ReadGroup, Reading, open_run
+
+log = logging.getLogger(__name__)
+
+CONDITION_EVERY_S = 5.0
+"""How often a run is asked how it does."""
+
+IDLE_S = 1.0
+AGAIN_S = 5.0
+"""Wait after an error, before a run is opened again."""
+
+GROUP_WAIT_S = 5.0
+"""A request waits so long while the run's log is read."""
+
+
+@dataclass
+class Shown:
+    """A run of the page."""
+
+    where: str
+    number: int = -1
+    """In the index."""
+    reading: Reading | None = None
+    builder: Builder | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    again_at: float = 0.0
+    asked_at: float = -1e9
+    told: object = None
+    """Condition and alarms as they were noted last."""
+
+
+class Shelf:
+    """Some runs and their index. `start` begins to index them; until then, `step` does so once."""
+
+    def __init__(
+        self, path: Path, places: Sequence[str], clock: Callable[[], float] = time.monotonic,
+        open_one: Callable[..., Reading] = open_run,
+    ) -> None:  # fmt: skip
+        """Open all runs. Raises `ConfigError` for a folder without a run, `PeerError` for a bad URL, `StateError`."""
+        self._path, self._clock, self._open_one = path, clock, open_one
+        self.change = 0
+        """Grows whenever the pages may say something else."""
+        self._local = threading.local()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.runs = [Shown(place) for place in places]
+        for shown in self.runs:
+            self._open(shown)
+
+    def start(self) -> None:
+        """Index the runs in a thread, until `close`."""
+        self._thread = threading.Thread(target=self._keep, name="index", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, and let go of the runs."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(timeout=GROUP_WAIT_S)
+        for shown in self.runs:
+            self._let_go(shown)
+
+    def look(self) -> Look:
+        """The index, for the thread that asks."""
+        found: Look | None = getattr(self._local, "look", None)
+        if found is None:
+            found = self._local.look = Look(self._path)
+        return found
+
+    def of(self, number: int) -> Shown | None:
+        """The run of a number in the index, if this page shows it."""
+        return next((shown for shown in self.runs if shown.number == number), None)
+
+    def group(self, number: int, place: Place, private: bool) -> ReadGroup:
+        """A group with the text of its tokens. `private`: whether the host asks. Raises `NothingYet`, `ShoalError`."""
+        shown = self.of(number)
+        if shown is None or not shown.lock.acquire(timeout=GROUP_WAIT_S):
+            raise NothingYet("the log is being read: reload the page in a few seconds")
+        try:
+            if shown.reading is None or place.submission not in shown.reading.state.submissions:
+                raise NothingYet("the log is being read: reload the page in a few seconds")
+            if not private and not shown.reading.is_public(place.submission):  # guard: page-keeps-private-bodies
+                raise NothingYet("this body is still private: its host alone may read it")
+            return shown.reading.group(place, with_pieces=True)
+        finally:
+            shown.lock.release()
+
+    # --- indexing ---
+
+    def step(self) -> bool:
+        """Index the next page of each run. Returns whether there was anything to do."""
+        busy = [self._step(shown) for shown in self.runs]
+        return any(busy)
+
+    def _keep(self) -> None:
+        while not self._ended.is_set():
+            if not self.step():
+                self._ended.wait(IDLE_S)
+
+    def _step(self, shown: Shown) -> bool:
+        now = self._clock()
+        if now < shown.again_at:
+            return False
+        with shown.lock:
+            trouble = ""
+            try:
+                if shown.builder is None:
+                    self._open(shown)
+                assert shown.builder is not None
+                busy = shown.builder.advance()
+            except PeerError as error:
+                busy, trouble, shown.again_at = False, str(error), now + AGAIN_S
+            except ShoalError as error:
+                log.warning("a run cannot be indexed, trying again later run=%s cause=%s", shown.where, error)
+                busy, trouble, shown.again_at = False, str(error), now + AGAIN_S
+                self._note(shown, trouble)
+                self._let_go(shown)
+                return False
+            noted = (trouble or now - shown.asked_at > CONDITION_EVERY_S) and self._note(shown, trouble)
+        self.change += bool(busy or noted)
+        return busy
+
+    def _open(self, shown: Shown) -> None:
+        self._let_go(shown)
+        is_folder = not shown.where.startswith(("http://", "https://"))
+        if is_folder and not Path(shown.where).exists():
+            raise ConfigError(f"there is no folder {shown.where}: give a run's folder or its URL")
+        shown.reading = self._open_one(shown.where, private=is_folder)
+        shown.builder = Builder(self._path, shown.reading)
+        shown.number = shown.builder.number
+
+    def _let_go(self, shown: Shown) -> None:
+        if shown.builder is not None:
+            shown.builder.close()
+        if shown.reading is not None:
+            shown.reading.close()
+        shown.builder = shown.reading = None
+
+    def _note(self, shown: Shown, trouble: str) -> bool:
+        """Note how a run does, and its alarms. Returns whether that is news."""
+        if shown.builder is None or shown.reading is None:
+            return False
+        shown.asked_at = self._clock()
+        alarms = ()
+        with suppress(ShoalError):
+            shown.builder.note_condition(trouble)
+            if shown.reading.source.is_own:
+                alarms = tuple(alarm_rows(read_alarms(RunFolder(Path(shown.where)).alarms)))
+                shown.builder.put_alarms(alarms)
+        row = self.look().rows("SELECT told, is_live, trouble FROM conditions WHERE run = ?", shown.number)
+        told = (_without_clock(row[0]["told"]), row[0]["is_live"], row[0]["trouble"]) if row else None
+        before, shown.told = shown.told, (told, repr(alarms))
+        return shown.told != before
+
+
+def _without_clock(told: str) -> str:
+    """A condition without what grows each second, its last field."""
+    return told.partition('"waiting_s"')[0]
+
+
+def alarm_rows(lines: Sequence[AlarmLine]) -> list[dict[str, Any]]:
+    """Alarms as the index takes them, from the lines of an alarms file."""
+    found = dict[tuple[str, str, int], dict[str, Any]]()
+    for line in lines:
+        alarm = line.alarm
+        key = (*alarm.subject, alarm.since)
+        row = found.setdefault(key, {
+            "name": f"{alarm.cause} {alarm.node[:12]}".strip(), "since_step": alarm.since, "cause": alarm.cause,
+            "seq": -1, "first_s": line.time_s,
+        })  # fmt: skip
+        row |= {
+            "level": alarm.severity, "words": f"{alarm.summary} {alarm.remedy}", "last_s": line.time_s,
+            "is_open": line.change == "raised",
+            "evidence": {
+                "node": alarm.node, "step": alarm.step,
+                "measured": [{f: getattr(one, f) for f in one.__struct_fields__} for one in alarm.measured],
+            },
+        }  # fmt: skip
+    return list(found.values())

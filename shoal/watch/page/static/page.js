@@ -1,0 +1,143 @@
+// The page works without this. It asks for news, draws charts with uPlot, smooths them, and moves by keys.
+"use strict";
+(() => {
+  const EVERY_MS = 5000, HIDDEN_MS = 60000, MOST_MS = 60000;
+  const main = document.getElementById("main"), polled = document.getElementById("polled");
+  const live = document.body.dataset.live;
+  let etag = null, waiting = 0, failures = 0, paused = false, current = -1;
+
+  // --- charts ---
+
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const DASHES = [[], [7, 3], [2, 3], [10, 3, 2, 3], [5, 5], [1, 4]];
+  const drawn = new Map();
+
+  const colour = (i) => css("--l" + (i % 6));
+
+  async function draw(figure, smooth) {
+    const address = figure.dataset.chart + (smooth ? "&smooth=" + smooth : "");
+    const answer = await fetch(address);
+    if (!answer.ok) return;
+    const told = await answer.json();
+    if (!told.x.length) return;
+    let plain = 0;
+    const series = told.lines.map((line) => {
+      const i = line.edge ? 0 : plain++;
+      return { label: line.label, stroke: line.edge ? "transparent" : colour(i), width: 2, dash: DASHES[i % 6],
+               spanGaps: true, points: { show: told.x.length < 3 } };
+    });
+    const edges = told.lines.flatMap((line, i) => (line.edge ? [i + 1] : []));
+    const plot = figure.querySelector(".plot");
+    const quiet = css("--quiet"), rule = css("--rule");
+    const axis = { stroke: quiet, grid: { stroke: rule, width: 1 }, ticks: { show: false } };
+    const options = {
+      width: plot.clientWidth, height: 190, legend: { show: true }, cursor: { y: false },
+      scales: { x: { time: false } }, series: [{ label: told.x_label }, ...series], axes: [{ ...axis, size: 30 }, { ...axis, size: 56 }],
+      bands: edges.length === 2 ? [{ series: edges, fill: css("--band") }] : [],
+    };
+    const data = [told.x, ...told.lines.map((line) => line.values)];
+    const before = drawn.get(figure);
+    if (before) before.destroy();
+    plot.replaceChildren();
+    const made = new uPlot(options, data, plot);
+    const label = figure.dataset.label || "";
+    made.root.setAttribute("role", "img");
+    made.root.setAttribute("aria-label", label);
+    drawn.set(figure, made);
+  }
+
+  const seen = new IntersectionObserver((found) => {
+    for (const one of found) if (one.isIntersecting) { seen.unobserve(one.target); draw(one.target, smoothing()); }
+  }, { rootMargin: "200px" });
+
+  function charts() {
+    if (typeof uPlot === "undefined") return;
+    for (const figure of document.querySelectorAll("[data-chart]")) {
+      const picture = figure.querySelector("svg[role=img]");
+      if (picture) figure.dataset.label = picture.getAttribute("aria-label");
+      seen.observe(figure);
+    }
+  }
+
+  const slider = document.querySelector("[data-smooth]");
+  const smoothing = () => (slider ? slider.value : "");
+  let timer = 0;
+  const again = () => { clearTimeout(timer); timer = setTimeout(() => drawn.forEach((_, figure) => draw(figure, smoothing())), 150); };
+  if (slider) slider.addEventListener("input", again);
+  let width = innerWidth;
+  addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; again(); } });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+
+  // --- news ---
+
+  function isBusy() {
+    const active = document.activeElement;
+    const typing = active && /^(INPUT|SELECT|TEXTAREA)$/.test(active.tagName);
+    return typing || (getSelection() && !getSelection().isCollapsed);
+  }
+
+  async function renew() {
+    const answer = await fetch(location.href);
+    if (!answer.ok) return false;
+    const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+    for (const old of document.querySelectorAll("[data-swap]")) {
+      const made = fresh.getElementById(old.id);
+      if (!made || old.innerHTML === made.innerHTML || old.contains(document.activeElement) && document.activeElement !== old) continue;
+      old.replaceChildren(...document.adoptNode(made).childNodes);
+    }
+    again();
+    return true;
+  }
+
+  async function poll() {
+    clearTimeout(waiting);
+    if (!paused && !document.hidden) {
+      try {
+        const answer = await fetch(live, { headers: etag ? { "If-None-Match": etag } : {}, cache: "no-store" });
+        if (answer.status === 200 && (etag === null || (!isBusy() && (await renew())))) etag = answer.headers.get("etag");
+        if (answer.status >= 500) throw new Error(String(answer.status));
+        failures = 0;
+        polled.textContent = "Live";
+      } catch {
+        failures++;
+        polled.textContent = "No answer, trying again";
+      }
+    }
+    const every = document.hidden ? HIDDEN_MS : Math.min(MOST_MS, EVERY_MS * 2 ** failures);
+    waiting = setTimeout(poll, every * (0.9 + 0.2 * Math.random()));
+  }
+
+  const UNITS = [[1, 60, "s"], [60, 7200, "min"], [3600, 259200, "h"], [86400, Infinity, "days"]];
+  function tick() {
+    for (const one of document.querySelectorAll("time[data-since]")) {
+      const seconds = Math.max(0, (Date.now() - Date.parse(one.dateTime)) / 1000);
+      const [size, , word] = UNITS.find((unit) => seconds < unit[1]);
+      one.textContent = Math.round(seconds / size) + " " + word;
+    }
+  }
+
+  // --- keys ---
+
+  function move(by) {
+    const rows = [...main.querySelectorAll(".row, tbody tr")].filter((row) => row.querySelector("a"));
+    if (!rows.length) return;
+    current = Math.min(rows.length - 1, Math.max(0, current + by));
+    rows.forEach((row, i) => row.classList.toggle("current", i === current));
+    rows[current].querySelector("a").focus();
+    rows[current].scrollIntoView({ block: "nearest" });
+  }
+
+  addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
+    if (event.key === "j") move(1);
+    else if (event.key === "k") move(-1);
+    else if (event.key === "/") {
+      const search = main.querySelector("input[type=search]");
+      if (search) { search.focus(); event.preventDefault(); }
+    } else if (event.key === "n") main.querySelector("a[rel=next]")?.click();
+    else if (event.key === "p" && live) { paused = !paused; polled.textContent = paused ? "Paused" : "Live"; }
+  });
+
+  charts();
+  if (live) { polled.textContent = "Live"; setInterval(tick, 1000); setTimeout(poll, 1000); document.addEventListener("visibilitychange", () => { if (!document.hidden) poll(); }); }
+})();

@@ -1,0 +1,383 @@
+"""The page: every view of a real run answers, strangers' text stays text, private bodies are the host's, nothing is
+written."""
+
+import csv
+import html
+import io
+import json
+import re
+from collections import Counter
+from dataclasses import replace
+from html.parser import HTMLParser
+from urllib.parse import urljoin
+
+import pytest
+from starlette.testclient import TestClient
+
+from shoal.alarms import Alarm, AlarmLine
+from shoal.errors import ConfigError, NothingYet, StateError
+from shoal.protocol.types import Measured
+from shoal.watch.page import Shelf, page_app
+from shoal.watch.page.app import HEADERS
+from shoal.watch.page.downloads import DOWNLOADS
+from shoal.watch.page.serve import _listening, _token
+from shoal.watch.page.shelf import alarm_rows
+
+TOKEN = "t" * 43
+
+HOSTILE = [
+    "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "</title><script>alert(1)</script>",
+    "\"><svg onload=alert(1)>",
+    "'><b onmouseover=alert(1)>", "javascript:alert(1)", "</td></tr></table><iframe src=//x>",
+    "</textarea><script>1</script>",
+    "{{ 7 * 7 }}", "{% raw %}", "<!--", "-->", "]]>", "&lt;script&gt;", "\u202etxt.exe", "\u2066isolate",
+    "\x1b[31mred\x1b[0m",
+    "\x00nul", "\x07bell", "line\r\nset-cookie: a=b", "=cmd|'/c calc'!A0", "+1+1", "-2+3", "@SUM(A1)", "%0d%0aheader",
+    "\ud800half",
+    "a" * 5000, "Z\u0351\u0352\u0353\u0354\u0355algo" * 40, "<style>*{display:none}</style>", "<base href=//evil>",
+    "<meta http-equiv=refresh content=0>", "</bdi><script>alert(2)</script>", "<a href=javascript:alert(1)>x</a>",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shelf(town, tmp_path_factory):
+    shelf = Shelf(tmp_path_factory.mktemp("page") / "index.sqlite", [str(town.folder.root)])
+    while shelf.step():
+        pass
+    yield shelf
+    shelf.close()
+
+
+@pytest.fixture
+def anyone(shelf):
+    return TestClient(page_app(shelf, TOKEN))
+
+
+@pytest.fixture
+def host(shelf):
+    client = TestClient(page_app(shelf, TOKEN))
+    assert client.get(f"/?token={TOKEN}").status_code == 200
+    return client
+
+
+class Tags(HTMLParser):
+    """The elements of a page, as a browser would find them."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.words = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def links_of(answer):
+    found = re.findall(r'(?:href|src|data-chart|data-live)="([^"#]+)', answer.text)
+    return [urljoin(str(answer.url), html.unescape(link)) for link in found if not link.startswith("data:")]
+
+
+def shape_of(address):
+    """An address without what makes it one of many."""
+    path = re.sub(r"[0-9a-f]{64}", "KEY", re.sub(r"(?<=/)\d+", "N", address.partition("?")[0]))
+    return path.removeprefix("http://testserver"), bool(address.partition("?")[2])
+
+
+def crawled(client, starts=("/",), most=4):
+    """Pages that can be reached, by address: of many of one shape, a few."""
+    found, todo, seen = {}, [urljoin("http://testserver", start) for start in starts], Counter()
+    while todo:
+        address = todo.pop(0)
+        if address in found or seen[shape_of(address)] == most:
+            continue
+        seen[shape_of(address)] += 1
+        answer = found[address] = client.get(address)
+        if "html" in answer.headers["content-type"]:
+            todo += links_of(answer)
+    return found
+
+
+def test_every_link_on_every_page_answers(anyone):
+    found = crawled(anyone, ("/", "/compare"))
+    assert {address: answer.status_code for address, answer in found.items() if answer.status_code != 200} == {}
+    seen = {shape_of(address)[0] for address in found}
+    views = ("", "figures", "steps/N", "nodes", "nodes/KEY", "validators", "refusals", "versions", "log", "log/N", "alarms",
+             "groups", "groups/N", "versions/N/slots/N", "task", "chart.json", "live.json", "csv/rollouts.csv")  # fmt: skip
+    assert {f"/N/{view}" for view in views} <= seen
+
+
+def test_pages_keep_to_themselves_and_to_their_size(anyone):
+    answer = anyone.get("/1/")
+    assert {name: answer.headers[name] for name in HEADERS} == HEADERS
+    assets = [anyone.get(link) for link in links_of(answer) if "/static/" in link]
+    assert all("immutable" in asset.headers["cache-control"] for asset in assets)
+    assert len(answer.content) + sum(len(asset.content) for asset in assets) < 300_000
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_the_page_only_reads(anyone, method):
+    assert anyone.request(method, "/1/").status_code == 405
+    assert anyone.head("/1/").status_code == 200
+
+
+def test_a_page_that_did_not_change_is_not_sent_again(anyone, shelf):
+    for address in ("/1/", "/1/live.json", "/1/groups"):
+        etag = anyone.get(address).headers["etag"]
+        assert anyone.get(address, headers={"if-none-match": etag}).status_code == 304
+        shelf.change += 1
+        assert anyone.get(address, headers={"if-none-match": etag}).status_code == 200
+
+
+def private_group(shelf):
+    """The number of a group, made private in the index."""
+    look = shelf.look()
+    return look.rows("SELECT id FROM groups WHERE run = 1 AND status = 'signal' ORDER BY id")[0]["id"]
+
+
+@pytest.fixture
+def one_private(shelf, monkeypatch):
+    """As if the body of a group were still private."""
+    number = private_group(shelf)
+    db = shelf.runs[0].builder._db
+    submission = shelf.look().rows("SELECT submission FROM groups WHERE id = ?", number)[0]["submission"]
+    db.execute("UPDATE groups SET public = 0 WHERE submission = ?", (submission,))
+    is_public = shelf.runs[0].reading.is_public
+    monkeypatch.setattr(shelf.runs[0].reading, "is_public", lambda name: name != submission and is_public(name))
+    shelf.change += 1
+    yield number
+    db.execute("UPDATE groups SET public = 1 WHERE submission = ?", (submission,))
+    shelf.change += 1
+
+
+def test_private_bodies_are_shown_to_the_host_alone(anyone, host, one_private):
+    hidden, shown = (client.get(f"/1/groups/{one_private}").text for client in (anyone, host))
+    assert "still private" in hidden and "Rollouts side by side" not in hidden and "Environment <bdi>" not in hidden
+    assert "Rollouts side by side" in shown and "Environment <bdi>" in shown
+    rows = [client.get("/1/csv/rollouts.csv").text.count("\n") for client in (anyone, host)]
+    assert rows[0] < rows[1]
+
+
+def test_what_is_private_is_refused_where_it_is_read(shelf, one_private):
+    from shoal.watch.reading import Place
+
+    row = shelf.look().rows("SELECT submission, place FROM groups WHERE id = ?", one_private)[0]
+    with pytest.raises(NothingYet, match="private"):
+        shelf.group(1, Place(row["submission"], row["place"]), private=False)
+
+
+@pytest.mark.parametrize("given", ["", "x" * 43, TOKEN[:-1], "é" * 43])
+def test_a_wrong_token_makes_nobody_the_host(shelf, given):
+    client = TestClient(page_app(shelf, TOKEN))
+    client.get("/", params={"token": given})
+    assert not client.cookies
+    assert "You are the host" not in client.get("/1/").text
+
+
+def test_the_hosts_cookie_is_not_for_scripts_or_other_sites(shelf):
+    client = TestClient(page_app(shelf, TOKEN), follow_redirects=False)
+    answer = client.get(f"/?token={TOKEN}")
+    assert answer.status_code == 303 and "token" not in answer.headers["location"]
+    cookie = answer.headers["set-cookie"].lower()
+    assert "httponly" in cookie and "samesite=strict" in cookie and TOKEN not in cookie
+    assert "You are the host" in client.get("/1/").text
+
+
+def test_without_a_token_nobody_is_the_host(shelf):
+    client = TestClient(page_app(shelf, ""))
+    client.get("/?token=")
+    client.cookies.set("shoal-host-", "")
+    assert "You are the host" not in client.get("/1/").text
+
+
+@pytest.fixture
+def hostile(town, tmp_path, monkeypatch):
+    """A page whose run says hostile things wherever strangers may say something."""
+    shelf = Shelf(tmp_path / "index.sqlite", [str(town.folder.root)])
+    while shelf.step():
+        pass
+    db = shelf.runs[0].builder._db
+    for table, column, key in (
+        ("nodes", "name", "key"), ("nodes", "last_reason", "key"), ("nodes", "device", "key"), ("refusals", "reason",
+        "seq"),
+        ("refusals", '"check"', "seq"), ("events", "words", "seq"), ("groups", "env", "id"), ("rollouts", "ending", "id"),
+        ("rollouts", "flaw", "id"),
+    ):  # fmt: skip
+        keys = [key_ for (key_,) in db.execute(f"SELECT DISTINCT {key} FROM {table}")]
+        for place, key_ in enumerate(keys):
+            word = HOSTILE[place % len(HOSTILE)].encode("utf-8", "replace").decode()
+            db.execute(f"UPDATE {table} SET {column} = ? WHERE {key} = ?", (word, key_))
+    for place, word in enumerate(HOSTILE):
+        word = word.encode("utf-8", "replace").decode()
+        db.execute("INSERT OR REPLACE INTO series VALUES (1, ?, 1, 0.5)", (f"env_metric/{word}",))
+        evidence = json.dumps({"measured": [], "node": ""})
+        alarm = (word, place, word, word, evidence)
+        db.execute("INSERT INTO alarms VALUES (1, ?, ?, ?, 'warning', ?, -1, 1, 1, 1, ?)", alarm)
+        db.execute("INSERT INTO heldout VALUES (1, ?, '', ?, 0.5, 0.4, 0.6, 9, ?, ?)", (word, place, word, word))
+    db.execute("UPDATE runs SET name = ?", (HOSTILE[2],))
+    of_run = shelf.group
+
+    def group(*asked):
+        read = of_run(*asked)
+        turns = [
+            replace(
+                turn,
+                text=HOSTILE[place % len(HOSTILE)],
+                pieces=tuple(HOSTILE[i % len(HOSTILE)] for i in range(len(turn.token_ids))),
+            )
+            for place, turn in enumerate(read.rollouts[0].turns)
+        ]
+        rollouts = [
+            replace(r, turns=tuple(turns), ending=HOSTILE[r.index], flaw=HOSTILE[r.index]) for r in read.rollouts
+        ]
+        return replace(read, rollouts=tuple(rollouts))
+
+    monkeypatch.setattr(shelf, "group", group)
+    yield shelf
+    shelf.close()
+
+
+def test_hostile_names_reasons_rewards_and_conversations_show_as_text(hostile):
+    client = TestClient(page_app(hostile, TOKEN))
+    client.get(f"/?token={TOKEN}")
+    views = ["/1/", "/1/figures", "/1/nodes", "/1/validators", "/1/refusals", "/1/versions", "/1/log", "/1/alarms",
+    "/1/groups",
+             "/compare", "/1/groups?q=%3Cscript%3E", "/1/log?q=%22%3E%3Cscript%3E",
+             "/1/nodes?q=%3Cimg%20onerror=1%3E"]  # fmt: skip
+    views += [f"/1/log/{seq}" for seq in range(20)]
+    views += [f"/1/groups/{row['id']}" for row in hostile.look().rows("SELECT id FROM groups WHERE public = 1 LIMIT 3")]
+    views += [f"/1/nodes/{row['key']}" for row in hostile.look().rows("SELECT key FROM nodes")]
+    for view in views:
+        answer = client.get(view)
+        assert answer.status_code == 200, view
+        for tag, attrs in Tags(answer.text).found:
+            assert tag not in ("iframe", "base", "style", "img", "object", "textarea"), view
+            assert not [name for name in attrs if name.startswith("on") or name == "style"], (view, attrs)
+            assert tag != "script" or str(attrs.get("src")).startswith("/static/"), view
+            assert not str(attrs.get("href", "")).startswith("javascript:"), view
+        page = Tags(answer.text)
+        told = [*page.words, *(str(a[name]) for _, a in page.found for name in ("title", "aria-label") if name in a)]
+        unseen = set("".join(told)) & set("\x00\x07\x1b\u202e\u2066\ud800")
+        assert not unseen, view
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in client.get("/1/log").text
+    assert (
+        "<title>Log · &lt;/title&gt;&lt;script&gt;alert(1)&lt;/script&gt; · shoal</title>" in client.get("/1/log").text
+    )
+
+
+def test_no_cell_of_a_csv_is_a_formula(hostile):
+    client = TestClient(page_app(hostile, TOKEN))
+    files = [client.get(f"/1/csv/{table}.csv").text for table in DOWNLOADS]
+    cells = [cell for file in files for row in csv.reader(io.StringIO(file)) for cell in row]
+    assert any(cell.startswith("'=cmd") for cell in cells) and any(cell.startswith("'@SUM") for cell in cells)
+    assert [cell for cell in cells if re.match(r"[=+@]|-(?!\d+(\.\d+)?(e-\d+)?$)", cell)] == []
+
+
+def test_every_table_comes_as_csv_with_a_line_for_each_row(anyone, shelf):
+    for table in DOWNLOADS:
+        answer = anyone.get(f"/1/csv/{table}.csv")
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/csv")
+    rows = shelf.look().rows("SELECT count(*) AS rows FROM events")[0]["rows"]
+    assert anyone.get("/1/csv/events.csv").text.count("\n") == rows + 1
+    assert anyone.get("/1/csv/secrets.csv").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "address", ["/9/", "/1/groups/999999", "/1/log/99999999999999999999999", "/1/nodes/nobody", "/1/steps/99",
+    "/nothing", "/0/",
+                "/1/versions/99999999999999999999/slots/1", "/1/task?env=none&task=5", "/static/x/../app.py"],
+)  # fmt: skip
+def test_what_is_not_there_is_said_in_a_page(anyone, address):
+    answer = anyone.get(address)
+    assert answer.status_code == 404 and HEADERS.items() <= answer.headers.items()
+
+
+@pytest.mark.parametrize(
+    "query", ["after=x", "after=-1", "after=99999999999999999999", "smooth=nan", "smooth=9", "from=inf", "version=1e9",
+    "by=DROP",
+              "kind=x&kind=y", "q=%22%22%22", "q=*", "q=AND%20OR%20NEAR", "q=%00", "worker=%ff", "colour=red",
+              "rollout=999", "at=5"],
+)  # fmt: skip
+def test_no_query_breaks_a_view(anyone, shelf, query):
+    for view in ("", "figures", "groups", "nodes", "log", "refusals", "versions", f"groups/{private_group(shelf)}"):
+        assert anyone.get(f"/1/{view}?{query}").status_code == 200
+
+
+def test_a_volunteer_finds_its_node_by_the_start_of_its_key(anyone, shelf):
+    row = shelf.look().rows("SELECT key, name FROM nodes WHERE name = 'honest'")[0]
+    assert row["key"] in anyone.get(f"/1/nodes?q={row['key'][:8]}").text
+    page = anyone.get(f"/1/nodes/{row['key']}").text
+    assert "Rank among workers" in page and "Share of credits" in page and "What it helped with" in page
+
+
+def test_a_refused_group_says_by_which_check_and_how_to_recompute_it(anyone, shelf):
+    row = shelf.look().rows(
+        'SELECT r."check", g.id FROM refusals r JOIN groups g USING (run, submission, slot) LIMIT 1'
+    )[0]
+    page = anyone.get(f"/1/groups/{row['id']}").text
+    assert row["check"] in page and "shoal audit" in page and "--rollout" in page
+
+
+def test_tokens_are_marked_by_log_prob_and_by_advantage_with_their_figures(anyone, shelf):
+    number = private_group(shelf)
+    by_logprob = anyone.get(f"/1/groups/{number}").text
+    assert (
+        re.search(r'<span class="t\d" title="-\d+\.\d+ nats">', by_logprob)
+        and "Log-prob under the policy" in by_logprob
+    )
+    by_advantage = anyone.get(f"/1/groups/{number}?colour=advantage").text
+    assert re.search(r'<span class="t\d [pn]" title="advantage [+-]\d', by_advantage)
+    assert '<span class="t' not in anyone.get(f"/1/groups/{number}?colour=none").text
+
+
+def test_charts_give_their_numbers_smoothed(anyone):
+    raw = anyone.get("/1/chart.json?name=reward_mean").json()
+    assert raw["x"] == [0, 1] and raw["lines"][0]["label"] == "reward_mean"
+    assert anyone.get("/1/chart.json?name=reward_mean&of=all&smooth=0.5").json()["lines"][0]["label"].startswith("1 ")
+
+
+def test_several_runs_are_compared(town, copied, tmp_path):
+    shelf = Shelf(tmp_path / "index.sqlite", [str(town.folder.root), str(copied)])
+    while shelf.step():
+        pass
+    client = TestClient(page_app(shelf, ""))
+    answer = client.get("/")
+    assert str(answer.url).endswith("/compare") and answer.text.count('<th scope="row">') == 2
+    assert len(client.get("/1/chart.json?name=reward_mean&of=all").json()["lines"]) == 2
+    shelf.close()
+
+
+def test_a_folder_without_a_run_is_an_error_in_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="no folder"):
+        Shelf(tmp_path / "index.sqlite", [str(tmp_path / "nothing")])
+
+
+def test_a_taken_port_is_an_error_in_one_line():
+    with _listening("127.0.0.1", 0) as taken, pytest.raises(ConfigError, match="another --port"):
+        _listening("127.0.0.1", taken.getsockname()[1])
+
+
+def test_the_hosts_token_is_kept_for_it_alone(tmp_path):
+    file = tmp_path / "page.token"
+    made = _token(file)
+    assert len(made) >= 32 and _token(file) == made and file.stat().st_mode & 0o777 == 0o600
+    file.write_text("short")
+    with pytest.raises(StateError, match="shorter"):
+        _token(file)
+
+
+def test_alarms_of_the_file_become_rows_with_their_evidence():
+    alarm = Alarm("drift", "warning", 3, 5, "It drifts.", "Lower the rate.", (Measured("kl", 0.4, 0.1),), "ab" * 32)
+    rows = alarm_rows([AlarmLine(1.0, "raised", alarm), AlarmLine(2.0, "cleared", replace_step(alarm, 9))])
+    assert [(row["cause"], row["is_open"], row["first_s"], row["last_s"]) for row in rows] == [
+        ("drift", False, 1.0, 2.0)
+    ]
+    assert rows[0]["evidence"]["measured"] == [{"name": "kl", "value": 0.4, "limit": 0.1}]
+
+
+def replace_step(alarm, step):
+    from msgspec.structs import replace as changed
+
+    return changed(alarm, step=step)
