@@ -67,6 +67,13 @@ class RunFolder:
         self.summary = root / "summary.json"
         self.address = root / "coordinator.json"
         self.origin_address = root / "origin.json"
+        self.dashboard_address = root / "dashboard.json"
+        self.dashboard_index = root / "dashboard.sqlite"
+        """What the page has read of the run, texts that are still private included."""
+        self.dashboard_token = self.keys / "dashboard.token"
+        """Who shows it to the page is the host."""
+        self.dashboard_link = self.keys / "dashboard.url"
+        """The page's address with the token."""
         self.stage_address = root / "stage.json"
         self.stage_memo = root / "stage.sqlite"
 

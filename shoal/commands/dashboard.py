@@ -35,4 +35,4 @@ def add_commands(commands: Any) -> None:
 def dashboard(args: argparse.Namespace) -> None:
     from shoal.watch.page import serve
 
-    serve(args.sources, args.bind, args.port, args.index, None, say)
+    serve(args.sources, args.bind, args.port, args.index, say)

@@ -20,7 +20,18 @@ def add_commands(commands: Any) -> None:
     p.set_defaults(act=role)
     p.add_argument(
         "name",
-        choices=("coordinator", "origin", "stage", "trainer", "rank", "validator", "worker", "evaluate", "logger"),
+        choices=(
+            "coordinator",
+            "origin",
+            "stage",
+            "trainer",
+            "rank",
+            "validator",
+            "worker",
+            "evaluate",
+            "logger",
+            "dashboard",
+        ),
     )
     for flag in ("--run-dir", "--home", "--key", "--checkpoint", "--out", "--meeting", "--shifts"):
         p.add_argument(flag, type=Path)
@@ -54,6 +65,10 @@ def role(args: argparse.Namespace) -> None:
         from shoal.roles.stage import role as stage
 
         stage.main(args.run_dir)
+    elif args.name == "dashboard":
+        from shoal.watch.page.hosted import serve_hosted
+
+        serve_hosted(args.run_dir)
     elif args.name == "logger":
         from shoal.roles.logger import role as logger
 

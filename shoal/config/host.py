@@ -24,6 +24,12 @@ class HostConfig(Section, frozen=True):
     origin_url: str = ""
     """URL below which others fetch chunks by their hashes: of a proxy before the origin, a CDN or a bucket. Empty: at the
     origin's port; behind a proxy, from the coordinator."""
+    dashboard: bool = True
+    """Whether `shoal host` also serves the page of the run, in a process of its own."""
+    dashboard_port: int = 0
+    """Port of the page; 0 takes a free one and keeps it for resuming."""
+    dashboard_url: str = ""
+    """URL at which others reach the page, if a proxy is in front of it."""
     trusted_proxies: tuple[str, ...] = ("127.0.0.1", "::1")
     """Addresses or networks of proxies: their X-Forwarded-For is believed, and they have no limit by address."""
 

@@ -38,6 +38,10 @@ def invitation(url: str, host: HostConfig, run_dir: Path) -> str:
     lines = ["Others join with:", "", f"    shoal join {shared}", ""]
     if not shared.startswith("https://"):
         lines += _reach(host.bind, port)
+    if host.dashboard:
+        if url_of_page := host.dashboard_url or ("" if host.public_url else shared):
+            lines.append(f"Watch it in a browser: {url_of_page}")
+        lines.append(f"The host's own page, with what is private: the address in {RunFolder(run_dir).dashboard_link}")
     lines.append(f"Steer it with: shoal admin pause|resume|drain|kick|admit|quarantine|rate|rotate-publisher {run_dir}")
     return "\n".join(lines)
 

@@ -26,7 +26,7 @@ from shoal.launch.evaluations import Evaluations
 from shoal.launch.finale import plain_end, render_end, save_picture
 from shoal.launch.fits import demand_fit, full_disk
 from shoal.launch.loggers import STOP_S as LOGGER_STOP_S
-from shoal.launch.loggers import demand_loggers, wanted_loggers
+from shoal.launch.loggers import demand_loggers, onlookers
 from shoal.launch.process import RoleProcess, counted_signals, tail
 from shoal.launch.room import first_spec, sized
 from shoal.launch.samples import Samples, flat_samples
@@ -157,7 +157,7 @@ class LocalRun:
         self._snapshot = Snapshot(config.name, str(folder.root), config.steps)
         self._coordinator = self._role("coordinator", threads=1)
         self._origin = self._role("origin", threads=1)
-        self._loggers = [self._role("logger", threads=1)] if wanted_loggers(config) else []
+        self._onlookers = [self._role(name, threads=1) for name in onlookers(config, not with_workers)]
         self._trainer: RoleProcess | None = None
         self._stage: list[RoleProcess] = []
         """The stage, in a run whose host plays environments."""
@@ -185,7 +185,7 @@ class LocalRun:
             self._wait("evaluating the final policy on held-out tasks", until=self._evaluations.idle)
         finally:
             self._stop_roles()
-            self._stop(self._loggers, LOGGER_STOP_S)  # last: the last evaluation is a row, too
+            self._stop(self._onlookers, LOGGER_STOP_S)  # last: the last evaluation is a row, too
             self._save_usage()
             self._view.close()
         return self._say_stopped() if self.stop_requests else self._say_end()
@@ -309,7 +309,7 @@ class LocalRun:
                 continue
             same = self._workers if process in self._workers else self._validators
             spare = process in same and any(p.state != "given up" for p in same if not p.name.startswith("cheater"))
-            if spare or process in (self._origin, *self._loggers) or process.name.startswith("evaluate"):
+            if spare or process in (self._origin, *self._onlookers) or process.name.startswith("evaluate"):
                 continue
             for line in tail(process.log, 12):
                 self._view.say(f"{process.name} | {line}")
@@ -325,7 +325,7 @@ class LocalRun:
             *self._validators,
             *self._workers,
             *self._evaluations.processes,
-            *self._loggers,
+            *self._onlookers,
         ]
 
     def _save_usage(self) -> None:

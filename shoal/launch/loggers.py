@@ -1,4 +1,4 @@
-"""Which loggers a run file names, and whether this machine has their packages.
+"""Which processes look on while a run goes on: loggers, if this machine has their packages, and the page.
 
 Called by `launch/local` before any role starts. The packages are imported by the logger's process alone.
 """
@@ -15,6 +15,11 @@ STOP_S = 30.0
 def wanted_loggers(config: RunConfig) -> list[str]:
     """Loggers that need a process: all but the file that the trainer writes."""
     return [name for name in LOGGERS if name in config.logging.to]
+
+
+def onlookers(config: RunConfig, hosts: bool) -> list[str]:
+    """Processes that look on, and without which a run goes on: the logger, and the page of a hosted run."""
+    return ["logger"] * bool(wanted_loggers(config)) + ["dashboard"] * (hosts and config.host.dashboard)
 
 
 def demand_loggers(config: RunConfig) -> None:

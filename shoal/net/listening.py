@@ -5,6 +5,7 @@ Called by them before they start a server. It prefers the port of the last start
 
 import contextlib
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -15,6 +16,14 @@ def port_of_last_start(address: Path) -> int:
     """The port that a role wrote into a JSON file when it started last; 0 if it did not."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return int(json.loads(address.read_bytes())["port"])
+    return 0
+
+
+def port_of_living(address: Path) -> int:
+    """The same, if the process that wrote the file lives."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+        os.kill(int(json.loads(address.read_bytes())["pid"]), 0)
+        return port_of_last_start(address)
     return 0
 
 

@@ -102,6 +102,8 @@ def test_log_holds_no_seed_of_the_run_file(town):
     assert [told[section].pop("device") for section in ("train", "workers", "validators")] == ["cpu"] * 3
     assert told.pop("difficulty")["pools"] is False and told.pop("monitors")["actions"] == {}
     assert told["host"].pop("origin_port") == 0 and told["host"].pop("origin_url") == ""
+    assert told["host"].pop("dashboard") is True and told["host"].pop("dashboard_url") == ""
+    assert told["host"].pop("dashboard_port") == 0
     assert told["host"].pop("shifts") == "auto" and told["workers"].pop("engine") == ""
     assert told["train"].pop("teacher") == told["train"].pop("reward_model") == ""
     assert told["train"].pop("minibatches") == told["train"].pop("group_uses") == 1

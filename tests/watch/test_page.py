@@ -20,7 +20,7 @@ from shoal.protocol.types import Measured
 from shoal.watch.page import Shelf, page_app
 from shoal.watch.page.app import HEADERS
 from shoal.watch.page.downloads import DOWNLOADS
-from shoal.watch.page.serve import _listening, _token
+from shoal.watch.page.serve import host_token
 from shoal.watch.page.shelf import alarm_rows
 
 TOKEN = "t" * 43
@@ -354,18 +354,13 @@ def test_a_folder_without_a_run_is_an_error_in_one_line(tmp_path):
         Shelf(tmp_path / "index.sqlite", [str(tmp_path / "nothing")])
 
 
-def test_a_taken_port_is_an_error_in_one_line():
-    with _listening("127.0.0.1", 0) as taken, pytest.raises(ConfigError, match="another --port"):
-        _listening("127.0.0.1", taken.getsockname()[1])
-
-
 def test_the_hosts_token_is_kept_for_it_alone(tmp_path):
     file = tmp_path / "page.token"
-    made = _token(file)
-    assert len(made) >= 32 and _token(file) == made and file.stat().st_mode & 0o777 == 0o600
+    made = host_token(file)
+    assert len(made) >= 32 and host_token(file) == made and file.stat().st_mode & 0o777 == 0o600
     file.write_text("short")
     with pytest.raises(StateError, match="shorter"):
-        _token(file)
+        host_token(file)
 
 
 def test_alarms_of_the_file_become_rows_with_their_evidence():

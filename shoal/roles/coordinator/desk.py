@@ -28,6 +28,7 @@ from shoal.ledger.state_records import LeaseRecord
 from shoal.ledger.table import decide
 from shoal.metrics import MetricsTail
 from shoal.net.blobs import FolderBlobs, Upload
+from shoal.net.listening import port_of_living
 from shoal.policy.kinds import needs_transformers
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.proofs.parents import named_parents
@@ -57,6 +58,7 @@ class Desk:
         self._config, self.key, self._first_policy = config, key, folder.policy
         self.blobs = FolderBlobs(folder.blobs)
         self.hub, self._origin_address = folder.hub, folder.origin_address
+        self._dashboard_address = folder.dashboard_address
         self.outgoing = folder.outgoing
         self.metrics, self.reading_metrics = MetricsTail(folder.metrics), asyncio.Lock()
         self.metrics_file, self.evaluations, self.alarms = folder.metrics, folder.evaluations, folder.alarms
@@ -106,6 +108,14 @@ class Desk:
     def origin(self) -> str:
         """Where clients fetch chunks, as in `RunInfo`."""
         return origin_of(self._config.host, self._origin_address)
+
+    def dashboard(self, scheme: str, name: str) -> str:
+        """Where a browser that has reached this machine by a name finds the run's page; "" if it finds none."""
+        host = self._config.host
+        if host.dashboard_url or host.public_url:
+            return host.dashboard_url  # behind a proxy, only the host knows
+        port = port_of_living(self._dashboard_address)
+        return f"{scheme}://{f'[{name}]' if ':' in name else name}:{port}/" if port and name else ""
 
     def clock_behind(self) -> str:
         """What to say if the clock was set back, and no lease is granted until it has reached the log; else nothing."""

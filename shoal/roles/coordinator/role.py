@@ -193,7 +193,8 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
     for section in ("train", "workers", "validators"):
         if tree[section]["device"] == "cpu":
             del tree[section]["device"]
-    for section, name, usual in (("host", "shifts", "auto"), ("workers", "engine", ""), ("train", "minibatches", 1),
+    for section, name, usual in (("host", "shifts", "auto"), ("host", "dashboard", True), ("host", "dashboard_port", 0),
+                                 ("host", "dashboard_url", ""), ("workers", "engine", ""), ("train", "minibatches", 1),
                                  ("train", "group_uses", 1), ("train", "repeated_groups", 0),
                                  ("eval", "dtype", "float32")):  # fmt: skip
         if tree[section][name] == usual:

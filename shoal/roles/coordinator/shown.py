@@ -6,7 +6,7 @@ Called by `api`, whose table names them. They change nothing and wait for nothin
 import asyncio
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response
 
 from shoal.hub.names import is_registry_path
 from shoal.ledger.answers import Refused
@@ -93,8 +93,11 @@ async def get_steps(door: Door, request: Request) -> Response:
 
 
 async def get_front(door: Door, request: Request) -> Response:
-    """A page for people who open the URL."""
+    """A page for people who open the URL: a browser is led to the run's dashboard, if there is one."""
     await door.gate.anyone(request)
+    page = door.desk.dashboard(request.url.scheme, request.url.hostname or "")
+    if page and "text/html" in request.headers.get("accept", ""):
+        return RedirectResponse(page, 307, {"cache-control": "no-store"})
     info, status = door.board.info(), door.board.status()
     url = str(request.base_url).rstrip("/")
     return PlainTextResponse(

@@ -1,6 +1,6 @@
 """Serves the page of some runs: binds a port, makes the host's token, says the addresses, and runs until it is ended.
 
-Called by `shoal dashboard`, typed by a person or started by `launch/local`.
+Called by `shoal dashboard`, and by `hosted` for the run that this machine hosts.
 """
 
 import contextlib
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import uvicorn
 
-from shoal.errors import ConfigError, StateError
+from shoal.errors import StateError
+from shoal.net.listening import listen
 from shoal.watch.page.app import page_app
 from shoal.watch.page.shelf import Shelf
 
@@ -21,29 +22,38 @@ CONNECTIONS = 1000
 """At a time; the next ones are told to come back."""
 
 
-def serve(
-    places: Sequence[str], bind: str, port: int, index: Path | None, token_file: Path | None, say: Callable[[str], None]
-) -> None:
+def serve(places: Sequence[str], bind: str, port: int, index: Path | None, say: Callable[[str], None]) -> None:
     """Serve the runs in these folders or at these URLs, until SIGINT or SIGTERM.
 
-    `index` is kept for the next time; without one it is in a temporary folder. `token_file` holds the host's token, and is
-    made if there is none; without one the token is of this process. Raises `ShoalError` as `open_run`, `ConfigError` if the
-    port is taken.
+    `index` is kept for the next time; without one it is in a temporary folder. Raises `ShoalError` as `open_run`, and
+    `StateError` if the port is taken.
     """
     with contextlib.ExitStack() as stack:
         if index is None:
             index = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-page-"))) / "index.sqlite"
-        listener = stack.enter_context(_listening(bind, port))
-        shelf = Shelf(index, places)
-        stack.callback(shelf.close)
-        own = any(shown.reading is not None and shown.reading.source.is_own for shown in shelf.runs)
-        token = _token(token_file) if own else ""
-        shelf.start()
+        listener = stack.enter_context(listen(bind, port))
+        own = any(not place.startswith(("http://", "https://")) for place in places)
+        token = secrets.token_urlsafe(32) if own else ""
         url = address(bind, listener.getsockname()[1])
-        say(f"The page: {url}/")
-        if token:
-            say(f"As the host, with what is private: {url}/?token={token}")
-            say("Give the second address to nobody. Ctrl-C ends the page, and the run goes on.")
+
+        def told() -> None:
+            say(f"The page: {url}/")
+            if token:
+                say(f"As the host, with what is private: {host_link(url, token)}")
+                say("Give the second address to nobody. Ctrl-C ends the page, and the run goes on.")
+
+        serve_on(listener, places, index, token, told)
+
+
+def serve_on(
+    listener: socket.socket, places: Sequence[str], index: Path, token: str, told: Callable[[], None] = lambda: None
+) -> None:
+    """The same on a socket; `told` is called when the runs are open."""
+    os.umask(0o077)  # a host's index has texts that are still private
+    shelf = Shelf(index, places)
+    with contextlib.closing(shelf):
+        shelf.start()
+        told()
         config = uvicorn.Config(
             page_app(shelf, token), log_level="warning", access_log=False, server_header=False, lifespan="off",
             limit_concurrency=CONNECTIONS, timeout_keep_alive=20,
@@ -57,24 +67,13 @@ def address(bind: str, port: int) -> str:
     return f"http://{name}:{port}"
 
 
-def _listening(bind: str, port: int) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-        made = socket.socket(family)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((bind, port))
-        made.listen(128)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {bind}, port {port}: {error}. Give another --port; 0 takes a free one"
-        ) from None
-    return made
+def host_link(url: str, token: str) -> str:
+    """The address that makes a browser the host's."""
+    return f"{url}/?token={token}"
 
 
-def _token(file: Path | None) -> str:
-    """The host's token, from its file if there is one."""
-    if file is None:
-        return secrets.token_urlsafe(32)
+def host_token(file: Path) -> str:
+    """The host's token from its file, which is made if there is none. Raises `StateError`."""
     try:
         with contextlib.suppress(FileExistsError):
             fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,0 +1,35 @@
+"""The page of a run that this machine hosts, as a process beside the coordinator.
+
+Called by `shoal role dashboard`, which the launcher of `shoal host` starts. The coordinator leads browsers to it.
+"""
+
+import json
+import logging
+import os
+from pathlib import Path
+
+from shoal.folder import RunFolder, write_atomically
+from shoal.net.listening import listen, port_of_last_start
+from shoal.watch.page.serve import address, host_link, host_token, serve_on
+
+log = logging.getLogger("dashboard")
+
+
+def serve_hosted(run_dir: Path) -> None:
+    """Serve until told to stop. Raises `StateError` if the port or the folder cannot be used."""
+    folder = RunFolder(run_dir)
+    host = folder.config().host
+    last = port_of_last_start(folder.dashboard_address)
+    with listen(host.bind, host.dashboard_port, last, "host.dashboard_port") as listener:
+        port, token = listener.getsockname()[1], host_token(folder.dashboard_token)
+        url = host.dashboard_url.rstrip("/") or address(host.bind, port)
+        _tell(folder, port, host_link(url, token))
+        log.info("serving the page run=%s url=%s", folder.root, url)
+        serve_on(listener, [str(folder.root)], folder.dashboard_index, token)
+
+
+def _tell(folder: RunFolder, port: int, link: str) -> None:
+    """Write the page's address into the run's folder. The port stays there for the next start."""
+    with open(os.open(folder.dashboard_link, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(f"{link}\n")
+    write_atomically(folder.dashboard_address, json.dumps({"port": port, "pid": os.getpid()}).encode())

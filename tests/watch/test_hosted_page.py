@@ -1,0 +1,97 @@
+"""The page of a run that this machine hosts: who starts it, how browsers find it, and what is written about it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from shoal.folder import RunFolder
+from shoal.launch.hosting import invitation
+from shoal.launch.loggers import onlookers
+from shoal.net.listening import port_of_living
+from shoal.roles.coordinator.api import application
+from shoal.roles.coordinator.role import open_run, public_run_file
+from tests.roles.town import tiny_run
+
+BROWSER = {"accept": "text/html,*/*;q=0.8"}
+
+
+def coordinator(tmp_path, **host):
+    config = tiny_run(host=host)
+    folder = RunFolder(tmp_path / "run")
+    folder.prepare(config, tmp_path)
+    return folder, TestClient(
+        application(open_run(folder, config)), base_url="http://example.org:8470", follow_redirects=False
+    )
+
+
+def test_a_browser_is_led_to_the_page_and_other_programs_are_not(tmp_path):
+    folder, client = coordinator(tmp_path)
+    assert client.get("/", headers=BROWSER).text.startswith("shoal run")
+    folder.dashboard_address.write_text(json.dumps({"port": 8480, "pid": os.getpid()}))
+    answer = client.get("/", headers=BROWSER)
+    assert (answer.status_code, answer.headers["location"]) == (307, "http://example.org:8480/")
+    assert client.get("/").text.startswith("shoal run")
+
+
+def test_the_page_of_a_process_that_ended_is_not_named(tmp_path):
+    folder, client = coordinator(tmp_path)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    folder.dashboard_address.write_text(json.dumps({"port": 8480, "pid": ended.pid}))
+    assert port_of_living(folder.dashboard_address) == 0
+    assert client.get("/", headers=BROWSER).status_code == 200
+
+
+@pytest.mark.parametrize("url", ["", "https://page.example.org"])
+def test_behind_a_proxy_only_a_page_with_a_url_is_named(tmp_path, url):
+    folder, client = coordinator(tmp_path, public_url="https://example.org", dashboard_url=url)
+    folder.dashboard_address.write_text(json.dumps({"port": 8480, "pid": os.getpid()}))
+    answer = client.get("/", headers=BROWSER)
+    assert answer.headers.get("location", "") == url
+
+
+def test_a_hosted_run_has_a_page_unless_its_run_file_says_no():
+    assert onlookers(tiny_run(), hosts=True) == ["dashboard"]
+    assert onlookers(tiny_run(), hosts=False) == []
+    assert onlookers(tiny_run(host={"dashboard": False}), hosts=True) == []
+
+
+def test_the_page_is_told_with_the_join_line(tmp_path):
+    said = invitation("http://127.0.0.1:8470", tiny_run().host, tmp_path)
+    assert "Watch it in a browser: http://127.0.0.1:8470" in said and "dashboard.url" in said
+    assert "in a browser" not in invitation(
+        "https://a.org", tiny_run(host={"public_url": "https://a.org"}).host, tmp_path
+    )
+    assert "dashboard.url" not in invitation(
+        "http://127.0.0.1:8470", tiny_run(host={"dashboard": False}).host, tmp_path
+    )
+
+
+def test_the_log_of_a_run_without_settings_of_the_page_is_as_before_there_was_one(tmp_path):
+    folder, _ = coordinator(tmp_path)
+    assert not [name for name in public_run_file(folder, tiny_run())["host"] if name.startswith("dashboard")]
+
+
+@pytest.mark.slow
+def test_the_process_of_the_page_serves_what_it_tells(copied):
+    folder = RunFolder(copied)
+    command = [sys.executable, "-m", "shoal.cli", "role", "dashboard", "--run-dir", str(copied)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 30
+        while not port_of_living(folder.dashboard_address) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        link = folder.dashboard_link.read_text().strip()
+        assert folder.dashboard_link.stat().st_mode & 0o777 == 0o600
+        with httpx.Client(trust_env=False, follow_redirects=True) as browser:
+            assert "You are the host" in browser.get(link, timeout=20).text
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
