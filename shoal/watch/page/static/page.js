@@ -43,6 +43,7 @@
     const label = figure.dataset.label || "";
     made.root.setAttribute("role", "img");
     made.root.setAttribute("aria-label", label);
+    figure.classList.add("drawn");
     drawn.set(figure, made);
   }
 
