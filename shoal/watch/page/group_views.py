@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from shoal.errors import ConfigError, NothingYet, ShoalError
 from shoal.watch.index import Filter, filters, group, groups, number_of, same_task
 from shoal.watch.page.asked import LARGEST, Asked, NotHere
-from shoal.watch.page.shelf import Place
-from shoal.watch.reading import ReadGroup
+from shoal.watch.reading import Place
 from shoal.watch.reading.groups import ReadRollout, ReadTurn
 
 View = Callable[[Asked], tuple[str, Mapping[str, Any]]]
@@ -174,6 +173,3 @@ def _first_text(asked: Asked, number: int) -> str:
     """The end of a group's first rollout, which tells how the policy answers now."""
     row = asked.look.rows("SELECT text FROM texts WHERE rowid = ?", number * 4096)
     return str(row[0]["text"])[-400:] if row else ""
-
-
-__all__ = ["GROUP_VIEWS", "ReadGroup", "View"]

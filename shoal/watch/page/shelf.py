@@ -160,7 +160,7 @@ class Shelf:
         if shown.builder is None or shown.reading is None:
             return False
         shown.asked_at = self._clock()
-        alarms = ()
+        alarms: tuple[dict[str, Any], ...] = ()
         with suppress(ShoalError):
             shown.builder.note_condition(trouble)
             if shown.reading.source.is_own:
