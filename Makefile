@@ -113,7 +113,7 @@ $(VENV)/.runs: pyproject.toml constraints.txt | $(VENV)/.made
 
 $(VENV)/.tests: pyproject.toml constraints.txt | $(VENV)/.made
 	@echo "installing shoal with the tools of its tests into $(VENV) ..."
-	$(INSTALL) -e '.[torch,hf,answers,math,data,wandb,trackio,tensorboard,dev]'
+	$(INSTALL) -e '.[torch,hf,answers,math,data,wandb,trackio,tensorboard,plot,dev]'
 	@touch $@ $(VENV)/.runs
 
 $(VENV)/.made:

@@ -1,0 +1,65 @@
+"""`shoal plot`: what anyone types who wants to show a run to others.
+
+Called by `cli`. What it draws is in `watch`, imported when it runs.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from shoal.commands.grammar import add_command, positive
+
+FORMS = (".png", ".svg")
+
+
+def add_commands(commands: Any) -> None:
+    p = add_command(
+        commands, "plot", plot, "draw the curves of one or more runs",
+        "Draws metrics and held-out results of runs, one small picture for each metric and one line for each run. Runs "
+        "that differ in their seed alone become one line, their mean, with a band from the least to the most of them. "
+        "The same runs give the same bytes. It needs matplotlib: pip install 'shoal[plot]'.",
+        ("shoal plot runs/wordle", "how a run goes, as plot.png"),
+        ("shoal plot runs/a runs/b --metric reward_mean --metric heldout --out compared.svg", "two runs, two metrics"),
+        ("shoal plot https://shoal.example.org --x tokens --smooth 10", "somebody else's run, against tokens"),
+    )  # fmt: skip
+    p.add_argument(
+        "runs", nargs="+", metavar="RUN_DIR_OR_URL", help="folders of runs, or URLs such as http://host:8470"
+    )
+    help_text = (
+        "what to draw: a name of metrics.jsonl, or heldout; may be repeated (default: what tells how a run goes)"
+    )
+    p.add_argument("--metric", action="append", default=[], metavar="NAME", help=help_text)
+    p.add_argument(
+        "--out", type=_picture, default=Path("plot.png"), metavar="FILE", help="a .png or .svg (default: plot.png)"
+    )
+    help_text = "draw means of the last N steps (default: 1)"
+    p.add_argument("--smooth", type=positive, default=1, metavar="N", help=help_text)
+    help_text = "the horizontal axis: training steps, tokens learned from, or hours since the start (default: step)"
+    p.add_argument("--x", choices=("step", "tokens", "time"), default="step", help=help_text)
+
+
+def plot(args: argparse.Namespace) -> None:
+    from shoal.folder import write_atomically
+    from shoal.terminal import brief, say
+    from shoal.watch import open_run
+    from shoal.watch.pictures.curves import picture_of, read_run
+    from shoal.watch.pictures.draw import draw
+
+    runs = []
+    for where in args.runs:
+        with open_run(where) as run:
+            runs.append(read_run(run))
+    picture = picture_of(runs, args.metric, args.x, args.smooth)
+    names = {run.name for run in runs}
+    write_atomically(args.out, draw(picture, args.out.suffix[1:], brief(runs[0].name) if len(names) == 1 else ""))
+    silent = [run.where for run in runs if not (run.lines or run.heldout)]
+    if silent:
+        say(f"not drawn, because they have no metrics yet: {', '.join(silent)}")
+    say(f"{args.out}: {', '.join(panel.metric for panel in picture.panels)}")
+
+
+def _picture(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in FORMS:
+        raise argparse.ArgumentTypeError(f"{text[:80]} ends with neither .png nor .svg, which are what it can draw")
+    return path
