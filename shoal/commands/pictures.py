@@ -1,13 +1,14 @@
-"""`shoal plot`: what anyone types who wants to show a run to others.
+"""`shoal plot` and `shoal report`: what anyone types who wants to show a run to others.
 
-Called by `cli`. What it draws is in `watch`, imported when it runs.
+Called by `cli`. What they make is in `watch`, imported when a command runs.
 """
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-from shoal.commands.grammar import add_command, positive
+from shoal.commands.grammar import add_command, positive, source_argument
+from shoal.errors import ConfigError
 
 FORMS = (".png", ".svg")
 
@@ -37,6 +38,22 @@ def add_commands(commands: Any) -> None:
     help_text = "the horizontal axis: training steps, tokens learned from, or hours since the start (default: step)"
     p.add_argument("--x", choices=("step", "tokens", "time"), default="step", help=help_text)
 
+    p = add_command(
+        commands, "report", report, "write a report on a run, to send to somebody",
+        "Writes one HTML file without scripts that opens without a network: what the run was, its curves, held-out results "
+        "before and after, credits, refusals with their reasons, alarms, versions, time, conversations of the first and "
+        "the newest policy, and how to verify the log. What is still private stays out, held-out tasks too, unless "
+        "--private asks for it in the host's folder. It needs matplotlib: pip install 'shoal[plot]'.",
+        ("shoal report runs/wordle", "report.html, from the host's folder"),
+        ("shoal report https://shoal.example.org --out theirs.html", "what anyone may see"),
+    )  # fmt: skip
+    source_argument(p)
+    p.add_argument(
+        "--out", type=Path, default=Path("report.html"), metavar="FILE", help="the file (default: report.html)"
+    )
+    help_text = "with private bodies and held-out tasks; needs the host's folder with its run key"
+    p.add_argument("--private", action="store_true", help=help_text)
+
 
 def plot(args: argparse.Namespace) -> None:
     from shoal.folder import write_atomically
@@ -56,6 +73,23 @@ def plot(args: argparse.Namespace) -> None:
     if silent:
         say(f"not drawn, because they have no metrics yet: {', '.join(silent)}")
     say(f"{args.out}: {', '.join(panel.metric for panel in picture.panels)}")
+
+
+def report(args: argparse.Namespace) -> None:
+    import time
+
+    from shoal.folder import write_atomically
+    from shoal.terminal import say
+    from shoal.watch import open_run
+    from shoal.watch.report.page import report_of
+
+    with open_run(args.source, private=args.private) as run:
+        run.catch_up()
+        if args.private and not run.shows_private():
+            raise ConfigError(f"{args.source} lacks the run key: --private takes the folder of the host")
+        written = report_of(run, time.time()).encode()
+    write_atomically(args.out, written)
+    say(f"{args.out}: {len(written) / 1e6:.2f} MB, without scripts; any browser opens it")
 
 
 def _picture(text: str) -> Path:

@@ -1,0 +1,165 @@
+"""What a report says about a run, as plain values for its template.
+
+Called by `page`. It reads a run that was replayed to its end (`Reading.catch_up`), and from a folder also what lies beside
+the log: alarms, time and use of the machine. Texts are strangers' as they are: `page` makes them safe to show.
+"""
+
+import contextlib
+import json
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from shoal.alarms import AlarmLine, read_alarms, standing
+from shoal.errors import StateError
+from shoal.ledger.facts.run import RulesChanged, RunCreated
+from shoal.protocol import types as t
+from shoal.watch.reading import Reading, Version
+from shoal.watch.reading.heldout import HeldOut
+from shoal.watch.reading.source import FolderSource
+from shoal.watch.report.samples import Sample, samples_of
+
+MOST_ROWS = 100
+"""Of a table of nodes, versions or alarms: the rest is counted in a line below it."""
+
+MOST_CONFIG_CHARS, MOST_LINE_CHARS, MOST_DEPTH = 40_000, 500, 20
+
+
+@dataclass(frozen=True)
+class Facts:
+    run: str
+    name: str
+    command: str
+    """How the run is named on a command line: its URL, or the place where a reader has its folder."""
+    is_url: bool
+    status: t.Status
+    is_live: bool
+    began: float
+    ended: float
+    """Of the first and the newest event, seconds since the epoch."""
+    config: str
+    """The resolved run file as JSON, as the log's first event has it."""
+    config_changes: int
+    """How often the host changed it later."""
+    policy: str
+    algorithm: str
+    law: int
+    envs: list[tuple[str, str]]
+    """Label and name."""
+    heldout: list[HeldOut]
+    gain: str
+    """What training changed on held-out tasks, in a sentence; empty if there are not two evaluations."""
+    nodes: list[t.NodeState]
+    more_nodes: int
+    refused: list[tuple[str, int]]
+    """Groups by check, most first."""
+    influence: dict[str, float]
+    """Share of each node by key."""
+    versions: list[Version]
+    more_versions: int
+    alarms: list[AlarmLine]
+    standing: int
+    wall_s: float
+    use: list[tuple[str, float, float | None]]
+    """Role, CPU seconds, and the largest process in MB."""
+    samples: list[Sample]
+    why_no_samples: str
+    seq: int
+    head: str
+    run_key: str
+
+
+def facts_of(run: Reading) -> Facts:
+    """Everything that the report says. Raises `StateError` if the log has not begun, `ShoalError` as `Reading` does."""
+    first = next(run.events(), None)
+    if first is None:
+        raise StateError(f"{run.name} has no log yet: ask for a report when its coordinator has started")
+    begun = first.body
+    assert isinstance(begun, RunCreated), "a log that was replayed begins so"
+    condition, state = run.condition(), run.state
+    nodes = sorted(run.nodes(), key=lambda node: (-node.credits, -node.refused, node.name))
+    shown = nodes[:MOST_ROWS]
+    shown += [node for node in nodes[MOST_ROWS:] if node.refused][: MOST_ROWS // 2]
+    total = sum(node.influence for node in nodes)
+    versions, heldout = run.versions(), run.evaluations()
+    kept = versions if len(versions) <= 20 else [*versions[:10], *versions[-10:]]
+    found = _alarms(run)
+    wall_s, use = _use(run)
+    config = without_folders(begun.config)
+    train = config.get("train")
+    samples, why = samples_of(run)
+    changes = sum(isinstance(entry.body, RulesChanged) and bool(entry.body.config) for entry in run.events())
+    return Facts(
+        run=run.run, name=begun.name, command=shlex.quote(run.name) if not run.source.is_own else "RUN_FOLDER",
+        is_url=not run.source.is_own, status=condition.status, is_live=condition.is_live, began=first.time,
+        ended=state.time, config=_config(config), config_changes=changes,
+        policy=_said(config.get("policy")),
+        algorithm=_said(train.get("algorithm") if isinstance(train, dict) else None), law=state.law.version,
+        envs=[(env.label, without_folders(env.name)) for env in begun.envs],
+        heldout=heldout, gain=gain_of(heldout), nodes=shown,
+        more_nodes=len(nodes) - len(shown), refused=Counter(condition.status.refused).most_common(),
+        influence={node.key: node.influence / total if total else 0.0 for node in nodes}, versions=kept,
+        more_versions=len(versions) - len(kept), alarms=found[-MOST_ROWS:], standing=len(standing(found)), wall_s=wall_s,
+        use=use, samples=samples, why_no_samples=why, seq=state.seq, head=state.head, run_key=state.run_key,
+    )  # fmt: skip
+
+
+def gain_of(heldout: Sequence[HeldOut]) -> str:
+    """From the first evaluation to the last, and whether their intervals overlap."""
+    if len(heldout) < 2:
+        return ""
+    first, last = heldout[0], heldout[-1]
+    apart = last.low95 > first.high95 or last.high95 < first.low95
+    change = "rose" if last.mean > first.mean else "fell" if last.mean < first.mean else "stayed"
+    surely = "the 95 % intervals do not touch" if apart else "the 95 % intervals overlap, so this may be chance"
+    return (
+        f"{(last.measure or 'The mean').capitalize()} {change} from {first.mean:.3g} in version {first.version} to "
+        f"{last.mean:.3g} in version {last.version}: {surely}."
+    )
+
+
+def without_folders(tree: Any, depth: int = 0) -> Any:
+    """A run file whose absolute paths have their last part only: the others tell about the host's machine."""
+    if depth > MOST_DEPTH:
+        return "…"
+    if isinstance(tree, dict):
+        return {key: without_folders(value, depth + 1) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [without_folders(value, depth + 1) for value in tree]
+    return f"…/{PurePath(tree).name}" if isinstance(tree, str) and tree.startswith("/") else tree  # guard: report-paths
+
+
+def _config(tree: Mapping[str, Any]) -> str:
+    whole = json.dumps(tree, indent=1, ensure_ascii=False)
+    return whole if len(whole) <= MOST_CONFIG_CHARS else whole[:MOST_CONFIG_CHARS] + "\n… (the log has all of it)"
+
+
+def _said(section: object) -> str:
+    """A section of the run file in a line, its name first: what is neither 0 nor empty."""
+    if not isinstance(section, dict):
+        return ""
+    said = [str(section["name"])] if isinstance(section.get("name"), str) else []
+    for key, value in section.items():
+        if isinstance(value, dict):
+            said += [f"{key} ({_said(value)})"] if value else []
+        elif isinstance(value, str | int | float) and value and key != "name":
+            said.append(f"{key} {value}")
+    return ", ".join(said)[:MOST_LINE_CHARS]
+
+
+def _alarms(run: Reading) -> list[AlarmLine]:
+    return read_alarms(run.source.folder.alarms) if isinstance(run.source, FolderSource) else []
+
+
+def _use(run: Reading) -> tuple[float, list[tuple[str, float, float | None]]]:
+    """Time and CPU by role, as the launcher wrote them; nothing if it did not, or of a URL."""
+    if isinstance(run.source, FolderSource):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            found = json.loads((run.source.folder.root / "usage.json").read_bytes())
+            peaks = found.get("peak_rss_mb", {})
+            use = [(str(role), float(cpu_s), peaks.get(role)) for role, cpu_s in found["cpu_s"].items()]
+            return float(found["wall_s"]), sorted(use, key=lambda one: -one[1])
+    return 0.0, []

@@ -1,0 +1,171 @@
+"""The report on a run: what it says, what it keeps out, and that strangers' text in it is text."""
+
+import html.parser
+import json
+import time
+
+import msgspec
+import pytest
+
+from shoal.alarms import Alarm, AlarmsLog
+from shoal.cli import main
+from shoal.errors import StateError
+from shoal.folder import RunFolder
+from shoal.watch import open_run
+from shoal.watch.reading.heldout import HeldOut
+from shoal.watch.report import page
+from shoal.watch.report.facts import facts_of, gain_of, without_folders
+from shoal.watch.report.samples import Said, Sample, Talk, shade_of
+
+HOSTILE = (
+    "<script>alert(1)</script>", "</style><script>x</script>", '"><img src=x onerror=alert(1)>', "' onmouseover='x",
+    "<svg/onload=alert(1)>", "</title><h1>x", "<!--", "-->", "]]>", "<![CDATA[", "&lt;script&gt;", "&#60;script&#62;",
+    "javascript:alert(1)", "{{ 7*7 }}", "{% raw %}", "{# x #}", "\x1b[2J\x1b]0;x\x07", "\x00\x01\x02", "\u202egnp.exe",
+    "a\u0300" * 50, "\u2028\u2029", "\ud800", "\ufdfd" * 20, "<" * 100, "<iframe src=//evil.example>",
+    "<base href=//evil.example>", "<meta http-equiv=refresh content=0>", "<form action=//evil.example><input>",
+    "<link rel=stylesheet href=//x>", "\U000e0041\ufeff",
+)  # fmt: skip
+ALLOWED = {
+    "html", "head", "meta", "title", "style", "body", "header", "h1", "h2", "h3", "p", "dl", "div", "dt", "dd", "table",
+    "tr", "th", "td", "figure", "figcaption", "svg", "defs", "g", "path", "use", "clippath", "rect", "code", "pre", "br",
+    "span", "section", "details", "summary",
+}  # fmt: skip
+
+
+class Reader(html.parser.HTMLParser):
+    """Elements with their attributes, and the text."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.elements, self.words = [], []
+        self.feed(source)
+        self.text = "".join(self.words)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    handle_startendtag = handle_starttag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+@pytest.fixture
+def ended(copied):
+    """A copy of the run with alarms, use of the machine, and a second evaluation."""
+    folder = RunFolder(copied)
+    AlarmsLog(folder.alarms).write(
+        "raised", Alarm("drift", "warning", 1, 1, "The policy drifts.", "Lower the rate."), 5.0
+    )
+    (copied / "usage.json").write_text(
+        '{"wall_s": 90.5, "cpu_s": {"trainer": 30.0}, "peak_rss_mb": {"trainer": 100.0}}'
+    )
+    figures = json.loads((folder.evaluations / "before.json").read_text())
+    (folder.evaluations / "after.json").write_text(json.dumps(figures | {"mean": 0.9, "low95": 0.8, "high95": 1.0}))
+    return copied
+
+
+def written(where, private=False):
+    with open_run(where, private=private) as run:
+        run.catch_up()
+        return page.report_of(run, 0.0), run
+
+
+def test_it_says_what_the_run_was_and_how_to_verify_it(ended):
+    source, run = written(ended)
+    text = Reader(source).text
+    for said in ("town", run.run, run.state.head, run.state.run_key, "2 of 2", "cheater", "sampling", "policy drifts",
+                 "Success rose from 0.5 in version 0 to 0.9 in version 2", "0.8 to 1", "trainer30.0 s",
+                 '"max_turn_tokens": 6', "shoal ledger verify RUN_FOLDER", "newest: version",
+                 "made 1970-01-01 00:00 UTC"):  # fmt: skip
+        assert "".join(said.split()) in "".join(text.split()), said
+    assert len(source) < 2_000_000
+
+
+def test_it_needs_no_network_and_no_scripts(ended):
+    source, _ = written(ended)
+    elements = Reader(source).elements
+    assert {tag for tag, _ in elements} <= ALLOWED
+    outside = [value for _, attrs in elements for name, value in attrs.items()
+               if name in ("src", "href", "xlink:href", "action") and not value.startswith("#")]  # fmt: skip
+    assert outside == [] and "url(http" not in source and "@import" not in source
+    assert any(tag == "meta" and "default-src 'none'" in attrs.get("content", "") for tag, attrs in elements)
+
+
+def test_private_bodies_and_held_out_tasks_stay_out_unless_the_host_asks(ended, capsys, tmp_path):
+    assert "a secret" not in written(ended)[0]
+    assert "a secret" in written(ended, private=True)[0]
+    (ended / "keys" / "run.key").unlink()
+    assert "a secret" not in written(ended, private=True)[0]
+    assert main(["report", str(ended), "--private", "--out", str(tmp_path / "r.html")]) == 2
+    assert "lacks the run key" in capsys.readouterr().err and not (tmp_path / "r.html").exists()
+
+
+def test_thirty_hostile_texts_are_text(ended, monkeypatch):
+    plain = [tag for tag, _ in Reader(written(ended)[0]).elements]
+    assert len(HOSTILE) == 30
+
+    def with_hostile(run):
+        facts = facts_of(run)
+        nodes = [msgspec.structs.replace(node, name=text, last_reason=text, reasons={text: 1})
+                 for node, text in zip(facts.nodes * 30, HOSTILE, strict=False)]  # fmt: skip
+        line = facts.alarms[0]
+        alarms = [
+            msgspec.structs.replace(line, alarm=msgspec.structs.replace(line.alarm, summary=text)) for text in HOSTILE
+        ]
+        talks = tuple(Talk(1.0, text, (Said(text, text),), text, False) for text in HOSTILE)
+        everywhere = "".join(HOSTILE)
+        return facts.__class__(**{
+            **facts.__dict__, "name": everywhere, "nodes": nodes, "alarms": alarms, "config": everywhere,
+            "gain": everywhere, "samples": [Sample(everywhere, everywhere, talks)], "envs": [(everywhere, "x")],
+            "algorithm": everywhere,
+        })  # fmt: skip
+
+    monkeypatch.setattr(page, "facts_of", with_hostile)
+    source = written(ended)[0]
+    found = Reader(source)
+    assert {tag for tag, _ in found.elements} <= set(plain) | {"br"}
+    assert not any(name.startswith("on") for _, attrs in found.elements for name in attrs)
+    assert all(text in found.text for text in HOSTILE if text.isprintable())
+    source.encode()
+    assert "\x1b" not in source and "\x00" not in source and "\u202e" not in source
+
+
+def test_a_run_that_is_starting_has_a_report_or_says_why_not(town, copied):
+    (copied / "metrics.jsonl").unlink()
+    for path in (copied / "eval").iterdir():
+        path.unlink()
+    text = Reader(written(copied)[0]).text
+    assert "No step has ended yet" in text and "has not been evaluated yet" in text
+    (copied / "log.sqlite").unlink()
+    with pytest.raises(StateError, match="no log yet"):
+        written(copied)
+
+
+def test_the_command_writes_the_file(town, tmp_path, capsys):
+    out = tmp_path / "r.html"
+    started = time.perf_counter()
+    assert main(["report", str(town.folder.root), "--out", str(out)]) == 0
+    assert time.perf_counter() - started < 20
+    assert out.read_text().startswith("<!doctype html>") and "MB" in capsys.readouterr().out
+
+
+def test_a_gain_is_told_with_its_certainty():
+    def at(mean, low, high, version):
+        return HeldOut(mean, low, high, 9, "success", version=version)
+
+    assert "do not touch" in gain_of([at(0.2, 0.1, 0.3, 0), at(0.6, 0.5, 0.7, 9)])
+    assert "may be chance" in gain_of([at(0.2, 0.1, 0.3, 0), at(0.1, 0.0, 0.2, 9)]) and gain_of([at(0, 0, 0, 0)]) == ""
+
+
+def test_surprise_is_shaded_in_five_steps():
+    assert [shade_of(nats) for nats in (0.0, 0.1, 0.5, 1.0, 3.0, float("nan"))] == [0, 1, 2, 3, 4, 4]
+
+
+def test_folders_of_the_host_are_left_out_of_the_run_file():
+    tree = {"policy": {"path": "/home/ann/start"}, "envs": [{"name": "/home/ann/env.py"}, {"name": "wordle"}]}
+    assert without_folders(tree) == {"policy": {"path": "…/start"}, "envs": [{"name": "…/env.py"}, {"name": "wordle"}]}
+    deep = []
+    for _ in range(900):
+        deep = [deep]
+    assert "…" in str(without_folders(deep))
