@@ -100,6 +100,19 @@ def test_hostile_names_are_letters():
     assert draw(picture, "png", HOSTILE[1])
 
 
+def test_numbers_that_nobody_can_draw_are_left_out():
+    rewards = (1.7e308, 1.6e308, float("nan"), float("inf"), -1.7e308, 1.0, 2.0)
+    ages = [{"inf": 1, "-inf": 1}, {"1": 1e308, "2": 1e308}, {"x": 1}, {}, {"1": 2, "3": 2}]
+    run = read(rewards=rewards)
+    for line, age in zip(run.lines, ages, strict=False):
+        line["staleness_rollouts"] = age
+    picture = picture_of([run], ["reward_mean", "staleness_rollouts"], smooth=3)
+    assert points(picture) == [(5.0, 1.0, 1.0, 1.0), (6.0, 1.5, 1.5, 1.5)] and points(picture, 1) == [
+        (4.0, 2.0, 2.0, 2.0)
+    ]
+    assert draw(picture, "png")
+
+
 def test_ten_thousand_steps_are_drawn_in_time_and_keep_their_extremes():
     rewards = [0.5] * 10_000
     rewards[7_777], rewards[3_333] = 9.0, -9.0

@@ -37,6 +37,9 @@ USUAL = (
 AS_MEAN = {"staleness_rollouts": "versions, mean"}
 """Metrics that are tables of counts by a number: they are drawn as the mean of that number, with this unit."""
 
+MOST_DRAWN = 1e100
+"""A larger number is a stranger's: sums of it, and the margins of its axis, would not be finite."""
+
 LABEL_CHARS = 40
 APART = ("seed", "host")
 """Keys of a run file in which runs of one line may differ: `host` is where a run listens."""
@@ -236,7 +239,7 @@ def _heldout(run: ReadRun, across: Across) -> dict[int, Point]:
             float(one.version) if across == "step" else x_of(one.version - 1), one.mean, one.low95, one.high95
         )
         for one in run.heldout
-        if all(map(math.isfinite, (one.mean, one.low95, one.high95)))
+        if None not in map(_number, (one.mean, one.low95, one.high95))
     }
 
 
@@ -267,13 +270,17 @@ def number_of(line: Mapping[str, Value], name: str) -> float | None:
             counted = [(float(age), float(count)) for age, count in value.items()]
         except ValueError:
             return None
+        if any(_number(number) is None for pair in counted for number in pair):
+            return None
         many = math.fsum(count for _, count in counted)
         return _number(math.fsum(age * count for age, count in counted) / many) if many > 0 else None
     return _number(value)
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    if not isinstance(value, int | float) or not abs(value) <= MOST_DRAWN:  # guard: drawn-numbers-are-finite
+        return None
+    return float(value)
 
 
 def _mean(values: Any) -> float:

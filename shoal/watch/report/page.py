@@ -5,6 +5,7 @@ paths by matplotlib, are markup. The policy in the file's head forbids scripts, 
 and forms, in case anything was missed.
 """
 
+import contextlib
 import math
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,11 +30,9 @@ def report_of(run: Reading, now: float) -> str:
     What is private is in it only if the reading was opened so.
     """
     facts = facts_of(run)
-    try:
+    curves: list[tuple[str, str, Markup]] = []
+    with contextlib.suppress(NothingYet):
         picture = picture_of([read_run(run)], [])
-    except NothingYet:
-        curves = []
-    else:
         curves = [
             (panel.metric, sentence_of(panel.metric), Markup(draw_inline(panel, picture))) for panel in picture.panels
         ]

@@ -82,7 +82,7 @@ def samples_of(run: Reading) -> tuple[list[Sample], str]:
 def _kept(run: Reading) -> list[list[Place]]:
     """Places of accepted groups by version and slot, of the versions whose bodies can be read: of a run that deletes old
     ones, those from some version on, which is searched by halves."""
-    versions = []
+    versions = list[list[Place]]()
     for _, record in sorted(run.state.main.versions.items()):
         places = [Place(slot.submission, slot.index) for _, slot in sorted(record.slots.items()) if slot.submission]
         versions += [places] if places else []
@@ -124,7 +124,7 @@ def _sample(when: str, group: ReadGroup) -> Sample:
 
 
 def _talk(rollout: ReadRollout) -> Talk:
-    said, room = [], MOST_TOKENS
+    said, room = list[Said](), MOST_TOKENS
     for turn in rollout.turns:
         if room <= 0:
             break
