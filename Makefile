@@ -5,6 +5,7 @@
 #   make test     the test suite            make test-quick  less than 90 seconds of it
 #   make test-slow                          also the tests that take minutes
 #   make check    what CI runs first: format, lint, types, architecture, configuration and docs
+#   make docs     the docs as a site, in site/: open site/index.html
 #   make bench    all benchmarks; their results go to docs/reference/figures.md
 #   make prometheus  install the server with which the tests of deploy/watch scrape a run
 #   make foreign  install the packages whose environments the tests play, each into a virtual environment of its own
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 PIP_FLAGS ?=
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 CHECKS := tests/test_architecture.py tests/test_config.py tests/test_recipes.py $(wildcard tests/test_docs.py) \
-	tests/test_figures.py tests/test_names.py
+	tests/test_figures.py tests/test_names.py tests/test_site.py
 BENCHES := decode whole_system verify_cost detection toploc poisoning economics crowd connections curriculum kill_storm sandbox completions demo
 # More threads per process would compete with the other processes of the same test.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -32,10 +33,10 @@ PARALLEL ?= -n 2 --dist loadfile
 LONG_TESTS := attacks benchmarks launch roles test_api.py test_cli.py test_survival.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo beyond test test-quick test-slow sandbox prometheus foreign vllm check bench clean
+.PHONY: help demo beyond test test-quick test-slow sandbox prometheus foreign vllm check docs bench clean
 
 help:
-	@sed -n '3,16s/^# \{0,1\}//p' Makefile
+	@sed -n '3,17s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.runs
 	$(BIN)/shoal run recipes/wordle.toml
@@ -99,11 +100,15 @@ check: $(VENV)/.tests
 	$(BIN)/mypy
 	$(TEST) $(CHECKS)
 
+# A link without a target ends it.
+docs: $(VENV)/.docs
+	$(BIN)/python -m zensical build --clean --strict
+
 bench: $(VENV)/.tests
 	@set -e; for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python benchmarks/figures.py run $$bench; done
 
 clean:
-	rm -rf $(VENV) $(VENV)-v0 $(VENV)-v1 $(VENV)-vllm runs build dist .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(VENV)-v0 $(VENV)-v1 $(VENV)-vllm runs build dist site .cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.runs: pyproject.toml constraints.txt | $(VENV)/.made
@@ -113,8 +118,12 @@ $(VENV)/.runs: pyproject.toml constraints.txt | $(VENV)/.made
 
 $(VENV)/.tests: pyproject.toml constraints.txt | $(VENV)/.made
 	@echo "installing shoal with the tools of its tests into $(VENV) ..."
-	$(INSTALL) -e '.[torch,hf,answers,math,data,wandb,trackio,tensorboard,plot,dev]'
+	$(INSTALL) -e '.[torch,hf,answers,math,data,wandb,trackio,tensorboard,plot,docs,dev]'
 	@touch $@ $(VENV)/.runs
+
+$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.made
+	$(INSTALL) -e '.[docs]'
+	@touch $@
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -1,6 +1,6 @@
 """The documentation is true: what it links to is there, what it lists is complete, what it says to type works.
 
-    python tests/test_docs.py --write     make the generated tables anew
+    python -m tests.test_docs --write     make the generated tables anew
 
 Reference tables stand between `<!-- generated: NAME -->` and `<!-- end of generated -->`; they are made here, from the
 source. Code blocks follow these conventions, by the words after the fence:
@@ -59,6 +59,7 @@ from shoal.roles.coordinator import watched
 from shoal.roles.coordinator.api import CALLS
 from shoal.roles.coordinator.role import open_run
 from shoal.tree import all_keys, from_tree, structs_of, to_tree
+from tests.python_reference import python_reference
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "LOG.md", *(ROOT / "docs").rglob("*.md")])
@@ -530,6 +531,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "constants": ("docs/reference/protocol.md", constant_table),
     "event fields": ("docs/reference/protocol.md", event_fields),
     "vectors": ("docs/reference/protocol.md", vectors),
+    "python": ("docs/reference/python.md", python_reference),
     "metrics": ("docs/reference/metrics.md", metric_table),
     "prometheus": ("docs/reference/metrics.md", prometheus_table),
     "alarms": ("docs/reference/alarms.md", alarm_table),
@@ -561,7 +563,7 @@ def write_tables() -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_generated_tables_match_the_source(name: str) -> None:
     page, make = TABLES[name]
-    assert split_at_table(ROOT / page, name)[1] == make(), "run: python tests/test_docs.py --write"
+    assert split_at_table(ROOT / page, name)[1] == make(), "run: python -m tests.test_docs --write"
 
 
 def test_every_key_is_documented_with_a_meaning() -> None:

@@ -1,0 +1,88 @@
+"""The docs as a site: every page can be found, every link leads somewhere, and nothing comes from another server."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LOADED = re.compile(r'<(?:script|img|iframe|source)\b[^>]*\bsrc="([^"]+)"|<link\b[^>]*\bhref="([^"]+)"')
+LINK = re.compile(r'<a\b[^>]*\bhref="([^"]+)"')
+
+
+def pages_of(nav: Any) -> Iterator[str]:
+    """The pages of a navigation, however deep."""
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for part in nav.values() if isinstance(nav, dict) else nav:
+            yield from pages_of(part)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    nav = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(pages_of(nav)) == sorted(pages)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what the site is built from."""
+    pytest.importorskip("zensical", reason="the site's generator is not installed: pip install '.[docs]'")
+    place = tmp_path_factory.mktemp("site")
+    shutil.copytree(ROOT / "docs", place / "docs")
+    shutil.copytree(ROOT / "deploy" / "docs", place / "deploy" / "docs")
+    shutil.copy(ROOT / "zensical.toml", place)
+    return place
+
+
+def build(project: Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
+    return subprocess.run(words, cwd=project, capture_output=True, text=True, timeout=120)
+
+
+def built(project: Path) -> Path:
+    done = build(project)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return project / "site"
+
+
+def test_the_site_has_every_page_and_no_dead_link(project: Path) -> None:
+    site = built(project)
+    pages = {page.relative_to(project / "docs").with_suffix(".html") for page in (project / "docs").rglob("*.md")}
+    assert [page for page in pages if not (site / page).is_file()] == []
+    dead = []
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        for found in [*LINK.findall(text), *(script or style for script, style in LOADED.findall(text))]:
+            parts = urlsplit(found)
+            target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            if not parts.scheme and page.name != "404.html" and not target.exists():
+                dead.append(f"{page.relative_to(site)}: {found}")
+    assert dead == []
+
+
+def test_pages_load_nothing_from_another_server(project: Path) -> None:
+    site = built(project) if not (project / "site").is_dir() else project / "site"
+    texts = {page.relative_to(site).as_posix(): page.read_text() for page in site.rglob("*.html")}
+    loaded = {name: [a or b for a, b in LOADED.findall(text)] for name, text in texts.items()}
+    abroad = {name: [one for one in ones if "//" in one] for name, ones in loaded.items()}
+    assert {name: ones for name, ones in abroad.items() if ones} == {}
+    assert "console run" not in texts["tutorial.html"], "a code block was taken for text"
+
+
+def test_a_broken_link_fails_the_build(project: Path) -> None:
+    page = project / "docs" / "glossary.md"
+    before = page.read_text()
+    page.write_text(before + "\n[nowhere](how-to/nowhere.md)\n")
+    try:
+        assert build(project).returncode != 0
+    finally:
+        page.write_text(before)
