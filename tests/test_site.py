@@ -32,6 +32,18 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(pages_of(nav)) == sorted(pages)
 
 
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs" / "how-to").glob("coming-from-*.md")), ids=lambda page: page.stem
+)
+def test_keys_beside_those_of_others_are_of_the_run_file(page: Path) -> None:
+    table = page.read_text().partition("\n## Keys\n")[2].partition("\n## ")[0]
+    cells = [line.split(" | ")[1] for line in table.splitlines() if line.startswith("| ")][1:]
+    shown = [key for cell in cells for key in re.findall(r"`([^`]+)`", cell)]
+    text = (ROOT / "docs" / "reference" / "run-file.md").read_text()
+    assert shown
+    assert [key for key in shown if f"| `{key}` |" not in text] == []
+
+
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what the site is built from."""
