@@ -21,9 +21,9 @@ PACKAGE = Path(__file__).parent.parent / "shoal"
 
 OTHER_PROGRAMS = (
     "hub/lock.py", "hub/wheels.py", "launch/local.py", "launch/shifts.py", "roles/trainer/processes.py",
-    "sandbox/bubblewrap.py", "sandbox/gvisor.py", "sandbox/selftest.py",
+    "sandbox/bubblewrap.py", "sandbox/gvisor.py", "sandbox/selftest.py", "watch/pictures/draw.py",
 )  # fmt: skip
-"""Files that write the command lines of pip, of sandboxes and of roles."""
+"""Files that write the command lines of pip, of sandboxes and of roles, or properties of CSS."""
 
 NODES = ("join", "validate")
 
@@ -69,6 +69,7 @@ SAID_BY: dict[str, tuple[str, ...]] = {
     "roles/relay/": ("relay",),
     "roles/sharing.py": NODES,
     "tree.py": ("run", "host", "plan", "doctor", "calibrate", "sft"),
+    "watch/page/group_views.py": ("audit",),
     "weights/": NODES,
 }
 """Commands whose users read what a file, or a file of a folder, says; or what it says of one option."""

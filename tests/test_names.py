@@ -58,7 +58,9 @@ _NAME = re.compile(r"[A-Za-z_]\w+")
 _PATTERN = re.compile(r"x|[A-Z]+|\*\.\w+")
 _HASH = re.compile(r"[0-9a-f]{7,}")
 _FILE = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})/[\w/]+\.(?:py|toml)\b")
-_ENDINGS = ("json", "jsonl", "sqlite", "safetensors", "jinja", "key", "seed", "lock", "md", "com", "org")
+_ENDINGS = (
+    "json", "jsonl", "sqlite", "safetensors", "jinja", "key", "seed", "token", "url", "lock", "md", "html", "com", "org",
+)  # fmt: skip
 """Of files that a run or a model has, and of hosts."""
 
 

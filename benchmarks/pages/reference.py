@@ -21,7 +21,7 @@ $ python benchmarks/figures.py write
 ```
 
 `python benchmarks/figures.py run decode` runs `benchmarks/decode.py` in full and adds what it measured.
-[`benchmarks/README.md`](../../benchmarks/README.md) says what each benchmark compares, and how a page quotes a figure.
+`benchmarks/README.md` says what each benchmark compares, and how a page quotes a figure.
 
 A share is between 0 and 1; pages quote it in per cent. *Earlier* are values of former runs, with the number of the run."""
 

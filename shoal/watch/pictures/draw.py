@@ -58,7 +58,7 @@ def draw(picture: Picture, form: Format, title: str = "") -> bytes:
 def draw_inline(panel: Panel, picture: Picture) -> str:
     """One panel as an SVG element for a page: no header, no background, its ink is the text colour of the page.
 
-    The page may set the colour of the first curve by the property `--curve`.
+    The page may set the colour of the first curve by the property `--curve` of CSS.
     """
     with _matplotlib(panel.metric) as figure_class:
         figure = figure_class(figsize=PANEL_INCHES, layout="constrained")
@@ -156,7 +156,8 @@ def _names(panels: Sequence[Panel]) -> dict[str, Any]:
     found = {}
     for label, curve in curves.items():
         name = label if curve.seeds == 1 else f"{label}: mean of {curve.seeds} seeds, band least to most"
-        found[name] = Line2D([], [], **_style(curve), linewidth=1.5)
+        style = _style(curve)
+        found[name] = Line2D([], [], color=style["color"], linestyle=style["linestyle"], linewidth=1.5)
     return found
 
 
