@@ -149,6 +149,7 @@ def test_a_paused_worker_finishes_what_it_holds_takes_nothing_and_loses_nothing(
             await asyncio.sleep(0.01)
         worker.allowance.pause()
         while worker.leases.holding or not worker.doing.words.startswith("waiting: paused") or state().pending:
+            assert state().phase != "ended", "it went on although it was paused"
             await asyncio.sleep(0.01)
         seen.append((state().members[worker.key].leases, len(state().open_leases_of(worker.key))))
         await asyncio.sleep(0.5)
