@@ -220,7 +220,7 @@ def source_of(env: Env) -> Path | None:
 def describe_fault(error: BaseException, source: Path | None) -> str:
     """One line: what an environment raised and where, at its deepest line in `source`, or else the deepest of all."""
     if isinstance(error, Raised):
-        return str(error)
+        return str(error) or "it does not say why"  # guard: faults-are-said
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if source is not None and frame.filename == str(source)] or frames
     place = f"{inside[-1].filename} line {inside[-1].lineno}: " if inside else ""

@@ -60,7 +60,7 @@ class Conversation:
         self.turn_rewards: list[float] = []
         """What turns earn, and steps within them."""
         self._earned: list[tuple[float, tuple[Mark, ...]]] = []
-        """Of each answered turn: what it earns, and the steps that the environment marks in it."""
+        """Of each answered turn: what it earns, as the environment says it, and the steps that it marks in the turn."""
         self._begins: list[tuple[int, int]] = []
         """Row of each turn, and the index in it of the turn's first token."""
         self.scored: tuple[Scored, ...] = (self.reward,)
@@ -143,10 +143,12 @@ class Conversation:
         )
 
     def played(self) -> list[Played]:
-        """The turns of the policy, in the order in which they were played. One that the environment failed on earned 0."""
+        """The turns of the policy, in the order in which they were played. One that the environment failed on earned 0, and
+        so did all of an episode that failed: there a reward need not be a number."""
         starts, unearned = (0, *self.starts), [(0.0, ())] * (len(self._turns) - len(self._earned))
+        # guard: odd-turn-rewards
         return [
-            Played(starts[row] + begin, turn.token_ids, turn.action, float(reward), marks)
+            Played(starts[row] + begin, turn.token_ids, turn.action, 0.0 if self.fault else float(reward or 0), marks)
             for (row, begin), turn, (reward, marks) in zip(
                 self._begins, self._turns, [*self._earned, *unearned], strict=True
             )

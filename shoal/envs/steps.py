@@ -9,6 +9,7 @@ import math
 import operator
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 from shoal.protocol.audits import MAX_REWARD
@@ -36,9 +37,10 @@ def marks_of(steps: Any, action: str) -> tuple[Mark, ...]:
     """The steps that an environment marks in an action. Raises `ValueError` if they do not end one after another in it."""
     if not steps:
         return ()
-    marks = tuple((operator.index(end), float(reward)) for end, reward in steps)
-    if len(marks) > MAX_ROLLOUT_STEPS:  # guard: few-marks
-        raise ValueError(f"{len(marks)} steps in a turn, limit {MAX_ROLLOUT_STEPS}")
+    listed = tuple(islice(steps, MAX_ROLLOUT_STEPS + 1))  # a generator need not end
+    if len(listed) > MAX_ROLLOUT_STEPS:  # guard: few-marks
+        raise ValueError(f"more than {MAX_ROLLOUT_STEPS} steps in a turn")
+    marks = tuple((operator.index(end), float(reward)) for end, reward in listed)
     before = 0
     for end, _ in marks:
         if not before < end <= len(action):  # guard: marks-rise-within-the-action

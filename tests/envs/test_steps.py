@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.envs.base import Env, Step
+from shoal.envs.base import Env, Raised, Step
 from shoal.envs.check import check_env
 from shoal.envs.conversation import Conversation
 from shoal.envs.load import load_env
@@ -136,7 +136,7 @@ def test_an_episode_that_fails_earned_nothing_before(renderer: Renderer) -> None
         ([(2, 0.1), (2, 0.1)], "a step ends at character 2, after 2"),
         ([(0, 0.1)], "a step ends at character 0"),
         ([(-1, 0.1)], "a step ends at character -1"),
-        ([(i, 0.0) for i in range(1, MAX_ROLLOUT_STEPS + 2)], f"257 steps in a turn, limit {MAX_ROLLOUT_STEPS}"),
+        ([(i, 0.0) for i in range(1, MAX_ROLLOUT_STEPS + 2)], f"more than {MAX_ROLLOUT_STEPS} steps in a turn"),
     ],
 )
 def test_steps_that_do_not_end_one_after_another_in_the_action_end_the_episode(
@@ -161,6 +161,39 @@ def test_steps_that_do_not_end_one_after_another_in_the_action_end_the_episode(
 def test_steps_that_are_no_pairs_of_an_end_and_a_reward_are_refused(marks: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
         marks_of(marks, "abc")
+
+
+def test_a_generator_of_steps_need_not_end() -> None:
+    with pytest.raises(ValueError, match="more than"):
+        marks_of(((end, 0.0) for end in itertools.count(1)), "abc")
+
+
+@pytest.mark.parametrize("reward", [None, "", [], "x", 10**400, [1.0], 1j])
+def test_a_reward_of_a_turn_that_is_no_number_stops_no_validator(reward: Any, renderer: Renderer) -> None:
+    """None and empty values count as 0 in the total, and the others end the episode by error. Both have steps."""
+
+    class Odd(Parts):
+        def step(self, state: Any, action: str) -> Step:
+            return super().step(state, action)._replace(reward=reward)
+
+    talk = talk_of(Odd(), renderer, "no", "yes", sampling=SAMPLING)
+    assert talk.ending == ("error" if reward else "environment")
+    (found,) = replay_group(talk.env, renderer, talk.task, claims([talk]), SAMPLING)
+    for credit in (Turns(), Steps()):
+        assert [step.reward for step in found.steps(credit)] == [0.0, found.reward]
+
+
+def test_an_episode_fails_although_its_environment_does_not_say_why(renderer: Renderer) -> None:
+    """A package may send any line about a fault. An empty one must not keep what the turns before it earned."""
+
+    class Silent(Parts):
+        def step(self, state: Any, action: str) -> Step:
+            if state:
+                raise Raised("")
+            return super().step(state, action)
+
+    talk = talk_of(Silent(), renderer, "no", "bad", sampling=SAMPLING)
+    assert talk.fault and [step.reward for step in steps_of(talk, Turns())] == [0.0, -1.0]
 
 
 def test_rewards_that_are_too_large_stay_numbers_and_too_large(renderer: Renderer) -> None:
