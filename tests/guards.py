@@ -939,8 +939,8 @@ GUARDS = [
     *_needed_by("tests/protocol/test_step_rewards.py",
         ("few-steps", ("MAX_ROLLOUT_STEPS", "1 << 40"), "test_a_list_of_steps_is_refused_before_it_is_read"),
         *((name, OFF, "test_what_no_honest_validator_says_is_named")
-          for name in ("steps-of-each-rollout", "steps-within-most", "steps-end-in-the-rollout", "step-reward-size",
-                       "steps-add-up")),
+          for name in ("steps-of-each-rollout", "steps-of-every-rollout", "steps-within-most",
+                       "steps-end-in-the-rollout", "step-reward-size", "steps-add-up")),
         ("steps-have-influence", GONE, "test_equal_rewards_have_influence_if_their_steps_differ"),
     ),
     *_needed_by("tests/ledger/test_steps.py",

@@ -33,19 +33,21 @@ def divided(steps: Sequence[StepReward], reward: float, most: int) -> StepReward
 
 
 def fault_of(steps_G: Sequence[StepRewards], rewards_G: Sequence[float], most: int, tokens: int, largest: float) -> str:
-    """What no honest validator says of the steps of a group, as the end of a sentence; empty if nothing. A rollout has at
-    most so many steps and tokens, and a step's reward is at most `largest` in size."""
+    """What no honest validator says of the steps of a group, as the end of a sentence; empty if nothing. A rollout has 1 to
+    `most` steps and at most so many tokens, and a step's reward is at most `largest` in size."""
     if len(steps_G) != len(rewards_G):  # guard: steps-of-each-rollout
         return f"has steps of {len(steps_G)} rollouts for {len(rewards_G)} rewards"
     for index, (steps, reward) in enumerate(zip(steps_G, rewards_G, strict=True)):
         ends = [step.end for step in steps]
+        if not steps:  # guard: steps-of-every-rollout
+            return f"has no steps of rollout {index}, and the policy wrote at least one turn"
         if len(steps) > most:  # guard: steps-within-most
             return f"has {len(steps)} steps of rollout {index}, limit {most}"
         if len({*ends}) < len(ends) or not all(0 <= end < tokens for end in ends):  # guard: steps-end-in-the-rollout
             return f"has steps of rollout {index} that end outside of it, or at one token"
         if not all(abs(step.reward) <= largest for step in steps):  # guard: step-reward-size
             return f"gives a step of rollout {index} a reward above {largest:g} in size"
-        if steps and steps[-1].reward != left_over(reward, steps[:-1]):  # guard: steps-add-up
+        if steps[-1].reward != left_over(reward, steps[:-1]):  # guard: steps-add-up
             return f"has steps of rollout {index} that do not add up to its reward"
     return ""
 

@@ -82,7 +82,8 @@ def token_rewards(
 def _demand_steps(
     group: Group, rewards_G: Sequence[float], steps_G: Sequence[StepRewards], algorithm: Algorithm
 ) -> None:
-    """The rules refuse such verdicts, so only a host that lies gives a batch with others."""
+    """The rules refuse nearly all other verdicts. They do not know how long a rollout is, so a validator that lies may say
+    that a step ends after it. A host that lies may say anything."""
     credit, tokens = step_credit_of(algorithm), max(len(rollout.author) for rollout in group.rollouts)
     assert credit is not None, "only runs that credit steps ask"
     fault = fault_of(steps_G, rewards_G, credit.most, tokens, MAX_REWARD)

@@ -63,6 +63,8 @@ def test_a_critic_learns_from_all_groups(tmp_path):
         msgspec.UNSET,
         (),
         SHIFTED[:3],
+        ((),) * 4,
+        ((), *SHIFTED[1:]),
         (((S(3, 1.0), S(9, 0.5))), *SHIFTED[1:]),
         (((S(3, 1.0), S(5, 0.0), S(9, 0.0))), *SHIFTED[1:]),
         (((S(3, 1.0), S(64, 0.0))), *SHIFTED[1:]),

@@ -26,7 +26,7 @@ def test_steps_beyond_the_most_belong_to_the_last():
     assert divided(steps, 1.0, 2) == (S(3, 0.25), S(12, 0.75)) and divided(steps, 1.0, 1) == (S(12, 1.0),)
 
 
-GOOD = ((S(3, 0.25), S(9, 0.75)), (), (S(5, 0.0),))
+GOOD = ((S(3, 0.25), S(9, 0.75)), (S(4, 0.3),), (S(5, 0.0),))
 
 
 def test_what_honest_validators_say_has_no_fault():
@@ -37,6 +37,7 @@ def test_what_honest_validators_say_has_no_fault():
     ("steps", "says"),
     [
         (GOOD[:2], "has steps of 2 rollouts for 3 rewards"),
+        ((GOOD[0], (), GOOD[2]), "has no steps of rollout 1"),
         (((*GOOD[0][:1], S(5, 0.0), S(9, 0.75)), *GOOD[1:]), "has 3 steps of rollout 0, limit 2"),
         (((S(3, 0.25), S(3, 0.75)), *GOOD[1:]), "outside of it, or at one token"),
         (((S(3, 0.25), S(10, 0.75)), *GOOD[1:]), "outside of it"),

@@ -106,7 +106,7 @@ def test_rows_of_several_seats_have_the_credit_of_their_own_turns():
     ],
 )
 def test_a_batch_with_other_steps_than_a_verdict_may_say_is_not_learned_from(algorithm, steps):
-    """Only a host that lies sends one."""
+    """Only a host or a validator that lies causes one."""
     with pytest.raises(Unlearnable, match="step"):
         rows(algorithm, steps)
 
