@@ -215,6 +215,8 @@ FINDINGS: dict[str, Callable[[Claim, Reports], Finding]] = {
     "staleness": staleness,
     **findings_beside.FINDINGS,
     "turns": turns,
+    "turns_at_0.001": turns,
+    "turns_at_0.003": turns,
 }
 """By the name of the claim."""
 
