@@ -82,7 +82,7 @@ def links_of(answer):
 
 def shape_of(address):
     """An address without what makes it one of many."""
-    path = re.sub(r"[0-9a-f]{64}", "KEY", re.sub(r"(?<=/)\d+", "N", address.partition("?")[0]))
+    path = re.sub(r"(?<=/)\d+", "N", re.sub(r"[0-9a-f]{64}", "KEY", address.partition("?")[0]))
     return path.removeprefix("http://testserver"), bool(address.partition("?")[2])
 
 
