@@ -125,7 +125,7 @@ def _panel(axes: Any, panel: Panel, picture: Picture) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def _style(curve: Curve) -> dict[str, str]:
+def _style(curve: Curve) -> dict[str, Any]:
     """Colour and dashes of a line, the same in all panels."""
     return {"color": OKABE_ITO[curve.colour % len(OKABE_ITO)], "linestyle": DASHES[curve.colour % len(DASHES)]}
 
