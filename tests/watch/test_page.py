@@ -154,8 +154,8 @@ def one_private(shelf, monkeypatch):
 
 def test_private_bodies_are_shown_to_the_host_alone(anyone, host, one_private):
     hidden, shown = (client.get(f"/1/groups/{one_private}").text for client in (anyone, host))
-    assert "still private" in hidden and "Rollouts side by side" not in hidden and "Environment <bdi>" not in hidden
-    assert "Rollouts side by side" in shown and "Environment <bdi>" in shown
+    assert "still private" in hidden and "Rollouts side by side" not in hidden and "<dt>Task</dt>" not in hidden
+    assert "Rollouts side by side" in shown and "<dt>Task</dt>" in shown
     rows = [client.get("/1/csv/rollouts.csv").text.count("\n") for client in (anyone, host)]
     assert rows[0] < rows[1]
 
@@ -334,7 +334,7 @@ def test_tokens_are_marked_by_log_prob_and_by_advantage_with_their_figures(anyon
 
 def test_charts_give_their_numbers_smoothed(anyone):
     raw = anyone.get("/1/chart.json?name=reward_mean").json()
-    assert raw["x"] == [0, 1] and raw["lines"][0]["label"] == "reward_mean"
+    assert raw["x"] == [0, 1] and raw["lines"][0]["label"] == "all"
     assert anyone.get("/1/chart.json?name=reward_mean&of=all&smooth=0.5").json()["lines"][0]["label"].startswith("1 ")
 
 

@@ -29,7 +29,7 @@ from shoal.watch.page.downloads import lines_of_csv
 from shoal.watch.page.group_views import GROUP_VIEWS
 from shoal.watch.page.log_views import LOG_VIEWS
 from shoal.watch.page.shelf import Shelf
-from shoal.watch.page.shown import STATIC, templates
+from shoal.watch.page.shown import STATIC, parts, templates
 from shoal.watch.page.views import VIEWS, chart, comparison, live
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class _Page:
         self._token = token
         self._cookie = f"shoal-host-{self._session[:8]}"
         """Named by the token: cookies do not know ports, and a machine may serve several pages."""
-        self._kept = OrderedDict[tuple[str, bool, int], bytes]()
+        self._kept = OrderedDict[tuple[str, bool, bool, int], bytes]()
 
     def is_host(self, request: Request) -> bool:
         """Whether the viewer has the host's cookie."""
@@ -109,11 +109,13 @@ class _Page:
             etag = self._etag(asked, change)
             if _names(request, etag):
                 return Response(status_code=304, headers=_cached(etag))
-            key = str(request.url.path) + "?" + request.url.query, asked.is_host, change
+            key = str(request.url.path) + "?" + request.url.query, asked.is_host, asked.may_compute, change
             body = self._kept.get(key)
             if body is None:
                 template, values = view(asked)
                 body = self._render(template, asked, values)
+                if values.get("why") or values.get("failed"):  # it may be there when it is asked for again
+                    return Response(body, media_type="text/html", headers={"cache-control": "no-store"})
                 self._kept[key] = body
                 while len(self._kept) > KEPT_PAGES:
                     self._kept.popitem(last=False)
@@ -148,17 +150,21 @@ class _Page:
         if "run" in request.path_params and self._shelf.of(run) is None:
             raise NotHere(f"this page has no run {run}")
         params: Mapping[str, Any] = request.path_params
+        is_known = self.is_host(request)
+        own = [shown.is_own for shown in self._shelf.runs if run in (0, shown.number)]
         return Asked(
-            self._shelf, self._shelf.look(), run, params, request.query_params, self.is_host(request), self._clock()
-        )
+            self._shelf, self._shelf.look(), run, params, request.query_params, is_known and any(own), self._clock(),
+            is_known,
+        )  # fmt: skip
 
     def _etag(self, asked: Asked, change: int) -> str:
-        return f'"{self._boot}-{change}-{int(asked.is_host)}"'
+        return f'"{self._boot}-{change}-{int(asked.is_host)}{int(asked.may_compute)}"'
 
     def _render(self, template: str, asked: Asked, values: Mapping[str, Any]) -> bytes:
         common = {
             "run": asked.run, "runs": asked.runs(), "is_host": asked.is_host, "has_host": bool(self._token),
-            "now_s": asked.now_s, "one": asked.one(), "asked": asked,
+            "now_s": asked.now_s, "one": asked.one(), "asked": asked, "may_compute": asked.may_compute,
+            "p": parts(self._templates, asked.name_of),
         }  # fmt: skip
         return self._templates.get_template(template).render({**common, **values}).encode("utf-8", "replace")
 
@@ -174,7 +180,7 @@ class _Page:
     def _fault(self, request: Request, status: int, words: str, headers: Mapping[str, str] | None) -> Response:
         number = request.path_params.get("run", 0)
         run = number if isinstance(number, int) and self._shelf.of(number) else 0
-        asked = Asked(self._shelf, self._shelf.look(), run, {}, _NOTHING, self.is_host(request), self._clock())
+        asked = Asked(self._shelf, self._shelf.look(), run, {}, _NOTHING, False, self._clock())
         body = self._render("fault.html", asked, {"status": status, "words": words, "title": "Not here"})
         return Response(body, status, dict(headers or {}), "text/html")
 

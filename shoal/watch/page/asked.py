@@ -35,6 +35,8 @@ class Asked:
     query: QueryParams
     is_host: bool
     now_s: float
+    may_compute: bool = False
+    """Whether this viewer may have this machine play rollouts again."""
 
     def runs(self) -> list[Row]:
         """The runs that this page shows."""
@@ -45,6 +47,11 @@ class Asked:
         """The run of this request."""
         nobody = {"run": 0, "name": "", "place": "", "id": "", "seq": -1}
         return next((row for row in self.runs() if row["run"] == self.run), nobody)
+
+    def name_of(self, key: str) -> str:
+        """The name that a node gave itself; empty of an unknown one."""
+        found = self.look.rows("SELECT name FROM nodes WHERE run = ? AND key = ?", self.run, key)
+        return str(found[0]["name"]) if found else ""
 
     def word(self, name: str) -> str:
         """A value of the query; empty if it is not there."""

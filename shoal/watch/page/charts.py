@@ -6,7 +6,7 @@ for the questions to the index. Labels are strangers' text: metrics have names t
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shoal.metrics import METRICS
 from shoal.watch.index import Look
@@ -33,11 +33,21 @@ class Chart(NamedTuple):
     x_label: str
     x: list[int]
     lines: list[Line]
+    band: str = ""
+    """What the band around the first line is."""
 
 
 OVERVIEW = ("reward_mean", "by-version", "heldout", "entropy_nats", "clip_share", "staleness_rollouts", "step_s",
             "train_tokens_per_s")  # fmt: skip
 """Charts of the first page, where the run has their numbers."""
+
+
+TITLES = {
+    "reward_mean": "Reward", "reward_all_mean": "Reward, all groups", "entropy_nats": "Entropy", "loss": "Loss",
+    "clip_share": "Clipped tokens", "staleness_rollouts": "Staleness", "step_s": "Time of a step", "kl_nats": "KL",
+    "train_tokens_per_s": "Training speed", "solve_rate": "Solved", "grad_norm": "Gradient norm", "lr": "Learning rate",
+}  # fmt: skip
+"""Of metrics that people look for by another word; others have their names."""
 
 
 def chart_of(look: Look, run: int, name: str, smooth: float = 0.0) -> Chart:
@@ -46,23 +56,26 @@ def chart_of(look: Look, run: int, name: str, smooth: float = 0.0) -> Chart:
         return _by_version(look, run)
     if name == "heldout":
         return _heldout(look, run)
-    family = [metric for metric in look.names(run) if metric == name or metric.startswith(f"{name}/")]
-    series = {metric: _points(look, run, metric, smooth) for metric in family[:MOST_LINES]}
+    family = family_of(look, run, name)[:MOST_LINES]
+    series = {metric.partition("/")[2] or "all": _points(look, run, metric, smooth) for metric in family}
     known = METRICS.get(name) or next(
         (m for n, m in METRICS.items() if "/" in n and n.partition("/")[0] == name.partition("/")[0]), None
     )
-    return _aligned(
-        Chart(name, name, known.unit if known else "", known.sentence if known else "", "step", [], []), series
-    )
+    unit, sentence = (known.unit, known.sentence) if known else ("", "")
+    return _aligned(Chart(name, TITLES.get(name, name), unit, sentence, "step", [], []), series)
+
+
+def family_of(look: Look, run: int, name: str) -> list[str]:
+    """A metric and those that are it for one label: `reward_mean` and `reward_mean/LABEL`."""
+    return [metric for metric in look.names(run) if metric == name or metric.startswith(f"{name}/")]
 
 
 def compared(look: Look, runs: Mapping[int, str], name: str, smooth: float = 0.0) -> Chart:
     """One metric of several runs, each a line with the label given."""
     series = {f"{run} {label}": _points(look, run, name, smooth) for run, label in list(runs.items())[:MOST_LINES]}
     known = METRICS.get(name)
-    return _aligned(
-        Chart(name, name, known.unit if known else "", known.sentence if known else "", "step", [], []), series
-    )
+    unit, sentence = (known.unit, known.sentence) if known else ("", "")
+    return _aligned(Chart(name, TITLES.get(name, name), unit, sentence, "step", [], []), series)
 
 
 def _points(look: Look, run: int, name: str, smooth: float) -> dict[int, float]:
@@ -91,8 +104,19 @@ def _by_version(look: Look, run: int) -> Chart:
         "Mean reward of the accepted groups of each version, from the log; the band is the mean standard deviation within "
         "a group."
     )
-    name = "Reward by version, with its spread"
-    return Chart("by-version", name, "reward", sentence, "version", [r["version"] for r in rows], lines if rows else [])
+    x = [row["version"] for row in rows]
+    return Chart("by-version", "Reward and spread", "reward", sentence, "version", x, lines if rows else [], "± spread")
+
+
+def of_task(rows: Sequence[Mapping[str, Any]]) -> Chart:
+    """The mean reward of one task by version; of several groups of a version, their mean."""
+    by_version = dict[int, list[float]]()
+    for row in rows:
+        if row["reward"] is not None:
+            by_version.setdefault(row["version"], []).append(row["reward"])
+    x = sorted(by_version)
+    line = Line("mean", [math.fsum(by_version[version]) / len(by_version[version]) for version in x])
+    return Chart("task", "Reward of this task", "reward", "", "version", x, [line] if len(x) > 1 else [])
 
 
 def _heldout(look: Look, run: int) -> Chart:
@@ -106,9 +130,8 @@ def _heldout(look: Look, run: int) -> Chart:
     ]
     kinds = " and ".join(sorted({row["tasks"] for row in rows}))
     sentence = f"Evaluations on {kinds or 'held-out'} tasks, with 95 % intervals; the host's word."
-    return Chart(
-        "heldout", "Held-out results", measure, sentence, "version", [r["version"] for r in rows], lines if rows else []
-    )
+    x = [row["version"] for row in rows]
+    return Chart("heldout", "Held-out results", measure, sentence, "version", x, lines if rows else [], "95 %")
 
 
 # --- the picture ---

@@ -7,10 +7,11 @@ the page shows to the same viewer.
 import json
 from collections.abc import Callable, Iterable, Iterator
 
-from shoal.watch.index import Filter, groups
+from shoal.watch.index import groups
 from shoal.watch.index.look import MOST_ROWS
 from shoal.watch.index.plain import numbers_of
 from shoal.watch.page.asked import Asked, NotHere
+from shoal.watch.page.group_views import only_of
 from shoal.watch.rows import Row
 from shoal.watch.tables import as_csv
 
@@ -52,9 +53,10 @@ def _metrics(asked: Asked) -> Iterator[Row]:
 
 
 def _groups(asked: Asked) -> Iterator[Row]:
+    """Those of the filter in the address."""
     after: int | None = None
     while True:
-        page = groups(asked.look, asked.run, Filter(), after, MOST_ROWS, asked.is_host)
+        page = groups(asked.look, asked.run, only_of(asked), after, MOST_ROWS, asked.is_host)
         yield from page["rows"]
         after = page["next"]
         if after is None:
@@ -63,13 +65,25 @@ def _groups(asked: Asked) -> Iterator[Row]:
 
 def _rollouts(asked: Asked) -> Iterator[Row]:
     public = "" if asked.is_host else "AND g.public = 1"
+    number = asked.whole("group")
+    of_one = "" if number is None else f"AND g.id = {number}"
     query = (
         "SELECT g.version, g.slot, r.id % 4096 AS rollout, g.worker, g.env, g.task, g.status, g.step, g.seq, r.reward, "
         "r.advantage, r.ending, r.tokens, r.policy_tokens, r.logprob, r.turns, r.flaw, t.text FROM groups g JOIN rollouts "
         "r ON r.id >= g.id * 4096 AND r.id < (g.id + 1) * 4096 LEFT JOIN texts t ON t.rowid = r.id "
-        f"WHERE g.run = ? {public} ORDER BY r.id"
+        f"WHERE g.run = ? {public} {of_one} ORDER BY r.id"
     )
     yield from map(dict, asked.look.db.execute(query, (asked.run,)))
+
+
+def _differences(asked: Asked) -> Iterator[Row]:
+    after: int | None = None
+    while True:
+        page = asked.look.differences(asked.run, after, MOST_ROWS)
+        yield from page["rows"]
+        after = page["next"]
+        if after is None:
+            return
 
 
 def _all(table: str, order: str) -> Callable[[Asked], Iterator[Row]]:
@@ -80,9 +94,11 @@ def _all(table: str, order: str) -> Callable[[Asked], Iterator[Row]]:
     return rows
 
 
-DOWNLOADS: dict[str, Callable[[Asked], Iterator[Row]]] = {
+DOWNLOADS: dict[str, Callable[[Asked], Iterable[Row]]] = {
     "nodes": _nodes, "metrics": _metrics, "groups": _groups, "rollouts": _rollouts, "events": _all("events", "seq"),
     "versions": _all("versions", "version"), "verdicts": _all("verdicts", "seq"),
     "refusals": _all("refusals", "seq, place"), "heldout": _all("heldout", "version, env"),
-    "alarms": _all("alarms", "last_s"),
+    "alarms": _all("alarms", "last_s"), "spread": _all("spread", "version, seq"), "differences": _differences,
+    "validators": lambda asked: asked.look.validators(asked.run),
+    "checks": lambda asked: asked.look.refusal_counts(asked.run, MOST_ROWS),
 }  # fmt: skip

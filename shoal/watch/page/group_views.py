@@ -6,13 +6,16 @@ are strangers'.
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from shoal.errors import ConfigError, NothingYet, ShoalError
 from shoal.watch.index import Filter, filters, group, groups, number_of, same_task
 from shoal.watch.page.asked import LARGEST, Asked, NotHere
+from shoal.watch.page.charts import of_task, picture_of
+from shoal.watch.page.gaps import Gaps
 from shoal.watch.reading import Place
-from shoal.watch.reading.groups import ReadRollout, ReadTurn
+from shoal.watch.reading.groups import ReadGroup, ReadRollout, ReadTurn
 
 View = Callable[[Asked], tuple[str, Mapping[str, Any]]]
 
@@ -22,7 +25,13 @@ TOKENS = 3000
 LEVELS = 6
 """Of colours, from the least to the most."""
 
-COLOURS = ("logprob", "advantage", "none")
+COLOURS = ("logprob", "advantage", "gap", "none")
+"""Gaps are computed, so only for those who may have this machine do so."""
+
+ORDERS: dict[str, Callable[[ReadRollout], float]] = {
+    "": lambda r: r.index, "reward": lambda r: -(r.reward or 0.0), "worst": lambda r: r.reward or 0.0,
+    "length": lambda r: -r.policy_tokens,
+}  # fmt: skip
 
 LOGPROB_LEVELS = (-0.05, -0.3, -1.0, -2.5, -5.0)
 """Above the first a token is of level 0, as the policy expected it; below the last of level 5."""
@@ -30,14 +39,18 @@ LOGPROB_LEVELS = (-0.05, -0.3, -1.0, -2.5, -5.0)
 
 def listing(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     """Groups, newest first."""
-    only = Filter(
-        asked.word("env"), asked.word("worker"), asked.whole("version"), asked.word("status"), asked.whole("step"),
-        asked.whole("task"), asked.real("from"), asked.real("to"), asked.word("q"),
-    )  # fmt: skip
-    page = groups(asked.look, asked.run, only, asked.whole("after"), private=asked.is_host)
+    page = groups(asked.look, asked.run, only_of(asked), asked.whole("after"), private=asked.is_host)
     typed = {name: asked.word(name) for name in
              ("q", "env", "worker", "version", "status", "step", "task", "from", "to")}  # fmt: skip
     return "groups.html", {"title": "Groups", **page, "typed": typed, "choices": filters(asked.look, asked.run)}
+
+
+def only_of(asked: Asked) -> Filter:
+    """The filter in an address."""
+    return Filter(
+        asked.word("env"), asked.word("worker"), asked.whole("version"), asked.word("status"), asked.whole("step"),
+        asked.whole("task"), asked.real("from"), asked.real("to"), asked.word("q"),
+    )  # fmt: skip
 
 
 def one(asked: Asked) -> tuple[str, Mapping[str, Any]]:
@@ -46,24 +59,41 @@ def one(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     found = group(asked.look, asked.run, number, asked.is_host) if number < LARGEST else None
     if found is None:
         raise NotHere(f"the run has no group {number}")
-    read, why = None, ""
-    try:
-        read = asked.shelf.group(asked.run, Place(found["submission"], found["place"]), asked.is_host)
-    except (NothingYet, ShoalError) as error:
-        why = str(error)
-    colour = asked.word("colour") if asked.word("colour") in COLOURS else COLOURS[0]
+    colours = [word for word in COLOURS if word != "gap" or asked.may_compute]  # guard: gaps-only-on-request
+    colour = asked.word("colour") if asked.word("colour") in colours else colours[0]
+    parts = bool(asked.word("parts")) and asked.may_compute  # guard: parts-only-on-request
+    read, why, failed, gaps = _read(asked, Place(found["submission"], found["place"]), parts, colour == "gap")
     chosen, start = asked.whole("rollout"), asked.whole("at", 0) or 0
+    by = asked.word("by") if asked.word("by") in ORDERS else ""
     shown = [] if read is None else [r for r in read.rollouts if chosen is None or r.index == chosen]
+    shown.sort(key=ORDERS[by])
     budget = TOKENS // max(1, len(shown))
-    place = asked.one()["place"]
-    rollout = f"{found['version']}/{found['slot']}/{chosen or 0}"
+    name = f"{found['version']}/{found['slot']}" + (f"/{chosen}" if chosen is not None else "")
     return "group.html", {
-        "title": f"Group {number}", "group": found, "read": read, "why": why, "colour": colour, "colours": COLOURS,
-        "chosen": chosen, "start": start, "columns": [Column.of(r, colour, start, budget) for r in shown],
+        "title": "Groups", "group": found, "read": read, "why": why, "failed": failed, "colour": colour,
+        "colours": colours, "by": by, "parts": parts, "chosen": chosen, "limit": gaps.limit if gaps else None,
+        "columns": [Column.of(r, colour, start, budget, gaps) for r in shown],
         "prompt": _prompt(shown) if chosen is None else "", "levels": LOGPROB_LEVELS,
-        "command": shlex.join(["shoal", "audit", place, "--rollout", rollout]),
-        "around": _around(asked, number), "told": {row["rollout"]: row for row in found["rollouts"]},
+        "command": shlex.join(["shoal", "audit", asked.one()["place"], "--rollout", name]),
+        "around": _around(asked, number), "has_parts": any(r.parts or r.metrics for r in shown),
     }  # fmt: skip
+
+
+def _read(asked: Asked, place: Place, parts: bool, with_gaps: bool) -> tuple[ReadGroup | None, str, str, Gaps | None]:
+    """A group, why it cannot be read, what of it could not be computed, and its gaps if they were asked for."""
+    failed, gaps = "", None
+    try:
+        read = asked.shelf.group(asked.run, place, asked.is_host)
+    except (NothingYet, ShoalError) as error:
+        return None, str(error), "", None
+    try:
+        if parts:
+            read = asked.shelf.group(asked.run, place, asked.is_host, parts=True)
+        if with_gaps:
+            gaps = asked.shelf.gaps(asked.run, place)
+    except (NothingYet, ShoalError) as error:
+        failed = str(error)
+    return read, "", failed, gaps
 
 
 def at_slot(asked: Asked) -> tuple[str, Mapping[str, Any]]:
@@ -74,7 +104,7 @@ def at_slot(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     except ConfigError as error:
         raise NotHere(str(error)) from None
     path = {**asked.path, "group": number}
-    return one(Asked(asked.shelf, asked.look, asked.run, path, asked.query, asked.is_host, asked.now_s))
+    return one(replace(asked, path=path))
 
 
 def task(asked: Asked) -> tuple[str, Mapping[str, Any]]:
@@ -84,7 +114,11 @@ def task(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     if not rows:
         raise NotHere("no group of this task is public yet")
     firsts = {row["id"]: _first_text(asked, row["id"]) for row in rows}
-    return "task.html", {"title": f"Task {number}", "env": env, "task": number, "rows": rows, "firsts": firsts}
+    drawn = of_task(rows)
+    return "task.html", {
+        "title": "Groups", "env": env, "task": number, "rows": rows, "firsts": firsts,
+        "picture": {"chart": drawn, "picture": picture_of(drawn)} if drawn.lines else None,
+    }  # fmt: skip
 
 
 GROUP_VIEWS: dict[str, View] = {
@@ -124,16 +158,21 @@ class Column(NamedTuple):
     next: int
 
     @classmethod
-    def of(cls, rollout: ReadRollout, colour: str, start: int, budget: int) -> "Column":
+    def of(cls, rollout: ReadRollout, colour: str, start: int, budget: int, gaps: Gaps | None = None) -> "Column":
         """The parts of a rollout within so many tokens from a place."""
-        parts, end = list[Part](), start + budget
+        parts, end, written = list[Part](), start + budget, 0
+        of_gaps = gaps.by_rollout[rollout.index] if gaps and rollout.index < len(gaps.by_rollout) else ()
         largest = max((abs(a) for turn in rollout.turns for a in turn.advantages), default=0.0)
         for turn in rollout.turns:
-            length = len(turn.token_ids)
+            length, before = len(turn.token_ids), written
+            written += length if turn.author == "policy" else 0
             low, high = max(0, start - turn.start), min(length, end - turn.start)
             if low >= high:
                 continue
-            tokens = list(_tokens(turn, colour, largest, low, high))
+            if colour == "gap":
+                tokens = list(_with_gaps(turn, of_gaps[before : before + length], gaps, low, high))
+            else:
+                tokens = list(_tokens(turn, colour, largest, low, high))
             parts.append(Part(turn.author, turn.learned, turn.text, tokens, length - (high - low) if tokens else 0))
         return cls(rollout, parts, max(0, rollout.tokens - end), end)
 
@@ -153,6 +192,18 @@ def _tokens(turn: ReadTurn, colour: str, largest: float, low: int, high: int) ->
             level = min(LEVELS - 1, round(share * (LEVELS - 1)))
             sign = "" if not value else "p" if value > 0 else "n"
             yield Token(piece, level, sign, f"advantage {value:+.3f}" if value is not None else "")
+
+
+def _with_gaps(
+    turn: ReadTurn, gaps: Sequence[float | None], found: Gaps | None, low: int, high: int
+) -> Iterator[Token]:
+    if turn.author != "policy" or found is None or len(turn.pieces) != len(turn.token_ids) != 0:
+        return
+    bound = found.limit or 0.01
+    for index in range(low, high):
+        gap = gaps[index] if index < len(gaps) else None
+        level = 5 if gap is None else sum(gap > edge for edge in (0, 0.1 * bound, 0.5 * bound, bound, 10 * bound))
+        yield Token(turn.pieces[index], level, "", f"gap {gap:.4g} nats" if gap is not None else "gap not finite")
 
 
 def _prompt(rollouts: Sequence[ReadRollout]) -> str:

@@ -33,14 +33,14 @@ def serve(places: Sequence[str], bind: str, port: int, index: Path | None, say: 
             index = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-page-"))) / "index.sqlite"
         listener = stack.enter_context(listen(bind, port))
         own = any(not place.startswith(("http://", "https://")) for place in places)
-        token = secrets.token_urlsafe(32) if own else ""
+        token = secrets.token_urlsafe(32)
         url = address(bind, listener.getsockname()[1])
 
         def told() -> None:
             say(f"The page: {url}/")
-            if token:
-                say(f"As the host, with what is private: {host_link(url, token)}")
-                say("Give the second address to nobody. Ctrl-C ends the page, and the run goes on.")
+            more = "As the host, with what is private, and" if own else "For you, who may"
+            say(f"{more} have this machine recompute rollouts: {host_link(url, token)}")
+            say("Give the second address to nobody. Ctrl-C ends the page, and the run goes on.")
 
         serve_on(listener, places, index, token, told)
 

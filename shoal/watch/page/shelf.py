@@ -5,11 +5,12 @@ nothing about who may see what; `views` and `group_views` do.
 """
 
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from shoal.alarms import AlarmLine, read_alarms
 from shoal.errors import ConfigError, NothingYet, PeerError, ShoalError
 from shoal.folder import RunFolder
 from shoal.watch.index import Builder, Look
+from shoal.watch.page.gaps import Gaps, Rescoring
 from shoal.watch.reading import Place, ReadGroup, Reading, open_run
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,11 @@ class Shown:
     told: object = None
     """Condition and alarms as they were noted last."""
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a folder of this machine."""
+        return not self.where.startswith(("http://", "https://"))
+
 
 class Shelf:
     """Some runs and their index. `start` begins to index them; until then, `step` does so once."""
@@ -59,6 +66,7 @@ class Shelf:
         self._path, self._clock, self._open_one = path, clock, open_one
         self.change = 0
         """Grows whenever the pages may say something else."""
+        self._rescoring = Rescoring()
         self._local = threading.local()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -90,8 +98,22 @@ class Shelf:
         """The run of a number in the index, if this page shows it."""
         return next((shown for shown in self.runs if shown.number == number), None)
 
-    def group(self, number: int, place: Place, private: bool) -> ReadGroup:
-        """A group with the text of its tokens. `private`: whether the host asks. Raises `NothingYet`, `ShoalError`."""
+    def free_bytes(self, number: int) -> int | None:
+        """Free space where a run's folder is; None for a run elsewhere."""
+        shown = self.of(number)
+        with suppress(OSError):
+            return shutil.disk_usage(shown.where).free if shown is not None and shown.is_own else None
+        return None
+
+    def gaps(self, number: int, place: Place) -> Gaps:
+        """The replay gaps of a group that the asker may see. Raises `NothingYet`, `ShoalError`."""
+        shown = self.of(number)
+        assert shown is not None, "the asker saw a group of it"
+        return self._rescoring.gaps(shown.where, place)
+
+    def group(self, number: int, place: Place, private: bool, parts: bool = False) -> ReadGroup:
+        """A group with the text of its tokens. `private`: whether the host asks. With `parts` its environment plays it
+        again and names the parts of each reward. Raises `NothingYet`, `ShoalError`."""
         shown = self.of(number)
         if shown is None or not shown.lock.acquire(timeout=GROUP_WAIT_S):
             raise NothingYet("the log is being read: reload the page in a few seconds")
@@ -100,7 +122,8 @@ class Shelf:
                 raise NothingYet("the log is being read: reload the page in a few seconds")
             if not private and not shown.reading.is_public(place.submission):  # guard: page-keeps-private-bodies
                 raise NothingYet("this body is still private: its host alone may read it")
-            return shown.reading.group(place, with_pieces=True)
+            found = shown.reading.group(place, with_pieces=True)
+            return with_parts(found, shown.reading.replayed(place).group) if parts else found
         finally:
             shown.lock.release()
 
@@ -141,10 +164,9 @@ class Shelf:
 
     def _open(self, shown: Shown) -> None:
         self._let_go(shown)
-        is_folder = not shown.where.startswith(("http://", "https://"))
-        if is_folder and not Path(shown.where).exists():
+        if shown.is_own and not Path(shown.where).exists():
             raise ConfigError(f"there is no folder {shown.where}: give a run's folder or its URL")
-        shown.reading = self._open_one(shown.where, private=is_folder)
+        shown.reading = self._open_one(shown.where, private=shown.is_own)
         shown.builder = Builder(self._path, shown.reading)
         shown.number = shown.builder.number
 
@@ -175,6 +197,15 @@ class Shelf:
 def _without_clock(told: str) -> str:
     """A condition without what grows each second, its last field."""
     return told.partition('"waiting_s"')[0]
+
+
+def with_parts(group: ReadGroup, played: ReadGroup) -> ReadGroup:
+    """A group with what the replay says of its rewards."""
+    told = {rollout.index: rollout for rollout in played.rollouts}
+    return replace(group, rollouts=tuple(
+        replace(r, parts=told[r.index].parts, metrics=told[r.index].metrics, problem=told[r.index].problem)
+        for r in group.rollouts
+    ))  # fmt: skip
 
 
 def alarm_rows(lines: Sequence[AlarmLine]) -> list[dict[str, Any]]:

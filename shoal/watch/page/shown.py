@@ -6,12 +6,14 @@ that change the direction of a line, are shown as escapes, and `<bdi>` in the te
 
 import hashlib
 import math
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2.environment import TemplateModule
 from starlette.datastructures import QueryParams
 
 from shoal.terminal import brief, printable
@@ -31,12 +33,16 @@ def templates() -> Environment:
     env.autoescape = True  # guard: page-escapes-all
     env.filters |= {
         "number": number, "whole": whole, "percent": percent, "when": when, "iso": iso, "span": span,
-        "cut": cut, "shown": shown,
-        "said": said, "query": query, "after": after,
+        "cut": cut, "shown": shown, "said": said, "query": query, "after": after, "day": day, "clock": clock,
+        "kind_class": kind_class,
     }  # fmt: skip
     env.globals |= {"dash": NONE, "asset": _assets().__getitem__}
-    env.globals["p"] = env.get_template("parts.html").module
     return env
+
+
+def parts(env: Environment, name_of: Callable[[str], str]) -> TemplateModule:
+    """What pages show alike, with the names of this run's nodes by key."""
+    return env.get_template("parts.html").make_module({"name_of": name_of})
 
 
 def _assets() -> dict[str, str]:
@@ -86,6 +92,18 @@ def when(time_s: float | None) -> str:
     return f"{found:%Y-%m-%d %H:%M:%S}" if found else NONE
 
 
+def day(time_s: float | None) -> str:
+    """The date of a time in UTC."""
+    found = _moment(time_s)
+    return f"{found:%A, %Y-%m-%d}" if found else NONE
+
+
+def clock(time_s: float | None) -> str:
+    """The time of the day in UTC."""
+    found = _moment(time_s)
+    return f"{found:%H:%M:%S}" if found else NONE
+
+
 def iso(time_s: float | None) -> str:
     """The same for machines."""
     found = _moment(time_s)
@@ -103,6 +121,8 @@ def span(seconds: float | None) -> str:
     """A length of time with two units at most."""
     if seconds is None or not math.isfinite(seconds):
         return NONE
+    if 0 < seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, hours, days = round(seconds / 60), round(seconds / 3600), seconds / 86400
@@ -111,9 +131,20 @@ def span(seconds: float | None) -> str:
     return f"{hours} h" if hours < 72 else f"{days:.1f} days"
 
 
-def cut(key: object) -> str:
+def cut(key: object, most: int = KEY_CHARS) -> str:
     """The beginning of a key or a digest."""
-    return shown(str(key)[:KEY_CHARS])
+    return shown(str(key)[:most])
+
+
+def kind_class(kind: str) -> str:
+    """How a kind of event is marked in a timeline."""
+    return next((mark for mark, kinds in _MARKS.items() if kind in kinds), "other")
+
+
+_MARKS = {
+    "run": ("run_created", "run_ended", "rules_changed", "checkpoint_published", "batch_formed"),
+    "trouble": ("slash", "forfeited", "node_quarantined", "validator_fault", "lease_lapsed", "slot_void"),
+}
 
 
 def after(given: QueryParams, place: int) -> str:

@@ -11,14 +11,12 @@ from typing import Any
 from shoal.metrics import METRICS
 from shoal.watch.index.look import RANKINGS
 from shoal.watch.page.asked import Asked, NotHere
-from shoal.watch.page.charts import HEIGHT, OVERVIEW, WIDTH, Chart, chart_of, compared, picture_of
+from shoal.watch.page.charts import OVERVIEW, Chart, chart_of, compared, family_of, picture_of
 
 View = Callable[[Asked], tuple[str, Mapping[str, Any]]]
 
 MOST_CHARTS = 60
 """Of one page of figures."""
-
-FREE_DISK = "disk_free_gb"
 
 
 def overview(asked: Asked) -> tuple[str, Mapping[str, Any]]:
@@ -28,7 +26,8 @@ def overview(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     return "overview.html", {
         **found, "alarms": look.alarms(run, only_open=True), "charts": _charts(asked, OVERVIEW),
         "refused": look.refusal_counts(run, 5), "ages": look.ages(run, 5),
-        "top": look.nodes(run, "worker", limit=5)["rows"], "title": "Overview",
+        "top": look.nodes(run, "worker", limit=5)["rows"], "title": "Overview", "disk": asked.shelf.free_bytes(run),
+        "staleness": _mean_staleness(found["metrics"]), "first_reward": _first_reward(asked),
         "per_env": {name.partition("/")[2]: value for name, value in sorted(_numbers(found["metrics"]).items())
                     if name.startswith("reward_mean/")},
     }  # fmt: skip
@@ -48,6 +47,22 @@ def figures(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     }  # fmt: skip
 
 
+def figure(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+    """One metric with its newest values: the address of a figure."""
+    name = asked.word("name")
+    found = chart_of(asked.look, asked.run, name, asked.smooth())
+    if not found.lines:
+        raise NotHere(f"the run has no numbers of a metric {name[:60]!r}")
+    family = family_of(asked.look, asked.run, name)[: len(found.lines)]
+    lines = asked.look.rows("SELECT step, line FROM metrics WHERE run = ? ORDER BY step DESC LIMIT 50", asked.run)
+    told = [(row["step"], _numbers(json.loads(row["line"]))) for row in lines]
+    return "figure.html", {
+        "title": "Figures", "name": name, "one_chart": _drawn(found), "smooth": asked.smooth(),
+        "labels": [line.label for line in found.lines],
+        "rows": [{"step": at, "values": [values.get(metric) for metric in family]} for at, values in told],
+    }  # fmt: skip
+
+
 def step(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     """The metrics of one step: the line that the trainer wrote."""
     number = asked.path["step"]
@@ -64,10 +79,8 @@ def nodes(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     role, by, search = asked.word("role"), asked.word("by") or "credits", asked.word("q")
     by = by if by in RANKINGS else "credits"
     page = asked.look.nodes(asked.run, role, by, search, asked.whole("after", 0) or 0)
-    facts = asked.look.overview(asked.run)["facts"]
     return "nodes.html", {
         "title": "Nodes", **page, "role": role, "by": by, "search": search, "rankings": RANKINGS,
-        "checks": asked.look.refusal_counts(asked.run), "facts": facts,
     }  # fmt: skip
 
 
@@ -83,7 +96,10 @@ def node(asked: Asked) -> tuple[str, Mapping[str, Any]]:
         "count(DISTINCT CASE WHEN step >= 0 THEN step END) AS steps FROM groups WHERE run = ? AND worker = ?",
         asked.run, key,
     )[0]  # fmt: skip
-    return "node.html", {"title": "Node", "node": found, "events": events, "helped": helped}
+    peers = asked.look.rows("SELECT count(*) AS peers FROM nodes WHERE run = ? AND role = ?", asked.run, found["role"])[
+        0
+    ]
+    return "node.html", {"title": "Nodes", "node": {**found, **peers}, "events": events, "helped": helped}
 
 
 def validators(asked: Asked) -> tuple[str, Mapping[str, Any]]:
@@ -124,7 +140,8 @@ def alarms(asked: Asked) -> tuple[str, Mapping[str, Any]]:
 def comparison(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     """Several runs beside each other."""
     runs = asked.runs()
-    labels = {row["run"]: row["name"] or row["place"] for row in runs}
+    drawn = _drawn_runs(asked)
+    labels = {row["run"]: row["name"] or row["place"] for row in runs if row["run"] in drawn}
     names = sorted({name for row in runs for name in asked.look.names(row["run"])} - {"step", "time_s"})
     chosen = [name for name in asked.words("metric") if name in names] or [
         name for name in ("reward_mean", "entropy_nats") if name in names
@@ -132,13 +149,19 @@ def comparison(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     charts = [_drawn(compared(asked.look, labels, name, asked.smooth())) for name in chosen[:12]]
     figures = [{**row, **asked.look.overview(row["run"])} for row in runs]
     return "compare.html", {
-        "title": "Runs", "rows": figures, "charts": charts, "names": names, "chosen": chosen, "smooth": asked.smooth(),
-        "width": WIDTH, "height": HEIGHT,
+        "title": "Compare", "rows": figures, "charts": charts, "names": names, "chosen": chosen,
+        "smooth": asked.smooth(), "drawn": drawn, "of": "&of=all" + "".join(f"&run={run}" for run in drawn),
     }  # fmt: skip
 
 
+def _drawn_runs(asked: Asked) -> list[int]:
+    """The runs that a comparison draws: those that are chosen, else all."""
+    known = [row["run"] for row in asked.runs()]
+    return [run for run in known if str(run) in asked.words("run")] or known
+
+
 VIEWS: dict[str, View] = {
-    "/": overview, "/figures": figures, "/steps/{step:int}": step, "/nodes": nodes, "/nodes/{key}": node,
+    "/": overview, "/figures": figures, "/figure": figure, "/steps/{step:int}": step, "/nodes": nodes, "/nodes/{key}": node,
     "/validators": validators, "/refusals": refusals, "/versions": versions, "/alarms": alarms,
 }  # fmt: skip
 
@@ -150,7 +173,8 @@ def chart(asked: Asked) -> Mapping[str, Any]:
     """The numbers of one chart; with `of=all`, of all runs."""
     name = asked.word("name")
     if asked.word("of") == "all":
-        labels = {row["run"]: row["name"] or row["place"] for row in asked.runs()}
+        drawn = _drawn_runs(asked)
+        labels = {row["run"]: row["name"] or row["place"] for row in asked.runs() if row["run"] in drawn}
         found = compared(asked.look, labels, name, asked.smooth())
     else:
         found = chart_of(asked.look, asked.run, name, asked.smooth())
@@ -176,6 +200,21 @@ def _charts(asked: Asked, names: Any) -> list[dict[str, Any]]:
 
 def _drawn(found: Chart) -> dict[str, Any]:
     return {"chart": found, "picture": picture_of(found)}
+
+
+def _mean_staleness(line: Mapping[str, Any]) -> float | None:
+    """Mean age of the rollouts of a step, in versions."""
+    ages = line.get("staleness_rollouts")
+    if not isinstance(ages, dict):
+        return None
+    counts = {int(age): count for age, count in ages.items() if age.isdecimal() and isinstance(count, int | float)}
+    total = sum(counts.values())
+    return sum(age * count for age, count in counts.items()) / total if total else None
+
+
+def _first_reward(asked: Asked) -> float | None:
+    found = asked.look.rows("SELECT value FROM series WHERE run = ? AND name = 'reward_mean' AND step = 0", asked.run)
+    return found[0]["value"] if found else None
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,10 +29,10 @@
     const edges = told.lines.flatMap((line, i) => (line.edge ? [i + 1] : []));
     const plot = figure.querySelector(".plot");
     const quiet = css("--quiet"), rule = css("--rule");
-    const axis = { stroke: quiet, grid: { stroke: rule, width: 1 }, ticks: { show: false } };
+    const axis = { stroke: quiet, font: "12px system-ui, sans-serif", grid: { stroke: rule, width: 1 }, ticks: { show: false } };
     const options = {
-      width: plot.clientWidth, height: 190, legend: { show: true }, cursor: { y: false },
-      scales: { x: { time: false } }, series: [{ label: told.x_label }, ...series], axes: [{ ...axis, size: 30 }, { ...axis, size: 56 }],
+      width: plot.clientWidth, height: figure.closest(".large") ? 340 : 190, legend: { show: false }, cursor: { y: false },
+      hooks: { setCursor: [(chart) => read(figure, told, chart.cursor.idx)] }, scales: { x: { time: false } }, series: [{ label: told.x_label }, ...series], axes: [{ ...axis, size: 30 }, { ...axis, size: 56 }],
       bands: edges.length === 2 ? [{ series: edges, fill: css("--band") }] : [],
     };
     const data = [told.x, ...told.lines.map((line) => line.values)];
@@ -40,11 +40,22 @@
     if (before) before.destroy();
     plot.replaceChildren();
     const made = new uPlot(options, data, plot);
-    const label = figure.dataset.label || "";
     made.root.setAttribute("role", "img");
-    made.root.setAttribute("aria-label", label);
+    made.root.setAttribute("aria-label", figure.dataset.title);
     figure.classList.add("drawn");
     drawn.set(figure, made);
+  }
+
+  // The legend tells the values where the pointer is, and else the last ones.
+  const figures = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
+  function read(figure, told, index) {
+    const away = index === null || index === undefined, at = figure.querySelector("[data-at]");
+    at.textContent = away ? at.dataset.at : told.x[index];
+    const plain = told.lines.filter((line) => !line.edge);
+    figure.querySelectorAll("[data-last]").forEach((one, i) => {
+      const value = away || !plain[i] ? null : plain[i].values[index];
+      one.textContent = away ? one.dataset.last : value === null ? "–" : figures.format(value);
+    });
   }
 
   const seen = new IntersectionObserver((found) => {
@@ -53,18 +64,19 @@
 
   function charts() {
     if (typeof uPlot === "undefined") return;
-    for (const figure of document.querySelectorAll("[data-chart]")) {
-      const picture = figure.querySelector("svg[role=img]");
-      if (picture) figure.dataset.label = picture.getAttribute("aria-label");
-      seen.observe(figure);
-    }
+    for (const figure of document.querySelectorAll("[data-chart]")) seen.observe(figure);
   }
 
   const slider = document.querySelector("[data-smooth]");
   const smoothing = () => (slider ? slider.value : "");
   let timer = 0;
   const again = () => { clearTimeout(timer); timer = setTimeout(() => drawn.forEach((_, figure) => draw(figure, smoothing())), 150); };
-  if (slider) slider.addEventListener("input", again);
+  if (slider) slider.addEventListener("input", () => {
+    const address = new URL(location.href);
+    address.searchParams.set("smooth", slider.value);
+    history.replaceState(null, "", address);
+    again();
+  });
   let width = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; again(); } });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
