@@ -117,5 +117,24 @@ def standing_alarms(path: Path) -> Sequence[Alarm]:
     return standing(read_alarms(path))
 
 
+class StandingAlarms:
+    """The alarms of a file that stand now, for somebody who asks often: the file is read again when it has changed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, int] | None = None
+        self._standing: Sequence[Alarm] = ()
+
+    def read(self) -> Sequence[Alarm]:
+        """As `standing_alarms`."""
+        try:
+            found = self._path.stat()
+        except OSError:
+            return ()
+        if self._seen != (seen := (found.st_mtime_ns, found.st_size)):
+            self._seen, self._standing = seen, standing_alarms(self._path)
+        return self._standing
+
+
 def _identity(change: str, alarm: Alarm) -> tuple[str, str, str, int]:
     return change, alarm.cause, alarm.node, alarm.since

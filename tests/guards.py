@@ -320,6 +320,8 @@ GUARDS = [
          "test_metrics_of_a_hostile_host_neither_go_back_nor_go_on_for_ever"),
         ("finite-figures", ("known and _is_number(value)", "known"),
          "test_only_finite_figures_of_known_names_are_kept_of_a_line"),
+        ("few-standing-alarms", ("MAX_STANDING_ALARMS", "None"),
+         "test_alarms_of_a_url_are_shown_by_their_cause_and_too_many_are_refused"),
     ),
     *_needed_by("tests/ledger/test_audits.py",
         ("probation", ("self.probation_blocks", "1"),

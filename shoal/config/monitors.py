@@ -55,6 +55,12 @@ CAUSES = {
 }
 """Alarms by name, each with what it says."""
 
+
+def said_of(cause: str) -> str:
+    """What an alarm says, which may be one of a later shoal."""
+    return CAUSES.get(cause, "this version of shoal does not know the alarm")
+
+
 NAMES_A_NODE = ("poisoning",)
 """Alarms for which a worker may be quarantined: being slow is no fault, and nor is a wrong clock."""
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from shoal.alarms import Alarm
+from shoal.config.monitors import said_of
 from shoal.errors import NothingYet, PeerError
 from shoal.launch.snapshot import NO_STATUS, PAGING_SHARE, Snapshot
 from shoal.metrics import METRICS
@@ -70,6 +72,7 @@ class RemoteRun:
         return Snapshot(
             name=status.name, out=self._client.base_url, steps=status.steps, status=status, url=self._client.base_url,
             elapsed_s=self._elapsed_s(), metrics=tuple(self._lines), nodes=self._nodes, notice=self.trouble,
+            alarms=[Alarm(one.cause, one.severity, one.since, one.since, said_of(one.cause), "") for one in status.alarms],
         )  # fmt: skip
 
     async def _read_metrics(self) -> None:

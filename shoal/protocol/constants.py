@@ -119,6 +119,9 @@ MIN_LR_FACTOR = 0.01
 MAX_MEASURED = 8
 """Figures in the evidence for a host's request. Changing breaks: logs that hold more."""
 
+MAX_STANDING_ALARMS = 64
+"""Alarms that a status tells. Changing breaks: watchers of an older shoal, which refuse a status with more."""
+
 MAX_BLOCK_ROLLOUTS = 4096
 """Rollouts of one block."""
 

@@ -23,7 +23,7 @@ and the host's folder with its run key. All texts are strangers': they may hold 
 
     builder = Builder(path, run)            # resumes where it was killed; makes a damaged index anew
     builder.advance()                       # one transaction; False if there is nothing new. Call it again and again
-    builder.note_condition(trouble)         # how the run does now, and evaluations; now and then
+    builder.note_condition(trouble)         # how the run does now, evaluations and alarms; now and then
     look = Look(path)                       # one thread uses it at a time
     look.runs()                             # `run` is the number of a run in the index, the first argument of the rest
     look.overview(run), look.names(run), look.series(run, "reward_mean", points=500, smooth=0.9), look.heldout(run)
@@ -34,7 +34,7 @@ and the host's folder with its run key. All texts are strangers': they may hold 
     group(look, run, number), same_task(look, run, env, task), number_of(look, run, digest=), filters(look, run)
 
 Lists are {"rows": [...], "next": ...}: ask again with `after=next` until it is None. `private=True` of the questions about
-groups shows what is not public; only the host may have it. `put_alarms` of a builder takes the alarms that monitors raise.
+groups shows what is not public; only the host may have it.
 """
 
 from shoal.watch.index import Builder as Builder

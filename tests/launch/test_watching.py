@@ -14,6 +14,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -33,8 +34,8 @@ from shoal.launch.view import LiveView, plain, render
 from shoal.launch.watching import FolderWatch, follow, watch
 from shoal.net.client import Client
 from shoal.net.sided import SHOAL
-from shoal.protocol.constants import MAX_NODES
-from shoal.protocol.types import NodeState, Status
+from shoal.protocol.constants import MAX_NODES, MAX_STANDING_ALARMS
+from shoal.protocol.types import NodeState, StandingAlarm, Status
 from tests.roles.town import Town, tiny_run
 
 Host = Callable[[httpx.Request], httpx.Response]
@@ -152,6 +153,19 @@ def test_metrics_of_a_hostile_host_neither_go_back_nor_go_on_for_ever(snapshot: 
     seen = looked(remote(endless))
     assert len(asked) == PAGES_AT_ONCE and [line["step"] for line in seen.metrics] == list(range(PAGES_AT_ONCE))
     assert seen.series("loss") == [1.0] * PAGES_AT_ONCE
+
+
+def test_alarms_of_a_url_are_shown_by_their_cause_and_too_many_are_refused(snapshot: Snapshot) -> None:
+    def host(alarms: int) -> Host:
+        standing = tuple(StandingAlarm("drift", "critical", step) for step in range(alarms))
+        status = msgspec.structs.replace(snapshot.status, alarms=standing)
+        return host_of(replace(snapshot, status=status), None)
+
+    seen = looked(remote(host(1)))
+    assert [(one.cause, one.since) for one in seen.alarms] == [("drift", 0)]
+    assert seen.alarms[0].summary.startswith("the policy that samples")
+    with pytest.raises(PeerError):
+        looked(remote(host(MAX_STANDING_ALARMS + 1)))
 
 
 def test_a_list_of_nodes_without_end_is_left_when_nothing_new_comes(snapshot: Snapshot) -> None:

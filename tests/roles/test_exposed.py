@@ -12,7 +12,7 @@ from shoal.alarms import Alarm, AlarmsLog
 from shoal.ledger.facts.members import Enter
 from shoal.metrics import METRICS, newest_metrics
 from shoal.protocol import types as t
-from shoal.protocol.wire import digest
+from shoal.protocol.wire import digest, from_json
 from shoal.roles.coordinator.board import Board
 from shoal.roles.coordinator.exposed import MAX_VALUES, PAGES_SHARE, WAITED_FOR, Exposed
 from shoal.roles.coordinator.meter import Meter
@@ -121,8 +121,10 @@ def test_alarms_of_the_runs_folder_are_told_while_they_stand(town, changes):
     book = AlarmsLog(town.folder.alarms)
     for change in changes:
         book.write(change, Alarm("collapse", "warning", 3, 4, "The reward fell.", "Pause the run."), 7.0)
-    found = samples(get(town, "/metrics")[0])
-    assert (("shoal_alarm", "cause=collapse") in found) == (changes == ["raised"])
+    page, status = get(town, "/metrics", "/v1/status")
+    assert (("shoal_alarm", "cause=collapse") in samples(page)) == (changes == ["raised"])
+    told = [t.StandingAlarm("collapse", "warning", 3)] if changes == ["raised"] else []
+    assert list(from_json(status.encode(), t.Status).alarms) == told
 
 
 def test_requests_are_counted_by_call_and_unknown_paths_make_no_series(town):

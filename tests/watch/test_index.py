@@ -7,6 +7,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
+from shoal.alarms import Alarm, AlarmsLog
 from shoal.errors import PeerError, StateError
 from shoal.ledger.facts.pay import Credit
 from shoal.ledger.facts.verdicts import VerdictGiven
@@ -14,6 +15,7 @@ from shoal.ledger.facts.versions import CheckpointPublished
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import verify
 from shoal.ledger.table import make_entry
+from shoal.protocol.types import Measured
 from shoal.watch.index import Builder, Filter, Look, bodies, filters, group, groups, number_of, same_task
 from shoal.watch.index.schema import NAMES, open_to_write
 from shoal.watch.reading import Replaced, open_run
@@ -297,20 +299,51 @@ def test_two_runs_in_one_index_do_not_mix(index, town, copied, tmp_path):
     asked.close()
 
 
-def test_alarms_are_replaced_as_a_whole_and_the_open_ones_come_first(town, tmp_path):
-    path = tmp_path / "index.sqlite"
-    open_alarm = {
-        "name": "entropy", "since_step": 3, "cause": "entropy lost", "level": "warning", "words": "0.1 nats, limit 0.2",
-        "seq": -1, "first_s": 1.0, "last_s": 2.0, "is_open": True, "evidence": {"entropy_nats": [0.1]},
-    }  # fmt: skip
-    with open_run(town.folder.root) as run:
-        builder = Builder(path, run)
-        builder.put_alarms([{**open_alarm, "name": "old"}])
-        builder.put_alarms([{**open_alarm, "name": "disk", "is_open": False, "last_s": 9.0}, open_alarm])
-        builder.close()
+def test_alarms_of_a_folder_are_told_by_cause_node_and_step_the_open_ones_first(copied, tmp_path):
+    path, log = tmp_path / "index.sqlite", AlarmsLog(copied / "alarms.jsonl")
+    drift = Alarm("drift", "warning", 3, 5, "It drifts.", "Lower the rate.", (Measured("kl", 0.4, 0.1),))
+    slow = [Alarm("stragglers", "notice", 3, 3, "It is slow.", "Wait.", (), f"ab{n}" * 12) for n in range(2)]
+    for time, change, alarm in [
+        (1.0, "raised", drift), (2.0, "raised", slow[0]), (3.0, "raised", slow[1]), (4.0, "cleared", drift),
+    ]:  # fmt: skip
+        log.write(change, alarm, time)
+    built(path, copied)
     asked = Look(path)
-    assert [row["name"] for row in asked.alarms(1)] == ["entropy", "disk"]
-    assert asked.alarms(1, only_open=True)[0]["evidence"] == {"entropy_nats": [0.1]}
+    rows = asked.alarms(1)
+    assert [(row["cause"], row["node"], row["since_step"], row["is_open"]) for row in rows] == [
+        ("stragglers", slow[1].node, 3, 1), ("stragglers", slow[0].node, 3, 1), ("drift", "", 3, 0),
+    ]  # fmt: skip
+    assert (rows[2]["first_s"], rows[2]["last_s"], rows[2]["words"]) == (1.0, 4.0, "It drifts. Lower the rate.")
+    assert rows[2]["evidence"] == {"step": 5, "measured": [{"name": "kl", "value": 0.4, "limit": 0.1}]}
+    asked.close()
+
+
+def test_a_url_tells_alarms_by_their_cause_alone_and_what_it_stops_telling_was_cleared(town, tmp_path):
+    path, log = tmp_path / "index.sqlite", AlarmsLog(town.folder.alarms)
+    alarms = [
+        Alarm("stragglers", "warning", 3, 4, "A secret.", "Wait.", (), key) for key in ("ab" * 32, "cd" * 32)
+    ] + [Alarm("disk", "critical", 5, 5, "Full.", "Delete.")]  # fmt: skip
+    try:
+        for alarm in alarms:
+            log.write("raised", alarm, 1.0)
+        with open_run("http://host", transport=httpx.ASGITransport(town.app), clock=lambda: 1e9) as run:
+            now = iter([10.0, 20.0, 30.0])
+            builder, asked = Builder(path, run, clock=lambda: next(now)), Look(path)
+            builder.note_condition()
+            first = asked.alarms(1)
+            log.write("cleared", alarms[2], 2.0)
+            builder.note_condition()
+            then = asked.alarms(1)
+            builder.close()
+    finally:
+        town.folder.alarms.unlink()
+    assert {(row["cause"], row["node"], row["since_step"], row["level"]) for row in first} == {
+        ("stragglers", "", 3, "warning"), ("disk", "", 5, "critical"),
+    }  # fmt: skip
+    assert "a worker lets leases lapse" in first[0]["words"] + first[1]["words"] and "secret" not in repr(first)
+    assert [(row["cause"], row["is_open"], row["first_s"], row["last_s"]) for row in then] == [
+        ("stragglers", 1, 10.0, 10.0), ("disk", 0, 10.0, 20.0),
+    ]  # fmt: skip
     asked.close()
 
 

@@ -14,14 +14,11 @@ from urllib.parse import urljoin
 import pytest
 from starlette.testclient import TestClient
 
-from shoal.alarms import Alarm, AlarmLine
 from shoal.errors import ConfigError, NothingYet, StateError
-from shoal.protocol.types import Measured
 from shoal.watch.page import Shelf, page_app
 from shoal.watch.page.app import HEADERS
 from shoal.watch.page.downloads import DOWNLOADS
 from shoal.watch.page.serve import host_token
-from shoal.watch.page.shelf import alarm_rows
 
 TOKEN = "t" * 43
 
@@ -212,9 +209,8 @@ def hostile(town, tmp_path, monkeypatch):
     for place, word in enumerate(HOSTILE):
         word = word.encode("utf-8", "replace").decode()
         db.execute("INSERT OR REPLACE INTO series VALUES (1, ?, 1, 0.5)", (f"env_metric/{word}",))
-        evidence = json.dumps({"measured": [], "node": ""})
-        alarm = (word, place, word, word, evidence)
-        db.execute("INSERT INTO alarms VALUES (1, ?, ?, ?, 'warning', ?, -1, 1, 1, 1, ?)", alarm)
+        alarm = (word, word, place, word, json.dumps({"measured": []}))
+        db.execute("INSERT INTO alarms VALUES (1, ?, ?, ?, 'warning', ?, 1, 1, 1, ?)", alarm)
         db.execute("INSERT INTO heldout VALUES (1, ?, '', ?, 0.5, 0.4, 0.6, 9, ?, ?)", (word, place, word, word))
     db.execute("UPDATE runs SET name = ?", (HOSTILE[2],))
     of_run = shelf.group
@@ -361,18 +357,3 @@ def test_the_hosts_token_is_kept_for_it_alone(tmp_path):
     file.write_text("short")
     with pytest.raises(StateError, match="shorter"):
         host_token(file)
-
-
-def test_alarms_of_the_file_become_rows_with_their_evidence():
-    alarm = Alarm("drift", "warning", 3, 5, "It drifts.", "Lower the rate.", (Measured("kl", 0.4, 0.1),), "ab" * 32)
-    rows = alarm_rows([AlarmLine(1.0, "raised", alarm), AlarmLine(2.0, "cleared", replace_step(alarm, 9))])
-    assert [(row["cause"], row["is_open"], row["first_s"], row["last_s"]) for row in rows] == [
-        ("drift", False, 1.0, 2.0)
-    ]
-    assert rows[0]["evidence"]["measured"] == [{"name": "kl", "value": 0.4, "limit": 0.1}]
-
-
-def replace_step(alarm, step):
-    from msgspec.structs import replace as changed
-
-    return changed(alarm, step=step)

@@ -1,6 +1,6 @@
 """What crosses the wire: the nouns of the protocol, as frozen values, by subject. Names only."""
 
-from shoal.protocol.types.answers import CheckAnswer, Done, Event, Refusal, StateHash, Status
+from shoal.protocol.types.answers import CheckAnswer, Done, Event, Refusal, StandingAlarm, StateHash, Status
 from shoal.protocol.types.judgement import Check, GroupVerdict, StepReward, StepRewards, Verdict
 from shoal.protocol.types.learning import (
     AdapterBase,
@@ -106,6 +106,7 @@ __all__ = [
     "Slot",
     "SolveRate",
     "Staged",
+    "StandingAlarm",
     "StateHash",
     "Status",
     "StepReward",

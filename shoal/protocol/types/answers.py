@@ -1,9 +1,13 @@
 """The log's lines, refusals, and the answers of `roles/coordinator` about how a run is doing."""
 
+from typing import Annotated, Literal
+
 import msgspec
 
+from shoal.protocol.constants import MAX_STANDING_ALARMS
 from shoal.protocol.types.judgement import Check
 from shoal.protocol.types.message import Answer, Message
+from shoal.protocol.types.steering import Cause
 
 
 class Event(Message, frozen=True):
@@ -31,6 +35,16 @@ class CheckAnswer(Answer, frozen=True):
     reason: str
 
 
+class StandingAlarm(Answer, frozen=True):
+    """An alarm of a run, as anyone may know it: not which node it is about, nor the figures. The log has both once the
+    host acts on it."""
+
+    cause: Cause
+    severity: Literal["notice", "warning", "critical"]
+    since: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+    """Training step at which it was raised."""
+
+
 class Status(Answer, frozen=True):
     """`GET /v1/status`: how far the run is, and what it waits for."""
 
@@ -55,6 +69,9 @@ class Status(Answer, frozen=True):
     pause_cause: str = ""
     """Why the run paused itself, such as "no signal"; "alarm: CAUSE" if an alarm paused it, as its run file says; empty if
     the host paused it."""
+    # guard: few-standing-alarms
+    alarms: Annotated[tuple[StandingAlarm, ...], msgspec.Meta(max_length=MAX_STANDING_ALARMS)] = ()
+    """Those that stand now."""
 
 
 class StateHash(Answer, frozen=True):

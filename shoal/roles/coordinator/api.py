@@ -17,7 +17,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal import __version__
-from shoal.alarms import standing_alarms
 from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.facts.batches import BatchFormed
 from shoal.ledger.facts.members import Enter, Leave, NodeJoined, NodeLeft, ValidatorFault
@@ -88,7 +87,7 @@ def application(desk: Desk, **options: Any) -> Starlette:
     meter, board = Meter(), Board(desk)
     door = Door(
         desk, board, Gate(desk.clock), Line(desk.book, desk.clock), Asked(), Pages(desk.book.store), Waits(),
-        Exposed(desk, board, meter, lambda: [alarm.cause for alarm in standing_alarms(desk.alarms)]),
+        Exposed(desk, board, meter, lambda: [alarm.cause for alarm in board.alarms()]),
     )  # fmt: skip
     routes = [_route(call, _bound(handler, door), meter) for call, handler in CALLS]
     app = server.application(routes, **options)

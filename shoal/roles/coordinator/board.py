@@ -8,6 +8,7 @@ from itertools import islice
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from shoal.alarms import StandingAlarms
 from shoal.ledger.answers import Refused
 from shoal.ledger.facts.run import NO_SIGNAL
 from shoal.ledger.next_batch import blocks_in_the_way, is_settled, next_members, usable
@@ -18,7 +19,7 @@ from shoal.ledger.state_records import Member
 from shoal.ledger.supply import groups_in_flight
 from shoal.ledger.turns import absent
 from shoal.protocol import types as t
-from shoal.protocol.constants import MAX_NODES, PROTOCOL_VERSION
+from shoal.protocol.constants import MAX_NODES, MAX_STANDING_ALARMS, PROTOCOL_VERSION
 from shoal.protocol.continuations import continued_slot
 from shoal.protocol.needs import needs_of
 from shoal.roles.coordinator.desk import FULL, Desk
@@ -33,7 +34,7 @@ class Board:
 
     def __init__(self, desk: Desk) -> None:
         self._desk, self._solve_rates = desk, SolveRates(desk, desk.solved)
-        self._waiting = ("", desk.clock())
+        self._waiting, self._alarms = ("", desk.clock()), StandingAlarms(desk.alarms)
         self._hashed: t.StateHash | None = None
         self._hash_again_at = 0.0
 
@@ -81,8 +82,13 @@ class Board:
             pending=len(state.pending) + len(state.rechecks), waiting_for=reason,
             waiting_s=self._desk.clock() - self._waiting[1],
             flat_groups=state.main.flat, flat_reward=state.main.flat_reward / max(1, state.main.flat),
-            pause_cause=state.pause_cause,
+            pause_cause=state.pause_cause, alarms=self.alarms(),
         )  # fmt: skip
+
+    def alarms(self) -> tuple[t.StandingAlarm, ...]:
+        """Alarms that stand, without the nodes that they are about."""
+        found = [t.StandingAlarm(one.cause, one.severity, one.since) for one in self._alarms.read()]
+        return tuple(dict.fromkeys(found))[:MAX_STANDING_ALARMS]
 
     def with_solve_rates(self, batch: t.Batch) -> t.Batch:
         """A batch with what its groups, and those left out of it, showed of each environment."""

@@ -8,10 +8,12 @@ index holds the same as if it had never been. What is written follows from the l
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from shoal.errors import StateError
 from shoal.ledger.algorithm import advantages
@@ -25,6 +27,7 @@ from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed
 from shoal.metrics import METRICS
 from shoal.protocol.algorithms import judged_by_trainer, step_credit_of, vine_of
 from shoal.roles.coordinator.board import groups_in_flight, waiting_for
+from shoal.watch.index.alarms import note_alarms
 from shoal.watch.index.bodies import decode_bodies
 from shoal.watch.index.plain import fit_for_search, numbers_of, plain, query_of
 from shoal.watch.index.schema import METRIC, MOST_ROLLOUTS, forget, open_to_write, run_word
@@ -39,11 +42,6 @@ PAGE = 1000
 
 BODIES = 8
 """Submissions that one step decodes, at most."""
-
-
-ALARM = ("name", "since_step", "cause", "level", "words", "seq", "first_s", "last_s", "is_open", "evidence")
-"""Columns of an alarm: which monitor, since which step, the named cause, how bad, a sentence, the event that it is about
-(-1: none), when it was first and last seen, whether it still holds, and the figures behind it."""
 
 
 class Builder:
@@ -114,10 +112,11 @@ class Builder:
         self.note_condition()
 
     def note_condition(self, trouble: str = "") -> None:
-        """Note how the run does now, its evaluations, and what keeps it from being read, if anything does."""
+        """Note how the run does now, its evaluations and alarms, and what keeps it from being read, if anything does."""
         condition, now = self.reading.condition(), self._clock()
-        status = condition.status
-        told = json.dumps({name: getattr(status, name) for name in status.__struct_fields__})
+        status, lines = condition.status, self.reading.alarms()
+        told = json.dumps({name: value for name, value in structs.asdict(status).items() if name != "alarms"})
+        standing = status.alarms if condition.is_live else None
         since_s = now - status.waiting_s
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
@@ -125,6 +124,7 @@ class Builder:
                 "INSERT OR REPLACE INTO conditions VALUES (?, ?, ?, ?, ?, ?)",
                 (self.number, told, condition.is_live, now, since_s, trouble),
             )
+            note_alarms(self._db, self.number, lines, standing, now)
             self._db.execute("DELETE FROM heldout WHERE run = ?", (self.number,))
             for one in self.reading.evaluations():
                 for label, part in {"": one, **one.envs}.items():
@@ -132,16 +132,6 @@ class Builder:
                         self.number, one.name, label, one.version, part.mean, part.low95, part.high95, part.episodes,
                         part.measure, part.tasks,
                     ))  # fmt: skip
-
-    def put_alarms(self, alarms: Iterable[Mapping[str, Any]]) -> None:
-        """Take the place of all alarms of the run. Each has the columns of the table `alarms` but `run`; `evidence` is any
-        value that JSON has."""
-        with self._db:
-            self._db.execute("BEGIN IMMEDIATE")
-            self._db.execute("DELETE FROM alarms WHERE run = ?", (self.number,))
-            for alarm in alarms:
-                told = [alarm[name] for name in ALARM if name != "evidence"]
-                self._put("alarms", (self.number, *told, json.dumps(alarm["evidence"])))
 
     # --- the log ---
 

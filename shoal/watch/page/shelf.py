@@ -12,11 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from shoal.alarms import AlarmLine, read_alarms
 from shoal.errors import ConfigError, NothingYet, PeerError, ShoalError
-from shoal.folder import RunFolder
 from shoal.watch.index import Builder, Look
 from shoal.watch.page.gaps import Gaps, Rescoring
 from shoal.watch.reading import Place, ReadGroup, Reading, open_run
@@ -182,12 +179,9 @@ class Shelf:
         if shown.builder is None or shown.reading is None:
             return False
         shown.asked_at = self._clock()
-        alarms: tuple[dict[str, Any], ...] = ()
         with suppress(ShoalError):
             shown.builder.note_condition(trouble)
-            if shown.reading.source.is_own:
-                alarms = tuple(alarm_rows(read_alarms(RunFolder(Path(shown.where)).alarms)))
-                shown.builder.put_alarms(alarms)
+        alarms = self.look().alarms(shown.number)
         row = self.look().rows("SELECT told, is_live, trouble FROM conditions WHERE run = ?", shown.number)
         told = (_without_clock(row[0]["told"]), row[0]["is_live"], row[0]["trouble"]) if row else None
         before, shown.told = shown.told, (told, repr(alarms))
@@ -206,24 +200,3 @@ def with_parts(group: ReadGroup, played: ReadGroup) -> ReadGroup:
         replace(r, parts=told[r.index].parts, metrics=told[r.index].metrics, problem=told[r.index].problem)
         for r in group.rollouts
     ))  # fmt: skip
-
-
-def alarm_rows(lines: Sequence[AlarmLine]) -> list[dict[str, Any]]:
-    """Alarms as the index takes them, from the lines of an alarms file."""
-    found = dict[tuple[str, str, int], dict[str, Any]]()
-    for line in lines:
-        alarm = line.alarm
-        key = (*alarm.subject, alarm.since)
-        row = found.setdefault(key, {
-            "name": f"{alarm.cause} {alarm.node[:12]}".strip(), "since_step": alarm.since, "cause": alarm.cause,
-            "seq": -1, "first_s": line.time_s,
-        })  # fmt: skip
-        row |= {
-            "level": alarm.severity, "words": f"{alarm.summary} {alarm.remedy}", "last_s": line.time_s,
-            "is_open": line.change == "raised",
-            "evidence": {
-                "node": alarm.node, "step": alarm.step,
-                "measured": [{f: getattr(one, f) for f in one.__struct_fields__} for one in alarm.measured],
-            },
-        }  # fmt: skip
-    return list(found.values())

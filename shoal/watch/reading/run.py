@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import httpx
 
+from shoal.alarms import AlarmLine
 from shoal.envs.base import Env
 from shoal.errors import ConfigError, NothingYet, Overreach, StateError
 from shoal.ledger.entry import GENESIS, Entry, event_hash
@@ -231,6 +232,10 @@ class Reading:
             waiting_s=max(0.0, self._clock() - state.time), flat_groups=state.main.flat,
             flat_reward=state.main.flat_reward / max(1, state.main.flat), pause_cause=state.pause_cause,
         ), False)  # fmt: skip
+
+    def alarms(self) -> list[AlarmLine] | None:
+        """What monitors raised and cleared, oldest first; None of a URL: `condition` says what stands."""
+        return self.source.alarms()
 
     def nodes(self) -> list[t.NodeState]:
         """All nodes in the order in which they joined, with what was refused and why."""

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import httpx
 import msgspec
 
+from shoal.alarms import AlarmLine, read_alarms
 from shoal.errors import ConfigError, NothingYet, PeerError, ShoalError, StateError
 from shoal.folder import RunFolder
 from shoal.ledger.state import State
@@ -82,6 +83,10 @@ class Source(Protocol):
 
     def evaluations(self) -> dict[str, bytes]:
         """Evaluations by name, as they were written."""
+        ...
+
+    def alarms(self) -> list[AlarmLine] | None:
+        """What monitors raised and cleared, oldest first; None of a URL, whose status says what stands."""
         ...
 
     def renderer(self, state: State) -> Renderer:
@@ -159,6 +164,9 @@ class FolderSource:
                 found[path.stem] = path.read_bytes()
         return found
 
+    def alarms(self) -> list[AlarmLine] | None:
+        return read_alarms(self.folder.alarms)
+
     def renderer(self, state: State) -> Renderer:
         if not self.folder.policy.is_dir():
             raise NothingYet(f"{self.folder.policy} is not there yet: the trainer makes it when it starts")
@@ -235,6 +243,9 @@ class UrlSource:
 
     def evaluations(self) -> dict[str, bytes]:
         return {}
+
+    def alarms(self) -> list[AlarmLine] | None:
+        return None
 
     def renderer(self, state: State) -> Renderer:
         """Fetch the files that the tokenizer is made of, without any weights, and open them in a child process."""
