@@ -12,7 +12,13 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from shoal.config import load_run
+from shoal.envs.load import BUILT_IN, load_env
+from shoal.envs.score import Score
+from tests.test_docs import named_files
+
 ROOT = Path(__file__).parent.parent
+COMING_FROM = sorted((ROOT / "docs" / "how-to").glob("coming-from-*.md"))
 LOADED = re.compile(r'<(?:script|img|iframe|source)\b[^>]*\bsrc="([^"]+)"|<link\b[^>]*\bhref="([^"]+)"')
 LINK = re.compile(r'<a\b[^>]*\bhref="([^"]+)"')
 
@@ -32,9 +38,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(pages_of(nav)) == sorted(pages)
 
 
-@pytest.mark.parametrize(
-    "page", sorted((ROOT / "docs" / "how-to").glob("coming-from-*.md")), ids=lambda page: page.stem
-)
+@pytest.mark.parametrize("page", COMING_FROM, ids=lambda page: page.stem)
 def test_keys_beside_those_of_others_are_of_the_run_file(page: Path) -> None:
     table = page.read_text().partition("\n## Keys\n")[2].partition("\n## ")[0]
     cells = [line.split(" | ")[1] for line in table.splitlines() if line.startswith("| ")][1:]
@@ -42,6 +46,31 @@ def test_keys_beside_those_of_others_are_of_the_run_file(page: Path) -> None:
     text = (ROOT / "docs" / "reference" / "run-file.md").read_text()
     assert shown
     assert [key for key in shown if f"| `{key}` |" not in text] == []
+
+
+@pytest.mark.parametrize("page", COMING_FROM, ids=lambda page: page.stem)
+def test_what_is_beside_the_configuration_of_others_is_a_run_that_loads(page: Path, tmp_path: Path) -> None:
+    for name, text in named_files(page).items():
+        (tmp_path / name).write_text(text)
+    [run_file] = tmp_path.glob("*.toml")
+    config = load_run(run_file)
+    for env in config.envs:
+        if env.name == "gym_env.py":
+            pytest.importorskip("reasoning_gym", reason="its tasks are those of a package that is not installed")
+        name = env.name if env.name in BUILT_IN else str(tmp_path / env.name)
+        made = load_env(name, env.args)
+        assert all(made.reset(made.task(index))[1] for index in range(made.num_tasks))
+
+
+def test_the_environments_shown_reward_the_right_answer_alone(tmp_path: Path) -> None:
+    for page in COMING_FROM:
+        if "sums_env.py" in (files := named_files(page)):
+            (tmp_path / "sums_env.py").write_text(files["sums_env.py"])
+            sums = load_env(str(tmp_path / "sums_env.py"), {})
+            state, opening = sums.reset(sums.task(78))
+            scores = [sums.score(sums.step(state, text).state) for text in ("15", "14")]
+            rights = [score.parts["right"] if isinstance(score, Score) else score for score in scores]
+            assert (opening, rights) == ([{"role": "user", "content": "7+8="}], [1.0, 0.0])
 
 
 @pytest.fixture(scope="module")
