@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from shoal.protocol.algorithms import vine_of
 from shoal.protocol.compositions import Vine
-from shoal.protocol.constants import MAX_GROUP_ROLLOUTS
+from shoal.protocol.constants import MAX_BLOCK_ROLLOUTS, MAX_GROUP_ROLLOUTS
 from shoal.protocol.randomness import continuation_seed, sample_seed
 from shoal.protocol.types import ENVIRONMENT, POLICY, Group, Rollout, Rules, Slot
 
@@ -118,12 +118,22 @@ def other_prefix(rollout: Rollout, parent: Rollout, position: int) -> int:
     return position if author_T[position] == ENVIRONMENT else -1  # guard: continues-at-once
 
 
+NO_FIT = (
+    f"groups of fewer than 1 or more than {MAX_GROUP_ROLLOUTS} rollouts (MAX_GROUP_ROLLOUTS), groups of such "
+    f"continuations, or blocks of no group or of more than {MAX_BLOCK_ROLLOUTS} rollouts (MAX_BLOCK_ROLLOUTS)"
+)
+"""What a run has whose groups do not fit."""
+
+
 def groups_fit(rules: Rules) -> bool:
-    """Whether all groups of a run may be made: a host that lies may ask for any number of rollouts, or continuations."""
+    """Whether all groups and blocks of a run may be made. A host that lies may ask for any number of rollouts,
+    continuations or groups, and those who read its log would count to it."""
     vine, most = vine_of(rules.algorithm), rules.group_size
     if vine is not None:
         most = most_rollouts(rules, vine) if min(vine.continuations, vine.every, vine.most) >= 1 else 0
-    return rules.group_size >= 1 and 1 <= most <= MAX_GROUP_ROLLOUTS
+    if rules.group_size < 1 or not 1 <= most <= MAX_GROUP_ROLLOUTS:
+        return False
+    return 1 <= rules.block_groups <= MAX_BLOCK_ROLLOUTS // rules.group_size  # guard: blocks-fit
 
 
 def num_rollouts(rules: Rules, slot: int) -> tuple[int, int]:

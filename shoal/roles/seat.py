@@ -30,8 +30,8 @@ from shoal.policy.render import Renderer
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.protocol import types as t
 from shoal.protocol.bounds import TRANSFORMERS
-from shoal.protocol.constants import COMPLETIONS, MAX_GROUP_ROLLOUTS, MAX_MANIFEST_BYTES, PROTOCOL_VERSION, VLLM
-from shoal.protocol.continuations import groups_fit
+from shoal.protocol.constants import COMPLETIONS, MAX_MANIFEST_BYTES, PROTOCOL_VERSION, VLLM
+from shoal.protocol.continuations import NO_FIT, groups_fit
 from shoal.protocol.needs import SUPPORTED, kind_of
 from shoal.protocol.noise import PHILOX
 from shoal.protocol.promises import is_promised, terms_of
@@ -340,10 +340,7 @@ async def take_seat(
         )
     info = await client.get_json("/v1/run", t.RunInfo)
     if not groups_fit(info.rules):  # guard: group-size-of-the-run
-        raise PeerError(
-            f"the run has groups of fewer than 1 or more than {MAX_GROUP_ROLLOUTS} rollouts (MAX_GROUP_ROLLOUTS), or "
-            "groups of such continuations: tell the host"
-        )
+        raise PeerError(f"the run has {NO_FIT}: tell the host")
     if info.rules_version < RULES_VERSION:  # guard: old-rules-are-told
         log.warning(
             "this run follows version %d of the ledger's rules, and the newest is %d: it lacks what later versions added",

@@ -1,6 +1,9 @@
 """Leases: granted to a worker, and lapsed when it does not fill them."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
 
 from shoal.ledger.entry import Entry
 from shoal.ledger.state import State
@@ -14,7 +17,8 @@ class LeaseGranted(Message, frozen=True):
     lease: str
     worker: str
     version: int
-    blocks: tuple[int, ...]
+    # guard: blocks-of-a-logged-lease
+    blocks: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_LEASE_BLOCKS)]
     deadline: float
     """Seconds since the epoch."""
     stream: str = MAIN_STREAM

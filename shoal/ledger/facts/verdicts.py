@@ -195,7 +195,7 @@ def _refused_groups(state: State, lease: LeaseRecord, submission: SubmissionReco
             if lease.blocks[index // size] in faulty and group.outcome in ("soft", "hard"):
                 refused.setdefault(group.slot, group.check)
     if faulty and not refused:  # no single group failed; the noise of many did
-        refused = dict.fromkeys(range(len(faulty) * size), "sampling")
+        return {"sampling": len(faulty) * size}
     return {check: list(refused.values()).count(check) for check in refused.values()}
 
 

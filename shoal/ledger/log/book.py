@@ -20,6 +20,7 @@ from shoal.ledger.log.store import Store
 from shoal.ledger.rules.run import follow
 from shoal.ledger.state import State
 from shoal.ledger.table import apply, decide, make_entry, typed
+from shoal.protocol.continuations import NO_FIT, groups_fit
 from shoal.protocol.difficulty import Difficulty
 from shoal.protocol.types import Rules
 from shoal.protocol.wire import WireError, from_json
@@ -39,7 +40,8 @@ def replay(rows: Iterable[tuple[bytes, str]], see: Callable[[Entry], None] = lam
 
 
 def checked_entry(state: State, data: bytes, stored_hash: str) -> Entry:
-    """The next entry of a log, if its number, its `prev` and its hash fit. Raises `StateError`."""
+    """The next entry of a log, if its number, its `prev` and its hash fit, and a run of its rules can be. Raises
+    `StateError`."""
     try:
         stored = read_stored(data)
         if stored.seq == 0:
@@ -48,6 +50,8 @@ def checked_entry(state: State, data: bytes, stored_hash: str) -> Entry:
     except WireError as error:
         raise broken_after(state.seq, error) from None
     follows(stored, stored_hash, state.seq, state.head)
+    if isinstance(entry.body, RunCreated) and not groups_fit(entry.body.rules):  # guard: group-size-of-the-log
+        raise StateError(f"the log's rules have {NO_FIT}. No coordinator wrote this; ask for the log elsewhere")
     return entry
 
 

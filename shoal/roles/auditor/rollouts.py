@@ -32,8 +32,7 @@ from shoal.proofs.disagreement import differences
 from shoal.proofs.parents import OtherParents, fetch_parents, read_parents
 from shoal.proofs.verify import STOPPED, verify_submission
 from shoal.protocol import types as t
-from shoal.protocol.constants import COMPLETIONS, MAX_GROUP_ROLLOUTS
-from shoal.protocol.continuations import groups_fit
+from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.needs import kind_of
 from shoal.protocol.randomness import sample_seed
 from shoal.protocol.wire import WireError, digest, from_msgpack
@@ -166,11 +165,6 @@ async def audit_rollouts(
     # The log is read after the evidence, which must not be newer. Its first event names the run's keys.
     pile = read_evidence(choice.evidence, replay(await run.rows(1))) if choice.evidence else Pile()
     log = await replay_log(run)
-    if not groups_fit(log.state.rules):  # guard: group-size-of-the-log
-        raise StateError(
-            f"the log's rules have groups of fewer than 1 or more than {MAX_GROUP_ROLLOUTS} rollouts (MAX_GROUP_ROLLOUTS), "
-            "or groups of such continuations. No coordinator wrote this; ask for the log elsewhere"
-        )
     found = Findings([f"the log: {finding}" for finding in log.findings], turns=log.turns.lines(log.state))
     if choice.evidence:
         found.disagreements += [f"evidence: {line}" for line in await accusations(pile, log, run)]

@@ -24,8 +24,6 @@ from shoal.ledger.state import State
 from shoal.ledger.table import apply, read_entry
 from shoal.policy.render import Renderer
 from shoal.protocol import types as t
-from shoal.protocol.constants import MAX_BLOCK_ROLLOUTS
-from shoal.protocol.continuations import groups_fit
 from shoal.protocol.wire import WireError, digest, from_msgpack
 from shoal.roles.auditor.source import EVENT_BYTES, EVENT_COPIES
 from shoal.roles.coordinator.board import groups_in_flight, node_state, waiting_for
@@ -174,10 +172,6 @@ class Reading:
                 f"the log of {self.name} is broken at event {entry.seq}: {entry.kind} speaks of something that the log "
                 f"does not hold ({type(fault).__name__}). No coordinator wrote this; ask for the log elsewhere"
             ) from None
-        if entry.seq == 0 and not _fits(self.state.rules):  # guard: watched-group-size
-            raise StateError(
-                f"the log of {self.name} has rules with groups of an impossible size: no coordinator wrote this"
-            )
         self.marks.see(entry)
         return entry
 
@@ -347,8 +341,3 @@ class Reading:
         if self._renderer is None:
             self._renderer = self.source.renderer(self.state)
         return self._renderer
-
-
-def _fits(rules: t.Rules) -> bool:
-    """Whether a host that lies cannot make us count to the number of its groups."""
-    return groups_fit(rules) and 1 <= rules.block_groups <= MAX_BLOCK_ROLLOUTS
