@@ -9,10 +9,24 @@ from dataclasses import dataclass, field
 
 from shoal.ledger.facts.verdicts import VerdictGiven
 from shoal.ledger.table import read_entry
+from shoal.protocol.audits import CHECKS
+from shoal.protocol.types import GroupVerdict
 from shoal.protocol.wire import WireError
 
 MOST_SUBMISSIONS = 2000
 """Of the newest ones, the verdicts are kept: others judge within minutes."""
+
+MOST_GROUPS = 50_000
+"""Verdicts that are kept, of the newest submissions: each counts for one and for its groups."""
+
+NAME_CHARS = 64
+"""Length of a digest and of a key."""
+
+MOST_NAMED = 100
+"""Validators whose differences are counted by key, more than a run has. Those of further keys count together."""
+
+OTHERS = "others"
+"""In place of their keys."""
 
 
 @dataclass
@@ -22,11 +36,13 @@ class Agreement:
     key: str
     compared: int = 0
     differed: Counter[str] = field(default_factory=Counter)
-    """By the other validator's key."""
+    """By the other validator's key, at most `MOST_NAMED` of them."""
     last: str = ""
     """The newest difference, in words."""
     _verdicts: "OrderedDict[str, dict[str, dict[int, str]]]" = field(default_factory=OrderedDict)
     """Submission -> validator -> slot -> the check that refused it, or ""."""
+    _kept: int = 0
+    """How many verdicts it has, counted as for `MOST_GROUPS`."""
 
     def read(self, lines: Iterable[bytes]) -> int:
         """Count the verdicts among these events; returns how many lines were events."""
@@ -42,20 +58,36 @@ class Agreement:
         return read
 
     def _take(self, verdict: VerdictGiven) -> None:
-        found = {group.slot: group.check if group.outcome in ("soft", "hard") else "" for group in verdict.groups}
-        others = self._verdicts.setdefault(verdict.submission, {})
-        others[verdict.validator] = found
-        while len(self._verdicts) > MOST_SUBMISSIONS:
-            self._verdicts.popitem(last=False)
+        found = {group.slot: _refused_by(group) for group in verdict.groups}
+        submission, validator = verdict.submission[:NAME_CHARS], verdict.validator[:NAME_CHARS]
+        others = self._verdicts.setdefault(submission, {})
+        self._kept += 1 + len(found) - _size_of(others, validator)
+        others[validator] = found
+        # guard: few-verdicts-are-kept
+        while self._verdicts and (len(self._verdicts) > MOST_SUBMISSIONS or self._kept > MOST_GROUPS):
+            _, dropped = self._verdicts.popitem(last=False)
+            self._kept -= sum(_size_of(dropped, judge) for judge in dropped)
         if self.key not in others:
             return
-        pairs = [(self.key, verdict.validator)] if verdict.validator != self.key else []
+        pairs = [(self.key, validator)] if validator != self.key else []
         pairs = pairs or [(self.key, other) for other in others if other != self.key]
         for ours, other in pairs:
             for slot in others[ours].keys() & others[other].keys():
                 mine, theirs = others[ours][slot], others[other][slot]
                 self.compared += 1
                 if bool(mine) != bool(theirs):
-                    self.differed[other] += 1
+                    named = other in self.differed or len(self.differed) < MOST_NAMED  # guard: few-validators-are-named
+                    self.differed[other if named else OTHERS] += 1
                     said = f"you refused by {mine}, it accepted" if mine else f"you accepted, it refused by {theirs}"
-                    self.last = f"group {slot} of {verdict.submission[:12]}: {said}"
+                    self.last = f"group {slot} of {submission[:12]}: {said}"
+
+
+def _size_of(verdicts: dict[str, dict[int, str]], validator: str) -> int:
+    return 1 + len(verdicts[validator]) if validator in verdicts else 0
+
+
+def _refused_by(group: GroupVerdict) -> str:
+    """The check that refused a group; empty if none did. A host may name any text."""
+    if group.outcome not in ("soft", "hard"):
+        return ""
+    return group.check if group.check in CHECKS else "another check"

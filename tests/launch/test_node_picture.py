@@ -160,6 +160,29 @@ def test_a_validator_sees_what_it_judged_and_where_others_differ(worker: NodeNow
     )
 
 
+def kept(agreement: Agreement) -> int:
+    return sum(1 + len(slots) for of_one in agreement._verdicts.values() for slots in of_one.values())
+
+
+def test_a_long_run_and_a_host_that_lies_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists, names and validators are the host's word."""
+    monkeypatch.setattr("shoal.launch.agreement.MOST_GROUPS", 60)
+    monkeypatch.setattr("shoal.launch.agreement.MOST_NAMED", 3)
+    agreement = Agreement(ME)
+    for i in range(30):
+        agreement.read([event(f"s{i}", ME, "", "sampling"), event(f"s{i}", f"{i:064}", "", "")])
+        assert kept(agreement) == agreement._kept <= 60
+    assert agreement.compared == 60 and len(agreement.differed) == 4 and agreement.differed["others"] == 27
+    agreement.read([event("one", f"{i:064}", "") for i in range(200)])
+    assert kept(agreement) == agreement._kept <= 60
+    agreement.read([event(f"{i}", "nobody") for i in range(200)] + [event("x" * 10**6, "y" * 10**6, "z" * 10**6)])
+    assert kept(agreement) == agreement._kept <= 60
+    assert all(len(name) <= 64 and all(len(key) <= 64 for key in of) for name, of in agreement._verdicts.items())
+    assert {check for of in agreement._verdicts["x" * 64].values() for check in of.values()} == {"another check"}
+    agreement.read([event("s", ME, *[""] * 100)])
+    assert kept(agreement) == agreement._kept == 0
+
+
 def test_events_that_cannot_be_read_end_the_page() -> None:
     agreement = Agreement(ME)
     assert agreement.read([b"{}", event("s1", ME, "")]) == 0 and agreement.read([]) == 0
