@@ -1719,6 +1719,8 @@ GUARDS = [
     *_needed_by("tests/test_config.py",
         ("two-validators-are-no-majority", ("config.validators.count != 2", "True"),
          "test_mistake_in_a_run_file_is_one_line_that_names_the_key"),
+        ("gradients-keep-their-sign", ("norm > 0", "True"),
+         "test_mistake_in_a_run_file_is_one_line_that_names_the_key"),
         ("block-fits-messages", ("rollouts.block_rollouts <= groups * size", "True"),
          "test_mistake_in_a_run_file_is_one_line_that_names_the_key"),
         ("int8-denominators-of-one-process", ('not claims_bend_ratios(config.verify.bounds, "int8", bound)', "True"),

@@ -246,6 +246,7 @@ def test_a_run_file_may_take_its_credit_from_continuations(load):
         (VINE + "every = 0", "", "train.algorithm.credit.every = 0: must be at least 1"),
         (VINE.replace("\n[", '\nadvantage = "rloo"\n[', 1), "", 'leave train.algorithm.advantage = "rloo" out'),
         (VINE.replace("\n[", '\nloss = {name = "gspo"}\n[', 1), "", "set train.algorithm.loss.by_token = true"),
+        (VINE + f"most = {10**21}", "", "lower most or continuations"),
         (VINE + "most = 600", "", "do not fit into a submission of a block of"),
         (VINE + "most = 20", "[rollouts]\nbatch_groups = 512\n", "does not fit into one message: at most"),
     ],

@@ -289,6 +289,12 @@ def test_wrong_override_says_what_is_wrong(run_file: Path, override: str, messag
         (LONG.format(2048) + "[rollouts]\nblock_rollouts = 4096\n", "at most 3568, or lower sampling.max_tokens"),
         (SMALL + "[rollouts]\nblock_rollouts = 64\ngroup_size = 64\nbatch_groups = 1024\n", "one message: at most"),
         (SMALL + "[train]\nlr = inf\n", "train.lr = inf: must be at least 0, and finite"),
+        (SMALL + "[train]\nmax_grad_norm = -1.0\n", "train.max_grad_norm = -1.0: must be above 0; inf never"),
+        (SMALL + "[train]\nmax_grad_norm = nan\n", "train.max_grad_norm = nan: must be above 0"),
+        (SMALL + "[train]\nbeta1 = 1.0\n", "train.beta1 = 1.0: must be at least 0 and below 1"),
+        (SMALL + "[train]\nbeta2 = nan\n", "train.beta2 = nan: must be at least 0 and below 1"),
+        (SMALL + "[train]\nweight_decay = inf\n", "train.weight_decay = inf: must be at least 0, and finite"),
+        (SMALL + "[train]\nwarmup_steps = -1\n", "train.warmup_steps = -1: must be at least 0"),
         (SMALL + "[train]\nepsilon = 0.3\n", "unknown key train.epsilon; did you mean train.algorithm.epsilon?"),
         (SMALL + "[train]\nadvantage = 'mean'\n", "train.advantage; did you mean train.algorithm.advantage?"),
         (SMALL + "[train]\nalgorithm = 'grpo'\n", "write it as a table, [train.algorithm]"),
@@ -359,6 +365,9 @@ def test_an_sft_recipe_is_checked_like_a_run_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean episodes"):
         load_sft(path)
     path.write_text('name = "start"\n[env]\nname = "wordle"\n')
+    for override in ("max_grad_norm=-1.0", "warmup_steps=-1", "lr=nan"):
+        with pytest.raises(ConfigError, match="must be"):
+            load_sft(path, [override])
     assert load_sft(path, ["steps=7"]) == SftConfig(name="start", env=EnvConfig("wordle"), steps=7)
 
 

@@ -16,6 +16,7 @@ from shoal.config.algorithms import algorithm_fits
 from shoal.config.difficulty import difficulty_fits
 from shoal.config.envs import EnvConfig
 from shoal.config.monitors import monitors_fit
+from shoal.config.optimiser import optimiser_fits
 from shoal.config.policies import AdapterConfig
 from shoal.config.sections import RunConfig, SamplingConfig
 from shoal.config.uses import uses_fit
@@ -172,6 +173,7 @@ def _plays_fit(envs: Sequence[EnvConfig]) -> Iterator[tuple[bool, str]]:
 def _learning_fits(config: RunConfig) -> Iterator[tuple[bool, str]]:
     yield from difficulty_fits(config.difficulty, [env.solved for env in config.envs])
     yield from algorithm_fits(config)
+    yield from optimiser_fits(config.train, "train.")
     parts, groups = config.train.minibatches, config.rollouts.batch_groups
     fits = parts <= max(1, groups)
     yield fits, f"train.minibatches = {parts}: a batch is cut between groups, and has rollouts.batch_groups = {groups}"

@@ -130,6 +130,8 @@ def _vine_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
         f"{where}: up to {num} continuations of a group of {size}, each of up to {tokens} tokens, do not fit into a "
         f"submission of a block of {per_block} groups, or are more than {MAX_GROUP_ROLLOUTS}: lower most or continuations",
     )
+    if num > MAX_GROUP_ROLLOUTS:
+        return  # nobody could write the largest batch
     most = most_batch_groups(size, num)
     yield (
         groups <= most,  # guard: batch-of-continuations-fits

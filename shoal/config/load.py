@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from shoal.config.algorithms import filled
 from shoal.config.check import check_run
+from shoal.config.optimiser import optimiser_fits
 from shoal.config.sections import BOUNDS, RunConfig, SftConfig
 from shoal.errors import ConfigError
 from shoal.tree import Section, from_tree, merge, read_toml, set_key, to_tree
@@ -54,6 +55,9 @@ def load_sft(path: Path, overrides: list[str] | None = None) -> SftConfig:
     config = _convert(tree, overrides or [], SftConfig, path)
     if config.env.tasks:
         raise ConfigError(f"{path}: env.tasks has no effect on scripted games: leave it out")
+    for holds, message in optimiser_fits(config):
+        if not holds:
+            raise ConfigError(f"{path}: {message}")
     return config
 
 
