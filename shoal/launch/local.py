@@ -150,7 +150,7 @@ class LocalRun:
         self._metrics = MetricsWatch(folder.metrics)
         self._alarms = AlarmWatch(folder, config)
         self._usage = UsageBook(folder.root / USAGE)
-        self._samples = Samples(folder) if isinstance(view, LiveView) and view.is_picture else None
+        self._samples = Samples(folder, own_files=True) if isinstance(view, LiveView) and view.is_picture else None
         self._notice = ""
         self._paused = False
         self._looked = self._saved = -1e9

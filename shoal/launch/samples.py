@@ -3,17 +3,18 @@ the newest group, to look at now and then.
 
 Called by `launch/local` and `launch/watching`. It reads the run's folder, also while the coordinator writes to it, and
 asks no other process. It shows accepted rollouts. The environment's answers are computed here, not taken from the worker.
+A folder may be a stranger's: only the launcher of the run executes environment files that it names.
 """
 
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from shoal.envs.base import Env, task_of
 from shoal.envs.evaluate import as_text, transcript_of
-from shoal.envs.load import load_run_envs
+from shoal.envs.load import is_file, load_run_envs
 from shoal.envs.replay import retell
 from shoal.errors import ShoalError, StateError
 from shoal.folder import RunFolder
@@ -27,6 +28,7 @@ from shoal.policy.render import Renderer
 from shoal.protocol import types as t
 from shoal.protocol.continuations import is_continued_slot
 from shoal.protocol.wire import WireError, digest, from_msgpack
+from shoal.watch.reading.groups import conversation
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,8 @@ MOST_CHARS = 4000
 """Of one turn of a conversation."""
 
 SPEAKERS = {"assistant": "policy", "user": "environment", "system": "rules"}
+
+UNDECODED = "as its tokens say: the environment is its host's file, which a watcher does not run"
 
 SHOWN = 2
 """Number of groups; one rollout of each is shown."""
@@ -66,8 +70,9 @@ def flat_samples(folder: RunFolder) -> list[str]:
 class Samples:
     """The newest conversation of a run, looked for in a thread of its own now and then."""
 
-    def __init__(self, folder: RunFolder, every_s: float = SAMPLE_EVERY_S) -> None:
-        self._newest, self._every_s = NewestSample(folder), every_s
+    def __init__(self, folder: RunFolder, own_files: bool = False, every_s: float = SAMPLE_EVERY_S) -> None:
+        """`own_files` executes environment files that the run names: the code of its host."""
+        self._newest, self._every_s = NewestSample(folder, own_files), every_s
         self._sample: Sample | None = None
         self._thread: threading.Thread | None = None
         self._looked_at = -every_s
@@ -90,8 +95,9 @@ class Samples:
 class NewestSample:
     """The newest accepted group of a run that goes on, one rollout of it as a conversation."""
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
+    def __init__(self, folder: RunFolder, own_files: bool = False) -> None:
+        """`own_files` as of `Samples`."""
+        self._folder, self._own_files = folder, own_files
         self._seq = -1
         """Events up to this one were read."""
         self._created: RunCreated | None = None
@@ -106,22 +112,29 @@ class NewestSample:
         """
         if self._created is None:
             created, seq = self._first_event(), self._near_the_end()
-            self._envs = load_run_envs(created.envs, own_files=True)
+            # guard: watched-files-stay-out
+            specs = [spec for spec in created.envs if self._own_files or not is_file(spec.name)]
+            self._envs = load_run_envs(specs, self._own_files)
             self._renderer = Renderer.from_directory(self._folder.policy, created.sampling.stops)
             self._created, self._seq = created, seq  # last: a run that is starting has no policy yet
         accepted = self._read_on()
         if accepted is None or self._renderer is None:
             return None
         group = group_of(self._folder, accepted)
-        if group.env not in self._envs or not group.rollouts:  # a validator that lies may have accepted anything
+        sampling = self._created.sampling
+        if not group.rollouts:  # a validator that lies may have accepted anything
             return None
-        env, sampling = self._envs[group.env], self._created.sampling
+        if group.env not in self._envs:
+            turns = conversation(sampling, group.rollouts[0], self._renderer)
+            title = f"one rollout of version {accepted.version} · {group.env} · task {group.task} · {UNDECODED}"
+            return _sample(title, turns) if turns else None
+        env = self._envs[group.env]
         talk = retell(env, self._renderer, task_of(env, group.task), group.rollouts[0], sampling)
         if talk is None:
             return None
         ending = f"reward {talk.reward:.2f} · ended by {talk.ending}"
         title = f"one rollout of version {accepted.version} · {group.env} · task {group.task} · {ending}"
-        return Sample(title, tuple((SPEAKERS.get(who, who), text[:MOST_CHARS]) for who, text in talk.texts))
+        return _sample(title, talk.texts)
 
     def _first_event(self) -> RunCreated:
         for body in self._bodies(-1, 1):
@@ -158,6 +171,10 @@ class NewestSample:
             raise StateError(f"the log {self._folder.log} is damaged: {error}") from None
         finally:
             store.close()
+
+
+def _sample(title: str, texts: Iterable[tuple[str, str]]) -> Sample:
+    return Sample(title, tuple((SPEAKERS.get(who, who), text[:MOST_CHARS]) for who, text in texts))
 
 
 def _is_flat(accepted: GroupAccepted, created: RunCreated | None) -> bool:

@@ -16,7 +16,7 @@ import httpx
 from shoal.alarms import Alarm
 from shoal.heldout import Heldout
 from shoal.metrics import read_metrics
-from shoal.net.listening import local_url
+from shoal.net.listening import local_url, reader_url
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_NODES
 from shoal.protocol.types import NodeState, Status
 from shoal.protocol.wire import WireError, from_json
@@ -118,8 +118,9 @@ class MetricsWatch:
 class CoordinatorWatch:
     """Asks the local coordinator for status and nodes, and keeps the last answers while it restarts."""
 
-    def __init__(self, address_file: Path, bind: str) -> None:
-        self._file, self._bind = address_file, bind
+    def __init__(self, address_file: Path, bind: str, is_reader: bool = False) -> None:
+        """`is_reader`: whether the folder may be a stranger's, which then leads to no other machine."""
+        self._file, self._bind, self._url_of = address_file, bind, reader_url if is_reader else local_url
         self._status = NO_STATUS
         self._nodes: tuple[NodeState, ...] = ()
         self._nodes_again_at = 0.0
@@ -128,7 +129,7 @@ class CoordinatorWatch:
 
     def url(self) -> str:
         """Its URL for roles on this machine, or "" if it has not written its address yet."""
-        return local_url(self._file, self._bind)
+        return self._url_of(self._file, self._bind)
 
     def public_url(self) -> str:
         """What others type."""

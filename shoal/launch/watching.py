@@ -52,7 +52,7 @@ class FolderWatch:
         """Raises `StateError` if the folder has no run."""
         self._folder = RunFolder(root)
         self._config = self._folder.config()
-        self._coordinator = CoordinatorWatch(self._folder.address, self._config.host.bind)
+        self._coordinator = CoordinatorWatch(self._folder.address, self._config.host.bind, is_reader=True)
         self._metrics = MetricsWatch(self._folder.metrics)
         self._samples = Samples(self._folder)
 

@@ -4,6 +4,7 @@ Called by them before they start a server. It prefers the port of the last start
 """
 
 import contextlib
+import ipaddress
 import json
 import os
 import socket
@@ -30,8 +31,27 @@ def port_of_living(address: Path) -> int:
 def local_url(address: Path, bind: str) -> str:
     """Where others on this machine reach a role that wrote this file and listens on `bind`; "" if it wrote none."""
     port = port_of_last_start(address)
-    host = "127.0.0.1" if bind in ("", "0.0.0.0") else "[::1]" if bind == "::" else bind
-    return f"http://{host}:{port}" if port else ""
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind, bind)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}" if port else ""
+
+
+def reader_url(address: Path, bind: str) -> str:
+    """The same for readers of a folder, which may be a stranger's; "" unless `bind` is an address of this machine."""
+    return local_url(address, bind) if is_of_this_machine(bind) else ""  # guard: readers-ask-this-machine
+
+
+def is_of_this_machine(bind: str) -> bool:
+    """Whether one can listen there. Names are not looked up: that would ask whom the name's owner chose."""
+    if bind in ("", "localhost"):
+        return True
+    with contextlib.suppress(ValueError, OSError):
+        found = ipaddress.ip_address(bind)
+        if found.is_loopback or found.is_unspecified:
+            return True
+        with socket.socket(socket.AF_INET6 if found.version == 6 else socket.AF_INET) as probe:
+            probe.bind((bind, 0))
+        return not found.is_multicast
+    return False
 
 
 def listen(bind: str, port: int, last: int = 0, key: str = "--port") -> socket.socket:

@@ -38,8 +38,8 @@ def test_a_run_without_signal_says_so_waits_and_can_be_drained(tmp_path):
         heard.append(Board(town.desk).status())
         waited.append(town.desk.state.accepted_groups - accepted)
         samples.extend(flat_samples(town.folder))
-        watched = NewestSample(town.folder)
-        talks.extend((watched.read(), watched.read()))
+        watched = NewestSample(town.folder, own_files=True)
+        talks.extend((watched.read(), watched.read(), NewestSample(town.folder).read()))
         await town.desk.book.submit(Admin("drain", "", town.desk.clock()))
 
     async def story():
@@ -54,7 +54,9 @@ def test_a_run_without_signal_says_so_waits_and_can_be_drained(tmp_path):
     assert "all rewards are equal, 0.5 on average" in status.waiting_for
     assert waited[0] <= 2 * 2, "two leases of a block of two groups were in hand"
     assert len(samples) == 2 and all("reward 0.50" in sample and "policy |" in sample for sample in samples)
-    newest, again = talks
+    newest, again, from_outside = talks
+    assert "its host's file, which a watcher does not run" in from_outside.title
+    assert [who for who, _ in from_outside.turns][:2] == ["environment", "policy"]
     assert "reward 0.50" in newest.title and "policy" in dict(newest.turns) and again is None, "nothing new came"
     assert state.phase == "ended" and state.main.version == 0
     assert [node.accepted for node in state.members.values() if node.role == "worker"] == [state.accepted_groups]

@@ -14,7 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, StateError
+from shoal.envs.load import env_digest
+from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, ShoalError, StateError
+from shoal.folder import RunFolder
+from shoal.launch.snapshot import CoordinatorWatch
 from shoal.ledger.entry import Entry
 from shoal.ledger.facts.verdicts import Decision
 from shoal.ledger.log.store import Store, sqlite_url
@@ -230,24 +233,50 @@ def test_a_group_that_the_log_does_not_name_is_refused(town):
             run.group(place)
 
 
-def test_only_the_host_executes_its_own_files_and_what_it_alone_plays_is_not_played_again(town, copied, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        "shoal.watch.reading.run.open_envs", lambda state, own: asked.append(own) or open_envs(state, own)
-    )
-    readings = [open_run(copied), at_url(town), open_run(copied)]
-    for number, reading in enumerate(readings):
-        if number == 2:
-            (copied / "keys" / "run.key").unlink()
-        with reading as run:
+@pytest.mark.parametrize("bind, asked", [
+    ("127.0.0.1", "http://127.0.0.1:8470/v1/status"), ("0.0.0.0", "http://127.0.0.1:8470/v1/status"),
+    ("::1", "http://[::1]:8470/v1/status"), ("192.0.2.7", ""), ("metadata.example", ""), ("a@192.0.2.7", ""),
+    ("224.0.0.1", ""),
+])  # fmt: skip
+def test_a_folder_leads_its_reader_to_no_other_machine(copied, bind, asked):
+    (copied / "coordinator.json").write_text(json.dumps({"port": 8470, "url": "http://192.0.2.7"}))
+    file, seen = RunFolder(copied).run_file, []
+    tree = json.loads(file.read_bytes())
+    file.write_text(json.dumps(tree | {"host": tree["host"] | {"bind": bind}}))
+    assert RunFolder(copied).config().host.bind == bind
+
+    def answer(request):
+        seen.append(str(request.url))
+        return httpx.Response(404, stream=httpx.ByteStream(b""))
+
+    with open_run(copied, transport=httpx.MockTransport(answer)) as run:
+        run.catch_up()
+        assert not run.condition().is_live
+    assert set(seen) == ({asked} if asked else set())
+    assert CoordinatorWatch(copied / "coordinator.json", bind, is_reader=True).url() == asked.removesuffix("/v1/status")
+
+
+def test_a_reader_executes_no_file_that_a_folder_names(copied, tmp_path):
+    """Also where the folder has the run's key, which whoever made the folder has, too."""
+    hostile, ran = tmp_path / "hostile.py", tmp_path / "ran"
+    hostile.write_text(f"open({str(ran)!r}, 'w')")
+    for own_files in (False, True):
+        with open_run(copied, own_files=own_files) as run:
             run.catch_up()
-            run.replayed(next(run.places()))
-            for change in ({"kind": "completions"}, {"reproducible": False}):
-                run.state.envs = (replace(run.state.envs[0], **change),)
-                with pytest.raises(ConfigError, match="by the host alone"):
-                    open_envs(run.state, True)
-                run.state.envs = (replace(run.state.envs[0], kind="episodes", reproducible=True),)
-    assert asked == [True, False, False]
+            run.state.envs = (replace(run.state.envs[0], name=str(hostile), digest=env_digest(str(hostile))),)
+            with pytest.raises(ShoalError, match="a file on the host" if not own_files else "environment"):
+                run.replayed(next(run.places()))
+        assert ran.exists() == own_files
+
+
+def test_what_the_host_alone_plays_is_not_played_again(town):
+    with open_run(town.folder.root) as run:
+        run.catch_up()
+        for change in ({"kind": "completions"}, {"reproducible": False}):
+            run.state.envs = (replace(run.state.envs[0], **change),)
+            with pytest.raises(ConfigError, match="by the host alone"):
+                open_envs(run.state, True)
+            run.state.envs = (replace(run.state.envs[0], kind="episodes", reproducible=True),)
 
 
 def test_a_rollout_with_a_flaw_is_told_and_not_decoded(town, monkeypatch):

@@ -144,7 +144,9 @@ def read_rollouts(
     for rollout in group.rollouts:
         room -= len(rollout.author)
         # guard: read-group-fits-memory
-        flaws.append(_flaw(state, rollout, renderer) if room >= 0 else f"the group has more than {MAX_TOKENS} tokens")
+        flaws.append(
+            _flaw(state.sampling, rollout, renderer) if room >= 0 else f"the group has more than {MAX_TOKENS} tokens"
+        )
     credit_G = None if any(flaws) else advantages_of(state, group, version, rewards_G)
     found = []
     for index, (rollout, flaw) in enumerate(zip(group.rollouts, flaws, strict=True)):
@@ -160,6 +162,13 @@ def read_rollouts(
     return tuple(found)
 
 
+def conversation(sampling: t.Sampling, rollout: t.Rollout, renderer: Renderer) -> list[tuple[Author, str]]:
+    """Who wrote what, by the tokens alone; nothing of a rollout with a flaw."""
+    if _flaw(sampling, rollout, renderer):
+        return []
+    return [(turn.author, turn.text) for turn in _turns(rollout, None, renderer, False)]
+
+
 def is_masked(state: State, rollout: ReadRollout) -> bool:
     """Whether the algorithm leaves the rollout out because a token limit ended it."""
     return rollout.ending == "length" and masks_overlong(state.rules.algorithm)
@@ -173,8 +182,7 @@ def decoded(data: bytes) -> t.Group:
         raise StateError(f"a group that the log names is not one: {error}") from None
 
 
-def _flaw(state: State, rollout: t.Rollout, renderer: Renderer) -> str:
-    sampling = state.sampling
+def _flaw(sampling: t.Sampling, rollout: t.Rollout, renderer: Renderer) -> str:
     flaw = flaw_of(
         [rollout], vocabulary=renderer.vocabulary, max_tokens=sampling.max_tokens,
         max_rollout_tokens=sampling.max_rollout_tokens,

@@ -72,6 +72,7 @@ def open_run(
     where: str | Path,
     *,
     private: bool = False,
+    own_files: bool = False,
     max_memory_mb: int = 0,
     clock: Callable[[], float] = time.time,
     transport: httpx.AsyncBaseTransport | None = None,
@@ -79,13 +80,16 @@ def open_run(
     """Read the run in a folder or at a URL. Nothing is read yet: call `refresh`, or `catch_up`.
 
     `private` also shows bodies that are still private and held-out tasks. That takes the host's folder with its run key.
-    `max_memory_mb` limits the log of a URL, because its length is the host's choice; 0 is half of what is free. `transport`
-    replaces the network, in tests. Raises `ConfigError` for a folder without a run, `PeerError` for a bad URL.
+    `own_files` lets `Reading.replayed` execute environment files that the run names, its host's code: whoever made a folder
+    made its key, too, so a key proves nothing. `max_memory_mb` limits the log of a URL, because its length is the host's
+    choice; 0 is half of what is free. `transport` replaces the network, in tests.
+
+    Raises `ConfigError` for a folder without a run, `PeerError` for a bad URL.
     """
     source = source_of(where, transport)
     if private and not source.is_own:
         raise ConfigError(f"{where} is a URL: what is private is read from the host's folder, which has its run key")
-    return Reading(source, private, max_memory_mb, clock)
+    return Reading(source, private, max_memory_mb, clock, own_files)
 
 
 class Reading:
@@ -94,8 +98,10 @@ class Reading:
     Methods raise `ShoalError`: `PeerError` if a URL does not answer, `StateError` if what it says cannot be true.
     """
 
-    def __init__(self, source: Source, private: bool, max_memory_mb: int, clock: Callable[[], float]) -> None:
-        self.source, self._private, self._clock = source, private, clock
+    def __init__(
+        self, source: Source, private: bool, max_memory_mb: int, clock: Callable[[], float], own_files: bool = False
+    ) -> None:  # fmt: skip
+        self.source, self._private, self._clock, self._own_files = source, private, clock, own_files
         self.state = State()
         """After the events that were read."""
         self.marks = Marks()
@@ -314,8 +320,7 @@ class Reading:
         Raises as `group`, and `ShoalError` if the environment is not here or its host alone plays it.
         """
         if self._envs is None:
-            own_files = self.source.is_own and self.source.has_key(self.state.run_key)  # guard: own-files-of-the-host
-            self._envs = open_envs(self.state, own_files)
+            self._envs = open_envs(self.state, self._own_files)  # guard: own-files-on-request
         return replay(self.state, self._envs, self.renderer(), self.group(place), decoded(self.bytes_of(place)))
 
     def bytes_of(self, place: Place) -> bytes:

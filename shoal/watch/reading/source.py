@@ -23,7 +23,7 @@ from shoal.ledger.state import State
 from shoal.metrics import MAX_LINE_BYTES, MetricsTail, read_metrics
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_key
-from shoal.net.listening import local_url
+from shoal.net.listening import reader_url
 from shoal.policy.contained import Limits
 from shoal.policy.render import FILES, Renderer
 from shoal.protocol import types as t
@@ -153,7 +153,7 @@ class FolderSource:
 
     def status(self) -> t.Status | None:
         with contextlib.suppress(ShoalError):
-            url = local_url(self.folder.address, self.folder.config().host.bind)
+            url = reader_url(self.folder.address, self.folder.config().host.bind)
             return self._asking.wait(_status(url, self._transport)) if url else None
         return None
 
