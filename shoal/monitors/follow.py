@@ -13,7 +13,7 @@ from typing import Any
 from shoal.ledger.entry import Entry
 from shoal.monitors.digest import Digest
 from shoal.monitors.raising import Change, Watch
-from shoal.monitors.view import KEPT_LINES, Evaluation, Machine, View
+from shoal.monitors.view import Evaluation, Machine, View, around_best, in_view
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,15 @@ class Follower:
     def _view(
         self, lines: Sequence[Mapping[str, Any]], count: int, heldout: Sequence[Evaluation], machine: Machine | None
     ) -> View:
-        known = lines[max(0, count - KEPT_LINES) : count]
+        known = in_view(lines, count)
         step = int(known[-1]["step"]) if known else 0
+        tried = [one for one in heldout if one.version <= step + 1]
         return View(
             lines=known,
             steps=self.digest.done(step) if machine is None else (),
             names=self.digest.names,
-            heldout=[one for one in heldout if one.version <= step + 1],
+            heldout=tried,
+            at_best=around_best(lines, tried),
             limits=self.setting.limits,
             dtype=self.setting.dtype,
             moving_tasks=self.setting.moving_tasks,

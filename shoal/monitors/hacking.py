@@ -48,8 +48,7 @@ def _heldout(view: View) -> Finding | None:
     if len(view.heldout) < 2:
         return None
     newest, best = view.heldout[-1], max(view.heldout[:-1], key=lambda one: one.mean)
-    then = [line for line in view.lines if int(line["step"]) < best.version + START_STEPS]
-    at_best = View(then[-2 * START_STEPS :]).series("reward_all_mean")
+    at_best = View(view.at_best).series("reward_all_mean")
     rewards = view.series("reward_all_mean")
     rose = bool(at_best) and now_of(rewards) - median(at_best) > 2 * noise_of(rewards)
     if not rose or newest.high95 >= best.low95:

@@ -5,6 +5,7 @@ Made by `launch/alarms`, by tests and by `benchmarks/monitors.py`. It reads no f
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,8 +18,10 @@ from shoal.monitors.digest import NodeStep, StepDigest
 from shoal.protocol.types import Measured
 from shoal.protocol.types.message import fact
 
+FIRST_LINES = 32
+"""First steps of a run, which monitors compare with however long it is."""
 KEPT_LINES = 256
-"""Steps of metrics that a monitor may look back on."""
+"""Newest steps of metrics that a monitor may look back on."""
 START_STEPS = 5
 """Steps whose median is what a run began with."""
 LEAST_STEPS = 12
@@ -59,13 +62,16 @@ class View:
     """What is known at the end of one training step."""
 
     lines: Sequence[Mapping[str, Any]] = ()
-    """Metrics of this step and of those before it, oldest first."""
+    """Metrics of this step and of those before it, oldest first. In a long run those between its first and its newest steps
+    are left out."""
     steps: Sequence[StepDigest] = ()
     """What the log says of the same steps, as far as it is kept."""
     names: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """(role, name) of each node, by key."""
     heldout: Sequence[Evaluation] = ()
     """Oldest first."""
+    at_best: Sequence[Mapping[str, Any]] = ()
+    """Metrics of the steps around the best of these but the newest."""
     limits: Mapping[str, float] = field(default_factory=dict)
     """Those that differ from the usual ones."""
     dtype: str = "float32"
@@ -111,6 +117,22 @@ class Finding:
     remedy: str
     measured: tuple[Measured, ...] = ()
     node: str = ""
+
+
+def in_view(lines: Sequence[Mapping[str, Any]], count: int) -> Sequence[Mapping[str, Any]]:
+    """Of the first `count` lines of a run, those that monitors look at."""
+    if count <= FIRST_LINES + KEPT_LINES:
+        return lines[:count]
+    return [*lines[:FIRST_LINES], *lines[count - KEPT_LINES : count]]
+
+
+def around_best(lines: Sequence[Mapping[str, Any]], heldout: Sequence[Evaluation]) -> Sequence[Mapping[str, Any]]:
+    """Lines of the steps around the best evaluation but the newest."""
+    if len(heldout) < 2:
+        return ()
+    best = max(heldout[:-1], key=lambda one: one.mean)
+    end = bisect_left(lines, best.version + START_STEPS, key=lambda line: int(line["step"]))
+    return lines[max(0, end - 2 * START_STEPS) : end]
 
 
 def measured(name: str, value: float, limit: float) -> Measured:

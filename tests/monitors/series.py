@@ -3,7 +3,7 @@
 import random
 
 from shoal.monitors.digest import StepDigest
-from shoal.monitors.view import View
+from shoal.monitors.view import View, around_best
 
 WORKERS = ("a" * 64, "b" * 64, "c" * 64)
 NAMES = {key: ("worker", f"worker-{i}") for i, key in enumerate(WORKERS)}
@@ -51,4 +51,5 @@ def views(lines, digests=(), **facts):
     """A view for each step."""
     for count in range(1, len(lines) + 1):
         done = [one for one in digests if one.step < count]
-        yield View(lines=lines[:count], steps=done[-64:], names=NAMES, **facts)
+        at_best = around_best(lines[:count], facts.get("heldout", ()))
+        yield View(lines=lines[:count], steps=done[-64:], names=NAMES, at_best=at_best, **facts)

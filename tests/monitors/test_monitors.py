@@ -7,7 +7,7 @@ import pytest
 from shoal.monitors.digest import StepDigest
 from shoal.monitors.follow import Follower, Setting
 from shoal.monitors.raising import BETWEEN, MONITORS, Watch
-from shoal.monitors.view import KEPT_LINES, Evaluation, Machine, View
+from shoal.monitors.view import FIRST_LINES, KEPT_LINES, Evaluation, Machine, View
 from tests.monitors.series import WORKERS, honest_digests, honest_lines, views
 
 FROM = 40
@@ -276,6 +276,38 @@ def test_metrics_that_are_missing_raise_nothing(lines):
     assert between([Machine(now=1.0)], lines) == {}
 
 
+def followed(lines, heldout=()):
+    """Causes of the alarms at the newest steps of a run, as its launcher looks at them."""
+    follower, count = Follower(Setting()), len(lines)
+    views = [follower._view(lines, count - ago, heldout, None) for ago in range(8, -1, -1)]
+    return {cause for cause, _ in raised(views)}
+
+
+def test_a_fault_that_creeps_in_over_2000_steps_is_compared_with_the_start_of_the_run():
+    """No 256 steps show it: within these, entropy and reward change less than their noise."""
+    lines = honest_lines(3, 2000)
+    assert followed(lines) == set()
+    falls = [{**line, "entropy_nats": 0.9 * 0.998 ** line["step"], "solve_rate": 0.3} for line in lines]
+    assert followed(falls) == {"entropy"}
+    grows = [
+        {**line, "reward_length_correlation": 0.9, "policy_tokens": 640 * (1 + line["step"] // 200),
+         "reward_all_mean": line["step"] / 2000, "solve_rate": 0.5}
+        for line in lines
+    ]  # fmt: skip
+    assert followed(grows) == {"hacking"}
+
+
+def test_an_evaluation_of_long_ago_is_compared_with_the_reward_of_its_steps():
+    lines = [{"step": step, "reward_all_mean": 0.2 + 0.6 * min(1.0, step / 600)} for step in range(1400)]
+    evaluations = [
+        Evaluation(version, mean, mean - 0.02, mean + 0.02) for version, mean in ((0, 0.2), (700, 0.7), (1380, 0.4))
+    ]
+    assert followed(lines, evaluations) == set(), "reward in training did not rise since version 700"
+    assert followed(lines, [Evaluation(400, 0.7, 0.68, 0.72), evaluations[2]]) == {"hacking"}
+
+
 def test_a_long_run_costs_no_more_for_each_step():
-    lines = honest_lines(9, KEPT_LINES + 9)
-    assert Follower(Setting())._view(lines, len(lines), (), None).lines == lines[-KEPT_LINES:]
+    lines = honest_lines(9, FIRST_LINES + KEPT_LINES + 9)
+    known = Follower(Setting())._view(lines, len(lines), (), None).lines
+    assert known == lines[:FIRST_LINES] + lines[-KEPT_LINES:]
+    assert Follower(Setting())._view(lines, 99, (), None).lines == lines[:99]
