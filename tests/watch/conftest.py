@@ -9,6 +9,7 @@ import sqlite3
 import pytest
 
 from tests.roles.town import Town, tiny_run
+from tests.watch.hostile import hostile_shelf
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +35,11 @@ def copied(town, tmp_path):
     with contextlib.closing(sqlite3.connect(root / "log.sqlite")) as log:
         log.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     return root
+
+
+@pytest.fixture
+def hostile(town, tmp_path, monkeypatch):
+    """A page whose run says hostile things wherever strangers may say something."""
+    shelf = hostile_shelf(town.folder.root, tmp_path / "index.sqlite", monkeypatch)
+    yield shelf
+    shelf.close()

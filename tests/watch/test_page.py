@@ -4,10 +4,8 @@ written."""
 import csv
 import html
 import io
-import json
 import re
 from collections import Counter
-from dataclasses import replace
 from html.parser import HTMLParser
 from urllib.parse import urljoin
 
@@ -18,22 +16,11 @@ from shoal.errors import ConfigError, NothingYet, StateError
 from shoal.watch.page import Shelf, page_app
 from shoal.watch.page.app import HEADERS
 from shoal.watch.page.downloads import DOWNLOADS
+from shoal.watch.page.gaps import Gaps, Rescoring
 from shoal.watch.page.serve import host_token
+from shoal.watch.reading import Place
 
 TOKEN = "t" * 43
-
-HOSTILE = [
-    "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "</title><script>alert(1)</script>",
-    "\"><svg onload=alert(1)>",
-    "'><b onmouseover=alert(1)>", "javascript:alert(1)", "</td></tr></table><iframe src=//x>",
-    "</textarea><script>1</script>",
-    "{{ 7 * 7 }}", "{% raw %}", "<!--", "-->", "]]>", "&lt;script&gt;", "\u202etxt.exe", "\u2066isolate",
-    "\x1b[31mred\x1b[0m",
-    "\x00nul", "\x07bell", "line\r\nset-cookie: a=b", "=cmd|'/c calc'!A0", "+1+1", "-2+3", "@SUM(A1)", "%0d%0aheader",
-    "\ud800half",
-    "a" * 5000, "Z\u0351\u0352\u0353\u0354\u0355algo" * 40, "<style>*{display:none}</style>", "<base href=//evil>",
-    "<meta http-equiv=refresh content=0>", "</bdi><script>alert(2)</script>", "<a href=javascript:alert(1)>x</a>",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +145,6 @@ def test_private_bodies_are_shown_to_the_host_alone(anyone, host, one_private):
 
 
 def test_what_is_private_is_refused_where_it_is_read(shelf, one_private):
-    from shoal.watch.reading import Place
-
     row = shelf.look().rows("SELECT submission, place FROM groups WHERE id = ?", one_private)[0]
     with pytest.raises(NothingYet, match="private"):
         shelf.group(1, Place(row["submission"], row["place"]), private=False)
@@ -187,52 +172,6 @@ def test_without_a_token_nobody_is_the_host(shelf):
     client.get("/?token=")
     client.cookies.set("shoal-host-", "")
     assert "You are the host" not in client.get("/1/").text
-
-
-@pytest.fixture
-def hostile(town, tmp_path, monkeypatch):
-    """A page whose run says hostile things wherever strangers may say something."""
-    shelf = Shelf(tmp_path / "index.sqlite", [str(town.folder.root)])
-    while shelf.step():
-        pass
-    db = shelf.runs[0].builder._db
-    for table, column, key in (
-        ("nodes", "name", "key"), ("nodes", "last_reason", "key"), ("nodes", "device", "key"), ("refusals", "reason",
-        "seq"),
-        ("refusals", '"check"', "seq"), ("events", "words", "seq"), ("groups", "env", "id"), ("rollouts", "ending", "id"),
-        ("rollouts", "flaw", "id"),
-    ):  # fmt: skip
-        keys = [key_ for (key_,) in db.execute(f"SELECT DISTINCT {key} FROM {table}")]
-        for place, key_ in enumerate(keys):
-            word = HOSTILE[place % len(HOSTILE)].encode("utf-8", "replace").decode()
-            db.execute(f"UPDATE {table} SET {column} = ? WHERE {key} = ?", (word, key_))
-    for place, word in enumerate(HOSTILE):
-        word = word.encode("utf-8", "replace").decode()
-        db.execute("INSERT OR REPLACE INTO series VALUES (1, ?, 1, 0.5)", (f"env_metric/{word}",))
-        alarm = (word, word, place, word, json.dumps({"measured": []}))
-        db.execute("INSERT INTO alarms VALUES (1, ?, ?, ?, 'warning', ?, 1, 1, 1, ?)", alarm)
-        db.execute("INSERT INTO heldout VALUES (1, ?, '', ?, 0.5, 0.4, 0.6, 9, ?, ?)", (word, place, word, word))
-    db.execute("UPDATE runs SET name = ?", (HOSTILE[2],))
-    of_run = shelf.group
-
-    def group(*asked):
-        read = of_run(*asked)
-        turns = [
-            replace(
-                turn,
-                text=HOSTILE[place % len(HOSTILE)],
-                pieces=tuple(HOSTILE[i % len(HOSTILE)] for i in range(len(turn.token_ids))),
-            )
-            for place, turn in enumerate(read.rollouts[0].turns)
-        ]
-        rollouts = [
-            replace(r, turns=tuple(turns), ending=HOSTILE[r.index], flaw=HOSTILE[r.index]) for r in read.rollouts
-        ]
-        return replace(read, rollouts=tuple(rollouts))
-
-    monkeypatch.setattr(shelf, "group", group)
-    yield shelf
-    shelf.close()
 
 
 def test_hostile_names_reasons_rewards_and_conversations_show_as_text(hostile):
@@ -326,6 +265,63 @@ def test_tokens_are_marked_by_log_prob_and_by_advantage_with_their_figures(anyon
     by_advantage = anyone.get(f"/1/groups/{number}?colour=advantage").text
     assert re.search(r'<span class="t\d [pn]" title="advantage [+-]\d', by_advantage)
     assert '<span class="t' not in anyone.get(f"/1/groups/{number}?colour=none").text
+
+
+def test_only_a_viewer_with_the_hosts_link_has_this_machine_compute(anyone, host, shelf, monkeypatch):
+    number, asked, plain = private_group(shelf), [], shelf.group
+
+    def group(run, place, private, parts=False):
+        asked.append(f"parts {parts}")
+        return plain(run, place, private, parts)
+
+    def gaps(run, place):
+        asked.append("gaps")
+        return Gaps(((0.0, 0.0005, 5.0, None),) * 99, 0.002)
+
+    monkeypatch.setattr(shelf, "group", group)
+    monkeypatch.setattr(shelf, "gaps", gaps)
+    page = anyone.get(f"/1/groups/{number}?colour=gap&parts=1").text
+    assert asked == ["parts False"] and "replay gap" not in page
+    page = host.get(f"/1/groups/{number}?colour=gap&parts=1").text
+    assert asked[1:] == ["parts False", "parts True", "gaps"]
+    assert 'class="t0" title="gap 0 nats"' in page and 'class="t5" title="gap 5 nats"' in page
+
+
+def test_what_could_not_be_computed_now_is_not_kept_for_later(host, shelf, monkeypatch):
+    def gaps(run, place):
+        raise NothingYet("another group is being computed")
+
+    monkeypatch.setattr(shelf, "gaps", gaps)
+    answer = host.get(f"/1/groups/{private_group(shelf)}?colour=gap")
+    assert "another group is being computed" in answer.text and "etag" not in answer.headers
+
+
+def test_gaps_are_computed_one_group_at_a_time_and_remembered(monkeypatch):
+    rescoring, places, made = Rescoring(), [Place("a", 0), Place("b", 0)], []
+
+    def computed(where, place):
+        with pytest.raises(NothingYet, match="another"):
+            rescoring.gaps(where, places[1])
+        made.append(place)
+        return Gaps((), None)
+
+    monkeypatch.setattr(rescoring, "_computed", computed)
+    assert rescoring.gaps("run", places[0]) == rescoring.gaps("run", places[0]) == Gaps((), None)
+    assert made == places[:1]
+
+
+def test_the_address_of_a_figure_shows_its_newest_values(anyone):
+    page = anyone.get("/1/figure?name=reward_mean").text
+    assert "<title>reward_mean" in page and 'href="/1/steps/1"' in page
+    assert anyone.get("/1/figure?name=nothing").status_code == 404
+
+
+def test_a_csv_of_groups_has_those_of_the_filter(anyone, shelf):
+    total = shelf.look().rows("SELECT count(*) AS groups FROM groups WHERE version = 1")[0]["groups"]
+    assert anyone.get("/1/csv/groups.csv?version=1").text.count("\n") == total + 1
+    number = private_group(shelf)
+    rows = list(csv.DictReader(io.StringIO(anyone.get(f"/1/csv/rollouts.csv?group={number}").text)))
+    assert {(row["version"], row["slot"]) for row in rows} == {(rows[0]["version"], rows[0]["slot"])} and len(rows) > 1
 
 
 def test_charts_give_their_numbers_smoothed(anyone):

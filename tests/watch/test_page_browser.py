@@ -1,30 +1,44 @@
-"""The page in a browser: every view by clicks, at three widths, light and dark; axe finds nothing serious.
+"""The page in a browser: every view by clicks, at three widths, light and dark, by keyboard; strangers' text runs nothing.
 
-Slow: `make test-slow`. Skipped where Chromium or its driver is missing. With SHOAL_PICTURES set to a folder, each view's
-picture is written there.
+Slow: `make test-slow`. Skipped where Chromium or its driver is missing.
 """
 
-import os
+import contextlib
 import shutil
 import socket
 import threading
-from pathlib import Path
 
 import pytest
 import uvicorn
 
 from shoal.watch.page import Shelf, page_app
 
-sync_api = pytest.importorskip("playwright.sync_api")
-axe_module = pytest.importorskip("axe_playwright_python.sync_playwright")
+NEEDS = "needs a browser: install Chromium, and playwright and axe-playwright-python from constraints.txt"
+sync_api = pytest.importorskip("playwright.sync_api", reason=NEEDS)
+axe_module = pytest.importorskip("axe_playwright_python.sync_playwright", reason=NEEDS)
 
 CHROMIUM = shutil.which("chromium") or ""
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
          "--no-first-run"]  # fmt: skip
 TOKEN = "t" * 43
 VIEWS = ("Overview", "Figures", "Groups", "Nodes", "Validators", "Refusals", "Versions", "Log", "Alarms")
+INNER = (("Groups", "tbody th a"), ("Nodes", "tbody th a"), ("Log", ".timeline a.seq"), ("Figures", "figcaption a"),
+         ("Groups", "tbody a[href*=task]"))  # fmt: skip
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="Chromium is not installed")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason=NEEDS)]
+
+
+@contextlib.contextmanager
+def served(shelf):
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(page_app(shelf, TOKEN), log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +46,8 @@ def url(town, tmp_path_factory):
     shelf = Shelf(tmp_path_factory.mktemp("browser") / "index.sqlite", [str(town.folder.root)])
     while shelf.step():
         pass
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(page_app(shelf, TOKEN), log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
-    thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
+    with served(shelf) as url:
+        yield url
     shelf.close()
 
 
@@ -52,6 +61,7 @@ def browser():
 
 @pytest.fixture
 def complaints():
+    """What a page wrote to the console, threw, or asked: faults, forbidden scripts, dialogs."""
     return []
 
 
@@ -62,38 +72,62 @@ def opened(browser, complaints, width=1600, mode="light", script=True):
     page = context.new_page()
     page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
     return page
 
 
-def picture(page, name):
-    if folder := os.environ.get("SHOAL_PICTURES"):
-        page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
+def go(page, view):
+    page.get_by_role("navigation", name="Views").get_by_role("link", name=view, exact=True).click()
+    page.wait_for_load_state("networkidle")
 
 
-@pytest.mark.parametrize("mode", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 900, 1600])
-def test_every_view_is_reached_by_clicks_fits_its_width_and_has_no_serious_fault(url, browser, complaints, width, mode):
-    page = opened(browser, complaints, width, mode)
-    page.goto(f"{url}/?token={TOKEN}")
-    for view in VIEWS:
-        page.get_by_role("navigation", name="Views").get_by_role("link", name=view, exact=True).click()
-        page.wait_for_load_state("networkidle")
-        _look(page, f"{view.lower()}-{width}-{mode}", width)
-    for view, link in (("Groups", "tbody th a"), ("Nodes", "tbody th a"), ("Log", ".timeline a.seq")):
-        page.get_by_role("navigation", name="Views").get_by_role("link", name=view, exact=True).click()
-        page.locator(link).first.click()
-        page.wait_for_load_state("networkidle")
-        _look(page, f"one-of-{view.lower()}-{width}-{mode}", width)
-    assert complaints == []
-
-
-def _look(page, name, width):
-    picture(page, name)
+def checked(page, width):
+    """Nothing is wider than the window, and axe finds nothing serious."""
+    name = page.title()
     assert page.evaluate("document.documentElement.scrollWidth") <= width, name
     found = axe_module.Axe().run(page).response["violations"]
     assert [
         (fault["id"], fault["nodes"][0]["html"]) for fault in found if fault["impact"] in ("serious", "critical")
     ] == [], name
+
+
+@pytest.mark.parametrize(("width", "mode"), [(400, "light"), (900, "dark"), (1600, "light")])
+def test_every_view_is_reached_by_clicks_fits_its_width_and_has_no_serious_fault(url, browser, complaints, width, mode):
+    page = opened(browser, complaints, width, mode)
+    page.goto(f"{url}/?token={TOKEN}")
+    for view in VIEWS:
+        go(page, view)
+        checked(page, width)
+    for view, link in INNER:
+        go(page, view)
+        page.locator(link).first.click()
+        page.wait_for_load_state("networkidle")
+        checked(page, width)
+    assert complaints == []
+
+
+def test_from_the_overview_a_cheater_is_found_with_the_tokens_that_its_seed_did_not_choose(url, browser, complaints):
+    page = opened(browser, complaints)
+    page.goto(f"{url}/?token={TOKEN}")
+    page.locator("#refused-h ~ .scroll tbody a").first.click()
+    assert "sampling" in page.locator("#rows tbody tr").first.inner_text()
+    page.locator("#rows tbody a[href*='/groups/']").first.click()
+    assert page.get_by_role("heading", level=1).locator(".refused").count() == 1
+    page.get_by_label("replay gap").check()
+    page.get_by_role("button", name="Show").click()
+    assert page.locator("article .t5").count() > 0, page.locator(".note").all_inner_texts()
+    assert "gap" in page.locator("article .t5").first.get_attribute("title")
+    assert "shoal audit" in page.locator(".command").inner_text()
+    assert complaints == []
+
+
+def test_a_viewer_without_the_link_of_the_host_may_compute_nothing(url, browser, complaints):
+    page = opened(browser, complaints)
+    page.goto(f"{url}/1/groups")
+    page.locator("tbody th a").first.click()
+    assert page.get_by_label("log-prob").count() == 1 and page.get_by_label("replay gap").count() == 0
+    page.goto(f"{page.url}?colour=gap&parts=1")
+    assert page.get_by_label("log-prob").is_checked() and page.locator(".parts").count() == 0
 
 
 def test_without_a_script_the_charts_are_pictures(url, browser, complaints):
@@ -103,20 +137,77 @@ def test_without_a_script_the_charts_are_pictures(url, browser, complaints):
     assert page.locator("figure.chart svg[role=img]").first.get_attribute("aria-label")
 
 
-def test_with_the_script_charts_are_drawn_and_keys_go_through_rows(url, browser, complaints):
+def test_the_page_works_by_keyboard(url, browser, complaints):
     page = opened(browser, complaints)
     page.goto(url)
     page.locator("figure.chart canvas").first.wait_for()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
     page.goto(f"{url}/1/groups")
     page.keyboard.press("j")
+    page.keyboard.press("j")
+    page.keyboard.press("k")
     assert page.locator("tr.current").count() == 1
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/groups/*")
+    page.goto(f"{url}/1/log")
     page.keyboard.press("/")
     assert page.evaluate("document.activeElement.name") == "q"
+    page.keyboard.type("forged OR ; --")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**q=forged**")
+    page.goto(f"{url}/1/log")
+    page.keyboard.press("p")
+    assert page.locator("#polled").inner_text() == "Paused"
     assert complaints == []
 
 
-def test_the_first_paint_comes_within_a_second(url, browser, complaints):
+def test_a_figure_that_was_smoothed_has_an_address(url, browser, complaints):
+    page = opened(browser, complaints)
+    page.goto(f"{url}/1/figure?name=reward_mean")
+    page.locator("[data-smooth]").fill("0.5")
+    page.wait_for_url("**smooth=0.5")
+    page.reload()
+    assert page.locator("[data-smooth]").input_value() == "0.5"
+
+
+def test_the_first_paint_comes_within_a_second_and_300_kilobytes(url, browser, complaints):
     page = opened(browser, complaints)
     page.goto(url)
+    page.wait_for_load_state("networkidle")
     paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
-    assert paint < 1000
+    kinds = "['navigation', 'resource'].flatMap((kind) => performance.getEntriesByType(kind))"
+    transferred = page.evaluate(f"{kinds}.reduce((sum, one) => sum + one.transferSize, 0)")
+    print(f"first paint {paint:.0f} ms, {transferred / 1000:.1f} kB")
+    assert paint <= 1000 and 10_000 < transferred <= 300_000
+
+
+def test_thirty_hostile_texts_run_nothing_and_add_no_element(hostile, browser, complaints):
+    look = hostile.look()
+    groups = [row["id"] for row in look.rows("SELECT id FROM groups WHERE public = 1 LIMIT 2")]
+    keys = [row["key"] for row in look.rows("SELECT key FROM nodes")]
+    views = ["/compare", *(f"/1/{view}" for view in (
+        "", "figures", "groups", "nodes", "validators", "refusals", "versions", "log", "log?after=30", "alarms",
+        *(f"groups/{group}" for group in groups), f"groups/{groups[0]}?colour=advantage", *(f"nodes/{k}" for k in keys),
+    ))]  # fmt: skip
+    with served(hostile) as url:
+        page = opened(browser, complaints, 400)
+        page.goto(f"{url}/?token={TOKEN}")
+        for view in views:
+            page.goto(url + view)
+            page.wait_for_load_state("networkidle")
+            found = page.evaluate(
+                "[...document.querySelectorAll('iframe, img, base, object, embed, style, meta[http-equiv], "
+                'script:not([src^="/static/"]), a[href^="javascript"]\')].map((one) => one.outerHTML)'
+            )
+            handlers = page.evaluate(
+                "[...document.querySelectorAll('*')].flatMap((one) => [...one.attributes].map((a) => a.name))"
+                ".filter((name) => name.startsWith('on'))"
+            )
+            assert (found, handlers) == ([], []), view
+            assert page.evaluate("document.documentElement.scrollWidth") <= 400, view
+        page.goto(f"{url}/1/nodes")
+        assert "<svg onload=alert(1" in page.locator("#rows").inner_text()
+    assert complaints == []

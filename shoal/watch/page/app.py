@@ -163,7 +163,7 @@ class _Page:
     def _render(self, template: str, asked: Asked, values: Mapping[str, Any]) -> bytes:
         common = {
             "run": asked.run, "runs": asked.runs(), "is_host": asked.is_host, "has_host": bool(self._token),
-            "now_s": asked.now_s, "one": asked.one(), "asked": asked, "may_compute": asked.may_compute,
+            "now_s": asked.now_s, "place": "", "one": asked.one(), "asked": asked, "may_compute": asked.may_compute,
             "p": parts(self._templates, asked.name_of),
         }  # fmt: skip
         return self._templates.get_template(template).render({**common, **values}).encode("utf-8", "replace")

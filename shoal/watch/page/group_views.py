@@ -70,7 +70,8 @@ def one(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     budget = TOKENS // max(1, len(shown))
     name = f"{found['version']}/{found['slot']}" + (f"/{chosen}" if chosen is not None else "")
     return "group.html", {
-        "title": "Groups", "group": found, "read": read, "why": why, "failed": failed, "colour": colour,
+        "title": f"Group {found['version']}/{found['slot']}", "place": "Groups", "group": found, "read": read, "why": why,
+        "failed": failed, "colour": colour,
         "colours": colours, "by": by, "parts": parts, "chosen": chosen, "limit": gaps.limit if gaps else None,
         "columns": [Column.of(r, colour, start, budget, gaps) for r in shown],
         "prompt": _prompt(shown) if chosen is None else "", "levels": LOGPROB_LEVELS,
@@ -116,7 +117,7 @@ def task(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     firsts = {row["id"]: _first_text(asked, row["id"]) for row in rows}
     drawn = of_task(rows)
     return "task.html", {
-        "title": "Groups", "env": env, "task": number, "rows": rows, "firsts": firsts,
+        "title": f"Task {number}", "place": "Groups", "env": env, "task": number, "rows": rows, "firsts": firsts,
         "picture": {"chart": drawn, "picture": picture_of(drawn)} if drawn.lines else None,
     }  # fmt: skip
 

@@ -33,8 +33,8 @@ def event(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     verdict = asked.look.rows("SELECT * FROM verdicts WHERE run = ? AND seq = ?", asked.run, seq)
     findings = asked.look.rows("SELECT * FROM refusals WHERE run = ? AND seq = ? ORDER BY place", asked.run, seq)
     return "event.html", {
-        "title": f"Event {seq}", "event": found, "groups": about, "verdict": verdict[0] if verdict else None,
-        "findings": findings,
+        "title": f"Event {seq}", "place": "Log", "event": found, "groups": about,
+        "verdict": verdict[0] if verdict else None, "findings": findings,
     }  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def figure(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     lines = asked.look.rows("SELECT step, line FROM metrics WHERE run = ? ORDER BY step DESC LIMIT 50", asked.run)
     told = [(row["step"], _numbers(json.loads(row["line"]))) for row in lines]
     return "figure.html", {
-        "title": "Figures", "name": name, "one_chart": _drawn(found), "smooth": asked.smooth(),
+        "title": name, "place": "Figures", "name": name, "one_chart": _drawn(found), "smooth": asked.smooth(),
         "labels": [line.label for line in found.lines],
         "rows": [{"step": at, "values": [values.get(metric) for metric in family]} for at, values in told],
     }  # fmt: skip
@@ -71,7 +71,7 @@ def step(asked: Asked) -> tuple[str, Mapping[str, Any]]:
         raise NotHere(f"the run has no metrics of step {number}")
     values = _numbers(json.loads(found[0]["line"]))
     told = {name: METRICS.get(name) or METRICS.get(name.partition("/")[0]) for name in values}
-    return "step.html", {"title": f"Step {number}", "step": number, "values": values, "told": told}
+    return "step.html", {"title": f"Step {number}", "place": "Figures", "step": number, "values": values, "told": told}
 
 
 def nodes(asked: Asked) -> tuple[str, Mapping[str, Any]]:
@@ -99,7 +99,13 @@ def node(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     peers = asked.look.rows("SELECT count(*) AS peers FROM nodes WHERE run = ? AND role = ?", asked.run, found["role"])[
         0
     ]
-    return "node.html", {"title": "Nodes", "node": {**found, **peers}, "events": events, "helped": helped}
+    return "node.html", {
+        "title": found["name"] or "Node",
+        "place": "Nodes",
+        "node": {**found, **peers},
+        "events": events,
+        "helped": helped,
+    }
 
 
 def validators(asked: Asked) -> tuple[str, Mapping[str, Any]]:
