@@ -19,7 +19,7 @@ from rich.text import Text
 
 from shoal.config import EnvConfig
 from shoal.launch.nodes_table import reasons
-from shoal.launch.panels import duration
+from shoal.launch.panels import BLANK, duration
 from shoal.launch.samples import SPEAKERS
 from shoal.launch.summary import RunEnd
 from shoal.terminal import printable
@@ -80,8 +80,8 @@ def turns(game: dict[str, Any]) -> Iterable[tuple[str, str]]:
 def _before_after(end: RunEnd) -> RenderableType:
     summary = end.summary
     what = printable(end.envs[0].label) if len(end.envs) == 1 else f"{len(end.envs)} environments, by weight,"
-    title = Text.assemble((printable(end.snapshot.name), "bold"), f": {what} on held-out tasks")
-    table = Table(title=title, box=box.ROUNDED, min_width=60)
+    named = "" if what == printable(end.snapshot.name) else f"{printable(end.snapshot.name)}: "
+    table = Table(title=Text(f"{named}{what} on held-out tasks"), box=box.ROUNDED, min_width=60, title_style="bold")
     for heading in ("", "mean", "95 % interval", "episodes"):
         table.add_column(heading, justify="left" if not heading else "right")
     for when, label in (("before", "before training"), ("after", "after training")):
@@ -98,12 +98,12 @@ def _before_after(end: RunEnd) -> RenderableType:
             for part, mean in _named(one):
                 table.add_row(Text(f"    {printable(part)}", style="dim"), f"{mean:.3f}", "", "")
     stale = ", ".join(f"{age}: {count:,}" for age, count in summary["staleness"].items()) or "-"
-    table.caption = (
+    caption = (
         f"{summary['steps']} steps, {summary['tokens']:,} tokens, {duration(summary['wall_s'])}; "
         f"{summary['accepted']:,} groups accepted, {sum(summary['refused'].values()):,} refused; "
         f"rollouts by age {stale}"
     )
-    return table
+    return Group(table, Text(f"{caption}\n", style="dim"))
 
 
 def _named(found: dict[str, Any]) -> list[tuple[str, float]]:
@@ -112,8 +112,7 @@ def _named(found: dict[str, Any]) -> list[tuple[str, float]]:
 
 
 def _credits(end: RunEnd) -> RenderableType:
-    table = Table(title="credits: policy tokens accepted", box=box.ROUNDED, min_width=60)
-    table.caption = "influence: share of what the trainer learned from, by advantage and length"
+    table = Table(title="credits: policy tokens accepted", box=box.ROUNDED, min_width=60, title_style="bold")
     table.add_column("worker")
     table.add_column("role")
     for heading in ("accepted", "refused", "credits", "influence"):
@@ -131,7 +130,9 @@ def _credits(end: RunEnd) -> RenderableType:
                 f"{end.summary['influence'][node.name]:.1%}",
             )
             table.add_row(*row, style="red" if cheats else "")
-    return table
+    return Group(
+        table, Text("influence: share of what the trainer learned from, by advantage and length\n", style="dim")
+    )
 
 
 def _refusals(end: RunEnd) -> list[str]:
@@ -150,7 +151,8 @@ def _game(game: dict[str, Any], title: str) -> RenderableType:
     table.add_column()
     for who, said in turns(game):
         table.add_row(
-            Text(SPEAKERS.get(who, who)), _tiles(said.strip()) or Text(said.strip(), style=_COLOURS.get(who, ""))
+            Text(SPEAKERS.get(who, who)),
+            _tiles(said.strip()) or Text(said.strip() or BLANK, style=_COLOURS.get(who, "")),
         )
     return Panel(table, title=Text(title), box=box.ROUNDED, width=80, title_align="left")
 

@@ -114,7 +114,8 @@ def trend(snapshot: Snapshot) -> str:
         return ""
     size = min(TREND_STEPS, len(rewards) // 2)
     newest, before = (sum(part) / len(part) for part in (rewards[-size:], rewards[-2 * size : -size]))
-    word = "up" if newest > before else "down" if newest < before else "level"
+    change = round(newest, 3) - round(before, 3)  # as they are shown
+    word = "up" if change > 0 else "down" if change < 0 else "level"
     return f"reward {word}: {before:.3f} to {newest:.3f}, means of {size} steps each"
 
 

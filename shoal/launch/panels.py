@@ -41,10 +41,12 @@ FIGURES = (
 def progress(snapshot: Snapshot, width: int) -> RenderableType:
     """Phase, step, bar, version, time so far and time left, in one line."""
     status = snapshot.status
+    # Metrics come less often than the status: a node that looks seldom must not read "step 22 ... policy v33".
+    done = max(snapshot.step, min(status.version, snapshot.steps))
     cells: list[RenderableType] = [
         Text(f"● {brief(status.phase, 12)}", style=_PHASE_STYLE.get(status.phase, "yellow")),
-        Text(f"step {snapshot.step}/{snapshot.steps}", style="bold"),
-        ProgressBar(total=max(1, snapshot.steps), completed=snapshot.step, complete_style="green"),
+        Text(f"step {done}/{snapshot.steps}", style="bold"),
+        ProgressBar(total=max(1, snapshot.steps), completed=done, complete_style="green"),
     ]
     if width >= WIDE:
         cells.append(Text(f"policy v{max(status.version, 0)}"))
@@ -147,6 +149,8 @@ def watchdog(snapshot: Snapshot) -> Text:
         text.append(f"{brief(alarm.summary, 400)}\n", style=style)
     if snapshot.notice:
         text.append(brief(snapshot.notice, 400))
+    elif status.phase == "ended":
+        return text.append("the run has ended", style="dim")
     elif status.waiting_for:
         style = "yellow" if status.waiting_s >= WATCHDOG_S else "dim"
         text.append(f"waiting {status.waiting_s:.0f} s for {brief(status.waiting_for, 400)}", style=style)
@@ -159,11 +163,15 @@ def watchdog(snapshot: Snapshot) -> Text:
     return text
 
 
+BLANK = "(blank)"
+"""What is shown of a turn that holds spaces alone, which would look as if the picture were broken."""
+
+
 def conversation(sample: Sample, lines: int) -> Text:
     """The beginning of a conversation, in at most so many lines of one terminal line each."""
     text = Text(brief(sample.title, 120), style="bold", no_wrap=True, overflow="ellipsis")
     for who, said in sample.turns:
-        for line in said.strip().splitlines() or [""]:
+        for line in said.strip().splitlines() or [BLANK]:
             if len(text.plain.splitlines()) >= lines:
                 return text
             text.append(f"\n{brief(who, 12):>11} ", style="dim").append(brief(line, 300), style="none")

@@ -124,7 +124,8 @@ class RemoteRun:
             after = page[-1].key
         self._nodes = tuple(nodes.values())
         paging_s = (self._monotonic() - began) / PAGING_SHARE if len(nodes) >= MAX_NODES else 0.0
-        self._nodes_again_at = began + max(paging_s, self._nodes_every_s)
+        every_s = self._nodes_every_s if nodes else 0.0  # the first node to look is not in the list yet
+        self._nodes_again_at = began + max(paging_s, every_s)
 
     def _elapsed_s(self) -> float:
         """From the first step to the newest, if all are here."""

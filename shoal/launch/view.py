@@ -49,7 +49,8 @@ class _Picture:
         body = None if self._height is None else max(4, self._height - FRAME)
         parts = _parts(snapshot, console, inside, body, self._said)
         title = Text.assemble(("shoal", "bold"), f" · {brief(snapshot.name, 40)}")
-        hint = snapshot.hint or f"{snapshot.out} · Ctrl-C stops cleanly, the same command resumes"
+        stops = "" if snapshot.status.phase == "ended" else " · Ctrl-C stops cleanly, the same command resumes"
+        hint = snapshot.hint or f"{snapshot.out}{stops}"
         subtitle = Text(brief(hint, 200), style="dim")
         height = None if body is None else min(self._height or 0, _height(console, options, parts, inside) + FRAME)
         yield Panel(Group(*parts), title=title, subtitle=subtitle, box=box.ROUNDED, height=height)

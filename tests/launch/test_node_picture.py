@@ -121,6 +121,8 @@ def test_the_trend_compares_equal_numbers_of_steps(snapshot: Snapshot) -> None:
     lines = tuple({"step": i, "reward_all_mean": reward} for i, reward in enumerate((9.0, 1.0, 1.0, 0.5, 0.25)))
     assert trend(replace(snapshot, metrics=lines)) == "reward down: 1.000 to 0.375, means of 2 steps each"
     assert trend(replace(snapshot, metrics=lines[:3])) == ""
+    close = tuple({"step": i, "reward_all_mean": 0.0041 + i * 1e-5} for i in range(4))
+    assert trend(replace(snapshot, metrics=close)) == "reward level: 0.004 to 0.004, means of 2 steps each"
 
 
 # --- validators ---

@@ -16,7 +16,7 @@ from shoal.config import EnvConfig
 from shoal.heldout import Heldout
 from shoal.launch.finale import plain_end, render_end, save_picture
 from shoal.launch.panels import chart, duration
-from shoal.launch.snapshot import Snapshot
+from shoal.launch.snapshot import Sample, Snapshot
 from shoal.launch.summary import RunEnd
 from shoal.launch.view import LiveView, plain, plain_wait, render
 from shoal.terminal import printable
@@ -47,6 +47,22 @@ def test_the_picture_says_which_workers_left(snapshot: Snapshot) -> None:
 def test_the_picture_says_that_a_run_is_starting() -> None:
     text = shown(render(Snapshot("wordle", "runs/wordle", 90, notice="starting the coordinator")))
     assert "starting the coordinator" in text and "no worker has joined yet" in text and "step 0/90" in text
+
+
+def test_a_picture_of_an_ended_run_offers_nothing_to_stop(snapshot: Snapshot) -> None:
+    status = msgspec.structs.replace(snapshot.status, phase="ended", waiting_for="nothing: the run has ended")
+    text = shown(render(replace(snapshot, status=status)))
+    assert "the run has ended" in text and "waiting" not in text.replace("trainer waits", "") and "Ctrl-C" not in text
+
+
+def test_the_step_is_never_behind_the_version(snapshot: Snapshot) -> None:
+    for version, step in ((40, 40), (30, 37), (10**6, 90)):
+        status = msgspec.structs.replace(snapshot.status, version=version)
+        assert f"step {step}/90" in shown(render(replace(snapshot, status=status)))
+
+
+def test_a_turn_of_spaces_alone_is_said_to_be_blank(snapshot: Snapshot) -> None:
+    assert "policy (blank)" in shown(render(replace(snapshot, sample=Sample("one rollout", (("policy", " \n "),)))))
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

@@ -46,11 +46,15 @@ def told(body: bytes | object, status: int = 200) -> httpx.Response:
     return httpx.Response(status, stream=httpx.ByteStream(content), headers={SHOAL: "1"})
 
 
-def remote(host: Host, monotonic: Callable[[], float] = lambda: 0.0) -> RemoteRun:
+def remote(host: Host, monotonic: Callable[[], float] = lambda: 0.0, nodes_every_s: float = 0.0) -> RemoteRun:
     async def no_pause(_: float) -> None:
         pass
 
-    return RemoteRun(Client("http://host", transport=httpx.MockTransport(host), sleep=no_pause), monotonic)
+    return RemoteRun(
+        Client("http://host", transport=httpx.MockTransport(host), sleep=no_pause),
+        monotonic,
+        nodes_every_s=nodes_every_s,
+    )
 
 
 def looked(run: RemoteRun, times: int = 1) -> Snapshot:
@@ -179,6 +183,18 @@ def test_a_list_of_nodes_without_end_is_left_when_nothing_new_comes(snapshot: Sn
         return told(page)
 
     assert len(looked(remote(endless)).nodes) == MAX_NODES and len(asked) == 2
+
+
+def test_the_first_node_to_look_need_not_wait_to_see_itself(snapshot: Snapshot) -> None:
+    now, known = [0.0], [replace(snapshot, nodes=())]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return host_of(known[0], None)(request)
+
+    run = remote(answer, lambda: now[0], nodes_every_s=60.0)
+    assert not looked(run).nodes
+    now[0], known[0] = 5.0, snapshot
+    assert looked(run).nodes == snapshot.nodes
 
 
 def test_texts_and_numbers_of_a_hostile_host_are_cut() -> None:
