@@ -25,6 +25,7 @@ from shoal.launch.summary import RunEnd
 from shoal.terminal import printable
 
 _COLOURS = {"assistant": "bold cyan", "user": "white", "system": "dim"}
+_FONT_FACE = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 _MARKS = {"=": "green", "+": "dark_goldenrod", "-": "grey35"}
 
 
@@ -81,7 +82,7 @@ def _before_after(end: RunEnd) -> RenderableType:
     summary = end.summary
     what = printable(end.envs[0].label) if len(end.envs) == 1 else f"{len(end.envs)} environments, by weight,"
     named = "" if what == printable(end.snapshot.name) else f"{printable(end.snapshot.name)}: "
-    table = Table(title=Text(f"{named}{what} on held-out tasks"), box=box.ROUNDED, min_width=60, title_style="bold")
+    table = Table(title=Text(f"{named}{what} on held-out tasks", style="bold"), box=box.ROUNDED, min_width=60)
     for heading in ("", "mean", "95 % interval", "episodes"):
         table.add_column(heading, justify="left" if not heading else "right")
     for when, label in (("before", "before training"), ("after", "after training")):
@@ -187,7 +188,8 @@ def _next_steps(end: RunEnd) -> tuple[str, ...]:
     final = end.run_dir / "checkpoints" / "final"
     return (
         *_gain(end.summary["heldout"]),
-        f"The policy is in {final} (Hugging Face format), the figures in {end.run_dir / 'summary.json'}.",
+        f"The policy is in {final} (Hugging Face format).",
+        f"The figures are in {end.run_dir / 'summary.json'}.",
         "",
         "Play it again:",
         *(f"  shoal eval {final} {_env_options(env)}--samples 3" for env in end.envs),
@@ -203,8 +205,11 @@ def _env_options(env: EnvConfig) -> str:
     return f"--env {shlex.quote(env.name)} {args}"
 
 
-def save_picture(picture: RenderableType, path: Path, width: int = 104) -> None:
-    """Write what a terminal would show as an SVG, for documents. Raises OSError."""
+def save_picture(picture: RenderableType, path: Path, width: int = 116) -> None:
+    """Write what a terminal would show as an SVG, for documents. Raises OSError.
+
+    It has the reader's own font: rich names one on another server, which a browser would fetch.
+    """
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(picture)
-    console.save_svg(str(path), title="shoal")
+    path.write_text(_FONT_FACE.sub("", console.export_svg(title="shoal")), encoding="utf-8")

@@ -224,4 +224,5 @@ def test_names_are_not_read_as_markup(snapshot: Snapshot, end: RunEnd) -> None:
 def test_the_picture_can_be_saved_as_svg(snapshot: Snapshot, tmp_path: Path) -> None:
     save_picture(render(snapshot), tmp_path / "terminal.svg")
     content = (tmp_path / "terminal.svg").read_text()
+    assert set(re.findall(r"\w+://[^\s\"]+", content)) <= {"http://www.w3.org/2000/svg", "https://www.textualize.io"}
     assert content.startswith("<svg") and "cheater-0" in content
