@@ -6,6 +6,8 @@ JSON at the end; exit code 1 if a fault is not named, if another worker is blame
 Real runs, in one process, with real coordinator, trainer, validators and workers: for the faults a small run of
 arithmetic, for honest ones three recipes. Their seeds were not used while limits were chosen: those were chosen on seeds
 3, 11, 12, 21 and 22, and on runs of Wordle and of the stages of R1-Zero and INTELLECT-2 that other benchmarks had made.
+Seeds 31 and 32 were reported once. The slow worker that was missed there had held up batches, so the monitor was changed
+and not the fault; those seeds are spent since then.
 Faults that take long to cause are written into the metrics of the honest run of Wordle (`monitored/changed.py`).
 
 A fault is named rightly if the expected alarm is raised, if no other is raised but those that follow from it, and if an
@@ -31,7 +33,7 @@ from shoal.config import RunConfig  # noqa: E402
 from shoal.folder import RunFolder  # noqa: E402
 from shoal.metrics import read_metrics  # noqa: E402
 
-SEEDS = (31, 32)
+SEEDS = (41, 42)
 """Not used for tuning."""
 HONEST = {
     "arithmetic": (24, ("rollouts.batch_groups=8", "rollouts.block_rollouts=64")),

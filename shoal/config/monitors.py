@@ -138,6 +138,14 @@ LIMITS: dict[str, Limit] = {
     "stragglers.slow": Limit(
         5.0, "times", "Seconds a group, against the median of the other workers. Machines of one run often differ by 3"
     ),
+    "stragglers.held": Limit(
+        0.15, "share",
+        "Of the time of 20 steps, in which batches waited for blocks of this worker alone. Somebody is always last: among "
+        "equal workers one may reach 0.3, so the next limit counts too",
+    ),
+    "stragglers.held_slow": Limit(
+        3.0, "times", "Seconds a group, against the median of the others, of a worker for which batches waited"
+    ),
     "validators.differences": Limit(3.0, "verdicts", "On the same groups that differ, over 20 steps; one may be a restart"),
     "validators.share": Limit(0.1, "share", "Of a validator's verdicts that can be compared, those that differ"),
     "no_signal.share": Limit(

@@ -7,7 +7,7 @@ is needed for the next event, so that its size depends on the steps it keeps, no
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from shoal.alarms import Alarm
 from shoal.ledger.entry import Entry
@@ -52,6 +52,8 @@ class NodeStep:
     submissions: int = 0
     seconds: list[float] = field(default_factory=list)
     """That each of these took, a group."""
+    held_s: float = 0.0
+    """That batches waited for blocks which were leased to it first, when all other groups were accepted. Judging counts."""
     skews_s: list[float] = field(default_factory=list)
     """Of each submission: the worker's clock when it signed, less the host's when it was booked."""
     compared: int = 0
@@ -59,6 +61,17 @@ class NodeStep:
     differed: int = 0
     """Of these, the ones on which they said otherwise."""
     faults: int = 0
+
+
+class _Group(NamedTuple):
+    """An accepted group."""
+
+    worker: str
+    influence: float
+    time: float
+    """When it was accepted."""
+    holder: str
+    """The worker to whom its block was leased first."""
 
 
 @dataclass
@@ -91,12 +104,13 @@ class Digest:
         self.time = 0.0
         """Of the newest event."""
         self._leases: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._holders: OrderedDict[tuple[str, int, int], str] = OrderedDict()
         self._makers: OrderedDict[str, str] = OrderedDict()
-        self._groups: OrderedDict[tuple[int, int], tuple[str, float]] = OrderedDict()
+        self._groups: OrderedDict[tuple[str, int, int], _Group] = OrderedDict()
         self._verdicts: OrderedDict[str, dict[str, tuple[bool, ...]]] = OrderedDict()
         self._sent_at: dict[str, float] = {}
         self._algorithm: Algorithm = Grpo()
-        self._version = 0
+        self._version, self._block_groups, self._published = 0, 1, 0.0
 
     @property
     def now(self) -> StepDigest:
@@ -113,7 +127,9 @@ class Digest:
         match entry.body:
             case RunCreated(rules=rules, law=law):
                 self._algorithm, self._version = rules.algorithm, law.version if law else 0
+                self._block_groups = max(1, rules.block_groups)
             case CheckpointPublished(version=version) if version > self.now.step:
+                self._published = entry.time
                 self.steps.append(StepDigest(version, flat=self.now.flat))
             case RunEnded():
                 self.ended = True
@@ -127,7 +143,7 @@ class Digest:
             case LeaseGranted() | LeaseLapsed() | SubmissionReceived():
                 self._see_lease(entry)
             case Decision() | GroupAccepted() | BatchFormed():
-                self._see_groups(entry.body)
+                self._see_groups(entry.body, entry.time)
             case VerdictGiven(submission=name, validator=validator, groups=groups):
                 self._compare(name, validator, tuple(group.outcome == "accept" for group in groups))
             case ValidatorFault(validator=validator):
@@ -137,8 +153,11 @@ class Digest:
 
     def _see_lease(self, entry: Entry) -> None:
         match entry.body:
-            case LeaseGranted(lease=lease, worker=worker):
+            case LeaseGranted(lease=lease, worker=worker, stream=stream, version=version, blocks=blocks):
                 self.now.of(worker).leases += 1
+                for block in blocks:
+                    first = self._holders.get((stream, version, block), worker)
+                    _remember(self._holders, (stream, version, block), first)
                 _remember(self._leases, lease, (worker, entry.time))
             case LeaseLapsed(lease=lease, cause=cause) if lease in self._leases:
                 worker, _ = self._leases.pop(lease)
@@ -155,7 +174,7 @@ class Digest:
                     node.skews_s.append(created - entry.time)
                 _remember(self._makers, digest, worker)
 
-    def _see_groups(self, body: Decision | GroupAccepted | BatchFormed) -> None:
+    def _see_groups(self, body: Decision | GroupAccepted | BatchFormed, time: float) -> None:
         match body:
             case Decision(submission=name, accepted=accepted, refused=refused, disputed=disputed):
                 worker = self._makers.get(name, "")
@@ -167,15 +186,26 @@ class Digest:
                 node = self.now.of(worker)
                 node.rewards.append(sum(rewards) / max(1, len(rewards)))
                 moved = influence(rewards, tokens, self._algorithm, self._version, steps=steps)
-                _remember(self._groups, (body.version, body.slot), (worker, moved))
+                holder = self._holders.get((body.stream, body.version, body.slot // self._block_groups), worker)
+                place = body.stream, body.version, body.slot
+                _remember(self._groups, place, _Group(worker, moved, time, holder))
                 self.now.accepted += 1
                 self.now.flat = 0 if body.has_signal else self.now.flat + 1
-            case BatchFormed(groups=places):
+            case BatchFormed(groups=places, stream=stream):
                 self.now.flat = 0
-                for place in places:
-                    worker, moved = self._groups.get(place, ("", 0.0))
-                    if worker:
-                        self.now.of(worker).influence += moved
+                groups = [self._groups.get((stream, *place)) for place in places]
+                members = [group for group in groups if group is not None and group.worker]
+                for group in members:
+                    self.now.of(group.worker).influence += group.influence
+                self._see_wait(members)
+
+    def _see_wait(self, members: Sequence[_Group]) -> None:
+        """Note for whom a batch waited last, and how long: since the version before and all other groups were there."""
+        if not members:
+            return
+        last = max(members, key=lambda group: group.time)
+        others = [group.time for group in members if group.holder != last.holder]
+        self.now.of(last.holder).held_s += max(0.0, last.time - max([self._published, *others]))
 
     def _compare(self, name: str, validator: str, said: tuple[bool, ...]) -> None:
         before = self._verdicts.get(name, {})

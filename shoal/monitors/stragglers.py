@@ -1,18 +1,19 @@
 """Stragglers: a worker that holds up batches, because it lets its leases lapse or is much slower than the others.
 
-An honest worker may be slow, so nobody is quarantined for it: the rules lease its blocks to others in time.
+In every batch somebody is last, so waiting alone blames nobody: only a worker that is also slower than the others is
+named for it. An honest worker may be slow, so nobody is quarantined for it: the rules lease its blocks to others in time.
 """
 
 from collections.abc import Iterator
 from statistics import median
 
-from shoal.monitors.view import Finding, View, measured
+from shoal.monitors.view import START_STEPS, Finding, View, measured
 
 STEPS = 20
 """That are looked at: a slow worker has few leases."""
 LEAST_LAPSES, LEAST_SUBMISSIONS, LEAST_OTHERS = 3, 3, 2
 LEAST_SECONDS = 0.5
-"""A group that takes less holds up nobody."""
+"""A worker that takes less for a group is slow only if batches waited for it."""
 REMEDY = (
     "Ask its owner what else the machine does, or kick it. If many lapse, raise rollouts.lease_s, or make blocks smaller "
     "(rollouts.block_rollouts)"
@@ -22,6 +23,7 @@ REMEDY = (
 def look(view: View) -> Iterator[Finding]:
     """At leases and pace of each worker in the newest steps."""
     nodes = view.nodes_of(STEPS)
+    times_s = view.series("step_s")[-STEPS:]
     pace_s = {
         key: median(took)
         for key, done in nodes.items()
@@ -49,3 +51,14 @@ def look(view: View) -> Iterator[Finding]:
             if pace_s[key] > limit:
                 what = f"{view.name_of(key)} takes {pace_s[key]:.3g} s for a group, the others {median(others):.3g} s"
                 yield Finding("notice", what, REMEDY, (measured("seconds a group", pace_s[key], limit),), key)
+            elif len(times_s) >= START_STEPS and pace_s[key] > view.limit("stragglers.held_slow") * median(others):
+                yield from _held(view, key, sum(one.held_s for one in done) / max(1e-9, sum(times_s)), pace_s[key])
+
+
+def _held(view: View, key: str, share: float, pace_s: float) -> Iterator[Finding]:
+    """A worker that is slower than others, if batches waited for it."""
+    most = view.limit("stragglers.held")
+    if share > most:
+        waited = f"batches waited {share:.0%} of the time for {view.name_of(key)} alone"
+        what = f"{waited}, which takes {pace_s:.3g} s for a group"
+        yield Finding("notice", what, REMEDY, (measured("held share", share, most),), key)

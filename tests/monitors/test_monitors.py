@@ -159,6 +159,20 @@ def test_a_worker_that_lets_leases_lapse_is_named_and_so_is_one_that_is_far_slow
         assert with_fault(fault).keys() == {("stragglers", WORKERS[0])}
 
 
+def test_a_slow_worker_of_quick_steps_is_named_if_batches_waited_for_it():
+    def slow(seconds, held_s):
+        def change(digest):
+            digest.of(WORKERS[1]).seconds = [seconds, seconds]
+            digest.of(WORKERS[1]).held_s = held_s
+            digest.of(WORKERS[0]).seconds = digest.of(WORKERS[2]).seconds = [0.05, 0.06]
+
+        return change
+
+    assert with_fault(slow(0.3, 1.5)).keys() == {("stragglers", WORKERS[1])}
+    assert with_fault(slow(0.3, 0.1)) == {}, "nobody waited for it"
+    assert with_fault(slow(0.06, 1.5)) == {}, "somebody is last in each batch"
+
+
 def test_a_run_in_which_all_are_late_alike_has_no_straggler():
     def all_late(digest):
         for key in WORKERS:
