@@ -1,7 +1,8 @@
 """Stragglers: a worker that holds up batches, because it lets its leases lapse or is much slower than the others.
 
 In every batch somebody is last, so waiting alone blames nobody: only a worker that is also slower than the others is
-named for it. An honest worker may be slow, so nobody is quarantined for it: the rules lease its blocks to others in time.
+named for it. Forgers are quick, so a worker is compared only with those whose work is accepted. An honest worker may be
+slow, so nobody is quarantined for it: the rules lease its blocks to others in time.
 """
 
 from collections.abc import Iterator
@@ -29,6 +30,9 @@ def look(view: View) -> Iterator[Finding]:
         for key, done in nodes.items()
         if len(took := [second for one in done for second in one.seconds]) >= LEAST_SUBMISSIONS
     }
+    accepted = {
+        key for key, done in nodes.items() if sum(one.accepted for one in done) > sum(one.refused for one in done)
+    }  # guard: pace-is-of-accepted-work
     late_shares = {
         key: min(1.0, sum(one.late for one in done) / leases)
         for key, done in nodes.items()
@@ -39,7 +43,7 @@ def look(view: View) -> Iterator[Finding]:
         share, most = lapsed / max(1, leases), view.limit("stragglers.lapsed")
         late = late_shares.get(key, 0.0)
         usual = [one for other, one in late_shares.items() if other != key]
-        others = [took for other, took in pace_s.items() if other != key]
+        others = [took for other, took in pace_s.items() if other != key and other in accepted]
         if lapsed >= LEAST_LAPSES and share > most:
             what = f"{view.name_of(key)} let {lapsed} of its {leases} leases lapse"
             yield Finding("warning", what, REMEDY, (measured("lapsed share", share, most),), key)

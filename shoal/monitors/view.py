@@ -26,6 +26,9 @@ START_STEPS = 5
 """Steps whose median is what a run began with."""
 LEAST_STEPS = 12
 """A monitor that compares with the start says nothing before this many steps."""
+MAX_NAME_CHARS = 40
+"""Of a node's name, in a sentence about it."""
+NO_PARENTHESES = str.maketrans("()", "??")
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,9 @@ class View:
         return [float(line[name]) for line in self.lines if is_number(line.get(name))]
 
     def name_of(self, key: str) -> str:
-        """What people call a node."""
-        return fact(f"{self.names.get(key, ('', ''))[1] or 'node'} ({key[:12]})")
+        """What people call a node. Its name is a stranger's, so only the key is in parentheses."""
+        name = self.names.get(key, ("", ""))[1][:MAX_NAME_CHARS].translate(NO_PARENTHESES)  # guard: key-is-not-a-name
+        return fact(f"{name or 'node'} ({key[:12]})")
 
     def nodes_of(self, last: int) -> dict[str, list[NodeStep]]:
         """What each node did in the last steps."""

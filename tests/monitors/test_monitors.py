@@ -212,6 +212,32 @@ def test_a_clock_that_is_off_is_named_and_the_hosts_if_all_are_off_alike():
     assert found.keys() == {("clock", "")} and "host's clock is about 30 s behind" in found["clock", ""].summary
 
 
+def test_two_keys_of_one_stranger_do_not_speak_for_the_clocks_of_all():
+    def ahead(digest):
+        for key in WORKERS[:2]:
+            digest.of(key).skews_s = [31.0, 31.0]
+        digest.of(WORKERS[2]).skews_s = [0.1] if digest.step % 5 == 0 else []  # slow: it sends once in five steps
+
+    assert with_fault(ahead).keys() == {("clock", WORKERS[0]), ("clock", WORKERS[1])}
+
+
+def test_forgers_are_quick_and_make_no_honest_worker_slow():
+    def forge(digest):
+        for key in WORKERS[:2]:
+            digest.of(key).seconds = [0.01, 0.01]
+            digest.of(key).accepted, digest.of(key).refused = 0, 2
+        digest.of("d" * 64).seconds, digest.of("d" * 64).accepted = [1.0, 1.1], 2
+
+    causes = {cause for cause, _ in with_fault(forge)}
+    assert causes == {"poisoning"}
+
+
+def test_a_name_that_looks_like_the_key_of_another_does_not_pass_for_it():
+    name = f"worker-1 ({'b' * 12}) {'x' * 200}"
+    told = View(names={"a" * 64: ("worker", name)}).name_of("a" * 64)
+    assert told.startswith("worker-1 ?bbbbbbbbbbbb?") and told.endswith(f" ({'a' * 12})") and len(told) <= 60
+
+
 def test_thousand_honest_workers_are_not_accused():
     rng, digests = random.Random(7), []
     for step in range(12):
