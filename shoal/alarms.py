@@ -6,6 +6,7 @@ those that stand now, `read_alarms` all lines. It does not know how alarms come 
 """
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -65,13 +66,25 @@ class AlarmsLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._written = {_identity(line.change, line.alarm) for line in read_alarms(path)}
+        self._written: set[tuple[str, str, str, int]] = set()
+        self._newest: dict[tuple[str, str], tuple[str, str, str, int]] = {}
+        """The last change of each subject."""
+        self._raised_s: dict[tuple[str, str], float] = {}
+        """When each subject was raised that stands."""
+        for line in read_alarms(path):
+            self._know(line.change, line.alarm, line.time_s)
 
-    def write(self, change: Literal["raised", "cleared"], alarm: Alarm, now: float) -> bool:
-        """Append a line, unless the file has it. Returns whether it is new. Faults of the disk are logged, never raised."""
-        if _identity(change, alarm) in self._written:
+    def write(self, change: Literal["raised", "cleared"], alarm: Alarm, now: float, is_replayed: bool = True) -> bool:
+        """Append a line, unless the file has it. Returns whether it is new. Faults of the disk are logged, never raised.
+
+        `is_replayed`: a launcher that starts again finds the change again at the same step. One that is seen as it happens
+        may be raised and cleared several times in one step, so only its repetition is no news.
+        """
+        identity = _identity(change, alarm)
+        # guard: raised-again-in-a-step
+        if identity in self._written if is_replayed else identity == self._newest.get(alarm.subject):
             return False
-        self._written.add(_identity(change, alarm))
+        self._know(change, alarm, now)
         try:
             with self.path.open("ab+") as file:
                 # A killed writer may have left half a line: start the next one on its own line.
@@ -82,6 +95,18 @@ class AlarmsLog:
         except OSError as error:
             log.warning("an alarm is not written, the run continues file=%s cause=%s", self.path, error)
         return True
+
+    def raised_s(self, alarm: Alarm) -> float:
+        """When an alarm that stands was raised; -infinity if the file does not say."""
+        return self._raised_s.get(alarm.subject, -math.inf)
+
+    def _know(self, change: Literal["raised", "cleared"], alarm: Alarm, time_s: float) -> None:
+        self._newest[alarm.subject] = _identity(change, alarm)
+        self._written.add(self._newest[alarm.subject])
+        if change == "cleared":
+            self._raised_s.pop(alarm.subject, None)
+        else:
+            self._raised_s.setdefault(alarm.subject, time_s)
 
 
 def read_alarms(path: Path) -> list[AlarmLine]:

@@ -6,6 +6,7 @@ host has acted.
 """
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from shoal.ledger.table import read_entry
 from shoal.monitors.follow import Follower, Setting
 from shoal.monitors.raising import BETWEEN, Change
 from shoal.monitors.view import Evaluation, Machine
+from shoal.net.client import PeerRefused
 from shoal.protocol.types import AdminRequest
 from shoal.protocol.wire import WireError
 
@@ -36,6 +38,9 @@ SWEEP_LOOKS = 1 + max(monitor.clear for monitor in BETWEEN.values())
 """Looks after a start at which alarms are cleared that the file says stand, and nobody finds again."""
 ACTIONS = {"pause": "pause", "lower_rate": "rate", "quarantine": "quarantine"}
 """The admin call of each action of a run file."""
+
+REFUSED_FOR_GOOD = 400
+"""HTTP status of a request that the coordinator's rules refuse, such as a new sort of request under an older law."""
 
 READ_EVENTS = 5000
 """Of the log, at a look: a launcher that starts again on a long log must not stop to tend its processes."""
@@ -84,8 +89,14 @@ class AlarmWatch:
         if not self._config.monitors.enabled or waits:
             return []
         self._looked, self._looks = now, self._looks + (not self._behind)
-        changes = self._of_steps(snapshot) + self._follower.look_between(self._machine(snapshot, now), snapshot.metrics)
-        said = [in_words(change) for change in changes if self._log.write(change.change, change.alarm, now)]
+        found = [(change, True) for change in self._of_steps(snapshot)]
+        between = self._follower.look_between(self._machine(snapshot, now), snapshot.metrics)
+        found += [(change, False) for change in between]
+        said = [
+            in_words(change)
+            for change, is_replayed in found
+            if self._log.write(change.change, change.alarm, now, is_replayed)
+        ]
         if self._behind:  # guard: past-alarms-lead-to-nothing
             return said
         if self._looks == SWEEP_LOOKS:
@@ -129,7 +140,7 @@ class AlarmWatch:
         found = {alarm.subject for alarm in self.standing}
         for alarm in standing_alarms(self._folder.alarms):
             if alarm.subject not in found:
-                self._log.write("cleared", alarm, now)
+                self._log.write("cleared", alarm, now, is_replayed=False)
 
     def _act(self, now: float) -> list[str]:
         """Begin the next action that is due, and tell what became of the one before."""
@@ -137,11 +148,14 @@ class AlarmWatch:
             return []
         for alarm in self.standing:
             action = self._config.monitors.actions.get(alarm.cause, "")
-            due = action and not self._follower.digest.has_acted(alarm)  # guard: acts-once
+            # A disk that was emptied and is full again at the same step is another alarm. What is found at the ends of
+            # steps is found again after a restart, where only the step tells whether it is the same.
+            raised_s = self._log.raised_s(alarm) if alarm.cause in BETWEEN else -math.inf
+            due = action and not self._follower.digest.has_acted(alarm, raised_s)  # guard: acts-once
             # Where cheats make most groups, it is the rewards of honest workers that lean: only refusals are evidence.
             blamed = action != "quarantine" or alarm.severity == "critical"  # guard: quarantine-is-for-refusals
             if due and blamed and (request := self._request(action, alarm)):
-                self._acting.begin(ACTIONS[action], alarm, request, now)
+                self._acting.begin(ACTIONS[action], alarm, request, now, raised_s)
         return self._acting.told()
 
     def _request(self, action: str, alarm: Alarm) -> AdminRequest | None:
@@ -166,13 +180,13 @@ class _Acting:
         self._send = send
         self._thread: Thread | None = None
         self._told: SimpleQueue[str] = SimpleQueue()
-        self._done: set[tuple[str, str, int]] = set()
+        self._done: set[tuple[str, str, int, float]] = set()
         """Answered; the log has those that changed something, and is read at the next look."""
         self._again_at = -1e9
 
-    def begin(self, action: str, alarm: Alarm, request: AdminRequest, now: float) -> None:
+    def begin(self, action: str, alarm: Alarm, request: AdminRequest, now: float, raised_s: float = -math.inf) -> None:
         """Send a call, unless one is under way, or this one was answered, or one has just failed."""
-        asked = alarm.cause, alarm.node, alarm.since
+        asked = alarm.cause, alarm.node, alarm.since, raised_s
         if (self._thread is not None and self._thread.is_alive()) or asked in self._done or now < self._again_at:
             return
         self._again_at = now + AGAIN_AFTER_S
@@ -181,7 +195,11 @@ class _Acting:
             try:
                 self._send(action, request)
             except ShoalError as error:
-                self._told.put(f"the alarm {alarm.cause} asks for `{action}`, which failed: {error}. It is tried again")
+                after = "It is tried again"
+                if isinstance(error, PeerRefused) and error.status == REFUSED_FOR_GOOD:  # guard: refused-once
+                    self._done.add(asked)
+                    after = "It is not tried again: do it yourself with `shoal admin`, or look into what it says"
+                self._told.put(f"the alarm {alarm.cause} asks for `{action}`, which failed: {error}. {after}")
             else:
                 self._done.add(asked)
                 self._again_at = -1e9

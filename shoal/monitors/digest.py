@@ -4,6 +4,7 @@ Fed with the log's events in order by `launch/alarms`; monitors read the digests
 is needed for the next event, so that its size depends on the steps it keeps, not on the log. It decides nothing.
 """
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -97,8 +98,8 @@ class Digest:
         """The last one is still going on."""
         self.names: dict[str, tuple[str, str]] = {}
         """(role, name) of each node."""
-        self.acted: set[tuple[str, str, int]] = set()
-        """(cause, node, step of the alarm) of the alarms on which the host has acted."""
+        self.acted: dict[tuple[str, str, int], float] = {}
+        """When the host acted last on an alarm, by (cause, node, step of the alarm)."""
         self.lr_factor = 1.0
         self.ended = False
         self.time = 0.0
@@ -139,7 +140,7 @@ class Digest:
                 self.lr_factor = factor or self.lr_factor
                 self.now.flat = 0 if phase == "running" else self.now.flat
                 if isinstance(evidence, AlarmEvidence):
-                    self.acted.add((evidence.cause, evidence.node, evidence.since))
+                    self.acted[evidence.cause, evidence.node, evidence.since] = entry.time
             case LeaseGranted() | LeaseLapsed() | SubmissionReceived():
                 self._see_lease(entry)
             case Decision() | GroupAccepted() | BatchFormed():
@@ -216,11 +217,11 @@ class Digest:
                 node.differed += theirs != said
         _remember(self._verdicts, name, before | {validator: said})
 
-    def has_acted(self, alarm: Alarm) -> bool:
-        """Whether the log holds a request of the host with this alarm's evidence. After a restart, an alarm that follows
-        from evaluations may be raised a few steps from where it was."""
-        about = [since for cause, node, since in self.acted if (cause, node) == alarm.subject]
-        return any(abs(since - alarm.since) <= SAME_STEPS for since in about)
+    def has_acted(self, alarm: Alarm, raised_s: float = -math.inf) -> bool:
+        """Whether the log holds a request of the host with this alarm's evidence, and none from before `raised_s`. After a
+        restart, an alarm that follows from evaluations may be raised a few steps from where it was."""
+        about = [(since, at) for (cause, node, since), at in self.acted.items() if (cause, node) == alarm.subject]
+        return any(abs(since - alarm.since) <= SAME_STEPS and at >= raised_s for since, at in about)
 
 
 def _remember(known: "OrderedDict[K, V]", key: K, value: V) -> None:

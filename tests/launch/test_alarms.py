@@ -17,6 +17,7 @@ from shoal.ledger.facts.run import Admin
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import verify
+from shoal.net.client import PeerRefused
 from shoal.protocol.types import AdminRequest, Measured, Status
 from tests.ledger.world import World
 from tests.monitors.series import honest_lines
@@ -217,6 +218,24 @@ def test_a_failed_call_is_told_and_tried_again_later(tmp_path, published):
     assert len(host.calls) == 2
 
 
+def test_a_request_that_is_refused_for_good_is_sent_once_and_told_in_one_line(tmp_path, published):
+    town, now, calls = town_with(tmp_path, published, actions={"drift": "lower_rate"}), [1000.0], []
+
+    def refuse(action, request):
+        calls.append(action)
+        raise PeerRefused("the coordinator refused", 400, "malformed", "rate is unknown under version 3 of the rules")
+
+    watch = watching(town, refuse, lambda: now[0])
+    said = look(watch)
+    for _ in range(3):
+        now[0] += 60.0
+        said += look(watch)
+    assert calls == ["rate"] and [line for line in said if "failed" in line] == [
+        "the alarm drift asks for `rate`, which failed: the coordinator refused (400 malformed): rate is unknown under "
+        "version 3 of the rules. It is not tried again: do it yourself with `shoal admin`, or look into what it says"
+    ]
+
+
 def test_the_call_is_signed_and_reaches_the_coordinator(tmp_path):
     """Over the network of a town, as `hosting.call` does over HTTP."""
     town = Town(tmp_path / "run", tiny_run())
@@ -248,6 +267,51 @@ def test_a_half_line_is_skipped_and_the_next_line_is_whole(tmp_path):
     assert not log.write("raised", drift(), 3.0) and log.write("cleared", drift(), 4.0)
     assert [line.change for line in read_alarms(path)] == ["raised", "cleared"] and standing_alarms(path) == []
     assert msgspec.json.decode(path.read_bytes().splitlines()[-1], type=AlarmLine).alarm == drift()
+
+
+def test_an_alarm_that_is_raised_again_at_the_same_step_is_written_again_and_once(tmp_path):
+    path, disk = tmp_path / "alarms.jsonl", msgspec.structs.replace(drift(), cause="disk")
+    for now in (1.0, 2.0):  # the second is a launcher that starts again while the alarm stands
+        log = AlarmsLog(path)
+        assert log.write("raised", disk, now, is_replayed=False) == (now == 1.0)
+        assert log.raised_s(disk) == 1.0
+    assert log.write("cleared", disk, 3.0, is_replayed=False) and not log.write("cleared", disk, 3.5, is_replayed=False)
+    assert log.write("raised", disk, 4.0, is_replayed=False) and log.raised_s(disk) == 4.0
+    assert [line.change for line in read_alarms(path)] == ["raised", "cleared", "raised"]
+    assert standing_alarms(path) == [disk] and AlarmsLog(path).raised_s(disk) == 4.0
+    log.write("raised", drift(), 5.0), log.write("cleared", drift(), 6.0)
+    assert not log.write("raised", drift(), 7.0), "a launcher that starts again reads what was once"
+
+
+def test_a_disk_that_is_full_again_at_the_same_step_pauses_the_run_again(tmp_path, published, monkeypatch):
+    town, disk = (
+        town_with(tmp_path, published, actions={"disk": "pause"}),
+        msgspec.structs.replace(drift(19), cause="disk"),
+    )
+    host = Host(town)
+    watch = watching(town, host)
+    look(watch)
+    monkeypatch.setattr(AlarmWatch, "standing", (disk,))
+
+    def raised(now):
+        watch._log.write("raised", disk, now, is_replayed=False)
+        for _ in range(2):
+            watch._act(now)
+            watch._acting.join()
+            watch._of_steps(Snapshot("small", "", 30, metrics=FALLS))
+
+    raised(town.now)
+    assert host.calls == ["pause"]
+    town.do(Admin("resume", "", town.now, 1000 + 100))
+    raised(town.now)
+    assert host.calls == ["pause"], "it has stood since then"
+    watch._log.write("cleared", disk, town.now + 1.0, is_replayed=False)
+    town.now += 2.0
+    host.created += 200
+    raised(town.now)
+    assert host.calls == ["pause", "pause"]
+    raised(town.now)
+    assert host.calls == ["pause", "pause"]
 
 
 def test_an_alarm_that_the_file_says_stands_and_nobody_finds_is_cleared_after_some_looks(tmp_path, published):

@@ -302,19 +302,22 @@ def test_two_runs_in_one_index_do_not_mix(index, town, copied, tmp_path):
 def test_alarms_of_a_folder_are_told_by_cause_node_and_step_the_open_ones_first(copied, tmp_path):
     path, log = tmp_path / "index.sqlite", AlarmsLog(copied / "alarms.jsonl")
     drift = Alarm("drift", "warning", 3, 5, "It drifts.", "Lower the rate.", (Measured("kl", 0.4, 0.1),))
+    full = Alarm("disk", "critical", 5, 5, "It is full.", "Delete.")
     slow = [Alarm("stragglers", "notice", 3, 3, "It is slow.", "Wait.", (), f"ab{n}" * 12) for n in range(2)]
     for time, change, alarm in [
         (1.0, "raised", drift), (2.0, "raised", slow[0]), (3.0, "raised", slow[1]), (4.0, "cleared", drift),
+        (5.0, "raised", full), (6.0, "raised", replace(full, since=8)), (7.0, "cleared", replace(full, since=8)),
     ]:  # fmt: skip
         log.write(change, alarm, time)
     built(path, copied)
     asked = Look(path)
     rows = asked.alarms(1)
     assert [(row["cause"], row["node"], row["since_step"], row["is_open"]) for row in rows] == [
-        ("stragglers", slow[1].node, 3, 1), ("stragglers", slow[0].node, 3, 1), ("drift", "", 3, 0),
+        ("stragglers", slow[1].node, 3, 1), ("stragglers", slow[0].node, 3, 1), ("disk", "", 8, 0), ("disk", "", 5, 0),
+        ("drift", "", 3, 0),
     ]  # fmt: skip
-    assert (rows[2]["first_s"], rows[2]["last_s"], rows[2]["words"]) == (1.0, 4.0, "It drifts. Lower the rate.")
-    assert rows[2]["evidence"] == {"step": 5, "measured": [{"name": "kl", "value": 0.4, "limit": 0.1}]}
+    assert (rows[4]["first_s"], rows[4]["last_s"], rows[4]["words"]) == (1.0, 4.0, "It drifts. Lower the rate.")
+    assert rows[4]["evidence"] == {"step": 5, "measured": [{"name": "kl", "value": 0.4, "limit": 0.1}]}
     asked.close()
 
 

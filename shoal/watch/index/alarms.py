@@ -43,10 +43,13 @@ def note_alarms(
 
 def alarm_rows(lines: Iterable[AlarmLine]) -> list[dict[str, Any]]:
     """Alarms from the lines of an alarms file: when each was raised first, and what was last said of it."""
-    found = dict[tuple[str, str, int], dict[str, Any]]()
+    found, newest = dict[tuple[str, str, int], dict[str, Any]](), dict[tuple[str, str], dict[str, Any]]()
     for line in lines:
         alarm = line.alarm
-        row = found.setdefault((alarm.cause, alarm.node, alarm.since), {"first_s": line.time_s})
+        before = newest.get(alarm.subject)
+        if before is not None and before["is_open"]:  # a restart may raise it again at a later step: one of them stands
+            before |= {"is_open": False, "last_s": line.time_s}
+        row = newest[alarm.subject] = found.setdefault((alarm.cause, alarm.node, alarm.since), {"first_s": line.time_s})
         row |= {
             "cause": alarm.cause, "node": alarm.node, "since_step": alarm.since, "level": alarm.severity,
             "words": f"{alarm.summary} {alarm.remedy}", "last_s": line.time_s, "is_open": line.change == "raised",
