@@ -4,21 +4,24 @@ Called by `serve`. It answers GET and HEAD alone. A page is made again only when
 its ETag names the change, so a browser that polls gets 304, and viewers of the same page share one rendering.
 """
 
+import asyncio
 import hmac
+import json
 import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -34,7 +37,7 @@ from shoal.watch.page.views import VIEWS, chart, comparison, live
 
 log = logging.getLogger(__name__)
 
-KEPT_PAGES = 64
+KEPT_PAGES = 256
 """Renderings that are kept for other viewers."""
 
 MAX_URL_CHARS = 2000
@@ -67,6 +70,15 @@ def page_app(shelf: Shelf, token: str, clock: Callable[[], float] = time.time) -
     })  # fmt: skip
 
 
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class _Viewer(NamedTuple):
+    run: int
+    is_host: bool
+    may_compute: bool
+
+
 class _Page:
     """What all requests share."""
 
@@ -79,7 +91,8 @@ class _Page:
         self._token = token
         self._cookie = f"shoal-host-{self._session[:8]}"
         """Named by the token: cookies do not know ports, and a machine may serve several pages."""
-        self._kept = OrderedDict[tuple[str, bool, bool, int], bytes]()
+        self._kept = OrderedDict[tuple[str, _Viewer, int], bytes]()
+        self._making = dict[tuple[str, _Viewer, int], asyncio.Future[tuple[bytes, bool]]]()
 
     def is_host(self, request: Request) -> bool:
         """Whether the viewer has the host's cookie."""
@@ -100,65 +113,72 @@ class _Page:
         response.headers["cache-control"] = "no-store"
         return response
 
-    def show(self, view: Callable[[Asked], tuple[str, Mapping[str, Any]]]) -> Callable[[Request], Response]:
+    def show(self, view: Callable[[Asked], tuple[str, Mapping[str, Any]]]) -> Endpoint:
         """An endpoint that renders a view."""
 
-        def endpoint(request: Request) -> Response:
-            asked = self._asked(request)
-            change = self._shelf.change
-            etag = self._etag(asked, change)
+        def made(asked: Asked) -> tuple[bytes, bool]:
+            template, values = view(asked)
+            is_whole = not (
+                values.get("why") or values.get("failed")
+            )  # the rest may be there when it is asked for again
+            return self._render(template, asked, values), is_whole
+
+        return self._endpoint(made, "text/html")
+
+    def data(self, view: Callable[[Asked], Mapping[str, Any]]) -> Endpoint:
+        """An endpoint that gives the script numbers."""
+        return self._endpoint(lambda asked: (json.dumps(view(asked)).encode(), True), "application/json")
+
+    def _endpoint(self, make: Callable[[Asked], tuple[bytes, bool]], kind: str) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            viewer, change = self._viewer(request), self._shelf.change
+            etag = f'"{self._boot}-{change}-{int(viewer.is_host)}{int(viewer.may_compute)}"'
             if _names(request, etag):
                 return Response(status_code=304, headers=_cached(etag))
-            key = str(request.url.path) + "?" + request.url.query, asked.is_host, asked.may_compute, change
+            key = f"{request.url.path}?{request.url.query}", viewer, change
             body = self._kept.get(key)
             if body is None:
-                template, values = view(asked)
-                body = self._render(template, asked, values)
-                if values.get("why") or values.get("failed"):  # it may be there when it is asked for again
-                    return Response(body, media_type="text/html", headers={"cache-control": "no-store"})
+                # Viewers who ask at the same time share one rendering.
+                making = self._making.get(key)
+                if making is None:
+                    making = asyncio.ensure_future(run_in_threadpool(lambda: make(self._asked(request, viewer))))
+                    self._making[key] = making
+                    making.add_done_callback(lambda _: self._making.pop(key, None))
+                body, is_whole = await asyncio.shield(making)
+                if not is_whole:
+                    return Response(body, media_type=kind, headers={"cache-control": "no-store"})
                 self._kept[key] = body
                 while len(self._kept) > KEPT_PAGES:
                     self._kept.popitem(last=False)
-            return Response(body, media_type="text/html", headers=_cached(etag))
-
-        return endpoint
-
-    def data(self, view: Callable[[Asked], Mapping[str, Any]]) -> Callable[[Request], Response]:
-        """An endpoint that gives the script numbers."""
-
-        def endpoint(request: Request) -> Response:
-            asked = self._asked(request)
-            etag = self._etag(asked, self._shelf.change)
-            if _names(request, etag):
-                return Response(status_code=304, headers=_cached(etag))
-            return JSONResponse(view(asked), headers=_cached(etag))
+            return Response(body, media_type=kind, headers=_cached(etag))
 
         return endpoint
 
     def csv(self, request: Request) -> Response:
         """A table, line by line."""
-        asked = self._asked(request)
+        asked = self._asked(request, self._viewer(request))
         table = request.path_params["table"]
         lines = lines_of_csv(asked, table)
         name = f"attachment; filename=run-{asked.run}-{table}.csv"
         return StreamingResponse(lines, media_type="text/csv", headers={"content-disposition": name})
 
-    def _asked(self, request: Request) -> Asked:
+    def _viewer(self, request: Request) -> _Viewer:
+        """Who asks for which run. Raises `NotHere`."""
         run = request.path_params.get("run", 0)
         if len(str(request.url)) > MAX_URL_CHARS:
             raise NotHere("this address is too long")
         if "run" in request.path_params and self._shelf.of(run) is None:
             raise NotHere(f"this page has no run {run}")
-        params: Mapping[str, Any] = request.path_params
         is_known = self.is_host(request)
-        own = [shown.is_own for shown in self._shelf.runs if run in (0, shown.number)]
-        return Asked(
-            self._shelf, self._shelf.look(), run, params, request.query_params, is_known and any(own), self._clock(),
-            is_known,
-        )  # fmt: skip
+        own = any(shown.is_own for shown in self._shelf.runs if run in (0, shown.number))
+        return _Viewer(run, is_known and own, is_known)
 
-    def _etag(self, asked: Asked, change: int) -> str:
-        return f'"{self._boot}-{change}-{int(asked.is_host)}{int(asked.may_compute)}"'
+    def _asked(self, request: Request, viewer: _Viewer) -> Asked:
+        """What is asked; called in the thread that reads the index."""
+        return Asked(
+            self._shelf, self._shelf.look(), viewer.run, request.path_params, request.query_params, viewer.is_host,
+            self._clock(), viewer.may_compute,
+        )  # fmt: skip
 
     def _render(self, template: str, asked: Asked, values: Mapping[str, Any]) -> bytes:
         common = {

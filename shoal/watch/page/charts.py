@@ -50,24 +50,25 @@ TITLES = {
 """Of metrics that people look for by another word; others have their names."""
 
 
-def chart_of(look: Look, run: int, name: str, smooth: float = 0.0) -> Chart:
-    """A chart by its name: `by-version`, `heldout`, or a metric with all of its family (reward_mean/LABEL)."""
+def chart_of(look: Look, run: int, name: str, smooth: float = 0.0, known: Sequence[str] = ()) -> Chart:
+    """A chart by its name: `by-version`, `heldout`, or a metric with all of its family (reward_mean/LABEL). `known` are the
+    names of the run's metrics, so that a page of charts asks for them once."""
     if name == "by-version":
         return _by_version(look, run)
     if name == "heldout":
         return _heldout(look, run)
-    family = family_of(look, run, name)[:MOST_LINES]
+    family = family_of(look, run, name, known)[:MOST_LINES]
     series = {metric.partition("/")[2] or "all": _points(look, run, metric, smooth) for metric in family}
-    known = METRICS.get(name) or next(
+    told = METRICS.get(name) or next(
         (m for n, m in METRICS.items() if "/" in n and n.partition("/")[0] == name.partition("/")[0]), None
     )
-    unit, sentence = (known.unit, known.sentence) if known else ("", "")
+    unit, sentence = (told.unit, told.sentence) if told else ("", "")
     return _aligned(Chart(name, TITLES.get(name, name), unit, sentence, "step", [], []), series)
 
 
-def family_of(look: Look, run: int, name: str) -> list[str]:
+def family_of(look: Look, run: int, name: str, known: Sequence[str] = ()) -> list[str]:
     """A metric and those that are it for one label: `reward_mean` and `reward_mean/LABEL`."""
-    return [metric for metric in look.names(run) if metric == name or metric.startswith(f"{name}/")]
+    return [metric for metric in known or look.names(run) if metric == name or metric.startswith(f"{name}/")]
 
 
 def compared(look: Look, runs: Mapping[int, str], name: str, smooth: float = 0.0) -> Chart:

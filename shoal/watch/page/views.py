@@ -15,7 +15,7 @@ from shoal.watch.page.charts import OVERVIEW, Chart, chart_of, compared, family_
 
 View = Callable[[Asked], tuple[str, Mapping[str, Any]]]
 
-MOST_CHARTS = 60
+MOST_CHARTS = 12
 """Of one page of figures."""
 
 
@@ -200,8 +200,8 @@ def live(asked: Asked) -> Mapping[str, Any]:
 
 
 def _charts(asked: Asked, names: Any) -> list[dict[str, Any]]:
-    smooth = asked.smooth()
-    return [_drawn(found) for name in names if (found := chart_of(asked.look, asked.run, name, smooth)).lines]
+    smooth, known = asked.smooth(), asked.look.names(asked.run)
+    return [_drawn(found) for name in names if (found := chart_of(asked.look, asked.run, name, smooth, known)).lines]
 
 
 def _drawn(found: Chart) -> dict[str, Any]:

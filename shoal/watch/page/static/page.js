@@ -1,10 +1,10 @@
 // The page works without this. It asks for news, draws charts with uPlot, smooths them, and moves by keys.
 "use strict";
 (() => {
-  const EVERY_MS = 5000, HIDDEN_MS = 60000, MOST_MS = 60000;
+  const EVERY_MS = 5000, HIDDEN_MS = 60000, MOST_MS = 60000, CHARTS_MS = 60000;
   const main = document.getElementById("main"), polled = document.getElementById("polled");
   const live = document.body.dataset.live;
-  let etag = null, waiting = 0, failures = 0, paused = false, current = -1;
+  let etag = null, waiting = 0, failures = 0, paused = false, current = -1, charted = Date.now();
 
   // --- charts ---
 
@@ -98,7 +98,8 @@
       if (!made || old.innerHTML === made.innerHTML || old.contains(document.activeElement) && document.activeElement !== old) continue;
       old.replaceChildren(...document.adoptNode(made).childNodes);
     }
-    again();
+    // Charts have many points and seldom change much: they are asked for once a minute.
+    if (Date.now() - charted > CHARTS_MS) { charted = Date.now(); again(); }
     return true;
   }
 
