@@ -136,8 +136,7 @@ class _Page:
             if _names(request, etag):
                 return Response(status_code=304, headers=_cached(etag))
             key = f"{request.url.path}?{request.url.query}", viewer, change
-            body = self._kept.get(key)
-            if body is None:
+            if (body := self._kept.get(key, b"")) == b"":
                 # Viewers who ask at the same time share one rendering.
                 making = self._making.get(key)
                 if making is None:

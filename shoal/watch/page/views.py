@@ -26,7 +26,8 @@ def overview(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     return "overview.html", {
         **found, "alarms": look.alarms(run, only_open=True), "charts": _charts(asked, OVERVIEW),
         "refused": look.refusal_counts(run, 5), "ages": look.ages(run, 5),
-        "top": look.nodes(run, "worker", limit=5)["rows"], "title": "Overview", "disk": asked.shelf.free_bytes(run),
+        "top": look.nodes(run, "worker", limit=5)["rows"], "title": "Overview",
+        "disk": asked.shelf.free_bytes(run) if asked.is_host else None,
         "staleness": _mean_staleness(found["metrics"]), "first_reward": _first_reward(asked),
         "per_env": {name.partition("/")[2]: value for name, value in sorted(_numbers(found["metrics"]).items())
                     if name.startswith("reward_mean/")},
