@@ -14,7 +14,7 @@ import msgspec
 from shoal.config import RunConfig, SftConfig
 from shoal.config.stages import EvalStage, FilterStage, RlStage, Stage, kind_of, taken_by, to_settings
 from shoal.envs.load import env_digest, is_file
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, StateError
 from shoal.launch.outputs import digest_below
 from shoal.protocol.hubref import is_hub
 from shoal.protocol.tasklists import read_task_list
@@ -130,6 +130,20 @@ def _judges_at(
                 raise ConfigError(f"stage {stage.name}: train.{key} = {path}: no directory at {own}")
             train, digests[key] = train | {key: str(own)}, digest_below(own)
     return train, digests
+
+
+def demand_same_inputs(job: Job, name: str, folder: Path) -> None:
+    """Raise `StateError` if something that a job in this folder takes is not what its key says. `launch/chosen` compares
+    the rollouts of a run where it reads them."""
+    settings, pinned = job.settings, msgspec.json.decode(job.identity)["inputs"]
+    found = {"policy": settings.get("policy"), "pairs": settings.get("pairs"), **settings.get("train", {})} | job.inputs
+    for key, expected in pinned.items():
+        at = found[key]["path"] if isinstance(found[key], dict) else found[key]
+        if key != "rollouts" and digest_below(Path(at)) != expected:
+            raise StateError(
+                f"stage {name}: its {key} at {at} changed while it worked. Restore that and delete {folder}, and the same "
+                "command does the stage again"
+            )
 
 
 def demand_doable(stage: Stage, settings: RunConfig | SftConfig | None, beside: Path) -> None:

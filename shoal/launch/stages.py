@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -21,12 +21,14 @@ from shoal.config import RunConfig, SftConfig
 from shoal.config.stages import EvalStage, Stage, StagesConfig, kind_of, settings_of, taken_by
 from shoal.errors import EXIT_DONE, EXIT_INTERRUPTED, StateError
 from shoal.folder import write_atomically
-from shoal.launch.jobs import Input, Job, Made, demand_doable, job_of
+from shoal.launch.jobs import Input, Job, Made, demand_doable, demand_same_inputs, job_of
 from shoal.launch.local import locked
 from shoal.launch.outputs import OUTPUTS, RUN, demand_whole, digest_below, files_of
 from shoal.launch.process import RoleProcess, counted_signals
 from shoal.launch.stages_report import Measured, StageEnd, in_words, report
 from shoal.protocol.wire import digest, to_json
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
 
 TICK_S = 0.1
 STOP_S = 90.0
@@ -130,7 +132,7 @@ class StagesRun:
     def _do(self, job: Job, name: str, what: str, quiet: bool = False) -> Finished:
         """A job that is done, now or before. Raises `Stopped`, and `StateError` if it fails or was changed since."""
         folder = self._out / "stages" / job.key
-        done = _read_done(folder)
+        done = _read_done(folder, job.kind)
         if done is not None:
             demand_whole(folder, done.outputs, done.kind, name)  # guard: finished-stage-is-whole
             if not quiet:
@@ -141,12 +143,19 @@ class StagesRun:
         log = folder / "log.txt"
         self._say(f"{what}: at work, log {log}")
         folder.mkdir(parents=True, exist_ok=True)
+        if (spoiled := folder / "spoiled.txt").exists():  # guard: spoiled-stays-spoiled
+            raise StateError(spoiled.read_text())
         (folder / "made.json").unlink(missing_ok=True)
         write_atomically(folder / "job.json", msgspec.json.format(msgspec.json.encode(job)))
         began = time.monotonic()
         command = [sys.executable, "-m", "shoal.cli", "stage-job", str(folder)]
         process = RoleProcess(f"stage {name}", command, log, _threads(job), self._lock_fd)
         self._attend(process)
+        try:
+            demand_same_inputs(job, name, folder)  # guard: inputs-stay-as-they-are
+        except StateError as changed:
+            write_atomically(folder / "spoiled.txt", str(changed).encode())
+            raise
         made = msgspec.json.decode((folder / "made.json").read_bytes(), type=Made)
         seconds, cpu_s = time.monotonic() - began, process.use.cpu_s
         if job.kind == "rl":  # which adds up its own use over all its starts
@@ -204,16 +213,54 @@ def _threads(job: Job) -> int:
     return 1 if job.kind in ("rl", "reject") else int(job.settings["threads"])
 
 
-def _read_done(folder: Path) -> Done | None:
+def _read_done(folder: Path, kind: str) -> Done | None:
     path = folder / "done.json"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Done)
+        done = msgspec.json.decode(path.read_bytes(), type=Done)
+        _demand_figures(done, kind)
+        return done
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise StateError(
             f"{path} cannot be read: {error}. Restore it, or delete {folder}, and the stage is done again"
         ) from None
+
+
+def _demand_figures(done: Done, kind: str) -> None:
+    """Raise `ValueError` or `ValidationError` if no stage of this kind ended so: people copy and edit such files."""
+    if done.kind != kind or done.outputs.keys() != OUTPUTS[kind].keys():  # guard: done-is-of-its-kind
+        raise ValueError(f"it is not of a stage of kind {kind}")
+    figures = done.made.figures
+    if kind == "eval":
+        msgspec.convert(figures, Measured)  # guard: done-has-its-figures
+    if kind == "rl":
+        msgspec.convert(figures, _RunFigures)
+    if kind in ("reject", "reward_model"):
+        msgspec.convert(figures, _Chosen if kind == "reject" else _Ranked)
+
+
+class _Heldout(msgspec.Struct):
+    before: Measured | None
+    after: Measured | None
+
+
+class _RunFigures(msgspec.Struct):
+    heldout: _Heldout
+    rollouts: str
+
+
+class _Chosen(msgspec.Struct):
+    right_of_rollouts: float
+    right_of_chosen: float
+    rollouts: Count
+    chosen: Count
+
+
+class _Ranked(msgspec.Struct):
+    accuracy_before: float
+    accuracy: float
+    pairs: Count
 
 
 def _end(stage: Stage, key: str, finished: Finished, before: Measured | None, after: Measured | None) -> StageEnd:

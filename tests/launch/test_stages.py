@@ -2,25 +2,28 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from shoal.algos.rejection import raft
 from shoal.config import load_run
-from shoal.config.stages import load_stages, settings_of
+from shoal.config.stages import StagesConfig, load_stages, settings_of
 from shoal.errors import ConfigError, StateError
 from shoal.folder import RunFolder
 from shoal.launch.chosen import choose, choose_pairs, digest_of, learned_groups
 from shoal.launch.jobs import Input, Job, demand_doable, job_of
+from shoal.launch.outputs import digest_below
 from shoal.launch.process import RoleProcess
 from shoal.launch.samples import group_of
-from shoal.launch.stages import StagesRun, _policy_before
+from shoal.launch.stages import StagesRun, _policy_before, _read_done
 from shoal.ledger.log.creation import creation_of
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import verify
@@ -419,6 +422,73 @@ def test_a_changed_setting_does_that_stage_again_and_those_that_follow(
     finish(start(files, out))  # the old folders are still there
     assert {name: end["key"] for name, end in ends_of(out).items()} == {n: e["key"] for n, e in before.items()}
     assert not any(end["done_now"] for end in ends_of(out).values())
+
+
+HALF = {"mean": 0.5, "low95": 0.4, "high95": 0.6, "episodes": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "outputs", "figures"),
+    [
+        ("nothing", {"policy": {}}, {}),
+        ("eval", {"policy": {}}, HALF),
+        ("eval", {}, HALF),
+        ("eval", {"evaluation": {}}, {}),
+        ("eval", {"evaluation": {}}, HALF | {"mean": "high"}),
+        ("rl", {"policy": {}}, {"heldout": {"before": None, "after": HALF}}),
+        ("rl", {"policy": {}}, {"heldout": None, "rollouts": "ab"}),
+        ("reject", {"examples": {}}, {"right_of_rollouts": 0.5, "rollouts": 4}),
+        ("reject", {"examples": {}}, {"right_of_rollouts": 1, "rollouts": 10**15, "right_of_chosen": 1, "chosen": 4}),
+        ("reward_model", {"reward_model": {}}, {"accuracy": 0.5}),
+    ],
+)
+def test_an_end_that_no_stage_has_written_is_named_in_one_line(
+    tmp_path: Path, kind: str, outputs: dict[str, Any], figures: dict[str, Any]
+) -> None:
+    """Of other kinds than the folder's, of an older shoal, or edited."""
+    made = {"tokens": 0, "figures": figures}
+    told = {"kind": kind, "outputs": outputs, "made": made, "seconds": 1.0, "cpu_s": 1.0}
+    (tmp_path / "done.json").write_text(json.dumps(told))
+    for asked in {"eval", kind} - {"nothing"}:
+        with pytest.raises(StateError, match=r"done.json cannot be read: .* delete .*, and the stage is done again"):
+            _read_done(tmp_path, asked)
+
+
+def test_a_stage_whose_input_changes_while_it_works_is_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its key says that it began with other bytes. Restoring those does not make its output right."""
+    policy = tmp_path / "policy" / "model.safetensors"
+    policy.parent.mkdir()
+    policy.write_bytes(b"before")
+    pinned = {"inputs": {"policy": digest_below(policy.parent)}}
+    job = Job("merge", {"threads": 1}, {}, {"policy": str(policy.parent)}, json.dumps(pinned))
+    folder = tmp_path / "out" / "stages" / job.key
+
+    def attend(self: StagesRun, process: RoleProcess) -> None:
+        (folder / "policy").mkdir(exist_ok=True)
+        (folder / "policy" / "model.safetensors").write_bytes(b"of " + policy.read_bytes())
+        (folder / "made.json").write_text("{}")
+        policy.write_bytes(b"while it worked")
+
+    monkeypatch.setattr(StagesRun, "_attend", attend)
+    crew = StagesRun(StagesConfig(name="s", stages=()), tmp_path, tmp_path / "out", -1, print)
+    with pytest.raises(
+        StateError, match=r"stage whole: its policy at .* changed while it worked. Restore that and delete"
+    ):
+        crew._do(job, "whole", "stage 1")
+    policy.write_bytes(b"before")
+
+    def undisturbed(self: StagesRun, process: RoleProcess) -> None:
+        attend(self, process)
+        policy.write_bytes(b"before")
+
+    monkeypatch.setattr(StagesRun, "_attend", undisturbed)
+    with pytest.raises(StateError, match="changed while it worked"):
+        crew._do(job, "whole", "stage 1")
+    assert not (folder / "done.json").exists()
+    shutil.rmtree(folder)
+    assert crew._do(job, "whole", "stage 1").again
 
 
 def test_a_damaged_output_is_found_and_named_and_done_again_once_deleted(unbroken: tuple[Path, Path]) -> None:
