@@ -118,7 +118,7 @@ $(VENV)/.runs: pyproject.toml constraints.txt | $(VENV)/.made
 
 $(VENV)/.tests: pyproject.toml constraints.txt | $(VENV)/.made
 	@echo "installing shoal with the tools of its tests into $(VENV) ..."
-	$(INSTALL) -e '.[torch,hf,answers,math,data,wandb,trackio,tensorboard,plot,docs,dev]'
+	$(INSTALL) -e '.[torch,hf,answers,math,data,wandb,trackio,tensorboard,plot,notebook,docs,dev]'
 	@touch $@ $(VENV)/.runs
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.made

@@ -1,10 +1,11 @@
 """shoal: reinforcement learning of language models on computers that do not trust each other.
 
 From Python, `recipe` opens a run file to train or host, `policy` opens a checkpoint to evaluate, and `audit` checks a run.
+`open` reads a run as tables and rollouts, and `live` draws steps as they come.
 Importing shoal imports nothing heavy: each function imports `shoal/api.py` when it is called.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,15 @@ from typing import TYPE_CHECKING, Any
 import shoal.policy  # noqa: F401
 
 if TYPE_CHECKING:
-    from shoal.api import Evaluation, Findings, Hosted, Policy, Run, Setting, Step
+    from shoal.api import Evaluation, Findings, Frame, Hosted, Opened, Policy, Replay, Rollout, Run, Setting, Step
+    from shoal.watch.live import S
 
 __version__ = "0.1.0"
 
-__all__ = ["Evaluation", "Findings", "Hosted", "Policy", "Run", "Step", "audit", "policy", "recipe"]
+__all__ = [
+    "Evaluation", "Findings", "Frame", "Hosted", "Opened", "Policy", "Replay", "Rollout", "Run", "Step", "audit", "live",
+    "open", "policy", "recipe",
+]  # fmt: skip
 
 
 def recipe(path: str | PathLike[str], /, *, quick: bool = False, **changes: "Setting") -> "Run":
@@ -60,6 +65,28 @@ def audit(
     from shoal import api
 
     return api.audit(run, sample, rollout, seed, threads, own_files, evidence)
+
+
+def open(where: str | PathLike[str], /, *, private: bool = False) -> "Opened":
+    """Read the run in a folder or at a URL, while it runs or later: `shoal.open("runs/wordle").metrics.polars()`.
+
+    It has the tables `log`, `metrics`, `nodes`, `versions`, `groups`, `rollouts`, `evaluations`, `verdicts` and `refusals`,
+    and `rollout("3/17/0")`. Hashes and signatures are verified; metrics and evaluations are the host's word. `private` also
+    shows what is not public yet, which takes the host's folder with its run key. Nothing is written. Raises `ShoalError`.
+    """
+    from shoal import api
+
+    return api.open_reading(where, private)
+
+
+def live(steps: "Iterable[S]", /, names: Sequence[str] = ("reward_all_mean", "entropy_nats")) -> "Iterator[S]":
+    """Give steps on as they come, and draw these metrics: curves in a notebook, one line a step elsewhere.
+
+    `for step in shoal.live(run.train()): ...`. Curves need `pip install 'shoal[notebook]'`.
+    """
+    from shoal.watch.live import live as drawn
+
+    return drawn(steps, names)
 
 
 def __getattr__(name: str) -> Any:

@@ -27,6 +27,10 @@ from shoal.policy.kinds import spec_of
 from shoal.protocol.types import Sampling
 from shoal.roles.auditor.rollouts import Choice, Findings, examine
 from shoal.tree import read_toml
+from shoal.watch.frames import Frame as Frame
+from shoal.watch.opened import Opened
+from shoal.watch.rollout import Replay as Replay
+from shoal.watch.rollout import Rollout as Rollout
 
 if TYPE_CHECKING:
     from shoal.launch.background import BackgroundRun
@@ -171,6 +175,11 @@ def open_policy(checkpoint: str | PathLike[str]) -> Policy:
     """`shoal.policy`."""
     path = Path(checkpoint)
     return Policy(path, spec_of(path).max_positions)
+
+
+def open_reading(where: str | PathLike[str], private: bool) -> Opened:
+    """`shoal.open`."""
+    return Opened(where, private)
 
 
 def audit(

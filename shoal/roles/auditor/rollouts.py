@@ -176,7 +176,7 @@ async def audit_rollouts(
         found.told.append(f"sample drawn with --seed {choice.seed}")
     expiry = None if choice.rollout else run.expiry(log.state)
     places = choose(log, choice, pile.bodies if choice.evidence else None, expiry, found)
-    envs = _load_envs(log.state.envs, own_files)
+    envs = load_envs(log.state.envs, own_files)
     with tempfile.TemporaryDirectory(prefix="shoal-audit-") as home:
         spec = EngineSpec(threads=threads, device=device)
         bench = Bench(run, log, envs, spec, Path(home), max_memory_mb)
@@ -233,7 +233,8 @@ def read_id(text: str) -> tuple[int, int, int | None]:
     return int(version), int(slot), None if index is None else int(index)
 
 
-def _load_envs(specs: Sequence[t.EnvSpec], own_files: bool) -> dict[str, Env]:
+def load_envs(specs: Sequence[t.EnvSpec], own_files: bool) -> dict[str, Env]:
+    """The environments that an audit replays. Raises `ConfigError` for the host's files, unless `own_files`."""
     if kind_of(specs) == COMPLETIONS:
         return {}  # the host played them, and recorded what it played
     for spec in specs:
