@@ -210,6 +210,9 @@ def save_picture(picture: RenderableType, path: Path, width: int = 116) -> None:
 
     It has the reader's own font: rich names one on another server, which a browser would fetch.
     """
-    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    # In a Jupyter kernel, rich would show what goes into the file.
+    console = Console(
+        record=True, width=width, file=io.StringIO(), force_terminal=True, force_jupyter=False, color_system="truecolor"
+    )
     console.print(picture)
     path.write_text(_FONT_FACE.sub("", console.export_svg(title="shoal")), encoding="utf-8")
