@@ -10,9 +10,10 @@ machines that do not trust each other. `tests/roles/test_run.py` and `tests/test
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -23,8 +24,10 @@ from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.base import Env
 from shoal.envs.continuing import continue_block
 from shoal.envs.load import env_of
+from shoal.envs.own import OwnEnv
 from shoal.envs.play import play_block
 from shoal.envs.replay import replay_group
+from shoal.errors import StateError
 from shoal.folder import RunFolder
 from shoal.ledger.algorithm import teaches
 from shoal.ledger.drawn import env_draw
@@ -41,11 +44,13 @@ from shoal.protocol.draws import DrawTable, draw_task
 from shoal.protocol.randomness import SecretChain, slot_seed
 from shoal.protocol.types import BatchGroup, Block, Group, Sampling, Slot, StepRewards
 from shoal.protocol.wire import digest, to_msgpack
+from shoal.train.checkpoint import States
 from shoal.train.critic import critic_of
 from shoal.train.denominators import with_own_denominators
 from shoal.train.filter import select
 from shoal.train.judges import judge_of
 from shoal.train.masters import module_dtype
+from shoal.train.objective import Objective
 from shoal.train.reference import Reference, reference_of
 from shoal.train.rows import Row, rows_of_group
 from shoal.train.step import Learner
@@ -66,12 +71,30 @@ def main() -> None:
 
 def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], None] = lambda line: None) -> str:
     """Run all steps in `out`. Returns the weights root of the last version."""
+    for metrics in steps(config, out, recipe_dir):
+        say(f"step {metrics['step']} reward {metrics['reward_mean']:.3f} loss {metrics.get('loss', 0.0):+.4f}")
+    return weights_root(out / "published")
+
+
+def steps(
+    config: RunConfig,
+    out: Path,
+    recipe_dir: Path,
+    own: Mapping[str, Env] | None = None,
+    loss: Objective | None = None,
+    states: Path | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Take all steps in `out`, and give the metrics of each. The policy is in `out/published`.
+
+    `Run.train_here` gives environments of its own, by label, and a loss of its own. With `states`, the trainer's state is
+    kept there after each step, and the newest one there is gone on from. Raises `StateError` without signal.
+    """
     torch.set_num_threads(1)
     folder = RunFolder(out)
     folder.prepare(config, recipe_dir)  # the run's secret
     config = folder.config()
     sampling = sampling_of(config)
-    envs = {spec.label: env_of(spec) for spec in config.envs}
+    envs = dict(own) if own is not None else {spec.label: env_of(spec) for spec in config.envs}
     links = SecretChain(folder.secret(), "chain/slots").links()
     per_block = config.rollouts.block_rollouts // config.rollouts.group_size
     first_table = [
@@ -87,6 +110,7 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
     learner = Learner(
         model, config.train, temperature=sampling.temperature, steps=config.steps,
         published=config.policy.dtype, max_tokens=config.sampling.all_tokens, critic=critic,
+        objective=loss,
     )  # fmt: skip
     # A penalty on leaving the first policy needs that policy, as it is now.
     refer: Reference | None = None
@@ -95,37 +119,49 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
         refer = reference_of(model, load, sampling.temperature, config.train.microbatch_tokens)
     # A teacher or a reward model decides what rollouts are worth, if the run file names one.
     judge = judge_of(config, start)
+    # What an interrupted call had learned.
+    kept = States(states, learner) if states is not None else None
+    begun = (kept.load() if kept else None) or 0
     published = out / "published"
     save_policy(model, published, config.policy.dtype, tokenizer_from=start)
     renderer = Renderer.from_directory(start)
     engine = open_engine(EngineSpec(dtype=config.sampled_dtype, threads=1, noise=sampling.noise))
 
-    for version in range(config.steps):
+    for version in range(begun, config.steps):
         # Workers sample with the published bytes. The secret chain decides the tasks and the seeds.
         engine.load(published, version)
         root = weights_root(published)
         members: list[BatchGroup] = []
         bodies: list[bytes] = []
         solved: list[SolvedGroup] = []
-        block = 0
+        earned: list[float] = []
+        block = flat = 0
         while len(members) < config.rollouts.batch_groups:
             slots = slots_of_block(folder.run_id(), version, root, links[version + 1], block, per_block, table)
             groups = play_block(engine, renderer, envs, slots, config.rollouts.group_size, sampling)
             # Validators recompute every reward; a group that teaches the run's algorithm nothing is left out.
             made: list[BatchGroup] = []
             for group in groups:
-                rewards, steps = recomputed(group, envs, renderer, sampling, config.train.algorithm)
+                rewards, by_step = recomputed(group, envs, renderer, sampling, config.train.algorithm)
+                earned += rewards
+                flat += 1
                 if difficulty is not None and len(members) + len(made) < config.rollouts.batch_groups:
                     rate = solve_rate(rewards, difficulty.solved[group.env])
                     solved.append(SolvedGroup(group.env, group.task, rate))
-                if teaches(rewards, config.train.algorithm, steps):
+                if teaches(rewards, config.train.algorithm, by_step):
+                    flat = 0
                     body = to_msgpack(group)
-                    made.append(BatchGroup(version, group.slot, "", 0, digest(body), rewards, steps=steps))
+                    made.append(BatchGroup(version, group.slot, "", 0, digest(body), rewards, steps=by_step))
                     bodies.append(body)
             # Where credit comes from continuations, workers play on from within the groups of a batch.
             vine = vine_of(config.train.algorithm)
             members += with_continuations(made, groups, slots, engine, renderer, envs, config, vine) if vine else made
             block += 1
+            if 0 < config.rollouts.max_flat_groups <= flat:
+                raise StateError(
+                    f"the last {flat} groups have no signal: within each, all rewards are equal. Make the tasks easier or "
+                    "harder, let the score tell more apart, or raise rollouts.max_flat_groups"
+                )
         # The batch is the first groups with signal by slot number. Who made them, and when, makes no difference.
         members, bodies = members[: config.rollouts.batch_groups], bodies[: config.rollouts.batch_groups]
         # With a curriculum, all groups up to the last of the batch decide what the next version's tasks are drawn from.
@@ -142,8 +178,9 @@ def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], N
             rows, _ = judge(rows, learner.logprobs)
         metrics = learner.step(rows, version)
         save_policy(model, published, config.policy.dtype, tokenizer_from=start)
-        say(f"step {version} reward {metrics['reward_mean']:.3f} loss {metrics.get('loss', 0.0):+.4f}")
-    return weights_root(published)
+        if kept is not None:
+            kept.save(version + 1)
+        yield {"step": version, "reward_all_mean": sum(earned) / len(earned), **metrics}
 
 
 def first_policy(config: RunConfig, folder: RunFolder) -> Path:
@@ -209,6 +246,8 @@ def recomputed(
     if the algorithm credits them."""
     env, credited = envs[group.env], step_credit_of(algorithm)
     found = replay_group(env, renderer, env.task(group.task), group.rollouts, sampling)
+    if isinstance(env, OwnEnv):
+        env.demand_sound(found)  # elsewhere, an environment's fault costs its rollout the reward, and the run goes on
     return tuple(one.reward for one in found), tuple(one.steps(credited) for one in found) if credited else ()
 
 

@@ -27,7 +27,7 @@ __all__ = [
 def recipe(path: str | PathLike[str], /, *, quick: bool = False, **changes: "Setting") -> "Run":
     """Open a run file, to train or to host it.
 
-    `path` is a run file, or the name of one in the `recipes` folder beside the package. `changes` replace its keys,
+    `path` is a run file, or the name of one that comes with shoal, in its folder `recipes`. `changes` replace its keys,
     as `--set` does: `recipe("wordle.toml", steps=20, rollouts={"max_staleness": 0})`. Tables are changed key by key,
     lists are replaced. `quick` takes the file's [quick] values. Raises `ConfigError`.
     """

@@ -21,6 +21,7 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from shoal.config import RunConfig, load_run
+from shoal.envs.base import Env
 from shoal.envs.evaluate import Evaluation
 from shoal.errors import ConfigError
 from shoal.policy.kinds import spec_of
@@ -34,6 +35,7 @@ from shoal.watch.rollout import Rollout as Rollout
 
 if TYPE_CHECKING:
     from shoal.launch.background import BackgroundRun
+    from shoal.launch.here import Loss
 
 T = TypeVar("T")
 
@@ -43,7 +45,9 @@ Setting: TypeAlias = "str | int | float | PathLike[str] | Sequence[Setting] | Ma
 Metric: TypeAlias = "str | int | float | Mapping[str, int] | None"
 """A value in a line of metrics.jsonl; None where it was not a finite number."""
 
-RECIPES = Path(__file__).parent.parent / "recipes"
+_INSIDE = Path(__file__).parent / "recipes"
+RECIPES = _INSIDE if _INSIDE.is_dir() else Path(__file__).parent.parent / "recipes"
+"""Recipes that come with shoal: in an installed wheel inside the package, in the repository beside it."""
 MAX_EVAL_TOKENS = 512
 """Most tokens of an evaluated episode, unless the caller gives another number."""
 
@@ -85,6 +89,28 @@ class Run:
             yield from map(_step, started.steps())
         finally:
             started.stop()
+
+    def train_here(
+        self, out: str | PathLike[str] | None = None, *, env: Env | None = None, loss: "Loss | None" = None,
+        resume: bool = False,
+    ) -> Generator[Step, None, None]:  # fmt: skip
+        """Do the run in this process and thread, synchronously, with one core: yields each step when it is done.
+
+        `env` is an environment that this program made, in the place of the run file's. `loss` takes the place of the
+        algorithm's: a function of the batch's `TokenTerms` (see `shoal.train.objective`) and its number of policy tokens
+        that gives a scalar tensor, or that and a dict of figures for each token.
+
+        The policy is then in `out`/published; `out` is by default runs/NAME-here. There is no log, so nothing can be
+        audited. What `train_here` left in `out` before is replaced. With `resume`, it continues after its last whole step:
+        give the same `env` and `loss`. The first fault of `env`, or a call of it that takes 30 s, ends the training.
+        Raises `ShoalError`.
+        """
+        from shoal.launch.here import steps_here
+
+        folder = Path("runs") / f"{self.config.name}-here" if out is None else Path(out)
+        with _threads_of_torch_kept():
+            one_file, beside = RECIPES / "one_file.py", self.path.parent
+            yield from map(_step, steps_here(one_file, self.config, beside, folder, env, loss, resume))
 
     def host(self, out: str | PathLike[str] | None = None) -> "Hosted":
         """Start the run without workers, as `shoal host`, and return once others can join. Use it in a `with` statement.
@@ -139,7 +165,7 @@ class Policy:
 
     def evaluate(
         self,
-        env: str,
+        env: str | Env,
         episodes: int = 512,
         *,
         env_args: Mapping[str, Setting] | None = None,
@@ -153,15 +179,16 @@ class Policy:
     ) -> Evaluation:
         """Play sampled episodes on held-out tasks: the figures of `shoal eval` with the same arguments.
 
-        `env` is a built-in environment or a .py file. `max_tokens` 0 means 512, or the policy's longest sequence if
-        that is shorter. `threads` 0 means all cores. `device` is cpu, cuda, mps or auto. Raises `ShoalError`.
+        `env` is a built-in environment, a .py file, or an environment that this program made. `max_tokens` 0 means 512, or
+        the policy's longest sequence if that is shorter. `threads` 0 means all cores. `device` is cpu, cuda, mps or auto.
+        Raises `ShoalError`.
         """
         from shoal.envs.load import load_env
         from shoal.roles.evaluate import figures_of
 
         sampling = eval_sampling(temperature, max_turn_tokens, max_tokens, self.max_positions)
         with _threads_of_torch_kept():
-            game = load_env(env, dict(env_args or {}))
+            game = load_env(env, dict(env_args or {})) if isinstance(env, str) else env
             return figures_of(self.path, game, episodes, seed, samples, sampling, threads or _cores(), device=device)
 
 
@@ -213,7 +240,7 @@ def _step(metrics: dict[str, Any]) -> Step:
 
 
 def _find(path: Path) -> Path:
-    """A run file, or one of that name beside the package. Raises `ConfigError`."""
+    """A run file, or one of that name that comes with shoal. Raises `ConfigError`."""
     beside = RECIPES / path
     if path.exists() or path.is_absolute() or not RECIPES.is_dir():
         return path

@@ -151,7 +151,7 @@ class RunFolder:
         tree = to_tree(_with_kinds(found, for_others, old, repeatable))
         if resumed:
             changed = unsafe_changes(to_tree(self.config()), tree)  # keys added since then get their defaults
-            if changed and not (self.log.exists() or self.policy.exists()):  # it never began
+            if changed and not any(path.exists() for path in (self.log, self.policy, self.trainer)):  # it never began
                 resumed, tree = False, to_tree(_with_kinds(whole, for_others, {}, repeatable))
             elif changed:
                 raise StateError(

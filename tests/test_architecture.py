@@ -45,6 +45,7 @@ BROAD_EXCEPTS = {
     "envs/check/promises.py": "the same, and the finding names the action",
     "envs/conversation.py": "the same, and the rollout ends by `error`",
     "envs/replay.py": "the same, when an environment compares the rollouts of a group",
+    "envs/own.py": "the same, and its author, who trains in this process, gets one line",
     "envs/source.py": "the same, when a user's file is executed",
     "envs/contained/inside.py": "the same, inside the sandbox: what a package raises is told to the other end",
     "envs/adapters/rollout_v1.py": "a tool is foreign code and may raise anything; the policy reads what it raised",

@@ -159,7 +159,7 @@ def _open_package(package: Installed, args: Mapping[str, Any], opener: Opener) -
     if is_own(package) and not package.dependencies:  # guard: strangers-packages-stay-out
         return _as_described(_load_file(folder / file, args, function), package.reproducible)
     env = opener(package, store.paths_of(package.digest), args)
-    _require_members(env, Path(package.name, file))
+    require_members(env, Path(package.name, file))
     return env
 
 
@@ -216,11 +216,11 @@ def no_environment(name: str) -> ConfigError:
 
 def _load_file(path: Path, args: Mapping[str, Any], function: str = "environment") -> Env:
     env = make_env(path, args, function)
-    _require_members(env, path)
+    require_members(env, path)
     return env
 
 
-def _require_members(env: Env, path: Path) -> None:
+def require_members(env: Env, path: Path | str) -> None:
     """Raise `ShoalError` unless what the environment says of itself fits a run."""
     try:
         low, high = map(float, env.reward_bounds)
