@@ -266,7 +266,7 @@ def test_the_cells_of_the_page_do_what_they_say(tmp_path, monkeypatch, capsys):
 def test_names_on_the_page_that_are_not_run_exist():
     text = PAGE.read_text() + (ROOT / "README.md").read_text()
     assert {name for name in re.findall(r"\bshoal\.([A-Za-z]+)", text) if not hasattr(shoal, name)} == set()
-    assert set(re.findall(r"\bhosted\.([a-z_]+)", text)) == {"join_line", "steps", "stop"}
+    assert set(re.findall(r"\brunning\.([a-z_]+)", text)) == {"join_line", "steps", "stop"}
 
 
 # --- what goes wrong ---
