@@ -12,13 +12,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from shoal.config import LOGGERS
 from shoal.errors import StateError
 from shoal.folder import RunFolder
 from shoal.launch import loggers
 from shoal.roles.logger.follower import POLL_S, Follower
-from shoal.roles.logger.role import follow
+from shoal.roles.logger.role import _about, follow
 from shoal.roles.logger.rows import Journal, Row, Rows
 from tests.roles.town import tiny_run
 
@@ -151,6 +152,12 @@ def test_a_logger_that_hangs_holds_up_neither_the_others_nor_the_end(folder):
     threading.Thread(target=lambda: (hangs.wait(), stop.set())).start()
     assert not follow(both, stop, finish_s=0.3)
     assert [row.number for row in kept] == [0, 1]
+
+
+def test_loggers_are_told_the_name_of_the_policys_folder_and_not_where_it_is():
+    for path, told in (("/home/somebody/models/small", "small"), ("hf:owner/name@rev", "hf:owner/name@rev")):
+        config = tiny_run()
+        assert _about(replace(config, policy=replace(config.policy, path=path)))["policy"] == told
 
 
 def test_a_missing_package_is_named_before_anything_starts(monkeypatch):

@@ -11,10 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from shoal.config import RunConfig, settle_loggers
 from shoal.folder import RunFolder
+from shoal.protocol.hubref import is_hub
 from shoal.roles.logger.follower import Follower, Logger
 from shoal.roles.logger.rows import Journal, Rows
 
@@ -86,13 +87,14 @@ def _tensorboard(folder: RunFolder) -> Logger:
 
 
 def _about(config: RunConfig) -> dict[str, object]:
-    """What loggers show of the run file: enough to tell runs apart. Not its seed: secrets may follow from it."""
+    """What loggers show of the run file: enough to tell runs apart. Not its seed: secrets may follow from it.
+    Of a model's folder only the name: the others tell about the host's machine."""
     train, rollouts = config.train, config.rollouts
     return {
         "name": config.name,
         "steps": config.steps,
         "envs": ", ".join(env.label for env in config.envs),
-        "policy": config.policy.path,
+        "policy": config.policy.path if is_hub(config.policy.path) else PurePath(config.policy.path).name,
         "lr": train.lr,
         "group_size": rollouts.group_size,
         "batch_groups": rollouts.batch_groups,
