@@ -31,7 +31,13 @@ class Keyboard:
         """The keys since the last call, after waiting at most so long for the first; "" without any."""
         if self._descriptor is None or not select.select([self._descriptor], [], [], wait_s)[0]:
             return ""
-        return os.read(self._descriptor, MOST_KEYS).decode(errors="replace")
+        try:
+            keys = os.read(self._descriptor, MOST_KEYS)
+        except OSError:
+            keys = b""
+        if not keys:  # the terminal is gone: it would be ready at once for ever
+            self._descriptor = None
+        return keys.decode(errors="replace")
 
 
 @contextlib.contextmanager

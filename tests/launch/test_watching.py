@@ -285,6 +285,15 @@ class Presses(Keyboard):
         return next(self.keys)
 
 
+def test_a_terminal_that_is_gone_gives_no_more_keys() -> None:
+    ours, theirs = pty.openpty()
+    keys = Keyboard(theirs)
+    assert keys.is_there and keys.pressed() == ""
+    os.close(ours)
+    assert keys.pressed(1.0) == "" and not keys.is_there
+    os.close(theirs)
+
+
 @pytest.mark.parametrize("key", ["q", "Q", "xyzq"])
 def test_q_leaves(snapshot: Snapshot, key: str) -> None:
     view = LiveView(Console(file=io.StringIO()))
