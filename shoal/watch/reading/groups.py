@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import StateError
-from shoal.ledger.algorithm import masks_overlong
 from shoal.ledger.state import State
 from shoal.policy.render import Renderer
 from shoal.protocol import types as t
@@ -167,11 +166,6 @@ def conversation(sampling: t.Sampling, rollout: t.Rollout, renderer: Renderer) -
     if _flaw(sampling, rollout, renderer):
         return []
     return [(turn.author, turn.text) for turn in _turns(rollout, None, renderer, False)]
-
-
-def is_masked(state: State, rollout: ReadRollout) -> bool:
-    """Whether the algorithm leaves the rollout out because a token limit ended it."""
-    return rollout.ending == "length" and masks_overlong(state.rules.algorithm)
 
 
 def decoded(data: bytes) -> t.Group:
