@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from shoal.config import LOGGERS
+from shoal.config.monitors import CAUSES
 from shoal.folder import RunFolder
 from shoal.metrics import read_metrics
 from shoal.roles.coordinator.watched import PREFIX, WATCHED, of_steps
@@ -63,6 +64,11 @@ def test_every_alert_asks_for_metrics_that_the_coordinator_has_and_is_tested():
     rules = " ".join(re.findall(r"expr: (.*)", ALERTS.read_text()))
     assert names_in(rules) - told() == set()
     assert [name for name in alerts() if name not in ALERT_TESTS.read_text()] == []
+
+
+def test_each_alarm_of_a_run_is_among_the_tests_of_the_rules():
+    tested = set(re.findall(r'shoal_alarm\{.*cause="(\w+)"', ALERT_TESTS.read_text()))
+    assert tested == CAUSES.keys()
 
 
 @needs_prometheus
