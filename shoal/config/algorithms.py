@@ -61,12 +61,20 @@ def notes_of(config: RunConfig) -> list[str]:
     if isinstance(algorithm, Grpo) or isinstance(algorithm.loss, c.Reinforce):
         return []
     if algorithm.ratio_to == "old" and config.train.updates_per_batch * config.train.minibatches == 1:
+        stale = config.rollouts.max_staleness > 0 and not _is_weighed(algorithm)
+        older = f", and nothing corrects older rollouts (rollouts.max_staleness = {config.rollouts.max_staleness})"
         return [
-            f'the ratio is 1 at every token, so no bound of {WHERE}.loss acts: {WHERE}.ratio_to = "old" is the policy that '
-            "the only update of a step begins with. Raise train.updates_per_batch or "
-            'train.minibatches, or take the policy that sampled (ratio_to = "behaviour")'
+            f"the ratio is 1 at every token, so no bound of {WHERE}.loss acts{older if stale else ''}: "
+            f'{WHERE}.ratio_to = "old" is the policy that the only update of a step begins with. Raise '
+            'train.updates_per_batch or train.minibatches, or take the policy that sampled (ratio_to = "behaviour")'
+            + (", or set rollouts.max_staleness = 0" if stale else "")
         ]
     return []
+
+
+def _is_weighed(algorithm: c.Composition) -> bool:
+    """Whether corrections weigh tokens by the ratio to the policy that sampled them."""
+    return any(isinstance(part, c.Truncate | c.IcePop) for part in algorithm.corrections)
 
 
 def _grpo_fits(grpo: Grpo) -> Iterator[Demand]:
@@ -205,7 +213,7 @@ def _sampling_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Dema
         algorithm.ratio_to == "behaviour",
         f'{WHERE}.ratio_to = "old": loss.name = "reinforce" has no ratio. Leave ratio_to out',
     )
-    weighed = any(isinstance(part, c.Truncate | c.IcePop) for part in algorithm.corrections)
+    weighed = _is_weighed(algorithm)
     exact = config.rollouts.max_staleness == 0 and config.sampled_dtype == "float32"
     yield (
         weighed or exact,  # guard: reinforce-of-another-policy
