@@ -20,7 +20,7 @@ from tests.roles.town import Town, tiny_run
 OPEN_ENDED = {
     types.RunInfo, types.RunNeeds, types.NodeState, types.LeaseAnswer, types.CheckAnswer, types.Status, types.StateHash,
     types.Done, types.Refusal, accounts.CreditPage, accounts.CreditLine, types.RelayEntry, types.RelayStanding,
-    types.RelayProof, Installed,
+    types.RelayProof, types.StandingAlarm, Installed,
 }  # fmt: skip
 """All of them. A type joins only if nobody hashes or signs it, and if a node that ignores a field of it does no harm."""
 

@@ -165,7 +165,7 @@ HOSTILE_WORDS = {
     "reward of a turn": ("step", "Step(state, '', True, float('nan'))", "the reward of a step is nan"),
     "a step that earns a word": ("step", "Step(state, '', True, steps=[(1, 'x')])", "could not convert"),
     "a step beyond the text": ("step", "Step(state, '', True, steps=[(9, 0.1)])", "a step ends at character 9"),
-    "steps without end": ("step", "Step(state, '', True, steps=[(i, 0.0) for i in range(9999)])", "limit 256"),
+    "steps without end": ("step", "Step(state, '', True, steps=[(i, 0.0) for i in range(9999)])", "more than 256 steps"),
     "a step of half a letter": ("step", "Step(state, '', True, steps=[(0.5, 0.1)])", "integer"),
     "a seat that is not there": ("step", "Step(state, '', False, seat=3)", "num_seats is 1"),
     "three megabytes": ("step", "Step(state, 'x' * 3000000, False)", "limit 2097152"),
