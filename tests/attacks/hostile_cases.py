@@ -236,7 +236,7 @@ def with_tokenizer(**changes: object) -> Change:
 def large_tokenizer(host: HostileHost) -> None:
     path = host.policy / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
-    tokenizer["model"]["vocab"] |= {f"word{i:012}": i + 64 for i in range(550_000)}
+    tokenizer["model"]["vocab"] |= {f"w{i:x}": i + 64 for i in range(800_000)}
     path.write_text(json.dumps(tokenizer, separators=(",", ":")))
 
 
