@@ -58,8 +58,7 @@ def main() -> int:
         write_run(root, asked.steps, asked.workers, asked.groups)
         shelf = Shelf(index, [str(root)])
         began = time.process_time()
-        while shelf.step():
-            pass
+        shelf.catch_up()
         figures: dict[str, object] = {
             "steps": asked.steps, "workers": asked.workers, "rollouts": 8 * asked.groups,
             "index_cpu_s": round(time.process_time() - began, 1),
@@ -162,8 +161,7 @@ def page(root: Path, index: Path) -> Iterator[tuple[psutil.Process, str]]:
 
 def _serve(root: Path, index: Path, port: int) -> None:
     shelf = Shelf(index, [str(root)])
-    while shelf.step():
-        pass
+    shelf.catch_up()
 
     def changes() -> None:
         while True:

@@ -8,8 +8,12 @@ page: a page's `next` is what `after` of the next one is, None at the end. Texts
 import json
 import math
 from collections.abc import Sequence
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shoal.errors import ConfigError
 from shoal.watch.index.plain import query_of
@@ -95,17 +99,21 @@ class Look:
         """A metric over the steps above `after`, in at most so many points: `step`, `value`, and `low` and `high` of the
         steps that the point is made of. `smooth`, from 0 to below 1, is the weight of the smoothed value before: see
         `smoothed`."""
-        found = self.db.execute(
+        cursor = self.db.cursor()
+        cursor.row_factory = None  # tuples take half of the time that rows do
+        found = cursor.execute(
             "SELECT step, value FROM series WHERE run = ? AND name = ? AND step > ? ORDER BY step", (run, name, after)
         ).fetchall()
-        values = smoothed([row[1] for row in found], smooth)
-        width = max(1, math.ceil(len(found) / max(1, points)))
-        series = []
-        for start in range(0, len(found), width):
-            raw = [row[1] for row in found[start : start + width]]
-            value = math.fsum(values[start : start + width]) / len(raw)
-            series.append({"step": found[start + len(raw) - 1][0], "value": value, "low": min(raw), "high": max(raw)})
-        return series
+        if not found:
+            return []
+        steps, raw = (np.array(column) for column in zip(*found, strict=True))
+        starts = np.arange(0, len(raw), max(1, math.ceil(len(raw) / max(1, points))))
+        ends = np.append(starts[1:], len(raw))
+        means = np.add.reduceat(smoothed(raw, smooth), starts) / (ends - starts)
+        lows, highs = np.minimum.reduceat(raw, starts), np.maximum.reduceat(raw, starts)
+        columns = (steps[ends - 1], means, lows, highs)
+        names = ("step", "value", "low", "high")
+        return [dict(zip(names, row, strict=True)) for row in zip(*(one.tolist() for one in columns), strict=True)]
 
     # --- nodes ---
 
@@ -289,15 +297,13 @@ class Look:
         return [{**row, "evidence": json.loads(row["evidence"])} for row in found]
 
 
-def smoothed(values: Sequence[float | None], weight: float) -> list[float]:
+def smoothed(values: NDArray[np.float64], weight: float) -> NDArray[np.float64]:
     """An exponential moving average without the bias of its beginning."""
     weight = min(max(weight, 0.0), 0.9999)
-    found, total, mass = list[float](), 0.0, 0.0
-    for value in values:
-        if value is not None:
-            total, mass = weight * total + (1 - weight) * value, weight * mass + (1 - weight)
-        found.append(total / mass if mass else 0.0)
-    return found
+    if weight == 0.0:
+        return values
+    totals = accumulate(values.tolist(), lambda total, value: weight * total + (1 - weight) * value, initial=0.0)
+    return np.fromiter(islice(totals, 1, None), np.float64) / (1 - weight ** np.arange(1, len(values) + 1))
 
 
 def _speed(lines: Sequence[dict[str, Any]], steps_left: int) -> Row:

@@ -4,6 +4,7 @@ Called by `serve`, and by `app` for each request. Readings are used by one threa
 nothing about who may see what; `views` and `group_views` do.
 """
 
+import gc
 import logging
 import shutil
 import threading
@@ -132,9 +133,20 @@ class Shelf:
         return any(busy)
 
     def _keep(self) -> None:
+        self.catch_up()
         while not self._ended.is_set():
             if not self.step():
                 self._ended.wait(IDLE_S)
+
+    def catch_up(self) -> None:
+        """Index all that there is now, and take what was read out of the garbage collector's sight.
+
+        A long log is millions of objects that stay, and each look at them would hold up a view for a third of a second.
+        """
+        while not self._ended.is_set() and self.step():
+            pass
+        gc.collect()
+        gc.freeze()
 
     def _step(self, shown: Shown) -> bool:
         now = self._clock()
