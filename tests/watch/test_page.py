@@ -1,6 +1,7 @@
 """The page: every view of a real run answers, strangers' text stays text, private bodies are the host's, nothing is
 written."""
 
+import contextlib
 import csv
 import html
 import io
@@ -18,6 +19,7 @@ from shoal.watch.page.app import HEADERS
 from shoal.watch.page.downloads import DOWNLOADS
 from shoal.watch.page.gaps import Gaps, Rescoring
 from shoal.watch.page.serve import host_token
+from shoal.watch.page.shelf import CHANGE_EVERY_S
 from shoal.watch.reading import Place
 
 TOKEN = "t" * 43
@@ -60,7 +62,7 @@ class Tags(HTMLParser):
 
 
 def links_of(answer):
-    found = re.findall(r'(?:href|src|data-chart|data-live)="([^"#]+)', answer.text)
+    found = re.findall(r'(?:href|src|data-chart)="([^"#]+)', answer.text)
     return [urljoin(str(answer.url), html.unescape(link)) for link in found if not link.startswith("data:")]
 
 
@@ -89,7 +91,7 @@ def test_every_link_on_every_page_answers(anyone):
     assert {address: answer.status_code for address, answer in found.items() if answer.status_code != 200} == {}
     seen = {shape_of(address)[0] for address in found}
     views = ("", "figures", "steps/N", "nodes", "nodes/KEY", "validators", "refusals", "versions", "log", "log/N", "alarms",
-             "groups", "groups/N", "versions/N/slots/N", "task", "chart.json", "live.json", "csv/rollouts.csv")  # fmt: skip
+             "groups", "groups/N", "versions/N/slots/N", "task", "chart.json", "csv/rollouts.csv")  # fmt: skip
     assert {f"/N/{view}" for view in views} <= seen
 
 
@@ -108,11 +110,45 @@ def test_the_page_only_reads(anyone, method):
 
 
 def test_a_page_that_did_not_change_is_not_sent_again(anyone, shelf):
-    for address in ("/1/", "/1/live.json", "/1/groups"):
+    for address in ("/1/", "/1/?live=1", "/1/groups"):
         etag = anyone.get(address).headers["etag"]
         assert anyone.get(address, headers={"if-none-match": etag}).status_code == 304
         shelf.change += 1
         assert anyone.get(address, headers={"if-none-match": etag}).status_code == 200
+
+
+def test_a_page_answers_before_anything_of_its_run_was_read(town, tmp_path):
+    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(town.folder.root)])) as shelf:
+        assert "The run has not begun" in TestClient(page_app(shelf, TOKEN)).get("/1/").text
+
+
+def test_a_log_that_grows_all_the_time_changes_the_page_once_in_a_while(tmp_path):
+    root, now = tmp_path / "run", [0.0]
+    root.mkdir()
+    (root / "run.json").write_text("{}")
+    shelf = Shelf(tmp_path / "index.sqlite", [str(root)], clock=lambda: now[0])
+    changes = []
+    with contextlib.closing(shelf), (root / "metrics.jsonl").open("w") as metrics:
+        for step in range(20):
+            print(f'{{"step": {step}}}', file=metrics, flush=True)
+            shelf.step()
+            changes.append(shelf.change)
+            now[0] += 1.0
+        for _ in range(int(2 * CHANGE_EVERY_S)):
+            shelf.step()
+            now[0] += 1.0
+        assert changes == [1 + step // int(CHANGE_EVERY_S) for step in range(20)]
+        assert shelf.change == changes[-1] + 1, "what came last is shown, too"
+        assert [row["step"] for row in shelf.look().series(1, "step")][-1] == 19
+
+
+def test_what_an_open_page_polls_has_its_parts_that_change_and_no_chart(anyone):
+    whole, polled = anyone.get("/1/").text, anyone.get("/1/?live=1").text
+    parts = re.findall(r'id="([^"]+)" data-swap', whole)
+    assert parts == re.findall(r'id="([^"]+)" data-swap', polled) == ["live-state", "live-tables"]
+    assert "data-chart" in whole and "data-chart" not in polled
+    next_page = re.search(r'rel="next" href="([^"]+)"', anyone.get("/1/log?live=1").text)
+    assert next_page and "live" not in next_page[1]
 
 
 def private_group(shelf):

@@ -33,7 +33,7 @@ from shoal.watch.page.group_views import GROUP_VIEWS
 from shoal.watch.page.log_views import LOG_VIEWS
 from shoal.watch.page.shelf import Shelf
 from shoal.watch.page.shown import STATIC, parts, templates
-from shoal.watch.page.views import VIEWS, chart, comparison, live
+from shoal.watch.page.views import VIEWS, chart, comparison
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,6 @@ def page_app(shelf: Shelf, token: str, clock: Callable[[], float] = time.time) -
     routes += [
         Route("/{run:int}/csv/{table}.csv", page.csv),
         Route("/{run:int}/chart.json", page.data(chart)),
-        Route("/{run:int}/live.json", page.data(live)),
         Mount("/static/{version}", StaticFiles(directory=STATIC)),
     ]
     return Starlette(routes=routes, middleware=[Middleware(_WithHeaders)], exception_handlers={
@@ -135,7 +134,7 @@ class _Page:
             etag = f'"{self._boot}-{change}-{int(viewer.is_host)}{int(viewer.may_compute)}"'
             if _names(request, etag):
                 return Response(status_code=304, headers=_cached(etag))
-            key = f"{request.url.path}?{request.url.query}", viewer, change
+            key = f"{request.scope['path']}?{request.scope['query_string'].decode('latin-1')}", viewer, change
             if (body := self._kept.get(key, b"")) == b"":
                 # Viewers who ask at the same time share one rendering.
                 making = self._making.get(key)
@@ -164,7 +163,7 @@ class _Page:
     def _viewer(self, request: Request) -> _Viewer:
         """Who asks for which run. Raises `NotHere`."""
         run = request.path_params.get("run", 0)
-        if len(str(request.url)) > MAX_URL_CHARS:
+        if len(request.scope["path"]) + len(request.scope["query_string"]) > MAX_URL_CHARS:
             raise NotHere("this address is too long")
         if "run" in request.path_params and self._shelf.of(run) is None:
             raise NotHere(f"this page has no run {run}")

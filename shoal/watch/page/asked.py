@@ -74,6 +74,10 @@ class Asked:
             return None
         return found if math.isfinite(found) else None
 
+    def is_poll(self) -> bool:
+        """Whether a page that is open asks for what changed: it keeps its charts, so they are not drawn for it."""
+        return self.word("live") == "1"
+
     def smooth(self) -> float:
         """How much a chart is smoothed, from 0 to 0.99."""
         return min(max(self.real("smooth") or 0.0, 0.0), 0.99)

@@ -42,7 +42,8 @@ def listing(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     page = groups(asked.look, asked.run, only_of(asked), asked.whole("after"), private=asked.is_host)
     typed = {name: asked.word(name) for name in
              ("q", "env", "worker", "version", "status", "step", "task", "from", "to")}  # fmt: skip
-    return "groups.html", {"title": "Groups", **page, "typed": typed, "choices": filters(asked.look, asked.run)}
+    choices = {"envs": [], "statuses": []} if asked.is_poll() else filters(asked.look, asked.run)
+    return "groups.html", {"title": "Groups", **page, "typed": typed, "choices": choices}
 
 
 def only_of(asked: Asked) -> Filter:

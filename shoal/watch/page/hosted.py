@@ -14,9 +14,13 @@ from shoal.watch.page.serve import address, host_link, host_token, serve_on
 
 log = logging.getLogger("dashboard")
 
+NICE = 10
+"""The coordinator comes first: on a busy machine viewers wait, and submissions do not."""
+
 
 def serve_hosted(run_dir: Path) -> None:
     """Serve until told to stop. Raises `StateError` if the port or the folder cannot be used."""
+    os.nice(NICE)
     folder = RunFolder(run_dir)
     host = folder.config().host
     last = port_of_last_start(folder.dashboard_address)

@@ -6,6 +6,7 @@ nothing about who may see what; `views` and `group_views` do.
 
 import gc
 import logging
+import math
 import shutil
 import threading
 import time
@@ -23,6 +24,10 @@ log = logging.getLogger(__name__)
 
 CONDITION_EVERY_S = 5.0
 """How often a run is asked how it does."""
+
+CHANGE_EVERY_S = 4.0
+"""Pages may say something else so often: each change makes each page that somebody looks at anew, and the log of a large
+run changes many times a second."""
 
 IDLE_S = 1.0
 AGAIN_S = 5.0
@@ -63,7 +68,8 @@ class Shelf:
         """Open all runs. Raises `ConfigError` for a folder without a run, `PeerError` for a bad URL, `StateError`."""
         self._path, self._clock, self._open_one = path, clock, open_one
         self.change = 0
-        """Grows whenever the pages may say something else."""
+        """Grows when the pages may say something else, at most once in CHANGE_EVERY_S."""
+        self._is_news, self._changed_at = False, -math.inf
         self._rescoring = Rescoring()
         self._local = threading.local()
         self._ended = threading.Event()
@@ -130,6 +136,8 @@ class Shelf:
     def step(self) -> bool:
         """Index the next page of each run. Returns whether there was anything to do."""
         busy = [self._step(shown) for shown in self.runs]
+        if self._is_news and self._clock() >= self._changed_at + CHANGE_EVERY_S:
+            self.change, self._is_news, self._changed_at = self.change + 1, False, self._clock()
         return any(busy)
 
     def _keep(self) -> None:
@@ -164,11 +172,11 @@ class Shelf:
             except ShoalError as error:
                 log.warning("a run cannot be indexed, trying again later run=%s cause=%s", shown.where, error)
                 busy, trouble, shown.again_at = False, str(error), now + AGAIN_S
-                self._note(shown, trouble)
+                self._is_news |= self._note(shown, trouble)
                 self._let_go(shown)
                 return False
             noted = (trouble or now - shown.asked_at > CONDITION_EVERY_S) and self._note(shown, trouble)
-        self.change += bool(busy or noted)
+        self._is_news |= bool(busy or noted)
         return busy
 
     def _open(self, shown: Shown) -> None:

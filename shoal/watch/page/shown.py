@@ -149,7 +149,7 @@ _MARKS = {
 
 def after(given: QueryParams, place: int) -> str:
     """The query of the next page of a list, with what filters it."""
-    kept = [(name, value) for name, value in given.multi_items() if name != "after" and value]
+    kept = [(name, value) for name, value in given.multi_items() if name not in ("after", "live") and value]
     return "?" + urlencode([*kept, ("after", place)])
 
 

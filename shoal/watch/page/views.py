@@ -190,17 +190,9 @@ def chart(asked: Asked) -> Mapping[str, Any]:
     ]}  # fmt: skip
 
 
-def live(asked: Asked) -> Mapping[str, Any]:
-    """The snapshot that the script polls: it says whether the page is to be asked for again."""
-    found = asked.look.overview(asked.run)
-    condition = found["condition"]
-    return {
-        "seq": found["seq"], "phase": condition.get("phase"), "version": condition.get("version"),
-        "step": found["metrics_step"], "change": asked.shelf.change,
-    }  # fmt: skip
-
-
 def _charts(asked: Asked, names: Any) -> list[dict[str, Any]]:
+    if asked.is_poll():
+        return []
     smooth, known = asked.smooth(), asked.look.names(asked.run)
     return [_drawn(found) for name in names if (found := chart_of(asked.look, asked.run, name, smooth, known)).lines]
 

@@ -3,7 +3,7 @@
 (() => {
   const EVERY_MS = 5000, HIDDEN_MS = 60000, MOST_MS = 60000, CHARTS_MS = 60000;
   const main = document.getElementById("main"), polled = document.getElementById("polled");
-  const live = document.body.dataset.live;
+  const live = document.querySelector("[data-swap]") !== null && document.body.hasAttribute("data-live");
   let etag = null, waiting = 0, failures = 0, paused = false, current = -1, charted = Date.now();
 
   // --- charts ---
@@ -89,10 +89,8 @@
     return typing || (getSelection() && !getSelection().isCollapsed);
   }
 
-  async function renew() {
-    const answer = await fetch(location.href);
-    if (!answer.ok) return false;
-    const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+  function swap(text) {
+    const fresh = new DOMParser().parseFromString(text, "text/html");
     for (const old of document.querySelectorAll("[data-swap]")) {
       const made = fresh.getElementById(old.id);
       if (!made || old.innerHTML === made.innerHTML || old.contains(document.activeElement) && document.activeElement !== old) continue;
@@ -100,16 +98,18 @@
     }
     // Charts have many points and seldom change much: they are asked for once a minute.
     if (Date.now() - charted > CHARTS_MS) { charted = Date.now(); again(); }
-    return true;
   }
 
+  // One request asks whether anything changed and brings what did: this page without its charts.
   async function poll() {
     clearTimeout(waiting);
-    if (!paused && !document.hidden) {
+    if (!paused && !document.hidden && !isBusy()) {
       try {
-        const answer = await fetch(live, { headers: etag ? { "If-None-Match": etag } : {}, cache: "no-store" });
-        if (answer.status === 200 && (etag === null || (!isBusy() && (await renew())))) etag = answer.headers.get("etag");
+        const address = new URL(location.href);
+        address.searchParams.set("live", "1");
+        const answer = await fetch(address, { headers: etag ? { "If-None-Match": etag } : {}, cache: "no-store" });
         if (answer.status >= 500) throw new Error(String(answer.status));
+        if (answer.status === 200 && !isBusy()) { swap(await answer.text()); etag = answer.headers.get("etag"); }
         failures = 0;
         polled.textContent = "Live";
       } catch {
