@@ -27,7 +27,7 @@ UNITS = (
     (r"us_per_\w+$", "µs"),
     (r"cpu_s(_|\.|$)", "CPU-seconds"),
     (r"cpu_minutes$", "CPU-minutes"),
-    (r"rss_mb(\.|$)", "MB"),
+    (r"_mb(\.|$)", "MB"),
     (r"_ms$", "ms"),
     (r"minutes$", "minutes"),
     (r"_nats$", "nats"),

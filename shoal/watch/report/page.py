@@ -45,7 +45,7 @@ def _environment() -> Environment:
         loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
         finalize=_shown, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    made.filters |= {"when": when, "duration": duration, "share": share, "figure": figure}
+    made.filters |= {"when": when, "duration": duration, "share": share, "figure": figure, "result": result}
     return made
 
 
@@ -82,3 +82,8 @@ def share(value: float) -> str:
 def figure(value: float | None) -> str:
     """A number with three digits."""
     return "–" if value is None else f"{value:.3g}"
+
+
+def result(value: float) -> str:
+    """The mean of an evaluation, with as many digits in each row of a table."""
+    return f"{value:.3f}" if abs(value) < 10 else figure(value)
