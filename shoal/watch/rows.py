@@ -9,6 +9,7 @@ from typing import Any
 
 from shoal.ledger.entry import Body, Entry
 from shoal.ledger.facts.leases import LeaseLapsed
+from shoal.ledger.facts.run import RulesChanged
 from shoal.ledger.facts.verdicts import VerdictGiven
 from shoal.ledger.state import State
 from shoal.watch.words import sentence_of
@@ -40,6 +41,8 @@ def node_of(body: Body, state: State) -> str:
             return str(key)
     if isinstance(body, LeaseLapsed):
         return state.leases[body.lease].worker
+    if isinstance(body, RulesChanged):
+        return body.quarantined or body.kicked or body.admitted_validator
     submission = getattr(body, "submission", "")
     return state.lease_of(state.submissions[submission]).worker if submission in state.submissions else ""
 

@@ -16,6 +16,7 @@ from shoal.ledger.facts.run import RulesChanged, RunCreated, RunEnded
 from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision, Rechecked, VerdictGiven
 from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed, PublisherChanged
+from shoal.ledger.rules.run import in_words
 
 KEY_CHARS = 12
 """Of a key or a digest, so much is shown."""
@@ -106,15 +107,28 @@ def _of_pay(body: Body) -> str:
 
 
 def _change(body: RulesChanged) -> str:
+    """What the host or the run itself changed, and the alarm or other cause of it."""
     said = [
         f"the run is {body.phase}" if body.phase else "",
-        f"because of {body.cause}" if body.cause else "",
         f"validator {_cut(body.admitted_validator)} is admitted" if body.admitted_validator else "",
         f"node {_cut(body.kicked)} is removed" if body.kicked else "",
-        f"steps: {body.steps}" if body.steps else "",
+        f"the host quarantines worker {_cut(body.quarantined)}" if body.quarantined else "",
+        f"the learning rate of the run file is multiplied by {body.lr_factor:.3g}" if body.lr_factor else "",
         "the run file changes" if body.config else "",
+        f"steps: {body.steps}" if body.steps else "",
+        f"leases last at most {body.lease_s:g} s for each block" if body.lease_s else "",
+        _flat(body.max_flat_groups),
+        f"quarantines last {body.quarantine_s:g} s" if body.quarantine_s >= 0 else "",
     ]
-    return ", ".join(part for part in said if part) or "the host asks for something that changes nothing"
+    done = ", ".join(part for part in said if part) or "the host asks for something that changes nothing"
+    why = in_words(body.evidence) if body.evidence else body.cause
+    return f"{done}, because of {why}" if why else done
+
+
+def _flat(limit: int) -> str:
+    if limit < 0:
+        return ""
+    return f"{limit} flat groups in a row pause the run" if limit else "flat groups never pause the run"
 
 
 def _outcomes(body: VerdictGiven) -> str:

@@ -20,7 +20,7 @@ from shoal.ledger.algorithm import advantages
 from shoal.ledger.entry import Entry
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted, SlotVoid
 from shoal.ledger.facts.leases import LeaseGranted
-from shoal.ledger.facts.run import RunEnded
+from shoal.ledger.facts.run import RulesChanged, RunEnded
 from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision, VerdictGiven
 from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed
@@ -42,6 +42,9 @@ PAGE = 1000
 
 BODIES = 8
 """Submissions that one step decodes, at most."""
+
+MOST_ACTS = 100
+"""Requests of the host that alarms led to: the evidence of so many is kept, of the newest ones."""
 
 
 class Builder:
@@ -69,6 +72,8 @@ class Builder:
         """Submissions."""
         self._withheld: dict[int, set[str]] = {}
         """By version: submissions that are decided and not public. Any decision on the same blocks may make them so."""
+        self._acts = list[dict[str, Any]]()
+        """What alarms led to: the number of each event, and its evidence."""
 
     def close(self) -> None:
         """Close the index, not the reading."""
@@ -144,6 +149,9 @@ class Builder:
         elif isinstance(entry.body, Decision) and not self.reading.is_public(entry.body.submission):
             version = state.lease_of(state.submissions[entry.body.submission]).version
             self._withheld.setdefault(version, set()).add(entry.body.submission)
+        elif isinstance(entry.body, RulesChanged) and entry.body.evidence:
+            act = {"seq": entry.seq, **structs.asdict(entry.body.evidence)}
+            self._acts = [*self._acts[1 - MOST_ACTS :], act]
 
     def _is_other(self, entry: Entry) -> bool:
         """Whether an event shows that what is indexed was another log."""
@@ -157,7 +165,7 @@ class Builder:
             self._db.execute("BEGIN IMMEDIATE")
             forget(self._db, self.number)
         self._id, self._seq, self._head, self._nodes, self._named = "", -1, "", {}, set()
-        self._by_version, self._withheld = {}, {}
+        self._by_version, self._withheld, self._acts = {}, {}, []
         self._index_again()
         self._take_metrics(self.reading.metrics())
 
@@ -337,8 +345,8 @@ class Builder:
             "in_flight": groups_in_flight(state, state.main), "flat_groups": state.main.flat, "time_s": state.time,
             "waiting_for": waiting_for(state), "envs": [env.label for env in state.envs],
             "group_size": state.rules.group_size,
-            "batch_groups": state.rules.batch_groups, "max_staleness": state.rules.max_staleness,
-        })  # fmt: skip
+            "batch_groups": state.rules.batch_groups, "max_staleness": state.rules.max_staleness, "acts": self._acts,
+        }, default=structs.asdict)  # fmt: skip
 
     # --- metrics ---
 

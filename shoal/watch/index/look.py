@@ -288,13 +288,28 @@ class Look:
     # --- alarms ---
 
     def alarms(self, run: int, only_open: bool = False) -> list[Row]:
-        """Alarms, open ones first, then the newest."""
+        """Alarms, open ones first, then the newest; `acts` are the events of what the host did because of each."""
         found = self.rows(
             "SELECT * FROM alarms WHERE run = ? AND is_open >= ? ORDER BY is_open DESC, last_s DESC",
             run,
             int(only_open),
         )
-        return [{**row, "evidence": json.loads(row["evidence"])} for row in found]
+        acts = self.acts(run)
+        return [
+            {**row, "evidence": json.loads(row["evidence"]), "acts": [a["seq"] for a in acts if _led_to(row, a)]}
+            for row in found
+        ]
+
+    def acts(self, run: int) -> list[Row]:
+        """The newest events by which the host acted on alarms: `seq`, and the evidence that it gave."""
+        acts: list[Row] = self._told("facts", run).get("acts", [])
+        return acts
+
+
+def _led_to(alarm: Row, act: Row) -> bool:
+    """Whether the host acted on this alarm. One that a URL told does not say which node it is about."""
+    same_node = alarm["node"] in ("", act["node"])
+    return same_node and (alarm["cause"], alarm["since_step"]) == (act["cause"], act["since"])
 
 
 def smoothed(values: NDArray[np.float64], weight: float) -> NDArray[np.float64]:

@@ -32,8 +32,9 @@ def event(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     ) if found["kind"] in ("submission_received", "group_accepted", "decision", "slot_void") else []  # fmt: skip
     verdict = asked.look.rows("SELECT * FROM verdicts WHERE run = ? AND seq = ?", asked.run, seq)
     findings = asked.look.rows("SELECT * FROM refusals WHERE run = ? AND seq = ? ORDER BY place", asked.run, seq)
+    acts = [act for act in asked.look.acts(asked.run) if act["seq"] == seq]
     return "event.html", {
-        "title": f"Event {seq}", "place": "Log", "event": found, "groups": about,
+        "title": f"Event {seq}", "act": acts[0] if acts else None, "place": "Log", "event": found, "groups": about,
         "verdict": verdict[0] if verdict else None, "findings": findings,
     }  # fmt: skip
 
