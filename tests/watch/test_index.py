@@ -103,6 +103,16 @@ def test_nodes_are_ranked_and_found_by_key_and_name(look, run):
     assert own["versions"] and look.node(1, "nobody") is None and look.node(1, honest.key)["steps"]
 
 
+def test_a_node_keeps_its_rank_among_its_peers_whatever_is_searched_for(look, run):
+    cheater = next(node for node in run.nodes() if node.name == "cheater")
+    [found] = look.nodes(1, search=cheater.key[:12])["rows"]
+    assert found["rank"] == look.node(1, cheater.key)["rank"] == 2
+    assert [row["rank"] for row in look.nodes(1, by="refused", search="cheater")["rows"]] == [1]
+    assert look.nodes(1, limit=1, after=1)["rows"][0]["rank"] == look.nodes(1)["rows"][1]["rank"]
+    trainers = look.nodes(1, role="trainer")["rows"]
+    assert [row["rank"] for row in trainers] == [1] and trainers[0]["key"] in {r["key"] for r in look.nodes(1)["rows"]}
+
+
 def test_refusals_are_counted_by_reason_and_listed_with_what_became_of_them(look, run):
     rows = rows_of(run, "refusals")
     counts = look.refusal_counts(1)

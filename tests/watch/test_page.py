@@ -61,6 +61,11 @@ class Tags(HTMLParser):
         self.words.append(data)
 
 
+def table_of(client, address):
+    """The rows of a CSV."""
+    return list(csv.DictReader(io.StringIO(client.get(f"/1/csv/{address}").text)))
+
+
 def links_of(answer):
     found = re.findall(r'(?:href|src|data-chart)="([^"#]+)', answer.text)
     return [urljoin(str(answer.url), html.unescape(link)) for link in found if not link.startswith("data:")]
@@ -281,6 +286,17 @@ def test_a_volunteer_finds_its_node_by_the_start_of_its_key(anyone, shelf):
     assert row["key"] in anyone.get(f"/1/nodes?q={row['key'][:8]}").text
     page = anyone.get(f"/1/nodes/{row['key']}").text
     assert "Rank among workers" in page and "Share of credits" in page and "What it helped with" in page
+
+
+def test_a_volunteer_that_searches_its_key_sees_its_rank_among_all_workers(anyone, shelf):
+    key = shelf.look().rows("SELECT key FROM nodes WHERE name = 'cheater'")[0]["key"]
+    rows = anyone.get(f"/1/nodes?q={key[:10]}").text.partition("<tbody>")[2].partition("</tbody>")[0]
+    assert re.findall(r'<tr class="row"><td class="n">(\d+)</td>', rows) == ["2"]
+    [row] = table_of(anyone, f"nodes.csv?q={key[:10]}")
+    assert (row["name"], row["rank"]) == ("cheater", "2")
+    ranks = [(row["role"], row["name"], row["rank"]) for row in table_of(anyone, "nodes.csv")]
+    assert ("worker", "honest", "1") in ranks and ("worker", "cheater", "2") in ranks and len(ranks) > 2
+    assert [row["name"] for row in table_of(anyone, "nodes.csv?role=worker&by=refused")] == ["cheater", "honest"]
 
 
 def test_a_refused_group_says_by_which_check_and_how_to_recompute_it(anyone, shelf):

@@ -120,24 +120,26 @@ class Look:
     def nodes(
         self, run: int, role: str = "", by: str = "credits", search: str = "", after: int = 0, limit: int = PAGE
     ) -> Row:
-        """A page of nodes in order of a ranking, best first. `search` is the beginning of a key, or a part of a name."""
+        """A page of nodes in order of a ranking, best first. `search` is the beginning of a key, or a part of a name.
+        `rank` is a node's place among all nodes of its role, whatever was searched for; equals share one."""
         if by not in RANKINGS:
             raise ConfigError(f"nodes are not ordered by {by!r:.40}: {', '.join(RANKINGS)}")
-        order = f"{by} {'ASC' if by in ('place', 'name') else 'DESC'}, place"
-        where, values = ["run = ?"], list[Any]([run])
+        order = f"{by} {'ASC' if by in ('place', 'name') else 'DESC'}"
+        where, values = ["1"], list[Any]([run])
         if role:
             where, values = [*where, "role = ?"], [*values, role]
         if search:
             where.append("(substr(key, 1, length(?)) = ? OR instr(lower(name), lower(?)) > 0)")
             values += [search.lower(), search.lower(), search]
+        ranked = f"SELECT *, rank() OVER (PARTITION BY role ORDER BY {order}) AS rank FROM nodes WHERE run = ?"
         condition, limit = " AND ".join(where), limited(limit)
         found = self.rows(
-            f"SELECT * FROM nodes WHERE {condition} ORDER BY {order} LIMIT ? OFFSET ?", *values, limit + 1, after
-        )
-        total = self.db.execute(f"SELECT count(*) FROM nodes WHERE {condition}", values).fetchone()[0]
-        rows = [
-            {**row, "rank": after + 1 + place, "reasons": json.loads(row["reasons"])} for place, row in enumerate(found)
-        ]
+            f"SELECT * FROM ({ranked}) WHERE {condition} ORDER BY {order}, place LIMIT ? OFFSET ?",
+            *values, limit + 1, after,
+        )  # fmt: skip
+        counted = f"SELECT count(*) FROM nodes WHERE run = ? AND {condition}"
+        total = self.db.execute(counted, values).fetchone()[0]
+        rows = [{**row, "reasons": json.loads(row["reasons"])} for row in found]
         return {"rows": rows[:limit], "next": after + limit if len(found) > limit else None, "total": total}
 
     def node(self, run: int, key: str) -> Row | None:

@@ -12,6 +12,7 @@ from starlette.datastructures import QueryParams
 
 from shoal.errors import StateError
 from shoal.watch.index import Look
+from shoal.watch.index.look import RANKINGS
 from shoal.watch.page.shelf import Shelf
 from shoal.watch.rows import Row
 
@@ -81,3 +82,9 @@ class Asked:
     def smooth(self) -> float:
         """How much a chart is smoothed, from 0 to 0.99."""
         return min(max(self.real("smooth") or 0.0, 0.0), 0.99)
+
+
+def asked_nodes(asked: Asked) -> tuple[str, str, str]:
+    """Role, ranking and search of a list of nodes."""
+    by = asked.word("by")
+    return asked.word("role"), by if by in RANKINGS else "credits", asked.word("q")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from shoal.watch.index import groups
 from shoal.watch.index.look import MOST_ROWS
 from shoal.watch.index.plain import numbers_of
-from shoal.watch.page.asked import Asked, NotHere
+from shoal.watch.page.asked import Asked, NotHere, asked_nodes
 from shoal.watch.page.group_views import only_of
 from shoal.watch.rows import Row
 from shoal.watch.tables import as_csv
@@ -38,9 +38,11 @@ def _written(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def _nodes(asked: Asked) -> Iterator[Row]:
+    """Those of the filter in the address, by its ranking."""
+    role, by, search = asked_nodes(asked)
     after: int | None = 0
     while after is not None:
-        page = asked.look.nodes(asked.run, by="place", after=after, limit=MOST_ROWS)
+        page = asked.look.nodes(asked.run, role, by, search, after, MOST_ROWS)
         yield from page["rows"]
         after = page["next"]
 

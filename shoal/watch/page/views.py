@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.metrics import METRICS
 from shoal.watch.index.look import RANKINGS
-from shoal.watch.page.asked import Asked, NotHere
+from shoal.watch.page.asked import Asked, NotHere, asked_nodes
 from shoal.watch.page.charts import OVERVIEW, Chart, chart_of, compared, family_of, picture_of
 
 View = Callable[[Asked], tuple[str, Mapping[str, Any]]]
@@ -77,8 +77,7 @@ def step(asked: Asked) -> tuple[str, Mapping[str, Any]]:
 
 def nodes(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     """Nodes in order of a ranking. A volunteer finds its own by the start of its key."""
-    role, by, search = asked.word("role"), asked.word("by") or "credits", asked.word("q")
-    by = by if by in RANKINGS else "credits"
+    role, by, search = asked_nodes(asked)
     page = asked.look.nodes(asked.run, role, by, search, asked.whole("after", 0) or 0)
     return "nodes.html", {
         "title": "Nodes", **page, "role": role, "by": by, "search": search, "rankings": RANKINGS,
