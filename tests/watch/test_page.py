@@ -376,6 +376,48 @@ def test_a_csv_of_groups_has_those_of_the_filter(anyone, shelf):
     assert {(row["version"], row["slot"]) for row in rows} == {(rows[0]["version"], rows[0]["slot"])} and len(rows) > 1
 
 
+def test_a_csv_has_the_rows_of_the_filter_of_its_page(anyone, shelf):
+    key = shelf.look().rows("SELECT key FROM nodes WHERE name = 'cheater'")[0]["key"]
+    events = table_of(anyone, "events.csv")
+    assert {row["node"] for row in table_of(anyone, f"events.csv?node={key}")} == {key}
+    assert {row["kind"] for row in table_of(anyone, "events.csv?kind=batch_formed&kind=decision")} == {
+        "batch_formed",
+        "decision",
+    }
+    found = table_of(anyone, "events.csv?q=quarantined")
+    assert 0 < len(found) < len(events) and all("quarantined" in row["words"] for row in found)
+    refusals = table_of(anyone, "refusals.csv")
+    assert len(refusals) == len(table_of(anyone, f"refusals.csv?check=sampling&worker={key}&outcome=hard")) > 0
+    for other in ("check=other", "worker=nobody", "outcome=soft", "validator=nobody", "seq=0"):
+        assert table_of(anyone, f"refusals.csv?{other}") == []
+    of_one = table_of(anyone, f"refusals.csv?seq={refusals[0]['seq']}")
+    assert of_one and {row["seq"] for row in of_one} == {refusals[0]["seq"]} and "status" in of_one[0]
+    assert {row["worker"] for row in table_of(anyone, f"spread.csv?worker={key}")} == {key}
+    assert table_of(anyone, "verdicts.csv?validator=nobody") == [] != table_of(anyone, "verdicts.csv")
+    assert list(table_of(anyone, "metrics.csv?name=reward_mean")[0]) == ["step", "reward_mean"]
+    step = {row["name"]: row for row in table_of(anyone, "step.csv?step=1")}
+    assert step["reward_mean"]["unit"] == "reward" and len(step) > 10
+    assert {"workers", "half_s"} <= table_of(anyone, "versions.csv")[0].keys() and table_of(anyone, "runs.csv")[0][
+        "phase"
+    ]
+
+
+def test_every_table_of_a_page_has_its_csv_below_it(anyone, shelf):
+    """Pages of groups are tested by their links; a page with three tables has three files, and so on."""
+    forged = shelf.look().rows("SELECT seq FROM refusals LIMIT 1")[0]["seq"]
+    key = shelf.look().rows("SELECT key FROM nodes WHERE name = 'cheater'")[0]["key"]
+    for view in ("", "steps/1", "figure?name=reward_mean", "nodes", f"nodes/{key}", "validators", "refusals", "versions",
+                 "log", f"log/{forged}", "alarms", "groups", "../compare"):  # fmt: skip
+        found = Tags(anyone.get(f"/1/{view}").text).found
+        tables = sum(tag == "table" for tag, _ in found)
+        files = len({a["href"] for tag, a in found if tag == "a" and "/csv/" in a.get("href", "")})
+        assert files >= tables + (view == "log") and files > 0, view
+
+
+def test_a_kind_that_the_log_does_not_have_finds_no_event(anyone):
+    assert "No event matches." in anyone.get("/1/log?kind=nothing").text
+
+
 def test_charts_give_their_numbers_smoothed(anyone):
     raw = anyone.get("/1/chart.json?name=reward_mean").json()
     assert raw["x"] == [0, 1] and raw["lines"][0]["label"] == "all"

@@ -176,15 +176,19 @@ class Look:
             "ORDER BY groups DESC LIMIT ?", run, limited(limit),
         )  # fmt: skip
 
-    def refusals(self, run: int, check: str = "", worker: str = "", after: int | None = None, limit: int = PAGE) -> Row:
-        """A page of refusals, newest first, with what became of each group."""
+    def refusals(
+        self, run: int, check: str = "", worker: str = "", after: int | None = None, limit: int = PAGE,
+        validator: str = "", outcome: str = "", seq: int | None = None,
+    ) -> Row:  # fmt: skip
+        """A page of refusals, newest first, with what became of each group. `seq` is the event of one verdict."""
         where, values, limit = ["r.run = ?"], list[Any]([run]), limited(limit)
-        for column, value in (('r."check"', check), ("r.worker", worker)):
-            if value:
+        only = (('r."check"', check), ("r.worker", worker), ("r.validator", validator), ("r.outcome", outcome))
+        for column, value in (*only, ("r.seq", seq)):
+            if value not in ("", None):
                 where, values = [*where, f"{column} = ?"], [*values, value]
         if after is not None:
-            seq, place = divmod(after, _PLACES)
-            where, values = [*where, "(r.seq < ? OR (r.seq = ? AND r.place > ?))"], [*values, seq, seq, place]
+            at, place = divmod(after, _PLACES)
+            where, values = [*where, "(r.seq < ? OR (r.seq = ? AND r.place > ?))"], [*values, at, at, place]
         query = (
             f'SELECT r.*, r.seq * {_PLACES} + r.place AS at, g.status, g.id AS "group" FROM refusals r LEFT JOIN groups g '
             f"ON g.run = r.run AND g.submission = r.submission AND g.slot = r.slot WHERE {' AND '.join(where)} "

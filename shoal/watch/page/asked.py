@@ -88,3 +88,9 @@ def asked_nodes(asked: Asked) -> tuple[str, str, str]:
     """Role, ranking and search of a list of nodes."""
     by = asked.word("by")
     return asked.word("role"), by if by in RANKINGS else "credits", asked.word("q")
+
+
+def asked_refusals(asked: Asked) -> dict[str, Any]:
+    """The filter of a list of refusals."""
+    only = {name: asked.word(name) for name in ("check", "worker", "validator", "outcome")}
+    return {**only, "seq": asked.whole("seq")}

@@ -14,7 +14,7 @@ View = Callable[[Asked], tuple[str, Mapping[str, Any]]]
 def timeline(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     """Events, newest first."""
     kinds = asked.look.kinds(asked.run)
-    chosen = [kind for kind in asked.words("kind") if kind in {row["kind"] for row in kinds}]
+    chosen = asked.words("kind")
     node, search = asked.word("node"), asked.word("q")
     page = asked.look.timeline(asked.run, chosen, node, search, asked.whole("after"))
     return "log.html", {"title": "Log", **page, "kinds": kinds, "chosen": chosen, "node": node, "search": search}

@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.metrics import METRICS
 from shoal.watch.index.look import RANKINGS
-from shoal.watch.page.asked import Asked, NotHere, asked_nodes
+from shoal.watch.page.asked import Asked, NotHere, asked_nodes, asked_refusals
 from shoal.watch.page.charts import OVERVIEW, Chart, chart_of, compared, family_of, picture_of
 
 View = Callable[[Asked], tuple[str, Mapping[str, Any]]]
@@ -119,10 +119,10 @@ def validators(asked: Asked) -> tuple[str, Mapping[str, Any]]:
 
 def refusals(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     """Refused groups, with the check, its reason and its figures."""
-    check, worker = asked.word("check"), asked.word("worker")
-    page = asked.look.refusals(asked.run, check, worker, asked.whole("after"))
+    only = asked_refusals(asked)
+    page = asked.look.refusals(asked.run, after=asked.whole("after"), **only)
     return "refusals.html", {
-        "title": "Refusals", **page, "check": check, "worker": worker, "counts": asked.look.refusal_counts(asked.run),
+        "title": "Refusals", **page, **only, "only": only, "counts": asked.look.refusal_counts(asked.run),
     }  # fmt: skip
 
 
