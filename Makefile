@@ -8,6 +8,7 @@
 #   make docs     the docs as a site, in site/: open site/index.html
 #   make bench    all benchmarks; their results go to docs/reference/figures.md
 #   make prometheus  install the server with which the tests of deploy/watch scrape a run
+#   make browser  install Chromium and its driver: the tests of the page in a browser need them, and so do its pictures
 #   make foreign  install the packages whose environments the tests play, each into a virtual environment of its own
 #   make vllm     the tests of the engine with vLLM, whose build for CPUs (3 GB) gets a virtual environment of its own
 #   make clean    remove everything that was built or run here
@@ -33,10 +34,10 @@ PARALLEL ?= -n 2 --dist loadfile
 LONG_TESTS := attacks benchmarks launch roles test_api.py test_cli.py test_survival.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo beyond test test-quick test-slow sandbox prometheus foreign vllm check docs bench clean
+.PHONY: help demo beyond test test-quick test-slow sandbox prometheus browser foreign vllm check docs bench clean
 
 help:
-	@sed -n '3,17s/^# \{0,1\}//p' Makefile
+	@sed -n '3,18s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.runs
 	$(BIN)/shoal run recipes/wordle.toml
@@ -51,7 +52,7 @@ test: $(VENV)/.tests sandbox foreign
 test-quick: $(VENV)/.tests sandbox
 	$(TEST) $(addprefix --ignore=tests/,$(LONG_TESTS))
 
-test-slow: $(VENV)/.tests sandbox foreign
+test-slow: $(VENV)/.tests sandbox browser foreign
 	$(TEST) -m "slow or not slow"
 
 # Tests of the sandbox need bubblewrap. Root on Debian installs it; elsewhere those tests are skipped, and say how to get it.
@@ -69,6 +70,15 @@ prometheus:
 		apt-get install -y -qq --no-install-recommends prometheus >/dev/null || { apt-get update -qq && \
 			apt-get install -y -qq --no-install-recommends prometheus >/dev/null; } || { \
 			echo "error: Prometheus is not installed: apt install prometheus"; exit 2; }; \
+	fi
+
+# The tests of the page in a browser are skipped without it. Elsewhere than on Debian, put a chromium on the path.
+browser: $(VENV)/.browser
+	@if ! command -v chromium >/dev/null && [ "$$(uname)$$(id -u)" = Linux0 ] && command -v apt-get >/dev/null; then \
+		echo "installing Chromium for the tests of the page ..."; \
+		apt-get install -y -qq --no-install-recommends chromium >/dev/null || { apt-get update -qq && \
+			apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || { \
+			echo "error: Chromium is not installed: apt install chromium"; exit 2; }; \
 	fi
 
 # Versions of verifiers exclude each other, and none belongs to shoal: tests/envs/adapters/conftest.py uses what is here.
@@ -120,6 +130,11 @@ $(VENV)/.tests: pyproject.toml constraints.txt | $(VENV)/.made
 	@echo "installing shoal with the tools of its tests into $(VENV) ..."
 	$(INSTALL) -e '.[torch,hf,answers,math,data,wandb,trackio,tensorboard,plot,notebook,docs,dev]'
 	@touch $@ $(VENV)/.runs
+
+$(VENV)/.browser: pyproject.toml constraints.txt | $(VENV)/.made
+	@echo "installing the driver of a browser into $(VENV) ..."
+	$(INSTALL) -e '.[browser]'
+	@touch $@
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.made
 	$(INSTALL) -e '.[docs]'

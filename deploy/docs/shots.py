@@ -1,4 +1,4 @@
-"""Pictures of the page for the docs: `python deploy/docs/shots.py RUN_DIR`. Needs Chromium, playwright and Pillow.
+"""Pictures of the page for the docs: `python deploy/docs/shots.py RUN_DIR`. Needs what `make browser` installs.
 
 It serves the run's page to a browser and writes docs/pictures/page-*.png: the overview, a refused group coloured by replay
 gaps, all rollouts of one prompt, and the overview on a phone. Give a run with a cheater that keeps all bodies, such as

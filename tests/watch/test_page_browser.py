@@ -13,7 +13,7 @@ import uvicorn
 
 from shoal.watch.page import Shelf, page_app
 
-NEEDS = "needs a browser: install Chromium, and playwright and axe-playwright-python from constraints.txt"
+NEEDS = "needs a browser: make browser"
 sync_api = pytest.importorskip("playwright.sync_api", reason=NEEDS)
 axe_module = pytest.importorskip("axe_playwright_python.sync_playwright", reason=NEEDS)
 
