@@ -43,3 +43,20 @@ def hostile(town, tmp_path, monkeypatch):
     shelf = hostile_shelf(town.folder.root, tmp_path / "index.sqlite", monkeypatch)
     yield shelf
     shelf.close()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Headless Chromium. Its driver has an event loop in this thread, so a module that has it begins none."""
+    from tests.watch.browsing import CHROMIUM, QUIET, sync_api
+
+    with sync_api.sync_playwright() as driver:
+        made = driver.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def complaints():
+    """What a page wrote to the console, threw, or asked: faults, forbidden scripts, dialogs."""
+    return []
