@@ -150,8 +150,9 @@ def test_a_log_that_grows_all_the_time_changes_the_page_once_in_a_while(tmp_path
 def test_what_an_open_page_polls_has_its_parts_that_change_and_no_chart(anyone):
     whole, polled = anyone.get("/1/").text, anyone.get("/1/?live=1").text
     parts = re.findall(r'id="([^"]+)" data-swap', whole)
-    assert parts == re.findall(r'id="([^"]+)" data-swap', polled) == ["live-state", "live-tables"]
-    assert "data-chart" in whole and "data-chart" not in polled
+    assert parts == re.findall(r'id="([^"]+)" data-swap', polled) == ["live-state", "live-tables", "read"]
+    charts = re.findall(r'data-chart="([^"]+)"', whole)
+    assert charts and re.findall(r'data-chart="([^"]+)"', polled) == charts and "<svg" not in polled
     next_page = re.search(r'rel="next" href="([^"]+)"', anyone.get("/1/log?live=1").text)
     assert next_page and "live" not in next_page[1]
 

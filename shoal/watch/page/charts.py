@@ -66,6 +66,20 @@ def chart_of(look: Look, run: int, name: str, smooth: float = 0.0, known: Sequen
     return _aligned(Chart(name, TITLES.get(name, name), unit, sentence, "step", [], []), series)
 
 
+def has_chart(look: Look, run: int, name: str, known: Sequence[str]) -> bool:
+    """Whether a chart has anything to draw; cheaper than drawing it."""
+    if name == "by-version":
+        return bool(look.rows("SELECT 1 FROM groups WHERE run = ? AND reward IS NOT NULL LIMIT 1", run))
+    if name == "heldout":
+        return bool(look.rows("SELECT 1 FROM heldout WHERE run = ? AND env = '' LIMIT 1", run))
+    return bool(family_of(look, run, name, known))
+
+
+def empty_chart(name: str) -> Chart:
+    """A chart of which a page needs the address alone."""
+    return Chart(name, "", "", "", "", [], [])
+
+
 def family_of(look: Look, run: int, name: str, known: Sequence[str] = ()) -> list[str]:
     """A metric and those that are it for one label: `reward_mean` and `reward_mean/LABEL`."""
     return [metric for metric in known or look.names(run) if metric == name or metric.startswith(f"{name}/")]

@@ -11,7 +11,7 @@ from typing import Any
 from shoal.metrics import METRICS
 from shoal.watch.index.look import RANKINGS
 from shoal.watch.page.asked import Asked, NotHere, asked_nodes, asked_refusals
-from shoal.watch.page.charts import OVERVIEW, Chart, chart_of, compared, family_of, picture_of
+from shoal.watch.page.charts import OVERVIEW, Chart, chart_of, compared, empty_chart, family_of, has_chart, picture_of
 
 View = Callable[[Asked], tuple[str, Mapping[str, Any]]]
 
@@ -190,9 +190,10 @@ def chart(asked: Asked) -> Mapping[str, Any]:
 
 
 def _charts(asked: Asked, names: Any) -> list[dict[str, Any]]:
-    if asked.is_poll():
-        return []
     smooth, known = asked.smooth(), asked.look.names(asked.run)
+    if asked.is_poll():
+        found = [name for name in names if has_chart(asked.look, asked.run, name, known)]
+        return [{"chart": empty_chart(name), "picture": None} for name in found]
     return [_drawn(found) for name in names if (found := chart_of(asked.look, asked.run, name, smooth, known)).lines]
 
 

@@ -3,7 +3,7 @@
 (() => {
   const EVERY_MS = 5000, HIDDEN_MS = 60000, MOST_MS = 60000, CHARTS_MS = 60000;
   const main = document.getElementById("main"), polled = document.getElementById("polled");
-  const live = document.querySelector("[data-swap]") !== null && document.body.hasAttribute("data-live");
+  const live = document.querySelector("main [data-swap]") !== null && document.body.hasAttribute("data-live");
   let etag = null, waiting = 0, failures = 0, paused = false, current = -1, charted = Date.now();
 
   // --- charts ---
@@ -42,6 +42,13 @@
     const made = new uPlot(options, data, plot);
     made.root.setAttribute("role", "img");
     made.root.setAttribute("aria-label", figure.dataset.title);
+    const lines = told.lines.filter((line) => !line.edge);
+    figure.querySelector("[data-at]").dataset.at = told.x[told.x.length - 1];
+    figure.querySelectorAll("[data-last]").forEach((one, i) => {
+      const value = lines[i] && lines[i].values.findLast((each) => each !== null);
+      if (typeof value === "number") one.dataset.last = figures.format(value);
+    });
+    read(figure, told, null);
     figure.classList.add("drawn");
     drawn.set(figure, made);
   }
@@ -89,35 +96,64 @@
     return typing || (getSelection() && !getSelection().isCollapsed);
   }
 
-  function swap(text) {
-    const fresh = new DOMParser().parseFromString(text, "text/html");
+  // Puts what is new into its place. Says whether all of it is there: a region with the reader in it may have to wait.
+  async function renew(text) {
+    const fresh = parsed(text);
+    let isWhole = true;
     for (const old of document.querySelectorAll("[data-swap]")) {
       const made = fresh.getElementById(old.id);
-      if (!made || old.innerHTML === made.innerHTML || old.contains(document.activeElement) && document.activeElement !== old) continue;
-      old.replaceChildren(...document.adoptNode(made).childNodes);
+      if (made && old.innerHTML !== made.innerHTML) isWhole = swap(old, made) && isWhole;
     }
-    // Charts have many points and seldom change much: they are asked for once a minute.
-    if (Date.now() - charted > CHARTS_MS) { charted = Date.now(); again(); }
+    const shown = document.querySelector(".charts"), now = fresh.querySelector(".charts");
+    if (shown && now && addresses(shown) !== addresses(now)) await chartAnew(shown);
+    else if (Date.now() - charted > CHARTS_MS) { charted = Date.now(); again(); } // many points, which seldom change much
+    return isWhole;
+  }
+
+  const parsed = (text) => new DOMParser().parseFromString(text, "text/html");
+  const addresses = (of) => [...of.querySelectorAll("[data-chart]")].map((one) => one.dataset.chart).join(" ");
+
+  // There are other charts than before: what is polled names them, and the whole page has them.
+  async function chartAnew(shown) {
+    const answer = await fetch(location.href);
+    const now = answer.ok && parsed(await answer.text()).querySelector(".charts");
+    if (!now) return;
+    for (const [figure, chart] of drawn) if (shown.contains(figure)) { chart.destroy(); drawn.delete(figure); }
+    shown.replaceChildren(...document.adoptNode(now).childNodes);
+    charts();
+  }
+
+  // A link that has the focus keeps it, and a row its mark. Where the link is gone, the reader keeps the old rows.
+  function swap(old, made) {
+    const active = document.activeElement, inside = old !== active && old.contains(active);
+    const href = inside && active.getAttribute("href"), marked = first(rows()[current]);
+    const same = href && [...made.querySelectorAll("a[href]")].find((one) => one.getAttribute("href") === href);
+    if (inside && !same) return false;
+    old.replaceChildren(...document.adoptNode(made).childNodes);
+    if (same) same.focus({ preventScroll: true });
+    if (marked) { current = rows().findIndex((row) => first(row) === marked); mark(); }
+    return true;
   }
 
   // One request asks whether anything changed and brings what did: this page without its charts.
   async function poll() {
-    clearTimeout(waiting);
     if (!paused && !document.hidden && !isBusy()) {
+      let word = "Live";
       try {
         const address = new URL(location.href);
         address.searchParams.set("live", "1");
         const answer = await fetch(address, { headers: etag ? { "If-None-Match": etag } : {}, cache: "no-store" });
-        if (answer.status >= 500) throw new Error(String(answer.status));
-        if (answer.status === 200 && !isBusy()) { swap(await answer.text()); etag = answer.headers.get("etag"); }
+        if (!answer.ok && answer.status !== 304) throw new Error(String(answer.status));
+        if (answer.status === 200 && !isBusy() && (await renew(await answer.text()))) etag = answer.headers.get("etag");
         failures = 0;
-        polled.textContent = "Live";
       } catch {
         failures++;
-        polled.textContent = "No answer, trying again";
+        word = "No answer, trying again";
       }
+      if (!paused) polled.textContent = word;
     }
     const every = document.hidden ? HIDDEN_MS : Math.min(MOST_MS, EVERY_MS * 2 ** failures);
+    clearTimeout(waiting);
     waiting = setTimeout(poll, every * (0.9 + 0.2 * Math.random()));
   }
 
@@ -132,13 +168,17 @@
 
   // --- keys ---
 
+  const rows = () => [...main.querySelectorAll(".row, tbody tr")].filter((row) => row.querySelector("a"));
+  const first = (row) => row?.querySelector("a").getAttribute("href");
+  const mark = () => rows().forEach((row, i) => row.classList.toggle("current", i === current));
+
   function move(by) {
-    const rows = [...main.querySelectorAll(".row, tbody tr")].filter((row) => row.querySelector("a"));
-    if (!rows.length) return;
-    current = Math.min(rows.length - 1, Math.max(0, current + by));
-    rows.forEach((row, i) => row.classList.toggle("current", i === current));
-    rows[current].querySelector("a").focus();
-    rows[current].scrollIntoView({ block: "nearest" });
+    const all = rows();
+    if (!all.length) return;
+    current = Math.min(all.length - 1, Math.max(0, current + by));
+    mark();
+    all[current].querySelector("a").focus();
+    all[current].scrollIntoView({ block: "nearest" });
   }
 
   addEventListener("keydown", (event) => {
@@ -149,7 +189,11 @@
       const search = main.querySelector("input[type=search]");
       if (search) { search.focus(); event.preventDefault(); }
     } else if (event.key === "n") main.querySelector("a[rel=next]")?.click();
-    else if (event.key === "p" && live) { paused = !paused; polled.textContent = paused ? "Paused" : "Live"; }
+    else if (event.key === "p" && live) {
+      paused = !paused;
+      polled.textContent = paused ? "Paused" : "Live";
+      if (!paused) poll();
+    }
   });
 
   charts();

@@ -1,0 +1,147 @@
+"""The page in a browser while its run goes on: news come without a reload, and take nothing from the reader's hands.
+
+The log grows by the events that a real run wrote. The browser's clock is turned forward, so no test waits for it. Slow.
+"""
+
+import contextlib
+import itertools
+import sqlite3
+
+import pytest
+
+from shoal.watch.page import Shelf
+from tests.watch.browsing import needs_browser, opened, served, sync_api
+
+LATER_MS = 6_000
+"""More than the page waits before it asks again."""
+
+pytestmark = [pytest.mark.slow, needs_browser]
+expect = sync_api.expect
+
+
+class Going:
+    """A copy of a run that has come some way, and goes on when it is told to."""
+
+    def __init__(self, root, index):
+        self._log, self._metrics = root / "log.sqlite", root / "metrics.jsonl"
+        with contextlib.closing(sqlite3.connect(self._log)) as log, log:
+            self._rows = log.execute("SELECT seq, data, hash FROM events ORDER BY seq").fetchall()
+            log.execute("DELETE FROM events")
+        self._lines = self._metrics.read_text()
+        self._metrics.write_text("")
+        # Each look at the clock is later by more than the time after which a run is asked how it does.
+        self.shelf = Shelf(index, [str(root)], itertools.count(step=10).__next__)
+        self.on(len(self._rows) // 2)
+
+    def on(self, events=None, lines=True):
+        """Write the next events, all if no number is given, and then the metrics."""
+        now, self._rows = self._rows[:events], self._rows[events:] if events else []
+        with contextlib.closing(sqlite3.connect(self._log)) as log, log:
+            log.executemany("INSERT INTO events VALUES (?, ?, ?)", now)
+        if not self._rows:
+            self._metrics.write_text(self._lines)
+        for _ in range(2):  # the condition is noted when all is read
+            while self.shelf.step():
+                pass
+        return now[-1][0]
+
+
+@pytest.fixture
+def going(town, copied, tmp_path):
+    made = Going(copied, tmp_path / "index.sqlite")
+    yield made
+    made.shelf.close()
+
+
+def looked_at(browser, complaints, address):
+    """A page whose clock the test turns, and the statuses of what its script asked for."""
+    page, asked = opened(browser, complaints), []
+    page.clock.install()
+    page.on("response", lambda answer: asked.append(answer.status) if "live=1" in answer.url else None)
+    page.goto(address)
+    page.evaluate("window.isTheSame = true")
+    later(page, asked)
+    return page, asked
+
+
+def later(page, asked):
+    """Turn the clock until the page has asked again, and has been answered."""
+    before = len(asked)
+    page.clock.fast_forward(LATER_MS)
+    for _ in range(200):
+        if len(asked) > before:
+            break
+        page.wait_for_timeout(25)
+    page.wait_for_load_state("networkidle")
+
+
+def test_a_page_follows_its_run_without_a_reload(going, browser, complaints):
+    with served(going.shelf) as url:
+        page, asked = looked_at(browser, complaints, f"{url}/1/")
+        expect(page.locator("#live-state")).to_contain_text("Waits for")
+        charts = page.locator("figure.chart").count()
+        later(page, asked)
+        assert asked[-1] == 304, "nothing has changed, so nothing is sent"
+        last = going.on()
+        later(page, asked)
+        expect(page.locator("#live-state")).to_contain_text("The run has ended with version 2")
+        expect(page.locator("#refused-h ~ .scroll tbody tr")).not_to_have_count(0)
+        expect(page.locator("footer")).to_contain_text(f"up to event {last}")
+        expect(page.get_by_role("link", name="Entropy")).to_be_visible()
+        expect(page.locator("figure.chart canvas").first).to_be_attached()
+        assert page.locator("figure.chart").count() > charts
+        assert page.evaluate("window.isTheSame") and asked[-1] == 200
+    assert complaints == []
+
+
+def test_news_take_neither_the_focus_nor_what_was_opened(going, browser, complaints):
+    with served(going.shelf) as url:
+        page, asked = looked_at(browser, complaints, f"{url}/1/log")
+        page.get_by_text("Kinds", exact=True).click()
+        for _ in range(3):
+            page.keyboard.press("j")
+        focused = "document.activeElement.getAttribute('href')"
+        newest, mine = page.locator("#rows a.seq").first.get_attribute("href"), page.evaluate(focused)
+        going.on(5)
+        later(page, asked)
+        expect(page.locator("#rows a.seq").first).not_to_have_attribute("href", newest)
+        assert page.evaluate(focused) == mine == page.locator("li.current a.seq").get_attribute("href")
+        assert page.locator("details[open]").count() == 1
+        going.on()  # so many that the focused row is on a later page: the reader keeps it
+        later(page, asked)
+        assert page.evaluate(focused) == mine == page.locator("li.current a.seq").get_attribute("href")
+        page.evaluate("document.activeElement.blur()")
+        later(page, asked)
+        assert mine not in page.locator("#rows a.seq").evaluate_all("all => all.map((a) => a.getAttribute('href'))")
+    assert complaints == []
+
+
+def test_a_page_says_when_nobody_answers_and_goes_on_when_somebody_does(going, browser, complaints):
+    with served(going.shelf) as url:
+        page, _ = looked_at(browser, complaints, f"{url}/1/")
+        expect(page.locator("#polled")).to_have_text("Live")
+    page.clock.fast_forward(LATER_MS)
+    expect(page.locator("#polled")).to_have_text("No answer, trying again")
+    going.on()
+    with served(going.shelf, int(url.rpartition(":")[2])):
+        page.clock.fast_forward(4 * LATER_MS)
+        expect(page.locator("#polled")).to_have_text("Live")
+        expect(page.locator("#live-state")).to_contain_text("The run has ended")
+        assert page.evaluate("window.isTheSame")
+    assert [words for words in complaints if "ERR_CONNECTION_REFUSED" not in words] == []
+
+
+def test_a_paused_page_asks_nothing_until_it_goes_on(going, browser, complaints):
+    with served(going.shelf) as url:
+        page, asked = looked_at(browser, complaints, f"{url}/1/")
+        page.keyboard.press("p")
+        before = len(asked)
+        going.on()
+        for _ in range(5):
+            page.clock.fast_forward(LATER_MS)
+            page.wait_for_timeout(20)
+        assert len(asked) == before and page.locator("#polled").inner_text() == "Paused"
+        page.keyboard.press("p")
+        expect(page.locator("#live-state")).to_contain_text("The run has ended")
+        assert page.locator("#polled").inner_text() == "Live"
+    assert complaints == []
