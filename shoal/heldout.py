@@ -26,10 +26,11 @@ def read_heldout(path: Path) -> Heldout | None:
     """An evaluation, if its file is there."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Heldout)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
 def evaluations_in(folder: Path) -> list[str]:
     """Names that evaluations have in a run's folder, oldest version first; not all need to be there."""
-    return [BEFORE, *sorted(path.stem for path in folder.glob("v*.json")), AFTER]
+    found = (path.stem for path in folder.glob("v*.json"))
+    return [BEFORE, *sorted(name for name in found if name[1:].isascii() and name[1:].isdecimal()), AFTER]

@@ -232,7 +232,7 @@ def values_of(line: bytes) -> dict[str, Any] | None:
     """A line of a metrics file; None for half a line, or for one without a step."""
     try:
         values = msgspec.json.decode(line, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return values if type(values.get("step")) is int else None
 

@@ -84,7 +84,9 @@ class Curve:
 
 def figures(snapshot: Snapshot) -> list[tuple[Text, str]]:
     """Label and value of each figure, the most important first."""
-    rows = [(Text(f"held-out {version}"), _heldout(found)) for version, found in _first_and_last(snapshot.heldout)]
+    rows = [
+        (Text(f"held-out {brief(version)}"), _heldout(found)) for version, found in _first_and_last(snapshot.heldout)
+    ]
     for label, name, form in FIGURES:
         value = snapshot.latest(name)
         rows.append((Text(label), "-" if value is None else format_figure(value, form)))
@@ -145,7 +147,7 @@ def watchdog(snapshot: Snapshot) -> Text:
     status, text = snapshot.status, Text()
     for alarm in snapshot.alarms:
         style = _SEVERITY_STYLE[alarm.severity]
-        text.append(f"alarm {alarm.cause} since step {alarm.since}: ", style=f"bold {style}")
+        text.append(f"alarm {brief(alarm.cause)} since step {alarm.since}: ", style=f"bold {style}")
         text.append(f"{brief(alarm.summary, 400)}\n", style=style)
     if snapshot.notice:
         text.append(brief(snapshot.notice, 400))

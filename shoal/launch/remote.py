@@ -136,11 +136,15 @@ class RemoteRun:
 
 
 def cleaned_line(text: bytes) -> dict[str, Any] | None:
-    """A line of metrics with known names and finite numbers only; None if it names no step."""
+    """`cleaned_metrics` of a line of text."""
     try:
-        line = msgspec.json.decode(text, type=dict[str, Any])
+        return cleaned_metrics(msgspec.json.decode(text, type=dict[str, Any]))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def cleaned_metrics(line: dict[str, Any]) -> dict[str, Any] | None:
+    """Metrics of a step with known names and finite numbers only; None if they name no step."""
     kept: dict[str, Any] = {}
     for name, value in list(line.items())[:MOST_KEYS]:
         known = name in METRICS or (name.startswith(_FAMILIES) and len(name) <= MOST_LABEL_CHARS)

@@ -6,7 +6,7 @@ something is not there yet: a run that is starting has no metrics, a coordinator
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -102,8 +102,8 @@ class Snapshot:
 class MetricsWatch:
     """Follows metrics.jsonl: it is read again when it has grown."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, read: Callable[[Path], Iterable[dict[str, Any]]] = read_metrics) -> None:
+        self._path, self._read = path, read
         self._size_bytes = -1
         self._lines: tuple[dict[str, Any], ...] = ()
 
@@ -111,7 +111,7 @@ class MetricsWatch:
         """One table for each training step so far, oldest first."""
         size_bytes = self._path.stat().st_size if self._path.exists() else 0
         if size_bytes != self._size_bytes:
-            self._size_bytes, self._lines = size_bytes, tuple(read_metrics(self._path))
+            self._size_bytes, self._lines = size_bytes, tuple(self._read(self._path))
         return self._lines
 
 

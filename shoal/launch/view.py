@@ -117,18 +117,16 @@ def plain(snapshot: Snapshot) -> str:
         if value is not None:
             parts.append(f"{label.replace(' ', '_')}={format_figure(value, form)}")
     for env, value in snapshot.by_env("reward_mean").items():
-        parts.append(f"batch_reward_{env.replace(' ', '_')}={format_figure(value, '3f')}")
-    parts += [
-        f"solved_{env.replace(' ', '_')}={said.replace(' ', '')}" for env, said in panels.solved(snapshot).items()
-    ]
+        parts.append(f"batch_reward_{_word(env)}={format_figure(value, '3f')}")
+    parts += [f"solved_{_word(env)}={said.replace(' ', '')}" for env, said in panels.solved(snapshot).items()]
     if speed := snapshot.tokens_per_s():
         parts.append(f"tokens/s={speed:.0f}")
     if spread := panels.staleness(snapshot):
         parts.append(f"staleness={spread.replace(', ', ',')}")
     if snapshot.heldout:
         version, found = snapshot.heldout[-1]
-        parts.append(f"held-out_{version}={found.mean:.1%}")
-        parts += [f"held-out_{version}_{env.replace(' ', '_')}={one.mean:.1%}" for env, one in found.envs.items()]
+        parts.append(f"held-out_{_word(version)}={found.mean:.1%}")
+        parts += [f"held-out_{_word(version)}_{_word(env)}={one.mean:.1%}" for env, one in found.envs.items()]
     refused = sum(snapshot.status.refused.values())
     parts.append(f"accepted={snapshot.status.accepted} refused={refused}")
     if snapshot.elapsed_s:
@@ -138,14 +136,19 @@ def plain(snapshot: Snapshot) -> str:
     return "  ".join(parts)
 
 
+def _word(label: str) -> str:
+    """A stranger's label as a word of a line."""
+    return brief(label).replace(" ", "_")  # guard: labels-make-no-lines
+
+
 def plain_wait(snapshot: Snapshot) -> str:
     """The line about a long wait, or "" if there is none."""
     status = snapshot.status
     if snapshot.notice:
-        return f"{snapshot.notice}  elapsed={duration(snapshot.elapsed_s)}"
+        return f"{brief(snapshot.notice, 400)}  elapsed={duration(snapshot.elapsed_s)}"
     if not status.waiting_for or status.waiting_s < WATCHDOG_S:
         return ""
-    return f"waiting {status.waiting_s:.0f} s for {status.waiting_for}  in_flight={status.in_flight}"
+    return f"waiting {status.waiting_s:.0f} s for {brief(status.waiting_for, 2000)}  in_flight={status.in_flight}"
 
 
 class View(Protocol):

@@ -9,10 +9,10 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from rich.console import Console
@@ -21,11 +21,12 @@ from shoal.alarms import standing_alarms
 from shoal.folder import RunFolder
 from shoal.launch.evaluations import results_in
 from shoal.launch.keyboard import Keyboard, keyboard
-from shoal.launch.remote import RemoteRun
+from shoal.launch.remote import RemoteRun, cleaned_metrics
 from shoal.launch.samples import Samples
 from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import USAGE, wall_s_before
 from shoal.launch.view import LiveView, plain, render
+from shoal.metrics import read_metrics
 from shoal.net.client import Client
 from shoal.terminal import printable
 
@@ -53,7 +54,7 @@ class FolderWatch:
         self._folder = RunFolder(root)
         self._config = self._folder.config()
         self._coordinator = CoordinatorWatch(self._folder.address, self._config.host.bind, is_reader=True)
-        self._metrics = MetricsWatch(self._folder.metrics)
+        self._metrics = MetricsWatch(self._folder.metrics, _cleaned)
         self._samples = Samples(self._folder)
 
     async def look(self) -> Snapshot:
@@ -74,6 +75,13 @@ class FolderWatch:
             notice="" if hosted else "nobody hosts this run now: this is what its folder has",
             alarms=standing_alarms(folder.alarms),
         )  # fmt: skip
+
+
+def _cleaned(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a metrics file that may be a stranger's."""
+    yield from (
+        kept for line in read_metrics(path) if (kept := cleaned_metrics(line)) is not None
+    )  # guard: cleaned-files
 
 
 @contextlib.asynccontextmanager

@@ -25,7 +25,6 @@ from shoal.protocol import types as t
 from shoal.roles.allowance import Allowance, Hours
 from shoal.roles.coordinator.board import Board
 from shoal.roles.doing import Doing, Judged
-from tests.launch.test_view_sizes import HOSTILE
 from tests.launch.test_watching import Presses, host_of
 from tests.roles.town import Town, tiny_run
 
@@ -81,22 +80,6 @@ def test_the_workers_picture_fits_every_terminal(worker: NodeNow, width: int, he
     assert "filling a lease" in lines[1]
     if width >= 80:
         assert any("611 groups" in line for line in lines) and any("line 49 of the log" in line for line in lines)
-
-
-@pytest.mark.parametrize("kind", sorted(HOSTILE))
-def test_a_hostile_host_cannot_disturb_the_workers_picture(worker: NodeNow, kind: str) -> None:
-    evil = HOSTILE[kind]
-    assert worker.node is not None and worker.info is not None
-    node = msgspec.structs.replace(worker.node, last_reason=evil, reasons={evil: 3}, standing=evil)
-    envs = tuple(msgspec.structs.replace(env, name=evil) for env in worker.info.envs)
-    run = replace(worker.snapshot, name=evil, url=evil,
-                  status=msgspec.structs.replace(worker.snapshot.status, waiting_for=evil, phase=evil))  # fmt: skip
-    shown_now = replace(
-        worker, node=node, info=msgspec.structs.replace(worker.info, envs=envs), snapshot=run, words=f"waiting: {evil}"
-    )
-    lines = lines_of(shown_now, 80, 24, (evil,))
-    assert {cell_len(line) for line in lines} == {80} and len(lines) == 24 and "".join(lines).isprintable()
-    assert plain(shown_now).isprintable()
 
 
 def test_states_are_said_in_words(worker: NodeNow) -> None:

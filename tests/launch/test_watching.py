@@ -246,6 +246,33 @@ def test_a_folder_shows_the_alarms_that_stand(tmp_path: Path) -> None:
     assert asyncio.run(FolderWatch(folder.root).look()).alarms == [alarm]
 
 
+def test_files_of_a_strangers_folder_are_cleaned_and_stop_no_view(tmp_path: Path) -> None:
+    folder = Town(tmp_path / "run", tiny_run()).folder
+    bad = {
+        "step": 1,
+        "reward_all_mean": "x",
+        "reward_mean/a\n\x1b[2J": 0.5,
+        "staleness_rollouts": {"old": 1, "0": "x", "1": 2},
+    }
+    lines = [
+        b'{"step": 0, "reward_all_mean": 0.25}',
+        b'{"step": 2, "loss": ' + b"[" * 9999,
+        b"{}",
+        msgspec.json.encode(bad),
+    ]
+    folder.metrics.write_bytes(b"\n".join(lines) + b"\n")
+    folder.evaluations.mkdir(exist_ok=True)
+    for name in ("vx", "v-1", "v1\x1b[2J"):
+        (folder.evaluations / f"{name}.json").write_text("{}")
+    AlarmsLog(folder.alarms).write("raised", Alarm("\x1b[2J", "critical", 1, 1, "\x1b[2J", ""), 0.0)
+    seen = asyncio.run(FolderWatch(folder.root).look())
+    assert seen.series("reward_all_mean") == [0.25] and seen.metrics[-1]["staleness_rollouts"] == {"1": 2}
+    console = Console(file=io.StringIO(), width=80, height=24, color_system=None)
+    console.print(render(seen, 24))
+    assert {cell_len(line) for line in console.file.getvalue().splitlines()} == {80}  # type: ignore[attr-defined]
+    assert plain(seen).isprintable()
+
+
 def test_a_folder_without_a_run_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="holds no run"):
         watch(str(tmp_path), Console(file=io.StringIO()), once=True)
