@@ -193,12 +193,16 @@ class _Page:
 
     def excuse(self, request: Request, error: Exception) -> Response:
         """What cannot be shown, in a sentence."""
-        return self._fault(request, 404 if isinstance(error, NotHere) else 503, str(error), None)
+        return self._fault(request, 404 if isinstance(error, NotHere) else 503, error, None)
 
-    def _fault(self, request: Request, status: int, words: str, headers: Mapping[str, str] | None) -> Response:
+    def _fault(
+        self, request: Request, status: int, error: str | Exception, headers: Mapping[str, str] | None
+    ) -> Response:
+        """The page of an error, as anyone may see it."""
         number = request.path_params.get("run", 0)
         run = number if isinstance(number, int) and self._shelf.of(number) else 0
         asked = Asked(self._shelf, self._shelf.look(), run, {}, _NOTHING, False, self._clock())
+        words = error if isinstance(error, str) else asked.excuse(error)
         body = self._render("fault.html", asked, {"status": status, "words": words, "title": "Not here"})
         return Response(body, status, dict(headers or {}), "text/html")
 

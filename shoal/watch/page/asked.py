@@ -13,6 +13,7 @@ from starlette.datastructures import QueryParams
 from shoal.errors import StateError
 from shoal.watch.index import Look
 from shoal.watch.index.look import RANKINGS
+from shoal.watch.page.places import ANY_PLACE, without_paths
 from shoal.watch.page.shelf import Shelf
 from shoal.watch.rows import Row
 
@@ -40,14 +41,29 @@ class Asked:
     """Whether this viewer may have this machine play rollouts again."""
 
     def runs(self) -> list[Row]:
-        """The runs that this page shows."""
-        known = {shown.number for shown in self.shelf.runs}
-        return [row for row in self.look.runs() if row["run"] in known]
+        """The runs that this page shows. `place` is what a command takes, `where` is for people; the path of a folder is
+        in neither, unless its host asks."""
+        return [self._named(row) for row in self.look.runs() if self.shelf.of(row["run"]) is not None]
 
     def one(self) -> Row:
         """The run of this request."""
-        nobody = {"run": 0, "name": "", "place": "", "id": "", "seq": -1}
+        nobody = {"run": 0, "name": "", "place": "", "where": "", "id": "", "seq": -1, "is_own": False}
         return next((row for row in self.runs() if row["run"] == self.run), nobody)
+
+    def _named(self, row: Row) -> Row:
+        shown = self.shelf.of(row["run"])
+        assert shown is not None, "the page shows it"
+        whole = self.is_host or not shown.is_own  # guard: page-hides-the-folder
+        place = row["place"] if whole else shown.address
+        where, name = place or "its host's folder", row["name"] or place or f"Run {row['run']}"
+        return {**row, "place": place or ANY_PLACE, "where": where, "name": name, "is_own": shown.is_own}
+
+    def excuse(self, error: Exception) -> str:
+        """What an error says to this viewer."""
+        shown = self.shelf.of(self.run)
+        if self.is_host or (shown is not None and not shown.is_own):
+            return str(error)
+        return without_paths(str(error), shown.where if shown is not None else "")  # guard: errors-without-paths
 
     def name_of(self, key: str) -> str:
         """The name that a node gave itself; empty of an unknown one."""

@@ -87,14 +87,14 @@ def _read(asked: Asked, place: Place, parts: bool, with_gaps: bool) -> tuple[Rea
     try:
         read = asked.shelf.group(asked.run, place, asked.is_host)
     except (NothingYet, ShoalError) as error:
-        return None, str(error), "", None
+        return None, asked.excuse(error), "", None
     try:
         if parts:
             read = asked.shelf.group(asked.run, place, asked.is_host, parts=True)
         if with_gaps:
             gaps = asked.shelf.gaps(asked.run, place)
     except (NothingYet, ShoalError) as error:
-        failed = str(error)
+        failed = asked.excuse(error)
     return read, "", failed, gaps
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from shoal.errors import ConfigError, NothingYet, PeerError, ShoalError
 from shoal.watch.index import Builder, Look
 from shoal.watch.page.gaps import Gaps, Rescoring
+from shoal.watch.page.places import address_for_others, is_folder, without_paths
 from shoal.watch.reading import Place, ReadGroup, Reading, open_run
 
 log = logging.getLogger(__name__)
@@ -51,11 +52,13 @@ class Shown:
     asked_at: float = -1e9
     told: object = None
     """Condition and alarms as they were noted last."""
+    address: str = ""
+    """Its URL, as others know it; empty if there is none."""
 
     @property
     def is_own(self) -> bool:
         """Whether it is a folder of this machine."""
-        return not self.where.startswith(("http://", "https://"))
+        return is_folder(self.where)
 
 
 class Shelf:
@@ -185,7 +188,7 @@ class Shelf:
             raise ConfigError(f"there is no folder {shown.where}: give a run's folder or its URL")
         shown.reading = self._open_one(shown.where, private=shown.is_own)
         shown.builder = Builder(self._path, shown.reading)
-        shown.number = shown.builder.number
+        shown.number, shown.address = shown.builder.number, address_for_others(shown.where)
 
     def _let_go(self, shown: Shown) -> None:
         if shown.builder is not None:
@@ -200,6 +203,8 @@ class Shelf:
             return False
         shown.asked_at = self._clock()
         with suppress(ShoalError):
+            # All viewers see it; the host has the whole of it in the log of this process.
+            trouble = without_paths(trouble, shown.where) if shown.is_own else trouble  # guard: trouble-without-paths
             shown.builder.note_condition(trouble)
         alarms = self.look().alarms(shown.number)
         row = self.look().rows("SELECT told, is_live, trouble FROM conditions WHERE run = ?", shown.number)

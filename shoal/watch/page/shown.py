@@ -6,6 +6,7 @@ that change the direction of a line, are shown as escapes, and `<bdi>` in the te
 
 import hashlib
 import math
+import shlex
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,7 +35,7 @@ def templates() -> Environment:
     env.filters |= {
         "number": number, "whole": whole, "percent": percent, "when": when, "iso": iso, "span": span,
         "cut": cut, "shown": shown, "said": said, "query": query, "after": after, "day": day, "clock": clock,
-        "kind_class": kind_class,
+        "kind_class": kind_class, "quoted": shlex.quote,
     }  # fmt: skip
     env.globals |= {"dash": NONE, "asset": _assets().__getitem__}
     return env
