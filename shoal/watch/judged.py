@@ -45,7 +45,8 @@ def claim_of(reading: Reading, place: Place, index: int) -> Rollout:
 
 
 async def _judge(reading: Reading, place: Place, index: int, claim: Rollout | None, own_files: bool) -> list[Row]:
-    async with rebuilt(reading, place, load_envs(reading.state.envs, own_files)) as work:
+    reading.bytes_of(place)  # raises for what is private
+    async with rebuilt(reading.name, place, load_envs(reading.state.envs, own_files)) as work:
         engine = await work.bench.take_weights(work.lease.version)
         group = work.group
         if claim is not None:

@@ -35,7 +35,11 @@ TOKEN_COLUMNS = {
 SCORE_COLUMNS = {
     "recomputed": Column("nats", "Log-prob as it was computed here from the weights."),
     "difference": Column("nats", "Claimed minus recomputed."),
-    "gap": Column("nats", "Largest logit / temperature + noise, minus that of the token: 0 for an honest one."),
+    "gap": Column(
+        "nats",
+        "Largest logit / temperature + noise, minus that of the token: 0 for an honest one."
+        " In proportion less where logits are larger than the run's bounds are for.",
+    ),
     "largest": Column("nats", "Largest |logit / temperature|, to which rounding errors are in proportion."),
 }
 

@@ -1,8 +1,9 @@
-"""What the weights say of a rollout's tokens, with the auditor's code: seeds from the log, weights verified, one prefill.
+"""What the weights say of a group's tokens, with the auditor's code: seeds from the log, weights verified, one prefill.
 
-Called by `rollout`; `judged` uses `rebuilt`. It judges nothing: `proofs` decides what honest arithmetic may differ by.
+Called by `rollout` and by `page/rescore`; `judged` uses `rebuilt`. It judges nothing: `proofs` decides what honest
+arithmetic may differ by.
 
-Axes: P tokens that the policy wrote, V vocabulary, C tokens of a row, D width.
+Axes: G rollouts of a group, P tokens that the policy wrote, V vocabulary, C tokens of a row, D width.
 """
 
 import asyncio
@@ -18,17 +19,18 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.engine.base import ScoreRequest
+from shoal.engine.base import Score, ScoreRequest
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.envs.base import Env
 from shoal.errors import NO_TORCH, ConfigError, NothingYet, ShoalError, StateError
 from shoal.ledger.state_records import SubmissionRecord
 from shoal.policy.kinds import AUTO, open_policy, spec_of
+from shoal.proofs.checks import sampling
 from shoal.proofs.context import by_group, score_requests
 from shoal.protocol.bounds import bounds_for
 from shoal.protocol.continuations import is_continued_slot
 from shoal.protocol.types import Group, Lease, Slot, Submission
-from shoal.protocol.wire import WireError, from_msgpack
+from shoal.protocol.wire import WireError, digest, from_msgpack
 from shoal.roles.auditor.bench import Bench
 from shoal.roles.auditor.evidence import leased
 from shoal.roles.auditor.log import replay_log
@@ -47,7 +49,7 @@ class Limits(NamedTuple):
     """What honest arithmetic may differ by at a single token."""
 
     gap: float
-    """Nats."""
+    """Nats; as the sampling check has it. Above half of it, a token counts as one that its seed did not choose."""
     logprob: float
     """Nats."""
 
@@ -76,6 +78,17 @@ class Rebuilt:
     booked: SubmissionRecord
 
 
+class GroupScores(NamedTuple):
+    """Of all rollouts of a group."""
+
+    scores_G: list[Score]
+    """Gaps as the sampling check looks at them."""
+    limits: Limits | None
+    """None if the run has no bounds for the two engines."""
+    policy: Path
+    """The weights."""
+
+
 def score(reading: Reading, place: Place, index: int, policy: Path | None, logits: bool) -> Scores:
     """Score a rollout by its version's weights, or by those of `policy`. Raises `ShoalError`."""
     return in_a_thread(lambda: _score(reading, place, index, policy, logits))
@@ -90,55 +103,74 @@ def in_a_thread(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 @asynccontextmanager
-async def rebuilt(reading: Reading, place: Place, envs: Mapping[str, Env]) -> AsyncIterator[Rebuilt]:
-    """Rebuild what a group's worker was asked for. Raises `NothingYet` while the seeds are secret, else `ShoalError`."""
+async def rebuilt(where: str, place: Place, envs: Mapping[str, Env]) -> AsyncIterator[Rebuilt]:
+    """Rebuild what a group's worker was asked for. Raises `NothingYet` while the seeds are secret, else `ShoalError`.
+
+    In a folder it also reads what is private: callers ask a `Reading` first.
+    """
     import torch
 
-    group = decoded(reading.bytes_of(place))  # raises for what is private
-    if is_continued_slot(group.slot, reading.state.rules.block_groups):
-        raise ConfigError("a continuation begins within another rollout: use shoal.audit to compute it again")
-    async with open_run(reading.name) as run:
+    async with open_run(where) as run:
         log = await replay_log(run)
+        if place.submission not in log.state.submissions:
+            raise ConfigError(f"the log has no submission {place.submission[:12]}")
         booked = log.state.submissions[place.submission]
         lease = log.state.leases[booked.lease]
+        number = slot_of(log.state, lease, place.index)
+        if is_continued_slot(number, log.state.rules.block_groups):
+            raise ConfigError("a continuation begins within another rollout: `shoal audit` computes it again")
         revealed = log.links.get(lease.version)
         if revealed is None:
             raise NothingYet(
                 f"the seeds of version {lease.version} are secret until nothing of it can be submitted any more: wait"
             )
         asked = leased(log.state, lease, bytes.fromhex(revealed.link))
-        number = slot_of(log.state, lease, place.index)
         slot = next(slot for block in asked.blocks for slot in block.slots if slot.slot == number)
         try:
             submission = from_msgpack(await run.blob(place.submission), Submission)
-        except WireError as error:
+            data = submission.groups[place.index]
+        except (WireError, IndexError) as error:
             raise StateError(f"submission {place.submission[:12]} cannot be read: {error}") from None
+        group = decoded(data)
+        if digest(data) != booked.groups[place.index] or group.slot != number:
+            raise StateError(
+                f"group {place.index} of submission {place.submission[:12]} is not the one that the log names"
+            )
         with tempfile.TemporaryDirectory(prefix="shoal-replay-") as home:
             bench = Bench(run, log, envs, EngineSpec(threads=torch.get_num_threads()), Path(home), 0)
             yield Rebuilt(bench, asked, slot, group, submission, booked)
 
 
+async def scored(work: Rebuilt, policy: Path | None = None) -> GroupScores:
+    """Score a group by its version's weights, or by those of `policy`. Raises `ShoalError`."""
+    bench, state, version = work.bench, work.bench.state, work.lease.version
+    requests = score_requests(work.slot, work.group)
+    if policy is None:
+        engine = await bench.take_weights(version)
+        found = bench.tools(engine).score(requests)
+        policy = next(bench.home.glob(f"v{version:06d}-*"))  # where `fetch_weights` leaves it
+    else:
+        _demand_vocabulary(policy, requests)
+        kind, noise = kind_for(policy), state.sampling.noise
+        engine = open_engine(EngineSpec(kind, state.rules.dtype, bench.spec.threads, noise=noise))
+        engine.load(policy, version)
+        found = engine.score(requests, state.sampling.temperature)
+    scores_G = by_group([work.group], found)[0]
+    maker = work.submission.engine.implementation
+    bounds = bounds_for(state.rules, maker, engine.facts.implementation, state.rules.dtype)
+    if bounds is None:
+        return GroupScores(scores_G, None, policy)
+    judged_G = [each._replace(gaps_P=sampling.gaps_of(each, bounds)) for each in scores_G]
+    return GroupScores(judged_G, Limits(sampling.limit_of_a_token(bounds), bounds.logprob), policy)
+
+
 async def _score(reading: Reading, place: Place, index: int, policy: Path | None, logits: bool) -> Scores:
-    async with rebuilt(reading, place, {}) as work:
-        bench, state, group, version = work.bench, work.bench.state, work.group, work.lease.version
-        requests = score_requests(work.slot, group)
-        if policy is None:
-            engine = await bench.take_weights(version)
-            found = bench.tools(engine).score(requests)
-            directory = next(bench.home.glob(f"v{version:06d}-*"))  # where `fetch_weights` leaves it
-        else:
-            directory = policy
-            _demand_vocabulary(policy, requests)
-            kind, noise = kind_for(policy), state.sampling.noise
-            engine = open_engine(EngineSpec(kind, state.rules.dtype, bench.spec.threads, noise=noise))
-            engine.load(policy, version)
-            found = engine.score(requests, state.sampling.temperature)
-        own = by_group([group], found)[0][index]
-        maker = work.submission.engine.implementation
-        bounds = bounds_for(state.rules, maker, engine.facts.implementation, state.rules.dtype)
-        limits = None if bounds is None else Limits(bounds.gap, bounds.logprob)
-        kept = _logits(directory, _of_rollout(requests, group, index)) if logits else None
-    return Scores(own.logprobs_P, own.gaps_P, own.largest_P, limits, kept)
+    reading.bytes_of(place)  # raises for what is private
+    async with rebuilt(reading.name, place, {}) as work:
+        found = await scored(work, policy)
+        own, requests = found.scores_G[index], score_requests(work.slot, work.group)
+        kept = _logits(found.policy, _of_rollout(requests, work.group, index)) if logits else None
+    return Scores(own.logprobs_P, own.gaps_P, own.largest_P, found.limits, kept)
 
 
 def _demand_vocabulary(policy: Path, requests: Sequence[ScoreRequest]) -> None:

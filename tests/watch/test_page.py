@@ -1,6 +1,7 @@
 """The page: every view of a real run answers, strangers' text stays text, private bodies are the host's, nothing is
 written."""
 
+import asyncio
 import contextlib
 import csv
 import html
@@ -8,19 +9,24 @@ import io
 import re
 from collections import Counter
 from html.parser import HTMLParser
+from types import SimpleNamespace
 from urllib.parse import urljoin
 
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
 from shoal.errors import ConfigError, NothingYet, StateError
+from shoal.proofs.checks import sampling
 from shoal.watch.page import Shelf, page_app
 from shoal.watch.page.app import HEADERS
 from shoal.watch.page.downloads import DOWNLOADS
 from shoal.watch.page.gaps import Gaps, Rescoring
+from shoal.watch.page.rescore import gaps_of
 from shoal.watch.page.serve import host_token
 from shoal.watch.page.shelf import CHANGE_EVERY_S
 from shoal.watch.reading import Place
+from shoal.watch.scored import rebuilt, scored
 
 TOKEN = "t" * 43
 
@@ -338,6 +344,27 @@ def test_only_a_viewer_with_the_hosts_link_has_this_machine_compute(anyone, host
     page = host.get(f"/1/groups/{number}?colour=gap&parts=1").text
     assert asked[1:] == ["parts False", "parts True", "gaps"]
     assert 'class="t0" title="gap 0 nats"' in page and 'class="t5" title="gap 5 nats"' in page
+    assert "Limit 0.002 for a single token, as in findings" in page
+
+
+def test_the_legend_has_the_limit_that_findings_have(town, shelf):
+    row = shelf.look().rows("SELECT submission, place FROM groups WHERE id = ?", private_group(shelf))[0]
+    place = Place(row["submission"], row["place"])
+    told = asyncio.run(gaps_of(str(town.folder.root), place))
+
+    async def failure():
+        async with rebuilt(str(town.folder.root), place, {}) as work:
+            found = (await scored(work)).scores_G
+            bounds = work.bench.state.rules.bounds["float32/float32"]
+            wide = found[0].gaps_P + np.float32(3 * bounds.gap)
+            scores = [found[0]._replace(gaps_P=wide), *found[1:]]
+            return sampling.check(work.group, SimpleNamespace(bounds=bounds, scores=scores)), bounds
+
+    found, bounds = asyncio.run(failure())
+    assert found.detail.startswith("token that its seed does not choose")
+    assert told["limit"] == found.bound == 2 * bounds.gap
+    assert [len(gaps) for gaps in told["gaps"]] == [r.policy_tokens for r in shelf.group(1, place, True).rollouts]
+    assert all(gap <= bounds.gap for gaps in told["gaps"] for gap in gaps)
 
 
 def test_what_could_not_be_computed_now_is_not_kept_for_later(host, shelf, monkeypatch):

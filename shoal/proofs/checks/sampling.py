@@ -39,7 +39,7 @@ def check(group: Group, ctx: Context) -> Failure | None:
 
 
 def _failures(group: Group, ctx: Context) -> Iterator[Failure | None]:
-    far = FAR * ctx.bounds.gap
+    far = limit_of_a_token(ctx.bounds)
     for index, (rollout, score) in enumerate(zip(group.rollouts, ctx.scores, strict=True)):
         gaps_P = gaps_of(score, ctx.bounds)
         # guard: look-at-nan-gaps
@@ -60,6 +60,11 @@ def _failures(group: Group, ctx: Context) -> Iterator[Failure | None]:
     if figures.gap_sum > most:  # guard: gap-sum
         yield Failure(-1, -1, figures.gap_sum, most, "sum of the group's small gaps, nats", mild=True)
     yield _too_many(-1, -1, figures, ctx)  # guard: flips-of-a-group
+
+
+def limit_of_a_token(bounds: Bounds) -> float:
+    """The gap above which a single token is refused, nats. Above `Bounds.gap`, half of it, tokens are counted."""
+    return FAR * bounds.gap
 
 
 def figures_of(ctx: Context) -> Figures:

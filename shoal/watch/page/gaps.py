@@ -24,7 +24,8 @@ class Gaps(NamedTuple):
     by_rollout: tuple[tuple[float | None, ...], ...]
     """Nats, of the policy's tokens of each rollout in order."""
     limit: float | None
-    """What honest arithmetic may differ by at a single token, nats; None if the run has no bound for the two engines."""
+    """Above it the sampling check refuses a single token, nats, and above half of it counts the token; None if the run has
+    no bound for the two engines."""
 
 
 class Rescoring:

@@ -201,7 +201,7 @@ def _with_gaps(
 ) -> Iterator[Token]:
     if turn.author != "policy" or found is None or len(turn.pieces) != len(turn.token_ids) != 0:
         return
-    bound = found.limit or 0.01
+    bound = found.limit or 0.02  # half of it, and ten times it, are where the sampling check changes what it says
     for index in range(low, high):
         gap = gaps[index] if index < len(gaps) else None
         level = 5 if gap is None else sum(gap > edge for edge in (0, 0.1 * bound, 0.5 * bound, bound, 10 * bound))
