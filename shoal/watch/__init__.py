@@ -32,7 +32,7 @@ weights say of their tokens. `live` draws steps as they come.
     look.overview(run), look.names(run), look.series(run, "reward_mean", points=500, smooth=0.9), look.heldout(run)
     look.nodes(run, role, by, search, after), look.node(run, key), look.versions(run), look.ages(run)
     look.refusal_counts(run), look.refusals(run, check, worker), look.validators(run), look.differences(run)
-    look.timeline(run, kinds, node, search, after), look.kinds(run), look.event(run, seq), look.alarms(run)
+    look.timeline(run, kinds, node, search, after), look.kinds(run), look.event(run, seq), look.alarms(run), look.acts(run)
     groups(look, run, Filter(env=, worker=, version=, status=, step=, task=, reward_from=, reward_to=, text=), after)
     group(look, run, number), same_task(look, run, env, task), number_of(look, run, digest=), filters(look, run)
 

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import html
 import io
+import json
 import re
 from collections import Counter
 from html.parser import HTMLParser
@@ -440,6 +441,99 @@ def test_every_table_of_a_page_has_its_csv_below_it(anyone, shelf):
         tables = sum(tag == "table" for tag, _ in found)
         files = len({a["href"] for tag, a in found if tag == "a" and "/csv/" in a.get("href", "")})
         assert files >= tables + (view == "log") and files > 0, view
+
+
+def figures_of(page):
+    """Name, text and links of each figure in the cards or tiles of a page."""
+    shown = (
+        page.partition('class="cards"')[2].partition("</form>")[0]
+        + page.partition('class="tiles"')[2].partition("</dl>")[0]
+    )
+    for name, told in re.findall(r"<dt[^>]*>(.*?)</dt><dd[^>]*>(.*?)</dd>", shown, re.DOTALL):
+        yield re.sub("<[^>]*>", "", name), re.sub("<[^>]*>", "", told), re.findall(r'href="([^"]*)"', told)
+
+
+def test_each_figure_of_cards_and_tiles_leads_to_what_says_it(host, shelf):
+    keys = [row["key"] for row in shelf.look().rows("SELECT key FROM nodes")]
+    found = [
+        (view, *figure)
+        for view in ("", *(f"nodes/{key}" for key in keys))
+        for figure in figures_of(host.get(f"/1/{view}").text)
+    ]
+    names = {name for _, name, _, _ in found}
+    assert {"Version", "Time of a step", "Reward", "Held-out", "Accepted", "Share of credits", "Leases"} <= names
+    of_here = ("Free disk", "Disk of blobs")  # measured by the page, so nothing of the run says it
+    bare = [figure for figure in found if re.search(r"\d", figure[2]) and not figure[3] and figure[1] not in of_here]
+    assert bare == []
+    links = {name: links for view, name, _, links in found if view == ""}
+    assert links["Reward"][0] == links["Learned from"][0] == "/1/steps/1" and links["Held-out"] == [
+        "/1/figure?name=heldout#v0"
+    ]
+    assert 'id="v0"' in host.get("/1/figure?name=heldout").text
+
+
+def test_the_counts_of_a_node_and_a_validator_are_the_rows_that_they_lead_to(anyone, shelf):
+    look = shelf.look()
+    for node in look.nodes(1, role="worker")["rows"]:
+        page = html.unescape(anyone.get("/1/nodes").text)
+        for kind, count in (
+            ("credit", bool(node["credits"])),
+            ("group_accepted", node["accepted"]),
+            ("lease_lapsed", node["lapsed"]),
+        ):
+            link = f"log?node={node['key']}&kind={kind}"
+            assert (f"/1/{link}" in page) == bool(count), link
+            rows = table_of(anyone, link.replace("log?", "events.csv?"))
+            assert len(rows) == count or (kind == "credit" and bool(rows) == count), link
+    [one] = look.validators(1)
+    page = html.unescape(anyone.get("/1/validators").text)
+    for link, count in (
+        (f"log?kind=verdict_given&node={one['validator']}", one["verdicts"]),
+        (f"refusals?validator={one['validator']}&outcome=hard", one["hard"]),
+    ):
+        assert f"/1/{link}" in page
+        assert (
+            len(table_of(anyone, link.replace("log?", "events.csv?").replace("refusals?", "refusals.csv?")))
+            == count
+            > 0
+        )
+
+
+def test_figures_of_the_log_have_an_address_with_their_rows(anyone, shelf):
+    [row] = shelf.look().rows(
+        "SELECT count(*) AS groups, avg(spread) AS spread FROM groups WHERE version = 1 AND reward NOT NULL"
+    )
+    page = anyone.get("/1/figure?name=by-version").text
+    assert f'href="/1/groups?version=1">1</a></th><td class="n">{row["groups"]}</td>' in page
+    assert 'data-point="/1/groups?version="' in page and 'data-point="/1/steps/"' in anyone.get("/1/").text
+    assert float(table_of(anyone, "rewards.csv")[1]["spread"]) == pytest.approx(row["spread"])
+    assert f"± {row['spread']:.2g}" in anyone.get("/1/").text
+
+
+def test_a_run_of_several_environments_has_the_reward_and_spread_of_each(town, tmp_path):
+    shelf = Shelf(tmp_path / "index.sqlite", [str(town.folder.root)])
+    while shelf.step():
+        pass
+    db, labels = shelf.runs[0].builder._db, ("one", "<b>two")
+    for place, label in enumerate(labels):
+        db.execute("UPDATE groups SET env = ? WHERE env IS NOT NULL AND slot % 2 = ?", (label, place))
+        db.execute("UPDATE groups SET spread = ? WHERE env = ?", (0.25 * (1 + place), label))
+    line = json.dumps({"step": 1, "reward_mean": 0.5, "reward_mean/one": 0.25, "reward_mean/<b>two": 0.75})
+    db.execute("UPDATE metrics SET line = ? WHERE step = 1", (line,))
+    db.execute("UPDATE facts SET told = json_set(told, '$.envs', json(?))", (json.dumps(labels),))
+    client = TestClient(page_app(shelf, ""))
+    page = client.get("/1/").text
+    told = {name: text.split() for name, text, _ in figures_of(page)}
+    assert told["one"] == ["0.25", "±", "0.25"] and told["&lt;b&gt;two"] == ["0.75", "±", "0.5"]
+    assert "Reward and spread, one" in page and "Reward and spread, &lt;b&gt;two" in page
+    lines = client.get("/1/chart.json?name=by-version/one").json()["lines"]
+    assert [line["edge"] for line in lines] == [False, True, True]
+    assert lines[1]["values"][-1] - lines[0]["values"][-1] == pytest.approx(0.25)
+    assert client.get("/1/figure?name=by-version/%3Cb%3Etwo").status_code == 200
+    db.execute("UPDATE groups SET public = 0")
+    shelf.change += 1
+    assert "Reward and spread, one" not in client.get("/1/").text, "which environment a private group is of is private"
+    shelf.close()
 
 
 def test_a_kind_that_the_log_does_not_have_finds_no_event(anyone):

@@ -110,6 +110,22 @@ def test_a_figure_that_was_smoothed_has_an_address(url, browser, complaints):
     assert page.locator("[data-smooth]").input_value() == "0.5"
 
 
+def test_a_point_of_a_chart_leads_to_its_step_and_a_drag_zooms(url, browser, complaints):
+    page = opened(browser, complaints)
+    page.goto(f"{url}/1/figure?name=reward_mean")
+    chart = page.locator("figure.chart .u-over")
+    chart.wait_for()
+    box = chart.bounding_box()
+    page.mouse.move(box["x"] + 20, box["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] - 20, box["y"] + 20, steps=5)
+    page.mouse.up()
+    assert page.url.endswith("figure?name=reward_mean")
+    chart.click(position={"x": box["width"] - 2, "y": 20})
+    page.wait_for_url("**/1/steps/1")
+    assert complaints == []
+
+
 def test_the_first_paint_comes_within_a_second_and_300_kilobytes(url, browser, complaints):
     paints = []
     for _ in range(VISITS):

@@ -87,6 +87,11 @@ class Look:
         """Evaluations by version, with 95 % intervals; `env` is empty for all environments together."""
         return self.rows("SELECT * FROM heldout WHERE run = ? ORDER BY version, name = 'after', env", run)
 
+    def envs(self, run: int) -> list[str]:
+        """Labels of the run's environments."""
+        labels: list[str] = self._told("facts", run).get("envs", [])
+        return labels
+
     def names(self, run: int) -> list[str]:
         """Metrics that the run has numbers of."""
         found, last = list[str](), ""
@@ -208,13 +213,14 @@ class Look:
             "GROUP BY v.validator ORDER BY verdicts DESC", run,
         )  # fmt: skip
 
-    def differences(self, run: int, after: int | None = None, limit: int = PAGE) -> Row:
-        """A page of the verdicts that differ from the first one on their submission, newest first."""
+    def differences(self, run: int, after: int | None = None, limit: int = PAGE, validator: str = "") -> Row:
+        """A page of the verdicts that differ from the first one on their submission, newest first; of one validator."""
         limit = limited(limit)
         found = self.rows(
             "SELECT v.*, f.validator AS first_validator, f.outcomes AS first_outcomes FROM verdicts v JOIN verdicts f ON "
             "f.run = v.run AND f.seq = v.first_seq WHERE v.run = ? AND v.seq < ? AND (f.outcomes != v.outcomes OR "
-            "v.differs_from != '') ORDER BY v.seq DESC LIMIT ?", run, before(after), limit + 1,
+            "v.differs_from != '') AND (? = '' OR v.validator = ?) ORDER BY v.seq DESC LIMIT ?",
+            run, before(after), validator, validator, limit + 1,
         )  # fmt: skip
         return page_of(found, "seq", limit)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from shoal.metrics import METRICS
 from shoal.watch.index import Look
+from shoal.watch.rows import Row
 
 MOST_LINES = 12
 POINTS = 400
@@ -37,7 +38,12 @@ class Chart(NamedTuple):
     """What the band around the first line is."""
 
 
-OVERVIEW = ("reward_mean", "by-version", "heldout", "entropy_nats", "clip_share", "staleness_rollouts", "step_s",
+BY_VERSION = "by-version"
+
+MOST_ENVS = 6
+"""Environments of which the first page has a chart each: bands in one chart would cover each other."""
+
+OVERVIEW = ("reward_mean", BY_VERSION, "heldout", "entropy_nats", "clip_share", "staleness_rollouts", "step_s",
             "train_tokens_per_s")  # fmt: skip
 """Charts of the first page, where the run has their numbers."""
 
@@ -51,10 +57,10 @@ TITLES = {
 
 
 def chart_of(look: Look, run: int, name: str, smooth: float = 0.0, known: Sequence[str] = ()) -> Chart:
-    """A chart by its name: `by-version`, `heldout`, or a metric with all of its family (reward_mean/LABEL). `known` are the
-    names of the run's metrics, so that a page of charts asks for them once."""
-    if name == "by-version":
-        return _by_version(look, run)
+    """A chart by its name: `by-version`, `by-version/LABEL`, `heldout`, or a metric with its family (reward_mean/LABEL).
+    `known` are the names of the run's metrics, so that a page of charts asks for them once."""
+    if name.partition("/")[0] == BY_VERSION:
+        return _by_version(look, run, name.partition("/")[2])
     if name == "heldout":
         return _heldout(look, run)
     family = family_of(look, run, name, known)[:MOST_LINES]
@@ -68,8 +74,11 @@ def chart_of(look: Look, run: int, name: str, smooth: float = 0.0, known: Sequen
 
 def has_chart(look: Look, run: int, name: str, known: Sequence[str]) -> bool:
     """Whether a chart has anything to draw; cheaper than drawing it."""
-    if name == "by-version":
-        return bool(look.rows("SELECT 1 FROM groups WHERE run = ? AND reward IS NOT NULL LIMIT 1", run))
+    head, _, env = name.partition("/")
+    if head == BY_VERSION:
+        only = "AND env = ? AND public = 1" if env else ""
+        asked = f"SELECT 1 FROM groups WHERE run = ? AND reward IS NOT NULL {only} LIMIT 1"
+        return bool(look.rows(asked, run, *([env] if env else [])))
     if name == "heldout":
         return bool(look.rows("SELECT 1 FROM heldout WHERE run = ? AND env = '' LIMIT 1", run))
     return bool(family_of(look, run, name, known))
@@ -103,11 +112,25 @@ def _aligned(empty: Chart, series: Mapping[str, Mapping[int, float]]) -> Chart:
     return empty._replace(x=x, lines=lines)
 
 
-def _by_version(look: Look, run: int) -> Chart:
-    rows = look.rows(
-        "SELECT version, avg(reward) AS mean, avg(spread) AS spread FROM groups WHERE run = ? AND reward IS NOT NULL "
-        "GROUP BY version ORDER BY version", run,
+def overview_charts(look: Look, run: int) -> list[str]:
+    """Names of the charts of the first page: where a run has several environments, their rewards apart, too."""
+    envs = look.envs(run)
+    more = [f"{BY_VERSION}/{env}" for env in envs[:MOST_ENVS]] if len(envs) > 1 else []
+    return [part for name in OVERVIEW for part in ([name, *more] if name == BY_VERSION else [name])]
+
+
+def rewards_of(look: Look, run: int, env: str = "") -> list[Row]:
+    """Accepted groups by version: how many, their mean reward, and the mean standard deviation within one. Of all, or of
+    one environment: then of the groups whose body is public, because it says of which environment they are."""
+    only = "AND env = ? AND public = 1" if env else ""
+    return look.rows(
+        "SELECT version, count(*) AS groups, avg(reward) AS mean, avg(spread) AS spread FROM groups WHERE run = ? "
+        f"AND reward IS NOT NULL {only} GROUP BY version ORDER BY version", run, *([env] if env else []),
     )  # fmt: skip
+
+
+def _by_version(look: Look, run: int, env: str) -> Chart:
+    rows = rewards_of(look, run, env)
     width = max(1, math.ceil(len(rows) / POINTS))
     rows = rows[width - 1 :: width]
     lines = [
@@ -116,11 +139,12 @@ def _by_version(look: Look, run: int) -> Chart:
         Line("mean - spread", [row["mean"] - row["spread"] for row in rows], True),
     ]
     sentence = (
-        "Mean reward of the accepted groups of each version, from the log; the band is the mean standard deviation within "
-        "a group."
+        f"Mean reward of the accepted groups of each version{', in this environment' if env else ''}, from the log; the "
+        "band is the mean standard deviation within a group."
     )
-    x = [row["version"] for row in rows]
-    return Chart("by-version", "Reward and spread", "reward", sentence, "version", x, lines if rows else [], "± spread")
+    x, name = [row["version"] for row in rows], f"{BY_VERSION}/{env}" if env else BY_VERSION
+    title = f"Reward and spread, {env}" if env else "Reward and spread"
+    return Chart(name, title, "reward", sentence, "version", x, lines if rows else [], "± spread")
 
 
 def of_task(rows: Sequence[Mapping[str, Any]]) -> Chart:

@@ -12,7 +12,7 @@ from shoal.watch.index import groups
 from shoal.watch.index.look import MOST_ROWS
 from shoal.watch.index.plain import numbers_of
 from shoal.watch.page.asked import Asked, NotHere, asked_nodes, asked_refusals
-from shoal.watch.page.charts import family_of
+from shoal.watch.page.charts import family_of, rewards_of
 from shoal.watch.page.group_views import only_of
 from shoal.watch.rows import Row
 from shoal.watch.tables import as_csv
@@ -102,7 +102,7 @@ def _refusals(asked: Asked) -> Iterator[Row]:
 
 
 def _differences(asked: Asked) -> Iterator[Row]:
-    return _paged(lambda after: asked.look.differences(asked.run, after, MOST_ROWS))
+    return _paged(lambda after: asked.look.differences(asked.run, after, MOST_ROWS, asked.word("validator")))
 
 
 def _versions(asked: Asked) -> Iterator[Row]:
@@ -172,5 +172,6 @@ DOWNLOADS: dict[str, Callable[[Asked], Iterable[Row]]] = {
     "alarms": _alarms, "spread": _spread, "differences": _differences, "runs": _runs,
     "validators": lambda asked: asked.look.validators(asked.run),
     "checks": lambda asked: asked.look.refusal_counts(asked.run, MOST_ROWS),
+    "rewards": lambda asked: rewards_of(asked.look, asked.run, asked.word("env")),
     "ages": lambda asked: asked.look.ages(asked.run, MOST_ROWS),
 }  # fmt: skip

@@ -11,7 +11,19 @@ from typing import Any
 from shoal.metrics import METRICS
 from shoal.watch.index.look import RANKINGS
 from shoal.watch.page.asked import Asked, NotHere, asked_nodes, asked_refusals
-from shoal.watch.page.charts import OVERVIEW, Chart, chart_of, compared, empty_chart, family_of, has_chart, picture_of
+from shoal.watch.page.charts import (
+    BY_VERSION,
+    Chart,
+    chart_of,
+    compared,
+    empty_chart,
+    family_of,
+    has_chart,
+    overview_charts,
+    picture_of,
+    rewards_of,
+)
+from shoal.watch.page.shown import query
 
 View = Callable[[Asked], tuple[str, Mapping[str, Any]]]
 
@@ -23,8 +35,10 @@ def overview(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     """How the run does."""
     look, run = asked.look, asked.run
     found = look.overview(run)
+    spread_version, spreads = _spreads(asked, found["metrics_step"])
     return "overview.html", {
-        **found, "alarms": look.alarms(run, only_open=True), "charts": _charts(asked, OVERVIEW),
+        "spread_version": spread_version, "spreads": spreads,
+        **found, "alarms": look.alarms(run, only_open=True), "charts": _charts(asked, overview_charts(look, run)),
         "refused": look.refusal_counts(run, 5), "ages": look.ages(run, 5),
         "top": look.nodes(run, "worker", limit=5)["rows"], "title": "Overview",
         "disk": asked.shelf.free_bytes(run) if asked.is_host else None,
@@ -54,14 +68,41 @@ def figure(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     found = chart_of(asked.look, asked.run, name, asked.smooth())
     if not found.lines:
         raise NotHere(f"the run has no numbers of a metric {name[:60]!r}")
+    chart = {"place": "Figures", "name": name, "one_chart": _drawn(found), "smooth": asked.smooth()}
+    if name == "heldout" or name.partition("/")[0] == BY_VERSION:
+        return "figure.html", {**chart, "title": found.title, **_by_version(asked, name)}
     family = family_of(asked.look, asked.run, name)[: len(found.lines)]
     lines = asked.look.rows("SELECT step, line FROM metrics WHERE run = ? ORDER BY step DESC LIMIT 50", asked.run)
     told = [(row["step"], _numbers(json.loads(row["line"]))) for row in lines]
     return "figure.html", {
-        "title": name, "place": "Figures", "name": name, "one_chart": _drawn(found), "smooth": asked.smooth(),
-        "labels": [line.label for line in found.lines],
-        "rows": [{"step": at, "values": [values.get(metric) for metric in family]} for at, values in told],
+        **chart, "title": name, "told": "Newest steps", "labels": [line.label for line in found.lines], "point": "steps/",
+        "rows": [{"at": at, "values": [values.get(metric) for metric in family]} for at, values in told],
+        "table": "metrics", "csv_query": query({"name": name}),
     }  # fmt: skip
+
+
+def _by_version(asked: Asked, name: str) -> Mapping[str, Any]:
+    """The rows of a figure that the log or evaluations say by version, newest first."""
+    env, point = name.partition("/")[2], "groups?version="
+    if name == "heldout":
+        columns = ("env", "mean", "low95", "high95", "episodes", "measure", "tasks")
+        found, table, told = asked.look.heldout(asked.run), "heldout", "All evaluations"
+    else:
+        columns = ("groups", "mean", "spread")
+        found, table, told = rewards_of(asked.look, asked.run, env)[-50:], "rewards", "Newest versions"
+    rows, newest = list[dict[str, Any]](), -1
+    for row in reversed(found):
+        rows.append({"at": row["version"], "values": [row[column] for column in columns]})
+        if not row.get("env") and row["version"] != newest:  # what the overview shows leads here
+            newest = rows[-1]["id"] = row["version"]
+    return {
+        "told": told,
+        "labels": columns,
+        "rows": rows,
+        "point": point,
+        "table": table,
+        "csv_query": query({"env": env}),
+    }
 
 
 def step(asked: Asked) -> tuple[str, Mapping[str, Any]]:
@@ -110,8 +151,10 @@ def node(asked: Asked) -> tuple[str, Mapping[str, Any]]:
 
 def validators(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     """What each validator judged, and where they differed."""
-    differences = asked.look.differences(asked.run, asked.whole("after"))
+    validator = asked.word("validator")
+    differences = asked.look.differences(asked.run, asked.whole("after"), validator=validator)
     return "validators.html", {
+        "validator": validator,
         "title": "Validators", "rows": asked.look.validators(asked.run), "differences": differences,
         "counts": asked.look.refusal_counts(asked.run),
     }  # fmt: skip
@@ -209,6 +252,20 @@ def _mean_staleness(line: Mapping[str, Any]) -> float | None:
     counts = {int(age): count for age, count in ages.items() if age.isdecimal() and isinstance(count, int | float)}
     total = sum(counts.values())
     return sum(age * count for age, count in counts.items()) / total if total else None
+
+
+def _spreads(asked: Asked, step: int | None) -> tuple[int, dict[str, float]]:
+    """The version of the newest step, or the newest with rewards before there is one; and how far the rewards of a group
+    differ, the mean over its groups: of all by the empty label, and by environment where bodies are public."""
+    look, run = asked.look, asked.run
+    newest = "SELECT max(version) AS version FROM groups WHERE run = ? AND reward IS NOT NULL"
+    version = step if step is not None else look.rows(newest, run)[0]["version"] or 0
+    mean = "SELECT avg(spread) AS spread FROM groups WHERE run = ? AND version = ?"
+    by_env = (
+        "SELECT env, avg(spread) AS spread FROM groups WHERE run = ? AND version = ? AND public = 1 AND env NOT NULL "
+    )
+    rows = look.rows(f"{by_env} GROUP BY env", run, version)
+    return version, {"": look.rows(mean, run, version)[0]["spread"], **{row["env"]: row["spread"] for row in rows}}
 
 
 def _first_reward(asked: Asked) -> float | None:

@@ -49,6 +49,17 @@
       if (typeof value === "number") one.dataset.last = figures.format(value);
     });
     read(figure, told, null);
+    const to = figure.dataset.point;
+    // Where a finger both points and clicks, a click reads the figure and does not leave.
+    if (to && matchMedia("(hover: hover)").matches) {
+      let began = 0;
+      made.over.style.cursor = "pointer";
+      made.over.addEventListener("mousedown", (event) => { began = event.clientX; });
+      made.over.addEventListener("click", (event) => {
+        const i = made.cursor.idx;
+        if (typeof i === "number" && Math.abs(event.clientX - began) < 4) location.href = to + told.x[i];
+      });
+    }
     figure.classList.add("drawn");
     drawn.set(figure, made);
   }
