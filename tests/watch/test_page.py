@@ -26,6 +26,7 @@ from shoal.watch.page.gaps import Gaps, Rescoring
 from shoal.watch.page.rescore import gaps_of
 from shoal.watch.page.serve import host_token
 from shoal.watch.page.shelf import CHANGE_EVERY_S
+from shoal.watch.page.shown import number, percent
 from shoal.watch.reading import Place
 from shoal.watch.scored import rebuilt, scored
 
@@ -470,6 +471,14 @@ def test_each_figure_of_cards_and_tiles_leads_to_what_says_it(host, shelf):
         "/1/figure?name=heldout#v0"
     ]
     assert 'id="v0"' in host.get("/1/figure?name=heldout").text
+
+
+def test_the_host_sees_how_much_of_the_quota_its_blobs_take(host, anyone, town):
+    told = {name: text for name, text, _ in figures_of(host.get("/1/").text)}["Disk of blobs"]
+    held = sum(file.stat().st_size for file in town.folder.blobs.rglob("*") if file.is_file())
+    quota = town.folder.config().storage.quota_mb * 1_000_000
+    assert told == f"{number(held / 1e9, 3)} of {number(quota / 1e9, 3)} GB, {percent(held / quota)}" and held > 0
+    assert "Disk of blobs" not in anyone.get("/1/").text
 
 
 def test_the_counts_of_a_node_and_a_validator_are_the_rows_that_they_lead_to(anyone, shelf):

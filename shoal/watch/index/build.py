@@ -30,6 +30,7 @@ from shoal.roles.coordinator.board import groups_in_flight, waiting_for
 from shoal.watch.index.alarms import note_alarms
 from shoal.watch.index.bodies import decode_bodies
 from shoal.watch.index.plain import fit_for_search, numbers_of, plain, query_of
+from shoal.watch.index.quota import Quota
 from shoal.watch.index.schema import METRIC, MOST_ROLLOUTS, forget, open_to_write, run_word
 from shoal.watch.reading import Reading
 from shoal.watch.reading.marks import slot_of, standing_of
@@ -72,6 +73,7 @@ class Builder:
         """Submissions."""
         self._withheld: dict[int, set[str]] = {}
         """By version: submissions that are decided and not public. Any decision on the same blocks may make them so."""
+        self._quota = Quota()
         self._acts = list[dict[str, Any]]()
         """What alarms led to: the number of each event, and its evidence."""
 
@@ -120,7 +122,8 @@ class Builder:
         """Note how the run does now, its evaluations and alarms, and what keeps it from being read, if anything does."""
         condition, now = self.reading.condition(), self._clock()
         status, lines = condition.status, self.reading.alarms()
-        told = json.dumps({name: value for name, value in structs.asdict(status).items() if name != "alarms"})
+        said = {name: value for name, value in structs.asdict(status).items() if name != "alarms"}
+        told = json.dumps({**said, **self._quota.of(self.reading, now)})
         standing = status.alarms if condition.is_live else None
         since_s = now - status.waiting_s
         with self._db:
