@@ -228,7 +228,7 @@ def test_hostile_names_reasons_rewards_and_conversations_show_as_text(hostile):
     client = TestClient(page_app(hostile, TOKEN))
     client.get(f"/?token={TOKEN}")
     views = ["/1/", "/1/figures", "/1/nodes", "/1/validators", "/1/refusals", "/1/versions", "/1/log", "/1/alarms",
-    "/1/groups",
+    "/1/heldout", "/1/groups",
              "/compare", "/1/groups?q=%3Cscript%3E", "/1/log?q=%22%3E%3Cscript%3E",
              "/1/nodes?q=%3Cimg%20onerror=1%3E"]  # fmt: skip
     views += [f"/1/log/{seq}" for seq in range(20)]

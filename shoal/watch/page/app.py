@@ -30,6 +30,7 @@ from shoal.errors import ShoalError
 from shoal.watch.page.asked import Asked, NotHere
 from shoal.watch.page.downloads import lines_of_csv
 from shoal.watch.page.group_views import GROUP_VIEWS
+from shoal.watch.page.heldout_views import HELDOUT_VIEWS
 from shoal.watch.page.log_views import LOG_VIEWS
 from shoal.watch.page.shelf import Shelf
 from shoal.watch.page.shown import STATIC, parts, templates
@@ -56,7 +57,7 @@ HEADERS = {
 def page_app(shelf: Shelf, token: str, clock: Callable[[], float] = time.time) -> ASGIApp:
     """The application for the runs of a shelf. With the token, a viewer is the host; an empty one lets nobody be it."""
     page = _Page(shelf, token, clock)
-    views = {**VIEWS, **GROUP_VIEWS, **LOG_VIEWS}
+    views = {**VIEWS, **GROUP_VIEWS, **LOG_VIEWS, **HELDOUT_VIEWS}
     routes: list[BaseRoute] = [Route("/", page.front), Route("/compare", page.show(comparison))]
     routes += [Route(f"/{{run:int}}{path}", page.show(view)) for path, view in views.items()]
     routes += [

@@ -63,7 +63,9 @@ def one(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     colours = [word for word in COLOURS if word != "gap" or asked.may_compute]  # guard: gaps-only-on-request
     colour = asked.word("colour") if asked.word("colour") in colours else colours[0]
     parts = bool(asked.word("parts")) and asked.may_compute  # guard: parts-only-on-request
-    read, why, failed, gaps = _read(asked, Place(found["submission"], found["place"]), parts, colour == "gap")
+    place = Place(found["submission"], found["place"])
+    read, why, failed, gaps = _read(asked, place, parts, colour == "gap")
+    answer, no_answer = _answer(asked, place)
     chosen, start = asked.whole("rollout"), asked.whole("at", 0) or 0
     by = asked.word("by") if asked.word("by") in ORDERS else ""
     shown = [] if read is None else [r for r in read.rollouts if chosen is None or r.index == chosen]
@@ -72,7 +74,7 @@ def one(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     name = f"{found['version']}/{found['slot']}" + (f"/{chosen}" if chosen is not None else "")
     return "group.html", {
         "title": f"Group {found['version']}/{found['slot']}", "place": "Groups", "group": found, "read": read, "why": why,
-        "failed": failed, "colour": colour,
+        "failed": failed or no_answer, "colour": colour, "answer": answer,
         "colours": colours, "by": by, "parts": parts, "chosen": chosen, "limit": gaps.limit if gaps else None,
         "columns": [Column.of(r, colour, start, budget, gaps) for r in shown],
         "prompt": _prompt(shown) if chosen is None else "", "levels": LOGPROB_LEVELS,
@@ -96,6 +98,16 @@ def _read(asked: Asked, place: Place, parts: bool, with_gaps: bool) -> tuple[Rea
     except (NothingYet, ShoalError) as error:
         failed = asked.excuse(error)
     return read, "", failed, gaps
+
+
+def _answer(asked: Asked, place: Place) -> tuple[tuple[str, ...] | None, str]:
+    """What solves the task, if its host asks for it, and why it is not known; None if nobody asks."""
+    if not (asked.word("answer") and asked.is_host):  # guard: answers-for-the-host-on-request
+        return None, ""
+    try:
+        return asked.shelf.answer(asked.run, place), ""
+    except (NothingYet, ShoalError) as error:
+        return None, asked.excuse(error)
 
 
 def at_slot(asked: Asked) -> tuple[str, Mapping[str, Any]]:

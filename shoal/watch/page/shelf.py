@@ -10,8 +10,8 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from shoal.watch.index import Builder, Look
 from shoal.watch.page.gaps import Gaps, Rescoring
 from shoal.watch.page.places import address_for_others, is_folder, without_paths
 from shoal.watch.reading import Place, ReadGroup, Reading, open_run
+from shoal.watch.reading.heldout import ReadTranscript
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ AGAIN_S = 5.0
 
 GROUP_WAIT_S = 5.0
 """A request waits so long while the run's log is read."""
+
+BEING_READ = "the log is being read: reload the page in a few seconds"
 
 
 @dataclass
@@ -121,16 +124,39 @@ class Shelf:
     def group(self, number: int, place: Place, private: bool, parts: bool = False) -> ReadGroup:
         """A group with the text of its tokens. `private`: whether the host asks. With `parts` its environment plays it
         again and names the parts of each reward. Raises `NothingYet`, `ShoalError`."""
+        with self._reading(number) as reading:
+            if place.submission not in reading.state.submissions:
+                raise NothingYet(BEING_READ)
+            if not private and not reading.is_public(place.submission):  # guard: page-keeps-private-bodies
+                raise NothingYet("this body is still private: its host alone may read it")
+            found = reading.group(place, with_pieces=True)
+            return with_parts(found, reading.replayed(place).group) if parts else found
+
+    def answer(self, number: int, place: Place) -> tuple[str, ...]:
+        """What solves a group's task, for its host. Raises as `group`."""
+        with self._reading(number) as reading:
+            return reading.answer(place)
+
+    def transcripts(self, number: int, private: bool) -> dict[tuple[str, str], tuple[ReadTranscript, ...]]:
+        """Held-out episodes by evaluation and environment; none unless the host asks. Raises `NothingYet`, `ShoalError`."""
+        if not private:  # guard: page-keeps-heldout-episodes
+            return {}
+        with self._reading(number) as reading:
+            return {
+                (one.name, label): part.transcripts
+                for one in reading.evaluations() for label, part in {"": one, **one.envs}.items() if part.transcripts
+            }  # fmt: skip
+
+    @contextmanager
+    def _reading(self, number: int) -> Iterator[Reading]:
+        """A run's reading, while no other thread has it. Raises `NothingYet`."""
         shown = self.of(number)
         if shown is None or not shown.lock.acquire(timeout=GROUP_WAIT_S):
-            raise NothingYet("the log is being read: reload the page in a few seconds")
+            raise NothingYet(BEING_READ)
         try:
-            if shown.reading is None or place.submission not in shown.reading.state.submissions:
-                raise NothingYet("the log is being read: reload the page in a few seconds")
-            if not private and not shown.reading.is_public(place.submission):  # guard: page-keeps-private-bodies
-                raise NothingYet("this body is still private: its host alone may read it")
-            found = shown.reading.group(place, with_pieces=True)
-            return with_parts(found, shown.reading.replayed(place).group) if parts else found
+            if shown.reading is None:
+                raise NothingYet(BEING_READ)
+            yield shown.reading
         finally:
             shown.lock.release()
 

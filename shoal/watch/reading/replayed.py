@@ -8,15 +8,19 @@ request.
 from dataclasses import replace
 from typing import NamedTuple
 
-from shoal.envs.base import Env, task_of
+from shoal.envs.base import Env, describe_fault, players_of, solution_of, source_of, task_of
+from shoal.envs.check.walk import perform, played
 from shoal.envs.load import load_run_envs
 from shoal.envs.replay import replay_group
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ShoalError
 from shoal.ledger.state import State
 from shoal.policy.render import Renderer
 from shoal.protocol import types as t
 from shoal.protocol.constants import EPISODES
 from shoal.watch.reading.groups import ReadGroup, ReadRollout
+
+ANSWER_TURNS = 32
+"""Of an answer, so many turns at most."""
 
 
 class Replayed(NamedTuple):
@@ -39,13 +43,9 @@ def open_envs(state: State, own_files: bool) -> dict[str, Env]:
 
 def replay(state: State, envs: dict[str, Env], renderer: Renderer, group: ReadGroup, sent: t.Group) -> Replayed:
     """Play a group again. Raises `ShoalError` if its environment cannot begin the task."""
-    if group.env not in envs or not 0 <= group.task < envs[group.env].num_tasks:
-        raise ConfigError(
-            f"the group names task {group.task} of environment {group.env!r:.80}, which the run does not have"
-        )
+    env = _env_of(envs, group)
     whole = [rollout for rollout in group.rollouts if not rollout.flaw]
     claims = [sent.rollouts[rollout.index] for rollout in whole]
-    env = envs[group.env]
     found = replay_group(env, renderer, task_of(env, group.task), claims, state.sampling)
     told, texts = dict[int, ReadRollout](), dict[int, tuple[tuple[str, str], ...]]()
     for rollout, replayed in zip(whole, found, strict=True):
@@ -59,3 +59,29 @@ def replay(state: State, envs: dict[str, Env], renderer: Renderer, group: ReadGr
         texts[rollout.index] = tuple(talk.texts) if talk else ()
     rollouts = tuple(told.get(rollout.index, rollout) for rollout in group.rollouts)
     return Replayed(replace(group, rollouts=rollouts), tuple(texts.get(r.index, ()) for r in group.rollouts))
+
+
+def answer_of(envs: dict[str, Env], group: ReadGroup) -> tuple[str, ...]:
+    """The turns that solve a group's task by its environment: its solution, or else what its right player plays; empty if
+    it knows none. Raises `ShoalError`."""
+    env = _env_of(envs, group)
+    task = task_of(env, group.task)
+    try:
+        told = solution_of(env, task)
+        right = players_of(env).get("right") if told is None else None
+        if right is None:
+            return told or ()
+        walk = played(env, task, perform(right, 0, group.task), turns=ANSWER_TURNS)
+    except (MemoryError, ShoalError):
+        raise
+    except Exception as error:  # noqa: BLE001  foreign code may raise anything: its user gets one line
+        raise ConfigError(f"environment {group.env} gives no answer: {describe_fault(error, source_of(env))}") from None
+    return walk.actions if walk.done and walk.success is not False else ()
+
+
+def _env_of(envs: dict[str, Env], group: ReadGroup) -> Env:
+    if group.env not in envs or not 0 <= group.task < envs[group.env].num_tasks:
+        raise ConfigError(
+            f"the group names task {group.task} of environment {group.env!r:.80}, which the run does not have"
+        )
+    return envs[group.env]

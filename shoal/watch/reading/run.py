@@ -31,7 +31,7 @@ from shoal.roles.memory import share_of_free_mb
 from shoal.watch.reading.groups import ReadGroup, decoded, read_rollouts
 from shoal.watch.reading.heldout import HeldOut, read_heldout
 from shoal.watch.reading.marks import Marks, slot_of, standing_of
-from shoal.watch.reading.replayed import Replayed, open_envs, replay
+from shoal.watch.reading.replayed import Replayed, answer_of, open_envs, replay
 from shoal.watch.reading.source import Source, Value, source_of, step_of
 from shoal.weights.manifest import open_manifest
 
@@ -319,9 +319,19 @@ class Reading:
 
         Raises as `group`, and `ShoalError` if the environment is not here or its host alone plays it.
         """
+        return replay(self.state, self._opened(), self.renderer(), self.group(place), decoded(self.bytes_of(place)))
+
+    def answer(self, place: Place) -> tuple[str, ...]:
+        """The turns that solve a group's task by its environment; empty if it knows none. Raises as `replayed`, and
+        `NothingYet` if what is private is not shown: an answer is the host's to tell."""
+        if not self.shows_private():  # guard: answers-need-the-run-key
+            raise NothingYet("the answer to a task is shown to the run's host alone")
+        return answer_of(self._opened(), self.group(place))
+
+    def _opened(self) -> dict[str, Env]:
         if self._envs is None:
             self._envs = open_envs(self.state, self._own_files)  # guard: own-files-on-request
-        return replay(self.state, self._envs, self.renderer(), self.group(place), decoded(self.bytes_of(place)))
+        return self._envs
 
     def bytes_of(self, place: Place) -> bytes:
         """The bytes of a group as its worker sent them. Raises as `group`."""

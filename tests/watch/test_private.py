@@ -1,0 +1,106 @@
+"""What the host alone sees on the page: episodes of held-out tasks, and answers to tasks."""
+
+import json
+import shutil
+
+import pytest
+from starlette.testclient import TestClient
+
+from shoal.errors import NothingYet
+from shoal.folder import RunFolder
+from shoal.watch.page import Shelf, page_app
+from shoal.watch.reading import Place, open_run
+from tests.watch.test_page import TOKEN
+
+
+@pytest.fixture
+def shelf(copied, tmp_path):
+    shelf = Shelf(tmp_path / "index.sqlite", [str(copied)])
+    while shelf.step():
+        pass
+    yield shelf
+    shelf.close()
+
+
+@pytest.fixture
+def anyone(shelf):
+    return TestClient(page_app(shelf, TOKEN))
+
+
+@pytest.fixture
+def host(shelf):
+    client = TestClient(page_app(shelf, TOKEN))
+    client.get(f"/?token={TOKEN}")
+    return client
+
+
+def test_everybody_sees_held_out_figures_and_the_host_alone_the_episodes(anyone, host):
+    hidden, shown = (client.get("/1/heldout").text for client in (anyone, host))
+    for page in (hidden, shown):
+        assert "Held-out evaluations" in page and '<td class="n">0.5</td>' in page and "before" in page
+    assert "a secret" in shown and "held out</bdi>" in shown and "Only you see them" in shown
+    assert "a secret" not in hidden and "held out</bdi>" not in hidden and "for the host alone" in hidden
+    assert "a secret" not in anyone.get("/1/heldout?name=before&at=0").text
+
+
+def test_held_out_episodes_of_an_environment_are_chosen_and_come_page_by_page(host, copied, shelf):
+    episode = {"task": "t", "turns": [["user", "<script>alert(1)</script>"]], "score": 0.25, "success": False,
+               "ending": "environment", "tokens": 3}  # fmt: skip
+    figures = {"mean": 0.5, "low95": 0.4, "high95": 0.6, "episodes": 12}
+    part = figures | {"transcripts": [episode | {"task": f"task {number}"} for number in range(12)]}
+    (RunFolder(copied).evaluations / "after.json").write_text(json.dumps(figures | {"envs": {"sums": part}}))
+    shelf.runs[0].builder.note_condition()
+    shelf.change += 1
+    page = host.get("/1/heldout?name=after&env=sums").text
+    assert "1 to 10 of 12" in page and "task 9<" in page and "task 10<" not in page and "<script>alert" not in page
+    assert "11 to 12 of 12" in host.get("/1/heldout?name=after&env=sums&at=10").text
+    assert "a secret" in host.get("/1/heldout?name=before").text
+    assert host.get("/1/heldout?name=nothing&at=999").status_code == 200
+
+
+def test_the_shelf_gives_nobody_else_held_out_episodes(shelf):
+    assert shelf.transcripts(1, private=True) and shelf.transcripts(1, private=False) == {}
+
+
+def place_of(shelf):
+    row = shelf.look().rows("SELECT id, submission, place FROM groups WHERE run = 1 AND status = 'signal' ORDER BY id")[
+        0
+    ]
+    return row["id"], Place(row["submission"], row["place"])
+
+
+def test_an_answer_is_shown_to_the_host_on_request_and_to_nobody_else(anyone, host, shelf, monkeypatch):
+    number, place = place_of(shelf)
+    known, asked, told = shelf.answer(1, place), [], shelf.answer
+    assert len(known) == 1 and known[0].lstrip("-").isdecimal()
+
+    def answer(run, place):
+        asked.append(place)
+        return told(run, place)
+
+    monkeypatch.setattr(shelf, "answer", answer)
+    assert "only you see it" not in anyone.get(f"/1/groups/{number}?answer=1").text and asked == []
+    assert "show the answer" not in anyone.get(f"/1/groups/{number}").text
+    assert "only you see it" not in host.get(f"/1/groups/{number}").text and asked == []
+    page = host.get(f"/1/groups/{number}?answer=1").text
+    assert asked == [place] and f"<bdi>{known[0]}</bdi></pre></section>" in page
+
+
+def test_a_reader_without_the_run_key_gets_no_answer(shelf, copied):
+    place = place_of(shelf)[1]
+    with open_run(copied) as plain:
+        plain.catch_up()
+        with pytest.raises(NothingYet, match="host alone"):
+            plain.answer(place)
+    shutil.rmtree(copied / "keys")
+    with open_run(copied, private=True) as keyless:
+        keyless.catch_up()
+        with pytest.raises(NothingYet, match="host alone"):
+            keyless.answer(place)
+
+
+def test_the_group_view_says_why_a_reward_is_one_number_and_how_to_get_its_parts(anyone, host, shelf):
+    number = place_of(shelf)[0]
+    assert "for its host alone" in anyone.get(f"/1/groups/{number}").text
+    assert "tick “name the parts" in host.get(f"/1/groups/{number}").text
+    assert "A reward is one number here" not in host.get(f"/1/groups/{number}?parts=1").text
