@@ -57,6 +57,28 @@ def test_behind_a_proxy_only_a_page_with_a_url_is_named(tmp_path, url):
     assert answer.headers.get("location", "") == url
 
 
+def test_a_page_that_nobody_outside_reaches_is_told_in_words(tmp_path):
+    folder, client = coordinator(tmp_path, public_url="https://example.org")
+    assert "page:" not in client.get("/", headers=BROWSER).text
+    folder.dashboard_address.write_text(json.dumps({"port": 8480, "pid": os.getpid()}))
+    answer = client.get("/", headers=BROWSER)
+    assert answer.status_code == 200 and "at port 8480" in answer.text and "host.dashboard_url" in answer.text
+
+
+def test_behind_a_proxy_that_the_run_file_does_not_name_no_port_is_guessed(tmp_path):
+    folder, client = coordinator(tmp_path)
+    folder.dashboard_address.write_text(json.dumps({"port": 8480, "pid": os.getpid()}))
+    answer = client.get("/", headers=BROWSER | {"x-forwarded-for": "192.0.2.1"})
+    assert answer.status_code == 200 and "host.dashboard_url" in answer.text
+
+
+def test_whom_no_way_leads_to_the_page_may_stay_at_the_text(tmp_path):
+    _, client = coordinator(tmp_path, dashboard_url="https://page.example.org")
+    assert client.get("/", headers=BROWSER).status_code == 307
+    answer = client.get("/?text", headers=BROWSER)
+    assert answer.status_code == 200 and "page:   https://page.example.org (if it does not open" in answer.text
+
+
 def test_a_hosted_run_has_a_page_unless_its_run_file_says_no():
     assert onlookers(tiny_run(), hosts=True) == ["dashboard"]
     assert onlookers(tiny_run(), hosts=False) == []

@@ -109,13 +109,29 @@ class Desk:
         """Where clients fetch chunks, as in `RunInfo`."""
         return origin_of(self._config.host, self._origin_address)
 
-    def dashboard(self, scheme: str, name: str) -> str:
-        """Where a browser that has reached this machine by a name finds the run's page; "" if it finds none."""
+    def dashboard(self, scheme: str, name: str, proxied: bool) -> str:
+        """Where a browser that has reached this machine by a name finds the run's page; "" if it finds none.
+
+        The coordinator serves no page itself, and passes no request on to it: it has one event loop, which takes
+        submissions, and hundreds of viewers would hold them up.
+        """
         host = self._config.host
-        if host.dashboard_url or host.public_url:
+        if host.dashboard_url or host.public_url or proxied:  # guard: no-guess-behind-a-proxy
             return host.dashboard_url  # behind a proxy, only the host knows
         port = port_of_living(self._dashboard_address)
         return f"{scheme}://{f'[{name}]' if ':' in name else name}:{port}/" if port and name else ""
+
+    def about_dashboard(self, page: str) -> str:
+        """A line of the front page on where the run's page is, if `dashboard` says this; "" if the run has none."""
+        if page:
+            return f"page:   {page} (if it does not open, its port is closed on the way: ask the host)\n"
+        port = port_of_living(self._dashboard_address)
+        if not port:
+            return ""
+        return (
+            f"page:   not published by the host. On its machine it is at port {port}. A proxy leads browsers there once it "
+            "has a name for that port, and the run file has that name in host.dashboard_url\n"
+        )
 
     def clock_behind(self) -> str:
         """What to say if the clock was set back, and no lease is granted until it has reached the log; else nothing."""

@@ -93,17 +93,20 @@ async def get_steps(door: Door, request: Request) -> Response:
 
 
 async def get_front(door: Door, request: Request) -> Response:
-    """A page for people who open the URL: a browser is led to the run's dashboard, if there is one."""
+    """A page for people who open the URL: a browser is led to the run's dashboard, if there is one. Nothing is passed on to
+    that: see `Desk.dashboard`. With `?text` it stays, for those whom no way leads to the dashboard's port."""
     await door.gate.anyone(request)
-    page = door.desk.dashboard(request.url.scheme, request.url.hostname or "")
-    if page and "text/html" in request.headers.get("accept", ""):
+    proxied = "x-forwarded-for" in request.headers  # who sends this without a proxy misleads himself
+    page = door.desk.dashboard(request.url.scheme, request.url.hostname or "", proxied)
+    stays = "text" in request.query_params
+    if page and not stays and "text/html" in request.headers.get("accept", ""):
         return RedirectResponse(page, 307, {"cache-control": "no-store"})
     info, status = door.board.info(), door.board.status()
     url = str(request.base_url).rstrip("/")
     return PlainTextResponse(
         f"shoal run {info.name}: {status.phase}, version {status.version} of {status.steps}, "
         f"{status.accepted} groups accepted\nwaiting for {status.waiting_for} ({status.waiting_s:.0f} s)\n\n"
-        f"join:   shoal join {url}\ncalls:  {url}/openapi.json\n"
+        f"join:   shoal join {url}\ncalls:  {url}/openapi.json\n{door.desk.about_dashboard(page)}"
     )
 
 
