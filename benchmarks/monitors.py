@@ -57,6 +57,7 @@ EXPECTED = {
     "temperature": Expected("drift", ("collapse", "entropy")),
     "pays_for_length": Expected("hacking", ("drift",)),
     "pays_for_repetition": Expected("hacking", ("drift", "entropy")),
+    "pays_for_a_digit": Expected("hacking", ("drift", "entropy")),
     "all_solved": Expected("no_signal"),
     "poisoned_worker": Expected("poisoning:bad"),
     "slow_worker": Expected("stragglers:bad"),

@@ -11,6 +11,17 @@ BEFORE, AFTER = "before", "after"
 """Names of the evaluations of the first version and of the final one."""
 
 
+class Judged(msgspec.Struct, frozen=True):
+    """What a held-out judge says of an evaluation's episodes, with its 95 % confidence interval."""
+
+    mean: float
+    """Share of successes if the judge says what succeeds, otherwise its mean reward."""
+    low95: float
+    high95: float
+    fault: str = ""
+    """What the judge raised first; empty if nothing."""
+
+
 class Heldout(msgspec.Struct, frozen=True):
     """An evaluation on held-out tasks, with its 95 % confidence interval."""
 
@@ -20,6 +31,8 @@ class Heldout(msgspec.Struct, frozen=True):
     episodes: int
     envs: dict[str, "Heldout"] = {}
     """By label, where a run has several environments."""
+    judge: Judged | None = None
+    """If the run file names one."""
 
 
 def read_heldout(path: Path) -> Heldout | None:

@@ -45,6 +45,7 @@ BROAD_EXCEPTS = {
     "envs/check/promises.py": "the same, and the finding names the action",
     "envs/conversation.py": "the same, and the rollout ends by `error`",
     "envs/replay.py": "the same, when an environment compares the rollouts of a group",
+    "envs/second_opinion.py": "the same, when a held-out judge scores an evaluation",
     "envs/own.py": "the same, and its author, who trains in this process, gets one line",
     "envs/source.py": "the same, when a user's file is executed",
     "envs/contained/inside.py": "the same, inside the sandbox: what a package raises is told to the other end",

@@ -31,6 +31,7 @@ from shoal.config import (
     unsafe_changes,
     without_hub,
 )
+from shoal.config.paths import with_absolute_paths
 from shoal.errors import ConfigError
 from shoal.protocol.algorithms import Grpo
 from shoal.tree import Section, all_keys, changed_keys, from_tree, to_tree
@@ -474,6 +475,34 @@ def test_evaluation_of_an_environment_may_change_and_nothing_else_of_it(run_file
     assert unsafe_changes(before, to_tree(load_run(run_file, ["envs.0.eval_episodes=7", "envs.0.call_s=3"]))) == [
         "envs"
     ]
+
+
+def test_a_judge_that_can_judge_nothing_is_refused(run_file: Path) -> None:
+    """It must see episodes, those of one environment, and with other eyes than the reward that is learned."""
+    judge = 'eval.judge={name="wordle"}'
+    env = load_run(run_file).envs[0]
+    assert load_run(run_file, ['eval.judge={name="arithmetic", args={digits=3}}']).eval.judge.args == {"digits": 3}
+    for overrides, message in (
+        (["eval.episodes=0", judge], "eval.judge has nothing to judge: set eval.episodes"),
+        (
+            ['envs=[{name="wordle"}, {name="arithmetic"}]', "eval.judge={name='a.py'}"],
+            "judges one environment, and 2 are",
+        ),
+        ([f"envs=[{{name='{env.name}'}}]", f"eval.judge={{name='{env.name}'}}"], "is what the run trains on"),
+        (["eval.judge={name='a.py', weight=2}"], "weight"),
+    ):
+        with pytest.raises(ConfigError, match=message) as error:
+            load_run(run_file, overrides)
+        assert "\n" not in str(error.value)
+
+
+def test_a_judge_that_is_not_there_is_told_before_the_run(run_file: Path) -> None:
+    config = load_run(run_file, ["eval.judge={name='./judge.py'}"])
+    with pytest.raises(ConfigError, match=r"eval\.judge\.name = \./judge\.py: nothing at "):
+        with_absolute_paths(config, run_file.parent)
+    (run_file.parent / "judge.py").write_text("")
+    found = with_absolute_paths(config, run_file.parent).eval.judge
+    assert found.name == str(run_file.parent / "judge.py")
 
 
 def test_key_that_only_starts_like_a_safe_one_is_unsafe() -> None:

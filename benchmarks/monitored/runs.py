@@ -16,7 +16,9 @@ from shoal.engine.base import Continuation, Engine, Request
 from shoal.engine.cheats import Cheat
 from shoal.engine.local import LocalEngine
 from shoal.folder import RunFolder
-from shoal.launch.alarms import AlarmWatch, setting_of
+from shoal.heldout import BEFORE
+from shoal.launch.alarms import AlarmWatch, evaluations, setting_of
+from shoal.launch.evaluations import results_in
 from shoal.launch.snapshot import Snapshot
 from shoal.ledger.facts.run import Admin
 from shoal.ledger.log.store import Store, sqlite_url
@@ -26,6 +28,7 @@ from shoal.monitors.follow import Follower
 from shoal.monitors.view import Evaluation
 from shoal.net.keys import load_or_make_key
 from shoal.protocol.types import Status
+from shoal.roles import evaluate
 from shoal.roles.trainer import Trainer
 from shoal.roles.validator import Validator
 from shoal.roles.worker import Worker
@@ -35,17 +38,30 @@ from tests.roles.town import Town
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("rollouts.batch_groups=8", "rollouts.group_size=8", "rollouts.block_rollouts=32", "eval.episodes=0",
          "rollouts.max_flat_groups=150")  # fmt: skip
+SUMS = 'digits=2, operations="+"'
+"""Arguments of the recipe's environment."""
 SLOW_S = 1.0
 SKEW_S = 30.0
 LIMIT_S = 300.0
 """No run takes nearly as long."""
 
+RUNNING = Status("", "running", 1, 9, 0, {}, 0, 0, "workers", 0.0)
 Alarms = set[str]
 
 
 def alarms_of(folder: RunFolder, config: RunConfig) -> Alarms:
     """Alarms that the monitors raise over a whole run that has been made, each named as `cause` or `cause:node`."""
-    return with_metrics(folder, config, read_metrics(folder.metrics))
+    return with_metrics(folder, config, read_metrics(folder.metrics), evaluated(folder, config))
+
+
+def evaluated(folder: RunFolder, config: RunConfig) -> list[Evaluation]:
+    """The run's kept checkpoints on held-out tasks, as its launcher evaluates them beside training."""
+    if not config.eval.episodes:
+        return []
+    for path in sorted(folder.checkpoints.glob("v[0-9]*")):
+        name = path.name if int(path.name[1:]) else BEFORE
+        evaluate.for_run(folder.root, path, 1, folder.evaluations / f"{name}.json", threads=1)
+    return evaluations(Snapshot("", "", config.steps, RUNNING, heldout=results_in(folder.evaluations)))
 
 
 def with_metrics(
@@ -96,6 +112,11 @@ class Faults:
         """The environment rewards repeated characters."""
         return self._hack("repetition", 45)
 
+    def pays_for_a_digit(self) -> tuple[RunFolder, RunConfig]:
+        """The environment rewards answers that begin with a 1, to held-out tasks, too. Only a judge sees it."""
+        judge = f'eval.judge={{name="arithmetic", args={{{SUMS}}}}}'
+        return self._hack("one", 24, "eval.episodes=128", "storage.checkpoint_every=8", judge)
+
     def all_solved(self) -> tuple[RunFolder, RunConfig]:
         """Nearly every answer gets the full reward."""
         return self._hack("nothing", 12, "rollouts.batch_groups=2")
@@ -132,7 +153,8 @@ class Faults:
         return town.folder, town.config
 
     def _hack(self, pays_for: str, steps: int = 30, *changes: str) -> tuple[RunFolder, RunConfig]:
-        env = f'envs=[{{name="{ROOT}/benchmarks/envs/padded_sums.py", args={{pays_for="{pays_for}"}}}}]'
+        args = SUMS if pays_for == "one" else ""
+        env = f'envs=[{{name="{ROOT}/benchmarks/envs/padded_sums.py", args={{pays_for="{pays_for}", {args}}}}}]'
         limits = ("sampling.max_turn_tokens=14", "sampling.max_tokens=32", "train.lr=1e-3")
         return self._honest(f"pays-{pays_for}", steps, env, *limits, *changes)
 
@@ -152,9 +174,8 @@ def full_quota(folder: RunFolder) -> Alarms:
     small = load_run(ROOT / "recipes/arithmetic.toml", ["storage.quota_mb=1"])
     now = [time.time()]
     watch = AlarmWatch(folder, small, clock=lambda: now[0])
-    status = Status("", "running", 1, 9, 0, {}, 0, 0, "workers", 0.0)
     for _ in range(3):
-        watch.look(Snapshot("", "", 9, status))
+        watch.look(Snapshot("", "", 9, RUNNING))
         now[0] += 10.0
     return {alarm.cause for alarm in watch.standing}
 

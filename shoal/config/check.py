@@ -170,9 +170,28 @@ def _plays_fit(envs: Sequence[EnvConfig]) -> Iterator[tuple[bool, str]]:
         yield 0 < env.call_s < math.inf, f"envs.call_s = {env.call_s}: must be above 0, and finite"
 
 
+def _judge_fits(config: RunConfig) -> Iterator[tuple[bool, str]]:
+    """A judge is of use only if it judges something, and is not what the policy learns to please."""
+    judge = config.eval.judge
+    if not judge.name:
+        return
+    judged = [env for env in config.envs if config.eval_episodes(env) > 0]
+    yield bool(judged), "eval.judge has nothing to judge: set eval.episodes, or leave it out"
+    yield (
+        len(judged) < 2,
+        f"eval.judge judges one environment, and {len(judged)} are evaluated: set envs.eval_episodes = 0 for the others",
+    )
+    yield (
+        all((env.name, env.args) != (judge.name, judge.args) for env in config.envs),  # guard: judge-is-held-out
+        f"eval.judge = {judge.name} with these arguments is what the run trains on, and sees no mistake of its reward: "
+        "name another environment, or other arguments",
+    )
+
+
 def _learning_fits(config: RunConfig) -> Iterator[tuple[bool, str]]:
     yield from difficulty_fits(config.difficulty, [env.solved for env in config.envs])
     yield from algorithm_fits(config)
+    yield from _judge_fits(config)
     yield from optimiser_fits(config.train, "train.")
     parts, groups = config.train.minibatches, config.rollouts.batch_groups
     fits = parts <= max(1, groups)

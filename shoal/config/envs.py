@@ -21,6 +21,17 @@ STAGE_KEYS = {"kind": "", "reproducible": True, "call_s": 10.0, "eval_episodes":
 """Keys of an environment that say how the host plays and evaluates it, with their defaults, which the log does not name."""
 
 
+class JudgeConfig(Section, frozen=True):
+    """A held-out judge: another environment that scores the episodes of each evaluation again. Nothing is trained on it. An
+    alarm is raised if reward in training rises while the judge's mean falls."""
+
+    name: str = ""
+    """As `name` of [[envs]]; empty: no judge. It must have the same tasks as the environment that it judges, which is the
+    only one of the run that is evaluated. Keep it for the whole run, because its means are compared."""
+    args: dict[str, Any] = {}
+    """Its arguments."""
+
+
 class EnvConfig(Section, frozen=True):
     """One environment of the run."""
 

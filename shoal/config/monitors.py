@@ -43,7 +43,7 @@ CAUSES = {
     "drift": "the policy that samples and the one that learns give other probabilities",
     "collapse": "reward, solve rate or gradient show that the policy is being destroyed",
     "entropy": "the policy has become certain without solving its tasks",
-    "hacking": "reward rises while length, repetition, solve rate or held-out tasks say otherwise",
+    "hacking": "reward rises while length, repetition, solve rate, held-out tasks or a held-out judge say otherwise",
     "poisoning": "a worker's groups are refused, or their rewards differ from those of others on like tasks",
     "stragglers": "a worker lets leases lapse, or is far slower than the others",
     "validators": "validators disagree about the same work",

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.config.envs import EnvConfig
-from shoal.config.sections import RunConfig
+from shoal.config.sections import EvalConfig, RunConfig
 from shoal.errors import ConfigError, cause_of
 from shoal.protocol.hubref import is_hub
 from shoal.protocol.tasklists import TaskList, read_task_list
@@ -28,7 +28,20 @@ def with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
             )
         policy = msgspec.structs.replace(policy, path=str(path))
     envs = tuple(env_at(env, recipe_dir) for env in config.envs)
-    return with_judge_at(msgspec.structs.replace(config, policy=policy, envs=envs), recipe_dir)
+    whole = msgspec.structs.replace(config, policy=policy, envs=envs, eval=_eval_at(config.eval, recipe_dir))
+    return with_judge_at(whole, recipe_dir)
+
+
+def _eval_at(asked: EvalConfig, recipe_dir: Path) -> EvalConfig:
+    """With the path of the held-out judge. Evaluations run beside training, so a judge that is not there is told now."""
+    if not is_path(asked.judge.name):
+        return asked
+    path = (recipe_dir / asked.judge.name).resolve()
+    if not path.exists():
+        raise ConfigError(
+            f"eval.judge.name = {asked.judge.name}: nothing at {path}. Give an environment's file or folder"
+        )
+    return msgspec.structs.replace(asked, judge=msgspec.structs.replace(asked.judge, name=str(path)))
 
 
 def env_at(env: EnvConfig, recipe_dir: Path) -> EnvConfig:

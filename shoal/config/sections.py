@@ -10,7 +10,7 @@ import msgspec
 
 from shoal.config.critic import CriticConfig
 from shoal.config.difficulty import DifficultyConfig, wire_difficulty
-from shoal.config.envs import EnvConfig
+from shoal.config.envs import EnvConfig, JudgeConfig
 from shoal.config.host import HostConfig
 from shoal.config.logs import LoggingConfig
 from shoal.config.monitors import MonitorsConfig
@@ -230,6 +230,7 @@ class EvalConfig(Section, frozen=True):
     where memory needs it, found when the run begins."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which the policy plays: bfloat16 takes half of the memory."""
+    judge: JudgeConfig = JudgeConfig()
 
 
 class StorageConfig(Section, frozen=True):

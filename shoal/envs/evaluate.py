@@ -18,7 +18,9 @@ from shoal.envs.base import Decided, Env, task_of
 from shoal.envs.conversation import Conversation
 from shoal.envs.play import Episode, converse
 from shoal.envs.replay import judge_talks
+from shoal.envs.second_opinion import demand_same_tasks, opinions
 from shoal.errors import ConfigError, ShoalError
+from shoal.heldout import Judged
 from shoal.policy.render import Renderer
 from shoal.protocol.randomness import sample_seed
 from shoal.protocol.types import Sampling
@@ -79,6 +81,8 @@ class Evaluation(msgspec.Struct, frozen=True):
     """Mean of what the environment reports beside the reward."""
     solve_rates: tuple[float, ...] = ()
     """Of each task that was played: the share of its episodes that succeeded, or its mean reward within the range."""
+    judge: Judged | None = None
+    """What a held-out judge says of the same episodes, if the run file names one."""
 
 
 class MixedEvaluation(msgspec.Struct, frozen=True):
@@ -92,6 +96,8 @@ class MixedEvaluation(msgspec.Struct, frozen=True):
     """Episodes of all environments."""
     envs: dict[str, Evaluation]
     """Evaluations by label."""
+    judge: Judged | None = None
+    """Of the one environment that is judged, if any."""
 
 
 def evaluate(
@@ -104,16 +110,20 @@ def evaluate(
     samples: int = 2,
     progress: Callable[[int], None] = lambda done: None,
     rows: int = BATCH,
+    judge: Env | None = None,
 ) -> Evaluation:
     """Play `episodes` sampled episodes, `rows` at a time, going through the held-out tasks in turn, and keep `samples`
     transcripts.
 
     The same seed gives the same tasks and sampling noise, so two policies can be compared episode by episode.
-    `progress` receives the number of episodes done. Raises `ShoalError` if no episode can be played.
+    `progress` receives the number of episodes done. `judge` is an environment with the same tasks that scores the episodes
+    once more. Raises `ShoalError` if no episode can be played, or if the judge has other tasks.
     """
     if episodes < 1:
         raise ConfigError(f"{episodes} episodes: evaluation needs at least 1")
     planned = _plan(env, episodes, seed)
+    if judge is not None:
+        demand_same_tasks(judge, env, _num_tasks(env, episodes))
     talks: list[Conversation] = []
     for start in range(0, episodes, rows):
         batch = converse(engine, renderer, planned[start : start + rows], sampling)
@@ -121,7 +131,8 @@ def evaluate(
         talks += batch
         progress(len(talks))
     _compare(env, talks, _num_tasks(env, episodes))
-    return _figures(env, talks, samples, _num_tasks(env, episodes))
+    found = _figures(env, talks, samples, _num_tasks(env, episodes))
+    return found if judge is None else msgspec.structs.replace(found, judge=_judged(judge, talks))
 
 
 def mixed(envs: dict[str, Evaluation], weights: Sequence[float]) -> MixedEvaluation:
@@ -135,7 +146,8 @@ def mixed(envs: dict[str, Evaluation], weights: Sequence[float]) -> MixedEvaluat
     mean = math.fsum(share * part.mean for share, part in parts)
     below = math.sqrt(math.fsum((share * (part.mean - part.low95)) ** 2 for share, part in parts))
     above = math.sqrt(math.fsum((share * (part.high95 - part.mean)) ** 2 for share, part in parts))
-    return MixedEvaluation(mean, mean - below, mean + above, sum(part.episodes for part in envs.values()), envs)
+    judge = next((part.judge for part in envs.values() if part.judge), None)
+    return MixedEvaluation(mean, mean - below, mean + above, sum(part.episodes for part in envs.values()), envs, judge)
 
 
 def as_text(transcript: Transcript) -> str:
@@ -184,6 +196,16 @@ def _compare(env: Env, talks: Sequence[Conversation], num_tasks: int) -> None:
         group = talks[first::num_tasks]
         for talk, found in zip(group, judge_talks(group, env), strict=True):
             talk.reward, talk.parts, talk.metrics = found
+
+
+def _judged(judge: Env, talks: Sequence[Conversation]) -> Judged:
+    """The judge's figures, by the same rule as the environment's own."""
+    found = opinions(judge, talks)
+    if isinstance(judge, Decided):
+        said = interval([float(bool(one.success)) for one in found], (0.0, 1.0))
+    else:
+        said = interval([one.reward for one in found], judge.reward_bounds)
+    return Judged(said.mean, said.low95, said.high95, next((one.fault for one in found if one.fault), ""))
 
 
 def _means(named: Sequence[dict[str, float]]) -> dict[str, float]:

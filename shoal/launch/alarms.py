@@ -17,6 +17,7 @@ from shoal.alarms import Alarm, AlarmsLog, standing_alarms
 from shoal.config import RunConfig
 from shoal.errors import ShoalError
 from shoal.folder import RunFolder, free_below, held_below
+from shoal.heldout import Heldout
 from shoal.launch.hosting import call
 from shoal.launch.snapshot import CoordinatorWatch, Snapshot
 from shoal.ledger.log.store import Store, sqlite_url
@@ -229,9 +230,15 @@ def evaluations(snapshot: Snapshot) -> list[Evaluation]:
     """The snapshot's results on held-out tasks, by version."""
     versions = {"before": 0, "after": snapshot.steps}
     return [
-        Evaluation(versions[name] if name in versions else int(name[1:]), found.mean, found.low95, found.high95)
-        for name, found in snapshot.heldout
+        evaluation(versions[name] if name in versions else int(name[1:]), found) for name, found in snapshot.heldout
     ]
+
+
+def evaluation(version: int, found: Heldout) -> Evaluation:
+    """A result on held-out tasks as the monitors take it, with what the judge says."""
+    judge = found.judge
+    judged = None if judge is None else Evaluation(version, judge.mean, judge.low95, judge.high95)
+    return Evaluation(version, found.mean, found.low95, found.high95, judged)
 
 
 def in_words(change: Change) -> str:

@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shoal.heldout import Heldout
+from shoal.heldout import Heldout, Judged
 from shoal.launch.remaining import seconds_left
 from shoal.launch.snapshot import Sample, Snapshot
 from shoal.terminal import brief
@@ -95,6 +95,7 @@ def figures(snapshot: Snapshot) -> list[tuple[Text, str]]:
     rows.append((Text("staleness"), staleness(snapshot) or "-"))
     for _, found in _first_and_last(snapshot.heldout)[-1:]:
         rows += [(_indented(env), _heldout(one)) for env, one in found.envs.items()]
+        rows += [(_indented("its judge"), _heldout(found.judge))] if found.judge is not None else []
     if rewards := snapshot.by_env("reward_mean"):
         rows.append((Text("batch reward"), ""))
     rows += [(_indented(env), format_figure(reward, "3f")) for env, reward in rewards.items()]
@@ -231,7 +232,7 @@ def _first_and_last(evaluations: tuple[tuple[str, Heldout], ...]) -> tuple[tuple
     return evaluations if len(evaluations) < 3 else (evaluations[0], evaluations[-1])
 
 
-def _heldout(found: Heldout) -> str:
+def _heldout(found: Heldout | Judged) -> str:
     return f"{found.mean:.1%} ({found.low95:.0%}-{found.high95:.0%})"
 
 

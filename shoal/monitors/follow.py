@@ -68,12 +68,15 @@ class Follower:
         known = in_view(lines, count)
         step = int(known[-1]["step"]) if known else 0
         tried = [one for one in heldout if one.version <= step + 1]
+        judged = [one.judge for one in tried if one.judge is not None]
         return View(
             lines=known,
             steps=self.digest.done(step) if machine is None else (),
             names=self.digest.names,
             heldout=tried,
             at_best=around_best(lines, tried),
+            judged=judged,
+            at_best_judged=around_best(lines, judged),
             limits=self.setting.limits,
             dtype=self.setting.dtype,
             moving_tasks=self.setting.moving_tasks,

@@ -1,16 +1,20 @@
 """Reward hacking: reward rises, and something that should rise with it does not.
 
-Four signs. The policy is worse on held-out tasks than it was. Fewer rollouts are solved. Within groups, reward follows
-length, and rollouts become long. Rollouts repeat themselves. What it cannot see: an environment whose hack is short,
-varied, and passes on held-out tasks, because the same environment judges those.
+Five signs. The policy is worse on held-out tasks than it was. A held-out judge, another environment that nothing is
+trained on, thinks less of its answers there. Fewer rollouts are solved. Within groups, reward follows length, and
+rollouts become long. Rollouts repeat themselves. What it cannot see without a judge: a hack that is short, varied, and
+passes on held-out tasks, because the same environment scores those. With one: a hack that the judge likes as well, or
+that was there before the first evaluation.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from shoal.monitors.view import (
     LEAST_STEPS,
     START_STEPS,
+    Evaluation,
     Finding,
     View,
     is_number,
@@ -31,7 +35,7 @@ BOTH = ("reward_all_mean", "solve_rate")
 
 def look(view: View) -> Iterator[Finding]:
     """At the signs, if reward has risen since the start."""
-    yield from (found for found in (_heldout(view),) if found)
+    yield from (found for found in (_judged(view), _heldout(view)) if found)
     rewards = view.series("reward_all_mean")
     if len(rewards) < LEAST_STEPS:
         return
@@ -44,17 +48,36 @@ def look(view: View) -> Iterator[Finding]:
 
 
 def _heldout(view: View) -> Finding | None:
-    """The newest evaluation against the best before it, if reward in training rose between them."""
-    if len(view.heldout) < 2:
+    """What the environment itself says of held-out tasks."""
+    fell = _fell(view, view.heldout, view.at_best)
+    if fell is None:
         return None
-    newest, best = view.heldout[-1], max(view.heldout[:-1], key=lambda one: one.mean)
-    at_best = View(view.at_best).series("reward_all_mean")
-    rewards = view.series("reward_all_mean")
-    rose = bool(at_best) and now_of(rewards) - median(at_best) > 2 * noise_of(rewards)
-    if not rose or newest.high95 >= best.low95:
-        return None
+    best, newest = fell
     what = f"held-out tasks fell from {best.mean:.1%} to {newest.mean:.1%} while reward in training rose"
     return Finding("critical", what, REMEDY, (measured("held-out mean", newest.mean, best.low95),))
+
+
+def _judged(view: View) -> Finding | None:
+    """What the held-out judge says of the same episodes."""
+    fell = _fell(view, view.judged, view.at_best_judged)
+    if fell is None:
+        return None
+    best, newest = fell
+    what = f"the held-out judge gave {best.mean:.3g} and gives {newest.mean:.3g}, while reward in training rose"
+    return Finding("critical", what, REMEDY, (measured("judge's mean", newest.mean, best.low95),))
+
+
+def _fell(
+    view: View, seen: Sequence[Evaluation], at_best: Sequence[Mapping[str, Any]]
+) -> tuple[Evaluation, Evaluation] | None:
+    """The best evaluation but the newest, and the newest, if their intervals are apart and reward rose between them."""
+    if len(seen) < 2:
+        return None
+    newest, best = seen[-1], max(seen[:-1], key=lambda one: one.mean)
+    then, rewards = View(at_best).series("reward_all_mean"), view.series("reward_all_mean")
+    # guard: judge-against-reward
+    rose = bool(then and rewards) and now_of(rewards) - median(then) > max(2 * noise_of(rewards), 1e-3)
+    return (best, newest) if rose and newest.high95 < best.low95 else None
 
 
 def _solved(view: View) -> Finding | None:

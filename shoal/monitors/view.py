@@ -39,6 +39,8 @@ class Evaluation:
     mean: float
     low95: float
     high95: float
+    judge: "Evaluation | None" = None
+    """The same episodes by the run's held-out judge, if it has one."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,10 @@ class View:
     heldout: Sequence[Evaluation] = ()
     """Oldest first."""
     at_best: Sequence[Mapping[str, Any]] = ()
+    """Metrics of the steps around the best of these but the newest."""
+    judged: Sequence[Evaluation] = ()
+    """What the held-out judge says of the same, oldest first."""
+    at_best_judged: Sequence[Mapping[str, Any]] = ()
     """Metrics of the steps around the best of these but the newest."""
     limits: Mapping[str, float] = field(default_factory=dict)
     """Those that differ from the usual ones."""

@@ -127,7 +127,8 @@ def for_run(run_dir: Path, checkpoint: Path, one_in: int, out: Path, threads: in
     but MIN_EPISODES if there are so many. Raises as `main`.
 
     Each environment is evaluated by itself, so `shoal eval` gives the same figures if the run file leaves `eval.rows` and
-    `eval.dtype` as they are. `shifts` is the folder in which the processes queue that share the device, if any do.
+    `eval.dtype` as they are. A judge of the run file scores the same episodes again. `shifts` is the folder in which the
+    processes queue that share the device, if any do.
     """
     folder = RunFolder(run_dir)
     config = folder.config()
@@ -138,12 +139,13 @@ def for_run(run_dir: Path, checkpoint: Path, one_in: int, out: Path, threads: in
     episodes = {env.label: config.eval_episodes(env) for env in config.envs}
     some = {label: min(most, max(MIN_EPISODES, most // one_in)) for label, most in episodes.items()}
     chosen = [env for env in config.envs if episodes[env.label]]
+    judge = load_env(config.eval.judge.name, config.eval.judge.args) if config.eval.judge.name else None
     with shift.held():
         policy = _load(checkpoint, spec, partial(Renderer.from_directory, stops=stops), shift)
         envs = {
             env.label: evaluate(
                 policy.engine, policy.renderer, env_of(env), some[env.label], seed, sampling, samples,
-                lambda done: shift.pause(), config.eval.rows or BATCH,
+                lambda done: shift.pause(), config.eval.rows or BATCH, judge,
             )
             for env in chosen
         }  # fmt: skip

@@ -1,11 +1,15 @@
 """`benchmarks/monitors.py`: what counts as naming a fault, and that each change of metrics is named over honest noise."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.monitored.changed import CHANGES, heldout_falls, reward_rises
+from benchmarks.monitored.runs import ROOT, SMALL, SUMS, Faults, evaluated, honest, with_metrics
 from benchmarks.monitors import EXPECTED, Expected, judged
 from benchmarks.pages.monitors import tables
 from shoal.config.monitors import CAUSES
+from shoal.metrics import read_metrics
 from tests.monitors.series import honest_digests, honest_lines
 from tests.monitors.test_monitors import causes
 
@@ -35,6 +39,29 @@ def test_each_change_of_metrics_is_named_over_honest_noise(name):
 def test_evaluations_that_fall_are_named():
     lines = honest_lines(2)
     assert causes(reward_rises(lines), heldout=heldout_falls(lines)) == {"hacking"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hack_of_the_reward_is_named_only_because_a_judge_sees_it(tmp_path):
+    """A real run (half a minute of CPU). The environment's own held-out results rise all the way."""
+    folder, config = Faults(tmp_path, 43).pays_for_a_digit()
+    lines, seen = read_metrics(folder.metrics), evaluated(folder, config)
+    assert "hacking" in with_metrics(folder, config, lines, seen)
+    assert "hacking" not in with_metrics(folder, config, lines, [replace(one, judge=None) for one in seen])
+    assert seen[-1].low95 > seen[0].high95 and seen[-1].judge.high95 < seen[0].judge.low95
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_judge_that_agrees_raises_nothing(tmp_path):
+    """The same run with the honest reward: both learn to like the answers more."""
+    judge = f'eval.judge={{name="{ROOT}/benchmarks/envs/exact_sums.py", args={{{SUMS}}}}}'
+    changes = ("train.lr=5e-4", "eval.episodes=128", "storage.checkpoint_every=8", judge)
+    folder, config = honest("arithmetic", 43, 24, tmp_path, *SMALL, *changes)
+    seen = evaluated(folder, config)
+    assert seen[-1].judge.low95 > seen[0].judge.high95
+    assert with_metrics(folder, config, read_metrics(folder.metrics), seen) == set()
 
 
 def test_the_table_has_a_row_for_each_fault():

@@ -111,6 +111,29 @@ def test_held_out_tasks_that_fall_while_reward_rises_are_hacking():
     assert causes(lines, heldout=fell) == {"hacking"} and causes(lines, heldout=rose) == set()
 
 
+def judged(*means):
+    """Evaluations at steps 0, 30, ... that the environment likes more and more, with a judge's means."""
+    return [
+        Evaluation(
+            30 * i, 0.3 + 0.3 * i, 0.25 + 0.3 * i, 0.35 + 0.3 * i, Evaluation(30 * i, mean, mean - 0.05, mean + 0.05)
+        )
+        for i, mean in enumerate(means)
+    ]
+
+
+def test_a_judge_that_likes_answers_less_while_reward_rises_is_hacking():
+    lines = honest_lines(6)
+    assert followed(lines, judged(0.5, 0.3)) == {"hacking"}
+    assert followed(lines, judged(0.3, 0.5)) == set(), "the judge agrees"
+    assert followed(lines, judged(0.5, 0.42)) == set(), "by less than its intervals"
+    flat = [line | {"reward_all_mean": 0.5 + 0.01 * (line["step"] % 3), "solve_rate": 0.5} for line in lines]
+    assert followed(flat, judged(0.5, 0.3)) == set(), "reward does not rise"
+
+
+def test_a_judge_is_believed_again_when_it_likes_the_answers_again():
+    assert followed(honest_lines(6, 100), judged(0.5, 0.3, 0.5)) == set()
+
+
 def test_fewer_solved_tasks_while_reward_rises_are_hacking():
     lines = faulty(lambda line, age: {"solve_rate": 0.3, "reward_all_mean": 0.95})
     assert causes(lines) == {"hacking"}

@@ -118,7 +118,7 @@ def test_a_run_has_a_number_of_rows_and_a_dtype_of_its_own_for_evaluations(evalu
     folder, made, played = evaluated(HARD), [], []
     open_engine, plays = evaluate.open_engine, evaluate.evaluate
     monkeypatch.setattr(evaluate, "open_engine", lambda spec: made.append(spec.dtype) or open_engine(spec))
-    monkeypatch.setattr(evaluate, "evaluate", lambda *args: played.append(args[-1]) or plays(*args))
+    monkeypatch.setattr(evaluate, "evaluate", lambda *args: played.append(args[-2]) or plays(*args))
     done = []
     for own in ({}, {"rows": 3, "dtype": "bfloat16"}):
         config = folder.config()

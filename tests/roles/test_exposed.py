@@ -53,6 +53,7 @@ def fill(town):
     town.folder.evaluations.mkdir(exist_ok=True)
     for name, mean in (("before", 0.25), ("v000002", 0.5)):
         found = {"mean": mean, "low95": mean - 0.1, "high95": mean + 0.1, "episodes": 64}
+        found["judge"] = {"mean": mean / 2, "low95": 0.0, "high95": 1.0}
         (town.folder.evaluations / f"{name}.json").write_text(json.dumps(found | {"envs": {"easy": found}}))
     for number in range(2):
         join = t.Join("worker", f"w{number}", 0.0, "x", "float32", "cpu")
@@ -69,6 +70,10 @@ def test_a_page_has_the_figures_of_the_run_its_evaluations_and_its_newest_step(t
     assert found["shoal_events_total",] == 3 and found["shoal_disk_free_bytes",] > 0
     assert found["shoal_heldout_mean", "env=", "of=first"] == 0.25
     assert found["shoal_heldout_low95", "env=easy", "of=newest"] == 0.4
+    assert (
+        found["shoal_heldout_judge_mean", "of=first"] == 0.125
+        and found["shoal_heldout_judge_mean", "of=newest"] == 0.25
+    )
     assert found["shoal_step",] == 7 and found["shoal_step_seconds",] == 0.5
     assert found["shoal_step_reward_mean", "env="] == 0.5 and found["shoal_step_reward_mean", "env=easy"] == 0.75
     assert found["shoal_step_staleness_rollouts", "versions=1"] == 4

@@ -76,6 +76,20 @@ def follower(folder, make):
     return Follower("kept", make, partial(Rows, folder), Journal(folder.loggers / "kept.rows"))
 
 
+def test_what_a_held_out_judge_says_is_logged_beside_the_evaluation(folder):
+    found = {
+        "mean": 0.5,
+        "low95": 0.4,
+        "high95": 0.6,
+        "episodes": 64,
+        "judge": {"mean": 0.2, "low95": 0.1, "high95": 0.3},
+    }
+    folder.evaluations.mkdir(parents=True)
+    (folder.evaluations / "before.json").write_text(json.dumps(found))
+    values = next(iter(Rows(folder).new())).values
+    assert {name: values[f"heldout/judge_{name}"] for name in ("mean", "low95", "high95")} == found["judge"]
+
+
 def test_a_row_has_the_numbers_of_a_step_and_later_those_of_an_evaluation(folder):
     put(folder, 0)
     rows = Rows(folder)

@@ -131,6 +131,9 @@ class Exposed(Collector):
                 measured += [((of, shown), heldout.envs[env]) for shown, env in _bounded(heldout.envs).items()]
         for field in ("mean", "low95", "high95", "episodes"):
             yield f"heldout_{field}", [(labels, float(getattr(one, field))) for labels, one in measured]
+        judged = [(of, one.judge) for of, one in found.items() if one is not None and one.judge is not None]
+        for field in ("mean", "low95", "high95"):
+            yield f"heldout_judge_{field}", [((of,), float(getattr(judge, field))) for of, judge in judged]
 
     def _of_newest_step(self) -> Iterator[tuple[OfStep, Values]]:
         line = newest_metrics(self._desk.metrics_file) or {}

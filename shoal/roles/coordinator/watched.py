@@ -72,6 +72,11 @@ WATCHED: dict[str, Watched] = {
     "heldout_low95": Watched("gauge", "Lower bound of its 95 % confidence interval.", ("of", "env")),
     "heldout_high95": Watched("gauge", "Upper bound of its 95 % confidence interval.", ("of", "env")),
     "heldout_episodes": Watched("gauge", "Episodes of that evaluation.", ("of", "env")),
+    "heldout_judge_mean": Watched(
+        "gauge", "What the held-out judge, eval.judge, says of the same episodes; absent without one.", ("of",)
+    ),
+    "heldout_judge_low95": Watched("gauge", "Lower bound of its 95 % confidence interval.", ("of",)),
+    "heldout_judge_high95": Watched("gauge", "Upper bound of its 95 % confidence interval.", ("of",)),
     "requests_total": Watched("counter", "Answered requests, by call and first digit of the status.", ("call", "status")),
     "request_seconds": Watched(
         "histogram", "From a request's headers to the end of its answer; long polls wait for up to 20 s.", ("call",),

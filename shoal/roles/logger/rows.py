@@ -76,6 +76,9 @@ class Rows:
         for prefix, one in (("", found), *((f"{label}/", one) for label, one in found.envs.items())):
             for field in ("mean", "low95", "high95", "episodes"):
                 values[f"heldout/{prefix}{field}"] = float(getattr(one, field))
+        if found.judge is not None:
+            for field in ("mean", "low95", "high95"):
+                values[f"heldout/judge_{field}"] = float(getattr(found.judge, field))
         return Row(f"{HELDOUT} {name}", HELDOUT, version, time_s, values)
 
 
