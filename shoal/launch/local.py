@@ -29,7 +29,7 @@ from shoal.launch.loggers import STOP_S as LOGGER_STOP_S
 from shoal.launch.loggers import demand_loggers, onlookers
 from shoal.launch.process import RoleProcess, counted_signals, tail
 from shoal.launch.room import first_spec, sized
-from shoal.launch.samples import Samples, flat_samples
+from shoal.launch.samples import NewestSample, Samples, flat_samples
 from shoal.launch.shifts import Shifts, shifts_of
 from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import USAGE, UsageBook, write_summary
@@ -150,7 +150,8 @@ class LocalRun:
         self._metrics = MetricsWatch(folder.metrics)
         self._alarms = AlarmWatch(folder, config)
         self._usage = UsageBook(folder.root / USAGE)
-        self._samples = Samples(folder, own_files=True) if isinstance(view, LiveView) and view.is_picture else None
+        draws = isinstance(view, LiveView) and view.is_picture
+        self._samples = Samples(NewestSample(folder, own_files=True)) if draws else None
         self._notice = ""
         self._paused = False
         self._looked = self._saved = -1e9

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
 
 from shoal.envs.base import Env, task_of
 from shoal.envs.evaluate import as_text, transcript_of
@@ -67,12 +68,19 @@ def flat_samples(folder: RunFolder) -> list[str]:
     return samples
 
 
+class Newest(Protocol):
+    """What finds a conversation."""
+
+    def read(self) -> Sample | None:
+        """A conversation; None if there is no new one. Raises `ShoalError` if it cannot be read."""
+        ...
+
+
 class Samples:
     """The newest conversation of a run, looked for in a thread of its own now and then."""
 
-    def __init__(self, folder: RunFolder, own_files: bool = False, every_s: float = SAMPLE_EVERY_S) -> None:
-        """`own_files` executes environment files that the run names: the code of its host."""
-        self._newest, self._every_s = NewestSample(folder, own_files), every_s
+    def __init__(self, newest: Newest, every_s: float = SAMPLE_EVERY_S) -> None:
+        self._newest, self._every_s = newest, every_s
         self._sample: Sample | None = None
         self._thread: threading.Thread | None = None
         self._looked_at = -every_s
@@ -96,7 +104,7 @@ class NewestSample:
     """The newest accepted group of a run that goes on, one rollout of it as a conversation."""
 
     def __init__(self, folder: RunFolder, own_files: bool = False) -> None:
-        """`own_files` as of `Samples`."""
+        """`own_files` executes environment files that the run names: the code of its host."""
         self._folder, self._own_files = folder, own_files
         self._seq = -1
         """Events up to this one were read."""
@@ -127,14 +135,14 @@ class NewestSample:
         if group.env not in self._envs:
             turns = conversation(sampling, group.rollouts[0], self._renderer)
             title = f"one rollout of version {accepted.version} · {group.env} · task {group.task} · {UNDECODED}"
-            return _sample(title, turns) if turns else None
+            return sample_of(title, turns) if turns else None
         env = self._envs[group.env]
         talk = retell(env, self._renderer, task_of(env, group.task), group.rollouts[0], sampling)
         if talk is None:
             return None
         ending = f"reward {talk.reward:.2f} · ended by {talk.ending}"
         title = f"one rollout of version {accepted.version} · {group.env} · task {group.task} · {ending}"
-        return _sample(title, talk.texts)
+        return sample_of(title, talk.texts)
 
     def _first_event(self) -> RunCreated:
         for body in self._bodies(-1, 1):
@@ -173,7 +181,8 @@ class NewestSample:
             store.close()
 
 
-def _sample(title: str, texts: Iterable[tuple[str, str]]) -> Sample:
+def sample_of(title: str, texts: Iterable[tuple[str, str]]) -> Sample:
+    """A conversation, cut to what may be shown of it."""
     return Sample(title, tuple((SPEAKERS.get(who, who), text[:MOST_CHARS]) for who, text in texts))
 
 

@@ -28,26 +28,32 @@ FRAME = 2
 """Lines of the frame, and cells between it and what is in it, on each side."""
 
 LEAST_CURVE_LINES, COMPACT_LINES, SAMPLE_LINES = 5, 3, 9
+TURN_S = 10.0
+"""Where there is no room for both, a conversation is shown for so long, then the curve and more workers."""
+
 MOST_HELD_LINES = 200
 """What is said while the picture fills the screen is printed after it; so much of it is kept."""
 
 
-def render(snapshot: Snapshot, height: int | None = None, said: str = "") -> RenderableType:
+def render(snapshot: Snapshot, height: int | None = None, said: str = "", talks: bool = False) -> RenderableType:
     """The whole picture, in at most `height` lines: progress, reward curve and figures, workers, what is waited for.
 
     `said` is the newest message to the user. A smaller terminal shows fewer figures and fewer workers without refusals.
+    `talks`: where there is no room for a conversation, it takes that of the curve and of workers without refusals.
     """
-    return _Picture(snapshot, height, said)
+    return _Picture(snapshot, height, said, talks)
 
 
 class _Picture:
-    def __init__(self, snapshot: Snapshot, height: int | None, said: str) -> None:
-        self._snapshot, self._height, self._said = snapshot, height, said
+    def __init__(self, snapshot: Snapshot, height: int | None, said: str, talks: bool) -> None:
+        self._snapshot, self._height, self._said, self._talks = snapshot, height, said, talks
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         snapshot, inside = self._snapshot, max(8, options.max_width - 2 * FRAME)
         body = None if self._height is None else max(4, self._height - FRAME)
-        parts = _parts(snapshot, console, inside, body, self._said)
+        parts, has_talk = _parts(snapshot, console, inside, body, self._said)
+        if self._talks and body is not None and snapshot.sample is not None and not has_talk:
+            parts, _ = _parts(snapshot, console, inside, body, self._said, talk_lines=SAMPLE_LINES)
         title = Text.assemble(("shoal", "bold"), f" · {brief(snapshot.name, 40)}")
         stops = "" if snapshot.status.phase == "ended" else " · Ctrl-C stops cleanly, the same command resumes"
         hint = snapshot.hint or f"{snapshot.out}{stops}"
@@ -60,9 +66,12 @@ def _height(console: Console, options: ConsoleOptions, parts: list[RenderableTyp
     return len(console.render_lines(Group(*parts), options.update(width=width, height=None)))
 
 
-def _parts(snapshot: Snapshot, console: Console, width: int, body: int | None, said: str) -> list[RenderableType]:
-    """What is inside the frame, from the top. Lines are given out by importance: what is waited for, workers in trouble,
-    the message, the figures, the other workers, a conversation."""
+def _parts(
+    snapshot: Snapshot, console: Console, width: int, body: int | None, said: str, talk_lines: int = 0
+) -> tuple[list[RenderableType], bool]:
+    """What is inside the frame, from the top, and whether a conversation is among it. Lines are given out by importance:
+    what is waited for, workers in trouble, the message, the figures, the other workers, a conversation. `talk_lines` are
+    kept free for it before figures and other workers get theirs."""
     most = (3 if body is None else 2) + 2 * min(len(snapshot.alarms), 2)
     watched = Text("\n").join(list(panels.watchdog(snapshot).wrap(console, width))[:most])
     message = _message(console, said, width, 8 if body is None else body // 4)
@@ -73,7 +82,7 @@ def _parts(snapshot: Snapshot, console: Console, width: int, body: int | None, s
     troubled = sum(in_trouble(node, snapshot) for node in found)
     least = 1 + min(len(found), max(3, min(troubled, body // 3))) + 1  # a heading, and the line about the others
     figures = len(panels.figures(snapshot)) if width >= panels.WIDE else COMPACT_LINES
-    room = left - least - 3
+    room = left - least - 3 - talk_lines
     middle: RenderableType
     if width >= panels.WIDE and room >= LEAST_CURVE_LINES:
         lines = min(room, max(figures, panels.CHART_HEIGHT + 2))
@@ -83,19 +92,21 @@ def _parts(snapshot: Snapshot, console: Console, width: int, body: int | None, s
         curve = panels.Curve(snapshot, min(lines, panels.CHART_HEIGHT + 2))
         middle.add_row(curve, panels.figures_table(snapshot, lines))
     else:
-        middle = panels.figures_in_a_row(snapshot, width, max(1, min(COMPACT_LINES, left - least)))
+        middle = panels.figures_in_a_row(snapshot, width, max(1, min(COMPACT_LINES, left - least - talk_lines)))
         lines = _lines(middle)
     left -= lines
     gaps = 3 if left - least >= 3 else 0
-    shown = min(left - gaps, len(found) + 1 if len(found) < left - gaps else left - gaps) if body < 1000 else None
+    of_table = max(min(left - gaps, least), left - gaps - talk_lines)
+    shown = min(of_table, len(found) + 1) if body < 1000 else None
     left -= gaps + (shown or 0)
     space = [Text()] if gaps else []
     talk: list[RenderableType] = []
     if snapshot.sample is not None and left >= 4:
-        talk = [panels.conversation(snapshot.sample, min(left - 1, SAMPLE_LINES)), Text()]
+        talk = [Text(), panels.conversation(snapshot.sample, min(left - 1, SAMPLE_LINES))]
     table = nodes_table(snapshot, width, shown)
     said_parts = [message] if message else []
-    return [panels.progress(snapshot, width), *space, middle, *space, table, *talk, *said_parts, *space, watched]
+    parts = [panels.progress(snapshot, width), *space, middle, *space, table, *talk, *said_parts, *space, watched]
+    return parts, bool(talk)
 
 
 def _message(console: Console, said: str, width: int, lines: int) -> Text:
@@ -171,10 +182,16 @@ class View(Protocol):
         ...
 
 
+def draws_on(console: Console) -> bool:
+    """Whether a picture can be drawn there."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
 class LiveView:
     """Shows snapshots as they come: on a terminal redrawn on a screen of its own, new lines only when piped.
 
     The screen of its own is left as it was found: nothing of the picture stays, whatever size the terminal had meanwhile.
+    Where there is no room for both, a conversation and the curve take turns.
     """
 
     def __init__(self, console: Console, wait_line_every_s: float = 10.0) -> None:
@@ -185,7 +202,7 @@ class LiveView:
         self._said = ""
         self._held: deque[str] = deque(maxlen=MOST_HELD_LINES)
         self._live = None
-        if console.is_terminal and not console.is_dumb_terminal:
+        if draws_on(console):
             from rich.live import Live
 
             self._live = Live(console=console, auto_refresh=False, screen=True, redirect_stdout=False,
@@ -205,7 +222,8 @@ class LiveView:
     def show(self, snapshot: Snapshot) -> None:
         """Draw, or print what is new."""
         if self._live is not None:
-            self._live.update(render(snapshot, self._console.height, self._said), refresh=True)
+            talks = int(time.monotonic() / TURN_S) % 2 == 1
+            self._live.update(render(snapshot, self._console.height, self._said, talks), refresh=True)
             return
         if snapshot.step > self._shown_step:
             self._shown_step = snapshot.step

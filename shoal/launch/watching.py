@@ -8,6 +8,7 @@ shows; from a URL what anyone may see.
 import asyncio
 import contextlib
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -18,20 +19,27 @@ import msgspec
 from rich.console import Console
 
 from shoal.alarms import standing_alarms
+from shoal.errors import ShoalError
 from shoal.folder import RunFolder
 from shoal.launch.evaluations import results_in
 from shoal.launch.keyboard import Keyboard, keyboard
+from shoal.launch.public_samples import EVERY_S, PublicSample
 from shoal.launch.remote import RemoteRun, cleaned_metrics
-from shoal.launch.samples import Samples
+from shoal.launch.samples import NewestSample, Samples
 from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import USAGE, wall_s_before
-from shoal.launch.view import LiveView, plain, render
+from shoal.launch.view import LiveView, draws_on, plain, render
 from shoal.metrics import read_metrics
 from shoal.net.client import Client
+from shoal.protocol.types import NodeState, Status
 from shoal.terminal import printable
+from shoal.watch.reading.run import open_run
 
 LOOK_EVERY_S = 1.0
 KEY_WAIT_S = 0.1
+
+LOG_WAIT_S = 3.0
+"""The first picture of a run that nobody hosts waits so long for its log."""
 
 LEAVES = "q leaves; the run goes on"
 
@@ -55,26 +63,63 @@ class FolderWatch:
         self._config = self._folder.config()
         self._coordinator = CoordinatorWatch(self._folder.address, self._config.host.bind, is_reader=True)
         self._metrics = MetricsWatch(self._folder.metrics, _cleaned)
-        self._samples = Samples(self._folder)
+        self._samples = Samples(NewestSample(self._folder))
+        self._log: _Log | None = None
+        """Of a run that nobody hosts."""
 
     async def look(self) -> Snapshot:
         """See `Watched`."""
         return await asyncio.to_thread(self._look)
 
     def _look(self) -> Snapshot:
-        config, folder, status = self._config, self._folder, self._coordinator.status()
-        hosted = self._coordinator.answers
-        if not hosted:
+        config, folder, status, nodes = (
+            self._config,
+            self._folder,
+            self._coordinator.status(),
+            self._coordinator.nodes(),
+        )
+        hosted, notice = self._coordinator.answers, ""
+        if hosted:
+            self._log = None
+        else:
+            self._log = self._log or _Log(folder.root)
+            status, nodes = self._log.said() or (status, nodes)
+            notice = "nobody hosts this run now: this is what its folder has"
+            if self._log.trouble:
+                notice += f". {self._log.trouble}"
             phase = "ended" if folder.summary.exists() else "not hosted"
             status = msgspec.structs.replace(status, phase=phase, waiting_for="", in_flight=0)
         return Snapshot(
             name=config.name, out=str(folder.root), steps=config.steps, status=status, url=self._coordinator.url(),
             elapsed_s=wall_s_before(folder.root / USAGE), metrics=self._metrics.read(),
-            nodes=self._coordinator.nodes(), cheaters=frozenset(f"cheater-{i}" for i in range(config.workers.cheating)),
-            heldout=results_in(folder.evaluations), sample=self._samples.latest() if hosted else None,
-            notice="" if hosted else "nobody hosts this run now: this is what its folder has",
+            nodes=nodes, cheaters=frozenset(f"cheater-{i}" for i in range(config.workers.cheating)),
+            heldout=results_in(folder.evaluations), sample=self._samples.latest(),
+            notice=notice,
             alarms=standing_alarms(folder.alarms),
         )  # fmt: skip
+
+
+class _Log:
+    """What the log of a run says that nobody hosts: replayed once, in a thread, because a long one takes minutes."""
+
+    def __init__(self, root: Path) -> None:
+        self._said: tuple[Status, tuple[NodeState, ...]] | None = None
+        self.trouble = "Reading its log"
+        self._thread = threading.Thread(target=self._read, args=(root,), name="log", daemon=True)
+        self._thread.start()
+        self._thread.join(LOG_WAIT_S)
+
+    def said(self) -> tuple[Status, tuple[NodeState, ...]] | None:
+        """Status and nodes; None before they are known."""
+        return self._said
+
+    def _read(self, root: Path) -> None:
+        try:
+            with open_run(root) as run:
+                run.catch_up()
+                self._said, self.trouble = (run.condition().status, tuple(run.nodes())), ""
+        except ShoalError as error:
+            self.trouble = f"Its log cannot be read: {error}"
 
 
 def _cleaned(path: Path) -> Iterator[dict[str, Any]]:
@@ -85,11 +130,11 @@ def _cleaned(path: Path) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.asynccontextmanager
-async def opened(source: str) -> AsyncIterator[Watched]:
-    """The run at a URL or in a folder. Raises `ShoalError`."""
+async def opened(source: str, with_talk: bool = False) -> AsyncIterator[Watched]:
+    """The run at a URL or in a folder. `with_talk`: also of a URL a conversation now and then. Raises `ShoalError`."""
     if source.startswith(("http://", "https://")):
         async with Client(source, on_wait=lambda line: None) as client:
-            yield RemoteRun(client)
+            yield RemoteRun(client, samples=Samples(PublicSample(source), EVERY_S) if with_talk else None)
     else:
         yield FolderWatch(Path(source))
 
@@ -121,7 +166,7 @@ async def _look_once(source: str) -> Snapshot:
 
 
 async def _watch(source: str, console: Console) -> None:
-    async with opened(source) as run:
+    async with opened(source, with_talk=draws_on(console)) as run:
         first = await run.look()
         view = LiveView(console)
         try:

@@ -15,10 +15,10 @@ from shoal.launch.view import LiveView, render
 SIZES = [(60, 24), (80, 24), (100, 30), (140, 40)]
 
 
-def lines_of(snapshot: Snapshot, width: int, height: int | None, said: str = "") -> list[str]:
+def lines_of(snapshot: Snapshot, width: int, height: int | None, said: str = "", talks: bool = False) -> list[str]:
     """What the terminal shows."""
     console = Console(file=io.StringIO(), width=width, height=height or 100, force_terminal=True, color_system=None)
-    console.print(render(snapshot, height, said))
+    console.print(render(snapshot, height, said, talks))
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return text.splitlines()
 
@@ -76,6 +76,21 @@ def test_a_conversation_is_shown_where_there_is_room_and_only_there(snapshot: Sn
     for said in ("a rollout of version 37, reward 0.25", "2 + 2 = ?", "four", "I think"):
         assert said in tall, said
     assert "2 + 2" not in "\n".join(lines_of(crowd(talking, 40), 80, 24))
+
+
+def test_at_80x24_a_conversation_takes_turns_with_the_curve_and_refusals_stay(snapshot: Snapshot) -> None:
+    talk = Sample("a rollout of version 37, reward 0.25", (("user", "2 + 2 = ?"), ("assistant", "four\nI think")))
+    talking = replace(snapshot, sample=talk)
+    both = [lines_of(shown, 80, 24, talks=turn) for turn in (False, True) for shown in (talking, crowd(talking, 40))]
+    for lines in both:
+        assert len(lines) <= 24 and {cell_len(line) for line in lines} == {80}
+        text = "\n".join(lines)
+        for point in ("step 37/90", "cheater-0", "sampling 40x", "quarantined", "waiting 8 s for workers", "reward"):
+            assert point in text, point
+    assert not any("four" in line for lines in both[:2] for line in lines)
+    assert all(any("four" in line for line in lines) for lines in both[2:])
+    assert lines_of(talking, 80, 40, talks=True) == lines_of(talking, 80, 40), "there is room for both"
+    assert lines_of(snapshot, 80, 24, talks=True) == lines_of(snapshot, 80, 24), "there is none"
 
 
 def test_time_left_follows_the_newest_steps_and_shrugs_off_one_long_night(snapshot: Snapshot) -> None:

@@ -28,7 +28,7 @@ from shoal.errors import PeerError, StateError
 from shoal.folder import RunFolder
 from shoal.launch.keyboard import Keyboard
 from shoal.launch.remote import MOST_NUMBER, PAGES_AT_ONCE, RemoteRun, cleaned_line, cleaned_node, cleaned_status
-from shoal.launch.samples import Samples
+from shoal.launch.samples import NewestSample, Samples
 from shoal.launch.snapshot import Sample, Snapshot
 from shoal.launch.view import LiveView, plain, render
 from shoal.launch.watching import FolderWatch, follow, watch
@@ -225,7 +225,7 @@ def test_texts_and_numbers_of_a_hostile_host_are_cut() -> None:
 
 
 def test_a_folder_that_nobody_hosts_is_shown_and_left_as_it_was(tmp_path: Path) -> None:
-    Town(tmp_path / "run", tiny_run())
+    town = Town(tmp_path / "run", tiny_run())  # kept, so that its store is not closed meanwhile
 
     def files() -> dict[str, tuple[int, float]]:
         return {str(p): (p.stat().st_size, p.stat().st_mtime) for p in (tmp_path / "run").rglob("*") if p.is_file()}
@@ -236,7 +236,7 @@ def test_a_folder_that_nobody_hosts_is_shown_and_left_as_it_was(tmp_path: Path) 
     console = Console(file=io.StringIO(), width=80)
     watch(str(tmp_path / "run"), console, once=True)
     assert "step 0/3" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert files() == before
+    assert files() == before and town
 
 
 def test_a_folder_shows_the_alarms_that_stand(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_folder_without_a_run_is_an_error_with_a_remedy(tmp_path: Path) -> Non
 
 
 def test_a_view_waits_for_no_conversation_and_survives_an_environment_that_raises(tmp_path: Path) -> None:
-    samples = Samples(RunFolder(tmp_path), every_s=0.0)
+    samples = Samples(NewestSample(RunFolder(tmp_path)), every_s=0.0)
     found = Sample("one", (("policy", "words"),))
     answers = iter([RuntimeError("an environment"), None, found, None, None])
 

@@ -256,14 +256,8 @@ class UrlSource:
         manifest = open_manifest(
             data, run=state.run, keys=state.publishers, now=None, version=version, root=record.root
         )
-        home = tempfile.TemporaryDirectory(prefix="shoal-watch-")
-        wanted = [entry for entry in manifest.files if entry.path in FILES[state.sampling.stops]]
-        for entry in wanted:
-            file = b"".join(self.blob(chunk) for chunk in entry.chunks)
-            if digest(file) != entry.digest:
-                raise PeerError(f"{self.name} serves another {entry.path} than its manifest names: do not trust it")
-            (Path(home.name) / entry.path).write_bytes(file)
-        self._home = home
+        self._home = home = tempfile.TemporaryDirectory(prefix="shoal-watch-")
+        self._asking.wait(fetch_tokenizer(self._client, manifest, state.sampling.stops, Path(home.name)))
         return contained(Limits(), state.sampling.stops)(Path(home.name))  # guard: watched-tokenizer-is-contained
 
     def has_key(self, run_key: str) -> bool:
@@ -274,6 +268,18 @@ class UrlSource:
         self._asking.close()
         if self._home is not None:
             self._home.cleanup()
+
+
+async def fetch_tokenizer(client: Client, manifest: t.Manifest, stops: str, home: Path) -> None:
+    """Fetch the files of a version that its tokenizer is made of into a folder. Raises `ShoalError`."""
+    run = UrlRun(client)
+    for entry in manifest.files:
+        if entry.path not in FILES[stops]:
+            continue
+        file = b"".join([await run.blob(chunk) for chunk in entry.chunks])
+        if digest(file) != entry.digest:
+            raise PeerError(f"{run.name} serves another {entry.path} than its manifest names: do not trust it")
+        (home / entry.path).write_bytes(file)
 
 
 def clean(lines: Iterable[dict[str, Any]]) -> list[dict[str, Value]]:
