@@ -84,11 +84,11 @@ def figure(asked: Asked) -> tuple[str, Mapping[str, Any]]:
 def _by_version(asked: Asked, name: str) -> Mapping[str, Any]:
     """The rows of a figure that the log or evaluations say by version, newest first."""
     env, point = name.partition("/")[2], "groups?version="
+    columns: tuple[str, ...] = ("groups", "mean", "spread")
     if name == "heldout":
         columns = ("env", "mean", "low95", "high95", "episodes", "measure", "tasks")
         found, table, told = asked.look.heldout(asked.run), "heldout", "All evaluations"
     else:
-        columns = ("groups", "mean", "spread")
         found, table, told = rewards_of(asked.look, asked.run, env)[-50:], "rewards", "Newest versions"
     rows, newest = list[dict[str, Any]](), -1
     for row in reversed(found):
