@@ -622,6 +622,64 @@ def test_every_page_can_be_reached_from_the_index() -> None:
     assert [page for page in pages if page != "index.md" and f"({page})" not in index] == []
 
 
+# --- what is said stands in one place ---
+
+LONG = 120
+"""Characters from which a paragraph that stands on two pages is a text that somebody must keep up twice."""
+
+_GENERATED = re.compile(
+    r"<!-- generated: .*?<!-- end of generated -->|<!-- figures: .*?<!-- end of figures -->", re.DOTALL
+)
+_PICTURE = re.compile(r"!\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+
+
+def long_paragraphs(text: str) -> set[str]:
+    """Paragraphs, list items and rows of a page as plain words, without code, generated tables and targets of links."""
+    text = _GENERATED.sub("", _FENCE.sub("\n\n", text))
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL))
+    parts = re.split(r"\n\s*\n|\n(?=[-|*] |\d+\. )", text)
+    return {plain for part in parts if len(plain := " ".join(re.findall(r"\w+", part.lower()))) > LONG}
+
+
+def said_twice(texts: dict[str, str]) -> list[str]:
+    """The beginning of each long paragraph that is on two of these pages, with their names."""
+    pages: dict[str, list[str]] = {}
+    for name, text in texts.items():
+        for paragraph in long_paragraphs(text):
+            pages.setdefault(paragraph, []).append(name)
+    return sorted(f"{' and '.join(names)}: {paragraph[:80]}" for paragraph, names in pages.items() if len(names) > 1)
+
+
+def test_no_long_paragraph_stands_on_two_pages() -> None:
+    texts = {page_id(page): page.read_text() for page in [*PAGES, ROOT / "benchmarks" / "README.md"]}
+    assert said_twice(texts) == [], "keep the better one, and let the other page link to it"
+
+
+def test_a_paragraph_with_other_links_and_line_ends_is_found_twice() -> None:
+    words = "Nobody should have to change the same sentence in two places, because one of them will be forgotten "
+    one, other = (f"# A\n\n{words}[some{end}day](a.md), and then two pages disagree about it.\n" for end in (" ", "\n"))
+    assert [line.partition(":")[0] for line in said_twice({"a.md": one, "b.md": other})] == ["a.md and b.md"]
+    assert said_twice({"a.md": one, "b.md": "Short ones may."}) == []
+
+
+def test_each_picture_stands_on_one_page() -> None:
+    shown: dict[Path, list[str]] = {}
+    for page in PAGES:
+        for target in set(_PICTURE.findall(prose(page))):
+            shown.setdefault((page.parent / target).resolve(), []).append(page_id(page))
+    shared = {picture.name: pages for picture, pages in shown.items() if len({*pages} - {"LOG.md"}) > 1}
+    assert shared == {}
+
+
+def test_each_picture_is_shown_and_those_of_screens_are_made_by_a_script_of_the_tree() -> None:
+    shown = "\n".join(page.read_text() for page in PAGES)
+    scripts = "\n".join(path.read_text() for path in (ROOT / "deploy" / "docs").glob("*.py"))
+    pictures = [path.name for path in (ROOT / "docs" / "pictures").iterdir()]
+    screens = [name for name in pictures if re.match("page-|report|watch", name)]
+    assert [name for name in pictures if f"pictures/{name}" not in shown] == []
+    assert len(screens) > 4 and [name for name in screens if Path(name).stem not in scripts] == []
+
+
 # --- what is linked is there, what is typed works ---
 
 
