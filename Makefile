@@ -112,7 +112,7 @@ check: $(VENV)/.tests
 
 # A link without a target ends it.
 docs: $(VENV)/.docs
-	$(BIN)/python -m zensical build --clean --strict
+	$(BIN)/python deploy/docs/build.py
 
 bench: $(VENV)/.tests
 	@set -e; for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python benchmarks/figures.py run $$bench; done

@@ -1,9 +1,9 @@
 """The docs as a site: every page can be found, every link leads somewhere, and nothing comes from another server."""
 
+import json
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from deploy.docs.build import generator, page_of, prepared
 from shoal.config import load_run
 from shoal.envs.load import BUILT_IN, load_env
 from shoal.envs.score import Score
@@ -34,7 +35,9 @@ def pages_of(nav: Any) -> Iterator[str]:
 
 def test_every_page_is_in_the_navigation_once() -> None:
     nav = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
-    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    docs = ROOT / "docs"
+    pages = [page.relative_to(docs).as_posix() for page in docs.rglob("*.md")]
+    pages += [page.relative_to(docs).with_suffix(".md").as_posix() for page in docs.rglob("*.ipynb")]
     assert sorted(pages_of(nav)) == sorted(pages)
 
 
@@ -77,26 +80,21 @@ def test_the_environments_shown_reward_the_right_answer_alone(tmp_path: Path) ->
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what the site is built from."""
     pytest.importorskip("zensical", reason="the site's generator is not installed: pip install '.[docs]'")
-    place = tmp_path_factory.mktemp("site")
-    shutil.copytree(ROOT / "docs", place / "docs")
-    shutil.copytree(ROOT / "deploy" / "docs", place / "deploy" / "docs")
-    shutil.copy(ROOT / "zensical.toml", place)
-    return place
+    return prepared(tmp_path_factory.mktemp("site"))
 
 
 def build(project: Path) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
-    return subprocess.run(words, cwd=project, capture_output=True, text=True, timeout=120)
+    return subprocess.run(generator(), cwd=project, capture_output=True, text=True, timeout=240)
 
 
-def built(project: Path) -> Path:
+@pytest.fixture(scope="module")
+def site(project: Path) -> Path:
     done = build(project)
     assert done.returncode == 0, done.stdout + done.stderr
     return project / "site"
 
 
-def test_the_site_has_every_page_and_no_dead_link(project: Path) -> None:
-    site = built(project)
+def test_the_site_has_every_page_and_no_dead_link(project: Path, site: Path) -> None:
     pages = {page.relative_to(project / "docs").with_suffix(".html") for page in (project / "docs").rglob("*.md")}
     assert [page for page in pages if not (site / page).is_file()] == []
     dead = []
@@ -110,13 +108,52 @@ def test_the_site_has_every_page_and_no_dead_link(project: Path) -> None:
     assert dead == []
 
 
-def test_pages_load_nothing_from_another_server(project: Path) -> None:
-    site = built(project) if not (project / "site").is_dir() else project / "site"
+def test_pages_load_nothing_from_another_server(site: Path) -> None:
     texts = {page.relative_to(site).as_posix(): page.read_text() for page in site.rglob("*.html")}
     loaded = {name: [a or b for a, b in LOADED.findall(text)] for name, text in texts.items()}
     abroad = {name: [one for one in ones if "//" in one] for name, ones in loaded.items()}
     assert {name: ones for name, ones in abroad.items() if ones} == {}
     assert "console run" not in texts["tutorial.html"], "a code block was taken for text"
+
+
+def test_notebooks_are_pages_that_others_link_to_and_that_offer_the_file(site: Path) -> None:
+    page = (site / "notebooks" / "first_run.html").read_text()
+    assert "train_here" in page and 'href="first_run.ipynb" download' in page
+    assert (site / "notebooks" / "first_run.ipynb").is_file()
+    assert "notebooks/first_run.html" in (site / "index.html").read_text()
+
+
+def test_a_notebook_becomes_texts_and_blocks_of_code() -> None:
+    cells = [("markdown", "# A\n\nWhy."), ("code", "x = 1\nx"), ("markdown", "Then.")]
+    notebook = {"cells": [{"cell_type": kind, "source": text.splitlines(keepends=True)} for kind, text in cells]}
+    page = page_of(notebook, "a.ipynb")
+    assert page.startswith("# A\n\n!!! note") and "`jupyter lab a.ipynb`" in page
+    assert "\nWhy.\n\n```python\nx = 1\nx\n```\n\nThen.\n" in page
+
+
+def test_the_index_of_the_search_has_the_words_of_a_page(site: Path) -> None:
+    whole = json.loads((site / "search.json").read_text())
+    assert (site / "search.js").read_text().count("quarantine") > 0, "pages opened as files read the index as a script"
+    found = {item["location"].partition("#")[0] for item in whole["items"] if "quarantine" in item["text"].lower()}
+    assert "how-to/alarms.html" in found
+    assert {item["location"].partition("#")[0] for item in whole["items"]} >= {"notebooks/first_run.html", "faq.html"}
+
+
+@pytest.mark.slow
+def test_typing_a_word_finds_its_page_in_a_browser_without_a_server(site: Path) -> None:
+    needs = "needs a browser: install Chromium, and playwright from constraints.txt"
+    sync_api = pytest.importorskip("playwright.sync_api", reason=needs)
+    chromium = shutil.which("chromium") or pytest.skip(needs)
+    with sync_api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        page, asked = browser.new_context(offline=True).new_page(), []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto((site / "index.html").as_uri())
+        page.keyboard.press("/")
+        page.keyboard.type("quarantine")
+        page.locator("a[href*='alarms.html']", has_text="alarm").last.wait_for()
+        browser.close()
+    assert [url for url in asked if not url.startswith(("file://", "about:"))] == []
 
 
 def test_a_broken_link_fails_the_build(project: Path) -> None:
