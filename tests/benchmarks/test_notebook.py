@@ -23,13 +23,13 @@ def test_lines_that_are_empty_or_comments_are_not_typed():
 
 
 def test_what_a_cell_shows_is_read_as_shares_with_their_intervals():
-    assert read(SHOWN, 41.0) == Trained(before=0.2, after=0.74, low_after=0.68, high_before=0.25, seconds=41.0)
+    assert read(SHOWN, 41.0, 30.0) == Trained(0.2, 0.74, low_after=0.68, high_before=0.25, seconds=41.0, cpu_s=30.0)
     with pytest.raises(ValueError, match="does not say"):
-        read(SHOWN.partition("\n")[0], 41.0)
+        read(SHOWN.partition("\n")[0], 41.0, 30.0)
 
 
 def test_each_bar_is_missed_by_its_own_fault():
-    good = Trained(0.2, 0.74, 0.68, 0.25, 41.0)
+    good = Trained(0.2, 0.74, 0.68, 0.25, 41.0, 30.0)
     figures = figures_of(7, 90.0, [good, good._replace(seconds=50.04)])
     assert (figures["train_slowest_s"], figures["with_install_minutes"]) == (50.0, 2.33)
     assert figures["success_after"] == [0.74, 0.74] and all(bars_of(figures, [good]).values())
