@@ -2,7 +2,9 @@
 
 import json
 from dataclasses import replace
+from urllib.parse import urlencode
 
+from shoal.metrics import METRICS
 from shoal.watch.page import Shelf
 
 HOSTILE = [
@@ -35,16 +37,43 @@ def hostile_shelf(root, index, monkeypatch):
         for place, key_ in enumerate(keys):
             word = HOSTILE[place % len(HOSTILE)].encode("utf-8", "replace").decode()
             db.execute(f"UPDATE {table} SET {column} = ? WHERE {key} = ?", (word, key_))
-    for place, word in enumerate(HOSTILE):
-        word = word.encode("utf-8", "replace").decode()
+    words = [word.encode("utf-8", "replace").decode() for word in HOSTILE]
+    for place, word in enumerate(words):
         db.execute("INSERT OR REPLACE INTO series VALUES (1, ?, 1, 0.5)", (f"env_metric/{word}",))
-        alarm = (word, word, place, word, json.dumps({"measured": []}))
+        evidence = {
+            "measured": [{"name": word, "value": 0.5, "limit": 0.1}, {"name": "x", "value": word, "limit": word}]
+        }
+        alarm = (word, word, place, word, json.dumps(evidence))
         db.execute("INSERT INTO alarms VALUES (1, ?, ?, ?, 'warning', ?, 1, 1, 1, ?)", alarm)
         db.execute("INSERT INTO heldout VALUES (1, ?, '', ?, 0.5, 0.4, 0.6, 9, ?, ?)", (word, place, word, word))
+    _say_in_tables_and_judgements(db, words)
     db.execute("UPDATE runs SET name = ?", (HOSTILE[2],))
-    of_run = shelf.group
+    monkeypatch.setattr(shelf, "group", _hostile_groups(shelf.group))
+    return shelf
 
-    def group(*asked):
+
+def _say_in_tables_and_judgements(db, words):
+    """What the host's metrics, its condition, nodes and validators say: names, outcomes, roots and what is waited for."""
+    line = {**dict.fromkeys(METRICS, words[0]), **dict.fromkeys(words, 0.5)}
+    line |= {"step": 1, "reward_mean": dict.fromkeys(words, 0.5), "entropy_nats": dict.fromkeys(words, 1.5)}
+    db.execute("UPDATE metrics SET line = ? WHERE step = 1", (json.dumps(line),))
+    told = json.loads(db.execute("SELECT told FROM conditions").fetchone()[0])
+    told |= {"phase": words[4], "waiting_for": words[0], "pause_cause": words[1], "refused": {words[0]: 1}}
+    db.execute("UPDATE conditions SET told = ?, trouble = ?", (json.dumps(told), words[0]))
+    for word in words:
+        db.execute("UPDATE nodes SET reasons = ?, standing = ? WHERE reasons != '{}'", (json.dumps({word: 2}), word))
+    # Two validators that differ about all submissions, of which one accuses the other.
+    db.execute("INSERT INTO verdicts SELECT run, seq + 100000, time_s, ?, submission, worker, version, groups, audited, "
+               "accept, void, soft, hard, ?, ?, seq FROM verdicts", (words[0], words[1], words[2]))  # fmt: skip
+    db.execute("UPDATE verdicts SET outcomes = ? WHERE seq < 100000", (words[3],))
+    db.execute("UPDATE refusals SET outcome = ?", (words[0],))
+    db.execute("UPDATE versions SET root = ?", (words[0],))
+
+
+def _hostile_groups(of_run):
+    """Groups whose texts, endings, flaws, and when they are played again names of rewards and problems, are hostile."""
+
+    def group(*asked, parts=False):
         read = of_run(*asked)
         turns = [
             replace(
@@ -54,10 +83,33 @@ def hostile_shelf(root, index, monkeypatch):
             )
             for place, turn in enumerate(read.rollouts[0].turns)
         ]
+        named = {"parts": dict.fromkeys(HOSTILE, 0.5), "metrics": dict.fromkeys(HOSTILE, 1.5)} if parts else {}
         rollouts = [
-            replace(r, turns=tuple(turns), ending=HOSTILE[r.index], flaw=HOSTILE[r.index]) for r in read.rollouts
-        ]
+            replace(r, turns=tuple(turns), ending=HOSTILE[r.index], flaw=HOSTILE[r.index], **named,
+                    problem=HOSTILE[r.index] if parts else "")
+            for r in read.rollouts
+        ]  # fmt: skip
         return replace(read, rollouts=tuple(rollouts))
 
-    monkeypatch.setattr(shelf, "group", group)
-    return shelf
+    return group
+
+
+def hostile_addresses(shelf):
+    """Every view of such a page, also with hostile words in its address."""
+    look = shelf.look()
+    groups = look.rows("SELECT id, env, task, version, slot FROM groups WHERE public = 1 LIMIT 3")
+    one = groups[0]
+    views = ["", "figures", "nodes", "validators", "refusals", "versions", "log", "log?after=30", "alarms", "groups",
+             "steps/1", "groups?" + urlencode({"q": HOSTILE[0], "env": HOSTILE[1], "status": HOSTILE[3]}),
+             "log?" + urlencode({"q": HOSTILE[3], "node": HOSTILE[0]}), "nodes?" + urlencode({"q": HOSTILE[1]}),
+             "refusals?" + urlencode({"check": HOSTILE[0]}), "figures?" + urlencode({"q": HOSTILE[0]}),
+             f"versions/{one['version']}/slots/{one['slot']}"]  # fmt: skip
+    views += [f"figure?{urlencode({'name': f'env_metric/{word}'})}" for word in HOSTILE[:6]]
+    views += [f"task?{urlencode({'env': row['env'], 'task': row['task']})}" for row in groups]
+    views += [f"groups/{row['id']}{query}" for row in groups for query in ("", "?parts=1&colour=advantage&by=worst")]
+    views += [f"nodes/{row['key']}" for row in look.rows("SELECT key FROM nodes")]
+    return [
+        "/compare",
+        f"/compare?{urlencode({'metric': f'env_metric/{HOSTILE[0]}'})}",
+        *(f"/1/{view}" for view in views),
+    ]

@@ -3,19 +3,41 @@
 Slow: `make test-slow`. Skipped where Chromium or its driver is missing.
 """
 
+import re
+import shutil
+from urllib.parse import urlsplit
+
 import pytest
 
 from shoal.watch.page import Shelf
+from shoal.watch.page.group_views import GROUP_VIEWS
+from shoal.watch.page.log_views import LOG_VIEWS
+from shoal.watch.page.views import VIEWS as RUN_VIEWS
 from tests.watch.browsing import TOKEN, checked, go, needs_browser, opened, served
+from tests.watch.hostile import hostile_addresses
 
 VIEWS = ("Overview", "Figures", "Groups", "Nodes", "Validators", "Refusals", "Versions", "Log", "Alarms")
-INNER = (("Groups", "tbody th a"), ("Nodes", "tbody th a"), ("Log", ".timeline a.seq"), ("Figures", "figcaption a"),
-         ("Groups", "tbody a[href*=task]"))  # fmt: skip
+INNER = (
+    ("Figures", "a[rel=next]"), ("Figures", "figcaption a", "tbody th a"),
+    ("Groups", "tbody th a", "article h2 a"), ("Groups", "tbody th a", "a[href*='/versions/']"),
+    ("Groups", "tbody a[href*=task]"), ("Nodes", "tbody th a"), ("Refusals", "tbody a[href*=check]"),
+    ("Refusals", "#rows tbody a[href*='/groups/']"), ("Versions", "tbody a[href*='/steps/']"), ("Log", "a[rel=next]"),
+    ("Log", ".timeline a.seq", "a[rel=prev]"), ("Compare", "tbody th a"),
+)  # fmt: skip
+"""A view, and what is clicked in it, one after the other."""
+
+PATHS = [f"/1{path}" for path in (*RUN_VIEWS, *GROUP_VIEWS, *LOG_VIEWS)]
+"""All that the page answers with a view of a run."""
 
 VISITS = 4
 """Of new viewers, of which the quickest counts: other tests share the machine, and only ever add."""
 
-pytestmark = [pytest.mark.slow, needs_browser]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), needs_browser]  # more than it takes on a busy machine
+
+
+def pattern(path):
+    """What matches the addresses of a route."""
+    return re.sub(r"\{\w+(:int)?\}", "[^/]+", path)
 
 
 @pytest.fixture(scope="module")
@@ -28,19 +50,39 @@ def url(town, tmp_path_factory):
     shelf.close()
 
 
+@pytest.fixture(scope="module")
+def url_of_two(town, tmp_path_factory):
+    """A page of two runs."""
+    folder = tmp_path_factory.mktemp("two")
+    other = shutil.copytree(town.folder.root, folder / "other")
+    shelf = Shelf(folder / "index.sqlite", [str(town.folder.root), str(other)])
+    while shelf.step():
+        pass
+    with served(shelf) as url:
+        yield url
+    shelf.close()
+
+
 @pytest.mark.parametrize(("width", "mode"), [(400, "light"), (900, "dark"), (1600, "light")])
-def test_every_view_is_reached_by_clicks_fits_its_width_and_has_no_serious_fault(url, browser, complaints, width, mode):
-    page = opened(browser, complaints, width, mode)
-    page.goto(f"{url}/?token={TOKEN}")
+def test_every_view_is_reached_by_clicks_fits_its_width_and_has_no_serious_fault(
+    url_of_two, browser, complaints, width, mode
+):
+    page, seen = opened(browser, complaints, width, mode), set()
+    page.on("framenavigated", lambda frame: seen.add(urlsplit(frame.url).path))
+    page.goto(f"{url_of_two}/?token={TOKEN}")
+    checked(page, width)
+    page.locator("tbody th a").first.click()
     for view in VIEWS:
         go(page, view)
         checked(page, width)
-    for view, link in INNER:
+    for view, *links in INNER:
         go(page, view)
-        page.locator(link).first.click()
-        page.wait_for_load_state("networkidle")
-        checked(page, width)
-    assert complaints == []
+        for link in links:
+            page.locator(link).first.click()
+            page.wait_for_load_state("networkidle")
+            checked(page, width)
+    missed = [path for path in ("/compare", *PATHS) if not any(re.fullmatch(pattern(path), one) for one in seen)]
+    assert missed == [] and complaints == []
 
 
 def test_from_the_overview_a_cheater_is_found_with_the_tokens_that_its_seed_did_not_choose(url, browser, complaints):
@@ -141,17 +183,10 @@ def test_the_first_paint_comes_within_a_second_and_300_kilobytes(url, browser, c
 
 
 def test_thirty_hostile_texts_run_nothing_and_add_no_element(hostile, browser, complaints):
-    look = hostile.look()
-    groups = [row["id"] for row in look.rows("SELECT id FROM groups WHERE public = 1 LIMIT 2")]
-    keys = [row["key"] for row in look.rows("SELECT key FROM nodes")]
-    views = ["/compare", *(f"/1/{view}" for view in (
-        "", "figures", "groups", "nodes", "validators", "refusals", "versions", "log", "log?after=30", "alarms",
-        *(f"groups/{group}" for group in groups), f"groups/{groups[0]}?colour=advantage", *(f"nodes/{k}" for k in keys),
-    ))]  # fmt: skip
     with served(hostile) as url:
         page = opened(browser, complaints, 400)
         page.goto(f"{url}/?token={TOKEN}")
-        for view in views:
+        for view in hostile_addresses(hostile):
             page.goto(url + view)
             page.wait_for_load_state("networkidle")
             found = page.evaluate(
@@ -166,4 +201,6 @@ def test_thirty_hostile_texts_run_nothing_and_add_no_element(hostile, browser, c
             assert page.evaluate("document.documentElement.scrollWidth") <= 400, view
         page.goto(f"{url}/1/nodes")
         assert "<svg onload=alert(1" in page.locator("#rows").inner_text()
+        page.goto(f"{url}/1/groups/{hostile.look().rows('SELECT id FROM groups WHERE public = 1')[0]['id']}?parts=1")
+        assert "<img src=x onerror=alert(1)>" in page.locator("dl.parts").first.inner_text()
     assert complaints == []

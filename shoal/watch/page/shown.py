@@ -67,10 +67,10 @@ def said(text: object, most: int = 20_000) -> str:
 
 
 def number(value: Any, digits: int = 4) -> str:
-    """A figure with so many significant digits."""
+    """A figure with so many significant digits; what a host says instead of one, as text."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return NONE
-    if isinstance(value, bool | str):
+    if not isinstance(value, int | float) or isinstance(value, bool):
         return shown(value)
     if isinstance(value, int) or (value == int(value) and abs(value) < 1e6):
         return whole(value)
@@ -82,8 +82,10 @@ def whole(value: Any) -> str:
     return NONE if value is None else f"{int(value):,}"
 
 
-def percent(value: float | None) -> str:
-    """A share of 1."""
+def percent(value: Any) -> str:
+    """A share of 1; what a host says instead of one, as text."""
+    if value is not None and not isinstance(value, int | float):
+        return shown(value)
     return NONE if value is None or not math.isfinite(value) else f"{100 * value:.3g} %"
 
 
