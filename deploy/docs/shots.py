@@ -1,7 +1,8 @@
-"""Pictures of the page for the docs: `python deploy/docs/shots.py RUN_DIR`. Needs what `make browser` installs.
+"""Pictures of the page for the docs: `python deploy/docs/shots.py RUN_DIR [NAME...]`. Needs what `make browser` installs.
 
-It serves the run's page to a browser and writes docs/pictures/page-*.png: the overview, a refused group coloured by replay
-gaps, all rollouts of one prompt, and the overview on a phone. Give a run with a cheater that keeps all bodies, such as
+It serves the run's page to a browser and writes docs/pictures/page-*.png, all or those of the given names: overview and all
+rollouts of one prompt at 400, 900 and 1600 pixels, light and dark, and a refused group coloured by replay gaps. Give a run
+with a cheater that keeps all bodies, such as
 
     shoal run recipes/wordle.toml --set storage.retain='"all"'
     python deploy/docs/shots.py runs/wordle
@@ -23,12 +24,23 @@ from shoal.watch.page import Shelf, page_app
 
 OUT = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 TOKEN = "t" * 43
-COLOURS = 160
+COLOURS = 256
 """Of a picture: enough for flat pages, in a fraction of the bytes."""
 
+SHOTS = {
+    "page-overview": ("/1/", 1600, 1150, "light"),
+    "page-overview-900": ("/1/", 900, 1150, "dark"),
+    "page-overview-400": ("/1/", 400, 900, "light"),
+    "page-group": ("/1/groups/{signal}?by=worst", 1600, 1000, "light"),
+    "page-group-900": ("/1/groups/{signal}?by=worst", 900, 1000, "dark"),
+    "page-group-400": ("/1/groups/{signal}?by=worst", 400, 900, "light"),
+    "page-forged": ("/1/groups/{refused}?colour=gap", 1280, 760, "light"),
+}
+"""View, width and height of the window, and mode, by name of the file."""
 
-def main(run: str) -> None:
-    """Write the pictures."""
+
+def main(run: str, *names: str) -> None:
+    """Write the pictures of these names, or all."""
     with tempfile.TemporaryDirectory() as temporary:
         shelf = Shelf(Path(temporary) / "index.sqlite", [run])
         while shelf.step():
@@ -37,15 +49,16 @@ def main(run: str) -> None:
         server = uvicorn.Server(uvicorn.Config(page_app(shelf, TOKEN), log_level="warning", lifespan="off"))
         threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True).start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        look = shelf.look()
-        asked = "SELECT id FROM groups WHERE run = 1 AND public = 1 AND status = ? ORDER BY id DESC LIMIT 1"
-        refused, signal = (look.rows(asked, status)[0]["id"] for status in ("refused", "signal"))
+        asked = (
+            "SELECT g.id FROM groups g JOIN rollouts r ON r.id = 4096 * g.id WHERE g.run = 1 AND public = 1 "
+            "AND status = ? ORDER BY g.id DESC LIMIT 1"
+        )
+        groups = {status: row["id"] for status in ("refused", "signal") for row in shelf.look().rows(asked, status)}
         with sync_playwright() as driver:
             browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-            _shot(browser, url, "/1/", "page-overview", 1280, 960, "light")
-            _shot(browser, url, "/1/", "page-phone", 400, 860, "dark")
-            _shot(browser, url, f"/1/groups/{signal}?by=worst", "page-group", 1280, 760, "light")
-            _shot(browser, url, f"/1/groups/{refused}?colour=gap", "page-forged", 1280, 760, "light")
+            for name in names or SHOTS:
+                view, *window = SHOTS[name]
+                _shot(browser, url, view.format(**groups), name, *window)
             browser.close()
         server.should_exit = True
         shelf.close()
@@ -53,6 +66,7 @@ def main(run: str) -> None:
 
 def _shot(browser: Browser, url: str, view: str, name: str, width: int, height: int, mode: str) -> None:
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=mode)  # type: ignore[arg-type]
+    context.set_default_timeout(120_000)
     page = context.new_page()
     page.goto(f"{url}/?token={TOKEN}")
     page.goto(url + view)
@@ -63,4 +77,4 @@ def _shot(browser: Browser, url: str, view: str, name: str, width: int, height: 
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

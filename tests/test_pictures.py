@@ -1,0 +1,37 @@
+"""The pictures of the docs: each is shown by a page, small, and made by a command in the tree."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.claims.curves.grid import CLAIMS
+
+ROOT = Path(__file__).parent.parent
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PICTURES = sorted((ROOT / "docs" / "pictures").iterdir())
+MOST_BYTES = 200_000
+
+
+def of_the_page() -> set[str]:
+    """The names that deploy/docs/shots.py writes, read without the browser that it needs."""
+    parsed = ast.parse((ROOT / "deploy" / "docs" / "shots.py").read_text())
+    [shots] = [
+        one.value for one in parsed.body if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "SHOTS"
+    ]
+    return set(ast.literal_eval(shots))
+
+
+def by_name() -> set[str]:
+    """The files that commands of the docs write."""
+    text = "\n".join(page.read_text() for page in DOCS)
+    return {Path(file).name for file in re.findall(r"--(?:out|picture) (\S+\.svg)", text)}
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
+def test_each_picture_is_shown_is_small_and_is_made_by_a_command(picture: Path) -> None:
+    assert picture.stat().st_size <= MOST_BYTES
+    assert any(f"pictures/{picture.name})" in page.read_text() for page in DOCS), "no page shows it"
+    claims = {f"{claim.name}.svg" for claim in CLAIMS}
+    assert picture.name in {f"{name}.png" for name in of_the_page()} | claims | by_name(), "no command makes it"
