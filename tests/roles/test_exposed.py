@@ -116,9 +116,10 @@ def test_the_one_who_is_waited_for_has_the_seconds(tmp_path):
     assert waits == {"nothing": 0, "host": 0, "trainer": 90, "validators": 0, "workers": 0}
 
 
-def test_alarms_are_told_by_their_cause(town):
-    exposed = Exposed(town.desk, Board(town.desk), Meter(), alarms=lambda: ["no signal"])
-    assert samples(exposed.page("")[0].decode())["shoal_alarm", "cause=no signal"] == 1
+def test_alarms_are_told_by_their_cause_and_severity(town):
+    two = [t.StandingAlarm("no_signal", severity, 3) for severity in ("critical", "warning")]
+    exposed = Exposed(town.desk, Board(town.desk), Meter(), alarms=lambda: two)
+    assert samples(exposed.page("")[0].decode())["shoal_alarm", "cause=no_signal", "severity=critical"] == 1
 
 
 @pytest.mark.parametrize("changes", [["raised"], ["raised", "cleared"]])
@@ -127,7 +128,7 @@ def test_alarms_of_the_runs_folder_are_told_while_they_stand(town, changes):
     for change in changes:
         book.write(change, Alarm("collapse", "warning", 3, 4, "The reward fell.", "Pause the run."), 7.0)
     page, status = get(town, "/metrics", "/v1/status")
-    assert (("shoal_alarm", "cause=collapse") in samples(page)) == (changes == ["raised"])
+    assert (("shoal_alarm", "cause=collapse", "severity=warning") in samples(page)) == (changes == ["raised"])
     told = [t.StandingAlarm("collapse", "warning", 3)] if changes == ["raised"] else []
     assert list(from_json(status.encode(), t.Status).alarms) == told
 

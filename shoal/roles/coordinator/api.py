@@ -87,7 +87,7 @@ def application(desk: Desk, **options: Any) -> Starlette:
     meter, board = Meter(), Board(desk)
     door = Door(
         desk, board, Gate(desk.clock), Line(desk.book, desk.clock), Asked(), Pages(desk.book.store), Waits(),
-        Exposed(desk, board, meter, lambda: [alarm.cause for alarm in board.alarms()]),
+        Exposed(desk, board, meter, board.alarms),
     )  # fmt: skip
     routes = [_route(call, _bound(handler, door), meter) for call, handler in CALLS]
     app = server.application(routes, **options)

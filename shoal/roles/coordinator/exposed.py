@@ -19,6 +19,7 @@ from shoal.folder import free_below
 from shoal.heldout import BEFORE, Heldout, evaluations_in, read_heldout
 from shoal.metrics import newest_metrics
 from shoal.protocol.audits import CHECKS
+from shoal.protocol.types import StandingAlarm
 from shoal.roles.coordinator.board import Board
 from shoal.roles.coordinator.desk import Desk
 from shoal.roles.coordinator.meter import Meter
@@ -26,6 +27,8 @@ from shoal.roles.coordinator.watched import PREFIX, WATCHED, OfStep, Watched, of
 from shoal.terminal import printable
 
 PHASES = ("running", "paused", "draining", "ended")
+
+SEVERITIES = ("notice", "warning", "critical")
 
 WAITED_FOR = {
     "nothing": "nothing", "the host": "host", "the trainer": "trainer", "validators": "validators", "workers": "workers",
@@ -52,10 +55,10 @@ class Exposed(Collector):
     """The pages of one coordinator."""
 
     def __init__(
-        self, desk: Desk, board: Board, meter: Meter, alarms: Callable[[], Sequence[str]] = tuple,
+        self, desk: Desk, board: Board, meter: Meter, alarms: Callable[[], Sequence[StandingAlarm]] = tuple,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
-        """`alarms` gives the causes of those that are raised now."""
+        """`alarms` gives those that are raised now."""
         self._desk, self._board, self._registry = desk, board, meter.registry
         self._alarms, self._clock = alarms, clock
         meter.registry.register(self)
@@ -106,6 +109,8 @@ class Exposed(Collector):
         )
         standings = Counter((node.role, "left" if node.left else node.standing) for node in members)
         yield "nodes", [(labels, float(count)) for labels, count in standings.items()]
+        largest = max((node.influence for node in members if node.role == "worker"), default=0.0)
+        yield "influence_largest_ratio", _one(largest / state.influence if state.influence > 0 else 0.0)
         yield "leases_open", _one(len(state.open_leases))
         yield "blocks_leased_total", _one(sum(node.given for node in members))
         yield "blocks_unfilled_total", _one(sum(node.unfilled for node in members))
@@ -117,7 +122,9 @@ class Exposed(Collector):
         yield "events_total", _one(state.seq + 1)
         yield "event_time_seconds", _one(state.time)
         yield "clock_behind_seconds", _one(max(0.0, state.time - self._desk.clock()))
-        yield "alarm", [((cause,), 1.0) for cause in _bounded(self._alarms())]
+        ranked = sorted(self._alarms(), key=lambda alarm: SEVERITIES.index(alarm.severity))
+        severities = {alarm.cause: alarm.severity for alarm in ranked}  # of several with one cause, the most serious
+        yield "alarm", [((shown, severities[cause]), 1.0) for shown, cause in _bounded(severities).items()]
 
     def _of_heldout(self) -> Iterator[tuple[str, Values]]:
         names = evaluations_in(self._desk.evaluations)

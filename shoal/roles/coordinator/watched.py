@@ -47,6 +47,9 @@ WATCHED: dict[str, Watched] = {
     ),
     "nodes": Watched("gauge", "Nodes by role and standing; `left` is the standing of those that left.",
                      ("role", "standing")),
+    "influence_largest_ratio": Watched(
+        "gauge", "Share of the influence on all batches that the worker with the most of it has.", unit="ratio"
+    ),
     "leases_open": Watched("gauge", "Leases that are neither filled nor lapsed."),
     "blocks_leased_total": Watched("counter", "Blocks that were ever leased."),
     "blocks_unfilled_total": Watched(
@@ -62,7 +65,7 @@ WATCHED: dict[str, Watched] = {
     "clock_behind_seconds": Watched(
         "gauge", "How far the host's clock is behind the log, if it was set back: no lease is granted then.", unit="seconds"
     ),
-    "alarm": Watched("gauge", "1 for each alarm that is raised, by its cause.", ("cause",)),
+    "alarm": Watched("gauge", "1 for each alarm that is raised, by its cause and severity.", ("cause", "severity")),
     "heldout_mean": Watched(
         "gauge",
         "Share of wins, or mean reward, on held-out tasks, in the evaluation of the first version and in the newest; `env` "
