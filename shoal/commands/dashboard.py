@@ -18,7 +18,7 @@ def add_commands(commands: Any) -> None:
         commands, "dashboard", dashboard, "serve a page that shows one or several runs",
         "Serves a page for browsers: rewards, nodes, refusals, versions, the log, and all rollouts of a prompt side by "
         "side. From a run's folder it also prints an address for the host alone, which shows what is still private. It "
-        "changes no run, and reads GET and HEAD alone. Listens on 127.0.0.1 unless --bind gives another address.",
+        "never changes a run, and answers only GET and HEAD. Listens on 127.0.0.1 unless --bind gives another address.",
         ("shoal dashboard runs/wordle", "a run of this machine, hosted or ended"),
         ("shoal dashboard https://shoal.example.org", "somebody else's run, as anyone may see it"),
         ("shoal dashboard runs/one runs/two", "several runs, compared"),

@@ -1,4 +1,4 @@
-"""`shoal plot` and `shoal report`: what anyone types who wants to show a run to others.
+"""`shoal plot` and `shoal report`: make pictures and reports of runs, to show to others.
 
 Called by `cli`. What they make is in `watch`, imported when a command runs.
 """
@@ -17,7 +17,7 @@ def add_commands(commands: Any) -> None:
     p = add_command(
         commands, "plot", plot, "draw the curves of one or more runs",
         "Draws metrics and held-out results of runs, one small picture for each metric and one line for each run. Runs "
-        "that differ in their seed alone become one line, their mean, with a band from the least to the most of them. "
+        "that differ in their seed alone become one line, their mean, with a band from the lowest to the highest. "
         "The same runs give the same bytes. It needs matplotlib: pip install 'shoal[plot]'.",
         ("shoal plot runs/wordle", "how a run goes, as plot.png"),
         ("shoal plot runs/a runs/b --metric reward_mean --metric heldout --out compared.svg", "two runs, two metrics"),
@@ -27,7 +27,7 @@ def add_commands(commands: Any) -> None:
         "runs", nargs="+", metavar="RUN_DIR_OR_URL", help="folders of runs, or URLs such as http://host:8470"
     )
     help_text = (
-        "what to draw: a name of metrics.jsonl, or heldout; may be repeated (default: what tells how a run goes)"
+        "what to draw: a name of metrics.jsonl, or heldout; may be repeated (default: the usual curves)"
     )
     p.add_argument("--metric", action="append", default=[], metavar="NAME", help=help_text)
     p.add_argument(
@@ -95,5 +95,5 @@ def report(args: argparse.Namespace) -> None:
 def _picture(text: str) -> Path:
     path = Path(text)
     if path.suffix not in FORMS:
-        raise argparse.ArgumentTypeError(f"{text[:80]} ends with neither .png nor .svg, which are what it can draw")
+        raise argparse.ArgumentTypeError(f"{text[:80]} must end in .png or .svg")
     return path

@@ -1,4 +1,4 @@
-"""`shoal watch`: what anyone types who wants to see a run.
+"""`shoal watch`: shows anyone a run.
 
 Called by `cli`. It starts nothing: the view and its sources are in `launch`, imported when the command runs.
 """

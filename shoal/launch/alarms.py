@@ -36,7 +36,7 @@ DISK_LOOKS = 120
 AGAIN_AFTER_S = 15.0
 """A request that failed is sent again after this."""
 SWEEP_LOOKS = 1 + max(monitor.clear for monitor in BETWEEN.values())
-"""Looks after a start at which alarms are cleared that the file says stand, and nobody finds again."""
+"""After this many looks, alarms are cleared that the file says stand and no monitor finds again."""
 ACTIONS = {"pause": "pause", "lower_rate": "rate", "quarantine": "quarantine"}
 """The admin call of each action of a run file."""
 

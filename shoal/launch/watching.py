@@ -1,4 +1,4 @@
-"""`shoal watch`: the view of a run that runs anyway, from its folder or from its URL.
+"""`shoal watch`: the view of a run that somebody else started, from its folder or from its URL.
 
 Called by `commands/watching`. It reads and asks, starts nothing, locks nothing and writes nothing, so any number may
 watch one run, and a watcher that leaves or is killed changes nothing. From a folder it sees what the host's own view

@@ -11,7 +11,7 @@ from statistics import median
 from shoal.monitors.view import Finding, View, measured
 
 STEPS = 5
-"""That are looked at."""
+"""Newest steps that are looked at."""
 LEAST_SUBMISSIONS = 2
 BEHIND_S = 5.0
 """The log may be ahead of the host's clock by this: its times do not fall when the clock is corrected a little."""

@@ -21,7 +21,7 @@ from shoal.monitors.view import (
 )
 
 REMEDY = (
-    "Pause the run and look at rollouts. Go on from a checkpoint of before (policy.path) with a smaller train.lr, or lower "
+    "Pause the run and look at rollouts. Resume from an earlier checkpoint (policy.path) with a smaller train.lr, or lower "
     "it now with `shoal admin rate`"
 )
 

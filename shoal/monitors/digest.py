@@ -30,7 +30,7 @@ KEPT_STEPS = 64
 KEPT_SUBMISSIONS = 20_000
 """Leases and submissions that are remembered, and as many groups: the newest, so that a host's log cannot fill memory."""
 SAME_STEPS = 8
-"""Two alarms about the same that are raised this near to each other are one."""
+"""Alarms about the same subject that are raised within this many steps count as one."""
 
 
 @dataclass
@@ -52,9 +52,9 @@ class NodeStep:
     """Leases that others overtook, or whose version became too old, at no cost."""
     submissions: int = 0
     seconds: list[float] = field(default_factory=list)
-    """That each of these took, a group."""
+    """Seconds per group that each of these took."""
     held_s: float = 0.0
-    """That batches waited for blocks which were leased to it first, when all other groups were accepted. Judging counts."""
+    """Time that batches waited for blocks first leased to it after all other groups were accepted, judging included."""
     skews_s: list[float] = field(default_factory=list)
     """Of each submission: the worker's clock when it signed, less the host's when it was booked."""
     compared: int = 0

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from shoal.monitors.view import LEAST_STEPS, Finding, View, measured, now_of, start_of
 
 REMEDY = (
-    "Go on from a checkpoint of before with a smaller train.lr, a higher sampling.temperature, or an entropy bonus or "
+    "Resume from an earlier checkpoint with a smaller train.lr, a higher sampling.temperature, or an entropy bonus or "
     "decoupled clipping in train.algorithm"
 )
 

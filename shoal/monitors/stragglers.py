@@ -48,7 +48,7 @@ def look(view: View) -> Iterator[Finding]:
             what = f"{view.name_of(key)} let {lapsed} of its {leases} leases lapse"
             yield Finding("warning", what, REMEDY, (measured("lapsed share", share, most),), key)
         elif len(usual) >= LEAST_OTHERS and late > max(most, 2 * median(usual)):
-            what = f"others filled {late:.0%} of the leases of {view.name_of(key)} before it, or it was too late"
+            what = f"{late:.0%} of the leases of {view.name_of(key)} were filled by others first, or became too old"
             yield Finding("notice", what, REMEDY, (measured("late share", late, max(most, 2 * median(usual))),), key)
         elif key in pace_s and len(others) >= LEAST_OTHERS:
             limit = max(view.limit("stragglers.slow") * median(others), LEAST_SECONDS)

@@ -1,4 +1,4 @@
-"""Validators that differ: two judged the same work and said otherwise. One of them lies, or computes otherwise.
+"""Validators that differ: two judged the same work differently. One of them lies, or computes differently.
 
 The log names validators that were outvoted; this names one as soon as it differs from several, and both if there are
 only two.
@@ -34,5 +34,5 @@ def look(view: View) -> Iterator[Finding]:
             if len(others) > 1 and shares[key] <= 1.5 * median(others):
                 continue  # it differs from the one that differs from all
             counts = f"{differed[key]} of {compared[key]} verdicts"
-            what = f"validator {view.name_of(key)} said otherwise than others on {counts}"
+            what = f"validator {view.name_of(key)} disagreed with others on {counts}"
             yield Finding("warning", what, REMEDY, (measured("differing share", shares[key], most),), key)

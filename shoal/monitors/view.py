@@ -120,7 +120,7 @@ class View:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a monitor sees at one step beyond its limit. Only several make an alarm."""
+    """A limit exceeded at one step. Only several of these raise an alarm."""
 
     severity: Severity
     summary: str

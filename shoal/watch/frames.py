@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 SHOWN_ROWS, SHOWN_CHARS = 20, 60
-"""Of a table in a notebook, so many rows, and so many characters of a cell."""
+"""Rows of a table, and characters of a cell, that a notebook shows."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from shoal.watch.tables import Column
 CHECK_COLUMNS = {
     "check": Column("", "Name, in the order in which validators run them."),
     "severity": Column("", "What a failure means. hard: no honest worker sends this. soft: the group is not paid."),
-    "result": Column("", "passed, failed, or not run: a check relies on those without a model before it."),
+    "result": Column("", "passed, failed, or not run: a check runs only if those without a model before it passed."),
     "detail": Column("", "What it found wrong."),
     "rollout": Column("rollouts", "Index in the group; empty for all of it."),
     "position": Column("tokens", "Index in the rollout; empty for all of it."),

@@ -40,7 +40,7 @@ def live(
     steps: Iterable[S], names: Sequence[str] = NAMES, say: Callable[[str], None] = print,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[S]:  # fmt: skip
-    """Give the steps on, and draw these metrics. Raises `ConfigError` for more metrics than can be read."""
+    """Yield each step, and draw these metrics. Raises `ConfigError` for more metrics than can be read."""
     if not 1 <= len(names) <= MAX_CURVES:
         raise ConfigError(f"names has {len(names)} metrics: give 1 to {MAX_CURVES}")
     return _drawn(steps, names, say, clock)

@@ -259,7 +259,7 @@ TABLES: dict[str, Table] = {
         "accept": Column("groups", "Groups that it accepts."), "void": Column("groups", "Groups whose environment fails."),
         "soft": Column("groups", "Groups that it refuses softly."),
         "hard": Column("groups", "Groups that it calls forged."),
-        "differs_from": Column("", "Keys of validators whose activations are not those that it found."),
+        "differs_from": Column("", "Keys of validators whose activations differ from its own."),
     }, _verdicts),
     "refusals": Table("Groups that a validator refuses, with the reason.", {
         "seq": _SEQ, "time_s": _TIME, "validator": Column("", "Its key."), "submission": _SUBMISSION, "index": _INDEX,

@@ -19,7 +19,7 @@ from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed, Publi
 from shoal.ledger.rules.run import in_words
 
 KEY_CHARS = 12
-"""Of a key or a digest, so much is shown."""
+"""Characters of a key or digest that are shown."""
 
 
 def sentence_of(body: Body) -> str:
@@ -81,7 +81,7 @@ def _of_work(body: Body) -> str:
             again = f", {len(body.repeated)} of them again" if body.repeated else ""
             return f"the batch of step {body.step} is formed of {len(body.groups)} groups{again}"
         case PoolsChanged():
-            return f"draws from version {body.version} on follow the solve rates of a retired version"
+            return f"from version {body.version} on, draws follow the solve rates of a retired version"
         case CheckpointPublished():
             return f"version {body.version} is published: weights root {_cut(body.root)}"
         case LinkRevealed():

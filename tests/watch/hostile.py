@@ -100,7 +100,7 @@ def hostile_addresses(shelf):
     groups = look.rows("SELECT id, env, task, version, slot FROM groups WHERE public = 1 LIMIT 3")
     one = groups[0]
     views = ["", "figures", "nodes", "validators", "refusals", "versions", "log", "log?after=30", "alarms", "groups",
-             "steps/1", "groups?" + urlencode({"q": HOSTILE[0], "env": HOSTILE[1], "status": HOSTILE[3]}),
+             "heldout", "steps/1", "groups?" + urlencode({"q": HOSTILE[0], "env": HOSTILE[1], "status": HOSTILE[3]}),
              "log?" + urlencode({"q": HOSTILE[3], "node": HOSTILE[0]}), "nodes?" + urlencode({"q": HOSTILE[1]}),
              "refusals?" + urlencode({"check": HOSTILE[0]}), "figures?" + urlencode({"q": HOSTILE[0]}),
              f"versions/{one['version']}/slots/{one['slot']}"]  # fmt: skip

@@ -14,7 +14,7 @@ from shoal.watch.index.schema import MOST_ROLLOUTS, run_word
 from shoal.watch.rows import Row
 
 SCANNED = 20_000
-"""Texts that match a search, of which one page looks at so many. A page that found less says where to go on."""
+"""Most matching texts that one page looks at. A page that stops there says where to continue."""
 
 EXCERPT_WORDS = 24
 

@@ -21,7 +21,7 @@ from shoal.watch.index.schema import METRIC, open_to_read, run_word
 from shoal.watch.rows import Row
 
 PAGE = 50
-"""Rows of a page, unless it is asked for others."""
+"""Rows of a page unless the caller asks for another number."""
 
 MOST_ROWS = 1000
 
@@ -36,7 +36,7 @@ RANKINGS = ("credits", "accepted", "refused", "influence", "lapsed", "leases", "
 
 
 class Look:
-    """An index that is asked. One thread uses it at a time; opening one is fast."""
+    """Answers questions about an index. One thread uses it at a time; opening one is fast."""
 
     def __init__(self, path: Path) -> None:
         """Raises `StateError` if there is no index."""
@@ -356,5 +356,5 @@ def before(after: int | None) -> int:
 
 
 def page_of(found: list[Row], key: str, limit: int) -> Row:
-    """Rows of a page out of one more than it has."""
+    """A page of `limit` + 1 found rows; the extra one says that another page follows."""
     return {"rows": found[:limit], "next": found[limit - 1][key] if len(found) > limit else None}

@@ -11,11 +11,11 @@ LARGEST = (1 << 63) - 1
 """SQLite has no larger integers; a log of strangers may."""
 
 MAX_SEARCHED_CHARS = 50_000
-"""Of one text, so much is found by a search."""
+"""Characters of a text that a search covers."""
 
 
 def plain(value: Any) -> Any:
-    """A value that SQLite stores: no number that it does not have, and no half of a character."""
+    """A value that SQLite stores: no number out of its range, and no lone surrogate."""
     if isinstance(value, int):
         return int(value) if abs(value) <= LARGEST else math.copysign(LARGEST, value)
     if isinstance(value, float):

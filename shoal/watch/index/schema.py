@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shoal.errors import StateError
 
-VERSION = 2
+VERSION = 3
 """Of the tables. Another one makes the index anew."""
 
 MOST_ROLLOUTS = 4096

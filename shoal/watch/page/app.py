@@ -55,7 +55,7 @@ HEADERS = {
 
 
 def page_app(shelf: Shelf, token: str, clock: Callable[[], float] = time.time) -> ASGIApp:
-    """The application for the runs of a shelf. With the token, a viewer is the host; an empty one lets nobody be it."""
+    """The application for the runs of a shelf. A viewer with the token is the host; if the token is empty, nobody is."""
     page = _Page(shelf, token, clock)
     views = {**VIEWS, **GROUP_VIEWS, **LOG_VIEWS, **HELDOUT_VIEWS}
     routes: list[BaseRoute] = [Route("/", page.front), Route("/compare", page.show(comparison))]
@@ -86,7 +86,7 @@ class _Page:
         self._shelf, self._clock = shelf, clock
         self._templates = templates()
         self._boot = secrets.token_hex(4)
-        """An ETag is of this process."""
+        """Part of each ETag, so that one from an earlier process never matches."""
         self._session = sha256(b"shoal dashboard " + token.encode()).hexdigest() if token else ""
         self._token = token
         self._cookie = f"shoal-host-{self._session[:8]}"
@@ -102,7 +102,7 @@ class _Page:
         )  # guard: host-by-cookie
 
     def front(self, request: Request) -> Response:
-        """The run, or the comparison of several. The host's link brings a token, and gets a cookie for it."""
+        """The run, or the comparison of several. The host's link carries the token and is answered with a cookie."""
         runs = self._shelf.runs
         response = RedirectResponse(f"/{runs[0].number}/" if len(runs) == 1 else "/compare", 303)
         given = request.query_params.get("token", "")

@@ -38,9 +38,9 @@ def serve(places: Sequence[str], bind: str, port: int, index: Path | None, say: 
 
         def told() -> None:
             say(f"The page: {url}/")
-            more = "As the host, with what is private, and" if own else "For you, who may"
+            more = "For you as the host, with private rollouts; it can" if own else "For you alone; it can"
             say(f"{more} have this machine recompute rollouts: {host_link(url, token)}")
-            say("Give the second address to nobody. Ctrl-C ends the page, and the run goes on.")
+            say("Keep the second address secret. Ctrl-C stops the page; the run continues.")
 
         serve_on(listener, places, index, token, told)
 

@@ -36,7 +36,7 @@ AGAIN_S = 5.0
 """Wait after an error, before a run is opened again."""
 
 GROUP_WAIT_S = 5.0
-"""A request waits so long while the run's log is read."""
+"""How long a request waits while the run's log is read."""
 
 BEING_READ = "the log is being read: reload the page in a few seconds"
 
@@ -65,7 +65,7 @@ class Shown:
 
 
 class Shelf:
-    """Some runs and their index. `start` begins to index them; until then, `step` does so once."""
+    """Some runs and their index. `start` indexes them in a thread; without it, each `step` indexes one page."""
 
     def __init__(
         self, path: Path, places: Sequence[str], clock: Callable[[], float] = time.monotonic,

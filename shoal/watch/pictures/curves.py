@@ -294,7 +294,7 @@ def _notes(panels: Sequence[Panel], smooth: int) -> list[str]:
         notes.append(f"Lines are means of the last {smooth} steps.")
     seeds = {curve.seeds for panel in panels for curve in panel.curves}
     if max(seeds) > 1:
-        notes.append("Bands and bars of several seeds reach from the least to the most of them.")
+        notes.append("Bands and bars of several seeds span their lowest and highest.")
     if any(panel.dots and curve.seeds == 1 for panel in panels for curve in panel.curves):
         notes.append("Bars of one run are 95 % confidence intervals.")
     return notes

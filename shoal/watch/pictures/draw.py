@@ -23,7 +23,7 @@ INK = "#1a1b1c"
 COLUMNS, PANEL_INCHES = 3, (4.2, 2.7)
 DOTS_PER_INCH = 150
 MOST_BUCKETS = 400
-"""A line is drawn by first, least, most and last point in each of so many stretches: no panel has more pixels to show."""
+"""A long line keeps the first, lowest, highest and last point of this many stretches: no panel has more pixels."""
 
 Format = Literal["png", "svg"]
 
@@ -155,7 +155,7 @@ def _names(panels: Sequence[Panel]) -> dict[str, Any]:
         return {}
     found = {}
     for label, curve in curves.items():
-        name = label if curve.seeds == 1 else f"{label}: mean of {curve.seeds} seeds, band least to most"
+        name = label if curve.seeds == 1 else f"{label}: mean of {curve.seeds} seeds, band from lowest to highest"
         style = _style(curve)
         found[name] = Line2D([], [], color=style["color"], linestyle=style["linestyle"], linewidth=1.5)
     return found

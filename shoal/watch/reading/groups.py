@@ -28,7 +28,7 @@ from shoal.train.credit import credit
 Author = Literal["environment", "policy"]
 
 MAX_TOKENS = 1 << 21
-"""Tokens of a group that are decoded: one of strangers may have more than fit into memory."""
+"""Most tokens of a group that are decoded: a stranger's may have more than fit into memory."""
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ class Reading:
     # --- the log ---
 
     def refresh(self) -> list[Entry]:
-        """The next events, and the state after them; none if there are no more at present. At most a page comes at a time.
+        """Read the next page of events and apply them to the state; empty if there are no more now.
 
         Raises `Replaced` if the log is another one, `StateError` if it is damaged or of a newer shoal, `Overreach` if it
         does not fit into memory.
