@@ -44,7 +44,8 @@ CAUSES = {
     "collapse": "reward, solve rate or gradient show that the policy is being destroyed",
     "entropy": "the policy has become certain without solving its tasks",
     "hacking": "reward rises while length, repetition, solve rate, held-out tasks or a held-out judge say otherwise",
-    "poisoning": "a worker's groups are refused, or their rewards differ from those of others on like tasks",
+    "poisoning": "a worker's groups are refused, few suffice with much influence, or their rewards differ from others' "
+    "on like tasks",
     "stragglers": "a worker lets leases lapse, or is far slower than the others",
     "validators": "validators disagree about the same work",
     "no_signal": "rewards within groups are all equal, so nothing can be learned",
@@ -125,6 +126,11 @@ LIMITS: dict[str, Limit] = {
     ),
     "poisoning.blocks": Limit(
         3.0, "blocks", "Refused ones, at least; one fewer if none was accepted. Fewer may be a bad start of a machine"
+    ),
+    "poisoning.false_influence": Limit(
+        0.01, "share",
+        "A worker's share of the influence on batches, times the lower 95 % end of its refused share. An honest one that "
+        "makes all the work and is refused 1 block in 1,000 has 0.001 at most",
     ),
     "poisoning.lean": Limit(
         6.0, "deviations",

@@ -1,10 +1,16 @@
 """Poisoning: a worker steers the policy by groups that others do not confirm.
 
-Two signs. Validators refuse much of what it sends. Or the rewards of its accepted groups lean away from those of the
-others, though tasks are drawn for all alike: it forges what no audit sees, or drops the tasks it does not like. Its
-share of the influence on the newest batches is told with both. Only refusals, which are critical, are evidence: where
-cheats make most groups, the rewards of honest workers lean more than theirs. What it cannot see: a worker whose forgeries
-have the usual rewards.
+Three signs. Validators refuse much of what it sends. They refuse little, but more than honest machines are, of a worker
+with much influence. Or the rewards of its accepted groups lean away from those of the others, though tasks are drawn for
+all alike: it forges what no audit sees, or drops the tasks it does not like. Only the first, which is critical, leads to a
+quarantine: where cheats make most groups, the rewards of honest workers lean more than theirs. What it cannot see: a worker
+whose forgeries have the usual rewards and are never refused.
+
+The second sign is an inequality. If a share r of a worker's judged blocks is refused, and audits see some of its work
+alone, about as much of what was accepted is false as of what was seen: the false part of the influence on batches is about
+r times its share s. So r * s may be at most `poisoning.false_influence`. The r that is used is the lower end of its 95 %
+interval (Wilson), so that few refusals of few blocks are no evidence; a worker without refusals has r = 0 and passes
+however large s is.
 """
 
 import math
@@ -17,6 +23,8 @@ from shoal.monitors.view import Finding, View, measured
 
 STEPS = 40
 """That are looked at: a worker that is refused is quarantined, so it sends little."""
+Z95 = 1.959964
+"""Two-sided 95 % quantile of the normal distribution."""
 REMEDY = (
     "Look at its refusals (`shoal credits RUN NODE`) and audit its groups (`shoal audit RUN`). "
     "`shoal admin quarantine` stops it for an hour, `shoal admin kick` for good"
@@ -30,7 +38,11 @@ def look(view: View) -> Iterator[Finding]:
     leaning = leans(view.steps[-STEPS:], int(view.limit("poisoning.lean_groups")))
     for key, done in nodes.items():
         share = sum(one.influence for one in done) / influence if influence else 0.0
-        found = _refused(view, key, done, share) or _leaning(view, key, leaning.get(key, 0.0), share)
+        found = (
+            _refused(view, key, done, share)
+            or _influential(view, key, done, share)
+            or _leaning(view, key, leaning.get(key, 0.0), share)
+        )
         if found is not None:
             yield found
 
@@ -43,8 +55,32 @@ def _refused(view: View, key: str, done: Sequence[NodeStep], share: float) -> Fi
         return None
     rate = refused / (refused + accepted)
     what = f"{view.name_of(key)} had {rate:.1%} of its blocks refused, and {share:.1%} of the influence on batches"
-    facts = measured("refused share", rate, most), measured("influence share", share, 1.0)
-    return Finding("critical", what, REMEDY, facts, key)
+    return Finding("critical", what, REMEDY, (measured("refused share", rate, most),), key)
+
+
+def _influential(view: View, key: str, done: Sequence[NodeStep], share: float) -> Finding | None:
+    """Influence against agreement: what of the influence on batches is likely to be false."""
+    refused, accepted = sum(one.refused for one in done), sum(one.accepted for one in done)
+    most = view.limit("poisoning.false_influence")
+    if refused < view.limit("poisoning.blocks"):
+        return None
+    likely = lowest_share(refused, refused + accepted)  # guard: influence-against-agreement
+    if likely * share <= most:
+        return None
+    what = (
+        f"{view.name_of(key)} has {share:.1%} of the influence on batches, and {refused} of its "
+        f"{refused + accepted} blocks were refused"
+    )
+    return Finding("warning", what, REMEDY, (measured("influence x refused share", likely * share, most),), key)
+
+
+def lowest_share(hits: int, tried: int) -> float:
+    """The lower end of the 95 % interval of a share: Wilson's score interval (J. Am. Stat. Assoc. 22, 1927)."""
+    if not hits:
+        return 0.0
+    rate, z2 = hits / tried, Z95**2
+    centre, half = rate + z2 / (2 * tried), Z95 * math.sqrt(rate * (1 - rate) / tried + z2 / (4 * tried**2))
+    return max(0.0, (centre - half) / (1 + z2 / tried))
 
 
 def _leaning(view: View, key: str, lean: float, share: float) -> Finding | None:
@@ -53,8 +89,8 @@ def _leaning(view: View, key: str, lean: float, share: float) -> Finding | None:
         return None
     way = "above" if lean > 0 else "below"
     what = f"rewards of {view.name_of(key)} are {abs(lean):.1f} deviations {way} those of others on like tasks"
-    facts = measured("reward lean", abs(lean), most), measured("influence share", share, 1.0)
-    return Finding("warning", what, REMEDY, facts, key)
+    what += f", and it has {share:.1%} of the influence on batches"
+    return Finding("warning", what, REMEDY, (measured("reward lean", abs(lean), most),), key)
 
 
 class _Rewards(NamedTuple):

@@ -142,21 +142,79 @@ def test_fewer_solved_tasks_while_reward_rises_are_hacking():
 # --- the log ---
 
 
-def with_fault(change, seed=1):
-    digests = honest_digests(seed)
+def with_fault(change, seed=1, steps=60):
+    digests = honest_digests(seed, steps)
     for digest in digests[FROM:]:
         change(digest)
-    return raised(views(honest_lines(seed), digests))
+    return raised(views(honest_lines(seed, steps), digests))
 
 
-def test_a_worker_that_is_refused_much_is_named():
-    def refuse(digest):
-        digest.of(WORKERS[1]).refused = 2
-
-    found = with_fault(refuse)
+def test_a_worker_that_is_refused_much_is_named_though_it_moves_nothing():
+    digests = honest_digests(1)
+    for digest in digests:
+        digest.of(WORKERS[1]).influence = 0.0
+        digest.of(WORKERS[1]).refused = 2 * (digest.step >= FROM)
+    found = raised(views(honest_lines(1), digests))
     assert found.keys() == {("poisoning", WORKERS[1])}
     alarm = found["poisoning", WORKERS[1]]
-    assert "worker-1" in alarm.summary and [one.name for one in alarm.measured] == ["refused share", "influence share"]
+    assert alarm.severity == "critical" and "worker-1" in alarm.summary
+    assert [one.name for one in alarm.measured] == ["refused share"]
+
+
+def influential(refused_every, influence=2000.0, blocks=4):
+    """A worker with much influence, of whose blocks one is refused every so many steps; 0: none."""
+
+    def change(digest):
+        node = digest.of(WORKERS[1])
+        node.accepted, node.influence = blocks, influence
+        node.refused = int(refused_every > 0 and digest.step % refused_every == 0)
+
+    return change
+
+
+def test_few_refusals_of_a_worker_with_much_influence_are_poisoning():
+    found = with_fault(influential(2), steps=90)
+    assert found.keys() == {("poisoning", WORKERS[1])}
+    alarm = found["poisoning", WORKERS[1]]
+    assert alarm.severity == "warning" and [one.name for one in alarm.measured] == ["influence x refused share"]
+    digests = honest_digests(1, 90)
+    for digest in digests:
+        influential(2 * (digest.step >= FROM), influence=5.0)(digest)
+    assert raised(views(honest_lines(1, 90), digests)) == {}, "it moves little"
+
+
+def test_an_honest_fast_worker_with_nearly_all_the_influence_passes():
+    assert with_fault(influential(0, 1e6), steps=90) == {}, "never refused"
+    assert with_fault(influential(40, 1e6), steps=90) == {}, "one refusal in 160 blocks"
+
+
+def test_a_liar_with_a_long_honest_past_is_named_by_its_newest_steps():
+    """Only the newest 40 steps count, so 100 honest ones before buy no more than 40 do."""
+
+    def liar(digest):
+        if digest.step >= 140:
+            influential(2)(digest)
+
+    def refused(digest):
+        if digest.step >= 140:
+            digest.of(WORKERS[1]).refused = 2
+
+    for fault, least, most in ((liar, 145, 175), (refused, 142, 165)):
+        found = with_fault(fault, steps=200)
+        assert found.keys() == {("poisoning", WORKERS[1])}
+        assert least <= found["poisoning", WORKERS[1]].since <= most
+
+
+def test_a_liar_with_a_long_honest_past_raises_drift_at_once_and_is_named_later():
+    """It earned few audits, then claims log-probs that are 3 nats too low in a third of the rows. Drift names nobody, so
+    `lower_rate` acts before the liar is known: it is the floor of the rate that bounds what a liar can do."""
+    lines, digests = honest_lines(1, 200), honest_digests(1, 200)
+    for line, digest in zip(lines[140:], digests[140:], strict=True):
+        line["log_ratio_abs_mean_nats"] += 1.0
+        digest.of(WORKERS[1]).refused = int(digest.step % 5 == 0)  # 1 group in 20 is audited, and refused
+    found = raised(views(lines, digests))
+    assert found.keys() == {("drift", ""), ("poisoning", WORKERS[1])}
+    assert found["drift", ""].since == 142 and found["poisoning", WORKERS[1]].since > 142
 
 
 @pytest.mark.parametrize("shift", [0.25, -0.25])
