@@ -27,7 +27,7 @@ from shoal.watch.page.shown import query
 
 View = Callable[[Asked], tuple[str, Mapping[str, Any]]]
 
-MOST_CHARTS = 12
+MOST_CHARTS = 9
 """Of one page of figures."""
 
 
