@@ -26,9 +26,7 @@ def add_commands(commands: Any) -> None:
     p.add_argument(
         "runs", nargs="+", metavar="RUN_DIR_OR_URL", help="folders of runs, or URLs such as http://host:8470"
     )
-    help_text = (
-        "what to draw: a name of metrics.jsonl, or heldout; may be repeated (default: the usual curves)"
-    )
+    help_text = "what to draw: a name of metrics.jsonl, or heldout; may be repeated (default: the usual curves)"
     p.add_argument("--metric", action="append", default=[], metavar="NAME", help=help_text)
     p.add_argument(
         "--out", type=_picture, default=Path("plot.png"), metavar="FILE", help="a .png or .svg (default: plot.png)"

@@ -235,8 +235,8 @@ def chart(asked: Asked) -> Mapping[str, Any]:
 def _charts(asked: Asked, names: Any) -> list[dict[str, Any]]:
     smooth, known = asked.smooth(), asked.look.names(asked.run)
     if asked.is_poll():
-        found = [name for name in names if has_chart(asked.look, asked.run, name, known)]
-        return [{"chart": empty_chart(name), "picture": None} for name in found]
+        drawn = [name for name in names if has_chart(asked.look, asked.run, name, known)]
+        return [{"chart": empty_chart(name), "picture": None} for name in drawn]
     return [_drawn(found) for name in names if (found := chart_of(asked.look, asked.run, name, smooth, known)).lines]
 
 
