@@ -2054,6 +2054,7 @@ GUARDS = [
          "test_a_worker_is_quarantined_for_refusals_and_not_for_rewards_unlike_others"),
         ("past-alarms-lead-to-nothing", OFF,
          "test_a_long_log_is_read_piece_by_piece_and_nothing_is_done_before_its_end"),
+        ("unread-events-lead-to-nothing", GONE, "test_a_log_that_is_read_halfway_leads_to_nothing_and_is_told_once"),
         ("stop-is-no-wait", ("max(self._resumed, float(lines[-1].get(\"time_s\") or 0.0))", "lines[-1][\"time_s\"]"),
          "test_a_run_that_was_stopped_for_a_day_and_goes_on_is_not_starved"),
         ("rate-has-a-floor", ("max(asked.least_lr_factor, known * asked.lr_factor)", "known * asked.lr_factor"),

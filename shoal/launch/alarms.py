@@ -6,6 +6,7 @@ host has acted.
 """
 
 import asyncio
+import logging
 import math
 import time
 from collections import deque
@@ -28,6 +29,8 @@ from shoal.monitors.view import Evaluation, Machine
 from shoal.net.client import PeerRefused
 from shoal.protocol.types import AdminRequest
 from shoal.protocol.wire import WireError
+
+log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 5.0
 DISK_EVERY_S = 30.0
@@ -73,7 +76,10 @@ class AlarmWatch:
         self._looked = self._measured = -1e9
         self._looks = 0
         self._behind = False
-        """Whether the log has more events than were read: alarms of the past are no reason to act."""
+        """Whether the log has more events than were read: alarms of the past are no reason to act, and whether the host
+        has acted on an alarm may be in the rest."""
+        self._unreadable = ""
+        """Why the log could not be read on at the last look."""
         self._resumed = clock()
         """When the run was last seen paused, or this launcher started: the trainer waits since then."""
         self._acting = _Acting(self._send)
@@ -116,9 +122,15 @@ class AlarmWatch:
                 entry, _ = read_entry(data)
                 entries.append(entry)
                 self._seq = entry.seq
-        except (ShoalError, WireError):
-            pass
-        self._behind = len(entries) == READ_EVENTS
+        except (ShoalError, WireError) as error:
+            self._behind = True  # guard: unread-events-lead-to-nothing
+            if str(error) != self._unreadable:
+                log.warning(
+                    "alarms wait, and lead to nothing until the log can be read after event %d: %s", self._seq, error
+                )
+            self._unreadable = str(error)
+        else:
+            self._behind, self._unreadable = len(entries) == READ_EVENTS, ""
         return self._follower.see(entries, snapshot.metrics, evaluations(snapshot))
 
     def _machine(self, snapshot: Snapshot, now: float) -> Machine:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from shoal.alarms import Alarm, AlarmLine, AlarmsLog, read_alarms, standing_alarms
-from shoal.errors import ConfigError, PeerError
+from shoal.errors import ConfigError, PeerError, StateError
 from shoal.folder import RunFolder
 from shoal.launch.alarms import AlarmWatch
 from shoal.launch.snapshot import Snapshot
@@ -17,6 +17,7 @@ from shoal.ledger.facts.run import Admin
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import verify
+from shoal.ledger.table import read_entry
 from shoal.net.client import PeerRefused
 from shoal.protocol.types import AdminRequest, Measured, Status
 from tests.ledger.world import World
@@ -178,6 +179,30 @@ def test_a_long_log_is_read_piece_by_piece_and_nothing_is_done_before_its_end(tm
         look(watch, 1)
         looks += 1
     assert looks == 1 + town.book.state.seq // 100 > 2
+
+
+def test_a_log_that_is_read_halfway_leads_to_nothing_and_is_told_once(tmp_path, published, monkeypatch, caplog):
+    """The host has acted on the alarm: the log says so in its last event, which cannot be read at first."""
+    town = town_with(tmp_path, published, actions={"drift": "pause"})
+    host = Host(town)
+    look(watching(town, host), 1)
+    last, read = town.book.state.seq, Store.read
+    assert host.calls == ["pause"]
+
+    def half(store, after=-1, *limits):
+        for data, name in read(store, after, *limits):
+            if read_entry(data)[0].seq == last:
+                raise StateError("the log cannot be read: disk I/O error")
+            yield data, name
+
+    again = Host(town)
+    watch = watching(town, again)
+    monkeypatch.setattr(Store, "read", half)
+    look(watch)
+    assert again.calls == [] and caplog.text.count("disk I/O error") == 1
+    monkeypatch.setattr(Store, "read", read)
+    look(watch)
+    assert again.calls == [] and [alarm.cause for alarm in watch.standing] == ["drift"]
 
 
 def test_the_rate_is_lowered_by_the_factor_and_never_below_the_floor(tmp_path, published):
