@@ -36,27 +36,33 @@ def invitation(url: str, host: HostConfig, run_dir: Path) -> str:
     """What `shoal host` prints once the coordinator answers: the join line, and who can use it."""
     port, shared = url.rsplit(":", 1)[-1], shared_url(url, host)
     lines = ["Others join with:", "", f"    shoal join {shared}", ""]
-    if not shared.startswith("https://"):
-        lines += _reach(host.bind, port)
+    has_tls = shared.startswith("https://")
+    if not has_tls:
+        lines.append(_reach(host.bind))
     if host.dashboard:
         if url_of_page := host.dashboard_url or ("" if host.public_url else shared):
             lines.append(f"Watch it in a browser: {url_of_page}")
         lines.append(f"The host's own page, with what is private: the address in {RunFolder(run_dir).dashboard_link}")
     lines.append(f"Steer it with: shoal admin pause|resume|drain|kick|admit|quarantine|rate|rotate-publisher {run_dir}")
+    if not has_tls:  # last, because a small terminal cuts the end off
+        lines += _how_to_add_tls(port)
     return "\n".join(lines)
 
 
-def _reach(bind: str, port: str) -> list[str]:
-    tls = [
+def _reach(bind: str) -> str:
+    if is_loopback(bind):
+        return f"It listens on {bind}: only this machine can join and watch. --bind 0.0.0.0 lets your network in."
+    return f"It listens on {bind}, without TLS: use it only in a network that you trust."
+
+
+def _how_to_add_tls(port: str) -> list[str]:
+    return [
         "For strangers, put TLS in front: requests are signed, but over plain HTTP anyone on the path can read them.",
         "  1. a name that points to this machine, such as shoal.example.org",
         "  2. a proxy that gets a certificate for it:",
         f"     caddy reverse-proxy --from shoal.example.org --to 127.0.0.1:{port}",
         f"  3. host with: --bind 127.0.0.1 --port {port} --public-url https://shoal.example.org",
     ]
-    if is_loopback(bind):
-        return [f"It listens on {bind}: only this machine can join. --bind 0.0.0.0 lets your network in.", *tls]
-    return [f"It listens on {bind}, without TLS: use it only in a network that you trust.", *tls]
 
 
 def administer(action: str, run: str, node: str, key_file: Path | None, lr_factor: float | None = None) -> str:

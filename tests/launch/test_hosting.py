@@ -22,7 +22,7 @@ RUN = Path("runs/wordle")
 def test_loopback_says_that_only_this_machine_can_join() -> None:
     text = invitation("http://127.0.0.1:8470", HostConfig(), RUN)
     assert "    shoal join http://127.0.0.1:8470\n" in text
-    assert "only this machine can join" in text and "--bind 0.0.0.0" in text
+    assert "only this machine can join and watch" in text and "--bind 0.0.0.0" in text
     assert "caddy reverse-proxy" in text and "--public-url https://" in text
 
 
@@ -36,6 +36,12 @@ def test_the_join_line_has_a_public_url_with_tls_unchanged() -> None:
     text = invitation("https://shoal.example.org", HostConfig(public_url="https://shoal.example.org"), RUN)
     assert "    shoal join https://shoal.example.org\n" in text
     assert "caddy" not in text and "shoal admin" in text
+
+
+def test_a_small_terminal_shows_the_page_and_how_to_steer_before_the_advice_on_tls() -> None:
+    text = invitation("http://127.0.0.1:8470", HostConfig(), RUN)
+    places = [text.index(word) for word in ("shoal join", "in a browser", "dashboard.url", "shoal admin", "put TLS")]
+    assert places == sorted(places)
 
 
 @pytest.mark.parametrize(("action", "run"), [("kick", "runs/x"), ("admit", "http://h"), ("pause", "http://h")])
