@@ -1016,6 +1016,8 @@ GUARDS = [
     ),
     *_needed_by("tests/launch/test_logfiles.py",
         ("logs-stay-small", OFF, "test_the_log_of_a_process_that_prints_a_lot_stays_small_and_its_end_is_kept"),
+        ("own-log-stays-small", ("maxBytes=most_bytes", "maxBytes=0"),
+         "test_a_log_that_a_process_writes_itself_stays_small"),
     ),
     *_needed_by("tests/roles/test_logger.py",
         ("repeated-step-is-logged-once", ('values is not None and values["step"] > self._newest', "values is not None"),

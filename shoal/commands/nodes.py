@@ -65,6 +65,7 @@ def _add_worker(commands: Any) -> None:
     _add_sharing(p)
     p.add_argument("--name", default="", help="this worker's name in the host's table (default: this machine's name)")
     p.add_argument("--home", type=Path, metavar="DIR", help="where key and weights are kept (default: ~/.shoal)")
+    _add_log(p)
     p = add_command(
         commands, "node", node, "pause or resume your worker",
         "A paused worker finishes and sends what it holds, and takes no lease until you resume it, so nothing lapses and "
@@ -89,6 +90,7 @@ def _add_others(commands: Any) -> None:
     _add_limits(p)
     _add_sharing(p)
     p.add_argument("--home", type=Path, metavar="DIR", help="where key and weights are kept (default: ~/.shoal)")
+    _add_log(p)
     p = add_command(
         commands, "relay", relay, "serve the weights of a run to its workers",
         "Fetches each version and serves its chunks as they come, so that the host's uplink limits the run less. It needs "
@@ -112,6 +114,7 @@ def _add_others(commands: Any) -> None:
         help="keep no more chunks than this (default: half of what is free or already holds chunks)",
     )  # fmt: skip
     p.add_argument("--home", type=Path, metavar="DIR", help="where key and chunks are kept (default: ~/.shoal/relay)")
+    _add_log(p)
     p = add_command(
         commands, "train", train, "start only the trainer of a run",
         "Turns batches into policy versions. `shoal run` and `shoal host` start it by themselves; type this if the trainer "
@@ -120,6 +123,14 @@ def _add_others(commands: Any) -> None:
     )  # fmt: skip
     url_argument(p)
     p.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="the run's folder")
+
+
+def _add_log(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--log", type=Path, metavar="FILE",
+        help="also append the log to this file, with dates; as JSON, one object a line, if its name ends in .jsonl. "
+        "At 10 MB its text moves to FILE.1, and from there to FILE.2",
+    )  # fmt: skip
 
 
 def _add_limits(p: argparse.ArgumentParser) -> None:
@@ -157,7 +168,7 @@ def join(args: argparse.Namespace) -> None:
     from shoal.roles.allowance import Allowance, Hours
     from shoal.roles.doing import Doing
 
-    log_to_stderr()
+    _log(args, "worker")
     allowance = Allowance(Hours.parse(args.hours) if args.hours else None, args.cpu_share)
     threads = args.threads or (allowance.threads() if args.cpu_share < 1 else cores())
     if args.cpu_share < 1:
@@ -188,7 +199,7 @@ def validate(args: argparse.Namespace) -> None:
     from shoal.roles import validator
     from shoal.roles.doing import Doing
 
-    log_to_stderr()
+    _log(args, "validator")
     with _home(args) as (home, _):
         packages, share_port, doing = packages_of(args.url), _share_port(args), Doing()
         with shown(NodeView("validator", args.url, doing), Console(stderr=True)):
@@ -196,6 +207,11 @@ def validate(args: argparse.Namespace) -> None:
                 args.url, home, args.threads or cores(), max_disk_mb=args.max_disk, max_memory_mb=args.max_memory,
                 packages=packages, share_port=share_port, share_url=args.share_url, device=args.device, doing=doing,
             )  # fmt: skip
+
+
+def _log(args: argparse.Namespace, role: str) -> None:
+    """Log to standard error, and into the file of --log."""
+    log_to_stderr(role if args.log else "", into=args.log)
 
 
 def _share_port(args: argparse.Namespace) -> int | None:
@@ -223,7 +239,7 @@ def relay(args: argparse.Namespace) -> None:
     from shoal.launch.local import locked
     from shoal.roles.relay import role
 
-    log_to_stderr()
+    _log(args, "relay")
     home = args.home or node_home() / "relay"
     with locked(home, "give this relay another folder with --home"):
         role.main(args.url, home, args.bind, args.port, args.public_url, args.max_disk)

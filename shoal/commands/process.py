@@ -6,10 +6,11 @@ Called by `cli` and the other files of this folder. It does not depend on any co
 import logging
 import os
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 from shoal.errors import NO_TORCH, ShoalError
-from shoal.terminal import JsonFormatter, PrintableFormatter
+from shoal.launch.logfiles import formatter, named_log
 
 
 def cores() -> int:
@@ -22,17 +23,12 @@ def demand_torch() -> None:
         raise ShoalError(NO_TORCH)
 
 
-def log_to_stderr(role: str = "", form: Literal["text", "json"] = "text") -> None:
+def log_to_stderr(role: str = "", form: Literal["text", "json"] = "text", into: Path | None = None) -> None:
     """Log to standard error: of a `role` of a run into its file, which is kept, else for a person who looks on. A log that
-    cannot be written stops nothing."""
+    cannot be written stops nothing. `into`: also into this file, with `role` as who writes. Raises `ConfigError`."""
     logging.raiseExceptions = False
     handler = logging.StreamHandler()
-    if form == "json":
-        handler.setFormatter(JsonFormatter(role))
-    elif role:
-        dated = "%(asctime)s %(levelname)-7s %(name)-11s %(message)s"
-        handler.setFormatter(PrintableFormatter(dated, datefmt="%Y-%m-%d %H:%M:%S"))
-    else:
-        handler.setFormatter(PrintableFormatter("%(asctime)s %(name)-11s %(message)s", datefmt="%H:%M:%S"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    handler.setFormatter(formatter(role if into is None else "", form))
+    handlers = [handler] if into is None else [handler, named_log(into, role)]
+    logging.basicConfig(level=logging.INFO, handlers=handlers)
     logging.getLogger("httpx").setLevel(logging.WARNING)

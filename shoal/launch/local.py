@@ -33,6 +33,7 @@ from shoal.launch.samples import NewestSample, Samples, flat_samples
 from shoal.launch.shifts import Shifts, shifts_of
 from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import USAGE, UsageBook, write_summary
+from shoal.launch.told import Told
 from shoal.launch.view import LiveView, View, render
 from shoal.ledger.facts.run import NO_SIGNAL
 from shoal.policy.hub import Hub
@@ -145,7 +146,8 @@ class LocalRun:
         """What is typed after `shoal host` for the same run."""
         config = shifts.config
         self._config, self._folder, self._lock_fd, self._shifts = config, folder, lock_fd, shifts
-        self._view, self._found = view, found
+        self._view = Told(view, folder.logs / "launcher.log", config.logging.format)
+        self._found = found
         self._watch = CoordinatorWatch(folder.address, config.host.bind)
         self._metrics = MetricsWatch(folder.metrics)
         self._alarms = AlarmWatch(folder, config)
@@ -186,6 +188,7 @@ class LocalRun:
             self._wait("evaluating the final policy on held-out tasks", until=self._evaluations.idle)
         finally:
             self._stop_roles()
+            self._view.lost(self._onlookers, at_end=True)
             self._stop(self._onlookers, LOGGER_STOP_S)  # last: the last evaluation is a row, too
             self._save_usage()
             self._view.close()
@@ -305,6 +308,7 @@ class LocalRun:
 
     def _fail_if_given_up(self) -> None:
         """Raise `StateError` if a role that the run needs was given up."""
+        self._view.lost([self._origin, *self._onlookers])
         for process in self._processes():
             if process.state != "given up":
                 continue

@@ -1,13 +1,21 @@
 """Keeps the log of each process small: when it is large, its text moves into an older file, of which there are few.
 
-Called by `launch/process` while a process lives. What the process, its libraries and its children print goes to this file,
-which the launcher opened to append, so they need not know that it was emptied. A full disk stops nothing.
+`LogFile` is called by `launch/process` while a process lives. What the process, its libraries and its children print goes
+to this file, which the launcher opened to append, so they need not know that it was emptied. `log_into` is for a process
+that writes its own log into a file: the launcher, and a node with --log. A full disk stops nothing.
 """
 
 import contextlib
+import logging
 import os
 import shutil
+from io import TextIOWrapper
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import Literal
+
+from shoal.errors import ConfigError, cause_of
+from shoal.terminal import JsonFormatter, PrintableFormatter
 
 LOG_BYTES = 10_000_000
 """A log that has grown beyond this is moved."""
@@ -17,6 +25,51 @@ OLD_LOGS = 2
 
 RETRY_S = 60.0
 """After a failure, such as a disk without room for the copy."""
+
+JSON_SUFFIX = ".jsonl"
+"""A file that a person names for a log has JSON lines if its name ends so."""
+
+
+def formatter(role: str = "", form: Literal["text", "json"] = "text") -> logging.Formatter:
+    """How the log of a role is written: into a file, which is kept, with the date; without a role, for a person who looks
+    on."""
+    if form == "json":
+        return JsonFormatter(role)
+    if role:
+        dated = "%(asctime)s %(levelname)-7s %(name)-11s %(message)s"
+        return PrintableFormatter(dated, datefmt="%Y-%m-%d %H:%M:%S")
+    return PrintableFormatter("%(asctime)s %(name)-11s %(message)s", datefmt="%H:%M:%S")
+
+
+def log_into(path: Path, role: str, form: Literal["text", "json"], most_bytes: int = LOG_BYTES) -> logging.Handler:
+    """A handler that appends to a file and moves its text as `LogFile` does. Raises nothing."""
+    # guard: own-log-stays-small
+    handler = _Quiet(path, maxBytes=most_bytes, backupCount=OLD_LOGS, delay=True, encoding="utf-8")
+    handler.setFormatter(formatter(role, form))
+    return handler
+
+
+def named_log(path: Path, role: str) -> logging.Handler:
+    """The same for a file that a person names. Raises `ConfigError` if it cannot be written now."""
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--log: cannot write to {path}: {cause_of(error)}. Name a file in a folder that exists"
+        ) from None
+    return log_into(path, role, "json" if path.suffix == JSON_SUFFIX else "text")
+
+
+class _Quiet(RotatingFileHandler):
+    """Where the disk is full, lines are lost, and nothing is printed in their place."""
+
+    def _open(self) -> TextIOWrapper:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
 
 
 class LogFile:

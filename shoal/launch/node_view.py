@@ -173,7 +173,7 @@ def _on_screen(console: Console) -> Iterator[tuple[Live, LogLines]]:
     before: Sequence[logging.Handler] = list(root.handlers)
     formatter = before[0].formatter if before and before[0].formatter is not None else logging.Formatter()
     lines = LogLines(formatter)
-    root.handlers = [lines]
+    root.handlers = [lines, *(each for each in before if isinstance(each, logging.FileHandler))]
     live = Live(console=console, auto_refresh=False, screen=True, redirect_stdout=False, redirect_stderr=False)
     live.start()
     try:

@@ -1,5 +1,6 @@
 """Hosting and joining by the commands that people type: the join line works, the host pauses and resumes, all leave."""
 
+import json
 import os
 import re
 import signal
@@ -43,7 +44,8 @@ def test_a_stranger_joins_sees_what_was_accepted_and_leaves(tmp_path: Path) -> N
     worker = None
     try:
         url = said(tmp_path, "host", r"shoal join (http://127\.0\.0\.1:\d+)\n")
-        worker = begin(tmp_path, "worker", "join", url, "--threads", "1", "--name", "stranger")
+        log = ("--log", "worker.jsonl")
+        worker = begin(tmp_path, "worker", "join", url, "--threads", "1", "--name", "stranger", *log)
         said(tmp_path, "worker", r"joined run=small as=stranger")
         said(tmp_path, "worker", r"accepted groups=\d+ credits=\+\d+")
 
@@ -55,6 +57,9 @@ def test_a_stranger_joins_sees_what_was_accepted_and_leaves(tmp_path: Path) -> N
         worker.send_signal(signal.SIGINT)
         assert worker.wait(timeout=60) == 0, said(tmp_path, "worker", "(?s).*")
         said(tmp_path, "worker", r"left credits=[1-9]\d* accepted=[1-9]\d* refused=0")
+        kept = [json.loads(line) for line in (tmp_path / "worker.jsonl").read_text().splitlines()]
+        assert {line["role"] for line in kept} == {"worker"}
+        assert any(line["message"].startswith("left credits=") for line in kept)
         host.send_signal(signal.SIGINT)
         assert host.wait(timeout=60) == 130
         said(tmp_path, "host", "The same command resumes the run")

@@ -1,12 +1,15 @@
 """Logs of processes stay small, whatever prints into them, and a full disk stops nothing."""
 
 import errno
+import json
+import logging
 import shutil
 from pathlib import Path
 
 import pytest
 
-from shoal.launch.logfiles import OLD_LOGS, RETRY_S, LogFile
+from shoal.errors import ConfigError
+from shoal.launch.logfiles import OLD_LOGS, RETRY_S, LogFile, log_into, named_log
 
 
 @pytest.fixture
@@ -47,3 +50,25 @@ def test_a_log_without_room_for_its_copy_is_left_and_tried_again_later(log: Path
 def test_a_log_that_is_not_there_yet_is_no_fault(log: Path) -> None:
     LogFile(log).look(0.0)
     assert not log.exists()
+
+
+def test_a_log_that_a_process_writes_itself_stays_small(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "launcher.log"
+    own, handler = logging.Logger("shoal.launch"), log_into(path, "launcher", "json", most_bytes=1000)
+    own.addHandler(handler)
+    for number in range(100):
+        own.info("step=%d", number)
+        handler.close()  # it opens again at the next line
+    files = [path, *(path.with_name(f"{path.name}.{number}") for number in range(1, OLD_LOGS + 1))]
+    assert sorted(path.parent.iterdir()) == files and all(file.stat().st_size <= 1000 for file in files)
+    assert json.loads(path.read_text().splitlines()[-1])["fields"] == {"step": 99}
+
+
+def test_a_log_that_cannot_be_written_is_refused_at_the_start_and_stops_nothing_later(tmp_path: Path, capsys) -> None:
+    with pytest.raises(ConfigError, match=r"--log: cannot write to .*no/here"):
+        named_log(tmp_path / "no" / "here", "worker")
+    (tmp_path / "logs").write_text("a file where the folder should be")
+    own = logging.Logger("shoal.launch")
+    own.addHandler(log_into(tmp_path / "logs" / "launcher.log", "launcher", "text"))
+    own.info("lost")
+    assert capsys.readouterr() == ("", "")
