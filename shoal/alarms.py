@@ -122,7 +122,7 @@ def read_alarms(path: Path) -> list[AlarmLine]:
     for line in data.splitlines():
         try:
             found.append(msgspec.json.decode(line, type=AlarmLine))
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
     return found
 

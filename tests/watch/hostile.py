@@ -48,6 +48,7 @@ def hostile_shelf(root, index, monkeypatch):
         db.execute("INSERT INTO heldout VALUES (1, ?, '', ?, 0.5, 0.4, 0.6, 9, ?, ?)", (word, place, word, word))
     _say_in_tables_and_judgements(db, words)
     db.execute("UPDATE runs SET name = ?", (HOSTILE[2],))
+    shelf.runs[0].trouble = words[0]
     monkeypatch.setattr(shelf, "group", _hostile_groups(shelf.group))
     return shelf
 
@@ -59,7 +60,7 @@ def _say_in_tables_and_judgements(db, words):
     db.execute("UPDATE metrics SET line = ? WHERE step = 1", (json.dumps(line),))
     told = json.loads(db.execute("SELECT told FROM conditions").fetchone()[0])
     told |= {"phase": words[4], "waiting_for": words[0], "pause_cause": words[1], "refused": {words[0]: 1}}
-    db.execute("UPDATE conditions SET told = ?, trouble = ?", (json.dumps(told), words[0]))
+    db.execute("UPDATE conditions SET told = ?", (json.dumps(told),))
     for word in words:
         db.execute("UPDATE nodes SET reasons = ?, standing = ? WHERE reasons != '{}'", (json.dumps({word: 2}), word))
     # Two validators that differ about all submissions, of which one accuses the other.

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from shoal.alarms import Alarm, AlarmsLog
 from shoal.errors import PeerError, StateError
 from shoal.ledger.facts.pay import Credit
+from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.ledger.facts.verdicts import VerdictGiven
 from shoal.ledger.facts.versions import CheckpointPublished
 from shoal.ledger.log.store import Store, sqlite_url
@@ -292,6 +293,20 @@ def test_an_index_that_cannot_be_written_says_so(town, tmp_path):
         builder = Builder(tmp_path / "index.sqlite", run)
         builder._db.execute("PRAGMA query_only=1")
         with pytest.raises(StateError, match="cannot be written"):
+            builder.advance()
+        builder.close()
+
+
+def test_events_that_fit_no_state_are_told_and_stop_no_thread(town, tmp_path, monkeypatch):
+    entries = verify(Store(sqlite_url(town.folder.log), read_only=True).read()).entries
+    sent = next(entry for entry in entries if isinstance(entry.body, SubmissionReceived))
+    odd = make_entry(sent.seq, sent.time, replace(sent.body, lease="nobody"), sent.hash)
+    path = built(tmp_path / "index.sqlite", grown(tmp_path, [other(entries[0])]))
+    grown(tmp_path, entries)
+    with open_run(tmp_path / "run") as run:
+        monkeypatch.setattr(run, "events", lambda after=-1: iter([odd]))
+        builder = Builder(path, run)
+        with pytest.raises(StateError, match=r"KeyError.*do not trust it"):
             builder.advance()
         builder.close()
 

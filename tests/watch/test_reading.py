@@ -358,6 +358,19 @@ def test_metrics_of_a_url_that_repeats_a_step_are_taken_again():
         assert run.new_metrics() == [{"step": 1, "loss": 2.0}]
 
 
+def test_events_that_are_read_again_are_those_that_were_replayed(town, tmp_path):
+    entries = list(verify(Store(sqlite_url(town.folder.log), read_only=True).read()).entries)
+    with open_run(grown(tmp_path, entries[:20])) as run:
+        run.catch_up()
+        others, head = [], "0" * 64
+        for entry in entries[:20]:
+            others.append(make_entry(entry.seq, entry.time + 1, entry.body, head))
+            head = others[-1].hash
+        grown(tmp_path, others)
+        with pytest.raises(Replaced, match="other events"):
+            list(run.events())
+
+
 def grown(tmp_path: Path, entries: list[Entry]) -> Path:
     """A run's folder whose log has these entries."""
     root = tmp_path / "run"

@@ -14,6 +14,7 @@ from msgspec import structs
 from shoal.alarms import AlarmLine
 from shoal.config.monitors import said_of
 from shoal.protocol import types as t
+from shoal.watch.index.plain import plain
 
 PUT = (
     "INSERT INTO alarms VALUES (:run, :cause, :node, :since_step, :level, :words, :first_s, :last_s, :is_open, :evidence) "
@@ -31,7 +32,7 @@ def note_alarms(
         connection.execute("DELETE FROM alarms WHERE run = ?", (run,))
         connection.executemany(PUT, [{"run": run, **row} for row in alarm_rows(lines)])
     elif standing is not None:
-        told = {(one.cause, one.since) for one in standing}
+        told = {(one.cause, plain(one.since)) for one in standing}
         known = connection.execute("SELECT cause, since_step FROM alarms WHERE run = ? AND is_open", (run,)).fetchall()
         for cause, since in set(map(tuple, known)) - told:
             connection.execute(
@@ -51,7 +52,7 @@ def alarm_rows(lines: Iterable[AlarmLine]) -> list[dict[str, Any]]:
             before |= {"is_open": False, "last_s": line.time_s}
         row = newest[alarm.subject] = found.setdefault((alarm.cause, alarm.node, alarm.since), {"first_s": line.time_s})
         row |= {
-            "cause": alarm.cause, "node": alarm.node, "since_step": alarm.since, "level": alarm.severity,
+            "cause": alarm.cause, "node": alarm.node, "since_step": plain(alarm.since), "level": alarm.severity,
             "words": f"{alarm.summary} {alarm.remedy}", "last_s": line.time_s, "is_open": line.change == "raised",
             "evidence": json.dumps({"step": alarm.step, "measured": [structs.asdict(one) for one in alarm.measured]}),
         }  # fmt: skip
@@ -60,6 +61,7 @@ def alarm_rows(lines: Iterable[AlarmLine]) -> list[dict[str, Any]]:
 
 def _told_row(alarm: t.StandingAlarm, now: float) -> dict[str, Any]:
     return {
-        "cause": alarm.cause, "node": "", "since_step": alarm.since, "level": alarm.severity, "words": said_of(alarm.cause),
-        "first_s": now, "last_s": now, "is_open": True, "evidence": json.dumps({"step": alarm.since, "measured": []}),
+        "cause": alarm.cause, "node": "", "since_step": plain(alarm.since), "level": alarm.severity,
+        "words": said_of(alarm.cause), "first_s": now, "last_s": now, "is_open": True,
+        "evidence": json.dumps({"step": alarm.since, "measured": []}),
     }  # fmt: skip

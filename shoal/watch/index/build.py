@@ -6,7 +6,6 @@ index holds the same as if it had never been. What is written follows from the l
 """
 
 import json
-import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -29,9 +28,10 @@ from shoal.protocol.algorithms import judged_by_trainer, step_credit_of, vine_of
 from shoal.roles.coordinator.board import groups_in_flight, waiting_for
 from shoal.watch.index.alarms import note_alarms
 from shoal.watch.index.bodies import decode_bodies
+from shoal.watch.index.faults import told_as_errors
 from shoal.watch.index.plain import fit_for_search, numbers_of, plain, query_of
 from shoal.watch.index.quota import Quota
-from shoal.watch.index.schema import METRIC, MOST_ROLLOUTS, forget, open_to_write, run_word
+from shoal.watch.index.schema import METRIC, MOST_ROLLOUTS, begun, forget, open_to_write, run_word
 from shoal.watch.reading import Reading
 from shoal.watch.reading.marks import slot_of, standing_of
 from shoal.watch.reading.source import Value, step_of
@@ -56,15 +56,13 @@ class Builder:
         assert run.state.seq < 0, "a builder has a reading of its own, and reads it from the beginning"
         self.reading, self._clock = run, clock
         self._db = open_to_write(path)
-        with self._db:
-            self._db.execute("BEGIN IMMEDIATE")
-            self._db.execute(
-                "INSERT INTO runs (place, id, name, seq, head) VALUES (?, '', '', -1, '') ON CONFLICT DO NOTHING",
-                (run.name,),
-            )
-        asked = self._db.execute("SELECT run, id, seq, head FROM runs WHERE place = ?", (run.name,))
-        self.number, self._id, self._seq, self._head = asked.fetchone()
-        """The run's number in the index; and its id, and the newest event that is indexed."""
+        try:
+            with told_as_errors(run.name):
+                self.number, self._id, self._seq, self._head = begun(self._db, run.name)
+                """The run's number in the index; and its id, and the newest event that is indexed."""
+        except StateError:
+            self._db.close()
+            raise
         self._nodes: dict[str, tuple[Any, ...]] = {}
         """Rows as they were written last, by key."""
         self._named = set[str]()
@@ -87,12 +85,8 @@ class Builder:
         Raises `ShoalError` as `Reading` does; what was indexed before stays. After `PeerError`, call it again later. After
         any other error, open the run again with another builder: this one may have forgotten what it was to write.
         """
-        try:
+        with told_as_errors(self.reading.name):
             return self._advance()
-        except sqlite3.Error as error:
-            raise StateError(f"the index cannot be written: {error}. Free some space, or give another place") from None
-        except OverflowError:
-            raise StateError(f"the log of {self.reading.name} has larger numbers than a run: do not trust it") from None
 
     def _advance(self) -> bool:
         entries = self.reading.refresh()
@@ -119,7 +113,12 @@ class Builder:
         self.note_condition()
 
     def note_condition(self, trouble: str = "") -> None:
-        """Note how the run does now, its evaluations and alarms, and what keeps it from being read, if anything does."""
+        """Note how the run does now, its evaluations and alarms, and what keeps it from being read, if anything does.
+        Raises as `advance`."""
+        with told_as_errors(self.reading.name):
+            self._note_condition(trouble)
+
+    def _note_condition(self, trouble: str) -> None:
         condition, now = self.reading.condition(), self._clock()
         status, lines = condition.status, self.reading.alarms()
         said = {name: value for name, value in structs.asdict(status).items() if name != "alarms"}

@@ -126,6 +126,18 @@ def open_to_read(path: Path) -> sqlite3.Connection:
     raise StateError(f"the index {path} is of another version: start the process that builds it")
 
 
+def begun(connection: sqlite3.Connection, place: str) -> tuple[int, str, int, str]:
+    """A run's number in the index, which it is given if it has none; its id, and number and hash of its newest event."""
+    with connection:
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute(
+            "INSERT INTO runs (place, id, name, seq, head) VALUES (?, '', '', -1, '') ON CONFLICT DO NOTHING", (place,)
+        )
+    asked = connection.execute("SELECT run, id, seq, head FROM runs WHERE place = ?", (place,))
+    known: tuple[int, str, int, str] = asked.fetchone()
+    return known
+
+
 def forget(connection: sqlite3.Connection, run: int) -> None:
     """Delete all rows of a run, but its number. Call within a transaction."""
     connection.execute("DELETE FROM texts WHERE rowid IN (SELECT id FROM rollouts WHERE run = ?)", (run,))

@@ -57,6 +57,8 @@ class Shown:
     """Condition and alarms as they were noted last."""
     address: str = ""
     """Its URL, as others know it; empty if there is none."""
+    trouble: str = ""
+    """What keeps it from being read, as anyone may see it. The index cannot say so if it is what cannot be written."""
 
     @property
     def is_own(self) -> bool:
@@ -107,6 +109,11 @@ class Shelf:
     def of(self, number: int) -> Shown | None:
         """The run of a number in the index, if this page shows it."""
         return next((shown for shown in self.runs if shown.number == number), None)
+
+    def trouble(self, number: int) -> str:
+        """What keeps a run from being read now; empty if nothing does."""
+        shown = self.of(number)
+        return shown.trouble if shown is not None else ""
 
     def free_bytes(self, number: int) -> int | None:
         """Free space where a run's folder is; None for a run elsewhere."""
@@ -190,23 +197,40 @@ class Shelf:
         if now < shown.again_at:
             return False
         with shown.lock:
-            trouble = ""
             try:
-                if shown.builder is None:
-                    self._open(shown)
-                assert shown.builder is not None
-                busy = shown.builder.advance()
-            except PeerError as error:
-                busy, trouble, shown.again_at = False, str(error), now + AGAIN_S
-            except ShoalError as error:
-                log.warning("a run cannot be indexed, trying again later run=%s cause=%s", shown.where, error)
-                busy, trouble, shown.again_at = False, str(error), now + AGAIN_S
-                self._is_news |= self._note(shown, trouble)
+                return self._advance(shown)
+            except Exception as error:  # the thread would end, and the page stay stale without a word
+                shown.again_at = now + AGAIN_S  # guard: index-thread-lives
+                is_known = isinstance(error, ShoalError)
+                log.warning(
+                    "a run cannot be indexed, trying again later run=%s cause=%s", shown.where, error,
+                    exc_info=None if is_known else error,
+                )  # fmt: skip
+                self._say(shown, str(error) if is_known else f"a fault of this page ({type(error).__name__})")
                 self._let_go(shown)
                 return False
-            noted = (trouble or now - shown.asked_at > CONDITION_EVERY_S) and self._note(shown, trouble)
-        self._is_news |= bool(busy or noted)
+
+    def _advance(self, shown: Shown) -> bool:
+        """Index a page of a run, and now and then how it does. Raises anything."""
+        if shown.builder is None:
+            self._open(shown)
+        assert shown.builder is not None
+        busy, trouble = False, ""
+        try:
+            busy = shown.builder.advance()
+        except PeerError as error:
+            trouble, shown.again_at = str(error), self._clock() + AGAIN_S
+        if trouble or shown.trouble or self._clock() - shown.asked_at > CONDITION_EVERY_S:
+            self._say(shown, trouble)
+            self._note(shown)
+        self._is_news |= busy
         return busy
+
+    def _say(self, shown: Shown, trouble: str) -> None:
+        """Let pages say what keeps a run from being read. The host has the whole of it in the log of this process."""
+        words = without_paths(trouble, shown.where) if shown.is_own else trouble  # guard: trouble-without-paths
+        self._is_news |= words != shown.trouble
+        shown.trouble = words
 
     def _open(self, shown: Shown) -> None:
         self._let_go(shown)
@@ -217,26 +241,24 @@ class Shelf:
         shown.number, shown.address = shown.builder.number, address_for_others(shown.where)
 
     def _let_go(self, shown: Shown) -> None:
-        if shown.builder is not None:
-            shown.builder.close()
-        if shown.reading is not None:
-            shown.reading.close()
+        builder, reading = shown.builder, shown.reading
         shown.builder = shown.reading = None
+        if builder is not None:
+            builder.close()
+        if reading is not None:
+            reading.close()
 
-    def _note(self, shown: Shown, trouble: str) -> bool:
-        """Note how a run does, and its alarms. Returns whether that is news."""
+    def _note(self, shown: Shown) -> None:
+        """Note how a run does, and its alarms. Raises `ShoalError`."""
         if shown.builder is None or shown.reading is None:
-            return False
+            return
         shown.asked_at = self._clock()
-        with suppress(ShoalError):
-            # All viewers see it; the host has the whole of it in the log of this process.
-            trouble = without_paths(trouble, shown.where) if shown.is_own else trouble  # guard: trouble-without-paths
-            shown.builder.note_condition(trouble)
+        shown.builder.note_condition(shown.trouble)
         alarms = self.look().alarms(shown.number)
         row = self.look().rows("SELECT told, is_live, trouble FROM conditions WHERE run = ?", shown.number)
         told = (_without_clock(row[0]["told"]), row[0]["is_live"], row[0]["trouble"]) if row else None
         before, shown.told = shown.told, (told, repr(alarms))
-        return shown.told != before
+        self._is_news |= shown.told != before
 
 
 def _without_clock(told: str) -> str:

@@ -38,7 +38,8 @@ def overview(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     spread_version, spreads = _spreads(asked, found["metrics_step"])
     return "overview.html", {
         "spread_version": spread_version, "spreads": spreads,
-        **found, "alarms": look.alarms(run, only_open=True), "charts": _charts(asked, overview_charts(look, run)),
+        **found, "trouble": asked.shelf.trouble(run),
+        "alarms": look.alarms(run, only_open=True), "charts": _charts(asked, overview_charts(look, run)),
         "refused": look.refusal_counts(run, 5), "ages": look.ages(run, 5),
         "top": look.nodes(run, "worker", limit=5)["rows"], "title": "Overview",
         "disk": asked.shelf.free_bytes(run) if asked.is_host else None,

@@ -189,7 +189,8 @@ class Reading:
         return news
 
     def events(self, after: int = -1) -> Iterator[Entry]:
-        """Events again, those after this number, up to the newest that `refresh` gave. Raises `StateError`."""
+        """Events again, those after this number, up to the newest that `refresh` gave. Raises `StateError`: of a URL that
+        gives others now, at the newest one at the latest."""
         head = GENESIS if after < 0 else ""
         while after < self.state.seq:
             rows = self.source.page(after)
@@ -203,6 +204,8 @@ class Reading:
                 if entry.seq != after + 1 or head not in ("", before):
                     raise StateError(f"the log of {self.name} is broken at event {after + 1}: it was edited or damaged")
                 after, head = entry.seq, entry.hash
+                if after == self.state.seq and head != self.state.head:  # guard: same-events-again
+                    raise Replaced(f"{self.name} gives other events than it gave before: open it again")
                 yield entry
 
     # --- beside the log ---

@@ -1,0 +1,30 @@
+"""What keeps an index from being built, as an error with a sentence: a full disk, or a stranger's run that no shoal wrote.
+
+Called by `build`.
+"""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shoal.errors import ShoalError, StateError
+from shoal.ledger.log.redecide import FAULTS
+
+
+@contextmanager
+def told_as_errors(run: str) -> Iterator[None]:
+    """Let what the disk or a stranger's run makes impossible be a `StateError`, of which whoever builds can tell."""
+    try:
+        yield
+    except ShoalError:
+        raise
+    except sqlite3.Error as error:
+        # guard: full-disk-is-told
+        raise StateError(f"the index cannot be written: {error}. Free some space, or give another place") from None
+    except OverflowError:
+        raise StateError(f"the run {run} has larger numbers than a run can have: do not trust it") from None
+    except (*FAULTS, RecursionError) as fault:
+        # guard: odd-events-are-told
+        raise StateError(
+            f"the run {run} holds what no shoal writes ({type(fault).__name__}: {str(fault)[:100]}): do not trust it"
+        ) from fault

@@ -1,0 +1,70 @@
+"""The thread that indexes runs: whatever goes wrong is shown and tried again, and ends it never."""
+
+import contextlib
+
+import pytest
+from starlette.testclient import TestClient
+
+from shoal.alarms import Alarm, AlarmsLog
+from shoal.watch.page import Shelf, page_app
+from shoal.watch.page.shelf import AGAIN_S
+
+
+@pytest.fixture
+def now():
+    """What the shelf's clock says; a test turns it."""
+    return [0.0]
+
+
+@pytest.fixture
+def shelf(copied, tmp_path, now):
+    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as made:
+        yield made
+
+
+def first_page(shelf):
+    return TestClient(page_app(shelf, "")).get("/1/").text
+
+
+def indexed(shelf, now):
+    """Index all that there is, later."""
+    now[0] += AGAIN_S + 1
+    while shelf.step():
+        pass
+    return shelf.look().overview(1)
+
+
+def test_a_full_disk_is_told_and_indexing_goes_on_when_there_is_room(shelf, now):
+    shelf.runs[0].builder._db.execute("PRAGMA max_page_count=1")
+    assert not shelf.step() and shelf.change == 1
+    assert "cannot be read now" in (page := first_page(shelf)) and "disk is full" in page
+    found = indexed(shelf, now)
+    assert found["facts"]["phase"] == "ended" and found["condition"]["phase"] == "ended"
+    assert "cannot be read now" not in first_page(shelf)
+
+
+def test_a_disk_that_is_full_when_conditions_are_noted_is_told(shelf, now):
+    indexed(shelf, now)
+    shelf.runs[0].builder._db.execute("PRAGMA query_only=1")
+    now[0] += AGAIN_S + 1
+    assert not shelf.step() and "the index cannot be written" in shelf.trouble(1)
+    indexed(shelf, now)
+    assert shelf.trouble(1) == ""
+
+
+def test_a_fault_of_ours_is_logged_and_does_not_end_the_thread(shelf, now, monkeypatch, caplog):
+    def broken():
+        raise RuntimeError("nobody foresaw it")
+
+    monkeypatch.setattr(shelf.runs[0].builder, "advance", broken)
+    assert not shelf.step() and "RuntimeError" in first_page(shelf) and "nobody foresaw" in caplog.text
+    assert indexed(shelf, now)["facts"] and shelf.trouble(1) == ""
+
+
+def test_alarms_of_a_strangers_folder_stop_nothing(shelf, copied, now):
+    log = AlarmsLog(copied / "alarms.jsonl")
+    log.write("raised", Alarm("disk", "critical", 10**30, 5, "It is full.", "Delete."), 1.0)
+    with log.path.open("a") as file:
+        file.write('{"deep": ' + "[" * 100_000 + "\n")
+    assert indexed(shelf, now)["condition"]["phase"] == "ended" and shelf.trouble(1) == ""
+    assert "It is full." in TestClient(page_app(shelf, "")).get("/1/alarms").text
