@@ -68,3 +68,16 @@ def test_alarms_of_a_strangers_folder_stop_nothing(shelf, copied, now):
         file.write('{"deep": ' + "[" * 100_000 + "\n")
     assert indexed(shelf, now)["condition"]["phase"] == "ended" and shelf.trouble(1) == ""
     assert "It is full." in TestClient(page_app(shelf, "")).get("/1/alarms").text
+
+
+def test_each_change_of_a_condition_is_news_but_the_time_that_it_lasts(shelf, now):
+    def later():
+        indexed(shelf, now)
+        return shelf.change
+
+    later(), later()
+    assert later() == (before := shelf.change), "only what the run waits for lasts longer"
+    shelf.runs[0].reading.state.main.flat += 1
+    assert later() == before + 1
+    shelf.runs[0].reading.state.pause_cause = "no signal"
+    assert later() == before + 2

@@ -5,6 +5,7 @@ nothing about who may see what; `views` and `group_views` do.
 """
 
 import gc
+import json
 import logging
 import math
 import shutil
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from shoal.errors import ConfigError, NothingYet, PeerError, ShoalError
 from shoal.watch.index import Builder, Look
@@ -261,9 +263,9 @@ class Shelf:
         self._is_news |= shown.told != before
 
 
-def _without_clock(told: str) -> str:
-    """A condition without what grows each second, its last field."""
-    return told.partition('"waiting_s"')[0]
+def _without_clock(told: str) -> dict[str, Any]:
+    """A condition without what grows each second."""
+    return {name: value for name, value in json.loads(told).items() if name != "waiting_s"}
 
 
 def with_parts(group: ReadGroup, played: ReadGroup) -> ReadGroup:
