@@ -2042,6 +2042,7 @@ GUARDS = [
          "test_numbers_that_nobody_can_draw_are_left_out"),
     ),
     *_needed_by("tests/watch/test_report.py",
+        ("csv-rows-end-once", ('"\\r\\n"', '"\\n"'), "test_no_cell_of_a_csv_begins_a_row"),
         ("report-shows-controls", ('printable(value, keep="\\n\\t")', "value"), "test_thirty_hostile_texts_are_text"),
         ("report-paths", ('tree.startswith("/")', "False"), "test_folders_of_the_host_are_left_out_of_the_run_file"),
     ),

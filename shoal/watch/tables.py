@@ -45,6 +45,11 @@ def as_csv(rows: Iterable[Row], columns: Sequence[str] = ()) -> str:
     """Rows as CSV. `columns` go first; others follow in the order in which they come."""
     whole = list(rows)
     names = list(dict.fromkeys([*columns, *(name for row in whole for name in row)]))
+    return csv_line(names) + "".join(csv_line(row.get(name) for name in names) for row in whole)
+
+
+def csv_line(cells: Iterable[Any]) -> str:
+    """One row of a CSV, with its end. Cells that break lines are quoted, so none of their parts begins a row."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(map(_cell, names))

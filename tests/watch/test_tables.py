@@ -67,6 +67,13 @@ def test_csv_runs_no_formula_and_keeps_odd_texts():
     assert {number for _, number in read[1:]} == {"-1.5"}
 
 
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n"])
+def test_no_cell_of_a_csv_begins_a_row(end):
+    told = as_csv([{f"a{end}=HYPERLINK(1)": f"b{end}=1+1"}])
+    assert list(csv.reader(io.StringIO(told, newline=""))) == [[f"a{end}=HYPERLINK(1)"], [f"b{end}=1+1"]]
+    assert told.count('"') == 4
+
+
 def test_an_unknown_table_is_refused_with_the_names(run):
     with pytest.raises(ConfigError, match="events, metrics"):
         rows_of(run, "nonsense")

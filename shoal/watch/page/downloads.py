@@ -1,31 +1,46 @@
 """Tables of a page as CSV, line by line.
 
-Called by `app`. Cells that a spreadsheet would take for a formula are quoted by `tables.as_csv`. A table has the rows that
-the page shows to the same viewer, all pages of them: what filters the page, in its address, filters the file.
+Called by `app`. `tables.csv_line` quotes cells that a spreadsheet would take for a formula. A table has the rows that the
+page shows to the same viewer, all pages of them: what filters the page, in its address, filters the file.
+
+A download may take as long as its reader likes, in any thread. So it has a connection of its own, and no query of it stays
+open between two lines: that would show an old state to the thread's other viewers, and keep the index's journal growing.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
 
-from shoal.metrics import METRICS
-from shoal.watch.index import groups
+from shoal.metrics import meaning_of
+from shoal.watch.index import Look, groups
 from shoal.watch.index.look import MOST_ROWS
 from shoal.watch.index.plain import numbers_of
+from shoal.watch.index.schema import MOST_ROLLOUTS
 from shoal.watch.page.asked import Asked, NotHere, asked_nodes, asked_refusals
 from shoal.watch.page.charts import family_of, rewards_of
 from shoal.watch.page.group_views import only_of
 from shoal.watch.rows import Row
-from shoal.watch.tables import as_csv
+from shoal.watch.tables import csv_line
 
 MOST = 1_000_000
 """Rows of one file."""
+
+TEXTS = 100
+"""Rollouts, with their texts, that are read at a time."""
 
 
 def lines_of_csv(asked: Asked, table: str) -> Iterator[str]:
     """A table by its name. Raises `NotHere` for an unknown one, at once."""
     if table not in DOWNLOADS:
         raise NotHere(f"there is no table {table[:40]}: {', '.join(DOWNLOADS)}")
-    return _written(DOWNLOADS[table](asked))
+    return _apart(asked, table)
+
+
+def _apart(asked: Asked, table: str) -> Iterator[str]:
+    with closing(asked.shelf.look_apart()) as look:
+        yield from _written(DOWNLOADS[table](replace(asked, look=look)))
 
 
 def _written(rows: Iterable[Row]) -> Iterator[str]:
@@ -35,8 +50,8 @@ def _written(rows: Iterable[Row]) -> Iterator[str]:
             return
         if not columns:
             columns = list(row)
-            yield as_csv([], columns)
-        yield as_csv([{name: row.get(name) for name in columns}], columns).partition("\n")[2]
+            yield csv_line(columns)
+        yield csv_line(row.get(name) for name in columns)
 
 
 def _nodes(asked: Asked) -> Iterator[Row]:
@@ -53,7 +68,7 @@ def _metrics(asked: Asked) -> Iterator[Row]:
     """All metrics by step, or one with its family."""
     known, name = asked.look.names(asked.run), asked.word("name")
     names = ["step", *(family_of(asked.look, asked.run, name, known) if name else (n for n in known if n != "step"))]
-    for row in asked.look.db.execute("SELECT line FROM metrics WHERE run = ? ORDER BY step", (asked.run,)):
+    for row in _in_order(asked.look, "SELECT step, line FROM metrics WHERE run = ?", (asked.run,), ("step",)):
         told = dict(numbers_of(json.loads(row["line"])))
         yield {name: told.get(name) for name in names}
 
@@ -67,14 +82,16 @@ def _groups(asked: Asked) -> Iterator[Row]:
 def _rollouts(asked: Asked) -> Iterator[Row]:
     public = "" if asked.is_host else "AND g.public = 1"
     number = asked.whole("group")
-    of_one = "" if number is None else f"AND g.id = {number}"
+    first = (number or 0) * MOST_ROLLOUTS
+    of_one = "" if number is None else f"AND r.id >= {first} AND r.id < {first + MOST_ROLLOUTS}"
     query = (
-        "SELECT g.version, g.slot, r.id % 4096 AS rollout, g.worker, g.env, g.task, g.status, g.step, g.seq, r.reward, "
-        "r.advantage, r.ending, r.tokens, r.policy_tokens, r.logprob, r.turns, r.flaw, t.text FROM groups g JOIN rollouts "
-        "r ON r.id >= g.id * 4096 AND r.id < (g.id + 1) * 4096 LEFT JOIN texts t ON t.rowid = r.id "
-        f"WHERE g.run = ? {public} {of_one} ORDER BY r.id"
+        f"SELECT r.id AS id, g.version, g.slot, r.id % {MOST_ROLLOUTS} AS rollout, g.worker, g.env, g.task, g.status, "
+        "g.step, g.seq, r.reward, r.advantage, r.ending, r.tokens, r.policy_tokens, r.logprob, r.turns, r.flaw, t.text "
+        f"FROM rollouts r CROSS JOIN groups g ON g.id = r.id / {MOST_ROLLOUTS} LEFT JOIN texts t ON t.rowid = r.id "
+        f"WHERE r.run = ? {public} {of_one}"
     )
-    yield from map(dict, asked.look.db.execute(query, (asked.run,)))
+    for row in _in_order(asked.look, query, (asked.run,), ("r.id",), TEXTS):
+        yield {name: value for name, value in row.items() if name != "id"}
 
 
 def _step(asked: Asked) -> Iterator[Row]:
@@ -92,7 +109,7 @@ def _events(asked: Asked) -> Iterator[Row]:
     kinds, node, search = asked.words("kind"), asked.word("node"), asked.word("q")
     if kinds or node or search:
         return _paged(lambda after: asked.look.timeline(asked.run, kinds, node, search, after, MOST_ROWS))
-    return _all("events", "seq")(asked)
+    return _in_order(asked.look, "SELECT * FROM events WHERE run = ?", (asked.run,), ("seq",))
 
 
 def _refusals(asked: Asked) -> Iterator[Row]:
@@ -112,15 +129,19 @@ def _versions(asked: Asked) -> Iterator[Row]:
 def _spread(asked: Asked) -> Iterator[Row]:
     """When workers were leased which versions: of all workers, or of one."""
     worker = asked.word("worker")
-    query = "SELECT * FROM spread WHERE run = ? AND (? = '' OR worker = ?) ORDER BY version, seq"
-    yield from map(dict, asked.look.db.execute(query, (asked.run, worker, worker)))
+    query = "SELECT * FROM spread WHERE run = ? AND (? = '' OR worker = ?)"
+    return _in_order(asked.look, query, (asked.run, worker, worker), ("version", "worker"))
 
 
 def _verdicts(asked: Asked) -> Iterator[Row]:
     """All verdicts, or those of one validator."""
     validator = asked.word("validator")
-    query = "SELECT * FROM verdicts WHERE run = ? AND (? = '' OR validator = ?) ORDER BY seq"
-    yield from map(dict, asked.look.db.execute(query, (asked.run, validator, validator)))
+    query = "SELECT * FROM verdicts WHERE run = ? AND (? = '' OR validator = ?)"
+    return _in_order(asked.look, query, (asked.run, validator, validator), ("seq",))
+
+
+def _heldout(asked: Asked) -> Iterable[Row]:
+    return asked.look.rows("SELECT * FROM heldout WHERE run = ? ORDER BY version, env", asked.run)
 
 
 def _alarms(asked: Asked) -> Iterator[Row]:
@@ -158,17 +179,23 @@ def _paged(page_after: Callable[[int | None], Row]) -> Iterator[Row]:
             return
 
 
-def _all(table: str, order: str) -> Callable[[Asked], Iterator[Row]]:
-    def rows(asked: Asked) -> Iterator[Row]:
-        query = f"SELECT * FROM {table} WHERE run = ? ORDER BY {order}"
-        yield from map(dict, asked.look.db.execute(query, (asked.run,)))
-
-    return rows
+def _in_order(
+    look: Look, query: str, values: Sequence[Any], keys: Sequence[str], most: int = MOST_ROWS
+) -> Iterator[Row]:
+    """The rows of a query in order of its keys, together unique, of which each row has the value by its last name."""
+    names, order = [key.rpartition(".")[2] for key in keys], ", ".join(keys)
+    after, last = "", list[Any]()
+    while True:
+        page = look.rows(f"{query} {after} ORDER BY {order} LIMIT ?", *values, *last, most)
+        yield from page
+        if len(page) < most:
+            return
+        after, last = f"AND ({order}) > ({', '.join('?' * len(keys))})", [page[-1][name] for name in names]
 
 
 DOWNLOADS: dict[str, Callable[[Asked], Iterable[Row]]] = {
     "nodes": _nodes, "metrics": _metrics, "step": _step, "groups": _groups, "rollouts": _rollouts, "events": _events,
-    "versions": _versions, "verdicts": _verdicts, "refusals": _refusals, "heldout": _all("heldout", "version, env"),
+    "versions": _versions, "verdicts": _verdicts, "refusals": _refusals, "heldout": _heldout,
     "alarms": _alarms, "spread": _spread, "differences": _differences, "runs": _runs,
     "validators": lambda asked: asked.look.validators(asked.run),
     "checks": lambda asked: asked.look.refusal_counts(asked.run, MOST_ROWS),

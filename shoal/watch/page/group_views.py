@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from shoal.errors import ConfigError, NothingYet, ShoalError
 from shoal.watch.index import Filter, filters, group, groups, number_of, same_task
+from shoal.watch.index.schema import MOST_ROLLOUTS
 from shoal.watch.page.asked import LARGEST, Asked, NotHere
 from shoal.watch.page.charts import of_task, picture_of
 from shoal.watch.page.gaps import Gaps
@@ -236,5 +237,5 @@ def _around(asked: Asked, number: int) -> dict[str, int | None]:
 
 def _first_text(asked: Asked, number: int) -> str:
     """The end of a group's first rollout, which tells how the policy answers now."""
-    row = asked.look.rows("SELECT text FROM texts WHERE rowid = ?", number * 4096)
+    row = asked.look.rows("SELECT text FROM texts WHERE rowid = ?", number * MOST_ROLLOUTS)
     return str(row[0]["text"])[-400:] if row else ""

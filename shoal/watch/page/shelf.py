@@ -108,6 +108,10 @@ class Shelf:
             found = self._local.look = Look(self._path)
         return found
 
+    def look_apart(self) -> Look:
+        """The index by a connection of the caller's own, which it closes. Raises `StateError`."""
+        return Look(self._path)
+
     def of(self, number: int) -> Shown | None:
         """The run of a number in the index, if this page shows it."""
         return next((shown for shown in self.runs if shown.number == number), None)

@@ -283,7 +283,7 @@ async def fetch_tokenizer(client: Client, manifest: t.Manifest, stops: str, home
 
 
 def clean(lines: Iterable[dict[str, Any]]) -> list[dict[str, Value]]:
-    """The lines of metrics that are tables of short names and plain values, with a step."""
+    """The lines of metrics that are tables of short names that print and of plain values, with a step."""
     found = []
     for line in lines:
         with contextlib.suppress(msgspec.ValidationError):
@@ -309,7 +309,7 @@ def _is_sound(values: dict[str, Value]) -> bool:
         type(step) is int
         and 0 <= step < MAX_STEP
         and len(names) <= MAX_METRICS
-        and all(len(name) <= MAX_NAME_CHARS for name in names)
+        and all(len(name) <= MAX_NAME_CHARS and name.isprintable() for name in names)
         and all(len(value) <= MAX_TEXT_CHARS for value in plain if isinstance(value, str))
         and all(abs(value) < 1 << 53 for value in plain if isinstance(value, int))
     )
