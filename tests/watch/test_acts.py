@@ -1,9 +1,12 @@
 """What a host did because of an alarm, as the page shows it: in a sentence, with its figures, linked both ways."""
 
+import html
+
 import pytest
 from starlette.testclient import TestClient
 
 from shoal.alarms import Alarm, AlarmsLog
+from shoal.config.monitors import said_of
 from shoal.ledger.facts.run import Admin, Reconfigure, RulesChanged
 from shoal.protocol.types import AlarmEvidence, Measured
 from shoal.watch.index import Builder, Look
@@ -99,6 +102,21 @@ def test_the_page_of_an_act_shows_the_signed_figures_and_an_alarm_leads_there(ac
     assert alarms == {
         ("collapse", 12): [seqs["rate"], seqs["pause"]], ("poisoning", 3): [seqs["quarantine"]], ("collapse", 13): [],
     }  # fmt: skip
+
+
+def test_others_than_the_host_learn_of_an_alarm_no_node_and_no_figures(acted):
+    shelf, seqs = acted
+    anyone, host = (TestClient(page_app(shelf, "t" * 43)) for _ in range(2))
+    host.get("/?token=" + "t" * 43)
+    for view in ("", "alarms", "csv/alarms.csv"):
+        public, whole = (client.get(f"/1/{view}").text for client in (anyone, host))
+        rows = [page.partition("Figures")[2] if view == "alarms" else page for page in (public, whole)]
+        told = [[word in row for word in ("It falls.", WORKER[:12], "0.35")] for row in rows]
+        assert "It falls." not in public and "It falls." in whole, view
+        assert said_of("collapse") in html.unescape(public), view
+        if view:
+            assert told == [[False] * 3, [True] * 3], view
+            assert all(str(seq) in public for seq in seqs.values()), "what the host signed is public"
 
 
 def test_evidence_that_was_indexed_stays_when_the_index_is_opened_again(tmp_path):

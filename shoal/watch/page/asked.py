@@ -4,12 +4,13 @@ Called by `app`, and passed to each view. What is in an address is a stranger's:
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import QueryParams
 
+from shoal.config.monitors import said_of
 from shoal.errors import StateError
 from shoal.watch.index import Look
 from shoal.watch.index.look import RANKINGS
@@ -65,6 +66,12 @@ class Asked:
             return str(error)
         return without_paths(str(error), shown.where if shown is not None else "")  # guard: errors-without-paths
 
+    def alarms(self, only_open: bool = False) -> list[Row]:
+        """Alarms as this viewer may know them: its host all of a run's folder, others what a coordinator tells anyone,
+        which is not which node one is about, nor its figures. `acts`, which the log has, are for all."""
+        found = self.look.alarms(self.run, only_open)
+        return found if self.is_host else _as_told(found)  # guard: alarms-as-anyone-may-know
+
     def name_of(self, key: str) -> str:
         """The name that a node gave itself; empty of an unknown one."""
         found = self.look.rows("SELECT name FROM nodes WHERE run = ? AND key = ?", self.run, key)
@@ -98,6 +105,16 @@ class Asked:
     def smooth(self) -> float:
         """How much a chart is smoothed, from 0 to 0.99."""
         return min(max(self.real("smooth") or 0.0, 0.0), 0.99)
+
+
+def _as_told(alarms: Sequence[Row]) -> list[Row]:
+    """One row for each cause and step, with the general sentence of the cause."""
+    told = dict[tuple[str, int], Row]()
+    for row in alarms:
+        empty = {"node": "", "words": said_of(row["cause"]), "evidence": {"step": row["since_step"], "measured": []}}
+        one = told.setdefault((row["cause"], row["since_step"]), {**row, **empty, "acts": []})
+        one["acts"] = [*one["acts"], *(seq for seq in row["acts"] if seq not in one["acts"])]
+    return list(told.values())
 
 
 def asked_nodes(asked: Asked) -> tuple[str, str, str]:

@@ -145,8 +145,8 @@ def _heldout(asked: Asked) -> Iterable[Row]:
 
 
 def _alarms(asked: Asked) -> Iterator[Row]:
-    """With the figures of each, and the events of what the host did."""
-    for row in asked.look.alarms(asked.run):
+    """With the figures of each for the host, and the events of what the host did."""
+    for row in asked.alarms():
         measured = "; ".join(
             f"{one['name']} {one['value']}, limit {one['limit']}" for one in row["evidence"]["measured"]
         )

@@ -39,7 +39,7 @@ def overview(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     return "overview.html", {
         "spread_version": spread_version, "spreads": spreads,
         **found, "trouble": asked.shelf.trouble(run),
-        "alarms": look.alarms(run, only_open=True), "charts": _charts(asked, overview_charts(look, run)),
+        "alarms": asked.alarms(only_open=True), "charts": _charts(asked, overview_charts(look, run)),
         "refused": look.refusal_counts(run, 5), "ages": look.ages(run, 5),
         "top": look.nodes(run, "worker", limit=5)["rows"], "title": "Overview",
         "disk": asked.shelf.free_bytes(run) if asked.is_host else None,
@@ -184,7 +184,7 @@ def versions(asked: Asked) -> tuple[str, Mapping[str, Any]]:
 
 def alarms(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     """What monitors found."""
-    return "alarms.html", {"title": "Alarms", "rows": asked.look.alarms(asked.run)}
+    return "alarms.html", {"title": "Alarms", "rows": asked.alarms()}
 
 
 def comparison(asked: Asked) -> tuple[str, Mapping[str, Any]]:
