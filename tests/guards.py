@@ -1992,6 +1992,8 @@ GUARDS = [
         ("read-group-fits-memory", ("room >= 0", "True"), "test_a_rollout_with_a_flaw_is_told_and_not_decoded"),
     ),
     *_needed_by("tests/watch/test_index.py",
+        ("log-search-ends", ("SCANNED", "-1"),
+         "test_a_search_of_the_log_looks_at_a_bounded_number_of_events_and_goes_on"),
         ("odd-events-are-told", "raise", "test_events_that_fit_no_state_are_told_and_stop_no_thread"),
         ("index-of-another-log", OFF, "test_a_run_that_was_replaced_or_set_back_is_indexed_anew"),
         ("search-finds-what-is-public", OFF, "test_a_private_group_shows_only_what_the_log_says"),

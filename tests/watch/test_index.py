@@ -156,6 +156,18 @@ def test_the_timeline_is_read_by_kind_node_and_words(look, run):
     assert look.timeline(1, search='" OR NEAR(')["rows"] == [] and look.event(1, 0)["kind"] == "run_created"
 
 
+def test_a_search_of_the_log_looks_at_a_bounded_number_of_events_and_goes_on(look, run, monkeypatch):
+    monkeypatch.setattr("shoal.watch.index.look.SCANNED", 20)
+    asked, found, pages, after = [], [], 0, None
+    look.db.set_trace_callback(asked.append)
+    while pages == 0 or after is not None:
+        page = look.timeline(1, kinds=["run_created"], search="*", after=after)
+        found, pages, after = found + page["rows"], pages + 1, page["next"]
+    look.db.set_trace_callback(None)
+    assert [row["seq"] for row in found] == [0] and pages == (run.state.seq + 1) // 20 + 1
+    assert sum("* FROM events" in query for query in asked) <= pages, "a stranger asks for a filter that hardly any event has"
+
+
 def test_groups_are_filtered_and_paged_and_found_by_their_words(look, run):
     every, after = [], None
     while True:

@@ -8,13 +8,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from shoal.errors import ConfigError
-from shoal.watch.index.look import PAGE, Look, before, limited, page_of
+from shoal.watch.index.look import PAGE, SCANNED, Look, before, limited, page_of
 from shoal.watch.index.plain import query_of
 from shoal.watch.index.schema import MOST_ROLLOUTS, run_word
 from shoal.watch.rows import Row
-
-SCANNED = 20_000
-"""Most matching texts that one page looks at. A page that stops there says where to continue."""
 
 EXCERPT_WORDS = 24
 

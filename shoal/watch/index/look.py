@@ -28,6 +28,12 @@ MOST_ROWS = 1000
 RATE_STEPS = 20
 """Newest steps from which speed and the time left are computed."""
 
+SCANNED = 20_000
+"""Most matches of a search that one page looks at. A page that stops there says where to continue."""
+
+_TOGETHER = 500
+"""Events that one query asks for."""
+
 _PLACES = 1048576
 """More than the groups of a submission."""
 
@@ -265,17 +271,17 @@ class Look:
     ) -> Row:  # fmt: skip
         """A page of the log, newest first, of some kinds or one node, or with all words of a search."""
         limit, end = limited(limit), before(after)
-        if search:
-            asked = "SELECT ref FROM words WHERE words MATCH ? AND what = 'event' AND ref < ? ORDER BY rowid DESC"
-            matches = self.db.execute(asked, (query_of(search, run_word(run)), end))
-            rows: list[Row] = []
-            for (seq,) in matches:
-                rows += self._events(run, kinds, node, f"seq = {int(seq)}", end, 1)
-                if len(rows) > limit:
-                    break
-        else:
-            rows = self._events(run, kinds, node, "1", end, limit + 1)
-        return page_of(rows, "seq", limit)
+        if not search:
+            return page_of(self._events(run, kinds, node, "1", end, limit + 1), "seq", limit)
+        asked = "SELECT ref FROM words WHERE words MATCH ? AND what = 'event' AND ref < ? ORDER BY rowid DESC LIMIT ?"
+        matches = self.rows(asked, query_of(search, run_word(run)), end, SCANNED)  # guard: log-search-ends
+        rows: list[Row] = []
+        for first in range(0, len(matches), _TOGETHER):
+            among = ", ".join(str(int(row["ref"])) for row in matches[first : first + _TOGETHER])
+            rows += self._events(run, kinds, node, f"seq IN ({among})", end, limit + 1 - len(rows))
+            if len(rows) > limit:
+                return page_of(rows, "seq", limit)
+        return {"rows": rows, "next": matches[-1]["ref"] if len(matches) == SCANNED else None}
 
     def _events(self, run: int, kinds: Sequence[str], node: str, more: str, end: int, limit: int) -> list[Row]:
         where, values = ["run = ?", "seq < ?", more], list[Any]([run, end])
