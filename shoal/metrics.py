@@ -173,7 +173,19 @@ METRICS: dict[str, Metric] = {
 """Metrics by name. The name holds the unit, unless the unit is a plain count, share or rate. What follows a slash is the
 label of an environment, or what its author calls it."""
 
-_FAMILIES = tuple(f"{name.partition('/')[0]}/" for name in METRICS if "/" in name)
+_FAMILIES = {name.partition("/")[0]: metric for name, metric in METRICS.items() if "/" in name}
+
+
+def declared(name: str) -> Metric | None:
+    """What METRICS says of a metric: of its name, or of the family that it is one of, such as reward_part/NAME."""
+    family, _, label = name.partition("/")
+    return METRICS.get(name) or (_FAMILIES.get(family) if label else None)
+
+
+def meaning_of(name: str) -> Metric | None:
+    """The same for what is shown: also of a family as a whole, and of a number within a table (staleness_rollouts/3)."""
+    family = name.partition("/")[0]
+    return declared(name) or METRICS.get(family) or _FAMILIES.get(family)
 
 
 class MetricsLog:
@@ -186,7 +198,7 @@ class MetricsLog:
     def write(self, values: dict[str, Any]) -> None:
         """Append a line. Numbers that are not finite become null. Faults of the disk or of a value are never raised."""
         try:
-            unknown = {name for name in values if name not in METRICS and not name.startswith(_FAMILIES)}
+            unknown = {name for name in values if declared(name) is None}
             if unknown:
                 raise ValueError(f"not declared in shoal/metrics.py: {', '.join(sorted(unknown))}")
             line = msgspec.json.encode(values) + b"\n"

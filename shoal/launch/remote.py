@@ -17,7 +17,7 @@ from shoal.config.monitors import said_of
 from shoal.errors import NothingYet, PeerError
 from shoal.launch.samples import Samples
 from shoal.launch.snapshot import NO_STATUS, PAGING_SHARE, Snapshot
-from shoal.metrics import METRICS
+from shoal.metrics import declared
 from shoal.net.client import Client, PeerRefused
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_NODES
 from shoal.protocol.types import NodeState, Status
@@ -36,8 +36,6 @@ MOST_KEYS, MOST_LABEL_CHARS = 200, 100
 
 MOST_NUMBER = 10**15
 """Larger numbers of a stranger count as this."""
-
-_FAMILIES = tuple(f"{name.partition('/')[0]}/" for name in METRICS if "/" in name)
 
 
 class RemoteRun:
@@ -151,7 +149,7 @@ def cleaned_metrics(line: dict[str, Any]) -> dict[str, Any] | None:
     """Metrics of a step with known names and finite numbers only; None if they name no step."""
     kept: dict[str, Any] = {}
     for name, value in list(line.items())[:MOST_KEYS]:
-        known = name in METRICS or (name.startswith(_FAMILIES) and len(name) <= MOST_LABEL_CHARS)
+        known = declared(name) is not None and len(name) <= MOST_LABEL_CHARS
         if known and _is_number(value):  # guard: finite-figures
             kept[name] = value
     if not isinstance(kept.get("step"), int) or kept["step"] < 0:

@@ -23,7 +23,7 @@ from shoal.ledger.facts.run import RulesChanged, RunEnded
 from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision, VerdictGiven
 from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed
-from shoal.metrics import METRICS
+from shoal.metrics import meaning_of
 from shoal.protocol.algorithms import judged_by_trainer, step_credit_of, vine_of
 from shoal.roles.coordinator.board import groups_in_flight, waiting_for
 from shoal.watch.index.alarms import note_alarms
@@ -377,8 +377,8 @@ class Builder:
             self._named = {ref for (ref,) in known}
         if name not in self._named:
             self._named.add(name)
-            family = METRICS.get(name) or METRICS.get(name.partition("/")[0])
-            text = fit_for_search(f"{name} {family.sentence if family else ''}")
+            told = meaning_of(name)
+            text = fit_for_search(f"{name} {told.sentence if told else ''}")
             insert = "INSERT INTO words (run, text, what, ref) VALUES (?, ?, 'metric', ?)"
             self._db.execute(insert, (f"{word} {METRIC}", text, name))
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shoal.metrics import METRICS
+from shoal.metrics import meaning_of
 from shoal.watch.index import Look
 from shoal.watch.rows import Row
 
@@ -64,12 +64,12 @@ def chart_of(look: Look, run: int, name: str, smooth: float = 0.0, known: Sequen
     if name == "heldout":
         return _heldout(look, run)
     family = family_of(look, run, name, known)[:MOST_LINES]
-    series = {metric.partition("/")[2] or "all": _points(look, run, metric, smooth) for metric in family}
-    told = METRICS.get(name) or next(
-        (m for n, m in METRICS.items() if "/" in n and n.partition("/")[0] == name.partition("/")[0]), None
-    )
+    series = {metric: _points(look, run, metric, smooth) for metric in family}
+    told = meaning_of(name)
     unit, sentence = (told.unit, told.sentence) if told else ("", "")
-    return _aligned(Chart(name, TITLES.get(name, name), unit, sentence, "step", [], []), series)
+    drawn = _aligned(Chart(name, TITLES.get(name, name), unit, sentence, "step", [], []), series)
+    lines = [line._replace(label=line.label.partition("/")[2] or "all") for line in drawn.lines]
+    return drawn._replace(lines=lines)  # labelled last: an environment may be called "all"
 
 
 def has_chart(look: Look, run: int, name: str, known: Sequence[str]) -> bool:
@@ -97,7 +97,7 @@ def family_of(look: Look, run: int, name: str, known: Sequence[str] = ()) -> lis
 def compared(look: Look, runs: Mapping[int, str], name: str, smooth: float = 0.0) -> Chart:
     """One metric of several runs, each a line with the label given."""
     series = {f"{run} {label}": _points(look, run, name, smooth) for run, label in list(runs.items())[:MOST_LINES]}
-    known = METRICS.get(name)
+    known = meaning_of(name)
     unit, sentence = (known.unit, known.sentence) if known else ("", "")
     return _aligned(Chart(name, TITLES.get(name, name), unit, sentence, "step", [], []), series)
 

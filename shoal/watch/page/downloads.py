@@ -99,7 +99,7 @@ def _step(asked: Asked) -> Iterator[Row]:
     step = asked.whole("step", 0)
     for row in asked.look.rows("SELECT line FROM metrics WHERE run = ? AND step = ?", asked.run, step):
         for name, value in numbers_of(json.loads(row["line"])):
-            told = METRICS.get(name) or METRICS.get(name.partition("/")[0])
+            told = meaning_of(name)
             unit, sentence = (told.unit, told.sentence) if told else ("", "")
             yield {"step": step, "name": name, "value": value, "unit": unit, "meaning": sentence}
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shoal.metrics import METRICS
+from shoal.metrics import meaning_of
 from shoal.watch.index.look import RANKINGS
 from shoal.watch.page.asked import Asked, NotHere, asked_nodes, asked_refusals
 from shoal.watch.page.charts import (
@@ -113,7 +113,7 @@ def step(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     if not found:
         raise NotHere(f"the run has no metrics of step {number}")
     values = _numbers(json.loads(found[0]["line"]))
-    told = {name: METRICS.get(name) or METRICS.get(name.partition("/")[0]) for name in values}
+    told = {name: meaning_of(name) for name in values}
     return "step.html", {"title": f"Step {number}", "place": "Figures", "step": number, "values": values, "told": told}
 
 

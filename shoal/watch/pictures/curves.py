@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from shoal.errors import ConfigError, NothingYet
 from shoal.ledger.facts.run import RunCreated
-from shoal.metrics import METRICS
+from shoal.metrics import METRICS, Metric, declared
 from shoal.terminal import brief
 from shoal.watch.reading import Reading
 from shoal.watch.reading.heldout import HeldOut, read_heldout
@@ -161,32 +161,30 @@ def unit_of(name: str, runs: Sequence[ReadRun] = ()) -> str:
     if name == HELDOUT:
         measures = {one.measure for run in runs for one in run.heldout if one.measure}
         return brief(measures.pop(), LABEL_CHARS) if len(measures) == 1 else "share or reward"
-    return AS_MEAN[name] if name in AS_MEAN else METRICS[_family(name)].unit
+    return AS_MEAN[name] if name in AS_MEAN else _told(name).unit
 
 
 def sentence_of(name: str) -> str:
     """What a metric means."""
     if name == HELDOUT:
         return "Evaluations on tasks that training does not draw."
-    return METRICS[_family(name)].sentence
+    return _told(name).sentence
 
 
 # --- names ---
 
 
-def _family(name: str) -> str:
-    """The name in METRICS under which a metric is declared; empty if it is not."""
-    if name in METRICS:
-        return name
-    above = name.partition("/")[0] + "/"
-    return next((known for known in METRICS if known.startswith(above) and "/" in name), "")
+def _told(name: str) -> Metric:
+    found = declared(name)
+    assert found is not None, "_check saw to it"
+    return found
 
 
 def _check(name: str, runs: Sequence[ReadRun]) -> None:
     if name == HELDOUT:
         return
     found = {known for run in runs for line in run.lines for known in line}
-    if not _family(name) or ("/" in name and name not in found):
+    if declared(name) is None or ("/" in name and name not in found):
         plain = [known for known in METRICS if "/" not in known and known not in ("step", "time_s", "waiting_for")]
         names = sorted({*plain, HELDOUT, *found})
         near = [brief(each) for each in difflib.get_close_matches(name, names, n=3, cutoff=0.5)]
@@ -194,14 +192,14 @@ def _check(name: str, runs: Sequence[ReadRun]) -> None:
         raise ConfigError(
             f"there is no metric {brief(name)!r}: {hint}?" if near else f"no metric {brief(name)!r}: {hint}"
         )
-    if METRICS[_family(name)].unit == "name":
+    if _told(name).unit == "name":
         raise ConfigError(f"{name} is a word in each step, not a number, and cannot be drawn")
 
 
 def _why_none(name: str) -> str:
     if name == HELDOUT:
         return "evaluations are read from the host's folder, and are made as its run file says"
-    return METRICS[_family(name)].sentence
+    return _told(name).sentence
 
 
 # --- numbers ---
