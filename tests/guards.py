@@ -2086,7 +2086,7 @@ GUARDS = [
          "test_a_name_that_looks_like_the_key_of_another_does_not_pass_for_it"),
         ("influence-against-agreement", ("lowest_share(refused, refused + accepted)", "0.0"),
          "test_few_refusals_of_a_worker_with_much_influence_are_poisoning"),
-        ("judge-against-reward", ("now_of(rewards) - median(then) > max(2 * noise_of(rewards), 1e-3)", "True"),
+        ("judge-against-reward", ("now_of(rewards) - median(then) > max(least, 1e-3)", "True"),
          "test_a_judge_that_likes_answers_less_while_reward_rises_is_hacking"),
     ),
     *_needed_by("tests/envs/test_second_opinion.py",

@@ -85,6 +85,9 @@ LIMITS: dict[str, Limit] = {
     "collapse.noises": Limit(
         3.0, "deviations", "The loss must also be this many robust standard deviations of a step's mean reward"
     ),
+    "collapse.best": Limit(
+        0.2, "share", "Of the best reward, lost as well: where reward hardly rises, half of what it gained is noise"
+    ),
     "collapse.grad_growth": Limit(
         30.0, "times",
         "Norm of the gradient against its own median. Single steps reach 10 times; 3 of 5 at 30 do not "
@@ -103,7 +106,9 @@ LIMITS: dict[str, Limit] = {
         0.6, "share", "Above this solve rate, certainty is success. Below it, groups soon have no signal"
     ),
     "hacking.reward_noises": Limit(
-        2.0, "deviations", "By how much reward must have risen, in robust standard deviations of a step's mean reward"
+        2.0, "deviations",
+        "By how much reward must have risen, since the start or the best evaluation, in robust standard deviations of a "
+        "step's mean reward",
     ),
     "hacking.length": Limit(
         1.5, "times",
@@ -139,7 +144,10 @@ LIMITS: dict[str, Limit] = {
     ),
     "poisoning.lean_groups": Limit(12.0, "groups", "That the last limit needs of the worker and of the others"),
     "stragglers.lapsed": Limit(
-        0.5, "share", "Of a worker's leases of 20 steps, at least 3, lapsed; or filled too late, and twice that of others"
+        0.5, "share", "Of a worker's leases of 20 steps, at least 3, lapsed; or filled too late, if the next limit agrees"
+    ),
+    "stragglers.late": Limit(
+        2.0, "times", "Share of leases filled too late, against the others' median: where all are late, nobody is slow"
     ),
     "stragglers.slow": Limit(
         5.0, "times", "Seconds a group, against the median of the other workers. Machines of one run often differ by 3"
@@ -154,6 +162,10 @@ LIMITS: dict[str, Limit] = {
     ),
     "validators.differences": Limit(3.0, "verdicts", "On the same groups that differ, over 20 steps; one may be a restart"),
     "validators.share": Limit(0.1, "share", "Of a validator's verdicts that can be compared, those that differ"),
+    "validators.beside": Limit(
+        1.5, "times",
+        "Differing share against the median of two others or more. A liar differs from all, the others from it alone",
+    ),
     "no_signal.share": Limit(
         0.9, "share",
         "Of accepted groups without signal, over 4 of 6 steps: nine in ten are paid in vain",

@@ -38,7 +38,7 @@ def _reward(view: View) -> Finding | None:
     middle = smoothed(rewards)
     best, now, lowest = max(middle), middle[-1], min(middle[: middle.index(max(middle)) + 1])
     allowed = max(view.limit("collapse.share") * (best - lowest), view.limit("collapse.noises") * noise_of(rewards))
-    limit = best - max(allowed, 0.2 * abs(best), 1e-6)
+    limit = best - max(allowed, view.limit("collapse.best") * abs(best), 1e-6)
     if now >= limit:
         return None
     what = f"reward fell from {best:.3g} to {now:.3g}"

@@ -75,8 +75,9 @@ def _fell(
         return None
     newest, best = seen[-1], max(seen[:-1], key=lambda one: one.mean)
     then, rewards = View(at_best).series("reward_all_mean"), view.series("reward_all_mean")
+    least = view.limit("hacking.reward_noises") * noise_of(rewards)
     # guard: judge-against-reward
-    rose = bool(then and rewards) and now_of(rewards) - median(then) > max(2 * noise_of(rewards), 1e-3)
+    rose = bool(then and rewards) and now_of(rewards) - median(then) > max(least, 1e-3)
     return (best, newest) if rose and newest.high95 < best.low95 else None
 
 

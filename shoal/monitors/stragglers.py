@@ -43,13 +43,14 @@ def look(view: View) -> Iterator[Finding]:
         share, most = lapsed / max(1, leases), view.limit("stragglers.lapsed")
         late = late_shares.get(key, 0.0)
         usual = [one for other, one in late_shares.items() if other != key]
+        too_late = max(most, view.limit("stragglers.late") * median(usual)) if usual else 1.0
         others = [took for other, took in pace_s.items() if other != key and other in accepted]
         if lapsed >= LEAST_LAPSES and share > most:
             what = f"{view.name_of(key)} let {lapsed} of its {leases} leases lapse"
             yield Finding("warning", what, REMEDY, (measured("lapsed share", share, most),), key)
-        elif len(usual) >= LEAST_OTHERS and late > max(most, 2 * median(usual)):
+        elif len(usual) >= LEAST_OTHERS and late > too_late:
             what = f"{late:.0%} of the leases of {view.name_of(key)} were filled by others first, or became too old"
-            yield Finding("notice", what, REMEDY, (measured("late share", late, max(most, 2 * median(usual))),), key)
+            yield Finding("notice", what, REMEDY, (measured("late share", late, too_late),), key)
         elif key in pace_s and len(others) >= LEAST_OTHERS:
             limit = max(view.limit("stragglers.slow") * median(others), LEAST_SECONDS)
             if pace_s[key] > limit:

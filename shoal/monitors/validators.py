@@ -24,6 +24,7 @@ def look(view: View) -> Iterator[Finding]:
     compared = {key: sum(one.compared for one in done) for key, done in nodes.items()}
     shares = {key: differed[key] / count for key, count in compared.items() if count}
     least, most = view.limit("validators.differences"), view.limit("validators.share")
+    beside = view.limit("validators.beside")
     for key in nodes:
         faults = sum(one.faults for one in nodes[key])
         if faults:
@@ -31,7 +32,7 @@ def look(view: View) -> Iterator[Finding]:
             yield Finding("critical", what, REMEDY, (measured("faults", faults, 0.0),), key)
         elif differed[key] >= least and shares[key] > most:
             others = [share for other, share in shares.items() if other != key]
-            if len(others) > 1 and shares[key] <= 1.5 * median(others):
+            if len(others) > 1 and shares[key] <= beside * median(others):
                 continue  # it differs from the one that differs from all
             counts = f"{differed[key]} of {compared[key]} verdicts"
             what = f"validator {view.name_of(key)} disagreed with others on {counts}"
