@@ -7,8 +7,10 @@ Real runs, in one process, with real coordinator, trainer, validators and worker
 arithmetic, for honest ones three recipes. Their seeds were not used while limits were chosen: those were chosen on seeds
 3, 11, 12, 21 and 22, and on runs of Wordle and of the stages of R1-Zero and INTELLECT-2 that other benchmarks had made.
 Seeds 31 and 32 were reported once. The slow worker that was missed there had held up batches, so the monitor was changed
-and not the fault; those seeds are spent since then.
-Faults that take long to cause are written into the metrics of the honest run of Wordle (`monitored/changed.py`).
+and not the fault; those seeds are spent since then. Seeds 41 and 42 were reported before honest runs evaluated anything
+and before the launcher looked at them between steps. New rows were made to work on seed 44.
+Faults that take long to cause are edited into the record of the honest run of Wordle: its metrics and evaluations
+(`monitored/changed.py`), or the clock, the quota or the free space that the launcher sees (`monitored/between.py`).
 
 A fault is named rightly if the expected alarm is raised, if no other is raised but those that follow from it, and if an
 alarm about a worker is about the one with the fault.
@@ -20,20 +22,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.monitored.between import EDITS, disk_is_used  # noqa: E402
 from benchmarks.monitored.changed import CHANGES, heldout_falls, reward_rises  # noqa: E402
-from benchmarks.monitored.runs import Faults, alarms_of, full_quota, honest, with_metrics  # noqa: E402
+from benchmarks.monitored.runs import Faults, Honest, alarms_of, honest, with_metrics  # noqa: E402
 from benchmarks.pages.monitors import tables  # noqa: E402
-from shoal.config import RunConfig  # noqa: E402
-from shoal.folder import RunFolder  # noqa: E402
 from shoal.metrics import read_metrics  # noqa: E402
 
-SEEDS = (41, 42)
+SEEDS = (51, 52)
 """Not used for tuning."""
 HONEST = {
     "arithmetic": (24, ("rollouts.batch_groups=8", "rollouts.block_rollouts=64")),
@@ -41,6 +45,13 @@ HONEST = {
     "stones": (24, ("rollouts.batch_groups=8", "rollouts.block_rollouts=64")),
 }
 """By recipe: steps, and what is smaller than in the recipe."""
+EVALUATED = ("eval.episodes=64", "storage.checkpoint_every=8")
+UNEQUAL = {"one slow worker": (1.0, 1.0, 2.5), "one fast worker": (1.0, 3.0, 3.0)}
+"""Honest runs of arithmetic whose workers differ: how many times as long each takes. The fast one has most influence."""
+
+
+RUN, EDITED = "run", "edited record:"
+"""How a fault was had."""
 
 
 class Expected(NamedTuple):
@@ -60,7 +71,9 @@ EXPECTED = {
     "pays_for_a_digit": Expected("hacking", ("drift", "entropy")),
     "all_solved": Expected("no_signal"),
     "poisoned_worker": Expected("poisoning:bad"),
+    "few_refusals": Expected("poisoning:bad"),
     "slow_worker": Expected("stragglers:bad"),
+    "lapsed_leases": Expected("stragglers:bad"),
     "skewed_clock": Expected("clock:bad"),
     "host_clock": Expected("clock"),
     "lying_validator": Expected("validators:validator-0", ("poisoning",)),
@@ -74,24 +87,25 @@ def main() -> int:
     parser.add_argument("--only", choices=("honest", "faults"), help="a part of it")
     parser.add_argument("--fault", default="", help="one fault alone, by name")
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="others, to try a row: they are no report")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     asked = parser.parse_args()
-    began, found, false = time.process_time(), dict[str, dict[str, Any]](), dict[str, list[str]]()
+    found, calm, cpu_s = dict[str, dict[str, Any]](), dict[str, dict[str, Any]](), 0.0
     with tempfile.TemporaryDirectory(prefix="shoal-") as temporary:
         root = asked.keep or Path(temporary)
-        if asked.only != "honest":
-            for name, row in real_faults(root, asked.fault):
-                found[name] = told(name, row)
-        if asked.only != "faults":
-            for name, alarms, folder, config in honest_runs(root):
-                false[name] = sorted(alarms)
-                print(f"{name:28} alarms: {', '.join(sorted(alarms)) or 'none'}", flush=True)
-                if name == f"wordle {SEEDS[0]}":
-                    found |= {fault: told(fault, row) for fault, row in changed_faults(folder, config)}
-    named, alarms = sum(row["named"] for row in found.values()), sum(map(len, false.values()))
+        with ProcessPoolExecutor(asked.jobs, mp_context=get_context("spawn")) as pool:
+            for done in pool.map(partial(made_by, root), jobs(asked)):
+                cpu_s += done.cpu_s
+                found |= {name: told(name, row) for name, row in done.found.items()}
+                for name, row in done.calm.items():
+                    calm[name] = row
+                    print(f"{name:28} alarms: {', '.join(row['raised']) or 'none'}", flush=True)
+    named, alarms = sum(row["named"] for row in found.values()), sum(len(row["raised"]) for row in calm.values())
     result = {
-        "benchmark": "monitors", "faults": len(found), "named": named, "honest_runs": len(false), "false_alarms": alarms,
-        "recipes": len(HONEST), "cpu_s": round(time.process_time() - began), "by_fault": found, "honest": false,
-        "tables": tables(found),
+        "benchmark": "monitors", "faults": len(found), "named": named, "honest_runs": len(calm), "false_alarms": alarms,
+        "runs_with_faults": sum(row["made"] == RUN for row in found.values()),
+        "recipes": len(HONEST), "cpu_s": round(cpu_s), "by_fault": found, "honest": calm,
+        "tables": tables(found, calm),
     }  # fmt: skip
     print(json.dumps(result))
     return int(named < len(found) or alarms > 0)
@@ -103,25 +117,69 @@ def told(name: str, row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def real_faults(root: Path, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each fault in a run of its own."""
-    faults = Faults(root, SEEDS[0])
-    for name, expected in EXPECTED.items():
-        if only and name != only:
-            continue
-        folder, config = getattr(faults, name)()
-        yield name.replace("_", " "), judged("a real run", expected, alarms_of(folder, config))
-        if name == "skewed_clock":
-            yield "full quota", judged("a real folder, with a small quota", Expected("disk"), full_quota(folder))
+class Job(NamedTuple):
+    """A run to make: one with a fault, or an honest one."""
+
+    kind: str
+    """A fault's name, a recipe, or a row of `UNEQUAL`."""
+    seed: int
+    has_edits: bool = False
+    """Whether its record is edited, for more faults."""
 
 
-def changed_faults(folder: RunFolder, config: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Faults that are written into the metrics of an honest run."""
+class Done(NamedTuple):
+    """What came of it."""
+
+    found: dict[str, dict[str, Any]]
+    """By fault."""
+    calm: dict[str, dict[str, Any]]
+    """By honest run."""
+    cpu_s: float
+
+
+def jobs(asked: argparse.Namespace) -> list[Job]:
+    """All runs, in the order of the tables."""
+    faults = [Job(name, asked.seeds[0]) for name in EXPECTED if asked.fault in ("", name)]
+    calm = [
+        Job(kind, seed, kind == "wordle" and seed == asked.seeds[0] and asked.only != "honest")
+        for kind in (*HONEST, *UNEQUAL)
+        for seed in asked.seeds
+    ]
+    return [*(faults if asked.only != "honest" else []), *(calm if asked.only != "faults" else [])]
+
+
+def made_by(root: Path, job: Job) -> Done:
+    """Make a run, and look at it. Called in a process of its own, so that several are made at a time."""
+    began = time.process_time()
+    if job.kind in EXPECTED:
+        folder, config = getattr(Faults(root, job.seed), job.kind)()
+        row = judged(RUN, EXPECTED[job.kind], alarms_of(folder, config))
+        return Done({job.kind.replace("_", " "): row}, {}, time.process_time() - began)
+    recipe, times = (job.kind, (1.0, 1.0, 1.0)) if job.kind in HONEST else ("arithmetic", UNEQUAL[job.kind])
+    steps, changes = HONEST[recipe]
+    place = root / f"{job.kind.replace(' ', '-')}-{job.seed}"
+    made = honest(recipe, job.seed, steps, place, *EVALUATED, *changes, times=times)
+    calm = {f"{job.kind} {job.seed}": quiet(made)}
+    return Done(dict(edited_faults(made)) if job.has_edits else {}, calm, time.process_time() - began)
+
+
+def edited_faults(made: Honest) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Faults that are edited into the record of an honest run."""
+    folder, config, _ = made
     lines = read_metrics(folder.metrics)
     for name, (change, alarm) in CHANGES.items():
-        yield name, judged("changed metrics", Expected(alarm), with_metrics(folder, config, change(lines)))
+        yield name, judged(f"{EDITED} metrics", Expected(alarm), with_metrics(folder, config, change(lines)))
     raised = with_metrics(folder, config, reward_rises(lines), heldout_falls(lines))
-    yield "held-out tasks fall", judged("changed evaluations", Expected("hacking"), raised)
+    yield "held-out tasks fall", judged(f"{EDITED} evaluations", Expected("hacking"), raised)
+    for name, (looks, what, alarm) in EDITS.items():
+        yield name, judged(f"{EDITED} {what}", Expected(alarm), looks(folder, config, lines))
+
+
+def quiet(made: Honest) -> dict[str, Any]:
+    """What was looked at in an honest run, and the alarms."""
+    raised = alarms_of(made.folder, made.config) | disk_is_used(made.folder, made.config, ())
+    evaluations = sum(1 for _ in made.folder.evaluations.glob("*.json"))
+    return {"evaluations": evaluations, "looks": made.looks, "raised": sorted(raised)}
 
 
 def judged(made: str, expected: Expected, raised: set[str]) -> dict[str, Any]:
@@ -131,14 +189,6 @@ def judged(made: str, expected: Expected, raised: set[str]) -> dict[str, Any]:
     allowed = {*wanted, *expected.follows}
     others = {alarm for alarm in raised if not {alarm, alarm.partition(":")[0]} & allowed}
     return {"made": made, "expected": " or ".join(wanted), "raised": sorted(raised), "named": hit and not others}
-
-
-def honest_runs(root: Path) -> Iterator[tuple[str, set[str], RunFolder, RunConfig]]:
-    """Runs of recipes without a fault."""
-    for recipe, (steps, changes) in HONEST.items():
-        for seed in SEEDS:
-            folder, config = honest(recipe, seed, steps, root / f"{recipe}-{seed}", "eval.episodes=0", *changes)
-            yield f"{recipe} {seed}", alarms_of(folder, config), folder, config
 
 
 if __name__ == "__main__":

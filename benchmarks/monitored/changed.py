@@ -52,6 +52,16 @@ def not_finite(lines: Lines) -> list[dict[str, Any]]:
     return _from(lines, 2 / 3, lambda line, age: line | {"update_skipped": 1, "grad_norm": None})
 
 
+def selfcheck_differs(lines: Lines) -> list[dict[str, Any]]:
+    """From the middle on, as after a restart on another engine, a completion that is computed again differs by 0.4 nats."""
+    return _from(lines, 1 / 2, lambda line, age: line | {"selfcheck_gap_nats": 0.4})
+
+
+def solved_falls(lines: Lines) -> list[dict[str, Any]]:
+    """Reward rises, and from the middle on the share of solved tasks falls to nearly nothing within five steps."""
+    return _from(reward_rises(lines), 1 / 2, lambda line, age: _scaled(line, max(0.02, 1 - age / 5), "solve_rate"))
+
+
 def reward_rises(lines: Lines) -> list[dict[str, Any]]:
     """Reward in training rises by a half over the run, whatever the policy learned."""
     return [
@@ -73,6 +83,8 @@ CHANGES: dict[str, tuple[Callable[[Lines], list[dict[str, Any]]], str]] = {
     "entropy vanishes": (entropy_vanishes, "entropy"),
     "workers leave": (steps_starve, "starved"),
     "publishing slows": (publishing_slows, "publishing"),
+    "self-check differs": (selfcheck_differs, "drift"),
+    "solve rate falls": (solved_falls, "hacking"),
 }
 """By fault: the change, and the alarm that names it."""
 

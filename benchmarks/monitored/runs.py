@@ -6,20 +6,21 @@ any run does. The faults are in what is injected, never in the monitors.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from shoal.alarms import read_alarms
 from shoal.config import RunConfig, load_run
 from shoal.engine.base import Continuation, Engine, Request
-from shoal.engine.cheats import Cheat
+from shoal.engine.cheats import Cheat, Fabricate
 from shoal.engine.local import LocalEngine
 from shoal.folder import RunFolder
 from shoal.heldout import BEFORE
-from shoal.launch.alarms import AlarmWatch, evaluations, setting_of
+from shoal.launch.alarms import LOOK_EVERY_S, AlarmWatch, evaluations, setting_of
 from shoal.launch.evaluations import results_in
-from shoal.launch.snapshot import Snapshot
+from shoal.launch.snapshot import MetricsWatch, Snapshot
 from shoal.ledger.facts.run import Admin
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.table import read_entry
@@ -27,11 +28,13 @@ from shoal.metrics import read_metrics
 from shoal.monitors.follow import Follower
 from shoal.monitors.view import Evaluation
 from shoal.net.keys import load_or_make_key
-from shoal.protocol.types import Status
+from shoal.protocol.types import Grant
 from shoal.roles import evaluate
+from shoal.roles.completions import Use
+from shoal.roles.coordinator.board import Board
 from shoal.roles.trainer import Trainer
 from shoal.roles.validator import Validator
-from shoal.roles.worker import Worker
+from shoal.roles.worker import Made, Worker
 from tests.attacks.validators import Hangman
 from tests.roles.town import Town
 
@@ -45,13 +48,14 @@ SKEW_S = 30.0
 LIMIT_S = 300.0
 """No run takes nearly as long."""
 
-RUNNING = Status("", "running", 1, 9, 0, {}, 0, 0, "workers", 0.0)
 Alarms = set[str]
 
 
 def alarms_of(folder: RunFolder, config: RunConfig) -> Alarms:
-    """Alarms that the monitors raise over a whole run that has been made, each named as `cause` or `cause:node`."""
-    return with_metrics(folder, config, read_metrics(folder.metrics), evaluated(folder, config))
+    """Alarms that the monitors raise over a whole run that has been made, each named as `cause` or `cause:node`: those that
+    the launcher wrote down while it went on, and those of a second look at all of it, with its evaluations."""
+    live = {line.alarm.subject for line in read_alarms(folder.alarms) if line.change == "raised"}
+    return with_metrics(folder, config, read_metrics(folder.metrics), evaluated(folder, config), live)
 
 
 def evaluated(folder: RunFolder, config: RunConfig) -> list[Evaluation]:
@@ -61,29 +65,41 @@ def evaluated(folder: RunFolder, config: RunConfig) -> list[Evaluation]:
     for path in sorted(folder.checkpoints.glob("v[0-9]*")):
         name = path.name if int(path.name[1:]) else BEFORE
         evaluate.for_run(folder.root, path, 1, folder.evaluations / f"{name}.json", threads=1)
-    return evaluations(Snapshot("", "", config.steps, RUNNING, heldout=results_in(folder.evaluations)))
+    return evaluations(Snapshot("", "", config.steps, heldout=results_in(folder.evaluations)))
 
 
 def with_metrics(
-    folder: RunFolder, config: RunConfig, lines: Sequence[dict[str, Any]], heldout: Sequence[Evaluation] = ()
+    folder: RunFolder,
+    config: RunConfig,
+    lines: Sequence[dict[str, Any]],
+    heldout: Sequence[Evaluation] = (),
+    live: Iterable[tuple[str, str]] = (),
 ) -> Alarms:
-    """The same with other metrics beside the run's own log."""
+    """The same with other metrics beside the run's own log; `live` are subjects of alarms that were raised before."""
     follower = Follower(setting_of(config))
     rows = Store(sqlite_url(folder.log), read_only=True).read()
     changes = follower.see((read_entry(data)[0] for data, _ in rows), lines, heldout)
     names = follower.digest.names
-    return {
-        f"{one.alarm.cause}:{names[one.alarm.node][1]}" if one.alarm.node in names else one.alarm.cause
-        for one in changes
-        if one.change == "raised"
-    }
+    raised = {one.alarm.subject for one in changes if one.change == "raised"}
+    return {f"{cause}:{names[node][1]}" if node in names else cause for cause, node in {*raised, *live}}
 
 
-def honest(recipe: str, seed: int, steps: int, root: Path, *changes: str) -> tuple[RunFolder, RunConfig]:
-    """A run of a recipe by three honest workers."""
+class Honest(NamedTuple):
+    """An honest run that was made."""
+
+    folder: RunFolder
+    config: RunConfig
+    looks: int
+    """That the launcher took between its steps."""
+
+
+def honest(
+    recipe: str, seed: int, steps: int, root: Path, *changes: str, times: Sequence[float] = (1.0, 1.0, 1.0)
+) -> Honest:
+    """A run of a recipe by honest workers; `times` says how many times as long as the machine allows each takes."""
     town = _town(recipe, seed, steps, root, *changes)
-    _live(town, *(town.worker(f"worker-{i}") for i in range(3)))
-    return town.folder, town.config
+    workers = [_worker(town, f"worker-{i}", partial(_Times, times=long)) for i, long in enumerate(times)]
+    return Honest(town.folder, town.config, _live(town, *workers))
 
 
 class Faults:
@@ -127,6 +143,19 @@ class Faults:
         _live(town, *self._workers(town, 2), town.worker("bad", "fabricate"))
         return town.folder, town.config
 
+    def few_refusals(self) -> tuple[RunFolder, RunConfig]:
+        """One of three workers forges one lease in ten. It is much faster than the others, so it has most influence."""
+        town = self._town("few", 40, "rollouts.block_rollouts=16", "verify.quarantine_s=0.1")
+        others = (_worker(town, f"worker-{i}", _Slow) for i in range(2))
+        _live(town, *others, _worker(town, "bad", _Sometimes))
+        return town.folder, town.config
+
+    def lapsed_leases(self) -> tuple[RunFolder, RunConfig]:
+        """One of three workers gives back every lease. It waits longer for each next one, at first as long as a lease."""
+        town = self._town("lapsed", 24, "rollouts.lease_s=3")
+        _live(town, *self._workers(town, 2), _worker(town, "bad", kind=_Idler))
+        return town.folder, town.config
+
     def slow_worker(self) -> tuple[RunFolder, RunConfig]:
         """One of four workers takes a second more for each turn."""
         town = self._town("slow", 24, "rollouts.max_staleness=3")
@@ -159,7 +188,8 @@ class Faults:
         return self._honest(f"pays-{pays_for}", steps, env, *limits, *changes)
 
     def _honest(self, name: str, steps: int, *changes: str) -> tuple[RunFolder, RunConfig]:
-        return honest("arithmetic", self._seed, steps, self._root / name, *SMALL, *changes)
+        made = honest("arithmetic", self._seed, steps, self._root / name, *SMALL, *changes)
+        return made.folder, made.config
 
     def _town(self, name: str, steps: int, *changes: str) -> Town:
         return _town("arithmetic", self._seed, steps, self._root / name, *SMALL, *changes)
@@ -169,17 +199,6 @@ class Faults:
         return [town.worker(f"worker-{i}") for i in range(count)]
 
 
-def full_quota(folder: RunFolder) -> Alarms:
-    """Alarms between steps of a folder whose run file allows far less than is there."""
-    small = load_run(ROOT / "recipes/arithmetic.toml", ["storage.quota_mb=1"])
-    now = [time.time()]
-    watch = AlarmWatch(folder, small, clock=lambda: now[0])
-    for _ in range(3):
-        watch.look(Snapshot("", "", 9, RUNNING))
-        now[0] += 10.0
-    return {alarm.cause for alarm in watch.standing}
-
-
 def _town(recipe: str, seed: int, steps: int, root: Path, *changes: str) -> Town:
     path = ROOT / "recipes" / f"{recipe}.toml"
     config = load_run(path, [f"steps={steps}", f"seed={seed}", *changes])
@@ -187,19 +206,61 @@ def _town(recipe: str, seed: int, steps: int, root: Path, *changes: str) -> Town
     return Town(root, RunFolder(root).config())
 
 
-def _live(town: Town, *workers: Worker, judges: Any = None, trainer: Trainer | None = None) -> None:
-    """Let a run go to its end. One that pauses itself is drained, as a host would who has seen enough."""
+def _live(town: Town, *workers: Worker, judges: Any = None, trainer: Trainer | None = None) -> int:
+    """Let a run go to its end, and look at it on the way as its launcher does. One that pauses itself is drained, as a host
+    would who has seen enough. Returns how many looks there were."""
+    watch, metrics = AlarmWatch(town.folder, town.config), MetricsWatch(town.folder.metrics)
+    board, looks = Board(town.desk), [0.0]
+
+    def look() -> None:
+        if time.time() - looks[-1] >= LOOK_EVERY_S:
+            looks.append(time.time())
+            watch.look(Snapshot("", "", town.config.steps, board.status(), metrics=metrics.read()))
 
     async def story() -> None:
         roles = (trainer or town.trainer(), *(judges or [town.validator()]), *workers)
         life = asyncio.create_task(town.live(*roles, limit_s=LIMIT_S))
         while not life.done():
+            look()
             if town.desk.state.phase == "paused":
                 await town.desk.book.submit(Admin("drain", "", time.time()))
             await asyncio.wait({life}, timeout=0.2)
         await life
 
     asyncio.run(story())
+    return len(looks) - 1
+
+
+class _Times(Cheat):
+    """An honest engine of a machine that takes some times as long as this one."""
+
+    def __init__(self, engine: Engine, times: float) -> None:
+        super().__init__(engine)
+        self._times = times
+
+    def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
+        began = time.perf_counter()
+        found = self.engine.extend(requests, temperature)
+        time.sleep((self._times - 1) * (time.perf_counter() - began))
+        return found
+
+
+class _Sometimes(Cheat):
+    """Forges one lease in ten."""
+
+    calls = 0
+
+    def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
+        self.calls += 1
+        engine = self.engine if self.calls % 10 else Fabricate(self.engine)
+        return engine.extend(requests, temperature)
+
+
+class _Idler(Worker):
+    """Takes leases, and gives each back."""
+
+    async def _play_whole(self, grant: Grant, before: Use, use: Use) -> Made | None:
+        return None
 
 
 class _Slow(Cheat):
@@ -211,7 +272,11 @@ class _Slow(Cheat):
 
 
 def _worker(
-    town: Town, name: str, change: Callable[[Engine], Engine] | None = None, clock: Callable[[], float] = time.time
+    town: Town,
+    name: str,
+    change: Callable[[Engine], Engine] | None = None,
+    clock: Callable[[], float] = time.time,
+    kind: type[Worker] = Worker,
 ) -> Worker:
     """A worker with something changed."""
     home = town.folder.nodes / name
@@ -223,7 +288,7 @@ def _worker(
         engine: Engine = LocalEngine(threads=1, dtype=dtype, **named)
         return change(engine) if change else engine
 
-    return Worker(
+    return kind(
         client, load_or_make_key(home / "node.key").public, home, make_engine, 0, name, own_files=True, clock=clock
     )
 

@@ -6,7 +6,7 @@ the same, whether shoal or another program fills the disk.
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from statistics import median
+from statistics import median, median_low
 
 from shoal.monitors.view import Finding, View, measured
 
@@ -42,12 +42,12 @@ def hours_left(disk: Sequence[tuple[float, float]]) -> float:
     """Until the disk is full; infinite if it is not being filled, or if too little is known.
 
     The looks are divided into four parts. The rate is the median of those between the medians of neighbouring parts: one
-    large file makes no rate, and files that come again and again do.
+    large file makes no rate, not even one that comes in the middle of a part, and files that come again and again do.
     """
     if len(disk) < LEAST_SAMPLES or disk[-1][0] - disk[0][0] < LEAST_S:
         return float("inf")
     cuts = [round(part * len(disk) / PARTS) for part in range(PARTS + 1)]
     parts = [disk[first:last] for first, last in pairwise(cuts)]
-    middles = [(median(time for time, _ in part), median(free for _, free in part)) for part in parts]
+    middles = [(median(time for time, _ in part), median_low(free for _, free in part)) for part in parts]
     filled_per_s = -median((b[1] - a[1]) / max(1.0, b[0] - a[0]) for a, b in pairwise(middles))
     return disk[-1][1] / filled_per_s / 3600 if filled_per_s > 0 else float("inf")

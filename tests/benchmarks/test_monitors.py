@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.monitored.between import EDITS, disk_fills, disk_is_full, disk_is_used
 from benchmarks.monitored.changed import CHANGES, heldout_falls, reward_rises
 from benchmarks.monitored.runs import ROOT, SMALL, SUMS, Faults, evaluated, honest, with_metrics
 from benchmarks.monitors import EXPECTED, Expected, judged
 from benchmarks.pages.monitors import tables
+from shoal.config import load_run
 from shoal.config.monitors import CAUSES
 from shoal.metrics import read_metrics
 from tests.monitors.series import honest_digests, honest_lines
@@ -27,7 +29,14 @@ def test_a_fault_is_named_only_by_its_own_alarm_and_its_own_worker():
 
 def test_each_expected_alarm_exists():
     named = [one for expected in EXPECTED.values() for one in (*expected.alarm.split("|"), *expected.follows)]
-    assert {one.partition(":")[0] for one in named} | {alarm for _, alarm in CHANGES.values()} <= CAUSES.keys()
+    edited = [row[-1] for row in (*CHANGES.values(), *EDITS.values())]
+    assert {one.partition(":")[0] for one in named} | {*edited} <= CAUSES.keys()
+
+
+def test_a_disk_that_fills_or_is_full_is_named_and_one_that_is_used_is_not():
+    config = load_run(ROOT / "recipes/arithmetic.toml", [])
+    looks = [one(None, config, ()) for one in (disk_fills, disk_is_full, disk_is_used)]
+    assert looks == [{"disk"}, {"disk"}, set()]
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -58,12 +67,15 @@ def test_a_judge_that_agrees_raises_nothing(tmp_path):
     """The same run with the honest reward: both learn to like the answers more."""
     judge = f'eval.judge={{name="{ROOT}/benchmarks/envs/exact_sums.py", args={{{SUMS}}}}}'
     changes = ("train.lr=5e-4", "eval.episodes=128", "storage.checkpoint_every=8", judge)
-    folder, config = honest("arithmetic", 43, 24, tmp_path, *SMALL, *changes)
+    folder, config, _ = honest("arithmetic", 43, 24, tmp_path, *SMALL, *changes)
     seen = evaluated(folder, config)
     assert seen[-1].judge.low95 > seen[0].judge.high95
     assert with_metrics(folder, config, read_metrics(folder.metrics), seen) == set()
 
 
 def test_the_table_has_a_row_for_each_fault():
-    row = {"made": "a real run", "expected": "clock", "raised": [], "named": False}
-    assert "| clocks | a real run | clock | none | no |" in tables({"clocks": row})["injected"]
+    row = {"made": "run", "expected": "clock", "raised": [], "named": False}
+    calm = {"evaluations": 4, "looks": 9, "raised": []}
+    found = tables({"clocks": row}, {"stones 51": calm})
+    assert "| clocks | run | clock | none | no |" in found["injected"]
+    assert "| stones 51 | 4 | 9 | none |" in found["honest"]
