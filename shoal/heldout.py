@@ -46,4 +46,15 @@ def read_heldout(path: Path) -> Heldout | None:
 def evaluations_in(folder: Path) -> list[str]:
     """Names that evaluations have in a run's folder, oldest version first; not all need to be there."""
     found = (path.stem for path in folder.glob("v*.json"))
-    return [BEFORE, *sorted(name for name in found if name[1:].isascii() and name[1:].isdecimal()), AFTER]
+    return [BEFORE, *sorted(name for name in found if version_of(name) is not None), AFTER]
+
+
+def version_of(name: str, final: int = -1) -> int | None:
+    """The version that an evaluation or a checkpoint is of, by its name, such as v000025; `final` is the last one's. None
+    of any other name, such as of a copy that somebody left beside it."""
+    if name in (BEFORE, AFTER):
+        return 0 if name == BEFORE else final
+    digits = name[1:]
+    # int() refuses very long texts, and takes signs, spaces, underscores and digits of other scripts.
+    sound = name.startswith("v") and digits.isascii() and digits.isdecimal() and len(digits) < 20  # guard: stray-names
+    return int(digits) if sound else None

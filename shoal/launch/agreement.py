@@ -7,8 +7,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from shoal.ledger.entry import read_stored
 from shoal.ledger.facts.verdicts import VerdictGiven
-from shoal.ledger.table import read_entry
+from shoal.ledger.table import KINDS, typed
 from shoal.protocol.audits import CHECKS
 from shoal.protocol.types import GroupVerdict
 from shoal.protocol.wire import WireError
@@ -37,6 +38,8 @@ class Agreement:
     compared: int = 0
     differed: Counter[str] = field(default_factory=Counter)
     """By the other validator's key, at most `MOST_NAMED` of them."""
+    unknown: int = 0
+    """Events of kinds that a newer host writes: they are left out."""
     last: str = ""
     """The newest difference, in words."""
     _verdicts: "OrderedDict[str, dict[str, dict[int, str]]]" = field(default_factory=OrderedDict)
@@ -49,7 +52,11 @@ class Agreement:
         read = 0
         for line in lines:
             try:
-                body = read_entry(line)[0].body
+                stored = read_stored(line)
+                if stored.kind not in KINDS:
+                    read, self.unknown = read + 1, self.unknown + 1
+                    continue
+                body = typed(stored).body
             except WireError:
                 break  # a host that serves such lines may serve anything after them
             read += 1

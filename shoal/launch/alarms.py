@@ -18,7 +18,7 @@ from shoal.alarms import Alarm, AlarmsLog, standing_alarms
 from shoal.config import RunConfig
 from shoal.errors import ShoalError
 from shoal.folder import RunFolder, free_below, held_below
-from shoal.heldout import Heldout
+from shoal.heldout import Heldout, version_of
 from shoal.launch.hosting import call
 from shoal.launch.snapshot import CoordinatorWatch, Snapshot
 from shoal.ledger.log.store import Store, sqlite_url
@@ -240,10 +240,7 @@ class _Acting:
 
 def evaluations(snapshot: Snapshot) -> list[Evaluation]:
     """The snapshot's results on held-out tasks, by version."""
-    versions = {"before": 0, "after": snapshot.steps}
-    return [
-        evaluation(versions[name] if name in versions else int(name[1:]), found) for name, found in snapshot.heldout
-    ]
+    return [evaluation(version_of(name, snapshot.steps) or 0, found) for name, found in snapshot.heldout]
 
 
 def evaluation(version: int, found: Heldout) -> Evaluation:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shoal.config import RunConfig
 from shoal.folder import RunFolder
-from shoal.heldout import AFTER, BEFORE, Heldout, evaluations_in, read_heldout
+from shoal.heldout import AFTER, BEFORE, Heldout, evaluations_in, read_heldout, version_of
 from shoal.launch.process import RoleProcess
 
 ON_THE_WAY = 4
@@ -38,13 +38,16 @@ class Evaluations:
             return
         if self._first_began is not None:
             self.first_took_s, self._first_began = time.monotonic() - self._first_began, None
-        kept = sorted(path for path in self._folder.checkpoints.glob("v[0-9]*") if path.is_dir())
+        kept = sorted(
+            path for path in self._folder.checkpoints.glob("v*") if path.is_dir() and version_of(path.name) is not None
+        )
         if not kept:
             return
+        newest = version_of(kept[-1].name) or 0
         if not self._known(BEFORE):
             self._first_began = time.monotonic()
             self._begin(BEFORE, self._folder.checkpoints / "v000000")
-        elif 0 < _version(kept[-1]) < self._config.steps and not self._known(kept[-1].name):
+        elif 0 < newest < self._config.steps and not self._known(kept[-1].name):
             self._begin(kept[-1].name, kept[-1], ON_THE_WAY)
 
     def start_last(self) -> None:
@@ -84,8 +87,4 @@ def results_in(folder: Path) -> tuple[tuple[str, Heldout], ...]:
 
 
 def _label(name: str) -> str:
-    return f"v{int(name[1:])}" if name.startswith("v") else name
-
-
-def _version(checkpoint: Path) -> int:
-    return int(checkpoint.name[1:])
+    return name if name in (BEFORE, AFTER) else f"v{version_of(name)}"

@@ -72,10 +72,10 @@ def picture(now: NodeNow, width: int, height: int, log: Sequence[str] = ()) -> R
     parts += texts[: max(1, room)]
     room -= len(texts)
     if seen and room > 0:
-        waits = panels.watchdog(now.snapshot)
+        waits = Text("\n").join(panels.watchdog(now.snapshot).split("\n")[:room])
         waits.no_wrap, waits.overflow = True, "ellipsis"
         parts.append(waits)
-        room -= 1
+        room -= waits.plain.count("\n") + 1
     if room > 1:
         rows = [row for line in log[-room:] for row in textwrap.wrap(brief(line, 400), inside, subsequent_indent="  ")]
         parts += [Text(), *(Text(row, style="dim", no_wrap=True, overflow="ellipsis") for row in rows[-(room - 1) :])]
@@ -186,6 +186,8 @@ def validator_lines(now: NodeNow) -> list[str]:
         lines.append(f"the newest difference: {brief(agreement.last, 200)}")
     elif agreement.compared:
         lines.append(f"agrees with the others on all {agreement.compared:,} groups that both judged")
+    if agreement.unknown:
+        lines.append(f"{agreement.unknown:,} events of a newer host are not compared: update shoal")
     return lines
 
 

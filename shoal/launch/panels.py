@@ -144,12 +144,18 @@ def solved(snapshot: Snapshot) -> dict[str, str]:
 
 
 def watchdog(snapshot: Snapshot) -> Text:
-    """Alarms, then what the run waits for, and since when; the launcher's own notice takes the place of the latter."""
-    status, text = snapshot.status, Text()
+    """What the run waits for, and since when, or in its place the launcher's own notice; then alarms: where there is room for
+    few lines, they are what is cut."""
+    text = _waits(snapshot)
     for alarm in snapshot.alarms:
         style = _SEVERITY_STYLE[alarm.severity]
-        text.append(f"alarm {brief(alarm.cause)} since step {alarm.since}: ", style=f"bold {style}")
-        text.append(f"{brief(alarm.summary, 400)}\n", style=style)
+        text.append(f"\nalarm {brief(alarm.cause)} since step {alarm.since}: ", style=f"bold {style}")
+        text.append(brief(alarm.summary, 400), style=style)
+    return text
+
+
+def _waits(snapshot: Snapshot) -> Text:
+    status, text = snapshot.status, Text()
     if snapshot.notice:
         text.append(brief(snapshot.notice, 400))
     elif status.phase == "ended":

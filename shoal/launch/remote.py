@@ -6,6 +6,7 @@ watcher saw.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 from math import isfinite
 from typing import Any
@@ -15,6 +16,7 @@ import msgspec
 from shoal.alarms import Alarm
 from shoal.config.monitors import said_of
 from shoal.errors import NothingYet, PeerError
+from shoal.launch.panels import FIGURES
 from shoal.launch.samples import Samples
 from shoal.launch.snapshot import NO_STATUS, PAGING_SHARE, Snapshot
 from shoal.metrics import declared
@@ -30,6 +32,14 @@ MOST_STEPS, MOST_NODES = 20_000, 20_000
 
 PAGES_AT_ONCE = 8
 """Pages of metrics that are asked for in one look: a run of 20,000 steps is read in several."""
+
+MOST_VALUES, MOST_NAMES = 400_000, 120
+"""Of all steps that are kept: figures (about 40 MB), and different names of them."""
+
+SHOWN = {name for _, name, _ in FIGURES} | {
+    "step", "time_s", "step_s", "policy_tokens", "reward_mean", "draw_weight", "staleness_rollouts",
+}  # fmt: skip
+"""Figures that a view shows, by the part of their names before a slash: no others are kept."""
 
 MOST_KEYS, MOST_LABEL_CHARS = 200, 100
 """Of one line of metrics."""
@@ -51,7 +61,9 @@ class RemoteRun:
         self._client, self._monotonic = client, monotonic
         self._metrics_every_s, self._nodes_every_s, self._metrics_again_at = metrics_every_s, nodes_every_s, 0.0
         self._status, self._nodes = NO_STATUS, tuple[NodeState, ...]()
-        self._lines: list[dict[str, Any]] = []
+        self._lines: deque[dict[str, Any]] = deque()
+        self._num_values = 0
+        self._names = set(SHOWN)
         self._has_metrics = True
         self._nodes_again_at = 0.0
         self._version_at: tuple[int, float] | None = None
@@ -86,18 +98,34 @@ class RemoteRun:
             last = self._lines[-1]["step"] if self._lines else -1
             try:
                 page = await self._client.get(f"/v1/metrics?after={last}", cap=MAX_JSON_BYTES, deadline_s=ANSWER_S)
-            except (NothingYet, PeerRefused):  # an older host, or one that keeps none
-                self._has_metrics = False
+            except PeerRefused as refused:
+                self._has_metrics = (
+                    refused.code != "no_such_call"
+                )  # an older host  # guard: refused-once-is-not-for-ever
+                self.trouble = str(refused) if self._has_metrics else ""
+                break
+            except NothingYet:
                 break
             new = [line for text in page.splitlines() if (line := cleaned_line(text)) is not None]
             for line in new:
                 if line["step"] > (self._lines[-1]["step"] if self._lines else -1):  # guard: steps-only-rise
-                    self._lines.append(line)
-            del self._lines[:-MOST_STEPS]
+                    self._keep(line)
             if not new or self._lines[-1]["step"] == last:
                 break
         if not self._has_metrics:
             self._observe_steps()
+
+    def _keep(self, line: dict[str, Any]) -> None:
+        """Keep what a view shows of a step: a hostile host must not fill the memory of all who joined it."""
+        kept = {name: value for name, value in line.items() if name.partition("/")[0] in SHOWN}
+        for name in kept:
+            if len(self._names) < MOST_NAMES:  # guard: few-names-of-figures
+                self._names.add(name)
+        kept = {name: value for name, value in kept.items() if name in self._names}
+        self._lines.append(kept)
+        self._num_values += _size(kept)
+        while len(self._lines) > MOST_STEPS or self._num_values > MOST_VALUES:  # guard: few-figures-are-kept
+            self._num_values -= _size(self._lines.popleft())
 
     def _observe_steps(self) -> None:
         """Time the versions that come while we look."""
@@ -187,6 +215,10 @@ def _cleaned_counts(counts: dict[str, int]) -> dict[str, int]:
     """The most frequent of them."""
     ranked = sorted(counts.items(), key=lambda item: -item[1])[:20]
     return {check[:MOST_LABEL_CHARS]: max(0, _number(count)) for check, count in ranked}
+
+
+def _size(line: dict[str, Any]) -> int:
+    return len(line) + sum(len(value) for value in line.values() if isinstance(value, dict))
 
 
 def _number(value: int) -> int:

@@ -7,8 +7,10 @@ import pytest
 
 from shoal.config import EnvConfig, EvalConfig, RunConfig
 from shoal.folder import RunFolder
-from shoal.launch.evaluations import Evaluations
+from shoal.launch.evaluations import Evaluations, results_in
 from shoal.launch.process import RoleProcess
+from shoal.roles.logger.rows import Rows
+from shoal.watch.reading.heldout import read_heldout
 
 FIGURES = {"mean": 0.5, "low95": 0.4, "high95": 0.6, "episodes": 8}
 
@@ -103,6 +105,26 @@ def test_an_environment_may_be_the_only_one_that_is_evaluated(tmp_path: Path) ->
     bench.publish(0)
     bench.evaluations.start_due()
     assert bench.asked == [("evaluate-before", "v000000", 1)]
+
+
+def test_a_stray_file_or_folder_stops_nothing(bench: Bench) -> None:
+    folder = bench.folder
+    for name in ("vX", "v", "v1.bak", "v²", "v-3", "v1_0", "v" + "1" * 200):
+        (folder.checkpoints / name).mkdir(parents=True)
+    folder.evaluations.mkdir()
+    for name in ("vX", "v", "v1.bak", "v²", "v-3", "v1_0", "v" + "1" * 200, "v000025"):
+        (folder.evaluations / f"{name}.json").write_text(json.dumps(FIGURES))
+    assert [name for name, _ in results_in(folder.evaluations)] == ["v25"]
+    assert [row.name for row in Rows(folder).new()] == ["heldout v000025"]
+    files = {path.stem: path.read_bytes() for path in folder.evaluations.glob("*.json")}
+    assert [one.version for one in read_heldout(files, 30, private=True)] == [25]
+    bench.publish(0)
+    bench.evaluations.start_due()
+    assert bench.asked == [("evaluate-before", "v000000", 1)]
+    bench.finish()
+    bench.publish(4)
+    bench.evaluations.start_due()
+    assert bench.asked[1:] == [("evaluate-v000004", "v000004", 4)]
 
 
 def test_an_evaluation_that_fails_is_reported_and_delays_nothing(bench: Bench) -> None:

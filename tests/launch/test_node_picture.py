@@ -13,6 +13,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from shoal.alarms import Alarm
 from shoal.launch.agreement import Agreement
 from shoal.launch.node_picture import NodeNow, next_vesting, picture, plain, trend
 from shoal.launch.node_view import NodeView, _draw, _on_screen, limits_of, shown
@@ -82,6 +83,13 @@ def test_the_workers_picture_fits_every_terminal(worker: NodeNow, width: int, he
         assert any("611 groups" in line for line in lines) and any("line 49 of the log" in line for line in lines)
 
 
+def test_alarms_take_lines_of_the_log_and_none_of_the_frame(worker: NodeNow) -> None:
+    alarms = [Alarm(cause, "warning", 30, 37, f"{cause} is wrong", "") for cause in ("drift", "clipping", "disk")]
+    lines = lines_of(replace(worker, snapshot=replace(worker.snapshot, alarms=alarms)), 80, 24, ("older", "newest"))
+    assert len(lines) == 24 and any("disk is wrong" in line for line in lines)
+    assert any("newest" in line for line in lines) and any("waiting 8 s for workers" in line for line in lines)
+
+
 def test_states_are_said_in_words(worker: NodeNow) -> None:
     paused = replace(worker, words="waiting: paused by you: no lease is taken until you resume", paused=True)
     assert "paused by you: no lease is taken" in text_of(paused) and "p resumes" in text_of(paused)
@@ -143,6 +151,16 @@ def test_a_validator_sees_what_it_judged_and_where_others_differ(worker: NodeNow
     assert "agrees with the others on all 2 groups" in text_of(replace(now, agreement=Agreement(ME, compared=2))), (
         "without differences"
     )
+
+
+def test_an_event_of_a_newer_host_is_left_out_and_what_follows_is_compared(worker: NodeNow) -> None:
+    newer = event("s1", ME, "").replace(b"verdict_given", b"verdict_newer")
+    assert newer != event("s1", ME, "")
+    agreement = Agreement(ME)
+    assert agreement.read([event("s1", ME, ""), newer, event("s1", "cc" * 32, "")]) == 3
+    assert agreement.compared == agreement.unknown == 1
+    now = replace(worker, role="validator", agreement=agreement, node=None)
+    assert "1 events of a newer host are not compared" in text_of(now)
 
 
 def kept(agreement: Agreement) -> int:

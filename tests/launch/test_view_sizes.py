@@ -8,6 +8,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from shoal.alarms import Alarm
 from shoal.launch.remaining import seconds_left
 from shoal.launch.snapshot import Sample, Snapshot
 from shoal.launch.view import LiveView, render
@@ -52,6 +53,14 @@ def test_workers_that_are_not_shown_are_counted(snapshot: Snapshot, width: int, 
     lines = lines_of(crowd(snapshot, 60), width, height)
     shown = sum(" a-" in line or "worker-0" in line or "cheater-0" in line for line in lines)
     assert any(f"… and {62 - shown} more, none refused" in line for line in lines), lines
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 20), (140, 40)])
+def test_three_alarms_do_not_hide_what_the_run_waits_for(snapshot: Snapshot, width: int, height: int) -> None:
+    said = "a summary that is so long that it takes two lines of the terminal, and then goes on for a while " * 2
+    alarms = [Alarm(cause, "warning", 30, 37, said, "") for cause in ("drift", "clipping", "disk")]
+    lines = lines_of(replace(snapshot, alarms=alarms), width, height)
+    assert any("waiting 8 s for workers" in line for line in lines) and any("alarm drift" in line for line in lines)
 
 
 def test_workers_in_trouble_come_first_and_are_counted_when_there_is_no_room(snapshot: Snapshot) -> None:

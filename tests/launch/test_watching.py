@@ -76,7 +76,7 @@ def host_of(snapshot: Snapshot, lines: bytes | None) -> Host:
         if path == "/v1/metrics" and lines is not None:
             new = [line for line in lines.splitlines() if json.loads(line)["step"] > int(after)]
             return told(b"".join(line + b"\n" for line in new[:20]))
-        return told({"error": "no such call", "code": "unknown"}, 404)
+        return told({"error": "no such call", "code": "no_such_call"}, 404)
 
     return answer
 
@@ -123,6 +123,33 @@ def test_a_host_that_goes_away_leaves_what_was_seen_and_one_that_never_answered_
         looked(remote(answer))
 
 
+def test_a_host_that_refuses_once_is_asked_again(snapshot: Snapshot) -> None:
+    lines = b"".join(msgspec.json.encode(line) + b"\n" for line in snapshot.metrics)
+    refusals = [(403, "too_many"), (404, "unknown")]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/metrics" and refusals:
+            status, code = refusals.pop(0)
+            return told({"error": "not now", "code": code}, status)
+        return host_of(snapshot, lines)(request)
+
+    run = remote(answer)
+    seen = looked(run)
+    assert seen.metrics == () and "not now" in seen.notice and seen.nodes == snapshot.nodes
+    assert looked(run).notice == "" and looked(run).metrics == snapshot.metrics
+
+
+def test_figures_of_a_host_fill_no_memory(snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.launch.remote.MOST_VALUES", 500)
+    monkeypatch.setattr("shoal.launch.remote.MOST_NAMES", 30)
+    labels = {f"solve_rate/{i}": 0.5 for i in range(100)} | {f"env_metric/{i}": 1.0 for i in range(50)}
+    lines = b"".join(msgspec.json.encode({"step": i, "loss": 1.0} | labels) + b"\n" for i in range(100))
+    seen = looked(remote(host_of(snapshot, lines)), times=3)
+    assert seen.step == 100 and sum(len(line) for line in seen.metrics) <= 500
+    names = {name for line in seen.metrics for name in line}
+    assert 10 < len(names) < 30 and not any(name.startswith("env_metric") for name in names)
+
+
 EVIL_LINES = [
     b"", b"[]", b"{}", b'{"step": true}', b'{"step": -1}', b'{"step": "1"}', b'{"step": 1.5}', b"\xff\xfe", b"{" * 9999,
     b'{"step": 1' + b"0" * 4000 + b"}", b'{"step": 1, "loss": ' + b"[" * 9999 + b"]" * 9999 + b"}",
@@ -152,11 +179,11 @@ def test_metrics_of_a_hostile_host_neither_go_back_nor_go_on_for_ever(snapshot: 
             return host_of(snapshot, None)(request)
         asked.append(request.url.params["after"])
         first = int(asked[-1]) + 1
-        return told(b'{"step": %d, "loss": 1}\n{"step": 0, "loss": 2}\n' % first)
+        return told(b'{"step": %d, "reward_all_mean": 1}\n{"step": 0, "reward_all_mean": 2}\n' % first)
 
     seen = looked(remote(endless))
     assert len(asked) == PAGES_AT_ONCE and [line["step"] for line in seen.metrics] == list(range(PAGES_AT_ONCE))
-    assert seen.series("loss") == [1.0] * PAGES_AT_ONCE
+    assert seen.series("reward_all_mean") == [1.0] * PAGES_AT_ONCE
 
 
 def test_alarms_of_a_url_are_shown_by_their_cause_and_too_many_are_refused(snapshot: Snapshot) -> None:

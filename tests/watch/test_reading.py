@@ -343,6 +343,16 @@ def test_a_host_whose_metrics_never_end_is_left():
         run.metrics()
 
 
+def test_a_host_whose_metrics_fill_the_memory_is_left(monkeypatch):
+    names = [json.dumps({"step": step} | {f"{step}-{i}": 0 for i in range(1000)}).encode() for step in range(5)]
+    with serving(names) as run, pytest.raises(PeerError, match="more metrics than a run has: 2001 names"):
+        run.metrics()
+    monkeypatch.setattr("shoal.watch.reading.source.MOST_METRICS_BYTES", 1000)
+    long = [b'{"step": %d, "loss": 0.%s}' % (step, b"1" * 300) for step in range(9)]
+    with serving(long) as run, pytest.raises(PeerError, match="2 names, 1"):
+        run.metrics()
+
+
 def test_a_host_whose_metrics_stand_still_is_left():
     with serving([b'{"step": 1}\n'] * 100) as run:
         assert run.metrics() == [{"step": 1}]

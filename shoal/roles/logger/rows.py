@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from shoal.errors import StateError
 from shoal.folder import RunFolder, sync_file, write_atomically
-from shoal.heldout import AFTER, BEFORE, Heldout, evaluations_in, read_heldout
+from shoal.heldout import AFTER, Heldout, evaluations_in, read_heldout, version_of
 from shoal.metrics import values_of
 
 STEP, HELDOUT = "step", "heldout"
@@ -71,7 +71,7 @@ class Rows:
             return
 
     def _of_heldout(self, name: str, found: Heldout, time_s: float) -> Row:
-        version = 0 if name == BEFORE else self._newest + 1 if name == AFTER else int(name[1:])
+        version = version_of(name, self._newest + 1) or 0
         values = {"heldout/version": float(version)}
         for prefix, one in (("", found), *((f"{label}/", one) for label, one in found.envs.items())):
             for field in ("mean", "low95", "high95", "episodes"):

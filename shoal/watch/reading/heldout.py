@@ -8,6 +8,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from shoal.heldout import version_of
+
 
 class ReadTranscript(msgspec.Struct, frozen=True):
     """One episode, for people to read."""
@@ -48,18 +50,14 @@ def read_heldout(files: Mapping[str, bytes], newest: int, private: bool) -> list
     found = []
     for name, data in files.items():
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            if (version := version_of(name, newest)) is None:
+                continue
             whole = msgspec.json.decode(data, type=HeldOut)
             told = whole if private else _without_transcripts(whole)  # guard: held-out-tasks-stay-private
-            found.append(msgspec.structs.replace(told, name=name, version=_version(name, newest)))
+            found.append(msgspec.structs.replace(told, name=name, version=version))
     return sorted(found, key=lambda one: (one.version, one.name == "after"))
 
 
 def _without_transcripts(one: HeldOut) -> HeldOut:
     envs = {label: _without_transcripts(part) for label, part in one.envs.items()}
     return msgspec.structs.replace(one, transcripts=(), envs=envs)
-
-
-def _version(name: str, newest: int) -> int:
-    if name.startswith("v") and name[1:].isdecimal():
-        return int(name[1:])
-    return newest if name == "after" else 0

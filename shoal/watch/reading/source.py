@@ -44,6 +44,9 @@ OVERLAP_STEPS = 16
 MAX_METRICS, MAX_NAME_CHARS, MAX_TEXT_CHARS = 2000, 200, 200
 """Of one line of metrics: names, and the characters of a name and of a text. A line with more is dropped."""
 
+MOST_METRICS_BYTES = 1 << 27
+"""Of all metrics that a URL serves: 16 kB a step of the longest run."""
+
 MAX_STEP = 1 << 31
 
 Value = int | float | str | None | dict[str, int | float]
@@ -192,7 +195,7 @@ class UrlSource:
         self._client = Client(url, transport=transport, on_wait=lambda line: None)
         self._run = UrlRun(self._client)
         self.name = self._client.base_url
-        self._newest = -1
+        self._newest, self._page_bytes = -1, 0
         self._recent: dict[int, dict[str, Value]] = {}
         """The lines that came last, by step."""
         self._home: tempfile.TemporaryDirectory[str] | None = None
@@ -218,8 +221,15 @@ class UrlSource:
 
     def all_metrics(self) -> list[dict[str, Value]]:
         lines: list[dict[str, Value]] = []
+        size_bytes, names = 0, set[str]()
         while page := self._metrics_after(step_of(lines[-1]) if lines else -1):
             lines += page
+            size_bytes += self._page_bytes
+            names.update(name for line in page for name in line)
+            if size_bytes > MOST_METRICS_BYTES or len(names) > MAX_METRICS:  # guard: metrics-of-a-url-fit
+                raise PeerError(
+                    f"{self.name} serves more metrics than a run has: {len(names)} names, {size_bytes} bytes"
+                )
             if len(lines) > 2 * CHAIN_LENGTH:  # guard: metrics-of-a-url-end
                 raise PeerError(f"{self.name} serves metrics of more steps than a run can have ({CHAIN_LENGTH})")
         return lines
@@ -233,6 +243,7 @@ class UrlSource:
             if refused.code == "no_such_call":  # a coordinator from before there were such answers
                 return []
             raise
+        self._page_bytes = len(page)
         found = {step_of(line): line for line in clean(_decoded(page.splitlines()))}
         return [found[each] for each in sorted(found) if each > step]  # guard: metrics-go-forward
 
