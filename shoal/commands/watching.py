@@ -21,7 +21,11 @@ def add_commands(commands: Any) -> None:
         ("shoal watch https://shoal.example.org --once", "as it is now, and no more"),
     )  # fmt: skip
     source_argument(p)
-    p.add_argument("--once", action="store_true", help="print the run as it is now, and end")
+    p.add_argument(
+        "--once",
+        action="store_true",
+        help="print the run as it is now, and end; of a run that nobody hosts, once its log is read",
+    )
 
 
 def watch(args: argparse.Namespace) -> None:

@@ -77,7 +77,8 @@ def _cells(node: NodeState, snapshot: Snapshot, width: int) -> dict[str, Text]:
     standing = brief(node.standing, 12) + (", left" if node.left else "")
     why = Text(reasons(node), style="red")
     if width < ALL_COLUMNS and standing != "good":
-        why.append(f"{', ' if why else ''}{standing}", style=_STANDING_STYLE.get(node.standing, ""))
+        said = "not proven yet" + standing.removeprefix("new") if node.standing == "new" else standing
+        why.append(f"{', ' if why else ''}{said}", style=_STANDING_STYLE.get(node.standing, ""))
     if width >= WITH_REASON and node.last_reason:
         why.append(f" · {brief(node.last_reason, 200)}", style="dim")
     return {

@@ -144,8 +144,8 @@ def solved(snapshot: Snapshot) -> dict[str, str]:
 
 
 def watchdog(snapshot: Snapshot) -> Text:
-    """What the run waits for, and since when, or in its place the launcher's own notice; then alarms: where there is room for
-    few lines, they are what is cut."""
+    """What the run waits for, and since when, or in its place the launcher's own notice; then alarms. Where there is room
+    for few lines, alarms are what is cut."""
     text = _waits(snapshot)
     for alarm in snapshot.alarms:
         style = _SEVERITY_STYLE[alarm.severity]

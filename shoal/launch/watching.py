@@ -8,6 +8,7 @@ shows; from a URL what anyone may see.
 import asyncio
 import contextlib
 import signal
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -41,6 +42,8 @@ KEY_WAIT_S = 0.1
 LOG_WAIT_S = 3.0
 """The first picture of a run that nobody hosts waits so long for its log."""
 
+READ_POLL_S = 0.1
+
 LEAVES = "q leaves; the run goes on"
 
 OVER = ("ended", "not hosted")
@@ -70,6 +73,11 @@ class FolderWatch:
     async def look(self) -> Snapshot:
         """See `Watched`."""
         return await asyncio.to_thread(self._look)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether more is shown once the log of a run that nobody hosts is read."""
+        return self._log is not None and self._log.is_reading
 
     def _look(self) -> Snapshot:
         config, folder, status, nodes = (
@@ -108,6 +116,11 @@ class _Log:
         self._thread = threading.Thread(target=self._read, args=(root,), name="log", daemon=True)
         self._thread.start()
         self._thread.join(LOG_WAIT_S)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether it is still under way."""
+        return self._thread.is_alive()
 
     def said(self) -> tuple[Status, tuple[NodeState, ...]] | None:
         """Status and nodes; None before they are known."""
@@ -162,6 +175,13 @@ def watch(source: str, console: Console, once: bool = False) -> None:
 
 async def _look_once(source: str) -> Snapshot:
     async with opened(source) as run:
+        snapshot = await run.look()
+        if not isinstance(run, FolderWatch) or not run.is_reading:
+            return snapshot
+        # A script wants all of it. Ctrl-C ends the waiting, and the thread with the process.
+        print("reading the log of this run, which nobody hosts: a long one takes minutes", file=sys.stderr, flush=True)
+        while run.is_reading:  # noqa: ASYNC110  a thread ends, and sets no event of the loop
+            await asyncio.sleep(READ_POLL_S)
         return await run.look()
 
 

@@ -31,7 +31,7 @@ from shoal.launch.remote import MOST_NUMBER, PAGES_AT_ONCE, RemoteRun, cleaned_l
 from shoal.launch.samples import NewestSample, Samples
 from shoal.launch.snapshot import Sample, Snapshot
 from shoal.launch.view import LiveView, plain, render
-from shoal.launch.watching import FolderWatch, follow, watch
+from shoal.launch.watching import FolderWatch, _Log, follow, watch
 from shoal.net.client import Client
 from shoal.net.sided import SHOAL
 from shoal.protocol.constants import MAX_NODES, MAX_STANDING_ALARMS
@@ -264,6 +264,22 @@ def test_a_folder_that_nobody_hosts_is_shown_and_left_as_it_was(tmp_path: Path) 
     watch(str(tmp_path / "run"), console, once=True)
     assert "step 0/3" in console.file.getvalue()  # type: ignore[attr-defined]
     assert files() == before and town
+
+
+def test_once_waits_for_the_log_of_a_run_that_nobody_hosts(tmp_path: Path, monkeypatch, capsys) -> None:
+    folder, read = Town(tmp_path / "run", tiny_run()).folder, _Log._read
+
+    def slow(log: _Log, root: Path) -> None:
+        time.sleep(0.3)
+        read(log, root)
+
+    monkeypatch.setattr(_Log, "_read", slow)
+    monkeypatch.setattr("shoal.launch.watching.LOG_WAIT_S", 0.0)
+    console = Console(file=io.StringIO(), width=100, height=30, force_terminal=True, color_system=None)
+    watch(str(folder.root), console, once=True)
+    assert "reading the log" in capsys.readouterr().err
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "Reading its log" not in text and "nobody hosts this run now" in text
 
 
 def test_a_folder_shows_the_alarms_that_stand(tmp_path: Path) -> None:
