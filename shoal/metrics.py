@@ -9,9 +9,10 @@ import logging
 import os
 import sys
 from bisect import bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
@@ -247,6 +248,42 @@ def values_of(line: bytes) -> dict[str, Any] | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return values if type(values.get("step")) is int else None
+
+
+NEWEST_STEPS = 20
+"""Steps that a pace is made from: enough to even out slow ones, few enough to follow workers that come and go."""
+
+MOST_MEDIANS = 5.0
+"""A step counts as at most this many times the median, so that a night without workers does not last for ever."""
+
+
+class Pace(NamedTuple):
+    """How fast a run's newest steps were; None where their lines do not say."""
+
+    step_s: float | None
+    tokens_per_s: float | None
+    """Policy tokens that were learned from, per second of wall time."""
+    left_s: float | None
+    """Seconds that this many more steps take."""
+
+
+def pace_of(lines: Sequence[Mapping[str, Any]], steps_left: int) -> Pace:
+    """The pace by the newest of these lines, which are in order of step. It does not know what strangers will do: a run
+    whose workers leave takes longer."""
+    timed = [line for line in lines[-NEWEST_STEPS:] if _positive(line.get("step_s"))]
+    if not timed:
+        return Pace(None, None, None)
+    took_s = [float(line["step_s"]) for line in timed]
+    most_s = MOST_MEDIANS * median(took_s)
+    step_s = sum(min(s, most_s) for s in took_s) / len(took_s)
+    counted = [line for line in timed if _positive(line.get("policy_tokens"))]
+    spent_s = sum(float(line["step_s"]) for line in counted)
+    tokens_per_s = sum(line["policy_tokens"] for line in counted) / spent_s if counted else None
+    return Pace(step_s, tokens_per_s, max(0, steps_left) * step_s)
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and value > 0
 
 
 MAX_LINE_BYTES = 1 << 18

@@ -15,7 +15,7 @@ import httpx
 
 from shoal.alarms import Alarm
 from shoal.heldout import Heldout
-from shoal.metrics import read_metrics
+from shoal.metrics import pace_of, read_metrics
 from shoal.net.listening import local_url, reader_url
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_NODES
 from shoal.protocol.types import NodeState, Status
@@ -93,10 +93,9 @@ class Snapshot:
         newest = {key.removeprefix(f"{name}/"): self.latest(key) for key in keys}
         return {label: value for label, value in newest.items() if value is not None}
 
-    def tokens_per_s(self, over_steps: int = 5) -> float | None:
+    def tokens_per_s(self) -> float | None:
         """Policy tokens that were learned from, per second of the newest steps' wall time."""
-        recent = [m for m in self.metrics[-over_steps:] if m.get("policy_tokens") and m.get("step_s")]
-        return sum(m["policy_tokens"] for m in recent) / sum(m["step_s"] for m in recent) if recent else None
+        return pace_of(self.metrics, 0).tokens_per_s
 
 
 class MetricsWatch:

@@ -12,6 +12,7 @@ from shoal.alarms import Alarm
 from shoal.launch.remaining import seconds_left
 from shoal.launch.snapshot import Sample, Snapshot
 from shoal.launch.view import LiveView, render
+from shoal.watch.index.look import _speed
 
 SIZES = [(60, 24), (80, 24), (100, 30), (140, 40)]
 
@@ -63,6 +64,12 @@ def test_three_alarms_do_not_hide_what_the_run_waits_for(snapshot: Snapshot, wid
     assert any("waiting 8 s for workers" in line for line in lines) and any("alarm drift" in line for line in lines)
 
 
+def test_a_worker_that_is_new_and_was_refused_is_said_to_be_not_proven_yet(snapshot: Snapshot) -> None:
+    cheater = msgspec.structs.replace(snapshot.nodes[0], standing="new", refused=8, reasons={"sampling": 8}, left=True)
+    line = next(line for line in lines_of(replace(snapshot, nodes=(cheater,)), 80, 24) if "cheater-0" in line)
+    assert "sampling 8x, not proven yet, left" in line
+
+
 def test_workers_in_trouble_come_first_and_are_counted_when_there_is_no_room(snapshot: Snapshot) -> None:
     bad = next(node for node in snapshot.nodes if node.name == "cheater-0")
     cheats = tuple(msgspec.structs.replace(bad, name=f"z-{i:02}", refused=i + 1) for i in range(30))
@@ -110,6 +117,14 @@ def test_time_left_follows_the_newest_steps_and_shrugs_off_one_long_night(snapsh
     paused = msgspec.structs.replace(snapshot.status, phase="paused")
     for unknown in (replace(snapshot, status=paused), replace(snapshot, metrics=()), replace(snapshot, steps=37)):
         assert seconds_left(unknown) is None
+
+
+def test_the_page_and_the_terminal_say_the_same_speed_and_time_left(snapshot: Snapshot) -> None:
+    lines = [{"step": i, "step_s": 100.0 if i == 30 else 2.0, "policy_tokens": 10 * i} for i in range(37)]
+    for kept in (lines, lines[:1], [*lines[:-1], {"step": 36, "step_s": 0}], [{"step": 0, "step_s": "x"}] * 3):
+        told, run = _speed(kept[::-1], 90 - 37), replace(snapshot, metrics=tuple(kept))
+        assert told["tokens_per_s"] == run.tokens_per_s()
+        assert seconds_left(run) in (None, pytest.approx((told["left_s"] or 0) * (90 - run.step) / (90 - 37)))
 
 
 def test_a_dumb_terminal_gets_lines_and_no_escapes(snapshot: Snapshot) -> None:

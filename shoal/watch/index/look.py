@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import ConfigError
+from shoal.metrics import pace_of
 from shoal.watch.index.plain import query_of
 from shoal.watch.index.schema import METRIC, open_to_read, run_word
 from shoal.watch.rows import Row
@@ -340,15 +341,9 @@ def smoothed(values: NDArray[np.float64], weight: float) -> NDArray[np.float64]:
 
 
 def _speed(lines: Sequence[dict[str, Any]], steps_left: int) -> Row:
-    """Seconds a step, tokens a second and seconds left, by the newest lines; None where they do not say."""
-    timed = [line for line in lines if isinstance(line.get("step_s"), int | float) and line["step_s"] > 0]
-    took = sum(line["step_s"] for line in timed)
-    tokens = sum(line["policy_tokens"] for line in timed if isinstance(line.get("policy_tokens"), int | float))
-    step_s = took / len(timed) if timed else None
-    return {
-        "step_s": step_s, "tokens_per_s": tokens / took if timed else None,
-        "left_s": max(0, steps_left) * step_s if step_s is not None else None,
-    }  # fmt: skip
+    """Seconds a step, tokens a second and seconds left, by these lines, the newest first; None where they do not say."""
+    pace = pace_of(lines[::-1], steps_left)
+    return {"step_s": pace.step_s, "tokens_per_s": pace.tokens_per_s, "left_s": pace.left_s}
 
 
 def limited(limit: int) -> int:
