@@ -6,6 +6,7 @@ reads no clock: callers pass times as values.
 """
 
 import logging
+import math
 import os
 import sys
 from bisect import bisect_right, insort
@@ -187,6 +188,20 @@ def meaning_of(name: str) -> Metric | None:
     """The same for what is shown: also of a family as a whole, and of a number within a table (staleness_rollouts/3)."""
     family = name.partition("/")[0]
     return declared(name) or METRICS.get(family) or _FAMILIES.get(family)
+
+
+def mean_of_counts(table: object) -> float | None:
+    """The mean of the numbers in a table of how often each was counted, such as staleness_rollouts. None if it is no such
+    table, counts nothing, or has numbers whose sum is not finite."""
+    if not isinstance(table, dict):
+        return None
+    try:
+        counted = [(float(number), float(count)) for number, count in table.items()]
+        many = math.fsum(count for _, count in counted)
+        mean = math.fsum(number * count for number, count in counted) / many if many > 0 else math.nan
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return mean if math.isfinite(mean) else None
 
 
 class MetricsLog:

@@ -591,6 +591,29 @@ def test_charts_give_their_numbers_smoothed(anyone):
     assert anyone.get("/1/chart.json?name=reward_mean&of=all&smooth=0.5").json()["lines"][0]["label"].startswith("1 ")
 
 
+def test_what_is_of_a_family_has_its_unit_and_meaning_and_an_environment_may_be_called_all(tmp_path):
+    (root := tmp_path / "run").mkdir()
+    (root / "run.json").write_text("{}")
+    line = {"step": 0, "reward_mean": 0.5, "reward_mean/all": 0.25, "reward_part/format": 0.5, "draw_weight/a": 1.0}
+    (root / "metrics.jsonl").write_text(json.dumps({**line, "staleness_rollouts": {"3": 8}}) + "\n")
+    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(root)])) as shelf:
+        while shelf.step():
+            pass
+        client = TestClient(page_app(shelf, ""))
+        told = {row["name"]: (row["unit"], row["meaning"]) for row in table_of(client, "step.csv?step=0")}
+        for name, declared in (
+            ("reward_part/format", "reward_part/NAME"),
+            ("draw_weight/a", "draw_weight/LABEL"),
+            ("staleness_rollouts/3", "staleness_rollouts"),
+        ):
+            assert told[name] == METRICS[declared]
+        assert METRICS["reward_part/NAME"].sentence in html.unescape(client.get("/1/steps/0").text)
+        assert shelf.look().metric_names(1, "named part") == ["reward_part/format"]
+        drawn = client.get("/1/chart.json?name=reward_mean").json()["lines"]
+        assert [(line["label"], line["values"]) for line in drawn] == [("all", [0.5]), ("all", [0.25])]
+        assert client.get("/1/chart.json?name=reward_part").json()["unit"] == "reward"
+
+
 def test_several_runs_are_compared(town, copied, tmp_path):
     shelf = Shelf(tmp_path / "index.sqlite", [str(town.folder.root), str(copied)])
     while shelf.step():

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shoal.metrics import meaning_of
+from shoal.metrics import mean_of_counts, meaning_of
 from shoal.watch.index.look import RANKINGS
 from shoal.watch.page.asked import Asked, NotHere, asked_nodes, asked_refusals
 from shoal.watch.page.charts import (
@@ -43,7 +43,7 @@ def overview(asked: Asked) -> tuple[str, Mapping[str, Any]]:
         "refused": look.refusal_counts(run, 5), "ages": look.ages(run, 5),
         "top": look.nodes(run, "worker", limit=5)["rows"], "title": "Overview",
         "disk": asked.shelf.free_bytes(run) if asked.is_host else None,
-        "staleness": _mean_staleness(found["metrics"]), "first_reward": _first_reward(asked),
+        "staleness": mean_of_counts(found["metrics"].get("staleness_rollouts")), "first_reward": _first_reward(asked),
         "per_env": {name.partition("/")[2]: value for name, value in sorted(_numbers(found["metrics"]).items())
                     if name.startswith("reward_mean/")},
     }  # fmt: skip
@@ -243,16 +243,6 @@ def _charts(asked: Asked, names: Any) -> list[dict[str, Any]]:
 
 def _drawn(found: Chart) -> dict[str, Any]:
     return {"chart": found, "picture": picture_of(found)}
-
-
-def _mean_staleness(line: Mapping[str, Any]) -> float | None:
-    """Mean age of the rollouts of a step, in versions."""
-    ages = line.get("staleness_rollouts")
-    if not isinstance(ages, dict):
-        return None
-    counts = {int(age): count for age, count in ages.items() if age.isdecimal() and isinstance(count, int | float)}
-    total = sum(counts.values())
-    return sum(age * count for age, count in counts.items()) / total if total else None
 
 
 def _spreads(asked: Asked, step: int | None) -> tuple[int, dict[str, float]]:

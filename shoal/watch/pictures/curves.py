@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from shoal.errors import ConfigError, NothingYet
 from shoal.ledger.facts.run import RunCreated
-from shoal.metrics import METRICS, Metric, declared
+from shoal.metrics import METRICS, Metric, declared, mean_of_counts
 from shoal.terminal import brief
 from shoal.watch.reading import Reading
 from shoal.watch.reading.heldout import HeldOut, read_heldout
@@ -264,14 +264,7 @@ def number_of(line: Mapping[str, Value], name: str) -> float | None:
     """The number that is drawn of a metric; None if the line has none."""
     value = line.get(name)
     if name in AS_MEAN and isinstance(value, dict):
-        try:
-            counted = [(float(age), float(count)) for age, count in value.items()]
-        except ValueError:
-            return None
-        if any(_number(number) is None for pair in counted for number in pair):
-            return None
-        many = math.fsum(count for _, count in counted)
-        return _number(math.fsum(age * count for age, count in counted) / many) if many > 0 else None
+        return _number(mean_of_counts(value))
     return _number(value)
 
 
