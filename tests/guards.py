@@ -2057,6 +2057,7 @@ GUARDS = [
         ("first-policy-is-kept", OFF, "test_a_policy_in_the_folder_that_is_replaced_is_kept"),
     ),
     *_needed_by("tests/watch/test_tables.py",
+        ("csv-rows-end-once", ('"\\r\\n"', '"\\n"'), "test_no_cell_of_a_csv_begins_a_row"),
         ("csv-runs-no-formula", OFF, "test_csv_runs_no_formula_and_keeps_odd_texts"),
     ),
     *_needed_by("tests/watch/test_pictures.py",

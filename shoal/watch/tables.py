@@ -51,10 +51,9 @@ def as_csv(rows: Iterable[Row], columns: Sequence[str] = ()) -> str:
 def csv_line(cells: Iterable[Any]) -> str:
     """One row of a CSV, with its end. Cells that break lines are quoted, so none of their parts begins a row."""
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(map(_cell, names))
-    writer.writerows([_cell(row.get(name)) for name in names] for row in whole)
-    return out.getvalue()
+    # The writer quotes the characters of its own line's end only: a lone \r would begin a row for spreadsheets.
+    csv.writer(out, lineterminator="\r\n").writerow(map(_cell, cells))  # guard: csv-rows-end-once
+    return out.getvalue().removesuffix("\r\n") + "\n"
 
 
 def _cell(value: Any) -> Any:

@@ -260,6 +260,42 @@ def test_no_cell_of_a_csv_is_a_formula(hostile):
     assert [cell for cell in cells if re.match(r"[=+@]|-(?!\d+(\.\d+)?(e-\d+)?$)", cell)] == []
 
 
+def test_a_metrics_name_begins_no_row_of_a_csv(town, tmp_path):
+    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(town.folder.root)])) as shelf:
+        while shelf.step():
+            pass
+        line = json.dumps({"step": 1, "a\n=HYPERLINK(1)": 0.5, "b": 0.5})
+        db = shelf.runs[0].builder._db
+        db.execute("UPDATE metrics SET line = ? WHERE step = 1", (line,))
+        db.execute("INSERT INTO series VALUES (1, ?, 1, 0.5)", ("a\n=HYPERLINK(1)",))
+        told = TestClient(page_app(shelf, "")).get("/1/csv/metrics.csv").text
+    rows = list(csv.reader(io.StringIO(told, newline="")))
+    assert "a\n=HYPERLINK(1)" in rows[0] and len(rows) == 3
+    assert not [row for row in rows if row[0].startswith("=")]
+
+
+def test_a_download_keeps_no_old_state_for_others_and_no_journal(town, tmp_path):
+    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(town.folder.root)])) as shelf:
+        while shelf.step():
+            pass
+        db, look = shelf.runs[0].builder._db, shelf.look()
+        asked = Asked(shelf, look, 1, {}, QueryParams(), False, 0.0)
+        begun = [(lines := lines_of_csv(asked, table), next(lines, "")) for table in DOWNLOADS]
+        db.execute("UPDATE runs SET name = 'new'")
+        assert look.runs()[0]["name"] == "new"
+        assert db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0, "nobody reads an old state"
+        for lines, _ in begun:
+            lines.close()
+
+
+def test_a_long_table_comes_whole_page_by_page(anyone, monkeypatch):
+    tables = ("metrics", "rollouts", "events", "spread", "verdicts")
+    whole = [anyone.get(f"/1/csv/{table}.csv").text for table in tables]
+    monkeypatch.setattr(downloads, "TEXTS", 3)
+    monkeypatch.setattr(downloads._in_order, "__defaults__", (2,))
+    assert [anyone.get(f"/1/csv/{table}.csv").text for table in tables] == whole
+
+
 def test_every_table_comes_as_csv_with_a_line_for_each_row(anyone, shelf):
 def test_a_metrics_name_begins_no_row_of_a_csv(town, tmp_path):
     with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(town.folder.root)])) as shelf:
