@@ -165,7 +165,9 @@ def test_a_search_of_the_log_looks_at_a_bounded_number_of_events_and_goes_on(loo
         found, pages, after = found + page["rows"], pages + 1, page["next"]
     look.db.set_trace_callback(None)
     assert [row["seq"] for row in found] == [0] and pages == (run.state.seq + 1) // 20 + 1
-    assert sum("* FROM events" in query for query in asked) <= pages, "a stranger asks for a filter that hardly any event has"
+    assert sum("* FROM events" in query for query in asked) <= pages, (
+        "a stranger asks for a filter that hardly any event has"
+    )
 
 
 def test_groups_are_filtered_and_paged_and_found_by_their_words(look, run):
