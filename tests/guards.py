@@ -2017,6 +2017,7 @@ GUARDS = [
          "test_a_private_group_shows_only_what_the_log_says"),
     ),
     *_needed_by("tests/watch/test_page.py",
+        ("long-address-ends-early", OFF, "test_an_address_that_is_too_long_is_refused_before_it_is_read"),
         ("page-escapes-all", GONE, "test_hostile_names_reasons_rewards_and_conversations_show_as_text"),
         ("page-keeps-private-bodies", OFF, "test_what_is_private_is_refused_where_it_is_read"),
         ("host-by-cookie", ("hmac.compare_digest(given.encode(), self._session.encode())", "True"),

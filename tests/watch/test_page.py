@@ -351,6 +351,12 @@ def test_what_is_not_there_is_said_in_a_page(anyone, address):
     assert answer.status_code == 404 and HEADERS.items() <= answer.headers.items()
 
 
+@pytest.mark.parametrize("address", ["/" + "9" * 5000, "/1/log/" + "9" * 5000, "/1/?q=" + "x" * 5000])
+def test_an_address_that_is_too_long_is_refused_before_it_is_read(anyone, address):
+    answer = anyone.get(address)
+    assert answer.status_code == 414 and HEADERS.items() <= answer.headers.items()
+
+
 @pytest.mark.parametrize(
     "query", ["after=x", "after=-1", "after=99999999999999999999", "smooth=nan", "smooth=9", "from=inf", "version=1e9",
     "by=DROP",

@@ -21,7 +21,7 @@ from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -164,8 +164,6 @@ class _Page:
     def _viewer(self, request: Request) -> _Viewer:
         """Who asks for which run. Raises `NotHere`."""
         run = request.path_params.get("run", 0)
-        if len(request.scope["path"]) + len(request.scope["query_string"]) > MAX_URL_CHARS:
-            raise NotHere("this address is too long")
         if "run" in request.path_params and self._shelf.of(run) is None:
             raise NotHere(f"this page has no run {run}")
         is_known = self.is_host(request)
@@ -238,4 +236,8 @@ class _WithHeaders:
                 message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in extra.items())]
             await send(message)
 
+        if len(scope["path"]) + len(scope["query_string"]) > MAX_URL_CHARS:  # guard: long-address-ends-early
+            # Before routing, which makes a number of any length out of digits, and raises beyond 4300.
+            await PlainTextResponse("This address is too long.", 414)(scope, receive, with_headers)
+            return
         await self._app(scope, receive, with_headers)
