@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from shoal.errors import ConfigError, NothingYet, StateError
+from shoal.errors import ConfigError, NothingYet, Overreach, StateError
 from shoal.ledger.facts.verdicts import VerdictGiven
 from shoal.metrics import METRICS
 from shoal.watch.reading import Reading
@@ -134,6 +134,8 @@ def _rollouts(run: Reading) -> Iterator[Row]:
     for place in run.places():
         try:
             group = run.group(place)
+        except Overreach:  # it says nothing about the group
+            raise
         except (NothingYet, StateError):
             continue
         for rollout in group.rollouts:

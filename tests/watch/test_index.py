@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from shoal.alarms import Alarm, AlarmsLog
-from shoal.errors import PeerError, StateError
+from shoal.errors import Overreach, PeerError, StateError
 from shoal.ledger.facts.pay import Credit
 from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.ledger.facts.verdicts import VerdictGiven
@@ -19,7 +19,7 @@ from shoal.ledger.table import make_entry
 from shoal.protocol.types import Measured
 from shoal.watch.index import Builder, Filter, Look, bodies, filters, group, groups, number_of, same_task
 from shoal.watch.index.schema import NAMES, open_to_write
-from shoal.watch.reading import Replaced, open_run
+from shoal.watch.reading import Reading, Replaced, open_run
 from shoal.watch.tables import rows_of
 from tests.roles.town import URL
 from tests.watch.test_reading import append, grown, other
@@ -323,6 +323,28 @@ def test_events_that_fit_no_state_are_told_and_stop_no_thread(town, tmp_path, mo
         with pytest.raises(StateError, match=r"KeyError.*do not trust it"):
             builder.advance()
         builder.close()
+
+
+def test_a_body_that_asks_for_too_much_is_left_with_the_reason(town, tmp_path, monkeypatch):
+    with open_run(town.folder.root, clock=lambda: 1e9) as run:
+        run.catch_up()
+        name, read = next(iter(run.state.submissions)), Reading.group
+
+        def group(reading, place, with_pieces=False):
+            if place.submission == name:
+                raise Overreach("the tokenizer took too long")
+            return read(reading, place, with_pieces)
+
+        monkeypatch.setattr(Reading, "group", group)
+        asked = Look(built(tmp_path / "index.sqlite", town.folder.root))
+        gone = asked.rows("SELECT submission, why FROM bodies WHERE state = 'gone'")
+        assert [(row["submission"], row["why"].partition(";")[0]) for row in gone] == [
+            (name, "the tokenizer took too long")
+        ]
+        assert asked.overview(1)["condition"]
+        asked.close()
+        with pytest.raises(Overreach):
+            rows_of(run, "rollouts")
 
 
 def test_two_runs_in_one_index_do_not_mix(index, town, copied, tmp_path):

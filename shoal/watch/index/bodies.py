@@ -7,7 +7,7 @@ Called by `build`. It takes those that the log has made public, oldest first, ea
 import sqlite3
 from collections.abc import Iterator
 
-from shoal.errors import NothingYet, Overreach, StateError
+from shoal.errors import NothingYet, StateError
 from shoal.watch.index.plain import fit_for_search, plain
 from shoal.watch.index.schema import MOST_ROLLOUTS, run_word
 from shoal.watch.reading import Place, ReadGroup, Reading
@@ -15,7 +15,7 @@ from shoal.watch.tables import mean
 
 
 def decode_bodies(db: sqlite3.Connection, run: int, reading: Reading, most: int) -> bool:
-    """Decode at most so many submissions; returns whether there were any. Raises `PeerError`, `Overreach`."""
+    """Decode at most so many submissions; returns whether there were any. Raises `PeerError`."""
     wanted = "SELECT submission FROM bodies WHERE run = ? AND state = 'wanted' ORDER BY seq LIMIT ?"
     names = [name for (name,) in db.execute(wanted, (run, most)) if name in reading.state.submissions]
     try:
@@ -38,9 +38,7 @@ def _decode(db: sqlite3.Connection, run: int, reading: Reading, name: str) -> No
         except NothingYet as error:
             why.append(str(error))
             break
-        except Overreach:
-            raise
-        except StateError as error:
+        except StateError as error:  # also an `Overreach`: what does not fit now would not fit after all was read again
             why.append(str(error))
     with db:
         db.execute("BEGIN IMMEDIATE")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ConfigError, NothingYet, PeerError, ShoalError
+from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, ShoalError
 from shoal.watch.index import Builder, Look
 from shoal.watch.page.gaps import Gaps, Rescoring
 from shoal.watch.page.places import address_for_others, is_folder, without_paths
@@ -36,6 +36,9 @@ run changes many times a second."""
 IDLE_S = 1.0
 AGAIN_S = 5.0
 """Wait after an error, before a run is opened again."""
+
+TOO_LARGE_AGAIN_S = 600.0
+"""The same if the run asks for more than this machine gives: to open it again is to read all of its log."""
 
 GROUP_WAIT_S = 5.0
 """How long a request waits while the run's log is read."""
@@ -206,7 +209,8 @@ class Shelf:
             try:
                 return self._advance(shown)
             except Exception as error:  # the thread would end, and the page stay stale without a word
-                shown.again_at = now + AGAIN_S  # guard: index-thread-lives
+                wait_s = TOO_LARGE_AGAIN_S if isinstance(error, Overreach) else AGAIN_S
+                shown.again_at = now + wait_s  # guard: index-thread-lives
                 is_known = isinstance(error, ShoalError)
                 log.warning(
                     "a run cannot be indexed, trying again later run=%s cause=%s", shown.where, error,
