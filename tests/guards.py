@@ -1983,6 +1983,7 @@ GUARDS = [
          "test_others_than_the_host_learn_of_an_alarm_no_node_and_no_figures"),
     ),
     *_needed_by("tests/watch/test_shelf.py",
+        ("index-made-anew", OFF, "test_a_damaged_index_is_made_anew_for_all_runs_and_all_viewers"),
         ("index-thread-lives", "raise", "test_a_fault_of_ours_is_logged_and_does_not_end_the_thread"),
         ("full-disk-is-told", "raise", "test_a_full_disk_is_told_and_indexing_goes_on_when_there_is_room"),
     ),

@@ -6,8 +6,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from shoal.alarms import Alarm, AlarmsLog
+from shoal.errors import Overreach
 from shoal.watch.page import Shelf, page_app
-from shoal.watch.page.shelf import AGAIN_S
+from shoal.watch.page.shelf import AGAIN_S, TOO_LARGE_AGAIN_S
 
 
 @pytest.fixture
@@ -69,6 +70,39 @@ def test_alarms_of_a_strangers_folder_stop_nothing(shelf, copied, now):
     assert indexed(shelf, now)["condition"]["phase"] == "ended" and shelf.trouble(1) == ""
     assert [row["words"] for row in shelf.look().alarms(1)] == ["It is full. Delete."]
     assert TestClient(page_app(shelf, "")).get("/1/alarms").status_code == 200
+
+
+def test_a_damaged_index_is_made_anew_for_all_runs_and_all_viewers(town, copied, tmp_path, now):
+    path, places = tmp_path / "index.sqlite", [str(town.folder.root), str(copied)]
+    with contextlib.closing(Shelf(path, places, clock=lambda: now[0])) as shelf:
+        indexed(shelf, now)
+        shelf.runs[0].builder._db.execute("UPDATE runs SET name = 'old'")
+        assert {row["name"] for row in shelf.look().runs()} == {"old"}
+        shelf._let_go(shelf.runs[0])
+        (tmp_path / "damaged").write_bytes(b"not a database" * 100)
+        (tmp_path / "damaged").replace(path)
+        for part in ("-wal", "-shm"):
+            path.with_name(path.name + part).unlink()
+        indexed(shelf, now)
+        rows = shelf.look().runs()
+        assert len(rows) == 2 and {row["name"] for row in rows} == {shelf.runs[0].reading.state.name}
+        assert {row["seq"] for row in rows} == {shelf.runs[0].reading.state.seq}
+        assert [shelf.look().overview(row["run"])["facts"]["phase"] for row in rows] == ["ended", "ended"]
+
+
+def test_a_run_that_is_too_large_is_not_read_again_at_once(shelf, now, monkeypatch):
+    def broken():
+        raise Overreach("the log does not fit into memory")
+
+    indexed(shelf, now)
+    monkeypatch.setattr(shelf.runs[0].builder, "advance", broken)
+    shelf.step()
+    for _ in range(20):
+        indexed(shelf, now)
+    assert shelf.runs[0].reading is None and "does not fit" in shelf.trouble(1)
+    now[0] += TOO_LARGE_AGAIN_S
+    indexed(shelf, now)
+    assert shelf.runs[0].reading is not None and shelf.trouble(1) == ""
 
 
 def test_each_change_of_a_condition_is_news_but_the_time_that_it_lasts(shelf, now):

@@ -53,6 +53,8 @@ class Shown:
     where: str
     number: int = -1
     """In the index."""
+    generation: int = 0
+    """Of the index's file, to which its builder writes."""
     reading: Reading | None = None
     builder: Builder | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -85,6 +87,8 @@ class Shelf:
         self._is_news, self._changed_at = False, -math.inf
         self._rescoring = Rescoring()
         self._local = threading.local()
+        self._file, self._generation = -1, 0
+        """The index's file, and how often there was a new one: who has an older one open reads what nobody writes to."""
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self.runs = [Shown(place) for place in places]
@@ -107,7 +111,11 @@ class Shelf:
     def look(self) -> Look:
         """The index, for the thread that asks."""
         found: Look | None = getattr(self._local, "look", None)
+        if found is not None and self._local.generation != self._generation:  # guard: index-made-anew
+            found.close()
+            found = self._local.look = None
         if found is None:
+            self._local.generation = self._generation
             found = self._local.look = Look(self._path)
         return found
 
@@ -222,7 +230,7 @@ class Shelf:
 
     def _advance(self, shown: Shown) -> bool:
         """Index a page of a run, and now and then how it does. Raises anything."""
-        if shown.builder is None:
+        if shown.builder is None or shown.generation != self._generation:
             self._open(shown)
         assert shown.builder is not None
         busy, trouble = False, ""
@@ -248,6 +256,9 @@ class Shelf:
             raise ConfigError(f"there is no folder {shown.where}: give a run's folder or its URL")
         shown.reading = self._open_one(shown.where, private=shown.is_own)
         shown.builder = Builder(self._path, shown.reading)
+        if (file := self._path.stat().st_ino) != self._file:
+            self._file, self._generation = file, self._generation + 1
+        shown.generation = self._generation
         shown.number, shown.address = shown.builder.number, address_for_others(shown.where)
 
     def _let_go(self, shown: Shown) -> None:
