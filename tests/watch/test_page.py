@@ -19,6 +19,8 @@ from starlette.datastructures import QueryParams
 from starlette.testclient import TestClient
 
 from shoal.errors import ConfigError, NothingYet, StateError
+from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.log.verify import verify
 from shoal.metrics import METRICS
 from shoal.proofs.checks import sampling
 from shoal.watch.page import Shelf, downloads, page_app
@@ -33,6 +35,7 @@ from shoal.watch.page.shown import number, percent
 from shoal.watch.reading import Place
 from shoal.watch.scored import rebuilt, scored
 from tests.watch.hostile import hostile_addresses
+from tests.watch.test_reading import grown
 
 TOKEN = "t" * 43
 
@@ -654,6 +657,21 @@ def test_what_is_of_a_family_has_its_unit_and_meaning_and_an_environment_may_be_
         drawn = client.get("/1/chart.json?name=reward_mean").json()["lines"]
         assert [(line["label"], line["values"]) for line in drawn] == [("all", [0.5]), ("all", [0.25])]
         assert client.get("/1/chart.json?name=reward_part").json()["unit"] == "reward"
+
+
+def test_before_the_first_version_the_version_is_none_and_not_minus_one(town, tmp_path):
+    first = verify(Store(sqlite_url(town.folder.log), read_only=True).read()).entries[0]
+    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(grown(tmp_path, [first]))])) as shelf:
+        while shelf.step():
+            pass
+        client = TestClient(page_app(shelf, ""))
+        assert [view for view in ("/1/", "/compare") if "-1" in "".join(Tags(client.get(view).text).words)] == []
+
+
+def test_the_form_of_a_figure_asks_for_the_same_metric(hostile):
+    name = "env_metric/\u202etxt.exe"
+    page = Tags(TestClient(page_app(hostile, "")).get("/1/figure", params={"name": name}).text)
+    assert [a["value"] for tag, a in page.found if tag == "input" and a.get("type") == "hidden"] == [name]
 
 
 def test_several_runs_are_compared(town, copied, tmp_path):
