@@ -548,9 +548,9 @@ def test_each_figure_of_cards_and_tiles_leads_to_what_says_it(host, shelf):
     bare = [figure for figure in found if re.search(r"\d", figure[2]) and not figure[3] and figure[1] not in of_here]
     assert bare == []
     links = {name: links for view, name, _, links in found if view == ""}
-    assert links["Reward"][0] == links["Learned from"][0] == "/1/steps/1" and links["Held-out"] == [
-        "/1/figure?name=heldout#v0"
-    ]
+    assert links["Reward"][0] == links["Learned from"][0] == "/1/steps/1" and links["Held-out"] == ["/1/heldout"]
+    evaluations = host.get("/1/heldout").text
+    assert 'href="/1/figure?name=heldout"' in evaluations and 'href="/1/heldout" aria-current="page"' in evaluations
     assert 'id="v0"' in host.get("/1/figure?name=heldout").text
 
 

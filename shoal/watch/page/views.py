@@ -94,7 +94,7 @@ def _by_version(asked: Asked, name: str) -> Mapping[str, Any]:
     rows, newest = list[dict[str, Any]](), -1
     for row in reversed(found):
         rows.append({"at": row["version"], "values": [row[column] for column in columns]})
-        if not row.get("env") and row["version"] != newest:  # what the overview shows leads here
+        if not row.get("env") and row["version"] != newest:  # an address that ends in #v12 leads here
             newest = rows[-1]["id"] = row["version"]
     return {
         "told": told,
