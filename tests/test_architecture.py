@@ -46,7 +46,6 @@ BROAD_EXCEPTS = {
     "envs/conversation.py": "the same, and the rollout ends by `error`",
     "envs/replay.py": "the same, when an environment compares the rollouts of a group",
     "envs/second_opinion.py": "the same, when a held-out judge scores an evaluation",
-    "watch/reading/replayed.py": "the same, when it solves a task for the host's page",
     "envs/own.py": "the same, and its author, who trains in this process, gets one line",
     "envs/source.py": "the same, when a user's file is executed",
     "envs/contained/inside.py": "the same, inside the sandbox: what a package raises is told to the other end",

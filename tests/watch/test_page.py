@@ -300,42 +300,6 @@ def test_a_long_table_comes_whole_page_by_page(anyone, monkeypatch):
 
 
 def test_every_table_comes_as_csv_with_a_line_for_each_row(anyone, shelf):
-def test_a_metrics_name_begins_no_row_of_a_csv(town, tmp_path):
-    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(town.folder.root)])) as shelf:
-        while shelf.step():
-            pass
-        line = json.dumps({"step": 1, "a\n=HYPERLINK(1)": 0.5, "b": 0.5})
-        db = shelf.runs[0].builder._db
-        db.execute("UPDATE metrics SET line = ? WHERE step = 1", (line,))
-        db.execute("INSERT INTO series VALUES (1, ?, 1, 0.5)", ("a\n=HYPERLINK(1)",))
-        told = TestClient(page_app(shelf, "")).get("/1/csv/metrics.csv").text
-    rows = list(csv.reader(io.StringIO(told, newline="")))
-    assert "a\n=HYPERLINK(1)" in rows[0] and len(rows) == 3
-    assert not [row for row in rows if row[0].startswith("=")]
-
-
-def test_a_download_keeps_no_old_state_for_others_and_no_journal(town, tmp_path):
-    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(town.folder.root)])) as shelf:
-        while shelf.step():
-            pass
-        db, look = shelf.runs[0].builder._db, shelf.look()
-        asked = Asked(shelf, look, 1, {}, QueryParams(), False, 0.0)
-        begun = [(lines := lines_of_csv(asked, table), next(lines, "")) for table in DOWNLOADS]
-        db.execute("UPDATE runs SET name = 'new'")
-        assert look.runs()[0]["name"] == "new"
-        assert db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0, "nobody reads an old state"
-        for lines, _ in begun:
-            lines.close()
-
-
-def test_a_long_table_comes_whole_page_by_page(anyone, monkeypatch):
-    tables = ("metrics", "rollouts", "events", "spread", "verdicts")
-    whole = [anyone.get(f"/1/csv/{table}.csv").text for table in tables]
-    monkeypatch.setattr(downloads, "TEXTS", 3)
-    monkeypatch.setattr(downloads._in_order, "__defaults__", (2,))
-    assert [anyone.get(f"/1/csv/{table}.csv").text for table in tables] == whole
-
-
     for table in DOWNLOADS:
         answer = anyone.get(f"/1/csv/{table}.csv")
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/csv")
@@ -680,29 +644,6 @@ def test_several_runs_are_compared(town, copied, tmp_path):
         pass
     client = TestClient(page_app(shelf, ""))
     answer = client.get("/")
-def test_what_is_of_a_family_has_its_unit_and_meaning_and_an_environment_may_be_called_all(tmp_path):
-    (root := tmp_path / "run").mkdir()
-    (root / "run.json").write_text("{}")
-    line = {"step": 0, "reward_mean": 0.5, "reward_mean/all": 0.25, "reward_part/format": 0.5, "draw_weight/a": 1.0}
-    (root / "metrics.jsonl").write_text(json.dumps({**line, "staleness_rollouts": {"3": 8}}) + "\n")
-    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(root)])) as shelf:
-        while shelf.step():
-            pass
-        client = TestClient(page_app(shelf, ""))
-        told = {row["name"]: (row["unit"], row["meaning"]) for row in table_of(client, "step.csv?step=0")}
-        for name, declared in (
-            ("reward_part/format", "reward_part/NAME"),
-            ("draw_weight/a", "draw_weight/LABEL"),
-            ("staleness_rollouts/3", "staleness_rollouts"),
-        ):
-            assert told[name] == METRICS[declared]
-        assert METRICS["reward_part/NAME"].sentence in html.unescape(client.get("/1/steps/0").text)
-        assert shelf.look().metric_names(1, "named part") == ["reward_part/format"]
-        drawn = client.get("/1/chart.json?name=reward_mean").json()["lines"]
-        assert [(line["label"], line["values"]) for line in drawn] == [("all", [0.5]), ("all", [0.25])]
-        assert client.get("/1/chart.json?name=reward_part").json()["unit"] == "reward"
-
-
     assert str(answer.url).endswith("/compare") and answer.text.count('<th scope="row">') == 2
     assert len(client.get("/1/chart.json?name=reward_mean&of=all").json()["lines"]) == 2
     shelf.close()
