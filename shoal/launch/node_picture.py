@@ -21,9 +21,7 @@ from shoal.ledger.law import LAW, LAWS
 from shoal.protocol import types as t
 from shoal.roles.doing import Judged
 from shoal.terminal import brief
-
-TREND_STEPS = 20
-"""The reward's trend compares the newest of so many steps with those before."""
+from shoal.watch.trend import trend_of
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,10 @@ class NodeNow:
 def picture(now: NodeNow, width: int, height: int, log: Sequence[str] = ()) -> RenderableType:
     """The whole picture, in `height` lines."""
     inside = max(8, width - 4)
-    state = Text(f"● {brief(now.words, 200)}", style=_style(now), no_wrap=True, overflow="ellipsis")
-    state.append(f"  {duration(now.words_s)}", style="dim")
+    since = f"  {duration(now.words_s)}"
+    words = brief(now.words.removeprefix("waiting: "), max(8, inside - 2 - len(since)))  # how long is never cut off
+    state = Text(f"● {words}", style=_style(now), no_wrap=True, overflow="ellipsis")
+    state.append(since, style="dim")
     own = validator_lines(now) if now.role == "validator" else worker_lines(now)
     parts: list[RenderableType] = [state, Text(helps(now), style="bold", no_wrap=True, overflow="ellipsis")]
     room = height - 2 - 2
@@ -66,9 +66,8 @@ def picture(now: NodeNow, width: int, height: int, log: Sequence[str] = ()) -> R
         figures = panels.figures_in_a_row(now.snapshot, inside, 2 if room > 12 else 1)
         parts += [panels.progress(now.snapshot, inside), figures]
         room -= figures.plain.count("\n") + 2
-    texts = [
-        Text(line, no_wrap=True, overflow="ellipsis") for line in [trend(now.snapshot), *own, machine(now)] if line
-    ]
+    said = trend_of(now.snapshot.series("reward_all_mean"))
+    texts = [Text(line, no_wrap=True, overflow="ellipsis") for line in [said, *own, machine(now)] if line]
     parts += texts[: max(1, room)]
     room -= len(texts)
     if seen and room > 0:
@@ -81,6 +80,8 @@ def picture(now: NodeNow, width: int, height: int, log: Sequence[str] = ()) -> R
         parts += [Text(), *(Text(row, style="dim", no_wrap=True, overflow="ellipsis") for row in rows[-(room - 1) :])]
     title = Text.assemble(("shoal", "bold"), f" · {'judging for' if now.role == 'validator' else 'working for'} ")
     title.append(brief(now.snapshot.name or "a run", 40))
+    if now.key:  # by which its user finds it on the page; in the log it scrolls away
+        title.append(f" · {brief(now.name, 20)} {now.key[:12]}", style="dim")
     return Panel(Group(*parts), title=title, subtitle=Text(hint(now), style="dim"), box=box.ROUNDED, height=height)
 
 
@@ -105,18 +106,6 @@ def helps(now: NodeNow) -> str:
     kind = getattr(type(info.rules.algorithm), "__struct_config__", None)
     named = f" by {kind.tag}" if kind is not None and kind.tag else ""
     return f"trains a policy on {envs}{named}, {info.rules.steps:,} steps · {brief(now.snapshot.url, 60)}"
-
-
-def trend(snapshot: Snapshot) -> str:
-    """How the reward has changed."""
-    rewards = snapshot.series("reward_all_mean")
-    if len(rewards) < 4:
-        return ""
-    size = min(TREND_STEPS, len(rewards) // 2)
-    newest, before = (sum(part) / len(part) for part in (rewards[-size:], rewards[-2 * size : -size]))
-    change = round(newest, 3) - round(before, 3)  # as they are shown
-    word = "up" if change > 0 else "down" if change < 0 else "level"
-    return f"reward {word}: {before:.3f} to {newest:.3f}, means of {size} steps each"
 
 
 def worker_lines(now: NodeNow) -> list[str]:

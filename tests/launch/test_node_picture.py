@@ -15,7 +15,7 @@ from rich.console import Console
 
 from shoal.alarms import Alarm
 from shoal.launch.agreement import Agreement
-from shoal.launch.node_picture import NodeNow, next_vesting, picture, plain, trend
+from shoal.launch.node_picture import NodeNow, next_vesting, picture, plain
 from shoal.launch.node_view import NodeView, _draw, _on_screen, limits_of, shown
 from shoal.launch.remote import RemoteRun
 from shoal.launch.snapshot import Snapshot
@@ -106,14 +106,6 @@ def test_time_to_the_first_vesting_follows_the_pace_of_this_session(worker: Node
     assert "in about" not in next_vesting(replace(fast, accepted_before=young.accepted))
     assert next_vesting(worker).startswith("each further accepted group")
     assert next_vesting(replace(worker, node=msgspec.structs.replace(worker.node, vested=81234))) == ""
-
-
-def test_the_trend_compares_equal_numbers_of_steps(snapshot: Snapshot) -> None:
-    lines = tuple({"step": i, "reward_all_mean": reward} for i, reward in enumerate((9.0, 1.0, 1.0, 0.5, 0.25)))
-    assert trend(replace(snapshot, metrics=lines)) == "reward down: 1.000 to 0.375, means of 2 steps each"
-    assert trend(replace(snapshot, metrics=lines[:3])) == ""
-    close = tuple({"step": i, "reward_all_mean": 0.0041 + i * 1e-5} for i in range(4))
-    assert trend(replace(snapshot, metrics=close)) == "reward level: 0.004 to 0.004, means of 2 steps each"
 
 
 # --- validators ---

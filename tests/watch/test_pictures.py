@@ -38,8 +38,8 @@ def test_runs_that_differ_in_their_seed_alone_are_one_line_with_a_band():
     picture = picture_of(runs, ["reward_mean"])
     assert [(curve.label, curve.seeds) for curve in picture.panels[0].curves] == [("a", 2), ("a (other)", 1)]
     assert points(picture) == [(0.0, 0.5, 0.0, 1.0), (1.0, 1.0, 1.0, 1.0)]
-    assert "least to the most" in " ".join(picture.notes)
-    assert b"a: mean of 2 seeds, band least to most" in draw(picture, "svg")
+    assert "lowest and highest" in " ".join(picture.notes)
+    assert b"a: mean of 2 seeds, band from lowest to highest" in draw(picture, "svg")
     assert draw(picture, "png").startswith(b"\x89PNG")
 
 

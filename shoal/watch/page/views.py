@@ -5,7 +5,8 @@ number of its event; what the trainer says has its step.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from shoal.metrics import mean_of_counts, meaning_of
@@ -24,6 +25,8 @@ from shoal.watch.page.charts import (
     rewards_of,
 )
 from shoal.watch.page.shown import query
+from shoal.watch.rows import Row
+from shoal.watch.trend import TREND_STEPS, trend_of
 
 View = Callable[[Asked], tuple[str, Mapping[str, Any]]]
 
@@ -43,7 +46,8 @@ def overview(asked: Asked) -> tuple[str, Mapping[str, Any]]:
         "refused": look.refusal_counts(run, 5), "ages": look.ages(run, 5),
         "top": look.nodes(run, "worker", limit=5)["rows"], "title": "Overview",
         "disk": asked.shelf.free_bytes(run) if asked.is_host else None,
-        "staleness": mean_of_counts(found["metrics"].get("staleness_rollouts")), "first_reward": _first_reward(asked),
+        "staleness": mean_of_counts(found["metrics"].get("staleness_rollouts")), "reward": _newest(found["metrics"], REWARDS),
+        "first_reward": _first_reward(asked), "trend": _trend(asked), "last_verdict": _last_verdict(asked),
         "per_env": {name.partition("/")[2]: value for name, value in sorted(_numbers(found["metrics"]).items())
                     if name.startswith("reward_mean/")},
     }  # fmt: skip
@@ -118,9 +122,11 @@ def step(asked: Asked) -> tuple[str, Mapping[str, Any]]:
 
 
 def nodes(asked: Asked) -> tuple[str, Mapping[str, Any]]:
-    """Nodes in order of a ranking. A volunteer finds its own by the start of its key."""
+    """Nodes in order of a ranking. A volunteer finds its own by the start of its key: the page of the only one found."""
     role, by, search = asked_nodes(asked)
     page = asked.look.nodes(asked.run, role, by, search, asked.whole("after", 0) or 0)
+    if asked.word("find") and page["total"] == 1:
+        return node(replace(asked, path={"key": page["rows"][0]["key"]}))
     return "nodes.html", {
         "title": "Nodes", **page, "role": role, "by": by, "search": search, "rankings": RANKINGS,
     }  # fmt: skip
@@ -259,9 +265,37 @@ def _spreads(asked: Asked, step: int | None) -> tuple[int, dict[str, float]]:
     return version, {"": look.rows(mean, run, version)[0]["spread"], **{row["env"]: row["spread"] for row in rows}}
 
 
+REWARDS = ("reward_all_mean", "reward_mean")
+"""Of all rollouts, as the terminal shows it; of the batch alone, in runs of before there was the other."""
+
+
+def _newest(line: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """The first of some metrics that a step has."""
+    return next((line[name] for name in names if line.get(name) is not None), None)
+
+
 def _first_reward(asked: Asked) -> float | None:
-    found = asked.look.rows("SELECT value FROM series WHERE run = ? AND name = 'reward_mean' AND step = 0", asked.run)
-    return found[0]["value"] if found else None
+    line = {
+        row["name"]: row["value"]
+        for row in asked.look.rows("SELECT name, value FROM series WHERE run = ? AND step = 0", asked.run)
+    }
+    first: float | None = _newest(line, REWARDS)
+    return first
+
+
+def _trend(asked: Asked) -> str:
+    """The same sentence as in the terminal of `shoal join`."""
+    newest = asked.look.rows(
+        "SELECT value FROM series WHERE run = ? AND name = ? ORDER BY step DESC LIMIT ?", asked.run, REWARDS[0],
+        2 * TREND_STEPS,
+    )  # fmt: skip
+    return trend_of([row["value"] for row in newest[::-1] if row["value"] is not None])
+
+
+def _last_verdict(asked: Asked) -> Row | None:
+    """The newest of all validators: whether they are alive."""
+    found = asked.look.rows("SELECT seq, time_s FROM verdicts WHERE run = ? ORDER BY seq DESC LIMIT 1", asked.run)
+    return found[0] if found else None
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:

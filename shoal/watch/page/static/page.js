@@ -4,7 +4,7 @@
   const EVERY_MS = 5000, HIDDEN_MS = 60000, MOST_MS = 60000, CHARTS_MS = 60000;
   const main = document.getElementById("main"), polled = document.getElementById("polled");
   const live = document.querySelector("main [data-swap]") !== null && document.body.hasAttribute("data-live");
-  let etag = null, waiting = 0, failures = 0, paused = false, current = -1, charted = Date.now();
+  let etag = null, waiting = 0, failures = 0, paused = false, current = -1, charted = Date.now(), heard = Date.now();
 
   // --- charts ---
 
@@ -157,11 +157,13 @@
         if (!answer.ok && answer.status !== 304) throw new Error(String(answer.status));
         if (answer.status === 200 && !isBusy() && (await renew(await answer.text()))) etag = answer.headers.get("etag");
         failures = 0;
+        heard = Date.now();
       } catch {
         failures++;
-        word = "No answer, trying again";
+        word = failures < 3 ? "No answer, trying again" : "No answer for " + length((Date.now() - heard) / 1000) + ": has the run ended?";
       }
       if (!paused) polled.textContent = word;
+      polled.classList.toggle("bad", failures >= 3);
     }
     const every = document.hidden ? HIDDEN_MS : Math.min(MOST_MS, EVERY_MS * 2 ** failures);
     clearTimeout(waiting);
@@ -171,10 +173,12 @@
   const UNITS = [[1, 60, "s"], [60, 7200, "min"], [3600, 259200, "h"], [86400, Infinity, "days"]];
   function tick() {
     for (const one of document.querySelectorAll("time[data-since]")) {
-      const seconds = Math.max(0, (Date.now() - Date.parse(one.dateTime)) / 1000);
-      const [size, , word] = UNITS.find((unit) => seconds < unit[1]);
-      one.textContent = Math.round(seconds / size) + " " + word;
+      one.textContent = length(Math.max(0, (Date.now() - Date.parse(one.dateTime)) / 1000));
     }
+  }
+  function length(seconds) {
+    const [size, , word] = UNITS.find((unit) => seconds < unit[1]);
+    return Math.round(seconds / size) + " " + word;
   }
 
   // --- keys ---
