@@ -24,6 +24,8 @@ from shoal.net.client import Client, PeerRefused
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_NODES
 from shoal.protocol.types import NodeState, Status
 
+ENDED = "the run has ended, and its host no longer answers"
+
 ANSWER_S = 5.0
 """How long to wait for one answer."""
 
@@ -80,7 +82,8 @@ class RemoteRun:
         except PeerError as error:
             if self._status is NO_STATUS:
                 raise
-            self.trouble = str(error)
+            ended = self._status.phase == "ended"
+            self.trouble = ENDED if ended else str(error)
         status = self._status
         return Snapshot(
             name=status.name, out=self._client.base_url, steps=status.steps, status=status, url=self._client.base_url,

@@ -108,6 +108,13 @@ def test_time_to_the_first_vesting_follows_the_pace_of_this_session(worker: Node
     assert next_vesting(replace(worker, node=msgspec.structs.replace(worker.node, vested=81234))) == ""
 
 
+def test_the_key_stays_in_sight_and_a_long_state_keeps_for_how_long_it_has_been_so(worker: NodeNow) -> None:
+    resting = "waiting: outside --hours 2-3: leases are taken again at 02:00 tomorrow, and until then it asks for none"
+    lines = lines_of(replace(worker, words=resting, words_s=65.0), 80, 24)
+    assert "worker-0 bbbbbbbbbbbb" in lines[0] and all(cell_len(line) == 80 for line in lines)
+    assert "● outside --hours 2-3" in lines[1] and "1m05s" in lines[1]
+
+
 # --- validators ---
 
 

@@ -150,6 +150,19 @@ def test_figures_of_a_host_fill_no_memory(snapshot: Snapshot, monkeypatch: pytes
     assert 10 < len(names) < 30 and not any(name.startswith("env_metric") for name in names)
 
 
+def test_a_host_that_goes_away_after_the_end_is_no_trouble(snapshot: Snapshot) -> None:
+    status = msgspec.structs.replace(snapshot.status, phase="ended")
+    ended, away = replace(snapshot, status=status), [False]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return told(b"{") if away[0] else host_of(ended, None)(request)
+
+    run = remote(answer)
+    looked(run)
+    away[0] = True
+    assert looked(run).notice == "the run has ended, and its host no longer answers"
+
+
 EVIL_LINES = [
     b"", b"[]", b"{}", b'{"step": true}', b'{"step": -1}', b'{"step": "1"}', b'{"step": 1.5}', b"\xff\xfe", b"{" * 9999,
     b'{"step": 1' + b"0" * 4000 + b"}", b'{"step": 1, "loss": ' + b"[" * 9999 + b"]" * 9999 + b"}",
