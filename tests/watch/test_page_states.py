@@ -9,6 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from shoal.watch.page import Shelf, page_app
+from shoal.watch.page.charts import Chart, Line, picture_of
 
 TOKEN = "t" * 43
 
@@ -73,3 +74,10 @@ def test_a_volunteer_finds_its_own_page_in_one_step_and_a_list_where_several_mat
         assert "What it helped with" in found and "Share of credits" in found and key in found
     assert "No node matches" in words_of(shelf, "/1/nodes?q=nobody&find=1")
     assert "Rank is the place" in words_of(shelf, "/1/nodes?q=&find=1")
+
+
+def test_a_chart_of_one_point_is_a_dot_before_a_script_draws_it():
+    drawn = picture_of(Chart("heldout", "Held-out results", "success", "", "version", [0], [Line("mean", [0.5])], ""))
+    assert drawn is not None
+    first, last = drawn.lines[0][1].split(" ")
+    assert first == last

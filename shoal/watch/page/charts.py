@@ -205,7 +205,7 @@ def picture_of(chart: Chart) -> Picture | None:
 
     edges = [points(line.values) for line in chart.lines if line.is_edge]
     band = " ".join(edges[0] + edges[1][::-1]) if len(edges) == 2 else ""
-    lines = [(line.label, " ".join(points(line.values))) for line in chart.lines if not line.is_edge]
+    lines = [(line.label, _drawable(points(line.values))) for line in chart.lines if not line.is_edge]
     first = [value for value in chart.lines[0].values if value is not None]
     summary = (
         f"{len(first)} points from {chart.x_label} {left} to {right}: first {first[0]:.4g}, last {first[-1]:.4g}, "
@@ -214,3 +214,8 @@ def picture_of(chart: Chart) -> Picture | None:
         else "no values"
     )
     return Picture(low, high, lines, band, summary)
+
+
+def _drawable(points: list[str]) -> str:
+    """A line through them: of a single point one of no length, whose round ends are a dot."""
+    return " ".join(points * 2 if len(points) == 1 else points)
