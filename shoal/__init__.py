@@ -67,16 +67,17 @@ def audit(
     return api.audit(run, sample, rollout, seed, threads, own_files, evidence)
 
 
-def open(where: str | PathLike[str], /, *, private: bool = False) -> "Opened":
+def open(where: str | PathLike[str], /, *, private: bool = False, own_files: bool = False) -> "Opened":
     """Read the run in a folder or at a URL, while it runs or later: `shoal.open("runs/wordle").metrics.polars()`.
 
     It has the tables `log`, `metrics`, `nodes`, `versions`, `groups`, `rollouts`, `evaluations`, `verdicts` and `refusals`,
     and `rollout("3/17/0")`. Hashes and signatures are verified; metrics and evaluations are the host's word. `private` also
-    shows what is not public yet, which takes the host's folder with its run key. Nothing is written. Raises `ShoalError`.
+    shows what is not public yet, which takes the host's folder with its run key. `own_files` lets rollouts be played again
+    by environment files that the run names: its host's code, so read it first. Nothing is written. Raises `ShoalError`.
     """
     from shoal import api
 
-    return api.open_reading(where, private)
+    return api.open_reading(where, private, own_files)
 
 
 def live(steps: "Iterable[S]", /, names: Sequence[str] = ("reward_all_mean", "entropy_nats")) -> "Iterator[S]":

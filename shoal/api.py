@@ -204,9 +204,9 @@ def open_policy(checkpoint: str | PathLike[str]) -> Policy:
     return Policy(path, spec_of(path).max_positions)
 
 
-def open_reading(where: str | PathLike[str], private: bool) -> Opened:
+def open_reading(where: str | PathLike[str], private: bool, own_files: bool) -> Opened:
     """`shoal.open`."""
-    return Opened(where, private)
+    return Opened(where, private, own_files)
 
 
 def audit(

@@ -22,6 +22,7 @@ def add_commands(commands: Any) -> None:
         ("shoal dashboard runs/wordle", "a run of this machine, hosted or ended"),
         ("shoal dashboard https://shoal.example.org", "somebody else's run, as anyone may see it"),
         ("shoal dashboard runs/one runs/two", "several runs, compared"),
+        ("shoal dashboard runs/guess-number --own-files", "your own environment: the page can name the parts of rewards"),
         ("shoal dashboard runs/wordle --bind 0.0.0.0 --index wordle.index", "for your network; keeps its index"),
     )  # fmt: skip
     p.add_argument("sources", metavar="RUN_DIR_OR_URL", nargs="+", help="a run's folder, or its URL")
@@ -30,9 +31,14 @@ def add_commands(commands: Any) -> None:
     p.add_argument(
         "--index", type=Path, metavar="FILE", help="keep the page's index here (default: made anew each time)"
     )
+    p.add_argument(
+        "--own-files", action="store_true",
+        help="when you ask for the parts of rewards or for an answer, run environment files that the runs name: their "
+        "hosts' code, so read it first",
+    )  # fmt: skip
 
 
 def dashboard(args: argparse.Namespace) -> None:
     from shoal.watch.page import serve
 
-    serve(args.sources, args.bind, args.port, args.index, say)
+    serve(args.sources, args.bind, args.port, args.index, say, args.own_files)

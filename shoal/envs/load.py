@@ -29,6 +29,8 @@ from shoal.hub.names import is_name, names_one_package, read_reference
 from shoal.hub.store import Installed, PackageStore
 from shoal.net.keys import load_key
 from shoal.protocol.audits import MAX_REWARD
+from shoal.protocol.constants import COMPLETIONS
+from shoal.protocol.needs import kind_of
 from shoal.protocol.types import EnvSpec
 from shoal.protocol.wire import domain_hash
 
@@ -81,6 +83,11 @@ def load_built_in(name: str, args: Mapping[str, Any]) -> Env:
     if is_file(name) or is_package(name):
         raise _no_file(name)
     return _built_in(name).make(**args)
+
+
+def files_needed(specs: Sequence[EnvSpec]) -> list[str]:
+    """The environment files that are executed where a run's rollouts are played again: none if its host plays."""
+    return [] if kind_of(specs) == COMPLETIONS else [spec.name for spec in specs if is_file(spec.name)]
 
 
 def load_run_envs(specs: Sequence[EnvSpec], own_files: bool, opener: Opener = in_sandbox) -> dict[str, Env]:

@@ -21,11 +21,11 @@ class Opened:
     Close it, or use it in a `with` statement, to end its connections. Properties raise `ShoalError`.
     """
 
-    def __init__(self, where: str | os.PathLike[str], private: bool = False) -> None:
+    def __init__(self, where: str | os.PathLike[str], private: bool = False, own_files: bool = False) -> None:
         """As `shoal.open`."""
         place = os.fspath(where)
         is_url = place.startswith(("http:", "https:"))
-        self._reading = open_run(place if is_url else Path(place), private=private)
+        self._reading = open_run(place if is_url else Path(place), private=private, own_files=own_files)
 
     @property
     def reading(self) -> Reading:

@@ -146,9 +146,10 @@ class Rollout:
         """What each check of the validators says about the group, if `claim` had been sent for this rollout; without it,
         about what was sent.
 
-        `own_files` runs environment files of the run, its host's code. Raises as `replay`.
+        `own_files` runs environment files of the run, its host's code, as `shoal.open(..., own_files=True)` does. Raises as
+        `replay`.
         """
-        rows = judge(self.reading, self.place, self.index, claim, own_files)
+        rows = judge(self.reading, self.place, self.index, claim, own_files or self.reading.runs_files)
         what = "as it was sent" if claim is None else f"with another claim for rollout {self.name}"
         return Frame("checks", f"What the checks say about the group, {what}.", CHECK_COLUMNS, rows)
 

@@ -2,10 +2,13 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
+from msgspec.structs import replace
 from starlette.testclient import TestClient
 
+from shoal.envs.load import env_digest
 from shoal.errors import NothingYet
 from shoal.folder import RunFolder
 from shoal.watch.page import Shelf, page_app
@@ -102,5 +105,40 @@ def test_a_reader_without_the_run_key_gets_no_answer(shelf, copied):
 def test_the_group_view_says_why_a_reward_is_one_number_and_how_to_get_its_parts(anyone, host, shelf):
     number = place_of(shelf)[0]
     assert "for its host alone" in anyone.get(f"/1/groups/{number}").text
-    assert "tick “name the parts" in host.get(f"/1/groups/{number}").text
+    assert "tick “show the parts" in host.get(f"/1/groups/{number}").text
     assert "A reward is one number here" not in host.get(f"/1/groups/{number}?parts=1").text
+
+
+IN_PARTS = """from shoal.envs.arithmetic import Arithmetic, ArithmeticArgs
+from shoal.envs.score import Score
+
+
+class InParts(Arithmetic):
+    def score(self, state):
+        return Score({"all of it": super().score(state)})
+
+
+def environment(**args):
+    return InParts(ArithmeticArgs(**args))
+"""
+
+
+@pytest.mark.parametrize("own_files", [False, True])
+def test_parts_by_the_hosts_own_file_come_when_the_page_may_run_it(copied, tmp_path, own_files):
+    (file := tmp_path / "in_parts.py").write_text(IN_PARTS)
+    shelf = Shelf(tmp_path / "index.sqlite", [str(copied)], open_one=partial(open_run, own_files=own_files))
+    while shelf.step():
+        pass
+    state = shelf.runs[0].reading.state
+    number = place_of(shelf)[0]
+    host = TestClient(page_app(shelf, TOKEN))
+    host.get(f"/?token={TOKEN}")
+    assert "--own-files" not in host.get(f"/1/groups/{number}").text  # a built-in environment needs no leave
+    spec = state.envs[0]
+    state.envs = (replace(spec, own_label=spec.label, name=str(file), digest=env_digest(str(file))),)
+    shelf.change += 1
+    page = host.get(f"/1/groups/{number}?parts=1").text
+    assert ("all of it" in page) == own_files
+    assert ("read it, then allow this machine to run it, with shoal dashboard --own-files" in page) != own_files
+    assert f"shoal audit {copied} --rollout 0/" in page and " --own-files</pre>" in page  # the command works as shown
+    shelf.close()

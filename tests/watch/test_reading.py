@@ -264,7 +264,7 @@ def test_a_reader_executes_no_file_that_a_folder_names(copied, tmp_path):
         with open_run(copied, own_files=own_files) as run:
             run.catch_up()
             run.state.envs = (replace(run.state.envs[0], name=str(hostile), digest=env_digest(str(hostile))),)
-            with pytest.raises(ShoalError, match="a file on the host" if not own_files else "environment"):
+            with pytest.raises(ShoalError, match="--own-files" if not own_files else "environment"):
                 run.replayed(next(run.places()))
         assert ran.exists() == own_files
 

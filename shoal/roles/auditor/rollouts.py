@@ -23,7 +23,7 @@ from shoal.engine.open import EngineSpec
 from shoal.envs.base import Env
 from shoal.envs.contained.client import Doubt
 from shoal.envs.contained.open import in_sandbox
-from shoal.envs.load import is_file, load_run_envs
+from shoal.envs.load import files_needed, load_run_envs
 from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, StateError
 from shoal.ledger.log.book import replay
 from shoal.ledger.log.verify import Audit
@@ -237,11 +237,11 @@ def load_envs(specs: Sequence[t.EnvSpec], own_files: bool) -> dict[str, Env]:
     """The environments that an audit replays. Raises `ConfigError` for the host's files, unless `own_files`."""
     if kind_of(specs) == COMPLETIONS:
         return {}  # the host played them, and recorded what it played
-    for spec in specs:
-        if is_file(spec.name) and not own_files:
-            raise ConfigError(
-                f"environment {spec.name} is a file of the host's: read it, then give --own-files to run it here"
-            )
+    needed = files_needed(specs)
+    if needed and not own_files:
+        raise ConfigError(
+            f"environment {needed[0]} is a file of the host's: read it, then give --own-files to run it here"
+        )
     return load_run_envs(specs, own_files, partial(in_sandbox, doubt=Doubt()))
 
 

@@ -73,13 +73,14 @@ def one(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     shown.sort(key=ORDERS[by])
     budget = TOKENS // max(1, len(shown))
     name = f"{found['version']}/{found['slot']}" + (f"/{chosen}" if chosen is not None else "")
+    own_files = ["--own-files"] if read is not None and read.needs_files else []
     return "group.html", {
         "title": f"Group {found['version']}/{found['slot']}", "place": "Groups", "group": found, "read": read, "why": why,
         "failed": failed or no_answer, "colour": colour, "answer": answer,
         "colours": colours, "by": by, "parts": parts, "chosen": chosen, "limit": gaps.limit if gaps else None,
         "columns": [Column.of(r, colour, start, budget, gaps) for r in shown],
         "prompt": _prompt(shown) if chosen is None else "", "levels": LOGPROB_LEVELS,
-        "command": shlex.join(["shoal", "audit", asked.one()["place"], "--rollout", name]),
+        "command": shlex.join(["shoal", "audit", asked.one()["place"], "--rollout", name, *own_files]),
         "around": _around(asked, number), "has_parts": any(r.parts or r.metrics for r in shown),
     }  # fmt: skip
 

@@ -9,6 +9,7 @@ import secrets
 import socket
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -17,15 +18,19 @@ from shoal.errors import StateError
 from shoal.net.listening import listen
 from shoal.watch.page.app import page_app
 from shoal.watch.page.shelf import Shelf
+from shoal.watch.reading import open_run
 
 CONNECTIONS = 1000
 """At a time; the next ones are told to come back."""
 
 
-def serve(places: Sequence[str], bind: str, port: int, index: Path | None, say: Callable[[str], None]) -> None:
+def serve(
+    places: Sequence[str], bind: str, port: int, index: Path | None, say: Callable[[str], None], own_files: bool = False
+) -> None:
     """Serve the runs in these folders or at these URLs, until SIGINT or SIGTERM.
 
-    `index` is kept for the next time; without one it is in a temporary folder. Raises `ShoalError` as `open_run`, and
+    `index` is kept for the next time; without one it is in a temporary folder. `own_files` lets the host have rollouts
+    played again by environment files that the runs name. Raises `ShoalError` as `open_run`, and
     `StateError` if the port is taken.
     """
     with contextlib.ExitStack() as stack:
@@ -42,15 +47,16 @@ def serve(places: Sequence[str], bind: str, port: int, index: Path | None, say: 
             say(f"{more} have this machine recompute rollouts: {host_link(url, token)}")
             say("Keep the second address secret. Ctrl-C stops the page; the run continues.")
 
-        serve_on(listener, places, index, token, told)
+        serve_on(listener, places, index, token, told, own_files)
 
 
 def serve_on(
-    listener: socket.socket, places: Sequence[str], index: Path, token: str, told: Callable[[], None] = lambda: None
-) -> None:
+    listener: socket.socket, places: Sequence[str], index: Path, token: str, told: Callable[[], None] = lambda: None,
+    own_files: bool = False,
+) -> None:  # fmt: skip
     """The same on a socket; `told` is called when the runs are open."""
     os.umask(0o077)  # a host's index has texts that are still private
-    shelf = Shelf(index, places)
+    shelf = Shelf(index, places, open_one=partial(open_run, own_files=own_files))
     with contextlib.closing(shelf):
         shelf.start()
         told()

@@ -103,6 +103,8 @@ class ReadGroup:
     seq: int
     """Number of the event that accepted it, or refused its block; -1 before that."""
     rollouts: tuple[ReadRollout, ...]
+    needs_files: bool = False
+    """Whether playing the run's rollouts again executes files of its host: then an audit needs `--own-files`."""
 
 
 Standing = Literal["pending", "signal", "flat", "continued", "void", "refused", "disputed", "copied"]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shoal.envs.base import Env, describe_fault, players_of, solution_of, source_of, task_of
 from shoal.envs.check.walk import perform, played
-from shoal.envs.load import load_run_envs
+from shoal.envs.load import files_needed, load_run_envs
 from shoal.envs.replay import replay_group
 from shoal.errors import ConfigError, ShoalError
 from shoal.ledger.state import State
@@ -38,6 +38,12 @@ def open_envs(state: State, own_files: bool) -> dict[str, Env]:
             raise ConfigError(
                 f"environment {spec.label} is played by the host alone: its rollouts are not played again"
             )
+    needed = files_needed(state.envs)
+    if needed and not own_files:
+        raise ConfigError(
+            f"environment {needed[0]} is a file of the run's host: read it, then allow this machine to run it, with "
+            "shoal dashboard --own-files, or with own_files=True in shoal.open"
+        )
     return load_run_envs(state.envs, own_files)
 
 

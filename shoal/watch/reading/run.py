@@ -15,6 +15,7 @@ import httpx
 
 from shoal.alarms import AlarmLine
 from shoal.envs.base import Env
+from shoal.envs.load import files_needed
 from shoal.errors import ConfigError, NothingYet, Overreach, StateError
 from shoal.ledger.entry import GENESIS, Entry, event_hash
 from shoal.ledger.log.book import checked_entry
@@ -314,8 +315,13 @@ class Reading:
         rollouts = read_rollouts(state, group, lease.version, named, self.renderer(), with_pieces)
         return ReadGroup(
             lease.version, slot, name, place.index, named, lease.worker, group.env, group.task, status,
-            self.is_public(name), taken, booked.seq, seq, rollouts,
+            self.is_public(name), taken, booked.seq, seq, rollouts, bool(files_needed(state.envs)),
         )  # fmt: skip
+
+    @property
+    def runs_files(self) -> bool:
+        """Whether environment files that the run names may be executed here."""
+        return self._own_files
 
     def replayed(self, place: Place) -> Replayed:
         """A group played again by its environment, without the model: named parts of rewards, metrics, chat roles.
