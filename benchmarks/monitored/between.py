@@ -1,8 +1,8 @@
 """Faults that are seen between steps, put into a run that was recorded: its folder, log and metrics stay as they are, and
 the clock, the disk or the quota is another one.
 
-The looks are those of the launcher, `launch/alarms.AlarmWatch`, with a clock of ours. Only for the disk's free space the
-monitors are asked directly, because it cannot be filled for an hour here.
+The looks are those of the launcher, `AlarmWatch` of `launch/alarms`, with a clock of ours. Only for the disk's free
+space the monitors are asked directly, because it cannot be filled for an hour here.
 """
 
 from collections.abc import Callable, Sequence

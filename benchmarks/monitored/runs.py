@@ -45,7 +45,7 @@ SUMS = 'digits=2, operations="+"'
 """Arguments of the recipe's environment."""
 SLOW_S = 1.0
 SKEW_S = 30.0
-LIMIT_S = 300.0
+LIMIT_S = 900.0
 """No run takes nearly as long."""
 
 Alarms = set[str]
@@ -182,8 +182,8 @@ class Faults:
         return town.folder, town.config
 
     def _hack(self, pays_for: str, steps: int = 30, *changes: str) -> tuple[RunFolder, RunConfig]:
-        args = SUMS if pays_for == "one" else ""
-        env = f'envs=[{{name="{ROOT}/benchmarks/envs/padded_sums.py", args={{pays_for="{pays_for}", {args}}}}}]'
+        args = f", {SUMS}" if pays_for == "one" else ""
+        env = f'envs=[{{name="{ROOT}/benchmarks/envs/padded_sums.py", args={{pays_for="{pays_for}"{args}}}}}]'
         limits = ("sampling.max_turn_tokens=14", "sampling.max_tokens=32", "train.lr=1e-3")
         return self._honest(f"pays-{pays_for}", steps, env, *limits, *changes)
 

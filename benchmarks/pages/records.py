@@ -4,7 +4,7 @@ Called by `benchmarks/figures.py`, which adds runs, and by `quotes.py` and `refe
 deal with pages.
 
 A figure is a number, or a list of numbers, of a benchmark's line of JSON. Its identifier is the benchmark's name and
-the keys that lead to it: `decode.ratio_grouped_b64`, `poisoning.trigger.off.success`. Truth values, texts and lists of rows
+the keys that lead to it: `decode.ratio_grouped_b64`, `beyond.win_rates.rl`. Truth values, texts and lists of rows
 are not figures: they go into tables, which are Markdown under `tables` in the same line.
 """
 
