@@ -9,8 +9,8 @@ whose forgeries have the usual rewards and are never refused.
 The second sign is an inequality. If a share r of a worker's judged blocks is refused, and audits see some of its work
 alone, about as much of what was accepted is false as of what was seen: the false part of the influence on batches is about
 r times its share s. So r * s may be at most the limit "poisoning.false_influence". The r that is used is the lower end of
-its 95 % interval (Wilson), so that few refusals of few blocks are no evidence; a worker without refusals has r = 0 and passes
-however large s is.
+its 95 % interval (Wilson), so that few refusals of few blocks are no evidence; a worker without refusals has r = 0 and
+passes however large s is.
 """
 
 import math
