@@ -234,13 +234,20 @@ NEWEST_BYTES = 256 * 1024
 
 def newest_metrics(path: Path) -> dict[str, Any] | None:
     """The last whole line of a metrics file: the newest step, also after a step was repeated. Looks at its end alone."""
+    lines = newest_lines(path, 1)
+    return lines[-1] if lines else None
+
+
+def newest_lines(path: Path, most: int) -> list[dict[str, Any]]:
+    """The last whole lines of a metrics file, at most so many, in the order of the file. Looks at its end alone."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - NEWEST_BYTES))
             lines = file.read().splitlines()
     except FileNotFoundError:
-        return None
-    return next((values for line in reversed(lines) if (values := values_of(line)) is not None), None)
+        return []
+    found = (values for line in reversed(lines) if (values := values_of(line)) is not None)
+    return list(islice(found, most))[::-1]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from statistics import pstdev
 
 import httpx
 import pytest
@@ -9,14 +10,15 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
 from shoal.alarms import Alarm, AlarmsLog
-from shoal.ledger.facts.members import Enter
+from shoal.ledger.facts.members import Enter, ValidatorFault, apply_validator_fault
 from shoal.metrics import METRICS, newest_metrics
 from shoal.protocol import types as t
 from shoal.protocol.wire import digest, from_json
-from shoal.roles.coordinator.board import Board
+from shoal.roles.coordinator.board import Board, batch_of
 from shoal.roles.coordinator.exposed import MAX_VALUES, PAGES_SHARE, WAITED_FOR, Exposed
 from shoal.roles.coordinator.meter import Meter
 from shoal.roles.coordinator.watched import PREFIX, WATCHED, of_steps
+from tests.ledger.world import VALIDATOR, World
 from tests.roles.town import URL, Town, tiny_run
 
 
@@ -87,7 +89,8 @@ def test_every_metric_that_is_declared_comes_with_its_type_and_sentence_in_both_
         get(town, "/metrics"),
         get(town, "/metrics", accept="application/openmetrics-text;version=1.0.0"),
     )
-    missing = ("step_kl_nats", "step_solve_rate", "step_draw_weight", "step_reward_part")
+    missing = ("step_kl_nats", "step_solve_rate", "step_draw_weight", "step_reward_part", "time_left_seconds",
+               "reward_spread")  # fmt: skip
     for families in (list(parsed(text)), list(parsed_openmetrics(exact))):
         found = {family.name: family for family in families}
         for name, metric in told.items():
@@ -114,6 +117,41 @@ def test_the_one_who_is_waited_for_has_the_seconds(tmp_path):
     found = samples(exposed.page("")[0].decode())
     waits = {on: found["shoal_waiting_seconds", f"on={on}"] for on in WAITED_FOR.values()}
     assert waits == {"nothing": 0, "host": 0, "trainer": 90, "validators": 0, "workers": 0}
+
+
+def test_what_a_run_has_left_how_rewards_spread_and_who_was_found_at_fault(town, tmp_path):
+    """On a log with batches: the town's own has none."""
+    worker = digest(b"worker")
+    (tmp_path / "world").mkdir()
+    world = World(tmp_path / "world", steps=20)
+    world.enter(worker)
+    world.publish()
+    while world.state.main.version not in world.state.main.batches:
+        world.serve(worker)
+    for _ in range(2):
+        apply_validator_fault(ValidatorFault(VALIDATOR, "s", "outvoted"), world.state, None)
+    cheater = world.state.members[worker]
+    cheater.standing, cheater.last_reason = "quarantined", "sampling: gap 2.3"
+    town.desk.book = world.book
+    steps = [{"step": i, "step_s": 3.0, "staleness_rollouts": {"0": 3, "2": 1}} for i in range(4)]
+    town.folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in steps))
+    found = samples(Exposed(town.desk, Board(town.desk), Meter()).page("")[0].decode())
+    assert found["shoal_time_left_seconds",] == (20 - world.state.main.version) * 3.0
+    assert found["shoal_staleness_mean_versions",] == 0.5
+    rewards = [reward for group in batch_of(world.state, 0).groups for reward in group.rewards]
+    assert found["shoal_reward_spread",] == pytest.approx(pstdev(rewards)) and len(set(rewards)) > 1
+    assert found["shoal_validators_differed",] == 1 and found["shoal_validator_faults_total",] == 2
+    causes = {key[1]: value for key, value in found.items() if key[0] == "shoal_nodes_quarantined"}
+    assert causes["cause=sampling"] == 1 == sum(causes.values())
+    for reason, cause in (
+        ("sampling or logprobs: more noise over time than honest arithmetic makes", "noise"),
+        ("forged, as a second look found", "forged"),
+        ("the host asked for it", "host"),
+        ("evil\x1b: text", "other"),
+    ):
+        cheater.last_reason = reason
+        found = samples(Exposed(town.desk, Board(town.desk), Meter()).page("")[0].decode())
+        assert found["shoal_nodes_quarantined", f"cause={cause}"] == 1
 
 
 def test_alarms_are_told_by_their_cause_and_severity(town):

@@ -7,6 +7,7 @@ once a second, and more seldom if that takes long, so nobody can keep the coordi
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import pstdev
 
 from prometheus_client import ProcessCollector
 from prometheus_client import exposition as plain
@@ -17,10 +18,11 @@ from prometheus_client.registry import Collector
 from shoal import __version__
 from shoal.folder import free_below
 from shoal.heldout import BEFORE, Heldout, evaluations_in, read_heldout
-from shoal.metrics import newest_metrics
+from shoal.ledger.state_records import Member
+from shoal.metrics import NEWEST_STEPS, newest_lines, newest_metrics, pace_of
 from shoal.protocol.audits import CHECKS
-from shoal.protocol.types import StandingAlarm
-from shoal.roles.coordinator.board import Board
+from shoal.protocol.types import StandingAlarm, Status
+from shoal.roles.coordinator.board import Board, batch_of
 from shoal.roles.coordinator.desk import Desk
 from shoal.roles.coordinator.meter import Meter
 from shoal.roles.coordinator.watched import PREFIX, WATCHED, OfStep, Watched, of_steps
@@ -35,6 +37,8 @@ WAITED_FOR = {
     "other workers": "workers",
 }  # fmt: skip
 """By the first words of what `board` says that the run waits for."""
+
+QUARANTINE_CAUSES = (*CHECKS, "noise", "forged", "host", "other")
 
 PAGE_S = 1.0
 """Smallest age at which a page is made anew."""
@@ -96,6 +100,7 @@ class Exposed(Collector):
         yield "phase", [((phase,), float(phase == status.phase)) for phase in PHASES]
         yield "version", _one(status.version)
         yield "steps", _one(status.steps)
+        yield from self._of_pace(status)
         yield "groups_accepted_total", _one(status.accepted)
         refused = dict.fromkeys(CHECKS, 0) | status.refused  # from 0 on, so that the first refusal is a rise
         yield "groups_refused_total", [((check,), float(groups)) for check, groups in refused.items()]
@@ -109,6 +114,11 @@ class Exposed(Collector):
         )
         standings = Counter((node.role, "left" if node.left else node.standing) for node in members)
         yield "nodes", [(labels, float(count)) for labels, count in standings.items()]
+        held = Counter(_cause(node) for node in members if node.standing == "quarantined")
+        yield "nodes_quarantined", [((cause,), float(held[cause])) for cause in QUARANTINE_CAUSES]
+        faults = [node.failures for node in members if node.role == "validator"]
+        yield "validators_differed", _one(sum(each > 0 for each in faults))
+        yield "validator_faults_total", _one(sum(faults))
         largest = max((node.influence for node in members if node.role == "worker"), default=0.0)
         yield "influence_largest_ratio", _one(largest / state.influence if state.influence > 0 else 0.0)
         yield "leases_open", _one(len(state.open_leases))
@@ -125,6 +135,21 @@ class Exposed(Collector):
         ranked = sorted(self._alarms(), key=lambda alarm: SEVERITIES.index(alarm.severity))
         severities = {alarm.cause: alarm.severity for alarm in ranked}  # of several with one cause, the most serious
         yield "alarm", [((shown, severities[cause]), 1.0) for shown, cause in _bounded(severities).items()]
+
+    def _of_pace(self, status: Status) -> Iterator[tuple[str, Values]]:
+        """What the newest steps and the newest batch say. Absent figures are no series."""
+        lines = newest_lines(self._desk.metrics_file, NEWEST_STEPS)
+        left_s = pace_of(lines, status.steps - status.version).left_s if status.phase == "running" else None
+        yield "time_left_seconds", _one(left_s) if left_s is not None else []
+        ages = lines[-1].get("staleness_rollouts") if lines else None
+        counts = {int(age): count for age, count in ages.items()} if isinstance(ages, dict) else {}
+        total = sum(counts.values())
+        yield "staleness_mean_versions", _one(sum(age * n for age, n in counts.items()) / total) if total else []
+        state = self._desk.state
+        newest = next(reversed(state.main.batches), None)
+        batch = batch_of(state, newest) if newest is not None else None
+        rewards = [reward for group in batch.groups for reward in group.rewards] if batch is not None else []
+        yield "reward_spread", _one(pstdev(rewards)) if rewards else []
 
     def _of_heldout(self) -> Iterator[tuple[str, Values]]:
         names = evaluations_in(self._desk.evaluations)
@@ -158,6 +183,13 @@ class Exposed(Collector):
                 yield figure, [((shown,), by_label[label]) for shown, label in _bounded(by_label).items()]
             elif "" in by_label:
                 yield figure, _one(by_label[""])
+
+
+def _cause(node: Member) -> str:
+    """Which of `QUARANTINE_CAUSES` led to a quarantine, by the words that the log has."""
+    first = node.last_reason.partition(":")[0]
+    known = {"sampling or logprobs": "noise", "the host asked for it": "host"} | {check: check for check in CHECKS}
+    return "forged" if node.last_reason.startswith("forged") else known.get(first, "other")
 
 
 def _one(value: float) -> Values:

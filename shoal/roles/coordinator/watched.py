@@ -34,6 +34,16 @@ WATCHED: dict[str, Watched] = {
     "phase": Watched("gauge", "1 for the phase that the run is in, 0 for the others.", ("phase",)),
     "version": Watched("gauge", "Newest published version of the policy; -1 before the first."),
     "steps": Watched("gauge", "Training steps of the whole run."),
+    "time_left_seconds": Watched(
+        "gauge", "Until the last step, at the pace of the newest 20; absent before the first, and of a run that is paused.",
+        unit="seconds",
+    ),
+    "reward_spread": Watched(
+        "gauge", "Standard deviation of the rewards of all rollouts of the newest batch; absent before the first."
+    ),
+    "staleness_mean_versions": Watched(
+        "gauge", "Mean age of the rollouts of the newest step, in versions of the policy; absent before the first.",
+    ),
     "groups_accepted_total": Watched("counter", "Accepted groups."),
     "groups_refused_total": Watched("counter", "Refused groups, by the check that refused them.", ("check",)),
     "groups_in_flight": Watched("gauge", "Groups that are leased, submitted or accepted, for batches that are to come."),
@@ -47,6 +57,15 @@ WATCHED: dict[str, Watched] = {
     ),
     "nodes": Watched("gauge", "Nodes by role and standing; `left` is the standing of those that left.",
                      ("role", "standing")),
+    "nodes_quarantined": Watched(
+        "gauge",
+        "Workers in quarantine now, by what led to it: a check, `noise` (over time), `forged` (two validators found it), "
+        "`host` (asked for it) or `other`.", ("cause",),
+    ),
+    "validators_differed": Watched(
+        "gauge", "Validators that were found at fault: the others outvoted them, or they judged without doing the work."
+    ),
+    "validator_faults_total": Watched("counter", "How often that was found, of all validators."),
     "influence_largest_ratio": Watched(
         "gauge", "Share of the influence on all batches that the worker with the most of it has.", unit="ratio"
     ),
