@@ -109,8 +109,7 @@ def _library(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError:
-        extra = "" if name == "datasets" else ", or pip install 'shoal[notebook]'"
-        raise ShoalError(f"{name} is not installed: pip install {name}{extra}") from None
+        raise ShoalError(f"{name} is not installed: pip install {name}, or pip install 'shoal[notebook]'") from None
 
 
 def _plain(value: Any) -> Any:

@@ -64,5 +64,16 @@ def test_a_library_that_is_missing_is_named_with_its_remedy(frame, name, monkeyp
 
 def test_a_missing_datasets_is_named_too(frame, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ShoalError, match=r"^datasets is not installed: pip install datasets$"):
+    with pytest.raises(ShoalError, match=r"^datasets is not installed: pip install datasets, or pip install 'shoal\[note"):
         frame.dataset()
+
+
+def test_a_data_set_is_written_and_read_again_with_the_same_cells(frame, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    made = frame.dataset()
+    made.save_to_disk(str(tmp_path / "rows"))
+    again = datasets.load_from_disk(str(tmp_path / "rows"))
+    assert again.column_names == frame.names() and again.to_list() == frame.arrow().to_pylist()
+    made.to_parquet(str(tmp_path / "rows.parquet"))
+    parquet = datasets.Dataset.from_parquet(str(tmp_path / "rows.parquet"), cache_dir=str(tmp_path))
+    assert parquet.to_list() == again.to_list()
