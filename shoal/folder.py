@@ -190,6 +190,11 @@ class RunFolder:
             raise StateError(f"cannot write to {self.root}: {cause_of(error)}. Free some space") from None
 
 
+def is_url(run: str | Path) -> bool:
+    """Whether what names a run is the URL of a server, and no folder."""
+    return str(run).startswith(("http:", "https:"))
+
+
 def write_atomically(path: Path, data: bytes, mode: int = 0o644, *, replace: bool = True) -> None:
     """Write a file whole or not at all, durable on return. A kill, a full disk or a power cut leaves the old one.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shoal.folder import held_below, replaced_folder, write_atomically
+from shoal.folder import held_below, is_url, replaced_folder, write_atomically
 from shoal.net.blobs import FolderBlobs
 from shoal.net.keys import save_key
 from shoal.protocol.identity import Key
@@ -163,3 +163,8 @@ def test_a_file_of_two_names_counts_once_in_the_size_of_a_folder(tmp_path):
     (tmp_path / "b").hardlink_to(tmp_path / "below" / "a")
     (tmp_path / "c").write_bytes(bytes(10))
     assert held_below(tmp_path) == 1010
+
+
+def test_what_names_a_run_is_a_url_or_a_folder():
+    assert all(map(is_url, ("http://host:8470", "https://host", "http:/host")))
+    assert not any(map(is_url, ("runs/wordle", "/srv/http://x", "httpd", "", Path("runs/http"))))

@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from shoal.config import HostConfig, is_loopback
 from shoal.errors import ConfigError, PeerError
-from shoal.folder import RunFolder
+from shoal.folder import RunFolder, is_url
 from shoal.launch.snapshot import CoordinatorWatch
 from shoal.net.client import Client
 from shoal.net.keys import load_key
@@ -76,7 +76,7 @@ def administer(action: str, run: str, node: str, key_file: Path | None, lr_facto
         raise ConfigError("shoal admin rate takes --factor, such as 0.5, and no other action does")
     if lr_factor is not None and not MIN_LR_FACTOR <= lr_factor <= 1:
         raise ConfigError(f"--factor {lr_factor}: must be from {MIN_LR_FACTOR} to 1, times the run file's train.lr")
-    if run.startswith(("http://", "https://")):
+    if is_url(run):
         if key_file is None:
             raise ConfigError("a URL needs --key FILE, the run's key (keys/run.key in the run's folder)")
         url = run

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.errors import ConfigError, PeerError, StateError
-from shoal.folder import RunFolder, write_atomically
+from shoal.folder import RunFolder, is_url, write_atomically
 from shoal.launch.hosting import ADMIN_DEADLINE_S
 from shoal.launch.snapshot import CoordinatorWatch
 from shoal.net.client import Client, PeerRefused
@@ -57,7 +57,7 @@ def rotate_publisher(run: str, root_file: Path | None, new_key: str) -> str:
     the folder. Without `root_file`, the run key is used, which is the root of runs that have no other. Raises
     `ConfigError`, `StateError`, `PeerError`.
     """
-    if run.startswith(("http://", "https://")):
+    if is_url(run):
         if root_file is None or not new_key:
             raise ConfigError(
                 "a URL needs --root FILE, and --new-key KEY: the public key of a keys/trainer-*.key in the run's folder"

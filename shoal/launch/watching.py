@@ -21,7 +21,7 @@ from rich.console import Console
 
 from shoal.alarms import standing_alarms
 from shoal.errors import ShoalError
-from shoal.folder import RunFolder
+from shoal.folder import RunFolder, is_url
 from shoal.launch.evaluations import results_in
 from shoal.launch.keyboard import Keyboard, keyboard
 from shoal.launch.public_samples import EVERY_S, PublicSample
@@ -145,7 +145,7 @@ def _cleaned(path: Path) -> Iterator[dict[str, Any]]:
 @contextlib.asynccontextmanager
 async def opened(source: str, with_talk: bool = False) -> AsyncIterator[Watched]:
     """The run at a URL or in a folder. `with_talk`: also of a URL a conversation now and then. Raises `ShoalError`."""
-    if source.startswith(("http://", "https://")):
+    if is_url(source):
         async with Client(source, on_wait=lambda line: None) as client:
             yield RemoteRun(client, samples=Samples(PublicSample(source), EVERY_S) if with_talk else None)
     else:

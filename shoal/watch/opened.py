@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from shoal.errors import ConfigError
+from shoal.folder import is_url
 from shoal.roles.auditor.rollouts import read_id
 from shoal.watch.frames import Frame
 from shoal.watch.reading import Reading, open_run
@@ -24,8 +25,7 @@ class Opened:
     def __init__(self, where: str | os.PathLike[str], private: bool = False, own_files: bool = False) -> None:
         """As `shoal.open`."""
         place = os.fspath(where)
-        is_url = place.startswith(("http:", "https:"))
-        self._reading = open_run(place if is_url else Path(place), private=private, own_files=own_files)
+        self._reading = open_run(place if is_url(place) else Path(place), private=private, own_files=own_files)
 
     @property
     def reading(self) -> Reading:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, StateError
-from shoal.folder import RunFolder
+from shoal.folder import RunFolder, is_url
 from shoal.ledger.entry import event_hash
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.rules.verdicts import is_open
@@ -206,7 +206,7 @@ def verified(data: bytes, name: str) -> bytes:
 @contextlib.asynccontextmanager
 async def open_run(source: str, max_memory_mb: int = 0) -> AsyncIterator[PublicRun]:
     """The run at a URL or in a folder. `max_memory_mb` is as of `UrlRun`."""
-    if source.startswith(("http:", "https:")):
+    if is_url(source):
         async with Client(source) as client:
             yield UrlRun(client, max_memory_mb)
     else:

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 
 from shoal.config import is_loopback
 from shoal.errors import ShoalError
-from shoal.folder import RunFolder
+from shoal.folder import RunFolder, is_url
 from shoal.net.listening import local_url
 
 ANY_PLACE = "RUN_FOLDER_OR_URL"
@@ -21,7 +21,7 @@ _PATH = re.compile(r"(?<![\w.:/-])(?:/[^\s/:;,'\"()]+)+/?")
 
 def is_folder(where: str) -> bool:
     """Whether it is a folder of this machine, and no URL."""
-    return not where.startswith(("http://", "https://"))
+    return not is_url(where)
 
 
 def address_for_others(where: str) -> str:

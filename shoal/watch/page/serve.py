@@ -15,6 +15,7 @@ from pathlib import Path
 import uvicorn
 
 from shoal.errors import StateError
+from shoal.folder import is_url
 from shoal.net.listening import listen
 from shoal.watch.page.app import page_app
 from shoal.watch.page.shelf import Shelf
@@ -37,7 +38,7 @@ def serve(
         if index is None:
             index = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-page-"))) / "index.sqlite"
         listener = stack.enter_context(listen(bind, port))
-        own = any(not place.startswith(("http://", "https://")) for place in places)
+        own = any(not is_url(place) for place in places)
         token = secrets.token_urlsafe(32)
         url = address(bind, listener.getsockname()[1])
 

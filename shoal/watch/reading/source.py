@@ -18,7 +18,7 @@ import msgspec
 
 from shoal.alarms import AlarmLine, read_alarms
 from shoal.errors import ConfigError, NothingYet, PeerError, ShoalError, StateError
-from shoal.folder import RunFolder
+from shoal.folder import RunFolder, is_url
 from shoal.ledger.state import State
 from shoal.metrics import MAX_LINE_BYTES, MetricsTail, read_metrics
 from shoal.net.client import Client, PeerRefused
@@ -107,7 +107,7 @@ class Source(Protocol):
 
 def source_of(where: str | Path, transport: httpx.AsyncBaseTransport | None = None) -> Source:
     """The source for a URL or a folder. Raises `ConfigError` for a folder without a run."""
-    if str(where).startswith(("http:", "https:")):
+    if is_url(where):
         return UrlSource(str(where), transport)
     return FolderSource(Path(where), transport)
 
