@@ -19,6 +19,9 @@ import pytest
 from shoal.config import LOGGERS
 from shoal.config.monitors import CAUSES
 from shoal.folder import RunFolder
+from shoal.ledger.facts.run import Admin
+from shoal.ledger.log.book import Book
+from shoal.ledger.log.store import Store, sqlite_url
 from shoal.metrics import read_metrics
 from shoal.roles.coordinator.watched import PREFIX, WATCHED, of_steps
 from tests.roles.test_logger import rows_of
@@ -108,6 +111,10 @@ cheating = 1
 episodes = 32
 [storage]
 checkpoint_every = 10
+[verify]
+quarantine_s = 1.0  # so that the cheater goes on
+[monitors.limits]
+"disk.free_mb" = 1e9  # so that an alarm is raised
 [logging]
 to = ["jsonl", "tensorboard", "trackio", "wandb"]
 format = "json"
@@ -147,6 +154,22 @@ class Scraping:
         self._process.wait()
 
 
+AFTER_A_RESTART = {"ShoalClockBehind", "ShoalQuotaUsed"}
+
+
+def fired(scraping: Scraping) -> set[str]:
+    """Alarms that were ever raised: the share of refusals is largest while little was accepted."""
+    return {found["metric"]["alertname"] for found in scraping.ask('max_over_time(ALERTS{alertstate="firing"}[1h])')}
+
+
+def book_an_hour_ahead(folder: Path) -> None:
+    """What a host's log has if its clock was an hour ahead, and was then set right."""
+    book, ahead = Book(Store(sqlite_url(folder / "log.sqlite"))), time.time() + 3600
+    for action in ("pause", "resume"):
+        book.write(Admin(action, "", ahead), ahead)
+    book.store.close()
+
+
 def until(what: str, holds: Callable[[], object], run: subprocess.Popen[bytes], timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
@@ -163,13 +186,19 @@ def test_a_real_prometheus_gets_data_for_every_panel_and_faults_fire_alerts(tmp_
     (tmp_path / "watched.toml").write_text(RUN_FILE)
     folder = tmp_path / "runs" / "watched"
     shoal = [sys.executable, "-m", "shoal.cli"]
-    with (tmp_path / "said.txt").open("wb") as said:
-        run = subprocess.Popen([*shoal, "run", "watched.toml"], cwd=tmp_path, stdout=said, stderr=said)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def start(*values: str) -> subprocess.Popen[bytes]:
+        options = [word for value in (f"host.port={port}", *values) for word in ("--set", value)]
+        with (tmp_path / "said.txt").open("ab") as said:
+            return subprocess.Popen([*shoal, "run", "watched.toml", *options], cwd=tmp_path, stdout=said, stderr=said)
+
+    run = start()
     scraping: Scraping | None = None
     try:
         until("the coordinator", (folder / "coordinator.json").exists, run)
-        address = json.loads((folder / "coordinator.json").read_bytes())
-        scraping = Scraping(tmp_path, f"127.0.0.1:{address['port']}")
+        scraping = Scraping(tmp_path, f"127.0.0.1:{port}")
         until("an evaluation on the way", lambda: list((folder / "eval").glob("v*.json")), run)
 
         def still_empty() -> list[tuple[str, str]]:
@@ -184,7 +213,8 @@ def test_a_real_prometheus_gets_data_for_every_panel_and_faults_fire_alerts(tmp_
         with contextlib.suppress(AssertionError):
             until("data for every panel", lambda: not still_empty(), run, 30.0)
         assert unseen == []
-        assert not scraping.firing() & {"ShoalPaused", "ShoalNoWorkers", "ShoalDown"}
+        assert not scraping.firing() & ({"ShoalPaused", "ShoalNoWorkers", "ShoalDown"} | AFTER_A_RESTART)
+        until("the alarms of a cheater and of a disk", lambda: {"ShoalRefusals", "ShoalAlarm"} <= fired(scraping), run)
         for action, node, alarm in (
             ("pause", "", "ShoalPaused"),
             ("resume", "", ""),
@@ -200,6 +230,13 @@ def test_a_real_prometheus_gets_data_for_every_panel_and_faults_fire_alerts(tmp_
         while "ShoalDown" not in scraping.firing():
             assert time.monotonic() < deadline, "a coordinator that is gone raises no alarm"
             time.sleep(0.5)
+        book_an_hour_ahead(folder)
+        (folder / "blobs" / "ff").mkdir(exist_ok=True)
+        (folder / "blobs" / "ff" / ("f" * 64)).write_bytes(bytes(2_000_000))
+        run = start("storage.quota_mb=1")
+        until("the alarms of clock and quota", lambda: scraping.firing() >= AFTER_A_RESTART, run)
+        run.send_signal(signal.SIGINT)
+        assert run.wait(timeout=60) == 130, (tmp_path / "said.txt").read_text()
     finally:
         run.kill()
         if scraping is not None:
