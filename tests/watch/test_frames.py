@@ -64,7 +64,9 @@ def test_a_library_that_is_missing_is_named_with_its_remedy(frame, name, monkeyp
 
 def test_a_missing_datasets_is_named_too(frame, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ShoalError, match=r"^datasets is not installed: pip install datasets, or pip install 'shoal\[note"):
+    with pytest.raises(
+        ShoalError, match=r"^datasets is not installed: pip install datasets, or pip install 'shoal\[note"
+    ):
         frame.dataset()
 
 
