@@ -47,7 +47,8 @@ def overview(asked: Asked) -> tuple[str, Mapping[str, Any]]:
         "top": look.nodes(run, "worker", limit=5)["rows"], "title": "Overview",
         "disk": asked.shelf.free_bytes(run) if asked.is_host else None,
         "staleness": mean_of_counts(found["metrics"].get("staleness_rollouts")),
-        "reward": _newest(found["metrics"], REWARDS), "first_reward": _first_reward(asked), "trend": _trend(asked), "last_verdict": _last_verdict(asked),
+        "reward": _newest(found["metrics"], REWARDS), "first_reward": _first_reward(asked), "trend": _trend(asked),
+        "last_verdict": _last_verdict(asked),
         "per_env": {name.partition("/")[2]: value for name, value in sorted(_numbers(found["metrics"]).items())
                     if name.startswith("reward_mean/")},
     }  # fmt: skip
