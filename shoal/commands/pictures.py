@@ -26,7 +26,9 @@ def add_commands(commands: Any) -> None:
     p.add_argument(
         "runs", nargs="+", metavar="RUN_DIR_OR_URL", help="folders of runs, or URLs such as http://host:8470"
     )
-    help_text = "what to draw: a name of metrics.jsonl, or heldout; may be repeated (default: the usual curves)"
+    help_text = (
+        "what to draw: a name of metrics.jsonl, heldout or heldout_judge; may be repeated (default: the usual curves)"
+    )
     p.add_argument("--metric", action="append", default=[], metavar="NAME", help=help_text)
     p.add_argument(
         "--out", type=_picture, default=Path("plot.png"), metavar="FILE", help="a .png or .svg (default: plot.png)"
@@ -35,6 +37,8 @@ def add_commands(commands: Any) -> None:
     p.add_argument("--smooth", type=positive, default=1, metavar="N", help=help_text)
     help_text = "the horizontal axis: training steps, tokens learned from, or hours since the start (default: step)"
     p.add_argument("--x", choices=("step", "tokens", "time"), default="step", help=help_text)
+    help_text = "draw runs that differ in their seed alone as a line each, without a band"
+    p.add_argument("--apart", action="store_true", help=help_text)
 
     p = add_command(
         commands, "report", report, "write a report on a run, to send to somebody",
@@ -64,7 +68,7 @@ def plot(args: argparse.Namespace) -> None:
     for where in args.runs:
         with open_run(where) as run:
             runs.append(read_run(run))
-    picture = picture_of(runs, args.metric, args.x, args.smooth)
+    picture = picture_of(runs, args.metric, args.x, args.smooth, args.apart)
     names = {run.name for run in runs}
     write_atomically(args.out, draw(picture, args.out.suffix[1:], brief(runs[0].name) if len(names) == 1 else ""))
     silent = [run.where for run in runs if not (run.lines or run.heldout)]

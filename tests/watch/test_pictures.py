@@ -8,8 +8,9 @@ import pytest
 
 from shoal.cli import main
 from shoal.errors import ConfigError, NothingYet
+from shoal.heldout import Judged
 from shoal.metrics import METRICS
-from shoal.watch.pictures.curves import USUAL, ReadRun, picture_of
+from shoal.watch.pictures.curves import EVALUATED, USUAL, ReadRun, picture_of
 from shoal.watch.pictures.draw import draw, draw_inline, thinned
 from shoal.watch.reading.heldout import HeldOut
 
@@ -67,7 +68,26 @@ def test_without_names_the_picture_has_what_tells_how_a_run_goes():
     picture = picture_of([run], [])
     assert [panel.metric for panel in picture.panels] == ["reward_mean", "entropy_nats", "staleness_rollouts", "step_s"]
     assert points(picture, 2)[0][1] == 1.5
-    assert set(USUAL) - {"heldout"} <= METRICS.keys()
+    assert set(USUAL) - set(EVALUATED) <= METRICS.keys()
+
+
+def test_runs_that_differ_in_their_seed_alone_may_be_drawn_apart():
+    runs = [read(where="one", config={"name": "a"}), read(where="two", config={"name": "a"}, rewards=(1.0, 0.0))]
+    curves = picture_of(runs, ["reward_mean"], apart=True).panels[0].curves
+    assert [(curve.label, curve.seeds) for curve in curves] == [("a (one)", 1), ("a (two)", 1)]
+
+
+def test_a_judge_and_the_parts_of_a_reward_are_drawn_without_being_asked_for():
+    found = [HeldOut(0.5, 0.4, 0.6, 10, name="before", version=0, judge=Judged(0.3, 0.2, 0.4))]
+    picture = picture_of([read(heldout=found, **{"reward_part/form": 0.5})], [])
+    assert [panel.metric for panel in picture.panels] == [
+        "reward_mean",
+        "heldout",
+        "heldout_judge",
+        "step_s",
+        "reward_part/form",
+    ]
+    assert points(picture_of([read(heldout=found)], ["heldout_judge"])) == [(0.0, 0.3, 0.2, 0.4)]
 
 
 def test_an_unknown_metric_is_told_with_near_names():

@@ -26,11 +26,16 @@ ACROSS: dict[str, str] = {
 }
 """What the horizontal axis may be, and its name."""
 
-HELDOUT = "heldout"
-"""The name under which evaluations on held-out tasks are drawn, beside those of METRICS."""
+HELDOUT, JUDGE = "heldout", "heldout_judge"
+"""The names under which evaluations on held-out tasks, and what a judge says of them, are drawn beside METRICS."""
+EVALUATED = {
+    HELDOUT: "Evaluations on tasks that training does not draw.",
+    JUDGE: "What a held-out judge, on which nothing is trained, says of the same episodes.",
+}
 
 USUAL = (
-    "reward_mean", HELDOUT, "solve_rate", "zero_signal_share", "entropy_nats", "clip_share", "staleness_rollouts", "step_s",
+    "reward_mean", HELDOUT, JUDGE, "solve_rate", "zero_signal_share", "entropy_nats", "clip_share", "staleness_rollouts",
+    "step_s",
 )  # fmt: skip
 """What tells how a run goes: what it learns, whether there is signal, how far the policy moves, how fast steps are."""
 
@@ -41,6 +46,9 @@ MOST_DRAWN = 1e100
 """A larger number is a stranger's: sums of it, and the margins of its axis, would not be finite."""
 
 LABEL_CHARS = 40
+MOST_PARTS = 6
+"""Of a reward, drawn without being asked for."""
+
 APART = ("seed", "host")
 """Keys of a run file in which runs of one line may differ: `host` is where a run listens."""
 
@@ -102,30 +110,39 @@ def read_run(run: Reading) -> ReadRun:
     return ReadRun(name or where, where, config, lines, read_heldout(run.source.evaluations(), newest, False))
 
 
-def picture_of(runs: Sequence[ReadRun], metrics: Sequence[str], across: Across = "step", smooth: int = 1) -> Picture:
+def picture_of(
+    runs: Sequence[ReadRun], metrics: Sequence[str], across: Across = "step", smooth: int = 1, apart: bool = False
+) -> Picture:
     """The picture of these runs. Without metrics, those of USUAL that the runs have. `smooth` is a number of steps.
+    `apart`: each run is a line of its own, also those that differ in their seed alone.
 
     Raises `ConfigError` for a metric that does not exist or cannot be drawn, `NothingYet` if no run has it.
     """
     wanted = list(dict.fromkeys(metrics))
     for name in wanted:
         _check(name, runs)
-    sets = seeds_apart(runs)
+    sets = [[run] for run in runs] if apart else seeds_apart(runs)
     labels = labels_of(sets)
     panels = []
-    for name in wanted or USUAL:
+    for name in wanted or (*USUAL, *_parts_of(runs)):
         curves = [
             Curve(label, number, points, len(same))
             for number, (label, same) in enumerate(zip(labels, sets, strict=True))
             if (points := _points(same, name, across, smooth))
         ]
         if curves:
-            panels.append(Panel(name, unit_of(name, runs), name == HELDOUT, curves))
+            panels.append(Panel(name, unit_of(name, runs), name in EVALUATED, curves))
         elif wanted:
             raise NothingYet(f"no value of {name} is there to draw: {_why_none(name)}")
     if not panels:
         raise NothingYet("there are no metrics to draw: the first line comes when the first step has ended")
     return Picture(across, panels, tuple(_notes(panels, smooth)))
+
+
+def _parts_of(runs: Sequence[ReadRun]) -> list[str]:
+    """The named parts of rewards that runs have: a reward that rises by one of them alone may be a hack."""
+    newest = [run.lines[-1] for run in runs if run.lines]
+    return sorted({name for line in newest for name in line if name.startswith("reward_part/")})[:MOST_PARTS]
 
 
 def seeds_apart(runs: Sequence[ReadRun]) -> list[list[ReadRun]]:
@@ -158,7 +175,7 @@ def labels_of(sets: Sequence[Sequence[ReadRun]]) -> list[str]:
 
 def unit_of(name: str, runs: Sequence[ReadRun] = ()) -> str:
     """The unit of a metric, for an axis."""
-    if name == HELDOUT:
+    if name in EVALUATED:
         measures = {one.measure for run in runs for one in run.heldout if one.measure}
         return brief(measures.pop(), LABEL_CHARS) if len(measures) == 1 else "share or reward"
     return AS_MEAN[name] if name in AS_MEAN else _told(name).unit
@@ -166,8 +183,8 @@ def unit_of(name: str, runs: Sequence[ReadRun] = ()) -> str:
 
 def sentence_of(name: str) -> str:
     """What a metric means."""
-    if name == HELDOUT:
-        return "Evaluations on tasks that training does not draw."
+    if name in EVALUATED:
+        return EVALUATED[name]
     return _told(name).sentence
 
 
@@ -181,12 +198,12 @@ def _told(name: str) -> Metric:
 
 
 def _check(name: str, runs: Sequence[ReadRun]) -> None:
-    if name == HELDOUT:
+    if name in EVALUATED:
         return
     found = {known for run in runs for line in run.lines for known in line}
     if declared(name) is None or ("/" in name and name not in found):
         plain = [known for known in METRICS if "/" not in known and known not in ("step", "time_s", "waiting_for")]
-        names = sorted({*plain, HELDOUT, *found})
+        names = sorted({*plain, *EVALUATED, *found})
         near = [brief(each) for each in difflib.get_close_matches(name, names, n=3, cutoff=0.5)]
         hint = f"did you mean {' or '.join(near)}" if near else "docs/reference/metrics.md has all names"
         raise ConfigError(
@@ -197,7 +214,7 @@ def _check(name: str, runs: Sequence[ReadRun]) -> None:
 
 
 def _why_none(name: str) -> str:
-    if name == HELDOUT:
+    if name in EVALUATED:
         return "evaluations are read from the host's folder, and are made as its run file says"
     return _told(name).sentence
 
@@ -207,10 +224,10 @@ def _why_none(name: str) -> str:
 
 def _points(same: Sequence[ReadRun], name: str, across: Across, smooth: int) -> list[Point]:
     """The points of a line: of one run as they are, of several the mean over the steps that all of them have."""
-    found = [_heldout(run, across) if name == HELDOUT else _series(run, name, across, smooth) for run in same]
+    found = [_heldout(run, across, name) if name in EVALUATED else _series(run, name, across, smooth) for run in same]
     if len(found) == 1:
         return list(found[0].values())
-    steps = sorted(set[int]().union(*found)) if name == HELDOUT else sorted(found[0])
+    steps = sorted(set[int]().union(*found)) if name in EVALUATED else sorted(found[0])
     return [
         Point(_mean(p.x for p in at), _mean(p.y for p in at), min(p.y for p in at), max(p.y for p in at))
         for step in steps
@@ -229,15 +246,14 @@ def _series(run: ReadRun, name: str, across: Across, smooth: int) -> dict[int, P
     return points
 
 
-def _heldout(run: ReadRun, across: Across) -> dict[int, Point]:
+def _heldout(run: ReadRun, across: Across, name: str) -> dict[int, Point]:
     """By version: version v comes after step v - 1."""
     x_of = _x_of(run, across)
+    told = [(one.version, one if name == HELDOUT else one.judge) for one in run.heldout]
     return {
-        one.version: Point(
-            float(one.version) if across == "step" else x_of(one.version - 1), one.mean, one.low95, one.high95
-        )
-        for one in run.heldout
-        if None not in map(_number, (one.mean, one.low95, one.high95))
+        version: Point(float(version) if across == "step" else x_of(version - 1), said.mean, said.low95, said.high95)
+        for version, said in told
+        if said is not None and None not in map(_number, (said.mean, said.low95, said.high95))
     }
 
 

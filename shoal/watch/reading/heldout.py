@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from shoal.heldout import version_of
+from shoal.heldout import Judged, version_of
 
 
 class ReadTranscript(msgspec.Struct, frozen=True):
@@ -39,6 +39,8 @@ class HeldOut(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
     envs: dict[str, "HeldOut"] = {}
     """By label, in a run with several environments."""
+    judge: Judged | None = None
+    """What a held-out judge says of the same episodes, if the run has one."""
     transcripts: tuple[ReadTranscript, ...] = ()
     name: str = ""
     """before, after, or v000012 for a checkpoint on the way."""
@@ -60,4 +62,5 @@ def read_heldout(files: Mapping[str, bytes], newest: int, private: bool) -> list
 
 def _without_transcripts(one: HeldOut) -> HeldOut:
     envs = {label: _without_transcripts(part) for label, part in one.envs.items()}
-    return msgspec.structs.replace(one, transcripts=(), envs=envs)
+    judge = one.judge and msgspec.structs.replace(one.judge, fault="")  # it may quote a task
+    return msgspec.structs.replace(one, transcripts=(), envs=envs, judge=judge)
