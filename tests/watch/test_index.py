@@ -170,6 +170,19 @@ def test_a_search_of_the_log_looks_at_a_bounded_number_of_events_and_goes_on(loo
     )
 
 
+@pytest.mark.parametrize("by", ["best", "worst"])
+def test_groups_come_in_the_order_of_their_rewards(look, by):
+    found, after = [], None
+    while True:
+        page = groups(look, 1, Filter(by=by), after, limit=3)
+        found += page["rows"]
+        if (after := page["next"]) is None:
+            break
+    rewards = [row["reward"] for row in found]
+    assert len(set(rewards)) > 1 and rewards == sorted(rewards, reverse=by == "best")
+    assert len({row["id"] for row in found}) == len(found) == look.rows("SELECT count(reward) AS n FROM groups")[0]["n"]
+
+
 def test_groups_are_filtered_and_paged_and_found_by_their_words(look, run):
     every, after = [], None
     while True:

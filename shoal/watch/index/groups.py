@@ -32,14 +32,23 @@ class Filter(NamedTuple):
     """Of the group's mean reward, both included."""
     text: str = ""
     """Words that one rollout of the group has, all of them; WORD* is the beginning of one."""
+    by: str = ""
+    """`best` or `worst` mean reward first; otherwise, and where words are searched, newest first."""
 
 
 def groups(
     look: Look, run: int, only: Filter = Filter(), after: int | None = None, limit: int = PAGE, private: bool = False
 ) -> Row:
-    """A page of groups, newest first. With a text, each has an `excerpt` of a rollout that matches."""
+    """A page of groups, newest first. With a text, each has an `excerpt` of a rollout that matches. In order of reward, a
+    page's `next` is the number of groups up to its end."""
     limit = limited(limit)
     where, values = _where(run, only, private)
+    if not only.text and only.by in _ORDERS:
+        query = (
+            f"SELECT * FROM groups WHERE {where} AND reward IS NOT NULL ORDER BY {_ORDERS[only.by]} LIMIT ? OFFSET ?"
+        )
+        rows = [_shown(row, private) for row in look.rows(query, *values, limit + 1, after or 0)]
+        return {"rows": rows[:limit], "next": (after or 0) + limit if len(rows) > limit else None}
     if not only.text:
         query = f"SELECT * FROM groups WHERE {where} AND id < ? ORDER BY id DESC LIMIT ?"
         return page_of(
@@ -61,6 +70,8 @@ def groups(
             found.append({**_shown(row[0], private), "rollout": rowid % MOST_ROLLOUTS, "excerpt": excerpt})
     return {"rows": found, "next": None}
 
+
+_ORDERS = {"best": "reward DESC, id DESC", "worst": "reward, id DESC"}
 
 _EXCERPT = f"SELECT snippet(texts, 1, '', '', ' ... ', {EXCERPT_WORDS}) FROM texts WHERE texts MATCH ? AND rowid = ?"
 

@@ -49,6 +49,7 @@ OVERVIEW = ("reward_mean", BY_VERSION, "heldout", "entropy_nats", "clip_share", 
 
 
 TITLES = {
+    "reward_part": "Parts of the reward",
     "reward_mean": "Reward", "reward_all_mean": "Reward, all groups", "entropy_nats": "Entropy", "loss": "Loss",
     "clip_share": "Clipped tokens", "staleness_rollouts": "Staleness", "step_s": "Time of a step", "kl_nats": "KL",
     "train_tokens_per_s": "Training speed", "solve_rate": "Solved", "grad_norm": "Gradient norm", "lr": "Learning rate",
@@ -113,9 +114,10 @@ def _aligned(empty: Chart, series: Mapping[str, Mapping[int, float]]) -> Chart:
 
 
 def overview_charts(look: Look, run: int) -> list[str]:
-    """Names of the charts of the first page: where a run has several environments, their rewards apart, too."""
+    """Names of the charts of the first page: also the rewards of each of several environments, and the parts of rewards."""
     envs = look.envs(run)
     more = [f"{BY_VERSION}/{env}" for env in envs[:MOST_ENVS]] if len(envs) > 1 else []
+    more += ["reward_part"] if any(name.startswith("reward_part/") for name in look.names(run)) else []
     return [part for name in OVERVIEW for part in ([name, *more] if name == BY_VERSION else [name])]
 
 
@@ -167,6 +169,8 @@ def _heldout(look: Look, run: int) -> Chart:
         Line("95 %, high", [row["high95"] for row in rows], True),
         Line("95 %, low", [row["low95"] for row in rows], True),
     ]
+    if any(row["judge"] is not None for row in rows):
+        lines.append(Line("judge", [row["judge"] for row in rows]))
     kinds = " and ".join(sorted({row["tasks"] for row in rows}))
     sentence = f"Evaluations on {kinds or 'held-out'} tasks, with 95 % intervals; the host's word."
     x = [row["version"] for row in rows]

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.metrics import meaning_of
-from shoal.watch.index import Look, groups
+from shoal.watch.index import Filter, Look, groups
 from shoal.watch.index.look import MOST_ROWS
 from shoal.watch.index.plain import numbers_of
 from shoal.watch.index.schema import MOST_ROLLOUTS
@@ -80,8 +80,17 @@ def _groups(asked: Asked) -> Iterator[Row]:
 
 
 def _rollouts(asked: Asked) -> Iterator[Row]:
-    public = "" if asked.is_host else "AND g.public = 1"
+    """Of one group, of the groups of the filter in the address, or all."""
     number = asked.whole("group")
+    if number is not None:
+        return _rollouts_of(asked, number)
+    if only_of(asked) != Filter():
+        return (rollout for row in _groups(asked) for rollout in _rollouts_of(asked, row["id"]))
+    return _rollouts_of(asked, None)
+
+
+def _rollouts_of(asked: Asked, number: int | None) -> Iterator[Row]:
+    public = "" if asked.is_host else "AND g.public = 1"
     first = (number or 0) * MOST_ROLLOUTS
     of_one = "" if number is None else f"AND r.id >= {first} AND r.id < {first + MOST_ROLLOUTS}"
     query = (

@@ -39,10 +39,10 @@ LOGPROB_LEVELS = (-0.05, -0.3, -1.0, -2.5, -5.0)
 
 
 def listing(asked: Asked) -> tuple[str, Mapping[str, Any]]:
-    """Groups, newest first."""
+    """Groups, newest first unless another order is asked for."""
     page = groups(asked.look, asked.run, only_of(asked), asked.whole("after"), private=asked.is_host)
     typed = {name: asked.word(name) for name in
-             ("q", "env", "worker", "version", "status", "step", "task", "from", "to")}  # fmt: skip
+             ("q", "env", "worker", "version", "status", "step", "task", "from", "to", "by")}  # fmt: skip
     choices = {"envs": [], "statuses": []} if asked.is_poll() else filters(asked.look, asked.run)
     return "groups.html", {"title": "Groups", **page, "typed": typed, "choices": choices}
 
@@ -51,7 +51,7 @@ def only_of(asked: Asked) -> Filter:
     """The filter in an address."""
     return Filter(
         asked.word("env"), asked.word("worker"), asked.whole("version"), asked.word("status"), asked.whole("step"),
-        asked.whole("task"), asked.real("from"), asked.real("to"), asked.word("q"),
+        asked.whole("task"), asked.real("from"), asked.real("to"), asked.word("q"), asked.word("by"),
     )  # fmt: skip
 
 
