@@ -159,8 +159,15 @@ def _heldout(whole: HeldOut, one: HeldOut, label: str) -> Row:
     return {
         "name": whole.name, "version": whole.version, "env": label, "mean": one.mean, "low95": one.low95,
         "high95": one.high95, "episodes": one.episodes, "measure": one.measure, "tasks": one.tasks,
+        **dict(zip(("judge", "judge_low95", "judge_high95"), judged(one), strict=True)),
         "parts": one.parts, "metrics": one.metrics,
     }  # fmt: skip
+
+
+def judged(one: HeldOut) -> tuple[float | None, float | None, float | None]:
+    """The mean and the interval that a held-out judge gives an evaluation; three times None without one."""
+    judge = one.judge
+    return (judge.mean, judge.low95, judge.high95) if judge is not None else (None, None, None)
 
 
 def mean(values: Sequence[float]) -> float | None:
@@ -255,6 +262,9 @@ TABLES: dict[str, Table] = {
         "low95": Column("share or reward", "95 % interval: low."),
         "high95": Column("share or reward", "95 % interval, high."), "episodes": Column("episodes", "Episodes played."),
         "measure": Column("", "success or reward."), "tasks": Column("", "heldout or training."),
+        "judge": Column("share or reward", "Mean by the held-out judge; empty without one."),
+        "judge_low95": Column("share or reward", "Its 95 % interval, low."),
+        "judge_high95": Column("share or reward", "Its 95 % interval, high."),
         "parts": Column("reward", "Mean of each named part of the reward."),
         "metrics": Column("any", "Mean of each metric that the environment reports."),
     }, _evaluations),

@@ -291,6 +291,13 @@ def test_a_download_keeps_no_old_state_for_others_and_no_journal(town, tmp_path)
             lines.close()
 
 
+def test_rollouts_as_csv_are_those_of_the_groups_that_a_filter_leaves(host):
+    rows = table_of(host, "rollouts.csv")
+    of_step = table_of(host, "rollouts.csv?step=1&by=best")
+    assert of_step and {row["step"] for row in of_step} == {"1"} and len(of_step) < len(rows)
+    assert sorted(map(str, of_step)) == sorted(str(row) for row in rows if row["step"] == "1")
+
+
 def test_a_long_table_comes_whole_page_by_page(anyone, monkeypatch):
     tables = ("metrics", "rollouts", "events", "spread", "verdicts")
     whole = [anyone.get(f"/1/csv/{table}.csv").text for table in tables]
@@ -618,6 +625,7 @@ def test_what_is_of_a_family_has_its_unit_and_meaning_and_an_environment_may_be_
             assert told[name] == METRICS[declared]
         assert METRICS["reward_part/NAME"].sentence in html.unescape(client.get("/1/steps/0").text)
         assert shelf.look().metric_names(1, "named part") == ["reward_part/format"]
+        assert "name=reward_part" in client.get("/1/").text and "Parts of the reward" in client.get("/1/").text
         drawn = client.get("/1/chart.json?name=reward_mean").json()["lines"]
         assert [(line["label"], line["values"]) for line in drawn] == [("all", [0.5]), ("all", [0.25])]
         assert client.get("/1/chart.json?name=reward_part").json()["unit"] == "reward"

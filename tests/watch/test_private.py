@@ -61,6 +61,23 @@ def test_held_out_episodes_of_an_environment_are_chosen_and_come_page_by_page(ho
     assert host.get("/1/heldout?name=nothing&at=999").status_code == 200
 
 
+def test_a_held_out_judge_is_shown_and_its_words_are_the_hosts(anyone, host, copied, shelf):
+    judge = {"mean": 0.125, "low95": 0.0625, "high95": 0.25, "fault": "ValueError: a secret task"}
+    figures = {"mean": 0.5, "low95": 0.4, "high95": 0.6, "episodes": 12, "judge": judge}
+    (RunFolder(copied).evaluations / "v000001.json").write_text(json.dumps(figures))
+    shelf.runs[0].builder.note_condition()
+    shelf.change += 1
+    for client in (anyone, host):
+        page = client.get("/1/heldout").text
+        assert '<td class="n">0.125</td><td class="n">0.0625 to 0.25</td>' in page and "secret task" not in page
+        assert "judge" in [line["label"] for line in client.get("/1/chart.json?name=heldout").json()["lines"]]
+        assert ",0.125,0.0625,0.25" in client.get("/1/csv/heldout.csv").text
+    told = [shelf.runs[0].reading.evaluations()[1].judge.fault]
+    with open_run(copied, private=False) as others:
+        told.append(others.evaluations()[1].judge.fault)
+    assert told == ["ValueError: a secret task", ""]
+
+
 def test_the_shelf_gives_nobody_else_held_out_episodes(shelf):
     assert shelf.transcripts(1, private=True) and shelf.transcripts(1, private=False) == {}
 

@@ -11,6 +11,7 @@ from shoal.alarms import Alarm, AlarmsLog
 from shoal.cli import main
 from shoal.errors import StateError
 from shoal.folder import RunFolder
+from shoal.heldout import Judged
 from shoal.watch import open_run
 from shoal.watch.reading.heldout import HeldOut
 from shoal.watch.report import page
@@ -156,6 +157,16 @@ def test_a_gain_is_told_with_its_certainty():
 
     assert "do not touch" in gain_of([at(0.2, 0.1, 0.3, 0), at(0.6, 0.5, 0.7, 9)])
     assert "may be chance" in gain_of([at(0.2, 0.1, 0.3, 0), at(0.1, 0.0, 0.2, 9)]) and gain_of([at(0, 0, 0, 0)]) == ""
+
+
+def test_a_judge_that_disagrees_is_told_beside_the_gain():
+    def at(mean, judge, version):
+        return HeldOut(mean, mean, mean, 9, "success", version=version, judge=Judged(judge, judge - 0.1, judge + 0.1))
+
+    assert gain_of([at(0.2, 0.5, 0), at(0.6, 0.1, 9)]) == (
+        "Success rose from 0.2 in version 0 to 0.6 in version 9: the 95 % intervals do not touch. "
+        "The judge's mean fell from 0.5 to 0.1 in version 9: the 95 % intervals do not touch."
+    )
 
 
 def test_surprise_is_shaded_in_five_steps():

@@ -53,7 +53,8 @@ def alarm_rows(lines: Iterable[AlarmLine]) -> list[dict[str, Any]]:
         row = newest[alarm.subject] = found.setdefault((alarm.cause, alarm.node, alarm.since), {"first_s": line.time_s})
         row |= {
             "cause": alarm.cause, "node": alarm.node, "since_step": plain(alarm.since), "level": alarm.severity,
-            "words": f"{alarm.summary} {alarm.remedy}", "last_s": line.time_s, "is_open": line.change == "raised",
+            "words": f"{alarm.summary.rstrip('.')}. {alarm.remedy}", "last_s": line.time_s,
+            "is_open": line.change == "raised",
             "evidence": json.dumps({"step": alarm.step, "measured": [structs.asdict(one) for one in alarm.measured]}),
         }  # fmt: skip
     return list(found.values())

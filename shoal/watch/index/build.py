@@ -36,7 +36,7 @@ from shoal.watch.reading import Reading
 from shoal.watch.reading.marks import slot_of, standing_of
 from shoal.watch.reading.source import Value, step_of
 from shoal.watch.rows import event_row, refusal_rows, verdict_row
-from shoal.watch.tables import mean, spread
+from shoal.watch.tables import judged, mean, spread
 
 PAGE = 1000
 """Events of one transaction, when they are read again."""
@@ -137,7 +137,7 @@ class Builder:
                 for label, part in {"": one, **one.envs}.items():
                     self._put("heldout", (
                         self.number, one.name, label, one.version, part.mean, part.low95, part.high95, part.episodes,
-                        part.measure, part.tasks,
+                        part.measure, part.tasks, *judged(part),
                     ))  # fmt: skip
 
     # --- the log ---

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shoal.errors import StateError
 
-VERSION = 3
+VERSION = 4
 """Of the tables. Another one makes the index anew."""
 
 MOST_ROLLOUTS = 4096
@@ -60,7 +60,8 @@ CREATE TABLE bodies (run INTEGER, submission TEXT, seq INTEGER, state TEXT, why 
   WITHOUT ROWID;
 CREATE INDEX bodies_by_state ON bodies (run, state, seq);
 CREATE TABLE heldout (run INTEGER, name TEXT, env TEXT, version INTEGER, mean REAL, low95 REAL, high95 REAL,
-  episodes INTEGER, measure TEXT, tasks TEXT, PRIMARY KEY (run, name, env)) WITHOUT ROWID;
+  episodes INTEGER, measure TEXT, tasks TEXT, judge REAL, judge_low95 REAL, judge_high95 REAL,
+  PRIMARY KEY (run, name, env)) WITHOUT ROWID;
 CREATE TABLE alarms (run INTEGER, cause TEXT, node TEXT, since_step INTEGER, level TEXT, words TEXT, first_s REAL,
   last_s REAL, is_open INTEGER, evidence TEXT, PRIMARY KEY (run, cause, node, since_step)) WITHOUT ROWID;
 CREATE VIRTUAL TABLE texts USING fts5 (run, text, tokenize = 'unicode61');

@@ -204,7 +204,10 @@ def comparison(asked: Asked) -> tuple[str, Mapping[str, Any]]:
         name for name in ("reward_mean", "entropy_nats") if name in names
     ]
     charts = [_drawn(compared(asked.look, labels, name, asked.smooth())) for name in chosen[:12]]
-    figures = [{**row, **asked.look.overview(row["run"])} for row in runs]
+    figures = [
+        {**row, **asked.look.overview(row["run"]), "raised": len(asked.look.alarms(row["run"], only_open=True))}
+        for row in runs
+    ]
     return "compare.html", {
         "title": "Compare", "rows": figures, "charts": charts, "names": names, "chosen": chosen,
         "smooth": asked.smooth(), "drawn": drawn, "of": "&of=all" + "".join(f"&run={run}" for run in drawn),

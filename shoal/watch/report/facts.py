@@ -14,7 +14,9 @@ from pathlib import PurePath
 from typing import Any
 
 from shoal.alarms import AlarmLine, read_alarms, standing
+from shoal.envs.load import files_needed
 from shoal.errors import StateError
+from shoal.heldout import Judged
 from shoal.ledger.facts.run import RulesChanged, RunCreated
 from shoal.protocol import types as t
 from shoal.watch.reading import Reading, Version
@@ -35,6 +37,8 @@ class Facts:
     command: str
     """How the run is named on a command line: its URL, or the place where a reader has its folder."""
     is_url: bool
+    needs_files: bool
+    """Whether an audit executes files of the host, so that it needs `--own-files`."""
     status: t.Status
     is_live: bool
     began: float
@@ -94,6 +98,7 @@ def facts_of(run: Reading) -> Facts:
     changes = sum(isinstance(entry.body, RulesChanged) and bool(entry.body.config) for entry in run.events())
     return Facts(
         run=run.run, name=begun.name, command=shlex.quote(run.name) if not run.source.is_own else "RUN_FOLDER",
+        needs_files=bool(files_needed(state.envs)),
         is_url=not run.source.is_own, status=condition.status, is_live=condition.is_live, began=first.time,
         ended=state.time, config=_config(config), config_changes=changes,
         policy=_said(config.get("policy")),
@@ -108,17 +113,23 @@ def facts_of(run: Reading) -> Facts:
 
 
 def gain_of(heldout: Sequence[HeldOut]) -> str:
-    """From the first evaluation to the last, and whether their intervals overlap."""
+    """From the first evaluation to the last, and whether their intervals overlap; the same of a held-out judge."""
     if len(heldout) < 2:
         return ""
     first, last = heldout[0], heldout[-1]
+    said = [
+        _change((last.measure or "The mean").capitalize(), first, last, f" in version {first.version}", last.version)
+    ]
+    if first.judge is not None and last.judge is not None:
+        said.append(_change("The judge's mean", first.judge, last.judge, "", last.version))
+    return " ".join(said)
+
+
+def _change(what: str, first: HeldOut | Judged, last: HeldOut | Judged, since: str, version: int) -> str:
     apart = last.low95 > first.high95 or last.high95 < first.low95
     change = "rose" if last.mean > first.mean else "fell" if last.mean < first.mean else "stayed"
     surely = "the 95 % intervals do not touch" if apart else "the 95 % intervals overlap, so this may be chance"
-    return (
-        f"{(last.measure or 'The mean').capitalize()} {change} from {first.mean:.3g} in version {first.version} to "
-        f"{last.mean:.3g} in version {last.version}: {surely}."
-    )
+    return f"{what} {change} from {first.mean:.3g}{since} to {last.mean:.3g} in version {version}: {surely}."
 
 
 def without_folders(tree: Any, depth: int = 0) -> Any:
