@@ -40,6 +40,7 @@ SAID_BY: dict[str, tuple[str, ...]] = {
     "launch/finale.py": ("eval",),
     "launch/fits.py": ("run", "host"),
     "launch/hosting.py": ("host",),
+    "launch/logfiles.py": ("join", "validate", "relay"),
     "launch/hosting.py --factor": ("admin",),
     "launch/hosting.py --key": ("admin",),
     "launch/local.py": ("run", "host"),

@@ -15,7 +15,7 @@ from shoal.config.environ import (
     stay_on_this_machine,
     without_hub,
 )
-from shoal.config.envs import ENV_SETTINGS, STAGE_KEYS, EnvConfig
+from shoal.config.envs import ENV_SETTINGS, STAGE_KEYS, EnvConfig, JudgeConfig
 from shoal.config.host import HostConfig, is_loopback
 from shoal.config.load import load_run, load_sft
 from shoal.config.logs import LOGGERS, LoggingConfig
@@ -42,11 +42,10 @@ from shoal.config.sections import (
 
 __all__ = [
     "ACTIVATION_ERROR", "BOUNDS", "ENV_SETTINGS", "LOGGERS", "SAFE_TO_CHANGE", "STAGE_KEYS", "AdapterConfig",
-    "BoundsConfig", "CriticConfig", "DifficultyConfig", "EnvConfig", "EvalConfig", "HostConfig", "LoggingConfig",
-    "MonitorsConfig",
-    "PolicyConfig", "RolloutsConfig", "RunConfig", "SamplingConfig", "SftConfig", "StorageConfig", "TinyPolicy",
-    "TrainConfig", "ValidatorsConfig", "VerifyConfig", "WorkersConfig", "check_run", "child_environment",
-    "difficulty_of", "is_loopback", "load_run", "load_sft", "node_home", "notes_of", "rank_here", "repeatable_cuda",
-    "sampling_of", "settle_loggers", "settle_vllm", "settle_vllm_runner", "stay_on_this_machine", "unsafe_changes",
-    "wire_bounds", "without_hub",
+    "BoundsConfig", "CriticConfig", "DifficultyConfig", "EnvConfig", "EvalConfig", "HostConfig", "JudgeConfig",
+    "LoggingConfig", "MonitorsConfig", "PolicyConfig", "RolloutsConfig", "RunConfig", "SamplingConfig", "SftConfig",
+    "StorageConfig", "TinyPolicy", "TrainConfig", "ValidatorsConfig", "VerifyConfig", "WorkersConfig", "check_run",
+    "child_environment", "difficulty_of", "is_loopback", "load_run", "load_sft", "node_home", "notes_of", "rank_here",
+    "repeatable_cuda", "sampling_of", "settle_loggers", "settle_vllm", "settle_vllm_runner", "stay_on_this_machine",
+    "unsafe_changes", "wire_bounds", "without_hub",
 ]  # fmt: skip

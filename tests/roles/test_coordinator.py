@@ -109,6 +109,7 @@ def test_log_holds_no_seed_of_the_run_file(town):
     assert told["train"].pop("minibatches") == told["train"].pop("group_uses") == 1
     assert told["train"].pop("repeated_groups") == 0 and told["train"].pop("critic")["lam"] == 0.95
     assert told["eval"].pop("rows") == 0 and told["eval"].pop("dtype") == "float32"
+    assert told["eval"].pop("judge")["name"] == ""
     assert bodies[1].config == told
 
 

@@ -26,6 +26,7 @@ from shoal.config import (
     CriticConfig,
     DifficultyConfig,
     EnvConfig,
+    JudgeConfig,
     MonitorsConfig,
     RunConfig,
     difficulty_of,
@@ -199,6 +200,8 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
                                  ("eval", "dtype", "float32")):  # fmt: skip
         if tree[section][name] == usual:
             del tree[section][name]
+    if config.eval.judge == JudgeConfig():
+        del tree["eval"]["judge"]
     if config.eval.rows in (0, BATCH):  # as in old runs, whether it was found or not
         del tree["eval"]["rows"]
     if not config.policy.implementation:
