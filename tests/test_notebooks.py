@@ -73,7 +73,7 @@ def test_the_anatomy_works(tmp_path):
     assert whole.count("passed") >= 10 and "weights: " in whole and "agrees: True" in whole
     for name, check in (
         ("own digit", "sampling"),
-        ("surer", "logprobs"),
+        ("less sure", "logprobs"),
         ("shorter", "ending"),
         ("other question", "prompt"),
     ):

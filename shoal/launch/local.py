@@ -117,6 +117,8 @@ def open_crew(run_dir: Path, lock_fd: int, with_workers: bool, make_view: Callab
         config, found = sized(config, spec, with_workers)
         demand_fit(config, spec, folder.root, with_workers)
         folder.keep_found(config)
+    if config.workers.cheating and not with_workers:
+        found = (*found, "`shoal host` starts no workers of its own, so workers.cheating adds no cheater")
     return LocalRun(folder, lock_fd, with_workers, make_view(), shifts_of(config, folder, spec, with_workers), found)
 
 

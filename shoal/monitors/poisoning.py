@@ -25,10 +25,17 @@ STEPS = 40
 """That are looked at: a worker that is refused is quarantined, so it sends little."""
 Z95 = 1.959964
 """Two-sided 95 % quantile of the normal distribution."""
-REMEDY = (
-    "Look at its refusals (`shoal credits RUN NODE`) and audit its groups (`shoal audit RUN`). "
-    "`shoal admin quarantine` stops it for an hour, `shoal admin kick` for good"
-)
+NAMED_BY = 12
+"""Digits of its key that name a worker in commands."""
+
+
+def remedy(key: str) -> str:
+    """What to do about a worker."""
+    node = key[:NAMED_BY]
+    return (
+        f"Look at its refusals (`shoal credits RUN {node}`) and audit its groups (`shoal audit RUN`). "
+        f"`shoal admin quarantine RUN {node}` stops it for an hour, `shoal admin kick RUN {node}` for good"
+    )
 
 
 def look(view: View) -> Iterator[Finding]:
@@ -55,7 +62,7 @@ def _refused(view: View, key: str, done: Sequence[NodeStep], share: float) -> Fi
         return None
     rate = refused / (refused + accepted)
     what = f"{view.name_of(key)} had {rate:.1%} of its blocks refused, and {share:.1%} of the influence on batches"
-    return Finding("critical", what, REMEDY, (measured("refused share", rate, most),), key)
+    return Finding("critical", what, remedy(key), (measured("refused share", rate, most),), key)
 
 
 def _influential(view: View, key: str, done: Sequence[NodeStep], share: float) -> Finding | None:
@@ -71,7 +78,7 @@ def _influential(view: View, key: str, done: Sequence[NodeStep], share: float) -
         f"{view.name_of(key)} has {share:.1%} of the influence on batches, and {refused} of its "
         f"{refused + accepted} blocks were refused"
     )
-    return Finding("warning", what, REMEDY, (measured("influence x refused share", likely * share, most),), key)
+    return Finding("warning", what, remedy(key), (measured("influence x refused share", likely * share, most),), key)
 
 
 def lowest_share(hits: int, tried: int) -> float:
@@ -90,7 +97,7 @@ def _leaning(view: View, key: str, lean: float, share: float) -> Finding | None:
     way = "above" if lean > 0 else "below"
     what = f"rewards of {view.name_of(key)} are {abs(lean):.1f} deviations {way} those of others on like tasks"
     what += f", and it has {share:.1%} of the influence on batches"
-    return Finding("warning", what, REMEDY, (measured("reward lean", abs(lean), most),), key)
+    return Finding("warning", what, remedy(key), (measured("reward lean", abs(lean), most),), key)
 
 
 class _Rewards(NamedTuple):

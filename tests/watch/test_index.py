@@ -15,6 +15,7 @@ from shoal.ledger.facts.verdicts import VerdictGiven
 from shoal.ledger.facts.versions import CheckpointPublished
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import verify
+from shoal.ledger.pace import usual_pace_s
 from shoal.ledger.table import make_entry
 from shoal.protocol.types import Measured
 from shoal.watch.index import Builder, Filter, Look, bodies, filters, group, groups, number_of, same_task
@@ -102,6 +103,13 @@ def test_nodes_are_ranked_and_found_by_key_and_name(look, run):
     own = look.node(1, cheater.key)
     assert own["rank"] == 2 and own["refusals"][0]["check"] == "sampling" and own["reasons"] == cheater.reasons
     assert own["versions"] and look.node(1, "nobody") is None and look.node(1, honest.key)["steps"]
+
+
+def test_a_slow_node_is_told_by_the_pace_that_the_log_shows(look, run):
+    paces = {row["key"]: row["pace_s"] for row in look.nodes(1, role="worker", by="pace_s")["rows"]}
+    assert paces == {key: member.pace_s for key, member in run.state.members.items() if member.role == "worker"}
+    assert list(paces.values()) == sorted(paces.values(), reverse=True) and all(paces.values())
+    assert look.usual_pace_s(1) == usual_pace_s(run.state) > 0
 
 
 def test_a_node_keeps_its_rank_among_its_peers_whatever_is_searched_for(look, run):

@@ -349,6 +349,16 @@ def test_a_volunteer_finds_its_node_by_the_start_of_its_key(anyone, shelf):
     assert "Rank among workers" in page and "Share of credits" in page and "What it helped with" in page
 
 
+def test_a_slow_node_is_told_so_beside_the_usual_pace(anyone, shelf):
+    key, db = shelf.look().nodes(1, role="worker")["rows"][0]["key"], shelf.runs[0].builder._db
+    for is_slow in (True, False):
+        db.execute("UPDATE nodes SET is_slow = ? AND key = ?", (is_slow, key))
+        shelf.change += 1
+        table, own = anyone.get("/1/nodes?by=pace_s").text, anyone.get(f"/1/nodes/{key}").text
+        assert table.count("<small>slow</small>") == is_slow and "is usual in this run" in table
+        assert ("<small>slow: usual is" in own) == is_slow and "usual is" in own
+
+
 def test_a_volunteer_that_searches_its_key_sees_its_rank_among_all_workers(anyone, shelf):
     key = shelf.look().rows("SELECT key FROM nodes WHERE name = 'cheater'")[0]["key"]
     rows = anyone.get(f"/1/nodes?q={key[:10]}").text.partition("<tbody>")[2].partition("</tbody>")[0]

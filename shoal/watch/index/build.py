@@ -23,6 +23,7 @@ from shoal.ledger.facts.run import RulesChanged, RunEnded
 from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision, VerdictGiven
 from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed
+from shoal.ledger.pace import is_slow, usual_pace_s
 from shoal.metrics import meaning_of
 from shoal.protocol.algorithms import judged_by_trainer, step_credit_of, vine_of
 from shoal.roles.coordinator.board import groups_in_flight, waiting_for
@@ -313,11 +314,13 @@ class Builder:
 
     def _put_nodes(self) -> None:
         """Write the nodes that changed."""
-        for place, node in enumerate(self.reading.state.members.values()):
+        state = self.reading.state
+        for place, node in enumerate(state.members.values()):
             row = (
                 self.number, node.key, place, node.name, node.role, node.standing, node.credits, node.vested, node.accepted,
                 node.refused, node.lapsed, node.leases, node.stale, node.given, node.unfilled, node.influence, node.left,
                 json.dumps(node.reasons), node.last_reason, node.implementation, node.dtype, node.device,
+                node.pace_s or None, is_slow(state, node),
             )  # fmt: skip
             if self._nodes.get(node.key) != row:
                 self._nodes[node.key] = row
@@ -348,6 +351,7 @@ class Builder:
             "waiting_for": waiting_for(state), "envs": [env.label for env in state.envs],
             "group_size": state.rules.group_size,
             "batch_groups": state.rules.batch_groups, "max_staleness": state.rules.max_staleness, "acts": self._acts,
+            "usual_pace_s": usual_pace_s(state),
         }, default=structs.asdict)  # fmt: skip
 
     # --- metrics ---

@@ -38,7 +38,7 @@ _TOGETHER = 500
 _PLACES = 1048576
 """More than the groups of a submission."""
 
-RANKINGS = ("credits", "accepted", "refused", "influence", "lapsed", "leases", "place", "name")
+RANKINGS = ("credits", "accepted", "refused", "influence", "lapsed", "leases", "pace_s", "place", "name")
 """What nodes may be ordered by; `place` is the order in which they joined."""
 
 
@@ -89,6 +89,10 @@ class Look:
     def _seq(self, run: int) -> int:
         found = self.rows("SELECT seq FROM runs WHERE run = ?", run)
         return int(found[0]["seq"]) if found else -1
+
+    def usual_pace_s(self, run: int) -> float:
+        """Seconds that the run's workers need for a block, or 0."""
+        return float(self._told("facts", run).get("usual_pace_s", 0.0))
 
     def heldout(self, run: int) -> list[Row]:
         """Evaluations by version, with 95 % intervals; `env` is empty for all environments together."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shoal.errors import StateError
 
-VERSION = 4
+VERSION = 5
 """Of the tables. Another one makes the index anew."""
 
 MOST_ROLLOUTS = 4096
@@ -29,7 +29,7 @@ CREATE TABLE series (run INTEGER, name TEXT, step INTEGER, value REAL, PRIMARY K
 CREATE TABLE nodes (run INTEGER, key TEXT, place INTEGER, name TEXT, role TEXT, standing TEXT, credits INTEGER,
   vested INTEGER, accepted INTEGER, refused INTEGER, lapsed INTEGER, leases INTEGER, stale INTEGER, given INTEGER,
   unfilled INTEGER, influence REAL, away INTEGER, reasons TEXT, last_reason TEXT, implementation TEXT, dtype TEXT,
-  device TEXT, PRIMARY KEY (run, key)) WITHOUT ROWID;
+  device TEXT, pace_s REAL, is_slow INTEGER, PRIMARY KEY (run, key)) WITHOUT ROWID;
 CREATE INDEX nodes_by_credits ON nodes (run, role, credits);
 CREATE TABLE versions (run INTEGER, version INTEGER, seq INTEGER, time_s REAL, root TEXT, manifest TEXT, retired INTEGER,
   signal INTEGER, flat INTEGER, continued INTEGER, void INTEGER, batch_seq INTEGER, batch_s REAL, batch_groups INTEGER,

@@ -130,6 +130,7 @@ def nodes(asked: Asked) -> tuple[str, Mapping[str, Any]]:
         return node(replace(asked, path={"key": page["rows"][0]["key"]}))
     return "nodes.html", {
         "title": "Nodes", **page, "role": role, "by": by, "search": search, "rankings": RANKINGS,
+        "usual_pace_s": asked.look.usual_pace_s(asked.run),
     }  # fmt: skip
 
 
@@ -154,6 +155,7 @@ def node(asked: Asked) -> tuple[str, Mapping[str, Any]]:
         "node": {**found, **peers},
         "events": events,
         "helped": helped,
+        "usual_pace_s": asked.look.usual_pace_s(asked.run),
     }
 
 
