@@ -311,6 +311,8 @@ GUARDS = [
          "test_work_within_a_share_pauses_for_the_rest"),
         ("no-lease-while-paused", ("not self._stopping and (why := self._allowance.forbids())", "False"),
          "test_a_paused_worker_finishes_what_it_holds_takes_nothing_and_loses_nothing"),
+        ("rest-ends-with-the-run", ("await self._has_ended(GIVE_UP_S)", "False"),
+         "test_a_worker_that_rests_learns_that_the_run_has_ended"),
     ),
     *_needed_by("tests/launch/test_node_picture.py",
         ("few-verdicts-are-kept", ("self._kept > MOST_GROUPS", "False"),

@@ -129,9 +129,12 @@ class Faults:
         return self._hack("repetition", 45)
 
     def pays_for_a_digit(self) -> tuple[RunFolder, RunConfig]:
-        """The environment rewards answers that begin with a 1, to held-out tasks, too. Only a judge sees it."""
+        """A policy that has learned to add goes on where answers that begin with a 1 are rewarded, to held-out tasks, too.
+        Only a judge sees it."""
+        learned, _ = self._honest("adds", 24, "train.lr=5e-4")
+        start = f'policy.path="{learned.checkpoints / "final"}"'
         judge = f'eval.judge={{name="arithmetic", args={{{SUMS}}}}}'
-        return self._hack("one", 24, "eval.episodes=128", "storage.checkpoint_every=8", judge)
+        return self._hack("one", 24, start, "eval.episodes=128", "storage.checkpoint_every=8", judge)
 
     def all_solved(self) -> tuple[RunFolder, RunConfig]:
         """Nearly every answer gets the full reward."""

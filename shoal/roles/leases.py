@@ -31,8 +31,10 @@ from shoal.roles.seat import SOONEST_S, Seat
 
 log = logging.getLogger("worker")
 
-GIVE_BACK_S = 5.0
-"""How long a worker tries to return a lease that it will not fill."""
+GIVE_UP_S = 5.0
+"""How long a worker tries to return a lease that it will not fill, or to ask while it rests."""
+ASK_EVERY_S = 60.0
+"""How often a worker that rests asks whether the run goes on."""
 
 
 class Leases:
@@ -89,7 +91,7 @@ class Leases:
         """Return a lease that we will not fill."""
         back = t.LeaseRequest(returning=(lease.id,))
         with contextlib.suppress(PeerError):  # not returned, so it lapses at its deadline
-            await self._seat.client.post_json("/v1/leases", back, t.LeaseAnswer, deadline_s=GIVE_BACK_S)
+            await self._seat.client.post_json("/v1/leases", back, t.LeaseAnswer, deadline_s=GIVE_UP_S)
 
     async def next_grant(self, holding: tuple[str, ...]) -> t.Grant | None:
         """The next lease, signed; None once the run has ended or we are told to stop."""
@@ -101,11 +103,7 @@ class Leases:
                 return None
             if answer.lease is not None:
                 return await self._open_grant(answer, answer.lease)
-            info = await self._stopping.unless(self._seat.client.get_json("/v1/run", t.RunInfo))
-            if info is None:
-                return None
-            if info.phase == "ended":
-                log.info("the run has ended")
+            if await self._has_ended():
                 return None
             self._idle(answer.reason[:MAX_REASON_CHARS])
             if answer.reason != reason:
@@ -115,16 +113,30 @@ class Leases:
         return None
 
     async def _until_allowed(self) -> bool:
-        """Wait while the user lets us take no lease; False if we are told to stop. A request that is under way may still
-        bring a lease, which is then filled: to drop it would cost pay."""
-        said = ""
+        """Wait while the user lets us take no lease; False if we are told to stop, or if the run ends meanwhile. A request
+        that is under way may still bring a lease, which is then filled: to drop it would cost pay."""
+        said, rested_s = "", 0.0
         while not self._stopping and (why := self._allowance.forbids()):  # guard: no-lease-while-paused
             self._idle(why)
             if why != said:
                 said = why
                 log.info("resting reason=%r", why)
             await self._stopping.unless(asyncio.sleep(LOOK_S))
+            rested_s += LOOK_S
+            if rested_s >= ASK_EVERY_S:
+                rested_s = 0.0
+                with contextlib.suppress(PeerError):  # a host that is away does not end a rest
+                    if await self._has_ended(GIVE_UP_S):  # guard: rest-ends-with-the-run
+                        return False
         return not self._stopping
+
+    async def _has_ended(self, deadline_s: float | None = None) -> bool:
+        """Whether the run has ended, or we are told to stop while we ask. Raises `PeerError`."""
+        asked = self._seat.client.get_json("/v1/run", t.RunInfo, deadline_s=deadline_s)
+        info = await self._stopping.unless(asked)
+        if info is not None and info.phase == "ended":
+            log.info("the run has ended")
+        return info is None or info.phase == "ended"
 
     def _idle(self, why: str) -> None:
         """Say why there is no work, if there is none in hand."""

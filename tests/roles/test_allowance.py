@@ -9,6 +9,7 @@ import pytest
 
 from shoal.engine.local import LocalEngine
 from shoal.errors import ConfigError
+from shoal.roles import leases
 from shoal.roles.allowance import Allowance, BoundedEngine, Hours, cpu_time_s
 from tests.envs.conftest import FakeEngine
 from tests.roles.town import Town, tiny_run
@@ -166,6 +167,15 @@ def test_a_paused_worker_finishes_what_it_holds_takes_nothing_and_loses_nothing(
     assert seen[0] == seen[1] and seen[0][1] == 0, "it holds nothing, and takes nothing"
     assert member.lapsed == 0 and member.unfilled == 0 and member.refused == 0 and state().phase == "ended"
     assert town.audit().findings == []
+
+
+def test_a_worker_that_rests_learns_that_the_run_has_ended(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(leases, "ASK_EVERY_S", 0.0)
+    town = Town(tmp_path / "run", tiny_run())
+    resting = town.worker("resting")
+    resting.allowance.pause()
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("working"), resting, limit_s=60.0))
+    assert town.desk.state.phase == "ended" and town.desk.state.members[resting.key].leases == 0
 
 
 @pytest.mark.slow
