@@ -43,7 +43,7 @@ SAID_BY: dict[str, tuple[str, ...]] = {
     "launch/logfiles.py": ("join", "validate", "relay"),
     "launch/hosting.py --factor": ("admin",),
     "launch/hosting.py --key": ("admin",),
-    "launch/local.py": ("run", "host"),
+    "launch/lock.py": ("run", "host"),
     "launch/node_picture.py": ("join",),
     "launch/node_view.py": ("join",),
     "launch/rotation.py": ("host", "admin"),

@@ -22,7 +22,8 @@ from shoal.config import TinyPolicy, load_run
 from shoal.errors import ConfigError, PeerError
 from shoal.folder import RunFolder
 from shoal.launch import doctor
-from shoal.launch.local import check_first_policy, locked
+from shoal.launch.local import check_first_policy
+from shoal.launch.lock import locked
 from shoal.net.keys import load_key
 from shoal.policy.tiny import make_tiny
 
@@ -335,7 +336,7 @@ def test_a_second_node_in_one_home_is_refused_in_one_line(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both would have one key and one folder of weights: the first that left would end the other's leases."""
-    monkeypatch.setattr("shoal.launch.local.LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr("shoal.launch.lock.LOCK_WAIT_S", 0.2)
     with locked(tmp_path):
         assert cli.main([command, "not a url", "--home", str(tmp_path)]) != 0
     said = capsys.readouterr().err

@@ -106,7 +106,8 @@ def _launch(args: argparse.Namespace, overrides: list[str], with_workers: bool) 
     from shoal.envs.declared import is_repeatable
     from shoal.folder import RunFolder
     from shoal.launch.hosting import invitation
-    from shoal.launch.local import launch, locked
+    from shoal.launch.local import launch
+    from shoal.launch.lock import locked
     from shoal.launch.rotation import take_root
     from shoal.launch.shaped import random_policy
     from shoal.policy.device import demand_device

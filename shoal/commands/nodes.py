@@ -227,7 +227,7 @@ def _home(args: argparse.Namespace) -> Iterator[tuple[Path, int]]:
     """The folder of the node's key and weights, for this process alone: two with one key would end each other's leases.
     With it comes the descriptor of its lock."""
     from shoal.config import node_home
-    from shoal.launch.local import locked
+    from shoal.launch.lock import locked
 
     home = args.home or node_home()
     with locked(home, "give this node another folder with --home") as lock_fd:  # guard: one-node-in-a-home
@@ -236,7 +236,7 @@ def _home(args: argparse.Namespace) -> Iterator[tuple[Path, int]]:
 
 def relay(args: argparse.Namespace) -> None:
     from shoal.config import node_home
-    from shoal.launch.local import locked
+    from shoal.launch.lock import locked
     from shoal.roles.relay import role
 
     _log(args, "relay")

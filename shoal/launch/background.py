@@ -21,7 +21,8 @@ from shoal.envs.declared import is_repeatable
 from shoal.errors import NO_TORCH, ShoalError, StateError, fault_of_user
 from shoal.folder import RunFolder
 from shoal.launch.hosting import shared_url
-from shoal.launch.local import locked, open_crew
+from shoal.launch.local import open_crew
+from shoal.launch.lock import locked
 from shoal.launch.snapshot import Snapshot
 from shoal.launch.view import WATCHDOG_S
 from shoal.metrics import read_metrics

@@ -6,11 +6,9 @@ after a kill at any moment, the same command resumes the run.
 """
 
 import contextlib
-import fcntl
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from rich.console import Console, Group
 
 from shoal.config import RunConfig
 from shoal.engine.cheats import CHEATS
-from shoal.errors import ShoalError, StateError, cause_of
+from shoal.errors import ShoalError, StateError
 from shoal.folder import RunFolder
 from shoal.launch.alarms import AlarmWatch
 from shoal.launch.computable import demand_codable, demand_computable, demand_engine_of_workers
@@ -50,39 +48,6 @@ WORKER_STOP_S = 30.0
 """A worker that is asked to end may take this long to finish and submit its block."""
 STOP_S = 10.0
 """The other roles may take this long to end."""
-LOCK_WAIT_S = 5.0
-"""Processes of a launcher that was killed need a moment to notice and to release the folder."""
-
-
-@contextlib.contextmanager
-def locked(run_dir: Path, instead: str = "give this run another folder with --out") -> Iterator[int]:
-    """Hold a run folder for one launcher and its roles, or a home for one node; yields the descriptor that roles inherit.
-
-    Raises `StateError` when another process holds it. `instead` says what the user can do then.
-    """
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        fd = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise StateError(f"cannot write to {run_dir}: {cause_of(error)}. Free some space, or {instead}") from None
-    try:
-        deadline = time.monotonic() + LOCK_WAIT_S
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "?"
-                    raise StateError(
-                        f"{run_dir} is in use by another shoal (process {holder}): stop that one first, or {instead}"
-                    ) from None
-                time.sleep(0.1)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def launch(

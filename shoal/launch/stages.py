@@ -22,7 +22,7 @@ from shoal.config.stages import EvalStage, Stage, StagesConfig, kind_of, setting
 from shoal.errors import EXIT_DONE, EXIT_INTERRUPTED, StateError
 from shoal.folder import write_atomically
 from shoal.launch.jobs import Input, Job, Made, demand_doable, demand_same_inputs, job_of
-from shoal.launch.local import locked
+from shoal.launch.lock import locked
 from shoal.launch.outputs import OUTPUTS, RUN, demand_whole, digest_below, files_of
 from shoal.launch.process import RoleProcess, counted_signals
 from shoal.launch.stages_report import Measured, StageEnd, in_words, report

@@ -48,7 +48,7 @@ def _sft(job: Job, folder: Path) -> Made:
 def _rl(job: Job, folder: Path) -> Made | int:
     from shoal.envs.declared import is_repeatable
     from shoal.launch.chosen import digest_of, learned_groups
-    from shoal.launch.local import locked
+    from shoal.launch.lock import locked
     from shoal.launch.unattended import launch_unattended
     from shoal.policy.device import demand_device
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from shoal.errors import StateError
-from shoal.launch.local import locked
+from shoal.launch.lock import locked
 
 RUN_FILE = """
 name = "small"
@@ -132,7 +132,7 @@ def check_end(folder: Path, said: str) -> None:
 
 
 def test_folder_is_held_by_one_launcher_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.launch.local.LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr("shoal.launch.lock.LOCK_WAIT_S", 0.2)
     with locked(tmp_path), pytest.raises(StateError, match=f"process {os.getpid()}"), locked(tmp_path):
         pass
     with locked(tmp_path):

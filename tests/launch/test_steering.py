@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import StateError
-from shoal.launch.local import locked
+from shoal.launch.lock import locked
 from shoal.launch.steering import name_worker, steer, steered
 
 

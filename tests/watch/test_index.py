@@ -19,6 +19,7 @@ from shoal.ledger.pace import usual_pace_s
 from shoal.ledger.table import make_entry
 from shoal.protocol.types import Measured
 from shoal.watch.index import Builder, Filter, Look, bodies, filters, group, groups, number_of, same_task
+from shoal.watch.index.metrics import MetricsIndex
 from shoal.watch.index.schema import NAMES, open_to_write
 from shoal.watch.reading import Reading, Replaced, open_run
 from shoal.watch.tables import rows_of
@@ -253,17 +254,19 @@ def test_a_builder_that_is_killed_goes_on_to_the_same_index(index, town, tmp_pat
     assert contents(built(path, town.folder.root)) == contents(index)
 
 
-def test_a_builder_that_is_killed_between_bodies_goes_on(index, town, tmp_path, monkeypatch):
-    path, calls = tmp_path / "killed.sqlite", []
-    rows = bodies._rows
+@pytest.mark.parametrize(("owner", "name"), [(bodies, "_rows"), (MetricsIndex, "_name")])
+def test_a_builder_that_is_killed_while_it_reads_bodies_or_metrics_goes_on(
+    index, town, tmp_path, monkeypatch, owner, name
+):
+    path, calls, goes_on = tmp_path / "killed.sqlite", [], getattr(owner, name)
 
-    def rows_until(*given):
+    def until(*given):
         calls.append(given)
         if len(calls) == 10:
             raise Killed
-        return rows(*given)
+        return goes_on(*given)
 
-    monkeypatch.setattr(bodies, "_rows", rows_until)
+    monkeypatch.setattr(owner, name, until)
     with pytest.raises(Killed):
         built(path, town.folder.root)
     assert contents(built(path, town.folder.root)) == contents(index)

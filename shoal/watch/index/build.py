@@ -24,18 +24,17 @@ from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision, VerdictGiven
 from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed
 from shoal.ledger.pace import is_slow, usual_pace_s
-from shoal.metrics import meaning_of
 from shoal.protocol.algorithms import judged_by_trainer, step_credit_of, vine_of
 from shoal.roles.coordinator.board import groups_in_flight, waiting_for
 from shoal.watch.index.alarms import note_alarms
 from shoal.watch.index.bodies import decode_bodies
 from shoal.watch.index.faults import told_as_errors
-from shoal.watch.index.plain import fit_for_search, numbers_of, plain, query_of
+from shoal.watch.index.metrics import MetricsIndex
+from shoal.watch.index.plain import fit_for_search, plain
 from shoal.watch.index.quota import Quota
-from shoal.watch.index.schema import METRIC, MOST_ROLLOUTS, begun, forget, open_to_write, run_word
+from shoal.watch.index.schema import MOST_ROLLOUTS, begun, forget, open_to_write, run_word
 from shoal.watch.reading import Reading
 from shoal.watch.reading.marks import slot_of, standing_of
-from shoal.watch.reading.source import Value, step_of
 from shoal.watch.rows import event_row, refusal_rows, verdict_row
 from shoal.watch.tables import judged, mean, spread
 
@@ -66,8 +65,7 @@ class Builder:
             raise
         self._nodes: dict[str, tuple[Any, ...]] = {}
         """Rows as they were written last, by key."""
-        self._named = set[str]()
-        """Metrics that full text knows."""
+        self._metrics = MetricsIndex(self._db, self.number)
         self._by_version: dict[int, list[str]] = {}
         """Submissions."""
         self._withheld: dict[int, set[str]] = {}
@@ -103,7 +101,7 @@ class Builder:
             self._index_again()
         lines = self.reading.new_metrics()
         if lines:
-            self._take_metrics(lines)
+            self._metrics.take(lines)
         decoded = decode_bodies(self._db, self.number, self.reading, BODIES)
         return bool(entries or lines or decoded)
 
@@ -167,10 +165,11 @@ class Builder:
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             forget(self._db, self.number)
-        self._id, self._seq, self._head, self._nodes, self._named = "", -1, "", {}, set()
+        self._id, self._seq, self._head, self._nodes = "", -1, "", {}
         self._by_version, self._withheld, self._acts = {}, {}, []
         self._index_again()
-        self._take_metrics(self.reading.metrics())
+        self._metrics = MetricsIndex(self._db, self.number)
+        self._metrics.take(self.reading.metrics())
 
     def _index_again(self) -> None:
         """Index events that were read before."""
@@ -353,38 +352,6 @@ class Builder:
             "batch_groups": state.rules.batch_groups, "max_staleness": state.rules.max_staleness, "acts": self._acts,
             "usual_pace_s": usual_pace_s(state),
         }, default=structs.asdict)  # fmt: skip
-
-    # --- metrics ---
-
-    def _take_metrics(self, lines: Sequence[dict[str, Value]]) -> None:
-        with self._db:
-            self._db.execute("BEGIN IMMEDIATE")
-            for line in lines:
-                step, told = step_of(line), json.dumps(line)
-                asked = self._db.execute("SELECT line FROM metrics WHERE run = ? AND step = ?", (self.number, step))
-                known = asked.fetchone()
-                if known == (told,):
-                    continue  # it was indexed before a restart
-                for name, _ in numbers_of(json.loads(known[0]) if known else {}):
-                    delete = "DELETE FROM series WHERE run = ? AND name = ? AND step = ?"
-                    self._db.execute(delete, (self.number, name, step))
-                self._put("metrics", (self.number, step, told))
-                for name, value in numbers_of(line):
-                    self._put("series", (self.number, name, step, value))
-                    self._name_metric(name)
-
-    def _name_metric(self, name: str) -> None:
-        """Let full text find a metric by its name and meaning."""
-        word = run_word(self.number)
-        if not self._named:
-            known = self._db.execute("SELECT ref FROM words WHERE words MATCH ?", (query_of("", METRIC, word),))
-            self._named = {ref for (ref,) in known}
-        if name not in self._named:
-            self._named.add(name)
-            told = meaning_of(name)
-            text = fit_for_search(f"{name} {told.sentence if told else ''}")
-            insert = "INSERT INTO words (run, text, what, ref) VALUES (?, ?, 'metric', ?)"
-            self._db.execute(insert, (f"{word} {METRIC}", text, name))
 
     def _put(self, table: str, values: Sequence[Any]) -> None:
         marks = ", ".join("?" * len(values))
