@@ -27,7 +27,7 @@ BENCHES := decode whole_system verify_cost detection toploc poisoning economics 
 # More threads per process would compete with the other processes of the same test.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-# Tests of whole runs mostly wait for processes, so files of tests run in two processes at a time: half the time on two cores.
+# Files of tests run in two processes at a time: half the time on two cores.
 PARALLEL ?= -n 2 --dist loadfile
 
 # Whole runs, processes and attacks: most of the suite's time.
@@ -108,7 +108,7 @@ check: $(VENV)/.tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(TEST) $(CHECKS)
+	$(TEST) $(PARALLEL) $(CHECKS)
 
 # A link without a target ends it.
 docs: $(VENV)/.docs

@@ -56,7 +56,9 @@ def test_an_example_passes_its_check(name: str, args_of: Callable[[str], dict[st
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize(("name", "kind"), [("calculator", "processes"), ("explain", "network")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("calculator", "processes"), pytest.param("explain", "network", marks=pytest.mark.slow)]
+)
 def test_an_example_that_stays_with_the_host_is_told_how_to_be_checked(
     name: str, kind: str, args_of: Callable[[str], dict[str, Any]]
 ) -> None:

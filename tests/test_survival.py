@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import one_file
 
 
-@pytest.mark.parametrize("kind", ["episodes", "completions"])
+@pytest.mark.parametrize("kind", ["episodes", pytest.param("completions", marks=pytest.mark.slow)])
 def test_every_role_killed_once_changes_nothing_and_loses_nothing(tmp_path, kind):
     out, roles = tmp_path / "run", [*kill_storm.ROLES[::-1], *(["stage"] if kind == "completions" else [])]
     launcher = kill_storm.start(tmp_path, out, kind, steps=len(roles), staleness=0)
@@ -74,10 +74,17 @@ lr = 1e-3
 """
 
 
-@pytest.mark.parametrize("more", ["", pytest.param(CRITIC, marks=pytest.mark.slow, id="critic")])
-def test_a_trainer_killed_at_any_step_repeats_those_since_its_last_state(tmp_path, more):
+@pytest.mark.parametrize(
+    ("more", "kills"),
+    [
+        pytest.param("", 3, id="a-few-times"),
+        pytest.param("", 6, marks=pytest.mark.slow, id="often"),
+        pytest.param(CRITIC, 6, marks=pytest.mark.slow, id="critic"),
+    ],
+)
+def test_a_trainer_killed_at_any_step_repeats_those_since_its_last_state(tmp_path, more, kills):
     """It saves every third state: some kills come while a state is being written, or while steps are repeated."""
-    out, rng, kills = tmp_path / "run", random.Random(1), 6
+    out, rng = tmp_path / "run", random.Random(1)
     launcher = kill_storm.start(tmp_path, out, more="state_every = 3" + more, steps=kills + 2, staleness=0)
     try:
         for version in range(1, kills + 1):

@@ -87,6 +87,7 @@ def test_the_peak_of_a_process_is_known_until_it_ends() -> None:
         peak_mb(process.pid)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells the peak of another process")
 def test_the_command_runs_both_parts_and_ends_with_a_line_of_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

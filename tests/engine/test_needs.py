@@ -76,12 +76,16 @@ SHAPES = {
     ),
     "many rollouts": (dict(width=128, layers=2, heads=4, kv_heads=4, mlp_width=256, vocab_size=64), (256, 20, 200)),
 }
+LONG = ("many codes", "long prompts")
+"""These take most of the time. The tests of the trainer's needs and of other architectures have such a shape, too."""
 
 
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="no other system tells how much was taken at most"
 )
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(shape, marks=pytest.mark.slow if shape in LONG else ()) for shape in SHAPES]
+)
 def test_an_engine_takes_at_most_what_it_is_said_to_need_and_not_much_less(shape: str, tmp_path: Path) -> None:
     sizes, (rows, opening, tokens, *ranks) = SHAPES[shape]
     rank, base = ranks[0] if ranks else 0, "nf4" if shape == "many codes" else ""

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from shoal.config import load_run
 from shoal.folder import RunFolder
 from tests.launch.test_local import RUN_FILE
@@ -88,6 +90,7 @@ environment = Counting
 """
 
 
+@pytest.mark.slow
 def test_strangers_that_have_nothing_of_it_train_on_the_hosts_own_file(tmp_path: Path) -> None:
     (tmp_path / "counting.py").write_text(COUNTING)
     (tmp_path / "small.toml").write_text(RUN_FILE.replace('name = "arithmetic"', 'name = "counting.py"').replace(

@@ -129,6 +129,7 @@ def test_a_stranger_installs_by_policy_and_plays_a_package_in_the_sandbox(place:
             process.wait()
 
 
+@pytest.mark.slow
 def test_strangers_who_agreed_to_nothing_serve_completions_of_the_package(place: Place) -> None:
     host, url = place.host("")
     worker = begin(place.folder, "worker", "join", url, "--threads", "1", "--name", "worker")

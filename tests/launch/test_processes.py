@@ -102,6 +102,7 @@ def test_a_trainer_of_two_processes_is_stopped_killed_and_resumed(tmp_path: Path
     assert finished(folder, start(folder, 2, 6)) == untouched
 
 
+@pytest.mark.slow
 def test_an_error_that_only_the_user_can_fix_ends_the_run_in_one_line(tmp_path: Path) -> None:
     run = start(tmp_path, 2)
     wait_for("a first step", lambda: steps_done(tmp_path) >= 1, run)

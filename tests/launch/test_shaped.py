@@ -47,7 +47,7 @@ def run(folder: Path, recipe: str, *overrides: str, more: tuple[str, ...] = ()) 
     ("recipe", "shape"),
     [
         ("qwen3-0.6b-gsm8k", "qwen3-0.6b"),
-        ("qwen3-8b-lora", "qwen3-8b"),
+        pytest.param("qwen3-8b-lora", "qwen3-8b", marks=pytest.mark.slow),
         pytest.param("olmoe", "olmoe-1b-7b", marks=pytest.mark.slow),
     ],
 )

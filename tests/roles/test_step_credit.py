@@ -42,7 +42,9 @@ def accepted(town):
     return [entry.body for entry in town.audit().entries if isinstance(entry.body, GroupAccepted)]
 
 
-@pytest.mark.parametrize(("train", "turns"), [(TURNS, True), (STEPS, False), (CRITIC, True)])
+@pytest.mark.parametrize(
+    ("train", "turns"), [(TURNS, True), (STEPS, False), pytest.param(CRITIC, True, marks=pytest.mark.slow)]
+)
 def test_a_run_that_credits_turns_or_steps_has_the_bytes_of_one_file(tmp_path, train, turns):
     config = sums_run(train, turns)
     town, out = lived(tmp_path, config), tmp_path / "one"

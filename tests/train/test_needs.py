@@ -91,6 +91,10 @@ SHAPES = {
     "many words": (dict(width=128, layers=2, heads=4, kv_heads=2, mlp_width=384, vocab_size=32000), (2, 64, 512, 1024)),
 }
 """Sizes of the policy; rows, tokens of a prompt and of a row, and of a micro-batch."""
+QUICK = {
+    ("long micro-batch", "none"), ("long micro-batch", "layers"), ("many weights", "none"), ("many codes", "layers"),
+}  # fmt: skip
+"""The others are measured by the slow tests."""
 
 SPARE_BYTES = 40_000_000
 """Code of torch that the small policy did not use."""
@@ -104,8 +108,14 @@ def spec_of(sizes: dict[str, int], **more: object) -> dict[str, object]:
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="no other system tells how much was taken at most"
 )
-@pytest.mark.parametrize("recompute", ["none", "layers"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "recompute"),
+    [
+        pytest.param(shape, recompute, marks=() if (shape, recompute) in QUICK else pytest.mark.slow)
+        for shape in SHAPES
+        for recompute in ("none", "layers")
+    ],
+)
 def test_a_step_takes_at_most_what_it_is_said_to_need_and_not_much_less(shape: str, recompute: str) -> None:
     (sizes, work), kind = SHAPES[shape], {"many codes": "nf4", "many weights of a critic": "critic"}.get(shape, "")
     spec = spec_of(sizes)
