@@ -2,11 +2,12 @@
 #
 #   make demo     a whole run on this machine: workers and a cheater train a tiny model on Wordle
 #   make beyond   another: a tiny model that learned from a cautious player goes on with RL
-#   make test     the test suite            make test-quick  less than 90 seconds of it
-#   make test-slow                          also the tests that take minutes
+#   make test     the test suite, but for what make check has
+#   make test-quick  less than 90 seconds of it
+#   make test-slow   all tests, also those that take minutes
 #   make check    what CI runs first: format, lint, types, architecture, configuration and docs
 #   make docs     the docs as a site, in site/: open site/index.html
-#   make bench    all benchmarks; their results go to docs/reference/figures.md
+#   make bench    those benchmarks that need nothing else; their results go to docs/reference/figures.md
 #   make prometheus  install the server with which the tests of deploy/watch scrape a run
 #   make browser  install Chromium and its driver: the tests of the page in a browser need them, and so do its pictures
 #   make foreign  install the packages whose environments the tests play, each into a virtual environment of its own
@@ -23,7 +24,7 @@ PIP_FLAGS ?=
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 CHECKS := tests/test_architecture.py tests/test_config.py tests/test_recipes.py $(wildcard tests/test_docs.py) \
 	tests/test_figures.py tests/test_names.py tests/test_site.py
-BENCHES := decode whole_system verify_cost detection toploc poisoning economics crowd connections curriculum kill_storm sandbox completions demo
+BENCHES := decode whole_system verify_cost detection toploc poisoning economics crowd connections curriculum kill_storm sandbox completions demo notebook page monitors
 # More threads per process would compete with the other processes of the same test.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
@@ -37,7 +38,7 @@ LONG_TESTS := attacks benchmarks launch roles test_api.py test_cli.py test_survi
 .PHONY: help demo beyond test test-quick test-slow sandbox prometheus browser foreign vllm check docs bench clean
 
 help:
-	@sed -n '3,18s/^# \{0,1\}//p' Makefile
+	@sed -n '3,19s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.runs
 	$(BIN)/shoal run recipes/wordle.toml
@@ -47,7 +48,7 @@ beyond: $(VENV)/.runs
 	@$(BIN)/python benchmarks/beyond.py --exact
 
 test: $(VENV)/.tests sandbox foreign
-	$(TEST) $(PARALLEL)
+	$(TEST) $(PARALLEL) $(addprefix --ignore=,$(CHECKS))
 
 test-quick: $(VENV)/.tests sandbox
 	$(TEST) $(addprefix --ignore=tests/,$(LONG_TESTS))

@@ -227,6 +227,7 @@ print(next(steps).number)
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_ends_its_run_cleanly(run_file, tmp_path):
     done = python(FORGOTTEN, run_file, tmp_path / "run")
     assert done.stdout.strip() == "1" and "Stopped at step" in done.stderr and roles_of(tmp_path / "run") == []

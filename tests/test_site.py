@@ -141,7 +141,7 @@ def test_the_index_of_the_search_has_the_words_of_a_page(site: Path) -> None:
 
 @pytest.mark.slow
 def test_typing_a_word_finds_its_page_in_a_browser_without_a_server(site: Path) -> None:
-    needs = "needs a browser: install Chromium, and playwright from constraints.txt"
+    needs = "needs a browser: make browser"
     sync_api = pytest.importorskip("playwright.sync_api", reason=needs)
     chromium = shutil.which("chromium") or pytest.skip(needs)
     with sync_api.sync_playwright() as driver:

@@ -211,7 +211,7 @@ def test_a_real_prometheus_gets_data_for_every_panel_and_faults_fire_alerts(tmp_
 
         unseen = list(panels())
         with contextlib.suppress(AssertionError):
-            until("data for every panel", lambda: not still_empty(), run, 30.0)
+            until("data for every panel", lambda: not still_empty(), run, 120.0)
         assert unseen == []
         assert not scraping.firing() & ({"ShoalPaused", "ShoalNoWorkers", "ShoalDown"} | AFTER_A_RESTART)
         until("the alarms of a cheater and of a disk", lambda: {"ShoalRefusals", "ShoalAlarm"} <= fired(scraping), run)

@@ -1,5 +1,5 @@
-"""Faults that are seen between steps, put into a run that was recorded: its folder, log and metrics stay as they are, and
-the clock, the disk or the quota is another one.
+"""Faults that are seen between steps, put into a run that was recorded: its log and metrics stay as they are, and the
+clock, the disk or the quota is another one. Alarms are written into its folder: look at the honest run first.
 
 The looks are those of the launcher, `AlarmWatch` of `launch/alarms`, with a clock of ours. Only for the disk's free
 space the monitors are asked directly, because it cannot be filled for an hour here.

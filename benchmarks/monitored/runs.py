@@ -43,7 +43,7 @@ SMALL = ("rollouts.batch_groups=8", "rollouts.group_size=8", "rollouts.block_rol
          "rollouts.max_flat_groups=150")  # fmt: skip
 SUMS = 'digits=2, operations="+"'
 """Arguments of the recipe's environment."""
-SLOW_S = 1.0
+SLOW_S, SLOW_TIMES = 1.0, 6.0
 SKEW_S = 30.0
 LIMIT_S = 900.0
 """No run takes nearly as long."""
@@ -131,10 +131,11 @@ class Faults:
     def pays_for_a_digit(self) -> tuple[RunFolder, RunConfig]:
         """A policy that has learned to add goes on where answers that begin with a 1 are rewarded, to held-out tasks, too.
         Only a judge sees it."""
-        learned, _ = self._honest("adds", 24, "train.lr=5e-4")
+        learned, _ = self._honest("adds", 24, "train.lr=5e-4", "rollouts.max_staleness=0")
         start = f'policy.path="{learned.checkpoints / "final"}"'
         judge = f'eval.judge={{name="arithmetic", args={{{SUMS}}}}}'
-        return self._hack("one", 24, start, "eval.episodes=128", "storage.checkpoint_every=8", judge)
+        return self._hack("one", 24, start, "eval.episodes=128", "storage.checkpoint_every=8",
+                          "rollouts.max_staleness=0", judge)  # fmt: skip
 
     def all_solved(self) -> tuple[RunFolder, RunConfig]:
         """Nearly every answer gets the full reward."""
@@ -160,7 +161,7 @@ class Faults:
         return town.folder, town.config
 
     def slow_worker(self) -> tuple[RunFolder, RunConfig]:
-        """One of four workers takes a second more for each turn."""
+        """One of four workers takes six times as long for each turn, and at least a second more."""
         town = self._town("slow", 24, "rollouts.max_staleness=3")
         _live(town, *self._workers(town, 3), _worker(town, "bad", _Slow))
         return town.folder, town.config
@@ -267,11 +268,13 @@ class _Idler(Worker):
 
 
 class _Slow(Cheat):
-    """An honest engine of a slow machine."""
+    """An honest engine of a slow machine, no matter how busy this one is."""
 
     def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
-        time.sleep(SLOW_S)
-        return self.engine.extend(requests, temperature)
+        began = time.perf_counter()
+        found = self.engine.extend(requests, temperature)
+        time.sleep(max(SLOW_S, (SLOW_TIMES - 1) * (time.perf_counter() - began)))
+        return found
 
 
 def _worker(

@@ -35,6 +35,7 @@ SHOTS = {
     "page-group-900": ("/1/groups/{signal}?by=worst", 900, 1000, "dark"),
     "page-group-400": ("/1/groups/{signal}?by=worst", 400, 900, "light"),
     "page-forged": ("/1/groups/{refused}?colour=gap", 1280, 760, "light"),
+    "page-forged-400": ("/1/groups/{refused}?colour=gap", 400, 900, "light"),
 }
 """View, width and height of the window, and mode, by name of the file."""
 

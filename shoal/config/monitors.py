@@ -44,8 +44,8 @@ CAUSES = {
     "collapse": "reward, solve rate or gradient show that the policy is being destroyed",
     "entropy": "the policy has become certain without solving its tasks",
     "hacking": "reward rises while length, repetition, solve rate, held-out tasks or a held-out judge say otherwise",
-    "poisoning": "a worker's groups are refused, few suffice with much influence, or their rewards differ from others' "
-    "on like tasks",
+    "poisoning": "many of a worker's groups are refused, fewer if it has much influence; or its rewards differ from "
+    "others' on like tasks",
     "stragglers": "a worker lets leases lapse, or is far slower than the others",
     "validators": "validators disagree about the same work",
     "no_signal": "rewards within groups are all equal, so nothing can be learned",
@@ -144,7 +144,9 @@ LIMITS: dict[str, Limit] = {
     ),
     "poisoning.lean_groups": Limit(12.0, "groups", "That the last limit needs of the worker and of the others"),
     "stragglers.lapsed": Limit(
-        0.5, "share", "Of a worker's leases of 20 steps, at least 3, lapsed; or filled too late, if the next limit agrees"
+        0.5, "share",
+        "Of a worker's leases of 20 steps, at least 3: those that lapsed, or that were filled too late, for which the next "
+        "limit counts too",
     ),
     "stragglers.late": Limit(
         2.0, "times", "Share of leases filled too late, against the others' median: where all are late, nobody is slow"
@@ -164,7 +166,8 @@ LIMITS: dict[str, Limit] = {
     "validators.share": Limit(0.1, "share", "Of a validator's verdicts that can be compared, those that differ"),
     "validators.beside": Limit(
         1.5, "times",
-        "Differing share against the median of two others or more. A liar differs from all, the others from it alone",
+        "Differing share against the median of two others or more. A liar differs from all others, and these "
+        "differ from the liar alone",
     ),
     "no_signal.share": Limit(
         0.9, "share",

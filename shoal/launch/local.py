@@ -27,12 +27,13 @@ from shoal.launch.loggers import STOP_S as LOGGER_STOP_S
 from shoal.launch.loggers import demand_loggers, onlookers
 from shoal.launch.process import RoleProcess, counted_signals, tail
 from shoal.launch.room import first_spec, sized
-from shoal.launch.samples import NewestSample, Samples, flat_samples
+from shoal.launch.samples import NewestSample, Samples
 from shoal.launch.shifts import Shifts, shifts_of
 from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import USAGE, UsageBook, write_summary
 from shoal.launch.told import Told
 from shoal.launch.view import LiveView, View, render
+from shoal.launch.without_signal import flat_samples
 from shoal.ledger.facts.run import NO_SIGNAL
 from shoal.policy.hub import Hub
 from shoal.policy.render import Renderer

@@ -1,5 +1,4 @@
-"""Rollouts as text: of groups without signal, for the host of a paused run to decide whether it should continue, and of
-the newest group, to look at now and then.
+"""A rollout of a run's newest group as text, to look at now and then.
 
 Called by `launch/local` and `launch/watching`. It reads the run's folder, also while the coordinator writes to it, and
 asks no other process. It shows accepted rollouts. The environment's answers are computed here, not taken from the worker.
@@ -9,12 +8,10 @@ A folder may be a stranger's: only the launcher of the run executes environment 
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 from shoal.envs.base import Env, task_of
-from shoal.envs.evaluate import as_text, transcript_of
 from shoal.envs.load import is_file, load_run_envs
 from shoal.envs.replay import retell
 from shoal.errors import ShoalError, StateError
@@ -27,7 +24,6 @@ from shoal.ledger.table import read_entry
 from shoal.net.blobs import path_of
 from shoal.policy.render import Renderer
 from shoal.protocol import types as t
-from shoal.protocol.continuations import is_continued_slot
 from shoal.protocol.wire import WireError, digest, from_msgpack
 from shoal.watch.reading.groups import conversation
 
@@ -45,27 +41,6 @@ MOST_CHARS = 4000
 SPEAKERS = {"assistant": "policy", "user": "environment", "system": "rules"}
 
 UNDECODED = "as its tokens say: the environment is its host's file, which a watcher does not run"
-
-SHOWN = 2
-"""Number of groups; one rollout of each is shown."""
-
-
-def flat_samples(folder: RunFolder) -> list[str]:
-    """The first rollout of each of the newest SHOWN accepted groups without signal.
-
-    Raises `ShoalError` if they cannot be read.
-    """
-    created, flat = _read_log(folder)
-    envs = load_run_envs(created.envs, own_files=True)
-    renderer = Renderer.from_directory(folder.policy, created.sampling.stops)
-    samples = []
-    for accepted in flat:
-        group = group_of(folder, accepted)
-        if group.env in envs and group.rollouts:  # a validator that lies may have accepted anything
-            env = envs[group.env]
-            talk = retell(env, renderer, task_of(env, group.task), group.rollouts[0], created.sampling)
-            samples += [as_text(transcript_of(talk))] if talk is not None else []
-    return samples
 
 
 class Newest(Protocol):
@@ -184,30 +159,6 @@ class NewestSample:
 def sample_of(title: str, texts: Iterable[tuple[str, str]]) -> Sample:
     """A conversation, cut to what may be shown of it."""
     return Sample(title, tuple((SPEAKERS.get(who, who), text[:MOST_CHARS]) for who, text in texts))
-
-
-def _is_flat(accepted: GroupAccepted, created: RunCreated | None) -> bool:
-    assert created is not None, "the first event creates the run"
-    return not (accepted.has_signal or is_continued_slot(accepted.slot, created.rules.block_groups))
-
-
-def _read_log(folder: RunFolder) -> tuple[RunCreated, deque[GroupAccepted]]:
-    store, flat = Store(sqlite_url(folder.log), read_only=True), deque[GroupAccepted](maxlen=SHOWN)
-    created: RunCreated | None = None
-    try:
-        for data, _ in store.read():
-            body = read_entry(data)[0].body
-            if isinstance(body, RunCreated):
-                created = body
-            elif isinstance(body, GroupAccepted) and _is_flat(body, created):
-                flat.append(body)
-    except WireError as error:
-        raise StateError(f"the log {folder.log} is damaged: {error}") from None
-    finally:
-        store.close()
-    if created is None:
-        raise StateError(f"the log {folder.log} is empty")
-    return created, flat
 
 
 def group_of(folder: RunFolder, accepted: GroupAccepted) -> t.Group:

@@ -26,7 +26,7 @@ weights say of their tokens. `live` draws steps as they come.
 
     builder = Builder(path, run)            # resumes where it was killed; makes a damaged index anew
     builder.advance()                       # one transaction; False if there is nothing new. Call it again and again
-    builder.note_condition(trouble)         # how the run does now, evaluations and alarms; now and then
+    builder.note_condition()                # how the run does now, evaluations and alarms; now and then
     look = Look(path)                       # one thread uses it at a time
     look.runs()                             # `run` is the number of a run in the index, the first argument of the rest
     look.overview(run), look.names(run), look.series(run, "reward_mean", points=500, smooth=0.9), look.heldout(run)

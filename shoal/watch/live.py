@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shoal.errors import ConfigError
-from shoal.metrics import METRICS
+from shoal.metrics import declared
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,7 +82,7 @@ def figure_of(numbers: Sequence[int], series: Sequence[Mapping[str, Any]], names
     for name, axes in zip(names, panels, strict=False):
         values = [_number(metrics.get(name)) for metrics in series]
         axes.plot(numbers, values, marker="." if len(numbers) < 30 else "", linewidth=1.5)
-        metric = METRICS.get(name)
+        metric = declared(name)
         axes.set_title(f"{name}, {metric.unit}" if metric and metric.unit != name else name, fontsize=9)
         axes.set_xlabel("step", fontsize=8)
         axes.tick_params(labelsize=8)

@@ -35,9 +35,8 @@ from shoal.engine.hf import TransformersEngine as LocalEngine
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="no other system tells how much was taken at most"
 )
-@pytest.mark.parametrize(
-    ("model", "shape"), [("gpt2", "long prompts"), pytest.param("olmoe", "many words", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "shape"), [("gpt2", "long prompts"), ("olmoe", "many words")])
 def test_an_engine_takes_at_most_what_it_is_said_to_need(model: str, shape: str, tmp_path: Path) -> None:
     vocabulary, (rows, opening, tokens) = SHAPES[shape]
     program = HEAD + LOADED.format(config=MODELS[model]) + "\ndef taken" + TAIL

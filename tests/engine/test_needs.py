@@ -77,7 +77,7 @@ SHAPES = {
     "many rollouts": (dict(width=128, layers=2, heads=4, kv_heads=4, mlp_width=256, vocab_size=64), (256, 20, 200)),
 }
 LONG = ("many codes", "long prompts")
-"""These take most of the time. The tests of the trainer's needs and of other architectures have such a shape, too."""
+"""These take most of the time. The slow tests have them."""
 
 
 @pytest.mark.skipif(

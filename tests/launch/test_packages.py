@@ -144,6 +144,7 @@ def test_strangers_who_agreed_to_nothing_serve_completions_of_the_package(place:
             process.wait()
 
 
+@pytest.mark.slow
 def test_a_stranger_who_does_not_play_a_package_is_told_why_in_one_line(place: Place) -> None:
     host, url = place.host("episodes")
 

@@ -77,6 +77,15 @@ def wait_for_the_end_of_all(folder: Path) -> None:
         time.sleep(0.05)
 
 
+def test_a_run_goes_on_after_one_of_two_processes_was_killed(tmp_path: Path) -> None:
+    run = start(tmp_path, 2, 3)
+    wait_for("a first step", lambda: steps_done(tmp_path) >= 1, run)
+    ranks_of(tmp_path)[1].kill()
+    assert finished(tmp_path, run)
+    assert steps_done(tmp_path) == 3
+
+
+@pytest.mark.slow
 def test_a_trainer_of_two_processes_is_stopped_killed_and_resumed(tmp_path: Path) -> None:
     """One story, because each part needs a run under way. It ends as a run that nobody touched."""
     untouched = finished(tmp_path / "a", start(tmp_path / "a", 2, 6))

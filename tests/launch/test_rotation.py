@@ -26,6 +26,7 @@ def steps(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
 
 
+@pytest.mark.slow
 def test_the_root_of_a_hosted_run_replaces_a_leaked_key_and_no_step_is_lost(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(RUN_FILE)
     run = tmp_path / "runs" / "small"

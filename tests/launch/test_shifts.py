@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.launch.test_local import RUN_FILE
 
@@ -50,6 +51,7 @@ def kill(role: str, folder: Path) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_run_in_shifts_has_the_bytes_of_one_without_also_if_processes_are_killed_on_their_shift(tmp_path) -> None:
     plain, _ = end_of(tmp_path / "off", start(tmp_path / "off", "off"))
     folder = tmp_path / "on"

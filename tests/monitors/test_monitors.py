@@ -432,3 +432,11 @@ def test_a_long_run_costs_no_more_for_each_step():
     known = Follower(Setting())._view(lines, len(lines), (), None).lines
     assert known == lines[:FIRST_LINES] + lines[-KEPT_LINES:]
     assert Follower(Setting())._view(lines, 99, (), None).lines == lines[:99]
+
+
+def test_a_look_at_a_step_that_is_past_sees_no_later_one():
+    """So a launcher that is started again comes to the same alarms."""
+    lines = [{"step": step, "reward_mean": 0.5} for step in range(40)]
+    heldout = [Evaluation(10, 0.9, 0.8, 1.0), Evaluation(12, 0.5, 0.4, 0.6)]
+    live, again = (Follower(Setting())._view(known, 12, heldout, None) for known in (lines[:12], lines))
+    assert live.at_best == again.at_best != ()

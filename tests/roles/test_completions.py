@@ -427,7 +427,7 @@ def test_leases_of_one_version_use_the_engine_together_and_others_in_turn():
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("fits", [AHEAD, 1])
+@pytest.mark.parametrize("fits", [AHEAD, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_lease_begins_before_the_last_one_has_ended_if_the_memory_holds_both(tmp_path, fits):
     envs, rollouts = [{"name": pile.__file__, "kind": COMPLETIONS}], {"batch_groups": 8, "max_staleness": 1}
     sampling = {"max_turn_tokens": 2, "max_rollout_tokens": 128}

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from shoal.errors import StateError
-from shoal.launch.samples import NewestSample, flat_samples
+from shoal.launch.samples import NewestSample
+from shoal.launch.without_signal import flat_samples
 from shoal.ledger.facts.run import Admin
 from shoal.roles.coordinator.board import Board, waiting_for
 from tests.roles.town import Town, tiny_run

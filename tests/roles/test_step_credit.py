@@ -43,7 +43,8 @@ def accepted(town):
 
 
 @pytest.mark.parametrize(
-    ("train", "turns"), [(TURNS, True), (STEPS, False), pytest.param(CRITIC, True, marks=pytest.mark.slow)]
+    ("train", "turns"),
+    [(TURNS, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((STEPS, False), (CRITIC, True)))],
 )
 def test_a_run_that_credits_turns_or_steps_has_the_bytes_of_one_file(tmp_path, train, turns):
     config = sums_run(train, turns)

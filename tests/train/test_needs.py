@@ -92,7 +92,7 @@ SHAPES = {
 }
 """Sizes of the policy; rows, tokens of a prompt and of a row, and of a micro-batch."""
 QUICK = {
-    ("long micro-batch", "none"), ("long micro-batch", "layers"), ("many weights", "none"), ("many codes", "layers"),
+    ("long micro-batch", "none"), ("long micro-batch", "layers"), ("many weights", "none"),
 }  # fmt: skip
 """The others are measured by the slow tests."""
 

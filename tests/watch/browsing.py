@@ -22,6 +22,8 @@ TOKEN = "t" * 43
 MOST_S = 120
 """A step of a browser may take so long where other tests share the machine; and an answer that computes gaps."""
 
+sync_api.expect.set_options(timeout=1000 * MOST_S)
+
 needs_browser = pytest.mark.skipif(not CHROMIUM, reason=NEEDS)
 
 

@@ -18,7 +18,9 @@ import pytest
 from starlette.datastructures import QueryParams
 from starlette.testclient import TestClient
 
+from shoal.alarms import Alarm, AlarmsLog
 from shoal.errors import ConfigError, NothingYet, StateError
+from shoal.folder import RunFolder
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import verify
 from shoal.metrics import METRICS
@@ -111,7 +113,7 @@ def test_every_link_on_every_page_answers(anyone):
     assert {address: answer.status_code for address, answer in found.items() if answer.status_code != 200} == {}
     seen = {shape_of(address)[0] for address in found}
     views = ("", "figures", "steps/N", "nodes", "nodes/KEY", "validators", "refusals", "versions", "log", "log/N", "alarms",
-             "groups", "groups/N", "versions/N/slots/N", "task", "chart.json", "csv/rollouts.csv")  # fmt: skip
+             "groups", "groups/N", "versions/N/slots/N", "task", "heldout", "chart.json", "csv/rollouts.csv")  # fmt: skip
     assert {f"/N/{view}" for view in views} <= seen
 
 
@@ -306,6 +308,44 @@ def test_a_long_table_comes_whole_page_by_page(anyone, monkeypatch):
     assert [anyone.get(f"/1/csv/{table}.csv").text for table in tables] == whole
 
 
+def test_nothing_between_here_and_the_viewer_may_keep_a_table(anyone, host):
+    for client in (anyone, host):
+        kept = client.get("/1/csv/rollouts.csv").headers
+        assert kept["cache-control"] == "private, no-store" and kept["vary"] == "cookie"
+
+
+def test_few_others_than_the_host_download_at_a_time(shelf, monkeypatch):
+    monkeypatch.setattr("shoal.watch.page.app.MOST_DOWNLOADS", 0)
+    client = TestClient(page_app(shelf, TOKEN))
+    answer = client.get("/1/csv/events.csv")
+    assert (
+        answer.status_code == 503 and "try again" in answer.text and client.head("/1/csv/events.csv").status_code == 200
+    )
+    client.get(f"/?token={TOKEN}")
+    assert client.get("/1/csv/events.csv").text.startswith("run,seq,")
+    monkeypatch.setattr("shoal.watch.page.app.MOST_DOWNLOADS", 1)
+    client = TestClient(page_app(shelf, TOKEN))
+    assert [client.get("/1/csv/events.csv").status_code for _ in range(3)] == [200] * 3, "a place is given back"
+
+
+def test_many_alarms_fill_no_overview_and_come_page_by_page(town, copied, tmp_path):
+    log = AlarmsLog(RunFolder(copied).alarms)
+    for worker in range(60):
+        level = "critical" if worker == 7 else "notice"
+        log.write("raised", Alarm("stragglers", level, 1, 1, f"w{worker} is slow.", "Ask.", node=f"w{worker}"), 1.0)
+    shelf = Shelf(tmp_path / "index.sqlite", [str(copied)])
+    while shelf.step():
+        pass
+    client = TestClient(page_app(shelf, TOKEN))
+    client.get(f"/?token={TOKEN}")
+    page = client.get("/1/").text
+    assert page.count("is slow.") == 5 and page.index("w7 is slow") < page.index("55 more alarms")
+    first = client.get("/1/alarms")
+    assert first.text.count("is slow.") == 50 and client.get("/1/alarms?at=50").text.count("is slow.") == 10
+    assert any(link.endswith("/1/alarms?at=50") for link in links_of(first))
+    shelf.close()
+
+
 def test_every_table_comes_as_csv_with_a_line_for_each_row(anyone, shelf):
     for table in DOWNLOADS:
         answer = anyone.get(f"/1/csv/{table}.csv")
@@ -332,7 +372,8 @@ def test_an_address_that_is_too_long_is_refused_before_it_is_read(anyone, addres
 
 
 @pytest.mark.parametrize(
-    "query", ["after=x", "after=-1", "after=99999999999999999999", "smooth=nan", "smooth=9", "from=inf", "version=1e9",
+    "query", ["after=x", "after=-1", "after=99999999999999999999", "q=a&after=4000000000000000000",
+    "smooth=nan", "smooth=9", "from=inf", "version=1e9",
     "by=DROP",
               "kind=x&kind=y", "q=%22%22%22", "q=*", "q=AND%20OR%20NEAR", "q=%00", "worker=%ff", "colour=red",
               "rollout=999", "at=5"],
@@ -499,7 +540,7 @@ def test_every_table_of_a_page_has_its_csv_below_it(anyone, shelf):
     forged = shelf.look().rows("SELECT seq FROM refusals LIMIT 1")[0]["seq"]
     key = shelf.look().rows("SELECT key FROM nodes WHERE name = 'cheater'")[0]["key"]
     for view in ("", "steps/1", "figure?name=reward_mean", "nodes", f"nodes/{key}", "validators", "refusals", "versions",
-                 "log", f"log/{forged}", "alarms", "groups", "../compare"):  # fmt: skip
+                 "log", f"log/{forged}", "alarms", "groups", "heldout", "../compare"):  # fmt: skip
         found = Tags(anyone.get(f"/1/{view}").text).found
         tables = sum(tag == "table" for tag, _ in found)
         files = len({a["href"] for tag, a in found if tag == "a" and "/csv/" in a.get("href", "")})
@@ -660,7 +701,14 @@ def test_several_runs_are_compared(town, copied, tmp_path):
     shelf = Shelf(tmp_path / "index.sqlite", [str(town.folder.root), str(copied)])
     while shelf.step():
         pass
-    client = TestClient(page_app(shelf, ""))
+    for worker in ("ann", "bob"):
+        alarm = Alarm("stragglers", "notice", 1, 1, f"{worker} is slow.", "Ask.", node=worker)
+        AlarmsLog(RunFolder(copied).alarms).write("raised", alarm, 1.0)
+    shelf.runs[1].builder.note_condition()
+    client, host = TestClient(page_app(shelf, "")), TestClient(page_app(shelf, TOKEN))
+    host.get(f"/?token={TOKEN}")
+    counts = [client.get("/compare").text.count(f'/2/alarms">{number}<') for number in (1, 2)]
+    assert counts == [1, 0] and '/2/alarms">2<' in host.get("/compare").text, "not how many nodes are accused"
     answer = client.get("/")
     assert str(answer.url).endswith("/compare") and answer.text.count('<th scope="row">') == 2
     assert len(client.get("/1/chart.json?name=reward_mean&of=all").json()["lines"]) == 2

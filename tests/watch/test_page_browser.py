@@ -11,12 +11,13 @@ import pytest
 
 from shoal.watch.page import Shelf
 from shoal.watch.page.group_views import GROUP_VIEWS
+from shoal.watch.page.heldout_views import HELDOUT_VIEWS
 from shoal.watch.page.log_views import LOG_VIEWS
 from shoal.watch.page.views import VIEWS as RUN_VIEWS
 from tests.watch.browsing import TOKEN, checked, go, needs_browser, opened, served
 from tests.watch.hostile import hostile_addresses
 
-VIEWS = ("Overview", "Figures", "Groups", "Nodes", "Validators", "Refusals", "Versions", "Log", "Alarms")
+VIEWS = ("Overview", "Figures", "Held-out", "Groups", "Nodes", "Validators", "Refusals", "Versions", "Log", "Alarms")
 INNER = (
     ("Figures", "a[rel=next]"), ("Figures", "figcaption a", "tbody th a"),
     ("Groups", "tbody th a", "article h2 a"), ("Groups", "tbody th a", "a[href*='/versions/']"),
@@ -26,7 +27,7 @@ INNER = (
 )  # fmt: skip
 """A view, and what is clicked in it, one after the other."""
 
-PATHS = [f"/1{path}" for path in (*RUN_VIEWS, *GROUP_VIEWS, *LOG_VIEWS)]
+PATHS = [f"/1{path}" for path in (*RUN_VIEWS, *GROUP_VIEWS, *LOG_VIEWS, *HELDOUT_VIEWS)]
 """All that the page answers with a view of a run."""
 
 VISITS = 4

@@ -6,14 +6,17 @@ The log grows by the events that a real run wrote. The browser's clock is turned
 import contextlib
 import itertools
 import sqlite3
+import time
 
 import pytest
 
 from shoal.watch.page import Shelf
-from tests.watch.browsing import needs_browser, opened, served, sync_api
+from tests.watch.browsing import MOST_S, needs_browser, opened, served, sync_api
 
 LATER_MS = 6_000
 """More than the page waits before it asks again."""
+LIVE = "live=1"
+"""In the address of what a page asks for when it looks for news."""
 
 pytestmark = [pytest.mark.slow, needs_browser]
 expect = sync_api.expect
@@ -57,7 +60,7 @@ def looked_at(browser, complaints, address):
     """A page whose clock the test turns, and the statuses of what its script asked for."""
     page, asked = opened(browser, complaints), []
     page.clock.install()
-    page.on("response", lambda answer: asked.append(answer.status) if "live=1" in answer.url else None)
+    page.on("response", lambda answer: asked.append(answer.status) if LIVE in answer.url else None)
     page.goto(address)
     page.evaluate("window.isTheSame = true")
     later(page, asked)
@@ -66,11 +69,9 @@ def looked_at(browser, complaints, address):
 
 def later(page, asked):
     """Turn the clock until the page has asked again, and has been answered."""
-    before = len(asked)
+    before, deadline = len(asked), time.monotonic() + MOST_S
     page.clock.fast_forward(LATER_MS)
-    for _ in range(200):
-        if len(asked) > before:
-            break
+    while len(asked) == before and time.monotonic() < deadline:
         page.wait_for_timeout(25)
     page.wait_for_load_state("networkidle")
 
@@ -116,6 +117,17 @@ def test_news_take_neither_the_focus_nor_what_was_opened(going, browser, complai
     assert complaints == []
 
 
+def test_figures_come_without_a_reload(going, browser, complaints):
+    with served(going.shelf) as url:
+        page, asked = looked_at(browser, complaints, f"{url}/1/figures")
+        assert page.locator("figure.chart").count() == 0
+        going.on()
+        later(page, asked)
+        expect(page.locator("figure.chart canvas").first).to_be_attached()
+        assert page.evaluate("window.isTheSame")
+    assert complaints == []
+
+
 def test_a_page_says_when_nobody_answers_and_goes_on_when_somebody_does(going, browser, complaints):
     with served(going.shelf) as url:
         page, _ = looked_at(browser, complaints, f"{url}/1/")
@@ -133,14 +145,14 @@ def test_a_page_says_when_nobody_answers_and_goes_on_when_somebody_does(going, b
 
 def test_a_paused_page_asks_nothing_until_it_goes_on(going, browser, complaints):
     with served(going.shelf) as url:
-        page, asked = looked_at(browser, complaints, f"{url}/1/")
+        page, begun = looked_at(browser, complaints, f"{url}/1/")[0], list[str]()
         page.keyboard.press("p")
-        before = len(asked)
+        page.on("request", lambda request: begun.append(request.url) if LIVE in request.url else None)
         going.on()
         for _ in range(5):
             page.clock.fast_forward(LATER_MS)
             page.wait_for_timeout(20)
-        assert len(asked) == before and page.locator("#polled").inner_text() == "Paused"
+        assert begun == [] and page.locator("#polled").inner_text() == "Paused"
         page.keyboard.press("p")
         expect(page.locator("#live-state")).to_contain_text("The run has ended")
         assert page.locator("#polled").inner_text() == "Live"

@@ -137,10 +137,10 @@ def test_ten_thousand_steps_are_drawn_in_time_and_keep_their_extremes():
     rewards = [0.5] * 10_000
     rewards[7_777], rewards[3_333] = 9.0, -9.0
     draw(picture_of([read()], []), "png")  # imports matplotlib
-    started = time.perf_counter()
+    started = time.process_time()
     picture = picture_of([read(rewards=rewards)], ["reward_mean"])
     drawn = draw(picture, "svg")
-    assert time.perf_counter() - started < 2 and len(drawn) < 200_000
+    assert time.process_time() - started < 2 and len(drawn) < 200_000
     kept = [point.y for point in thinned(picture.panels[0].curves[0].points)]
     assert len(kept) <= 1600 and {9.0, -9.0} <= set(kept)
 

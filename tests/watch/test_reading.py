@@ -348,9 +348,21 @@ def test_a_host_whose_metrics_fill_the_memory_is_left(monkeypatch):
     with serving(names) as run, pytest.raises(PeerError, match="more metrics than a run has: 2001 names"):
         run.metrics()
     monkeypatch.setattr("shoal.watch.reading.source.MOST_METRICS_BYTES", 1000)
-    long = [b'{"step": %d, "loss": 0.%s}' % (step, b"1" * 300) for step in range(9)]
-    with serving(long) as run, pytest.raises(PeerError, match="2 names, 1"):
+    long = [json.dumps({"step": step} | {f"m{i}": 10_000 + i for i in range(40)}).encode() for step in range(9)]
+    with serving(long) as run, pytest.raises(PeerError, match="41 names, 1"):
         run.metrics()
+
+
+def test_a_host_whose_metrics_never_end_fills_no_index(monkeypatch):
+    pages = [b"".join(b'{"step": %d}\n' % step for step in range(at, at + 500)) for at in range(0, 15_000, 500)]
+    with serving(pages) as run, pytest.raises(PeerError, match="more steps"):
+        for _ in pages:
+            assert run.new_metrics()
+    monkeypatch.setattr("shoal.watch.reading.source.MOST_METRICS_BYTES", 1000)
+    anew = [json.dumps({"step": 1} | {f"m{i}": at * 10_000 + i for i in range(40)}).encode() for at in range(1, 9)]
+    with serving(anew) as run, pytest.raises(PeerError, match="more metrics than a run has"):
+        for _ in anew:
+            assert run.new_metrics()
 
 
 def test_a_host_whose_metrics_stand_still_is_left():

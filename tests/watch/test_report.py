@@ -75,7 +75,8 @@ def written(where, private=False):
 def test_it_says_what_the_run_was_and_how_to_verify_it(ended):
     source, run = written(ended)
     text = Reader(source).text
-    for said in ("town", run.run, run.state.head, run.state.run_key, "2 of 2", "cheater", "sampling", "policy drifts",
+    for said in ("town", run.run, run.state.head, run.state.run_key, "2 of 2", "cheater", "sampling",
+                 "The policy that samples and the one that learns",
                  "Success rose from 0.5 in version 0 to 0.9 in version 2", "0.800 to 1.000", "trainer30.0 s",
                  '"max_turn_tokens": 6', "shoal ledger verify RUN_FOLDER", "newest: version",
                  "Made 1970-01-01 00:00 UTC"):  # fmt: skip
@@ -100,6 +101,17 @@ def test_private_bodies_and_held_out_tasks_stay_out_unless_the_host_asks(ended, 
     assert "a secret" not in written(ended, private=True)[0]
     assert main(["report", str(ended), "--private", "--out", str(tmp_path / "r.html")]) == 2
     assert "lacks the run key" in capsys.readouterr().err and not (tmp_path / "r.html").exists()
+
+
+def test_others_than_the_host_learn_of_alarms_no_node_and_no_figures(ended):
+    for worker in ("ann", "bob"):
+        words = f"{worker} had 90 % of its blocks refused."
+        poisoning = Alarm("poisoning", "critical", 1, 1, words, f"Look at {worker}.", node=worker)
+        AlarmsLog(RunFolder(ended).alarms).write("raised", poisoning, 6.0)
+    whole, told = (Reader(written(ended, private=private)[0]).text for private in (True, False))
+    assert "ann had 90 %" in whole and "Look at bob." in whole and "3 of them stand now" in whole
+    assert "90 %" not in told and "Look at" not in told and "2 of them stand now" in told
+    assert "Many of a worker's groups are refused" in told
 
 
 def test_thirty_hostile_texts_are_text(ended, monkeypatch):
@@ -145,9 +157,9 @@ def test_a_run_that_is_starting_has_a_report_or_says_why_not(town, copied):
 
 def test_the_command_writes_the_file(town, tmp_path, capsys):
     out = tmp_path / "r.html"
-    started = time.perf_counter()
+    started = time.process_time()
     assert main(["report", str(town.folder.root), "--out", str(out)]) == 0
-    assert time.perf_counter() - started < 20
+    assert time.process_time() - started < 20
     assert out.read_text().startswith("<!doctype html>") and "MB" in capsys.readouterr().out
 
 

@@ -3,23 +3,15 @@
 Slow: `make test-slow`. Skipped where Chromium or its driver is missing.
 """
 
-import shutil
-
 import pytest
 
 from shoal.cli import main
+from tests.watch.browsing import CHROMIUM, QUIET, axe_module, needs_browser, sync_api
 
-NEEDS = "needs a browser: install Chromium, and playwright and axe-playwright-python from constraints.txt"
-sync_api = pytest.importorskip("playwright.sync_api", reason=NEEDS)
-axe_module = pytest.importorskip("axe_playwright_python.sync_playwright", reason=NEEDS)
-
-CHROMIUM = shutil.which("chromium") or ""
-QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
-         "--no-first-run"]  # fmt: skip
 BLOCKED = "http://127.0.0.1:9"
 """A proxy that nobody serves: what leaves the machine ends there."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason=NEEDS)]
+pytestmark = [pytest.mark.slow, needs_browser]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from starlette.testclient import TestClient
 from shoal.alarms import Alarm, AlarmsLog
 from shoal.errors import Overreach
 from shoal.watch.page import Shelf, page_app
-from shoal.watch.page.shelf import AGAIN_S, TOO_LARGE_AGAIN_S
+from shoal.watch.page.shelf import AGAIN_S, MOST_AGAIN_S, STALE_S
 
 
 @pytest.fixture
@@ -100,9 +100,35 @@ def test_a_run_that_is_too_large_is_not_read_again_at_once(shelf, now, monkeypat
     for _ in range(20):
         indexed(shelf, now)
     assert shelf.runs[0].reading is None and "does not fit" in shelf.trouble(1)
-    now[0] += TOO_LARGE_AGAIN_S
+    now[0] += MOST_AGAIN_S
     indexed(shelf, now)
     assert shelf.runs[0].reading is not None and shelf.trouble(1) == ""
+
+
+def test_a_run_that_fails_again_and_again_is_opened_less_and_less_often(shelf, now, monkeypatch):
+    opened, open_again = [], shelf._open
+
+    def fails(shown):
+        opened.append(now[0])
+        open_again(shown)
+        shown.builder.advance = lambda: 1 / 0
+
+    monkeypatch.setattr(shelf, "_open", fails)
+    shelf._let_go(shelf.runs[0])
+    for now[0] in range(1300):
+        shelf.step()
+    assert opened == [0, 5, 15, 35, 75, 155, 315, 635, 1235]
+    monkeypatch.undo()
+    now[0] += MOST_AGAIN_S
+    assert indexed(shelf, now)["facts"] and shelf.runs[0].wait_s == AGAIN_S
+
+
+def test_a_page_whose_run_waits_is_made_anew_now_and_then(shelf, now):
+    indexed(shelf, now)
+    before = shelf.change
+    now[0] += STALE_S + 1
+    shelf.step()
+    assert shelf.change == before + 1, "it tells for how long, and what is free on the disk"
 
 
 def test_each_change_of_a_condition_is_news_but_the_time_that_it_lasts(shelf, now):

@@ -45,7 +45,7 @@ BODIES = 8
 """Submissions that one step decodes, at most."""
 
 MOST_ACTS = 100
-"""Requests of the host that alarms led to: the evidence of so many is kept, of the newest ones."""
+"""Keep the evidence of at most this many requests of the host that alarms led to, the newest."""
 
 
 class Builder:
@@ -111,13 +111,12 @@ class Builder:
             pass
         self.note_condition()
 
-    def note_condition(self, trouble: str = "") -> None:
-        """Note how the run does now, its evaluations and alarms, and what keeps it from being read, if anything does.
-        Raises as `advance`."""
+    def note_condition(self) -> None:
+        """Note how the run does now, its evaluations and alarms. Raises as `advance`."""
         with told_as_errors(self.reading.name):
-            self._note_condition(trouble)
+            self._note_condition()
 
-    def _note_condition(self, trouble: str) -> None:
+    def _note_condition(self) -> None:
         condition, now = self.reading.condition(), self._clock()
         status, lines = condition.status, self.reading.alarms()
         said = {name: value for name, value in structs.asdict(status).items() if name != "alarms"}
@@ -127,8 +126,8 @@ class Builder:
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute(
-                "INSERT OR REPLACE INTO conditions VALUES (?, ?, ?, ?, ?, ?)",
-                (self.number, told, condition.is_live, now, since_s, trouble),
+                "INSERT OR REPLACE INTO conditions VALUES (?, ?, ?, ?, ?)",
+                (self.number, told, condition.is_live, now, since_s),
             )
             note_alarms(self._db, self.number, lines, standing, now)
             self._db.execute("DELETE FROM heldout WHERE run = ?", (self.number,))

@@ -13,7 +13,7 @@ from shoal.ledger.log.redecide import FAULTS
 
 @contextmanager
 def told_as_errors(run: str) -> Iterator[None]:
-    """Let what the disk or a stranger's run makes impossible be a `StateError`, of which whoever builds can tell."""
+    """Let what the disk or a stranger's run makes impossible be a `StateError` with a sentence."""
     try:
         yield
     except ShoalError:

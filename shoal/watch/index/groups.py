@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from shoal.errors import ConfigError
 from shoal.watch.index.look import PAGE, SCANNED, Look, before, limited, page_of
-from shoal.watch.index.plain import query_of
+from shoal.watch.index.plain import LARGEST, query_of
 from shoal.watch.index.schema import MOST_ROLLOUTS, run_word
 from shoal.watch.rows import Row
 
@@ -44,9 +44,7 @@ def groups(
     limit = limited(limit)
     where, values = _where(run, only, private)
     if not only.text and only.by in _ORDERS:
-        query = (
-            f"SELECT * FROM groups WHERE {where} AND reward IS NOT NULL ORDER BY {_ORDERS[only.by]} LIMIT ? OFFSET ?"
-        )
+        query = f"SELECT * FROM groups WHERE {where} ORDER BY {_ORDERS[only.by]} LIMIT ? OFFSET ?"
         rows = [_shown(row, private) for row in look.rows(query, *values, limit + 1, after or 0)]
         return {"rows": rows[:limit], "next": (after or 0) + limit if len(rows) > limit else None}
     if not only.text:
@@ -71,14 +69,15 @@ def groups(
     return {"rows": found, "next": None}
 
 
-_ORDERS = {"best": "reward DESC, id DESC", "worst": "reward, id DESC"}
+_ORDERS = {"best": "reward DESC, id DESC", "worst": "reward IS NULL, reward, id DESC"}
+"""SQLite takes NULL, a group without rewards, for the lowest value; it comes last in both."""
 
 _EXCERPT = f"SELECT snippet(texts, 1, '', '', ' ... ', {EXCERPT_WORDS}) FROM texts WHERE texts MATCH ? AND rowid = ?"
 
 
 def _matches(look: Look, asked: str, after: int | None) -> Iterator[int | None]:
     """A rollout of each group that has one with the words, newest first; None if there may be more."""
-    end, known, scanned = before(None) if after is None else after * MOST_ROLLOUTS, -1, 0
+    end, known, scanned = before(None) if after is None else min(after, LARGEST // MOST_ROLLOUTS) * MOST_ROLLOUTS, -1, 0
     query = "SELECT rowid FROM texts WHERE texts MATCH ? AND rowid < ? ORDER BY rowid DESC LIMIT ?"
     for (rowid,) in look.db.execute(query, (asked, end, SCANNED)):
         scanned += 1

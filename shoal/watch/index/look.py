@@ -66,7 +66,7 @@ class Look:
     def overview(self, run: int) -> Row:
         """The figures of the first page: facts of the log, the newest metrics, held-out results, speed and time left."""
         facts, condition = self._told("facts", run), self._told("conditions", run)
-        asked = self.rows("SELECT is_live, asked_s, since_s, trouble FROM conditions WHERE run = ?", run)
+        asked = self.rows("SELECT is_live, asked_s, since_s FROM conditions WHERE run = ?", run)
         newest = self.rows("SELECT step, line FROM metrics WHERE run = ? ORDER BY step DESC LIMIT ?", run, RATE_STEPS)
         lines = [json.loads(row["line"]) for row in newest]
         counts = self.rows(
@@ -166,7 +166,7 @@ class Look:
             return None
         row = {**found[0], "reasons": json.loads(found[0]["reasons"])}
         better, total, influence = self.db.execute(
-            "SELECT sum(credits > ?), sum(credits), sum(influence) FROM nodes WHERE run = ? AND role = ?",
+            "SELECT sum(credits > ?), total(credits), total(influence) FROM nodes WHERE run = ? AND role = ?",
             (row["credits"], run, row["role"]),
         ).fetchone()
         versions = self.rows(

@@ -30,12 +30,18 @@ def fit_for_search(text: str) -> str:
     return str(plain(text[:MAX_SEARCHED_CHARS].replace("\0", " ")))
 
 
-def numbers_of(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a line by name; those of a table within it by NAME/KEY."""
+def values_of(line: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The values of a line by name; those of a table within it by NAME/KEY."""
     for name, value in line.items():
-        for inner, number in value.items() if isinstance(value, dict) else [("", value)]:
-            if isinstance(number, int | float):
-                yield f"{name}/{inner}" if inner else name, float(number)
+        for inner, part in value.items() if isinstance(value, dict) else [("", value)]:
+            yield f"{name}/{inner}" if inner else name, part
+
+
+def numbers_of(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The same for the numbers of a line alone."""
+    for name, value in values_of(line):
+        if isinstance(value, int | float):
+            yield name, float(value)
 
 
 def query_of(typed: str, *marks: str) -> str:

@@ -4,13 +4,12 @@ Called by the other files of this folder. It is made from runs and can be made a
 Every table has `run`, the number of a run in `runs`.
 """
 
-import contextlib
 import sqlite3
 from pathlib import Path
 
 from shoal.errors import StateError
 
-VERSION = 5
+VERSION = 6
 """Of the tables. Another one makes the index anew."""
 
 MOST_ROLLOUTS = 4096
@@ -19,7 +18,7 @@ MOST_ROLLOUTS = 4096
 TABLES = """
 CREATE TABLE runs (run INTEGER PRIMARY KEY, place TEXT UNIQUE, id TEXT, name TEXT, seq INTEGER, head TEXT);
 CREATE TABLE facts (run INTEGER PRIMARY KEY, seq INTEGER, told TEXT);
-CREATE TABLE conditions (run INTEGER PRIMARY KEY, told TEXT, is_live INTEGER, asked_s REAL, since_s REAL, trouble TEXT);
+CREATE TABLE conditions (run INTEGER PRIMARY KEY, told TEXT, is_live INTEGER, asked_s REAL, since_s REAL);
 CREATE TABLE events (run INTEGER, seq INTEGER, time_s REAL, kind TEXT, node TEXT, version INTEGER, words TEXT, hash TEXT,
   PRIMARY KEY (run, seq)) WITHOUT ROWID;
 CREATE INDEX events_by_kind ON events (run, kind, seq);
@@ -68,6 +67,9 @@ CREATE VIRTUAL TABLE texts USING fts5 (run, text, tokenize = 'unicode61');
 CREATE VIRTUAL TABLE words USING fts5 (run, text, what UNINDEXED, ref UNINDEXED, tokenize = 'unicode61');
 """
 
+LOCKED_S = 10.0
+"""How long to wait for another process that makes or changes an index."""
+
 NAMES = (
     "facts", "conditions", "events", "metrics", "series", "nodes", "versions", "spread", "verdicts", "refusals", "groups",
     "rollouts", "bodies", "heldout", "alarms",
@@ -83,9 +85,15 @@ def open_to_write(path: Path) -> sqlite3.Connection:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for _ in range(2):
-            with contextlib.suppress(sqlite3.DatabaseError):
+            try:
                 if (found := _opened(path)) is not None:
                     return found
+            except sqlite3.DatabaseError as error:
+                # guard: locked-index-is-not-deleted
+                if not error.sqlite_errorname.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+                    raise StateError(
+                        f"cannot open the index {path}: {error}. Free some space, or give another place"
+                    ) from None
             for part in ("", "-wal", "-shm"):
                 path.with_name(path.name + part).unlink(missing_ok=True)
     except OSError as error:
@@ -95,7 +103,7 @@ def open_to_write(path: Path) -> sqlite3.Connection:
 
 def _opened(path: Path) -> sqlite3.Connection | None:
     """The index in a file, if it is of this version; made if the file is new."""
-    connection = sqlite3.connect(path, timeout=10.0, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(path, timeout=LOCKED_S, isolation_level=None, check_same_thread=False)
     try:
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=NORMAL")

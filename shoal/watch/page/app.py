@@ -9,6 +9,7 @@ import hmac
 import json
 import logging
 import secrets
+import sqlite3
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,14 +22,14 @@ from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.errors import ShoalError
-from shoal.watch.page.asked import Asked, NotHere
-from shoal.watch.page.downloads import lines_of_csv
+from shoal.watch.page.asked import Asked, NotHere, View
+from shoal.watch.page.downloads import Download, lines_of_csv
 from shoal.watch.page.group_views import GROUP_VIEWS
 from shoal.watch.page.heldout_views import HELDOUT_VIEWS
 from shoal.watch.page.log_views import LOG_VIEWS
@@ -42,6 +43,12 @@ KEPT_PAGES = 256
 """Renderings that are kept for other viewers."""
 
 MAX_URL_CHARS = 2000
+
+MOST_DOWNLOADS = 4
+"""At a time, of viewers that are not the host: each holds a page of rows while its reader is slow."""
+
+UNKEPT = {"cache-control": "private, no-store", "vary": "cookie"}
+"""Of what nobody between here and the viewer may keep: it may be the host's alone."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; "
@@ -66,7 +73,7 @@ def page_app(shelf: Shelf, token: str, clock: Callable[[], float] = time.time) -
         Mount("/static/{version}", StaticFiles(directory=STATIC)),
     ]
     return Starlette(routes=routes, middleware=[Middleware(_WithHeaders)], exception_handlers={
-        HTTPException: page.refuse, ShoalError: page.excuse,
+        HTTPException: page.refuse, ShoalError: page.excuse, sqlite3.Error: page.excuse,
     })  # fmt: skip
 
 
@@ -91,6 +98,7 @@ class _Page:
         self._token = token
         self._cookie = f"shoal-host-{self._session[:8]}"
         """Named by the token: cookies do not know ports, and a machine may serve several pages."""
+        self._downloads = asyncio.Semaphore(MOST_DOWNLOADS)
         self._kept = OrderedDict[tuple[str, _Viewer, int], bytes]()
         self._making = dict[tuple[str, _Viewer, int], asyncio.Future[tuple[bytes, bool]]]()
 
@@ -113,7 +121,7 @@ class _Page:
         response.headers["cache-control"] = "no-store"
         return response
 
-    def show(self, view: Callable[[Asked], tuple[str, Mapping[str, Any]]]) -> Endpoint:
+    def show(self, view: View) -> Endpoint:
         """An endpoint that renders a view."""
 
         def made(asked: Asked) -> tuple[bytes, bool]:
@@ -145,7 +153,7 @@ class _Page:
                     making.add_done_callback(lambda _: self._making.pop(key, None))
                 body, is_whole = await asyncio.shield(making)
                 if not is_whole:
-                    return Response(body, media_type=kind, headers={"cache-control": "no-store"})
+                    return Response(body, media_type=kind, headers=UNKEPT)
                 self._kept[key] = body
                 while len(self._kept) > KEPT_PAGES:
                     self._kept.popitem(last=False)
@@ -158,8 +166,10 @@ class _Page:
         asked = self._asked(request, self._viewer(request))
         table = request.path_params["table"]
         lines = lines_of_csv(asked, table)
-        name = f"attachment; filename=run-{asked.run}-{table}.csv"
-        return StreamingResponse(lines, media_type="text/csv", headers={"content-disposition": name})
+        headers = {"content-disposition": f"attachment; filename=run-{asked.run}-{table}.csv", **UNKEPT}
+        if request.method == "HEAD":
+            return Response(media_type="text/csv", headers=headers)
+        return Download(lines, None if asked.may_compute else self._downloads, headers)
 
     def _viewer(self, request: Request) -> _Viewer:
         """Who asks for which run. Raises `NotHere`."""

@@ -4,7 +4,7 @@ Called by `app`, and passed to each view. What is in an address is a stranger's:
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,10 @@ class Asked:
     def smooth(self) -> float:
         """How much a chart is smoothed, from 0 to 0.99."""
         return min(max(self.real("smooth") or 0.0, 0.0), 0.99)
+
+
+View = Callable[[Asked], tuple[str, Mapping[str, Any]]]
+"""A request in, a template and its values out."""
 
 
 def _as_told(alarms: Sequence[Row]) -> list[Row]:

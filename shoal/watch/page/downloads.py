@@ -7,11 +7,15 @@ A download may take as long as its reader likes, in any thread. So it has a conn
 open between two lines: that would show an old state to the thread's other viewers, and keep the index's journal growing.
 """
 
+import asyncio
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
+
+from starlette.responses import PlainTextResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from shoal.metrics import meaning_of
 from shoal.watch.index import Filter, Look, groups
@@ -29,6 +33,31 @@ MOST = 1_000_000
 
 TEXTS = 100
 """Rollouts, with their texts, that are read at a time."""
+
+
+MOST_S = 600.0
+"""Of one download by a viewer that is not the host."""
+
+
+class Download(StreamingResponse):
+    """A file, line by line. Others than the host wait for each other, and are cut off if they take too long."""
+
+    def __init__(self, lines: Iterable[str], places: asyncio.Semaphore | None, headers: Mapping[str, str]) -> None:
+        """`places`: how many at a time; None for the host."""
+        super().__init__(lines, media_type="text/csv", headers=headers)
+        self._places = places
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._places is None:
+            await super().__call__(scope, receive, send)
+        elif self._places.locked():  # guard: few-downloads-at-a-time
+            busy = "Others download tables now: try again in a minute.\n"
+            await PlainTextResponse(busy, 503, {"retry-after": "60"})(scope, receive, send)
+        else:
+            async with self._places:
+                with suppress(TimeoutError):  # the connection ends, so the reader sees that the file is not whole
+                    async with asyncio.timeout(MOST_S):
+                        await super().__call__(scope, receive, send)
 
 
 def lines_of_csv(asked: Asked, table: str) -> Iterator[str]:

@@ -12,13 +12,11 @@ from typing import Any, NamedTuple
 from shoal.errors import ConfigError, NothingYet, ShoalError
 from shoal.watch.index import Filter, filters, group, groups, number_of, same_task
 from shoal.watch.index.schema import MOST_ROLLOUTS
-from shoal.watch.page.asked import LARGEST, Asked, NotHere
+from shoal.watch.page.asked import LARGEST, Asked, NotHere, View
 from shoal.watch.page.charts import of_task, picture_of
 from shoal.watch.page.gaps import Gaps
 from shoal.watch.reading import Place
 from shoal.watch.reading.groups import ReadGroup, ReadRollout, ReadTurn
-
-View = Callable[[Asked], tuple[str, Mapping[str, Any]]]
 
 TOKENS = 3000
 """Tokens of a view that are coloured: more would make it slow to load."""

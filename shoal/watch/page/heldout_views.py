@@ -1,17 +1,15 @@
 """Evaluations on held-out tasks: figures for everybody, and single episodes for the host.
 
-Called by `app`. Nothing shows the host's tasks to others: whoever knew them could train on them. Figures are the host's
+Called by `app`. Nothing shows the host's tasks to others, who could train on them. Figures are the host's
 word. Texts are those of models and environments.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from shoal.errors import NothingYet, ShoalError
-from shoal.watch.page.asked import Asked
+from shoal.watch.page.asked import Asked, View
 from shoal.watch.page.charts import chart_of, picture_of
-
-View = Callable[[Asked], tuple[str, Mapping[str, Any]]]
 
 EPISODES = 10
 """Of one page."""

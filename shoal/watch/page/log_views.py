@@ -3,12 +3,10 @@
 Called by `app`. Sentences come from the index, as `words` made them; the bytes of an event are in the log itself.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from shoal.watch.page.asked import LARGEST, Asked, NotHere
-
-View = Callable[[Asked], tuple[str, Mapping[str, Any]]]
+from shoal.watch.page.asked import LARGEST, Asked, NotHere, View
 
 
 def timeline(asked: Asked) -> tuple[str, Mapping[str, Any]]:

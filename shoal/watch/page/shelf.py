@@ -1,7 +1,7 @@
 """The runs that a page shows: their readings, the thread that indexes them, and who may ask what at a time.
 
-Called by `serve`, and by `app` for each request. Readings are used by one thread at a time, so each has a lock. It decides
-nothing about who may see what; `views` and `group_views` do.
+Called by `serve`, and by `app` for each request. Readings are used by one thread at a time, so each has a lock. It refuses
+private bodies and held-out episodes to all but the host; `app` says who is the host.
 """
 
 import gc
@@ -33,12 +33,13 @@ CHANGE_EVERY_S = 4.0
 """Pages may say something else so often: each change makes each page that somebody looks at anew, and the log of a large
 run changes many times a second."""
 
-IDLE_S = 1.0
-AGAIN_S = 5.0
-"""Wait after an error, before a run is opened again."""
+STALE_S = 60.0
+"""So often pages change even if nothing else does: they tell how long the run has waited, and what is free on the disk."""
 
-TOO_LARGE_AGAIN_S = 600.0
-"""The same if the run asks for more than this machine gives: to open it again is to read all of its log."""
+IDLE_S = 1.0
+AGAIN_S, MOST_AGAIN_S = 5.0, 600.0
+"""Wait after an error, before a run is opened again: each wait is twice the one before, because to open it again is to read
+all of its log. After the longest at once if the run asks for more than this machine gives."""
 
 GROUP_WAIT_S = 5.0
 """How long a request waits while the run's log is read."""
@@ -59,6 +60,8 @@ class Shown:
     builder: Builder | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     again_at: float = 0.0
+    wait_s: float = AGAIN_S
+    """After the next error."""
     asked_at: float = -1e9
     told: object = None
     """Condition and alarms as they were noted last."""
@@ -88,7 +91,7 @@ class Shelf:
         self._rescoring = Rescoring()
         self._local = threading.local()
         self._file, self._generation = -1, 0
-        """The index's file, and how often there was a new one: who has an older one open reads what nobody writes to."""
+        """The index's file, and how often there was a new one. Connections to an older one show stale data."""
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self.runs = [Shown(place) for place in places]
@@ -189,8 +192,8 @@ class Shelf:
     def step(self) -> bool:
         """Index the next page of each run. Returns whether there was anything to do."""
         busy = [self._step(shown) for shown in self.runs]
-        if self._is_news and self._clock() >= self._changed_at + CHANGE_EVERY_S:
-            self.change, self._is_news, self._changed_at = self.change + 1, False, self._clock()
+        if (now := self._clock()) >= self._changed_at + (CHANGE_EVERY_S if self._is_news else STALE_S):
+            self.change, self._is_news, self._changed_at = self.change + 1, False, now
         return any(busy)
 
     def _keep(self) -> None:
@@ -217,8 +220,8 @@ class Shelf:
             try:
                 return self._advance(shown)
             except Exception as error:  # the thread would end, and the page stay stale without a word
-                wait_s = TOO_LARGE_AGAIN_S if isinstance(error, Overreach) else AGAIN_S
-                shown.again_at = now + wait_s  # guard: index-thread-lives
+                wait_s = MOST_AGAIN_S if isinstance(error, Overreach) else shown.wait_s
+                shown.again_at, shown.wait_s = now + wait_s, min(2 * wait_s, MOST_AGAIN_S)  # guard: index-thread-lives
                 is_known = isinstance(error, ShoalError)
                 log.warning(
                     "a run cannot be indexed, trying again later run=%s cause=%s", shown.where, error,
@@ -241,6 +244,8 @@ class Shelf:
         if trouble or shown.trouble or self._clock() - shown.asked_at > CONDITION_EVERY_S:
             self._say(shown, trouble)
             self._note(shown)
+        if not busy and not trouble:
+            shown.wait_s = AGAIN_S
         self._is_news |= busy
         return busy
 
@@ -274,10 +279,10 @@ class Shelf:
         if shown.builder is None or shown.reading is None:
             return
         shown.asked_at = self._clock()
-        shown.builder.note_condition(shown.trouble)
+        shown.builder.note_condition()
         alarms = self.look().alarms(shown.number)
-        row = self.look().rows("SELECT told, is_live, trouble FROM conditions WHERE run = ?", shown.number)
-        told = (_without_clock(row[0]["told"]), row[0]["is_live"], row[0]["trouble"]) if row else None
+        row = self.look().rows("SELECT told, is_live FROM conditions WHERE run = ?", shown.number)
+        told = (_without_clock(row[0]["told"]), row[0]["is_live"]) if row else None
         before, shown.told = shown.told, (told, repr(alarms))
         self._is_news |= shown.told != before
 

@@ -5,13 +5,14 @@ number of its event; what the trainer says has its step.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from shoal.metrics import mean_of_counts, meaning_of
-from shoal.watch.index.look import RANKINGS
-from shoal.watch.page.asked import Asked, NotHere, asked_nodes, asked_refusals
+from shoal.watch.index.look import PAGE, RANKINGS
+from shoal.watch.index.plain import values_of
+from shoal.watch.page.asked import Asked, NotHere, View, asked_nodes, asked_refusals
 from shoal.watch.page.charts import (
     BY_VERSION,
     Chart,
@@ -28,10 +29,11 @@ from shoal.watch.page.shown import query
 from shoal.watch.rows import Row
 from shoal.watch.trend import TREND_STEPS, trend_of
 
-View = Callable[[Asked], tuple[str, Mapping[str, Any]]]
-
 MOST_CHARTS = 9
 """Of one page of figures."""
+
+MOST_ALARMS = 5
+"""Of an overview, the critical ones first."""
 
 
 def overview(asked: Asked) -> tuple[str, Mapping[str, Any]]:
@@ -39,17 +41,19 @@ def overview(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     look, run = asked.look, asked.run
     found = look.overview(run)
     spread_version, spreads = _spreads(asked, found["metrics_step"])
+    raised = sorted(asked.alarms(only_open=True), key=lambda alarm: alarm["level"] != "critical")
     return "overview.html", {
         "spread_version": spread_version, "spreads": spreads,
         **found, "trouble": asked.shelf.trouble(run),
-        "alarms": asked.alarms(only_open=True), "charts": _charts(asked, overview_charts(look, run)),
+        "alarms": raised[:MOST_ALARMS], "more_alarms": len(raised[MOST_ALARMS:]),
+        "charts": _charts(asked, overview_charts(look, run)),
         "refused": look.refusal_counts(run, 5), "ages": look.ages(run, 5),
         "top": look.nodes(run, "worker", limit=5)["rows"], "title": "Overview",
         "disk": asked.shelf.free_bytes(run) if asked.is_host else None,
         "staleness": mean_of_counts(found["metrics"].get("staleness_rollouts")),
         "reward": _newest(found["metrics"], REWARDS), "first_reward": _first_reward(asked), "trend": _trend(asked),
         "last_verdict": _last_verdict(asked),
-        "per_env": {name.partition("/")[2]: value for name, value in sorted(_numbers(found["metrics"]).items())
+        "per_env": {name.partition("/")[2]: value for name, value in sorted(values_of(found["metrics"]))
                     if name.startswith("reward_mean/")},
     }  # fmt: skip
 
@@ -79,7 +83,7 @@ def figure(asked: Asked) -> tuple[str, Mapping[str, Any]]:
         return "figure.html", {**chart, "title": found.title, **_by_version(asked, name)}
     family = family_of(asked.look, asked.run, name)[: len(found.lines)]
     lines = asked.look.rows("SELECT step, line FROM metrics WHERE run = ? ORDER BY step DESC LIMIT 50", asked.run)
-    told = [(row["step"], _numbers(json.loads(row["line"]))) for row in lines]
+    told = [(row["step"], dict(values_of(json.loads(row["line"])))) for row in lines]
     return "figure.html", {
         **chart, "title": name, "told": "Newest steps", "labels": [line.label for line in found.lines], "point": "steps/",
         "rows": [{"at": at, "values": [values.get(metric) for metric in family]} for at, values in told],
@@ -117,7 +121,7 @@ def step(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     found = asked.look.rows("SELECT line FROM metrics WHERE run = ? AND step = ?", asked.run, min(number, 1 << 62))
     if not found:
         raise NotHere(f"the run has no metrics of step {number}")
-    values = _numbers(json.loads(found[0]["line"]))
+    values = dict(values_of(json.loads(found[0]["line"])))
     told = {name: meaning_of(name) for name in values}
     return "step.html", {"title": f"Step {number}", "place": "Figures", "step": number, "values": values, "told": told}
 
@@ -142,7 +146,7 @@ def node(asked: Asked) -> tuple[str, Mapping[str, Any]]:
         raise NotHere("the run has no node with this key: search for the start of it among the nodes")
     events = asked.look.timeline(asked.run, node=key, limit=20)["rows"]
     helped = asked.look.rows(
-        "SELECT count(*) AS groups, sum(status = 'signal') AS signal, sum(step >= 0) AS used, sum(tokens) AS tokens, "
+        "SELECT count(*) AS groups, sum(status = 'signal') AS signal, sum(step >= 0) AS used, total(tokens) AS tokens, "
         "count(DISTINCT CASE WHEN step >= 0 THEN step END) AS steps FROM groups WHERE run = ? AND worker = ?",
         asked.run, key,
     )[0]  # fmt: skip
@@ -193,7 +197,10 @@ def versions(asked: Asked) -> tuple[str, Mapping[str, Any]]:
 
 def alarms(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     """What monitors found."""
-    return "alarms.html", {"title": "Alarms", "rows": asked.alarms()}
+    rows, at = asked.alarms(), asked.whole("at", 0) or 0
+    return "alarms.html", {
+        "title": "Alarms", "rows": rows[at : at + PAGE], "next": at + PAGE if len(rows) > at + PAGE else None,
+    }  # fmt: skip
 
 
 def comparison(asked: Asked) -> tuple[str, Mapping[str, Any]]:
@@ -207,7 +214,7 @@ def comparison(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     ]
     charts = [_drawn(compared(asked.look, labels, name, asked.smooth())) for name in chosen[:12]]
     figures = [
-        {**row, **asked.look.overview(row["run"]), "raised": len(asked.look.alarms(row["run"], only_open=True))}
+        {**row, **asked.look.overview(row["run"]), "raised": len(replace(asked, run=row["run"]).alarms(only_open=True))}
         for row in runs
     ]
     return "compare.html", {
@@ -283,7 +290,9 @@ def _newest(line: Mapping[str, Any], names: Sequence[str]) -> Any:
 def _first_reward(asked: Asked) -> float | None:
     line = {
         row["name"]: row["value"]
-        for row in asked.look.rows("SELECT name, value FROM series WHERE run = ? AND step = 0", asked.run)
+        for row in asked.look.rows(
+            "SELECT name, value FROM series WHERE run = ? AND name IN (?, ?) AND step = 0", asked.run, *REWARDS
+        )
     }
     first: float | None = _newest(line, REWARDS)
     return first
@@ -302,14 +311,3 @@ def _last_verdict(asked: Asked) -> Row | None:
     """The newest of all validators: whether they are alive."""
     found = asked.look.rows("SELECT seq, time_s FROM verdicts WHERE run = ? ORDER BY seq DESC LIMIT 1", asked.run)
     return found[0] if found else None
-
-
-def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a metrics line, those of a table within it by NAME/KEY."""
-    values = dict[str, Any]()
-    for name, value in line.items():
-        if isinstance(value, dict):
-            values |= {f"{name}/{inner}": part for inner, part in value.items()}
-        else:
-            values[name] = value
-    return values

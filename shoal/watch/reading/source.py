@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import tempfile
 import threading
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -195,7 +195,7 @@ class UrlSource:
         self._client = Client(url, transport=transport, on_wait=lambda line: None)
         self._run = UrlRun(self._client)
         self.name = self._client.base_url
-        self._newest, self._page_bytes = -1, 0
+        self._newest, self._served = -1, _Served(self.name)
         self._recent: dict[int, dict[str, Value]] = {}
         """The lines that came last, by step."""
         self._home: tempfile.TemporaryDirectory[str] | None = None
@@ -214,6 +214,7 @@ class UrlSource:
         if lines and step_of(lines[-1]) < self._newest:  # the page ended within what is known
             lines += self._metrics_after(self._newest)
         news = [line for line in lines if self._recent.get(step_of(line)) != line]
+        self._served.take(news)
         self._recent |= {step_of(line): line for line in lines}
         self._newest = max([self._newest, *self._recent])
         self._recent = {step: line for step, line in self._recent.items() if step > self._newest - 2 * OVERLAP_STEPS}
@@ -221,17 +222,10 @@ class UrlSource:
 
     def all_metrics(self) -> list[dict[str, Value]]:
         lines: list[dict[str, Value]] = []
-        size_bytes, names = 0, set[str]()
+        served = _Served(self.name)
         while page := self._metrics_after(step_of(lines[-1]) if lines else -1):
             lines += page
-            size_bytes += self._page_bytes
-            names.update(name for line in page for name in line)
-            if size_bytes > MOST_METRICS_BYTES or len(names) > MAX_METRICS:  # guard: metrics-of-a-url-fit
-                raise PeerError(
-                    f"{self.name} serves more metrics than a run has: {len(names)} names, {size_bytes} bytes"
-                )
-            if len(lines) > 2 * CHAIN_LENGTH:  # guard: metrics-of-a-url-end
-                raise PeerError(f"{self.name} serves metrics of more steps than a run can have ({CHAIN_LENGTH})")
+            served.take(page)
         return lines
 
     def _metrics_after(self, step: int) -> list[dict[str, Value]]:
@@ -243,7 +237,6 @@ class UrlSource:
             if refused.code == "no_such_call":  # a coordinator from before there were such answers
                 return []
             raise
-        self._page_bytes = len(page)
         found = {step_of(line): line for line in clean(_decoded(page.splitlines()))}
         return [found[each] for each in sorted(found) if each > step]  # guard: metrics-go-forward
 
@@ -279,6 +272,26 @@ class UrlSource:
         self._asking.close()
         if self._home is not None:
             self._home.cleanup()
+
+
+class _Served:
+    """How many metrics a server gave by now, so that no stranger fills memory or disk with them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._steps, self._bytes, self._names = 0, 0, set[str]()
+
+    def take(self, lines: Sequence[dict[str, Value]]) -> None:
+        """Count more. Raises `PeerError` if they are more than a run has."""
+        self._steps += len(lines)
+        self._bytes += sum(len(msgspec.json.encode(line)) for line in lines)
+        self._names.update(name for line in lines for name in line)
+        if self._bytes > MOST_METRICS_BYTES or len(self._names) > MAX_METRICS:  # guard: metrics-of-a-url-fit
+            raise PeerError(
+                f"{self._name} serves more metrics than a run has: {len(self._names)} names, {self._bytes} bytes"
+            )
+        if self._steps > 2 * CHAIN_LENGTH:  # guard: metrics-of-a-url-end
+            raise PeerError(f"{self._name} serves metrics of more steps than a run can have ({CHAIN_LENGTH})")
 
 
 async def fetch_tokenizer(client: Client, manifest: t.Manifest, stops: str, home: Path) -> None:

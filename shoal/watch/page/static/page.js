@@ -3,7 +3,7 @@
 (() => {
   const EVERY_MS = 5000, HIDDEN_MS = 60000, MOST_MS = 60000, CHARTS_MS = 60000;
   const main = document.getElementById("main"), polled = document.getElementById("polled");
-  const live = document.querySelector("main [data-swap]") !== null && document.body.hasAttribute("data-live");
+  const live = document.querySelector("main [data-swap], main .charts") !== null && document.body.hasAttribute("data-live");
   let etag = null, waiting = 0, failures = 0, paused = false, current = -1, charted = Date.now(), heard = Date.now();
 
   // --- charts ---
