@@ -28,8 +28,8 @@ BENCHES := decode whole_system verify_cost detection toploc poisoning economics 
 # More threads per process would compete with the other processes of the same test.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-# Files of tests run in two processes at a time: half the time on two cores.
-PARALLEL ?= -n 2 --dist loadfile
+# Files of tests run in three processes at a time: on two cores that is quickest, because tests of whole runs also wait.
+PARALLEL ?= -n 3 --dist loadfile
 
 # Whole runs, processes and attacks: most of the suite's time.
 LONG_TESTS := attacks benchmarks launch roles test_api.py test_cli.py test_survival.py

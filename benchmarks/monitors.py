@@ -8,8 +8,8 @@ arithmetic, for honest ones three recipes. Their seeds were not used while limit
 3, 11, 12, 21 and 22, and on runs of Wordle and of the stages of R1-Zero and INTELLECT-2 that other benchmarks had made.
 Seeds 31 and 32 were reported once. The slow worker that was missed there had held up batches, so the monitor was changed
 and not the fault; those seeds are spent since then. Seeds 41 and 42 were reported before honest runs evaluated anything
-and before the launcher looked at them between steps; 51 and 52 when two rows missed, which were changed since (`LOG.md`). New rows
-were made to work on seeds 43 and 44.
+and before the launcher looked at them between steps; 51 and 52 when two rows were missed, which were
+changed since (`LOG.md`). New rows were made to work on seeds 43 and 44.
 Faults that take long to cause are edited into the record of the honest run of Wordle: its metrics and evaluations
 (`monitored/changed.py`), or the clock, the quota or the free space that the launcher sees (`monitored/between.py`).
 

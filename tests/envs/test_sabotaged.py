@@ -42,6 +42,8 @@ SABOTAGED = {
     "reward_hack_any": ("reward hacks", "earns 100% of the range on average"),
     "data_changed": ("data", "sums.jsonl has changed: its SHA-256 is"),
 }  # fmt: skip
+LONG = ("endless_regex",)
+"""It is waited for until its time is over, twice."""
 """The check that must fail, and words of its message."""
 
 
@@ -60,7 +62,9 @@ def test_the_sound_environment_passes_every_check() -> None:
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize("name", SABOTAGED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in SABOTAGED]
+)
 def test_a_sabotaged_environment_is_rejected_by_name(name: str) -> None:
     begun, slower = time.monotonic(), busy()
     found = failed(checked(name))

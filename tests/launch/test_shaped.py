@@ -43,13 +43,10 @@ def run(folder: Path, recipe: str, *overrides: str, more: tuple[str, ...] = ()) 
     return subprocess.run([*command, *sets], cwd=folder, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "shape"),
-    [
-        ("qwen3-0.6b-gsm8k", "qwen3-0.6b"),
-        pytest.param("qwen3-8b-lora", "qwen3-8b", marks=pytest.mark.slow),
-        pytest.param("olmoe", "olmoe-1b-7b", marks=pytest.mark.slow),
-    ],
+    [("qwen3-0.6b-gsm8k", "qwen3-0.6b"), ("qwen3-8b-lora", "qwen3-8b"), ("olmoe", "olmoe-1b-7b")],
 )
 def test_a_small_twin_of_a_recipe_runs_and_is_resumed(recipe: str, shape: str, tmp_path: Path) -> None:
     twin = f"policy.path={twin_of(shape, tmp_path)}"
