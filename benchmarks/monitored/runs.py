@@ -148,9 +148,9 @@ class Faults:
         return town.folder, town.config
 
     def few_refusals(self) -> tuple[RunFolder, RunConfig]:
-        """One of three workers forges one lease in ten. It is much faster than the others, so it has most influence."""
+        """One of three workers forges one lease in ten. It is faster than the others, so it has most influence."""
         town = self._town("few", 40, "rollouts.block_rollouts=16", "verify.quarantine_s=0.1")
-        others = (_worker(town, f"worker-{i}", _Slow) for i in range(2))
+        others = (_worker(town, f"worker-{i}", partial(_Times, times=3.0)) for i in range(2))
         _live(town, *others, _worker(town, "bad", _Sometimes))
         return town.folder, town.config
 
