@@ -8,8 +8,8 @@ arithmetic, for honest ones three recipes. Their seeds were not used while limit
 3, 11, 12, 21 and 22, and on runs of Wordle and of the stages of R1-Zero and INTELLECT-2 that other benchmarks had made.
 Seeds 31 and 32 were reported once. The slow worker that was missed there had held up batches, so the monitor was changed
 and not the fault; those seeds are spent since then. Seeds 41 and 42 were reported before honest runs evaluated anything
-and before the launcher looked at them between steps; 51 and 52, and 61 and 62, when rows were
-missed that were changed since (`LOG.md`). New rows were made to work on seeds 43 and 44.
+and before the launcher looked at them between steps; 51, 52, 61, 62, 71 and 72 when rows were missed that were changed
+since (`LOG.md`): rows were made to work on seeds 43, 44 and 101 to 106.
 Faults that take long to cause are edited into the record of the honest run of Wordle: its metrics and evaluations
 (`monitored/changed.py`), or the clock, the quota or the free space that the launcher sees (`monitored/between.py`).
 
@@ -38,7 +38,7 @@ from benchmarks.monitored.runs import Faults, Honest, alarms_of, honest, with_me
 from benchmarks.pages.monitors import tables  # noqa: E402
 from shoal.metrics import read_metrics  # noqa: E402
 
-SEEDS = (71, 72)
+SEEDS = (81, 82)
 """Not used for tuning."""
 HONEST = {
     "arithmetic": (24, ("rollouts.batch_groups=8", "rollouts.block_rollouts=64")),
@@ -67,8 +67,8 @@ class Expected(NamedTuple):
 EXPECTED = {
     "high_learning_rate": Expected("collapse|drift", ("collapse", "drift", "entropy", "hacking", "no_signal")),
     "temperature": Expected("drift", ("collapse", "entropy")),
-    "pays_for_length": Expected("hacking", ("drift",)),
-    "pays_for_repetition": Expected("hacking", ("drift", "entropy")),
+    "pays_for_length": Expected("hacking", ("drift", "no_signal")),
+    "pays_for_repetition": Expected("hacking", ("drift", "entropy", "no_signal")),
     "pays_for_a_digit": Expected("hacking", ("drift", "entropy", "no_signal")),
     "all_solved": Expected("no_signal"),
     "poisoned_worker": Expected("poisoning:bad"),

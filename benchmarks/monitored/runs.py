@@ -126,7 +126,7 @@ class Faults:
 
     def pays_for_repetition(self) -> tuple[RunFolder, RunConfig]:
         """The environment rewards repeated characters."""
-        return self._hack("repetition", 45)
+        return self._hack("repetition", 80)
 
     def pays_for_a_digit(self) -> tuple[RunFolder, RunConfig]:
         """A policy that has learned to add goes on where answers that begin with a 1 are rewarded, to held-out tasks, too.
@@ -148,9 +148,9 @@ class Faults:
         return town.folder, town.config
 
     def few_refusals(self) -> tuple[RunFolder, RunConfig]:
-        """One of three workers forges one lease in ten. It is faster than the others, so it has most influence."""
-        town = self._town("few", 40, "rollouts.block_rollouts=16", "verify.quarantine_s=0.1")
-        others = (_worker(town, f"worker-{i}", partial(_Times, times=3.0)) for i in range(2))
+        """One of three workers forges one lease in ten. The others take four times as long, which is honest."""
+        town = self._town("few", 60, "rollouts.block_rollouts=16", "verify.quarantine_s=0.1")
+        others = (_worker(town, f"worker-{i}", partial(_Times, times=4.0)) for i in range(2))
         _live(town, *others, _worker(town, "bad", _Sometimes))
         return town.folder, town.config
 
