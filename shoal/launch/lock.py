@@ -1,7 +1,8 @@
 """One launcher in a run folder, and one node in a home: a lock on the folder.
 
-The roles of a launcher inherit its descriptor. So the folder is held until the last of them has ended, even if the launcher
-was killed.
+Called by whatever starts roles: `shoal run`, `host`, `stages`, `join`, and programs. It knows nothing of what the folder
+holds. The roles of a launcher inherit its descriptor. So the folder is held until the last of them has ended, even if the
+launcher was killed.
 """
 
 import contextlib

@@ -90,7 +90,7 @@ def open_to_write(path: Path) -> sqlite3.Connection:
                     return found
             except sqlite3.DatabaseError as error:
                 # guard: locked-index-is-not-deleted
-                if not error.sqlite_errorname.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+                if not getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
                     raise StateError(
                         f"cannot open the index {path}: {error}. Free some space, or give another place"
                     ) from None

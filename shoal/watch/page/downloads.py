@@ -40,7 +40,7 @@ MOST_S = 600.0
 
 
 class Download(StreamingResponse):
-    """A file, line by line. Others than the host wait for each other, and are cut off if they take too long."""
+    """A file, line by line. Only a few viewers that are not the host get one at a time, and none for longer than MOST_S."""
 
     def __init__(self, lines: Iterable[str], places: asyncio.Semaphore | None, headers: Mapping[str, str]) -> None:
         """`places`: how many at a time; None for the host."""

@@ -34,12 +34,12 @@ CHANGE_EVERY_S = 4.0
 run changes many times a second."""
 
 STALE_S = 60.0
-"""So often pages change even if nothing else does: they tell how long the run has waited, and what is free on the disk."""
+"""Pages change at least this often, because they tell how long the run has waited and how much of the disk is free."""
 
 IDLE_S = 1.0
 AGAIN_S, MOST_AGAIN_S = 5.0, 600.0
-"""Wait after an error, before a run is opened again: each wait is twice the one before, because to open it again is to read
-all of its log. After the longest at once if the run asks for more than this machine gives."""
+"""Before a run that failed is opened again. Each wait is twice the one before, because opening it reads all of its log.
+A run that asks for more than this machine gives has the longest wait at once."""
 
 GROUP_WAIT_S = 5.0
 """How long a request waits while the run's log is read."""

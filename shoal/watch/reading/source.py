@@ -275,7 +275,7 @@ class UrlSource:
 
 
 class _Served:
-    """How many metrics a server gave by now, so that no stranger fills memory or disk with them."""
+    """Counts the metrics that a server has sent, so that no stranger fills memory or disk with them."""
 
     def __init__(self, name: str) -> None:
         self._name = name
