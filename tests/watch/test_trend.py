@@ -7,5 +7,9 @@ def test_the_trend_compares_equal_numbers_of_steps() -> None:
     rewards = (9.0, 1.0, 1.0, 0.5, 0.25)
     assert trend_of(rewards) == "reward down: 1.000 to 0.375, means of 2 steps each"
     assert trend_of(rewards[:3]) == ""
+    noisy = [0.7, 0.9, 0.6, 0.8, 0.75, 0.85, 0.65, 0.79]
+    assert trend_of(noisy) == "reward level: 0.750 to 0.760, means of 4 steps each"
+    assert trend_of([0.01 * step for step in range(8)]).startswith("reward up: ")
+    assert trend_of([0.25] * 8) == "reward level: 0.250 to 0.250, means of 4 steps each"
     close = [0.0041 + i * 1e-5 for i in range(4)]
     assert trend_of(close) == "reward level: 0.004 to 0.004, means of 2 steps each"
