@@ -490,6 +490,19 @@ def test_a_private_group_shows_only_what_the_log_says(town, tmp_path, monkeypatc
     assert contents(path)["texts"] == []
 
 
+def test_two_that_build_one_index_are_told_and_the_second_goes_on_when_it_begins_anew(index, town, tmp_path):
+    path = tmp_path / "shared.sqlite"
+    with open_run(town.folder.root, private=True) as one, open_run(town.folder.root, private=True) as other:
+        late = Builder(path, other)
+        first = Builder(path, one)
+        first.build()
+        first.close()
+        with pytest.raises(StateError, match="give one of them another place"):
+            late.advance()
+        late.close()
+    assert contents(built(path, town.folder.root)) == contents(index)
+
+
 def test_an_index_that_another_process_makes_is_not_deleted(tmp_path, monkeypatch):
     monkeypatch.setattr("shoal.watch.index.schema.LOCKED_S", 0.1)
     path = tmp_path / "index.sqlite"

@@ -18,6 +18,10 @@ def told_as_errors(run: str) -> Iterator[None]:
         yield
     except ShoalError:
         raise
+    except sqlite3.IntegrityError:
+        raise StateError(
+            f"another process has written what this one read of {run} into the same index: give one of them another place"
+        ) from None
     except sqlite3.Error as error:
         # guard: full-disk-is-told
         raise StateError(f"the index cannot be written: {error}. Free some space, or give another place") from None
