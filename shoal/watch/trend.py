@@ -1,7 +1,7 @@
 """Whether the reward rises: a sentence that answers it in the terminal and on the page alike. Pure."""
 
+import math
 from collections.abc import Sequence
-from statistics import mean, variance
 
 TREND_STEPS = 20
 """The newest of so many steps are compared with those before."""
@@ -10,13 +10,27 @@ LEAST_STEPS = 4
 
 
 def trend_of(rewards: Sequence[float]) -> str:
-    """How the reward has changed; empty if there are too few steps to say. It is level within two standard errors."""
+    """How the reward has changed; empty if there are too few steps to say. It is level within two standard errors.
+
+    A stranger's host may report any number: if the means or their noise are not finite, the sentence is empty, too.
+    """
     if len(rewards) < LEAST_STEPS:
         return ""
     size = min(TREND_STEPS, len(rewards) // 2)
-    parts = rewards[-2 * size : -size], rewards[-size:]
-    before, newest = map(mean, parts)
-    change = round(newest, 3) - round(before, 3)  # as they are shown
-    noise = (sum(map(variance, parts)) / size) ** 0.5  # the standard error of the difference
+    (before, spread), (newest, newest_spread) = _moments(rewards[-2 * size : -size]), _moments(rewards[-size:])
+    change = round(newest, 3) - round(before, 3) if math.isfinite(before + newest) else math.nan  # as they are shown
+    noise = math.sqrt((spread + newest_spread) / size)  # the standard error of the difference
+    if not math.isfinite(change + noise):
+        return ""
     word = "level" if abs(change) <= 2 * noise else "up" if change > 0 else "down"
-    return f"reward {word}: {before:.3f} to {newest:.3f}, means of {size} steps each"
+    return f"reward {word}: {_shown(before)} to {_shown(newest)}, means of {size} steps each"
+
+
+def _moments(rewards: Sequence[float]) -> tuple[float, float]:
+    """Mean and sample variance of two rewards or more. They overflow to inf or nan, where `statistics` would raise."""
+    mean = sum(rewards) / len(rewards)
+    return mean, sum((reward - mean) * (reward - mean) for reward in rewards) / (len(rewards) - 1)
+
+
+def _shown(mean: float) -> str:
+    return f"{mean:.3f}" if abs(mean) < 1e6 else f"{mean:.3g}"

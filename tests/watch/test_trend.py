@@ -13,3 +13,12 @@ def test_the_trend_compares_equal_numbers_of_steps() -> None:
     assert trend_of([0.25] * 8) == "reward level: 0.250 to 0.250, means of 4 steps each"
     close = [0.0041 + i * 1e-5 for i in range(4)]
     assert trend_of(close) == "reward level: 0.004 to 0.004, means of 2 steps each"
+
+
+def test_rewards_beyond_all_measure_raise_nothing() -> None:
+    """A stranger's host may report them."""
+    for huge in (1e160, 1e200):
+        assert trend_of([huge] * 4 + [0.5] * 4) == f"reward down: {huge:.3g} to 0.500, means of 4 steps each"
+    for huge in (1.7e308, float("inf"), float("nan")):
+        assert trend_of([huge] * 4 + [0.5] * 4) == ""
+    assert trend_of([1e200, -1e200] * 4) == "", "their variance is infinite"
