@@ -90,6 +90,20 @@ def test_a_damaged_index_is_made_anew_for_all_runs_and_all_viewers(town, copied,
         assert [shelf.look().overview(row["run"])["facts"]["phase"] for row in rows] == ["ended", "ended"]
 
 
+def test_an_index_that_is_deleted_is_told_and_made_anew(town, copied, tmp_path, now):
+    path, places = tmp_path / "index.sqlite", [str(town.folder.root), str(copied)]
+    with contextlib.closing(Shelf(path, places, clock=lambda: now[0])) as shelf:
+        indexed(shelf, now)
+        path.unlink()
+        client = TestClient(page_app(shelf, ""))
+        for address in ("/1/", "/1/csv/events.csv", "/nothing"):
+            answer = client.get(address)
+            assert answer.status_code == 503 and "cannot be read now: try again" in answer.text
+        indexed(shelf, now)
+        assert [client.get(f"/{shown.number}/").status_code for shown in shelf.runs] == [200, 200]
+        assert [shelf.look().overview(shown.number)["facts"]["phase"] for shown in shelf.runs] == ["ended", "ended"]
+
+
 def test_a_run_that_is_too_large_is_not_read_again_at_once(shelf, now, monkeypatch):
     def broken():
         raise Overreach("the log does not fit into memory")

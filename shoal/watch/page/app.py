@@ -210,9 +210,13 @@ class _Page:
         """The page of an error, as anyone may see it."""
         number = request.path_params.get("run", 0)
         run = number if isinstance(number, int) and self._shelf.of(number) else 0
-        asked = Asked(self._shelf, self._shelf.look(), run, {}, _NOTHING, False, self._clock())
-        words = error if isinstance(error, str) else asked.excuse(error)
-        body = self._render("fault.html", asked, {"status": status, "words": words, "title": "Not here"})
+        try:
+            asked = Asked(self._shelf, self._shelf.look(), run, {}, _NOTHING, False, self._clock())
+            words = error if isinstance(error, str) else asked.excuse(error)
+            body = self._render("fault.html", asked, {"status": status, "words": words, "title": "Not here"})
+        except (ShoalError, sqlite3.Error):
+            unread = "The index of this page cannot be read now: try again in a few seconds.\n"
+            return PlainTextResponse(unread, 503, {"retry-after": "5"})  # guard: fault-without-an-index
         return Response(body, status, dict(headers or {}), "text/html")
 
 

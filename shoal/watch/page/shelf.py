@@ -233,7 +233,8 @@ class Shelf:
 
     def _advance(self, shown: Shown) -> bool:
         """Index a page of a run, and now and then how it does. Raises anything."""
-        if shown.builder is None or shown.generation != self._generation:
+        is_there = self._inode() == self._file  # guard: deleted-index-is-made-anew
+        if shown.builder is None or shown.generation != self._generation or not is_there:
             self._open(shown)
         assert shown.builder is not None
         busy, trouble = False, ""
@@ -261,10 +262,17 @@ class Shelf:
             raise ConfigError(f"there is no folder {shown.where}: give a run's folder or its URL")
         shown.reading = self._open_one(shown.where, private=shown.is_own)
         shown.builder = Builder(self._path, shown.reading)
-        if (file := self._path.stat().st_ino) != self._file:
+        if (file := self._inode()) != self._file:
             self._file, self._generation = file, self._generation + 1
         shown.generation = self._generation
         shown.number, shown.address = shown.builder.number, address_for_others(shown.where)
+
+    def _inode(self) -> int:
+        """Which file the index is; -1 if there is none."""
+        try:
+            return self._path.stat().st_ino
+        except FileNotFoundError:
+            return -1
 
     def _let_go(self, shown: Shown) -> None:
         builder, reading = shown.builder, shown.reading
