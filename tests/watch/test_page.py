@@ -315,7 +315,7 @@ def test_nothing_between_here_and_the_viewer_may_keep_a_table(anyone, host):
 
 
 def test_few_others_than_the_host_download_at_a_time(shelf, monkeypatch):
-    monkeypatch.setattr("shoal.watch.page.app.MOST_DOWNLOADS", 0)
+    monkeypatch.setattr(downloads, "MOST_DOWNLOADS", 0)
     client = TestClient(page_app(shelf, TOKEN))
     answer = client.get("/1/csv/events.csv")
     assert (
@@ -323,7 +323,7 @@ def test_few_others_than_the_host_download_at_a_time(shelf, monkeypatch):
     )
     client.get(f"/?token={TOKEN}")
     assert client.get("/1/csv/events.csv").text.startswith("run,seq,")
-    monkeypatch.setattr("shoal.watch.page.app.MOST_DOWNLOADS", 1)
+    monkeypatch.setattr(downloads, "MOST_DOWNLOADS", 1)
     client = TestClient(page_app(shelf, TOKEN))
     assert [client.get("/1/csv/events.csv").status_code for _ in range(3)] == [200] * 3, "a place is given back"
 

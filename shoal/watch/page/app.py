@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.errors import ShoalError
 from shoal.watch.page.asked import Asked, NotHere, View
-from shoal.watch.page.downloads import Download, lines_of_csv
+from shoal.watch.page.downloads import Download, Places, lines_of_csv
 from shoal.watch.page.group_views import GROUP_VIEWS
 from shoal.watch.page.heldout_views import HELDOUT_VIEWS
 from shoal.watch.page.log_views import LOG_VIEWS
@@ -40,15 +40,12 @@ from shoal.watch.page.views import VIEWS, chart, comparison
 log = logging.getLogger(__name__)
 
 KEPT_PAGES = 256
-"""Renderings that are kept for other viewers."""
+"""So many renderings are kept for other viewers."""
 
 MAX_URL_CHARS = 2000
 
-MOST_DOWNLOADS = 4
-"""At a time, of viewers that are not the host: each holds a page of rows while its reader is slow."""
-
 UNKEPT = {"cache-control": "private, no-store", "vary": "cookie"}
-"""Of what nobody between here and the viewer may keep: it may be the host's alone."""
+"""Headers of what nobody between here and the viewer may keep: it may be the host's alone."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; "
@@ -98,7 +95,7 @@ class _Page:
         self._token = token
         self._cookie = f"shoal-host-{self._session[:8]}"
         """Named by the token: cookies do not know ports, and a machine may serve several pages."""
-        self._downloads = asyncio.Semaphore(MOST_DOWNLOADS)
+        self._downloads = Places()
         self._kept = OrderedDict[tuple[str, _Viewer, int], bytes]()
         self._making = dict[tuple[str, _Viewer, int], asyncio.Future[tuple[bytes, bool]]]()
 

@@ -9,13 +9,16 @@ open between two lines: that would show an old state to the thread's other viewe
 
 import asyncio
 import json
+import logging
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 from starlette.responses import PlainTextResponse, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from shoal.metrics import meaning_of
 from shoal.watch.index import Filter, Look, groups
@@ -28,36 +31,96 @@ from shoal.watch.page.group_views import only_of
 from shoal.watch.rows import Row
 from shoal.watch.tables import csv_line
 
+log = logging.getLogger(__name__)
+
 MOST = 1_000_000
-"""Rows of one file."""
+"""A file has at most so many rows."""
 
 TEXTS = 100
-"""Rollouts, with their texts, that are read at a time."""
+"""So many rollouts, with their texts, are read at a time."""
+
+MOST_DOWNLOADS = 4
+"""Viewers that are not the host have so many places for downloads together: each holds a page of rows while its reader is
+slow."""
+
+TURN_S = 60.0
+"""A download keeps its place so long; after that, until somebody is turned away."""
+
+STALLED_S = 20.0
+"""A reader that takes nothing for so long loses its place."""
 
 
-MOST_S = 600.0
-"""Of one download by a viewer that is not the host."""
+class Places:
+    """The places for downloads by viewers that are not the host.
+
+    Strangers who read slowly can fill them. So the oldest download ends, once it has had its turn, when another viewer is
+    turned away. That viewer finds a place after `wait_s`, unless somebody else was quicker.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._begun = clock, dict[object, float]()
+        self._turned_away_at = -math.inf
+
+    def take(self, download: object) -> bool:
+        """Take a place, if there is one."""
+        if len(self._begun) >= MOST_DOWNLOADS:  # guard: few-downloads-at-a-time
+            self._turned_away_at = self._clock()
+            return False
+        self._begun[download] = self._clock()
+        return True
+
+    def give_back(self, download: object) -> None:
+        """Free the place of a download that took one."""
+        self._begun.pop(download)
+        self._turned_away_at = -math.inf
+
+    def is_over(self, download: object) -> bool:
+        """Whether a download should end for another viewer's sake: it began first, and has had its turn."""
+        began = min(self._begun.values())
+        return self._begun[download] == began and self._turned_away_at > began + TURN_S
+
+    def wait_s(self) -> int:
+        """In so many seconds, at the latest, the oldest download has ended for somebody who is turned away now."""
+        return math.ceil(max(0.0, min(self._begun.values(), default=0.0) + TURN_S - self._clock()) + STALLED_S)
 
 
 class Download(StreamingResponse):
-    """A file, line by line. Only a few viewers that are not the host get one at a time, and none for longer than MOST_S."""
+    """A file, line by line. If its reader is too slow, the connection ends: so it sees that the file is not whole."""
 
-    def __init__(self, lines: Iterable[str], places: asyncio.Semaphore | None, headers: Mapping[str, str]) -> None:
-        """`places`: how many at a time; None for the host."""
+    def __init__(self, lines: Iterable[str], places: Places | None, headers: Mapping[str, str]) -> None:
+        """`places`: None for the host, who needs none."""
         super().__init__(lines, media_type="text/csv", headers=headers)
         self._places = places
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._places is None:
+        if (places := self._places) is None:
             await super().__call__(scope, receive, send)
-        elif self._places.locked():  # guard: few-downloads-at-a-time
-            busy = "Others download tables now: try again in a minute.\n"
-            await PlainTextResponse(busy, 503, {"retry-after": "60"})(scope, receive, send)
-        else:
-            async with self._places:
-                with suppress(TimeoutError):  # the connection ends, so the reader sees that the file is not whole
-                    async with asyncio.timeout(MOST_S):
-                        await super().__call__(scope, receive, send)
+            return
+        if not places.take(self):
+            wait_s = places.wait_s()
+            busy = f"Others download tables now: try again in {wait_s} seconds.\n"
+            await PlainTextResponse(busy, 503, {"retry-after": str(wait_s)})(scope, receive, send)
+            return
+
+        async def send_in_time(message: Message) -> None:
+            if places.is_over(self):  # guard: downloads-take-turns
+                raise _LostPlace(f"others wait, and it has had its {TURN_S:g} seconds")
+            try:
+                async with asyncio.timeout(STALLED_S):  # guard: stalled-download-ends
+                    await send(message)
+            except TimeoutError:
+                raise _LostPlace(f"its reader took nothing for {STALLED_S:g} seconds") from None
+
+        try:
+            await super().__call__(scope, receive, send_in_time)
+        except _LostPlace as lost:
+            log.info("a download is cut off path=%s cause=%s", scope["path"], lost)
+        finally:
+            places.give_back(self)
+
+
+class _LostPlace(Exception):
+    """A download gives up its place."""
 
 
 def lines_of_csv(asked: Asked, table: str) -> Iterator[str]:
