@@ -343,6 +343,7 @@ def test_many_alarms_fill_no_overview_and_come_page_by_page(town, copied, tmp_pa
     first = client.get("/1/alarms")
     assert first.text.count("is slow.") == 50 and client.get("/1/alarms?at=50").text.count("is slow.") == 10
     assert any(link.endswith("/1/alarms?at=50") for link in links_of(first))
+    assert "There are no more alarms." in client.get("/1/alarms?at=60").text
     shelf.close()
 
 
@@ -372,15 +373,24 @@ def test_an_address_that_is_too_long_is_refused_before_it_is_read(anyone, addres
 
 
 @pytest.mark.parametrize(
-    "query", ["after=x", "after=-1", "after=99999999999999999999", "q=a&after=4000000000000000000",
-    "smooth=nan", "smooth=9", "from=inf", "version=1e9",
-    "by=DROP",
+    "query", ["q=a&after=4000000000000000000", "smooth=9", "from=-1e300", "step=", "by=DROP",
               "kind=x&kind=y", "q=%22%22%22", "q=*", "q=AND%20OR%20NEAR", "q=%00", "worker=%ff", "colour=red",
               "rollout=999", "at=5"],
 )  # fmt: skip
 def test_no_query_breaks_a_view(anyone, shelf, query):
     for view in ("", "figures", "groups", "nodes", "log", "refusals", "versions", f"groups/{private_group(shelf)}"):
         assert anyone.get(f"/1/{view}?{query}").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "query", ["after=x", "at=-1", "after=99999999999999999999", "smooth=nan", "from=inf", "version=1e9", "group=-1",
+              "step=%C2%B2", "to=x", "task=0x1", "rollout=1.0", "seq=-0"],
+)  # fmt: skip
+def test_a_filter_that_should_be_a_number_is_never_left_out_silently(anyone, query):
+    for view in ("groups", "log", "csv/rollouts.csv", "csv/step.csv"):
+        answer = anyone.get(f"/1/{view}?{query}")
+        assert answer.status_code == 404
+        assert f"{query.partition('=')[0]}=" in answer.text and "correct it" in answer.text
 
 
 def test_a_volunteer_finds_its_node_by_the_start_of_its_key(anyone, shelf):

@@ -5,6 +5,7 @@ Called by `app`, and passed to each view. What is in an address is a stranger's:
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,9 @@ MOST_CHARS = 200
 
 LARGEST = 1 << 62
 
+WHOLE, REAL = ("after", "at", "group", "rollout", "seq", "step", "task", "version"), ("from", "to", "smooth")
+"""Names in an address whose values are numbers."""
+
 
 class NotHere(StateError):
     """The address names something that the run does not have."""
@@ -40,6 +44,14 @@ class Asked:
     now_s: float
     may_compute: bool = False
     """Whether this viewer may have this machine play rollouts again."""
+
+    def __post_init__(self) -> None:
+        """Raises `NotHere` if a value of the address should be a number and is none: a table without this filter would
+        show, or save, what nobody asked for."""
+        for name in WHOLE:
+            self.whole(name)
+        for name in REAL:
+            self.real(name)
 
     def runs(self) -> list[Row]:
         """The runs that this page shows. `place` is what a command takes, `where` is for people; the path of a folder is
@@ -86,17 +98,23 @@ class Asked:
         return [value[:MOST_CHARS] for value in self.query.getlist(name)[:40] if value]
 
     def whole(self, name: str, default: int | None = None) -> int | None:
-        """A whole number of the query, from 0; the default if it is none."""
+        """A whole number of the query, from 0; the default if it is not there. Raises `NotHere`."""
         text = self.word(name)
-        return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 and int(text) < LARGEST else default
+        if not text:
+            return default
+        if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) < LARGEST):
+            raise NotHere(f"{name}={text[:40]} in this address is no whole number from 0: correct it or leave it out")
+        return int(text)
 
     def real(self, name: str) -> float | None:
-        """A finite number of the query."""
-        try:
-            found = float(self.word(name))
-        except ValueError:
+        """A finite number of the query; None if it is not there. Raises `NotHere`."""
+        text = self.word(name)
+        if not text:
             return None
-        return found if math.isfinite(found) else None
+        with suppress(ValueError):
+            if math.isfinite(found := float(text)):
+                return found
+        raise NotHere(f"{name}={text[:40]} in this address is no number: correct it or leave it out")
 
     def is_poll(self) -> bool:
         """Whether a page that is open asks for what changed: it keeps its charts, so they are not drawn for it."""

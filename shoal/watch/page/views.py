@@ -199,7 +199,7 @@ def alarms(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     """What monitors found."""
     rows, at = asked.alarms(), asked.whole("at", 0) or 0
     return "alarms.html", {
-        "title": "Alarms", "rows": rows[at : at + PAGE], "next": at + PAGE if len(rows) > at + PAGE else None,
+        "title": "Alarms", "rows": rows[at : at + PAGE], "at": at, "next": at + PAGE if len(rows) > at + PAGE else None,
     }  # fmt: skip
 
 
