@@ -348,9 +348,14 @@ def test_a_host_whose_metrics_fill_the_memory_is_left(monkeypatch):
     with serving(names) as run, pytest.raises(PeerError, match="more metrics than a run has: 2001 names"):
         run.metrics()
     monkeypatch.setattr("shoal.watch.reading.source.MOST_METRICS_BYTES", 1000)
-    long = [json.dumps({"step": step} | {f"m{i}": 10_000 + i for i in range(40)}).encode() for step in range(9)]
-    with serving(long) as run, pytest.raises(PeerError, match="41 names, 1"):
-        run.metrics()
+    long = [b'{"step": %d, "loss": 0.%s}' % (step, b"1" * 300) for step in range(9)]
+    junk = [b'{"step": %d, "loss": 0.5}\n%s' % (step, b"x" * 300) for step in range(9)]
+    for pages in (long, junk):
+        with serving(pages) as run, pytest.raises(PeerError, match="2 names, 1"):
+            run.metrics()
+        with serving(pages) as run, pytest.raises(PeerError, match="2 names, 1"):
+            for _ in pages:
+                assert run.new_metrics()
 
 
 def test_a_host_whose_metrics_never_end_fills_no_index(monkeypatch):
@@ -363,6 +368,22 @@ def test_a_host_whose_metrics_never_end_fills_no_index(monkeypatch):
     with serving(anew) as run, pytest.raises(PeerError, match="more metrics than a run has"):
         for _ in anew:
             assert run.new_metrics()
+
+
+def test_a_host_that_repeats_steps_more_often_than_there_are_steps_is_read(monkeypatch):
+    monkeypatch.setattr("shoal.watch.reading.source.CHAIN_LENGTH", 4)
+    pages = [b"".join(b'{"step":%d,"loss":%d}\n' % (step, at) for step in range(8)) for at in range(9)]
+    with serving(pages) as run:
+        for at in range(9):
+            assert [line["loss"] for line in run.new_metrics()] == [at] * 8
+
+
+def test_lines_that_are_known_already_count_once(monkeypatch):
+    monkeypatch.setattr("shoal.watch.reading.source.MOST_METRICS_BYTES", 1000)
+    pages = [b"".join(b'{"step":%d,"loss":0.5}\n' % step for step in range(last + 1)) for last in range(16)]
+    with serving([page for page in pages for _ in range(9)]) as run:
+        for last in range(16):
+            assert [len(run.new_metrics()) for _ in range(9)] == [1, *[0] * 8], last
 
 
 def test_a_host_whose_metrics_stand_still_is_left():

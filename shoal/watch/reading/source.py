@@ -210,11 +210,14 @@ class UrlSource:
         return self._asking.wait(self._run.manifest(version, name))
 
     def new_metrics(self) -> list[dict[str, Value]]:
-        lines = self._metrics_after(self._newest - OVERLAP_STEPS)
+        lines, size = self._metrics_after(self._newest - OVERLAP_STEPS)
         if lines and step_of(lines[-1]) < self._newest:  # the page ended within what is known
-            lines += self._metrics_after(self._newest)
-        news = [line for line in lines if self._recent.get(step_of(line)) != line]
-        self._served.take(news)
+            more, more_size = self._metrics_after(self._newest)
+            lines, size = lines + more, size + more_size
+        known = [line for line in lines if self._recent.get(step_of(line)) == line]
+        news = [line for line in lines if line not in known]
+        if news:
+            self._served.take(news, max(0, size - sum(len(msgspec.json.encode(line)) for line in known)))
         self._recent |= {step_of(line): line for line in lines}
         self._newest = max([self._newest, *self._recent])
         self._recent = {step: line for step, line in self._recent.items() if step > self._newest - 2 * OVERLAP_STEPS}
@@ -223,22 +226,24 @@ class UrlSource:
     def all_metrics(self) -> list[dict[str, Value]]:
         lines: list[dict[str, Value]] = []
         served = _Served(self.name)
-        while page := self._metrics_after(step_of(lines[-1]) if lines else -1):
+        while True:
+            page, size = self._metrics_after(step_of(lines[-1]) if lines else -1)
+            if not page:
+                return lines
             lines += page
-            served.take(page)
-        return lines
+            served.take(page, size)
 
-    def _metrics_after(self, step: int) -> list[dict[str, Value]]:
-        """A page of metrics in order of step, all above `step`."""
+    def _metrics_after(self, step: int) -> tuple[list[dict[str, Value]], int]:
+        """A page of metrics in order of step, all above `step`; and how many bytes it came in."""
         get = self._client.get(f"/v1/metrics?after={max(-1, step)}", cap=MAX_LINE_BYTES, deadline_s=ANSWER_S)
         try:
             page = self._asking.wait(get)
         except PeerRefused as refused:
             if refused.code == "no_such_call":  # a coordinator from before there were such answers
-                return []
+                return [], 0
             raise
         found = {step_of(line): line for line in clean(_decoded(page.splitlines()))}
-        return [found[each] for each in sorted(found) if each > step]  # guard: metrics-go-forward
+        return [found[each] for each in sorted(found) if each > step], len(page)  # guard: metrics-go-forward
 
     def status(self) -> t.Status | None:
         with contextlib.suppress(PeerError):
@@ -275,22 +280,22 @@ class UrlSource:
 
 
 class _Served:
-    """Counts the metrics that a server has sent, so that no stranger fills memory or disk with them."""
+    """Counts the metrics that a server has sent, so that no stranger fills memory or disk with them, or sends for ever."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._steps, self._bytes, self._names = 0, 0, set[str]()
+        self._steps, self._bytes, self._names = set[int](), 0, set[str]()
 
-    def take(self, lines: Sequence[dict[str, Value]]) -> None:
-        """Count more. Raises `PeerError` if they are more than a run has."""
-        self._steps += len(lines)
-        self._bytes += sum(len(msgspec.json.encode(line)) for line in lines)
+    def take(self, lines: Sequence[dict[str, Value]], size: int) -> None:
+        """Count more: `size` bytes, of which these lines were fit for use. Raises `PeerError` if a run has fewer."""
+        self._steps.update(map(step_of, lines))
+        self._bytes += size
         self._names.update(name for line in lines for name in line)
         if self._bytes > MOST_METRICS_BYTES or len(self._names) > MAX_METRICS:  # guard: metrics-of-a-url-fit
             raise PeerError(
                 f"{self._name} serves more metrics than a run has: {len(self._names)} names, {self._bytes} bytes"
             )
-        if self._steps > 2 * CHAIN_LENGTH:  # guard: metrics-of-a-url-end
+        if len(self._steps) > 2 * CHAIN_LENGTH:  # guard: metrics-of-a-url-end
             raise PeerError(f"{self._name} serves metrics of more steps than a run can have ({CHAIN_LENGTH})")
 
 
