@@ -44,7 +44,7 @@ CAUSES = {
     "collapse": "reward, solve rate or gradient show that the policy is being destroyed",
     "entropy": "the policy has become certain without solving its tasks",
     "hacking": "reward rises while length, repetition, solve rate, held-out tasks or a held-out judge say otherwise",
-    "poisoning": "many of a worker's groups are refused, fewer if it has much influence; or its rewards differ from "
+    "poisoning": "many of a worker's groups are refused, or few where its influence is large, or its rewards differ from "
     "others' on like tasks",
     "stragglers": "a worker lets leases lapse, or is far slower than the others",
     "validators": "validators disagree about the same work",
@@ -58,8 +58,9 @@ CAUSES = {
 
 
 def said_of(cause: str) -> str:
-    """What an alarm says, which may be one of a later shoal."""
-    return CAUSES.get(cause, "this version of shoal does not know the alarm")
+    """What an alarm says to anyone, with a capital. It may be one of a later shoal."""
+    said = CAUSES.get(cause, "this version of shoal does not know the alarm")
+    return said[:1].upper() + said[1:]
 
 
 NAMES_A_NODE = ("poisoning",)
@@ -145,8 +146,8 @@ LIMITS: dict[str, Limit] = {
     "poisoning.lean_groups": Limit(12.0, "groups", "That the last limit needs of the worker and of the others"),
     "stragglers.lapsed": Limit(
         0.5, "share",
-        "Of a worker's leases of 20 steps, at least 3: those that lapsed, or that were filled too late, for which the next "
-        "limit counts too",
+        "Of a worker's leases of 20 steps, at least 3, those that lapsed. Leases filled too late count only where "
+        "stragglers.late is exceeded too",
     ),
     "stragglers.late": Limit(
         2.0, "times", "Share of leases filled too late, against the others' median: where all are late, nobody is slow"

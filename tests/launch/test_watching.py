@@ -207,7 +207,7 @@ def test_alarms_of_a_url_are_shown_by_their_cause_and_too_many_are_refused(snaps
 
     seen = looked(remote(host(1)))
     assert [(one.cause, one.since) for one in seen.alarms] == [("drift", 0)]
-    assert seen.alarms[0].summary.startswith("the policy that samples")
+    assert seen.alarms[0].summary.startswith("The policy that samples")
     with pytest.raises(PeerError):
         looked(remote(host(MAX_STANDING_ALARMS + 1)))
 

@@ -431,7 +431,7 @@ def test_a_url_tells_alarms_by_their_cause_alone_and_what_it_stops_telling_was_c
     assert {(row["cause"], row["node"], row["since_step"], row["level"]) for row in first} == {
         ("stragglers", "", 3, "warning"), ("disk", "", 5, "critical"),
     }  # fmt: skip
-    assert "a worker lets leases lapse" in first[0]["words"] + first[1]["words"] and "secret" not in repr(first)
+    assert "A worker lets leases lapse" in first[0]["words"] + first[1]["words"] and "secret" not in repr(first)
     assert [(row["cause"], row["is_open"], row["first_s"], row["last_s"]) for row in then] == [
         ("stragglers", 1, 10.0, 10.0), ("disk", 0, 10.0, 20.0),
     ]  # fmt: skip

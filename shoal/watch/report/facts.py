@@ -94,7 +94,8 @@ def facts_of(run: Reading) -> Facts:
     versions, heldout = run.versions(), run.evaluations()
     kept = versions if len(versions) <= 20 else [*versions[:10], *versions[-10:]]
     raised = read_alarms(run.source.folder.alarms) if isinstance(run.source, FolderSource) else []
-    found = raised if run.shows_private() else _as_told(raised)  # guard: report-accuses-nobody
+    private, stands = run.shows_private(), standing(raised)
+    alarms = raised if private else _as_told(raised)  # guard: report-accuses-nobody
     wall_s, use = _use(run)
     config = without_folders(begun.config)
     train = config.get("train")
@@ -111,8 +112,8 @@ def facts_of(run: Reading) -> Facts:
         heldout=heldout, gain=gain_of(heldout), nodes=shown,
         more_nodes=len(nodes) - len(shown), refused=Counter(condition.status.refused).most_common(),
         influence={node.key: node.influence / total if total else 0.0 for node in nodes}, versions=kept,
-        more_versions=len(versions) - len(kept), alarms=found[-MOST_ROWS:],
-        standing=len({(one.cause, one.since, one.node if found is raised else "") for one in standing(raised)}),
+        more_versions=len(versions) - len(kept), alarms=alarms[-MOST_ROWS:],
+        standing=len(stands if private else {(one.cause, one.since) for one in stands}),
         wall_s=wall_s, use=use, samples=samples, why_no_samples=why, seq=state.seq, head=state.head, run_key=state.run_key,
     )  # fmt: skip
 
@@ -167,11 +168,11 @@ def _said(section: object) -> str:
 
 
 def _as_told(lines: Sequence[AlarmLine]) -> list[AlarmLine]:
-    """What anyone may know of alarms: one line for each cause and step, with the general sentence of the cause."""
+    """What anyone may know of alarms, as the page tells it: one line for each cause and step, with the general sentence of
+    the cause."""
     told = dict[tuple[str, str, int], AlarmLine]()
     for line in lines:
-        said = said_of(line.alarm.cause)
-        alarm = structs.replace(line.alarm, node="", summary=said[:1].upper() + said[1:], remedy="", measured=())
+        alarm = structs.replace(line.alarm, node="", summary=said_of(line.alarm.cause), remedy="", measured=())
         told.setdefault((line.change, alarm.cause, alarm.since), structs.replace(line, alarm=alarm))
     return list(told.values())
 
