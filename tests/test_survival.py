@@ -77,7 +77,8 @@ lr = 1e-3
 @pytest.mark.parametrize(
     ("more", "kills"),
     [
-        pytest.param("", 6, marks=pytest.mark.slow, id="plain"),
+        pytest.param("", 3, id="a-few-times"),
+        pytest.param("", 6, marks=pytest.mark.slow, id="often"),
         pytest.param(CRITIC, 6, marks=pytest.mark.slow, id="critic"),
     ],
 )

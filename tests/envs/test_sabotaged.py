@@ -42,9 +42,10 @@ SABOTAGED = {
     "reward_hack_any": ("reward hacks", "earns 100% of the range on average"),
     "data_changed": ("data", "sums.jsonl has changed: its SHA-256 is"),
 }  # fmt: skip
+"""The check that must fail, and words of its message."""
+
 LONG = ("endless_regex",)
 """It is waited for until its time is over, twice."""
-"""The check that must fail, and words of its message."""
 
 
 def failed(found: list[Finding]) -> dict[str, str]:
