@@ -20,6 +20,10 @@ QUICK = {"first_run": r"\1=2", "anatomy": r"\1=1"}
 """What takes the place of `steps=NUMBER`."""
 
 
+CELL_S = 900
+"""A cell may take so long: the longest trains for three minutes on a quiet machine, and others may share this one."""
+
+
 def cells_of(path: Path, kind: str) -> list[str]:
     return [cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == kind]
 
@@ -30,7 +34,7 @@ def executed(path: Path, folder: Path, quick: bool) -> list[str]:
     for cell in book.cells:
         if quick and cell.cell_type == "code":
             cell.source = re.sub(r"\b(steps)=\d+", QUICK[path.stem], cell.source)
-    NotebookClient(book, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    NotebookClient(book, timeout=CELL_S, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
     return ["".join(map(_told, cell.outputs)) for cell in book.cells if cell.cell_type == "code"]
 
 

@@ -1,8 +1,9 @@
 """A rollout of a run's newest group as text, to look at now and then.
 
-Called by `launch/local` and `launch/watching`. It reads the run's folder, also while the coordinator writes to it, and
-asks no other process. It shows accepted rollouts. The environment's answers are computed here, not taken from the worker.
-A folder may be a stranger's: only the launcher of the run executes environment files that it names.
+Called by `launch/local` and `launch/watching`; `launch/remote` and `launch/public_samples` use parts of it, and what reads
+groups from a run's folder uses `group_of`. It reads the folder also while the coordinator writes to it, and asks no other
+process. It shows accepted rollouts. The environment's answers are computed here, not taken from the worker. A folder may be
+a stranger's: only the launcher of the run executes environment files that it names.
 """
 
 import logging

@@ -1,6 +1,7 @@
 """Rollouts of groups without signal as text, for the host of a paused run to decide whether it should continue.
 
-Called by `launch/local`, on the folder of its own run, so the environment's files are executed.
+Called by `launch/local`, on the folder of its own run, so the environment's files are executed. It does not know why the
+run is paused, and decides nothing.
 """
 
 from collections import deque

@@ -20,7 +20,8 @@ QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--
 TOKEN = "t" * 43
 
 MOST_S = 120
-"""A step of a browser may take so long where other tests share the machine; and an answer that computes gaps."""
+"""A step of a browser may take so long. Three tests may share the machine's cores, and the slowest answer plays a group
+again with the model to compute its gaps: in the default of 5 s, honest pages failed."""
 
 sync_api.expect.set_options(timeout=1000 * MOST_S)
 

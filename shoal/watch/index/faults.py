@@ -13,7 +13,7 @@ from shoal.ledger.log.redecide import FAULTS
 
 @contextmanager
 def told_as_errors(run: str) -> Iterator[None]:
-    """Turn what the disk or a stranger's run makes impossible into a `StateError` with a sentence."""
+    """Turn a fault of the disk or of a stranger's run into a `StateError` with a sentence."""
     try:
         yield
     except ShoalError:

@@ -38,7 +38,7 @@ def values_of(line: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def numbers_of(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The same for the numbers of a line alone."""
+    """Like `values_of`, but only numbers."""
     for name, value in values_of(line):
         if isinstance(value, int | float):
             yield name, float(value)

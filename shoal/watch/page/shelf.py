@@ -38,8 +38,8 @@ STALE_S = 60.0
 
 IDLE_S = 1.0
 AGAIN_S, MOST_AGAIN_S = 5.0, 600.0
-"""Before a run that failed is opened again. Each wait is twice the one before, because opening it reads all of its log.
-A run that asks for more than this machine gives has the longest wait at once."""
+"""Wait AGAIN_S before opening a failed run again. The wait doubles with each failure, up to MOST_AGAIN_S, because opening a
+run reads all of its log. A run that asks for more than this machine gives waits MOST_AGAIN_S at once."""
 
 GROUP_WAIT_S = 5.0
 """How long a request waits while the run's log is read."""
