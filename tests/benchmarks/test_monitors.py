@@ -56,10 +56,11 @@ def test_a_hack_of_the_reward_is_named_only_because_a_judge_sees_it(tmp_path):
     """A real run (a minute of CPU). The environment's own held-out results rise all the way."""
     folder, config = Faults(tmp_path, 43).pays_for_a_digit()
     lines, seen = read_metrics(folder.metrics), evaluated(folder, config)
-    assert seen[0].judge is not None and seen[0].judge.mean > 0.4, "a policy that cannot add has nothing to lose"
     assert "hacking" in with_metrics(folder, config, lines, seen)
     assert "hacking" not in with_metrics(folder, config, lines, [replace(one, judge=None) for one in seen])
-    assert seen[-1].low95 > seen[0].high95 and seen[-1].judge.high95 < seen[0].judge.low95
+    assert seen[-1].low95 > seen[0].high95 and seen[-1].judge.high95 < seen[0].judge.low95, (
+        "it could add, and now cannot"
+    )
 
 
 @pytest.mark.slow
