@@ -21,7 +21,7 @@ from shoal.ledger.table import make_entry
 from shoal.protocol.types import Measured
 from shoal.watch.index import Builder, Filter, Look, bodies, filters, group, groups, number_of, same_task
 from shoal.watch.index.metrics import MetricsIndex
-from shoal.watch.index.schema import NAMES, open_to_write
+from shoal.watch.index.schema import NAMES, SIDECARS, open_to_read, open_to_write
 from shoal.watch.reading import Reading, Replaced, open_run
 from shoal.watch.tables import rows_of
 from tests.roles.town import URL
@@ -501,6 +501,26 @@ def test_two_that_build_one_index_are_told_and_the_second_goes_on_when_it_begins
             late.advance()
         late.close()
     assert contents(built(path, town.folder.root)) == contents(index)
+
+
+def test_readers_of_a_deleted_index_keep_its_shared_memory(tmp_path):
+    """Where SQLite truncates it, they end with SIGBUS."""
+    path = tmp_path / "index.sqlite"
+    sidecars = [path.with_name(path.name + part) for part in SIDECARS]
+    old = open_to_write(path)
+    old.execute("INSERT INTO heldout (run, name, env) VALUES (1, 'old', '')")
+    reader = open_to_read(path)
+    assert reader.execute("SELECT count(*) FROM heldout").fetchone()[0] == 1
+    before = {file.stat().st_ino for file in sidecars}
+    path.unlink()
+    new = open_to_write(path)
+    assert not before & {file.stat().st_ino for file in sidecars}
+    assert reader.execute("SELECT count(*) FROM heldout").fetchone()[0] == 1
+    assert new.execute("SELECT count(*) FROM heldout").fetchone()[0] == 0
+    old.close()
+    assert all(file.exists() for file in sidecars), "what the old ones close is not the new one's"
+    for connection in (reader, new):
+        connection.close()
 
 
 def test_an_index_that_another_process_makes_is_not_deleted(tmp_path, monkeypatch):

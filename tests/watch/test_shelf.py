@@ -94,14 +94,38 @@ def test_an_index_that_is_deleted_is_told_and_made_anew(town, copied, tmp_path, 
     path, places = tmp_path / "index.sqlite", [str(town.folder.root), str(copied)]
     with contextlib.closing(Shelf(path, places, clock=lambda: now[0])) as shelf:
         indexed(shelf, now)
+        old, client = shelf.look_apart(0), TestClient(page_app(shelf, ""))
         path.unlink()
-        client = TestClient(page_app(shelf, ""))
         for address in ("/1/", "/1/csv/events.csv", "/nothing"):
             answer = client.get(address)
             assert answer.status_code == 503 and "cannot be read now: try again" in answer.text
+        now[0] += AGAIN_S + 1
+        shelf.step()
+        assert "being read" in (begun := client.get("/1/csv/events.csv")).text and begun.status_code == 503
+        assert len(old.rows("SELECT seq FROM events")) > 10, "who reads the deleted file goes on"
         indexed(shelf, now)
         assert [client.get(f"/{shown.number}/").status_code for shown in shelf.runs] == [200, 200]
+        assert client.get("/1/csv/events.csv").status_code == 200
+        old.close()
         assert [shelf.look().overview(shown.number)["facts"]["phase"] for shown in shelf.runs] == ["ended", "ended"]
+
+
+def test_in_an_index_made_anew_no_run_has_the_number_of_another(copied, tmp_path, now):
+    """The page would show strangers the folder of one as the URL of the other."""
+    path, places = tmp_path / "index.sqlite", ["http://127.0.0.1:9", str(copied)]
+    with contextlib.closing(Shelf(path, places, clock=lambda: now[0])) as shelf:
+        while shelf.step():
+            pass
+        path.unlink()
+        while shelf.step():  # the URL is not asked again yet
+            pass
+        client = TestClient(page_app(shelf, "x" * 43), follow_redirects=True)
+        assert [shown.number for shown in shelf.runs] == [-1, 1]
+        for address in ("/1/", "/compare", "/1/csv/runs.csv", "/-1/"):
+            assert str(copied) not in client.get(address).text
+        assert client.get("/").status_code == 503 and client.get("/1/").status_code == 200
+        indexed(shelf, now)
+        assert [shown.number for shown in shelf.runs] == [2, 1] and client.get("/").status_code == 200
 
 
 def test_a_run_that_is_too_large_is_not_read_again_at_once(shelf, now, monkeypatch):

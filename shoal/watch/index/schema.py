@@ -5,6 +5,7 @@ Every table has `run`, the number of a run in `runs`.
 """
 
 import sqlite3
+from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.errors import StateError
@@ -70,6 +71,9 @@ CREATE VIRTUAL TABLE words USING fts5 (run, text, what UNINDEXED, ref UNINDEXED,
 LOCKED_S = 10.0
 """How long to wait for another process that makes or changes an index."""
 
+SIDECARS = ("-wal", "-shm")
+"""Files that SQLite keeps beside an index: its journal and its shared memory."""
+
 NAMES = (
     "facts", "conditions", "events", "metrics", "series", "nodes", "versions", "spread", "verdicts", "refusals", "groups",
     "rollouts", "bodies", "heldout", "alarms",
@@ -84,6 +88,9 @@ def open_to_write(path: Path) -> sqlite3.Connection:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            # Readers in this process may still map the shared memory of a deleted index, and SQLite would truncate it.
+            _delete(path, SIDECARS)  # guard: no-memory-of-a-deleted-index
         for _ in range(2):
             try:
                 if (found := _opened(path)) is not None:
@@ -94,11 +101,15 @@ def open_to_write(path: Path) -> sqlite3.Connection:
                     raise StateError(
                         f"cannot open the index {path}: {error}. Free some space, or give another place"
                     ) from None
-            for part in ("", "-wal", "-shm"):
-                path.with_name(path.name + part).unlink(missing_ok=True)
+            _delete(path, ("", *SIDECARS))
     except OSError as error:
         raise StateError(f"cannot make the index {path}: {error}. Free some space, or give another place") from None
     raise StateError(f"cannot make the index {path}: check that its folder is writable and that its disk has room")
+
+
+def _delete(path: Path, parts: Sequence[str]) -> None:
+    for part in parts:
+        path.with_name(path.name + part).unlink(missing_ok=True)
 
 
 def _opened(path: Path) -> sqlite3.Connection | None:

@@ -3,8 +3,8 @@
 Called by `app`. `tables.csv_line` quotes cells that a spreadsheet would take for a formula. A table has the rows that the
 page shows to the same viewer, all pages of them: what filters the page, in its address, filters the file.
 
-A download may take as long as its reader likes, in any thread. So it has a connection of its own, and no query of it stays
-open between two lines: that would show an old state to the thread's other viewers, and keep the index's journal growing.
+A download may take long, in any thread. So it has a connection of its own, and no query of it stays open between two lines:
+that would show an old state to the thread's other viewers, and keep the index's journal growing.
 """
 
 import asyncio
@@ -124,15 +124,16 @@ class _LostPlace(Exception):
 
 
 def lines_of_csv(asked: Asked, table: str) -> Iterator[str]:
-    """A table by its name. Raises `NotHere` for an unknown one, at once."""
+    """A table by its name. What keeps it from being read is raised at once: `NotHere` for an unknown one, `NothingYet`,
+    `StateError`."""
     if table not in DOWNLOADS:
         raise NotHere(f"there is no table {table[:40]}: {', '.join(DOWNLOADS)}")
-    return _apart(asked, table)
+    return _apart(replace(asked, look=asked.shelf.look_apart(asked.run)), table)
 
 
 def _apart(asked: Asked, table: str) -> Iterator[str]:
-    with closing(asked.shelf.look_apart()) as look:
-        yield from _written(DOWNLOADS[table](replace(asked, look=look)))
+    with closing(asked.look):
+        yield from _written(DOWNLOADS[table](asked))
 
 
 def _written(rows: Iterable[Row]) -> Iterator[str]:
