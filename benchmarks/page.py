@@ -21,6 +21,7 @@ import multiprocessing
 import os
 import random
 import re
+import socket
 import statistics
 import sys
 import tempfile
@@ -32,7 +33,6 @@ from pathlib import Path
 
 import httpx
 import psutil
-import uvicorn
 from starlette.testclient import TestClient
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a file
@@ -43,6 +43,7 @@ from shoal.folder import RunFolder
 from shoal.net.listening import port_of_living
 from shoal.watch.page import Shelf, page_app
 from shoal.watch.page.hosted import serve_hosted
+from shoal.watch.page.serve import server_of
 from shoal.watch.page.shelf import CHANGE_EVERY_S
 
 LIMIT_MS, LIMIT_SHARE, LIMIT_P99, LIMIT_KB = 300.0, 0.10, 1.10, 300.0
@@ -159,10 +160,9 @@ def _serve_large(root: Path, index: Path) -> None:
             shelf.change += 1
 
     threading.Thread(target=changes, daemon=True).start()
-    config = uvicorn.Config(page_app(shelf, TOKEN), port=0, log_level="warning", access_log=False, lifespan="off")
-    listener = config.bind_socket()
+    listener = socket.create_server(("127.0.0.1", 0))
     index.with_suffix(".port").write_text(str(listener.getsockname()[1]))
-    uvicorn.Server(config).run(sockets=[listener])
+    server_of(page_app(shelf, TOKEN)).run(sockets=[listener])
 
 
 # --- the page of a live run ---

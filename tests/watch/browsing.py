@@ -6,9 +6,9 @@ import socket
 import threading
 
 import pytest
-import uvicorn
 
 from shoal.watch.page import page_app
+from shoal.watch.page.serve import server_of
 
 NEEDS = "needs a browser: make browser"
 sync_api = pytest.importorskip("playwright.sync_api", reason=NEEDS)
@@ -32,7 +32,7 @@ needs_browser = pytest.mark.skipif(not CHROMIUM, reason=NEEDS)
 def served(shelf, port=0):
     """The address of the runs of a shelf, which is answered until the context ends."""
     listener = socket.create_server(("127.0.0.1", port))
-    server = uvicorn.Server(uvicorn.Config(page_app(shelf, TOKEN), log_level="warning", lifespan="off"))
+    server = server_of(page_app(shelf, TOKEN))
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
     thread.start()
     try:

@@ -1,113 +1,145 @@
-"""Downloads of strangers: who reads too slowly, or for too long while others wait, loses its place, over real sockets."""
+"""Downloads of strangers over real sockets: few at a time, each for its turn; and what stalls ends."""
 
 import asyncio
 import contextlib
+from dataclasses import dataclass
 
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from shoal.net.connections import Limits
 from shoal.watch.page import downloads
-from shoal.watch.page.downloads import TURN_S, Download, Places
+from shoal.watch.page.downloads import Download, Places
+from tests.net.wires import request, run, serving
 
-ASK = b"GET /table.csv HTTP/1.1\r\nhost: page\r\n\r\n"
+ASK = request("GET", "/table.csv")
+LINE = "x" * 999 + "\n"
 
 
-@contextlib.asynccontextmanager
-async def serving(lines, places):
-    """A port at which each request gets the lines."""
-    route = Route("/table.csv", lambda request: Download(lines(), places, {}))
-    config = uvicorn.Config(Starlette(routes=[route]), port=0, log_level="critical")
-    server = uvicorn.Server(config)
-    running = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    try:
-        yield server.servers[0].sockets[0].getsockname()[1]
-    finally:
-        server.should_exit = server.force_exit = True
-        await running
+@dataclass
+class Reader:
+    """One who asked for the table."""
+
+    status: int
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def takes(self, size):
+        """Read so many bytes."""
+        assert len(await self.reader.readexactly(size)) == size
+
+    async def is_cut_off(self):
+        """Read until the connection ends; whether the file was not whole."""
+        end = b""
+        with contextlib.suppress(ConnectionError):
+            while not end.endswith(b"\n0\r\n\r\n") and (part := await self.reader.read(1 << 16)):
+                end = (end + part)[-6:]
+        return not end.endswith(b"\n0\r\n\r\n")
 
 
 async def asked(port):
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(ASK)
-    status = await reader.readline()
-    return int(status.split()[1]), reader, writer
+    return Reader(int((await reader.readline()).split()[1]), reader, writer)
 
 
-def endless():
-    while True:
-        yield "a line of a table that never ends\n" * 1000
+async def asked_again(port):
+    """Ask until there is a place."""
+    while (found := await asked(port)).status != 200:
+        found.writer.close()
+        await asyncio.sleep(0.05)
+    return found
 
 
-def test_a_reader_that_takes_nothing_loses_its_place(monkeypatch, caplog):
+@contextlib.asynccontextmanager
+async def table(num_lines=1 << 30, **limits):
+    """The port of a server of a table, which is endless as it is used here."""
+    places = Places()
+    route = Route("/table.csv", lambda _: Download((LINE for _ in range(num_lines)), places, {}))
+    async with serving(Starlette(routes=[route]), Limits(**limits)) as port:
+        yield port
+
+
+@pytest.fixture(autouse=True)
+def one_place(monkeypatch):
     monkeypatch.setattr(downloads, "MOST_DOWNLOADS", 1)
-    monkeypatch.setattr(downloads, "STALLED_S", 0.3)
+
+
+def test_who_is_turned_away_shortens_the_oldest_download_to_its_turn(monkeypatch, caplog):
+    monkeypatch.setattr(downloads, "TURN_S", 0.5)
 
     async def story():
-        async with serving(endless, Places()) as port:
-            (first, _, stalled), (busy, reader, other) = await asked(port), await asked(port)
-            told = (await reader.read(1000)).decode()
-            while (later := (await asked(port))[0]) != 200:
-                await asyncio.sleep(0.1)
-            stalled.transport.abort(), other.close()
-            return first, busy, told, later
+        async with table() as port:
+            first = await asked(port)
+            await asyncio.sleep(0.6)
+            await first.takes(10_000_000)  # after its turn, because nobody else has asked
+            turned_away = await asked(port)
+            assert turned_away.status == 503 and await first.is_cut_off()
+            second, begun = await asked(port), asyncio.get_running_loop().time()
+            assert second.status == 200 and (await asked(port)).status == 503
+            reading = asyncio.create_task(second.is_cut_off())
+            await asked_again(port)
+            assert 0.4 < asyncio.get_running_loop().time() - begun < 5.0, "refused within its turn, it has the turn"
+            assert await reading
 
-    with caplog.at_level("INFO"):
-        first, busy, told, later = asyncio.run(asyncio.wait_for(story(), 60))
-    assert (first, busy, later) == (200, 503, 200) and "try again in" in told and "retry-after: " in told
-    assert "took nothing for 0.3 seconds" in caplog.text
+    run(story())
+    assert "took too long" in caplog.text
 
 
-def test_a_slow_reader_that_goes_on_reading_gets_the_whole_table(monkeypatch):
-    monkeypatch.setattr(downloads, "STALLED_S", 1.0)
-    line = "x" * 999 + "\n"
+def test_who_is_turned_away_is_told_when_there_is_a_place(monkeypatch):
+    monkeypatch.setattr(downloads, "TURN_S", 1.5)
 
     async def story():
-        async with serving(lambda: (line for _ in range(12_000)), Places()) as port:
-            _, reader, writer = await asked(port)
-            size, begun = 0, asyncio.get_running_loop().time()
-            while part := await reader.read(1 << 18):
-                size += len(part)
+        async with table() as port:
+            stalled, turned_away = await asked(port), await asked(port)
+            head = (await turned_away.reader.readuntil(b"\r\n\r\n")).decode()
+            assert (stalled.status, turned_away.status) == (200, 503) and "retry-after: 2\r\n" in head
+            await asyncio.sleep(2)
+            assert (await asked(port)).status == 200
+            assert await stalled.is_cut_off()
+
+    run(story())
+
+
+def test_no_download_lasts_for_ever(monkeypatch):
+    monkeypatch.setattr(downloads, "MOST_S", 0.5)
+
+    async def story():
+        async with table() as port:
+            assert await (await asked(port)).is_cut_off()
+
+    run(story())
+
+
+def test_a_reader_that_takes_nothing_loses_place_and_connection():
+    async def story():
+        async with table(stall_s=0.3) as port:
+            stalled = await asked(port)
+            assert (await asked(port)).status == 503
+            await asked_again(port)
+            assert await stalled.is_cut_off()
+
+    run(story())
+
+
+def test_a_reader_that_is_slow_gets_the_whole_table():
+    async def story():
+        async with table(12_000, stall_s=1.0) as port:
+            slow, begun = await asked(port), asyncio.get_running_loop().time()
+            for _ in range(40):
+                await slow.takes(300_000)
                 await asyncio.sleep(0.05)
-                if part.endswith(b"0\r\n\r\n"):
-                    break
-            writer.close()
-            return size, asyncio.get_running_loop().time() - begun
+            assert asyncio.get_running_loop().time() - begun > 2.0
+            assert not await slow.is_cut_off()
 
-    size, took_s = asyncio.run(asyncio.wait_for(story(), 60))
-    assert size > 12_000_000 and took_s > 2.0
+    run(story())
 
 
-def test_a_download_that_had_its_turn_ends_when_another_is_turned_away(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(downloads, "MOST_DOWNLOADS", 1)
-
+def test_a_reader_that_leaves_gives_its_place_back():
     async def story():
-        async with serving(endless, Places(lambda: now[0])) as port:
-            _, reader, writer = await asked(port)
-            now[0] = TURN_S + 1
-            assert len(await reader.readexactly(10_000_000)) == 10_000_000, "nobody else has asked"
-            assert (await asked(port))[0] == 503
-            with pytest.raises(asyncio.IncompleteReadError):
-                await reader.readexactly(1 << 40)
-            writer.close()
-            return (await asked(port))[0]
+        async with table() as port:
+            (await asked(port)).writer.close()
+            await asked_again(port)
 
-    assert asyncio.run(asyncio.wait_for(story(), 60)) == 200
-
-
-def test_nobody_loses_its_place_within_its_turn(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(downloads, "MOST_DOWNLOADS", 2)
-    places = Places(lambda: now[0])
-    assert places.take("a") and not places.is_over("a")
-    now[0] = 30.0
-    assert places.take("b") and not places.take("c") and places.wait_s() == 30 + 20
-    assert not places.is_over("a"), "its turn is not over"
-    now[0] = TURN_S + 1
-    assert not places.take("c") and places.is_over("a") and not places.is_over("b")
-    places.give_back("a")
-    assert places.take("c") and not places.is_over("b"), "the one that was turned away has a place"
+    run(story())

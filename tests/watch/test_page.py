@@ -314,18 +314,12 @@ def test_nothing_between_here_and_the_viewer_may_keep_a_table(anyone, host):
         assert kept["cache-control"] == "private, no-store" and kept["vary"] == "cookie"
 
 
-def test_few_others_than_the_host_download_at_a_time(shelf, monkeypatch):
-    monkeypatch.setattr(downloads, "MOST_DOWNLOADS", 0)
-    client = TestClient(page_app(shelf, TOKEN))
-    answer = client.get("/1/csv/events.csv")
-    assert (
-        answer.status_code == 503 and "try again" in answer.text and client.head("/1/csv/events.csv").status_code == 200
-    )
-    client.get(f"/?token={TOKEN}")
-    assert client.get("/1/csv/events.csv").text.startswith("run,seq,")
-    monkeypatch.setattr(downloads, "MOST_DOWNLOADS", 1)
-    client = TestClient(page_app(shelf, TOKEN))
-    assert [client.get("/1/csv/events.csv").status_code for _ in range(3)] == [200] * 3, "a place is given back"
+def test_the_host_downloads_when_all_places_are_taken(anyone, host, monkeypatch):
+    monkeypatch.setattr(downloads.Places, "turn_away", lambda self: 59.5)
+    answer = anyone.get("/1/csv/events.csv")
+    assert answer.status_code == 503 and "try again in 60 seconds" in answer.text
+    assert anyone.head("/1/csv/events.csv").status_code == 200
+    assert host.get("/1/csv/events.csv").text.startswith("run,seq,")
 
 
 def test_many_alarms_fill_no_overview_and_come_page_by_page(town, copied, tmp_path):

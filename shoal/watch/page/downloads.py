@@ -11,14 +11,13 @@ import asyncio
 import json
 import logging
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from typing import Any
 
 from starlette.responses import PlainTextResponse, StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from shoal.metrics import meaning_of
 from shoal.watch.index import Filter, Look, groups
@@ -34,58 +33,53 @@ from shoal.watch.tables import csv_line
 log = logging.getLogger(__name__)
 
 MOST = 1_000_000
-"""A file has at most so many rows."""
+"""Maximum number of rows of a file."""
 
 TEXTS = 100
-"""So many rollouts, with their texts, are read at a time."""
+"""Number of rollouts, with their texts, that are read at a time."""
 
 MOST_DOWNLOADS = 4
-"""Viewers that are not the host have so many places for downloads together: each holds a page of rows while its reader is
+"""Maximum number of downloads at a time by viewers that are not the host: each holds a page of rows while its reader is
 slow."""
 
-TURN_S = 60.0
-"""A download keeps its place so long; after that, until somebody is turned away."""
-
-STALLED_S = 20.0
-"""A reader that takes nothing for so long loses its place."""
+TURN_S, MOST_S = 60.0, 600.0
+"""Seconds that such a download may take: TURN_S if somebody else was turned away meanwhile, else MOST_S."""
 
 
 class Places:
     """The places for downloads by viewers that are not the host.
 
-    Strangers who read slowly can fill them. So the oldest download ends, once it has had its turn, when another viewer is
-    turned away. That viewer finds a place after `wait_s`, unless somebody else was quicker.
+    Strangers who read slowly can fill them, so who is turned away shortens the oldest download to TURN_S. Strangers who ask
+    all the time can still be quicker than others to take the place: the host alone needs none.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._begun = clock, dict[object, float]()
-        self._turned_away_at = -math.inf
+    def __init__(self) -> None:
+        self._taken: list[tuple[float, asyncio.Timeout]] = []
+        """When each download began, by the event loop's clock, and its limit; the oldest first."""
 
-    def take(self, download: object) -> bool:
-        """Take a place, if there is one."""
-        if len(self._begun) >= MOST_DOWNLOADS:  # guard: few-downloads-at-a-time
-            self._turned_away_at = self._clock()
-            return False
-        self._begun[download] = self._clock()
-        return True
+    def turn_away(self) -> float:
+        """Shorten the oldest download if all places are taken. Returns the seconds until it ends; 0 if there is a place."""
+        if len(self._taken) < MOST_DOWNLOADS:  # guard: few-downloads-at-a-time
+            return 0.0
+        now = asyncio.get_running_loop().time()
+        began, limit = self._taken[0]
+        if not limit.expired():
+            limit.reschedule(max(now, began + TURN_S))  # guard: downloads-take-turns
+        return max(1.0, began + TURN_S - now)
 
-    def give_back(self, download: object) -> None:
-        """Free the place of a download that took one."""
-        self._begun.pop(download)
-        self._turned_away_at = -math.inf
-
-    def is_over(self, download: object) -> bool:
-        """Whether a download should end for another viewer's sake: it began first, and has had its turn."""
-        began = min(self._begun.values())
-        return self._begun[download] == began and self._turned_away_at > began + TURN_S
-
-    def wait_s(self) -> int:
-        """In so many seconds, at the latest, the oldest download has ended for somebody who is turned away now."""
-        return math.ceil(max(0.0, min(self._begun.values(), default=0.0) + TURN_S - self._clock()) + STALLED_S)
+    @asynccontextmanager
+    async def taken(self) -> AsyncIterator[None]:
+        """Hold a place. Raises `TimeoutError` when the time for it is over."""
+        async with asyncio.timeout(MOST_S) as limit:
+            self._taken.append(place := (asyncio.get_running_loop().time(), limit))
+            try:
+                yield
+            finally:
+                self._taken.remove(place)
 
 
 class Download(StreamingResponse):
-    """A file, line by line. If its reader is too slow, the connection ends: so it sees that the file is not whole."""
+    """A file, line by line. If its time is over, the connection ends, so its reader sees that the file is not whole."""
 
     def __init__(self, lines: Iterable[str], places: Places | None, headers: Mapping[str, str]) -> None:
         """`places`: None for the host, who needs none."""
@@ -93,34 +87,17 @@ class Download(StreamingResponse):
         self._places = places
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (places := self._places) is None:
+        if self._places is None:
             await super().__call__(scope, receive, send)
-            return
-        if not places.take(self):
-            wait_s = places.wait_s()
-            busy = f"Others download tables now: try again in {wait_s} seconds.\n"
+        elif wait_s := math.ceil(self._places.turn_away()):
+            busy = f"All places for downloads are taken: try again in {wait_s} seconds.\n"
             await PlainTextResponse(busy, 503, {"retry-after": str(wait_s)})(scope, receive, send)
-            return
-
-        async def send_in_time(message: Message) -> None:
-            if places.is_over(self):  # guard: downloads-take-turns
-                raise _LostPlace(f"others wait, and it has had its {TURN_S:g} seconds")
+        else:
             try:
-                async with asyncio.timeout(STALLED_S):  # guard: stalled-download-ends
-                    await send(message)
+                async with self._places.taken():
+                    await super().__call__(scope, receive, send)
             except TimeoutError:
-                raise _LostPlace(f"its reader took nothing for {STALLED_S:g} seconds") from None
-
-        try:
-            await super().__call__(scope, receive, send_in_time)
-        except _LostPlace as lost:
-            log.info("a download is cut off path=%s cause=%s", scope["path"], lost)
-        finally:
-            places.give_back(self)
-
-
-class _LostPlace(Exception):
-    """A download gives up its place."""
+                log.warning("a download took too long and was cut off path=%s", scope["path"])
 
 
 def lines_of_csv(asked: Asked, table: str) -> Iterator[str]:

@@ -29,7 +29,7 @@ def serve_hosted(run_dir: Path) -> None:
         url = host.dashboard_url.rstrip("/") or address(host.bind, port)
         _tell(folder, port, host_link(url, token))
         log.info("serving the page run=%s url=%s", folder.root, url)
-        serve_on(listener, [str(folder.root)], folder.dashboard_index, token)
+        serve_on(listener, [str(folder.root)], folder.dashboard_index, token, trusted=host.trusted_proxies)
 
 
 def _tell(folder: RunFolder, port: int, link: str) -> None:

@@ -13,16 +13,16 @@ from functools import partial
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
+from shoal.config.host import HostConfig
 from shoal.errors import StateError
 from shoal.folder import is_url
+from shoal.net.connections import Limits, connections_that_fit, http_server
 from shoal.net.listening import listen
 from shoal.watch.page.app import page_app
 from shoal.watch.page.shelf import Shelf
 from shoal.watch.reading import open_run
-
-CONNECTIONS = 1000
-"""At a time; the next ones are told to come back."""
 
 
 def serve(
@@ -53,19 +53,20 @@ def serve(
 
 def serve_on(
     listener: socket.socket, places: Sequence[str], index: Path, token: str, told: Callable[[], None] = lambda: None,
-    own_files: bool = False,
+    own_files: bool = False, trusted: tuple[str, ...] = HostConfig().trusted_proxies,
 ) -> None:  # fmt: skip
-    """The same on a socket; `told` is called when the runs are open."""
+    """The same on a socket; `told` is called when the runs are open. `trusted`: addresses or networks of proxies."""
     os.umask(0o077)  # a host's index has texts that are still private
     shelf = Shelf(index, places, open_one=partial(open_run, own_files=own_files))
     with contextlib.closing(shelf):
         shelf.start()
         told()
-        config = uvicorn.Config(
-            page_app(shelf, token), log_level="warning", access_log=False, server_header=False, lifespan="off",
-            limit_concurrency=CONNECTIONS, timeout_keep_alive=20,
-        )  # fmt: skip
-        uvicorn.Server(config).run(sockets=[listener])
+        server_of(page_app(shelf, token), trusted).run(sockets=[listener])
+
+
+def server_of(page: ASGIApp, trusted: tuple[str, ...] = HostConfig().trusted_proxies) -> uvicorn.Server:
+    """A server for a page. Its viewers are strangers like those of a coordinator, so connections have the same limits."""
+    return http_server(page, Limits(total=connections_that_fit(), trusted=trusted))
 
 
 def address(bind: str, port: int) -> str:
