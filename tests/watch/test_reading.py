@@ -356,6 +356,11 @@ def test_a_host_whose_metrics_fill_the_memory_is_left(monkeypatch):
         with serving(pages) as run, pytest.raises(PeerError, match="2 names, 1"):
             for _ in pages:
                 assert run.new_metrics()
+    short = b"".join(b'{"step": %d, "loss": 9e15}\n' % step for step in range(9))  # msgspec would write more digits
+    grows = [short + b'{"step": 9, "loss": %d%s}\n' % (at, b" " * 100) for at in range(99)]
+    with serving(grows) as run, pytest.raises(PeerError, match="2 names, 1"):
+        for _ in grows:
+            assert run.new_metrics()
 
 
 def test_a_host_whose_metrics_never_end_fills_no_index(monkeypatch):

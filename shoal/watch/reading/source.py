@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import httpx
 import msgspec
@@ -184,6 +184,14 @@ class FolderSource:
         self._asking.close()
 
 
+class _Line(NamedTuple):
+    """A line of metrics as it came, and what it says."""
+
+    step: int
+    raw: bytes
+    values: dict[str, Value]
+
+
 class UrlSource:
     """The server at a URL: a coordinator, or a stranger that poses as one."""
 
@@ -196,7 +204,7 @@ class UrlSource:
         self._run = UrlRun(self._client)
         self.name = self._client.base_url
         self._newest, self._served = -1, _Served(self.name)
-        self._recent: dict[int, dict[str, Value]] = {}
+        self._recent: dict[int, bytes] = {}
         """The lines that came last, by step."""
         self._home: tempfile.TemporaryDirectory[str] | None = None
 
@@ -211,14 +219,14 @@ class UrlSource:
 
     def new_metrics(self) -> list[dict[str, Value]]:
         lines, size = self._metrics_after(self._newest - OVERLAP_STEPS)
-        if lines and step_of(lines[-1]) < self._newest:  # the page ended within what is known
+        if lines and lines[-1].step < self._newest:  # the page ended within what is known
             more, more_size = self._metrics_after(self._newest)
             lines, size = lines + more, size + more_size
-        known = [line for line in lines if self._recent.get(step_of(line)) == line]
-        news = [line for line in lines if line not in known]
+        known = [line for line in lines if self._recent.get(line.step) == line.raw]
+        news = [line.values for line in lines if self._recent.get(line.step) != line.raw]
         if news:
-            self._served.take(news, max(0, size - sum(len(msgspec.json.encode(line)) for line in known)))
-        self._recent |= {step_of(line): line for line in lines}
+            self._served.take(news, size - sum(len(line.raw) for line in known))
+        self._recent |= {line.step: line.raw for line in lines}
         self._newest = max([self._newest, *self._recent])
         self._recent = {step: line for step, line in self._recent.items() if step > self._newest - 2 * OVERLAP_STEPS}
         return news
@@ -230,10 +238,10 @@ class UrlSource:
             page, size = self._metrics_after(step_of(lines[-1]) if lines else -1)
             if not page:
                 return lines
-            lines += page
-            served.take(page, size)
+            lines += [line.values for line in page]
+            served.take(lines[-len(page) :], size)
 
-    def _metrics_after(self, step: int) -> tuple[list[dict[str, Value]], int]:
+    def _metrics_after(self, step: int) -> tuple[list[_Line], int]:
         """A page of metrics in order of step, all above `step`; and how many bytes it came in."""
         get = self._client.get(f"/v1/metrics?after={max(-1, step)}", cap=MAX_LINE_BYTES, deadline_s=ANSWER_S)
         try:
@@ -242,7 +250,7 @@ class UrlSource:
             if refused.code == "no_such_call":  # a coordinator from before there were such answers
                 return [], 0
             raise
-        found = {step_of(line): line for line in clean(_decoded(page.splitlines()))}
+        found = {line.step: line for line in _decoded(page.splitlines())}
         return [found[each] for each in sorted(found) if each > step], len(page)  # guard: metrics-go-forward
 
     def status(self) -> t.Status | None:
@@ -280,14 +288,14 @@ class UrlSource:
 
 
 class _Served:
-    """Counts the metrics that a server has sent, so that no stranger fills memory or disk with them, or sends for ever."""
+    """Counts the metrics that a server has sent, so that no stranger fills memory or disk with them."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._steps, self._bytes, self._names = set[int](), 0, set[str]()
 
     def take(self, lines: Sequence[dict[str, Value]], size: int) -> None:
-        """Count more: `size` bytes, of which these lines were fit for use. Raises `PeerError` if a run has fewer."""
+        """Count lines, and the bytes in which they came. Raises `PeerError` if these are more than a run has."""
         self._steps.update(map(step_of, lines))
         self._bytes += size
         self._names.update(name for line in lines for name in line)
@@ -344,10 +352,11 @@ def _is_sound(values: dict[str, Value]) -> bool:
     )
 
 
-def _decoded(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
-    for line in lines:
+def _decoded(lines: Iterable[bytes]) -> Iterable[_Line]:
+    for raw in lines:
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            yield msgspec.json.decode(line, type=dict[str, Any])
+            for values in clean([msgspec.json.decode(raw, type=dict[str, Any])]):
+                yield _Line(step_of(values), raw, values)
 
 
 async def _status(url: str, transport: httpx.AsyncBaseTransport | None) -> t.Status:
