@@ -146,7 +146,7 @@ LIMITS: dict[str, Limit] = {
     "poisoning.lean_groups": Limit(12.0, "groups", "That the last limit needs of the worker and of the others"),
     "stragglers.lapsed": Limit(
         0.5, "share",
-        "Of a worker's leases of 20 steps, at least 3, those that lapsed. Leases filled too late count only where "
+        "Of a worker's leases of 20 steps, at least 3, that lapsed. Leases filled too late count only where "
         "stragglers.late is exceeded too",
     ),
     "stragglers.late": Limit(

@@ -18,19 +18,17 @@ def trend_of(rewards: Sequence[float]) -> str:
         return ""
     size = min(TREND_STEPS, len(rewards) // 2)
     (before, spread), (newest, newest_spread) = _moments(rewards[-2 * size : -size]), _moments(rewards[-size:])
-    change = round(newest, 3) - round(before, 3) if math.isfinite(before + newest) else math.nan  # as they are shown
+    places = ".3f" if max(abs(before), abs(newest)) < 1e6 else ".6g"
+    told = format(before, places), format(newest, places)
+    change = float(told[1]) - float(told[0])  # as they are shown
     noise = math.sqrt((spread + newest_spread) / size)  # the standard error of the difference
     if not math.isfinite(change + noise):
         return ""
     word = "level" if abs(change) <= 2 * noise else "up" if change > 0 else "down"
-    return f"reward {word}: {_shown(before)} to {_shown(newest)}, means of {size} steps each"
+    return f"reward {word}: {told[0]} to {told[1]}, means of {size} steps each"
 
 
 def _moments(rewards: Sequence[float]) -> tuple[float, float]:
     """Mean and sample variance of two rewards or more. They overflow to inf or nan, where `statistics` would raise."""
     mean = sum(rewards) / len(rewards)
     return mean, sum((reward - mean) * (reward - mean) for reward in rewards) / (len(rewards) - 1)
-
-
-def _shown(mean: float) -> str:
-    return f"{mean:.3f}" if abs(mean) < 1e6 else f"{mean:.3g}"

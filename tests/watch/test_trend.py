@@ -18,7 +18,8 @@ def test_the_trend_compares_equal_numbers_of_steps() -> None:
 def test_rewards_beyond_all_measure_raise_nothing() -> None:
     """A stranger's host may report them."""
     for huge in (1e160, 1e200):
-        assert trend_of([huge] * 4 + [0.5] * 4) == f"reward down: {huge:.3g} to 0.500, means of 4 steps each"
+        assert trend_of([huge] * 4 + [0.5] * 4) == f"reward down: {huge:.6g} to 0.5, means of 4 steps each"
     for huge in (1.7e308, float("inf"), float("nan")):
         assert trend_of([huge] * 4 + [0.5] * 4) == ""
+    assert trend_of([1e6] * 4 + [1e6 + 0.25] * 4) == "reward level: 1e+06 to 1e+06, means of 4 steps each"
     assert trend_of([1e200, -1e200] * 4) == "", "their variance is infinite"

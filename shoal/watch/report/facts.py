@@ -94,7 +94,7 @@ def facts_of(run: Reading) -> Facts:
     versions, heldout = run.versions(), run.evaluations()
     kept = versions if len(versions) <= 20 else [*versions[:10], *versions[-10:]]
     raised = read_alarms(run.source.folder.alarms) if isinstance(run.source, FolderSource) else []
-    private, stands = run.shows_private(), standing(raised)
+    private, uncleared = run.shows_private(), standing(raised)
     alarms = raised if private else _as_told(raised)  # guard: report-accuses-nobody
     wall_s, use = _use(run)
     config = without_folders(begun.config)
@@ -113,7 +113,7 @@ def facts_of(run: Reading) -> Facts:
         more_nodes=len(nodes) - len(shown), refused=Counter(condition.status.refused).most_common(),
         influence={node.key: node.influence / total if total else 0.0 for node in nodes}, versions=kept,
         more_versions=len(versions) - len(kept), alarms=alarms[-MOST_ROWS:],
-        standing=len(stands if private else {(one.cause, one.since) for one in stands}),
+        standing=len(uncleared if private else {(one.cause, one.since) for one in uncleared}),
         wall_s=wall_s, use=use, samples=samples, why_no_samples=why, seq=state.seq, head=state.head, run_key=state.run_key,
     )  # fmt: skip
 
