@@ -201,7 +201,8 @@ class _Page:
 
     def excuse(self, request: Request, error: Exception) -> Response:
         """What cannot be shown, in a sentence."""
-        return self._fault(request, 404 if isinstance(error, NotHere) else 503, error, None)
+        status = 400 if isinstance(error, BadNumber) else 404 if isinstance(error, NotHere) else 503
+        return self._fault(request, status, error, None)
 
     def _fault(
         self, request: Request, status: int, error: str | Exception, headers: Mapping[str, str] | None

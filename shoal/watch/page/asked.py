@@ -22,7 +22,7 @@ from shoal.watch.rows import Row
 MOST_CHARS = 200
 """Of a value in an address."""
 
-LARGEST = 1 << 62
+LARGEST, MOST_DIGITS = 1 << 62, 40
 
 WHOLE, REAL = ("after", "at", "group", "rollout", "seq", "step", "task", "version"), ("from", "to", "smooth")
 """Names in an address whose values are numbers."""
@@ -30,6 +30,10 @@ WHOLE, REAL = ("after", "at", "group", "rollout", "seq", "step", "task", "versio
 
 class NotHere(StateError):
     """The address names something that the run does not have."""
+
+
+class BadNumber(StateError):
+    """A value of the address must be a number and is something else."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,7 @@ class Asked:
     """Whether this viewer may have this machine play rollouts again."""
 
     def __post_init__(self) -> None:
-        """Raises `NotHere` if a value of the address should be a number and is none: a table without this filter would
-        show, or save, what nobody asked for."""
+        """Raises `BadNumber`: a table without its filter would show, or save, what nobody asked for."""
         for name in WHOLE:
             self.whole(name)
         for name in REAL:
@@ -98,23 +101,25 @@ class Asked:
         return [value[:MOST_CHARS] for value in self.query.getlist(name)[:40] if value]
 
     def whole(self, name: str, default: int | None = None) -> int | None:
-        """A whole number of the query, from 0; the default if it is not there. Raises `NotHere`."""
+        """A whole number of the query, from 0; the default if it is not there. Raises `BadNumber`."""
         text = self.word(name)
         if not text:
             return default
-        if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) < LARGEST):
-            raise NotHere(f"{name}={text[:40]} in this address is no whole number from 0: correct it or leave it out")
+        if not (text.isascii() and text.isdecimal() and len(text) < MOST_DIGITS and int(text) < LARGEST):
+            raise BadNumber(
+                f"{name} must be a whole number, 0 or more, and is {text[:40]!r}: correct it, or leave it out"
+            )
         return int(text)
 
     def real(self, name: str) -> float | None:
-        """A finite number of the query; None if it is not there. Raises `NotHere`."""
+        """A finite number of the query; None if it is not there. Raises `BadNumber`."""
         text = self.word(name)
         if not text:
             return None
         with suppress(ValueError):
-            if math.isfinite(found := float(text)):
+            if len(text) < MOST_DIGITS and math.isfinite(found := float(text)):
                 return found
-        raise NotHere(f"{name}={text[:40]} in this address is no number: correct it or leave it out")
+        raise BadNumber(f"{name} must be a number such as 0.5, and is {text[:40]!r}: correct it, or leave it out")
 
     def is_poll(self) -> bool:
         """Whether a page that is open asks for what changed: it keeps its charts, so they are not drawn for it."""
