@@ -47,6 +47,9 @@ MAX_URL_CHARS = 2000
 UNKEPT = {"cache-control": "private, no-store", "vary": "cookie"}
 """Headers of what nobody between here and the viewer may keep: it may be the host's alone."""
 
+FAULTS = {400: "Not a number", 404: "Not here"}
+"""Titles of pages by their status."""
+
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'"
@@ -213,7 +216,8 @@ class _Page:
         try:
             asked = Asked(self._shelf, self._shelf.look(), run, {}, _NOTHING, False, self._clock())
             words = error if isinstance(error, str) else asked.excuse(error)
-            body = self._render("fault.html", asked, {"status": status, "words": words, "title": "Not here"})
+            title = FAULTS.get(status, "This cannot be shown")
+            body = self._render("fault.html", asked, {"words": words, "title": title})
         except (ShoalError, sqlite3.Error):
             unread = "The index of this page cannot be read now: try again in a few seconds.\n"
             return PlainTextResponse(unread, 503, {"retry-after": "5"})  # guard: fault-without-an-index
