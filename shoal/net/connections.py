@@ -1,8 +1,8 @@
 """Limits on a server's connections: how many it holds, and how long each may take, before any request is read.
 
 Called by what serves strangers: the roles coordinator, origin, stage and offering, and the page. They get a uvicorn server
-from `http_server`. Each connection is a `Connection`, which adds limits to uvicorn's own class; `Connections` counts them by
-address. This file reads no body and no signature: the `Gate` does.
+from `http_server`. Each connection is a `Connection`, which adds limits to uvicorn's own class; `Connections` counts them
+by address. This file reads no body and no signature: the `Gate` does.
 """
 
 import asyncio
@@ -63,6 +63,7 @@ def http_server(app: ASGIApp, limits: Limits) -> uvicorn.Server:
             ws="none",
             log_level="warning",
             access_log=False,
+            server_header=False,
             timeout_graceful_shutdown=2,
             forwarded_allow_ips=list(limits.trusted),
         )
@@ -179,8 +180,16 @@ def _idle_since(connection: "Connection") -> int:
     return connection.idle_since
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of uvicorn says what nobody else has said. An application says itself why it cuts off an answer, and
+    a server that stops cancels those that go on."""
+    cancelled = record.exc_info and record.exc_info[0] is asyncio.CancelledError
+    return not cancelled and record.msg != "ASGI callable returned without completing response."
+
+
 _quiet = logging.getLogger(f"{__name__}.http")
 """Replaces uvicorn's logger, which writes a line for each malformed request and so lets strangers fill a disk."""
+_quiet.addFilter(_is_news)
 
 
 class Connection(HttpToolsProtocol):
