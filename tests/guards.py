@@ -1994,7 +1994,6 @@ GUARDS = [
         ("deleted-index-is-made-anew", ("self._inode() == self._file", "True"),
          "test_an_index_that_is_deleted_is_told_and_made_anew"),
         ("fault-without-an-index", "raise", "test_an_index_that_is_deleted_is_told_and_made_anew"),
-        ("tables-are-whole", OFF, "test_an_index_that_is_deleted_is_told_and_made_anew"),
         ("a-new-index-has-new-numbers", GONE, "test_in_an_index_made_anew_no_run_has_the_number_of_another"),
         ("index-thread-lives", "raise", "test_a_fault_of_ours_is_logged_and_does_not_end_the_thread"),
         ("full-disk-is-told", "raise", "test_a_full_disk_is_told_and_indexing_goes_on_when_there_is_room"),

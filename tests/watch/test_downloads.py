@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -112,6 +113,21 @@ def test_no_download_lasts_for_ever(monkeypatch):
     run(story())
 
 
+def test_a_download_without_a_first_line_in_time_is_told_so(monkeypatch):
+    monkeypatch.setattr(downloads, "MOST_S", 0.2)
+
+    def slow():
+        time.sleep(0.5)
+        yield LINE
+
+    async def story():
+        route = Route("/table.csv", lambda _: Download(slow(), Places(), {}))
+        async with serving(Starlette(routes=[route]), Limits()) as port:
+            assert (await asked(port)).status == 503
+
+    run(story())
+
+
 def test_a_reader_that_takes_nothing_loses_place_and_connection():
     async def story():
         async with table(stall_s=0.3) as port:
@@ -125,12 +141,12 @@ def test_a_reader_that_takes_nothing_loses_place_and_connection():
 
 def test_a_reader_that_is_slow_gets_the_whole_table():
     async def story():
-        async with table(12_000, stall_s=1.0) as port:
+        async with table(20_000, stall_s=1.0) as port:
             slow, begun = await asked(port), asyncio.get_running_loop().time()
-            for _ in range(40):
-                await slow.takes(300_000)
-                await asyncio.sleep(0.05)
-            assert asyncio.get_running_loop().time() - begun > 2.0
+            for _ in range(8):
+                await slow.takes(2_000_000)
+                await asyncio.sleep(0.4)
+            assert asyncio.get_running_loop().time() - begun > 3.0
             assert not await slow.is_cut_off()
 
     run(story())

@@ -27,13 +27,13 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal.errors import NothingYet, ShoalError
+from shoal.errors import ShoalError
 from shoal.watch.page.asked import Asked, BadNumber, NotHere, View
 from shoal.watch.page.downloads import Download, Places, lines_of_csv
 from shoal.watch.page.group_views import GROUP_VIEWS
 from shoal.watch.page.heldout_views import HELDOUT_VIEWS
 from shoal.watch.page.log_views import LOG_VIEWS
-from shoal.watch.page.shelf import BEING_READ, NO_NUMBER, Shelf
+from shoal.watch.page.shelf import NO_NUMBER, Shelf
 from shoal.watch.page.shown import STATIC, parts, templates
 from shoal.watch.page.views import VIEWS, chart, comparison
 
@@ -112,9 +112,8 @@ class _Page:
     def front(self, request: Request) -> Response:
         """The run, or the comparison of several. The host's link carries the token and is answered with a cookie."""
         runs = self._shelf.runs
-        if runs[0].number == NO_NUMBER:
-            raise NothingYet(BEING_READ)
-        response = RedirectResponse(f"/{runs[0].number}/" if len(runs) == 1 else "/compare", 303)
+        is_one = len(runs) == 1 and runs[0].number != NO_NUMBER
+        response = RedirectResponse(f"/{runs[0].number}/" if is_one else "/compare", 303)
         given = request.query_params.get("token", "")
         if self._token and hmac.compare_digest(given.encode(), self._token.encode()):  # guard: host-by-token
             response.set_cookie(
@@ -164,11 +163,12 @@ class _Page:
         return endpoint
 
     def csv(self, request: Request) -> Response:
-        """A table, line by line."""
+        """A table, line by line. The name of its file says how much of the log the index had."""
         asked = self._asked(request, self._viewer(request))
-        table = request.path_params["table"]
+        table, seq = request.path_params["table"], asked.one()["seq"]
         lines = lines_of_csv(asked, table)
-        headers = {"content-disposition": f"attachment; filename=run-{asked.run}-{table}.csv", **UNKEPT}
+        name = f"run-{asked.run}-{table}-before-event-{seq + 1}.csv"
+        headers = {"content-disposition": f"attachment; filename={name}", **UNKEPT}
         if request.method == "HEAD":
             return Response(media_type="text/csv", headers=headers)
         return Download(lines, None if asked.may_compute else self._downloads, headers)

@@ -14,8 +14,10 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
+from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -42,15 +44,18 @@ MOST_DOWNLOADS = 4
 """Maximum number of downloads at a time by viewers that are not the host: each holds a page of rows while its reader is
 slow."""
 
-TURN_S, MOST_S = 60.0, 600.0
-"""Seconds that such a download may take: TURN_S if somebody else was turned away meanwhile, else MOST_S."""
+MOST_S = 600.0
+"""Maximum seconds of such a download."""
+
+TURN_S = 60.0
+"""The same if another viewer was turned away meanwhile."""
 
 
 class Places:
     """The places for downloads by viewers that are not the host.
 
-    Strangers who read slowly can fill them, so who is turned away shortens the oldest download to TURN_S. Strangers who ask
-    all the time can still be quicker than others to take the place: the host alone needs none.
+    Strangers who read slowly can fill them, so a viewer who is turned away shortens the oldest download to TURN_S.
+    Strangers who ask all the time can still be quicker than others to take the place: the host alone needs none.
     """
 
     def __init__(self) -> None:
@@ -58,14 +63,18 @@ class Places:
         """When each download began, by the event loop's clock, and its limit; the oldest first."""
 
     def turn_away(self) -> float:
-        """Shorten the oldest download if all places are taken. Returns the seconds until it ends; 0 if there is a place."""
+        """Shorten the oldest download if all places are taken.
+
+        Returns the seconds until it must end; 0 if there is a place.
+        """
         if len(self._taken) < MOST_DOWNLOADS:  # guard: few-downloads-at-a-time
             return 0.0
         now = asyncio.get_running_loop().time()
         began, limit = self._taken[0]
-        if not limit.expired():
-            limit.reschedule(max(now, began + TURN_S))  # guard: downloads-take-turns
-        return max(1.0, began + TURN_S - now)
+        end = max(now, began + TURN_S)
+        if not limit.expired() and (limit.when() or 0.0) > end:
+            limit.reschedule(end)  # guard: downloads-take-turns
+        return max(1.0, end - now)
 
     @asynccontextmanager
     async def taken(self) -> AsyncIterator[None]:
@@ -81,36 +90,44 @@ class Places:
 class Download(StreamingResponse):
     """A file, line by line. If its time is over, the connection ends, so its reader sees that the file is not whole."""
 
-    def __init__(self, lines: Iterable[str], places: Places | None, headers: Mapping[str, str]) -> None:
+    def __init__(self, lines: Iterator[str], places: Places | None, headers: Mapping[str, str]) -> None:
         """`places`: None for the host, who needs none."""
         super().__init__(lines, media_type="text/csv", headers=headers)
-        self._places = places
+        self._lines, self._places, self._is_begun = lines, places, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._places is None:
-            await super().__call__(scope, receive, send)
+            await self._send(scope, receive, send)
         elif wait_s := math.ceil(self._places.turn_away()):
             busy = f"All places for downloads are taken: try again in {wait_s} seconds.\n"
             await PlainTextResponse(busy, 503, {"retry-after": str(wait_s)})(scope, receive, send)
         else:
             try:
                 async with self._places.taken():
-                    await super().__call__(scope, receive, send)
+                    await self._send(scope, receive, send)
             except TimeoutError:
                 log.warning("a download took too long and was cut off path=%s", scope["path"])
+                if not self._is_begun:
+                    late = "This table took too long: filter it, and ask for a part.\n"
+                    await PlainTextResponse(late, 503)(scope, receive, send)
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A table that cannot be read raises here, so that its answer can still have another status.
+        first = await run_in_threadpool(next, self._lines, "")
+        self.body_iterator, self._is_begun = iterate_in_threadpool(chain([first], self._lines)), True
+        await super().__call__(scope, receive, send)
 
 
 def lines_of_csv(asked: Asked, table: str) -> Iterator[str]:
-    """A table by its name. What keeps it from being read is raised at once: `NotHere` for an unknown one, `NothingYet`,
-    `StateError`."""
+    """A table by its name. Raises `NotHere` for an unknown one, at once."""
     if table not in DOWNLOADS:
         raise NotHere(f"there is no table {table[:40]}: {', '.join(DOWNLOADS)}")
-    return _apart(replace(asked, look=asked.shelf.look_apart(asked.run)), table)
+    return _apart(asked, table)
 
 
 def _apart(asked: Asked, table: str) -> Iterator[str]:
-    with closing(asked.look):
-        yield from _written(DOWNLOADS[table](asked))
+    with closing(asked.shelf.look_apart()) as look:
+        yield from _written(DOWNLOADS[table](replace(asked, look=look)))
 
 
 def _written(rows: Iterable[Row]) -> Iterator[str]:

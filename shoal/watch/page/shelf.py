@@ -47,7 +47,7 @@ GROUP_WAIT_S = 5.0
 BEING_READ = "the log is being read: reload the page in a few seconds"
 
 NO_NUMBER = -1
-"""A run has no number in an index that was made anew, until it is opened again."""
+"""The number of a run that has not been opened since the index was made."""
 
 
 @dataclass
@@ -57,8 +57,6 @@ class Shown:
     where: str
     number: int = NO_NUMBER
     """In the index."""
-    is_behind: bool = True
-    """Whether the index lacks events or metrics that were there when the run was opened."""
     generation: int = 0
     """Of the index's file, to which its builder writes."""
     reading: Reading | None = None
@@ -127,14 +125,8 @@ class Shelf:
             found = self._local.look = Look(self._path)
         return found
 
-    def look_apart(self, number: int) -> Look:
-        """The index by a connection of the caller's own, which it closes, for a table of a run that is whole.
-
-        `number` is 0 for all runs. Raises `NothingYet` while a run is indexed, `StateError` if the index cannot be read.
-        """
-        for shown in self.runs:
-            if shown.is_behind and number in (0, shown.number):  # guard: tables-are-whole
-                raise NothingYet(shown.trouble or BEING_READ)
+    def look_apart(self) -> Look:
+        """The index by a connection of the caller's own, which it closes. Raises `StateError`."""
         return Look(self._path)
 
     def of(self, number: int) -> Shown | None:
@@ -251,9 +243,8 @@ class Shelf:
         busy, trouble = False, ""
         try:
             busy = shown.builder.advance()
-            shown.is_behind &= busy
         except PeerError as error:
-            trouble, shown.again_at, shown.is_behind = str(error), self._clock() + AGAIN_S, False
+            trouble, shown.again_at = str(error), self._clock() + AGAIN_S
         if trouble or shown.trouble or self._clock() - shown.asked_at > CONDITION_EVERY_S:
             self._say(shown, trouble)
             self._note(shown)
@@ -278,7 +269,7 @@ class Shelf:
             self._file, self._generation = file, self._generation + 1
             for each in self.runs:
                 each.number = NO_NUMBER  # guard: a-new-index-has-new-numbers
-        shown.generation, shown.is_behind = self._generation, True
+        shown.generation = self._generation
         shown.number, shown.address = shown.builder.number, address_for_others(shown.where)
 
     def _inode(self) -> int:
