@@ -40,7 +40,7 @@ from shoal.watch.page.views import VIEWS, chart, comparison
 log = logging.getLogger(__name__)
 
 KEPT_PAGES = 256
-"""So many renderings are kept for other viewers."""
+"""Maximum number of renderings that are kept for other viewers."""
 
 MAX_URL_CHARS = 2000
 
@@ -48,7 +48,7 @@ UNKEPT = {"cache-control": "private, no-store", "vary": "cookie"}
 """Headers of what nobody between here and the viewer may keep: it may be the host's alone."""
 
 FAULTS = {400: "Not a number", 404: "Not here"}
-"""Titles of pages by their status."""
+"""Titles of pages that say what is wrong, by status."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; "

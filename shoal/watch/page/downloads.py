@@ -48,7 +48,7 @@ MOST_S = 600.0
 """Maximum seconds of such a download."""
 
 TURN_S = 60.0
-"""The same if another viewer was turned away meanwhile."""
+"""Maximum seconds of such a download if another viewer was turned away meanwhile."""
 
 
 class Places:
