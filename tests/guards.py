@@ -2021,6 +2021,8 @@ GUARDS = [
     ),
     *_needed_by("tests/watch/test_index.py",
         ("no-memory-of-a-deleted-index", GONE, "test_readers_of_a_deleted_index_keep_its_shared_memory"),
+        ("index-is-made-once", ('held(path.with_name(path.name + "-lock"))', "__import__('contextlib').nullcontext()"),
+         "test_two_processes_may_make_one_index"),
         ("locked-index-is-not-deleted", OFF, "test_an_index_that_another_process_makes_is_not_deleted"),
         ("log-search-ends", ("SCANNED", "-1"),
          "test_a_search_of_the_log_looks_at_a_bounded_number_of_events_and_goes_on"),

@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import sqlite3
+import threading
 
 import httpx
 import pytest
@@ -520,6 +521,26 @@ def test_readers_of_a_deleted_index_keep_its_shared_memory(tmp_path):
     old.close()
     assert all(file.exists() for file in sidecars), "what the old ones close is not the new one's"
     for connection in (reader, new):
+        connection.close()
+
+
+def test_two_processes_may_make_one_index(tmp_path):
+    path, parts = tmp_path / "index.sqlite", threading.Barrier(4)
+    found = []
+
+    def opened():
+        parts.wait()
+        found.append(open_to_write(path))
+
+    for _ in range(3):
+        threads = [threading.Thread(target=opened) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        path.unlink()
+    assert len(found) == 12
+    for connection in found:
         connection.close()
 
 

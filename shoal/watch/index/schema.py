@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.errors import StateError
+from shoal.folder import held
 
 VERSION = 6
 """Of the tables. Another one makes the index anew."""
@@ -87,23 +88,29 @@ def open_to_write(path: Path) -> sqlite3.Connection:
     Raises `StateError` if the disk cannot take it.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            # Readers in this process may still map the shared memory of a deleted index, and SQLite would truncate it.
-            _delete(path, SIDECARS)  # guard: no-memory-of-a-deleted-index
-        for _ in range(2):
-            try:
-                if (found := _opened(path)) is not None:
-                    return found
-            except sqlite3.DatabaseError as error:
-                # guard: locked-index-is-not-deleted
-                if not getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
-                    raise StateError(
-                        f"cannot open the index {path}: {error}. Free some space, or give another place"
-                    ) from None
-            _delete(path, ("", *SIDECARS))
+        # guard: index-is-made-once
+        with held(path.with_name(path.name + "-lock")):
+            return _made(path)
     except OSError as error:
         raise StateError(f"cannot make the index {path}: {error}. Free some space, or give another place") from None
+
+
+def _made(path: Path) -> sqlite3.Connection:
+    """As `open_to_write`, while no other process does. Raises `OSError`, too."""
+    if not path.exists():
+        # Readers in this process may still map the shared memory of a deleted index, and SQLite would truncate it.
+        _delete(path, SIDECARS)  # guard: no-memory-of-a-deleted-index
+    for _ in range(2):
+        try:
+            if (found := _opened(path)) is not None:
+                return found
+        except sqlite3.DatabaseError as error:
+            # guard: locked-index-is-not-deleted
+            if not getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+                raise StateError(
+                    f"cannot open the index {path}: {error}. Free some space, or give another place"
+                ) from None
+        _delete(path, ("", *SIDECARS))
     raise StateError(f"cannot make the index {path}: check that its folder is writable and that its disk has room")
 
 
