@@ -123,8 +123,10 @@ def test_a_table_that_cannot_be_read_has_a_status_of_its_own(shelf, now, tmp_pat
     assert client.get("/1/csv/events.csv").status_code == 503 and client.head("/1/csv/events.csv").status_code == 200
 
 
-def test_in_an_index_made_anew_no_run_has_the_number_of_another(copied, tmp_path, now):
+def test_in_an_index_made_anew_no_run_has_the_number_of_another(copied, tmp_path, now, monkeypatch):
     """The page would show strangers the folder of one as the URL of the other."""
+    monkeypatch.setattr("shoal.roles.auditor.source.ANSWER_S", 0.1)
+    monkeypatch.setattr("shoal.watch.reading.source.ANSWER_S", 0.1)
     path, places = tmp_path / "index.sqlite", ["http://127.0.0.1:9", str(copied)]
     with contextlib.closing(Shelf(path, places, clock=lambda: now[0])) as shelf:
         while shelf.step():
