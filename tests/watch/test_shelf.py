@@ -1,6 +1,8 @@
 """The thread that indexes runs: whatever goes wrong is shown and tried again, and ends it never."""
 
 import contextlib
+import socket
+import time
 
 import pytest
 from starlette.testclient import TestClient
@@ -141,6 +143,18 @@ def test_in_an_index_made_anew_no_run_has_the_number_of_another(copied, tmp_path
         assert client.get("/").url.path == "/compare" and client.get("/1/").status_code == 200
         indexed(shelf, now)
         assert [shown.number for shown in shelf.runs] == [2, 1] and client.get("/").status_code == 200
+
+
+def test_a_host_that_does_not_answer_holds_up_no_other_run(copied, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        places = [f"http://127.0.0.1:{silent.getsockname()[1]}", str(copied)]
+        with contextlib.closing(Shelf(tmp_path / "index.sqlite", places)) as shelf:
+            shelf.start()
+            deadline = time.monotonic() + 20  # a host that is silent is waited for for 30 s
+            while shelf.look().overview(2)["facts"].get("phase") != "ended" or not shelf.change:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert TestClient(page_app(shelf, "")).get("/2/").status_code == 200
 
 
 def test_a_run_that_is_too_large_is_not_read_again_at_once(shelf, now, monkeypatch):

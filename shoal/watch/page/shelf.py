@@ -1,4 +1,4 @@
-"""The runs that a page shows: their readings, the thread that indexes them, and who may ask what at a time.
+"""The runs that a page shows: their readings, the threads that index them, and who may ask what at a time.
 
 Called by `serve`, and by `app` for each request. Readings are used by one thread at a time, so each has a lock. It refuses
 private bodies and held-out episodes to all but the host; `app` says who is the host.
@@ -80,7 +80,7 @@ class Shown:
 
 
 class Shelf:
-    """Some runs and their index. `start` indexes them in a thread; without it, each `step` indexes one page."""
+    """Some runs and their index. `start` indexes each in a thread; without it, each `step` indexes a page of all."""
 
     def __init__(
         self, path: Path, places: Sequence[str], clock: Callable[[], float] = time.monotonic,
@@ -96,21 +96,25 @@ class Shelf:
         self._file, self._generation = -1, 0
         """The index's file, and how often there was a new one. Connections to an older one show stale data."""
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._opening, self._telling = threading.Lock(), threading.Lock()
         self.runs = [Shown(place) for place in places]
         for shown in self.runs:
             self._open(shown)
 
     def start(self) -> None:
-        """Index the runs in a thread, until `close`."""
-        self._thread = threading.Thread(target=self._keep, name="index", daemon=True)
-        self._thread.start()
+        """Index each run in a thread of its own, until `close`: a host that does not answer holds up no other run."""
+        for shown in self.runs:
+            thread = threading.Thread(target=self._keep, args=(shown,), name="index", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def close(self) -> None:
-        """End the thread, and let go of the runs."""
+        """End the threads, and let go of the runs."""
         self._ended.set()
-        if self._thread is not None:
-            self._thread.join(timeout=GROUP_WAIT_S)
+        until = time.monotonic() + GROUP_WAIT_S
+        for thread in self._threads:
+            thread.join(timeout=max(0.0, until - time.monotonic()))
         for shown in self.runs:
             self._let_go(shown)
 
@@ -195,22 +199,38 @@ class Shelf:
     def step(self) -> bool:
         """Index the next page of each run. Returns whether there was anything to do."""
         busy = [self._step(shown) for shown in self.runs]
-        if (now := self._clock()) >= self._changed_at + (CHANGE_EVERY_S if self._is_news else STALE_S):
-            self.change, self._is_news, self._changed_at = self.change + 1, False, now
+        self._tell()
         return any(busy)
 
-    def _keep(self) -> None:
-        self.catch_up()
+    def catch_up(self) -> None:
+        """Index all that there is now."""
+        self._catch_up(self.step)
+
+    def _keep(self, shown: Shown) -> None:
+        """Index a run until the end."""
+
+        def step() -> bool:
+            busy = self._step(shown)
+            self._tell()
+            return busy
+
+        self._catch_up(step)
         while not self._ended.is_set():
-            if not self.step():
+            if not step():
                 self._ended.wait(IDLE_S)
 
-    def catch_up(self) -> None:
+    def _tell(self) -> None:
+        """Let pages say what is new, or has become old."""
+        with self._telling:
+            if (now := self._clock()) >= self._changed_at + (CHANGE_EVERY_S if self._is_news else STALE_S):
+                self.change, self._is_news, self._changed_at = self.change + 1, False, now
+
+    def _catch_up(self, step: Callable[[], bool]) -> None:
         """Index all that there is now, and take what was read out of the garbage collector's sight.
 
         A long log is millions of objects that stay, and each look at them would hold up a view for a third of a second.
         """
-        while not self._ended.is_set() and self.step():
+        while not self._ended.is_set() and step():
             pass
         gc.collect()
         gc.freeze()
@@ -223,6 +243,8 @@ class Shelf:
             try:
                 return self._advance(shown)
             except Exception as error:  # the thread would end, and the page stay stale without a word
+                if self._ended.is_set():  # the run was let go of meanwhile
+                    return False
                 wait_s = MOST_AGAIN_S if isinstance(error, Overreach) else shown.wait_s
                 shown.again_at, shown.wait_s = now + wait_s, min(2 * wait_s, MOST_AGAIN_S)  # guard: index-thread-lives
                 is_known = isinstance(error, ShoalError)
@@ -250,27 +272,30 @@ class Shelf:
             self._note(shown)
         if not busy and not trouble:
             shown.wait_s = AGAIN_S
-        self._is_news |= busy
+        if busy:
+            self._is_news = True
         return busy
 
     def _say(self, shown: Shown, trouble: str) -> None:
         """Let pages say what keeps a run from being read. The host has the whole of it in the log of this process."""
         words = without_paths(trouble, shown.where) if shown.is_own else trouble  # guard: trouble-without-paths
-        self._is_news |= words != shown.trouble
-        shown.trouble = words
+        is_new, shown.trouble = words != shown.trouble, words
+        if is_new:
+            self._is_news = True
 
     def _open(self, shown: Shown) -> None:
         self._let_go(shown)
         if shown.is_own and not Path(shown.where).exists():
             raise ConfigError(f"there is no folder {shown.where}: give a run's folder or its URL")
         shown.reading = self._open_one(shown.where, private=shown.is_own)
-        shown.builder = Builder(self._path, shown.reading)
-        if (file := self._inode()) != self._file:
-            self._file, self._generation = file, self._generation + 1
-            for each in self.runs:
-                each.number = NO_NUMBER  # guard: a-new-index-has-new-numbers
-        shown.generation = self._generation
-        shown.number, shown.address = shown.builder.number, address_for_others(shown.where)
+        with self._opening:
+            shown.builder = Builder(self._path, shown.reading)
+            if (file := self._inode()) != self._file:
+                self._file, self._generation = file, self._generation + 1
+                for each in self.runs:
+                    each.number = NO_NUMBER  # guard: a-new-index-has-new-numbers
+            shown.generation = self._generation
+            shown.number, shown.address = shown.builder.number, address_for_others(shown.where)
 
     def _inode(self) -> int:
         """Which file the index is; -1 if there is none."""
@@ -297,7 +322,8 @@ class Shelf:
         row = self.look().rows("SELECT told, is_live FROM conditions WHERE run = ?", shown.number)
         told = (_without_clock(row[0]["told"]), row[0]["is_live"]) if row else None
         before, shown.told = shown.told, (told, repr(alarms))
-        self._is_news |= shown.told != before
+        if shown.told != before:
+            self._is_news = True
 
 
 def _without_clock(told: str) -> dict[str, Any]:
