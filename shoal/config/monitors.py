@@ -58,7 +58,7 @@ CAUSES = {
 
 
 def said_of(cause: str) -> str:
-    """What an alarm says to anyone, beginning with a capital letter. It may be an alarm of a later shoal."""
+    """What an alarm says to anyone, beginning with a capital letter. It may be an alarm of a later version."""
     said = CAUSES.get(cause, "this version of shoal does not know the alarm")
     return said[:1].upper() + said[1:]
 

@@ -524,22 +524,22 @@ def test_readers_of_a_deleted_index_keep_its_shared_memory(tmp_path):
         connection.close()
 
 
-def test_two_processes_may_make_one_index(tmp_path):
-    path, parts = tmp_path / "index.sqlite", threading.Barrier(4)
+def test_several_may_make_one_index_at_the_same_time(tmp_path):
+    path, together = tmp_path / "index.sqlite", threading.Barrier(4)
     found = []
 
     def opened():
-        parts.wait()
+        together.wait()
         found.append(open_to_write(path))
 
-    for _ in range(3):
+    for _ in range(10):
         threads = [threading.Thread(target=opened) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         path.unlink()
-    assert len(found) == 12
+    assert len(found) == 40
     for connection in found:
         connection.close()
 

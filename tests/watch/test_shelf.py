@@ -1,16 +1,19 @@
-"""The thread that indexes runs: whatever goes wrong is shown and tried again, and ends it never."""
+"""The threads that index runs: whatever goes wrong is shown and tried again, and never ends them."""
 
 import contextlib
 import socket
 import time
 
 import pytest
+from starlette.datastructures import QueryParams
 from starlette.testclient import TestClient
 
 from shoal.alarms import Alarm, AlarmsLog
 from shoal.errors import Overreach
-from shoal.watch.index import Look
+from shoal.watch.index import Look, numbered
+from shoal.watch.index.schema import SIDECARS
 from shoal.watch.page import Shelf, page_app
+from shoal.watch.page.asked import Asked
 from shoal.watch.page.shelf import AGAIN_S, MOST_AGAIN_S, STALE_S
 
 
@@ -125,8 +128,8 @@ def test_a_table_that_cannot_be_read_has_a_status_of_its_own(shelf, now, tmp_pat
     assert client.get("/1/csv/events.csv").status_code == 503 and client.head("/1/csv/events.csv").status_code == 200
 
 
-def test_in_an_index_made_anew_no_run_has_the_number_of_another(copied, tmp_path, now, monkeypatch):
-    """The page would show strangers the folder of one as the URL of the other."""
+def test_runs_keep_their_numbers_in_an_index_made_anew_or_are_told_apart(copied, tmp_path, now, monkeypatch):
+    """Otherwise the page would show strangers the folder of one run as the URL of the other."""
     monkeypatch.setattr("shoal.roles.auditor.source.ANSWER_S", 0.1)
     monkeypatch.setattr("shoal.watch.reading.source.ANSWER_S", 0.1)
     path, places = tmp_path / "index.sqlite", ["http://127.0.0.1:9", str(copied)]
@@ -136,13 +139,24 @@ def test_in_an_index_made_anew_no_run_has_the_number_of_another(copied, tmp_path
         path.unlink()
         while shelf.step():  # the URL is not asked again yet
             pass
-        client = TestClient(page_app(shelf, "x" * 43), follow_redirects=True)
-        assert [shown.number for shown in shelf.runs] == [-1, 1]
-        for address in ("/1/", "/compare", "/1/csv/runs.csv", "/-1/"):
+        client = TestClient(page_app(shelf, "x" * 43))
+        assert [shown.number for shown in shelf.runs] == [1, 2]
+        assert [client.get(f"/{number}/").status_code for number in (1, 2)] == [200, 200]
+        other = tmp_path / "other"
+        assert numbered(other, [str(copied), places[0]]) == [1, 2]
+        other.replace(path)
+        for part in SIDECARS:
+            path.with_name(path.name + part).unlink(missing_ok=True)
+        before = shelf.look_apart()
+        while shelf.step():
+            pass
+        assert [shown.number for shown in shelf.runs] == [2, 1]
+        for look in (before, shelf.look()):
+            for run in Asked(shelf, look, 0, {}, QueryParams(), False, 0.0).runs():
+                assert str(copied) not in str(run) and run["is_own"] == (run["run"] == 1)
+        before.close()
+        for address in ("/1/", "/2/", "/compare", "/1/csv/runs.csv"):
             assert str(copied) not in client.get(address).text
-        assert client.get("/").url.path == "/compare" and client.get("/1/").status_code == 200
-        indexed(shelf, now)
-        assert [shown.number for shown in shelf.runs] == [2, 1] and client.get("/").status_code == 200
 
 
 def test_a_host_that_does_not_answer_holds_up_no_other_run(copied, tmp_path):
@@ -150,7 +164,7 @@ def test_a_host_that_does_not_answer_holds_up_no_other_run(copied, tmp_path):
         places = [f"http://127.0.0.1:{silent.getsockname()[1]}", str(copied)]
         with contextlib.closing(Shelf(tmp_path / "index.sqlite", places)) as shelf:
             shelf.start()
-            deadline = time.monotonic() + 20  # a host that is silent is waited for for 30 s
+            deadline = time.monotonic() + 20  # the silent host has 30 s to answer
             while shelf.look().overview(2)["facts"].get("phase") != "ended" or not shelf.change:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)

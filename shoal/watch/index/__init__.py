@@ -1,4 +1,5 @@
 from shoal.watch.index.build import Builder as Builder
+from shoal.watch.index.build import numbered as numbered
 from shoal.watch.index.groups import Filter as Filter
 from shoal.watch.index.groups import filters as filters
 from shoal.watch.index.groups import group as group

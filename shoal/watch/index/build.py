@@ -1,6 +1,6 @@
 """Builds the index of a run from a reading, step by step.
 
-Called by the process that serves pages, in a thread of its own, and by programs. Each step is one transaction that also
+Called by the process that serves pages, in a thread for each run, and by programs. Each step is one transaction that also
 moves the place up to which the log is indexed. So a process that is killed at any point goes on where it stopped, and the
 index holds the same as if it had never been. What is written follows from the log, the metrics and the bodies alone.
 """
@@ -8,6 +8,7 @@ index holds the same as if it had never been. What is written follows from the l
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,17 @@ MOST_ACTS = 100
 """Keep the evidence of at most this many requests of the host that alarms led to, the newest."""
 
 
+def numbered(path: Path, places: Sequence[str]) -> list[int]:
+    """The numbers of runs in an index, which is made if it is not there. New runs get theirs in this order.
+
+    Raises `StateError`.
+    """
+    with closing(open_to_write(path)) as db, told_as_errors(", ".join(places)):
+        return [begun(db, place)[0] for place in places]
+
+
 class Builder:
-    """The index of one run, while it is built. Several builders may write to one index, in turn."""
+    """The index of one run, while it is built. Several builders may write to one index, one transaction after another."""
 
     def __init__(self, path: Path, run: Reading, clock: Callable[[], float] = time.time) -> None:
         """Open or make the index. Raises `StateError`."""

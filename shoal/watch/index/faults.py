@@ -23,8 +23,10 @@ def told_as_errors(run: str) -> Iterator[None]:
             f"another process has written what this one read of {run} into the same index: give one of them another place"
         ) from None
     except sqlite3.Error as error:
+        busy = getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY")
+        remedy = "Stop the other process that writes to it" if busy else "Free some space"
         # guard: full-disk-is-told
-        raise StateError(f"the index cannot be written: {error}. Free some space, or give another place") from None
+        raise StateError(f"the index cannot be written: {error}. {remedy}, or give another place") from None
     except OverflowError:
         raise StateError(f"the run {run} has larger numbers than a run can have: do not trust it") from None
     except (*FAULTS, RecursionError) as fault:

@@ -69,8 +69,8 @@ CREATE VIRTUAL TABLE texts USING fts5 (run, text, tokenize = 'unicode61');
 CREATE VIRTUAL TABLE words USING fts5 (run, text, what UNINDEXED, ref UNINDEXED, tokenize = 'unicode61');
 """
 
-LOCKED_S = 10.0
-"""How long to wait for another process that makes or changes an index."""
+LOCKED_S = 60.0
+"""How long to wait for another thread or process that changes an index. To forget a large run takes many seconds."""
 
 SIDECARS = ("-wal", "-shm")
 """Files that SQLite keeps beside an index: its journal and its shared memory."""
@@ -96,7 +96,7 @@ def open_to_write(path: Path) -> sqlite3.Connection:
 
 
 def _made(path: Path) -> sqlite3.Connection:
-    """As `open_to_write`, while no other process does. Raises `OSError`, too."""
+    """As `open_to_write`, which calls it while nobody else makes the index. Raises `OSError`, too."""
     if not path.exists():
         # Readers in this process may still map the shared memory of a deleted index, and SQLite would truncate it.
         _delete(path, SIDECARS)  # guard: no-memory-of-a-deleted-index

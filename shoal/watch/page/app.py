@@ -33,7 +33,7 @@ from shoal.watch.page.downloads import Download, Places, lines_of_csv
 from shoal.watch.page.group_views import GROUP_VIEWS
 from shoal.watch.page.heldout_views import HELDOUT_VIEWS
 from shoal.watch.page.log_views import LOG_VIEWS
-from shoal.watch.page.shelf import NO_NUMBER, Shelf
+from shoal.watch.page.shelf import Shelf
 from shoal.watch.page.shown import STATIC, parts, templates
 from shoal.watch.page.views import VIEWS, chart, comparison
 
@@ -112,8 +112,7 @@ class _Page:
     def front(self, request: Request) -> Response:
         """The run, or the comparison of several. The host's link carries the token and is answered with a cookie."""
         runs = self._shelf.runs
-        is_one = len(runs) == 1 and runs[0].number != NO_NUMBER
-        response = RedirectResponse(f"/{runs[0].number}/" if is_one else "/compare", 303)
+        response = RedirectResponse(f"/{runs[0].number}/" if len(runs) == 1 else "/compare", 303)
         given = request.query_params.get("token", "")
         if self._token and hmac.compare_digest(given.encode(), self._token.encode()):  # guard: host-by-token
             response.set_cookie(

@@ -16,7 +16,7 @@ from shoal.errors import StateError
 from shoal.watch.index import Look
 from shoal.watch.index.look import RANKINGS
 from shoal.watch.page.places import ANY_PLACE, without_paths
-from shoal.watch.page.shelf import Shelf
+from shoal.watch.page.shelf import Shelf, Shown
 from shoal.watch.rows import Row
 
 MOST_CHARS = 200
@@ -59,16 +59,16 @@ class Asked:
     def runs(self) -> list[Row]:
         """The runs that this page shows. `place` is what a command takes, `where` is for people; the path of a folder is
         in neither, unless its host asks."""
-        return [self._named(row) for row in self.look.runs() if self.shelf.of(row["run"]) is not None]
+        # By their places: the number of a run is another one in another index, and a request may have the older one open.
+        found = [(row, self.shelf.at(row["place"])) for row in self.look.runs()]  # guard: runs-by-their-places
+        return [self._named(row, shown) for row, shown in found if shown is not None]
 
     def one(self) -> Row:
         """The run of this request."""
         nobody = {"run": 0, "name": "", "place": "", "where": "", "id": "", "seq": -1, "is_own": False}
         return next((row for row in self.runs() if row["run"] == self.run), nobody)
 
-    def _named(self, row: Row) -> Row:
-        shown = self.shelf.of(row["run"])
-        assert shown is not None, "the page shows it"
+    def _named(self, row: Row, shown: Shown) -> Row:
         whole = self.is_host or not shown.is_own  # guard: page-hides-the-folder
         place = row["place"] if whole else shown.address
         where, name = place or "its host's folder", row["name"] or place or f"Run {row['run']}"

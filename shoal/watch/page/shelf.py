@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, ShoalError
-from shoal.watch.index import Builder, Look
+from shoal.watch.index import Builder, Look, numbered
 from shoal.watch.page.gaps import Gaps, Rescoring
 from shoal.watch.page.places import address_for_others, is_folder, without_paths
 from shoal.watch.reading import Place, ReadGroup, Reading, open_run
@@ -46,16 +46,15 @@ GROUP_WAIT_S = 5.0
 
 BEING_READ = "the log is being read: reload the page in a few seconds"
 
-NO_NUMBER = -1
-"""The number of a run that has not been opened since the index was made."""
-
 
 @dataclass
 class Shown:
     """A run of the page."""
 
     where: str
-    number: int = NO_NUMBER
+    place: str = ""
+    """How the index calls it; empty until it was opened."""
+    number: int = -1
     """In the index."""
     generation: int = 0
     """Of the index's file, to which its builder writes."""
@@ -80,7 +79,7 @@ class Shown:
 
 
 class Shelf:
-    """Some runs and their index. `start` indexes each in a thread; without it, each `step` indexes a page of all."""
+    """Some runs and their index. `start` indexes each in a thread; without it, each `step` indexes one page of each."""
 
     def __init__(
         self, path: Path, places: Sequence[str], clock: Callable[[], float] = time.monotonic,
@@ -93,7 +92,8 @@ class Shelf:
         self._is_news, self._changed_at = False, -math.inf
         self._rescoring = Rescoring()
         self._local = threading.local()
-        self._file, self._generation = -1, 0
+        self._file: int | None = None
+        self._generation = 0
         """The index's file, and how often there was a new one. Connections to an older one show stale data."""
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -110,7 +110,7 @@ class Shelf:
             thread.start()
 
     def close(self) -> None:
-        """End the threads, and let go of the runs."""
+        """Tell the threads to end, wait a while for them, and let go of the runs."""
         self._ended.set()
         until = time.monotonic() + GROUP_WAIT_S
         for thread in self._threads:
@@ -132,6 +132,10 @@ class Shelf:
     def look_apart(self) -> Look:
         """The index by a connection of the caller's own, which it closes. Raises `StateError`."""
         return Look(self._path)
+
+    def at(self, place: str) -> Shown | None:
+        """The run that the index calls so, if this page shows it."""
+        return next((shown for shown in self.runs if shown.place == place), None)
 
     def of(self, number: int) -> Shown | None:
         """The run of a number in the index, if this page shows it."""
@@ -220,10 +224,11 @@ class Shelf:
                 self._ended.wait(IDLE_S)
 
     def _tell(self) -> None:
-        """Let pages say what is new, or has become old."""
+        """Let pages renew themselves if there is news, or if they are old."""
         with self._telling:
             if (now := self._clock()) >= self._changed_at + (CHANGE_EVERY_S if self._is_news else STALE_S):
-                self.change, self._is_news, self._changed_at = self.change + 1, False, now
+                self._is_news, self._changed_at = False, now  # first: another thread may have news at any moment
+                self.change += 1
 
     def _catch_up(self, step: Callable[[], bool]) -> None:
         """Index all that there is now, and take what was read out of the garbage collector's sight.
@@ -240,10 +245,12 @@ class Shelf:
         if now < shown.again_at:
             return False
         with shown.lock:
+            if self._ended.is_set():
+                return False
             try:
                 return self._advance(shown)
             except Exception as error:  # the thread would end, and the page stay stale without a word
-                if self._ended.is_set():  # the run was let go of meanwhile
+                if self._ended.is_set():  # `close` has let go of the run
                     return False
                 wait_s = MOST_AGAIN_S if isinstance(error, Overreach) else shown.wait_s
                 shown.again_at, shown.wait_s = now + wait_s, min(2 * wait_s, MOST_AGAIN_S)  # guard: index-thread-lives
@@ -288,14 +295,19 @@ class Shelf:
         if shown.is_own and not Path(shown.where).exists():
             raise ConfigError(f"there is no folder {shown.where}: give a run's folder or its URL")
         shown.reading = self._open_one(shown.where, private=shown.is_own)
+        shown.place, shown.address = shown.reading.name, address_for_others(shown.where)
         with self._opening:
-            shown.builder = Builder(self._path, shown.reading)
-            if (file := self._inode()) != self._file:
-                self._file, self._generation = file, self._generation + 1
-                for each in self.runs:
-                    each.number = NO_NUMBER  # guard: a-new-index-has-new-numbers
-            shown.generation = self._generation
-            shown.number, shown.address = shown.builder.number, address_for_others(shown.where)
+            if self._file is None or self._inode() != self._file:
+                self._begin()
+            shown.builder, shown.generation = Builder(self._path, shown.reading), self._generation
+            shown.number = shown.builder.number
+
+    def _begin(self) -> None:
+        """Begin with another index. All runs that were ever opened have a number in it, in the order of the page."""
+        known = [shown for shown in self.runs if shown.place]
+        for shown, number in zip(known, numbered(self._path, [one.place for one in known]), strict=True):
+            shown.number = number
+        self._file, self._generation = self._path.stat().st_ino, self._generation + 1
 
     def _inode(self) -> int:
         """Which file the index is; -1 if there is none."""
