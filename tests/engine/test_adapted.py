@@ -180,7 +180,7 @@ def test_an_engine_over_codes_writes_and_scores_as_one_over_the_decoded_weights(
         assert written(kept) == written(engine_with(directory, dtype))
     assert len(loads) == 1 + 3
     plain = engine_with(coded[2], dtype)
-    most = 1e-4 if dtype == "float32" else 0.2  # kernels round blocks of a product otherwise on some CPUs
+    most = 1e-4 if dtype == "float32" else 0.2  # kernels round blocks of a product differently on some CPUs
     claims = claims_of(REQUESTS, turns := written(plain))
     if dtype == "float32":
         assert [turn.token_ids for turn in written(kept)] == [turn.token_ids for turn in turns]

@@ -105,7 +105,7 @@ def test_kills_at_any_moment_leave_one_at_a_time_and_starve_nobody(tmp_path: Pat
     time.sleep(0.3)
     newest = (
         (tmp_path / "log").read_text().splitlines()[-200:]
-    )  # while all three live: they are not killed at one moment
+    )  # while all three live: they are killed one after another
     for process in running.values():
         process.kill()
         process.wait()
