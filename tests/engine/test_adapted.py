@@ -180,13 +180,17 @@ def test_an_engine_over_codes_writes_and_scores_as_one_over_the_decoded_weights(
         assert written(kept) == written(engine_with(directory, dtype))
     assert len(loads) == 1 + 3
     plain = engine_with(coded[2], dtype)
-    most = 1e-4 if dtype == "float32" else 0.2  # kernels round blocks of a product differently on some CPUs
+    most = 0.0 if dtype == "float32" else 0.2  # kernels of bfloat16 round blocks of a product otherwise on some CPUs
     claims = claims_of(REQUESTS, turns := written(plain))
     if dtype == "float32":
-        assert [turn.token_ids for turn in written(kept)] == [turn.token_ids for turn in turns]
+        for one, other in zip(written(kept), turns, strict=True):
+            assert one.token_ids == other.token_ids
+            # In the same bits on most CPUs; on one Intel Xeon up to 4e-6 apart, though scores below are in the same bits.
+            assert np.allclose(one.logprobs, other.logprobs, rtol=0.0, atol=1e-5)
     for one, other in zip(kept.score(claims, 1.0), plain.score(claims, 1.0), strict=True):
-        assert np.abs(one.logprobs_P - other.logprobs_P).max() < most
-        assert np.abs(one.gaps_P - other.gaps_P).max() < most
+        assert (
+            np.abs(one.logprobs_P - other.logprobs_P).max() <= most and np.abs(one.gaps_P - other.gaps_P).max() <= most
+        )
 
 
 def test_an_engine_in_int8_does_not_round_codes(coded):
