@@ -155,7 +155,9 @@ def test_a_reader_that_is_slow_gets_the_whole_table():
 def test_a_reader_that_leaves_gives_its_place_back():
     async def story():
         async with table() as port:
-            (await asked(port)).writer.close()
-            await asked_again(port)
+            left = await asked(port)
+            assert (await asked(port)).status == 503
+            left.writer.close()
+            assert (await asked_again(port)).status == 200
 
     run(story())
