@@ -6,6 +6,7 @@
 #   make test-quick  less than 90 seconds of it
 #   make test-slow   all tests, also those that take minutes
 #   make check    what CI runs first: format, lint, types, architecture, configuration and docs
+#   make light    tests that need no torch, on another version of Python, if there is one
 #   make docs     the docs as a site, in site/: open site/index.html
 #   make bench    those benchmarks that need nothing else; their results go to docs/reference/figures.md
 #   make prometheus  install the server with which the tests of deploy/watch scrape a run
@@ -35,10 +36,10 @@ PARALLEL ?= -n 3 --dist loadfile
 LONG_TESTS := attacks benchmarks launch roles test_api.py test_cli.py test_survival.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo beyond test test-quick test-slow sandbox prometheus browser foreign vllm check docs bench clean
+.PHONY: help demo beyond test test-quick test-slow sandbox prometheus browser foreign vllm check light docs bench clean
 
 help:
-	@sed -n '3,19s/^# \{0,1\}//p' Makefile
+	@sed -n '3,20s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.runs
 	$(BIN)/shoal run recipes/wordle.toml
@@ -111,6 +112,26 @@ check: $(VENV)/.tests
 	$(BIN)/mypy
 	$(TEST) $(PARALLEL) $(CHECKS)
 
+# The first of these that works and is another version than that of .venv.
+LIGHT_PYTHONS ?= python3.13 python3.12 python3.14 $(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python)
+LIGHT_TESTS := $(addprefix tests/,$(addprefix envs/test_,settings.py parse.py score.py wordle.py arithmetic.py shaping.py \
+	dataset.py) monitors/test_monitors.py weights/test_holdings.py algos/test_averages.py ledger/test_no_signal.py)
+
+light: $(VENV)/.tests
+	@version='import sys; print(sys.version_info[:2])'; own=$$($(BIN)/python -c "$$version"); \
+	for python in $(LIGHT_PYTHONS); do \
+		found=$$($$python -c "$$version" 2>/dev/null) || continue; \
+		[ "$$found" = "$$own" ] && continue; \
+		$(MAKE) --no-print-directory $(VENV)-light/.installed LIGHT_PYTHON=$$python || { \
+			echo "warning: not installed, so the light tests are skipped on $$python"; exit 0; }; \
+		OMP_NUM_THREADS=1 $(VENV)-light/bin/python -m pytest -p tests.light $(LIGHT_TESTS); exit $$?; \
+	done; echo "the light tests are skipped: none of $(LIGHT_PYTHONS) is another version of Python that runs here"
+
+$(VENV)-light/.installed: pyproject.toml constraints.txt
+	@echo "installing shoal without torch for $(LIGHT_PYTHON) into $(@D) ..."
+	@rm -rf $(@D) && $(LIGHT_PYTHON) -m venv $(@D) && $(@D)/bin/python -m pip install -qq --disable-pip-version-check \
+		--no-compile -c constraints.txt $(PIP_FLAGS) -e . hypothesis pytest pytest-timeout && touch $@
+
 # A link without a target ends it.
 docs: $(VENV)/.docs
 	$(BIN)/python deploy/docs/build.py
@@ -119,12 +140,12 @@ bench: $(VENV)/.tests
 	@set -e; for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python benchmarks/figures.py run $$bench; done
 
 clean:
-	rm -rf $(VENV) $(VENV)-v0 $(VENV)-v1 $(VENV)-vllm runs build dist site .cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(VENV)-v0 $(VENV)-v1 $(VENV)-vllm $(VENV)-light runs build dist site .cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.runs: pyproject.toml constraints.txt | $(VENV)/.made
-	@echo "installing shoal with torch into $(VENV) ..."
-	$(INSTALL) -e '.[torch]'
+	@echo "installing shoal with torch and matplotlib into $(VENV) ..."
+	$(INSTALL) -e '.[torch,plot]'
 	@touch $@
 
 $(VENV)/.tests: pyproject.toml constraints.txt | $(VENV)/.made

@@ -191,7 +191,7 @@ def seeded_sampling(size: str, vocabulary: int, repeats: int) -> dict[str, float
 
 
 def _write_some_multinomial(
-    decoder, cache, rows, hidden_BD: Tensor, written: int, longest: int, temperature: float
+    decoder, cache, rows, hidden_BD: Tensor, written: int, longest: int, temperature: float, family: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     """In the place of the engine's: all remaining tokens, drawn by torch's own generator."""
     steps = longest - written

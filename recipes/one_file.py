@@ -15,35 +15,49 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from shoal.errors import EXIT_USER_ERROR, StateError, fault_of_user, no_torch
+
+try:
+    import torch
+except ModuleNotFoundError:
+    sys.exit(f"error: {no_torch()}")
+
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from shoal.config import RunConfig, difficulty_of, load_run, sampling_of
 from shoal.engine.base import Engine
-from shoal.engine.open import EngineSpec, open_engine
+from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.envs.base import Env
 from shoal.envs.continuing import continue_block
+from shoal.envs.first_prompt import first_prompt
 from shoal.envs.load import env_of
 from shoal.envs.own import OwnEnv
-from shoal.envs.play import play_block
+from shoal.envs.play import begin, play_block
 from shoal.envs.replay import replay_group
-from shoal.errors import StateError
 from shoal.folder import RunFolder
+from shoal.launch.computable import demand_computable
+from shoal.launch.room import first_spec, with_preset_lr
 from shoal.ledger.algorithm import teaches
 from shoal.ledger.drawn import env_draw
+from shoal.ledger.fault_rate import FaultsRecord, GroupOutcome
+from shoal.ledger.law import LAW
 from shoal.ledger.pools import Records, SolvedGroup, book, change_after, solve_rate, table_after
-from shoal.policy.files import load_policy, save_policy
+from shoal.policy.files import save_policy
+from shoal.policy.kinds import open_policy
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
 from shoal.policy.valued import begin_valued
 from shoal.protocol.algorithms import Algorithm, narrowest_bound, needs_reference, step_credit_of, vine_of
 from shoal.protocol.bounds import claims_bend_ratios
-from shoal.protocol.compositions import Vine
 from shoal.protocol.continuations import branches, whole_author
 from shoal.protocol.draws import DrawTable, draw_task
+from shoal.protocol.env_faults import fault_indices, faults_of, without_faults
 from shoal.protocol.randomness import SecretChain, slot_seed
-from shoal.protocol.types import BatchGroup, Block, Group, Sampling, Slot, StepRewards
+from shoal.protocol.rollouts import unbegun_remedy
+from shoal.protocol.types import BatchGroup, Block, Faults, Group, Sampling, Slot, StepRewards
 from shoal.protocol.wire import digest, to_msgpack
+from shoal.terminal import printable
 from shoal.train.checkpoint import States
 from shoal.train.critic import critic_of
 from shoal.train.denominators import with_own_denominators
@@ -64,15 +78,22 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
     parser.add_argument("--out", type=Path, default=None, help="where the checkpoint goes (default: a new folder)")
     asked = parser.parse_args()
-    config = load_run(asked.recipe, ["rollouts.max_staleness=0", "verify.audit_rate=1.0", *asked.set])
-    out = asked.out or Path(tempfile.mkdtemp(prefix="shoal-"))
-    print("weights", train(config, out, asked.recipe.parent, say=print))
+    try:
+        config = load_run(asked.recipe, ["rollouts.max_staleness=0", "verify.audit_rate=1.0", *asked.set])
+        out = asked.out or Path(tempfile.mkdtemp(prefix="shoal-"))
+        print("weights", train(config, out, asked.recipe.parent, say=print))
+    except Exception as error:
+        fault = fault_of_user(error)
+        if fault is None:
+            raise
+        print(f"error: {printable(' '.join(str(fault).split()))}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
 
 
 def train(config: RunConfig, out: Path, recipe_dir: Path, say: Callable[[str], None] = lambda line: None) -> str:
     """Run all steps in `out`. Returns the weights root of the last version."""
-    for metrics in steps(config, out, recipe_dir):
-        say(f"step {metrics['step']} reward {metrics['reward_mean']:.3f} loss {metrics.get('loss', 0.0):+.4f}")
+    for metrics in steps(config, out, recipe_dir, say=say):
+        say(f"step {metrics['step']} reward {metrics['reward_all_mean']:.3f} loss {metrics.get('loss', 0.0):+.4f}")
     return weights_root(out / "published")
 
 
@@ -83,16 +104,19 @@ def steps(
     own: Mapping[str, Env] | None = None,
     loss: Objective | None = None,
     states: Path | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Take all steps in `out`, and give the metrics of each. The policy is in `out/published`.
 
     `Run.train_here` gives environments of its own, by label, and a loss of its own. With `states`, the trainer's state is
-    kept there after each step, and the newest one there is gone on from. Raises `StateError` without signal.
+    kept there after each step, and the newest one there is gone on from. `say` gets the first prompt of each environment.
+    Raises `StateError` without signal.
     """
     torch.set_num_threads(1)
     folder = RunFolder(out)
     folder.prepare(config, recipe_dir)  # the run's secret
-    config = folder.config()
+    config = with_preset_lr(folder.config(), first_spec(folder, folder.config()))
+    folder.keep_found(config)
     sampling = sampling_of(config)
     envs = dict(own) if own is not None else {spec.label: env_of(spec) for spec in config.envs}
     links = SecretChain(folder.secret(), "chain/slots").links()
@@ -102,9 +126,12 @@ def steps(
     ]
     table: DrawTable = first_table
     difficulty, records = difficulty_of(config), Records()
+    failing = FaultsRecord()
 
     start = first_policy(config, folder)
-    model = load_policy(start, module_dtype(config.train))
+    demand_computable(start, config)
+    load = partial(open_policy, start, module_dtype(config.train), config.policy.implementation)
+    model = load()
     # A critic begins as a copy of it with another head, and learns beside it.
     critic = critic_of(config.train, partial(begin_valued, start, module_dtype(config.train)))
     learner = Learner(
@@ -115,7 +142,6 @@ def steps(
     # A penalty on leaving the first policy needs that policy, as it is now.
     refer: Reference | None = None
     if needs_reference(config.train.algorithm):
-        load = partial(load_policy, start, module_dtype(config.train))
         refer = reference_of(model, load, sampling.temperature, config.train.microbatch_tokens)
     # A teacher or a reward model decides what rollouts are worth, if the run file names one.
     judge = judge_of(config, start)
@@ -125,7 +151,9 @@ def steps(
     published = out / "published"
     save_policy(model, published, config.policy.dtype, tokenizer_from=start)
     renderer = Renderer.from_directory(start)
-    engine = open_engine(EngineSpec(dtype=config.sampled_dtype, threads=1, noise=sampling.noise))
+    for label, env in envs.items() if say is not None else ():
+        say(first_prompt(label, env, renderer, sampling))
+    engine = open_engine(EngineSpec(kind_for(start), dtype=config.sampled_dtype, threads=1, noise=sampling.noise))
 
     for version in range(begun, config.steps):
         # Workers sample with the published bytes. The secret chain decides the tasks and the seeds.
@@ -136,31 +164,54 @@ def steps(
         solved: list[SolvedGroup] = []
         earned: list[float] = []
         block = flat = 0
+        unbegun, why_unbegun = 0, ""
         while len(members) < config.rollouts.batch_groups:
             slots = slots_of_block(folder.run_id(), version, root, links[version + 1], block, per_block, table)
             groups = play_block(engine, renderer, envs, slots, config.rollouts.group_size, sampling)
             # Validators recompute every reward; a group that teaches the run's algorithm nothing is left out.
             made: list[BatchGroup] = []
             for group in groups:
-                rewards, by_step = recomputed(group, envs, renderer, sampling, config.train.algorithm)
-                earned += rewards
+                if not group.rollouts:  # its task cannot begin: the slot is void, and counts as flat
+                    why = begin(envs[group.env], renderer, group.task, sampling)[1]
+                    flat, unbegun, why_unbegun = flat + 1, unbegun + 1, f"{group.env}, task {group.task}: {why}"
+                    continue
+                rewards, by_step, faults = recomputed(group, envs, renderer, sampling, config.train.algorithm)
+                failing.count(group.env, GroupOutcome.of(len(rewards), faults), LAW.fault_window)
+                # A rollout on which its environment fails counts in nothing.
+                failed = fault_indices(faults)
+                left = without_faults(rewards, failed)
+                earned += left
                 flat += 1
-                if difficulty is not None and len(members) + len(made) < config.rollouts.batch_groups:
-                    rate = solve_rate(rewards, difficulty.solved[group.env])
+                if left and difficulty is not None and len(members) + len(made) < config.rollouts.batch_groups:
+                    rate = solve_rate(left, difficulty.solved[group.env])
                     solved.append(SolvedGroup(group.env, group.task, rate))
-                if teaches(rewards, config.train.algorithm, by_step):
-                    flat = 0
+                if teaches(rewards, config.train.algorithm, by_step, failed):
+                    flat = unbegun = 0
                     body = to_msgpack(group)
-                    made.append(BatchGroup(version, group.slot, "", 0, digest(body), rewards, steps=by_step))
+                    made.append(
+                        BatchGroup(version, group.slot, "", 0, digest(body), rewards, steps=by_step, faults=failed)
+                    )
                     bodies.append(body)
             # Where credit comes from continuations, workers play on from within the groups of a batch.
             vine = vine_of(config.train.algorithm)
-            members += with_continuations(made, groups, slots, engine, renderer, envs, config, vine) if vine else made
+            members += (
+                with_continuations(made, groups, slots, engine, renderer, envs, config, failing) if vine else made
+            )
             block += 1
-            if 0 < config.rollouts.max_flat_groups <= flat:
+            if cause := failing.cause(LAW):
                 raise StateError(
-                    f"the last {flat} groups have no signal: within each, all rewards are equal. Make the tasks easier or "
-                    "harder, let the score tell more apart, or raise rollouts.max_flat_groups"
+                    f"{cause}. Correct the environment, or its reward_bounds if a score is outside; where an action makes "
+                    'it raise, set on_fault = "lowest"'
+                )
+            if 0 < config.rollouts.max_flat_groups <= flat:
+                equal = "within each, all rewards are equal" if unbegun < flat else ""
+                never = f"the tasks of {unbegun} of them can never begin; the last: {why_unbegun}" if unbegun else ""
+                why = "; ".join(filter(None, (equal, never)))
+                change = "Make the tasks easier or harder, let the score tell more apart"
+                if unbegun > flat / 2:
+                    change = unbegun_remedy(why_unbegun)
+                raise StateError(
+                    f"the last {flat} groups have no signal: {why}. {change}, or raise rollouts.max_flat_groups"
                 )
         # The batch is the first groups with signal by slot number. Who made them, and when, makes no difference.
         members, bodies = members[: config.rollouts.batch_groups], bodies[: config.rollouts.batch_groups]
@@ -180,7 +231,7 @@ def steps(
         save_policy(model, published, config.policy.dtype, tokenizer_from=start)
         if kept is not None:
             kept.save(version + 1)
-        yield {"step": version, "reward_all_mean": sum(earned) / len(earned), **metrics}
+        yield {"step": version, "reward_all_mean": sum(earned) / max(1, len(earned)), **metrics}
 
 
 def first_policy(config: RunConfig, folder: RunFolder) -> Path:
@@ -193,10 +244,11 @@ def first_policy(config: RunConfig, folder: RunFolder) -> Path:
 
 def with_continuations(
     made: list[BatchGroup], groups: list[Group], slots: Block, engine: Engine, renderer: Renderer, envs: dict[str, Env],
-    config: RunConfig, vine: Vine,
+    config: RunConfig, failing: FaultsRecord,
 ) -> list[BatchGroup]:  # fmt: skip
-    """Groups of a block, made by the policy, with what their continuations earned."""
-    sampling = sampling_of(config)
+    """Groups of a block, made by the policy, with what their continuations earned. Their faults count in `failing`."""
+    sampling, vine = sampling_of(config), vine_of(config.train.algorithm)
+    assert vine is not None, "only runs with continuations ask"
     parents = [group if any(group.slot == member.slot for member in made) else None for group in groups]
     found = continue_block(engine, renderer, envs, slots, parents, vine, config.rollouts.block_rollouts, sampling)
     earned = {
@@ -204,7 +256,16 @@ def with_continuations(
         for group, parent in zip(found, parents, strict=True)
         if parent is not None
     }
-    return [replace(member, continuations=earned[member.slot]) for member in made]
+    for group in found:
+        if group.slot in earned:
+            rewards, faults = earned[group.slot]
+            failing.count(group.env, GroupOutcome.of(len(rewards), faults), LAW.fault_window)
+    return [
+        replace(
+            member, continuations=earned[member.slot][0], faulted_continuations=fault_indices(earned[member.slot][1])
+        )
+        for member in made
+    ]
 
 
 def learned_rows(
@@ -241,20 +302,22 @@ def slots_of_block(
 
 def recomputed(
     group: Group, envs: dict[str, Env], renderer: Renderer, sampling: Sampling, algorithm: Algorithm
-) -> tuple[tuple[float, ...], tuple[StepRewards, ...]]:
-    """Rewards of a group from its tokens alone, by replaying the environment with the actions; and those of turns or steps,
-    if the algorithm credits them."""
+) -> tuple[tuple[float, ...], tuple[StepRewards, ...], Faults | UnsetType]:
+    """Rewards of a group from its tokens alone, by replaying the environment with the actions; those of turns or steps, if
+    the algorithm credits them; and where the environment failed."""
     env, credited = envs[group.env], step_credit_of(algorithm)
     found = replay_group(env, renderer, env.task(group.task), group.rollouts, sampling)
     if isinstance(env, OwnEnv):
         env.demand_sound(found)  # elsewhere, an environment's fault costs its rollout the reward, and the run goes on
-    return tuple(one.reward for one in found), tuple(one.steps(credited) for one in found) if credited else ()
+    by_step = tuple(one.steps(credited) for one in found) if credited else ()
+    return tuple(one.reward for one in found), by_step, faults_of(found)
 
 
 def continued(
     group: Group, parent: Group, envs: dict[str, Env], renderer: Renderer, sampling: Sampling, algorithm: Algorithm
-) -> tuple[float, ...]:
-    """Rewards of continuations: with the parent's authors in front, they are rollouts like any other."""
+) -> tuple[tuple[float, ...], Faults | UnsetType]:
+    """Rewards of continuations, and where the environment failed: with the parent's authors in front, they are rollouts
+    like any other."""
     vine = vine_of(algorithm)
     assert vine is not None, "only runs with continuations ask"
     whole = [
@@ -266,7 +329,10 @@ def continued(
         )
         for rollout, branch in zip(group.rollouts, branches(parent, vine), strict=True)
     ]
-    return recomputed(replace(group, rollouts=tuple(whole)), envs, renderer, sampling, algorithm)[0] if whole else ()
+    if not whole:
+        return (), UNSET
+    rewards, _, faults = recomputed(replace(group, rollouts=tuple(whole)), envs, renderer, sampling, algorithm)
+    return rewards, faults
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def open(where: str | PathLike[str], /, *, private: bool = False, own_files: boo
 def live(steps: "Iterable[S]", /, names: Sequence[str] = ("reward_all_mean", "entropy_nats")) -> "Iterator[S]":
     """Give steps on as they come, and draw these metrics: curves in a notebook, one line a step elsewhere.
 
-    `for step in shoal.live(run.train()): ...`. Curves need `pip install 'shoal[notebook]'`.
+    `for step in shoal.live(run.train()): ...`. Curves need the extra `notebook`.
     """
     from shoal.watch.live import live as drawn
 

@@ -47,6 +47,11 @@ class Alarm(msgspec.Struct, frozen=True):
         return self.cause, self.node
 
     @property
+    def heading(self) -> str:
+        """What the line begins with that says it to a person."""
+        return f"ALARM {self.cause} ({self.severity}) at step {self.since}: "
+
+    @property
     def evidence(self) -> AlarmEvidence:
         """What a host's request says of it."""
         return AlarmEvidence(self.cause, self.since, self.step, self.measured, self.node)

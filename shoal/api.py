@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from shoal.config import RunConfig, load_run
 from shoal.envs.base import Env
-from shoal.envs.evaluate import Evaluation
+from shoal.envs.evaluate import MAX_EVAL_TOKENS as MAX_EVAL_TOKENS
+from shoal.envs.evaluate import Evaluation, eval_sampling
 from shoal.errors import ConfigError
 from shoal.policy.kinds import spec_of
-from shoal.protocol.types import Sampling
 from shoal.roles.auditor.rollouts import Choice, Findings, examine
 from shoal.tree import read_toml
 from shoal.watch.frames import Frame as Frame
@@ -48,14 +48,6 @@ Metric: TypeAlias = "str | int | float | Mapping[str, int] | None"
 _INSIDE = Path(__file__).parent / "recipes"
 RECIPES = _INSIDE if _INSIDE.is_dir() else Path(__file__).parent.parent / "recipes"
 """Recipes that come with shoal: in an installed wheel inside the package, in the repository beside it."""
-MAX_EVAL_TOKENS = 512
-"""Most tokens of an evaluated episode, unless the caller gives another number."""
-
-
-def eval_sampling(temperature: float, max_turn_tokens: int, max_tokens: int, max_positions: int) -> Sampling:
-    """How an episode is sampled, here and in `shoal eval`: `max_tokens` 0 means the default, or less for a short policy."""
-    most = max_tokens or min(MAX_EVAL_TOKENS, max_positions)
-    return Sampling(temperature, min(max_turn_tokens, most), most)
 
 
 @dataclass(frozen=True)
@@ -183,12 +175,13 @@ class Policy:
         the policy's longest sequence if that is shorter. `threads` 0 means all cores. `device` is cpu, cuda, mps or auto.
         Raises `ShoalError`.
         """
+        from shoal.envs.contained.open import in_process
         from shoal.envs.load import load_env
         from shoal.roles.evaluate import figures_of
 
         sampling = eval_sampling(temperature, max_turn_tokens, max_tokens, self.max_positions)
         with _threads_of_torch_kept():
-            game = load_env(env, dict(env_args or {})) if isinstance(env, str) else env
+            game = load_env(env, dict(env_args or {}), own=in_process) if isinstance(env, str) else env
             return figures_of(self.path, game, episodes, seed, samples, sampling, threads or _cores(), device=device)
 
 

@@ -1,8 +1,8 @@
 """The command line: what people type, and the one place where errors become a line and an exit code.
 
 It parses, then imports what the command needs, so that help is quick on a machine without torch. Exit codes: 0 done,
-1 the answer is no (a log or an environment has a fault), 2 the user must fix something, 130 stopped by Ctrl-C, 75 (roles
-only) another node could not be reached. What each command does is in `commands`.
+1 the answer is no (a log or an environment has a fault), 2 the user must fix something, 3 and 4 of audits,
+130 stopped by Ctrl-C, 75 (roles only) another node could not be reached. What each command does is in `commands`.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from shoal.commands import (
 )
 from shoal.commands.grammar import Parser, told
 from shoal.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, PeerError, ShoalError, fault_of_user
-from shoal.terminal import printable
+from shoal.terminal import as_called, printable
 
 GROUPS = (
     hosting,
@@ -54,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     args = parser().parse_args(argv)
     try:
+        if getattr(args, "proxy", ""):
+            from shoal.net.forward_proxy import use_proxy
+
+            use_proxy(args.proxy)
         return int(args.act(args) or 0)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -64,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         fault = fault_of_user(error)
         if fault is None:
             raise
-        print(f"error: {printable(' '.join(str(fault).split()))}", file=sys.stderr)
+        print(f"error: {printable(as_called(' '.join(str(fault).split())))}", file=sys.stderr)
         return EXIT_TRY_AGAIN if args.command == "role" and isinstance(fault, PeerError) else EXIT_USER_ERROR
 
 

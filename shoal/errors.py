@@ -5,23 +5,69 @@ stranger's fault is a verdict, which is data.
 """
 
 import errno
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
 
 EXIT_DONE, EXIT_NO, EXIT_USER_ERROR, EXIT_TRY_AGAIN, EXIT_INTERRUPTED = 0, 1, 2, 75, 130
 """Exit codes of commands. A role ends with EXIT_USER_ERROR if a person must act (its last line says how), and with
 EXIT_TRY_AGAIN if another node could not be reached, so that starting again may help."""
 
-NO_TORCH = "torch is not installed: pip install 'shoal[torch]'"
+NOT_A_FOLDER = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
+"""System errors of a file in the place of a folder, or the reverse: only the user knows which is meant."""
 
 USER_MUST_FIX = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 """System errors that only the user can fix: a full disk, a read-only disk, missing permissions."""
+
+
+def how_to_install(*extras: str) -> str:
+    """The command that installs extras of this shoal, for an error's text.
+
+    The name on PyPI is not ours. In a clone, pip takes the folder with its pinned versions; beside an installed wheel, the
+    packages that the extras name.
+    """
+    clone, bin_dir = Path(__file__).parents[1], Path(sys.executable).parent
+    where = "" if Path(shutil.which("pip") or "").parent == bin_dir else f" (with the pip of {bin_dir})"
+    if (clone / "constraints.txt").is_file():
+        place = "" if Path.cwd() == clone else f"{clone}/"
+        target = f"{place.rstrip('/') or '.'}[{','.join(extras)}]"
+        return f"pip install -c {shlex.quote(f'{place}constraints.txt')} -e {shlex.quote(target)}{where}"
+    return f"pip install {shlex.join(_packages_of(extras))}{where}"
+
+
+def _packages_of(extras: tuple[str, ...]) -> list[str]:
+    """The packages of extras, as the installed shoal names them with their versions."""
+    from importlib.metadata import requires
+
+    found = []
+    for line in requires("shoal") or ():
+        package, _, condition = line.partition(";")
+        if set(extras) & set(re.findall(r"""extra == ['"]([^'"]+)['"]""", condition)):
+            found.append(package.strip())
+    return found
+
+
+def no_torch() -> str:
+    """What is said where torch is needed and missing."""
+    return f"torch is not installed: {how_to_install('torch')}"
 
 
 class ShoalError(ValueError):
     """Something that a user can fix. The message is one line and says how."""
 
 
+class MessagesRefused(ShoalError):
+    """The policy's chat template or tokenizer does not take an environment's messages."""
+
+
 class ConfigError(ShoalError):
     """A run file or an option is wrong."""
+
+
+class PromptsTooLong(ConfigError):
+    """The prompts of an environment leave the policy no room for a turn, so that none of its tasks can begin."""
 
 
 class StateError(ShoalError):
@@ -33,7 +79,12 @@ class Overreach(StateError):
 
 
 class Undecided(Overreach):
-    """The sandbox stopped an environment that a validator replays. Another machine might not stop it: the slot is void."""
+    """A call of an environment took too long, or ended its process. Another machine might not stop it: the lease is given
+    back, and a validator's slot is void."""
+
+
+class Interrupted(Overreach):
+    """The node was told to stop while a call of an environment went on."""
 
 
 class PeerError(ShoalError):
@@ -72,7 +123,7 @@ def fault_of_user(error: BaseException) -> ShoalError | None:
     if isinstance(error, ShoalError):
         return error
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-        return ShoalError(NO_TORCH)
+        return ShoalError(no_torch())
     if isinstance(error, MemoryError):
         return ShoalError(
             "there is not enough memory: close other programs, or allow a node more (`shoal join --max-memory MB`)"
@@ -80,6 +131,11 @@ def fault_of_user(error: BaseException) -> ShoalError | None:
     if isinstance(error, OSError) and error.errno in USER_MUST_FIX:
         place = f" {error.filename}" if error.filename else ""
         return ShoalError(f"cannot write{place}: {cause_of(error)}. Free some disk or fix the permissions, then go on")
+    if isinstance(error, OSError) and error.errno in NOT_A_FOLDER and error.filename:
+        return ShoalError(
+            f"{error.filename} cannot be used ({cause_of(error)}): a file is where a folder is needed, or the reverse. "
+            "Give another path"
+        )
     if isinstance(error, BaseExceptionGroup):
         faults = [fault_of_user(inner) for inner in error.exceptions]
         return None if None in faults else faults[0]

@@ -17,15 +17,15 @@ from typing import Any, BinaryIO, Literal
 
 import msgspec
 
-from shoal.config import EnvConfig, RunConfig, unsafe_changes
+from shoal.config import PRESET_LR, EnvConfig, RunConfig, unsafe_changes
 from shoal.config.paths import with_absolute_paths, with_digests
 from shoal.errors import StateError, cause_of
 from shoal.protocol.tasklists import TaskList, read_task_list
 from shoal.protocol.wire import WireError, domain_hash, to_json
 from shoal.tree import from_tree, to_tree
 
-FOUND = (("train", "microbatch_tokens"), ("eval", "rows"))
-"""Keys of a run file whose 0 leaves them to the memory that is free; see `launch/room`."""
+FOUND = (("train", "microbatch_tokens", 0), ("train", "lr", PRESET_LR), ("eval", "rows", 0))
+"""Keys of a run file with the value that leaves them to the launcher; see `launch/room`."""
 
 
 class RunFolder:
@@ -34,6 +34,8 @@ class RunFolder:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.run_file = root / "run.json"
+        self.start_file = root / "run.start.json"
+        """The run file of a resume until the coordinator takes it: a resume that is refused changes no run."""
         self.secret_file = root / "secret.seed"
         self.log = root / "log.sqlite"
         self.blobs = root / "blobs"
@@ -56,6 +58,7 @@ class RunFolder:
         self.hub = root / "hub"
         """A registry of packages that the coordinator serves, if the host has pushed any there."""
         self.logs = root / "logs"
+        self.first_prompts = self.logs / "first-prompts.txt"
         self.loggers = root / "loggers"
         """Files of W&B, trackio and TensorBoard, and what each of them was given."""
         self.nodes = root / "nodes"
@@ -77,13 +80,42 @@ class RunFolder:
         self.stage_address = root / "stage.json"
         self.stage_memo = root / "stage.sqlite"
 
+    def demand_own(self) -> None:
+        """Raise `StateError` if the folder has no run, and files of something else: `--out` names it by mistake."""
+        if self.run_file.exists() or not self.root.is_dir():
+            return
+        known = {path.name for path in vars(self).values() if path.parent == self.root} | {"lost+found"}
+        others = sorted(path.name for path in self.root.iterdir() if path.name not in known and path.name[0] != ".")
+        if others:
+            named = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+            raise StateError(
+                f"{self.root} is no run's folder (it has no {self.run_file.name}) and holds {named}: give a "
+                "new or empty folder with --out"
+            )
+
     def config(self) -> RunConfig:
         """The resolved run file. Raises `StateError` if the folder has no run."""
         return from_tree(self._tree(), RunConfig, str(self.run_file))
 
-    def _tree(self) -> dict[str, Any]:
+    def start_config(self) -> RunConfig:
+        """The run file of the start under way, which nothing has refused yet. Raises as `config`."""
+        if not self.start_file.exists():
+            return self.config()
+        return from_tree(self._tree(self.start_file), RunConfig, str(self.start_file))
+
+    def take_start(self) -> None:
+        """From now on the run has the run file of the start under way. Raises OSError."""
+        if self.start_file.exists():
+            os.replace(self.start_file, self.run_file)
+            sync_folder(self.root)
+
+    def drop_start_config(self) -> None:
+        """Forget the run file of a start that was refused, if it was not taken."""
+        self.start_file.unlink(missing_ok=True)
+
+    def _tree(self, file: Path | None = None) -> dict[str, Any]:
         try:
-            return msgspec.json.decode(self.run_file.read_bytes(), type=dict[str, Any])
+            return msgspec.json.decode((file or self.run_file).read_bytes(), type=dict[str, Any])
         except FileNotFoundError:
             raise StateError(f"{self.root} holds no run: start one with `shoal run RECIPE --out {self.root}`") from None
         except (OSError, msgspec.DecodeError) as error:
@@ -173,7 +205,11 @@ class RunFolder:
                     f"the run in {self.root} began on this machine alone, with secrets that follow from seed = "
                     f"{config.seed}: anyone who joins could compute every task and audit. Give --out for a new run"
                 )
-            write_atomically(self.run_file, msgspec.json.format(msgspec.json.encode(tree)))
+            self.drop_start_config()
+            if not (resumed and self.log.exists()):
+                write_atomically(self.run_file, msgspec.json.format(msgspec.json.encode(tree)))
+            elif tree != to_tree(self.config()):
+                write_atomically(self.start_file, msgspec.json.format(msgspec.json.encode(tree)))
         except OSError as error:
             raise StateError(
                 f"cannot write to {self.root}: {cause_of(error)}. Free some space, or give another --out"
@@ -182,10 +218,11 @@ class RunFolder:
 
     def keep_found(self, config: RunConfig) -> None:
         """Keep what the launcher found where the run file leaves it open. Raises `StateError`."""
-        if config == self.config():
+        if config == self.start_config():
             return
         try:
-            write_atomically(self.run_file, msgspec.json.format(msgspec.json.encode(config)))
+            file = self.start_file if self.log.exists() else self.run_file
+            write_atomically(file, msgspec.json.format(msgspec.json.encode(config)))
         except OSError as error:
             raise StateError(f"cannot write to {self.root}: {cause_of(error)}. Free some space") from None
 
@@ -284,6 +321,23 @@ def clear_leftovers(target: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def is_locked(run_dir: Path) -> bool:
+    """Whether a launcher or one of its roles holds this folder."""
+    try:
+        fd = os.open(run_dir / ".lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # locks are not to be had there
+    finally:
+        os.close(fd)
+    return False
+
+
 @contextlib.contextmanager
 def held(lock: Path) -> Iterator[None]:
     """Wait until no other process is in here with this lock file. For short work: a kill lets the next process in."""
@@ -356,9 +410,9 @@ def _with_kinds(
 
 def _as_found(config: RunConfig, before: RunConfig) -> RunConfig:
     """With what was found when the run began (FOUND), where the run file leaves it open: bits depend on it."""
-    for name, key in FOUND:
+    for name, key, unset in FOUND:
         section = getattr(config, name)
-        if not getattr(section, key):  # guard: found-once
+        if getattr(section, key) == unset:  # guard: found-once
             kept = msgspec.structs.replace(section, **{key: getattr(getattr(before, name), key)})
             config = msgspec.structs.replace(config, **{name: kept})
     return config

@@ -31,7 +31,11 @@ class Metric(NamedTuple):
 METRICS: dict[str, Metric] = {
     "step": Metric("steps", "Training step, counted from 0; it turns policy version v = step into v + 1."),
     "time_s": Metric("seconds", "When the step ended, since the epoch."),
-    "reward_mean": Metric("reward", "Mean reward of the batch's rollouts, without groups that have no signal."),
+    "reward_mean": Metric(
+        "reward",
+        "Mean reward of the batch's rollouts, without groups that have no signal. Rollouts from which nothing is learned "
+        "because a token limit ended them count.",
+    ),
     "reward_mean/LABEL": Metric(
         "reward",
         "The same for one environment, if a run has several; null if the batch has no rollouts of it.",
@@ -59,6 +63,12 @@ METRICS: dict[str, Metric] = {
     "zero_signal_share": Metric(
         "share", "Share of groups accepted since the batch of the last step whose rewards were all equal."
     ),
+    "fault_share": Metric(
+        "share",
+        "Share of the rollouts accepted since the batch of the last step on which the environment failed, and which count "
+        "in nothing; missing if there are none. Above 5 % of an environment's newest 200 rollouts the run pauses.",
+    ),
+    "fault_rollouts": Metric("rollouts", "Number of these rollouts; missing if there are none."),
     "loss": Metric(
         "loss",
         "Value of the objective that the step lowered, per policy token; mean over the step's updates. This and other "
@@ -126,9 +136,10 @@ METRICS: dict[str, Metric] = {
         "rollouts",
         "Rollouts of the batch's groups that an earlier batch had, too; missing in runs that use each group once.",
     ),
+    "overlong_share": Metric("share", "Share of the batch's rollouts that a token limit ended, learned from or not."),
     "overlong_rollouts": Metric(
         "rollouts",
-        "Rollouts left out because a token limit ended them; missing in runs whose algorithm learns from them.",
+        "Rollouts not learned from because a token limit ended them; missing in runs whose algorithm learns from them.",
     ),
     "groups_without_signal": Metric("groups", "Groups of the batch left out because their rewards were all equal."),
     "groups_unlearnable": Metric("groups", "Groups of the batch that a validator accepted but the trainer refused."),

@@ -7,16 +7,23 @@ import copy
 import json
 import logging
 import math
+import os
 import re
+import shlex
+import shutil
+import sys
 import unicodedata
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 
 MAX_LINE_CHARS = 2000
 """Of a line of a role's log; a traceback after it is whole."""
 
 MOST_MARKS = 2
 """Combining marks after one letter: as many as words of living languages need."""
+
+_QUOTES = re.compile('["`\u00ab\u00bb\u2018-\u201f\u2039\u203a\u300c-\u300f\uff02\uff07]')
 
 _SELECTORS = frozenset(map(chr, (*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0))))
 """Variation selectors: terminals disagree on how wide they make a character."""
@@ -25,6 +32,13 @@ _SELECTORS = frozenset(map(chr, (*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0
 def printable(text: str, keep: str = "") -> str:
     """Escape everything that does not print: controls, U+0080 to U+009F, marks that change the text direction."""
     return "".join(c if c.isprintable() or c in keep else _escaped(c) for c in text)  # guard: escaped
+
+
+def docs_page(path: str) -> str:
+    """How a message names a page of the docs, such as docs/tutorial.md: a file only where it is one, in a checkout."""
+    return (
+        path if Path(path).is_file() else f"the page {path.removeprefix('docs/').removesuffix('.md')} of shoal's docs"
+    )
 
 
 def brief(text: str, most: int = 60) -> str:
@@ -42,6 +56,11 @@ def brief(text: str, most: int = 60) -> str:
     return shown if len(shown) <= most and len(text) <= 4 * most else shown[: most - 1] + "…"
 
 
+def quote(text: str) -> str:
+    """A stranger's text in quotes that it cannot end, so that it does not read as the program's own, or as a command."""
+    return f'"{_QUOTES.sub(chr(39), printable(text))}"'  # guard: said-is-no-command
+
+
 def _escaped(character: str) -> str:
     return "\\u007f" if character == "\x7f" else json.dumps(character)[1:-1]
 
@@ -49,6 +68,45 @@ def _escaped(character: str) -> str:
 def say(text: str) -> None:
     """Print lines that contain text from elsewhere."""
     print(printable(text, keep="\n"))
+
+
+def command(*words: str) -> str:
+    """A command of ours to paste: it begins with `shoal` if that is on PATH, else as this process was called."""
+    return " ".join([_program(), shlex.join(words)])
+
+
+def as_called(text: str, run: Path | None = None) -> str:
+    """Text of ours with its commands in backticks as `command` gives them. With `run`, a run's folder takes the place of
+    RUN and RUN_DIR, and is added where only the action of `shoal admin` is named."""
+
+    def typed(found: re.Match[str]) -> str:
+        rest = found[1]
+        if run is not None:
+            folder = shlex.quote(str(run)).replace("\\", "\\\\")
+            rest = re.sub(r"\bRUN(_DIR)?\b", folder, rest)
+            rest = re.sub(r"^(admin [a-z-]+)$", rf"\1 {folder}", rest)
+        return f"`{_program()} {rest}`"
+
+    return re.sub(r"`shoal ([a-z][^`\n]*)`", typed, text)
+
+
+def _program() -> str:
+    called = Path(sys.argv[0])
+    if shutil.which("shoal"):
+        return "shoal"
+    if called.name == "shoal":
+        return _short(called)
+    if called.parent.name == "shoal" and called.name == "__main__.py":
+        return f"{_short(Path(sys.executable))} -m shoal"
+    return "shoal"
+
+
+def _short(program: Path) -> str:
+    """A path as a shell takes it from here: absolute, or relative where that is shorter."""
+    whole = os.path.abspath(program)
+    near = os.path.relpath(whole)
+    near = near if os.sep in near else os.path.join(os.curdir, near)
+    return shlex.quote(min(whole, near, key=len))
 
 
 class PrintableFormatter(logging.Formatter):

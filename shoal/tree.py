@@ -7,8 +7,9 @@ keys alike.
 import difflib
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, get_args
 
 import msgspec
@@ -16,6 +17,10 @@ import msgspec
 from shoal.errors import ConfigError, cause_of
 
 T = TypeVar("T")
+
+NEAR = {True: 0.66, False: 0.8}
+"""How alike two names must be for one to be suggested for the other, in the same section and elsewhere: 1 is the same, and
+`gpa` for `gap` is 0.67. A hint that is far off is worse than none."""
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,12 +70,18 @@ def set_key(tree: dict[str, Any], override: str) -> None:
     node[last] = value
 
 
-def from_tree(tree: dict[str, Any], kind: type[T], source: str) -> T:
-    """Convert nested tables to a config. Raises a `ConfigError` that names the key and the nearest known one."""
+def from_tree(
+    tree: dict[str, Any], kind: type[T], source: str, foreign: Mapping[str, tuple[str, str]] = MappingProxyType({})
+) -> T:
+    """Convert nested tables to a config. Raises a `ConfigError` that names the key and the nearest known one.
+
+    `foreign` has names that other programs give to keys: for each, the key here, or "", and what else to say. The same of
+    values: `KEY = "VALUE"`.
+    """
     try:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {_explain(str(error), kind)}") from None
+        raise ConfigError(f"{source}: {_explain(str(error), kind, tree, foreign)}") from None
 
 
 def to_tree(config: msgspec.Struct) -> dict[str, Any]:
@@ -79,16 +90,24 @@ def to_tree(config: msgspec.Struct) -> dict[str, Any]:
     return tree
 
 
-def all_keys(kind: Any, prefix: str = "") -> dict[str, Any]:
-    """Every dotted key of a config type, sections and leaves, with its field; the tag of a table with its known values."""
+def all_keys(kind: Any, prefix: str = "", tree: Any = None) -> dict[str, Any]:
+    """Every dotted key of a config type, sections and leaves, with its field; the tag of a table with its known values.
+    With `tree`, a table that names its tag has the keys of that tag alone."""
     tag_field, tag = kind.__struct_config__.tag_field, kind.__struct_config__.tag
     keys: dict[str, Any] = {prefix + tag_field: (tag,)} if tag_field else {}
     for field in msgspec.structs.fields(kind):
         keys[prefix + field.name] = field
-        for inner in structs_of(field.type):
-            for key, held in all_keys(inner, f"{prefix}{field.name}.").items():
+        inside = tree.get(field.name) if isinstance(tree, dict) else None
+        kinds = list(structs_of(field.type))
+        for inner in [one for one in kinds if _is_named(one, inside)] or kinds:
+            for key, held in all_keys(inner, f"{prefix}{field.name}.", inside).items():
                 keys[key] = tuple(dict.fromkeys((*keys.get(key, ()), *held))) if isinstance(held, tuple) else held
     return keys
+
+
+def _is_named(kind: type[msgspec.Struct], table: Any) -> bool:
+    tag_field, tag = kind.__struct_config__.tag_field, kind.__struct_config__.tag
+    return tag_field is not None and isinstance(table, dict) and table.get(tag_field) == tag
 
 
 def structs_of(kind: Any) -> Iterator[type[msgspec.Struct]]:
@@ -99,7 +118,7 @@ def structs_of(kind: Any) -> Iterator[type[msgspec.Struct]]:
         yield from structs_of(inner)
 
 
-def _explain(message: str, kind: Any) -> str:
+def _explain(message: str, kind: Any, tree: Any, foreign: Mapping[str, tuple[str, str]]) -> str:
     """Rewrite what msgspec says: an unknown key with its section and the nearest known key, an unknown tag or word with the
     known ones, and a value that should be a table. Other errors keep their text, after the key."""
     reason, _, place = message.partition(" - at `$")
@@ -107,19 +126,58 @@ def _explain(message: str, kind: Any) -> str:
     key = re.sub(r"\[\d+\]", "", section)
     if reason.startswith("Expected `object`") and section and "[" not in place:
         return f"{section}: {reason}; write it as a table, [{section}]"
+    value = reason.partition("'")[2].removesuffix("'")
+    called = "".join(f"; {clause}" for _, clause in [foreign.get(f'{key} = "{value}"', ("", ""))] if clause)
     if reason.startswith("Invalid value"):
-        return f"{section}: {reason}; known: {', '.join(all_keys(kind)[key])}"
+        return f"{section}: {reason}{called}; known: {', '.join(all_keys(kind)[key])}"
     if reason.startswith("Invalid enum value") and key in (keys := all_keys(kind)):
-        return f"{section}: {reason}; known: {', '.join(map(repr, get_args(keys[key].type)))}"
+        words = get_args(keys[key].type)
+        words = get_args(words[0]) or words  # a list's are those of its items
+        return f"{section}: {reason}{called}; known: {', '.join(map(repr, words))}"
     if not reason.startswith("Object contains unknown field"):
         return f"{section or 'run file'}: {reason}"
     name = reason.split("`")[1]
-    full = f"{section}.{name}" if section else name
-    known = all_keys(kind)
-    same_name = [key for key in known if key.rsplit(".", 1)[-1] == name]
-    near = same_name or difflib.get_close_matches(full, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(k for k in known if '.' not in k)}"
-    return f"unknown key {full}{hint}"
+    full, place = (f"{at}.{name}" if at else name for at in (section, key))
+    return f"unknown key {full}{_hint(place, kind, tree, foreign)}"
+
+
+def _hint(refused: str, kind: Any, tree: Any, foreign: Mapping[str, tuple[str, str]]) -> str:
+    """Which key may have been meant by one that is refused: one of its name elsewhere, what it is called here if another
+    program calls it so, itself under another tag, or one spelt much like it. Else the keys of its section."""
+    section, _, name = refused.rpartition(".")
+    known = [key for key in all_keys(kind, tree=tree) if key != refused]
+    if same_name := [key for key in known if key.rsplit(".", 1)[-1] == name]:
+        return f"; did you mean {same_name[0]}?"
+    meant, clause = foreign.get(name, ("", ""))
+    if clause and not meant:
+        return f"; there is no key for it: {clause}"
+    if meant in known:
+        return f"; did you mean {meant}?{clause and f' ({clause})'}"
+    if under := _other_tag(meant, kind, tree):
+        return f"; did you mean {meant}? It needs {under}"
+    if under := _other_tag(refused, kind, tree):
+        return f"; it needs {under}"
+    near = {key: difflib.SequenceMatcher(None, name, key.rsplit(".", 1)[-1]).ratio() for key in known}
+    near = {key: alike for key, alike in near.items() if alike >= NEAR[key.rpartition(".")[0] == section]}
+    if near:
+        return f"; did you mean {max(near, key=lambda key: (near[key], key.rpartition('.')[0] == section))}?"
+    within = [key.rsplit(".", 1)[-1] for key in known if key.rpartition(".")[0] == section]
+    return f"; known{f' in {section}' if section else ''}: {', '.join(within)}"
+
+
+def _other_tag(key: str, kind: Any, tree: Any) -> str:
+    """The setting under which a config would have a key that it has not; empty if there is none."""
+    parts, keys = key.split("."), all_keys(kind)
+    for depth in range(len(parts) - 1, 0, -1):
+        table = ".".join(parts[:depth])
+        tags = keys.get(f"{table}.name")
+        for tag in tags if isinstance(tags, tuple) else ():
+            other: dict[str, Any] = {"name": tag}
+            for part in reversed(parts[:depth]):
+                other = {part: other}
+            if key in all_keys(kind, tree=merge(tree, other)):
+                return f'{table}.name = "{tag}"'
+    return ""
 
 
 def changed_keys(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:

@@ -20,7 +20,8 @@ from shoal.launch.doctor import fit
 PACKAGE = Path(__file__).parent.parent / "shoal"
 
 OTHER_PROGRAMS = (
-    "hub/lock.py", "hub/wheels.py", "launch/local.py", "launch/shifts.py", "roles/trainer/processes.py",
+    "hub/lock.py", "hub/wheels.py", "launch/prompt_preview.py", "launch/local.py", "launch/shifts.py",
+    "roles/trainer/processes.py",
     "sandbox/bubblewrap.py", "sandbox/gvisor.py", "sandbox/selftest.py", "watch/pictures/draw.py",
 )  # fmt: skip
 """Files that write the command lines of pip, of sandboxes and of roles, or properties of CSS."""
@@ -31,8 +32,10 @@ SAID_BY: dict[str, tuple[str, ...]] = {
     "config/load.py": ("run", "host"),
     "config/paths.py": ("run", "host"),
     "config/stages.py": ("stages",),
+    "config/trl.py": ("run", "host"),
     "engine/": ("join", "calibrate"),
     "envs/check/": ("env check",),
+    "envs/source.py": ("eval",),
     "folder.py": ("run", "host"),
     "hub/publish.py": ("env push",),
     "hub/template.py": ("env init",),
@@ -51,12 +54,16 @@ SAID_BY: dict[str, tuple[str, ...]] = {
     "launch/rotation.py --out": ("host",),
     "launch/shaped.py": ("run", "host"),
     "launch/steering.py": ("node",),
+    "ledger/rules/run.py --factor": ("admin",),
+    "net/forward_proxy.py": ("join", "validate"),
     "net/listening.py": ("host", "relay"),
     "plan/forecast.py": ("plan",),
     "policy/files.py": ("join",),
     "protocol/bounds.py": ("join",),
     "roles/allowance.py": ("join",),
     "roles/auditor/": ("audit",),
+    "roles/coordinator/role.py": ("run", "host"),
+    "roles/sft.py": ("eval",),
     "roles/auditor/accounts.py": ("credits",),
     "roles/auditor/source.py": ("audit", "credits", "ledger verify"),
     "roles/calibrate/": ("calibrate",),

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -161,7 +162,7 @@ def test_an_audit_of_a_process_that_can_open_no_more_files_ends_with_the_reason(
 
 def test_a_policy_has_the_figures_of_shoal_eval(trained, tmp_path, capsys):
     folder, _ = trained
-    final, out = folder / "checkpoints" / "final", tmp_path / "eval.json"
+    final, out = shutil.copytree(folder / "checkpoints" / "final", tmp_path / "alone"), tmp_path / "eval.json"
     words = ["eval", str(final), "--env", "arithmetic", "--episodes", "24", "--seed", "3", "--threads", "1"]
     assert cli.main([*words, "--env-args", '{"digits": 1}', "--out", str(out)]) == 0
     policy = shoal.policy(final)
@@ -175,7 +176,7 @@ def test_a_policy_has_the_figures_of_shoal_eval(trained, tmp_path, capsys):
 def test_the_help_of_shoal_eval_says_how_long_an_episode_is(capsys):
     with pytest.raises(SystemExit):
         cli.main(["eval", "--help"])
-    assert f"default: {MAX_EVAL_TOKENS}, or" in " ".join(capsys.readouterr().out.split())
+    assert f"(default: the run's, or {MAX_EVAL_TOKENS}, or" in " ".join(capsys.readouterr().out.split())
 
 
 def test_evaluating_leaves_the_callers_threads_alone(tmp_path):
@@ -330,11 +331,20 @@ def test_messages_for_people_go_to_the_log_and_nothing_else_is_a_warning(caplog)
     news = _News()
     with caplog.at_level("INFO", "shoal"):
         news.say("The run has paused itself\x1b[2J")
-        news.show(Snapshot("small", "run", 40, Status("r", "running", 3, 40, 0, {}, 0, 0, "workers", 8.0)))
+        for waiting_s, waits in [
+            (8, "v silent for 1 min"),
+            (68, "v silent for 2 min"),
+            (70, "w left"),
+            (1, ""),
+            (9, "w left"),
+        ]:
+            news.show(Snapshot("small", "run", 40, Status("r", "running", 3, 40, 0, {}, 0, 0, waits, float(waiting_s))))
         news.end("picture", "it has ended")
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("WARNING", "The run has paused itself\\u001b[2J"),
-        ("INFO", "waiting 8 s for workers"),
+        ("INFO", "waiting 8 s for v silent for 1 min"),
+        ("INFO", "waiting 70 s for w left"),
+        ("INFO", "waiting 9 s for w left"),
         ("INFO", "it has ended"),
     ]
 

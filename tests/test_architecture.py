@@ -48,6 +48,8 @@ BROAD_EXCEPTS = {
     "envs/second_opinion.py": "the same, when a held-out judge scores an evaluation",
     "envs/own.py": "the same, and its author, who trains in this process, gets one line",
     "envs/source.py": "the same, when a user's file is executed",
+    "envs/calls.py": "the same, on its way to the episode, which decides what it means",
+    "envs/contained/pool.py": "the same, on its way from the thread of a process to who waits for the call",
     "envs/contained/inside.py": "the same, inside the sandbox: what a package raises is told to the other end",
     "envs/adapters/rollout_v1.py": "a tool is foreign code and may raise anything; the policy reads what it raised",
     "ledger/log/book.py": "a bug in the rules must not keep the other waiting commands from their answers",
@@ -65,8 +67,7 @@ BROAD_EXCEPTS = {
     "roles/shifts.py": "a thread that ended without a word would let the processes that wait for the device wait for ever",
     "watch/reading/replayed.py": "an environment may raise anything when it is asked for an answer; its user gets one line",
     "watch/page/shelf.py": "a page stays stale if its index thread ends: what went wrong is logged, shown and tried again",
-    "policy/vocabulary.py": "the tokenizers library raises bare Exception for a damaged file",
-    "policy/render.py": "the tokenizers library raises bare Exception for a damaged file",
+    "policy/auto_tokenizer.py": "the tokenizers library raises bare Exception for a damaged file",
 }
 """Named boundaries where anything may be caught, and why. Elsewhere it would hide a bug."""
 
@@ -133,8 +134,8 @@ def test_imports_follow_the_map(file: Path) -> None:
 
 
 ROLE_HELPERS = (
-    "allowance", "completions", "continuing", "doing", "engines", "evidence", "leases", "loading", "memory", "offering",
-    "packages", "pinned", "queue", "scores", "seat", "sharing", "shifts", "standing",
+    "allowance", "completions", "continuing", "doing", "engines", "evidence", "leases", "loading", "memory",
+    "offering", "packages", "pinned", "queue", "scores", "seat", "sharing", "shifts", "standing",
 )  # fmt: skip
 """Files beside the roles that several of them use; they import no role themselves."""
 
@@ -234,6 +235,28 @@ def test_no_role_names_a_source_of_weights() -> None:
     assert wrong == []
 
 
+def test_no_protocol_is_asked_for_by_isinstance() -> None:
+    """What passes an environment or an engine on with `__getattr__` has the same members, and from Python 3.12 on it is no
+    instance of their protocol. Ask for the members: `is_decided`, `is_in_place`."""
+    trees = {file: ast.parse(file.read_text()) for file in FILES}
+    assert [name_of(file) for file in FILES if "runtime_checkable" in file.read_text()] == []
+    protocols = {
+        node.name
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Protocol" for base in node.bases)
+    }
+    wrong = [
+        f"{name_of(file)} line {node.lineno}: {ast.unparse(node)}"
+        for file, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("isinstance", "issubclass")
+        and {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)} & protocols
+    ]
+    assert [line for line in wrong if "hub/notes" not in line] == []
+
+
 def test_broad_excepts_are_only_at_named_boundaries() -> None:
     def is_broad(handler: ast.ExceptHandler) -> bool:
         caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
@@ -261,7 +284,7 @@ def test_file_opens_by_saying_what_it_is(file: Path) -> None:
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_files_and_functions_stay_readable(file: Path) -> None:
     text = file.read_text()
-    assert text.count("\n") <= 400, "over 400 lines is a design question"
+    assert text.count("\n") <= 500, "over 500 lines is a design question"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert (node.end_lineno or 0) - node.lineno < 80, f"{node.name}: over 80 lines is a design question"

@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ import pytest
 from shoal import __version__, cli
 from shoal.commands import machine, role
 from shoal.config import TinyPolicy, load_run
-from shoal.errors import ConfigError, PeerError
+from shoal.errors import ConfigError, PeerError, StateError
 from shoal.folder import RunFolder
 from shoal.launch import doctor
 from shoal.launch.local import check_first_policy
@@ -34,6 +35,7 @@ COMMANDS = (
 )  # fmt: skip
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+EXAMPLES = RECIPES.parent / "environments"
 START = RECIPES / "arithmetic-start"
 
 MY_ENV = '''
@@ -135,6 +137,13 @@ def check_one_line(result: subprocess.CompletedProcess[str], *expected: str) -> 
     [
         (["rum"], "invalid choice: 'rum'"),
         (["run"], "required: RECIPE"),
+        (["evl"], "invalid choice: 'evl'; did you mean eval? See: shoal --help"),
+        (["zzz"], "credits, key, doctor. See: shoal --help"),
+        (["env", "chek", "x"], "did you mean check? See: shoal env --help"),
+        (["run", "good.toml", "--quik"], "--quik; did you mean --quick? See: shoal run --help"),
+        (["run", "--quik"], "required: RECIPE; did you mean --quick? See: shoal run --help"),
+        (["eval", "x", "--epsiodes=3"], "--epsiodes=3; did you mean --episodes? See: shoal eval --help"),
+        (["env", "check", "x", "--zzz"], "arguments: --zzz. See: shoal env check --help"),
         (["run", "none.toml"], "cannot read none.toml"),
         (["run", "typo.toml"], "did you mean steps"),
         (["run", "good.toml", "--quick"], "no [quick] table"),
@@ -150,6 +159,10 @@ def check_one_line(result: subprocess.CompletedProcess[str], *expected: str) -> 
         (["env", "check", "./none.py"], "none.py"),
         (["env", "check", "./raises.py"], "raises.py line 2: RuntimeError: at work"),
         (["env", "check", "arithmetic", "--env-args", "2"], "not a JSON object"),
+        (
+            ["env", "check", "arithmetic", "--set", "envs.0.args.digits=2"],
+            "is not a run file. Give its arguments as --env-args",
+        ),
         (["ledger", "verify", "nowhere"], "holds no log"),
         (["ledger", "show", "nowhere"], "holds no log"),
         (["admin", "pause", "nowhere"], "holds no run"),
@@ -177,6 +190,31 @@ def test_run_that_began_alone_with_a_seed_is_not_hosted_later(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("command", ["run", "host"])
+def test_a_folder_of_other_files_becomes_no_runs_folder(command: str, tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    recipe = tmp_path / "recipes" / "fixed.toml"
+    recipe.write_text('name = "fixed"\nsteps = 1\n[[envs]]\nname = "arithmetic"\n')
+    result = shoal(command, str(recipe), "--out", "recipes", cwd=tmp_path)
+    check_one_line(result, "recipes is no run's folder", "holds fixed.toml", "--out")
+    assert list((tmp_path / "recipes").iterdir()) == [recipe]
+
+
+def test_what_a_killed_start_left_is_a_runs_folder(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.demand_own()
+    for path in (folder.root / ".lock", folder.keys, folder.logs, folder.policy, folder.secret_file):
+        path.mkdir(parents=True)
+    folder.demand_own()
+    (folder.root / "lost+found").mkdir()  # of a new disk
+    folder.demand_own()
+    (folder.root / "notes.txt").touch()
+    with pytest.raises(StateError, match=r"holds notes\.txt: "):
+        folder.demand_own()
+    folder.run_file.touch()
+    folder.demand_own()
+
+
+@pytest.mark.parametrize("command", ["run", "host"])
 @pytest.mark.parametrize("name", ["./none.py", "wordel", "ann/none@0.1.0"])
 def test_a_mistyped_environment_begins_no_run(command: str, name: str, tmp_path: Path) -> None:
     """Once corrected, the same command must start the run: a folder would hold another one."""
@@ -195,8 +233,9 @@ def test_model_without_a_chat_template_is_one_line_before_any_role_starts(comman
     (tmp_path / "bare.toml").write_text(run_file)
     check_one_line(shoal(command, "bare.toml", cwd=tmp_path), "model has no chat template", "add chat_template.jinja")
     folder = RunFolder(tmp_path / "runs/bare")
-    assert not folder.log.exists() and not folder.policy.exists(), "once repaired, the same command must start the run"
+    assert not folder.root.exists(), "once repaired, the same command must start the run"
     (tmp_path / "model/chat_template.jinja").write_text(template)
+    folder.prepare(load_run(tmp_path / "bare.toml", []), tmp_path)
     check_first_policy(folder, folder.config())
 
 
@@ -223,8 +262,30 @@ def test_machine_without_torch_is_told_how_to_get_it_and_nothing_is_begun(comman
         [sys.executable, "-m", "shoal.cli", *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=60,
         env=os.environ | {"PYTHONPATH": path, "SHOAL_HOME": str(tmp_path / "home")},
     )  # fmt: skip
-    check_one_line(result, "torch is not installed: pip install 'shoal[torch]'")
+    check_one_line(result, "torch is not installed: ")
+    assert "[torch]" in result.stderr and "'shoal[" not in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["blocked", "good.toml"]
+
+
+@pytest.mark.parametrize("below", ["", "/more"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["run", str(RECIPES / "wordle.toml"), "--out"],
+        ["host", str(RECIPES / "wordle.toml"), "--out"],
+        ["join", "http://127.0.0.1:9", "--home"],
+        ["relay", "http://127.0.0.1:9", "--home"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_file_where_a_folder_is_needed_is_no_full_disk(
+    command: list[str], below: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("kept")
+    assert cli.main([*command, f"{tmp_path}/file{below}"]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/file{below} is a file, or below one, and has to be a folder" in said and "space" not in said
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 @pytest.mark.parametrize(
@@ -233,6 +294,9 @@ def test_machine_without_torch_is_told_how_to_get_it_and_nothing_is_begun(comman
         (ConfigError("wrong"), 2),
         (PeerError("away"), 2),
         (OSError(errno.ENOSPC, "No space left on device", "blobs/x"), 2),
+        (FileExistsError(errno.EEXIST, "File exists", "out"), 2),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "out/x"), 2),
+        (IsADirectoryError(errno.EISDIR, "Is a directory", "out"), 2),
         (ExceptionGroup("tasks", [PeerError("away"), ExceptionGroup("more", [ConfigError("wrong")])]), 2),
         (KeyboardInterrupt(), 130),
     ],
@@ -305,6 +369,20 @@ def test_message_of_several_lines_becomes_one(
     assert capsys.readouterr().err == "error: first second\n"
 
 
+@pytest.mark.parametrize("typed", ["127.0.0.1:8470", "localhost:1/", "[::1]:8470", "shoal.example.org:443"])
+def test_an_address_without_its_scheme_is_a_url_unless_there_is_such_a_folder(
+    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (["watch"], ["ledger", "verify"], ["admin", "pause"], ["dashboard"], ["plot"]):
+        parsed = vars(cli.parser().parse_args([*words, typed]))
+        assert f"http://{typed}" in str(parsed), words
+    for folder in ("runs/wordle", "run:one", "https://shoal.example.org"):
+        assert vars(cli.parser().parse_args(["watch", folder]))["source"] == folder
+    (tmp_path / typed).mkdir(exist_ok=True)
+    assert vars(cli.parser().parse_args(["watch", typed]))["source"] == typed
+
+
 def test_a_reader_that_closes_the_pipe_is_not_an_error() -> None:
     command = f"{sys.executable} -m shoal.cli env list | true; echo ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
@@ -324,6 +402,19 @@ def test_built_in_environments_are_listed_and_pass_their_checks() -> None:
 def test_an_environment_of_the_user_is_checked(tmp_path: Path) -> None:
     (tmp_path / "my_env.py").write_text(MY_ENV)
     assert shoal("env", "check", "./my_env.py", cwd=tmp_path).returncode == 0
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "own.toml").write_text('name = "own"\nsteps = 1\n[[envs]]\nname = "my_env.py"\n')
+    checked = shoal("env", "check", "../own.toml", cwd=tmp_path / "elsewhere")
+    assert checked.returncode == 0 and "passed   prompts:" in checked.stdout
+    with (tmp_path / "own.toml").open("a") as file:
+        file.write("[sampling]\nmax_tokens = 4\nmax_turn_tokens = 2\n")
+    checked = shoal("env", "check", "own.toml", cwd=tmp_path)
+    assert checked.returncode == 1 and "sampling.max_tokens = 4 leaves no room for a turn" in checked.stdout
+    make_tiny(TinyPolicy(max_positions=64), tmp_path / "short", 0, "float32")
+    checked = shoal(
+        "env", "check", "own.toml", "--set", "policy.path=short", "--set", "sampling.max_tokens=65", cwd=tmp_path
+    )
+    assert checked.returncode == 2 and "the model has 64 positions" in checked.stderr, "as `shoal run` refuses it"
     (tmp_path / "my_env.py").write_text(
         MY_ENV.replace('"right": lambda state, rng: "hello"', '"right": lambda state, rng: "x"')
     )
@@ -483,3 +574,20 @@ def test_where_nobody_may_call_a_relay_is_refused_in_a_line(
         cli.main([*words, url])
     message = capsys.readouterr().err
     assert ended.value.code == 2 and words[-1] in message and message.count("\n") == 1 and len(message) < 500
+
+
+def test_a_folder_beside_the_run_file_is_an_environment_where_one_starts_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever folder that is: ./NAME stays the path of a folder, and becomes no built-in name."""
+    from shoal.commands.hosting import demand_environments
+
+    shutil.copytree(EXAMPLES / "stones", tmp_path / "stones")
+    (tmp_path / "run.toml").write_text('name = "x"\nsteps = 1\n[[envs]]\nname = "./stones"\n')
+    for folder, recipe in (
+        (tmp_path, "run.toml"),
+        (tmp_path / "stones", "../run.toml"),
+        (EXAMPLES, tmp_path / "run.toml"),
+    ):
+        monkeypatch.chdir(folder)
+        demand_environments(load_run(Path(recipe), []), Path(recipe).parent)

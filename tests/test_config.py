@@ -4,6 +4,7 @@ import ast
 import inspect
 import json
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -27,11 +28,14 @@ from shoal.config import (
     monitors,
     node_home,
     policies,
+    preset_imitation_lr,
+    preset_lr,
     sections,
     unsafe_changes,
     without_hub,
 )
 from shoal.config.paths import with_absolute_paths
+from shoal.config.trl import TRL_KEYS, TRL_SFT_KEYS
 from shoal.errors import ConfigError
 from shoal.protocol.algorithms import Grpo
 from shoal.tree import Section, all_keys, changed_keys, from_tree, to_tree
@@ -205,6 +209,13 @@ def test_wrong_override_says_what_is_wrong(run_file: Path, override: str, messag
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("other", ["host.origin_port", "host.dashboard_port"])
+def test_two_processes_of_a_run_have_two_ports(run_file: Path, other: str) -> None:
+    with pytest.raises(ConfigError, match=f"host.port = 18470 and {other} = 18470: .* 0 takes a free one"):
+        load_run(run_file, ["host.port=18470", f"{other}=18470"])
+    assert load_run(run_file, ["host.port=18470", f"{other}=18471"]).host.port == 18470
+
+
 # --- mistakes in the file ---
 
 
@@ -216,6 +227,7 @@ def test_wrong_override_says_what_is_wrong(run_file: Path, override: str, messag
         (SMALL + "[rollouts]\ngroupsize = 8\n", "unknown key rollouts.groupsize; did you mean rollouts.group_size?"),
         (SMALL + "[train]\ngroup_size = 8\n", "did you mean rollouts.group_size?"),
         (SMALL.replace('"arithmetic"', '"arithmetic"\nwieght = 2.0'), "did you mean envs.weight?"),
+        (SMALL.replace('"arithmetic"', '"arithmetic"\nweight = inf'), "envs.weight = inf: must be above 0, and finite"),
         (SMALL + "[train]\nlr = 'fast'\n", "train.lr: Expected `float`, got `str`"),
         ("steps = 3\n", "missing required field `name`"),
         ("name = \n", "is not valid TOML"),
@@ -290,6 +302,7 @@ def test_wrong_override_says_what_is_wrong(run_file: Path, override: str, messag
         (LONG.format(2048) + "[rollouts]\nblock_rollouts = 4096\n", "at most 3568, or lower sampling.max_tokens"),
         (SMALL + "[rollouts]\nblock_rollouts = 64\ngroup_size = 64\nbatch_groups = 1024\n", "one message: at most"),
         (SMALL + "[train]\nlr = inf\n", "train.lr = inf: must be at least 0, and finite"),
+        (SMALL + "[train]\nlr = -0.5\n", "train.lr = -0.5: must be at least 0, and finite; or -1 for the preset"),
         (SMALL + "[train]\nmax_grad_norm = -1.0\n", "train.max_grad_norm = -1.0: must be above 0; inf never"),
         (SMALL + "[train]\nmax_grad_norm = nan\n", "train.max_grad_norm = nan: must be above 0"),
         (SMALL + "[train]\nbeta1 = 1.0\n", "train.beta1 = 1.0: must be at least 0 and below 1"),
@@ -347,6 +360,121 @@ def test_mistake_in_a_run_file_is_one_line_that_names_the_key(tmp_path: Path, te
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+def refused(run_file: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_run(run_file, list(overrides))
+    return str(error.value).partition("unknown key ")[2]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.learning_rate=1", "train.learning_rate; did you mean train.lr?"),
+        ("rollouts.num_generations=8", "rollouts.num_generations; did you mean rollouts.group_size?"),
+        (
+            "mask_truncated_completions=true",
+            "did you mean train.algorithm.mask_overlong? It needs train.algorithm.name = ",
+        ),
+        ("scale_rewards=group", 'did you mean train.algorithm.advantage? (group is "mean_std"'),
+        ("train.loss_type=dapo", "did you mean train.algorithm.name?"),
+        ("steps_per_generation=2", "did you mean train.minibatches?"),
+        ("sampling.top_p=0.9", "sampling.top_p; there is no key for it: the lease fixes the noise"),
+        ("gradient_accumulation_steps=2", "there is no key for it: a batch is rollouts.batch_groups groups"),
+        ("num_train_epochs=2", "there is no key for it: tasks are drawn with replacement"),
+        ("epsilon_high=0.3", 'train.algorithm.loss.eps_high? It needs train.algorithm.name = "composition"'),
+        ("train.algorithm.kl.beta=0.1", 'train.algorithm.kl; it needs train.algorithm.name = "composition"'),
+        ("temperature=1", "did you mean sampling.temperature?"),
+        ("train.activation_checkpointing=true", 'did you mean train.recompute? ("layers")'),
+        ("max_length=64", "did you mean sampling.max_tokens?"),
+        ("train.use_cpu=true", 'did you mean train.device? ("cpu"'),
+        ("train.cliprange=0.2", "did you mean train.algorithm.loss.eps_low?"),
+        ("scale_rewards=batch", 'batch is nearly "mean" with train.algorithm.batch_std = true'),
+        ("vllm_server_port=8000", "there is no key for it: each worker chooses what it samples with"),
+        *(
+            (f"{name}=1", "no key for it: shoal has no counterpart of this setting of TRL, so leave it out")
+            for name in (
+                "use_liger_kernel",
+                "dataloader_num_workers",
+                "pad_to_multiple_of",
+                "sapo_temperature_pos",
+                "use_transformers_paged",
+                "train.remove_unused_columns",
+            )
+        ),
+        ("train.optimizer=adam", "train.optimizer; known in train: algorithm, lr, schedule"),
+        ("workers.gpu=1", "workers.gpu; known in workers: count"),
+        ("batches=1", "batches; known: name, steps"),
+    ],
+)
+def test_a_key_of_trl_is_answered_by_the_key_here_or_why_there_is_none(
+    run_file: Path, override: str, message: str
+) -> None:
+    assert message in refused(run_file, override)
+
+
+@pytest.mark.parametrize(
+    ("refused_value", "hint", "settings"),
+    [
+        (
+            'train.algorithm.name="bnpo"',
+            '"composition" with advantage = "mean_std"',
+            'name="composition" advantage="mean_std"',
+        ),
+        (
+            'train.algorithm.name="luspo"',
+            '"gspo" with average = "constant" and divisor_tokens = 1',
+            'name="gspo" average="constant" divisor_tokens=1 loss.by_token=false',
+        ),
+        ('train.algorithm.advantage="group"', 'here it is "mean_std"; known: ', 'advantage="mean_std"'),
+        (
+            'train.algorithm.advantage="batch"',
+            'here it is nearly "mean" with train.algorithm.batch_std = true; known: ',
+            'name="composition" advantage="mean" batch_std=true',
+        ),
+        ('train.algorithm.name="sapo"', "it has no counterpart here; known: grpo, ", ""),
+        ('train.schedule="constant_with_warmup"', 'here it is "constant" with train.warmup_steps; known: ', ""),
+        ('train.schedule="polynomial"', "it has no counterpart here; known: ", ""),
+        (
+            'train.algorithm={name="composition", corrections=[{name="token_truncate"}]}',
+            'here it is "truncate"; known: ',
+            'name="composition" ratio_to="old" corrections=[{name="truncate"}]',
+        ),
+        ('train.schedule="fast"', "Invalid enum value 'fast'; known: 'constant', ", ""),
+        ('logging.to=["all"]', "Invalid enum value 'all'; known: 'jsonl', ", ""),
+    ],
+)
+def test_a_value_of_trl_is_answered_by_the_setting_here(
+    run_file: Path, refused_value: str, hint: str, settings: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_run(run_file, [refused_value])
+    assert hint in str(error.value) and "\n" not in str(error.value)
+    load_run(run_file, [f"train.algorithm.{one}" for one in settings.split()])
+
+
+def test_every_key_that_a_hint_names_exists_and_no_name_of_trl_is_a_key_here() -> None:
+    for kind, names in ((RunConfig, TRL_KEYS), (SftConfig, TRL_SFT_KEYS)):
+        keys = all_keys(kind)
+        for name, (key, clause) in names.items():
+            dotted = re.findall(r"\b[a-z]+(?:\.[a-z_]+)+", clause)
+            assert (key or clause) and {*([key] if key else []), *dotted} <= keys.keys(), name
+            assert name not in keys, "would never be looked up"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("epsilon=0.2",), "epsilon; did you mean train.algorithm.loss.eps_low? (and train.algorithm.loss.eps_high"),
+        (("delta=4",), "delta; did you mean train.algorithm.loss.delta?"),
+        (("loss.bound=0.1",), 'bound; it needs train.algorithm.loss.name = "dppo"'),
+        (("loss.name=cispo", "loss.eps_low=0.1"), 'eps_low; it needs train.algorithm.loss.name = "clip"'),
+    ],
+)
+def test_a_hint_never_names_the_refused_key(run_file: Path, settings: tuple[str, ...], message: str) -> None:
+    said = refused(run_file, "train.algorithm.name=composition", *(f"train.algorithm.{one}" for one in settings))
+    assert message in said and f"did you mean {said.partition(';')[0]}?" not in said
+
+
 def test_several_processes_may_train_what_is_sampled_in_int8_if_claims_cannot_bend_the_ratio(run_file: Path) -> None:
     config = load_run(run_file, ['sampling.dtype="int8"', "train.processes=2"])
     assert (config.sampled_dtype, config.train.processes) == ("int8", 2)
@@ -360,10 +488,26 @@ def test_missing_or_binary_run_file_is_one_line(tmp_path: Path) -> None:
         load_run(tmp_path / "binary.toml")
 
 
+def test_the_preset_of_the_learning_rate_falls_with_the_size_of_the_policy() -> None:
+    assert [preset_lr(size) for size in (1, 100_000, 804_224, 10_000_000, 600_000_000, 8 * 10**9)] == [
+        1e-3, 1e-3, 6.2e-4, 5e-5, 1e-6, 1e-6,
+    ]  # fmt: skip
+    assert [preset_imitation_lr(size) for size in (800_000, 10_000_000, 600_000_000)] == [3e-3, 5e-4, 1e-5]
+
+
 def test_an_sft_recipe_is_checked_like_a_run_file(tmp_path: Path) -> None:
     path = tmp_path / "sft.toml"
     path.write_text('name = "start"\nepisods = 3\n[env]\nname = "wordle"\n')
     with pytest.raises(ConfigError, match="did you mean episodes"):
+        load_sft(path)
+    path.write_text('name = "start"\nlearning_rate = 3\n[env]\nname = "wordle"\n')
+    with pytest.raises(ConfigError, match=r"did you mean lr\?"):
+        load_sft(path)
+    path.write_text('name = "start"\npad_to_multiple_of = 8\n[env]\nname = "wordle"\n')
+    with pytest.raises(ConfigError, match="shoal has no counterpart of this setting of TRL"):
+        load_sft(path)
+    path.write_text('name = "start"\n[policy]\ndtype = "bf16"\n[env]\nname = "wordle"\n')
+    with pytest.raises(ConfigError, match="'bf16'; here it is \"bfloat16\"; known: 'float32', "):
         load_sft(path)
     path.write_text('name = "start"\n[env]\nname = "wordle"\n')
     for override in ("max_grad_norm=-1.0", "warmup_steps=-1", "lr=nan"):

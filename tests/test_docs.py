@@ -662,6 +662,17 @@ def test_a_paragraph_with_other_links_and_line_ends_is_found_twice() -> None:
     assert said_twice({"a.md": one, "b.md": "Short ones may."}) == []
 
 
+def test_the_readme_begins_with_a_sentence_a_picture_three_commands_and_a_table() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    blocks = [block.splitlines() for block in "\n".join(lines).split("\n\n")]
+    title, sentence, picture, commands = blocks[:4]
+    assert title == ["# shoal"] and "\n".join(sentence).count(". ") == 0 and picture[0].startswith("![")
+    assert commands[0] == "```console" and len([line for line in commands if line.startswith("$ ")]) == 3
+    table = next(block for block in blocks if block[0].startswith("| "))
+    assert all(name in table[0] for name in ("shoal", "TRL", "prime-rl", "RL Swarm")) and blocks.index(table) < 7
+    assert len(lines) <= 90
+
+
 def test_each_picture_stands_on_one_page() -> None:
     shown: dict[Path, list[str]] = {}
     for page in PAGES:

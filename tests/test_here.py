@@ -15,7 +15,9 @@ from shoal.errors import ConfigError, ShoalError, StateError
 from shoal.folder import RunFolder
 from shoal.launch.here import synchronous
 from shoal.metrics import read_metrics
+from shoal.policy.kinds import spec_of
 from shoal.weights.manifest import weights_root
+from tests.engine.architectures import write_any
 from tests.test_api import RUN_FILE, in_a_notebook
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
@@ -52,6 +54,19 @@ class Nothing(Vowels):
         return 0.0
 
 
+@pytest.mark.parametrize("name", ["phi3", "gpt2"])
+def test_another_architecture_learns_here_as_in_a_run(name, run_file, tmp_path):
+    start = write_any(name, tmp_path / "model")
+    run = shoal.recipe(run_file, steps=1, policy={"path": str(start), "implementation": "auto"})
+    steps = list(run.train_here(tmp_path / "out", env=Vowels()))
+    published = tmp_path / "out" / "published"
+    assert len(steps) == 1 and weights_root(published) != weights_root(start)
+    assert spec_of(published).architecture == name
+    flat = shoal.recipe(run_file, policy={"path": str(start), "implementation": "auto"}, train={"packing": "flat"})
+    with pytest.raises(StateError, match=r'train\.packing = "flat" needs a policy that shoal itself computes'):
+        list(flat.train_here(tmp_path / "flat", env=Vowels()))
+
+
 @pytest.fixture
 def run_file(tmp_path):
     path = tmp_path / "small.toml"
@@ -68,6 +83,14 @@ def test_the_steps_are_those_of_one_file_and_their_metrics_are_kept(run_file, tm
     with shoal.open(out) as opened:
         assert [row["reward_all_mean"] for row in opened.metrics] == [step.reward for step in steps]
         assert len(opened.rollouts) == len(opened.log) == 0
+
+
+def test_a_learning_rate_that_is_left_out_is_that_of_the_size_and_is_kept(run_file, tmp_path):
+    out = tmp_path / "here"
+    in_a_notebook(lambda: list(shoal.recipe(run_file, steps=1).train_here(out)))
+    assert RunFolder(out).config().train.lr == 1e-3
+    (line,) = read_metrics(RunFolder(out).metrics)
+    assert line["lr"] == pytest.approx(1e-3 / 5), "the first of five steps of warm-up"
 
 
 def test_an_environment_and_a_loss_of_the_program_are_trained_with_and_evaluated(run_file, tmp_path):
@@ -104,12 +127,28 @@ def test_an_environment_without_signal_ends_with_the_remedy_instead_of_never(run
         next(run.train_here(tmp_path / "here", env=Nothing()))
 
 
+def test_tasks_that_can_never_begin_end_the_run_with_the_length_and_the_key(run_file, tmp_path):
+    class Long(Vowels):
+        name = "long"
+
+        def reset(self, task):
+            return super().reset(task)[0], [{"role": "user", "content": "a" * 4000}]
+
+    run = shoal.recipe(run_file, rollouts={"max_flat_groups": 16})
+    said = (
+        r"the last 16 groups have no signal: the tasks of 16 of them can never begin; the last: long, task \d+: its prompt "
+        r"takes \d+ tokens, and sampling\.max_tokens = \d+ leaves no room"
+    )
+    with pytest.raises(StateError, match=said):
+        next(run.train_here(tmp_path / "here", env=Long()))
+
+
 @pytest.mark.parametrize(("changed", "line"), [
     ({"score": lambda state: 1 / 0}, r"environment vowels fails in score\(\): .*ZeroDivisionError.*Fix it, and run"),
     ({"step": lambda state, action: [].pop()}, r"vowels fails in step\(\): .*IndexError: pop from empty list"),
     ({"reset": lambda task: task.nothing}, r"vowels fails in reset\(\): .*AttributeError"),
     ({"task": lambda index, heldout=False: {}[index]}, r"vowels fails in task\(\): .*KeyError"),
-    ({"score": lambda state: float("nan")}, r"environment vowels fails: .*score nan is outside reward_bounds"),
+    ({"score": lambda state: float("nan")}, r"environment vowels fails: .*score is nan, not a finite number"),
     ({"score": lambda state: 5.0}, r"environment vowels fails: .*score 5.0 is outside reward_bounds 0.0 to 1.0"),
     ({"score": lambda state: None}, r"environment vowels fails: .*TypeError"),
     ({"step": lambda state, action: "done"}, r"environment vowels fails: .*step\(\) must return Step"),

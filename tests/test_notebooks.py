@@ -72,7 +72,9 @@ def test_the_first_run_works(tmp_path):
 def test_the_anatomy_works(tmp_path):
     shown = executed(ROOT / "docs/notebooks/anatomy.ipynb", tmp_path, quick=True)
     whole = "\n".join(shown)
-    assert re.fullmatch(r"1 0\.\d+\n", shown[0])  # the steps, and nothing of what a terminal would show
+    prompt, number = shown[0].splitlines()[:-1], shown[0].splitlines()[-1]
+    assert prompt[0].startswith("first prompt of arithmetic") and all(line.startswith("  | ") for line in prompt[1:])
+    assert re.fullmatch(r"1 0\.\d+", number)  # the number of the step and its reward
     assert "reward_all_mean" in shown[1] and "rgba(46,139,87" in shown[4] and "signal" in shown[3]
     assert whole.count("passed") >= 10 and "weights: " in whole and "agrees: True" in whole
     for name, check in (

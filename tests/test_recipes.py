@@ -187,3 +187,20 @@ def test_each_role_of_the_adapter_of_8b_fits_a_gpu_of_24_gb() -> None:
     assert max(role.on("cuda") for role in roles.values()) <= 24e9
     version = sizes_of(config, path.parent).version
     assert version / (2 * parameters_of(spec_of(config, path.parent))) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["missing.toml"], "missing.toml"),
+        (["arithmetic.toml", "--set", "train.lrr=1"], "lrr"),
+        (["arithmetic.toml", "--set", "policy.path=nowhere"], "nowhere"),
+    ],
+)
+def test_one_file_refuses_in_one_line(arguments: list[str], said: str, tmp_path: Path) -> None:
+    script, where = ROOT / "recipes" / "one_file.py", ROOT / "recipes"
+    done = subprocess.run(
+        [sys.executable, script, *arguments, "--out", str(tmp_path / "out")], cwd=where, capture_output=True, text=True
+    )
+    (line,) = done.stderr.strip().split("\n")
+    assert done.returncode == 2 and line.startswith("error: ") and said in line

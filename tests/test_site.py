@@ -16,7 +16,7 @@ from deploy.docs.build import generator, page_of, prepared
 from shoal.config import load_run
 from shoal.envs.load import BUILT_IN, load_env
 from shoal.envs.score import Score
-from tests.test_docs import named_files
+from tests.test_docs import fences, named_files
 
 ROOT = Path(__file__).parent.parent
 COMING_FROM = sorted((ROOT / "docs" / "how-to").glob("coming-from-*.md"))
@@ -74,6 +74,27 @@ def test_the_environments_shown_reward_the_right_answer_alone(tmp_path: Path) ->
             scores = [sums.score(sums.step(state, text).state) for text in ("15", "14")]
             rights = [score.parts["right"] if isinstance(score, Score) else score for score in scores]
             assert (opening, rights) == ([{"role": "user", "content": "7+8="}], [1.0, 0.0])
+
+
+def test_a_reward_function_of_trl_scores_in_the_environment_that_wraps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the data and the hash that the page shows."""
+    page = ROOT / "docs" / "how-to" / "coming-from-trl.md"
+    (tmp_path / "wrapped_env.py").write_text(named_files(page)["wrapped_env.py"])
+    blocks = {fence.info: fence.text for fence in fences(page)}
+    (tmp_path / "sums.jsonl").write_text(blocks["json"])
+    monkeypatch.chdir(tmp_path)
+    [settings] = tomllib.loads(next(fence.text for fence in fences(page) if 'path = "sums.jsonl"' in fence.text))[
+        "envs"
+    ]
+    env = load_env(settings["name"], settings["args"])
+    assert (env.num_tasks, env.num_heldout) == (1, 1)
+    for heldout in (False, True):
+        task = env.task(0, heldout)
+        state, [opening] = env.reset(task)
+        scores = [env.score(env.step(state, text).state) for text in (str(task["answer"]), "5")]
+        assert (opening["content"], scores) == (task["prompt"], [1.0, 0.0])
 
 
 @pytest.fixture(scope="module")

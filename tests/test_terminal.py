@@ -2,10 +2,13 @@
 
 import json
 import logging
+import os
+import sys
+from pathlib import Path
 
 import pytest
 
-from shoal.terminal import MAX_LINE_CHARS, JsonFormatter, PrintableFormatter, brief, printable, say
+from shoal.terminal import MAX_LINE_CHARS, JsonFormatter, PrintableFormatter, as_called, brief, command, printable, say
 
 NASTY = "a\x1b[2J\x7f\x9b1m\u202e\u2066\U000e0001\r\0\n\ud800b"
 
@@ -82,3 +85,37 @@ def test_a_line_of_json_has_no_number_that_json_lacks_and_a_whole_traceback():
     record = logging.LogRecord("worker", logging.ERROR, "", 0, "failed", (), None)
     record.exc_text = "Traceback\n" + "y" * 3 * MAX_LINE_CHARS
     assert json.loads(JsonFormatter("worker-0").format(record))["traceback"] == record.exc_text
+
+
+@pytest.mark.parametrize(
+    ("called", "begins"),
+    [
+        (".venv/bin/shoal", ".venv/bin/shoal"),
+        ("{here}/.venv/bin/shoal", ".venv/bin/shoal"),
+        ("{here}/shoal", "./shoal"),
+        ("/a b/shoal", "'/a b/shoal'"),
+        ("/x/site-packages/shoal/__main__.py", "/p/python -m shoal"),
+        ("/x/bin/pytest", "shoal"),
+    ],
+)
+def test_a_command_to_paste_begins_as_the_program_was_called(
+    called: str, begins: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "argv", [called.format(here=tmp_path)])
+    monkeypatch.setattr(sys, "executable", "/p/python")
+    assert command("eval", "a b") == f"{begins} eval 'a b'"
+    assert as_called("so `shoal admin drain`, not shoal") == f"so `{begins} admin drain`, not shoal"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "shoal").touch(mode=0o755)
+    monkeypatch.setenv("PATH", os.fspath(tmp_path / "bin"))
+    assert command("eval", "x") == "shoal eval x"
+
+
+def test_a_command_about_a_run_gets_its_folder_where_it_is_known() -> None:
+    said = "`shoal admin resume` or `shoal admin kick RUN bob`, `shoal calibrate RUN_FILE --write`"
+    assert as_called(said) == said
+    assert as_called(said, Path("runs/a b")) == (
+        "`shoal admin resume 'runs/a b'` or `shoal admin kick 'runs/a b' bob`, `shoal calibrate RUN_FILE --write`"
+    )

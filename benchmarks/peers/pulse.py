@@ -6,7 +6,12 @@ beginning (uint16 if all fit, else int32), the values as stored; tensor after te
 Names, shapes and counts are left out here, which favours PULSE.
 """
 
+import sys
 from collections.abc import Iterator
+
+if __name__ == "__main__":  # before the imports, which a reader may not have
+    print(__doc__)
+    sys.exit()
 
 import numpy as np
 

@@ -10,6 +10,10 @@ import json
 import sys
 from pathlib import Path
 
+if {"-h", "--help"} & {*sys.argv[1:]}:  # before the imports, which a reader may not have
+    print(__doc__)
+    sys.exit()
+
 import numpy as np
 import torch
 from toploc import build_proofs_bytes, verify_proofs_bytes

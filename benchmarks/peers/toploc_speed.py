@@ -12,6 +12,10 @@ import time
 from collections.abc import Callable
 from statistics import median
 
+if {"-h", "--help"} & {*sys.argv[1:]}:  # before the imports, which a reader may not have
+    print(__doc__)
+    sys.exit()
+
 import torch
 from toploc import build_proofs_bytes, verify_proofs_bytes
 

@@ -10,6 +10,10 @@ import sys
 import warnings
 from pathlib import Path
 
+if {"-h", "--help"} & {*sys.argv[1:]}:  # before the imports, which a reader may not have
+    print(__doc__)
+    sys.exit()
+
 warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402 - after the warnings of the others are off

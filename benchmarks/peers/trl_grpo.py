@@ -20,6 +20,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+if {"-h", "--help"} & {*sys.argv[1:]}:  # before the imports, which a reader may not have
+    print(__doc__)
+    sys.exit()
+
 STARTED = time.perf_counter()
 sys.path.insert(0, str(Path(__file__).parents[1] / "envs"))
 warnings.filterwarnings("ignore")

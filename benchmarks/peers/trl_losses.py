@@ -17,6 +17,10 @@ import sys
 from collections import defaultdict
 from types import SimpleNamespace
 
+if {"-h", "--help"} & {*sys.argv[1:]}:  # before the imports, which a reader may not have
+    print(__doc__)
+    sys.exit()
+
 import numpy as np
 import torch
 from trl import GRPOTrainer

@@ -15,6 +15,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+if {"-h", "--help"} & {*sys.argv[1:]}:  # before the imports, which a reader may not have
+    print(__doc__)
+    sys.exit()
+
 warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402 - after the warnings of the others are off

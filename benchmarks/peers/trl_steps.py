@@ -15,6 +15,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+if {"-h", "--help"} & {*sys.argv[1:]}:  # before the imports, which a reader may not have
+    print(__doc__)
+    sys.exit()
+
 warnings.filterwarnings("ignore")
 os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"})
 

@@ -15,6 +15,12 @@ The mean over rollouts pushes a token of a long wrong answer less than one of a 
 longer; a constant does not (Dr.GRPO). The mean over tokens gives a task with long answers more weight; that over prompts
 does not.
 
+I and Q count every rollout and task of the batch: also those without a token in the loss, because they were truncated and
+are masked, ended by a fault, or wrote nothing. Such a rollout is a row of 0 tokens: it is in the divisor, and adds nothing
+to the sum. |o_i| and N count tokens of the loss alone, so the mean over tokens does not see it. TRL has these denominators
+if it masks truncated completions: its losses grpo (rollouts) and dr_grpo (constant) divide by all rollouts, and bnpo, dapo
+and cispo (tokens) by the tokens that are not masked. It has no mean over prompts.
+
 Axes: R rows of a batch. I rollouts, Q tasks; a rollout may have several rows.
 """
 
@@ -30,8 +36,8 @@ Average = Literal["tokens", "rollouts", "prompts", "constant"]
 def token_weights(
     tokens_R: Sequence[int], rollout_R: Sequence[Hashable], prompt_R: Sequence[Hashable], *, average: Average, L: float
 ) -> NDArray[np.float64]:
-    """w of each token of a row, float64[R]. `tokens_R` counts the policy tokens of a row; the next two name its rollout and
-    its task. `L` counts only for the constant average."""
+    """w of each token of a row, float64[R]. `tokens_R` counts the tokens of a row in the loss, 0 if it is in the divisor
+    alone; the next two name its rollout and its task. `L` counts only for the constant average."""
     num_tokens = sum(tokens_R)
     match average:
         case "tokens":
@@ -45,4 +51,4 @@ def token_weights(
     held: dict[Hashable, int] = {}
     for owner, tokens in zip(owner_R, tokens_R, strict=True):
         held[owner] = held.get(owner, 0) + tokens
-    return np.array([num_tokens / (len(held) * held[owner]) for owner in owner_R])
+    return np.array([num_tokens / (len(held) * max(held[owner], 1)) for owner in owner_R])

@@ -31,4 +31,4 @@ def advantages(rewards_G: Sequence[float]) -> NDArray[np.float32]:
 
 def teaches(rewards_G: Sequence[float]) -> bool:
     """Whether any advantage differs from 0."""
-    return min(rewards_G) < max(rewards_G) and sum(rewards_G) > 0
+    return min(rewards_G) < max(rewards_G) and bool(np.mean(rewards_G) > 0)

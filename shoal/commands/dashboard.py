@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from shoal.commands.grammar import add_command, port
+from shoal.commands.grammar import add_command, port, run_source
 from shoal.terminal import say
 
 PORT = 8480
@@ -25,7 +25,7 @@ def add_commands(commands: Any) -> None:
         ("shoal dashboard runs/guess-number --own-files", "your own environment: the page can name the parts of rewards"),
         ("shoal dashboard runs/wordle --bind 0.0.0.0 --index wordle.index", "for your network; keeps its index"),
     )  # fmt: skip
-    p.add_argument("sources", metavar="RUN_DIR_OR_URL", nargs="+", help="a run's folder, or its URL")
+    p.add_argument("sources", metavar="RUN_DIR_OR_URL", type=run_source, nargs="+", help="a run's folder, or its URL")
     p.add_argument("--bind", metavar="ADDRESS", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     p.add_argument("--port", type=port, metavar="N", default=PORT, help=f"0 takes a free one (default: {PORT})")
     p.add_argument(

@@ -5,15 +5,21 @@ else wrote runs here.
 """
 
 import argparse
+import json
+import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shoal.commands.grammar import add_command, add_group, env_arguments, positive
+from shoal.commands.grammar import add_command, add_group, env_arguments, positive, set_argument
 from shoal.commands.ratings import add_rate
 from shoal.errors import EXIT_NO, ConfigError, cause_of
-from shoal.terminal import printable, say
+from shoal.terminal import command, printable, say
+
+if TYPE_CHECKING:
+    from shoal.config import RunConfig
+    from shoal.policy.render import Renderer
 
 
 def add_commands(commands: Any) -> None:
@@ -36,6 +42,7 @@ def add_commands(commands: Any) -> None:
         ("shoal env check my_run.toml", "each environment of a run file, with its settings"),
     )  # fmt: skip
     env_arguments(q, "env")
+    set_argument(q, "run file", "envs.0.args.digits=3")
     q.add_argument(
         "--no-sandbox", action="store_true", help="play it as your own code, with network, as one with a judge needs"
     )
@@ -133,22 +140,36 @@ def env_init(args: argparse.Namespace) -> None:
 
     folder = args.folder or Path(args.name.rpartition("/")[2])
     write_package(args.name, folder)
-    print(f"wrote {folder}. Next: shoal env check ./{folder}" if not folder.is_absolute() else f"wrote {folder}")
+    place = str(folder) if folder.is_absolute() else f"./{folder}"
+    print(f"wrote {folder}. Next: {command('env', 'check', place)}")
 
 
 def env_check(args: argparse.Namespace) -> int:
-    from shoal.config import load_run
+    from shoal.config import load_run, sampling_of
     from shoal.config.envs import EnvConfig
+    from shoal.config.paths import env_at
     from shoal.envs.check.apart import check
 
     is_run = args.env.endswith(".toml")
-    envs = load_run(Path(args.env)).envs if is_run else (EnvConfig(args.env, args=args.env_args),)
-    failed = False
+    beside = Path(args.env).parent
+    if args.set and not is_run:
+        raise ConfigError(f"--set {args.set[0]}: {args.env} is not a run file. Give its arguments as --env-args JSON")
+    config = load_run(Path(args.env), args.set) if is_run else None
+    envs = [env_at(env, beside) for env in config.envs] if config else [EnvConfig(args.env, args=args.env_args)]
+    renderer = _renderer(config, beside) if config else None
+    policy = (renderer, sampling_of(config)) if config and renderer else None
+    failed, waits = False, set[str]()
+
+    def wait(line: str) -> None:
+        if line not in waits:  # several processes load the same
+            waits.add(line)
+            print(printable(line), file=sys.stderr, flush=True)
+
     for env in envs:
         if is_run:
             say(f"{env.label}:")
         settings = env if is_run else None
-        findings = check(env.name, env.args, settings, not args.no_sandbox, args.registry)
+        findings = check(env.name, env.args, settings, not args.no_sandbox, args.registry, policy=policy, wait=wait)
         if faults := [finding for finding in findings if finding.outcome == "failed"]:
             if [fault.check for fault in faults] == ["load"]:
                 raise ConfigError(faults[0].detail)
@@ -156,6 +177,27 @@ def env_check(args: argparse.Namespace) -> int:
         for finding in findings:
             say(f"{finding.outcome:<8} {finding.check}: {finding.detail}")
     return EXIT_NO if failed else 0
+
+
+def _renderer(config: "RunConfig", beside: Path) -> "Renderer | None":
+    """Of a run file's policy; None of one that is not on this machine. Raises `StateError` if the run cannot use it."""
+    import tempfile
+
+    from shoal.launch.computable import demand_computable
+    from shoal.policy.render import Renderer
+    from shoal.policy.tiny import tiny_spec, write_tokenizer
+    from shoal.protocol.hubref import is_hub
+
+    if config.policy.path:
+        place = beside / config.policy.path
+        if is_hub(config.policy.path) or not place.is_dir():
+            return None
+        demand_computable(place, config)
+        return Renderer.from_directory(place)
+    with tempfile.TemporaryDirectory() as scratch:
+        write_tokenizer(Path(scratch), config.policy.tiny.max_positions)
+        (Path(scratch) / "config.json").write_text(json.dumps(tiny_spec(config.policy.tiny).to_hf()))
+        return Renderer.from_directory(Path(scratch))
 
 
 def env_push(args: argparse.Namespace) -> None:
@@ -236,7 +278,9 @@ def env_note(args: argparse.Namespace) -> None:
     note = make_note(reference.name, release, said, load_or_make_key(home / "node.key"), time.time())
     if args.out:
         write_atomically(args.out, to_json(note))
-        print(f"wrote {args.out}: send it to the owner of the registry, for `shoal env add-note {args.out}`")
+        print(
+            f"wrote {args.out}: send it to the owner of the registry, for `shoal env add-note {shlex.quote(str(args.out))}`"
+        )
     else:
         put_note(own_registry(args.registry), reference.name, release, note)
         print(f"noted on {reference.name} {release.version}")

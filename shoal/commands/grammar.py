@@ -6,21 +6,53 @@ heavy, so that help is quick.
 
 import argparse
 import json
+import re
+import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from shoal.errors import EXIT_USER_ERROR
 from shoal.policy.device import AUTO, DEVICES
 from shoal.protocol.constants import VLLM
+from shoal.terminal import command
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but a mistake is one line that ends with what to type for help."""
+    """argparse, but a mistake is one line with the nearest known word, and ends with what to type for help."""
+
+    _words: Sequence[str] = ()
+    """What it was given."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = sys.argv[1:] if args is None else list(args)
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:  # else the parser of all commands would say so, and name its own help
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            import difflib
+
+            listed = [one.dest for one in getattr(action, "_choices_actions", ())]  # of commands, those that help shows
+            known = listed or [str(one) for one in action.choices]
+            near = difflib.get_close_matches(str(value), known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {hint}")
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USER_ERROR, f"error: {message}. See: {self.prog} --help\n")
+        import difflib
+
+        options = [one for action in self._actions for one in action.option_strings]
+        for word in (word.partition("=")[0] for word in self._words if word.startswith("--")):
+            near = difflib.get_close_matches(word, options, n=1)
+            if near and not any(option.startswith(word) for option in options):
+                message += f"; did you mean {near[0]}?"
+                break
+        end = "" if message.endswith("?") else "."
+        self.exit(EXIT_USER_ERROR, f"error: {message}{end} See: {command(*self.prog.split()[1:], '--help')}\n")
 
 
 def add_command(
@@ -68,7 +100,15 @@ def random_policy_argument(p: argparse.ArgumentParser) -> None:
 
 
 def source_argument(p: argparse.ArgumentParser, name: str = "source") -> None:
-    p.add_argument(name, metavar="RUN_DIR_OR_URL", help="a run's folder, or its URL, such as http://host:8470")
+    help_text = "a run's folder, or its URL, such as http://host:8470"
+    p.add_argument(name, metavar="RUN_DIR_OR_URL", type=run_source, help=help_text)
+    proxy_argument(p)
+
+
+def run_source(text: str) -> str:
+    """A run's folder or URL as typed; HOST:PORT that is no folder is taken as its URL."""
+    is_address = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):\d{1,5}/?", text) is not None
+    return f"http://{text}" if is_address and not Path(text).exists() else text
 
 
 def set_argument(p: argparse.ArgumentParser, file: str = "run file", example: str = "workers.count=3") -> None:
@@ -91,8 +131,11 @@ def engine_argument(p: argparse.ArgumentParser) -> None:
 
 
 def env_arguments(p: argparse.ArgumentParser, name: str) -> None:
-    required = {"required": True} if name.startswith("-") else {}
-    p.add_argument(name, metavar="NAME_OR_FILE", help="a built-in environment, a .py file or a package", **required)  # type: ignore[arg-type]
+    """The environment, as an argument or, where a run may name it, as an option; and its arguments."""
+    optional = {"default": ""} if name.startswith("-") else {}
+    of_run = ", or a label of the run's (default: all of the run's)" if optional else ""
+    help_text = f"a built-in environment, a .py file or a package{of_run}"
+    p.add_argument(name, metavar="NAME_OR_FILE", help=help_text, **optional)  # type: ignore[arg-type]
     help_text = "its arguments, such as '{\"digits\": 2}'"
     p.add_argument("--env-args", type=_table, default={}, metavar="JSON", help=help_text)
 
@@ -134,6 +177,16 @@ def reachable_url(text: str) -> str:
 
 def url_argument(p: argparse.ArgumentParser) -> None:
     p.add_argument("url", metavar="URL", help="where the run is hosted, such as http://host:8470: its host tells you")
+    proxy_argument(p)
+
+
+def proxy_argument(p: argparse.ArgumentParser) -> None:
+    """Read by `cli`, before the command runs."""
+    p.add_argument(
+        "--proxy", default="", metavar="URL",
+        help="call a URL through this forward proxy, http://[USER:PASSWORD@]HOST:PORT; env takes what HTTPS_PROXY, "
+        "HTTP_PROXY and NO_PROXY name",
+    )  # fmt: skip
 
 
 def _table(text: str) -> dict[str, Any]:

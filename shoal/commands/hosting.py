@@ -56,20 +56,25 @@ def add_commands(commands: Any) -> None:
         commands, "admin", admin, "pause, resume, drain, kick, admit, quarantine, rate or rotate-publisher",
         "Steer a run that you host. The run's key signs the request, so give the run's folder, or its URL with "
         "--key. pause: grant no new leases. resume: grant leases again. drain: finish, judge and learn from what "
-        "is leased, then end. kick: this node gets no more leases. admit: this validator's key may judge. "
+        "is leased, then end. kick: this node gets no more leases or checks, for good. admit: these validators' keys may "
+        "judge. "
         "quarantine: this worker gets no leases for an hour. rate: steps whose batches are formed from now on multiply "
         "the run file's learning rate by --factor. rotate-publisher: the trainer gets a new key, and its old one signs "
         "nothing more; the root key signs this.",
         ("shoal admin pause runs/wordle", ""),
         ("shoal admin kick runs/wordle worker-1", "by name, or by the start of its key"),
-        ("shoal admin admit runs/wordle 3f2a…", "the key that `shoal validate` printed"),
+        ("shoal admin admit runs/wordle 3f2a… 9b71…", "the keys that `shoal validate` printed"),
         ("shoal admin rate runs/wordle --factor 0.5", "1 restores the run file's rate"),
         ("shoal admin rotate-publisher runs/wordle --root /media/stick/root.key", "the trainer's key has leaked"),
     )  # fmt: skip
     p.add_argument("action", choices=ADMIN_ACTIONS)
     source_argument(p, "run")
     p.add_argument(
-        "node", nargs="?", default="", metavar="NODE", help="for kick, quarantine and admit: its key, or a node's name"
+        "nodes",
+        nargs="*",
+        default=[],
+        metavar="NODE",
+        help="for kick and quarantine: a node's name, its key, or the start of its key. For admit: validators' whole keys",
     )
     p.add_argument("--factor", type=float, metavar="F", help="for rate: from 0.01 to 1")
     p.add_argument("--key", type=Path, metavar="FILE", help="the run's key (default: RUN_DIR/keys/run.key)")
@@ -99,23 +104,25 @@ def host_overrides(args: argparse.Namespace) -> list[str]:
 
 def _launch(args: argparse.Namespace, overrides: list[str], with_workers: bool) -> int:
     from shoal.config import load_run
+    from shoal.launch.lock import demand_listening, locked_run
 
     config = load_run(args.recipe, overrides, args.quick, args.random_policy)
+    out = args.out or Path("runs") / config.name
+    demand_listening(out, config.host)
     demand_torch()  # else each role would fail, and say why only in its log
     demand_environments(config, args.recipe.parent)
     from shoal.envs.declared import is_repeatable
     from shoal.folder import RunFolder
     from shoal.launch.hosting import invitation
     from shoal.launch.local import launch
-    from shoal.launch.lock import locked
     from shoal.launch.rotation import take_root
     from shoal.launch.shaped import random_policy
     from shoal.policy.device import demand_device
 
     for section in (config.train, config.workers, config.validators):
         demand_device(section.device)
-    out = args.out or Path("runs") / config.name
-    with locked(out) as lock_fd:
+    RunFolder(out).demand_own()
+    with locked_run(out) as lock_fd:
         if args.random_policy:
             say(random_policy(config, args.recipe.parent, RunFolder(out), with_workers))
         RunFolder(out).prepare(config, args.recipe.parent, for_others=not with_workers, repeatable=is_repeatable)
@@ -148,17 +155,33 @@ def say_plan(config: "RunConfig", beside: Path) -> None:
 
 def demand_environments(config: "RunConfig", beside: Path) -> None:
     """Raise `ShoalError` for an environment that is not there. Once a run has its folder, another name is another run."""
-    from shoal.config.paths import is_path
+    from shoal.config.paths import env_at
     from shoal.envs.load import env_digest
 
     for env in config.envs:
-        env_digest(str(beside / env.name) if is_path(env.name) else env.name)
+        env_digest(env_at(env, beside).name)
 
 
 def admin(args: argparse.Namespace) -> None:
     from shoal.launch import hosting, rotation
 
+    demand_its_own(args)
     if args.action == "rotate-publisher":
         say(rotation.rotate_publisher(args.run, args.root, args.new_key))
         return
-    say(hosting.administer(args.action, args.run, args.node, args.key, args.factor))
+    node, *also = args.nodes or [""]
+    say(hosting.administer(args.action, args.run, node, args.key, args.factor, tuple(also)))
+
+
+def demand_its_own(args: argparse.Namespace) -> None:
+    """Raise `ConfigError` for an option that belongs to another action. `surplus_of` checks the nodes and the factor of a
+    request."""
+    from shoal.errors import ConfigError
+
+    rotates = args.action == "rotate-publisher"
+    given = {"--root": args.root, "--new-key": args.new_key}
+    if rotates:
+        given = {"a node": args.nodes, "--factor": args.factor is not None, "--key": args.key}
+    if surplus := [name for name, value in given.items() if value]:
+        whose = "it takes --root and --new-key" if rotates else "only rotate-publisher does"
+        raise ConfigError(f"shoal admin {args.action} does not take {', '.join(surplus)}: {whose}")

@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from shoal.commands.grammar import add_command, add_group, device_argument, positive, source_argument
+from shoal.commands.grammar import add_command, add_group, device_argument, positive, run_source, source_argument
 from shoal.commands.process import cores
 from shoal.errors import EXIT_NO
 
@@ -45,7 +45,8 @@ def _add_audit(commands: Any) -> None:
         "verdict. Prints a line wherever the log disagrees, and a summary. A rollout is named VERSION/SLOT/INDEX, a "
         "group VERSION/SLOT: `shoal ledger show RUN --kind group_accepted` and `shoal credits RUN NODE` list them. "
         "Exit code 0: all that the run's folder keeps was recomputed and agrees; 1: something does not agree; 2: nothing "
-        "could be recomputed; 3: what was recomputed agrees, but a part was left out, and the output says why. How long a "
+        "could be recomputed; 3: what was recomputed agrees, but a part was left out, and the output says why; 4: nothing "
+        "of what you chose is kept. --sample draws from what is kept, and says how much is not. How long a "
         "folder keeps rollouts is the host's word: the output says how many were not checked because they are older.",
         ("shoal audit runs/wordle --all", "a finished run's folder; no server is needed"),
         ("shoal audit runs/wordle --rollout 3/17/0", "version 3, slot 17, first rollout"),
@@ -82,11 +83,20 @@ def _add_credits(commands: Any) -> None:
         ("shoal credits verify mine.json --log runs/wordle", ""),
     )  # fmt: skip
     p.add_argument(
-        "source", metavar="RUN_DIR_OR_URL", help="a run's folder or its URL; or `verify`, to check a statement"
+        "source",
+        metavar="RUN_DIR_OR_URL",
+        type=run_source,
+        help="a run's folder or its URL; or `verify`, to check a statement",
     )
     p.add_argument("node", nargs="?", default="", metavar="NODE", help="a node; after `verify`, the statement's file")
     p.add_argument("--statement", type=Path, metavar="FILE", help="write the node's signed balance there")
-    p.add_argument("--log", default="", metavar="RUN_DIR_OR_URL", help="for verify: the log that it must agree with")
+    p.add_argument(
+        "--log",
+        default="",
+        metavar="RUN_DIR_OR_URL",
+        type=run_source,
+        help="for verify: the log that it must agree with",
+    )
     _add_max_memory(p, "a URL's log")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.commands.grammar import add_command, positive, random_policy_argument, set_argument
+from shoal.errors import ConfigError
 
 
 def add_commands(commands: Any) -> None:
@@ -17,6 +18,10 @@ def add_commands(commands: Any) -> None:
         "each, with what to do; exit code 1 if something that a run needs is missing.",
         ("shoal doctor", ""), ("shoal doctor --url http://host:8470", "compare this clock with a host's, too"),
         ("shoal doctor --recipe recipes/wordle.toml", "does this run fit into memory and disk?"),
+    )  # fmt: skip
+    p.add_argument(
+        "other", nargs="?", metavar="MODEL",
+        help="not taken: to examine a model, give --recipe a run file whose policy.path names it",
     )  # fmt: skip
     p.add_argument("--url", default="", help="a run's coordinator")
     p.add_argument(
@@ -34,6 +39,11 @@ def add_commands(commands: Any) -> None:
 def doctor(args: argparse.Namespace) -> int:
     from shoal.launch import doctor as examination
 
+    if args.other is not None:
+        raise ConfigError(
+            f"shoal doctor takes no {args.other!r}. To see whether a run fits: --recipe RUN_FILE, whose policy.path names "
+            "the model"
+        )
     return examination.run(
         args.url, recipe=args.recipe, changes=args.set, memory_gb=args.memory, random_policy=args.random_policy
     )

@@ -80,8 +80,9 @@ def _add_worker(commands: Any) -> None:
 def _add_others(commands: Any) -> None:
     p = add_command(
         commands, "validate", validate, "judge rollouts for a run",
-        "Recomputes what workers claim. The host must admit this machine's key first: the first start prints it. Shows "
-        "what it accepted and refused, by which checks, what share it audited, and where other validators differ.",
+        "Recomputes what workers claim. The host must admit this machine's key first: it prints the key, says what the "
+        "host types, and waits. Shows what it accepted and refused, by which checks, what share it audited, and where "
+        "other validators differ.",
         ("shoal validate http://host:8470", ""),
     )  # fmt: skip
     url_argument(p)
@@ -89,6 +90,9 @@ def _add_others(commands: Any) -> None:
     device_argument(p)
     _add_limits(p)
     _add_sharing(p)
+    p.add_argument(
+        "--name", default="", help="this validator's name in the host's table (default: this machine's name)"
+    )
     p.add_argument("--home", type=Path, metavar="DIR", help="where key and weights are kept (default: ~/.shoal)")
     _add_log(p)
     p = add_command(
@@ -206,6 +210,7 @@ def validate(args: argparse.Namespace) -> None:
             validator.main(
                 args.url, home, args.threads or cores(), max_disk_mb=args.max_disk, max_memory_mb=args.max_memory,
                 packages=packages, share_port=share_port, share_url=args.share_url, device=args.device, doing=doing,
+                name=args.name,
             )  # fmt: skip
 
 

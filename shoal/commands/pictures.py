@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from shoal.commands.grammar import add_command, positive, source_argument
+from shoal.commands.grammar import add_command, positive, run_source, source_argument
 from shoal.errors import ConfigError
 
 FORMS = (".png", ".svg")
@@ -18,13 +18,17 @@ def add_commands(commands: Any) -> None:
         commands, "plot", plot, "draw the curves of one or more runs",
         "Draws metrics and held-out results of runs, one small picture for each metric and one line for each run. Runs "
         "that differ in their seed alone become one line, their mean, with a band from the lowest to the highest. "
-        "The same runs give the same bytes. It needs matplotlib: pip install 'shoal[plot]'.",
+        "The same runs give the same bytes. It needs matplotlib, which `make demo` installs.",
         ("shoal plot runs/wordle", "how a run goes, as plot.png"),
-        ("shoal plot runs/a runs/b --metric reward_mean --metric heldout --out compared.svg", "two runs, two metrics"),
+        ("shoal plot runs/a runs/b --metric reward_all_mean --metric heldout --out compared.svg", "two runs, two metrics"),
         ("shoal plot https://shoal.example.org --x tokens --smooth 10", "somebody else's run, against tokens"),
     )  # fmt: skip
     p.add_argument(
-        "runs", nargs="+", metavar="RUN_DIR_OR_URL", help="folders of runs, or URLs such as http://host:8470"
+        "runs",
+        nargs="+",
+        metavar="RUN_DIR_OR_URL",
+        type=run_source,
+        help="folders of runs, or URLs such as http://host:8470",
     )
     help_text = (
         "what to draw: a name of metrics.jsonl, heldout or heldout_judge; may be repeated (default: the usual curves)"
@@ -45,7 +49,7 @@ def add_commands(commands: Any) -> None:
         "Writes one HTML file without scripts that opens without a network: what the run was, its curves, held-out results "
         "before and after, credits, refusals with their reasons, alarms, versions, time, conversations of the first and "
         "the newest policy, and how to verify the log. What is still private stays out, held-out tasks too, unless "
-        "--private asks for it in the host's folder. It needs matplotlib: pip install 'shoal[plot]'.",
+        "--private asks for it in the host's folder. It needs matplotlib, which `make demo` installs.",
         ("shoal report runs/wordle", "report.html, from the host's folder"),
         ("shoal report https://shoal.example.org --out theirs.html", "what anyone may see"),
     )  # fmt: skip

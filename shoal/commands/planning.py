@@ -31,7 +31,10 @@ def add_commands(commands: Any) -> None:
         ("shoal plan RECIPE --workers 8 --also 20:10:200", "and 20 slower ones: 10 Mb/s, 200 tokens/s"),
     )  # fmt: skip
     p.add_argument("recipe", type=Path, metavar="RECIPE", help="a run file, such as recipes/wordle.toml")
-    p.add_argument("--workers", type=positive, required=True, metavar="N", help="number of workers")
+    p.add_argument(
+        "--workers", type=positive, metavar="N",
+        help="number of workers (default: workers.count of the run file, or 1 where that is 0)",
+    )  # fmt: skip
     p.add_argument(
         "--also", type=_kind, action="append", default=[], metavar="N:MBPS:RATE",
         help="N further workers with this downlink and these tokens per second; may be repeated",
@@ -76,8 +79,12 @@ def plan(args: argparse.Namespace) -> None:
 
     config = load_run(args.recipe, args.set, random_policy=args.random_policy)
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Machines)}
-    machines = Machines(**given | {"also": tuple(args.also)})
-    say(report(forecast(config, rules_of(config), args.recipe.parent, machines), machines))
+    workers = args.workers or max(1, config.workers.count)
+    machines = Machines(**given | {"also": tuple(args.also), "workers": workers})
+    found = forecast(config, rules_of(config), args.recipe.parent, machines)
+    if not args.workers:
+        found = dataclasses.replace(found, assumed=(f"workers: {workers} (--workers)", *found.assumed))
+    say(report(found, machines))
 
 
 def _relays(text: str) -> int:

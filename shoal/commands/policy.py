@@ -8,27 +8,40 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from shoal.commands.grammar import add_command, device_argument, engine_argument, env_arguments, positive, set_argument
+from shoal.commands.grammar import (
+    add_command,
+    device_argument,
+    engine_argument,
+    env_arguments,
+    positive,
+    set_argument,
+    share,
+)
 from shoal.commands.process import cores, log_to_stderr
 
 
 def add_commands(commands: Any) -> None:
     p = add_command(
         commands, "eval", evaluate, "how good a checkpoint is",
-        "Plays sampled episodes on held-out tasks. You get the mean with its 95 % interval, and sample transcripts.",
-        ("shoal eval runs/wordle/checkpoints/final --env wordle", ""),
-        ("shoal eval runs/wordle/checkpoints/final --env ./my_env.py --episodes 64 --samples 3", "your own file"),
-        ("shoal eval CHECKPOINT --env arithmetic --json > figures.json", "for a script"),
+        "Plays sampled episodes on held-out tasks. You get the mean with its 95 % interval, and sample transcripts. "
+        "Of a run, or of a checkpoint in its folder, it plays the run's environments, with the run's arguments and limits.",
+        ("shoal eval runs/wordle", "the newest policy of a run, as the run evaluates it"),
+        ("shoal eval runs/wordle/checkpoints/v000025 --episodes 64", "an earlier one"),
+        ("shoal eval runs/wordle --env ./my_env.py --samples 3", "on your own environment"),
+        ("shoal eval CHECKPOINT --env arithmetic --json > figures.json", "any checkpoint; for a script"),
     )  # fmt: skip
-    p.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a directory in Hugging Face format")
+    help_text = "a run's folder, or a directory in Hugging Face format"
+    p.add_argument("checkpoint", type=Path, metavar="RUN_DIR_OR_CHECKPOINT", help=help_text)
     env_arguments(p, "--env")
-    p.add_argument("--episodes", type=positive, default=512, metavar="N")
-    p.add_argument("--samples", type=int, default=2, metavar="K", help="transcripts to show (default: 2)")
-    p.add_argument("--seed", type=int, default=0, help="the same seed plays the same tasks with the same noise")
-    p.add_argument("--temperature", type=float, default=1.0)
-    p.add_argument("--max-turn-tokens", type=positive, default=64, metavar="N", help="of one turn (default: 64)")
-    help_text = "of an episode (default: 512, or the policy's longest sequence if that is shorter)"
-    p.add_argument("--max-tokens", type=positive, default=0, metavar="N", help=help_text)
+    p.add_argument("--episodes", type=positive, metavar="N", help="of each environment (default: the run's, or 512)")
+    p.add_argument("--samples", type=int, metavar="K", help="transcripts to show (default: the run's, or 2)")
+    help_text = "the same seed plays the same tasks with the same noise (default: the run's, or 0)"
+    p.add_argument("--seed", type=int, help=help_text)
+    p.add_argument("--temperature", type=float, metavar="T", help="(default: the run's, or 1)")
+    help_text = "of one turn (default: the run's, or 64)"
+    p.add_argument("--max-turn-tokens", type=positive, metavar="N", help=help_text)
+    help_text = "of an episode (default: the run's, or 512, or the policy's longest sequence if that is shorter)"
+    p.add_argument("--max-tokens", type=positive, metavar="N", help=help_text)
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
     device_argument(p)
     p.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -39,14 +52,20 @@ def add_commands(commands: Any) -> None:
     p = add_command(
         commands, "sft", sft, "a cold start from scripted games",
         "Trains a policy to imitate an environment's scripted player, so that RL can start from it. You get a checkpoint "
-        "in Hugging Face format; the same recipe, seed and threads give the same bytes.",
+        "in Hugging Face format; the same recipe, seed and threads give the same bytes. Ctrl-C saves what was learned in "
+        "DIR-checkpoints, and the same command continues.",
         ("shoal sft recipes/wordle-skill.toml --out recipes/wordle-skill", "the demo's start, first half: the game"),
         ("shoal sft recipes/wordle-start.toml --out runs/start", "second half, which needs the first: bad habits"),
+        ("shoal sft my-start.toml --out runs/my-start --eval-every 20 --stop-at 0.4", "until it wins 40 % of its games"),
     )  # fmt: skip
     p.add_argument(
         "recipe", type=Path, metavar="RECIPE", help="a recipe of this command, such as recipes/wordle-start.toml"
     )
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write the checkpoint")
+    help_text = "play held-out tasks every N steps and show the wins beside the loss; each policy is kept (eval_every)"
+    p.add_argument("--eval-every", type=positive, metavar="N", help=help_text)
+    help_text = "stop at the first evaluation with at least this share of wins, such as 0.4 (stop_at)"
+    p.add_argument("--stop-at", type=share, metavar="SHARE", help=help_text)
     set_argument(p, "recipe", "steps=100")
 
     p = add_command(
@@ -75,23 +94,27 @@ def add_commands(commands: Any) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    from shoal.api import eval_sampling, open_policy
+    from shoal.config import wait_without_spinning
 
-    longest = open_policy(args.checkpoint).max_positions
-    sampling = eval_sampling(args.temperature, args.max_turn_tokens, args.max_tokens, longest)
+    wait_without_spinning()
     from shoal.roles import evaluate as role
 
-    role.main(
-        args.checkpoint, args.env, args.env_args, args.episodes, args.seed, args.samples, sampling, args.out,
-        args.json, args.threads or cores(), args.note, args.device,
+    plan = role.planned(
+        args.checkpoint, args.env, args.env_args, episodes=args.episodes, seed=args.seed, samples=args.samples,
+        temperature=args.temperature, max_turn_tokens=args.max_turn_tokens, max_tokens=args.max_tokens,
     )  # fmt: skip
+    role.main(plan, args.out, args.json, args.threads or cores(), args.note, args.device)
 
 
 def sft(args: argparse.Namespace) -> None:
+    from shoal.config import wait_without_spinning
+
+    wait_without_spinning()
     from shoal.roles import sft as role
 
     log_to_stderr()
-    role.main(args.recipe, args.out, args.set)
+    flags = {"eval_every": args.eval_every, "stop_at": args.stop_at}
+    role.main(args.recipe, args.out, args.set + [f"{key}={value}" for key, value in flags.items() if value is not None])
 
 
 def calibrate(args: argparse.Namespace) -> None:

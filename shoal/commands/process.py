@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from shoal.errors import NO_TORCH, ShoalError
+from shoal.errors import ShoalError, no_torch
 from shoal.launch.logfiles import formatter, named_log
 
 
@@ -20,7 +20,7 @@ def cores() -> int:
 def demand_torch() -> None:
     """Raises `ShoalError` on a machine without torch, before anything is sent or written."""
     if find_spec("torch") is None:
-        raise ShoalError(NO_TORCH)
+        raise ShoalError(no_torch())
 
 
 def log_to_stderr(role: str = "", form: Literal["text", "json"] = "text", into: Path | None = None) -> None:

@@ -24,6 +24,7 @@ def add_commands(commands: Any) -> None:
             "coordinator",
             "origin",
             "stage",
+            "prompts",
             "trainer",
             "rank",
             "validator",
@@ -65,6 +66,10 @@ def role(args: argparse.Namespace) -> None:
         from shoal.roles.stage import role as stage
 
         stage.main(args.run_dir)
+    elif args.name == "prompts":
+        from shoal.roles import prompts
+
+        prompts.main(args.run_dir)
     elif args.name == "dashboard":
         from shoal.watch.page.hosted import serve_hosted
 

@@ -28,9 +28,9 @@ def add_commands(commands: Any) -> None:
     )
 
 
-def watch(args: argparse.Namespace) -> None:
+def watch(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from shoal.launch import watching
 
-    watching.watch(args.source, Console(), args.once)
+    return watching.watch(args.source, Console(), args.once)

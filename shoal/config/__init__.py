@@ -13,6 +13,7 @@ from shoal.config.environ import (
     settle_vllm,
     settle_vllm_runner,
     stay_on_this_machine,
+    wait_without_spinning,
     without_hub,
 )
 from shoal.config.envs import ENV_SETTINGS, STAGE_KEYS, EnvConfig, JudgeConfig
@@ -20,10 +21,12 @@ from shoal.config.host import HostConfig, is_loopback
 from shoal.config.load import load_run, load_sft
 from shoal.config.logs import LOGGERS, LoggingConfig
 from shoal.config.monitors import MonitorsConfig
+from shoal.config.optimiser import preset_imitation_lr, preset_lr
 from shoal.config.policies import AdapterConfig, PolicyConfig, TinyPolicy
 from shoal.config.sections import (
     ACTIVATION_ERROR,
     BOUNDS,
+    PRESET_LR,
     BoundsConfig,
     EvalConfig,
     RolloutsConfig,
@@ -41,11 +44,12 @@ from shoal.config.sections import (
 )
 
 __all__ = [
-    "ACTIVATION_ERROR", "BOUNDS", "ENV_SETTINGS", "LOGGERS", "SAFE_TO_CHANGE", "STAGE_KEYS", "AdapterConfig",
+    "ACTIVATION_ERROR", "BOUNDS", "ENV_SETTINGS", "LOGGERS", "PRESET_LR", "SAFE_TO_CHANGE", "STAGE_KEYS", "AdapterConfig",
     "BoundsConfig", "CriticConfig", "DifficultyConfig", "EnvConfig", "EvalConfig", "HostConfig", "JudgeConfig",
     "LoggingConfig", "MonitorsConfig", "PolicyConfig", "RolloutsConfig", "RunConfig", "SamplingConfig", "SftConfig",
     "StorageConfig", "TinyPolicy", "TrainConfig", "ValidatorsConfig", "VerifyConfig", "WorkersConfig", "check_run",
-    "child_environment", "difficulty_of", "is_loopback", "load_run", "load_sft", "node_home", "notes_of", "rank_here",
+    "child_environment", "difficulty_of", "is_loopback", "load_run", "load_sft", "node_home", "notes_of",
+    "preset_imitation_lr", "preset_lr", "rank_here",
     "repeatable_cuda", "sampling_of", "settle_loggers", "settle_vllm", "settle_vllm_runner", "stay_on_this_machine",
-    "unsafe_changes", "wire_bounds", "without_hub",
+    "unsafe_changes", "wait_without_spinning", "wire_bounds", "without_hub",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ nothing of what is in the run's folder.
 """
 
 import ipaddress
+import itertools
 import math
 import operator
 import re
@@ -15,10 +16,11 @@ from typing import Any
 from shoal.config.algorithms import algorithm_fits
 from shoal.config.difficulty import difficulty_fits
 from shoal.config.envs import EnvConfig
+from shoal.config.host import HostConfig
 from shoal.config.monitors import monitors_fit
 from shoal.config.optimiser import optimiser_fits
 from shoal.config.policies import AdapterConfig
-from shoal.config.sections import RunConfig, SamplingConfig
+from shoal.config.sections import RunConfig, SamplingConfig, VerifyConfig
 from shoal.config.uses import uses_fit
 from shoal.errors import ConfigError
 from shoal.protocol.algorithms import narrowest_bound
@@ -73,7 +75,10 @@ def check_run(config: RunConfig) -> None:
             f"verify.activation_error = {verify.activation_error}: must be at least 0 and below 1",
         ),
         (bool(config.envs), "envs: at least one [[envs]] section is needed"),
-        *((env.weight > 0, f"envs.weight = {env.weight}: must be above 0") for env in config.envs),
+        *(
+            (0 < env.weight < math.inf, f"envs.weight = {env.weight}: must be above 0, and finite")
+            for env in config.envs
+        ),
         *_limits_fit(config.envs, config.sampling),
         *_labels_fit(config.envs),
         *_plays_fit(config.envs),
@@ -91,7 +96,6 @@ def check_run(config: RunConfig) -> None:
             0 < sampling.temperature < math.inf,
             f"sampling.temperature = {sampling.temperature}: must be above 0, and finite",
         ),
-        (0 <= config.train.lr < math.inf, f"train.lr = {config.train.lr}: must be at least 0, and finite"),
         (
             bool(config.policy.path) or sampling.max_tokens <= positions,
             f"sampling.max_tokens = {sampling.max_tokens}: must be at most policy.tiny.max_positions = {positions}",
@@ -106,29 +110,37 @@ def check_run(config: RunConfig) -> None:
             f"sampling.max_rollout_tokens = {sampling.max_rollout_tokens}: must be 0, or at least sampling.max_tokens = "
             f"{sampling.max_tokens}",
         ),
-        (0.0 <= verify.audit_rate <= 1.0, f"verify.audit_rate = {verify.audit_rate}: must be between 0 and 1"),
-        (
-            0.0 <= verify.quarantine_s < math.inf,
-            f"verify.quarantine_s = {verify.quarantine_s}: must be at least 0, and finite",
-        ),
-        (
-            rollouts.max_staleness > 0 or verify.audit_rate == 1.0,
-            f"verify.audit_rate = {verify.audit_rate}: must be 1 if rollouts.max_staleness is 0, because everything is "
-            "audited then",
-        ),
-        (0 < verify.worker_share <= 1, f"verify.worker_share = {verify.worker_share}: must be above 0 and at most 1"),
-        (
-            rollouts.max_staleness > 0 or verify.worker_share == 1.0,
-            f"verify.worker_share = {verify.worker_share}: must be 1 if rollouts.max_staleness is 0, because a batch then "
-            "takes groups by slot number",
-        ),
+        *_audits_fit(verify, rollouts.max_staleness),
         *_learning_fits(config),
+        *_ports_differ(config.host),
         *_addresses_are_read(config.host.trusted_proxies),
         *_messages_fit(config),
     ]
     for holds, message in (*demands, *monitors_fit(config.monitors)):
         if not holds:
             raise ConfigError(message)
+
+
+def _audits_fit(verify: VerifyConfig, max_staleness: int) -> tuple[tuple[bool, str], ...]:
+    """Shares and rates are possible, and fit how old a group may be."""
+    return (
+        (0.0 <= verify.audit_rate <= 1.0, f"verify.audit_rate = {verify.audit_rate}: must be between 0 and 1"),
+        (
+            0.0 <= verify.quarantine_s < math.inf,
+            f"verify.quarantine_s = {verify.quarantine_s}: must be at least 0, and finite",
+        ),
+        (
+            max_staleness > 0 or verify.audit_rate == 1.0,
+            f"verify.audit_rate = {verify.audit_rate}: must be 1 if rollouts.max_staleness is 0, because everything is "
+            "audited then",
+        ),
+        (0 < verify.worker_share <= 1, f"verify.worker_share = {verify.worker_share}: must be above 0 and at most 1"),
+        (
+            max_staleness > 0 or verify.worker_share == 1.0,
+            f"verify.worker_share = {verify.worker_share}: must be 1 if rollouts.max_staleness is 0, because a batch then "
+            "takes groups by slot number",
+        ),
+    )
 
 
 def _names_fit(name: str, project: str) -> Iterator[tuple[bool, str]]:
@@ -290,6 +302,17 @@ def _adapter_fits(config: RunConfig) -> Iterator[tuple[bool, str]]:
         not adapter.rank or config.sampled_dtype != "int8",
         'sampling.dtype = "int8" rounds whole matrices, and policy.adapter adds to them in float32: leave one of them out',
     )
+
+
+def _ports_differ(host: HostConfig) -> Iterator[tuple[bool, str]]:
+    """Each process of the host that serves has a port of its own."""
+    named = [(f"host.{key}", getattr(host, key)) for key in ("port", "origin_port", "dashboard_port")]
+    for (one, port), (other, same) in itertools.combinations(named, 2):
+        yield (
+            not port or port != same,
+            f"{one} = {port} and {other} = {port}: two processes cannot listen on one port. Change one; "
+            "0 takes a free one",
+        )
 
 
 def _addresses_are_read(names: Iterable[str]) -> Iterator[tuple[bool, str]]:

@@ -5,7 +5,9 @@ asked. It knows nothing of run files.
 """
 
 import contextlib
+import ipaddress
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,9 @@ CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 HUB_OFFLINE = "HF_HUB_OFFLINE"
 """With it, huggingface_hub downloads nothing."""
+
+SAME_EVERYWHERE = {"PYTHONHASHSEED": "0", "TZ": "UTC", "LC_ALL": "C.UTF-8"}
+"""For a process that plays an environment: another one that plays the same episode must say the same words."""
 
 
 def node_home() -> Path:
@@ -32,6 +37,12 @@ def child_environment(threads: int) -> dict[str, str]:
     pinned = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     waiting = {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_ARENA_MAX": "1", "PYTHONUNBUFFERED": "1"}
     return os.environ | pinned | waiting | dict([CUBLAS_WORKSPACE])
+
+
+def wait_without_spinning() -> None:
+    """In a process that no launcher started, before torch is imported: as `child_environment`. On a busy machine, threads
+    that spin take most of the time from each other."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def repeatable_cuda() -> None:
@@ -81,6 +92,38 @@ def without_hub() -> Iterator[None]:
     finally:
         del os.environ[HUB_OFFLINE]
         os.environ |= {} if before is None else {HUB_OFFLINE: before}
+
+
+def names_proxy() -> bool:
+    """Whether the environment names a forward proxy for any server."""
+    names = ("https_proxy", "http_proxy", "all_proxy")
+    return any(os.environ.get(name, "") or os.environ.get(name.upper(), "") for name in names)
+
+
+def proxy_named(scheme: str, host: str) -> str:
+    """The forward proxy that the environment names for a server (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY), or "" if it names
+    none, or the server in NO_PROXY."""
+
+    def value(name: str) -> str:
+        return os.environ.get(name, "") or os.environ.get(name.upper(), "")
+
+    if any(_is_excepted(host, entry.strip()) for entry in value("no_proxy").lower().split(",")):
+        return ""
+    return value(f"{scheme}_proxy") or value("all_proxy")
+
+
+def _is_excepted(host: str, entry: str) -> bool:
+    """Whether an entry of NO_PROXY names a server: a name that its name ends with, an address, or a network such as
+    10.0.0.0/8. A port is not looked at."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")) in ipaddress.ip_network(_without_port(entry), strict=False)
+    name = _without_port(entry).lstrip("*").lstrip(".")
+    return entry == "*" or bool(name and (host == name or host.endswith(f".{name}")))
+
+
+def _without_port(entry: str) -> str:
+    found = re.fullmatch(r"\[(.+)\](?::\d+)?|([^:]*):\d+", entry)
+    return (found[1] or found[2]) if found else entry
 
 
 def settle_loggers(folder: Path) -> None:

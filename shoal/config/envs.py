@@ -13,7 +13,7 @@ from shoal.tree import Section
 
 ENV_SETTINGS = (
     "system", "examples", "template", "parser", "weights", "max_turn_tokens", "max_tokens", "history", "shaping",
-    "tasks",
+    "tasks", "on_fault",
 )  # fmt: skip
 """Keys of an environment that the log names only if they are set."""
 
@@ -41,7 +41,8 @@ class EnvConfig(Section, frozen=True):
     weight: float = 1.0
     """Share of slots, relative to the other environments."""
     args: dict[str, Any] = {}
-    """Arguments of the environment."""
+    """Arguments of the environment, which alone knows what they mean. They are in the log as they are written, and each
+    machine has its data where it likes: a path among them counts from the folder in which shoal is started there."""
     label: str = ""
     """What the run calls it; empty takes the name, or the name of the file without `.py`. Labels must differ."""
     system: str = ""
@@ -72,13 +73,17 @@ class EnvConfig(Section, frozen=True):
     """Whether the same actions always get the same answers. If not, the host must play it, and a run does not promise the
     same weights again. A class, or the environment.toml of a package, may say so, too."""
     call_s: float = 10.0
-    """Seconds that the host's stage gives the environment for one turn, judges included. A rollout that takes longer ends
-    by error. Where workers play a package, each call of it has 10 s."""
+    """Seconds that the host's stage gives the environment for one turn, judges included. It is tried four times; then the
+    rollout ends by error. Where workers play a file or a package, each call has 10 s."""
     solved: float = 1.0
     """A rollout with at least this reward counts as solved: for solve rates, and for draws that follow them."""
     tasks: str = ""
     """Draw only from the tasks that this file lists; a path relative to the run file. Filter stages of `shoal stages` write
     such files. The log holds the list, and the resolved run file its SHA-256. Empty: all tasks. Held-out tasks stay."""
+    on_fault: Literal["", "lowest"] = ""
+    """What becomes of a rollout on which the environment fails. Empty: it counts in nothing that is learned, and the run
+    pauses if many fail. lowest: it has the lowest reward; choose it where an action of the policy can make the environment
+    fail, so that failing never pays."""
     eval_episodes: int = -1
     """Sampled episodes on its held-out tasks, in the place of eval.episodes; 0 leaves it out of evaluations, and -1 is
     eval.episodes."""

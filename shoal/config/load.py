@@ -4,6 +4,7 @@ Called by the CLI. It names no key except `[quick]`, `[random]` and the built-in
 `algorithms` fills in those of a named algorithm.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from shoal.config.algorithms import filled
 from shoal.config.check import check_run
 from shoal.config.optimiser import optimiser_fits
 from shoal.config.sections import BOUNDS, RunConfig, SftConfig
+from shoal.config.trl import TRL_KEYS, TRL_SFT_KEYS
 from shoal.errors import ConfigError
 from shoal.tree import Section, from_tree, merge, read_toml, set_key, to_tree
 
@@ -55,10 +57,19 @@ def load_sft(path: Path, overrides: list[str] | None = None) -> SftConfig:
     config = _convert(tree, overrides or [], SftConfig, path)
     if config.env.tasks:
         raise ConfigError(f"{path}: env.tasks has no effect on scripted games: leave it out")
-    for holds, message in optimiser_fits(config):
+    for holds, message in (*optimiser_fits(config), *_evaluations_fit(config)):
         if not holds:
             raise ConfigError(f"{path}: {message}")
     return config
+
+
+def _evaluations_fit(config: SftConfig) -> Iterator[tuple[bool, str]]:
+    """What must hold, each with what to say if it does not."""
+    for key in ("episodes", "steps", "batch"):
+        yield getattr(config, key) >= 1, f"{key} = {getattr(config, key)}: must be at least 1"
+    yield config.eval_every >= 0, f"eval_every = {config.eval_every}: must be at least 0; 0 never evaluates"
+    yield config.eval_episodes >= 1, f"eval_episodes = {config.eval_episodes}: must be at least 1"
+    yield 0 <= config.stop_at <= 1, f"stop_at = {config.stop_at}: must be a share from 0 to 1, such as 0.4"
 
 
 _KINDS = {
@@ -74,10 +85,13 @@ def _demand_kind(tree: dict[str, Any], kind: type[Section], path: Path) -> None:
     keys = tree.keys() - VARIANTS.keys()
     if keys <= set(other.__struct_fields__) and not keys <= set(kind.__struct_fields__):
         (right, _), (found, command) = _KINDS[kind], _KINDS[other]
-        raise ConfigError(f"{path} is {found}, not {right}. The command for it: {command.format(path)}")
+        raise ConfigError(f"{path} is {found}, not {right}. The command for it: `{command.format(path)}`")
 
 
 def _convert(tree: dict[str, Any], overrides: list[str], kind: type[T], path: Path) -> T:
     for override in overrides:
         set_key(tree, override)
-    return from_tree(filled(tree), kind, " ".join([str(path), *(f"--set {override}" for override in overrides)]))
+    source = " ".join([str(path), *(f"--set {override}" for override in overrides)])
+    if kind is not RunConfig:
+        return from_tree(tree, kind, source, TRL_SFT_KEYS)
+    return from_tree(filled(merge({"train": {"algorithm": {}}}, tree)), kind, source, TRL_KEYS)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from shoal.protocol.constants import MIN_LR_FACTOR
+from shoal.terminal import docs_page
 from shoal.tree import Section
 
 Action = Literal["pause", "lower_rate", "quarantine"]
@@ -203,7 +204,8 @@ def monitors_fit(asked: MonitorsConfig) -> Iterator[tuple[bool, str]]:
             f'monitors.actions.{cause} = "quarantine": only poisoning is evidence against a worker. Use "pause" there',
         )
     for name, value in asked.limits.items():
-        yield name in LIMITS, f"monitors.limits.{name!r}: there is no such limit: docs/reference/alarms.md lists them"
+        page = docs_page("docs/reference/alarms.md")
+        yield name in LIMITS, f"monitors.limits.{name!r}: there is no such limit: {page} lists them"
         yield (
             math.isfinite(value) and value >= 0,
             f"monitors.limits.{name!r} = {value}: must be at least 0, and finite",

@@ -26,6 +26,10 @@ Device = Literal["cpu", "cuda", "mps", "auto"]
 """As `policy.device` takes it."""
 
 
+PRESET_LR = -1.0
+"""As `train.lr`: the preset of the policy's size, see `preset_lr`."""
+
+
 class SamplingConfig(Section, frozen=True):
     """How tokens are drawn."""
 
@@ -67,8 +71,8 @@ class RolloutsConfig(Section, frozen=True):
     """Most policy tokens paid for each rollout, on average over its group; -1 is half of sampling.max_tokens, or of
     sampling.max_rollout_tokens if it is set; 0 pays all."""
     max_flat_groups: int = 500
-    """After this many groups in a row without signal, the run pauses and waits for its host; 0 never pauses. If one
-    group in a hundred has signal, 500 in a row without it have a chance of 1 in 150."""
+    """After this many groups in a row without signal, the run pauses and waits for its host; 0 never pauses. Tasks that
+    cannot begin count, too. If one group in a hundred has signal, 500 in a row without it have a chance of 1 in 150."""
 
 
 class TrainConfig(Section, frozen=True):
@@ -76,8 +80,9 @@ class TrainConfig(Section, frozen=True):
 
     algorithm: Algorithm = Grpo()
     """Which groups teach anything, what each rollout is worth, and the loss. Its arguments are in a table of their own."""
-    lr: float = 1e-4
-    """Learning rate at its highest."""
+    lr: float = PRESET_LR
+    """Learning rate at its highest. -1: 500 divided by the number of parameters that learn, but at least 1e-6 and at most
+    1e-3. The launcher says it, and stores it with the run."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After warm-up; linear and cosine fall to a tenth."""
     warmup_steps: int = 5
@@ -211,7 +216,8 @@ class ValidatorsConfig(Section, frozen=True):
 
     count: int = 1
     """0 (you admit others), 1, or 3 and more. With one, its verdict decides and nobody is slashed. With more, a refusal and
-    a slash each need two that agree. So of exactly two, one that lies makes forging free."""
+    a slash each need two that agree. So of exactly two, one that lies makes forging free. Fewer on resume: at least two
+    must be left, others that you admitted included, or remove yours first (`shoal admin kick`)."""
     threads: int = 1
     """CPU threads of each."""
     device: Device = "cpu"
@@ -259,7 +265,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
     name: str
     """Names the run and its folder, runs/NAME."""
     steps: int
-    """Training steps."""
+    """Training steps. On resume they must be above the version that the run has reached; a run that has ended takes no
+    more."""
     seed: int = -1
     """Fixes the first weights; -1 takes random ones. In a run of this machine alone it also fixes the secret, and with it
     every random choice. A run that others can join always has a random secret."""
@@ -314,18 +321,32 @@ class SftConfig(Section, frozen=True, kw_only=True):
     """Training steps."""
     batch: int = 128
     """Episodes a step."""
-    lr: float = 1e-3
-    """Learning rate at its highest; it falls to a tenth along a cosine."""
+    lr: float = PRESET_LR
+    """Learning rate at its highest; it falls to a tenth along a cosine. -1: 5000 divided by the number of parameters that
+    learn, but at least 1e-5 and at most 3e-3."""
     warmup_steps: int = 20
     """Steps in which the learning rate climbs from 0."""
     max_grad_norm: float = 1.0
     """A longer gradient is scaled down to this norm."""
     max_tokens: int = 512
     """Longer episodes are left out, tokens."""
+    eval_every: int = 0
+    """Steps between evaluations on held-out tasks, each of a checkpoint that is kept beside the result; 0 is never, or with
+    `stop_at` a twentieth of the steps. They change no weights."""
+    eval_episodes: int = 256
+    """Sampled episodes of one evaluation."""
+    stop_at: float = 0.0
+    """Stop at the first evaluation with at least this share of wins, or of the range of rewards if the environment does not
+    say what wins; 0 takes all steps. 0.3 to 0.5 leaves RL something to find."""
     publish_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of the files that are written."""
     threads: int = 2
     """CPU threads."""
+
+    @property
+    def evaluates_every(self) -> int:
+        """Steps between evaluations; 0: there are none."""
+        return self.eval_every or (max(1, self.steps // 20) if self.stop_at else 0)
 
 
 def sampling_of(config: RunConfig) -> Sampling:

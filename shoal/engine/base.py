@@ -6,7 +6,7 @@ It does not deal with environments or text.
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,7 +79,6 @@ class Engine(Protocol):
         """Log-probs and replay gaps of the policy's tokens, with one prefill of each conversation."""
 
 
-@runtime_checkable
 class InPlace(Protocol):
     """An engine that can also go from one version to another without loading it anew."""
 
@@ -91,3 +90,8 @@ class InPlace(Protocol):
         raise `StateError` until a version is loaded. Returns whether the engine now has `version`; if not, nothing changed.
         Raises `StateError` if the files are not right, or not of the engine's policy. No block may be open.
         """
+
+
+def is_in_place(engine: Engine) -> TypeGuard[InPlace]:
+    """Whether an engine, or the one that a wrapper passes on to, is `InPlace`."""
+    return hasattr(engine, "change")

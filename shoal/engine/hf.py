@@ -5,7 +5,9 @@ the same code (`writing`, `scoring`); only hidden states come from `transformers
 turn reads its conversations again, because not every architecture can leave holes in its memory.
 
 When a policy is loaded, the engine compares three ways to read the same tokens: without a cache, with one, and in a row
-that begins with padding. If padding changes anything, conversations of different lengths are read apart.
+that begins with padding. If padding changes anything, conversations of different lengths are read apart. If the rotation
+depends on the length (`longrope`), what is written across its change is replayed, too. If layers see a window, the same is
+compared once more with a window that these tokens pass; for later weights of the same config, with fewer tokens.
 
 Axes: B rows (conversations), T tokens of a row, C new tokens of a row, U different conversations, D width.
 """
@@ -16,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +29,7 @@ from shoal.engine.room import demand_room
 from shoal.engine.scoring import score
 from shoal.engine.writing import turn_length, write
 from shoal.errors import StateError
-from shoal.policy.anymodel import TOLERANCE, AnyModel, load_any, refused_by_name
+from shoal.policy.anymodel import CHOSEN, TOLERANCE, AnyModel, load_any, refused_by_name
 from shoal.policy.parking import Parked
 from shoal.protocol.bounds import TRANSFORMERS
 from shoal.protocol.noise import PHILOX
@@ -35,19 +38,26 @@ from shoal.protocol.types import EngineFacts
 _PADS = 3
 """Tokens of padding in the row that shows whether padding changes anything."""
 
+_WINDOW, _PASSED = 4, 12
+"""Tokens of the windows with which a model is examined, and of the text that passes them."""
+
+_EXAMINED = dict[str, bool]()
+"""The models with windows that were examined at length in this process, by their configs: whether they read padding."""
+
 
 class AnyCache:
     """What `transformers` remembers of B rows, of which all have the same number of columns, perhaps after padding."""
 
-    def __init__(self, past: Any, mask_BT: Tensor | None) -> None:
-        """`mask_BT` is 0 at padding; None if there is none."""
-        self.past, self.mask_BT = past, mask_BT
+    def __init__(self, past: Any, mask_BT: Tensor | None, last: int) -> None:
+        """`mask_BT` is 0 at padding; None if there is none. `last` is the last position that these rows may come to. Rows
+        that have ended stay there while others go on, since the highest position may decide the rotation of all."""
+        self.past, self.mask_BT, self.last = past, mask_BT, last
 
     def rebuilt(self, rows: Sequence[int], room: int) -> "AnyCache":
         """The chosen rows, in that order."""
         chosen = torch.tensor(rows, device=None if self.mask_BT is None else self.mask_BT.device)
         self.past.reorder_cache(chosen)
-        return AnyCache(self.past, None if self.mask_BT is None else self.mask_BT[chosen])
+        return AnyCache(self.past, None if self.mask_BT is None else self.mask_BT[chosen], self.last)
 
 
 class AnyDecoder:
@@ -85,7 +95,8 @@ class AnyDecoder:
         columns_T = torch.arange(longest, device=self.device)
         positions_UT = (columns_T - pads_U[:, None]).clamp_min(0)
         mask_UT = (columns_T >= pads_U[:, None]).long() if pads_U.any() else None
-        cache = AnyCache(None, mask_UT)
+        short = self.model.short_rotation
+        cache = AnyCache(None, mask_UT, (short if longest <= short else self.spec.max_positions) - 1)
         hidden_UTD = self._through(torch.tensor(rows, device=self.device), positions_UT, cache)
         place = {one: index for index, one in enumerate(different)}
         at_B = [place[tuple(conversation)] for conversation in conversations]
@@ -95,7 +106,8 @@ class AnyDecoder:
         """Hidden states, [B * C, D], of the next tokens of every row, at the positions `rope`."""
         if cache.mask_BT is not None:
             cache.mask_BT = torch.cat([cache.mask_BT, torch.ones_like(tokens_BC)], 1)
-        return self._through(tokens_BC, rope.view(tokens_BC.shape), cache).flatten(0, 1)
+        positions_BC = rope.view(tokens_BC.shape).clamp_max(cache.last)  # guard: ended-rows-rotate-nobody
+        return self._through(tokens_BC, positions_BC, cache).flatten(0, 1)
 
     def _through(self, tokens_BC: Tensor, positions_BC: Tensor, cache: AnyCache) -> Tensor:
         placed = {"position_ids": positions_BC} if self._takes_positions else {}
@@ -104,31 +116,84 @@ class AnyDecoder:
         )
         cache.past = getattr(result, "past_key_values", None)
         if cache.past is None or not hasattr(cache.past, "reorder_cache"):
-            raise StateError(f"{self.spec.architecture} has no cache in transformers, so it cannot write")
+            raise StateError(
+                f"{self.model.where}: {self.spec.architecture} has no cache of keys and values in transformers, so it "
+                "cannot write turns. Choose another model"
+            )
         return result.logits if self._reader is self.model.whole else result.last_hidden_state
 
     def _examine(self) -> None:
-        """Refuse a model whose cache changes what it computes; and see whether padding does."""
-        tokens = [1 + i * max(1, self.spec.vocab_size // 10) % (self.spec.vocab_size - 1) for i in range(8)]
-        expected_TD = self.hidden_states(torch.tensor([tokens], device=self.device))[0]
-        if not self._agrees([tokens[:6], tokens[:6]], tokens[6], expected_TD[5:7]):  # guard: cache-is-proven
-            raise StateError(f"{self.spec.architecture}: with a cache, transformers computes other values than without")
+        """Refuse a model whose cache changes what it computes; and see whether padding does.
+
+        Windows are examined at length for the first weights of a config: later weights of it show with fewer tokens what
+        those of the first may have hidden.
+        """
+        windowed, passed = bool(self.model.window_keys()), min(_PASSED, self.spec.max_positions)
+        again = windowed and (key := self._computation()) in _EXAMINED
         try:
-            longer = [7 % self.spec.vocab_size] * _PADS + tokens[:6]
-            self.reads_padding = self._agrees(
-                [tokens[:6], longer], tokens[6], expected_TD[5:7]
-            )  # guard: padding-is-proven
+            with self.model.windows_of(lambda _: _PASSED):
+                same = again or self._agrees(6, 8)
+            past = again or not windowed or self._agrees(6, 8)
+            with self.model.windows_of(lambda own: min(own, _WINDOW)):
+                past &= not windowed or self._agrees(_WINDOW + 3, min(9, passed) if again else passed)
+                past &= not windowed or self._agrees(3, min(6, passed) if again else passed)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+            if not windowed or "can't allocate memory" in str(error):
+                raise
+            text = " ".join(str(error).split())[:200]
+            raise self._refused(f"with which transformers cannot write ({type(error).__name__}: {text})") from None
+        if not same:  # guard: cache-is-proven
+            raise StateError(
+                f"{self.model.where}: with a cache, transformers computes other values of this {self.spec.architecture} "
+                "than without, so no replay would agree. Choose another model"
+            )
+        if not past:  # guard: windows-are-proven
+            raise self._refused(
+                "by which its cache forgets tokens that its forward pass reads, so no replay would agree"
+            )
+        try:
+            self.reads_padding = _EXAMINED[key] if again else self._agrees(6, 8, _PADS)  # guard: padding-is-proven
+            with self.model.windows_of(lambda own: min(own, _WINDOW)):
+                self.reads_padding &= not windowed or self._agrees(3, 6 if again else passed, _PADS)
         except (ValueError, TypeError, RuntimeError):
             self.reads_padding = False
+        if windowed:
+            _EXAMINED[key] = self.reads_padding
 
-    def _agrees(self, conversations: list[list[int]], then: int, expected_2D: Tensor) -> bool:
-        """Whether the first conversation's last token, and `then` after it, have the expected hidden states."""
-        hidden_BD, cache = self.read(conversations)
-        lengths_B = torch.tensor([len(one) for one in conversations], device=self.device)
-        next_BD = self.extend(torch.full((len(conversations), 1), then, device=self.device), lengths_B, cache)
-        found_2D = torch.stack([hidden_BD[0], next_BD[0]])
-        most = TOLERANCE[torch.promote_types(found_2D.dtype, torch.bfloat16)] * float(expected_2D.abs().max())
-        return bool((found_2D - expected_2D).abs().max() <= most)
+    def _computation(self) -> str:
+        """What tells how this model computes, whatever its weights are. In one process, the libraries are the same."""
+        whole = self.model.whole
+        config = whole.config.to_json_string(use_diff=False)
+        return f"{config} {whole.config._attn_implementation} {whole.dtype} {self.device}"
+
+    def _refused(self, fault: str) -> StateError:
+        keys, text = self.model.window_keys(), self.model.whole.config.get_text_config()
+        said = " and ".join(key if key == "layer_types" else f"{key} = {getattr(text, key)}" for key in keys)
+        remedy = f"Set {' and '.join(keys)} to null"
+        if CHOSEN in keys:
+            remedy = f"Set max_position_embeddings to {getattr(text, CHOSEN)}, so that no text is longer"
+        return StateError(
+            f"transformers cannot run this {self.spec.architecture} as its config.json says: it has {said}, {fault}. "
+            f"{remedy}, or choose another model"
+        )
+
+    def _agrees(self, read: int, tokens: int, pads: int = 0) -> bool:
+        """Whether a text of so many tokens has the same hidden states at once, and if its end is written token by token
+        from a cache of its first ones, beside a conversation that has more of them."""
+        spread = max(1, self.spec.vocab_size // 10)
+        text = [1 + i * spread % (self.spec.vocab_size - 1) for i in range(tokens)]
+        expected_TD = self.hidden_states(torch.tensor([text], device=self.device))[0, read - 1 :]
+        opening = text[:read]
+        hidden_BD, cache = self.read([opening, [7 % self.spec.vocab_size] * pads + opening])
+        found = [hidden_BD[0]]
+        for at in range(read, tokens):
+            positions_B = torch.tensor([at, at + pads], device=self.device)
+            found.append(self.extend(torch.full((2, 1), text[at], device=self.device), positions_B, cache)[0])
+        found_TD = torch.stack(found)
+        most = TOLERANCE[torch.promote_types(found_TD.dtype, torch.bfloat16)] * float(expected_TD.abs().max())
+        return bool((found_TD - expected_TD).abs().max() <= most)
 
 
 class TransformersEngine:
@@ -161,6 +226,7 @@ class TransformersEngine:
             model = load_any(directory, self._dtype)
             with refused_by_name(directory, model.spec):
                 self._loaded = AnyDecoder(model, self.facts.device)
+                _examine_rotation(self._loaded, self._family)
             self.version = version
 
     def park(self) -> None:
@@ -182,12 +248,8 @@ class TransformersEngine:
         decoder = self._decoder()
         for request in requests:
             demand_room(decoder.spec, request.token_ids, request.max_new)
-        turns: dict[int, Continuation] = {}
         with self._at_work:
-            for part in _parts(requests, decoder.reads_padding):
-                members = [requests[row] for row in part]
-                turns |= zip(part, _extend(decoder, members, temperature, self._family), strict=True)
-        return [turns[row] for row in range(len(requests))]
+            return _turns(decoder, requests, temperature, self._family)
 
     @torch.inference_mode()
     def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[Score]:
@@ -204,6 +266,61 @@ class TransformersEngine:
         return self._loaded
 
 
+def _turns(decoder: AnyDecoder, requests: Sequence[Request], temperature: float, family: Family) -> list[Continuation]:
+    """One turn of each conversation. One that passes the length at which the rotation changes is read again there."""
+    turns = [Continuation([], []) for _ in requests]
+    left = list(range(len(requests)))
+    while left:
+        now = [_up_to_another_rotation(requests[row], turns[row], decoder.model.short_rotation) for row in left]
+        for part in _parts(now, decoder):
+            for place, found in zip(part, _extend(decoder, [now[i] for i in part], temperature, family), strict=True):
+                before = turns[left[place]]
+                turns[left[place]] = Continuation(before.token_ids + found.token_ids, before.logprobs + found.logprobs)
+        left = [row for row in left if _is_open(requests[row], turns[row])]
+    return turns
+
+
+def _up_to_another_rotation(request: Request, turn: Continuation, short: int) -> Request:
+    """What is written next of a turn: all that is left of it, or as much as has the rotation of the text so far."""
+    if not short:
+        return request
+    tokens, most = [*request.token_ids, *turn.token_ids], request.max_new - len(turn.token_ids)
+    if 0 < len(tokens) <= short:
+        most = min(most, short + 1 - len(tokens))  # the last of them is predicted by a text of `short` tokens
+    return request._replace(token_ids=tokens, max_new=most)
+
+
+def _is_open(request: Request, turn: Continuation) -> bool:
+    """Whether a turn goes on."""
+    return len(turn.token_ids) < request.max_new and turn.token_ids[-1] not in request.stop_ids
+
+
+def _examine_rotation(decoder: AnyDecoder, family: Family) -> None:
+    """Refuse a model whose turns cannot be replayed across the length at which its rotation changes: a short conversation
+    beside a long one, of a few tokens, as if it changed there."""
+    model, limit = decoder.model, decoder.spec.max_positions
+    if not model.short_rotation or limit < 12:
+        return
+    step = max(1, decoder.spec.vocab_size // 10)
+    opening = [1 + i * step % (decoder.spec.vocab_size - 1) for i in range(7)]
+    asked = [Request(str(n), opening[:n], bytes([n] * 32), 5, frozenset()) for n in (3, 7)]
+    with torch.inference_mode(), model.rotating_short_to(5):
+        turns = _turns(decoder, asked, 1.0, family)
+        written = [
+            ScoreRequest([*one.token_ids, *turn.token_ids], range(len(one.token_ids), len(one.token_ids) + 5), one.seed)
+            for one, turn in zip(asked, turns, strict=True)
+        ]
+        scores = score(decoder, written, [[0, 1]], 1.0, False, family)
+    for turn, found in zip(turns, scores, strict=True):
+        gap = float(np.abs(found.logprobs_P - np.array(turn.logprobs, dtype=np.float32)).max())
+        largest = 1.0 if found.largest_P is None else max(1.0, float(found.largest_P.max()))
+        if gap > TOLERANCE[model.whole.dtype] * largest:  # guard: rotation-is-proven
+            raise StateError(
+                f"{decoder.spec.architecture}: where its rotation changes, a replay differs by {gap:.2g} nats from the "
+                "sampled tokens. Choose another model"
+            )
+
+
 def _extend(decoder: AnyDecoder, requests: Sequence[Request], temperature: float, family: Family) -> list[Continuation]:
     hidden_BD, cache = decoder.read([request.token_ids for request in requests])
     tokens_BT, logprobs_BT = write(decoder, cache, requests, hidden_BD, temperature, family)
@@ -214,11 +331,11 @@ def _extend(decoder: AnyDecoder, requests: Sequence[Request], temperature: float
     ]
 
 
-def _parts(requests: Sequence[Request], reads_padding: bool) -> list[list[int]]:
-    """Rows that are read together: all, or those of the same length where padding would change them."""
-    if reads_padding:
-        return [list(range(len(requests)))] if requests else []
+def _parts(requests: Sequence[Request], decoder: AnyDecoder) -> list[list[int]]:
+    """Rows that are read together: all with the same rotation, or those of the same length where padding would change
+    them."""
     parts: dict[int, list[int]] = {}
     for row, request in enumerate(requests):
-        parts.setdefault(len(request.token_ids), []).append(row)
+        length, short = len(request.token_ids), decoder.model.short_rotation
+        parts.setdefault(int(length > short > 0) if decoder.reads_padding else length, []).append(row)
     return list(parts.values())

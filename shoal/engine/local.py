@@ -26,7 +26,9 @@ from shoal.engine.writing import turn_length, write
 from shoal.errors import StateError
 from shoal.policy.adapters import pairs_of, read_adapter
 from shoal.policy.adapterspec import has_adapter
+from shoal.policy.anymodel import probe_tokens
 from shoal.policy.files import load_int8, load_policy
+from shoal.policy.filling import demand_finite_logits
 from shoal.policy.parking import Parked
 from shoal.policy.spec import PolicySpec
 from shoal.policy.stored import key_of_base
@@ -67,7 +69,8 @@ class LocalEngine:
         self._parked = Parked()
 
     def load(self, directory: Path, version: int) -> None:
-        """Load the policy of a checkpoint directory and forget all conversations. Raises `StateError`."""
+        """Load the policy of a checkpoint directory and forget all conversations. Raises `StateError`, also if a short text
+        has logits that are not finite."""
         with self._at_work:  # guard: one-load-or-change-at-a-time
             self.version = -1
             self._batches.clear()
@@ -79,7 +82,12 @@ class LocalEngine:
                 return
             self._loaded = None  # first, so that two versions are never in memory
             model = load_int8(directory) if self.facts.dtype == "int8" else load_policy(directory, self._dtype)
-            self._loaded, self._base = Decoder(model, self.facts.device), base
+            decoder = Decoder(model, self.facts.device)
+            tokens_BT = probe_tokens(decoder.spec.vocab_size)[None].to(self.facts.device)
+            with torch.inference_mode():
+                logits_TV = decoder.logits(decoder.hidden_states(tokens_BT)[0])
+            demand_finite_logits(logits_TV, directory, self.facts.dtype)
+            self._loaded, self._base = decoder, base
             self.version = version
 
     def _computes_as(self, directory: Path, base: str, spec: PolicySpec) -> bool:

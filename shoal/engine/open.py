@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from shoal.engine.base import Engine
-from shoal.errors import StateError
+from shoal.errors import StateError, how_to_install
 from shoal.policy.device import CPU, demand_device, take_device
 from shoal.policy.kinds import AUTO, needs_transformers
 from shoal.protocol import bounds, constants
@@ -52,7 +52,7 @@ def open_engine(spec: EngineSpec) -> Engine:
             except ImportError as error:
                 raise StateError(
                     f"this run's policy needs transformers, which is not installed ({error.name}): "
-                    "pip install -c constraints.txt '.[torch,hf]'"
+                    + how_to_install("torch", "hf")
                 ) from None
         case constants.VLLM:
             if spec.dtype == "int8":

@@ -14,9 +14,11 @@ from typing import Any
 from shoal.errors import StateError
 from shoal.policy import adapterspec
 from shoal.policy.anymodel import config_of
-from shoal.policy.anyspec import AnySpec, read_config, text_config, without_own_keys
+from shoal.policy.anyspec import AnySpec, read_config, text_config, untied, without_own_keys
 from shoal.policy.files import find_tensors, policy_tensors
+from shoal.policy.rope import rotations_of
 from shoal.policy.spec import PolicySpec, write_json
+from shoal.policy.stored import differ_in_files
 
 
 @contextlib.contextmanager
@@ -47,8 +49,17 @@ def config_for_vllm(directory: Path, spec: PolicySpec | AnySpec) -> dict[str, An
         )
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    _, config = config_of(directory, spec)
+    auto_model, config = config_of(directory, spec)
     known = type(config)().to_dict()
     told = {key: value for key, value in config.to_dict().items() if key in known}  # guard: vllm-reads-known-keys
     named = {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[spec.architecture]], "model_type": spec.architecture}
+    kinds = {one.get("rope_type") for one in rotations_of(config)}
+    if odd := kinds & {"longrope", "dynamic"}:  # guard: vllm-rotates-as-transformers
+        raise StateError(
+            f"{directory}: its rotation depends on the length of a text (rope_type {sorted(map(str, odd))[0]}), which vLLM "
+            "decides otherwise than transformers: join without --engine vllm"
+        )
+    ties = auto_model._model_mapping[type(config)]._tied_weights_keys if config.tie_word_embeddings else {}
+    if any(differ_in_files(directory, *names) for names in (ties or {}).items()):
+        told = untied(told)
     return dict(without_own_keys(told)) | named

@@ -7,16 +7,17 @@ An environment is deterministic: it has no clock, no global random state, and no
 and the same actions must give everyone the same replies and the same score; otherwise nobody can replay the rollout.
 """
 
+import inspect
 import random
 import sys
 import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from shoal.envs.score import Scored
-from shoal.errors import ShoalError
+from shoal.errors import MessagesRefused, ShoalError, Undecided
 
 Task: TypeAlias = Any
 """One problem, as plain data whose meaning only its environment knows."""
@@ -91,7 +92,6 @@ class Env(Protocol):
         ...
 
 
-@runtime_checkable
 class Scripted(Protocol):
     """An environment with scripted players. Checks and supervised cold starts need them."""
 
@@ -100,7 +100,6 @@ class Scripted(Protocol):
         ...
 
 
-@runtime_checkable
 class Solved(Protocol):
     """An environment that knows an answer to each task. `shoal env check` then tries them all."""
 
@@ -109,7 +108,6 @@ class Solved(Protocol):
         ...
 
 
-@runtime_checkable
 class Tooled(Protocol):
     """An environment whose policy may call tools. It answers a call with a message of role tool."""
 
@@ -117,14 +115,12 @@ class Tooled(Protocol):
     """Functions as JSON schemas in OpenAI's form. The chat template shows them to the policy."""
 
 
-@runtime_checkable
 class Seated(Protocol):
     """A game in which the policy plays several seats. Seat 0 acts first: `reset` opens its view."""
 
     num_seats: int
 
 
-@runtime_checkable
 class Truncated(Protocol):
     """An environment that scores an episode differently if a token limit cut it short."""
 
@@ -133,7 +129,6 @@ class Truncated(Protocol):
         ...
 
 
-@runtime_checkable
 class Comparing(Protocol):
     """An environment that compares an answer with its siblings: the other rollouts of its group."""
 
@@ -143,7 +138,6 @@ class Comparing(Protocol):
         ...
 
 
-@runtime_checkable
 class Decided(Protocol):
     """An environment that says whether an episode is won. Evaluation then counts the wins."""
 
@@ -160,6 +154,8 @@ def step_of(told: object) -> Step:
     """What an environment's `step` returned. Raises `TypeError` if it is no `Step`, or a tuple like one."""
     if not isinstance(told, tuple | list):
         raise TypeError(f"step() must return Step(state, reply, done), not {type(told).__name__}")
+    if not 3 <= len(told) <= len(Step._fields):
+        raise TypeError(f"step() must return Step(state, reply, done), not {len(told)} values")
     return Step(*told)
 
 
@@ -169,6 +165,9 @@ class Targeted(NamedTuple):
     task: Task
     tokens: int
     """The length that the prompt asks for."""
+
+
+HERE = Path(__file__).parent
 
 
 def require_index(index: int, count: int) -> None:
@@ -186,12 +185,14 @@ def task_of(env: Env, index: int, heldout: bool = False) -> Task:
     except Exception as error:  # noqa: BLE001  foreign code may raise anything: its user gets one line
         place = describe_fault(error, source_of(env))
         kind = "held-out task" if heldout else "task"
-        raise ShoalError(f"environment {env.name} cannot make {kind} {index}: {place}. Fix it, or num_tasks") from None
+        raise ShoalError(
+            f"environment {label_of(env)} cannot make {kind} {index}: {place}. Fix it, or num_tasks"
+        ) from None
 
 
 def players_of(env: Env) -> Mapping[str, Player]:
     """The scripted players; empty if there are none."""
-    play = getattr(env, "players", None)  # isinstance(env, Scripted) does not look through settings
+    play = getattr(env, "players", None)
     return {} if play is None else play()
 
 
@@ -202,9 +203,15 @@ def solution_of(env: Env, task: Task) -> tuple[str, ...] | None:
     return (found,) if isinstance(found, str) else None if found is None else tuple(found)
 
 
+def is_decided(env: Env) -> bool:
+    """Whether an environment, or the one under settings, says which episodes are won: whether it is `Decided`. From Python
+    3.12 on, `isinstance` of a protocol does not see what `__getattr__` passes on."""
+    return getattr(env, "success", None) is not None
+
+
 def success_of(env: Env, state: State) -> bool | None:
     """Whether the episode is a success, or None if the environment does not say."""
-    decide = getattr(env, "success", None)  # isinstance(env, Decided) takes ten times as long
+    decide = getattr(env, "success", None)
     return None if decide is None else bool(decide(state))
 
 
@@ -217,12 +224,37 @@ def source_of(env: Env) -> Path | None:
     return Path(file) if file else None
 
 
+def label_of(env: Any) -> str:
+    """What a run calls an environment: two of one class have the same name, and other labels."""
+    return str(getattr(env, "run_label", "") or env.name)
+
+
 def describe_fault(error: BaseException, source: Path | None) -> str:
     """One line: what an environment raised and where, at its deepest line in `source`, or else the deepest of all."""
-    if isinstance(error, Raised):
+    if isinstance(error, Raised | MessagesRefused | Undecided):
         return str(error) or "it does not say why"  # guard: faults-are-said
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if source is not None and frame.filename == str(source)] or frames
     place = f"{inside[-1].filename} line {inside[-1].lineno}: " if inside else ""
+    return f"{place}{_in_one_line(error)}"
+
+
+def describe_fault_of_call(error: BaseException, env: Env, name: str, source: Path | None) -> str:
+    """The same of a call of an environment. If it returned what is refused here, the place is where its author wrote it.
+    Whoever shows it says the environment's label, which it does not know itself."""
+    frames = traceback.extract_tb(error.__traceback__)
+    is_ours = bool(frames) and HERE in Path(frames[-1].filename).parents
+    if (
+        isinstance(error, Raised | MessagesRefused | Undecided)
+        or not is_ours
+        or str(source) in {frame.filename for frame in frames}
+    ):
+        return describe_fault(error, source)
+    code = getattr(inspect.unwrap(getattr(getattr(env, "env", env), name, describe_fault)), "__code__", None)
+    line = f"{source} line {code.co_firstlineno}: " if code is not None and code.co_filename == str(source) else ""
+    return f"{line}{name}(): {_in_one_line(error)}"
+
+
+def _in_one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    return f"{place}{type(error).__name__}{': ' + text if text else ''}"
+    return f"{type(error).__name__}{': ' + text if text else ''}"

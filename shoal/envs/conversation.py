@@ -11,8 +11,8 @@ A conversation opens with the environment's messages. Then, turn by turn, the po
 - If the answer has no tokens, which few chat templates allow, the policy's turn goes on: its limit is for both parts.
 - If an answer leaves no room for another token in `max_tokens` (of a row) or in `max_rollout_tokens` (of all rows), or
   would open one row too many, it is not appended, and the rollout ends by "length".
-- If the environment raises, or scores outside its bounds, the rollout ends by "error" with the lowest reward, so that
-  making an environment fail never pays.
+- If the environment raises, or scores outside its bounds, the rollout ends by "error" with the lowest reward. Unless the
+  run file says otherwise, such a rollout counts in nothing that is learned: `left_out`.
 
 A rollout has one row of tokens, or several: see `view`. Turns are numbered across rows; `row` is that of the next turn.
 """
@@ -21,15 +21,30 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from shoal.envs.action import Action
-from shoal.envs.base import Env, Message, State, Step, Task, describe_fault, source_of, step_of, success_of
+from shoal.envs.base import (
+    Env,
+    Message,
+    State,
+    Step,
+    Task,
+    describe_fault,
+    describe_fault_of_call,
+    is_decided,
+    label_of,
+    source_of,
+    step_of,
+)
+from shoal.envs.calls import Calling, EnvCall, alone, call_here, of_this_process
+from shoal.envs.exceptions import LOCAL_ERRORS, REPRODUCIBLE_ERRORS, RewardOutOfBounds, redact_paths, score_outside
 from shoal.envs.score import Scored, earned
-from shoal.envs.settings import limits_of, opening_of, shaped
+from shoal.envs.settings import LOWEST, limits_of, opening_of, plain_task, shaped
 from shoal.envs.steps import Mark, Played, marks_of
 from shoal.envs.view import Next, TalkRow, Turn, View
-from shoal.errors import Overreach, ShoalError
+from shoal.errors import MessagesRefused, ShoalError, StateError
 from shoal.policy.messages import Written, arguments_of, as_messages, normal
 from shoal.policy.render import Renderer
 from shoal.protocol.constants import MAX_ROLLOUT_ROWS
+from shoal.protocol.env_faults import REPLY_REFUSED
 from shoal.protocol.types import ENVIRONMENT, POLICY, UNTRAINED, Ending, Rollout, Sampling, make_rollout
 
 
@@ -38,7 +53,28 @@ class Conversation:
 
     def __init__(self, env: Env, renderer: Renderer, task: Task, sampling: Sampling) -> None:
         """Open the conversation. Raises `ShoalError` if the environment cannot begin the task."""
+        self._prepare(env, renderer, task, sampling)
+        alone(self._open())
+
+    @classmethod
+    def opening(cls, env: Env, renderer: Renderer, task: Task, sampling: Sampling) -> Calling["Conversation"]:
+        """The same as a generator, for several conversations that open beside each other."""
+        talk = cls.__new__(cls)
+        talk._prepare(env, renderer, task, sampling)
+        yield from talk._open()
+        return talk
+
+    @classmethod
+    def failed(cls, env: Env, renderer: Renderer, task: Task, sampling: Sampling, why: ShoalError) -> "Conversation":
+        """One that never opened."""
+        talk = cls.__new__(cls)
+        talk._prepare(env, renderer, task, sampling)
+        talk.ending, talk.fault = "error", str(why)
+        return talk
+
+    def _prepare(self, env: Env, renderer: Renderer, task: Task, sampling: Sampling) -> None:
         self.env, self.renderer, self.task, self.sampling = env, renderer, task, limits_of(env, sampling)
+        self._here = of_this_process(env)
         self._arguments = arguments_of(env)
         self.rows: list[TalkRow] = [TalkRow()]
         """Rows in the order in which they opened."""
@@ -69,8 +105,9 @@ class Conversation:
         self.success: bool | None = None
         self.fault = ""
         """One line: what the environment raised."""
+        self.outside: float | None = None
+        """Its score, if that is outside the environment's bounds."""
         self.state: State
-        self._open()
 
     @property
     def room(self) -> int:
@@ -80,6 +117,11 @@ class Conversation:
         limits, row = self.sampling, self.rows[self.row]
         in_turn = limits.max_turn_tokens - row.num_in_turn()  # guard: silence-shares-a-turn
         return min(in_turn, limits.max_tokens - len(row.tokens), limits.all_tokens - self._used)
+
+    @property
+    def left_out(self) -> bool:
+        """Whether the environment failed, and the run leaves out rollouts on which it does."""
+        return bool(self.fault) and getattr(self.env, "on_fault", "") != LOWEST  # guard: lowest-is-learned-from
 
     @property
     def context(self) -> list[int]:
@@ -116,6 +158,13 @@ class Conversation:
 
         `action` is the turn's text, if the caller has decoded it already.
         """
+        alone(self.writing(token_ids, logprobs, action))
+
+    def writing(
+        self, token_ids: Sequence[int], logprobs: Sequence[float] = (), action: str | None = None
+    ) -> Calling[None]:
+        """`write` up to the environment's answer; the generator returned gets that, for several conversations beside each
+        other."""
         stop_ids = self.renderer.stop_ids
         stopped = bool(token_ids) and token_ids[-1] in stop_ids
         assert not stop_ids.intersection(token_ids[:-1]), "a turn continues after its stop token"
@@ -133,7 +182,7 @@ class Conversation:
         self._latest[self.seat] = len(self._turns)
         self._turns.append(turn)
         self._begins.append((self.row, begin))
-        self._answer(turn.action, row, begin, cut=not stopped)
+        return self._answer(turn.action, row, begin, cut=not stopped)
 
     def rollout(self, version: int) -> Rollout:
         """The finished rollout, in the form that is sent."""
@@ -154,25 +203,28 @@ class Conversation:
             )
         ]
 
-    def _open(self) -> None:
+    def _open(self) -> Calling[None]:
+        shown = False
         try:
-            self.state, messages = self.env.reset(self.task)
-            view = self._view(0)
-            opening = view.opening(messages)
+            self.state, messages = yield EnvCall(self.env, "reset", (plain_task(self.env, self.task),))
+            messages = opening_of(self.env, messages, self.task)
             self.texts.extend(_told(messages))
-        except (Overreach, MemoryError):
+            view, shown = self._view(0), True
+            opening = view.opening(messages)
+        except LOCAL_ERRORS:
             raise  # guard: overreach-opens-nothing
-        except Exception as error:  # noqa: BLE001  foreign code may raise anything, and must not stop the run
-            place = describe_fault(error, source_of(self.env))
-            raise ShoalError(
-                f"environment {self.env.name} cannot begin task {str(self.task)[:80]!r}: {place}. "
-                "Fix it, then run shoal env check"
-            ) from None
+        except REPRODUCIBLE_ERRORS as error:  # foreign code may raise anything, and must not stop the run
+            begins = f"environment {label_of(self.env)} cannot begin task {str(self.task)[:80]!r}: "
+            if shown:
+                said = f"the policy's chat template or tokenizer does not take its messages: {' '.join(str(error).split())}"
+                raise MessagesRefused(begins + said) from None
+            why = f"{describe_fault(error, source_of(self.env))}. Fix it, then run shoal env check"
+            raise ShoalError(begins + why) from None
         view.row, view.items = self.rows[0], opening.items
         view.row.append(opening.token_ids, ENVIRONMENT)
         self._thinking = opening.thinking
         if self.room < 1:
-            self._end("length")
+            yield from self._end("length")
 
     def _view(self, seat: int) -> View:
         """What a seat has seen."""
@@ -181,10 +233,13 @@ class Conversation:
             self._views[seat] = View(self.renderer, self._arguments, by_template, self._turns)
         return self._views[seat]
 
-    def _answer(self, action: Action, row: TalkRow, begin: int, cut: bool) -> None:
+    def _answer(self, action: Action, row: TalkRow, begin: int, cut: bool) -> Calling[None]:
         """Let the environment answer the turn that begins at `begin`. After a turn that was cut, no answer is appended."""
         try:
-            step = step_of(self.env.step(self.state, action))
+            if self._here is None:
+                step = step_of((yield EnvCall(self.env, "step", (self.state, action))))
+            else:  # the same, sooner: it is called more often than all other methods
+                step = step_of(call_here(self._here, "step", (self.state, action)))
             self.state, reply, done = step[:3]
             seat, seats = step.seat, getattr(self.env, "num_seats", 1)
             if seat not in range(seats):  # guard: known-seat
@@ -194,22 +249,32 @@ class Conversation:
             self._earned.append((step.reward, marks))
             if not step.learn:  # guard: masks-are-the-environments
                 row.author[begin:] = [UNTRAINED] * (len(row.author) - begin)
-            told = Next((), False, False, []) if done else self._next(step)
-        except Overreach:
-            raise  # guard: overreach-ends-nothing
-        except Exception as error:  # noqa: BLE001  as above
-            self._fail(error)
+            told = Next((), False, False, []) if done else self._read_next(step)
+        except LOCAL_ERRORS:
+            raise  # guard: overreach-ends-nothing, no-memory-ends-nothing
+        except REPRODUCIBLE_ERRORS as error:
+            self.fail(error, "step")
             return
         if not cut:
             self._tell(reply, done)
         if cut:
-            self._end("length")
+            yield from self._end("length")
         elif done:
-            self._end("environment")
+            yield from self._end("environment")
         elif not self._fits(self._view(seat), told):
-            self._end("length")
+            yield from self._end("length")
         else:
             self._go_on(seat, told)
+
+    def _read_next(self, step: Step) -> Next:
+        """As `_next`. A refusal of the chat template is named as such."""
+        try:
+            return self._next(step)
+        except LOCAL_ERRORS:
+            raise
+        except StateError as refused:
+            said = " ".join(str(refused).split())
+            raise MessagesRefused(f"{REPLY_REFUSED}: {said}") from None
 
     def _next(self, step: Step) -> Next:
         """What the next seat reads."""
@@ -248,26 +313,45 @@ class Conversation:
             items = reply if isinstance(reply, list | tuple) else as_messages(reply)
             self.texts.extend(_told([item for item in items if not isinstance(item, Written)]))
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self, ending: Ending) -> Calling[None]:
         """Score the episode and close the conversation."""
-        judge = getattr(self.env, "truncated_score", self.env.score) if ending == "length" else self.env.score
+        cut_short = ending == "length" and getattr(self.env, "truncated_score", None) is not None
+        judge = "truncated_score" if cut_short else "score"
         try:
             written = [turn.token_ids for turn in self._turns]
-            scored = (judge(self.state), *shaped(self.env, self.task, written))
+            score = yield EnvCall(self.env, judge, (self.state,))
+            scored = (score, *shaped(self.env, self.task, written))
             found = earned(self.env, scored, self.turn_rewards)
-            success = success_of(self.env, self.state)
-        except Overreach:
+            success = bool((yield EnvCall(self.env, "success", (self.state,)))) if is_decided(self.env) else None
+        except LOCAL_ERRORS:
             raise  # guard: overreach-scores-nothing
-        except Exception as error:  # noqa: BLE001  as above
-            self._fail(error)
+        except REPRODUCIBLE_ERRORS as error:
+            self.fail(error, judge if self._has_sound_turns() else "step")
             return
         self.ending, self.success, self.scored = ending, success, scored
         self.reward, self.parts, self.metrics = found
 
-    def _fail(self, error: Exception) -> None:
-        if isinstance(error, MemoryError):
-            raise error  # it says something about this machine, not about the rollout  # guard: no-memory-ends-nothing
-        self.ending, self.fault = "error", describe_fault(error, source_of(self.env))
+    def _has_sound_turns(self) -> bool:
+        """Whether the rewards of its turns are numbers: they are added when the episode has ended."""
+        try:
+            earned(self.env, (), self.turn_rewards)
+        except RewardOutOfBounds:
+            return True
+        except REPRODUCIBLE_ERRORS:
+            return False
+        return True
+
+    @property
+    def public_fault(self) -> str:
+        """The fault as the log may have it."""
+        return redact_paths(self.fault, source_of(self.env))
+
+    def fail(self, error: BaseException, call: str) -> None:
+        """End the rollout by what this call of the environment raised, or returned that is refused. One that has ended
+        keeps its ending: a worker claims it before the rollouts of a group are compared."""
+        self.ending = self.ending or "error"
+        self.fault = describe_fault_of_call(error, self.env, call, source_of(self.env))
+        self.outside = score_outside(error)
 
 
 def _told(messages: Sequence[Message]) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from shoal.envs.base import Env, Task, require_index
-from shoal.errors import ConfigError, cause_of
+from shoal.errors import ConfigError, cause_of, how_to_install
 from shoal.policy.messages import BadMessage, plain
 
 MAX_BYTES = 1 << 31
@@ -147,7 +147,7 @@ def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
         import pyarrow
         import pyarrow.parquet
     except ModuleNotFoundError:
-        raise ConfigError(f"{file.name} needs pyarrow: pip install 'shoal[data]', or give JSON Lines") from None
+        raise ConfigError(f"{file.name} needs pyarrow: {how_to_install('data')}, or give JSON Lines") from None
     try:
         table = (
             pyarrow.parquet.read_table(file) if file.suffix == ".parquet" else pyarrow.ipc.open_stream(file).read_all()

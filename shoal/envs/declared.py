@@ -14,7 +14,9 @@ import msgspec
 
 from shoal.config.environ import child_environment
 from shoal.config.envs import EnvConfig
+from shoal.envs.contained.line import log_if_slow
 from shoal.envs.load import env_of, is_file, is_package
+from shoal.envs.source import make_env
 from shoal.errors import ConfigError, ShoalError
 from shoal.tree import from_tree, to_tree
 
@@ -47,12 +49,14 @@ def declared(env: EnvConfig) -> Declared:
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=child_environment(1)
     ) as child:
         try:
-            said = child.communicate(timeout=LOAD_S)[0]
+            with log_if_slow(env.name, LOAD_S):
+                said = child.communicate(timeout=LOAD_S)[0]
             told = msgspec.json.decode(said, type=tuple[Declared | None, NotLoaded | None])
         except subprocess.TimeoutExpired:
             child.kill()
             raise ConfigError(
-                f"environment {env.label} did not load within {LOAD_S} s: load less when it is made"
+                f"environment {env.label} ({env.name}) did not load within {LOAD_S} s: let it do less when it is imported "
+                "and when it is made"
             ) from None
         except msgspec.MsgspecError:
             raise ConfigError(
@@ -71,7 +75,7 @@ def is_repeatable(env: EnvConfig) -> bool:
 
 
 def _declared(settings: EnvConfig) -> Declared:
-    env = env_of(settings)
+    env = env_of(settings, own=make_env)
     compares = getattr(env, "group_scores", None) is not None
     return Declared(env.num_tasks, settings.reproducible and getattr(env, "reproducible", True) is not False, compares)
 

@@ -14,15 +14,16 @@ from typing import Literal
 import msgspec
 
 from shoal.engine.base import Engine
-from shoal.envs.base import Decided, Env, task_of
+from shoal.envs.base import Env, Task, is_decided, label_of, task_of
 from shoal.envs.conversation import Conversation
-from shoal.envs.play import Episode, converse
+from shoal.envs.play import Episode, NoTask, converse
 from shoal.envs.replay import judge_talks
-from shoal.envs.second_opinion import demand_same_tasks, opinions
-from shoal.errors import ConfigError, ShoalError
-from shoal.heldout import Judged
+from shoal.envs.second_opinion import opinions, tasks_of_judge
+from shoal.errors import ConfigError, Interrupted, ShoalError, Undecided
+from shoal.heldout import Judged, interval_of
 from shoal.policy.render import Renderer
 from shoal.protocol.randomness import sample_seed
+from shoal.protocol.rollouts import no_room, unbegun_remedy
 from shoal.protocol.types import Sampling
 from shoal.protocol.wire import domain_hash
 from shoal.terminal import printable
@@ -33,6 +34,16 @@ it."""
 
 Z95 = 1.959964
 """Two-sided 95 % quantile of the normal distribution."""
+
+
+MAX_EVAL_TOKENS = 512
+"""Most tokens of an evaluated episode, unless the caller or a run gives another number."""
+
+
+def eval_sampling(temperature: float, max_turn_tokens: int, max_tokens: int, max_positions: int) -> Sampling:
+    """How an episode is sampled outside of a run: `max_tokens` 0 means the default, or less for a short policy."""
+    most = max_tokens or min(MAX_EVAL_TOKENS, max_positions)
+    return Sampling(temperature, min(max_turn_tokens, most), most)
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -49,25 +60,29 @@ class Transcript(msgspec.Struct, frozen=True):
     task: str
     turns: tuple[tuple[str, str], ...]
     """Chat role and text."""
-    score: float
+    score: float | None
+    """None if the environment failed on it."""
     success: bool | None
     ending: str
     tokens: int
     """Tokens that the policy wrote."""
+    fault: str = ""
+    """What the environment raised; empty if nothing."""
 
 
 class Evaluation(msgspec.Struct, frozen=True):
     """The figures of one evaluation, as written to the run's folder."""
 
-    mean: float
-    """Success rate if the environment says what succeeds, otherwise mean reward: see `measure`."""
-    low95: float
-    high95: float
+    mean: float | None
+    """Success rate if the environment says what succeeds, otherwise mean reward: see `measure`. Over the episodes that have
+    a score: None if the environment failed on all."""
+    low95: float | None
+    high95: float | None
     episodes: int
     measure: Literal["success", "reward"]
     tasks: Literal["heldout", "training"]
     """Training tasks only if the environment has no held-out tasks."""
-    reward: Interval
+    reward: Interval | None
     success: Interval | None
     tokens: int
     """Tokens that the policy wrote in all episodes."""
@@ -80,24 +95,29 @@ class Evaluation(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
     """Mean of what the environment reports beside the reward."""
     solve_rates: tuple[float, ...] = ()
-    """Of each task that was played: the share of its episodes that succeeded, or its mean reward within the range."""
+    """Of each task on which the environment did not always fail: the share of its episodes that succeeded, or its mean
+    reward within the range."""
     judge: Judged | None = None
     """What a held-out judge says of the same episodes, if the run file names one."""
+    faults: int = 0
+    """Episodes without a score, because the environment failed on them. They count in `endings` and `tokens` alone."""
 
 
 class MixedEvaluation(msgspec.Struct, frozen=True):
     """The figures of a run with several environments: each one's, and the mean for tasks drawn as the run draws them."""
 
-    mean: float
-    """Mean of the environments' means, by the weights of the run."""
-    low95: float
-    high95: float
+    mean: float | None
+    """Mean of the environments' means, by the weights of the run. None if one of them has none: without it, an environment
+    that breaks would raise the mean of the others."""
+    low95: float | None
+    high95: float | None
     episodes: int
     """Episodes of all environments."""
     envs: dict[str, Evaluation]
     """Evaluations by label."""
     judge: Judged | None = None
     """Of the one environment that is judged, if any."""
+    faults: int = 0
 
 
 def evaluate(
@@ -117,22 +137,23 @@ def evaluate(
 
     The same seed gives the same tasks and sampling noise, so two policies can be compared episode by episode.
     `progress` receives the number of episodes done. `judge` is an environment with the same tasks that scores the episodes
-    once more. Raises `ShoalError` if no episode can be played, or if the judge has other tasks.
+    once more. An episode on which the environment fails has no score; a call that takes too long, or that ends its process,
+    fails like any other. Raises `ShoalError` if no episode can begin, or if the judge has other tasks.
     """
     if episodes < 1:
         raise ConfigError(f"{episodes} episodes: evaluation needs at least 1")
     planned = _plan(env, episodes, seed)
-    if judge is not None:
-        demand_same_tasks(judge, env, _num_tasks(env, episodes))
+    judged = [] if judge is None else tasks_of_judge(judge, env, [e.task for e in planned[: _num_tasks(env, episodes)]])
     talks: list[Conversation] = []
     for start in range(0, episodes, rows):
-        batch = converse(engine, renderer, planned[start : start + rows], sampling)
-        _require_room(env, batch, sampling)
-        talks += batch
+        talks += converse(engine, renderer, planned[start : start + rows], sampling, faults_end=True)
         progress(len(talks))
+    _require_room(env, talks, sampling)
+    if not any(talk.tokens for talk in talks):
+        raise ShoalError(talks[0].fault)
     _compare(env, talks, _num_tasks(env, episodes))
     found = _figures(env, talks, samples, _num_tasks(env, episodes))
-    return found if judge is None else msgspec.structs.replace(found, judge=_judged(judge, talks))
+    return found if judge is None else msgspec.structs.replace(found, judge=_judged(judge, talks, judged))
 
 
 def mixed(envs: dict[str, Evaluation], weights: Sequence[float]) -> MixedEvaluation:
@@ -141,19 +162,28 @@ def mixed(envs: dict[str, Evaluation], weights: Sequence[float]) -> MixedEvaluat
     MOVER (Zou and Donner, Stat. Med. 27, 2008) gives the interval of the weighted mean: the distances from each mean to
     its limits are added by their squares, like independent errors.
     """
-    shares = [weight / math.fsum(weights) for weight in weights]
-    parts = list(zip(shares, envs.values(), strict=True))
-    mean = math.fsum(share * part.mean for share, part in parts)
-    below = math.sqrt(math.fsum((share * (part.mean - part.low95)) ** 2 for share, part in parts))
-    above = math.sqrt(math.fsum((share * (part.high95 - part.mean)) ** 2 for share, part in parts))
     judge = next((part.judge for part in envs.values() if part.judge), None)
-    return MixedEvaluation(mean, mean - below, mean + above, sum(part.episodes for part in envs.values()), envs, judge)
+    episodes, faults = (
+        sum(counts) for counts in zip(*((one.episodes, one.faults) for one in envs.values()), strict=True)
+    )
+    drawn = [(weight, interval_of(one)) for weight, one in zip(weights, envs.values(), strict=True) if weight]
+    parts = [(weight, figures) for weight, figures in drawn if figures is not None]
+    if not parts or len(parts) < len(drawn):
+        return MixedEvaluation(None, None, None, episodes, envs, judge, faults)
+    total = math.fsum(weight for weight, _ in parts)
+    parts = [(weight / total, figures) for weight, figures in parts]
+    mean = math.fsum(share * middle for share, (middle, _, _) in parts)
+    below = math.sqrt(math.fsum((share * (middle - low)) ** 2 for share, (middle, low, _) in parts))
+    above = math.sqrt(math.fsum((share * (high - middle)) ** 2 for share, (middle, _, high) in parts))
+    return MixedEvaluation(mean, mean - below, mean + above, episodes, envs, judge, faults)
 
 
 def as_text(transcript: Transcript) -> str:
     """A transcript to print. Nothing that the policy wrote can control the terminal."""
     verdict = {None: "", True: "won, ", False: "lost, "}[transcript.success]
-    head = f"task {printable(transcript.task)} · {verdict}reward {transcript.score:.2f} · ended by {transcript.ending}"
+    score = "no score" if transcript.score is None else f"reward {transcript.score:.2f}"
+    head = f"task {printable(transcript.task)} · {verdict}{score} · ended by {transcript.ending}"
+    head += f" · the environment failed: {printable(transcript.fault)}" if transcript.fault else ""
     names = {"assistant": "policy", "user": "env"}
     return "\n".join([head, *(f"  {names.get(who, who):>6} | {_indented(text)}" for who, text in transcript.turns)])
 
@@ -182,8 +212,18 @@ def interval(values: Sequence[float], bounds: tuple[float, float]) -> Interval:
 def _plan(env: Env, episodes: int, seed: int) -> list[Episode]:
     root = domain_hash("evaluation", seed.to_bytes(8, "big", signed=True))
     heldout = env.num_heldout > 0
-    tasks = [task_of(env, i, heldout) for i in range(_num_tasks(env, episodes))]
+    tasks = [_task(env, i, heldout) for i in range(_num_tasks(env, episodes))]
     return [Episode(env, tasks[i % len(tasks)], sample_seed(root, i)) for i in range(episodes)]
+
+
+def _task(env: Env, index: int, heldout: bool) -> Task:
+    """A task; a `NoTask` if the environment fails to give it."""
+    try:
+        return task_of(env, index, heldout)
+    except Interrupted:
+        raise
+    except ShoalError as error:
+        return NoTask(f"{'held-out task' if heldout else 'task'} {index}", str(error))
 
 
 def _num_tasks(env: Env, episodes: int) -> int:
@@ -194,18 +234,28 @@ def _compare(env: Env, talks: Sequence[Conversation], num_tasks: int) -> None:
     """Judge the episodes of each task beside each other, if the environment does so."""
     for first in range(num_tasks):
         group = talks[first::num_tasks]
-        for talk, found in zip(group, judge_talks(group, env), strict=True):
+        try:
+            compared = judge_talks(group, env)
+        except Undecided as error:
+            for talk in group:
+                talk.fail(error, "group_scores")
+            continue
+        for talk, found in zip(group, compared, strict=True):
             talk.reward, talk.parts, talk.metrics = found
 
 
-def _judged(judge: Env, talks: Sequence[Conversation]) -> Judged:
+def _judged(judge: Env, talks: Sequence[Conversation], tasks: Sequence[Task]) -> Judged:
     """The judge's figures, by the same rule as the environment's own."""
-    found = opinions(judge, talks)
-    if isinstance(judge, Decided):
-        said = interval([float(bool(one.success)) for one in found], (0.0, 1.0))
+    found = opinions(judge, talks, tasks)
+    whole = [one for one in found if not one.fault]
+    fault, faults = next((one.fault for one in found if one.fault), ""), len(talks) - len(whole)
+    if not whole:
+        return Judged(None, None, None, fault, len(talks), faults)
+    if is_decided(judge):
+        figures = interval([float(bool(one.success)) for one in whole], (0.0, 1.0))
     else:
-        said = interval([one.reward for one in found], judge.reward_bounds)
-    return Judged(said.mean, said.low95, said.high95, next((one.fault for one in found if one.fault), ""))
+        figures = interval([one.reward for one in whole], judge.reward_bounds)
+    return Judged(figures.mean, figures.low95, figures.high95, fault, len(talks), faults)
 
 
 def _means(named: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -216,33 +266,45 @@ def _means(named: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _require_room(env: Env, talks: Sequence[Conversation], sampling: Sampling) -> None:
-    if not any(talk.logprobs for talk in talks):
+    """Leave out episodes in which the policy could not write, as a run does. Raises `ShoalError` if there are no others."""
+    begun = [talk for talk in talks if talk.tokens]
+    unbegun = [talk for talk in begun if not talk.logprobs and not talk.fault]
+    for talk in unbegun:
+        room = no_room(getattr(env, "max_tokens", 0), sampling, len(talk.tokens))
+        talk.fault = room or f"it ends by {talk.ending} before the policy writes"
+    if unbegun and len(unbegun) == len(begun):
+        why = unbegun[0].fault
         raise ShoalError(
-            f"the opening of environment {env.name} takes {len(talks[0].tokens)} tokens and leaves the policy no room: "
-            f"raise sampling.max_tokens (now {sampling.max_tokens})"
+            f"no episode of environment {label_of(env)} can begin: of the first, {why}. {unbegun_remedy(why)}"
         )
 
 
-def _solve_rate(env: Env, talks: Sequence[Conversation]) -> float:
-    """Of the episodes of one task."""
+def _solve_rate(env: Env, talks: Sequence[Conversation]) -> float | None:
+    """Of the episodes of one task on which the environment did not fail; None if it failed on all."""
     low, high = env.reward_bounds
-    if isinstance(env, Decided):
+    talks = [talk for talk in talks if not talk.left_out]
+    if not talks:
+        return None
+    if is_decided(env):
         return sum(bool(talk.success) for talk in talks) / len(talks)
     return min(1.0, max(0.0, math.fsum((talk.reward - low) / (high - low) for talk in talks) / len(talks)))
 
 
 def _figures(env: Env, talks: Sequence[Conversation], samples: int, num_tasks: int) -> Evaluation:
-    reward = interval([talk.reward for talk in talks], env.reward_bounds)
+    scored = [talk for talk in talks if not talk.left_out]
+    reward = interval([talk.reward for talk in scored], env.reward_bounds) if scored else None
     success = None
-    if isinstance(env, Decided):
-        success = interval([float(bool(talk.success)) for talk in talks], (0.0, 1.0))
+    if scored and is_decided(env):
+        success = interval([float(bool(talk.success)) for talk in scored], (0.0, 1.0))
     headline = success or reward
+    rates = [_solve_rate(env, talks[first::num_tasks]) for first in range(num_tasks)]
     return Evaluation(
-        mean=headline.mean,
-        low95=headline.low95,
-        high95=headline.high95,
+        mean=headline.mean if headline else None,
+        low95=headline.low95 if headline else None,
+        high95=headline.high95 if headline else None,
         episodes=len(talks),
-        measure="success" if success else "reward",
+        faults=len(talks) - len(scored),
+        measure="success" if is_decided(env) else "reward",
         tasks="heldout" if env.num_heldout > 0 else "training",
         reward=reward,
         success=success,
@@ -250,9 +312,9 @@ def _figures(env: Env, talks: Sequence[Conversation], samples: int, num_tasks: i
         endings=dict(sorted(Counter(str(talk.ending) for talk in talks).items())),
         fault=next((talk.fault for talk in talks if talk.fault), ""),
         transcripts=tuple(transcript_of(talk) for talk in talks[:samples]),
-        parts=_means([talk.parts for talk in talks]),
-        metrics=_means([talk.metrics for talk in talks]),
-        solve_rates=tuple(_solve_rate(env, talks[first::num_tasks]) for first in range(num_tasks)),
+        parts=_means([talk.parts for talk in scored]),
+        metrics=_means([talk.metrics for talk in scored]),
+        solve_rates=tuple(rate for rate in rates if rate is not None),
     )
 
 
@@ -261,8 +323,9 @@ def transcript_of(talk: Conversation) -> Transcript:
     return Transcript(
         task=str(talk.task)[:200],
         turns=tuple(talk.texts),
-        score=talk.reward,
-        success=talk.success,
+        score=None if talk.left_out else talk.reward,
+        success=None if talk.left_out else talk.success,
         ending=str(talk.ending),
         tokens=len(talk.logprobs),
+        fault=talk.public_fault,
     )

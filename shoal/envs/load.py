@@ -5,8 +5,9 @@ and by nodes that join without (`load_run_envs`: a stranger's run file must neve
 A user's file is one Python file that defines `def environment(**args)`. It may import installed packages but not
 neighbouring files, because its digest covers only itself. The digest of a package covers all its files and its lock.
 
-An installed package runs in this process only if this machine's own author's key signed it and it has no dependencies.
-Any other runs in the sandbox.
+Where an environment plays: a built-in one in this process; a user's file in child processes of ours, so that it can harm
+no role and its steps run beside each other (`load_env` alone makes it in this process); a package like a file if this
+machine's own author's key signed it and it has no dependencies, and any other in the sandbox.
 """
 
 import difflib
@@ -19,7 +20,8 @@ from typing import Any, NamedTuple, TypeAlias
 from shoal.config import node_home
 from shoal.envs import arithmetic, wordle, words
 from shoal.envs.base import Env
-from shoal.envs.contained.open import in_sandbox
+from shoal.envs.contained.client import ContainedEnv
+from shoal.envs.contained.open import in_process, in_sandbox
 from shoal.envs.settings import HISTORIES, Settings, with_settings
 from shoal.envs.source import make_env, read_source
 from shoal.errors import ConfigError, ShoalError
@@ -52,16 +54,22 @@ Opener: TypeAlias = Callable[[Installed, Sequence[Path], Mapping[str, Any]], Env
 """Makes the environment of an installed package without running its code in this process, given the folders that its
 interpreter has on `sys.path`, and its arguments."""
 
+FileOpener: TypeAlias = Callable[[Path, Mapping[str, Any], str], Env]
+"""Makes the environment of a file of this user, given its arguments and the function that returns it: `make_env` in this
+process, `in_process` in processes of its own."""
 
-def load_env(name_or_path: str, args: Mapping[str, Any], opener: Opener = in_sandbox) -> Env:
+
+def load_env(
+    name_or_path: str, args: Mapping[str, Any], opener: Opener = in_sandbox, own: FileOpener = make_env
+) -> Env:
     """Make a built-in environment, that of an installed package, or the one that the user's own file or folder defines.
 
-    `opener` makes those of packages that somebody else wrote.
+    `opener` makes those of packages that somebody else wrote, `own` the others.
 
     Raises a one-line `ShoalError` for an unknown name, for wrong arguments, or, with the line, for a file that fails.
     """
     if is_package(name_or_path):
-        return _open_package(_store().find(read_reference(name_or_path)), args, opener)
+        return _open_package(_store().find(read_reference(name_or_path)), args, opener, own)
     if not is_file(name_or_path):
         return load_built_in(name_or_path, args)
     path = Path(name_or_path)
@@ -69,13 +77,13 @@ def load_env(name_or_path: str, args: Mapping[str, Any], opener: Opener = in_san
         raise no_environment(name_or_path)
     if path.is_dir():
         about = describe(path, index_folder(path)).about
-        return _as_described(_load_file(path / about.entry_file, args, about.function), about.reproducible)
-    return _load_file(path, args)
+        return _as_described(_load_file(path / about.entry_file, args, about.function, own), about.reproducible)
+    return _load_file(path, args, "environment", own)
 
 
-def env_of(settings: Settings, opener: Opener = in_sandbox) -> Env:
+def env_of(settings: Settings, opener: Opener = in_sandbox, own: FileOpener = in_process) -> Env:
     """An environment of a run, as its run file describes it. Raises `ShoalError` as `load_env` does."""
-    return with_settings(load_env(settings.name, settings.args, opener), settings)
+    return with_settings(load_env(settings.name, settings.args, opener, own), settings)
 
 
 def load_built_in(name: str, args: Mapping[str, Any]) -> Env:
@@ -90,9 +98,11 @@ def files_needed(specs: Sequence[EnvSpec]) -> list[str]:
     return [] if kind_of(specs) == COMPLETIONS else [spec.name for spec in specs if is_file(spec.name)]
 
 
-def load_run_envs(specs: Sequence[EnvSpec], own_files: bool, opener: Opener = in_sandbox) -> dict[str, Env]:
+def load_run_envs(
+    specs: Sequence[EnvSpec], own_files: bool, opener: Opener = in_sandbox, own: FileOpener = in_process
+) -> dict[str, Env]:
     """The environments of a run by label, identical to the host's. `own_files` allows files of this user; `opener` makes
-    those of packages that this user installed.
+    those of packages that this user installed, `own` those of files.
 
     Raises `ShoalError` if an environment is missing here, or differs from the host's.
     """
@@ -110,7 +120,10 @@ def load_run_envs(specs: Sequence[EnvSpec], own_files: bool, opener: Opener = in
                 "give each [[envs]] its own label"
             )
         name = f"pkg:{spec.digest}" if is_package(spec.name) else spec.name  # guard: package-by-its-digest
-        envs[spec.label] = with_settings(load_env(name, spec.args, opener), spec)
+        env = load_env(name, spec.args, opener, own)
+        if isinstance(env, ContainedEnv):
+            env.pool.called = spec.label
+        envs[spec.label] = with_settings(env, spec)
         if envs[spec.label].num_tasks != spec.num_tasks:
             raise _differs(spec)
     return envs
@@ -158,13 +171,13 @@ def _demand_installed(spec: EnvSpec) -> None:
         )
 
 
-def _open_package(package: Installed, args: Mapping[str, Any], opener: Opener) -> Env:
+def _open_package(package: Installed, args: Mapping[str, Any], opener: Opener, own: FileOpener) -> Env:
     """The environment of an installed package."""
     store = _store()
     folder = store.demand_unchanged(package)
     file, _, function = package.entry.partition(":")
     if is_own(package) and not package.dependencies:  # guard: strangers-packages-stay-out
-        return _as_described(_load_file(folder / file, args, function), package.reproducible)
+        return _as_described(_load_file(folder / file, args, function, own), package.reproducible)
     env = opener(package, store.paths_of(package.digest), args)
     require_members(env, Path(package.name, file))
     return env
@@ -221,10 +234,27 @@ def no_environment(name: str) -> ConfigError:
     return ConfigError(f"no environment {name}: {hint}")
 
 
-def _load_file(path: Path, args: Mapping[str, Any], function: str = "environment") -> Env:
-    env = make_env(path, args, function)
+def _load_file(path: Path, args: Mapping[str, Any], function: str, own: FileOpener) -> Env:
+    try:
+        env = own(path, args, function)
+    except ShoalError as error:
+        raise type(error)(with_place_looked(str(error), args)) from None
     require_members(env, path)
     return env
+
+
+_RELATIVE_PATHS = ". Paths among the args count from the folder in which shoal is started: "
+
+
+def with_place_looked(error: str, args: Mapping[str, Any]) -> str:
+    """The error of an environment, with the whole path of an argument that it names and that leads nowhere. Machines have
+    their data in places of their own, so arguments reach the environment as they are written."""
+    error = error.partition(_RELATIVE_PATHS)[0]  # a process in a sandbox is in a folder of its own
+    for key, value in args.items():
+        looks_like_path = isinstance(value, str) and ("/" in value or Path(value).suffix)
+        if looks_like_path and value in error and not Path(value).is_absolute() and not Path(value).exists():
+            return f"{error}{_RELATIVE_PATHS}args.{key} is {Path(value).absolute()}"
+    return error
 
 
 def require_members(env: Env, path: Path | str) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
-from shoal.envs.base import Env, describe_fault, source_of
+from shoal.envs.base import Env, describe_fault, label_of, source_of
 from shoal.envs.replay import Replay
 from shoal.errors import Overreach
 
@@ -45,7 +45,7 @@ class OwnEnv:
         number."""
         for one in found:
             if one.talk is not None and one.talk.fault:
-                raise OwnFault(f"environment {self.env.name} fails: {one.talk.fault}. {REMEDY}")
+                raise OwnFault(f"environment {label_of(self)} fails: {one.talk.fault}. {REMEDY}")
 
     def _call(self, name: str, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
         try:
@@ -53,9 +53,9 @@ class OwnEnv:
                 return function(*args, **named)
         except (Overreach, MemoryError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit, GeneratorExit) as error:
             place = describe_fault(error, source_of(self.env))
-            raise OwnFault(f"environment {self.env.name} fails in {name}(): {place}. {REMEDY}") from error
+            raise OwnFault(f"environment {label_of(self)} fails in {name}(): {place}. {REMEDY}") from error
 
 
 @contextmanager

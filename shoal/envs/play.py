@@ -9,13 +9,16 @@ import logging
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from shoal.engine.base import Engine, Request
-from shoal.envs.base import Env, Player, Task, task_of
+from shoal.envs.base import Env, Player, Task, label_of, task_of
+from shoal.envs.calls import Calling, together
 from shoal.envs.conversation import Conversation
-from shoal.errors import Overreach, ShoalError
+from shoal.errors import Overreach, ShoalError, Undecided
 from shoal.policy.render import Renderer
 from shoal.protocol.randomness import row_seed, sample_seed
+from shoal.protocol.rollouts import no_room
 from shoal.protocol.types import Block, Group, Rollout, Sampling
 
 log = logging.getLogger(__name__)
@@ -29,6 +32,16 @@ class Episode:
     task: Task
     seed: bytes
     """Sample seed, 32 bytes. It drives only the sampling noise."""
+
+
+class NoTask(NamedTuple):
+    """In the place of a task that the environment failed to give."""
+
+    name: str
+    fault: str
+
+    def __str__(self) -> str:
+        return self.name
 
 
 def play_block(
@@ -46,19 +59,47 @@ def play_block(
                 f"slot {slot.slot} asks for environment {slot.env}, which is not loaded ({', '.join(sorted(envs))[:200]})"
             )
         env, seed, first = envs[slot.env], bytes.fromhex(slot.seed), len(episodes)
-        try:
-            task = task_of(env, slot.task)
-            if Conversation(env, renderer, task, sampling).ending is None:
-                episodes += [Episode(env, task, sample_seed(seed, i)) for i in range(group_size)]
-        except Overreach:
-            raise  # guard: overreach-is-not-void
-        except ShoalError as fault:
-            log.warning("void slot=%d reason=%s", slot.slot, fault)
+        task, why = begin(env, renderer, slot.task, sampling)
+        if why:
+            report_unbegun(slot.env, slot.task, why)
+        else:
+            episodes += [Episode(env, task, sample_seed(seed, i)) for i in range(group_size)]
         of_slot[slot.slot] = range(first, len(episodes))
     rollouts = play(engine, renderer, episodes, sampling)
     return [
         Group(slot.slot, slot.task, slot.env, tuple(rollouts[i] for i in of_slot[slot.slot])) for slot in block.slots
     ]
+
+
+def begin(env: Env, renderer: Renderer, index: int, sampling: Sampling) -> tuple[Task, str]:
+    """The task with this index, and why no rollout of it can begin; empty if one can."""
+    try:
+        task = task_of(env, index)
+        opened = Conversation(env, renderer, task, sampling)
+    except Overreach:
+        raise  # guard: overreach-is-not-void
+    except ShoalError as fault:
+        return None, str(fault)
+    if opened.ending is None:
+        return task, ""
+    room = no_room(getattr(env, "max_tokens", 0), sampling, len(opened.tokens))
+    return task, room or f"it ends by {opened.ending} before the policy writes"
+
+
+MAX_REPORTED = 1000
+"""Tasks that can never begin, of which each is reported once; of more, some are reported again."""
+
+_reported: dict[tuple[str, int], None] = {}
+
+
+def report_unbegun(label: str, task: int, why: str) -> None:
+    """Log that a task can never begin, once for each task."""
+    if (label, task) in _reported:  # guard: unbegun-is-reported-once
+        return
+    if len(_reported) >= MAX_REPORTED:
+        del _reported[next(iter(_reported))]
+    _reported[label, task] = None
+    log.warning("task cannot begin env=%s task=%d reason=%s", label, task, why)
 
 
 def play(engine: Engine, renderer: Renderer, episodes: Sequence[Episode], sampling: Sampling) -> list[Rollout]:
@@ -72,15 +113,20 @@ def converse(
     episodes: Sequence[Episode],
     sampling: Sampling,
     begun: Sequence[tuple[Conversation, list[int]]] = (),
+    faults_end: bool = False,
 ) -> list[Conversation]:
     """Play episodes to their end. Returns whole conversations, with rewards and texts. `begun` has the conversation of each
     episode, and the tokens of its turn that are there already; without it, all begin anew.
 
     Each turn is one `extend` over the unfinished episodes in their order, so the same episodes always give the engine
     the same batches. Each episode has one row in a batch. The engine forgets a row that the next turn does not continue,
-    so it never remembers more rows than there are episodes.
+    so it never remembers more rows than there are episodes. Environments with processes of their own answer the turns
+    beside each other. With `faults_end`, an episode that cannot begin, or of which a call is undecided, ends by that alone;
+    otherwise it is raised.
     """
-    talks = [talk for talk, _ in begun] or [Conversation(e.env, renderer, e.task, sampling) for e in episodes]
+    open_one = _opening_or_fault if faults_end else Conversation.opening
+    opening = (open_one(e.env, renderer, e.task, sampling) for e in episodes)
+    talks = [talk for talk, _ in begun] or together([*opening])
     heads = [head for _, head in begun] or [[] for _ in episodes]
     open_now = [i for i, talk in enumerate(talks) if talk.ending is None]
     names: list[str] = []
@@ -97,9 +143,11 @@ def converse(
             turns = engine.extend(requests, sampling.temperature)
             written = [[*heads[i], *turn.token_ids] for i, turn in zip(open_now, turns, strict=True)]
             actions = renderer.decode_all(written)
-            for i, token_ids, turn, action in zip(open_now, written, turns, actions, strict=True):
-                talks[i].write(token_ids, turn.logprobs, action)
-                heads[i] = []
+            together([
+                (_writing_or_fault if faults_end else Conversation.writing)(talks[i], token_ids, turn.logprobs, action)
+                for i, token_ids, turn, action in zip(open_now, written, turns, actions, strict=True)
+            ])  # fmt: skip
+            heads = [[] for _ in episodes]
             open_now = [i for i in open_now if talks[i].ending is None]
             going_on = {_name(i, episodes[i], talks[i]) for i in open_now}
             engine.forget([name for name in names if name not in going_on])
@@ -108,8 +156,26 @@ def converse(
         engine.forget(names)
     for talk in talks:
         if talk.fault:
-            log.warning("environment_error env=%s task=%.80r fault=%s", talk.env.name, talk.task, talk.fault)
+            log.warning("environment_error env=%s task=%.80r fault=%s", label_of(talk.env), talk.task, talk.fault)
     return talks
+
+
+def _opening_or_fault(env: Env, renderer: Renderer, task: Task, sampling: Sampling) -> Calling[Conversation]:
+    if isinstance(task, NoTask):
+        return Conversation.failed(env, renderer, task, sampling, ShoalError(task.fault))
+    try:
+        return (yield from Conversation.opening(env, renderer, task, sampling))
+    except ShoalError as error:
+        if isinstance(error, Overreach) and not isinstance(error, Undecided):
+            raise
+        return Conversation.failed(env, renderer, task, sampling, error)
+
+
+def _writing_or_fault(talk: Conversation, *turn: Any) -> Calling[None]:
+    try:
+        yield from talk.writing(*turn)
+    except Undecided as error:
+        talk.fail(error, "step")
 
 
 def _name(index: int, episode: Episode, talk: Conversation) -> str:

@@ -15,12 +15,13 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.envs.base import Env, Task, describe_fault, source_of
+from shoal.envs.base import Env, Task
+from shoal.envs.calls import Calling, alone, together
 from shoal.envs.conversation import Conversation
-from shoal.envs.score import Earned, earned
+from shoal.envs.exceptions import LOCAL_ERRORS, REPRODUCIBLE_ERRORS
+from shoal.envs.score import Earned, Scored, earned
 from shoal.envs.steps import step_rewards
 from shoal.envs.view import TalkRow
-from shoal.errors import Overreach
 from shoal.policy.render import Renderer
 from shoal.protocol.compositions import StepCredit
 from shoal.protocol.types import ENVIRONMENT, Ending, Rollout, Sampling, StepRewards
@@ -43,6 +44,18 @@ class Replay:
     earned: Earned | None = field(default=None, compare=False, repr=False)
     """Where the reward comes from, if everything agrees."""
 
+    @property
+    def fault(self) -> str:
+        """What the environment raised, as one line, if the rollout counts in nothing because of it; else empty."""
+        if self.talk is None or not self.talk.left_out:
+            return ""
+        return self.talk.public_fault
+
+    @property
+    def outside(self) -> float | None:
+        """The environment's score, if that is outside its bounds."""
+        return self.talk.outside if self.talk is not None else None
+
     def steps(self, credit: StepCredit) -> StepRewards:
         """What the rollout's turns or steps earn, as the run's credit asks; none if something is wrong."""
         if self.talk is None:
@@ -57,15 +70,17 @@ def replay_group(
     """Replay the rollouts of a group, equal ones once, and compare them with each other. Raises as `replay_rollout`."""
     # guard: rows-name-a-replay
     names = [(rollout.token_ids, rollout.author, rollout.ending, rollout.starts) for rollout in rollouts]
-    found = {
-        name: replay_rollout(env, renderer, task, r.tokens_T(), r.author_T(), r.ending, sampling, r.starts)
-        for name, r in dict(zip(names, rollouts, strict=True)).items()
-    }
+    different = dict(zip(names, rollouts, strict=True))
+    replays = together([
+        replaying(env, renderer, task, r.tokens_T(), r.author_T(), r.ending, sampling, r.starts)
+        for r in different.values()
+    ])  # fmt: skip
+    found = dict(zip(different, replays, strict=True))
     return judge([found[name] for name in names], env)
 
 
 def judge(replays: Sequence[Replay], env: Env) -> list[Replay]:
-    """Add what the environment's `group_scores` gives to each rollout. If it fails, all have the lowest reward."""
+    """Add what the environment's `group_scores` gives to each rollout. If it fails, it fails on all."""
     talks = [found.talk for found in replays if found.talk is not None]
     if getattr(env, "group_scores", None) is None or len(talks) < len(replays):
         return list(replays)
@@ -74,7 +89,8 @@ def judge(replays: Sequence[Replay], env: Env) -> list[Replay]:
 
 
 def judge_talks(talks: Sequence[Conversation], env: Env) -> list[Earned]:
-    """What a group's conversations earn. The same conversation may be several times in a group."""
+    """What a group's conversations earn. The same conversation may be several times in a group. Those on which the
+    environment fails earn the lowest reward."""
     compare = getattr(env, "group_scores", None)
     whole = [talk for talk in talks if talk.ending != "error"]
     if compare is None or not whole:
@@ -83,18 +99,25 @@ def judge_talks(talks: Sequence[Conversation], env: Env) -> list[Earned]:
         scores = list(compare([talk.state for talk in whole]))
         if len(scores) != len(whole):
             raise ValueError(f"group_scores() gives {len(scores)} scores for {len(whole)} rollouts")
-        beside = [
-            earned(env, [*talk.scored, score], talk.turn_rewards) for talk, score in zip(whole, scores, strict=True)
-        ]
-    except (Overreach, MemoryError):
+    except LOCAL_ERRORS:
         raise
-    except Exception as error:  # noqa: BLE001  foreign code may raise anything
-        place = describe_fault(error, source_of(env))
-        for talk in talks:
-            talk.fault = talk.fault or place
+    except REPRODUCIBLE_ERRORS as error:
+        for talk in whole:
+            talk.fail(error, "group_scores")
         return [Earned(min(env.reward_bounds), {}, {})] * len(talks)  # guard: failed-comparison-does-not-pay
-    left = iter(beside)
-    return [next(left) if talk.ending != "error" else Earned(talk.reward, {}, {}) for talk in talks]
+    left = iter(scores)
+    return [_compared(talk, next(left)) if talk.ending != "error" else Earned(talk.reward, {}, {}) for talk in talks]
+
+
+def _compared(talk: Conversation, score: Scored) -> Earned:
+    """What a conversation earns with what its group adds to its score. If that is no reward, only this one fails."""
+    try:
+        return earned(talk.env, [*talk.scored, score], talk.turn_rewards)
+    except LOCAL_ERRORS:
+        raise
+    except REPRODUCIBLE_ERRORS as error:
+        talk.fail(error, "group_scores")
+        return Earned(min(talk.env.reward_bounds), {}, {})
 
 
 def replay_rollout(
@@ -113,6 +136,20 @@ def replay_rollout(
 
     Raises `ShoalError` if the environment cannot begin the task, which no claim can cause.
     """
+    return alone(replaying(env, renderer, task, tokens_T, author_T, ending, sampling, starts))
+
+
+def replaying(
+    env: Env,
+    renderer: Renderer,
+    task: Task,
+    tokens_T: NDArray[np.int32],
+    author_T: NDArray[np.uint8],
+    ending: Ending,
+    sampling: Sampling,
+    starts: Sequence[int] = (),
+) -> Calling[Replay]:
+    """`replay_rollout` as a generator, for several rollouts beside each other."""
 
     def refused(problem: str, position: int = -1) -> Replay:
         return Replay(min(env.reward_bounds), ending, problem, position)
@@ -128,7 +165,7 @@ def replay_rollout(
         return refused("rows do not begin one after another within the rollout")
     tokens, author = tokens_T.tolist(), author_T.tolist()
     claims = [_Claim(tokens[begin:end], author[begin:end], begin) for begin, end in pairwise(edges)]
-    conversation = Conversation(env, renderer, task, sampling)
+    conversation = yield from Conversation.opening(env, renderer, task, sampling)
     while True:
         problem, position = _difference(conversation, claims)
         if problem:
@@ -140,7 +177,7 @@ def replay_rollout(
         if len(turn) < conversation.room and (not turn or turn[-1] not in renderer.stop_ids):
             problem = "the rollout stops in a turn of the policy, before a stop token or a limit"
             return refused(problem, claim.start + len(claim.tokens))
-        conversation.write(turn)
+        yield from conversation.writing(turn)
     left = sum(len(claim.tokens) - claim.compared for claim in claims)
     if left:  # guard: no-token-after-the-end
         problem = f"{left} tokens follow the end of the rollout, by {conversation.ending}"

@@ -6,13 +6,20 @@ number or a `Score`. Every role uses this file to make it one reward. It does no
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
+
+from shoal.envs.exceptions import RewardOutOfBounds
 
 MAX_NAMED = 64
 """Limit on the parts of one score, and on its metrics."""
 
 MAX_NAME = 64
 """Limit on the characters in the name of a part or a metric."""
+
+
+ROUNDING = 1e-9
+"""Of the width of the bounds: a score that is less far outside is taken as the bound, because sums are rounded."""
 
 
 class Score(NamedTuple):
@@ -47,7 +54,7 @@ def weights_of(env: object) -> Mapping[str, float]:
 def earned(env: Any, scored: Sequence[Any], turn_rewards: Sequence[float] = ()) -> Earned:
     """The reward: the sum of the scores and of the turns' rewards. Parts of the same name are added.
 
-    Raises ValueError if the reward is not a finite number within the environment's bounds.
+    Raises `RewardOutOfBounds` if the reward is outside the environment's bounds, and ValueError if it is not finite.
     """
     parts: dict[str, float] = {}
     metrics: dict[str, float] = {}
@@ -60,11 +67,16 @@ def earned(env: Any, scored: Sequence[Any], turn_rewards: Sequence[float] = ()) 
                 terms.append(value * float(weights.get(name, 1.0)))
             metrics.update(_named(score.metrics, "metric"))
         else:
-            terms.append(float(score))
+            terms.append(number_of(score, "the score"))
     low, high = env.reward_bounds
     reward = terms[0] if len(terms) == 1 else math.fsum(terms)
+    if not math.isfinite(reward):
+        raise ValueError(f"the score is {reward}, not a finite number")
     if not low <= reward <= high:
-        raise ValueError(f"score {reward} is outside reward_bounds {low} to {high}")
+        near = min(max(reward, low), high)
+        if abs(reward - near) <= ROUNDING * (high - low):
+            return Earned(near, parts, metrics)
+        raise RewardOutOfBounds(reward, low, high)
     return Earned(reward, parts, metrics)
 
 
@@ -77,8 +89,18 @@ def _named(values: Mapping[str, float], what: str) -> list[tuple[str, float]]:
     return [(name, _finite(value, f"{what} {name}")) for name, value in values.items()]
 
 
+def number_of(value: Any, what: str) -> float:
+    """A score or a part of it, also from numpy; True is 1. Raises TypeError for a text, a tensor or None: what they are
+    worth would be a guess."""
+    if type(value).__module__ == "numpy":
+        value = value.item()
+    if not isinstance(value, Real):
+        raise TypeError(f"{what} is {value!r:.60}, not a number: give float(...)")
+    return float(value)
+
+
 def _finite(value: Any, what: str) -> float:
-    number = float(value)
+    number = number_of(value, what)
     if not math.isfinite(number):
         raise ValueError(f"{what} is {number}, not a finite number")
     return number

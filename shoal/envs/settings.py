@@ -7,6 +7,7 @@ It does not deal with tokens.
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
@@ -24,6 +25,9 @@ from shoal.protocol.types import Sampling
 HISTORIES = ("append", "template")
 """What the policy reads of its earlier turns: all tokens so far, or what the chat template shows of them."""
 
+LOWEST = "lowest"
+"""As `on_fault`: a rollout on which the environment fails has the lowest reward, and counts as any other."""
+
 MAX_EXAMPLES = 64
 """Limit on the messages in `examples`. Every prompt contains them."""
 
@@ -33,6 +37,8 @@ class Settings(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def label(self) -> str: ...
     @property
     def args(self) -> Mapping[str, Any]: ...
     @property
@@ -53,6 +59,10 @@ class Settings(Protocol):
     def history(self) -> str: ...
     @property
     def shaping(self) -> Shaping | None: ...
+    @property
+    def reproducible(self) -> bool: ...
+    @property
+    def on_fault(self) -> str: ...
 
 
 class WithSettings:
@@ -67,10 +77,11 @@ class WithSettings:
         self.weights = {**weights_of(env), **settings.weights}
         self.max_turn_tokens, self.max_tokens = settings.max_turn_tokens, settings.max_tokens
         self.history = settings.history or getattr(env, "history", "append")
+        self.on_fault = settings.on_fault
         self.shaper: Shaper | None = None
         self.reward_bounds = env.reward_bounds
         if settings.shaping is not None:
-            self.shaper = Shaper(settings.shaping, f"environment {settings.name}")
+            self.shaper = Shaper(settings.shaping, f"environment {settings.label}")
             low, high = env.reward_bounds
             self.reward_bounds = (self.shaper.lowest(low), high)
             self.weights |= self.shaper.weights
@@ -83,7 +94,7 @@ class WithSettings:
         return task if self.shaper is None else self.shaper.targeted(task, index, heldout)
 
     def reset(self, task: Task) -> tuple[State, list[Message]]:
-        state, messages = self.env.reset(task.task if isinstance(task, Targeted) else task)
+        state, messages = self.env.reset(plain_task(self, task))
         return state, self.opened(messages, task)
 
     def opened(self, messages: Sequence[Message], task: Task) -> list[Message]:
@@ -96,10 +107,18 @@ class WithSettings:
 def with_settings(env: Env, settings: Settings) -> Env:
     """The environment under its settings, or the environment itself if it has none. Raises `ShoalError` if a setting
     cannot be used."""
+    if settings.label != settings.name:
+        with suppress(AttributeError):
+            env.run_label = settings.label  # type: ignore[attr-defined]
+    if not settings.reproducible:
+        with suppress(AttributeError):  # a built-in without such an attribute plays in this process
+            env.reproducible = False  # type: ignore[attr-defined]
     named = settings.system, settings.examples, settings.template, settings.parser, settings.weights
-    if not any((*named, settings.max_turn_tokens, settings.max_tokens, settings.history, settings.shaping)):
+    if not any(
+        (*named, settings.max_turn_tokens, settings.max_tokens, settings.history, settings.shaping, settings.on_fault)
+    ):
         return env
-    where = f"environment {settings.name}"
+    where = f"environment {settings.label}"
     if len(settings.examples) > MAX_EXAMPLES:
         raise ConfigError(f"{where}: {len(settings.examples)} messages in examples, limit {MAX_EXAMPLES}")
     if any(message["role"] in ("system", "tool") for message in normal(settings.examples)[:1]):
@@ -119,6 +138,8 @@ def with_settings(env: Env, settings: Settings) -> Env:
             raise ConfigError(f"{where}: weights.{name} = {weight}: give a finite number")
     if settings.parser not in ("", *NOTATIONS, "none"):
         raise ConfigError(f"{where}: parser = {settings.parser!r}; known are {', '.join(NOTATIONS)}, none")
+    if settings.on_fault not in ("", LOWEST):
+        raise ConfigError(f"{where}: on_fault = {settings.on_fault!r}; known is {LOWEST}, or leave it out")
     if settings.history not in ("", *HISTORIES):
         raise ConfigError(f"{where}: history = {settings.history!r}; known are {', '.join(HISTORIES)}")
     found = WithSettings(env, settings)
@@ -126,6 +147,11 @@ def with_settings(env: Env, settings: Settings) -> Env:
         raise ConfigError(f"{where}: shaping may lower a reward to {min(found.reward_bounds):g}, and no run takes rewards "
                           f"above {MAX_REWARD:g} by size: lower its weights")  # fmt: skip
     return found
+
+
+def plain_task(env: Env, task: Task) -> Task:
+    """A task as the environment under the settings knows it."""
+    return task.task if isinstance(env, WithSettings) and isinstance(task, Targeted) else task
 
 
 def opening_of(env: Env, messages: Sequence[Message], task: Task) -> Sequence[Message]:

@@ -5,8 +5,9 @@ no room of ours that needs one.
 """
 
 import hashlib
+import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +30,7 @@ def make_env(path: Path, args: Mapping[str, Any], function: str = "environment")
         make = getattr(module, function, None)
         if not callable(make):
             raise ShoalError(f"{path} defines no function {function}(**args): add one that returns your environment")
+        _demand_arguments(make, args, path, function)
         env: Env = make(**args)
     except (ShoalError, MemoryError):
         raise
@@ -44,6 +46,22 @@ def make_env(path: Path, args: Mapping[str, Any], function: str = "environment")
             "Add them, or let its class inherit from shoal.envs.base.Env"
         )
     return env
+
+
+def _demand_arguments(make: Callable[..., Any], args: Mapping[str, Any], path: Path, function: str) -> None:
+    """Raise `ShoalError` for arguments that the function does not take, or lacks. They come from a run file or a command,
+    so no line of the file is at fault."""
+    try:
+        taken = inspect.signature(make)
+    except (TypeError, ValueError):  # of what says nothing of its arguments
+        return
+    try:
+        taken.bind(**args)
+    except TypeError as error:
+        raise ShoalError(
+            f"{path}: {error}: {function}{taken} is given {', '.join(args) or 'no arguments'}. Change args of the "
+            "[[envs]], or --env-args"
+        ) from None
 
 
 def read_source(path: Path) -> bytes:

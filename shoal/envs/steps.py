@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
+from shoal.envs.score import number_of
 from shoal.protocol.audits import MAX_REWARD
 from shoal.protocol.compositions import StepCredit, Turns
 from shoal.protocol.constants import MAX_ROLLOUT_STEPS
@@ -40,7 +41,7 @@ def marks_of(steps: Any, action: str) -> tuple[Mark, ...]:
     listed = tuple(islice(steps, MAX_ROLLOUT_STEPS + 1))  # a generator need not end
     if len(listed) > MAX_ROLLOUT_STEPS:  # guard: few-marks
         raise ValueError(f"more than {MAX_ROLLOUT_STEPS} steps in a turn")
-    marks = tuple((operator.index(end), float(reward)) for end, reward in listed)
+    marks = tuple((operator.index(end), number_of(reward, "the reward of a step")) for end, reward in listed)
     before = 0
     for end, _ in marks:
         if not before < end <= len(action):  # guard: marks-rise-within-the-action

@@ -64,7 +64,7 @@ class View:
         """With `by_template`, the template decides what is shown of earlier turns. `turns` are those of all seats, in
         order."""
         self.renderer, self.arguments, self.turns = renderer, arguments, turns
-        self.by_template = by_template and not renderer.keeps_thinking(arguments)
+        self.by_template = by_template
         self.row: TalkRow | None = None
         """The row that the seat's next turn continues; None before its first."""
         self.index = 0
@@ -134,7 +134,7 @@ class View:
         turn = self.turns[number]
         results = [message for message in told if message.get("role") == "tool"]
         calls = [call.name for call in turn.action.tool_calls] or [
-            str(result.get("name", "tool")) for result in results
+            str(result.get("name") or "tool") for result in results
         ]
         ids = [str(result.get("tool_call_id") or "") for result in results]
         named = [

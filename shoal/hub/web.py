@@ -15,6 +15,7 @@ from typing import BinaryIO
 import httpx
 
 from shoal.errors import ConfigError, NothingYet, PeerError
+from shoal.net.forward_proxy import proxy_for
 from shoal.net.trouble import Trouble, troubles
 
 ATTEMPTS = 3
@@ -57,6 +58,7 @@ class WebRegistry:
             )
         self.place = url.rstrip("/")
         self._transport, self._sleep = transport, sleep
+        self._proxy = proxy_for(parsed.scheme, parsed.host)
         self._tls = ssl.create_default_context() if parsed.scheme == "https" else False
 
     def read(self, path: str, cap: int) -> bytes:
@@ -87,6 +89,7 @@ class WebRegistry:
         client = httpx.AsyncClient(
             transport=self._transport,
             verify=self._tls,
+            proxy=self._proxy,
             trust_env=False,
             timeout=httpx.Timeout(SILENCE_S, connect=10.0),
             headers={"accept-encoding": "identity", "user-agent": "shoal"},

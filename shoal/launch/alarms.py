@@ -6,6 +6,7 @@ host has acted.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -16,17 +17,19 @@ from threading import Thread
 
 from shoal.alarms import Alarm, AlarmsLog, standing_alarms
 from shoal.config import RunConfig
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, StateError
 from shoal.folder import RunFolder, free_below, held_below
-from shoal.heldout import Heldout, version_of
+from shoal.heldout import Heldout, interval_of, version_of, why_not_comparable
 from shoal.launch.hosting import call
 from shoal.launch.snapshot import CoordinatorWatch, Snapshot
 from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.remedies import NO_LEASE, split_remedy
 from shoal.ledger.table import read_entry
 from shoal.monitors.follow import Follower, Setting
 from shoal.monitors.raising import BETWEEN, Change
 from shoal.monitors.view import Evaluation, Machine
 from shoal.net.client import PeerRefused
+from shoal.net.keys import load_key
 from shoal.protocol.types import AdminRequest
 from shoal.protocol.wire import WireError
 
@@ -68,11 +71,13 @@ class AlarmWatch:
         self._folder, self._config, self._clock = folder, config, clock
         self._follower = Follower(setting_of(config))
         self._log = AlarmsLog(folder.alarms)
+        self._cheats = frozenset[str]()
         self._store: Store | None = None
         self._seq = -1
         self._send = send or self._by_http
         self._disk: deque[tuple[float, float]] = deque(maxlen=DISK_LOOKS)
-        self._quota_share = 0.0
+        self._quota_shares = deque([0.0], maxlen=2)
+        """The newest two: after one look, the coordinator may still delete what it need not keep."""
         self._looked = self._measured = -1e9
         self._looks = 0
         self._behind = False
@@ -80,9 +85,14 @@ class AlarmWatch:
         has acted on an alarm may be in the rest."""
         self._unreadable = ""
         """Why the log could not be read on at the last look."""
-        self._resumed = clock()
+        self._resumed = self._held_up = clock()
         """When the run was last seen paused, or this launcher started: the trainer waits since then."""
         self._acting = _Acting(self._send)
+        self._waits = _WaitTimes()
+        self._past: list[Alarm] | None = []
+        """Alarms that were raised while the log of before this start was read; None once it is."""
+        self._stood = {alarm.subject for alarm in standing_alarms(folder.alarms)}
+        """What the alarms that stood before this start were about."""
 
     @property
     def standing(self) -> Sequence[Alarm]:
@@ -92,23 +102,33 @@ class AlarmWatch:
     def look(self, snapshot: Snapshot) -> list[str]:
         """Evaluate what is new, keep what changed, and act on it. Returns lines for a person."""
         now = self._clock()
+        self._waits.see(snapshot, now)
         waits = 0 <= now - self._looked < LOOK_EVERY_S and not self._behind
         if not self._config.monitors.enabled or waits:
             return []
         self._looked, self._looks = now, self._looks + (not self._behind)
-        found = [(change, True) for change in self._of_steps(snapshot)]
+        of_steps = [one for one in self._of_steps(snapshot) if self._log.write(one.change, one.alarm, now)]
         between = self._follower.look_between(self._machine(snapshot, now), snapshot.metrics)
-        found += [(change, False) for change in between]
-        said = [
-            in_words(change)
-            for change, is_replayed in found
-            if self._log.write(change.change, change.alarm, now, is_replayed)
-        ]
+        new = [one for one in between if self._log.write(one.change, one.alarm, now, is_replayed=False)]
+        said = [in_words(change) for change in self._without_past(of_steps) + new]
         if self._behind:  # guard: past-alarms-lead-to-nothing
             return said
         if self._looks == SWEEP_LOOKS:
             self._sweep(now)
         return said + self._act(now)
+
+    def _without_past(self, changes: list[Change]) -> list[Change]:
+        """Those that are news. Of what was found while the log of before was read that are alarms which stand now, and did
+        not when the launcher was started: the others are over, or were said before."""
+        if self._past is None:
+            return changes
+        self._past += [one.alarm for one in changes if one.change == "raised"]
+        if self._behind:
+            return []
+        past, self._past = {alarm.subject: alarm for alarm in self._past}, None
+        stand = {alarm.subject for alarm in self.standing}
+        # guard: past-alarms-are-no-news
+        return [Change("raised", one) for subject, one in past.items() if subject in stand - self._stood]
 
     def _of_steps(self, snapshot: Snapshot) -> list[Change]:
         """Read the log on, and look at the steps that ended. What cannot be read now is read at the next look."""
@@ -116,6 +136,7 @@ class AlarmWatch:
             if not self._folder.log.exists():
                 return []
             self._store = Store(sqlite_url(self._folder.log), read_only=True)
+        self._follower.announced = self._announced()
         entries = []
         try:
             for data, _ in self._store.read(self._seq, READ_EVENTS):
@@ -133,20 +154,40 @@ class AlarmWatch:
             self._behind, self._unreadable = len(entries) == READ_EVENTS, ""
         return self._follower.see(entries, snapshot.metrics, evaluations(snapshot))
 
+    def _announced(self) -> frozenset[str]:
+        """Keys of the workers that the run file starts to cheat. A name could be a stranger's, so the folder says it."""
+        if len(self._cheats) < self._config.workers.cheating:
+            homes = (self._folder.nodes / f"cheater-{i}" for i in range(self._config.workers.cheating))
+            with contextlib.suppress(StateError):
+                self._cheats = frozenset(
+                    load_key(path).public for home in homes if (path := home / "node.key").exists()
+                )
+        return self._cheats
+
     def _machine(self, snapshot: Snapshot, now: float) -> Machine:
         if now - self._measured >= DISK_EVERY_S:
             self._measured = now
             self._disk.append((now, float(free_below(self._folder.root))))
             quota_bytes = self._config.storage.quota_mb * 1_000_000
-            self._quota_share = held_below(self._folder.blobs) / quota_bytes if self._folder.blobs.exists() else 0.0
+            self._quota_shares.append(
+                held_below(self._folder.blobs) / quota_bytes if self._folder.blobs.exists() else 0.0
+            )
         status, lines = snapshot.status, snapshot.metrics
         if status.phase != "running":
             self._resumed = now
         began = max(self._resumed, float(lines[-1].get("time_s") or 0.0)) if lines else 0.0  # guard: stop-is-no-wait
+        if snapshot.notice:
+            self._held_up = now
+        else:  # the host's machine was to blame until then, and nobody whom the run waits for since
+            began = max(began, self._held_up) if lines else 0.0  # guard: hang-blames-nobody-else
+        longest, longest_s = self._waits.longest()
         return Machine(
-            now=now, disk=tuple(self._disk), quota_share=self._quota_share, log_time=self._follower.digest.time,
+            now=now, longest=longest, longest_s=longest_s,
+            disk=tuple(self._disk), quota_share=min(self._quota_shares), log_time=self._follower.digest.time,
             step_began=began, flat_groups=status.flat_groups,
-            waiting_for=status.waiting_for, running=status.phase == "running",
+            flat_reward=status.flat_reward, unbegun_groups=status.unbegun_groups, unbegun_cause=status.unbegun_cause,
+            waiting_for=status.waiting_for, notice=snapshot.notice, in_flight=status.in_flight,
+            running=status.phase == "running",
         )  # fmt: skip
 
     def _sweep(self, now: float) -> None:
@@ -184,6 +225,36 @@ class AlarmWatch:
         if not url:
             raise ShoalError("the coordinator does not answer yet")
         asyncio.run(call(url, self._folder.keys / "run.key", action, request))
+
+
+class _WaitTimes:
+    """What the run has waited for since its newest step, and how long, by looks at its status."""
+
+    def __init__(self) -> None:
+        self._step, self._seen = -1, 0.0
+        self._now = ""
+        """The kind of the wait at the last look."""
+        self._took_s, self._said = dict[str, float](), dict[str, str]()
+
+    def see(self, snapshot: Snapshot, now: float) -> None:
+        """Count the time since the last look for what was waited for then."""
+        if snapshot.step != self._step or snapshot.notice or snapshot.status.phase != "running":
+            self._step, self._now, self._took_s, self._said = snapshot.step, "", {}, {}
+            if snapshot.notice or snapshot.status.phase != "running":
+                return
+        if self._now:
+            self._took_s[self._now] = self._took_s.get(self._now, 0.0) + max(0.0, now - self._seen)
+        said = snapshot.status.waiting_for
+        self._now, self._seen = f"{said.partition(':')[0]} {NO_LEASE in said}", now
+        if split_remedy(said)[1] or not split_remedy(self._said.get(self._now, ""))[1]:  # it names who
+            self._said[self._now] = said
+
+    def longest(self) -> tuple[str, float]:
+        """What it waited for longest, as the status said it, and how long."""
+        if not self._took_s:
+            return "", 0.0
+        kind = max(self._took_s, key=self._took_s.__getitem__)
+        return self._said[kind], self._took_s[kind]
 
 
 class _Acting:
@@ -240,14 +311,16 @@ class _Acting:
 
 def evaluations(snapshot: Snapshot) -> list[Evaluation]:
     """The snapshot's results on held-out tasks, by version."""
-    return [evaluation(version_of(name, snapshot.steps) or 0, found) for name, found in snapshot.heldout]
+    found = (evaluation(version_of(name, snapshot.steps) or 0, one) for name, one in snapshot.heldout)
+    return [one for one in found if one is not None]
 
 
-def evaluation(version: int, found: Heldout) -> Evaluation:
-    """A result on held-out tasks as the monitors take it, with what the judge says."""
-    judge = found.judge
-    judged = None if judge is None else Evaluation(version, judge.mean, judge.low95, judge.high95)
-    return Evaluation(version, found.mean, found.low95, found.high95, judged)
+def evaluation(version: int, found: Heldout) -> Evaluation | None:
+    """A result on held-out tasks as the monitors take it, with what the judge says; None of one without a mean, or with too
+    many faults to be compared."""
+    own = None if why_not_comparable(found) else interval_of(found)
+    judged = None if found.judge is None or why_not_comparable(found.judge) else interval_of(found.judge)
+    return own and Evaluation(version, *own, judged and Evaluation(version, *judged))
 
 
 def in_words(change: Change) -> str:
@@ -255,4 +328,4 @@ def in_words(change: Change) -> str:
     alarm = change.alarm
     if change.change == "cleared":
         return f"alarm cleared: {alarm.cause}, raised at step {alarm.since} ({alarm.summary})"
-    return f"ALARM {alarm.cause} ({alarm.severity}) at step {alarm.since}: {alarm.summary}. {alarm.remedy}"
+    return f"{alarm.heading}{alarm.summary}. {alarm.remedy}"

@@ -7,6 +7,7 @@ this process ends. It gives each training step's metrics to the caller, and look
 import atexit
 import contextlib
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -18,11 +19,11 @@ from rich.console import RenderableType
 
 from shoal.config import RunConfig
 from shoal.envs.declared import is_repeatable
-from shoal.errors import NO_TORCH, ShoalError, StateError, fault_of_user
+from shoal.errors import ShoalError, StateError, fault_of_user, no_torch
 from shoal.folder import RunFolder
 from shoal.launch.hosting import shared_url
 from shoal.launch.local import open_crew
-from shoal.launch.lock import locked
+from shoal.launch.lock import demand_listening, locked_run
 from shoal.launch.snapshot import Snapshot
 from shoal.launch.view import WATCHDOG_S
 from shoal.metrics import read_metrics
@@ -37,7 +38,9 @@ class BackgroundRun:
     def __init__(self, config: RunConfig, recipe_dir: Path, out: Path, with_workers: bool) -> None:
         """Lock and prepare the folder, then start. Raises `ShoalError` as `shoal run` does."""
         if find_spec("torch") is None:
-            raise ShoalError(NO_TORCH)
+            raise ShoalError(no_torch())
+        demand_listening(out, config.host)
+        RunFolder(out).demand_own()
         self.out = out
         self._host = config.host
         self._news = _News()
@@ -45,7 +48,7 @@ class BackgroundRun:
         self._url = ""
         self._answers = threading.Event()
         with contextlib.ExitStack() as stack:
-            lock_fd = stack.enter_context(locked(out))
+            lock_fd = stack.enter_context(locked_run(out))
             folder = RunFolder(out)
             folder.prepare(config, recipe_dir, for_others=not with_workers, repeatable=is_repeatable)
             done = read_metrics(folder.metrics)
@@ -118,7 +121,8 @@ class _News:
     def __init__(self) -> None:
         self.queue: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self.next_step = 0
-        self._waiting_for = ""
+        self._waits, self._waiting_s = "", 0.0
+        """The last wait that was logged, without its numbers, and how long the run has waited."""
 
     def show(self, snapshot: Snapshot) -> None:
         for metrics in snapshot.metrics:
@@ -126,8 +130,10 @@ class _News:
                 self.next_step = metrics["step"] + 1
                 self.queue.put(metrics)
         status = snapshot.status
-        if status.waiting_s >= WATCHDOG_S and status.waiting_for != self._waiting_for:
-            self._waiting_for = status.waiting_for
+        waits, is_new = re.sub(r"\d+", "", status.waiting_for), status.waiting_s < self._waiting_s
+        self._waits, self._waiting_s = "" if is_new else self._waits, status.waiting_s
+        if status.waiting_s >= WATCHDOG_S and waits != self._waits:
+            self._waits = waits
             log.info("waiting %.0f s for %s", status.waiting_s, printable(status.waiting_for))
 
     def say(self, line: str) -> None:

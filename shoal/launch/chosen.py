@@ -18,6 +18,7 @@ from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.pools import solve_rate
 from shoal.ledger.table import read_entry
 from shoal.protocol.constants import COMPLETIONS
+from shoal.protocol.env_faults import fault_indices, without_faults
 from shoal.protocol.types import POLICY, Rollout
 from shoal.protocol.wire import WireError, digest, to_json
 from shoal.train.chosen import Examples, tokenizer_digest
@@ -62,12 +63,12 @@ def choose(folder: RunFolder, settings: dict[str, Any], expected: str) -> tuple[
     asked, rows = RejectStage(name="", rollouts="", **settings), list[tuple[bytes, bytes]]()
     seen, taken = list[float](), list[float]()
     for accepted in _groups(folder, asked.last_steps, expected):
-        seen += accepted.rewards
-        kept = (
-            raft(accepted.rewards, asked.keep)
-            if asked.rule == "raft"
-            else star(accepted.rewards, asked.right, asked.most)
-        )
+        left, rewards = _left(accepted)
+        seen += rewards
+        kept = [
+            left[index]
+            for index in (raft(rewards, asked.keep) if asked.rule == "raft" else star(rewards, asked.right, asked.most))
+        ]
         if kept:
             rollouts = _kept_group(folder, accepted)
             taken += [accepted.rewards[index] for index in kept]
@@ -76,21 +77,28 @@ def choose(folder: RunFolder, settings: dict[str, Any], expected: str) -> tuple[
         raise StateError(
             f"the rule {asked.rule} takes none of {len(seen)} rollouts: lower `right`, or raise `last_steps`"
         )
-    counted = {"rollouts": len(seen), "chosen": len(taken)}
+    counts = {"rollouts": len(seen), "chosen": len(taken)}
     shares = {
         f"right_of_{name}": solve_rate(found, asked.right) for name, found in (("rollouts", seen), ("chosen", taken))
     }
-    return Examples(tokenizer_digest(folder.policy), tuple(rows)), counted | shares
+    return Examples(tokenizer_digest(folder.policy), tuple(rows)), counts | shares
+
+
+def _left(accepted: GroupAccepted) -> tuple[Sequence[int], Sequence[float]]:
+    """The rollouts of a group on which its environment did not fail, and their rewards."""
+    faults = fault_indices(accepted.faults)
+    return without_faults(range(len(accepted.rewards)), faults), without_faults(accepted.rewards, faults)
 
 
 def choose_pairs(folder: RunFolder, last_steps: int, expected: str) -> Examples:
     """The best and the worst rollout of each group, in this order, of groups whose rollouts have one row; as `choose`."""
     rows = list[tuple[bytes, bytes]]()
     for accepted in _groups(folder, last_steps, expected):
-        if len(set(accepted.rewards)) < 2:  # an algorithm may learn from groups whose rewards are equal
+        left, rewards = _left(accepted)
+        if len(set(rewards)) < 2:  # an algorithm may learn from groups whose rewards are equal
             continue
         rollouts = _kept_group(folder, accepted)
-        best, worst = (pick(range(len(rollouts)), key=accepted.rewards.__getitem__) for pick in (max, min))
+        best, worst = (pick(left, key=accepted.rewards.__getitem__) for pick in (max, min))
         both = _rows(rollouts[best]), _rows(rollouts[worst])
         if all(len(found) == 1 for found in both):
             rows += [found[0] for found in both]

@@ -1,18 +1,22 @@
 """Whether a run can use its first policy at all: asked before any role starts, so that the host reads why not.
 
-Called by `local`. Light: it reads JSON files, and loads neither torch nor the policy.
+Called by `local`. Light: it reads JSON files and weights, and loads neither torch nor the policy.
 """
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
-from shoal.config import BOUNDS, RunConfig
-from shoal.errors import ConfigError, StateError
+from shoal.config import BOUNDS, RunConfig, child_environment
+from shoal.errors import ConfigError, StateError, how_to_install
 from shoal.policy.anyspec import AnySpec
+from shoal.policy.files import demand_weights
+from shoal.policy.filling import demand_finite
 from shoal.policy.kinds import demand_named_base, demand_no_adapter, needs_transformers
 from shoal.policy.nf4spec import NF4, flaw_of
 from shoal.policy.spec import PolicySpec
-from shoal.protocol.bounds import is_measured
+from shoal.protocol.bounds import LOCAL, TRANSFORMERS, is_measured
 
 
 def demand_computable(directory: Path, config: RunConfig) -> None:
@@ -20,12 +24,11 @@ def demand_computable(directory: Path, config: RunConfig) -> None:
     demand_no_adapter(directory)
     demand_named_base(directory, config.policy.adapter.base)
     if not needs_transformers(directory, config.policy.implementation):
-        PolicySpec.from_directory(directory)
+        _demand_positions(PolicySpec.from_directory(directory), config)
         return
     if importlib.util.find_spec("transformers") is None:
         raise StateError(
-            f"the policy in {directory} needs transformers, which is not installed: pip install -c constraints.txt "
-            "'.[torch,hf]'"
+            f"the policy in {directory} needs transformers, which is not installed: " + how_to_install("torch", "hf")
         )
     if config.policy.adapter.rank:
         raise StateError(
@@ -39,11 +42,56 @@ def demand_computable(directory: Path, config: RunConfig) -> None:
                 f"{key} out"
             )
     measured = config.sampled_dtype != "bfloat16" or _measured(config)
-    if not measured and AnySpec.from_directory(directory).experts > 1:  # guard: experts-need-bounds
+    spec = AnySpec.from_directory(directory)
+    _demand_positions(spec, config)
+    if not measured and spec.experts > 1:  # guard: experts-need-bounds
         raise StateError(
             f"{directory} is a mixture of experts: in bfloat16 its routers choose other experts, so honest work "
             'differs by more than the built-in bounds. Set sampling.dtype = "float32", or: shoal calibrate RUN_FILE --write'
         )
+
+
+def _demand_positions(spec: PolicySpec | AnySpec, config: RunConfig) -> None:
+    if config.sampling.max_tokens > spec.max_positions:
+        raise StateError(
+            f"sampling.max_tokens = {config.sampling.max_tokens}, and the model has {spec.max_positions} positions: "
+            f"set sampling.max_tokens = {spec.max_positions}, or take a model with more"
+        )
+
+
+_PROGRAM = """
+import sys
+sys.path[:] = sys.argv[5:]
+from pathlib import Path
+from shoal.engine.open import EngineSpec, open_engine
+from shoal.errors import Overreach, ShoalError
+try:
+    open_engine(EngineSpec(sys.argv[2], sys.argv[3], device=sys.argv[4])).load(Path(sys.argv[1]), 0)
+except Overreach:
+    raise
+except ShoalError as error:
+    sys.exit(f"refused: {error}")
+"""
+
+
+def demand_examined(directory: Path, config: RunConfig, device: str) -> bool:
+    """Raise `StateError` if an engine of the run refuses the run's first policy once it examines its values, in a process
+    of its own. False if that could not be seen, for lack of memory, say. Of a policy that shoal computes, every value is
+    read here first, and that is all unless some are very large."""
+    kind = TRANSFORMERS if needs_transformers(directory, config.policy.implementation) else LOCAL
+    if kind == LOCAL and not demand_finite(demand_weights(directory, PolicySpec.from_directory(directory))):
+        return False
+    command = [sys.executable, "-I", "-c", _PROGRAM, str(directory.absolute()), kind, config.sampled_dtype, device]
+    command += sys.path
+    threads = max(config.train.threads, config.workers.threads)
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
+        env=child_environment(threads),
+    )  # fmt: skip
+    said = (done.stderr.strip().splitlines() or [""])[-1]
+    if done.returncode and said.startswith("refused: "):  # guard: refused-policies-begin-no-run
+        raise StateError(said.removeprefix("refused: "))
+    return done.returncode == 0
 
 
 def demand_engine_of_workers(config: RunConfig) -> None:

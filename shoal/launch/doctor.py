@@ -23,8 +23,8 @@ import httpx
 import psutil
 
 from shoal.config import RunConfig, TinyPolicy, load_run, node_home
-from shoal.config.paths import with_judge_at
-from shoal.errors import ConfigError, cause_of
+from shoal.config.paths import is_hub, with_judge_at
+from shoal.errors import ConfigError, StateError, cause_of, how_to_install
 from shoal.protocol.constants import SIGNATURE_WINDOW_S
 
 if TYPE_CHECKING:
@@ -39,6 +39,12 @@ MEASURE_S = 0.4
 
 ANSWER_S = 5.0
 """A host answers within this, or it does not answer."""
+
+
+_NOTES = (
+    "first prompt of ", "prompts of ", "too long: ", "no turn of ", "later turns of ", "each later turn ", "tokenizer: ",
+)  # fmt: skip
+"""How lines about first prompts begin that are worth a note."""
 
 
 class Line(NamedTuple):
@@ -101,6 +107,11 @@ def fit(recipe: Path, changes: Sequence[str], memory_gb: float, random_policy: b
     config, lines = sized(config, spec, with_workers=True, free=memory)
     for line in lines:
         yield Line("ok", "size", line)
+    if config.policy.path and not random_policy:
+        model = _first_policy(config, recipe, spec)
+        yield model
+        if model.state == "ok":
+            yield from _first_prompts(config, recipe)
     for report in reports(config, spec, with_workers=True, free=memory):
         for role in report.roles:
             if role.on(report.device):
@@ -118,6 +129,64 @@ def fit(recipe: Path, changes: Sequence[str], memory_gb: float, random_policy: b
     )
     yield Line("ok" if need <= free else "missing", "disk", f"at most {amount(need)}, {amount(free)} free here", remedy)
     yield Line("ok", "bytes", f"{in_words(sizes_of(config, recipe.parent))} to each worker")
+
+
+def _first_policy(config: RunConfig, recipe: Path, spec: "PolicySpec | AnySpec") -> Line:
+    """Whether the model's tokenizer, template and weights are there and fit; values that are not finite are found."""
+    from shoal.launch.computable import demand_computable, demand_examined
+    from shoal.launch.fits import amount
+    from shoal.policy.files import demand_weights
+    from shoal.policy.render import Renderer
+    from shoal.policy.spec import PolicySpec
+
+    if is_hub(config.policy.path):
+        return Line("note", "model", "its weights and tokenizer were not looked at: a run fetches them when it begins")
+    directory = (recipe.parent / config.policy.path).resolve()
+    try:
+        Renderer.from_directory(directory)
+        demand_computable(directory, config)
+        stored = demand_weights(directory, spec)
+        held = sum(one.end - one.start for one in stored.values())
+        ours = isinstance(spec, PolicySpec)
+        fits = ours or psutil.virtual_memory().available > 4 * held  # in float32, beside what torch takes
+        examined = fits and demand_examined(directory, config, "cpu")
+    except StateError as error:
+        return Line("missing", "model", str(error), "fix the model, or choose another policy.path")
+    size = f"{len(stored)} tensors, {amount(held)}"
+    if examined and not ours:
+        return Line("ok", "model", f"{size}; transformers computes with it")
+    if not ours:
+        return Line("ok", "model", f"{size}; transformers compares their names and shapes when a run begins")
+    return Line("ok", "model", f"{size} of finite numbers, with the names and shapes that config.json asks for")
+
+
+def _first_prompts(config: RunConfig, recipe: Path) -> Iterator[Line]:
+    """What the model's chat template makes of the first prompts, seen as `shoal run` sees it at its start: in a process."""
+    from shoal.folder import RunFolder
+    from shoal.launch.local import TICK_S
+    from shoal.launch.prompt_preview import preview_of
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = RunFolder(Path(scratch) / "run")
+        folder.prepare(config, recipe.parent)
+        preview = preview_of(folder)
+        try:
+            while preview.is_awaited():
+                preview.look()
+                time.sleep(TICK_S)
+        except StateError as error:
+            yield Line("missing", "prompts", str(error), "do what this line says: until then `shoal run` begins no run")
+            return
+        finally:
+            preview.end()
+        if not folder.first_prompts.exists():
+            yield Line("note", "prompts", "no environment began its first task in time, so no prompt was looked at")
+            return
+        for line in folder.first_prompts.read_text().splitlines():
+            if line.startswith("first prompt of ") and "it cannot be shown" not in line:
+                yield Line("ok", "prompts", line.removesuffix(", in [[ ]]"))
+            elif line.startswith(_NOTES):
+                yield Line("note", "prompts", line)
 
 
 def _shape_of(config: RunConfig, recipe: Path) -> "PolicySpec | AnySpec":
@@ -161,7 +230,7 @@ def _size() -> Iterator[Line]:
 
 def _torch() -> Iterator[Line]:
     if importlib.util.find_spec("torch") is None:
-        remedy = "pip install 'shoal[torch]'; without it this machine can only run a coordinator"
+        remedy = f"{how_to_install('torch')}; without it this machine can only run a coordinator"
         yield Line("missing", "torch", "not installed", remedy)
         return
     import torch

@@ -21,7 +21,7 @@ from shoal.engine.needs import Needs, adapter_bytes, played_on_gpu, scored_on_gp
 from shoal.envs.evaluate import BATCH
 from shoal.errors import StateError
 from shoal.folder import free_below, held_below
-from shoal.plan.sizes import sizes_of
+from shoal.plan.sizes import QUOTA_TIMES, sizes_of
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.device import AUTO, CPU, MPS, take_device
 from shoal.policy.kinds import sized_spec_of
@@ -201,6 +201,22 @@ def demand_fit(config: RunConfig, spec: PolicySpec | AnySpec, root: Path, with_w
     """Raise `StateError` if the run in the folder `root` needs more memory or more disk than this machine has free."""
     demand_memory(config, spec, with_workers)
     demand_disk(config, root, with_workers)
+    demand_quota(config)
+
+
+def demand_quota(config: RunConfig) -> None:
+    """Raise `StateError` if the run's quota has no room for the weights that the run never deletes: no worker would ever
+    get a lease. The config's paths are absolute."""
+    storage, sizes = config.storage, sizes_of(config, Path())
+    if storage.quota_mb * 1e6 >= sizes.least_blobs:
+        return
+    kept = "of all versions" if storage.retain == "all" else "that its nodes may still need"
+    instead = ', or storage.retain = "window"' if storage.retain == "all" else ""
+    raise StateError(
+        f"storage.quota_mb = {storage.quota_mb}, and this run keeps {amount(sizes.least_blobs)} of weights {kept} "
+        f"({amount(sizes.version)} each): above the quota no worker gets a lease, so it would wait for ever. Set "
+        f"storage.quota_mb = {math.ceil(QUOTA_TIMES * sizes.needed_blobs / 1e6)} or more{instead}"
+    )
 
 
 def demand_disk(config: RunConfig, root: Path, with_workers: bool) -> None:

@@ -21,7 +21,7 @@ from shoal.envs.base import Env
 from shoal.envs.load import require_members
 from shoal.envs.own import OwnEnv
 from shoal.envs.source import MEMBERS
-from shoal.errors import NO_TORCH, ConfigError, ShoalError, StateError
+from shoal.errors import ConfigError, ShoalError, StateError, no_torch
 from shoal.folder import RunFolder
 from shoal.metrics import METRICS, MetricsLog
 
@@ -41,7 +41,7 @@ def steps_here(
     """Train in `out` and give the metrics of each step; the policy is in `out/published`. A run that this made before in
     `out` is replaced, or gone on with after its last whole step (`resume`). Raises `ShoalError`."""
     if find_spec("torch") is None:
-        raise ShoalError(NO_TORCH)
+        raise ShoalError(no_torch())
     take_steps = _load(one_file).steps
     config = synchronous(config, env)
     folder = RunFolder(out)

@@ -4,25 +4,34 @@ Called by `shoal host` and `shoal admin`. The coordinator decides what an admin 
 """
 
 import asyncio
+import shlex
 import socket
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from msgspec import UNSET
 
 from shoal.config import HostConfig, is_loopback
 from shoal.errors import ConfigError, PeerError
-from shoal.folder import RunFolder, is_url
+from shoal.folder import RunFolder, is_locked, is_url
+from shoal.launch.process import suspended_process
 from shoal.launch.snapshot import CoordinatorWatch
-from shoal.net.client import Client
+from shoal.ledger.rules.run import surplus_of
+from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_key
+from shoal.net.listening import living_pid, port_of_living
 from shoal.protocol.constants import MIN_LR_FACTOR
 from shoal.protocol.types import AdminRequest, NodeState, RunInfo, Status
+from shoal.terminal import command
 
 ADMIN_DEADLINE_S = 10.0
 ANY_ADDRESS = ("", "0.0.0.0", "::")
-TWO_VALIDATORS = (
-    "Warning: this gives the run two validators. If one of two lies, forging costs nothing: admit a third, or keep one"
+TWO_VALIDATORS_RISK = (
+    "If one of two lies, forging costs nothing: admit a third, or keep one. Several keys are admitted at once: "
+    "`shoal admin admit RUN KEY KEY`"
 )
+TWO_VALIDATORS = f"Warning: this gives the run two validators. {TWO_VALIDATORS_RISK}"
+KICKED = "for good: its owner can only join with a new key, as a newcomer"
 
 
 def shared_url(url: str, host: HostConfig) -> str:
@@ -43,7 +52,8 @@ def invitation(url: str, host: HostConfig, run_dir: Path) -> str:
         if url_of_page := host.dashboard_url or ("" if host.public_url else shared):
             lines.append(f"Watch it in a browser: {url_of_page}")
         lines.append(f"The host's own page, with what is private: the address in {RunFolder(run_dir).dashboard_link}")
-    lines.append(f"Steer it with: shoal admin pause|resume|drain|kick|admit|quarantine|rate|rotate-publisher {run_dir}")
+    actions = "pause|resume|drain|kick|admit|quarantine|rate|rotate-publisher"
+    lines.append(f"Steer it with: {command('admin')} {actions} {shlex.quote(str(run_dir))}")
     if not has_tls:  # last, because a small terminal cuts the end off
         lines += _how_to_add_tls(port)
     return "\n".join(lines)
@@ -65,15 +75,19 @@ def _how_to_add_tls(port: str) -> list[str]:
     ]
 
 
-def administer(action: str, run: str, node: str, key_file: Path | None, lr_factor: float | None = None) -> str:
-    """Sign and send one admin call; returns the state of the run after it, as text.
+def administer(
+    action: str, run: str, node: str, key_file: Path | None, lr_factor: float | None = None, also: tuple[str, ...] = ()
+) -> str:
+    """Sign and send one admin call; returns the state of the run after it, as text. `also` are further keys to admit.
 
     `run` is the run's folder, or its URL, which needs `key_file`. Raises `ConfigError`, `StateError`, `PeerError`.
     """
     if action in ("kick", "admit", "quarantine") and not node:
         raise ConfigError(f"shoal admin {action}: say which node, by its key (or by name, to kick or quarantine)")
-    if (action == "rate") != (lr_factor is not None):
-        raise ConfigError("shoal admin rate takes --factor, such as 0.5, and no other action does")
+    if surplus := surplus_of(action, node, also, UNSET if lr_factor is None else lr_factor):
+        raise ConfigError(f"shoal admin {surplus}")
+    if action == "rate" and lr_factor is None:
+        raise ConfigError("shoal admin rate takes --factor, such as 0.5")
     if lr_factor is not None and not MIN_LR_FACTOR <= lr_factor <= 1:
         raise ConfigError(f"--factor {lr_factor}: must be from {MIN_LR_FACTOR} to 1, times the run file's train.lr")
     if is_url(run):
@@ -82,22 +96,136 @@ def administer(action: str, run: str, node: str, key_file: Path | None, lr_facto
         url = run
     else:
         folder = RunFolder(Path(run))
-        url = CoordinatorWatch(folder.address, folder.config().host.bind).url()
-        key_file = key_file or folder.keys / "run.key"
-        if not url:
-            raise PeerError(f"{run} is not being hosted: start it with `shoal run` or `shoal host` first")
-    request = AdminRequest(node, UNSET if lr_factor is None else lr_factor)
-    status, validators = asyncio.run(call(url, key_file, action, request))
-    done = f"{action}: done. The run is {status.phase}, version {status.version} of {status.steps}"
-    return f"{done}. {TWO_VALIDATORS}" if action in ("admit", "kick") and len(validators) == 2 else done
+        url, key_file = hosted_url(folder), key_file or folder.keys / "run.key"
+        if stopped := suspended_process(living_pid(folder.address)):
+            raise PeerError(f"the coordinator of {folder.root} does not answer: {stopped}")
+    request = AdminRequest(node, UNSET if lr_factor is None else lr_factor, also=also)
+    status, makes_two, done = asyncio.run(call(url, key_file, action, request, is_known=not is_url(run)))
+    version = f"version {status.version} of {status.steps}"
+    said_phase = done.endswith(f"the run was {status.phase} before")
+    done = f"{action}: {done}, {version}" if said_phase else f"{action}: {done}. The run is {status.phase}, {version}"
+    return f"{done}. {TWO_VALIDATORS}" if makes_two else done
 
 
-async def call(url: str, key_file: Path, action: str, request: AdminRequest) -> tuple[Status, set[str]]:
-    """What the coordinator answers, and the keys of the validators that judge once an admitted one has joined."""
+def hosted_url(folder: RunFolder) -> str:
+    """The URL of the coordinator of a folder's run. Raises `PeerError` if none is up: the address that it left may be that
+    of another program by now; and `StateError` if the folder has no run."""
+    url = CoordinatorWatch(folder.address, folder.config().host.bind).url()
+    if not url or not port_of_living(folder.address):
+        if folder.summary.exists():
+            raise PeerError(
+                f"the run in {folder.root} has ended, and nobody hosts it: nothing of it can be steered any more"
+            )
+        if is_locked(folder.root) and (folder.checkpoints / "final").exists():
+            raise PeerError(
+                f"the run in {folder.root} has ended, and its host evaluates the final policy: nothing of it can be "
+                "steered any more, and Ctrl-C in the host's terminal stops that"
+            )
+        if is_locked(folder.root):
+            raise PeerError(f"the host of {folder.root} is starting its coordinator: try again in a few seconds")
+        raise PeerError(f"{folder.root} is not being hosted: start it with `shoal run` or `shoal host` first")
+    return url
+
+
+async def call(
+    url: str, key_file: Path, action: str, request: AdminRequest, is_known: bool = True
+) -> tuple[Status, bool, str]:
+    """What the coordinator answers, whether this gives the run two validators, and what was done, or was so before.
+    `is_known`: the URL is of a coordinator that has answered before."""
     async with Client(url, load_key(key_file)) as client:
+        if is_known:
+            client.expect_run()
         client.run = (await client.get_json("/v1/run", RunInfo, deadline_s=ADMIN_DEADLINE_S)).run
-        status = await client.post_json(f"/v1/admin/{action}", request, Status, deadline_s=ADMIN_DEADLINE_S)
+        was = await client.get_json("/v1/status", Status, deadline_s=ADMIN_DEADLINE_S)
+        before = await client.get_json("/v1/nodes", list[NodeState], deadline_s=ADMIN_DEADLINE_S)
+        try:
+            status = await client.post_json(f"/v1/admin/{action}", request, Status, deadline_s=ADMIN_DEADLINE_S)
+        except PeerRefused as refused:
+            if refused.code == "ended":
+                raise PeerError(f"the run at {url} has ended: nothing of it can be steered any more") from None
+            raise
         nodes = await client.get_json("/v1/nodes", list[NodeState], deadline_s=ADMIN_DEADLINE_S)
+    # an admitted one judges once it has joined
+    admitted = {request.node, *request.also} if action == "admit" else set[str]()
+    judging, judged = {*_judging(nodes)} | admitted, {*_judging(before)}
+    return (
+        status,
+        len(judging) == 2 and judging != judged,
+        _nothing_to_do(action, request, before, was) or _what_was_done(action, request, before),
+    )
+
+
+def _judging(nodes: Iterable[NodeState]) -> dict[str, str]:
+    """Validators that judge now: what they are called, by key."""
     validators = (n for n in nodes if n.role == "validator" and not n.left)
-    judging = {n.key for n in validators if n.standing not in ("kicked", "suspended")}
-    return status, judging | ({request.node} if action == "admit" else set())
+    return {n.key: _called(n) for n in validators if n.standing not in ("kicked", "suspended")}
+
+
+def _called(node: NodeState) -> str:
+    return f"{node.name} ({node.key[:12]})"
+
+
+class ValidatorsWatch:
+    """The validators of a run that judge: says when one of them no longer does, and what that leaves the run with."""
+
+    def __init__(self) -> None:
+        self._judging = dict[str, str]()
+
+    def look(self, nodes: Sequence[NodeState]) -> list[str]:
+        """A line if there is news."""
+        before, self._judging = self._judging, _judging(nodes)
+        gone = [node for node in nodes if node.key in before and node.key not in self._judging]
+        if not gone:
+            return []
+        what = ", ".join(f"{_called(node)} {'has left' if node.left else f'was {node.standing}'}" for node in gone)
+        num, back = len(self._judging), any(node.left and node.standing != "kicked" for node in gone)
+        left = f"{num} validators judge now"
+        if num == 2:
+            left = f"two judge now. {TWO_VALIDATORS_RISK}"
+        elif num == 1:
+            left = "one judges now"
+            if back:
+                left += (
+                    ", and each refusal waits for a second verdict: admit another (`shoal admin admit RUN KEY`), or kick "
+                    "who will not come back"
+                )
+        elif num == 0:
+            again = "start it again, or " if back else ""
+            left = f"nobody judges now: {again}admit another (`shoal admin admit RUN KEY`)"
+        return [f"{'Warning: ' if num < 3 else ''}validator {what}: {left}"]
+
+
+def _what_was_done(action: str, request: AdminRequest, nodes: Sequence[NodeState]) -> str:
+    """To whom an action was done."""
+    if action == "admit":
+        keys = ", ".join(key[:12] for key in dict.fromkeys((request.node, *request.also)))
+        return f"done: {keys} may judge"
+    whom = ", ".join(_called(node) for node in _matching(request.node, nodes)) if request.node else ""
+    return f"done: {whom}" + (f", {KICKED}" if action == "kick" else "") if whom else "done"
+
+
+def _matching(name: str, nodes: Sequence[NodeState]) -> list[NodeState]:
+    """Nodes that a key, the start of one or a name means."""
+    keys = {node.key for node in nodes}
+    return [n for n in nodes if n.key == name or (name not in keys and name in (n.name, n.key[: len(name)]))]
+
+
+def _nothing_to_do(action: str, request: AdminRequest, nodes: Sequence[NodeState], was: Status) -> str:
+    """What is said in the place of "done" if the run or its nodes were before what the host asks for; empty if not."""
+    phase, names, factor = was.phase, (request.node, *request.also), was.lr_factor
+    if action == "rate" and request.lr_factor == factor:
+        return f"nothing to do: the learning rate was multiplied by {factor:g} before"
+    if phase == {"pause": "paused", "resume": "running", "drain": "draining"}.get(action):
+        return f"nothing to do: the run was {phase} before"
+    why = dict[str, str]()
+    out = {"kick": ("kicked",), "quarantine": ("kicked", "suspended")}.get(action, ())
+    for name in names:
+        for node in _matching(name, nodes):
+            whose = _called(node)
+            if action == "admit" and node.role == "validator":
+                why[name] = f"{whose} was admitted before"
+            elif node.standing in out:
+                why[name] = f"{whose} was {node.standing} before, so it gets no leases anyway"
+            elif action == "quarantine" and node.standing == "quarantined":
+                return f"{whose} was quarantined before: if less than half an hour was left, it is an hour now"
+    return f"nothing to do: {'; '.join(why.values())}" if {*names} == {*why} else ""

@@ -12,21 +12,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 from rich.console import Console, Group
 
 from shoal.config import RunConfig
 from shoal.engine.cheats import CHEATS
 from shoal.errors import ShoalError, StateError
 from shoal.folder import RunFolder
+from shoal.heldout import BEFORE
+from shoal.launch import advice
 from shoal.launch.alarms import AlarmWatch
-from shoal.launch.computable import demand_codable, demand_computable, demand_engine_of_workers
+from shoal.launch.computable import demand_codable, demand_computable, demand_engine_of_workers, demand_examined
 from shoal.launch.evaluations import Evaluations
 from shoal.launch.finale import plain_end, render_end, save_picture
 from shoal.launch.fits import demand_fit, full_disk
+from shoal.launch.hosting import ValidatorsWatch
 from shoal.launch.loggers import STOP_S as LOGGER_STOP_S
 from shoal.launch.loggers import demand_loggers, onlookers
-from shoal.launch.process import RoleProcess, counted_signals, tail
-from shoal.launch.room import first_spec, sized
+from shoal.launch.panels import WATCHDOG_S
+from shoal.launch.process import RoleProcess, counted_signals, suspended_process
+from shoal.launch.prompt_preview import PromptPreview
+from shoal.launch.room import first_spec, learned_parameters_of, sized
 from shoal.launch.samples import NewestSample, Samples
 from shoal.launch.shifts import Shifts, shifts_of
 from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
@@ -35,11 +41,15 @@ from shoal.launch.told import Told
 from shoal.launch.view import LiveView, View, render
 from shoal.launch.without_signal import flat_samples
 from shoal.ledger.facts.run import NO_SIGNAL
+from shoal.ledger.fault_rate import FAULTS
+from shoal.ledger.log.creation import creation_of
+from shoal.ledger.remedies import IN_A_NEW_RUN, no_signal_remedy
 from shoal.policy.hub import Hub
 from shoal.policy.render import Renderer
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.hubref import is_hub
-from shoal.terminal import say
+from shoal.protocol.wire import WireError
+from shoal.terminal import as_called, command, say
 
 TICK_S = 0.1
 LOOK_EVERY_S = 1.0
@@ -70,7 +80,15 @@ def launch(
 def open_crew(run_dir: Path, lock_fd: int, with_workers: bool, make_view: Callable[[], View]) -> "LocalRun":
     """The processes of the run in a folder, not yet started. Raises as `check_first_policy` and `demand_fit`."""
     folder = RunFolder(run_dir)
-    config = folder.config()
+    with contextlib.ExitStack() as refused:
+        refused.callback(folder.drop_start_config)
+        crew = _crew_of(folder, lock_fd, with_workers, make_view)
+        refused.pop_all()
+    return crew
+
+
+def _crew_of(folder: RunFolder, lock_fd: int, with_workers: bool, make_view: Callable[[], View]) -> "LocalRun":
+    config = folder.start_config()
     demand_loggers(config)
     if is_hub(config.policy.path) and not folder.policy.exists():
         Hub().bring(config.policy.path, folder.policy, say)
@@ -82,10 +100,21 @@ def open_crew(run_dir: Path, lock_fd: int, with_workers: bool, make_view: Callab
         demand_codable(spec, config)
         config, found = sized(config, spec, with_workers)
         demand_fit(config, spec, folder.root, with_workers)
+        if config.policy.path and not folder.log.exists():
+            demand_examined(
+                first_policy(folder, config), config, (config.workers if with_workers else config.train).device
+            )
         folder.keep_found(config)
     if config.workers.cheating and not with_workers:
         found = (*found, "`shoal host` starts no workers of its own, so workers.cheating adds no cheater")
+    if spec is not None:
+        found = (*found, *advice.config_warnings(config, learned_parameters_of(spec, config)))
     return LocalRun(folder, lock_fd, with_workers, make_view(), shifts_of(config, folder, spec, with_workers), found)
+
+
+def first_policy(folder: RunFolder, config: RunConfig) -> Path:
+    """Where the model is that the run begins with."""
+    return folder.policy if folder.policy.exists() else Path(config.policy.path)
 
 
 def check_first_policy(folder: RunFolder, config: RunConfig) -> None:
@@ -95,7 +124,7 @@ def check_first_policy(folder: RunFolder, config: RunConfig) -> None:
     because each worker that joins would fail on its own machine.
     """
     if config.policy.path:
-        first = folder.policy if folder.policy.exists() else Path(config.policy.path)
+        first = first_policy(folder, config)
         Renderer.from_directory(first)
         demand_computable(first, config)  # guard: first-policy-is-computable
 
@@ -119,12 +148,17 @@ class LocalRun:
         self._watch = CoordinatorWatch(folder.address, config.host.bind)
         self._metrics = MetricsWatch(folder.metrics)
         self._alarms = AlarmWatch(folder, config)
-        self._usage = UsageBook(folder.root / USAGE)
-        draws = isinstance(view, LiveView) and view.is_picture
-        self._samples = Samples(NewestSample(folder, own_files=True)) if draws else None
+        self._first, self._limits_said = advice.StartWarnings(), False
+        self._judges = ValidatorsWatch()
+        self._usage = UsageBook(folder.root / USAGE, folder.summary.exists())
+        self._draws = isinstance(view, LiveView) and view.is_picture
+        self._samples = Samples(NewestSample(folder, own_files=True)) if self._draws else None
+        self._prompts = PromptPreview(folder, self._role("prompts", threads=1))
         self._notice = ""
         self._paused = False
         self._looked = self._saved = -1e9
+        self._answered = time.monotonic()
+        """When the coordinator last answered."""
         self._snapshot = Snapshot(config.name, str(folder.root), config.steps)
         self._coordinator = self._role("coordinator", threads=1)
         self._origin = self._role("origin", threads=1)
@@ -142,10 +176,16 @@ class LocalRun:
         try:
             for line in [*self._found, *self._shifts.in_words()]:
                 self._view.say(line)
+            self._await_prompts()
             url = self._start_coordinator()
-            if url and announce is not None:
-                self._view.say(announce(self._watch.public_url()))
             if url:
+                for line in advice.task_warnings(creation_of(self._folder.log)):
+                    self._view.say(line)
+                if announce is not None:
+                    self._view.say(announce(self._watch.public_url()))
+                where = self._watch.public_url(), self._folder.root
+                for line in advice.role_warnings(self._config, self._with_workers, *where):
+                    self._view.say(line)
                 self._start_others(url)
             self._wait("", until=self._has_ended)
             self._wait("finishing the evaluations on held-out tasks", until=self._evaluations.first_is_done)
@@ -159,10 +199,20 @@ class LocalRun:
             self._view.lost(self._onlookers, at_end=True)
             self._stop(self._onlookers, LOGGER_STOP_S)  # last: the last evaluation is a row, too
             self._save_usage()
+            self._folder.drop_start_config()
             self._view.close()
         return self._say_stopped() if self.stop_requests else self._say_end()
 
     # --- starting ---
+
+    def _await_prompts(self) -> None:
+        """Show the first prompts. Raises `StateError` if the policy's chat template refuses one, or all are too long."""
+        self._notice = "reading the first prompts of the environments"
+        while self._prompts.is_awaited() and not self.stop_requests:
+            for line in self._prompts.look():
+                self._view.say(line)
+            self._look()
+            time.sleep(TICK_S)
 
     def _start_coordinator(self) -> str:
         """Its URL, or "" when Ctrl-C came first. Raises `StateError` if it does not answer in time."""
@@ -175,8 +225,14 @@ class LocalRun:
                 )
             return coordinator.pid is not None and self._watch.healthy(coordinator.pid)
 
-        self._wait("starting the coordinator", until=answers)
+        self._wait(self._start_notice(), until=answers)
         return "" if self.stop_requests else self._watch.url()
+
+    def _start_notice(self) -> str:
+        done = self._metrics.read()
+        if not self._folder.log.exists() or not done:
+            return "starting the coordinator"
+        return f"starting the coordinator: it reads the log of the {int(done[-1]['step']) + 1} steps so far"
 
     def _start_others(self, url: str) -> None:
         config, nodes = self._config, self._folder.nodes
@@ -223,6 +279,7 @@ class LocalRun:
         while not self.stop_requests and not until():
             for process in self._processes():
                 process.tend()
+            self._view.died(self._processes(), self._onlookers)
             self._fail_if_given_up()
             self._look()
             time.sleep(TICK_S)
@@ -245,34 +302,88 @@ class LocalRun:
             cheaters=frozenset(p.name for p in self._workers if p.name.startswith("cheater")),
             heldout=self._evaluations.results(),
             restarts={p.name: p.restarts for p in self._processes() if p.restarts},
-            notice=self._notice or full_disk(self._folder.root),
+            notice=self._notice or full_disk(self._folder.root) or self._silence(),
             evaluation_s=self._evaluations.first_took_s,
             sample=self._samples.latest() if self._samples and self._trainer else None,
             alarms=self._alarms.standing,
+            hint=f"{self._folder.root} · stopping" if self.stop_requests else "",
         )
-        self._view.show(self._snapshot)
-        for line in self._alarms.look(self._snapshot):
-            self._view.say(line)
+        self._view.show(self._shown())
+        alarms = self._alarms.look(self._snapshot)
+        for line in alarms:
+            self._view.say(as_called(line, self._folder.root))
+        self._view.stopped(self._processes())
+        if self._watch.answers and self._snapshot.status.phase != "ended" and not self.stop_requests:
+            for line in self._judges.look(self._snapshot.nodes):
+                self._view.say(as_called(line, self._folder.root))
         self._explain_pause()
+        self._advise()
         if now - self._saved > SAVE_USAGE_EVERY_S:
             self._saved = now
             self._save_usage()
 
+    def _silence(self) -> str:
+        """What the view says while the coordinator does not answer; empty if it does. The status is then that of before."""
+        now = time.monotonic()
+        self._answered = now if self._watch.answers else self._answered
+        if self._trainer is None or now - self._answered < WATCHDOG_S:
+            return ""
+        pid = self._coordinator.pid
+        why = f"it is started again if its process ended; {self._coordinator.log} says more"
+        return f"the coordinator has not answered for {now - self._answered:.0f} s: {suspended_process(pid) or why}"
+
+    def _shown(self) -> Snapshot:
+        """The snapshot for the host, whose commands have the run's folder: strangers never read it. Steps of an earlier
+        start get no lines before the coordinator has taken the run up. A run that is still evaluated has not ended."""
+        lines = self._trainer is None and not self._draws
+        shot = replace(self._snapshot, metrics=()) if lines else self._snapshot
+        phase, waiting_for = shot.status.phase, as_called(shot.status.waiting_for, self._folder.root)
+        phase = "evaluating" if phase == "ended" and not self._evaluations.idle() else phase
+        return replace(shot, status=msgspec.structs.replace(shot.status, phase=phase, waiting_for=waiting_for))
+
     def _explain_pause(self) -> None:
-        """Once for each time that the run paused itself: why, and two rollouts of what it was paid for."""
-        before, self._paused = self._paused, self._snapshot.status.pause_cause == NO_SIGNAL
+        """Once for each time that the run paused itself: why, and where nothing was learned, two rollouts of what it was
+        paid for."""
+        status = self._snapshot.status
+        cause = status.pause_cause if status.phase == "paused" else ""  # it stays in the status of a run that ends
+        before, self._paused = self._paused, cause == NO_SIGNAL or cause.startswith(FAULTS)
+        if before and not self._paused:
+            self._view.say(f"The pause is over: the run is {status.phase}")
         if not self._paused or before:
             return
-        self._view.say(f"The run has paused itself and waits for {self._snapshot.status.waiting_for}")
+        self._view.say(f"The run has paused itself and waits for {self._shown().status.waiting_for}")
+        if cause != NO_SIGNAL:
+            if self._stage:
+                self._view.say(f"{self._stage[0].log} has the traceback or the call of each of these errors")
+            return
         try:
             for sample in flat_samples(self._folder):
                 self._view.say(sample)
         except (ShoalError, OSError) as error:
             self._view.say(f"No rollout can be shown: {error}")
+        resume, drain = (command("admin", action, str(self._folder.root)) for action in ("resume", "drain"))
         self._view.say(
-            f"Accepted work stays paid. `shoal admin resume {self._folder.root}` continues and restarts the count; "
-            f"`shoal admin drain {self._folder.root}` ends the run. The limit is rollouts.max_flat_groups"
+            f"Accepted work stays paid. `{drain}` ends the run"
+            if IN_A_NEW_RUN in no_signal_remedy(status.flat_groups, status.unbegun_groups, status.unbegun_cause)
+            else f"Accepted work stays paid. `{resume}` continues and restarts the count; `{drain}` ends the run. The "
+            "limit is rollouts.max_flat_groups"
         )
+
+    def _advise(self) -> None:
+        """Say what is unusual about the policy that the run began with, that all work is refused, or that token limits end
+        many rollouts."""
+        shot = self._snapshot
+        if not self._config.workers.cheating:  # whose work may be judged first
+            with contextlib.suppress(ShoalError, WireError):  # the log is read again at the next look
+                for line in self._first.look_at_refusals(self._folder.log, shot.status.accepted, shot.status.refused):
+                    self._view.say(line)
+        before = next((figures for name, figures in shot.heldout if name == BEFORE), None)
+        flat = shot.status.flat_groups - shot.status.unbegun_groups
+        for line in self._first.look(before, shot.metrics, flat, shot.status.flat_reward):
+            self._view.say(line)
+        if not self._limits_said and (line := advice.token_limit_warning(shot.metrics, self._config)):
+            self._limits_said = True
+            self._view.say(line)
 
     def _fail_if_given_up(self) -> None:
         """Raise `StateError` if a role that the run needs was given up."""
@@ -284,17 +395,19 @@ class LocalRun:
             spare = process in same and any(p.state != "given up" for p in same if not p.name.startswith("cheater"))
             if spare or process in (self._origin, *self._onlookers) or process.name.startswith("evaluate"):
                 continue
-            for line in tail(process.log, 12):
-                self._view.say(f"{process.name} | {line}")
-            raise StateError(f"{process.reason} (full log: {process.log})")
+            for line in process.last_words(12):
+                self._view.say(f"{process.name} | {as_called(line, self._folder.root)}")
+            raise StateError(as_called(f"{process.reason} (full log: {process.log})", self._folder.root))
 
     def _processes(self) -> list[RoleProcess]:
-        trainer = [self._trainer] if self._trainer is not None else []
+        """Those that may run now: the others read the run file that the coordinator has taken."""
+        if self._trainer is None:
+            return [self._coordinator]
         return [
             self._coordinator,
             self._origin,
             *self._stage,
-            *trainer,
+            self._trainer,
             *self._validators,
             *self._workers,
             *self._evaluations.processes,
@@ -319,6 +432,7 @@ class LocalRun:
 
     def _stop_roles(self) -> None:
         """End workers first, then evaluations and trainer, then validators. The coordinator ends last."""
+        self._prompts.end()
         trainer = [self._trainer] if self._trainer is not None else []
         for group, patience_s in (
             (self._workers, WORKER_STOP_S),
@@ -334,7 +448,8 @@ class LocalRun:
             process.ask_to_end()
         names = ", ".join(p.name for p in group if p.pid is not None)
         if names and self.stop_requests:
-            self._notice = f"stopping {names} (Ctrl-C again stops them at once)"
+            how = "at once" if self.stop_requests > 1 else "(Ctrl-C again stops them at once)"
+            self._notice = f"stopping {names} {how}"
         deadline = time.monotonic() + patience_s
         while any(p.pid is not None for p in group):
             if time.monotonic() > deadline or self.stop_requests > 1:
@@ -349,15 +464,20 @@ class LocalRun:
     # --- the end ---
 
     def _say_stopped(self) -> int:
-        done, steps = self._snapshot.step, self._config.steps
-        self._view.say(
-            f"Stopped at step {done} of {steps}. The same command resumes the run; everything is in {self._folder.root}."
-        )
+        done, steps, folder = self._snapshot.step, self._config.steps, str(self._folder.root)
+        resume = command("admin", "resume", folder)
+        after = {
+            "ended": "The run has ended. The same command makes the missing evaluation and summary",
+            "draining": "The same command drains the run to its end",
+            "paused": f"The same command starts its host again. The run stays paused until\n`{resume}`",
+        }.get(self._snapshot.status.phase, "The same command resumes the run")
+        self._view.say(f"Stopped at step {done} of {steps}.\n{after}.\nEverything is in {folder}")
         return 130
 
     def _say_end(self) -> int:
         self._snapshot = replace(self._snapshot, notice="", heldout=self._evaluations.results())
-        end = replace(write_summary(self._folder, self._config, self._snapshot, self._usage), recipe=self.recipe)
+        end = write_summary(self._folder, self._config, self._snapshot, self._usage)
+        end = replace(end, recipe=self.recipe, hosted=not self._with_workers)
         with contextlib.suppress(OSError):  # a picture for a README is not worth an error
             save_picture(Group(render(self._snapshot), render_end(end)), self._folder.root / "terminal.svg")
         self._view.end(render_end(end), plain_end(end))

@@ -1,18 +1,21 @@
 """One launcher in a run folder, and one node in a home: a lock on the folder.
 
-Called by whatever starts roles: `shoal run`, `host`, `stages`, `join`, and programs. It knows nothing of what the folder
-holds. The roles of a launcher inherit its descriptor. So the folder is held until the last of them has ended, even if the
-launcher was killed.
+Called by whatever starts roles: `shoal run`, `host`, `stages`, `join`, and programs. The roles of a launcher inherit its
+descriptor. So the folder is held until the last of them has ended, even if the launcher was killed.
 """
 
 import contextlib
 import fcntl
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from shoal.errors import StateError, cause_of
+from shoal.config import HostConfig
+from shoal.errors import ShoalError, StateError, cause_of
+from shoal.folder import RunFolder, is_locked
+from shoal.net.listening import listen
 
 LOCK_WAIT_S = 5.0
 """Processes of a launcher that was killed need a moment to notice and to release the folder."""
@@ -24,17 +27,11 @@ def locked(run_dir: Path, instead: str = "give this run another folder with --ou
 
     Raises `StateError` when another process holds it. `instead` says what the user can do then.
     """
+    fd, deadline = _open(run_dir, instead), time.monotonic() + LOCK_WAIT_S
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        fd = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise StateError(f"cannot write to {run_dir}: {cause_of(error)}. Free some space, or {instead}") from None
-    try:
-        deadline = time.monotonic() + LOCK_WAIT_S
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "?"
@@ -42,8 +39,44 @@ def locked(run_dir: Path, instead: str = "give this run another folder with --ou
                         f"{run_dir} is in use by another shoal (process {holder}): stop that one first, or {instead}"
                     ) from None
                 time.sleep(0.1)
+                continue
+            if os.fstat(fd).st_nlink:
+                break
+            # The process that held the lock has removed the folder: this lock excludes nobody.
+            stale, fd = fd, _open(run_dir, instead)
+            os.close(stale)
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
         yield fd
     finally:
         os.close(fd)
+
+
+def _open(run_dir: Path, instead: str) -> int:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except (FileExistsError, NotADirectoryError):
+        raise StateError(f"{run_dir} is a file, or below one, and has to be a folder: {instead}") from None
+    except OSError as error:
+        raise StateError(f"cannot write to {run_dir}: {cause_of(error)}. Free some space, or {instead}") from None
+
+
+def demand_listening(run_dir: Path, host: HostConfig) -> None:
+    """Raise `StateError` if the coordinator of a run could not listen. Called before anything is made."""
+    if not is_locked(run_dir):
+        listen(host.bind, host.port, key="host.port").close()
+
+
+@contextlib.contextmanager
+def locked_run(run_dir: Path) -> Iterator[int]:
+    """As `locked`, for a run. If its start is refused before anything began, a folder that this start made is removed."""
+    folder, is_new = RunFolder(run_dir), not os.path.lexists(run_dir)
+    with locked(run_dir) as fd:
+        try:
+            yield fd
+        except ShoalError as refused:
+            began = folder.log.exists() or folder.policy.exists() or str(folder.logs) in str(refused)
+            if is_new and not began:  # guard: only-own-folders-are-removed
+                shutil.rmtree(run_dir, ignore_errors=True)
+            raise

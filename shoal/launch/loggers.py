@@ -6,7 +6,7 @@ Called by `launch/local` before any role starts. The packages are imported by th
 from importlib.util import find_spec
 
 from shoal.config import LOGGERS, RunConfig
-from shoal.errors import StateError
+from shoal.errors import StateError, how_to_install
 
 STOP_S = 30.0
 """The logger may take this long to end: it writes what is left."""
@@ -27,6 +27,6 @@ def demand_loggers(config: RunConfig) -> None:
     missing = [name for name in wanted_loggers(config) if find_spec(LOGGERS[name]) is None]
     if missing:
         raise StateError(
-            f"logging.to names {', '.join(missing)}, which is not installed: pip install -c constraints.txt "
-            f"'.[{','.join(missing)}]', or take it out of logging.to"
+            f"logging.to names {', '.join(missing)}, which is not installed: {how_to_install(*missing)}, or "
+            f"take it out of logging.to"
         )

@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
 from shoal.launch import panels
 from shoal.launch.agreement import Agreement
+from shoal.launch.nodes_table import last_reason
 from shoal.launch.panels import duration
-from shoal.launch.remaining import seconds_left
+from shoal.launch.remaining import left_label, seconds_left
 from shoal.launch.snapshot import Snapshot
 from shoal.ledger.law import LAW, LAWS
 from shoal.protocol import types as t
@@ -49,17 +51,24 @@ class NodeNow:
     paused: bool = False
     judged: Judged = field(default_factory=Judged)
     agreement: Agreement = field(default_factory=lambda: Agreement(""))
+    unheard_s: float = 0.0
+    """For how long the host has answered nothing; 0 if it does."""
+    seen_s: float = 0.0
+    """How old what is shown of the run is; 0 if it is as of now. The node's own figures may be newer."""
 
 
 def picture(now: NodeNow, width: int, height: int, log: Sequence[str] = ()) -> RenderableType:
     """The whole picture, in `height` lines."""
     inside = max(8, width - 4)
     since = f"  {duration(now.words_s)}"
-    words = brief(now.words.removeprefix("waiting: "), max(8, inside - 2 - len(since)))  # how long is never cut off
+    words = brief(at(now).removeprefix("waiting: "), max(8, inside - 2 - len(since)))  # how long is never cut off
     state = Text(f"● {words}", style=_style(now), no_wrap=True, overflow="ellipsis")
     state.append(since, style="dim")
     own = validator_lines(now) if now.role == "validator" else worker_lines(now)
-    parts: list[RenderableType] = [state, Text(helps(now), style="bold", no_wrap=True, overflow="ellipsis")]
+    said, style = (unheard(now), "yellow") if now.unheard_s else (helps(now), "bold")
+    if now.seen_s:
+        said, style = f"{unheard(now) or 'the host does not tell its status'}; {_age(now)}:", "yellow"
+    parts: list[RenderableType] = [state, Text(said, style=style, no_wrap=True, overflow="ellipsis")]
     room = height - 2 - 2
     seen = now.snapshot.steps > 0  # the host has answered
     if seen:
@@ -71,7 +80,7 @@ def picture(now: NodeNow, width: int, height: int, log: Sequence[str] = ()) -> R
     parts += texts[: max(1, room)]
     room -= len(texts)
     if seen and room > 0:
-        waits = Text("\n").join(panels.watchdog(now.snapshot).split("\n")[:room])
+        waits = Text("\n").join(panels.watchdog(now.snapshot, inside, min(room, 3)).split("\n")[:room])
         waits.no_wrap, waits.overflow = True, "ellipsis"
         parts.append(waits)
         room -= waits.plain.count("\n") + 1
@@ -79,22 +88,46 @@ def picture(now: NodeNow, width: int, height: int, log: Sequence[str] = ()) -> R
         rows = [row for line in log[-room:] for row in textwrap.wrap(brief(line, 400), inside, subsequent_indent="  ")]
         parts += [Text(), *(Text(row, style="dim", no_wrap=True, overflow="ellipsis") for row in rows[-(room - 1) :])]
     title = Text.assemble(("shoal", "bold"), f" · {'judging for' if now.role == 'validator' else 'working for'} ")
-    title.append(brief(now.snapshot.name or "a run", 40))
-    if now.key:  # by which its user finds it on the page; in the log it scrolls away
-        title.append(f" · {brief(now.name, 20)} {now.key[:12]}", style="dim")
+    # By its key the user finds it on the page, and in the log it scrolls away: so the run's name is cut short before it.
+    mine = f" · {brief(now.name, 20)} {now.key[:12]}" if now.key else ""
+    title.append(brief(now.snapshot.name or "a run", min(40, max(8, inside - 2 - title.cell_len - cell_len(mine)))))
+    title.append(mine, style="dim")
     return Panel(Group(*parts), title=title, subtitle=Text(hint(now), style="dim"), box=box.ROUNDED, height=height)
+
+
+OF_THE_HOST = "waiting", "sending", "fetching a submission"
+"""How what a node is at begins, if it goes on only when the host answers."""
 
 
 def plain(now: NodeNow) -> str:
     """The same as one line."""
     snapshot = now.snapshot
-    parts = [f"run={brief(snapshot.name)} {brief(snapshot.status.phase, 12)} step={snapshot.step}/{snapshot.steps}"]
+    phase = unheard(now) or brief(snapshot.status.phase, 12)
+    if now.seen_s:
+        phase += f"; {_age(now)}:"
+    parts = [f"run={brief(snapshot.name)} {phase} step={snapshot.step}/{snapshot.steps}"]
     if (reward := snapshot.latest("reward_all_mean")) is not None:
         parts.append(f"reward={reward:.3f}")
-    if (left_s := seconds_left(snapshot)) is not None:
-        parts.append(f"left={duration(left_s)}")
+    if not now.seen_s and (left_s := seconds_left(snapshot)) is not None:
+        parts.append(f"{left_label(snapshot)}={duration(left_s)}")
     own = validator_lines(now) if now.role == "validator" else worker_lines(now)
-    return "  ".join([*parts, "·", *own, machine(now), f"· {brief(now.words, 200)}"])
+    last = ["last known:"] if now.unheard_s and own else []
+    return "  ".join([*parts, "·", *last, *own, machine(now), f"· {brief(at(now), 200)}"])
+
+
+def at(now: NodeNow) -> str:
+    """What it is at. It learns only from the host what it waits for, and sends only to it."""
+    return "waiting for the host" if now.unheard_s and now.words.startswith(OF_THE_HOST) else now.words
+
+
+def unheard(now: NodeNow) -> str:
+    """That the host is silent, and since when; empty if it is not."""
+    return f"the host has not answered for {duration(now.unheard_s)}" if now.unheard_s else ""
+
+
+def _age(now: NodeNow) -> str:
+    """That the run's figures are old."""
+    return f"the run {duration(now.seen_s)} ago"
 
 
 def helps(now: NodeNow) -> str:
@@ -102,7 +135,7 @@ def helps(now: NodeNow) -> str:
     info = now.info
     if info is None:
         return "asking the host for its run"
-    envs = ", ".join(brief(env.name, 40) for env in info.envs[:4]) + (" …" if len(info.envs) > 4 else "")
+    envs = ", ".join(brief(env.label, 40) for env in info.envs[:4]) + (" …" if len(info.envs) > 4 else "")
     kind = getattr(type(info.rules.algorithm), "__struct_config__", None)
     named = f" by {kind.tag}" if kind is not None and kind.tag else ""
     return f"trains a policy on {envs}{named}, {info.rules.steps:,} steps · {brief(now.snapshot.url, 60)}"
@@ -121,8 +154,8 @@ def worker_lines(now: NodeNow) -> list[str]:
         f"{brief(node.standing, 12)} · accepted {node.accepted:,} groups · {refused} · {node.lapsed:,} lapsed",
         f"credits {node.credits:,} ({node.vested:,} vested) · {_place(now)}",
     ]
-    if node.last_reason:
-        lines.append(f"last refusal: {brief(node.last_reason, 240)}")
+    if said := last_reason(node):
+        lines.append(said)
     if vesting := next_vesting(now):
         lines.append(vesting)
     return lines

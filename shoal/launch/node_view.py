@@ -37,6 +37,8 @@ KEY_WAIT_S = 0.1
 MOST_LOG_LINES = 200
 """Of the log while the picture is shown, so much is printed after it."""
 ANSWER_S = 5.0
+UNHEARD_AFTER_S = LOOK_EVERY_S + 2 * ANSWER_S
+"""A host that has not answered for so long is said to be silent."""
 
 
 class LogLines(logging.Handler):
@@ -61,6 +63,7 @@ class NodeView:
         self.agreement = Agreement(doing.key)
         self._seq: int | None = None
         self._events_at = self._looked_at = -1e9
+        self._answered_at: float | None = None
         self._memory = (0, 0)
         self._accepted_before: int | None = None
 
@@ -69,12 +72,17 @@ class NodeView:
         doing, allowance = self.doing, self.allowance
         if self._accepted_before is None and doing.node is not None:
             self._accepted_before = doing.node.accepted
+        seen_s = 0.0 if self._answered_at is None else time.monotonic() - self._answered_at
+        answered = max((at for at in (self._answered_at, doing.answered_at()) if at is not None), default=None)
+        unheard_s = 0.0 if answered is None else time.monotonic() - answered
         return NodeNow(
             role=self.role, snapshot=self.snapshot, words=doing.words, words_s=doing.clock() - doing.since,
             key=doing.key, name=doing.name, info=doing.info, node=doing.node, tokens_per_s=doing.tokens_per_s,
             memory_mb=self._memory[0], gpu_mb=self._memory[1], up_s=doing.clock() - doing.started,
             accepted_before=self._accepted_before or 0, limits=limits_of(allowance),
             paused=allowance is not None and allowance.paused, judged=doing.judged, agreement=self.agreement,
+            unheard_s=unheard_s if unheard_s > UNHEARD_AFTER_S else 0.0,
+            seen_s=seen_s if seen_s > UNHEARD_AFTER_S else 0.0,
         )  # fmt: skip
 
     async def look(self, run: RemoteRun, client: Client) -> None:
@@ -86,6 +94,7 @@ class NodeView:
         self._memory = await asyncio.to_thread(self.doing.memory)
         with contextlib.suppress(PeerError):
             self.snapshot = await run.look()
+            self._answered_at = run.answered_at
             if self.role == "validator" and self.doing.key and now - self._events_at >= EVENTS_EVERY_S:
                 self._events_at, self.agreement.key = now, self.doing.key
                 await self._read_events(client)

@@ -3,16 +3,22 @@
 Called by `launch/view`, which decides how much room each has. Pure. The table of nodes is in `launch/nodes_table`.
 """
 
+import textwrap
 from collections.abc import Sequence
 
+from rich import get_console
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shoal.heldout import Heldout, Judged
+from shoal.heldout import Heldout, Judged, format_of, interval_of, why_no_mean
+from shoal.launch.advice import MANY_OVERLONG
 from shoal.launch.remaining import seconds_left
-from shoal.launch.snapshot import Sample, Snapshot
+from shoal.launch.snapshot import STARTING, Sample, Snapshot
+from shoal.ledger.fault_rate import FAULTS
+from shoal.ledger.remedies import split_remedy
+from shoal.monitors.view import is_number
 from shoal.terminal import brief
 
 WATCHDOG_S = 5.0
@@ -24,7 +30,7 @@ WIDE = 72
 """Cells inside the frame from which there is room for the curve beside the figures."""
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _SEVERITY_STYLE = {"notice": "dim", "warning": "yellow", "critical": "red"}
-_PHASE_STYLE = {"running": "green", "paused": "yellow", "draining": "yellow", "ended": "cyan"}
+_PHASE_STYLE = {"running": "green", "paused": "yellow", "draining": "yellow", "evaluating": "cyan", "ended": "cyan"}
 
 FIGURES = (
     ("reward", "reward_all_mean", "3f"),
@@ -48,12 +54,15 @@ def progress(snapshot: Snapshot, width: int) -> RenderableType:
         Text(f"step {done}/{snapshot.steps}", style="bold"),
         ProgressBar(total=max(1, snapshot.steps), completed=done, complete_style="green"),
     ]
-    if width >= WIDE:
+    if width >= WIDE and not (status.phase == STARTING and snapshot.metrics):
         cells.append(Text(f"policy v{max(status.version, 0)}"))
+    if status.lr_factor != 1.0:
+        cells.append(Text(f"lr ×{status.lr_factor:.3g}", style="yellow"))
     if snapshot.elapsed_s:
-        cells.append(Text(duration(snapshot.elapsed_s)))
+        cells.append(Text(f"{duration(snapshot.elapsed_s)}{' of steps' if snapshot.times_steps else ''}"))
     if (left_s := seconds_left(snapshot)) is not None:
-        cells.append(Text(f"about {duration(left_s)} left", style="cyan"))
+        of_what = "left" if snapshot.evaluation_s else "of steps left"
+        cells.append(Text(f"about {duration(left_s)} {of_what}", style="cyan"))
     row = Table.grid(expand=True, padding=(0, 1))
     for cell in cells:
         row.add_column(ratio=1 if isinstance(cell, ProgressBar) else None, no_wrap=True, overflow="ellipsis")
@@ -62,20 +71,20 @@ def progress(snapshot: Snapshot, width: int) -> RenderableType:
 
 
 class Curve:
-    """The reward of each step, as wide as there is room, in `lines` lines with its title and axis."""
+    """The reward of each step that was done, as wide as there is room, in `lines` lines with its title and axis."""
 
     def __init__(self, snapshot: Snapshot, lines: int = CHART_HEIGHT + 2) -> None:
         self._snapshot, self._height = snapshot, max(1, lines - 2)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        rewards, steps = self._snapshot.series("reward_all_mean"), self._snapshot.steps
+        rewards, steps = self._snapshot.series("reward_all_mean"), self._snapshot.step
         if not rewards:
             yield Text("reward: the first step is still being made", style="dim")
             return
         width = max(8, min(MAX_CHART_WIDTH, options.max_width - 7))
         low, high = min(0.0, *rewards), max(rewards)
-        rows = chart(rewards, steps, width, self._height, low, high)
-        text = Text("reward per step\n", style="dim")
+        rows = chart(rewards, len(rewards), width, self._height, low, high)
+        text = Text("reward of all groups, per step\n", style="dim")
         for i, row in enumerate(rows):
             label = {0: f"{high:6.2f} ", len(rows) - 1: f"{low:6.2f} "}.get(i, " " * 7)
             text.append(label, style="dim").append(row + "\n", style="green")
@@ -84,12 +93,15 @@ class Curve:
 
 def figures(snapshot: Snapshot) -> list[tuple[Text, str]]:
     """Label and value of each figure, the most important first."""
-    rows = [
+    rows = [(Text("at token limit"), cut)] if (cut := at_token_limit(snapshot)) else []
+    rows += [
         (Text(f"held-out {brief(version)}"), _heldout(found)) for version, found in _first_and_last(snapshot.heldout)
     ]
     for label, name, form in FIGURES:
         value = snapshot.latest(name)
         rows.append((Text(label), "-" if value is None else format_figure(value, form)))
+    if failed := faults(snapshot):
+        rows.append((Text("env faults"), failed))
     speed = snapshot.tokens_per_s()
     rows.append((Text("tokens/s"), "-" if speed is None else f"{speed:,.0f}"))
     rows.append((Text("staleness"), staleness(snapshot) or "-"))
@@ -102,6 +114,19 @@ def figures(snapshot: Snapshot) -> list[tuple[Text, str]]:
     if rates := solved(snapshot):
         rows.append((Text("solved × weight"), ""))
     return rows + [(_indented(env), said) for env, said in rates.items()]
+
+
+def at_token_limit(snapshot: Snapshot) -> str:
+    """The share of the newest step's rollouts that a token limit ended; empty unless they are many."""
+    share = snapshot.metrics[-1].get("overlong_share") if snapshot.metrics else None
+    return format_figure(share, "%") if is_number(share) and share > MANY_OVERLONG else ""
+
+
+def faults(snapshot: Snapshot) -> str:
+    """On how many rollouts the environment failed, of all steps so far, and in the newest step; empty if on none."""
+    failed = sum(int(count) for count in snapshot.series("fault_rollouts"))
+    newest = snapshot.metrics[-1].get("fault_rollouts") if snapshot.metrics else None
+    return f"{failed:,}" + (f"(+{newest:,})" if isinstance(newest, int) else "") if failed else ""
 
 
 def figures_table(snapshot: Snapshot, lines: int | None = None) -> RenderableType:
@@ -143,29 +168,66 @@ def solved(snapshot: Snapshot) -> dict[str, str]:
     }
 
 
-def watchdog(snapshot: Snapshot) -> Text:
-    """What the run waits for, and since when, or in its place the launcher's own notice; then alarms. Where there is room
-    for few lines, alarms are what is cut."""
-    text = _waits(snapshot)
+def watchdog(snapshot: Snapshot, width: int, lines: int) -> Text:
+    """What the run waits for, and since when, or in its place the launcher's own notice, in so many lines; what the host
+    may do about environment faults, whole; then up to two alarms, each with what to do about it in two lines."""
+    waits = _waits(snapshot)
+    if len(waits.wrap(get_console(), width)) > lines:
+        waits = _waits(snapshot, in_flight=False)  # no half of it behind a long cause
+    text = cropped(waits, width, lines)
+    most = lines + 2 * min(len(snapshot.alarms), 2)
+    if remedy := split_remedy(snapshot.notice or snapshot.status.waiting_for)[1]:
+        advice = Text("\n").join(Text(brief(remedy, 1000), style="bold").wrap(get_console(), width))
+        text.append("\n").append_text(advice)
+        most += advice.plain.count("\n") + 1
     for alarm in snapshot.alarms:
         style = _SEVERITY_STYLE[alarm.severity]
-        text.append(f"\nalarm {brief(alarm.cause)} since step {alarm.since}: ", style=f"bold {style}")
-        text.append(brief(alarm.summary, 400), style=style)
-    return text
+        named = f"alarm {brief(alarm.cause)} since step {alarm.since}: "
+        text.append(f"\n{named}", style=f"bold {style}")
+        said = _in_two_lines(named + brief(alarm.summary, 400), brief(alarm.remedy, 400), width)
+        text.append(said[len(named) :], style=style)
+    return cropped(text, width, most)
 
 
-def _waits(snapshot: Snapshot) -> Text:
+def cropped(text: Text, width: int, lines: int) -> Text:
+    """The first lines of a text, broken as the terminal breaks them. Its last one ends by … if there were more."""
+    whole = list(text.wrap(get_console(), width))
+    if len(whole) > lines > 0:
+        whole[lines - 1].rstrip()
+        if not whole[lines - 1].plain.endswith("…"):
+            whole[lines - 1].truncate(width - 2)
+            whole[lines - 1].append(" …")
+    return Text("\n").join(whole[:lines])
+
+
+def _in_two_lines(cause: str, remedy: str, width: int) -> str:
+    """Cause and remedy in two lines of a terminal, broken between words as the terminal view breaks it. If they do not fit,
+    each has a line."""
+
+    def lines(text: str, most: int) -> list[str]:
+        return textwrap.wrap(text, width, max_lines=most, placeholder=" …", break_on_hyphens=False)
+
+    whole = f"{cause}. {remedy}" if remedy else cause
+    if not remedy or len(textwrap.wrap(whole, width, break_on_hyphens=False)) <= 2:
+        return "\n".join(lines(whole, 2))
+    return "\n".join(lines(cause, 1) + lines(remedy, 1))
+
+
+def _waits(snapshot: Snapshot, in_flight: bool = True) -> Text:
     status, text = snapshot.status, Text()
     if snapshot.notice:
-        text.append(brief(snapshot.notice, 400))
+        text.append(brief(split_remedy(snapshot.notice)[0], 400))
     elif status.phase == "ended":
         return text.append("the run has ended", style="dim")
     elif status.waiting_for:
         style = "yellow" if status.waiting_s >= WATCHDOG_S else "dim"
-        text.append(f"waiting {status.waiting_s:.0f} s for {brief(status.waiting_for, 400)}", style=style)
+        # room for the error itself: the words after it say that an environment fails
+        waits = brief(split_remedy(status.waiting_for)[0].replace(f"the host: {FAULTS}", "the host: ", 1), 400)
+        text.append(f"waiting {status.waiting_s:.0f} s for {waits}", style=style)
     else:
         text.append("waiting for nothing", style="dim")
-    text.append(f"   in flight: {status.in_flight} groups", style="dim")
+    if in_flight:
+        text.append(f"   in flight: {status.in_flight} groups", style="dim")
     if snapshot.restarts:
         again = ", ".join(f"{role} {times}x" for role, times in sorted(snapshot.restarts.items()))
         text.append(f"   restarted: {again}", style="yellow")
@@ -239,7 +301,13 @@ def _first_and_last(evaluations: tuple[tuple[str, Heldout], ...]) -> tuple[tuple
 
 
 def _heldout(found: Heldout | Judged) -> str:
-    return f"{found.mean:.1%} ({found.low95:.0%}-{found.high95:.0%})"
+    if (figures := interval_of(found)) is None:
+        return why_no_mean(found) if isinstance(found, Heldout) else "failed on all episodes"
+    mean, low, high = figures
+    faults = f", {found.faults} faults" if isinstance(found, Heldout) and found.faults else ""
+    if (form := format_of(found)) == ".3f":
+        return f"{mean:{form}} ({low:.2f} to {high:.2f}){faults}"
+    return f"{mean:.1%} ({low:.0%}-{high:.0%}){faults}"
 
 
 def _indented(label: str) -> Text:

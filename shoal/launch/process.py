@@ -64,7 +64,11 @@ class RoleProcess:
     restarts: int = 0
     reason: str = ""
     """Why it was given up, one line."""
+    death: str = ""
+    """How it died last: a signal or an exit code."""
     use: Use = Use()
+    _begins_at: int = 0
+    """Size of its log when it was last started, bytes."""
     _process: subprocess.Popen[bytes] | None = None
     _files: LogFile = field(init=False)
     _quick_deaths: int = 0
@@ -88,6 +92,11 @@ class RoleProcess:
     def pid(self) -> int | None:
         """Process id while it lives."""
         return self._process.pid if self._process is not None else None
+
+    def last_words(self, num_lines: int) -> list[str]:
+        """What it logged last since it was last started, without the reason for which it was given up."""
+        lines = tail(self.log, num_lines, self._begins_at)
+        return lines[:-1] if lines and _without_error(lines[-1]) == self.reason else lines
 
     def use_so_far(self) -> Use:
         """Its use over all starts, including the current one."""
@@ -118,6 +127,7 @@ class RoleProcess:
     def _start(self, now: float) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
+            self._begins_at = log.tell()
             self._process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.PIPE,
@@ -149,8 +159,9 @@ class RoleProcess:
             self.state = "done"
             return
         if code == EXIT_USER_ERROR:
-            self.state, self.reason = "given up", last_line(self.log)
+            self.state, self.reason = "given up", last_line(self.log, self._begins_at)
             return
+        self.death = _death(code)
         # SIGKILL comes from an operator or from the kernel out of memory, so a restart need not end the same way.
         quick = now - self._started < QUICK_DEATH_S and code != -signal.SIGKILL
         self._quick_deaths = self._quick_deaths + 1 if quick else 0
@@ -158,24 +169,30 @@ class RoleProcess:
             self.state = "given up"
             self.reason = (
                 f"{self.name} died {MAX_QUICK_DEATHS} times in a row, each time less than {QUICK_DEATH_S:.0f} s after its "
-                f"start, the last time with {_death(code)}"
+                f"start, the last time with {self.death}"
             )
             return
         self.state, self.restarts = "restarting", self.restarts + 1
         self._start_at = now + min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**self._quick_deaths)
 
 
-def last_line(log: Path) -> str:
+def last_line(log: Path, begins_at: int = 0) -> str:
     """The last line that says something, without the `error: ` in front."""
-    lines = tail(log, 1)
-    return lines[0].removeprefix("error: ") if lines else "its log is empty"
+    lines = tail(log, 1, begins_at)
+    return _without_error(lines[0]) if lines else "its log is empty"
 
 
-def tail(log: Path, num_lines: int) -> list[str]:
-    """The last non-empty lines of a log; looks only at its last 16 KiB."""
+def _without_error(line: str) -> str:
+    return line.removeprefix("error: ")
+
+
+def tail(log: Path, num_lines: int, begins_at: int = 0) -> list[str]:
+    """The last non-empty lines of a log after so many bytes; looks only at its last 16 KiB. If it is shorter, it was begun
+    anew since."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 16384))
+            size = log.stat().st_size
+            file.seek(max(begins_at if begins_at <= size else 0, size - 16384))
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return []
@@ -232,3 +249,11 @@ def _death(code: int) -> str:
 
 _RSS_UNITS_PER_MB = 1024.0 * 1024.0 if sys.platform == "darwin" else 1024.0
 """`ru_maxrss` counts bytes on macOS and KiB elsewhere."""
+
+
+def suspended_process(pid: int | None) -> str:
+    """That a process was stopped by a signal, and how it goes on; empty if it was not."""
+    with contextlib.suppress(psutil.Error):
+        if pid and psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            return f"its process {pid} is stopped (SIGSTOP or a debugger): `kill -CONT {pid}`"
+    return ""

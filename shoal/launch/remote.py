@@ -40,6 +40,7 @@ MOST_VALUES, MOST_NAMES = 400_000, 120
 
 SHOWN = {name for _, name, _ in FIGURES} | {
     "step", "time_s", "step_s", "policy_tokens", "reward_mean", "draw_weight", "staleness_rollouts",
+    "fault_rollouts",
 }  # fmt: skip
 """Figures that a view shows, by the part of their names before a slash: no others are kept."""
 
@@ -71,12 +72,14 @@ class RemoteRun:
         self._version_at: tuple[int, float] | None = None
         self.trouble = ""
         """Why the newest look got no answer."""
+        self.answered_at: float | None = None
+        """When it last told its status; None if never."""
 
     async def look(self) -> Snapshot:
         """The run now, as far as the host answers; what it said before stays. Raises `PeerError` if it never answered."""
         try:
             self._status = cleaned_status(await self._client.get_json("/v1/status", Status, deadline_s=ANSWER_S))
-            self.trouble = ""
+            self.trouble, self.answered_at = "", self._monotonic()
             await self._read_metrics()
             await self._read_nodes()
         except PeerError as error:
@@ -87,7 +90,8 @@ class RemoteRun:
         status = self._status
         return Snapshot(
             name=status.name, out=self._client.base_url, steps=status.steps, status=status, url=self._client.base_url,
-            elapsed_s=self._elapsed_s(), metrics=tuple(self._lines), nodes=self._nodes, notice=self.trouble,
+            elapsed_s=self._elapsed_s(), times_steps=True, metrics=tuple(self._lines), nodes=self._nodes,
+            notice=self.trouble,
             sample=self._samples.latest() if self._samples is not None else None,
             alarms=[Alarm(one.cause, one.severity, one.since, one.since, said_of(one.cause), "") for one in status.alarms],
         )  # fmt: skip
@@ -210,7 +214,7 @@ def cleaned_node(node: NodeState) -> NodeState:
     return msgspec.structs.replace(
         node, key=node.key[:64], role=node.role[:40], name=node.name[:200], last_reason=node.last_reason[:1000],
         reasons=_cleaned_counts(node.reasons), influence=node.influence if _is_number(node.influence) else 0.0,
-        **figures,
+        silent_s=max(0.0, node.silent_s) if _is_number(node.silent_s) else 0.0, **figures,
     )  # fmt: skip
 
 

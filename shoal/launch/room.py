@@ -1,5 +1,5 @@
-"""What of a run is sized by the memory that is free, where its run file says 0: the tokens of a micro-batch, and the
-episodes that an evaluation plays at a time.
+"""What of a run follows from the policy's size, where its run file leaves it open: the learning rate, and by the memory
+that is free the tokens of a micro-batch and the episodes that an evaluation plays at a time.
 
 Called before the roles of a run start, and by `shoal doctor --recipe`. It tries sizes with the reckoning of `fits`, so
 nothing is loaded. The launcher keeps what is found in the run's folder: bits depend on it, so a resumed run keeps it.
@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from shoal.config import RunConfig
+from shoal.config import PRESET_LR, RunConfig, preset_lr
 from shoal.envs.evaluate import BATCH
 from shoal.errors import ShoalError
 from shoal.folder import RunFolder
 from shoal.launch.fits import reports, settled
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.kinds import sized_spec_of
+from shoal.policy.sizes import adapter_parameters_of, parameters_of
 from shoal.policy.spec import PolicySpec
 from shoal.policy.tiny import tiny_spec
 
@@ -38,6 +39,19 @@ class Sized(NamedTuple):
     config: RunConfig
     lines: tuple[str, ...]
     """What to say about the sizes that were found."""
+
+
+def learned_parameters_of(spec: PolicySpec | AnySpec, config: RunConfig) -> int:
+    """Parameters of a policy that learn: those of the adapter, if the run has one."""
+    adapter = config.policy.adapter
+    return adapter_parameters_of(spec, adapter.rank, adapter.targets) if adapter.rank else parameters_of(spec)
+
+
+def with_preset_lr(config: RunConfig, spec: PolicySpec | AnySpec | None) -> RunConfig:
+    """The run file with the learning rate that it leaves open; as it is without a known shape, and the trainer counts."""
+    if config.train.lr != PRESET_LR or spec is None:
+        return config
+    return _with_train(config, lr=preset_lr(learned_parameters_of(spec, config)))
 
 
 def first_spec(folder: RunFolder, config: RunConfig) -> PolicySpec | AnySpec | None:
@@ -65,12 +79,18 @@ def sized(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool, fre
         return _largest(sizes, tried)
 
     here = settled(config)
+    if config.train.lr == PRESET_LR:
+        config = with_preset_lr(config, spec)
+        lines.append(
+            f"The learning rate is {config.train.lr:g} in this run: the preset for {learned_parameters_of(spec, config):,} "
+            "parameters that learn (train.lr)"
+        )
     if not config.train.microbatch_tokens:
         longest = min(config.sampling.max_tokens, spec.max_positions)
         sizes = _halves(MOST_TOKENS, min(MOST_TOKENS, 1 << (longest - 1).bit_length()))
         lean, device = _with_rows(config, config.eval.rows or LEAST_ROWS), here.train.device
-        tokens = largest(sizes, lambda tokens: _with_tokens(lean, tokens), device, SPARE)
-        config = _with_tokens(config, tokens)
+        tokens = largest(sizes, lambda tokens: _with_train(lean, microbatch_tokens=tokens), device, SPARE)
+        config = _with_train(config, microbatch_tokens=tokens)
         lines.append(
             f"A micro-batch has {tokens} tokens in this run: as many as fit the memory of {device} "
             "(train.microbatch_tokens)"
@@ -105,9 +125,8 @@ def _halves(most: int, least: int) -> list[int]:
     return sizes
 
 
-def _with_tokens(config: RunConfig, tokens: int) -> RunConfig:
-    train = msgspec.structs.replace(config.train, microbatch_tokens=tokens)
-    return msgspec.structs.replace(config, train=train)
+def _with_train(config: RunConfig, **changes: float) -> RunConfig:
+    return msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, **changes))
 
 
 def _with_rows(config: RunConfig, rows: int) -> RunConfig:

@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.errors import ConfigError, PeerError, StateError
+from shoal.errors import ConfigError, StateError
 from shoal.folder import RunFolder, is_url, write_atomically
-from shoal.launch.hosting import ADMIN_DEADLINE_S
-from shoal.launch.snapshot import CoordinatorWatch
+from shoal.launch.hosting import ADMIN_DEADLINE_S, hosted_url
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_key, load_or_make_key, save_key
 from shoal.protocol.constants import MAIN_STREAM
@@ -64,9 +63,7 @@ def rotate_publisher(run: str, root_file: Path | None, new_key: str) -> str:
             )
         return asyncio.run(_rotate(run, load_key(root_file), lambda: new_key))
     folder = RunFolder(Path(run))
-    url = CoordinatorWatch(folder.address, folder.config().host.bind).url()
-    if not url:
-        raise PeerError(f"{run} is not being hosted: start it with `shoal run` or `shoal host` first")
+    url = hosted_url(folder)
     if root_file is None and folder.root_key():
         raise ConfigError(f"the root of this run is the key {folder.root_key()}: give its file, --root FILE")
     root = load_key(root_file or folder.keys / "run.key")

@@ -28,7 +28,10 @@ PAGING_SHARE = 0.1
 """Largest fraction of time spent on asking for nodes, if a run has more than fit into one answer."""
 
 
-NO_STATUS = Status("", "starting", -1, 0, 0, {}, 0, 0, "", 0.0)
+STARTING = "starting"
+"""The phase of a run whose coordinator has not answered yet."""
+
+NO_STATUS = Status("", STARTING, -1, 0, 0, {}, 0, 0, "", 0.0)
 """Before the coordinator has answered."""
 
 
@@ -53,6 +56,8 @@ class Snapshot:
     status: Status = NO_STATUS
     url: str = ""
     elapsed_s: float = 0.0
+    times_steps: bool = False
+    """Whether `elapsed_s` is only what the steps so far took: who sees a run from outside does not know when it began."""
     metrics: tuple[dict[str, Any], ...] = ()
     """One table for each training step so far."""
     nodes: tuple[NodeState, ...] = ()
@@ -72,6 +77,8 @@ class Snapshot:
     """The line below the picture; empty: how the run's host stops it."""
     alarms: Sequence[Alarm] = ()
     """Those that stand."""
+    has_counts: bool = True
+    """Whether its status says what was accepted; not before a log is read, nor if it cannot be."""
 
     @property
     def step(self) -> int:

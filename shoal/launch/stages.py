@@ -21,11 +21,12 @@ from shoal.config import RunConfig, SftConfig
 from shoal.config.stages import EvalStage, Stage, StagesConfig, kind_of, settings_of, taken_by
 from shoal.errors import EXIT_DONE, EXIT_INTERRUPTED, StateError
 from shoal.folder import write_atomically
+from shoal.heldout import Heldout
 from shoal.launch.jobs import Input, Job, Made, demand_doable, demand_same_inputs, job_of
 from shoal.launch.lock import locked
 from shoal.launch.outputs import OUTPUTS, RUN, demand_whole, digest_below, files_of
 from shoal.launch.process import RoleProcess, counted_signals
-from shoal.launch.stages_report import Measured, StageEnd, in_words, report
+from shoal.launch.stages_report import StageEnd, in_words, report, share_of
 from shoal.protocol.wire import digest, to_json
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
@@ -119,15 +120,14 @@ class StagesRun:
         self._say(f"The figures are in {path}. Each stage's folder is {self._out}/stages/KEY.")
         return EXIT_DONE
 
-    def _measured(self, measure: tuple[EvalStage, RunConfig] | None, policy: Path | None, what: str) -> Measured | None:
+    def _measured(self, measure: tuple[EvalStage, RunConfig] | None, policy: Path | None, what: str) -> Heldout | None:
         """The evaluation of a policy by the file's own measure. It is a job as others, so a policy is played once."""
         if measure is None or policy is None:
             return None
         stage, settings = measure
         job = job_of(stage, settings, self._beside, {"policy": Input(policy, digest_below(policy))})
-        return Measured.of(
-            self._do(job, f"measure of {stage.recipe}", f"{what}, measured", quiet=True).done.made.figures
-        )
+        done = self._do(job, f"measure of {stage.recipe}", f"{what}, measured", quiet=True).done
+        return msgspec.convert(done.made.figures, Heldout)
 
     def _do(self, job: Job, name: str, what: str, quiet: bool = False) -> Finished:
         """A job that is done, now or before. Raises `Stopped`, and `StateError` if it fails or was changed since."""
@@ -233,20 +233,20 @@ def _demand_figures(done: Done, kind: str) -> None:
         raise ValueError(f"it is not of a stage of kind {kind}")
     figures = done.made.figures
     if kind == "eval":
-        msgspec.convert(figures, Measured)  # guard: done-has-its-figures
+        msgspec.convert(figures, Heldout)  # guard: done-has-its-figures
     if kind == "rl":
         msgspec.convert(figures, _RunFigures)
     if kind in ("reject", "reward_model"):
         msgspec.convert(figures, _Chosen if kind == "reject" else _Ranked)
 
 
-class _Heldout(msgspec.Struct):
-    before: Measured | None
-    after: Measured | None
+class _BeforeAndAfter(msgspec.Struct):
+    before: Heldout | None
+    after: Heldout | None
 
 
 class _RunFigures(msgspec.Struct):
-    heldout: _Heldout
+    heldout: _BeforeAndAfter
     rollouts: str
 
 
@@ -263,19 +263,21 @@ class _Ranked(msgspec.Struct):
     pairs: Count
 
 
-def _end(stage: Stage, key: str, finished: Finished, before: Measured | None, after: Measured | None) -> StageEnd:
+def _end(stage: Stage, key: str, finished: Finished, before: Heldout | None, after: Heldout | None) -> StageEnd:
     """A line of the report. A stage that no measure says anything of is measured by what it found itself."""
     done = finished.done
     figures: dict[str, Any] = done.made.figures
     if done.kind == "rl" and after is None:
-        before, after = (Measured.of(figures["heldout"][when]) for when in ("before", "after"))
+        before, after = msgspec.convert(
+            [figures["heldout"][when] for when in ("before", "after")], list[Heldout | None]
+        )
     if done.kind == "eval":
-        after = Measured.of(figures)
+        after = msgspec.convert(figures, Heldout)
     if done.kind == "reject":
-        before = Measured.share(figures["right_of_rollouts"], figures["rollouts"])
-        after = Measured.share(figures["right_of_chosen"], figures["chosen"])
+        before = share_of(figures["right_of_rollouts"], figures["rollouts"])
+        after = share_of(figures["right_of_chosen"], figures["chosen"])
     if done.kind == "reward_model":
-        before, after = (Measured.share(figures[key], figures["pairs"]) for key in ("accuracy_before", "accuracy"))
+        before, after = (share_of(figures[key], figures["pairs"]) for key in ("accuracy_before", "accuracy"))
     return StageEnd(
         stage.name, done.kind, key, before, after, done.seconds, done.cpu_s, done.made.tokens, finished.again, figures
     )

@@ -9,27 +9,14 @@ from typing import Any
 import msgspec
 
 from shoal.envs.evaluate import interval
+from shoal.heldout import Heldout, why_not_comparable
 
 
-class Measured(msgspec.Struct, frozen=True):
-    """An evaluation on held-out tasks, with its 95 % confidence interval."""
-
-    mean: float
-    low95: float
-    high95: float
-    episodes: int
-
-    @staticmethod
-    def of(figures: dict[str, Any] | None) -> "Measured | None":
-        """From what an evaluation or a run's summary says; None if that has none."""
-        return None if not figures else Measured(*(figures[key] for key in ("mean", "low95", "high95", "episodes")))
-
-    @staticmethod
-    def share(right: float, count: int) -> "Measured":
-        """Of so many rollouts, of which this share is right."""
-        values = [1.0] * round(right * count)
-        found = interval(values + [0.0] * (count - len(values)), (0.0, 1.0))
-        return Measured(found.mean, found.low95, found.high95, count)
+def share_of(right: float, count: int) -> Heldout:
+    """Of so many rollouts, the share that is right."""
+    values = [1.0] * round(right * count)
+    found = interval(values + [0.0] * (count - len(values)), (0.0, 1.0))
+    return Heldout(found.mean, found.low95, found.high95, count)
 
 
 class StageEnd(msgspec.Struct, frozen=True):
@@ -39,10 +26,10 @@ class StageEnd(msgspec.Struct, frozen=True):
     kind: str
     key: str
     """Of its folder."""
-    before: Measured | None
+    before: Heldout | None
     """Held-out reward, or share of wins, of the policy that it began with; of reject, the share of right rollouts; of
     reward_model, the share of held-out pairs that it ranks right."""
-    after: Measured | None
+    after: Heldout | None
     """The same of what it made."""
     seconds: float
     """That the stage took; for a run, over all its starts, else those of the process that finished."""
@@ -84,8 +71,14 @@ def in_words(name: str, ends: Sequence[StageEnd]) -> str:
         cells = [cell.ljust(width) if i in (0, 1, 7) else cell.rjust(width)
                  for i, (cell, width) in enumerate(zip(row, widths, strict=True))]  # fmt: skip
         lines.append("  ".join(cells).rstrip())
+    for end in ends:
+        if why := why_not_comparable(*filter(None, (end.before, end.after))):
+            lines.append(f"{end.name}: {why}")
     return "\n".join(lines)
 
 
-def _mean(found: Measured | None) -> str:
-    return "-" if found is None else f"{found.mean:.3f}"
+def _mean(found: Heldout | None) -> str:
+    if found is None:
+        return "-"
+    mean = "none" if found.mean is None else f"{found.mean:.3f}"
+    return f"{mean} ({found.faults:,} without a score)" if found.faults else mean

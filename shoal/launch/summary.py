@@ -4,6 +4,7 @@ Called by `launch/local`. It reads the run's folder and the last snapshot. It is
 the ledger proves who earned which credits.
 """
 
+import contextlib
 import json
 import time
 from collections import Counter
@@ -12,12 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.config import EnvConfig, RunConfig
-from shoal.errors import StateError, cause_of
+from msgspec import UNSET
+
+from shoal.config import EnvConfig, RunConfig, preset_lr
+from shoal.errors import ShoalError, StateError, cause_of
 from shoal.folder import RunFolder, write_atomically
+from shoal.heldout import AFTER, BEFORE, read_heldout
 from shoal.launch.process import Use, own_use
+from shoal.launch.room import first_spec, learned_parameters_of
 from shoal.launch.snapshot import Snapshot
+from shoal.ledger.facts.batches import BY_ENVIRONMENT, GroupAccepted, SlotVoid
+from shoal.ledger.fault_rate import most_frequent_error
+from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.table import read_entry
 from shoal.protocol.types import NodeState
+from shoal.watch.no_gain import LearningSetup, diagnose
 from shoal.weights.manifest import weights_root
 
 USAGE = "usage.json"
@@ -35,8 +45,9 @@ def wall_s_before(path: Path) -> float:
 class UsageBook:
     """Wall time and use of the machine by role, kept in usage.json so that a resumed run counts from its start."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, has_ended: bool = False) -> None:
+        """`has_ended`: the run had ended before, and this start only shows its end."""
+        self._path, self._has_ended = path, has_ended
         self._started = time.monotonic()
         self._wall_before_s = 0.0
         self._before: dict[str, Use] = {}
@@ -52,7 +63,7 @@ class UsageBook:
 
     def wall_s(self) -> float:
         """Seconds that the run was live, over all its starts."""
-        return self._wall_before_s + time.monotonic() - self._started
+        return self._wall_before_s + (0.0 if self._has_ended else time.monotonic() - self._started)
 
     def by_role(self) -> dict[str, Use]:
         """Sums over all processes of a role: `worker-0`, `worker-1` and `cheater-0` are workers."""
@@ -64,6 +75,8 @@ class UsageBook:
 
     def save(self, by_process: dict[str, Use]) -> None:
         """Take over this launch's figures, and write them. A failed write, as on a full disk, is ignored."""
+        if self._has_ended:
+            return
         self._now = by_process | {"launcher": own_use()}
         total = self.by_role()
         tree = {
@@ -87,8 +100,14 @@ class RunEnd:
     envs: tuple[EnvConfig, ...]
     games: tuple[tuple[str, dict[str, Any]], ...]
     """Sample episodes of the final policy, each with the label of its environment."""
+    advice: tuple[str, ...] = ()
+    """If the run ended without a gain: what it saw, and what to change."""
     recipe: str = "RECIPE"
     """The run file and its options as they are typed, if they are known."""
+    fault: str = ""
+    """The error that most groups share on which an environment failed, with its line; empty if none is known."""
+    hosted: bool = False
+    """Whether it was hosted for others, without workers of its own."""
 
 
 def write_summary(folder: RunFolder, config: RunConfig, snapshot: Snapshot, usage: UsageBook) -> RunEnd:
@@ -98,12 +117,16 @@ def write_summary(folder: RunFolder, config: RunConfig, snapshot: Snapshot, usag
     for line in snapshot.metrics:
         ages = line.get("staleness_rollouts")
         staleness.update(ages if isinstance(ages, dict) else {})
+    unbegun, why, fault = _troubles(folder.log)
     summary = {
         "heldout": {"before": _interval(before), "after": _interval(after)},
         "steps": snapshot.step,
         "tokens": sum(node.credits for node in snapshot.nodes),
         "accepted": snapshot.status.accepted,
         "refused": snapshot.status.refused,
+        "env_faults": sum(int(count) for count in snapshot.series("fault_rollouts")),
+        "unbegun": unbegun,
+        "unbegun_cause": why,
         "credits": {
             node.name: {"credits": node.credits, "role": "cheating" if node.name in snapshot.cheaters else "honest"}
             for node in snapshot.nodes
@@ -121,14 +144,61 @@ def write_summary(folder: RunFolder, config: RunConfig, snapshot: Snapshot, usag
         raise StateError(
             f"cannot write {folder.summary}: {cause_of(error)}. Free some disk space, then run again"
         ) from None
-    return RunEnd(summary, folder.root, snapshot, config.envs, _games(after or {}, config))
+    return RunEnd(
+        summary,
+        folder.root,
+        snapshot,
+        config.envs,
+        _games(after or {}, config),
+        _diagnosis(folder, config, snapshot, after),
+        fault=fault,
+    )
+
+
+def _troubles(log: Path) -> tuple[int, str, str]:
+    """Groups of which the task could never begin, why the newest could not, and the error that most groups share on which
+    an environment failed. What a log does not hold, or cannot be read of it, is 0 or empty."""
+    count, why, said = 0, "", list[str]()
+    if not log.exists():
+        return count, why, ""
+    with contextlib.suppress(ShoalError, OSError), contextlib.closing(Store(sqlite_url(log), read_only=True)) as store:
+        for data, _ in store.read():
+            if b"faults" not in data and BY_ENVIRONMENT.encode() not in data:  # most entries, which need not be read
+                continue
+            body = read_entry(data)[0].body
+            if isinstance(body, SlotVoid) and body.cause.startswith(BY_ENVIRONMENT):
+                count, why = count + len(body.slots), body.cause.removeprefix(BY_ENVIRONMENT)
+            elif isinstance(body, GroupAccepted) and body.faults is not UNSET and body.faults.said:
+                said.append(body.faults.said)
+    return count, why, most_frequent_error(said) if said else ""
+
+
+def _diagnosis(
+    folder: RunFolder, config: RunConfig, snapshot: Snapshot, after: dict[str, Any] | None
+) -> tuple[str, ...]:
+    spec, rollouts = first_spec(folder, config), config.rollouts
+    preset = preset_lr(learned_parameters_of(spec, config)) if spec else 0.0
+    moving = config.difficulty.curriculum or config.difficulty.pools
+    setup = LearningSetup(
+        preset,
+        rollouts.group_size,
+        rollouts.batch_groups,
+        rollouts.max_staleness,
+        config.train.lr or preset,
+        bool(moving),
+    )
+    first, last = (read_heldout(folder.evaluations / f"{when}.json") for when in (BEFORE, AFTER))
+    endings = Counter[str]()
+    for one in (after or {}).get("envs", {"": after or {}}).values():
+        endings.update(one.get("endings", {}))
+    return diagnose(snapshot.metrics, setup, first, last, endings)
 
 
 def influence_shares(nodes: Sequence[NodeState]) -> dict[str, float]:
     """Each worker's share of what the trainer learned from, by name, see `protocol.audits.influence`."""
     workers = [node for node in nodes if node.role == "worker"]
     total = sum(node.influence for node in workers)
-    return {node.name: round(node.influence / total, 4) if total else 0.0 for node in workers}
+    return {node.name: node.influence / total if total else 0.0 for node in workers}
 
 
 def _evaluation(path: Path) -> dict[str, Any] | None:
@@ -140,12 +210,14 @@ def _evaluation(path: Path) -> dict[str, Any] | None:
 
 
 def _interval(evaluation: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The main figures, with the means of the reward's parts and of metrics if there are any; if there are several
-    environments, those of each, too."""
+    """The main figures, with what the mean is of, the first fault, and the means of the reward's parts and of metrics if
+    there are any; if there are several environments, those of each, too."""
     if not evaluation:
         return None
-    figures = {key: evaluation.get(key) for key in ("mean", "low95", "high95", "episodes")}
-    figures |= {key: named for key in ("parts", "metrics") if (named := evaluation.get(key))}
+    figures = {key: evaluation.get(key) for key in ("mean", "low95", "high95", "episodes")} | {
+        "faults": evaluation.get("faults", 0)
+    }
+    figures |= {key: named for key in ("measure", "fault", "parts", "metrics") if (named := evaluation.get(key))}
     envs = {label: _interval(one) for label, one in evaluation.get("envs", {}).items()}
     return figures | ({"envs": envs} if envs else {})
 

@@ -5,14 +5,14 @@ why a run paused, and which processes died. It has no line for a step, because m
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
 from rich.console import RenderableType
 
 from shoal.launch.logfiles import log_into
-from shoal.launch.process import RoleProcess
+from shoal.launch.process import RoleProcess, suspended_process
 from shoal.launch.snapshot import Snapshot
 from shoal.launch.view import View
 
@@ -27,24 +27,42 @@ class Told:
         self._log.addHandler(self._file)
         self._restarts: dict[str, int] = {}
         self._phase = ""
-        self._lost = set[str]()
+        self._lost, self._stopped = set[str](), set[str]()
 
     def show(self, snapshot: Snapshot) -> None:
-        """See `View`. Keeps the changes of the run's phase, and which process was started again."""
+        """See `View`. Keeps the changes of the run's phase."""
         self._view.show(snapshot)
         if snapshot.status.phase != self._phase:
             self._phase = snapshot.status.phase
             self._keep(logging.INFO, "phase=%s step=%d", self._phase, snapshot.step)
-        for name, times in snapshot.restarts.items():
-            if times != self._restarts.get(name, 0):
-                self._restarts[name] = times
-                self._keep(logging.WARNING, "process=%s died, started again restarts=%d", name, times)
 
     def say(self, line: str) -> None:
         """See `View`."""
         self._view.say(line)
         if line.strip():
             self._keep(logging.INFO, "%s", line.strip("\n"))
+
+    def died(self, processes: Iterable[RoleProcess], onlookers: Sequence[RoleProcess] = ()) -> None:
+        """Say once of each process that died and is started again how it died. An onlooker's death is only kept."""
+        for process in processes:
+            if process.restarts != self._restarts.get(process.name, 0):
+                self._restarts[process.name] = process.restarts
+                if process not in onlookers:
+                    self._view.say(
+                        f"{process.name} died of {process.death} and is started again ({process.restarts}x so far). "
+                        f"Its log: {process.log}"
+                    )
+                self._keep(
+                    logging.WARNING, "process=%s died of %s, started again restarts=%d", process.name, process.death,
+                    process.restarts,
+                )  # fmt: skip
+
+    def stopped(self, processes: Iterable[RoleProcess]) -> None:
+        """Say once of each process that was stopped by a signal, and of none that ended."""
+        found = {process.name: said for process in processes if (said := suspended_process(process.pid))}
+        for name in found.keys() - self._stopped:
+            self.say(f"{name}: {found[name]}")
+        self._stopped = {*found}
 
     def lost(self, onlookers: Iterable[RoleProcess], at_end: bool = False) -> None:
         """Say once of each process without which the run goes on, such as the logger, that it is gone. `at_end`: also of

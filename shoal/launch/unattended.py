@@ -18,6 +18,8 @@ from shoal.launch.process import counted_signals
 from shoal.launch.snapshot import CoordinatorWatch, Snapshot
 from shoal.launch.view import LiveView, View
 from shoal.ledger.facts.run import NO_SIGNAL
+from shoal.ledger.fault_rate import FAULTS, fault_remedy
+from shoal.protocol.rollouts import unbegun_remedy
 from shoal.protocol.types import Status
 
 IDLE_LIMIT_S = 1800.0
@@ -48,7 +50,7 @@ class UnattendedView:
     def resume(self, url: str) -> str:
         """Let a run go on that paused itself when it was last up; returns what to say. The coordinator answers by now."""
         status = CoordinatorWatch(self._folder.address, self._folder.config().host.bind).status()
-        if not status.pause_cause:
+        if not status.pause_cause or status.phase != "paused":
             return ""
         self._resumed_at = status.accepted
         administer("resume", str(self._folder.root), "", None)
@@ -68,20 +70,26 @@ class UnattendedView:
 
     def _cause(self, status: Status) -> str:
         """Why the run cannot go on by itself; empty if it can."""
-        paused = status.pause_cause and status.accepted > self._resumed_at
+        paused = status.phase == "paused" and status.pause_cause and status.accepted > self._resumed_at
+        if paused and status.pause_cause.startswith(FAULTS):
+            remedy = fault_remedy(status.pause_cause)
+            return f"the run paused itself ({status.pause_cause}). {remedy}, or type the same command again"
         if paused and status.pause_cause != NO_SIGNAL:
             return (
                 f"the {status.pause_cause} paused the run, as [monitors.actions] says: {self._folder.alarms} has its "
                 "figures. Change what led to it and begin anew, or type the same command again, which goes on"
             )
         if paused:  # guard: unattended-run-ends-when-paused
+            change = "Start from a better policy, or change the task"
+            if status.unbegun_groups > status.flat_groups / 2:
+                change = f"{unbegun_remedy(status.unbegun_cause)}, in a new run"
             return (
-                f"the run paused itself ({status.pause_cause}): within each of the last {status.flat_groups} groups all "
-                f"rewards are equal, {status.flat_reward:.3g} on average. Start from a better policy, or change the task. "
-                "Or type the same command again, which gives the run as many groups more (rollouts.max_flat_groups)"
+                f"the run paused itself ({status.pause_cause}): {status.no_signal}. {change}. Or type the same command "
+                "again, which gives the run as many groups more (rollouts.max_flat_groups)"
             )
         seen = (status.version, status.accepted, sum(status.refused.values()), status.in_flight, status.pending)
-        waits = status.phase == "running" and "workers: " in status.waiting_for and not seen[-1] and not seen[-2]
+        awaited = status.waiting_for.partition(":")[0]  # nodes' words follow
+        waits = status.phase == "running" and awaited in ("workers", "other workers") and not seen[-1] and not seen[-2]
         if seen != self._seen or not waits:
             self._seen, self._idle_since = seen, self._clock()
         if self._clock() - self._idle_since > IDLE_LIMIT_S:  # guard: unattended-run-ends-without-workers

@@ -8,8 +8,10 @@ and what the run waits for. `launch/finale` shows the end of a run.
 
 import time
 from collections import deque
-from typing import Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
+import msgspec
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.control import Control
@@ -17,26 +19,38 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from shoal.heldout import Heldout, format_of, interval_of
 from shoal.launch import panels
 from shoal.launch.nodes_table import in_trouble, nodes_table, workers
 from shoal.launch.panels import WATCHDOG_S, duration, format_figure
-from shoal.launch.remaining import seconds_left
-from shoal.launch.snapshot import Snapshot
+from shoal.launch.remaining import left_label, seconds_left
+from shoal.launch.snapshot import STARTING, Snapshot
+from shoal.ledger.remedies import split_remedy
 from shoal.terminal import brief, printable
 
 FRAME = 2
 """Lines of the frame, and cells between it and what is in it, on each side."""
 
 LEAST_CURVE_LINES, COMPACT_LINES, SAMPLE_LINES = 5, 3, 9
+LEAST_LINES_WITH_LEAD = 20
+"""Lines inside the frame from which one is always free above the table of workers."""
+LARGE_LINES = 34
+"""Lines inside the frame from which an alarm that stands is also shown in full when it is new."""
 TURN_S = 10.0
 """Where there is no room for both, a conversation is shown for so long, then the curve and more workers."""
+
+LONG_CHARS, MOST_LONG_CHARS = 200, 20_000
+"""A longer line about a wait is printed once, and cut short when it is repeated."""
+
+MOST_NEW_LINES = 100
+"""Steps that come at once get at most so many lines, the newest."""
 
 MOST_HELD_LINES = 200
 """What is said while the picture fills the screen is printed after it; so much of it is kept."""
 
 
 def render(snapshot: Snapshot, height: int | None = None, said: str = "", talks: bool = False) -> RenderableType:
-    """The whole picture, in at most `height` lines: progress, reward curve and figures, workers, what is waited for.
+    """The whole picture, in at most `height` lines: progress, workers, reward curve and figures, what is waited for.
 
     `said` is the newest message to the user. A smaller terminal shows fewer figures and fewer workers without refusals.
     `talks`: where there is no room for a conversation, it takes that of the curve and of workers without refusals.
@@ -51,12 +65,12 @@ class _Picture:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         snapshot, inside = self._snapshot, max(8, options.max_width - 2 * FRAME)
         body = None if self._height is None else max(4, self._height - FRAME)
-        parts, has_talk = _parts(snapshot, console, inside, body, self._said)
+        parts, has_talk = _parts(snapshot, inside, body, self._said)
         if self._talks and body is not None and snapshot.sample is not None and not has_talk:
-            parts, _ = _parts(snapshot, console, inside, body, self._said, talk_lines=SAMPLE_LINES)
+            parts, _ = _parts(snapshot, inside, body, self._said, talk_lines=SAMPLE_LINES)
         title = Text.assemble(("shoal", "bold"), f" · {brief(snapshot.name, 40)}")
-        stops = "" if snapshot.status.phase == "ended" else " · Ctrl-C stops cleanly, the same command resumes"
-        hint = snapshot.hint or f"{snapshot.out}{stops}"
+        stops = "" if snapshot.status.phase == "ended" else "Ctrl-C stops cleanly, the same command resumes · "
+        hint = snapshot.hint or f"{stops}{snapshot.out}"
         subtitle = Text(brief(hint, 200), style="dim")
         height = None if body is None else min(self._height or 0, _height(console, options, parts, inside) + FRAME)
         yield Panel(Group(*parts), title=title, subtitle=subtitle, box=box.ROUNDED, height=height)
@@ -67,22 +81,27 @@ def _height(console: Console, options: ConsoleOptions, parts: list[RenderableTyp
 
 
 def _parts(
-    snapshot: Snapshot, console: Console, width: int, body: int | None, said: str, talk_lines: int = 0
+    snapshot: Snapshot, width: int, body: int | None, said: str, talk_lines: int = 0
 ) -> tuple[list[RenderableType], bool]:
     """What is inside the frame, from the top, and whether a conversation is among it. Lines are given out by importance:
     what is waited for, workers in trouble, the message, the figures, the other workers, a conversation. `talk_lines` are
     kept free for it before figures and other workers get theirs."""
-    most = (3 if body is None else 2) + 2 * min(len(snapshot.alarms), 2)
-    watched = Text("\n").join(list(panels.watchdog(snapshot).wrap(console, width))[:most])
-    message = _message(console, said, width, 8 if body is None else body // 4)
+    watched = panels.watchdog(snapshot, width, 3 if body is None else 2)
+    is_small = body is not None and body < LARGE_LINES
+    waits = snapshot.status.waiting_for
+    repeats = is_small and any(said.startswith(alarm.heading) for alarm in snapshot.alarms)
+    repeats = repeats or (bool(split_remedy(waits)[1]) and waits in said)
     found = workers(snapshot)
     if body is None:
         body = 1000
-    left = body - 1 - _lines(watched) - _lines(message)
+    lead = body >= LEAST_LINES_WITH_LEAD
     troubled = sum(in_trouble(node, snapshot) for node in found)
     least = 1 + min(len(found), max(3, min(troubled, body // 3))) + 1  # a heading, and the line about the others
+    left = body - 1 - lead - _lines(watched)
+    message = _message("" if repeats else said, width, 8 if body == 1000 else max(1, min(body // 4, left - least - 1)))
+    left -= _lines(message)
     figures = len(panels.figures(snapshot)) if width >= panels.WIDE else COMPACT_LINES
-    room = left - least - 3 - talk_lines
+    room = left - least - 2 - talk_lines
     middle: RenderableType
     if width >= panels.WIDE and room >= LEAST_CURVE_LINES:
         lines = min(room, max(figures, panels.CHART_HEIGHT + 2))
@@ -95,7 +114,7 @@ def _parts(
         middle = panels.figures_in_a_row(snapshot, width, max(1, min(COMPACT_LINES, left - least - talk_lines)))
         lines = _lines(middle)
     left -= lines
-    gaps = 3 if left - least >= 3 else 0
+    gaps = 2 if left - least >= 2 else 0
     of_table = max(min(left - gaps, least), left - gaps - talk_lines)
     shown = min(of_table, len(found) + 1) if body < 1000 else None
     left -= gaps + (shown or 0)
@@ -105,15 +124,17 @@ def _parts(
         talk = [Text(), panels.conversation(snapshot.sample, min(left - 1, SAMPLE_LINES))]
     table = nodes_table(snapshot, width, shown)
     said_parts = [message] if message else []
-    parts = [panels.progress(snapshot, width), *space, middle, *space, table, *talk, *said_parts, *space, watched]
+    # The table is above all that comes and goes, so that it keeps its place.
+    top = [panels.progress(snapshot, width), *([Text()] if lead else []), table]
+    parts = [*top, *space, middle, *talk, *said_parts, *space, watched]
     return parts, bool(talk)
 
 
-def _message(console: Console, said: str, width: int, lines: int) -> Text:
+def _message(said: str, width: int, lines: int) -> Text:
     """The first lines of a message. What does not fit is printed when the picture ends."""
     lines_of_it = [brief(line, 400) for line in said.splitlines() if line.strip()]
     text = Text("\n".join(lines_of_it[:20]), style="bold")
-    return Text("\n").join(list(text.wrap(console, width))[:lines]) if lines_of_it and lines else Text()
+    return panels.cropped(text, width, lines) if lines_of_it and lines else Text()
 
 
 def _lines(text: Text) -> int:
@@ -123,6 +144,8 @@ def _lines(text: Text) -> int:
 def plain(snapshot: Snapshot) -> str:
     """The newest training step as one line."""
     parts = [f"step {snapshot.step}/{snapshot.steps}"]
+    if cut := panels.at_token_limit(snapshot):
+        parts.append(f"at_token_limit={cut}")
     for label, name, form in panels.FIGURES:
         value = snapshot.latest(name)
         if value is not None:
@@ -130,21 +153,47 @@ def plain(snapshot: Snapshot) -> str:
     for env, value in snapshot.by_env("reward_mean").items():
         parts.append(f"batch_reward_{_word(env)}={format_figure(value, '3f')}")
     parts += [f"solved_{_word(env)}={said.replace(' ', '')}" for env, said in panels.solved(snapshot).items()]
+    if failed := panels.faults(snapshot):
+        parts.append(f"env_faults={failed}")
     if speed := snapshot.tokens_per_s():
         parts.append(f"tokens/s={speed:.0f}")
     if spread := panels.staleness(snapshot):
         parts.append(f"staleness={spread.replace(', ', ',')}")
     if snapshot.heldout:
         version, found = snapshot.heldout[-1]
-        parts.append(f"held-out_{_word(version)}={found.mean:.1%}")
-        parts += [f"held-out_{_word(version)}_{_word(env)}={one.mean:.1%}" for env, one in found.envs.items()]
-    refused = sum(snapshot.status.refused.values())
-    parts.append(f"accepted={snapshot.status.accepted} refused={refused}")
+        parts += _of_heldout(f"held-out_{_word(version)}", found)
+        parts += [
+            part
+            for env, one in found.envs.items()
+            for part in _of_heldout(f"held-out_{_word(version)}_{_word(env)}", one)
+        ]
+    if snapshot.has_counts:
+        parts.append(f"accepted={snapshot.status.accepted} refused={sum(snapshot.status.refused.values())}")
+    if snapshot.status.lr_factor != 1.0:
+        parts.append(f"lr_factor={snapshot.status.lr_factor:.3g}")
     if snapshot.elapsed_s:
-        parts.append(f"elapsed={duration(snapshot.elapsed_s)}")
+        parts.append(f"{'steps_took' if snapshot.times_steps else 'elapsed'}={duration(snapshot.elapsed_s)}")
     if (left_s := seconds_left(snapshot)) is not None:
-        parts.append(f"left={duration(left_s)}")
+        parts.append(f"{left_label(snapshot)}={duration(left_s)}")
     return "  ".join(parts)
+
+
+def _each_new(snapshot: Snapshot, after: int) -> list[str]:
+    """A line for each step that came since so many steps. Only the newest has what is known of the run as it is now."""
+    old = [place for place, line in enumerate(snapshot.metrics[:-1], 1) if after >= 0 and int(line["step"]) >= after]
+    status = msgspec.structs.replace(snapshot.status, lr_factor=1.0)
+    then = dict[str, Any](heldout=(), has_counts=False, elapsed_s=0.0, status=status)
+    return [
+        *(plain(replace(snapshot, metrics=snapshot.metrics[:place], **then)) for place in old[-MOST_NEW_LINES:]),
+        plain(snapshot),
+    ]
+
+
+def _of_heldout(name: str, found: Heldout) -> list[str]:
+    """The mean of an evaluation, and on how many of its episodes the environment failed."""
+    figures = interval_of(found)
+    mean = f"{name}={figures[0]:{format_of(found)}}" if figures else f"{name}=none"
+    return [mean, f"{name}_faults={found.faults}/{found.episodes}"] if found.faults else [mean]
 
 
 def _word(label: str) -> str:
@@ -152,14 +201,24 @@ def _word(label: str) -> str:
     return brief(label).replace(" ", "_")  # guard: labels-make-no-lines
 
 
-def plain_wait(snapshot: Snapshot) -> str:
-    """The line about a long wait, or "" if there is none."""
+def plain_wait(snapshot: Snapshot, said: str = "") -> str:
+    """The line about a long wait, or "" if there is none. What it waits for is cut short if the text `said` has it."""
     status = snapshot.status
     if snapshot.notice:
         return f"{brief(snapshot.notice, 400)}  elapsed={duration(snapshot.elapsed_s)}"
-    if not status.waiting_for or status.waiting_s < WATCHDOG_S:
+    if not status.waiting_for or status.waiting_s < WATCHDOG_S or status.waiting_for.startswith("nothing"):
         return ""
-    return f"waiting {status.waiting_s:.0f} s for {brief(status.waiting_for, 2000)}  in_flight={status.in_flight}"
+    waits = brief(status.waiting_for, 2000)
+    waits = brief(waits, 80) if waits in said else waits
+    return f"waiting {status.waiting_s:.0f} s for {waits}  in_flight={status.in_flight}"
+
+
+def plain_pause(snapshot: Snapshot) -> str:
+    """That the run is paused, for how long and why, and what its host may do, whole; else the line about a long wait."""
+    status = snapshot.status
+    if status.phase != "paused":
+        return plain_wait(snapshot)
+    return f"paused for {duration(status.waiting_s)}, and waits for {brief(status.waiting_for, 2000)}"
 
 
 class View(Protocol):
@@ -197,9 +256,12 @@ class LiveView:
     def __init__(self, console: Console, wait_line_every_s: float = 10.0) -> None:
         self._console = console
         self._wait_line_every_s = wait_line_every_s
-        self._shown_step = 0
+        self._shown_step = -1
+        """-1 until something was shown: what came before a viewer is not news."""
         self._said_wait = 0.0
         self._said = ""
+        self._long = ""
+        """The newest lines that were printed and would fill a terminal if they were repeated."""
         self._held: deque[str] = deque(maxlen=MOST_HELD_LINES)
         self._live = None
         if draws_on(console):
@@ -225,10 +287,12 @@ class LiveView:
             talks = int(time.monotonic() / TURN_S) % 2 == 1
             self._live.update(render(snapshot, self._console.height, self._said, talks), refresh=True)
             return
-        if snapshot.step > self._shown_step:
-            self._shown_step = snapshot.step
-            self.say(plain(snapshot))
-        line, now = plain_wait(snapshot), time.monotonic()
+        if snapshot.step > max(0, self._shown_step):
+            for line in _each_new(snapshot, self._shown_step):
+                self.say(line)
+        if snapshot.step or snapshot.status.phase != STARTING:  # the steps of an earlier start are not read yet
+            self._shown_step = max(snapshot.step, self._shown_step)
+        line, now = plain_wait(snapshot, self._long), time.monotonic()
         if line and now - self._said_wait >= self._wait_line_every_s:
             self._said_wait = now
             self.say(line)
@@ -236,6 +300,8 @@ class LiveView:
     def say(self, line: str) -> None:
         """A line that stays. While the picture is shown it is a part of it, and it is printed when the picture is gone."""
         if self._live is None:
+            if len(line) > LONG_CHARS:
+                self._long = f"{self._long}\n{line}"[-MOST_LONG_CHARS:]
             self._print(line)
         elif line.strip():
             self._said = line
@@ -244,7 +310,7 @@ class LiveView:
     def end(self, picture: RenderableType, text: str) -> None:
         """The picture on a terminal, the text when piped."""
         if self._console.is_terminal:
-            self._console.print(picture)
+            self._console.print(picture, crop=False)  # a command that is cut off cannot be copied
         else:
             self.say(text)
 

@@ -19,21 +19,24 @@ from typing import Any, Protocol
 import msgspec
 from rich.console import Console
 
-from shoal.alarms import standing_alarms
-from shoal.errors import ShoalError
-from shoal.folder import RunFolder, is_url
+from shoal.alarms import Alarm, standing_alarms
+from shoal.config.monitors import said_of
+from shoal.errors import EXIT_DONE, EXIT_NO, ShoalError
+from shoal.folder import RunFolder, is_locked, is_url
 from shoal.launch.evaluations import results_in
 from shoal.launch.keyboard import Keyboard, keyboard
+from shoal.launch.process import suspended_process
 from shoal.launch.public_samples import EVERY_S, PublicSample
 from shoal.launch.remote import RemoteRun, cleaned_metrics
 from shoal.launch.samples import NewestSample, Samples
 from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import USAGE, wall_s_before
-from shoal.launch.view import LiveView, draws_on, plain, render
+from shoal.launch.view import LiveView, draws_on, plain, plain_pause, render
 from shoal.metrics import read_metrics
 from shoal.net.client import Client
+from shoal.net.listening import living_pid, port_of_living
 from shoal.protocol.types import NodeState, Status
-from shoal.terminal import printable
+from shoal.terminal import as_called, printable
 from shoal.watch.reading.run import open_run
 
 LOOK_EVERY_S = 1.0
@@ -44,7 +47,12 @@ LOG_WAIT_S = 3.0
 
 READ_POLL_S = 0.1
 
+READING = "Reading its log"
+
 LEAVES = "q leaves; the run goes on"
+
+IN_STATUS = ("starved", "no_signal")
+"""Alarms whose figures are in the line on what the run waits for."""
 
 OVER = ("ended", "not hosted")
 
@@ -75,11 +83,25 @@ class FolderWatch:
         return await asyncio.to_thread(self._look)
 
     @property
+    def has_broken_log(self) -> bool:
+        """Whether its log has a fault, or cannot be read."""
+        return self._log is not None and bool(self._log.trouble) and not self._log.is_reading
+
+    @property
     def is_reading(self) -> bool:
         """Whether more is shown once the log of a run that nobody hosts is read."""
         return self._log is not None and self._log.is_reading
 
+    def _read_config(self) -> None:
+        """Another start of the host may have changed the run file."""
+        with contextlib.suppress(ShoalError):
+            config = self._folder.config()
+            if config.host.bind != self._config.host.bind:
+                self._coordinator = CoordinatorWatch(self._folder.address, config.host.bind, is_reader=True)
+            self._config = config
+
     def _look(self) -> Snapshot:
+        self._read_config()
         config, folder, status, nodes = (
             self._config,
             self._folder,
@@ -89,22 +111,50 @@ class FolderWatch:
         hosted, notice = self._coordinator.answers, ""
         if hosted:
             self._log = None
+            status = msgspec.structs.replace(status, waiting_for=as_called(status.waiting_for, folder.root))
         else:
             self._log = self._log or _Log(folder.root)
             status, nodes = self._log.said() or (status, nodes)
-            notice = "nobody hosts this run now: this is what its folder has"
+            silent = _silence(folder)
+            notice = f"{silent or 'nobody hosts this run now'}: this is what its folder has"
+            if status.phase == "paused" and not silent:
+                notice += f". {_pause_of(status)}"
             if self._log.trouble:
-                notice += f". {self._log.trouble}"
-            phase = "ended" if folder.summary.exists() else "not hosted"
+                notice = f"{self._log.trouble}. {notice.capitalize()}"
+            phase = "ended" if folder.summary.exists() else "silent" if silent else "not hosted"
             status = msgspec.structs.replace(status, phase=phase, waiting_for="", in_flight=0)
         return Snapshot(
             name=config.name, out=str(folder.root), steps=config.steps, status=status, url=self._coordinator.url(),
             elapsed_s=wall_s_before(folder.root / USAGE), metrics=self._metrics.read(),
             nodes=nodes, cheaters=frozenset(f"cheater-{i}" for i in range(config.workers.cheating)),
             heldout=results_in(folder.evaluations), sample=self._samples.latest(),
-            notice=notice,
-            alarms=standing_alarms(folder.alarms),
+            notice=notice, alarms=[without_stale_figures(alarm) for alarm in standing_alarms(folder.alarms)],
+            has_counts=self._log is None or self._log.said() is not None,
         )  # fmt: skip
+
+
+def without_stale_figures(alarm: Alarm) -> Alarm:
+    """An alarm without the figures of when it was raised, if the status has these as they are now."""
+    return msgspec.structs.replace(alarm, summary=said_of(alarm.cause)) if alarm.cause in IN_STATUS else alarm
+
+
+def _silence(folder: RunFolder) -> str:
+    """Why the coordinator gives no answer of a run that has a host; empty if nobody hosts it."""
+    if folder.summary.exists() or not is_locked(folder.root):
+        return ""
+    if (folder.checkpoints / "final").exists():
+        return "the run has ended, and its host evaluates the final policy"
+    if port_of_living(folder.address):
+        why = f"though its process is there: see {folder.logs / 'coordinator.log'}"
+        return f"the coordinator does not answer, {suspended_process(living_pid(folder.address)) or why}"
+    return "its host is starting the coordinator, or stopping"
+
+
+def _pause_of(status: Status) -> str:
+    """That a run is paused which nobody hosts, why, and what its host may do."""
+    if not status.pause_cause:
+        return "It is paused: `shoal admin resume` goes on, once its host is started again"
+    return f"It is paused and waits for {status.waiting_for}, once its host is started again"
 
 
 class _Log:
@@ -112,7 +162,7 @@ class _Log:
 
     def __init__(self, root: Path) -> None:
         self._said: tuple[Status, tuple[NodeState, ...]] | None = None
-        self.trouble = "Reading its log"
+        self.trouble = READING
         self._thread = threading.Thread(target=self._read, args=(root,), name="log", daemon=True)
         self._thread.start()
         self._thread.join(LOG_WAIT_S)
@@ -152,40 +202,46 @@ async def opened(source: str, with_talk: bool = False) -> AsyncIterator[Watched]
         yield FolderWatch(Path(source))
 
 
-def watch(source: str, console: Console, once: bool = False) -> None:
-    """Show the run until a key or Ctrl-C; piped, a line for each step until the run ends. `once`: as it is now.
+def watch(source: str, console: Console, once: bool = False) -> int:
+    """Show the run until a key or Ctrl-C; piped, a line for each step until the run ends. `once`: as it is now. Returns the
+    exit code: EXIT_NO if the run's log is broken.
 
     Raises `StateError`, and `PeerError` if the run's host does not answer.
     """
     if once:
-        snapshot = asyncio.run(_look_once(source))
-        if console.is_terminal and not console.is_dumb_terminal:
+        snapshot, code = asyncio.run(_look_once(source))
+        if console.is_terminal and not console.is_dumb_terminal and snapshot.has_counts:
             console.print(render(replace(snapshot, hint=snapshot.out)))
         else:
-            console.print(printable(plain(snapshot)), markup=False, highlight=False, soft_wrap=True)
-        return
+            for line in filter(None, (plain(replace(snapshot, notice="")), snapshot.notice or plain_pause(snapshot))):
+                console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+        return code
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        asyncio.run(_watch(source, console))
+        return asyncio.run(_watch(source, console))
     except KeyboardInterrupt:
-        pass  # the picture is gone, and the run goes on
+        return EXIT_DONE  # the picture is gone, and the run goes on
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-async def _look_once(source: str) -> Snapshot:
+async def _look_once(source: str) -> tuple[Snapshot, int]:
     async with opened(source) as run:
         snapshot = await run.look()
         if not isinstance(run, FolderWatch) or not run.is_reading:
-            return snapshot
+            return snapshot, _code(run)
         # A script wants all of it. Ctrl-C ends the waiting, and the thread with the process.
-        print("reading the log of this run, which nobody hosts: a long one takes minutes", file=sys.stderr, flush=True)
+        print("reading the log of this run: a long one takes minutes", file=sys.stderr, flush=True)
         while run.is_reading:  # noqa: ASYNC110  a thread ends, and sets no event of the loop
             await asyncio.sleep(READ_POLL_S)
-        return await run.look()
+        return await run.look(), _code(run)
 
 
-async def _watch(source: str, console: Console) -> None:
+def _code(run: Watched) -> int:
+    return EXIT_NO if isinstance(run, FolderWatch) and run.has_broken_log else EXIT_DONE
+
+
+async def _watch(source: str, console: Console) -> int:
     async with opened(source, with_talk=draws_on(console)) as run:
         first = await run.look()
         view = LiveView(console)
@@ -194,6 +250,7 @@ async def _watch(source: str, console: Console) -> None:
                 await follow(run, first, view, keys, piped=not view.is_picture)
         finally:
             view.close()
+        return _code(run)
 
 
 async def follow(run: Watched, first: Snapshot, view: LiveView, keys: Keyboard, piped: bool) -> None:
@@ -202,7 +259,7 @@ async def follow(run: Watched, first: Snapshot, view: LiveView, keys: Keyboard, 
     size = view.size
     view.show(replace(snapshot, hint=LEAVES))
     while "q" not in (await asyncio.to_thread(keys.pressed, KEY_WAIT_S)).lower():
-        if piped and snapshot.status.phase in OVER:
+        if piped and snapshot.status.phase in OVER and not snapshot.notice.startswith(READING):
             view.say(printable(snapshot.notice or "the run has ended"))
             return
         await asyncio.sleep(0.0 if keys.is_there else KEY_WAIT_S)

@@ -85,7 +85,7 @@ def _eval(job: Job, folder: Path) -> Made:
     RunFolder(place).prepare(config, folder)
     evaluate.for_run(place, Path(job.inputs["policy"]), 1, folder / EVALUATION, config.workers.threads)
     found = msgspec.json.decode((folder / EVALUATION).read_bytes(), type=dict[str, Any])
-    return Made(figures={key: found[key] for key in ("mean", "low95", "high95", "episodes")})
+    return Made(figures={key: found[key] for key in ("mean", "low95", "high95", "episodes", "faults")})
 
 
 def _merge(job: Job, folder: Path) -> Made:

@@ -16,13 +16,19 @@ from numpy.typing import NDArray
 from shoal.algos import grpo_advantages, maxrl, process_rewards, returns, rloo
 from shoal.protocol.algorithms import Algorithm, Grpo, judged_by_trainer, step_credit_of
 from shoal.protocol.compositions import Composition, Steps, Turns
+from shoal.protocol.env_faults import has_enough_rollouts, without_faults
 from shoal.protocol.step_rewards import of_each
 from shoal.protocol.types import StepRewards
 
 
-def teaches(rewards_G: Sequence[float], algorithm: Algorithm, steps_G: Sequence[StepRewards] = ()) -> bool:
+def teaches(
+    rewards_G: Sequence[float], algorithm: Algorithm, steps_G: Sequence[StepRewards] = (), faults: Sequence[int] = ()
+) -> bool:
     """Whether the algorithm can learn anything from a group with these rewards: whether the group has signal. `steps_G` is
-    what the rollouts' turns or steps earn, in runs that credit them."""
+    what the rollouts' turns or steps earn, in runs that credit them. Rollouts with `faults` count in nothing."""
+    if not has_enough_rollouts(len(rewards_G), faults):
+        return False
+    rewards_G, steps_G = without_faults(rewards_G, faults), without_faults(steps_G, faults)
     match algorithm:
         case Grpo():
             return grpo_advantages.teaches(rewards_G)
@@ -41,11 +47,19 @@ def teaches(rewards_G: Sequence[float], algorithm: Algorithm, steps_G: Sequence[
             return grpo_advantages.teaches(rewards_G)
 
 
-def advantages(rewards_G: Sequence[float], algorithm: Algorithm) -> NDArray[np.float32]:
+def advantages(rewards_G: Sequence[float], algorithm: Algorithm, faults: Sequence[int] = ()) -> NDArray[np.float32]:
     """What each rollout of a group is worth to the learner, float32[G]: above 0 it is encouraged, below 0 discouraged.
 
-    0 where a model of the trainer's decides it: its credit needs tokens, and no other node has it.
+    0 where a model of the trainer's decides it: its credit needs tokens, and no other node has it. Rollouts with `faults`
+    are worth 0, and change nothing of what the others are worth, unless too few are left.
     """
+    if faults:  # guard: faults-are-worth-nothing
+        worth_G = np.zeros(len(rewards_G), dtype=np.float32)
+        if has_enough_rollouts(len(rewards_G), faults):
+            worth_G[without_faults(range(len(rewards_G)), faults)] = advantages(
+                without_faults(rewards_G, faults), algorithm
+            )
+        return worth_G
     match algorithm:
         case Grpo():
             return grpo_advantages.advantages(rewards_G, algorithm.advantage)
@@ -63,8 +77,17 @@ def advantages(rewards_G: Sequence[float], algorithm: Algorithm) -> NDArray[np.f
             return grpo_advantages.advantages(rewards_G, "mean")
 
 
-def advantages_by_step(steps_G: Sequence[StepRewards], algorithm: Algorithm) -> list[NDArray[np.float32]]:
-    """What each turn or step of each rollout is worth, float32[S] for each: in runs that credit them, without a critic."""
+def advantages_by_step(
+    steps_G: Sequence[StepRewards], algorithm: Algorithm, faults: Sequence[int] = ()
+) -> list[NDArray[np.float32]]:
+    """What each turn or step of each rollout is worth, float32[S] for each: in runs that credit them, without a critic.
+    Those of rollouts with `faults` are worth 0."""
+    if faults:  # guard: faulty-steps-are-worth-nothing
+        zeros_G = [np.zeros(len(steps), dtype=np.float32) for steps in steps_G]
+        if not has_enough_rollouts(len(steps_G), faults):
+            return zeros_G
+        worth = iter(advantages_by_step(without_faults(steps_G, faults), algorithm))
+        return [zeros_S if index in faults else next(worth) for index, zeros_S in enumerate(zeros_G)]
     credit = step_credit_of(algorithm)
     assert isinstance(algorithm, Composition) and credit is not None, "only runs that credit steps ask"
     if isinstance(credit, Turns):

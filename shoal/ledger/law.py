@@ -6,10 +6,10 @@ new `RULES_VERSION` with its law in `LAWS`. Old logs without a new constant take
 the code did before.
 
 A changed formula needs a new `RULES_VERSION`, and the old formula stays selectable by `State.law.version`. This holds for
-all that decides or changes a state: `facts/`, `rules/`, `state`, `state_records`, `malformed`, `weigh`, `seeds`,
-`turns`, `algorithm`, `next_batch`, `supply`, `reassign`, `pace`, `pools`, `drawn`, `uses`, the methods of `Law`; `audits`,
-`bounds`, `constants`, `continuations`, `draws`, `randomness` and `sizes` in `protocol/`; `sampling_evidence`,
-`claim_evidence` and the files of advantages in `algos/`.
+all that decides or changes a state: `facts/`, `rules/`, `state`, `state_records`, `malformed`, `weigh`, `seeds`, `turns`,
+`algorithm`, `fault_rate`, `next_batch`, `supply`, `reassign`, `pace`, `pools`, `drawn`, `uses`, the methods of `Law`;
+`audits`, `bounds`, `constants`, `continuations`, `draws`, `env_faults`, `randomness` and `sizes` in `protocol/`;
+`sampling_evidence`, `claim_evidence` and the files of advantages in `algos/`.
 
 The arithmetic behind the constants. Let p be the chance that a cheat is caught, G the gain of a cheat and S the stake.
 Cheating loses if (1 - p) G < p S. A trusted worker is audited at 5 %, so S must exceed 19 G. The stake is the pay that
@@ -46,7 +46,14 @@ WHAT_CHANGED = {
     "as many times more submissions are rechecked; influence follows from what the run's algorithm makes of the rewards; "
     "accepted groups are continued where the run's algorithm learns from that, and batches wait for the continuations; "
     "those of which none was due bring neither trust nor stake, and the others are audited as their parents at least; "
-    "the host may quarantine a worker and lower the learning rate, and its requests may hold the evidence of an alarm",
+    "the host may quarantine a worker and lower the learning rate, and its requests may hold the evidence of an alarm; "
+    "rollouts on which the environment fails count in nothing that is learned, their groups are always audited and "
+    "rechecked, and a run in which many fail pauses; "
+    "slots whose task cannot begin count among the groups without signal; "
+    "a lease may be given back because an environment was stopped, and a block that was stopped everywhere is void; "
+    "the only worker waits at most `least_soft_s` after its lapses, and so does one whose every lease of a block ended "
+    "in a stop, if each other worker stopped the block since; it gets the block at once; "
+    "what waited before a validator first joined is no part of the time of its check",
 }
 """By version of the rules: how they differ from the version before. This code makes the events and decisions of each of
 these versions exactly as the code that wrote them. Logs of other versions are reported as not checked."""
@@ -142,6 +149,15 @@ class Law(Message, frozen=True):
     """A worker gets blocks that others left only while it has left at most this share of its own to others. More lets
     workers that drop what they do not like pass a block among themselves; less shuts out honest workers that fail at
     times."""
+    fault_window: int = 200
+    """Newest rollouts of an environment by which its faults are judged. Fewer pause a run for bad luck; more let a policy
+    that learns to make its environment fail go on for longer."""
+    fault_share: float = 0.05
+    """A run pauses if an environment fails on more of these rollouts than this share. They count in nothing, so failing is
+    worth more than a wrong answer: a larger share lets a policy learn it, a smaller one stops runs for rare bugs."""
+    outside_share: float = 0.01
+    """A run pauses if more of these rollouts have scores outside the environment's bounds. More lets right answers go
+    unrewarded for longer."""
     stranger_share: float = 0.125
     """While some workers have accepted work, all others together hold at most this share of the blocks in flight, but
     always one. More lets fresh keys hold up more of a run; less makes newcomers wait longer."""
@@ -181,6 +197,7 @@ BEFORE_LAWS = Law(
     free_lapses=0.05, stale_margin=0.1, max_lapse_wait_s=3600.0, lease_target_s=20.0, soft_times=2.0, least_soft_s=5.0,
     deadline_times=4.0, patience_times=6.0, block_workers=4, unfilled_share=0.1, stranger_share=0.125, turn_checks=5.0,
     late_s=3.0, missed_counts_turns=20, recheck_trust=1.0, rejoins=10, rejoin_s=60.0,
+    fault_window=200, fault_share=0.05, outside_share=0.01,
 )  # fmt: skip
 """The constants of logs that name no law, written out, because they must not follow the defaults of `Law`."""
 

@@ -12,6 +12,7 @@ from shoal.ledger.state_records import LeaseRecord, SubmissionRecord
 from shoal.protocol.algorithms import step_credit_of
 from shoal.protocol.audits import CHECKS, MAX_REASON_CHARS, MAX_REWARD, influence, must_audit, pay_of
 from shoal.protocol.continuations import num_rollouts
+from shoal.protocol.env_faults import fault_indices, malformed_faults
 from shoal.protocol.step_rewards import fault_of
 from shoal.protocol.types import GroupVerdict
 
@@ -33,18 +34,21 @@ def refuse_malformed(
     rules = state.rules
     for group, draw in zip(groups, submission.draws or (0.0,) * len(groups), strict=True):
         if group.outcome != "accept":
-            if group.rewards or group.tokens or group.steps:
+            if group.rewards or group.tokens or group.steps or group.faults:
                 raise Refused("malformed", f"slot {group.slot}: only an accepted group has rewards and policy tokens")
             continue
         _refuse_impossible(state, group)
+        faults = fault_indices(group.faults)
         # guard: uses-are-audited
         weight = influence(
-            group.rewards, group.tokens, rules.algorithm, state.law.version, rules.group_uses, group.steps
+            group.rewards, group.tokens, rules.algorithm, state.law.version, rules.group_uses, group.steps, faults
         )
         pay = pay_of(group, rules)
         means = submission.mean_influence, submission.mean_pay
         # guard: influence-is-audited
-        due = group.slot in submission.audited or must_audit(draw, submission.rate, weight, means[0], pay, means[1])
+        due = group.slot in submission.audited or must_audit(
+            draw, submission.rate, weight, means[0], pay, means[1], bool(group.faults)
+        )
         # Neither less nor more: projections are compared only if both validators looked at the same groups.
         if due != group.audited:  # guard: drawn-is-audited
             but = "was drawn for audit but not audited" if due else "was audited but not drawn for it"
@@ -59,6 +63,9 @@ def _refuse_impossible(state: State, group: GroupVerdict) -> None:
         due = f"{most}" if fewest == most else f"{fewest} to {most}"
         raise Refused("malformed", f"slot {group.slot}: an accepted group has {due} rewards of size {MAX_REWARD:g} at "
                       "most")  # fmt: skip
+    fault = malformed_faults(group.faults, num) if group.faults else ""
+    if fault:  # guard: impossible-faults
+        raise Refused("malformed", f"slot {group.slot}: an accepted group {fault}")
     _refuse_impossible_steps(state, group)
     longest = state.sampling.all_tokens * most
     if not 0 <= group.tokens <= longest:  # guard: group-tokens

@@ -12,6 +12,7 @@ from shoal.ledger.state_records import LeaseRecord, Member
 from shoal.protocol.algorithms import vine_of
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
 from shoal.protocol.continuations import FIRST_BLOCK, is_continued, work_of_block
+from shoal.protocol.wire import float_sum
 
 RECENT_LEASES = 10
 """A worker counts in the usual pace if it submitted at most this many times `lease_s` before the newest submission."""
@@ -25,7 +26,7 @@ def usual_pace_s(state: State) -> float:
     since = max((member.sent_at for member in done), default=0.0) - RECENT_LEASES * state.rules.lease_s
     # guard: pace-of-good-standing, pace-of-those-at-work
     paces = sorted(member.pace_s for member in done if member.standing == "good" and member.sent_at >= since)
-    half = sum(1.0 / pace for pace in paces) / 2  # guard: pace-by-speed
+    half = float_sum(1.0 / pace for pace in paces) / 2  # guard: pace-by-speed
     for pace in paces:
         half -= 1.0 / pace
         if half <= 0:
@@ -47,7 +48,7 @@ def patience_ends(state: State, lease: LeaseRecord) -> float:
 def work_of(state: State, blocks: Iterable[int]) -> float:
     """How many ordinary blocks these are worth."""
     vine = vine_of(state.rules.algorithm)
-    return sum(work_of_block(vine) if vine and is_continued(block) else 1.0 for block in blocks)
+    return float_sum(work_of_block(vine) if vine and is_continued(block) else 1.0 for block in blocks)
 
 
 def blocks_for_speed(state: State, member: Member, tokens_per_s: float, continued: bool = False) -> int:
@@ -70,7 +71,9 @@ def lease_times(state: State, member: Member, blocks: Sequence[int], now: float)
     law, longest_s = state.law, state.rules.lease_s * work_of(state, blocks)
     if law.version < 2:
         return 0.0, now + longest_s
-    in_hand = sum(work_of(state, held) for held in (blocks, *(x.blocks for x in state.open_leases_of(member.key))))
+    in_hand = float_sum(
+        work_of(state, held) for held in (blocks, *(x.blocks for x in state.open_leases_of(member.key)))
+    )
     due_s = (member.pace_s or usual_pace_s(state)) * in_hand
     longest_s = min(
         longest_s, max(state.rules.lease_s, law.deadline_times * due_s)

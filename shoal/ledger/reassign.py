@@ -94,10 +94,22 @@ def _in_the_way(state: State, stream: StreamRecord, now: float) -> Iterator[tupl
             yield version, number
 
 
+def may_retry_stopped(member: Member, others: Sequence[Member], block: BlockRecord) -> bool:
+    """Whether a block that was stopped waits for none of the others: an environment stopped it on each of them since it did
+    on this worker, whose leases of it all ended so. One that let it lapse otherwise may hold it without playing it."""
+    stops = block.stopped.workers if block.stopped else []
+    if block.holders.count(member.key) > stops.count(member.key):  # guard: idle-waits-like-others
+        return False
+    since = stops[::-1].index(member.key) if member.key in stops else len(stops)
+    return bool(stops) and {other.key for other in others} <= {*stops[len(stops) - since :]}  # guard: stopped-in-turn
+
+
 def _may_make(state: State, block: BlockRecord, member: Member, others: Sequence[Member], now: float) -> bool:
     """Whether this worker may be given the block. Nobody gets a block twice, and workers with a good record come first. A
     free block waits for them for `lease_s`, and no longer, because they may be gone."""
     if block.status == "free":
+        if may_retry_stopped(member, others, block):  # guard: stopped-on-others-waits-for-none
+            return True
         if now >= block.free_since + state.rules.lease_s or not others:  # guard: waits-for-a-while
             return True
     elif len(block.holders) >= state.law.block_workers or not member.accepted:  # guard: held-by-few

@@ -14,6 +14,7 @@ from shoal.protocol import types as t
 from shoal.protocol.constants import CONTINUATIONS
 from shoal.protocol.continuations import FIRST_BLOCK, is_continued, is_continued_slot, parent_slot
 from shoal.protocol.draws import draw_task
+from shoal.protocol.env_faults import without_faults
 from shoal.protocol.needs import kind_of
 from shoal.protocol.randomness import slot_seed, uniform
 
@@ -63,8 +64,9 @@ def solved_groups(state: State, stream: StreamRecord, version: int, link: bytes)
     for number in sorted(slots)[:MOST_COUNTED]:
         if number <= last and slots[number].status in ("signal", "flat"):
             slot = slot_of(state, stream, version, number, link)
-            rate = solve_rate(slots[number].rewards, solved.get(slot.env, 1.0))
-            found.append(SolvedGroup(slot.env, slot.task, rate))
+            rewards = without_faults(slots[number].rewards, slots[number].faults or ())
+            if rewards:
+                found.append(SolvedGroup(slot.env, slot.task, solve_rate(rewards, solved.get(slot.env, 1.0))))
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from shoal.ledger.entry import GENESIS
+from shoal.ledger.fault_rate import FaultsRecord
 from shoal.ledger.law import BEFORE_LAWS, Law
 from shoal.ledger.state_records import LeaseRecord, Member, StreamRecord, SubmissionRecord
 from shoal.protocol.constants import MAIN_STREAM
@@ -85,6 +86,10 @@ class State(msgspec.Struct, dict=True):
     """By label: what is drawn from, if not all tasks."""
     named: Publishers | msgspec.UnsetType = msgspec.UNSET
     """All publishers, once the first was replaced."""
+    faults: FaultsRecord | msgspec.UnsetType = msgspec.UNSET
+    """What environments failed on, once a group was accepted."""
+    host_validators: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Keys of the validators that the host started when the run was created."""
 
     @property
     def root(self) -> str:

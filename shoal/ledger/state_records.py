@@ -17,6 +17,8 @@ from shoal.protocol.types import GroupVerdict, StepRewards
 class TurnsRecord(msgspec.Struct):
     """How a validator keeps its turns, since version 2 of the rules. Times are seconds since the epoch."""
 
+    joined: float = 0.0
+    """When it first joined; 0 before version 3 of the rules."""
     voted: float = 0.0
     """When it last gave a verdict; 0 before the first."""
     voted_on: int = -1
@@ -81,7 +83,7 @@ class Member(msgspec.Struct):
     heard: float = 0.0
     """Likewise: when it last sent a verdict or missed a turn, seconds since the epoch. The next counts from then."""
     stale: int = 0
-    """Leases closed at no cost because their version became too old. Not counted in `lapsed`."""
+    """Leases closed at no cost: their version became too old, or the host's stage hung. Not counted in `lapsed`."""
     signed: int = 0
     """When it signed the latest join or leave that the log holds, seconds since the epoch by its own clock."""
     left: bool = False
@@ -119,6 +121,15 @@ class LeaseRecord(msgspec.Struct):
     """Blocks that count as `Member.unfilled`."""
 
 
+class StopsRecord(msgspec.Struct):
+    """How often an environment took too long in a block, or ended its process."""
+
+    workers: list[str] = []
+    """Key of the worker, for each time."""
+    tasks: str = ""
+    """Tasks of the block and their environments, as the host says."""
+
+
 class BlockRecord(msgspec.Struct):
     """A block of a version: free, leased, submitted or done."""
 
@@ -135,6 +146,8 @@ class BlockRecord(msgspec.Struct):
     """Key whose lease of it lapsed last; empty again once the block is submitted."""
     dropped_at: float = 0.0
     """When that was, seconds since the epoch."""
+    stopped: StopsRecord | msgspec.UnsetType = msgspec.UNSET
+    """Who gave it back because an environment took too long, or ended its process, if anyone did."""
 
 
 class SlotRecord(msgspec.Struct):
@@ -152,6 +165,8 @@ class SlotRecord(msgspec.Struct):
     """The newest batch that took it; -1 if none did."""
     steps: tuple[StepRewards, ...] | msgspec.UnsetType = msgspec.UNSET
     """What the turns or steps of each rollout earn; states of runs that credit rollouts keep their hash."""
+    faults: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Indices of the rollouts on which the environment failed, if it did on any."""
 
 
 class SubmissionRecord(msgspec.Struct):
@@ -215,6 +230,14 @@ class StreamRecord(msgspec.Struct):
     """Groups accepted without signal since the last one with signal, the last batch, or the last resume."""
     flat_reward: float = 0.0
     """Sum of their mean rewards."""
+    unbegun: int | msgspec.UnsetType = msgspec.UNSET
+    """Of `flat`, slots without rollouts, whose tasks cannot begin; states of runs without them keep their hash."""
+    unbegun_cause: str | msgspec.UnsetType = msgspec.UNSET
+    """Why the last of them cannot."""
+    stopped: int | msgspec.UnsetType = msgspec.UNSET
+    """Of `flat`, slots without rollouts, whose environment was stopped wherever it was played; as above."""
+    stopped_tasks: str | msgspec.UnsetType = msgspec.UNSET
+    """Tasks of the last of them, as the host says."""
     solved: dict[str, SolvedRecord] = {}
     """By label of an environment: what its groups showed. Empty if draws do not follow solve rates."""
     changes: dict[int, TableChange] = {}
@@ -243,6 +266,17 @@ class StreamRecord(msgspec.Struct):
     def forget_flat(self) -> None:
         """Groups without signal are counted anew."""
         self.flat, self.flat_reward = 0, 0.0
+        self.unbegun = self.unbegun_cause = self.stopped = self.stopped_tasks = msgspec.UNSET
+
+    def count_unbegun(self, slots: int, why: str) -> None:
+        """Count slots whose tasks cannot begin among the groups without signal: they fill no batch either."""
+        self.flat += slots
+        self.unbegun, self.unbegun_cause = (self.unbegun or 0) + slots, why
+
+    def count_stopped(self, slots: int, tasks: str) -> None:
+        """The same of slots whose environment was stopped."""
+        self.flat += slots
+        self.stopped, self.stopped_tasks = (self.stopped or 0) + slots, tasks
 
     def give_back(self, version: int, blocks: tuple[int, ...]) -> None:
         """Blocks may be leased again."""

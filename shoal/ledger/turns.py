@@ -49,11 +49,11 @@ def turn_begins(state: State, submission: SubmissionRecord, ahead: Sequence[str]
 
 def idle_since(member: Member, submission: SubmissionRecord, began: float) -> float:
     """Since when a validator has been idle while a submission waited for it: since its turn `began`, or since its last
-    verdict. A verdict on a newer submission does not count: it left this one aside.
+    verdict, or since it joined. A verdict on a newer submission does not count: it left this one aside.
     """
     turns = member.turns
     # guard: busy-keeps-its-turn, skipped-over
-    return max(began, turns.voted) if turns.voted_on <= submission.seq else began
+    return max(began, turns.joined, turns.voted if turns.voted_on <= submission.seq else 0.0)
 
 
 def turn_s(state: State) -> float:
@@ -117,4 +117,58 @@ def absent(state: State, now: float) -> str:
     if state.law.version < 2 or not skipped:
         return ""
     named = ", ".join(f"{m.name} ({m.key[:12]}), {m.turns.missed} times so far" for m in skipped)
-    return f"validators that missed turns or were late, and are not waited for: {named}"
+    return f"missed turns or was late, and is not waited for: {named}"
+
+
+def overdue_verdicts(state: State, now: float, since: float, entered: Mapping[str, float] | None = None) -> str:
+    """Which validators a wait for verdicts is for, because they let their turn pass or left; empty if there are none.
+    `since`: when the host was started, before which nobody could say anything. One that came back is silent from then:
+    `entered` has, by key, also the joins that changed nothing and so are not in the log."""
+    waiting = in_order(state)
+    if state.law.version < 2 or not waiting:
+        return ""
+    submission, skipped, named = state.submissions[waiting[0]], silent(state, now), list[str]()
+    for key in state.judges():
+        if key in skipped or key in submission.verdicts:
+            continue
+        member, ahead = state.members[key], submission.ahead_of(key, skipped)
+        back = max(min(member.signed, now), (entered or {}).get(key, 0.0))  # the former by its own clock
+        begins = turn_begins(state, submission, ahead)
+        heard = max(idle_since(member, submission, begins), since, back)
+        # One that has not judged yet may still fetch the weights.
+        owed_s = turn_s(state) if member.turns.voted else max(state.rules.lease_s, turn_s(state))
+        # guard: missed-turn-is-named
+        if begins <= now and member.turns.missed_at > max(member.turns.voted, since, back):
+            heard, owed_s = max(member.turns.voted, member.turns.joined, since, back), 0.0
+        if now - heard > owed_s:  # guard: at-work-is-not-silent
+            named.append(f"{member.name} ({key[:12]}) silent for {duration_text(now - heard)}")
+    if not state.judges() and now - max(submission.judged_at, since) > state.rules.lease_s:
+        named = [f"{state.members[key].name} ({key[:12]}) left" for key in state.panel()]
+    return ", ".join(named)
+
+
+def slow_check(state: State, now: float, since: float, entered: Mapping[str, float] | None = None) -> str:
+    """Whose turn it is to check, and for how long, if that is longer than checks usually take; else empty.
+    `since` and `entered` are as of `overdue_verdicts`, which names it once it owes a verdict."""
+    waiting = in_order(state)
+    if state.law.version < 2 or not waiting:
+        return ""
+    submission, skipped = state.submissions[waiting[0]], silent(state, now)
+    turns = [
+        (turn_begins(state, submission, submission.ahead_of(key, skipped)), key)
+        for key in state.judges()
+        if key not in skipped and key not in submission.verdicts
+    ]
+    begun = [one for one in turns if one[0] <= now]
+    if not begun:
+        return ""
+    begins, key = max(begun)
+    member = state.members[key]
+    took_s = now - max(idle_since(member, submission, begins), since, (entered or {}).get(key, 0.0))
+    usual_s = slack_s(state) / state.law.turn_checks
+    return f"{member.name} ({key[:12]}) has the check for {duration_text(took_s)}" if took_s > usual_s else ""
+
+
+def duration_text(seconds: float) -> str:
+    """Such as 90 s, 3 min."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

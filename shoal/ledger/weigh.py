@@ -18,6 +18,7 @@ from typing import NamedTuple
 from msgspec import UNSET, UnsetType
 
 from shoal.ledger.law import RULES_VERSION
+from shoal.protocol.env_faults import fault_key
 from shoal.protocol.types import GroupVerdict
 
 
@@ -93,8 +94,10 @@ def _meaning(groups: Sequence[GroupVerdict], version: int) -> tuple[object, ...]
     if not all(group.outcome in ("accept", "void") for group in groups):  # guard: whole-blocks
         prompts = [(group.slot, group.detail) for group in groups if group.check == PROMPT] if version >= 2 else []
         return (*_REFUSED, *prompts)  # guard: same-prompt
-    # guard: same-rewards, same-lengths, same-steps
-    return tuple((group.slot, group.outcome, group.rewards, group.tokens, group.steps) for group in groups)
+    # guard: same-rewards, same-lengths, same-steps, same-faults
+    return tuple(
+        (group.slot, group.outcome, group.rewards, group.tokens, group.steps, fault_key(group)) for group in groups
+    )
 
 
 def auditor_of(verdicts: Mapping[str, Sequence[GroupVerdict]], group: GroupVerdict) -> str | UnsetType:

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 from shoal.alarms import Alarm
 from shoal.ledger.entry import Entry
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
-from shoal.ledger.facts.leases import LeaseGranted, LeaseLapsed
+from shoal.ledger.facts.leases import LAPSES, LeaseGranted, LeaseLapsed
 from shoal.ledger.facts.members import NodeJoined, ValidatorFault
 from shoal.ledger.facts.run import RulesChanged, RunCreated, RunEnded
 from shoal.ledger.facts.submissions import SubmissionReceived
@@ -21,6 +21,7 @@ from shoal.ledger.facts.verdicts import Decision, VerdictGiven
 from shoal.ledger.facts.versions import CheckpointPublished
 from shoal.protocol.algorithms import Algorithm, Grpo
 from shoal.protocol.audits import influence
+from shoal.protocol.env_faults import fault_indices, without_faults
 from shoal.protocol.types import AlarmEvidence
 
 K = TypeVar("K")
@@ -118,6 +119,13 @@ class Digest:
         """The step that is going on."""
         return self.steps[-1]
 
+    def longest_leased(self, most: int = 3) -> tuple[tuple[str, float], ...]:
+        """Workers whose open leases are the oldest, each with when it got its oldest."""
+        oldest = dict[str, float]()
+        for worker, issued in self._leases.values():
+            oldest.setdefault(worker, issued)
+        return tuple(oldest.items())[:most]
+
     def done(self, step: int) -> Sequence[StepDigest]:
         """Digests of a step and those before it, as far as they are kept."""
         return [one for one in self.steps if 0 <= one.step <= step]
@@ -162,7 +170,7 @@ class Digest:
                 _remember(self._leases, lease, (worker, entry.time))
             case LeaseLapsed(lease=lease, cause=cause) if lease in self._leases:
                 worker, _ = self._leases.pop(lease)
-                self.now.of(worker).lapsed += cause in ("deadline", "returned", "held")
+                self.now.of(worker).lapsed += cause in LAPSES
                 self.now.of(worker).late += cause in ("overtaken", "stale")
             case SubmissionReceived(lease=lease, worker=worker, digest=digest, groups=groups, created=created):
                 node = self.now.of(worker)
@@ -183,10 +191,11 @@ class Digest:
                     self.now.of(worker).accepted += len(accepted)
                     self.now.of(worker).refused += len(set(refused) - set(disputed))
             case GroupAccepted(submission=name, rewards=rewards, tokens=tokens, steps=steps):
-                worker = self._makers.get(name, "")
-                node = self.now.of(worker)
-                node.rewards.append(sum(rewards) / max(1, len(rewards)))
-                moved = influence(rewards, tokens, self._algorithm, self._version, steps=steps)
+                worker, faults = self._makers.get(name, ""), fault_indices(body.faults)
+                node, left = self.now.of(worker), without_faults(rewards, faults)
+                if left or not rewards:
+                    node.rewards.append(sum(left) / max(1, len(left)))
+                moved = influence(rewards, tokens, self._algorithm, self._version, steps=steps, faults=faults)
                 holder = self._holders.get((body.stream, body.version, body.slot // self._block_groups), worker)
                 place = body.stream, body.version, body.slot
                 _remember(self._groups, place, _Group(worker, moved, time, holder))

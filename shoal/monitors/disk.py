@@ -14,7 +14,9 @@ LEAST_SAMPLES, LEAST_S = 10, 600.0
 """A rate needs so many looks over so long: a checkpoint is written in one piece."""
 PARTS = 4
 REMEDY = "Free some space, lower storage.window_steps, or set storage.checkpoint_every higher"
-QUOTA = "Raise storage.quota_mb, or lower storage.window_steps: at the quota no lease is granted"
+QUOTA = (
+    "Raise storage.quota_mb, or lower storage.window_steps: if deleting what is old makes no room, no lease is granted"
+)
 
 
 def look(view: View) -> Iterator[Finding]:

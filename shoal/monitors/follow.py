@@ -33,6 +33,8 @@ class Follower:
         self.setting = setting
         self.digest = Digest()
         self.watch = Watch()
+        self.announced = frozenset[str]()
+        """Keys of workers that the run file itself starts to cheat."""
         self._next_step = 0
 
     def see(
@@ -81,5 +83,7 @@ class Follower:
             dtype=self.setting.dtype,
             moving_tasks=self.setting.moving_tasks,
             max_flat_groups=self.setting.max_flat_groups,
+            announced=self.announced,
             machine=machine,
+            leased=() if machine is None else self.digest.longest_leased(),
         )

@@ -7,10 +7,13 @@ answer.
 from collections.abc import Iterator
 
 from shoal.monitors.view import Finding, View, is_number, measured
+from shoal.protocol.rollouts import unbegun_remedy
 
 METRIC = "zero_signal_share"
 EASY = "All are solved: use harder tasks, or difficulty.pools and difficulty.curriculum"
 HARD = "Use easier tasks, larger groups (rollouts.group_size), or a better first policy: `shoal sft`"
+UNBEGUN = "The tasks of {count} of them can never begin; the last: {cause}. {remedy}"
+FALLEN = "Rewards fell: begin anew from an earlier one of the run's checkpoints, with a smaller train.lr"
 
 
 def look(view: View) -> Iterator[Finding]:
@@ -18,6 +21,15 @@ def look(view: View) -> Iterator[Finding]:
     solved = view.series("solve_rate")
     remedy = EASY if solved and solved[-1] > 0.5 else HARD
     if view.machine is not None:
+        rewards = view.series("reward_all_mean")
+        if remedy == EASY and rewards and view.machine.flat_reward < rewards[-1]:
+            remedy = FALLEN
+        if view.machine.unbegun_groups > view.machine.flat_groups / 2:  # no larger group would help
+            remedy = UNBEGUN.format(
+                count=view.machine.unbegun_groups, cause=view.machine.unbegun_cause,
+                remedy=unbegun_remedy(view.machine.unbegun_cause),
+            )  # fmt: skip
+
         most = view.limit("no_signal.flat") * view.max_flat_groups
         if view.max_flat_groups and view.machine.flat_groups >= max(1.0, most):
             what = (

@@ -91,6 +91,8 @@ class _Table:
         for cause, monitor in self.monitors.items():
             found: dict[str, Finding] = {}
             for finding in monitor.look(view):
+                if finding.node in view.announced:
+                    continue
                 found.setdefault(finding.node, finding)
             known = [node for known_cause, node in self.subjects if known_cause == cause]
             for node in dict.fromkeys([*known, *found]):

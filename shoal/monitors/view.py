@@ -58,7 +58,20 @@ class Machine:
     """When the newest step ended; 0 before the first."""
     flat_groups: int = 0
     """Groups accepted in a row without signal."""
+    flat_reward: float = 0.0
+    """Their mean reward."""
+    unbegun_groups: int = 0
+    """Of them, those whose tasks can never begin, and why the last cannot."""
+    unbegun_cause: str = ""
     waiting_for: str = ""
+    """What the run waits for, as its status says it; see `longest`."""
+    longest: str = ""
+    """What it has waited for longest since the newest step, as its status said it; empty: what it waits for now."""
+    longest_s: float = 0.0
+    notice: str = ""
+    """Why the host's machine itself holds up the run, if it does."""
+    in_flight: int = 0
+    """Groups leased or not yet judged."""
     running: bool = True
 
 
@@ -88,8 +101,12 @@ class View:
     moving_tasks: bool = False
     """Whether the run draws harder tasks as the policy improves, so that its reward may fall without a fault."""
     max_flat_groups: int = 0
+    announced: frozenset[str] = frozenset()
+    """Keys of workers that the run file itself starts to cheat: what they do raises no alarm."""
     machine: Machine | None = None
     """Only of looks between steps."""
+    leased: Sequence[tuple[str, float]] = ()
+    """Keys of the workers whose open leases are the oldest, and when they got them. As `machine`."""
 
     def limit(self, name: str) -> float:
         """A limit by its name."""

@@ -2,7 +2,7 @@
 
 Called by every role that talks to a coordinator. One `Client` keeps connections to one server. All our calls are
 idempotent, so each may be repeated. A refusal becomes an error of the `PeerError` family. The client waits out network
-trouble, and reports it while it lasts.
+trouble, and reports it while it lasts. Once the run has answered, another program at its URL is such trouble, too.
 """
 
 import asyncio
@@ -19,10 +19,11 @@ from typing import TypeVar
 import httpx
 
 from shoal.errors import NothingYet, PeerError, Superseded
-from shoal.net.parts import raw_parts
+from shoal.net.forward_proxy import redacted
+from shoal.net.parts import read_capped
 from shoal.net.sided import SHOAL, SidedTransport
 from shoal.net.strangers import location_of
-from shoal.net.trouble import Trouble, retry_after, troubles
+from shoal.net.trouble import Trouble, another_program, retry_after, troubles
 from shoal.net.urls import server_url
 from shoal.protocol import constants, wire
 from shoal.protocol.identity import Key, RequestLine, content_digest, sign_request
@@ -51,8 +52,11 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 0.1, 5.0
 MAX_REASON_CHARS = 1000
 """Of a server's reason for a refusal, so much is told."""
 
-PATIENCE_S = 5.0
-"""Trouble that lasts longer than this is reported, and again each time that it has lasted twice as long."""
+PATIENCE_S, FIRST_PATIENCE_S = 5.0, 3.0
+"""Trouble that lasts longer than this is reported, and again each time that it has lasted twice as long. The shorter one is
+for a server that has never answered: its URL may be wrong."""
+
+NEVER_ANSWERED = "It has not answered before: check the URL, and that the host is up"
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +99,9 @@ class Client:
         self.key = key
         self._clock, self._sleep, self._monotonic, self._on_wait = clock, sleep, monotonic, on_wait
         self._rng = rng or random.Random(secrets.randbits(64))
-        self._reached = False
+        self._reached = self._was_silent = False
+        self.answered_at: float | None = None
+        """When the server last answered anything, a refusal included, by the monotonic clock."""
         self._network = SidedTransport(
             httpx.URL(self.base_url).host,
             verify=self.base_url.startswith("https:"),  # plain HTTP needs no certificates, and loading them is slow
@@ -109,10 +115,19 @@ class Client:
             headers={"accept-encoding": "identity", "user-agent": f"shoal/{constants.PROTOCOL_VERSION}"},
         )
 
+    def expect_run(self) -> None:
+        """This node joined the run at this URL before: another program there is waited out from the first call on."""
+        self._reached = True
+
     @property
     def may_be_inside(self) -> bool:
         """Whether the server was inside a network when it first answered, so that what it names may be inside, too."""
         return self.transport is not None or self._network.inside is True
+
+    @property
+    def goes_by_name(self) -> bool:
+        """Whether a proxy looks up the server's name, which this machine cannot, and which TLS proves."""
+        return self._network.inside is False and not self._network.address
 
     @property
     def address(self) -> str:
@@ -251,7 +266,7 @@ class Client:
 
     async def _call(self, call: "_Call") -> bytes:
         started = self._monotonic()
-        pause_s, say_after_s = FIRST_RETRY_S, PATIENCE_S
+        pause_s, say_after_s = FIRST_RETRY_S, PATIENCE_S if self._reached else FIRST_PATIENCE_S
         end = math.inf if call.deadline_s is None else started + call.deadline_s
         while True:
             try:
@@ -266,12 +281,28 @@ class Client:
                     ) from None
                 if waited_s >= say_after_s:
                     say_after_s = 2 * waited_s
-                    self._on_wait(f"waiting for {self.base_url} ({call.name}) for {waited_s:.0f} s: {trouble}")
+                    first = "" if self._reached else f". {self._advice(str(trouble))}"
+                    self._on_wait(f"waiting for {self.base_url} ({call.name}) for {waited_s:.0f} s: {trouble}{first}")
                 await self._sleep(delay_s)
                 pause_s = min(2 * pause_s, LONGEST_RETRY_S)
             else:
                 self._reached = True
                 return answer
+
+    def _say_silent(self) -> None:
+        """The first attempt takes long. A server that has answered before may hold a poll."""
+        if not self._reached and not self._was_silent:
+            self._was_silent = True
+            self._on_wait(f"waiting for {self.base_url} for {FIRST_PATIENCE_S:.0f} s: no answer. {self._advice()}")
+
+    def _advice(self, trouble: str = "") -> str:
+        """What to check if the server has never answered: of a proxy that does not answer, the proxy alone."""
+        proxy = self._network.proxy
+        if proxy is None:
+            return NEVER_ANSWERED
+        if trouble.startswith("the proxy ") and "does not reach" not in trouble:
+            return "Check the address of the proxy"
+        return f"{NEVER_ANSWERED}, and that the proxy {redacted(proxy)} works"
 
     async def _attempt(self, call: "_Call", limit_s: float) -> bytes:
         """One request and its answer, within `limit_s`. Raises `Trouble` if a retry may help, else `PeerError`."""
@@ -296,20 +327,28 @@ class Client:
             )
             request.headers.update(signed)
         with troubles(self.base_url, limit_s, lambda: self._reached):
-            async with asyncio.timeout(limit_s):
-                response = await self._http.send(request, stream=True)
-                try:
-                    body = await _read_capped(response, call.cap)
-                finally:
-                    await response.aclose()
+            silent = asyncio.get_running_loop().call_later(FIRST_PATIENCE_S, self._say_silent)
+            try:
+                async with asyncio.timeout(limit_s):
+                    response = await self._http.send(request, stream=True)
+                    try:
+                        body = await read_capped(response, call.cap)
+                    finally:
+                        await response.aclose()
+            finally:
+                silent.cancel()
         return self._judge(call, response, body)
 
     def _judge(self, call: "_Call", response: httpx.Response, body: bytes | None) -> bytes:
         """The body of a good answer. For other answers, raises the matching error."""
         status, ours = response.status_code, SHOAL in response.headers
         if status in _PASSING:
+            self.answered_at = self._monotonic() if ours else self.answered_at
             reason = _refusal(body).error if ours else f"HTTP {status}"
             raise Trouble(reason, retry_s=retry_after(response))
+        # A proxy of the host that refuses a body by its size (413) always will.
+        if not ours and self._reached and status != 413:  # guard: strangers-at-the-url-are-waited-out
+            raise Trouble(another_program(status))
         if not ours:
             raise self._not_shoal(call, response)
         if body is None:
@@ -318,11 +357,19 @@ class Client:
         if promised is not None and promised != content_digest(wire.digest(body)):
             raise Trouble("the answer was damaged on the way. Check the connection")
         if status < 300:
+            self.answered_at = self._monotonic()
             return body
         refusal = _refusal(body)
         if refusal.code in _DAMAGED:
             raise Trouble(refusal.error)
-        if status == 404 and refusal.code != "no_such_call":
+        # guard: other-nodes-at-the-url-are-waited-out
+        if refusal.code == _NO_CALL and self._reached and call.deadline_s is None:
+            raise Trouble(f"a shoal node without this call answers there now, with HTTP {status}, such as an origin or a "
+                          "relay: the host is down, or its address leads elsewhere")  # fmt: skip
+        if refusal.code == _OTHER_RUN and self.run and self._reached and call.deadline_s is None:
+            raise Trouble(f"another run is hosted there now: ask the host of run {self.run[:12]} for its new address")
+        self.answered_at = self._monotonic()
+        if status == 404 and refusal.code != _NO_CALL:
             raise NothingYet(refusal.error)
         if status == 410:
             raise Superseded(refusal.error)
@@ -331,9 +378,10 @@ class Client:
     def _not_shoal(self, call: "_Call", response: httpx.Response) -> PeerError:
         if response.is_redirect:
             return PeerError(f"{self.base_url} redirects to {location_of(response)}: give that URL instead")
+        through = f" (through the proxy {redacted(self._network.proxy)})" if self._network.proxy else ""
         return PeerError(
-            f"{self.base_url} is not a shoal node: it answered {call.name} with HTTP {response.status_code} but no "
-            "shoal-protocol header. Check the URL: it is the join line that `shoal host` prints"
+            f"{self.base_url} is not a shoal node{through}: it answered {call.name} with HTTP {response.status_code} but "
+            "no shoal-protocol header. Check the URL: it is the join line that `shoal host` prints"
         )
 
 
@@ -357,6 +405,12 @@ class _Call:
 _PASSING = frozenset({408, 429, 500, 502, 503, 504, 507})
 """Statuses for which a retry may help."""
 
+_NO_CALL = "no_such_call"
+"""Refusal code of a node that is of another kind, or older."""
+
+_OTHER_RUN = "wrong_run"
+"""Refusal code of a coordinator that hosts another run than the one that a call names."""
+
 _DAMAGED = frozenset({"digest", "truncated"})
 """Refusal codes that say that our request was damaged on the way."""
 
@@ -364,21 +418,6 @@ _DAMAGED = frozenset({"digest", "truncated"})
 async def _parts(body: bytes) -> AsyncIterator[bytes]:
     for start in range(0, len(body), PART_BYTES):
         yield body[start : start + PART_BYTES]
-
-
-async def _read_capped(response: httpx.Response, cap: int) -> bytes | None:
-    """The body, or None if it has more than `cap` bytes. Raises `Trouble` if it ends early, or comes in tiny parts."""
-    declared = response.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > cap:
-        return None
-    body = bytearray()
-    async for part in raw_parts(response):
-        body += part
-        if len(body) > cap:
-            return None
-    if declared.isdecimal() and len(body) != int(declared):
-        raise Trouble(f"the answer ended after {len(body)} of {declared} bytes. Check the connection")
-    return bytes(body)
 
 
 def _refusal(body: bytes | None) -> Refusal:

@@ -4,27 +4,37 @@ Called by them before they start a server. It prefers the port of the last start
 """
 
 import contextlib
+import errno
 import ipaddress
 import json
 import os
 import socket
+from collections.abc import Container
 from pathlib import Path
 
 from shoal.errors import StateError, cause_of
 
 
-def port_of_last_start(address: Path) -> int:
-    """The port that a role wrote into a JSON file when it started last; 0 if it did not."""
+def port_of_last_start(address: Path, others: Container[int] = ()) -> int:
+    """The port that a role wrote into a JSON file when it started last; 0 if it did not, or if it is now one of `others`,
+    which belong to other roles of the run."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return int(json.loads(address.read_bytes())["port"])
+        port = int(json.loads(address.read_bytes())["port"])
+        return 0 if port in others else port
     return 0
 
 
 def port_of_living(address: Path) -> int:
     """The same, if the process that wrote the file lives."""
+    return port_of_last_start(address) if living_pid(address) else 0
+
+
+def living_pid(address: Path) -> int:
+    """The process that wrote such a file; 0 if it has ended, or wrote none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
-        os.kill(int(json.loads(address.read_bytes())["pid"]), 0)
-        return port_of_last_start(address)
+        pid = int(json.loads(address.read_bytes())["pid"])
+        os.kill(pid, 0)
+        return pid
     return 0
 
 
@@ -54,6 +64,20 @@ def is_of_this_machine(bind: str) -> bool:
     return False
 
 
+def _remedy(error: OSError, key: str) -> str:
+    """Why a port cannot be had, and what to do; `key` sets the port."""
+    if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+        where = key.replace("port", "bind")
+        return (
+            f"{cause_of(error)}. It is no address of this machine: set {where} to 0.0.0.0 (all of them), 127.0.0.1 (this "
+            "machine alone), or one of its own. Where others reach it through a proxy is its public URL"
+        )
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"{cause_of(error)}. Ports below 1024 belong to root: set {key} to a larger one; 0 takes a free one"
+    free = f"set {key} to another port; 0 takes a free one"
+    return f"{cause_of(error)}. Another program may be serving there: stop it, or {free}"
+
+
 def listen(bind: str, port: int, last: int = 0, key: str = "--port") -> socket.socket:
     """A listening socket at `port`; if that is 0, at the port of the last start, or else at a free one.
 
@@ -69,8 +93,5 @@ def listen(bind: str, port: int, last: int = 0, key: str = "--port") -> socket.s
         listener.listen(256)
     except OSError as error:
         listener.close()
-        raise StateError(
-            f"cannot listen on {bind} port {port}: {cause_of(error)}. Another program may be serving there: stop it, or "
-            f"set {key} to another port; 0 takes a free one"
-        ) from None
+        raise StateError(f"cannot listen on {bind} port {port}: {_remedy(error, key)}") from None
     return listener

@@ -27,3 +27,18 @@ async def raw_parts(
         if count > most:  # guard: parts-of-an-answer
             raise Trouble(f"sends its answer in parts of {num_bytes / count:.0f} bytes")
         yield part
+
+
+async def read_capped(response: httpx.Response, cap: int) -> bytes | None:
+    """The body, or None if it has more than `cap` bytes. Raises `Trouble` if it ends early, or comes in tiny parts."""
+    declared = response.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > cap:
+        return None
+    body = bytearray()
+    async for part in raw_parts(response):
+        body += part
+        if len(body) > cap:
+            return None
+    if declared.isdecimal() and len(body) != int(declared):
+        raise Trouble(f"the answer ended after {len(body)} of {declared} bytes. Check the connection")
+    return bytes(body)

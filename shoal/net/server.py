@@ -33,6 +33,8 @@ T = TypeVar("T")
 PROTOCOL_HEADER = "shoal-protocol"
 """On every answer of ours: tells a client that it has reached a shoal node and not another server."""
 
+STOPPING = "this server stops now: ask again when it has been started again"
+
 log = logging.getLogger(__name__)
 
 
@@ -355,6 +357,10 @@ class _Edge:
 
         try:
             await self.app(scope, receive, send_marked)
+        except asyncio.CancelledError:  # the server stops, and a caller that waits would be told that it failed
+            if not started:
+                await refusal(RequestRefused(503, "stopping", STOPPING, retry_s=1.0))(scope, receive, send_marked)
+            raise
         except Exception as error:
             log.exception("failed call=%s path=%s", scope["method"], scope["path"])
             if started:

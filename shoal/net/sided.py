@@ -10,7 +10,9 @@ import ipaddress
 
 import httpx
 
+from shoal.errors import PeerError
 from shoal.net import addresses
+from shoal.net.forward_proxy import proxy_for
 from shoal.net.strangers import StrangersTransport
 from shoal.net.trouble import Trouble
 from shoal.net.urls import port_of
@@ -23,7 +25,10 @@ class SidedTransport(httpx.AsyncBaseTransport):
     """The network, for one server."""
 
     def __init__(self, host: str, *, verify: bool, limits: httpx.Limits) -> None:
-        self._inner = StrangersTransport(verify=verify, limits=limits)
+        self.proxy = proxy_for("https" if verify else "http", host)
+        self._inner = StrangersTransport(verify=verify, limits=limits, proxy=self.proxy)
+        self._by_name = verify and self.proxy is not None
+        """Whether the proxy may look the name up if this machine cannot: what it then reaches proves its name by TLS."""
         self.inside: bool | None = None
         """Whether the server is inside a network; None: it has not answered yet."""
         self.address = ""
@@ -33,8 +38,10 @@ class SidedTransport(httpx.AsyncBaseTransport):
             self.inside = not addresses.is_outside(str(ipaddress.ip_address(host)))
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request: to an address outside, if the server is outside."""
-        if self.inside is False:  # guard: outside-stays-outside
+        """Send a request: to an address outside, if the server is outside; through a proxy, to one that was looked up here,
+        because a proxy is inside and would follow a name anywhere."""
+        # guard: outside-stays-outside, proxy-follows-no-name
+        if self.inside is False or (self.inside is None and self.proxy is not None):
             await self._aim(request)
         try:
             response = await self._inner.handle_async_request(request)
@@ -42,8 +49,9 @@ class SidedTransport(httpx.AsyncBaseTransport):
             self._failed = True
             raise
         if self.inside is None and SHOAL in response.headers:
-            self.address = _peer_of(response)
-            self.inside = not addresses.is_outside(self.address)
+            if self.proxy is None:
+                self.address = _peer_of(response)
+            self.inside = bool(self.address) and not addresses.is_outside(self.address)
         return response
 
     async def aclose(self) -> None:
@@ -54,6 +62,8 @@ class SidedTransport(httpx.AsyncBaseTransport):
         host, port = request.url.host, port_of(request.url)
         if not self.address or self._failed:
             self.address, self._failed = await self._next_address(host, port), False
+        if not self.address:
+            return
         request.extensions = {**request.extensions, "sni_hostname": host}
         request.url = request.url.copy_with(host=self.address)
 
@@ -62,7 +72,16 @@ class SidedTransport(httpx.AsyncBaseTransport):
         try:
             found = await addresses.addresses_of(host, port)
         except (OSError, UnicodeError) as error:
+            if self._by_name:
+                return ""
+            if self.proxy is not None:
+                raise PeerError(
+                    f"the address of {host} is not known here, and over http:// no proxy is asked for it, because the name "
+                    "could lead it inside this network: use https://, or an address"
+                ) from None
             raise httpx.ConnectError(str(error)) from error
+        if self.inside is None:
+            return found[(found.index(self.address) + 1) % len(found) if self.address in found else 0]
         outside = [address for address in found if addresses.is_outside(address)]
         if not outside:
             raise Trouble(

@@ -8,7 +8,9 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Coroutine, Iterator
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -32,6 +34,10 @@ class Stopping:
     def set(self) -> None:
         """Tell the process to stop, as a signal would."""
         self._event.set()
+
+    async def wait(self) -> None:
+        """Until told to stop."""
+        await self._event.wait()
 
     async def unless(self, work: Coroutine[Any, Any, T], grace_s: float = 0.0) -> T | None:
         """The result of `work`. If told to stop first, cancel `work` after `grace_s`, and return None."""
@@ -80,3 +86,28 @@ class Stopping:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def stop_requested() -> Iterator[Callable[[], bool]]:
+    """For work without an event loop: gives a function that says whether SIGINT or SIGTERM came. The next one, if it comes
+    after `ONE_STOP_S`, raises KeyboardInterrupt at once. Outside the main thread, which alone gets signals, it says no."""
+    first_s: float | None = None
+
+    def on_signal(number: int, frame: object) -> None:
+        nonlocal first_s
+        if first_s is None:
+            first_s = time.monotonic()
+            log.info("stopping after the work in hand (%s; once more to stop at once)", signal.Signals(number).name)
+        elif time.monotonic() - first_s > ONE_STOP_S:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = {number: signal.signal(number, on_signal) for number in SIGNALS}
+    try:
+        yield lambda: first_s is not None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -12,6 +12,8 @@ from typing import Any
 import httpcore
 import httpx
 
+from shoal.net.forward_proxy import open_tunnel, proxy_error, redacted
+
 MOST_HEAD_BYTES = 16 << 10
 """Of interim answers and headers before the body of an answer."""
 
@@ -26,13 +28,18 @@ def location_of(response: httpx.Response) -> str:
 class StrangersTransport(httpx.AsyncHTTPTransport):
     """The network, for servers of strangers. `location_of` has what it takes off an answer."""
 
-    def __init__(self, *, verify: bool, limits: httpx.Limits = _DEFAULT) -> None:
-        super().__init__(verify=verify, limits=limits, trust_env=False)
-        self._pool._network_backend = _Backend(self._pool._network_backend)
+    def __init__(self, *, verify: bool, limits: httpx.Limits = _DEFAULT, proxy: httpx.URL | None = None) -> None:
+        """A `proxy` connects to servers with TLS, and forwards requests to the others."""
+        super().__init__(verify=verify, limits=limits, trust_env=False, proxy=None if verify else proxy)
+        self._pool._network_backend = _Backend(self._pool._network_backend, proxy, verify)
+        self._proxy = proxy
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request, and read the beginning of its answer."""
         response = await super().handle_async_request(request)
+        if self._proxy is not None and response.status_code == 407:
+            await response.aclose()
+            raise proxy_error(self._proxy, 407, request.url.host)
         if isinstance(stream := response.extensions.get("network_stream"), _Stream):
             stream.left_bytes = None
         for name in ("location", "set-cookie"):
@@ -76,8 +83,9 @@ class _Stream(httpcore.AsyncNetworkStream):
 class _Backend(httpcore.AsyncNetworkBackend):
     """Opens such connections."""
 
-    def __init__(self, inner: httpcore.AsyncNetworkBackend) -> None:
-        self._inner = inner
+    def __init__(self, inner: httpcore.AsyncNetworkBackend, proxy: httpx.URL | None, tunnels: bool) -> None:
+        """`tunnels`: whether the proxy connects to servers, and does not get the requests themselves."""
+        self._inner, self._proxy, self._tunnels = inner, proxy, tunnels
 
     async def connect_tcp(
         self,
@@ -87,4 +95,22 @@ class _Backend(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        return _Stream(await self._inner.connect_tcp(host, port, timeout, local_address, socket_options))
+        at = (host, port) if self._proxy is None else (self._proxy.host, self._proxy.port or 80)
+        unreached = ""
+        try:
+            stream = _Stream(await self._inner.connect_tcp(*at, timeout, local_address, socket_options))
+        except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+            if self._proxy is None:
+                raise
+            unreached = str(error) or type(error).__name__
+        if unreached:  # not below `except`: a name that was not found is the proxy's
+            raise httpcore.ConnectError(f"the proxy {redacted(self._proxy)} does not answer: {unreached}")  # type: ignore[arg-type]
+        if self._proxy is not None and self._tunnels:
+            is_connected = False
+            try:
+                await open_tunnel(stream, self._proxy, host, port, timeout)
+                is_connected = True
+            finally:
+                if not is_connected:
+                    await stream.aclose()
+        return stream

@@ -31,6 +31,14 @@ def retry_after(response: httpx.Response) -> float:
     return min(float(asked), MOST_RETRY_S) if asked.isdecimal() else 0.0
 
 
+def another_program(status: int) -> str:
+    """Why an answer without our header is no answer of the host."""
+    return (
+        f"another program answers there now, with HTTP {status} and no shoal-protocol header: the host is down, or its "
+        "address leads elsewhere"
+    )
+
+
 @contextlib.contextmanager
 def troubles(base_url: str, limit_s: float, reached: Callable[[], bool]) -> Iterator[None]:
     """Sort what goes wrong on the way into `Trouble`, which may pass, and `PeerError`, which will not.
@@ -54,7 +62,8 @@ def troubles(base_url: str, limit_s: float, reached: Callable[[], bool]) -> Iter
             raise PeerError(
                 f"{base_url} does not speak HTTP ({cause_of(error)}): check the port, or try https:// in its place"
             ) from None
-        raise Trouble(f"{cause_of(error)}. Check that it is running and that nothing blocks the connection") from None
+        reason = cause_of(error).rstrip(".")
+        raise Trouble(f"{reason}. Check that it is running and that nothing blocks the connection") from None
 
 
 def _cause(error: BaseException | None) -> BaseException | None:

@@ -28,9 +28,10 @@ def server_url(base_url: str) -> str:
         url = httpx.URL(base_url)
     except (httpx.InvalidURL, TypeError) as error:
         raise PeerError(f"{base_url!r} is not a URL ({error}): write it as http://HOST:PORT or https://HOST") from None
-    usable = _HOST.fullmatch(url.raw_host.decode("ascii")) and 0 < (url.port or 80) < 65536
-    if url.scheme not in ("http", "https") or not usable:
+    if url.scheme not in ("http", "https") or not _HOST.fullmatch(url.raw_host.decode("ascii")):
         raise PeerError(f"{base_url!r} is not a URL of a node: write it as http://HOST:PORT or https://HOST")
+    if url.port is not None and not 0 < url.port < 65536:
+        raise PeerError(f"{base_url!r} has port {url.port}, and ports are from 1 to 65535: copy the host's join line")
     if url.path not in ("", "/") or url.query or url.fragment or url.userinfo:
         raise PeerError(f"{base_url!r} has more than the node's address: use only {url.scheme}://{url.netloc.decode()}")
     return f"{url.scheme}://{url.netloc.decode('ascii')}"

@@ -14,10 +14,8 @@ from shoal.plan.forecast import (
 )
 from shoal.plan.machines import Machines
 from shoal.plan.setting import Outcome
+from shoal.plan.sizes import QUOTA_TIMES
 from shoal.plan.words import amount, count, duration, link
-
-QUOTA_TIMES = 1.2
-"""What is recommended of a disk quota, of what must fit into it."""
 
 
 def report(found: Forecast, machines: Machines) -> str:

@@ -40,6 +40,10 @@ TOKEN_BYTES = 16.0
 """Of a submission, for each policy token: its id and its log-prob."""
 
 
+QUOTA_TIMES = 1.2
+"""What is recommended of a disk quota, of what must fit into it."""
+
+
 class UnknownShape(ConfigError):
     """The run file's model is not here, or its shape is none that shoal knows."""
 
@@ -61,6 +65,8 @@ class Sizes:
     """With the host's own validators."""
     needed_blobs: float
     """What `storage.quota_mb` must hold: versions that nodes may still need, and submissions that are still used."""
+    least_blobs: float
+    """The weights among them that are kept in any case: below that, a run stands still for ever."""
     base: float
     """What the versions of a run of adapters belong to, which a node gets once; 0 if versions are whole."""
     is_exact: bool
@@ -92,7 +98,7 @@ def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0, patch
     critic = 0.0
     if needs_critic(config.train.algorithm):
         critic = float(critic_parameters_of(spec)) if spec else count
-    stored, needed = _blobs(config, version, patch)
+    stored, needed, least = _blobs(config, version, patch)
     served = 0.0 if is_hub(config.policy.path) and not adapter.base else base  # codes are published
     kept = 1 + config.steps // config.storage.checkpoint_every
     judged = config.rollouts.max_staleness + KEPT_VERSIONS + 1
@@ -106,12 +112,13 @@ def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0, patch
         worker_disk=base + (KEPT_VERSIONS + 1) * version,
         host_disk=model + base + served + stored + kept * kept_version + (of_nodes + publishing) * version
         + 3 * (learned + critic) * STATE_BYTES,  # two are kept while the next is written
-        needed_blobs=needed + served, base=base, is_exact=spec is not None,
+        needed_blobs=needed + served, least_blobs=least + served, base=base, is_exact=spec is not None,
     )  # fmt: skip
 
 
-def _blobs(config: RunConfig, version: float, patch: float) -> tuple[float, float]:
-    """What the coordinator stores, and how much of it the run cannot do without. See `roles/coordinator/anchors`."""
+def _blobs(config: RunConfig, version: float, patch: float) -> tuple[float, float, float]:
+    """What the coordinator stores, how much of it the run cannot do without, and how much of that are weights that it never
+    deletes. See `roles/coordinator/anchors`."""
     storage, rollouts = config.storage, config.rollouts
     tokens = config.most_paid_tokens or config.sampling.all_tokens
     bodies = rollouts.batch_groups * rollouts.group_size * tokens * TOKEN_BYTES
@@ -121,8 +128,11 @@ def _blobs(config: RunConfig, version: float, patch: float) -> tuple[float, floa
     needed = anchors * version + max(fresh, 2 * every) * patch + fresh * bodies
     of_a_step = version / every + patch + bodies
     if storage.retain == "all":
-        return config.steps * of_a_step, max(needed, config.steps * of_a_step)
-    return max(needed, min(storage.quota_mb * 1e6, storage.window_steps * of_a_step)), needed
+        return config.steps * of_a_step, max(needed, config.steps * of_a_step), (1 + config.steps // every) * version
+    if storage.retain == "batches":
+        needed += max(0, config.steps - fresh) * bodies
+    least = (1 + min(rollouts.max_staleness, 1 if every > 1 else config.steps)) * version
+    return max(needed, min(storage.quota_mb * 1e6, storage.window_steps * of_a_step)), needed, least
 
 
 def spec_of(config: RunConfig, recipe_dir: Path) -> PolicySpec | AnySpec:

@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 
 from shoal.errors import StateError
-from shoal.policy.spec import PolicySpec, read_capped
+from shoal.policy.spec import PolicySpec
+from shoal.policy.stored import ADAPTER_WEIGHTS, read_capped
 from shoal.protocol.constants import MAX_ADAPTER_RANK, MAX_JSON_BYTES
 
-CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base.json"
+CONFIG, WEIGHTS, BASE = "adapter_config.json", ADAPTER_WEIGHTS, "base.json"
 """The files of an adapter. `peft` reads the first two; the third says which model it belongs to."""
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

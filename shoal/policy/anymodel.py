@@ -9,6 +9,7 @@ Axes: B rows, T tokens of a row, D width, V vocabulary; x any axes.
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -17,12 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.errors import StateError, cause_of
-from shoal.policy.anyspec import AnySpec, read_config, without_own_keys
+from shoal.errors import StateError, cause_of, how_to_install
+from shoal.policy.anyspec import AnySpec, read_config, text_config, untied, without_own_keys
 from shoal.policy.base import Published
 from shoal.policy.files import find_tensors, read_tensors
+from shoal.policy.filling import cause_of_missing, cause_of_size, demand_finite_logits
 from shoal.policy.packed import Family
-from shoal.policy.spec import read_capped
+from shoal.policy.rope import ORIGINAL, longrope_of, short_rotation
+from shoal.policy.stored import bad_value, read_capped
 from shoal.protocol.constants import MAX_JSON_BYTES
 
 EXAMINED = 8
@@ -34,6 +37,12 @@ LARGEST_LOGIT = 100.0
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Largest difference between two ways to compute the same, in parts of the largest value."""
 
+CHOSEN = "index_topk"
+"""Key of a config that says how many tokens of a longer text each layer chooses to see."""
+
+WINDOWS = ("sliding_window", "attention_chunk_size", CHOSEN)
+"""Keys of a config that say how many tokens a layer sees, in its forward pass or in its cache."""
+
 BUFFER_BYTES = 64 << 20
 """Of tables that a model makes from its config, beyond the size of its weights: more is a hostile config."""
 
@@ -41,11 +50,14 @@ BUFFER_BYTES = 64 << 20
 class AnyModel:
     """A model of `transformers` as a `policy.base.PolicyModel`. Always in evaluation mode: nothing is random."""
 
-    def __init__(self, whole: Any, spec: AnySpec, files: dict[str, Any]) -> None:
-        """`whole` is the model with its head; `files` are the JSON files that are published with it."""
-        self.whole, self.spec = whole, spec
+    def __init__(self, whole: Any, spec: AnySpec, files: dict[str, Any], directory: Path | None = None) -> None:
+        """`whole` is the model with its head; `files` are the JSON files that are published with it; `directory` is where
+        it comes from, for errors."""
+        self.whole, self.spec, self.where = whole, spec, str(directory or spec.architecture)
         self.body: Any = whole.base_model
         """The model without its head."""
+        self.short_rotation = short_rotation(whole.config, spec.architecture, spec.max_positions)
+        """Tokens of the longest text that has the short rotation of `longrope`; 0 if all texts are rotated alike."""
         self._files = files
         self._recompute = False
         self._head: Any = None
@@ -55,8 +67,18 @@ class AnyModel:
         self._examine_order()
 
     def hidden(self, tokens_BT: Tensor, families: Sequence[Family] | None = None) -> Tensor:
-        """Hidden states after the final norm, [B, T, D], of right-padded rows; logits if the head is not known."""
+        """Hidden states after the final norm, [B, T, D], of right-padded rows; logits if the head is not known.
+
+        Each is that of the text up to its token, whatever follows or is beside it: `transformers` rotates a whole batch by
+        its longest row, so rows that pass `short_rotation` are read twice.
+        """
         assert families is None, 'a model of transformers reads padded rows: train.packing = "padded"'
+        short = self.short_rotation
+        if 0 < short < tokens_BT.shape[1]:
+            return torch.cat([self._hidden(tokens_BT[:, :short]), self._hidden(tokens_BT)[:, short:]], 1)
+        return self._hidden(tokens_BT)
+
+    def _hidden(self, tokens_BT: Tensor) -> Tensor:
         if self._head is None:
             logits_BTV: Tensor = self.whole(input_ids=tokens_BT, use_cache=False).logits
             return logits_BTV
@@ -120,7 +142,7 @@ class AnyModel:
             raise StateError(f'{self.spec.architecture} cannot compute layers again: leave train.recompute = "none"')
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        before_TD = self._read(_tokens(self.spec))
+        before_TD = self._read(probe_tokens(self.spec.vocab_size))
         if wanted:
             self.whole.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         else:
@@ -129,8 +151,52 @@ class AnyModel:
             if isinstance(layer, GradientCheckpointingLayer):
                 layer.training = wanted  # only its own flag: what is inside stays in evaluation mode
         self._recompute = wanted
-        if not torch.equal(before_TD, self._read(_tokens(self.spec))):
+        if not torch.equal(before_TD, self._read(probe_tokens(self.spec.vocab_size))):
             raise StateError(f'{self.spec.architecture} is random in training: leave train.recompute = "none"')
+
+    @contextlib.contextmanager
+    def rotating_short_to(self, tokens: int) -> Iterator[None]:
+        """Within, the rotation changes after so many tokens, so that few show both."""
+        text, before = self.whole.config.get_text_config(), self.short_rotation
+        told = [*longrope_of(text), *([vars(text)] if hasattr(text, ORIGINAL) else [])]
+        kept = [one[ORIGINAL] for one in told]
+        try:
+            for one in told:
+                one[ORIGINAL] = tokens
+            self.short_rotation = tokens
+            yield
+        finally:
+            for one, original in zip(told, kept, strict=True):
+                one[ORIGINAL] = original
+            self.short_rotation = before
+
+    def window_keys(self) -> list[str]:
+        """The keys of its config that let a cache forget."""
+        text = self.whole.config.get_text_config()
+        kinds = [kind for kind in getattr(text, "layer_types", None) or () if "sliding" in kind or "chunked" in kind]
+        found = [key for key in WINDOWS if getattr(text, key, None) is not None]
+        if CHOSEN in found and getattr(text, CHOSEN) >= self.spec.max_positions:
+            found.remove(CHOSEN)  # no text is longer
+        return [*(["layer_types"] if kinds else []), *found]
+
+    @contextlib.contextmanager
+    def windows_of(self, choose: Callable[[int], int]) -> Iterator[None]:
+        """Within, layers see as many tokens as is chosen for their own windows, so that few pass them, or none."""
+        holders = [self.whole.config, self.whole.config.get_text_config(), *self.whole.modules()]
+        holders += [module.config for module in self.whole.modules() if hasattr(module, "config")]
+        windows = [
+            (one, key, value)
+            for one in {id(one): one for one in holders}.values()
+            for key in WINDOWS
+            if type(value := getattr(one, key, None)) is int and value > 0
+        ]
+        try:
+            for one, key, value in windows:
+                setattr(one, key, choose(value))
+            yield
+        finally:
+            for one, key, value in windows:
+                setattr(one, key, value)
 
     @torch.no_grad()
     def _read(self, tokens_T: Tensor) -> Tensor:
@@ -143,7 +209,7 @@ class AnyModel:
         head = self.whole.get_output_embeddings()
         if self.body is self.whole or not isinstance(head, nn.Linear):
             return
-        tokens_1T = _tokens(self.spec)[None].to(self.whole.device)
+        tokens_1T = probe_tokens(self.spec.vocab_size)[None].to(self.whole.device)
         if (small := _logits_of(self.whole, tokens_1T, 1.0)) is None:
             return
         factor = LARGEST_LOGIT / max(float(small[1].abs().max()), 1e-6)
@@ -156,12 +222,18 @@ class AnyModel:
                 return
 
     def _examine_order(self) -> None:
-        """Refuse models in which a token sees later ones: then padding on the right, and a replay, would change them."""
-        tokens_T = _tokens(self.spec)
+        """Refuse models whose logits are not finite; and those in which a token sees later ones: then padding on the right,
+        and a replay, would change them."""
+        tokens_T = probe_tokens(self.spec.vocab_size)
         changed_T = tokens_T.clone()
         changed_T[-1] = (changed_T[-1] + 1) % self.spec.vocab_size
-        if not _alike(self._read(changed_T)[:-1], self._read(tokens_T)[:-1]):  # guard: tokens-see-no-later-ones
-            raise StateError(f"{self.spec.architecture}: a token sees later ones, so no choice could be replayed")
+        read_TD = self._read(tokens_T)
+        with torch.no_grad():
+            demand_finite_logits(self.logits(read_TD), self.where, str(self.whole.dtype).removeprefix("torch."))
+        if not _alike(self._read(changed_T)[:-1], read_TD[:-1]):  # guard: tokens-see-no-later-ones
+            raise StateError(
+                f"{self.where}: a token sees later ones, so no choice could be replayed. Choose another model"
+            )
 
 
 def load_any(directory: Path, dtype: torch.dtype = torch.float32) -> AnyModel:
@@ -178,7 +250,10 @@ def load_any(directory: Path, dtype: torch.dtype = torch.float32) -> AnyModel:
         auto_model, config = config_of(directory, spec)
         with torch.device("meta"):
             empty = auto_model.from_config(copy.deepcopy(config), trust_remote_code=False)
-        _demand_size(empty, sum(_count(tensor.shape) for tensor in stored.values()), directory)
+        named = dict(empty.named_parameters()).keys()
+        lacking = sorted(named - stored.keys())
+        lacking = lacking if 2 * len(lacking) < len(named) else []  # else its files have other names, such as old ones
+        _demand_size(empty, sum(_count(tensor.shape) for tensor in stored.values()), directory, lacking)
         whole, info = type(empty).from_pretrained(
             None, config=empty.config, state_dict=read_tensors(directory, dtype), dtype=dtype, output_loading_info=True,
             ignore_mismatched_sizes=True, local_files_only=True, use_safetensors=True, trust_remote_code=False,
@@ -186,7 +261,9 @@ def load_any(directory: Path, dtype: torch.dtype = torch.float32) -> AnyModel:
         _demand_all_loaded(info, directory)
         whole.eval()
         _own_memory(whole)
-        return AnyModel(whole, spec, files)
+        if whole.config.tie_word_embeddings and _has_own_head(whole):
+            files["config.json"] = untied(files["config.json"])
+        return AnyModel(whole, spec, files, directory)
 
 
 @contextlib.contextmanager
@@ -199,7 +276,49 @@ def refused_by_name(directory: Path, spec: AnySpec) -> Iterator[None]:
     except Exception as error:  # transformers may raise anything for a model that it cannot run
         if "can't allocate memory" in str(error):
             raise
-        raise StateError(f"{directory}: transformers cannot run this {spec.architecture}: {_line(error)}") from None
+        partial = any("partial_rotary_factor" in one for one in _rotations(directory))
+        hint = (
+            ". Its rope_parameters have a partial_rotary_factor, which not every architecture takes" if partial else ""
+        )
+        raise _value_in(directory, spec, error) or StateError(
+            f"{directory}: transformers cannot run this {spec.architecture}: {_line(error)}{hint}. Correct its config.json "
+            "or choose another model"
+        ) from None
+
+
+def _value_in(directory: Path, spec: AnySpec, error: Exception) -> StateError | None:
+    """The error about the value in a `config.json` for which transformers refused a model; None if it is not known."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    path, config = directory / "config.json", read_config(directory)
+    text = text_config(config)
+    for key, kind in {"rope_scaling": dict, "rope_parameters": dict, "layer_types": list, "head_dim": int}.items():
+        if not isinstance(text.get(key), kind | None):
+            return bad_value(path, key, text[key], [kind.__name__, "NoneType"])
+    named, types = re.search(r"[Ff]ield '(\w+)'", str(error)), re.findall(r"expected (\w+), got", str(error))
+    if named and types and named[1] in text | config:
+        return bad_value(path, named[1], (config | text)[named[1]], types)
+    if isinstance(error, TypeError) and text.get("head_dim", 0) is None:
+        return bad_value(path, "head_dim", None, ["int"])
+    for one in _rotations(directory):
+        if not isinstance(one.get("rope_theta", 0), int | float):
+            return bad_value(path, "rope_theta", one["rope_theta"], ["float"])
+    if not isinstance(error, TypeError):  # a number was not asked for
+        return None
+    with contextlib.suppress(Exception):
+        usual = CONFIG_MAPPING[spec.architecture]()
+        for key, value in text.items():
+            default = getattr(usual, key, None)
+            is_number = isinstance(value, int | float) or (value is None and key.endswith("_token_id"))
+            if isinstance(default, int | float) and not is_number:
+                return bad_value(path, key, value, [type(default).__name__])
+    return None
+
+
+def _rotations(directory: Path) -> list[dict[str, Any]]:
+    """The rotation's keys in a `config.json`."""
+    text = text_config(read_config(directory))
+    return [text, *(one for key in ("rope_scaling", "rope_parameters") if isinstance(one := text.get(key), dict))]
 
 
 def config_of(directory: Path, spec: AnySpec) -> tuple[Any, Any]:
@@ -215,7 +334,7 @@ def config_of(directory: Path, spec: AnySpec) -> tuple[Any, Any]:
     except ImportError as error:
         raise StateError(
             f"{directory} holds a {spec.architecture}, which needs transformers, and that is not installed "
-            f"({cause_of(error)}): pip install -c constraints.txt '.[torch,hf]'"
+            f"({cause_of(error)}): {how_to_install('torch', 'hf')}"
         ) from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -231,8 +350,16 @@ def config_of(directory: Path, spec: AnySpec) -> tuple[Any, Any]:
     try:
         made = CONFIG_MAPPING[spec.architecture].from_dict(without_own_keys(config))
     except Exception as error:  # noqa: BLE001 - a config that transformers refuses raises many things
-        raise StateError(f"{directory / 'config.json'}: transformers refuses it: {_line(error)}") from None
+        raise _value_in(directory, spec, error) or StateError(
+            f"{directory / 'config.json'}: transformers refuses it: {_line(error)}. Correct it, or choose another model"
+        ) from None
     return transformers.AutoModelForCausalLM, made
+
+
+def _has_own_head(whole: Any) -> bool:
+    """Whether the files held a head of other values than the embedding, which transformers then does not tie to it."""
+    head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
+    return head is not None and embedding is not None and head.weight is not embedding.weight
 
 
 def _files_of(directory: Path) -> dict[str, Any]:
@@ -248,13 +375,18 @@ def _files_of(directory: Path) -> dict[str, Any]:
     return files
 
 
-def _demand_size(empty: nn.Module, stored_values: int, directory: Path) -> None:
+def _demand_size(empty: nn.Module, stored_values: int, directory: Path, lacking: Sequence[str]) -> None:
     """Refuse a config that asks for more memory than its weights explain."""
     wanted = sum(parameter.numel() for parameter in empty.parameters())
     if wanted > stored_values:  # guard: any-config-fits-its-weights
+        head: nn.Module | None = empty.get_output_embeddings()  # type: ignore[operator]
+        cause = cause_of_size("", directory)
+        if lacking:
+            cause = f"{lacking[0]} is not there, and {cause_of_missing(lacking[0])}"
+        elif head is not None and wanted - stored_values == sum(weight.numel() for weight in head.parameters()):
+            cause = "so many has the head, which AutoModel does not save: save the model with AutoModelForCausalLM"
         raise StateError(
-            f"{directory}: config.json asks for {wanted} parameters, its files hold {stored_values}: they are from "
-            "different models"
+            f"{directory}: config.json asks for {wanted} parameters, its files hold {stored_values}: {cause}"
         )
     tables = sum(buffer.nbytes for buffer in empty.buffers())
     if tables > 4 * stored_values + BUFFER_BYTES:
@@ -272,7 +404,8 @@ def _demand_all_loaded(info: dict[str, Any], directory: Path) -> None:
     )
     for fault, names in faults:
         if names:  # guard: any-weights-are-complete
-            raise StateError(f"{directory} {fault} {names[0]}: config.json and weights are from different models")
+            cause = cause_of_size(names[0], directory) if "shape" in fault else cause_of_missing(names[0])
+            raise StateError(f"{directory} {fault} {names[0]}: {cause}")
     if info.get("error_msgs"):
         raise StateError(f"{directory}: transformers cannot load it: {_line(info['error_msgs'][0])}")
 
@@ -334,9 +467,9 @@ def _alike(found: Tensor, expected: Tensor) -> bool:
     return bool((found - expected).abs().max() <= most)
 
 
-def _tokens(spec: AnySpec) -> Tensor:
+def probe_tokens(vocab_size: int) -> Tensor:
     """Tokens to examine a model with: spread over the vocabulary, without its ends, where special ones often are."""
-    return torch.arange(1, EXAMINED + 1) * max(1, spec.vocab_size // (EXAMINED + 2)) % spec.vocab_size
+    return torch.arange(1, EXAMINED + 1) * max(1, vocab_size // (EXAMINED + 2)) % vocab_size
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -4,14 +4,15 @@ Called by the renderer, the engine for such policies and the limits of memory. L
 transformers, so it knows no defaults of an architecture: what `config.json` leaves out cannot be known here.
 """
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from shoal.errors import StateError
-from shoal.policy.spec import LARGEST, read_capped, turn_ends_of
+from shoal.policy.spec import LARGEST, NO_CONFIG, token_id_fault, turn_ends_of
+from shoal.policy.stored import bad_value, decode_strictly, read_capped
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_TENSORS
 
 _NAMES = {
@@ -27,6 +28,12 @@ _WIDTHS = ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_hidden_
 """What they call the inner width of an MLP, or of one expert."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+SIZES = (
+    *(key for keys in _NAMES.values() for key in keys), "num_key_value_heads", "head_dim",
+    *_WIDTHS,
+)  # fmt: skip
+"""Keys that decide the shapes of tensors."""
 
 _LEARNS_POSITIONS = frozenset({"gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt", "biogpt"})
 """Architectures with a table of learned numbers for each position. No key of their configs says so."""
@@ -80,16 +87,19 @@ class AnySpec:
         config = read_config(directory)
         path, text = Path(directory) / "config.json", text_config(config)
         architecture = config.get("model_type")
-        if not isinstance(architecture, str) or not architecture:
-            raise StateError(f"{path} is not a model's config: it has no model_type. Copy or download the model again")
-        numbers = {name: _number(text, name, path) for name in _NAMES}
+        if not isinstance(architecture, str) and "model_type" in config:
+            raise bad_value(path, "model_type", architecture, ["str"])
+        if not architecture:
+            raise StateError(f"{path} {NO_CONFIG}: it has no model_type. Copy or download the model again")
+        found = {name: _number(text, name, path) for name in _NAMES}
+        numbers, keys = {name: number for name, (number, _) in found.items()}, {name: found[name][1] for name in found}
         kv_heads = text.get("num_key_value_heads")
         head_dim = text.get("head_dim")
         eos = text.get("eos_token_id", config.get("eos_token_id"))
         eos_ids = tuple(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int))
         experts = [count for key in _EXPERTS if isinstance(count := text.get(key), int)]
         widths = [width for key in _WIDTHS if isinstance(width := text.get(key), int) and not isinstance(width, bool)]
-        turn_ends = turn_ends_of(Path(directory) / "generation_config.json")
+        turn_ends = turn_ends_of(Path(directory) / "generation_config.json", numbers["vocab_size"])
         spec = AnySpec(
             architecture[:40],
             kv_heads=kv_heads if isinstance(kv_heads, int) else numbers["heads"],
@@ -101,17 +111,21 @@ class AnySpec:
             tied=text.get("tie_word_embeddings", config.get("tie_word_embeddings")) is True,
             **numbers,
         )
-        ids = (*spec.eos_ids, *spec.turn_ends)
+        inner = next((key for key in _WIDTHS if text.get(key) == spec.mlp_width), _WIDTHS[1])
+        keys |= {"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "mlp_width": inner}
+        outlying = token_id_fault(spec.eos_ids, spec.vocab_size)
         demands = [
             (config.get("is_encoder_decoder") in (None, False), "it has an encoder; only plain language models are known"),
+            (text.get("is_causal", True), "is_causal is false: tokens would see later ones, so no replay would agree"),
+            (not text.get("per_layer_config"), "per_layer_config gives layers numbers of their own; not supported"),
             (not config.get("quantization_config"), "the weights are quantised; use the full-precision model"),
-            (spec.layers <= MAX_TENSORS, f"layers = {spec.layers}: more than MAX_TENSORS = {MAX_TENSORS}"),
+            (spec.layers <= MAX_TENSORS, f"{keys['layers']} = {spec.layers}: more than MAX_TENSORS = {MAX_TENSORS}"),
             *(
-                (0 < value <= LARGEST, f"{name} = {value}: not in 1..{LARGEST}")
-                for name in (*numbers, "kv_heads", "head_dim", "mlp_width")
+                (0 < value <= LARGEST, f"{key} = {value}: not in 1..{LARGEST}")
+                for name, key in keys.items()
                 for value in [getattr(spec, name)]
             ),
-            (all(0 <= i < spec.vocab_size for i in ids), f"end tokens {ids} exceed vocab_size = {spec.vocab_size}"),
+            (not outlying, f"eos_token_id = {[*spec.eos_ids]}: {outlying}"),
         ]  # fmt: skip
         for holds, fault in demands:
             if not holds:
@@ -122,16 +136,27 @@ class AnySpec:
 def read_config(directory: Path) -> dict[str, Any]:
     """The `config.json` of a directory as it is. Raises `StateError` if it is no JSON object."""
     path = Path(directory) / "config.json"
-    try:
-        return msgspec.json.decode(read_capped(path, MAX_JSON_BYTES), type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise StateError(f"{path} is not a model's config: {error}. Copy or download the model again") from None
+    config: dict[str, Any] = decode_strictly(read_capped(path, MAX_JSON_BYTES), dict[str, Any], path, NO_CONFIG)
+    return config
+
+
+def sizes_said(directory: Path, keys: Sequence[str] = SIZES) -> str:
+    """What a `config.json` says of a model's sizes, in words."""
+    text = text_config(read_config(directory))
+    return ", ".join(f"{key} = {json.dumps(text[key])[:40]}" for key in keys if key in text)
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The part that describes the language model, of a model that also reads images."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
+
+
+def untied(config: dict[str, Any]) -> dict[str, Any]:
+    """A config that says that the output head does not share the embedding."""
+    said = config | {"tie_word_embeddings": False}
+    inner = config.get("text_config")
+    return said | {"text_config": untied(inner)} if isinstance(inner, dict) else said
 
 
 def without_own_keys(config: Any) -> Any:
@@ -145,11 +170,17 @@ def without_own_keys(config: Any) -> Any:
     }
 
 
-def _number(text: dict[str, Any], name: str, path: Path) -> int:
+def _number(text: dict[str, Any], name: str, path: Path) -> tuple[int, str]:
+    """A number, and the key that has it."""
     for key in _NAMES[name]:
         value = text.get(key)
         if isinstance(value, int) and not isinstance(value, bool):
-            return value
+            return value, key
+    for key in _NAMES[name]:
+        if key in text:
+            raise bad_value(path, key, text[key], ["int"])
     raise StateError(
-        f"{path} does not say {_NAMES[name][0]}. Open the model with transformers and save it again, which writes all keys"
+        f"{path} does not say {_NAMES[name][0]}, without which shoal cannot reckon what a model takes: architectures that "
+        "have no such key, such as bloom, gpt_neo and mamba, are not supported. If this one has it, transformers writes it "
+        "when it saves the model again"
     )

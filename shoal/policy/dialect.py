@@ -35,8 +35,12 @@ class Dialect:
     """What one template takes and shows."""
 
     def __init__(self, template: Template, notation: str) -> None:
-        self._template = template
+        self.template, self.notation = template, notation
         self._marks = reasoning_marks(notation)
+
+    def text(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], prompt: bool = True) -> str:
+        """Normal messages as the template shows them. Raises `StateError` if it refuses them."""
+        return self.template.text(self.present(messages), arguments, prompt)
 
     @cached_property
     def parts(self) -> bool:
@@ -71,24 +75,42 @@ class Dialect:
         turns = [said(MARK, _REASON)]
         if self.calls is not None:  # some templates show it beside tool calls only
             turns.append({**calling("", 1), "reasoning_content": _REASON})
-        return any(self._shows(self.present([_ASK, turn], own_field=True), _REASON, prompt=False) for turn in turns)
+        return any(self._shows(self.present([_ASK, turn]), _REASON, prompt=False) for turn in turns)
 
     def keeps_thinking(self, arguments: Mapping[str, Any]) -> bool:
         """Whether the reasoning of a turn is still shown after the user has answered."""
-        return self._shows(self.present([_ASK, said(MARK, _REASON), _ASK]), _REASON, MARK, arguments=arguments)
+        turn = self.with_reasoning(said(MARK, _REASON))
+        return self._shows(self.present([_ASK, turn, _ASK]), _REASON, MARK, arguments=arguments)
 
-    def present(self, messages: Sequence[Mapping[str, Any]], own_field: bool | None = None) -> list[dict[str, Any]]:
+    def missing_generation_prompt(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> str:
+        """What is written before a turn of the assistant, if prompts end without it: the template ignores
+        `add_generation_prompt`. Else empty."""
+        shown = self.present(messages)
+        told = self.present([*messages, said(MARK)])
+        prompt, bare, full = (
+            self._text(one, asked, arguments) or "" for one, asked in ((shown, True), (shown, False), (told, False))
+        )
+        begun, found, _ = full.partition(MARK)
+        return begun.removeprefix(prompt).strip() if found and prompt == bare and begun.startswith(prompt) else ""
+
+    def with_reasoning(self, turn: Mapping[str, Any]) -> dict[str, Any]:
+        """A turn of the policy, with its reasoning as the policy writes it: in the text, unless the template shows it as a
+        separate field."""
+        reasoning = turn.get("reasoning_content")
+        if not reasoning or self.reasoning:
+            return dict(turn)
+        opening, closing = self._marks
+        text = {"content": f"{opening}\n{reasoning}\n{closing}\n\n{turn['content']}"}
+        return {key: value for key, value in turn.items() if key != "reasoning_content"} | text
+
+    def present(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Normal messages in the form that this template takes."""
         told = [dict(message) for message in messages]
         if any(message["role"] == "system" for message in told) and not self.system:
             told = _folded(told)
         for i, message in enumerate(told):
-            reasoning = message.pop("reasoning_content", "")
-            if reasoning and (self.reasoning if own_field is None else own_field):
-                told[i] = {**message, "reasoning_content": reasoning, "reasoning": reasoning, "thinking": reasoning}
-            elif reasoning:
-                opening, closing = self._marks
-                told[i] = {**message, "content": f"{opening}\n{reasoning}\n{closing}\n\n{message['content']}"}
+            if reasoning := message.get("reasoning_content"):
+                told[i] = {**message, "reasoning": reasoning, "thinking": reasoning}
             if "tool_calls" in message:
                 if self.calls is None:
                     raise StateError("the chat template shows no tool calls: use a model that was trained with tools")
@@ -117,7 +139,7 @@ class Dialect:
         self, messages: Sequence[Mapping[str, Any]], prompt: bool = True, arguments: Mapping[str, Any] | None = None
     ) -> str | None:
         try:
-            return self._template.text(messages, arguments or {}, prompt)
+            return self.template.text(messages, arguments or {}, prompt)
         except Overreach:
             raise
         except StateError:

@@ -7,7 +7,7 @@ looks at the control tokens around the marks. It reads no text of the policy.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from shoal.errors import StateError
@@ -27,12 +27,14 @@ class Ends:
         source: str,
         control: Mapping[int, str],
         notation: str,
+        plain: Mapping[int, str],
     ) -> None:
         """`render` gives the text of messages, with template arguments and with or without the prompt. `source` is the
-        template, `control` the texts of the control tokens."""
+        template, `control` the texts of the control tokens, `plain` those of other tokens that were added."""
         self._render, self._control, self._notation = render, control, notation
         self._ids = {token: index for index, token in control.items() if token}
-        self._shown = any(token in source for token in control.values())
+        self._plain_ids = {token: index for index, token in plain.items() if token.strip()}
+        self._shown = any(token in source for token in (*control.values(), *self._plain_ids))
         """Whether the template names a control token. Most do not, and are not rendered before the first text."""
 
     def control(self, ends: set[int]) -> frozenset[int]:
@@ -46,7 +48,8 @@ class Ends:
             return frozenset(ends)
         found = set(ends)
         closing, followed = self._after_mark(said(MARK)), self._after_mark(said(MARK), _ASK)
-        common = self._control_in(closing[: num_shared(closing, followed)] if followed else closing)
+        closed = closing[: num_shared(closing, followed)] if followed else closing
+        common = self._control_in(closed) or [self._plain_ids[match[0]] for match in _matches(self._plain_ids, closed)]
         if not found.intersection(common):
             found.update(common[:1])
         between = self._control_in(self._after_mark(calling("", 2), part=-2))  # of two calls, so the turn goes on
@@ -74,7 +77,7 @@ class Ends:
             except StateError:
                 continue  # the template refuses such turns: it writes nothing within them
             begin, end = num_shared(text, prompt), text.rfind(MARK)
-            found = [match for match in self._matches(text) if match.end() > begin]
+            found = [match for match in _matches(self._ids, text) if match.end() > begin]
             inner.update(self._ids[match[0]] for match in found if match.start() < end)
             if "tool_calls" in turn:  # the last one ends the turn
                 ending = found if whole else found[:-1]
@@ -90,12 +93,13 @@ class Ends:
         return parts[part] if len(parts) > -part else ""
 
     def _control_in(self, text: str) -> list[int]:
-        return [self._ids[match[0]] for match in self._matches(text)]
+        return [self._ids[match[0]] for match in _matches(self._ids, text)]
 
-    def _matches(self, text: str) -> list[re.Match[str]]:
-        """Control tokens in a text. Found without the tokenizer: a broken one should fail at the first text, not here."""
-        longest_first = sorted(self._ids, key=len, reverse=True)
-        return list(re.finditer("|".join(map(re.escape, longest_first)), text)) if longest_first else []
+
+def _matches(tokens: Iterable[str], text: str) -> list[re.Match[str]]:
+    """Tokens in a text. Found without the tokenizer: a broken one should fail at the first text, not here."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return list(re.finditer("|".join(map(re.escape, longest_first)), text)) if longest_first else []
 
 
 def num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from shoal.errors import StateError, cause_of
 from shoal.folder import replaced_folder
 from shoal.policy import adapterspec
-from shoal.policy.filling import demand_floats, demand_same_shapes, fill_all
-from shoal.policy.nf4spec import has_codes, is_coded
-from shoal.policy.spec import PolicySpec, write_json
-from shoal.policy.stored import INDEX, ITEM_BYTES, WEIGHTS, StoredTensor, read_header, shards_of
+from shoal.policy.anyspec import AnySpec, read_config
+from shoal.policy.filling import demand_floats, demand_same_shapes, fill_all, without_scales
+from shoal.policy.nf4spec import demand_coded, has_codes, is_coded
+from shoal.policy.spec import HEAD, PolicySpec, write_json
+from shoal.policy.stored import ITEM_BYTES, StoredTensor, find_whole, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,9 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "tokenizer.model",
 )  # fmt: skip
+
+TOKENIZER_KEYS = ("tokenizer_class", "transformers_version")
+"""Keys of a `config.json` that decide tokens, besides its `model_type`."""
 
 SHARD_BYTES = 5_000_000_000
 """Weights of more bytes are written as several files of at most as many, unless one tensor alone has more."""
@@ -83,8 +87,6 @@ def policy_tensors(directory: Path) -> tuple[PolicySpec, dict[str, StoredTensor]
 
 def _with_scales(directory: Path) -> tuple[PolicySpec, dict[str, StoredTensor], dict[str, StoredTensor]]:
     """As `policy_tensors`; and where the scales of tensors in int8 are."""
-    from shoal.policy.quantise import without_scales
-
     spec = PolicySpec.from_directory(directory)
     found = _needed(find_tensors(directory), spec)
     if has_codes(found):  # guard: nf4-only-where-read
@@ -95,6 +97,21 @@ def _with_scales(directory: Path) -> tuple[PolicySpec, dict[str, StoredTensor], 
     stored, scales = without_scales(found, directory)
     demand_same_shapes(stored, spec.tensor_shapes(), directory)  # before a hostile config makes us allocate too much
     return spec, stored, scales
+
+
+def demand_weights(directory: Path, spec: PolicySpec | AnySpec) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint directory, after the checks of loading that need no values, and no torch. Raises
+    `StateError`. Of another architecture, only transformers knows the names."""
+    stored = find_tensors(directory)
+    if not isinstance(spec, PolicySpec):
+        demand_floats(stored, directory)
+        return stored
+    stored = _needed(stored, spec)
+    if has_codes(stored):
+        demand_coded(stored, spec, directory)
+    else:
+        demand_same_shapes(without_scales(stored, directory)[0], spec.tensor_shapes(), directory)
+    return stored
 
 
 def write_nf4(source: Path, target: Path) -> None:
@@ -202,7 +219,8 @@ def save_policy(
         with replaced_folder(directory, durable=durable) as scratch:
             write_weights(published, scratch / published.weights, _dtype_in(published.weights, dtype), shard_bytes)
             for name, content in published.files.items():
-                write_json(scratch / name, content | {"dtype": dtype} if name == "config.json" else content)
+                more = _tokenizer_keys(tokenizer_from) | {"dtype": dtype} if name == "config.json" else {}
+                write_json(scratch / name, content | more)
             for name in TOKENIZER_FILES:
                 if tokenizer_from is not None and (Path(tokenizer_from) / name).exists():
                     shutil.copyfile(Path(tokenizer_from) / name, scratch / name)
@@ -210,6 +228,12 @@ def save_policy(
         raise StateError(
             f"cannot write checkpoint {directory}: {cause_of(error)}. Free space, or give another"
         ) from None
+
+
+def _tokenizer_keys(directory: Path | None) -> dict[str, Any]:
+    """What the `config.json` beside a tokenizer says of it."""
+    config = read_config(directory) if directory is not None and (Path(directory) / "config.json").exists() else {}
+    return {key: config[key] for key in TOKENIZER_KEYS if key in config}
 
 
 def _dtype_in(weights: str, name: str) -> str:
@@ -228,21 +252,9 @@ def tensors_of(directory: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint, from one file or from the shards that its index names, and those of the adapter beside
     them. Raises `StateError`."""
-    directory, adapter = Path(directory), Path(directory) / adapterspec.WEIGHTS
-    found = _find_whole(directory)
+    adapter = Path(directory) / adapterspec.WEIGHTS
+    found = find_whole(directory)
     return found | read_header(adapter) if adapter.exists() else found
-
-
-def _find_whole(directory: Path) -> dict[str, StoredTensor]:
-    shards, found = shards_of(directory), dict[str, StoredTensor]()
-    if shards is None:
-        return read_header(directory / WEIGHTS)
-    for shard in sorted(set(shards.values())):
-        found |= read_header(directory / shard)
-    stray = {n for n, t in found.items() if shards.get(n) != t.file.name} | (shards.keys() - found)
-    if stray:
-        raise StateError(f"{directory / INDEX} and its shards disagree on {sorted(stray)[0]}: download the model again")
-    return found
 
 
 def _needed(stored: dict[str, StoredTensor], spec: PolicySpec) -> dict[str, StoredTensor]:
@@ -252,7 +264,7 @@ def _needed(stored: dict[str, StoredTensor], spec: PolicySpec) -> dict[str, Stor
         for name, tensor in stored.items()
         if tensor.file.name != adapterspec.WEIGHTS
         and not name.endswith("rotary_emb.inv_freq")
-        and not (spec.tied and name == "lm_head.weight")
+        and not (spec.tied and name == HEAD)
     }
 
 

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 from shoal.errors import Overreach, StateError
 from shoal.policy.dialect import Dialect, calling, said
+from shoal.policy.ends import num_shared
 from shoal.policy.messages import BadMessage, Message, Written, normal
-from shoal.policy.template import Template
 
 Part = Literal["reasoning", "visible"]
 
@@ -37,19 +37,17 @@ class Place(NamedTuple):
     """"visible" is the turn without its reasoning, or the whole turn if it has none. It includes the stop token."""
 
 
-def places(
-    template: Template, dialect: Dialect, items: Sequence[Message | Written], arguments: Mapping[str, Any]
-) -> list[Words | Place]:
+def places(dialect: Dialect, items: Sequence[Message | Written], arguments: Mapping[str, Any]) -> list[Words | Place]:
     """The parts of the conversation in order, up to where the policy begins its next turn.
 
     Raises `StateError` if the template does not show a turn, and `BadMessage` for a malformed message.
     """
     marks = _Marks(items)
-    messages = _messages(items, marks, content=True)
-    text = _shown(template, dialect, messages, arguments)
+    messages = _messages(dialect, items, marks, content=True)
+    text = _shown(dialect, messages, arguments)
     if text is None or any(_swapped(text, marks.of(item.turn)) for item in items if isinstance(item, Written)):
-        messages = _messages(items, marks, content=False)
-        text = template.text(dialect.present(messages), arguments)
+        messages = _messages(dialect, items, marks, content=False)
+        text = dialect.text(messages, arguments)
     found: list[Words | Place] = []
     begin: int = 0
     after: Literal["", "text", "calls"] = ""
@@ -63,11 +61,13 @@ def places(
         words = text[begin : min(shown)]
         prompted = None
         if not item.reasoning or reasoning >= 0 or visible < 0:
-            prompted = _prompted(
-                template.text(dialect.present(messages[:index]), arguments), marks.last_of(text[:begin])
-            )
-            if reasoning < 0 <= visible and not words.startswith(prompted):
-                prompted = None  # the template has changed its prompt, and shows where the turn's text begins
+            last = marks.last_of(text[:begin])
+            prompted = _after(dialect.text(messages[:index], arguments), last)
+            if reasoning < 0 <= visible:  # the template shows where the turn's text begins
+                prompted = prompted if words.startswith(prompted) else None
+            elif not words.startswith(prompted):
+                bare = _after(dialect.text(messages[:index], arguments, prompt=False), last)
+                prompted = _up_to_turn(words, prompted, bare, item.turn)
         found.append(Words(words, after, prompted))
         if item.reasoning and reasoning >= 0:
             found.append(Place(item.turn, "reasoning"))
@@ -77,12 +77,10 @@ def places(
     return [*found, Words(text[begin:], after)]
 
 
-def _shown(
-    template: Template, dialect: Dialect, messages: Sequence[Message], arguments: Mapping[str, Any]
-) -> str | None:
+def _shown(dialect: Dialect, messages: Sequence[Message], arguments: Mapping[str, Any]) -> str | None:
     """The messages as text; None if the template refuses them."""
     try:
-        return template.text(dialect.present(messages), arguments)
+        return dialect.text(messages, arguments)
     except Overreach:
         raise
     except StateError:
@@ -95,11 +93,28 @@ def _swapped(text: str, marks: tuple[str, str, str]) -> bool:
     return 0 <= called < visible
 
 
-def _prompted(text: str, last: str) -> str:
+def _after(text: str, last: str) -> str:
     """The words after the last mark: what the policy saw between its previous turn and this one."""
     if not last:
         return text
     return text[text.rfind(last) + len(last) :] if last in text else ""
+
+
+def _up_to_turn(words: str, prompted: str, bare: str, turn: int) -> str:
+    """What the policy saw of the words before its turn, which the template now shows in another way: without the reminder
+    that it puts at the last message, or with another beginning of the turn itself. `bare` is `prompted` without what
+    opens a turn."""
+    said = num_shared(prompted, bare)
+    if words.startswith(prompted[:said]):
+        return prompted
+    opening = prompted[said:]
+    at = words.rfind(opening) if opening else -1
+    if at < 0:  # guard: turns-begin-where-the-template-opens-them
+        raise StateError(
+            f"the chat template now shows what was said before turn {turn} in another way, and not where the turn "
+            'begins: use history = "append"'
+        )
+    return words[: at + len(opening)]
 
 
 class _Marks:
@@ -121,14 +136,16 @@ class _Marks:
         return text[at:] if at >= 0 else ""
 
 
-def _messages(items: Sequence[Message | Written], marks: _Marks, content: bool) -> list[dict[str, Any]]:
+def _messages(
+    dialect: Dialect, items: Sequence[Message | Written], marks: _Marks, content: bool
+) -> list[dict[str, Any]]:
     """Normal messages, with marks in the policy's turns. With `content`, a turn that calls tools has text, too."""
     told: list[Message] = []
     for item in items:
         if isinstance(item, Written):
             reasoning, visible, called = marks.of(item.turn)
             turn = calling(visible if content else "", 0, item.calls, called) if item.calls else said(visible)
-            told.append({**turn, "reasoning_content": reasoning} if item.reasoning else turn)
+            told.append(dialect.with_reasoning({**turn, "reasoning_content": reasoning}) if item.reasoning else turn)
         else:
             told.append(item)
     if len({item.turn for item in items if isinstance(item, Written)}) < sum(isinstance(i, Written) for i in items):

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shoal.errors import USER_MUST_FIX, ConfigError, StateError
+from shoal.errors import USER_MUST_FIX, ConfigError, StateError, how_to_install
 from shoal.folder import existing, free_below, replaced_folder
+from shoal.policy import auto_tokenizer, chat_templates
 from shoal.policy.files import TOKENIZER_FILES
 from shoal.policy.stored import INDEX, names_of_weights
 from shoal.protocol.hubref import EXAMPLE, HubRef, hub_ref, is_commit
@@ -30,7 +31,7 @@ MAX_FILES = 1000
 """Files of a model that are fetched."""
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-_PLAIN = ("config.json", "generation_config.json", INDEX, *TOKENIZER_FILES)
+_PLAIN = ("config.json", "generation_config.json", INDEX, *TOKENIZER_FILES, *chat_templates.IN_FOLDER)
 
 
 def parse_ref(path: str) -> HubRef:
@@ -71,8 +72,7 @@ class Hub:
         found = {name: self._file(pinned, name) for name in order}
         try:
             with replaced_folder(target) as scratch:
-                for name, file in found.items():
-                    _linked(file, scratch / name)
+                _laid_out(found, scratch)
                 (scratch / PINNED).write_text(f"{pinned}\n")
         except OSError as error:
             raise StateError(f"cannot put {pinned} into {target}: {error}. Free some space") from None
@@ -141,7 +141,10 @@ class Hub:
                 f"{ref} is not in the hub's cache, and the hub cannot be reached ({_line(error)}): connect, set "
                 "HF_ENDPOINT, or copy the model here and name its directory in policy.path"
             ) from None
-        sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+        found = [
+            path for path in [*folder.iterdir(), *map(folder.joinpath, chat_templates.IN_FOLDER)] if path.is_file()
+        ]
+        sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
         return _Listing(HubRef(ref.owner, ref.name, folder.name), sizes, folder)
 
     def _file(self, ref: HubRef, name: str, resolve: bool = True) -> Path:
@@ -235,9 +238,21 @@ def _library() -> Any:
     except ImportError as error:
         raise StateError(
             f"a model of the form hf:OWNER/NAME@REVISION needs huggingface_hub, which is not installed ({error.name}): "
-            "pip install -c constraints.txt '.[hub]'"
+            + how_to_install("hub")
         ) from None
     return huggingface_hub
+
+
+def _laid_out(files: Mapping[str, Path], folder: Path) -> None:
+    """Put a model's files into a folder that has none of its own, as versions of a policy have none: the templates of a
+    folder go into `tokenizer_config.json`. Raises `StateError`."""
+    merged = files.keys() & chat_templates.IN_FOLDER.keys()
+    replaced = {chat_templates.FILE, auto_tokenizer.CONFIG, *merged} if merged else set()
+    for name in files.keys() - replaced:
+        _linked(files[name], folder / name)
+    if merged:
+        config = auto_tokenizer.read_object(files[auto_tokenizer.CONFIG]) if auto_tokenizer.CONFIG in files else {}
+        (folder / auto_tokenizer.CONFIG).write_bytes(chat_templates.with_folder(config, files))
 
 
 def _linked(source: Path, target: Path) -> None:

@@ -13,7 +13,7 @@ from shoal.errors import StateError
 from shoal.policy.adapterspec import AdapterSpec, Base, has_adapter
 from shoal.policy.anyspec import AnySpec, read_config
 from shoal.policy.nf4spec import NF4, is_coded
-from shoal.policy.spec import ARCHITECTURES, PolicySpec
+from shoal.policy.spec import ARCHITECTURES, AUTO_REMEDY, PolicySpec
 
 if TYPE_CHECKING:
     import torch
@@ -47,13 +47,14 @@ def spec_of(directory: Path) -> PolicySpec | AnySpec:
         try:
             return AnySpec.from_directory(directory)
         except StateError as other:
-            raise (refused if is_of_ours(directory) else other) from None
+            known = is_of_ours(directory) and AUTO_REMEDY not in str(refused)
+            raise (refused if known else other) from None
 
 
 def is_of_ours(directory: Path) -> bool:
     """Whether a `config.json` names a family of ours, whatever else it says; also if it cannot be read."""
     try:
-        return read_config(directory).get("model_type") in ARCHITECTURES
+        return read_config(directory).get("model_type") in [*ARCHITECTURES]  # it may be no text
     except StateError:
         return True
 

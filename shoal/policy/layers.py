@@ -78,6 +78,10 @@ class Frame(NamedTuple):
     floor: Tensor
     """As of `LayerWeights`."""
 
+    def embed(self, tokens_N: Tensor) -> Tensor:
+        """The states before the layers, [N, D]. As in `transformers`, the pad token's row gets no gradient from here."""
+        return F.embedding(tokens_N, self.embedding_VD, self.spec.pad_id)
+
 
 Body = Callable[[Tensor, LayerWeights], Tensor]
 """What one layer does with the hidden states before it, [N, D]."""
@@ -109,7 +113,7 @@ def hidden_states(tokens_BT: Tensor, frame: Frame, layers: Layers) -> Tensor:
     (B, T), P = tokens_BT.shape, _num_shared(tokens_BT)
     rope = rope_table(frame.spec, torch.arange(T, device=tokens_BT.device))
     rope = torch.cat([rope[:P], rope[P:].repeat(B, 1, 1, 1)])
-    x_ND = F.embedding(torch.cat([tokens_BT[0, :P], tokens_BT[:, P:].reshape(-1)]), frame.embedding_VD)
+    x_ND = frame.embed(torch.cat([tokens_BT[0, :P], tokens_BT[:, P:].reshape(-1)]))
     x_ND = layers(x_ND, lambda x_ND, w: causal_layer(x_ND, w, rope, Shape(P, B, T - P), frame.spec)[0])
     x_ND = final_norm(x_ND, frame)
     own_BSD = x_ND[P:].view(B, T - P, -1)

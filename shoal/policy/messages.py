@@ -2,7 +2,8 @@
 
 Called by the renderer, and by the checks of environments and of run files. The format is OpenAI's: each message has
 `role` and `content`, the assistant's also `reasoning_content` and `tool_calls`, a tool's also `tool_call_id` and
-`name`. Content is a text, or a list of text parts that are joined. It does not deal with templates or tokens.
+`name`. Content is a text, or a list of text parts that are joined. A key whose value is None is absent, as columns of a
+table give it to rows that lack it. It does not deal with templates or tokens.
 """
 
 import json
@@ -112,6 +113,7 @@ def _normal(message: Message) -> dict[str, Any]:
         raise BadMessage(
             f"a message has a role and a content, as in {{'role': 'user', 'content': 'hello'}}: found {kind}"
         )
+    message = _without_none(message)
     role = message.get("role")
     if role not in _KEYS:
         raise BadMessage(f"a message has role {role!r:.40}: use {', '.join(ROLES)}")
@@ -142,7 +144,7 @@ def _text(content: object, role: str) -> str:
     if isinstance(content, str):
         return content
     texts = []
-    for part in _listed(content, f"the content of a message of role {role}"):
+    for part in map(_without_none, _listed(content, f"the content of a message of role {role}")):
         kind = part if isinstance(part, str) else part.get("type") if isinstance(part, Mapping) else None
         if isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str):
             texts.append(part["text"])
@@ -158,7 +160,8 @@ def _text(content: object, role: str) -> str:
 
 
 def _call(call: object) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
+    call = _without_none(call)
+    function = _without_none(call.get("function")) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not (isinstance(call, Mapping) and isinstance(function, Mapping) and isinstance(name, str) and name):
         raise BadMessage(
@@ -172,8 +175,10 @@ def _call(call: object) -> dict[str, Any]:
             raise BadMessage(f"the arguments of a call of {name:.40} are not JSON ({error}): give an object") from None
     if not isinstance(given, Mapping):
         raise BadMessage(f"the arguments of a call of {name:.40} are {type(given).__name__}: give an object")
-    arguments = plain(given, f"the arguments of a call of {name:.40}")
-    return {"id": _optional(call, "id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+    arguments = plain(given, f"the arguments of a call of {name:.40}")  # None stays: it may be an argument's value
+    shown = {"name": name, "arguments": arguments}
+    in_order = {key: shown[key] for key in [*(key for key in function if key in shown), *shown]}
+    return {"id": _optional(call, "id"), "type": "function", "function": in_order}
 
 
 def _pair(messages: list[dict[str, Any]]) -> None:
@@ -202,6 +207,13 @@ def _optional(message: Message, key: str) -> str:
     if value is not None and not isinstance(value, str):
         raise BadMessage(f"{key} of a message is {type(value).__name__}: give a text")
     return value or ""
+
+
+def _without_none(value: Any) -> Any:
+    """A table without the keys whose value is None; any other value as it is."""
+    if type(value) is not dict and not isinstance(value, Mapping):
+        return value
+    return {key: inner for key, inner in value.items() if inner is not None}
 
 
 def _listed(value: object, what: str) -> list[Any]:

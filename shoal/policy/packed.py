@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.policy.layers import Frame, Layers, LayerWeights, Shape, attend, final_norm, finish, heads, rope_table
@@ -77,7 +76,7 @@ def packed_hidden_states(tokens_N: Tensor, families: Sequence[Family], frame: Fr
     sizes = [family.tokens for family in families]
     assert sum(sizes) == len(tokens_N), f"{len(tokens_N)} tokens for families of {sum(sizes)}"
     rope = rope_table(frame.spec, torch.cat([_positions(family, device) for family in families]))
-    x_ND = F.embedding(tokens_N, frame.embedding_VD)
+    x_ND = frame.embed(tokens_N)
     x_ND = layers(x_ND, lambda x_ND, w: _layer(x_ND, w, rope, runs, sizes, frame.spec))
     return final_norm(x_ND, frame)
 

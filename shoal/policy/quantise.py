@@ -16,19 +16,16 @@ Axes: O outputs, I inputs of a matrix.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from shoal.errors import StateError
+from shoal.policy.filling import SCALE
 from shoal.policy.model import Transformer
 
 LARGEST = 127
 """Largest int8 value in use. -128 is not used, so that the scale is the same on both sides of 0."""
-
-SCALE = "_scale"
-"""What the name of a matrix's scales ends with."""
 
 
 @torch.no_grad()
@@ -61,42 +58,6 @@ def codes_and_scale(name: str, weight_OI: Tensor) -> dict[str, Tensor]:
     """What a file holds of a matrix."""
     values_OI, scale_O1 = quantised(weight_OI)
     return {name: values_OI, name + SCALE: scale_O1}
-
-
-class Stored(Protocol):
-    """What a file says of a tensor."""
-
-    @property
-    def dtype(self) -> str:
-        """By safetensors' names."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of its values."""
-
-
-S = TypeVar("S", bound=Stored)
-
-
-def without_scales(stored: Mapping[str, S], directory: Path) -> tuple[dict[str, S], dict[str, S]]:
-    """The tensors of a directory without scales; and by their names, the scales of those that are codes.
-
-    Raises `StateError` if a matrix of codes lacks its scales, or if they are of another form.
-    """
-    scales = {}
-    for name, one in stored.items():
-        if one.dtype != "I8":
-            continue
-        scale = stored.get(name + SCALE)
-        # guard: codes-have-scales
-        if scale is None or len(one.shape) != 2 or (scale.dtype, scale.shape) != ("F32", (one.shape[0], 1)):
-            raise StateError(
-                f"{directory}: {name} is int8{list(one.shape)} without {name + SCALE}, F32[{one.shape[0]}, 1]: use the "
-                "model in full precision"
-            )
-        scales[name] = scale
-    named = {name + SCALE for name in scales}
-    return {name: one for name, one in stored.items() if name not in named}, scales
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from shoal.errors import StateError
+from shoal.policy import auto_tokenizer, chat_templates
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.dialect import MARK, Dialect, calling, said
 from shoal.policy.ends import Ends, num_shared
@@ -23,25 +24,20 @@ from shoal.policy.kinds import spec_of
 from shoal.policy.messages import Message, Written, as_messages, normal, template_arguments
 from shoal.policy.notations import leaves_reasoning_open, notation_of
 from shoal.policy.pieces import pieces_of
-from shoal.policy.spec import PolicySpec, read_capped
+from shoal.policy.spec import PolicySpec
 from shoal.policy.template import Template
 from shoal.protocol.constants import CONTROL_STOPS, MODEL_STOPS
 
-MAX_TOKENIZER_BYTES = 64 << 20
-MAX_TEMPLATE_BYTES = 1 << 20
+_TEXTS = (*auto_tokenizer.FILES, chat_templates.FILE)
 
 FILES = {
-    CONTROL_STOPS: ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
-    MODEL_STOPS: (
-        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-    ),
-}  # fmt: skip
+    CONTROL_STOPS: ("config.json", *_TEXTS),
+    MODEL_STOPS: ("config.json", "generation_config.json", *_TEXTS),
+}
 """The files of a checkpoint that decide its tokens, by the rule that says which of them end a turn."""
 
 REMEMBERED = 256
 """Number of openings, and of replies, whose token ids are cached."""
-
-_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 _ASK = {"role": "user", "content": "."}
 
@@ -66,6 +62,9 @@ class Segment(NamedTuple):
 class Renderer:
     """A tokenizer with its chat template."""
 
+    added_ids: frozenset[int] = frozenset()
+    """Tokens that are matched whole before a text is split: control tokens, and others that were added."""
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -73,38 +72,51 @@ class Renderer:
         tokens: Mapping[str, str],
         spec: PolicySpec | AnySpec,
         stops: str = MODEL_STOPS,
+        tool_template: str = "",
+        cleans_up: bool = False,
+        template_in: str = "",
     ) -> None:
         """`tokens` maps the template's names of special tokens, such as eos_token, to their texts. `stops` is the rule
-        that says which tokens end a turn."""
-        self._tokenizer = tokenizer
-        self._template = Template(template, tokens)
-        self.notation: str = notation_of(template)
-        """How the policy writes tool calls and reasoning; empty if its template does not say."""
-        self._dialect = Dialect(self._template, self.notation)
+        that says which tokens end a turn. `tool_template` shows conversations with tools, where that is another template;
+        an empty `template` shows no others. `cleans_up` is that of `OpenTokenizer`, `template_in` the file of the
+        templates."""
+        self._tokenizer, self._cleans_up = tokenizer, cleans_up
+        self.template_in = template_in
+        sources = [source for source in (template, tool_template) if source] or [template]
+        dialects = [Dialect(Template(source, tokens, template_in), notation_of(source)) for source in sources]
+        self._dialect, self._tool_dialect, self._template = dialects[0], dialects[-1], dialects[0].template
+        self._only_tools = bool(tool_template and not template)
+        self.notation: str = _one_notation(dialects)
+        """How the policy writes tool calls and reasoning; empty if its templates do not say."""
+        self.vocabulary: int = spec.vocab_size
+        """Token ids are below this. It may exceed the tokenizer's vocabulary."""
         eos = tokenizer.token_to_id(tokens["eos_token"]) if "eos_token" in tokens else None
+        eos = None if eos is not None and eos >= spec.vocab_size and spec.eos_ids else eos
         if eos is None and not spec.eos_ids:
             raise StateError("the tokenizer has no eos_token and config.json no eos_token_id: nothing could end a turn")
         self.eos_id: int = spec.eos_ids[0] if eos is None else eos
         """The token that ends the policy's turn."""
-        self._special = {
-            index: token.content for index, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        }
-        ends = Ends(self._text, template, self._special, self.notation)
-        control, model = (
-            ends.control({self.eos_id, *spec.eos_ids}),
-            ends.model({self.eos_id, *(spec.turn_ends or spec.eos_ids)}),
-        )
+        added = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if i < spec.vocab_size}
+        self.added_ids = frozenset(added)
+        self._end_text = added[self.eos_id].content if self.eos_id in added else ""
+        self._special = {i: token.content for i, token in added.items() if token.special or self._is_skipped(i)}
+        self._by_model = stops == MODEL_STOPS
+        named = {self.eos_id, *spec.eos_ids}, {self.eos_id, *(spec.turn_ends or spec.eos_ids)}
+        texts = self._special | {index: added[index].content for index in (added.keys() & (named[0] | named[1]))}
+        plain = {index: token.content for index, token in added.items() if index not in texts}
+        ends = [Ends(one.text, one.template.source, texts, one.notation, plain) for one in dialects]
+        control = frozenset[int]().union(*(one.control(named[0]) for one in ends))
+        model = frozenset[int]().union(*(one.model(named[1]) for one in ends))
         self.has_own_stops = model != control
         """Whether the model ends its turns with other tokens than all control tokens."""
-        self._by_model = stops == MODEL_STOPS
         self.stop_ids: frozenset[int] = model if self._by_model else control
         """Tokens that end the policy's turn."""
-        self._inner = ends.within(whole=self._by_model) - self.stop_ids
+        within = set[int]().union(*(one.within(whole=self._by_model) for one in ends))
+        self._inner = within - self.stop_ids
         """Control tokens that the template writes within turns, such as the marks of a tool call."""
-        self._hidden = self.stop_ids | (self._special.keys() - self._inner)
+        skipped = {index for index in self._special if self._is_skipped(index)}
+        self._hidden = self.stop_ids | (skipped - self._inner)
         """Tokens that have no text."""
-        self.vocabulary: int = spec.vocab_size
-        """Token ids are below this. It may exceed the tokenizer's vocabulary."""
         self._remember()
 
     def _remember(self) -> None:
@@ -118,26 +130,14 @@ class Renderer:
     def from_directory(directory: Path, stops: str = MODEL_STOPS) -> "Renderer":
         """Open the tokenizer and chat template of a checkpoint. Raises `StateError` if one is missing or damaged."""
         directory = Path(directory)
-        spec = spec_of(directory)
-        try:
-            tokenizer = Tokenizer.from_str(read_capped(directory / "tokenizer.json", MAX_TOKENIZER_BYTES).decode())
-        except StateError:
-            raise
-        except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for a file that it cannot parse
-            raise StateError(f"{directory / 'tokenizer.json'} is damaged: {error}. Download the model again") from None
-        config_path = directory / "tokenizer_config.json"
-        try:
-            config = msgspec.json.decode(read_capped(config_path, MAX_TEMPLATE_BYTES * 4), type=_TokenizerConfig)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise StateError(f"{config_path} is damaged: {error}. Download the model again") from None
-        tokens = {name: _token_text(getattr(config, name)) for name in _TOKEN_NAMES}
-        return Renderer(
-            tokenizer,
-            _find_template(directory, config),
-            {k: v for k, v in tokens.items() if v is not None},
-            spec,
-            stops,
+        spec, opened = spec_of(directory), auto_tokenizer.open_tokenizer(directory)
+        templates = chat_templates.chat_templates(
+            directory, auto_tokenizer.read_object(directory / auto_tokenizer.CONFIG)
         )
+        return Renderer(
+            opened.tokenizer, templates.plain or "", opened.tokens, spec, stops, templates.tools or "", opened.cleans_up,
+            templates.where,
+        )  # fmt: skip
 
     def start(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a conversation's opening, up to where the policy begins to write."""
@@ -167,6 +167,10 @@ class Renderer:
         policy more than the template would."""
         return self._keeps(_key([], arguments))
 
+    def missing_generation_prompt(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> str:
+        """What the template writes before a turn of the policy, if it leaves that out of a prompt; else empty."""
+        return self._dialect_for(arguments or {}).missing_generation_prompt(normal(messages), arguments or {})
+
     def history(self, items: Sequence[Message | Written], arguments: Mapping[str, Any] | None = None) -> list[Segment]:
         """A whole conversation as the template shows it now, with a place for the tokens of each turn of the policy."""
         told = [list(item) if isinstance(item, Written) else dict(item) for item in items]
@@ -176,16 +180,29 @@ class Renderer:
         """Token ids with which the policy would write a message of the assistant, including the end token."""
         return self._written(_key(normal([_ASK, message]), arguments))
 
+    def beyond_model(self) -> str:
+        """A line about the tokenizer's tokens for which the model has no embedding; empty if it has all."""
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        lacks = sorted(index for index in ids if index >= self.vocabulary)
+        if not lacks:
+            return ""
+        return (
+            f"tokenizer: it knows {len(ids):,} tokens, with ids up to {lacks[-1]:,}, and the model has {self.vocabulary:,} "
+            f"(vocab_size): a task or reply with one of the other {len(lacks):,} cannot be played, such as "
+            f"{self._tokenizer.id_to_token(lacks[0])!r:.40}. Use the model's own tokenizer, unless no text has them"
+        )
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a scripted player's text, without the end token."""
         return self._encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The policy's text, without tokens that end a turn. Bytes that are not text become U+FFFD."""
-        if self._inner:  # the parsers need the marks of tool calls
-            kept = [token for token in token_ids if token not in self._hidden]
-            return str(self._tokenizer.decode(kept, skip_special_tokens=False))
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        shown = token_ids[:-1] if token_ids and token_ids[-1] in self._hidden else token_ids
+        if not self._hidden.isdisjoint(shown):  # the marks of tool calls are not hidden: parsers need them
+            shown = [token for token in shown if token not in self._hidden]
+        text: str = self._tokenizer.decode(shown, skip_special_tokens=False)
+        return auto_tokenizer.clean_up(text) if self._cleans_up else text
 
     def decode_all(self, turns: Sequence[Sequence[int]]) -> list[str]:
         """The texts of several turns, as `decode` gives them."""
@@ -194,6 +211,10 @@ class Renderer:
     def pieces(self, turns: Sequence[Sequence[int]]) -> list[list[str]]:
         """The text of each token of several turns, control tokens included; those of a turn joined are its text."""
         return [pieces_of(self._decode_whole, turn) for turn in turns]
+
+    def _is_skipped(self, token: int) -> bool:
+        """Whether decoding without special tokens leaves it out: files may declare one token twice, in two ways."""
+        return self._tokenizer.decode([token], skip_special_tokens=True) != self._decode_whole([token])
 
     def _decode_whole(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
@@ -208,10 +229,10 @@ class Renderer:
         named = [(message.get("tool_call_id", "call00000"), message.get("name", "tool")) for message in results]
         # guard: reply-mark-not-forged
         mark = next(mark for i in range(len(key)) if (mark := MARK + "." * i) not in key)
-        turns = [said(mark)]
+        turns, dialect = [said(mark)], self._dialect_for(arguments)
         if results:  # some templates show only one call of a turn, others none: there a call is text
             turns = [calling("", 0, named, mark), calling("", 0, named[:1], mark)]
-            turns += [said(mark)] if self._dialect.results else []
+            turns += [said(mark)] if dialect.results else []
         error = None
         for turn in turns:
             try:
@@ -229,7 +250,8 @@ class Renderer:
         )
 
     def _keeps_thinking(self, key: str) -> bool:
-        return self._dialect.keeps_thinking(json.loads(key)[1])
+        arguments = json.loads(key)[1]
+        return self._dialect_for(arguments).keeps_thinking(arguments)
 
     def _history(self, key: str) -> list[Segment]:
         told, arguments = json.loads(key)
@@ -239,7 +261,7 @@ class Renderer:
             "calls": lambda: self._text([_ASK, calling("", 1)], arguments, prompt=False),
         }
         segments = []
-        for piece in places(self._template, self._dialect, items, arguments):
+        for piece in places(self._dialect_for(arguments), items, arguments):
             if isinstance(piece, Place):
                 segments.append(Segment((), piece.turn, piece.part))
                 continue
@@ -253,6 +275,7 @@ class Renderer:
 
     def _written(self, key: str) -> list[int]:
         messages, arguments = json.loads(key)
+        messages[-1] = self._dialect_for(arguments).with_reasoning(messages[-1])
         text = self._text(messages, arguments, prompt=False)
         ids, prompt = self._encode(text), self._encode(self._text(messages[:1], arguments))
         ids = ids[num_shared(ids, prompt) :]
@@ -262,15 +285,16 @@ class Renderer:
     def _after(self, rest: str, closing: str, kind: Literal["text", "calls"]) -> list[int]:
         """Token ids of the text after a turn, without the end token that the policy wrote. `closing` is the text that
         ends the last turn of a conversation."""
-        ids = self._encode(rest)
+        ids = self._encode_after_end(rest)
         common = rest[: num_shared(rest, closing)]
         closed = bool(self.stop_ids.intersection(self._encode(common)))
         if kind == "text" and self._stands_for_end(ids, closing) and not (closed and self._by_model):
             return ids[1:]
-        if closed:
-            return ids[next(i for i, token in enumerate(ids) if token in self.stop_ids) + 1 :]
+        ends = [i for i, token in enumerate(ids) if token in self.stop_ids]
+        if closed and ends:  # an end token may be one only between spaces
+            return ids[ends[0] + 1 :]
         if kind == "calls":
-            ids = self._encode(rest[len(common) :])
+            ids = self._encode_after_end(rest[len(common) :])
             return ids[1:] if self._stands_for_end(ids, closing) else ids
         return ids
 
@@ -286,10 +310,31 @@ class Renderer:
         return Prompt(tuple(self._encode(text)), leaves_reasoning_open(text, self.notation))
 
     def _text(self, messages: Sequence[Message], arguments: Mapping[str, Any], prompt: bool = True) -> str:
-        return self._template.text(self._dialect.present(messages), arguments, prompt)
+        return self._dialect_for(arguments).text(messages, arguments, prompt)
+
+    def _dialect_for(self, arguments: Mapping[str, Any]) -> Dialect:
+        """That of the template which transformers picks for a conversation with these arguments."""
+        if arguments.get("tools") is not None:
+            return self._tool_dialect
+        if self._only_tools:
+            raise StateError(
+                "the model has a chat template for conversations with tools, named tool_use, and no default one: give the "
+                "environment tools, or name a template default"
+            )
+        return self._dialect
+
+    def _encode_after_end(self, text: str) -> list[int]:
+        """Token ids of a text that follows a turn's end token: some tokenizers begin a text in another way."""
+        ids = self._encode(self._end_text + text) if self._end_text else []
+        return ids[1:] if ids and ids[0] == self.eos_id else self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if ids and (largest := max(ids)) >= self.vocabulary:  # guard: no-token-beyond-the-model
+            raise StateError(
+                f"the tokenizer makes token {largest} of {self._tokenizer.id_to_token(largest)!r:.40}, and the model has "
+                f"{self.vocabulary} tokens: use the model's own tokenizer"
+            )
         return ids
 
 
@@ -300,27 +345,12 @@ def _key(messages: Sequence[Any], arguments: Mapping[str, Any] | None) -> str:
     return key
 
 
-class _TokenizerConfig(msgspec.Struct):
-    chat_template: str | list[dict[str, str]] | None = None
-    bos_token: str | dict[str, Any] | None = None
-    eos_token: str | dict[str, Any] | None = None
-    pad_token: str | dict[str, Any] | None = None
-    unk_token: str | dict[str, Any] | None = None
-
-
-def _token_text(token: str | dict[str, Any] | None) -> str | None:
-    """A special token's text. The file holds the text itself or an object that contains it."""
-    return str(token.get("content", "")) if isinstance(token, dict) else token
-
-
-def _find_template(directory: Path, config: _TokenizerConfig) -> str:
-    """`chat_template.jinja`, or else the default template in the tokenizer's config."""
-    path = directory / "chat_template.jinja"
-    if path.exists():
-        return read_capped(path, MAX_TEMPLATE_BYTES).decode("utf-8", "replace")
-    found = config.chat_template
-    if isinstance(found, list):
-        found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
-    if found is None:
-        raise StateError(f"{directory} has no chat template: use the -Instruct variant, or add chat_template.jinja")
-    return found
+def _one_notation(dialects: Sequence[Dialect]) -> str:
+    """The notation of a model's templates. Raises `StateError` if they have two: a policy writes in one."""
+    found = list(dict.fromkeys(dialect.notation for dialect in dialects if dialect.notation))
+    if len(found) > 1:
+        raise StateError(
+            f"the chat templates default and tool_use write tool calls in two ways ({', '.join(found)}): keep "
+            "the one that the model was trained with"
+        )
+    return found[0] if found else ""

@@ -20,10 +20,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from shoal.errors import StateError
+
 if TYPE_CHECKING:
     import torch
 
 KINDS = ("default", "linear", "llama3", "yarn")
+
+NEEDED = {
+    "linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}  # fmt: skip
+"""The keys that a kind cannot do without."""
 
 LARGEST = 1 << 24
 """Upper limit for factors and positions."""
@@ -53,7 +60,10 @@ class RopeScaling:
         yield 1 <= original <= LARGEST, f"{what}: original_max_position_embeddings = {original}: not in 1..{LARGEST}"
         rising = 0.0 < self.low < self.high <= LARGEST
         yield rising, f"{what}: its bounds {self.low} and {self.high} must rise, above 0 and up to {LARGEST}"
-        yield 0.0 < self.attention <= 100.0, f"{what}: attention_factor = {self.attention}: not in 0..100"
+        yield (
+            0.0 < self.attention <= 100.0,
+            f"{what}: attention_factor = {self.attention}: must be above 0 and at most 100",
+        )
 
     def to_hf(self) -> dict[str, Any]:
         """The keys of `rope_parameters` that give this scaling again."""
@@ -168,3 +178,28 @@ def _ramp(scaling: RopeScaling, theta: float, head_dim: int) -> tuple[float, flo
         begin, end = math.floor(begin), math.ceil(end)
     begin, end = max(begin, 0), min(end, head_dim - 1)
     return begin, end + 0.001 if begin == end else end
+
+
+ORIGINAL = "original_max_position_embeddings"
+
+
+def rotations_of(text: Any) -> list[dict[str, Any]]:
+    """The parameters of each rotation of a config, which may nest them by layer type."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    return [rope, *(one for one in rope.values() if isinstance(one, dict))]
+
+
+def longrope_of(text: Any) -> list[dict[str, Any]]:
+    """The parameters of each rotation with a set of factors for short texts and one for long texts."""
+    return [one for one in rotations_of(text) if one.get("rope_type") == "longrope"]
+
+
+def short_rotation(config: Any, architecture: str, max_positions: int) -> int:
+    """Tokens of the longest text that has the short rotation; 0 if every text of the policy has, or if there is none."""
+    lengths = {int(one[ORIGINAL]) for one in longrope_of(config.get_text_config())}
+    if len(lengths) > 1:
+        raise StateError(f"{architecture}: layers whose rotations change at different lengths, {sorted(lengths)}")
+    found = next(iter(lengths), 0)
+    if found < 0:
+        raise StateError(f"{architecture}: {ORIGINAL} = {found}: must not be below 0")
+    return found if found < max_positions else 0

@@ -1,19 +1,20 @@
 """The shape of a policy: reads a HuggingFace `config.json` strictly, and writes it.
 
-Called by the model, the loader, the renderer and the engine. Light: it imports no torch and reads no weights. It knows
-four architectures, which differ in two switches: Llama and Mistral (neither), Qwen2 (bias on q, k, v), Qwen3 (a norm
-on each head's query and key).
+Called by the model, the loader, the renderer and the engine. Light: it imports no torch, and of weights it reads at most
+the embedding and the head, if both are stored though the config says that they are one. It knows four architectures, which
+differ in two switches: Llama and Mistral (neither), Qwen2 (bias on q, k, v), Qwen3 (a norm on each head's query and key).
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from shoal.errors import StateError, cause_of
-from shoal.policy.rope import KINDS, RopeScaling, scaling_of
+from shoal.errors import StateError
+from shoal.policy.rope import KINDS, NEEDED, RopeScaling, scaling_of
+from shoal.policy.stored import decode_strictly, differ_in_files, read_capped
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_TENSORS
 
 ARCHITECTURES = {
@@ -26,6 +27,14 @@ ARCHITECTURES = {
 
 LARGEST = 1 << 24
 """Upper limit for each number of a policy's shape."""
+
+NO_CONFIG = "is not a model's config"
+"""The fault of a `config.json` that is none."""
+
+AUTO_REMEDY = 'Choose another model, or set policy.implementation = "auto", which takes what transformers computes'
+"""What to do about a model that our own code does not compute."""
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -46,10 +55,11 @@ class PolicySpec:
     rope_theta: float
     norm_eps: float
     tied: bool
-    """The output head shares the embedding."""
+    """The output head shares the embedding: the config says so, and the files hold no head of other values."""
     eos_ids: tuple[int, ...]
     """Tokens that end a text. The first is the main one."""
     pad_id: int | None = None
+    """The token whose embedding learns nothing as an input, as in `transformers`. Below 0 it counts from the last one."""
     bos_id: int | None = None
     rope_scaling: RopeScaling | None = None
     """How the rotation is scaled for longer texts; None for the plain one."""
@@ -88,30 +98,31 @@ class PolicySpec:
         if self.qk_norm:
             layer |= {"self_attn.q_norm.weight": (E,), "self_attn.k_norm.weight": (E,)}
         shapes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": (self.vocab_size, D),
+            EMBEDDING: (self.vocab_size, D),
             "model.norm.weight": (D,),
         }
         for index in range(self.layers):
             shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-        return shapes if self.tied else shapes | {"lm_head.weight": (self.vocab_size, D)}
+        return shapes if self.tied else shapes | {HEAD: (self.vocab_size, D)}
 
     @staticmethod
     def from_directory(directory: Path) -> "PolicySpec":
-        """Read `config.json`. Raises `StateError` if it is missing, malformed or not a policy that we can run."""
+        """Read `config.json`. Raises `StateError` if it is missing, malformed or not a policy that we can run.
+
+        As in `transformers`, a head that is stored with other values than the embedding is a head of its own, whatever
+        the config says.
+        """
         path = Path(directory) / "config.json"
         data = read_capped(path, MAX_JSON_BYTES)
-        try:
-            family = msgspec.json.decode(data, type=_Family).model_type
-            if family not in ARCHITECTURES:  # which has other keys, and lacks some of ours
-                known = ", ".join(ARCHITECTURES)
-                raise StateError(
-                    f"{path}: model_type is {family[:40]!r}; known: {known}. Choose another model, "
-                    'or set policy.implementation = "auto"'
-                )
-            config = msgspec.json.decode(data, type=_HfConfig)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise StateError(f"{path} is not a model's config: {error}. Copy or download the model again") from None
-        return _from_hf(config, turn_ends_of(Path(directory) / "generation_config.json"), path)
+        family = decode_strictly(data, _Family, path, NO_CONFIG).model_type
+        if family not in ARCHITECTURES:  # which has other keys, and lacks some of ours
+            known = ", ".join(ARCHITECTURES)
+            raise StateError(f"{path}: model_type is {family[:40]!r}; known: {known}. {AUTO_REMEDY}")
+        config = decode_strictly(data, _HfConfig, path, NO_CONFIG)
+        spec = _from_hf(config, turn_ends_of(Path(directory) / "generation_config.json", config.vocab_size), path)
+        if spec.tied:
+            return replace(spec, tied=not differ_in_files(Path(directory), EMBEDDING, HEAD))
+        return spec
 
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` with which `transformers` opens this policy."""
@@ -153,6 +164,8 @@ class PolicySpec:
     def generation_to_hf(self) -> dict[str, Any]:
         """The `generation_config.json` beside it."""
         config = self.to_hf() | ({"eos_token_id": list(self.turn_ends)} if self.turn_ends else {})
+        if (self.pad_id or 0) < 0:  # no token to pad with
+            config["pad_token_id"] = None
         return {"do_sample": True, "temperature": 1.0} | {
             key: config[key] for key in ("eos_token_id", "pad_token_id", "bos_token_id") if config[key] is not None
         }
@@ -161,18 +174,6 @@ class PolicySpec:
         kind = self.rope_scaling.kind if self.rope_scaling else "default"
         scaling = self.rope_scaling.to_hf() if self.rope_scaling else {}
         return {"rope_type": kind, "rope_theta": self.rope_theta} | scaling
-
-
-def read_capped(path: Path, limit_bytes: int) -> bytes:
-    """Read a small file of a checkpoint. Raises `StateError` if it cannot be read or is larger than `limit_bytes`."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(limit_bytes + 1)
-    except OSError as error:
-        raise StateError(f"cannot read {path}: {cause_of(error)}. {path.parent} must be a model's directory") from None
-    if len(data) > limit_bytes:
-        raise StateError(f"{path} is larger than {limit_bytes} bytes: too large for a model's file of this name")
-    return data
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -201,7 +202,8 @@ class _HfConfig(msgspec.Struct):
     head_dim: int | None = None
     tie_word_embeddings: bool = False
     hidden_act: str = "silu"
-    rope_theta: float | None = None
+    rope_theta: float | None = 10000.0
+    """`transformers` takes null for no number, and cannot run the model."""
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     original_max_position_embeddings: int | None = None
@@ -212,6 +214,9 @@ class _HfConfig(msgspec.Struct):
     sliding_window: int | None = -1
     """A Mistral without this key has one."""
     layer_types: list[str] | None = None
+    is_causal: Any = True
+    per_layer_config: Any = None
+    text_config: Any = None
     quantization_config: dict[str, Any] | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
@@ -224,25 +229,35 @@ class _Generation(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
 
-def turn_ends_of(path: Path) -> tuple[int, ...]:
-    """The end tokens of a `generation_config.json`; none if there is no such file."""
+def turn_ends_of(path: Path, vocab_size: int) -> tuple[int, ...]:
+    """The end tokens of a `generation_config.json`; none if there is no such file. Raises `StateError`."""
     if not path.exists():
         return ()
-    try:
-        found = msgspec.json.decode(read_capped(path, MAX_JSON_BYTES), type=_Generation).eos_token_id
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise StateError(f"{path} is damaged: {error}. Copy or download the model again") from None
-    return _ids(found)
+    ids = _ids(decode_strictly(read_capped(path, MAX_JSON_BYTES), _Generation, path).eos_token_id)
+    if fault := token_id_fault(ids, vocab_size):
+        raise StateError(f"{path}: eos_token_id = {[*ids]}: {fault}. Choose another model, or fix the file")
+    return ids
+
+
+def token_id_fault(ids: tuple[int, ...], vocab_size: int) -> str:
+    """What is wrong with ids of tokens; empty if each is below the size of the vocabulary."""
+    if any(i < 0 for i in ids):
+        return "an id is below 0; leave the key out if there is no such token"
+    return f"not below vocab_size = {vocab_size}" if any(i >= vocab_size for i in ids) else ""
 
 
 def _ids(found: int | list[int] | None) -> tuple[int, ...]:
     return tuple(found) if isinstance(found, list) else () if found is None else (found,)
 
 
+def _rope_of(config: _HfConfig) -> tuple[dict[str, Any], object, object]:
+    """What describes the rotation, in the order of transformers 5: the keys, `rope_theta` and the type."""
+    rope = config.rope_scaling or config.rope_parameters or {}
+    return rope, rope.get("rope_theta", config.rope_theta), rope.get("rope_type", rope.get("type", "default"))
+
+
 def _from_hf(config: _HfConfig, turn_ends: tuple[int, ...], path: Path) -> PolicySpec:
-    rope = config.rope_scaling or config.rope_parameters or {}  # in the order of transformers 5
-    theta = rope.get("rope_theta", config.rope_theta if config.rope_theta is not None else 10000.0)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    rope, theta, kind = _rope_of(config)
     scaling = _scaling(kind, rope, config, path)
     heads = config.num_attention_heads
     eos_ids = _ids(config.eos_token_id)
@@ -260,46 +275,96 @@ def _from_hf(config: _HfConfig, turn_ends: tuple[int, ...], path: Path) -> Polic
         norm_eps=config.rms_norm_eps,
         tied=config.tie_word_embeddings,
         eos_ids=eos_ids,
-        pad_id=None if config.pad_token_id is None or config.pad_token_id < 0 else config.pad_token_id,
+        pad_id=config.pad_token_id,
         bos_id=config.bos_token_id,
         rope_scaling=scaling,
         turn_ends=() if set(turn_ends) == set(eos_ids) else turn_ends,
     )
-    bounded = ("width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "vocab_size", "max_positions")
-    ids = (*spec.eos_ids, *spec.turn_ends, *(i for i in (spec.pad_id, spec.bos_id) if i is not None))
-    demands = [
+    for holds, fault in _foreign(config):
+        if not holds:
+            raise StateError(f"{path}: {fault}. {AUTO_REMEDY}")
+    for holds, fault in _demands(config, spec, scaling):
+        if not holds:
+            raise StateError(f"{path}: {fault}. Choose another model, or fix the file")
+    return spec
+
+
+def _foreign(config: _HfConfig) -> list[tuple[bool, str]]:
+    """What must hold of a config for our own code to compute its model, each with what is said if it does not."""
+    rope, _, kind = _rope_of(config)
+    return [
         (config.hidden_act == "silu", f"hidden_act is {config.hidden_act!r}; only silu is known"),
         (
             not any(isinstance(value, dict) for value in rope.values()),
             "its rope_parameters are nested by layer type; only one rotation for all layers is known",
         ),
         (kind in KINDS, f"rope_type is {kind!r}; known: {', '.join(KINDS)}"),
-        *(scaling.demands() if scaling else ()),
         (
             rope.get("partial_rotary_factor", config.partial_rotary_factor) in (None, 1),
             "partial_rotary_factor is not 1: only whole heads are rotated",
         ),
         (not (config.attention_bias or config.mlp_bias), "attention_bias or mlp_bias is set; not supported"),
-        (config.quantization_config is None, "the weights are quantised; use the full-precision model"),
         (
             not config.use_sliding_window
             and (config.model_type != "mistral" or config.sliding_window is None)
             and all(kind == "full_attention" for kind in config.layer_types or ()),
-            "it uses sliding-window attention; not supported",
+            "it has sliding windows; only full attention is known",
         ),
-        (spec.layers <= MAX_TENSORS // 12, f"layers = {spec.layers}: more than MAX_TENSORS = {MAX_TENSORS} allow"),
-        *((0 < getattr(spec, n) <= LARGEST, f"{n} = {getattr(spec, n)}: not in 1..{LARGEST}") for n in bounded),
-        (spec.kv_heads > 0 and heads % spec.kv_heads == 0, f"{heads} heads do not share {spec.kv_heads} kv_heads"),
-        (spec.head_dim % 2 == 0, f"head_dim = {spec.head_dim}: must be even"),
-        (1.0 <= spec.rope_theta < 1e12, f"rope_theta = {theta!r}: not in 1..1e12"),
-        (scaling is None or spec.rope_theta > 1.0, "rope_theta is 1, which cannot be scaled"),
-        (0.0 < spec.norm_eps < 1.0, f"rms_norm_eps = {spec.norm_eps}: not in 0..1"),
-        (all(0 <= i < spec.vocab_size for i in ids), f"special token ids {ids} exceed vocab_size = {spec.vocab_size}"),
     ]
-    for holds, fault in demands:
-        if not holds:
-            raise StateError(f"{path}: {fault}. Choose another model, or fix the file")
-    return spec
+
+
+def _demands(config: _HfConfig, spec: PolicySpec, scaling: RopeScaling | None) -> list[tuple[bool, str]]:
+    """What must hold of a checkpoint's config, each with what is said if it does not, in the file's own keys."""
+    rope, theta, kind = _rope_of(config)
+    rope_key = "rope_scaling" if config.rope_scaling else "rope_parameters"
+    heads, head_dim = spec.heads, "head_dim" if config.head_dim else "hidden_size / num_attention_heads"
+    bounded = {
+        "hidden_size": spec.width, "num_hidden_layers": spec.layers, "num_attention_heads": heads,
+        "num_key_value_heads": spec.kv_heads, head_dim: spec.head_dim, "intermediate_size": spec.mlp_width,
+        "vocab_size": spec.vocab_size, "max_position_embeddings": spec.max_positions,
+    }  # fmt: skip
+    special = {
+        "eos_token_id": spec.eos_ids, "bos_token_id": _ids(spec.bos_id),
+    }  # fmt: skip
+    return [
+        *(
+            (rope.get(key) is not None, f"{rope_key} gives no {key}, which rope_type {kind} needs")
+            for key in (NEEDED.get(scaling.kind, ()) if scaling else ())
+        ),
+        *(scaling.demands() if scaling else ()),
+        (
+            config.is_causal,
+            f"is_causal is {config.is_causal!r}: tokens would see later ones, so no choice could be replayed",
+        ),
+        (not config.per_layer_config, "per_layer_config gives layers numbers of their own; not supported"),
+        (config.text_config is None, "text_config describes another model within; not supported"),
+        (
+            len(config.layer_types or ()) in (0, spec.layers),
+            f"layer_types names {len(config.layer_types or ())} layers of {spec.layers}",
+        ),
+        (config.quantization_config is None, "the weights are quantised; use the full-precision model"),
+        (
+            spec.layers <= MAX_TENSORS // 12,
+            f"num_hidden_layers = {spec.layers}: more than MAX_TENSORS = {MAX_TENSORS} allow",
+        ),
+        *((0 < n <= LARGEST, f"{key} = {n}: not in 1..{LARGEST}") for key, n in bounded.items()),
+        (
+            spec.kv_heads > 0 and heads % spec.kv_heads == 0,
+            f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {spec.kv_heads}",
+        ),
+        (spec.head_dim % 2 == 0, f"{head_dim} = {spec.head_dim}: must be even"),
+        (1.0 <= spec.rope_theta < 1e12, f"rope_theta = {theta!r}: must be at least 1 and below 1e12"),
+        (scaling is None or spec.rope_theta > 1.0, "rope_theta is 1, which cannot be scaled"),
+        (0.0 < spec.norm_eps < 1.0, f"rms_norm_eps = {spec.norm_eps}: must be above 0 and below 1"),
+        *(
+            (not (fault := token_id_fault(ids, spec.vocab_size)), f"{key} = {[*ids]}: {fault}")
+            for key, ids in special.items()
+        ),
+        (
+            -spec.vocab_size <= (spec.pad_id or 0) < spec.vocab_size,
+            f"pad_token_id = {spec.pad_id}: not in {-spec.vocab_size}..{spec.vocab_size - 1}",
+        ),
+    ]
 
 
 def _scaling(kind: object, rope: dict[str, Any], config: _HfConfig, path: Path) -> RopeScaling | None:

@@ -1,11 +1,13 @@
 """A chat template, compiled in a sandbox: messages and arguments in, text out.
 
 Called by the renderer. A stranger wrote the template, so it reaches nothing outside, and an error that it raises
-becomes one line. It has no clock. A template that asks for the date gets the argument `date`, or else a fixed day.
+becomes one line. It has no clock. A template that asks for the date gets the argument `date`, or else a fixed day. It
+draws nothing at random, and writes no address of memory: every machine must make the same prompt.
 """
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,38 +29,128 @@ _ERRORS = (
 """Exceptions that a stranger's template may raise, because its expressions are Python's."""
 
 
+_UNNAMED = "<template>"
+"""What jinja calls the file of a template that it got as a text."""
+
+
 class Template:
     """A compiled template, and the texts of the special tokens that it may use."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        """Raises `StateError` if the template is malformed."""
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        self.source, self._tokens = source, dict(tokens)
+    def __init__(self, source: str, tokens: Mapping[str, str], where: str = "") -> None:
+        """`where` is the file that has it. Raises `StateError` if the template is malformed."""
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
+        environment.filters |= {"tojson": _tojson, "random": _refuse_random}
+        environment.globals |= {"raise_exception": _raise_exception, "lipsum": _refuse_random}
+        self.source, self._tokens, self._where = source, dict(tokens), where
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise StateError(f"the chat template is malformed: {error}. Download the model again") from None
+            random_nodes = _random_nodes(environment.parse(source))
+        except (RecursionError, SyntaxError, *_ERRORS) as error:
+            line = (
+                f"line {error.lineno}: {_said(error)}"
+                if isinstance(error, jinja2.TemplateSyntaxError)
+                else _said(error)
+            )
+            place = f"{where}, {line}" if where else line
+            raise StateError(
+                f"the chat template is malformed: {place}. Correct the template there, or download the model again"
+            ) from None
+        if random_nodes:  # guard: no-chance-in-a-template
+            place = f"{where or 'its text'}, line {random_nodes[0].lineno}: {random_nodes[0].name}"
+            raise StateError(
+                f"the chat template cannot be used: {place} {_CHANCE}. Take that out of the template, or use another model"
+            )
 
     def text(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], prompt: bool = True) -> str:
         """The conversation as text. With `prompt`, it ends where the policy begins to write.
 
-        Raises `StateError` if the template refuses the messages.
+        Raises `StateError` if the template refuses the messages, or fails.
         """
-        given = {"strftime_now": _Day(arguments.get("date", DATE)), **arguments, **self._tokens}
+        day = _Day(arguments.get("date", DATE))
+        given = {"strftime_now": day, "tools": None, "documents": None, **arguments, **self._tokens}
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=prompt, **given)
+            text = self._template.render(messages=list(messages), add_generation_prompt=prompt, **given)
         except (MemoryError, RecursionError) as error:
             raise Overreach(
                 f"the chat template needs too much memory or recursion ({type(error).__name__}): use another model"
             ) from None
+        except _Refusal as error:
+            raise StateError(
+                f"the chat template refuses these messages: {_said(error)}. Let the environment send others, or "
+                "use a model that takes them"
+            ) from None
         except _ERRORS as error:
             raise StateError(
-                f"the chat template refuses these messages: {error}. Use a model that takes them"
+                f"the chat template fails in {self._place(error)}: {_said(error)}. Correct the template there, or use "
+                "another model"
             ) from None
+        addresses = set(_ADDRESS.findall(text))
+        given_text = f"{messages}{arguments}{self.source}" if addresses else ""
+        for address in addresses:
+            if address not in given_text:  # guard: no-address-in-a-prompt
+                around = text[: text.index(address)].rpartition("<")[2]
+                raise StateError(
+                    f"the chat template writes where an object is in memory (<{around[-60:]}{address}>), so each machine "
+                    f"would make another prompt. Correct it in {self._file()}, or use another model"
+                )
+        return text
+
+    def _file(self) -> str:
+        """The file that has the template, without the folder, which other machines lack."""
+        key = "chat_template of " if self._where.startswith("chat_template of ") else ""
+        return key + self._where.rpartition("/")[2] if self._where else "its text"
+
+    def _place(self, error: BaseException) -> str:
+        """The file and line of the template in which an error was raised."""
+        lines, step = list[int](), error.__traceback__
+        while step is not None:  # jinja gives the frames of a template the numbers of its own lines
+            if step.tb_frame.f_code.co_filename == _UNNAMED:
+                lines.append(step.tb_lineno)
+            step = step.tb_next
+        return f"{self._file()}, line {lines[-1]}" if lines else self._file()
+
+
+def _said(error: BaseException) -> str:
+    """What an error says, as a sentence without its stop."""
+    said = error.message if isinstance(error, jinja2.TemplateSyntaxError) else str(error)
+    return (said or type(error).__name__).rstrip(" .")
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """In which the keys of two messages have no difference: a set has another order in each process."""
+
+    intercepted_binops = frozenset("-")
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        found = super().call_binop(context, operator, left, right)
+        if isinstance(found, set):  # guard: no-set-in-a-template
+            raise jinja2.TemplateRuntimeError("it makes a set, whose order differs on each machine")
+        return found
+
+
+def _random_nodes(tree: jinja2.nodes.Template) -> list[Any]:
+    """The nodes of a template that draw at random."""
+    names = list(tree.find_all(jinja2.nodes.Name))
+    own = {name.name for name in names if name.ctx != "load"}
+    return [
+        *(one for one in tree.find_all(jinja2.nodes.Filter) if one.name == "random"),
+        *(one for one in names if one.name == "lipsum" and one.name not in own),
+    ]
+
+
+def _refuse_random(*_: Any) -> None:
+    """Replaces `random` and `lipsum` in the sandbox: a template can reach them without writing their names."""
+    raise jinja2.TemplateRuntimeError(f"it {_CHANCE}")
+
+
+_CHANCE = "draws at random, so each machine would make another prompt"
+
+_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
+"""What Python writes of an object that has no text of its own, such as a function or a filter that was not read."""
+
+
+class _Refusal(jinja2.TemplateError):
+    """What a template raises by itself about the messages or arguments."""
 
 
 class _Day:
@@ -71,7 +163,7 @@ class _Day:
         try:
             return datetime.datetime.fromisoformat(self._date).strftime(form)
         except (TypeError, ValueError):
-            raise jinja2.TemplateError(f"date is {self._date!r:.40}: write it as {DATE}") from None
+            raise _Refusal(f"date is {self._date!r:.40}: write it as {DATE}") from None
 
 
 class _Generation(jinja2.ext.Extension):
@@ -97,4 +189,4 @@ def _tojson(
 
 
 def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise _Refusal(message)

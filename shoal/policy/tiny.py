@@ -47,11 +47,23 @@ def make_tiny(tiny: TinyPolicy, directory: Path, seed: int, dtype: str) -> None:
     """
     from shoal.policy.model import Transformer
 
-    model = Transformer(dataclasses.replace(tiny_spec(tiny), turn_ends=TURN_ENDS))
+    model = Transformer(_spec(tiny))
     initialise(model, seed)
     with tempfile.TemporaryDirectory() as scratch:
         write_tokenizer(Path(scratch), tiny.max_positions)
         save_policy(model, directory, dtype, tokenizer_from=Path(scratch))
+
+
+def write_all_but_weights(tiny: TinyPolicy, directory: Path) -> None:
+    """Write what a renderer reads of the policy that `make_tiny` makes. Raises `ConfigError`."""
+    spec = _spec(tiny)
+    write_json(directory / "config.json", spec.to_hf())
+    write_json(directory / "generation_config.json", spec.generation_to_hf())
+    write_tokenizer(directory, tiny.max_positions)
+
+
+def _spec(tiny: TinyPolicy) -> PolicySpec:
+    return dataclasses.replace(tiny_spec(tiny), turn_ends=TURN_ENDS)
 
 
 def tiny_spec(tiny: TinyPolicy) -> PolicySpec:

@@ -23,7 +23,8 @@ from shoal.policy.base import Published
 from shoal.policy.files import find_tensors, policy_tensors, save_policy
 from shoal.policy.filling import demand_floats, demand_same_shapes, fill_all
 from shoal.policy.model import Transformer
-from shoal.policy.spec import ARCHITECTURES, PolicySpec, read_capped
+from shoal.policy.spec import ARCHITECTURES, NO_CONFIG, PolicySpec
+from shoal.policy.stored import decode_strictly, read_capped
 from shoal.protocol.constants import MAX_JSON_BYTES
 
 HEAD = "score.weight"
@@ -119,10 +120,7 @@ def load_valued(directory: Path, dtype: torch.dtype = torch.float32) -> Valued:
 def valued_spec_of(directory: Path) -> PolicySpec:
     """The shape of the model with a head of one number in a directory. Raises `StateError` if it holds another model."""
     spec, path = PolicySpec.from_directory(directory), Path(directory) / "config.json"
-    try:
-        labels = msgspec.json.decode(read_capped(path, MAX_JSON_BYTES), type=_Labels)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise StateError(f"{path} is not a model's config: {error}. Copy or download the model again") from None
+    labels = decode_strictly(read_capped(path, MAX_JSON_BYTES), _Labels, path, NO_CONFIG)
     wanted, found = architecture_of(spec), (labels.architectures or ["none"])[0]
     if found != wanted:  # guard: a-policy-is-no-reward-model
         raise StateError(

@@ -6,11 +6,9 @@ their bytes: the same vocabulary is often saved with other settings. Light: no t
 
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from shoal.errors import StateError
-from shoal.policy.render import MAX_TOKENIZER_BYTES
-from shoal.policy.spec import PolicySpec, read_capped
+from shoal.policy.auto_tokenizer import open_tokenizer
+from shoal.policy.spec import PolicySpec
 
 
 def demand_same_vocabulary(directory: Path, policy: Path, what: str) -> None:
@@ -32,13 +30,7 @@ def demand_same_vocabulary(directory: Path, policy: Path, what: str) -> None:
 
 def vocabulary_of(directory: Path) -> dict[str, int]:
     """The id of each token, by its text. Raises `StateError`."""
-    path = Path(directory) / "tokenizer.json"
-    try:
-        return Tokenizer.from_str(read_capped(path, MAX_TOKENIZER_BYTES).decode()).get_vocab(with_added_tokens=True)
-    except StateError:
-        raise
-    except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for a file that it cannot parse
-        raise StateError(f"{path} is damaged: {error}. Download the model again") from None
+    return open_tokenizer(directory).tokenizer.get_vocab(with_added_tokens=True)
 
 
 def _name(vocabulary: dict[str, int], text: str) -> str:

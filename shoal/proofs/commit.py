@@ -20,8 +20,8 @@ from shoal.protocol.types import EngineFacts, Group, Lease, Rules, Submission
 from shoal.protocol.wire import to_msgpack
 
 REMEDY = (
-    "Check this machine's memory. If other workers report the same, ask the host for a run with "
-    'sampling.dtype = "float32"'
+    "Check this machine's memory. If other workers report the same, values of the policy overflow: its host may begin "
+    'again from an earlier version, or with sampling.dtype = "float32" if it is not'
 )
 
 

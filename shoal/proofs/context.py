@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from shoal.engine.base import Score, ScoreRequest
-from shoal.errors import Overreach
+from shoal.errors import MessagesRefused, Overreach, StateError
 from shoal.ledger.algorithm import advantages, advantages_by_step
 from shoal.policy.messages import Message, arguments_of
 from shoal.policy.render import Renderer
@@ -35,14 +35,17 @@ from shoal.protocol.continuations import (
     seeds_of,
     whole_author,
 )
+from shoal.protocol.env_faults import fault_indices, faults_of
 from shoal.protocol.randomness import row_seed
 from shoal.protocol.records import differs
+from shoal.protocol.rollouts import no_room
 from shoal.protocol.step_rewards import step_of_tokens
 from shoal.protocol.types import (
     ENVIRONMENT,
     POLICY,
     Bounds,
     Ending,
+    Faults,
     Group,
     GroupRecord,
     Lease,
@@ -54,6 +57,10 @@ from shoal.protocol.types import (
     StepRewards,
     Submission,
 )
+from shoal.terminal import printable
+
+MAX_REFUSAL_CHARS = 200
+"""Of a chat template's words that a verdict holds."""
 
 Severity = Literal["soft", "hard"]
 """Soft: the group is not paid. Hard: an honest worker never sends this, on any hardware; two validators who agree may
@@ -105,6 +112,16 @@ class Replayed(Protocol):
 
     @property
     def position(self) -> int: ...
+
+    @property
+    def fault(self) -> str:
+        """What the environment raised, if the rollout counts in nothing because of it; else empty."""
+        ...
+
+    @property
+    def outside(self) -> float | None:
+        """Its score, if that is outside the environment's bounds."""
+        ...
 
     def steps(self, credit: StepCredit) -> StepRewards:
         """What its turns or steps earn, as the run's credit asks."""
@@ -239,21 +256,24 @@ class Context:
         found |= dict(zip(whole, self._played(list(whole.values())), strict=True))
         return [found[index] for index in range(len(found))]
 
-    def playable(self) -> bool:
-        """Whether the environment can begin the slot's task and leave room for a turn, or plays what is continued. If not,
-        nobody can fill the slot."""
+    def unplayable(self) -> str:
+        """Why nobody can fill the slot: the environment cannot begin its task, leaves no room for a turn, or plays what is
+        continued otherwise. Empty if it can be filled."""
+        begins = f"task {self.slot.task} of {self.slot.env[:40]} cannot begin: "
         if self.record is not None:
-            return bool(self.record.rollouts)
+            return "" if self.record.rollouts else f"{begins}the host says so"
         assert self.slot.env in self.tools.envs, f"environment {self.slot.env} is not loaded"
         try:
             if self.is_continued:
-                return self._plays_parent()
-            most = getattr(self.env, "max_tokens", 0) or self.sampling.max_tokens
-            return len(self.opening) < min(most, self.sampling.max_tokens)
+                return "" if self._plays_parent() else "the environment plays what is continued otherwise"
+            room = no_room(getattr(self.env, "max_tokens", 0), self.sampling, len(self.opening))
+            return room and begins + room
         except (Overreach, MemoryError):
             raise  # guard: overreach-is-no-verdict
+        except MessagesRefused as refused:
+            return f"{begins}{refused}"
         except Exception:  # noqa: BLE001  foreign code may raise anything: the slot is void, the validator continues
-            return False
+            return f"{begins}the environment fails" if not self.is_continued else "what is continued cannot be played"
 
     def _plays_parent(self) -> bool:
         """Whether the environment plays the rollouts that are continued as the parent has them, if there is one."""
@@ -265,7 +285,12 @@ class Context:
     def opening(self) -> list[int]:
         """The prompt of the slot's task, by this machine's data. Raises what the environment raises."""
         _, messages = self.env.reset(self._task)
-        return self.tools.renderer.start(messages, arguments_of(self.env))
+        try:
+            return self.tools.renderer.start(messages, arguments_of(self.env))
+        except Overreach:
+            raise
+        except StateError as refused:
+            raise MessagesRefused(printable(" ".join(str(refused).split()))[:MAX_REFUSAL_CHARS]) from None
 
     @cached_property
     def _task(self) -> Any:
@@ -274,7 +299,12 @@ class Context:
     def signs_G(self, group: Group) -> NDArray[np.float64]:
         """Of each rollout: 1 if the loss encourages it, -1 if it discourages it, 0 if neither."""
         rewards = [float(replayed.reward) for replayed in self.replays(group)]
-        return np.sign(np.nan_to_num(advantages(rewards, self.rules.algorithm).astype(np.float64)))
+        worth_G = advantages(rewards, self.rules.algorithm, fault_indices(self.faults(group)))
+        return np.sign(np.nan_to_num(worth_G.astype(np.float64)))
+
+    def faults(self, group: Group) -> Faults | UnsetType:
+        """The rollouts on which the environment failed; unset if it failed on none."""
+        return faults_of(self.replays(group))
 
     def steps(self, group: Group) -> tuple[StepRewards, ...] | UnsetType:
         """What the turns or steps of each rollout earn; unset in a run that credits none."""
@@ -289,7 +319,8 @@ class Context:
         if steps is UNSET or needs_critic(algorithm):
             return None
         found = []
-        for rollout, steps_S, A_S in zip(group.rollouts, steps, advantages_by_step(steps, algorithm), strict=True):
+        credited = advantages_by_step(steps, algorithm, fault_indices(self.faults(group)))
+        for rollout, steps_S, A_S in zip(group.rollouts, steps, credited, strict=True):
             author_P = rollout.author_T()[policy_positions(rollout)]
             signs_P = np.zeros(len(author_P))
             signs_P[author_P == POLICY] = np.sign(A_S[step_of_tokens(rollout, steps_S)])
@@ -309,6 +340,8 @@ class _Replay:
     ending: Ending
     problem: str = ""
     position: int = -1
+    fault: str = ""
+    outside: float | None = None
 
     def steps(self, credit: StepCredit) -> StepRewards:
         """None: it was not played here."""
@@ -323,7 +356,8 @@ def _recorded(group: Group, record: GroupRecord) -> list[Replayed]:
         if known is None or differs(rollout, known.digest):
             found.append(_Replay(-MAX_REWARD, rollout.ending, "the host's stage recorded another rollout"))
         else:
-            found.append(_Replay(known.reward, known.ending))
+            outside = None if known.outside is UNSET else known.outside
+            found.append(_Replay(known.reward, known.ending, fault=known.fault, outside=outside))
     return found
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from shoal.proofs.verify import AUDIT
+from shoal.protocol.env_faults import fault_indices, fault_key
 from shoal.protocol.types import GroupVerdict, StepRewards
 
 NEEDS_MODEL = frozenset(module.NAME for module in AUDIT)
@@ -41,6 +42,11 @@ def _rewards_and_tokens(booked: GroupVerdict, found: GroupVerdict) -> list[str]:
         said.append(f"the log gives {len(booked.rewards)} rewards to {len(found.rewards)} rollouts")
     if len(booked.rewards) == len(found.rewards) and booked.steps != found.steps:  # guard: other-steps-are-told
         said += _steps(booked.steps or (), found.steps or ())
+    ours, theirs = fault_indices(found.faults), fault_indices(booked.faults)
+    if ours != theirs:  # guard: other-faults-are-told
+        said.append(f"the log leaves out rollouts {list(theirs)}, the environment fails on {list(ours)}")
+    elif fault_key(booked) != fault_key(found):
+        said.append("the log names other scores outside the reward_bounds than the environment gives")
     if booked.tokens != found.tokens:
         said.append(f"the log pays {booked.tokens} tokens, the policy wrote {found.tokens}")
     return said

@@ -27,8 +27,9 @@ from shoal.proofs.checks import (
 )
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.proofs.context import CheckModule, Context, Failure, Tools, by_group
-from shoal.protocol.audits import influence, must_audit, pay_of
+from shoal.protocol.audits import REPLAY, influence, must_audit, pay_of
 from shoal.protocol.constants import COMPLETIONS
+from shoal.protocol.env_faults import fault_indices
 from shoal.protocol.types import Check, Group, GroupRecord, GroupVerdict, Record, Submission, Verdict
 from shoal.protocol.wire import WireError, from_msgpack
 
@@ -99,12 +100,15 @@ def _projections(audited: Sequence[Context], check: Check) -> dict[str, tuple[fl
 def _is_due(verdict: GroupVerdict, draw: float, check: Check, tools: Tools) -> bool:
     """Whether to audit a group: it was drawn beforehand, or its influence or its pay makes it due."""
     rules, version = tools.info.rules, tools.info.rules_version
+    faults = fault_indices(verdict.faults)
     # guard: uses-are-checked
-    weight = influence(verdict.rewards, verdict.tokens, rules.algorithm, version, rules.group_uses, verdict.steps)
+    weight = influence(
+        verdict.rewards, verdict.tokens, rules.algorithm, version, rules.group_uses, verdict.steps, faults
+    )
     pay = pay_of(verdict, rules)
     # guard: influence-is-checked
     return verdict.slot in check.audited or must_audit(
-        draw, check.rate, weight, check.mean_influence, pay, check.mean_pay
+        draw, check.rate, weight, check.mean_influence, pay, check.mean_pay, bool(verdict.faults)
     )
 
 
@@ -165,13 +169,12 @@ def _judge_without_model(group: Group | Failure, ctx: Context) -> GroupVerdict:
     if isinstance(group, Failure):
         return _refuse(ctx.slot.slot, shape, group)
     try:
-        if not ctx.playable():  # guard: unplayable-is-void
-            what = "plays what is continued otherwise" if ctx.is_continued else "cannot begin this task"
-            return _void(ctx.slot.slot, Failure(-1, -1, 0, 0, f"the environment {what}"))
+        if why := ctx.unplayable():  # guard: unplayable-is-void
+            return _void(ctx.slot.slot, Failure(-1, -1, 0, 0, why))
         return _first_failure(MODEL_FREE, group, ctx) or _accept(group, ctx)
     except Undecided:
         # guard: undecided-is-void
-        return _void(ctx.slot.slot, Failure(-1, -1, 0, 0, STOPPED))
+        return GroupVerdict(ctx.slot.slot, False, "void", REPLAY, STOPPED)
 
 
 def _judge_with_model(group: Group, ctx: Context) -> GroupVerdict:
@@ -205,6 +208,7 @@ def _accept(group: Group, ctx: Context) -> GroupVerdict:
         rewards=tuple(float(replayed.reward) for replayed in ctx.replays(group)),
         tokens=sum(rollout.num_policy_tokens() for rollout in group.rollouts),
         steps=ctx.steps(group),
+        faults=ctx.faults(group),
     )
 
 

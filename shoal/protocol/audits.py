@@ -9,14 +9,20 @@ from msgspec import UnsetType
 
 from shoal.protocol.algorithms import Algorithm, Grpo, judged_by_trainer, vine_of
 from shoal.protocol.compositions import Composition
+from shoal.protocol.env_faults import has_enough_rollouts, without_faults
 from shoal.protocol.step_rewards import largest_credits
 from shoal.protocol.types import GroupVerdict, Rules, StepRewards
+from shoal.protocol.wire import float_sum
 
 CHECKS = (
     "shape", "lease", "prompt", "environment", "reward", "ending", "complete", "sampling", "logprobs", "activations",
+    "replay",
 )  # fmt: skip
 """Checks that a verdict may name. Refusals are counted by check, so this bounds the size of answers. A name may be
 added; changing or removing one breaks: replay of logs that hold it."""
+
+REPLAY = "replay"
+"""What a void slot names whose environment was stopped on a validator's machine, so that nothing was judged."""
 
 MAX_REWARD = 1e6
 """Largest size of the reward of one rollout, or of one of its steps. Larger ones could add up to infinity, which no log can
@@ -33,20 +39,25 @@ def influence(
     version: int,
     uses: int = 1,
     steps: Sequence[StepRewards] | UnsetType = (),
+    faults: Sequence[int] = (),
 ) -> float:
     """How far a group can move the policy: how far it can move the policy at one token, times its policy tokens, times the
-    batches that may take it. Before version 3 of the rules, all algorithms counted as GRPO with advantage = "mean"."""
+    batches that may take it. Rollouts with `faults` move nothing. Before version 3 of the rules, all algorithms counted as
+    GRPO with advantage = "mean"."""
+    if not has_enough_rollouts(len(rewards), faults):
+        return 0.0
+    rewards, steps = without_faults(rewards, faults), without_faults(steps or (), faults)
     weight = _advantage(rewards, algorithm if version >= 3 else Grpo(), steps)  # guard: old-logs-keep-their-influence
     return weight * tokens * uses  # guard: each-use-counts
 
 
-def _advantage(rewards: Sequence[float], algorithm: Algorithm, steps: Sequence[StepRewards] | UnsetType) -> float:
+def _advantage(rewards: Sequence[float], algorithm: Algorithm, steps: Sequence[StepRewards]) -> float:
     """The mean size of a token's advantage, as far as rewards say it; else a bound of it, up to a factor that all groups of
     a run share. Where steps have rewards of their own, the most that one of a rollout's steps is worth counts."""
     if not rewards:
         return 0.0
-    mean = sum(rewards) / len(rewards)
-    distance = sum(abs(reward - mean) for reward in rewards) / len(rewards)
+    mean = float_sum(rewards) / len(rewards)
+    distance = float_sum(abs(reward - mean) for reward in rewards) / len(rewards)
     if judged_by_trainer(algorithm) or vine_of(algorithm) is not None:
         # What a critic, a frozen model or continuations say of a token has nothing to do with how the rewards differ.
         return 1.0  # guard: judged-by-length
@@ -54,7 +65,7 @@ def _advantage(rewards: Sequence[float], algorithm: Algorithm, steps: Sequence[S
         return _step_advantage(steps, algorithm)  # guard: steps-have-influence
     match algorithm:
         case Composition(advantage="reward"):
-            return sum(map(abs, rewards)) / len(rewards)  # guard: equal-rewards-count
+            return float_sum(map(abs, rewards)) / len(rewards)  # guard: equal-rewards-count
         case Composition(advantage="maxrl"):
             return distance / mean if mean > 0 else 0.0  # guard: seldom-solved-counts
         case Grpo(advantage="mean_std") | Composition(advantage="mean_std"):
@@ -68,7 +79,7 @@ def _step_advantage(steps: Sequence[StepRewards], algorithm: Algorithm) -> float
     credits = largest_credits(steps)
     if isinstance(algorithm, Grpo | Composition) and algorithm.advantage == "mean_std":
         return sum(map(len, steps)) / len(steps) if any(credits) else 0.0
-    return sum(credits) / len(steps)
+    return float_sum(credits) / len(steps)
 
 
 def paid_tokens(tokens: int, rules: Rules, rollouts: int | None = None) -> int:
@@ -84,11 +95,15 @@ def pay_of(group: GroupVerdict, rules: Rules) -> int:
 
 
 def must_audit(
-    draw: float, rate: float, influence: float, mean_influence: float, pay: float = 0.0, mean_pay: float = 0.0
-) -> bool:
+    draw: float, rate: float, influence: float, mean_influence: float, pay: float = 0.0, mean_pay: float = 0.0,
+    failed: bool = False,
+) -> bool:  # fmt: skip
     """Whether a group is audited. Influence above the run's mean raises the rate in proportion. So does pay above the mean
     pay of the worker's newest groups, those that a refusal takes: a forged group then risks as many times its own pay,
     however long it is. Less than the mean changes nothing.
+
+    A group on which the environment `failed` is always audited: rollouts with faults do not count, so else a forger that
+    makes the environment fail would choose which rewards do.
 
     The draw, in [0, 1), was made before anyone knew the rewards or the length. `influence` is that of all uses which a
     group may have, and `mean_influence` that of one use: in a run that uses groups three times, a usual group is audited at
@@ -97,7 +112,7 @@ def must_audit(
     """
     # guard: influence-raises-the-rate, pay-raises-the-rate, influence-never-lowers-the-rate
     raised = max(1.0, _over(influence, mean_influence), _over(pay, mean_pay))
-    return draw < rate * raised
+    return failed or draw < rate * raised  # guard: faults-are-audited
 
 
 def _over(value: float, mean: float) -> float:

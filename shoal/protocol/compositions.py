@@ -189,7 +189,8 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     corrections: tuple[Correction, ...] = ()
     """Weights and masks from the trainer's policy at the start of the step and the one that sampled; all multiply."""
     mask_overlong: bool = False
-    """Leave out rollouts that a token limit ended: their reward says little about what they would have been."""
+    """Learn nothing from rollouts that a token limit ended: their reward says little about what they would have been. They
+    still count in the mean and deviation of rewards, and in the divisor of the average over rollouts or by a constant."""
     entropy_bonus: float = 0.0
     """Weight of the mean entropy, nats per token."""
     entropy_target: float = 0.0

@@ -139,6 +139,10 @@ MAX_EVENTS_BYTES = 8 << 20
 """An answer with MAX_EVENTS events, or with more than this many bytes, is full: ask again from its last event on. Any other
 answer reaches the end of the log. Changing breaks: older readers stop early."""
 
+MAX_SAID_CHARS = 300
+"""Characters of what a worker says of a call of an environment that it stopped. Changing breaks: reports of older workers.
+"""
+
 MAX_FACT_CHARS = 64
 """Characters of a node's name, and of each fact about its engine. No character may control a terminal. Changing breaks:
 logs that hold longer ones."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from shoal.protocol.wire import domain_hash
+from shoal.protocol.wire import domain_hash, float_sum
 
 
 class Pool(NamedTuple):
@@ -78,7 +78,7 @@ def draw_task(slot: bytes, table: DrawTable) -> tuple[str, int]:
 
 def _pick(bits: bytes, weights: Sequence[float]) -> int:
     """The index that 64 bits decide, by weight; never one of weight 0."""
-    point = int.from_bytes(bits, "big") / 2**64 * sum(weights)
+    point = int.from_bytes(bits, "big") / 2**64 * float_sum(weights)
     known = [index for index, weight in enumerate(weights) if weight > 0]  # guard: retired-is-not-drawn
     for index in known[:-1]:
         if point < weights[index]:

@@ -7,6 +7,7 @@ those.
 Axes: G rollouts, N tokens of all rollouts in a row, L log-probs of all rollouts.
 """
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.protocol.constants import MAX_LOGPROB, MAX_ROLLOUT_ROWS, MAX_ROLLOUT_TOKENS
-from shoal.protocol.types import ENVIRONMENT, Rollout
+from shoal.protocol.types import ENVIRONMENT, Rollout, Sampling
 
 
 class Flaw(NamedTuple):
@@ -112,3 +113,36 @@ def _values(rollouts: Sequence[Rollout], vocabulary: int) -> Flaw | None:
             return flaw(at, 0, 0, "log-prob is not a finite number")
         return flaw(at, value, MAX_LOGPROB, "log-prob above 0")
     return None
+
+
+ROOM_REMEDY = "Raise that key, or give shorter prompts"
+"""What to change if a prompt leaves no room."""
+ENV_REMEDY = "Correct task() and reset() of the environment (`shoal env check` with the run file shows more)"
+"""What to change if a task cannot begin for another reason."""
+MODEL_REMEDY = "Use a model whose chat template and tokenizer take its messages"
+"""What to change if the policy cannot be shown a task."""
+
+_NOT_SHOWN = re.compile(r"cannot begin.*: the (policy's )?(chat template|tokenizer|model has a chat template) ")
+_NO_ROOM = re.compile(
+    r"(task \d+ of .{1,40} cannot begin: )?its prompt takes \d+ tokens, and \S+ = \d+ leaves no room for a turn"
+)
+
+
+def no_room(env_max_tokens: int, sampling: Sampling, prompt_tokens: int) -> str:
+    """Why the policy could not write after a prompt of so many tokens; empty if it could. `env_max_tokens` is the
+    environment's own limit, 0 if it has none."""
+    own = env_max_tokens or sampling.max_tokens
+    key = "envs.max_tokens" if own < sampling.max_tokens else "sampling.max_tokens"
+    most = min(own, sampling.max_tokens)
+    if prompt_tokens < most:
+        return ""
+    return f"its prompt takes {prompt_tokens} tokens, and {key} = {most} leaves no room for a turn"
+
+
+def unbegun_remedy(why: str) -> str:
+    """What to change if tasks can never begin for this reason, as a sentence without its stop."""
+    if _NO_ROOM.fullmatch(why):
+        return ROOM_REMEDY
+    if _NOT_SHOWN.search(why):
+        return MODEL_REMEDY
+    return ENV_REMEDY

@@ -12,8 +12,20 @@ import msgspec
 from shoal.protocol.algorithms import step_credit_of, vine_of
 from shoal.protocol.constants import CONTINUATIONS, EPISODES, MAX_JSON_BYTES, MAX_LEASE_BLOCKS, MAX_SUBMISSION_BYTES
 from shoal.protocol.continuations import most_rollouts
+from shoal.protocol.env_faults import MAX_SAID_CHARS
 from shoal.protocol.needs import kind_of
-from shoal.protocol.types import BatchGroup, Block, EnvSpec, GroupVerdict, Parent, Rules, Sampling, Slot, StepReward
+from shoal.protocol.types import (
+    BatchGroup,
+    Block,
+    EnvSpec,
+    Faults,
+    GroupVerdict,
+    Parent,
+    Rules,
+    Sampling,
+    Slot,
+    StepReward,
+)
 from shoal.protocol.wire import to_json
 
 BYTES_PER_TOKEN = 4 + 1 + 4
@@ -97,7 +109,8 @@ def most_batch_groups(group_size: int, continuations: int = 0, steps: int = 0) -
     """Groups of the largest batch that fits into a message, if each has at most so many continuations, and each rollout so
     many steps with rewards of their own."""
     rewards = (WIDE_FLOAT,) * group_size, (WIDE_FLOAT,) * continuations
-    member = BatchGroup(WIDE_INT, WIDE_INT, HASH, WIDE_INT, HASH, *rewards, _steps(group_size, steps))
+    faults = tuple(range(group_size)), tuple(range(continuations))
+    member = BatchGroup(WIDE_INT, WIDE_INT, HASH, WIDE_INT, HASH, *rewards, _steps(group_size, steps), *faults)
     return (MAX_JSON_BYTES - MESSAGE_OVERHEAD_BYTES) // _listed(member)
 
 
@@ -115,12 +128,16 @@ def _steps(group_size: int, most: int) -> tuple[tuple[StepReward, ...], ...]:
 
 def _verdict_bytes(group_size: int, steps: int) -> int:
     """Bytes of one group in a verdict: accepted groups have rewards, others a reason."""
+    indices = tuple(range(group_size))
     widest = GroupVerdict(
         WIDE_INT, False, "accept", "", "", WIDE_INT, WIDE_INT, WIDE_FLOAT, WIDE_FLOAT, (WIDE_FLOAT,) * group_size,
         WIDE_INT, WIDE_INT, WIDE_FLOAT, WIDE_FLOAT, WIDE_FLOAT,
         _steps(group_size, steps) or msgspec.UNSET,
+        Faults(indices, indices, WIDE_FLOAT, "x" * MAX_SAID_CHARS),
     )  # fmt: skip
-    refused = msgspec.structs.replace(widest, outcome="soft", check="x" * REASON_BYTES, rewards=(), steps=msgspec.UNSET)
+    refused = msgspec.structs.replace(
+        widest, outcome="soft", check="x" * REASON_BYTES, rewards=(), steps=msgspec.UNSET, faults=msgspec.UNSET
+    )
     return max(_listed(widest), _listed(refused))
 
 

@@ -1,12 +1,15 @@
-"""Canonical encoding of messages: decoding is strict, a value has one encoding, and hashes are over the bytes.
+"""Canonical encoding of messages and one way to add: decoding is strict, a value has one encoding, hashes are over bytes.
 
 Called by every room that sends, stores or hashes a message. It does not depend on message types: those are in `types`.
 Small messages are JSON, bulk is msgpack. A message that does not decode into exactly the given type is refused. Hashes
 and signatures are over the bytes that arrived, never over a second encoding of them.
 """
 
+import functools
 import hashlib
+import operator
 import re
+from collections.abc import Iterable
 from typing import TypeVar
 
 import msgspec
@@ -93,3 +96,9 @@ def _refuse_deep_nesting(data: bytes) -> None:
         depth += 1 if bracket in b"[{" else -1
         if depth > MAX_JSON_DEPTH:  # guard: json-depth
             raise WireError(f"nested deeper than {MAX_JSON_DEPTH} levels (MAX_JSON_DEPTH)")
+
+
+def float_sum(values: Iterable[float]) -> float:
+    """The sum of floats, rounded after each addition from the left. The built-in `sum` does so until Python 3.11; later
+    ones correct the rounding, so that nodes with different Pythons would compute different influences and draws."""
+    return functools.reduce(operator.add, values, 0.0)

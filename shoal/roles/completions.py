@@ -253,15 +253,20 @@ def _token_ids(text: bytes, vocabulary: int) -> list[int]:
 
 
 def _groups(table: Table, block: t.Block, rollouts: Sequence[_Rollout]) -> list[t.Group]:
-    groups = []
+    groups, failed = [], list[str]()
     for slot, own in zip(block.slots, _of_each(rollouts, table.group_size), strict=True):
         void = {rollout.ending == "void" for rollout in own}
         if len(void) > 1:  # guard: group-is-void-or-whole
             raise _wrong(f"slot {slot.slot} is void for some of its rollouts only")
         if any(rollout.ending == "error" for rollout in own):
-            log.warning("environment_error env=%.64s task=%d: the host's log has the traceback", slot.env, slot.task)
+            failed.append(f"{slot.env:.64} {slot.task}")
         packed = () if True in void else tuple(rollout.packed(table.engine.version) for rollout in own)
         groups.append(t.Group(slot.slot, slot.task, slot.env, packed))
+    if failed:
+        log.warning(
+            "the host's environment failed on tasks=%r, and its logs/stage.log says why; your pay does not depend on it",
+            ", ".join(failed),
+        )
     return groups
 
 

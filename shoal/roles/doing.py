@@ -4,6 +4,7 @@ Written by the role, from its event loop and its threads; read by `launch/node_v
 nothing.
 """
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -55,6 +56,8 @@ class Doing:
     tokens_per_s: float = 0.0
     memory: Callable[[], tuple[int, int]] = lambda: (0, 0)
     """What the node takes of the machine's memory and of its GPU's, MB; 0 if unknown."""
+    answered_at: Callable[[], float | None] = lambda: None
+    """When the host last answered the node anything, by the monotonic clock; None if never."""
     judged: Judged = field(default_factory=Judged)
     stopping: Callable[[], bool] = bool
     """Whether it was told to stop."""
@@ -63,6 +66,11 @@ class Doing:
         self.started = self.since = self.clock()
 
     def now(self, words: str) -> None:
-        """It begins to do something else."""
-        if words != self.words:
-            self.words, self.since = words, self.clock()
+        """It begins to do something else. A wait of which only the numbers change goes on."""
+        if words != self.words and not (words.startswith("waiting") and _letters(words) == _letters(self.words)):
+            self.since = self.clock()
+        self.words = words
+
+
+def _letters(words: str) -> str:
+    return re.sub(r"\d+", "", words)

@@ -7,22 +7,24 @@ episodes; this role gives it the checkpoint, the environment and the threads.
 import json
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from shoal.config import node_home, sampling_of
+from shoal.config import EnvConfig, node_home, sampling_of
+from shoal.config.envs import JudgeConfig
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.envs.base import Env
-from shoal.envs.contained.open import in_sandbox, show
-from shoal.envs.evaluate import BATCH, Evaluation, as_text, evaluate, mixed
+from shoal.envs.contained.open import in_process, in_sandbox, show
+from shoal.envs.evaluate import BATCH, Evaluation, MixedEvaluation, as_text, eval_sampling, evaluate, mixed
 from shoal.envs.load import env_of, is_package, load_env
 from shoal.errors import ConfigError, StateError
 from shoal.folder import RunFolder, write_atomically
+from shoal.heldout import interval_of
 from shoal.hub.catalogue import Release
 from shoal.hub.names import Reference, read_reference
 from shoal.hub.notes import Solved, add_note, find_release, histogram_of
@@ -32,6 +34,7 @@ from shoal.ledger.log.creation import creation_of
 from shoal.net.keys import load_or_make_key
 from shoal.policy.contained import Limits
 from shoal.policy.device import CPU, demand_device
+from shoal.policy.kinds import spec_of
 from shoal.policy.render import Renderer
 from shoal.protocol.constants import MODEL_STOPS
 from shoal.protocol.types import Sampling
@@ -44,15 +47,123 @@ from shoal.weights.manifest import weights_root
 MIN_EPISODES = 32
 """Of each environment, in an evaluation with fewer episodes than the run file names."""
 
+EPISODES, MAX_EVAL_TURN_TOKENS = 512, 64
+"""Of an evaluation, unless a run or the caller says otherwise."""
+
+
+NO_JUDGE = JudgeConfig()
+
+
+@dataclass(frozen=True)
+class EvalPlan:
+    """A policy, and what it plays how."""
+
+    checkpoint: Path
+    envs: tuple[EnvConfig, ...]
+    episodes: tuple[int, ...]
+    """Of each environment."""
+    sampling: Sampling
+    seed: int = 0
+    samples: int = 2
+    """Transcripts of each environment."""
+    rows: int = BATCH
+    """Episodes at a time."""
+    dtype: str = "float32"
+    stops: str = MODEL_STOPS
+    """Rule that says which tokens end a turn."""
+    judge: JudgeConfig = NO_JUDGE
+    by_label: bool = False
+    """Whether the file has a table of environments, even of one: a run with several may evaluate only some."""
+
+
+def plan_of_run(folder: RunFolder, checkpoint: Path, one_in: int = 1) -> EvalPlan:
+    """What a run evaluates, with one in so many of its episodes, but MIN_EPISODES if there are so many."""
+    config = folder.config()
+    episodes = {env.label: config.eval_episodes(env) for env in config.envs}
+    some = {label: min(most, max(MIN_EPISODES, most // one_in)) for label, most in episodes.items()}
+    chosen = tuple(env for env in config.envs if episodes[env.label])
+    return EvalPlan(
+        checkpoint, chosen, tuple(some[env.label] for env in chosen), sampling_of(config), max(0, config.seed),
+        config.eval.samples, config.eval.rows or BATCH, config.eval.dtype,
+        creation_of(folder.log).sampling.stops if folder.log.exists() else MODEL_STOPS, config.eval.judge,
+        by_label=len(config.envs) > 1,
+    )  # fmt: skip
+
+
+def run_at(place: Path) -> tuple[RunFolder, Path] | None:
+    """The run of a folder, and its newest policy; or of a directory in a run's folder, and that policy. None: neither.
+
+    Raises `StateError` if the run has made no policy yet.
+    """
+    if (place / "run.json").is_file():
+        folder = RunFolder(place)
+        kept = sorted(path for path in folder.checkpoints.glob("v*") if (path / "config.json").is_file())
+        found = [path for path in (folder.checkpoints / "final", *reversed(kept), folder.policy) if path.is_dir()]
+        if not found:
+            raise StateError(f"the run in {place} has made no policy yet: wait for its first step")
+        return folder, found[0]
+    for parent in place.absolute().parents[:2]:
+        if (parent / "run.json").is_file():
+            return RunFolder(parent), place
+    return None
+
+
+def planned(
+    place: Path,
+    env: str = "",
+    env_args: dict[str, Any] | None = None,
+    *,
+    episodes: int | None = None,
+    seed: int | None = None,
+    samples: int | None = None,
+    temperature: float | None = None,
+    max_turn_tokens: int | None = None,
+    max_tokens: int | None = None,
+) -> EvalPlan:
+    """What `shoal eval` plays: of a run its own evaluation, with what is given in the place of the run's values.
+
+    `env` is a label of the run's environments, or any environment. Raises `ConfigError` if it is not clear which one, or
+    `StateError` if there is no policy.
+    """
+    of_run = run_at(place)
+    if of_run is None:
+        sampling = _sampling(place, max_tokens)
+        if not env:
+            raise ConfigError(f"{place} is not of a run that says what it plays: add --env NAME_OR_FILE")
+        plan = EvalPlan(place, (EnvConfig(env, args=env_args or {}),), (EPISODES,), sampling)
+    else:
+        config, plan = of_run[0].config(), plan_of_run(*of_run)
+        envs = tuple(one for one in (plan.envs or config.envs if not env else config.envs) if env in ("", one.label))
+        if env_args and len(envs) > 1:
+            labels = ", ".join(one.label for one in envs)
+            raise ConfigError(f"--env-args: the run has several environments: add --env with one of {labels}")
+        if not envs:  # the run's limits are for its own environments
+            envs, plan = (EnvConfig(env),), replace(plan, judge=NO_JUDGE, sampling=_sampling(of_run[1], max_tokens))
+        if env_args:
+            envs = (msgspec.structs.replace(envs[0], args=env_args),)
+        counts = dict(zip((one.label for one in plan.envs), plan.episodes, strict=True))
+        played = tuple(counts.get(one.label, EPISODES) for one in envs)
+        plan = replace(plan, envs=envs, episodes=played, by_label=plan.by_label and not env)
+    sampling = plan.sampling
+    limits = {"temperature": temperature, "max_turn_tokens": max_turn_tokens, "max_tokens": max_tokens}
+    sampling = msgspec.structs.replace(sampling, **{key: one for key, one in limits.items() if one is not None})
+    if sampling.max_turn_tokens > sampling.max_tokens:
+        sampling = msgspec.structs.replace(sampling, max_turn_tokens=sampling.max_tokens)
+    return replace(
+        plan, sampling=sampling,
+        episodes=tuple(episodes or count for count in plan.episodes),
+        seed=plan.seed if seed is None else seed,
+        samples=plan.samples if samples is None else samples,
+    )  # fmt: skip
+
+
+def _sampling(checkpoint: Path, max_tokens: int | None) -> Sampling:
+    """How an episode of an environment outside of a run is sampled."""
+    return eval_sampling(1.0, MAX_EVAL_TURN_TOKENS, max_tokens or 0, spec_of(checkpoint).max_positions)
+
 
 def main(
-    checkpoint: Path,
-    env: str,
-    env_args: dict[str, Any],
-    episodes: int,
-    seed: int,
-    samples: int,
-    sampling: Sampling,
+    plan: EvalPlan,
     out: Path | None = None,
     as_json: bool = False,
     threads: int = 1,
@@ -66,26 +177,56 @@ def main(
     not there.
     """
     demand_device(device)
-    game = load_env(env, env_args, partial(in_sandbox, tell=show))
-    noted = _noted(env, note) if note else None
+    games = {env.label: env_of(env, partial(in_sandbox, tell=show)) for env in plan.envs}
+    if note and len(plan.envs) != 1:
+        raise ConfigError(
+            f"--note is for one package, and {len(plan.envs)} environments are evaluated: add --env LABEL"
+        )
+    noted = _noted(plan.envs[0].name, note) if note else None
     shown = sys.stderr if sys.stderr.isatty() else None
+    before, total = 0, sum(plan.episodes)
 
     def progress(done: int) -> None:
         if shown:
-            print(f"\r{done} of {episodes} episodes", end="" if done < episodes else "\n", file=shown, flush=True)
+            print(f"\r{before + done} of {total} episodes", end="", file=shown, flush=True)
 
-    figures = figures_of(checkpoint, game, episodes, seed, samples, sampling, threads, progress, device)
+    spec = EngineSpec(dtype=plan.dtype, threads=threads, device=device)
+    policy = _load(plan.checkpoint, spec, contained(Limits(), plan.stops))
+    figures = dict[str, Evaluation]()
+    for label, one in _play(plan, policy, games, progress):
+        figures[label] = one
+        before += one.episodes
+    if shown:
+        print(file=shown)
+    whole = _whole(plan, figures)
     if out is not None:
-        write_atomically(out, msgspec.json.encode(figures))
+        write_atomically(out, msgspec.json.encode(whole))
     elif as_json:
-        print(json.dumps(msgspec.to_builtins(figures), indent=1))
+        print(json.dumps(msgspec.to_builtins(whole), indent=1))
     else:
-        print(in_words(figures, game.name))
+        print("\n".join(in_words(one, games[label].name) for label, one in figures.items()))
     if noted is not None:
         registry, name, release = noted
-        said = _solved(figures, checkpoint)
+        said = _solved(figures[plan.envs[0].label], plan.checkpoint)
         add_note(registry, name, release, said, load_or_make_key(node_home() / "node.key"), time.time())
         print(f"noted on {name} {release.version}", file=sys.stderr)
+
+
+def _play(
+    plan: EvalPlan, policy: Loaded, games: Mapping[str, Env], progress: Callable[[int], None]
+) -> Iterator[tuple[str, Evaluation]]:
+    """Label and figures of each environment."""
+    judge = load_env(plan.judge.name, plan.judge.args, own=in_process) if plan.judge.name else None
+    for env, episodes in zip(plan.envs, plan.episodes, strict=True):
+        yield env.label, evaluate(
+            policy.engine, policy.renderer, games[env.label], episodes, plan.seed, plan.sampling, plan.samples, progress,
+            plan.rows, judge,
+        )  # fmt: skip
+
+
+def _whole(plan: EvalPlan, figures: dict[str, Evaluation]) -> Evaluation | MixedEvaluation:
+    by_label = plan.by_label or len(plan.envs) > 1
+    return mixed(figures, [env.weight for env in plan.envs]) if by_label else figures[plan.envs[0].label]
 
 
 def _noted(env: str, place: str) -> tuple[FolderRegistry, str, Release]:
@@ -102,8 +243,10 @@ def _noted(env: str, place: str) -> tuple[FolderRegistry, str, Release]:
 
 def _solved(figures: Evaluation, checkpoint: Path) -> Solved:
     rates = figures.solve_rates
+    if not rates:
+        raise StateError(f"the environment failed on all episodes, so nothing is noted: {figures.fault}")
     policy = fact(f"{checkpoint.name[:40]} {weights_root(checkpoint)[:12]}")
-    return Solved(policy, figures.episodes, sum(rates) / len(rates), histogram_of(rates))
+    return Solved(policy, figures.episodes - figures.faults, sum(rates) / len(rates), histogram_of(rates))
 
 
 def figures_of(
@@ -131,26 +274,14 @@ def for_run(run_dir: Path, checkpoint: Path, one_in: int, out: Path, threads: in
     processes queue that share the device, if any do.
     """
     folder = RunFolder(run_dir)
-    config = folder.config()
-    sampling, seed, samples = sampling_of(config), max(0, config.seed), config.eval.samples
-    stops = creation_of(folder.log).sampling.stops if folder.log.exists() else MODEL_STOPS
-    spec = EngineSpec(dtype=config.eval.dtype, threads=threads, device=config.workers.device)
+    plan, device = plan_of_run(folder, checkpoint, one_in), folder.config().workers.device
     shift = shift_of(shifts, "evaluation")
-    episodes = {env.label: config.eval_episodes(env) for env in config.envs}
-    some = {label: min(most, max(MIN_EPISODES, most // one_in)) for label, most in episodes.items()}
-    chosen = [env for env in config.envs if episodes[env.label]]
-    judge = load_env(config.eval.judge.name, config.eval.judge.args) if config.eval.judge.name else None
     with shift.held():
-        policy = _load(checkpoint, spec, partial(Renderer.from_directory, stops=stops), shift)
-        envs = {
-            env.label: evaluate(
-                policy.engine, policy.renderer, env_of(env), some[env.label], seed, sampling, samples,
-                lambda done: shift.pause(), config.eval.rows or BATCH, judge,
-            )
-            for env in chosen
-        }  # fmt: skip
-    figures = mixed(envs, [env.weight for env in chosen]) if len(config.envs) > 1 else envs[chosen[0].label]
-    write_atomically(out, msgspec.json.encode(figures))
+        spec = EngineSpec(dtype=plan.dtype, threads=threads, device=device)
+        policy = _load(checkpoint, spec, partial(Renderer.from_directory, stops=plan.stops), shift)
+        games = {env.label: env_of(env) for env in plan.envs}
+        figures = dict(_play(plan, policy, games, lambda done: shift.pause()))
+    write_atomically(out, msgspec.json.encode(_whole(plan, figures)))
 
 
 def _load(
@@ -172,15 +303,20 @@ def in_words(figures: Evaluation, name: str) -> str:
     what = "wins" if figures.measure == "success" else "mean reward"
     which = "held-out" if figures.tasks == "heldout" else "training (this environment has no held-out ones)"
     lines = [as_text(transcript) + "\n" for transcript in figures.transcripts]
-    lines.append(
-        f"{name}: {what} {figures.mean:.1%} (95 % interval {figures.low95:.1%} to {figures.high95:.1%}) "
-        if what == "wins"
-        else f"{name}: {what} {figures.mean:.3f} (95 % interval {figures.low95:.3f} to {figures.high95:.3f}) "
-    )
+    form = ".1%" if what == "wins" else ".3f"
+    if (found := interval_of(figures)) is not None:
+        mean, low, high = found
+        lines.append(f"{name}: {what} {mean:{form}} (95 % interval {low:{form}} to {high:{form}}) ")
+    else:
+        lines.append(f"{name}: no {what}, because the environment failed on all episodes ")
     endings = ", ".join(f"{count} {ending}" for ending, count in figures.endings.items())
-    lines.append(f"over {figures.episodes} episodes on {which} tasks; endings: {endings}")
+    over = (
+        f"{figures.episodes - figures.faults} of {figures.episodes}" if figures.faults and found else figures.episodes
+    )
+    lines.append(f"over {over} episodes on {which} tasks; endings: {endings}")
     for what, named in (("reward", figures.parts), ("metric", figures.metrics)):
         lines += [f"{what} {printable(name)}: mean {value:.3f}" for name, value in named.items()]
     if figures.fault:
-        lines.append(f"the environment raised: {figures.fault}")
+        share = f" on {figures.faults} episodes, which have no score" if figures.faults else ""
+        lines.append(f"the environment failed{share}: {printable(figures.fault)}")
     return "\n".join(lines)

@@ -4,6 +4,7 @@ Workers and validators write it; `shoal audit --evidence` reads it. Each file is
 its ending says what it is. It is bounded: the oldest files make room. It does not deal with HTTP, and judges nothing.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -13,7 +14,8 @@ from typing import Literal, get_args
 
 from shoal.errors import PeerError, StateError, cause_of
 from shoal.folder import write_atomically
-from shoal.protocol.wire import digest
+from shoal.protocol.types import Receipt
+from shoal.protocol.wire import WireError, digest, from_json
 
 Kind = Literal["manifest", "grant", "submission", "receipt"]
 """A signed manifest, a signed lease, the bytes of a submission, or a signed receipt."""
@@ -31,6 +33,9 @@ MOST_BYTES = PARTS * (128 << 20)
 
 DISK_PART = 8
 """Of the disk that a node may take of a volunteer's machine, evidence gets at most an eighth."""
+
+URL_FILE = "url"
+"""In the folder of a run's evidence: where the run was joined last."""
 
 MOST_RUNS = 8
 """Runs whose evidence is kept."""
@@ -87,6 +92,13 @@ class Evidence:
                 f"{self.folder}"
             )
 
+    def note_url(self, url: str) -> None:
+        """Remember where the run was joined, for `joined_before`. Raises `StateError`."""
+        try:
+            write_atomically(self.folder / URL_FILE, url.encode())
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
     def keep(self, kind: Kind, data: bytes) -> None:
         """Keep some bytes, durable on return. Raises `StateError` if that fails."""
         path = self.folder / f"{digest(data)}.{kind}"
@@ -123,6 +135,13 @@ class Evidence:
         except OSError as error:
             raise self._cannot_write(error) from None
 
+    def last_seen_head(self) -> str:
+        """The log's head in the newest receipt of this run that can be read; empty if there is none."""
+        for path in reversed(self._sizes["receipt"]):
+            with contextlib.suppress(OSError, WireError):
+                return from_json(path.read_bytes(), Receipt).head
+        return ""
+
     @property
     def _part(self) -> int:
         """Bytes of one kind in this run, and of the file of receipts."""
@@ -130,6 +149,13 @@ class Evidence:
 
     def _cannot_write(self, error: OSError) -> StateError:
         return StateError(f"cannot keep evidence in {self.folder}: {cause_of(error)}. Free some space")
+
+
+def joined_before(home: Path, url: str) -> bool:
+    """Whether the node of a home has joined a run at a URL, as far as its evidence says."""
+    with contextlib.suppress(OSError):
+        return any(path.read_text(errors="replace") == url for path in home.glob(f"evidence/*/{URL_FILE}"))
+    return False
 
 
 def _oldest_first(folder: Path, pattern: str = "*") -> list[Path]:

@@ -9,6 +9,8 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable
 
+from msgspec import UNSET
+
 from shoal.errors import PeerError, StateError
 from shoal.net.client import MAX_REASON_CHARS
 from shoal.net.stopping import Stopping
@@ -22,6 +24,7 @@ from shoal.protocol.constants import (
     MAX_LEASE_BLOCKS,
     MAX_OPEN_LEASES,
     MAX_ROLLOUT_TOKENS,
+    MAX_SAID_CHARS,
 )
 from shoal.protocol.continuations import is_continued
 from shoal.protocol.wire import is_digest
@@ -87,9 +90,11 @@ class Leases:
         self.holding.remove(lease.id)
         self._places.release()
 
-    async def give_back(self, lease: t.Lease) -> None:
-        """Return a lease that we will not fill."""
-        back = t.LeaseRequest(returning=(lease.id,))
+    async def give_back(self, lease: t.Lease, stopped: int = -1, why: str = "") -> None:
+        """Return a lease that we will not fill; `stopped`: the block in which an environment took too long, or ended its
+        process, if one did, and `why` says how."""
+        said = t.fact(why, MAX_SAID_CHARS) if why else UNSET
+        back = t.LeaseRequest(returning=(lease.id,), stopped=stopped, said=said)
         with contextlib.suppress(PeerError):  # not returned, so it lapses at its deadline
             await self._seat.client.post_json("/v1/leases", back, t.LeaseAnswer, deadline_s=GIVE_UP_S)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shoal.engine.base import Engine, InPlace
+from shoal.engine.base import Engine, is_in_place
 from shoal.errors import StateError
 from shoal.net.stopping import Stopping
 from shoal.policy.contained import ContainedRenderer, Limits
@@ -55,7 +55,7 @@ def contained(limits: Limits, stops: str = MODEL_STOPS) -> Callable[[Path], Rend
     return opened
 
 
-class Held(NamedTuple):
+class CheckpointRef(NamedTuple):
     """What an engine has: a version's directory and its weights root."""
 
     directory: Path
@@ -69,7 +69,7 @@ class Loaded:
         """`open_renderer` opens the tokenizer: `ContainedRenderer` if the files are a stranger's."""
         self.engine, self._open_renderer = engine, open_renderer
         self._renderer: Renderer | None = None
-        self._held: Held | None = None
+        self._held: CheckpointRef | None = None
         """The version in the engine, if its root is known."""
 
     @property
@@ -87,18 +87,18 @@ class Loaded:
         if isinstance(self._renderer, ContainedRenderer):
             self._renderer.directory = directory  # older versions are deleted, and a new child must find its files
         held, self._held = self._held, None
-        after = Held(directory, root)
+        after = CheckpointRef(directory, root)
         if held is None or not root or not self._change(held, after, version):
             self.engine.load(directory, version)
         self._held = after if root else None
 
-    def _change(self, held: Held, after: Held, version: int) -> bool:
+    def _change(self, held: CheckpointRef, after: CheckpointRef, version: int) -> bool:
         """Let the engine go from the version that it has to another in place; returns whether it did.
 
         Raises `StateError` if the files of the other are damaged.
         """
         roots = dict((held, after))
-        if not isinstance(self.engine, InPlace):
+        if not is_in_place(self.engine):
             return False
         try:
             files = {directory: coded_directory(directory) for directory in roots}  # mapped, also if they are deleted

@@ -22,7 +22,9 @@ def main(run_dir: Path) -> None:
     """Serve a run's public blobs until told to stop. Raises `StateError` if the port cannot be used."""
     folder = RunFolder(run_dir)
     host = folder.config().host
-    listener = listen(host.bind, host.origin_port, port_of_last_start(folder.origin_address), "host.origin_port")
+    others = (host.port or port_of_last_start(folder.address), host.dashboard_port)
+    last = port_of_last_start(folder.origin_address, others)
+    listener = listen(host.bind, host.origin_port, last, "host.origin_port")
     port = listener.getsockname()[1]
     write_atomically(folder.origin_address, json.dumps({"port": port, "pid": os.getpid()}).encode())
     log.info("serving chunks bind=%s port=%d", host.bind, port)

@@ -17,9 +17,9 @@ from typing import Any, Protocol, TypeVar, cast
 
 from shoal.config import node_home
 from shoal.envs.base import Env
-from shoal.envs.contained.client import Doubt
 from shoal.envs.contained.line import LIMITS
 from shoal.envs.contained.open import demand_sandbox, in_sandbox, try_code
+from shoal.envs.contained.pool import MAX_PROCESSES, Processes
 from shoal.envs.load import Opener, is_own, is_package
 from shoal.errors import ConfigError, NothingYet, PeerError
 from shoal.hub.consent import Consent
@@ -41,6 +41,9 @@ PART = 4
 """The packages of a run may together take this part of the memory that a volunteer gives: as much as the tokenizer's
 process. One without large libraries takes some 10 MB."""
 
+ANOTHER_MB = 1024
+"""A package whose steps are slow has another sandbox for each of so many MB."""
+
 MAX_TRACE_CHARS = 1600
 """Of a traceback in a role's log, which cuts longer entries. Its end says most."""
 
@@ -54,8 +57,8 @@ class Packages(Protocol):
     def demand(self, specs: Sequence[EnvSpec]) -> None:
         """Raise `ConfigError` unless this node plays all of them. It may take minutes and ask the user."""
 
-    def open(self, doubt: Doubt, limits: Limits = LIMITS) -> Opener:
-        """How they are opened; `doubt` as for `ContainedEnv`. `limits` are those of each sandbox."""
+    def open(self, processes: Processes, limits: Limits = LIMITS) -> Opener:
+        """How they are opened; `processes` is for each package, `limits` are those of each sandbox."""
 
 
 class OnTheHost:
@@ -64,8 +67,8 @@ class OnTheHost:
     def demand(self, specs: Sequence[EnvSpec]) -> None:
         """The host has chosen them."""
 
-    def open(self, doubt: Doubt, limits: Limits = LIMITS) -> Opener:
-        return partial(in_sandbox, doubt=doubt, tell=log_trace, limits=limits)
+    def open(self, processes: Processes, limits: Limits = LIMITS) -> Opener:
+        return partial(in_sandbox, processes=processes, tell=log_trace, limits=limits)
 
 
 class NoPackages:
@@ -74,7 +77,7 @@ class NoPackages:
     def demand(self, specs: Sequence[EnvSpec]) -> None:
         """They are refused when they are opened."""
 
-    def open(self, doubt: Doubt, limits: Limits = LIMITS) -> Opener:
+    def open(self, processes: Processes, limits: Limits = LIMITS) -> Opener:
         def refused(package: Installed, paths: Sequence[Path], args: Mapping[str, Any]) -> Env:
             raise only_completions(f"nobody agreed that this machine plays {package.name} {package.version}")
 
@@ -99,8 +102,8 @@ class Volunteered:
                 self._demand(spec)
                 self._agreed.add(spec.digest)
 
-    def open(self, doubt: Doubt, limits: Limits = LIMITS) -> Opener:
-        opener = partial(in_sandbox, doubt=doubt, limits=limits)
+    def open(self, processes: Processes, limits: Limits = LIMITS) -> Opener:
+        opener = partial(in_sandbox, processes=processes, limits=limits)
 
         def agreed(package: Installed, paths: Sequence[Path], args: Mapping[str, Any]) -> Env:
             if package.digest not in self._agreed:  # guard: only-agreed-packages
@@ -161,15 +164,19 @@ class Volunteered:
         return package
 
 
-def room_of(specs: Sequence[EnvSpec], limit_mb: int) -> tuple[Limits, int]:
-    """The limits of each package's sandbox on a node that gives `limit_mb` to a run, and what all of them may take, MB."""
+def room_of(specs: Sequence[EnvSpec], limit_mb: int) -> tuple[Limits, int, int]:
+    """The limits of each sandbox on a node that gives `limit_mb` to a run, how many sandboxes a package may have, and what
+    all of them may take, MB."""
     count = sum(is_package(spec.name) for spec in specs) if kind_of(specs) != COMPLETIONS else 0
     if not count:
-        return LIMITS, 0
-    each = min(LIMITS.memory_mb + 2 * LIMITS.scratch_mb, limit_mb // PART // count)
+        return LIMITS, MAX_PROCESSES, 0
+    share = limit_mb // PART // count
+    most = max(1, min(MAX_PROCESSES, share // ANOTHER_MB))  # guard: sandboxes-fit-memory
+    each = min(LIMITS.memory_mb + 2 * LIMITS.scratch_mb, share // most)
     scratch_mb = min(LIMITS.scratch_mb, each // 8)
     memory_mb = each - 2 * scratch_mb
-    return replace(LIMITS, memory_mb=memory_mb, scratch_mb=scratch_mb, address_mb=LIMITS.memory_mb), each * count
+    limits = replace(LIMITS, memory_mb=memory_mb, scratch_mb=scratch_mb, address_mb=LIMITS.memory_mb)
+    return limits, most, most * each * count
 
 
 async def aside(act: Callable[[], T]) -> T:

@@ -7,23 +7,25 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.engine.base import Engine
 from shoal.engine.needs import played_on_gpu, scored_on_gpu
 from shoal.envs.base import Env
-from shoal.envs.contained.client import Doubt
 from shoal.envs.contained.line import LIMITS
+from shoal.envs.contained.open import in_process
+from shoal.envs.contained.pool import MAX_PROCESSES, Processes
 from shoal.envs.load import load_run_envs
 from shoal.errors import Overreach, PeerError
 from shoal.folder import RunFolder
 from shoal.ledger.law import RULES_VERSION
-from shoal.net.client import Client
+from shoal.net.client import Client, PeerRefused
+from shoal.net.stopping import Stopping
 from shoal.policy.contained import Limits
 from shoal.policy.device import CPU
 from shoal.policy.render import Renderer
@@ -38,7 +40,7 @@ from shoal.protocol.promises import is_promised, terms_of
 from shoal.protocol.sizes import BYTES_PER_TOKEN
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.engines import demand_engine_fits
-from shoal.roles.evidence import DISK_PART, Evidence
+from shoal.roles.evidence import DISK_PART, Evidence, joined_before
 from shoal.roles.loading import Loaded, contained
 from shoal.roles.memory import Memory, needs_of, share_of_free_mb
 from shoal.roles.packages import NoPackages, OnTheHost, Packages, aside, room_of
@@ -49,7 +51,7 @@ from shoal.weights.fetch import fetch
 from shoal.weights.manifest import content_of, open_manifest, signer_of
 from shoal.weights.relays import Relays
 from shoal.weights.room import disk_limit, room_for_version
-from shoal.weights.sources import sources_of
+from shoal.weights.sources import HostAway, sources_of
 
 if TYPE_CHECKING:
     from shoal.engine.anyneeds import AnyNeeds
@@ -59,6 +61,12 @@ log = logging.getLogger("seat")
 
 GOODBYE_S = 5.0
 """How long a node that leaves tries to say so. Less than the time in which the launcher expects a role to end."""
+
+ASK_S = 2.0
+"""How long after an answer a node that was told to stop, and still works, asks whether the host is there."""
+
+ADMISSION_POLL_S = 5.0
+"""How often a validator asks whether it was admitted."""
 
 SOONEST_S = 0.1
 """A node that got nothing to do waits at least this long before it asks again, however quickly the host answers."""
@@ -90,8 +98,6 @@ class Seat:
     """Limit of memory. None means no limit, for the host's own nodes."""
     needs: "Needs | AnyNeeds | None" = None
     """What the version that was loaded last needs, if there is a limit."""
-    doubt: Doubt = field(default_factory=Doubt)
-    """Whether a stop of the sandbox, in which packages play, decides nothing."""
     publishers: t.Publishers | None = None
     """All that the root named, as this node pinned them; None: the trainer key of `info`."""
     manifest: t.Manifest | None = None
@@ -206,16 +212,25 @@ class Seat:
         manifest = self._open(signed, version, most_bytes, self.clock())
         self.issued[version] = manifest.issued
         self._demand_granted(grant, manifest, signed)
-        sources = self.relays.usable(sources_of(self.info, self.client, await self.relays.sources()))
-        try:
-            directory = await fetch(
-                manifest, sources, self.shared.folder, keep=keep, max_bytes=most_bytes, manifest_of=earlier,
-                in_use=self._in_use, store=self.store, on_lie=self.relays.lied,
-                shared=self.shared if self.shared.is_on else None,
-            )  # fmt: skip
-        finally:
-            self.relays.learn(sources)
-        return Brought(manifest, signed, directory)
+        started = self.clock()
+        while True:
+            sources = self.relays.usable(sources_of(self.info, self.client, await self.relays.sources()))
+            try:
+                directory = await fetch(
+                    manifest, sources, self.shared.folder, keep=keep, max_bytes=most_bytes, manifest_of=earlier,
+                    in_use=self._in_use, store=self.store, on_lie=self.relays.lied,
+                    shared=self.shared if self.shared.is_on else None,
+                )  # fmt: skip
+                return Brought(manifest, signed, directory)
+            except HostAway as error:
+                log.warning(
+                    "waiting for the weights of version=%d for %.0f s: %s", version, self.clock() - started, error
+                )
+                newest = (await self.client.get_json("/v1/status", t.Status)).version  # once the host is back
+                if newest - version > self.info.rules.max_staleness:  # guard: weights-outlast-an-outage
+                    raise
+            finally:
+                self.relays.learn(sources)
 
     def _demand_granted(self, grant: t.Grant | None, manifest: t.Manifest, signed: bytes) -> None:
         """Raise `Contradiction` if a grant names other weights or files than the manifest."""
@@ -319,15 +334,19 @@ async def take_seat(
     max_disk_mb: int = 0,
     packages: Packages | None = None,
     chosen: str = "",
+    now: Callable[[str], None] = log.info,
+    processes: Processes = Processes(),
 ) -> Seat:
     """Read the run's description, load its environments, make an engine for its dtype (kind and noise), and join.
 
     `own_files` allows environments that are files on this machine, and trusts the policy's tokenizer and chat template.
     Those of others run in a child process. All work for others stays within `max_memory_mb`, and weights and evidence
     within `max_disk_mb`; for both, 0 is a share of what is free. `packages` says which packages of others are played;
-    without it, the host's own nodes play all, and other nodes none. `chosen` is the kind of engine that the user chose.
-    Raises `PeerError`, `StateError`.
+    without it, the host's own nodes play all, and other nodes none. `chosen` is the kind of engine that the user chose,
+    `processes` says when it waits for no environment; `now` is told what it waits for. Raises `PeerError`, `StateError`.
     """
+    if joined_before(home, client.base_url):  # guard: strangers-at-a-known-url
+        client.expect_run()
     run = await client.get_json("/v1/run", t.RunNeeds)  # first, because the rules of a later version may not decode
     if run.protocol != PROTOCOL_VERSION:
         raise PeerError(
@@ -352,17 +371,18 @@ async def take_seat(
     evidence = Evidence(home, info.run, most_bytes)
     evidence.demand_same_host(info.run_key)  # before anything is signed
     publishers = take_publishers(evidence.publishers, info)
-    client.run, client.head = info.run, info.head
-    doubt, limit_mb = Doubt(), max_memory_mb or share_of_free_mb()
-    sandboxes, reserved_mb = (LIMITS, 0) if own_files else room_of(info.envs, limit_mb)
-    load = partial(_load, info, own_files, packages, doubt, sandboxes)
+    client.run, client.head = info.run, evidence.last_seen_head() or info.head  # guard: forks-are-met-again
+    limit_mb = max_memory_mb or share_of_free_mb()
+    sandboxes, most, reserved_mb = (LIMITS, MAX_PROCESSES, 0) if own_files else room_of(info.envs, limit_mb)
+    load = partial(_load, info, own_files, packages, replace(processes, most=most), sandboxes)
     envs = {} if kind_of(info.envs) == COMPLETIONS else await aside(load)  # guard: host-plays-its-own
     named = {} if info.sampling.noise == PHILOX else {"noise": info.sampling.noise}
     engine = make_engine(info.rules.dtype, *({TRANSFORMERS} & {*info.needs}), **named)
     facts = engine.facts
     demand_engine_fits(info, facts.implementation)
     join = t.Join(role, name, 0.0, facts.implementation, facts.dtype, facts.device)
-    node = await client.post_json("/v1/nodes", join, t.NodeState)
+    node = await join_run(client, join, now)
+    evidence.note_url(client.base_url)
     ours = CPU if chosen == VLLM else facts.device  # vLLM takes a share of a GPU when it starts
     memory = Memory.of(limit_mb, reserved_mb, ours)  # guard: packages-take-memory
     limits = Limits.within(memory.limit_mb)
@@ -374,23 +394,80 @@ async def take_seat(
         store = RunFolder(home.parent.parent).blobs  # the launcher gives the host's nodes RUN/nodes/NAME
         return Seat(
             client, home, info, envs, policy, node, clock, evidence, None,
-            doubt=doubt, publishers=publishers, store=store,
+            publishers=publishers, store=store,
         )  # fmt: skip
-    return Seat(
-        client, home, info, envs, policy, node, clock, evidence, max_disk_mb, memory, doubt=doubt, publishers=publishers
-    )
+    return Seat(client, home, info, envs, policy, node, clock, evidence, max_disk_mb, memory, publishers=publishers)
+
+
+async def join_run(client: Client, join: t.Join, now: Callable[[str], None]) -> t.NodeState:
+    """Join; a validator that is not admitted yet says what its host must type, and asks again until it is. `now` is told
+    that it waits. Raises `PeerError`, also if the run ends before."""
+    waiting, told = logging.getLogger("validator"), False
+    while True:
+        try:
+            node = await client.post_json("/v1/nodes", join, t.NodeState)
+            if told:
+                now("admitted: asking for work")
+            return node
+        except PeerRefused as refusal:
+            if refusal.code != "not_admitted" or join.role != "validator" or client.key is None:
+                raise
+        if not told:
+            told = True
+            waiting.info("this validator waits until the host admits it. Send the host this key:")
+            waiting.info("%s", client.key.public)
+            waiting.info("The host types, with the run's folder: shoal admin admit RUN_DIR KEY. Ctrl-C ends this")
+        now("waiting: the host has not admitted this validator's key")
+        await asyncio.sleep(ADMISSION_POLL_S)
+        if (await client.get_json("/v1/status", t.Status)).phase == "ended":
+            raise PeerError(f"the run at {client.base_url} has ended before its host admitted {client.key.public}")
 
 
 def _load(
-    info: t.RunInfo, own_files: bool, packages: Packages | None, doubt: Doubt, sandboxes: SandboxLimits
+    info: t.RunInfo, own_files: bool, packages: Packages | None, processes: Processes, sandboxes: SandboxLimits
 ) -> dict[str, Env]:
     """The environments of a run whose nodes play them."""
     packages = packages or (OnTheHost() if own_files else NoPackages())
     packages.demand(info.envs)
-    return load_run_envs(info.envs, own_files, packages.open(doubt, sandboxes))
+    return load_run_envs(
+        info.envs, own_files, packages.open(processes, sandboxes), partial(in_process, processes=processes)
+    )
 
 
-async def say_goodbye(client: Client, deadline_s: float) -> None:
-    """Tell the coordinator that we leave, so that requests which we signed earlier get no lease. Failures are ignored."""
+async def unless_gone(
+    work: Coroutine[Any, Any, None], stopping: Stopping, client: Client, leave: Callable[[], None]
+) -> bool:
+    """Do the work. Once told to stop, leave it as soon as the host answers nothing for `GOODBYE_S`: it could not be handed
+    in. `leave` is called just before. Returns whether the host was there."""
+    doing, gone = asyncio.create_task(work), asyncio.create_task(_gone(stopping, client))
+    try:
+        await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if doing.done():
+            doing.result()
+            return True
+        leave()
+        return False
+    finally:
+        for task in (doing, gone):
+            if not task.done():
+                task.cancel()
+        await asyncio.wait({doing, gone}, timeout=GOODBYE_S)
+
+
+async def _gone(stopping: Stopping, client: Client) -> None:
+    """Ends when we are told to stop and the host does not answer."""
+    await stopping.wait()
+    with contextlib.suppress(PeerError):
+        while True:
+            with contextlib.suppress(PeerRefused):  # it is there
+                await client.get("/v1/status", deadline_s=GOODBYE_S)
+            await asyncio.sleep(ASK_S)
+
+
+async def say_goodbye(client: Client, deadline_s: float) -> bool:
+    """Tell the coordinator that we leave, so that requests which we signed earlier get no lease. Returns whether it took
+    that."""
     with contextlib.suppress(PeerError):
         await client.send("POST", "/v1/nodes/leave", b"", t.NodeState, deadline_s=deadline_s)
+        return True
+    return False

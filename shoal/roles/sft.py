@@ -2,24 +2,40 @@
 
 Called by `shoal sft RECIPE`, and by a stage of `shoal stages`, which may give it chosen rollouts instead. It plays the
 games, trains on them with `train/sft`, and writes a checkpoint in HF format.
-The same recipe and number of threads give the same bytes.
+The same recipe and number of threads give the same bytes, also if it was stopped and started again.
 """
 
+import contextlib
+import json
 import logging
+import math
 import random
+import re
+import shutil
 import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
 
-from shoal.config import SftConfig, load_sft
+from shoal.config import PRESET_LR, SftConfig, load_sft, preset_imitation_lr
 from shoal.config.paths import env_at
-from shoal.envs.base import players_of
+from shoal.engine.base import Engine
+from shoal.engine.open import EngineSpec, kind_for, open_engine
+from shoal.envs.base import State, players_of
+from shoal.envs.evaluate import Evaluation, evaluate
 from shoal.envs.load import env_of
 from shoal.envs.play import play_scripted
+from shoal.envs.source import make_env
 from shoal.errors import ConfigError, StateError
+from shoal.folder import write_atomically
+from shoal.heldout import interval_of, why_not_comparable
+from shoal.net.stopping import stop_requested
+from shoal.policy.base import PolicyModel
 from shoal.policy.files import save_policy
 from shoal.policy.hub import Hub
 from shoal.policy.kinds import open_policy
@@ -27,8 +43,24 @@ from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
 from shoal.protocol.hubref import is_hub
 from shoal.protocol.types import POLICY, Sampling
+from shoal.protocol.wire import digest, to_json
+from shoal.terminal import command, printable
 from shoal.train.chosen import Examples, tokenizer_digest
-from shoal.train.sft import fine_tune
+from shoal.train.sft import FineTuning
+from shoal.tree import changed_keys, to_tree
+from shoal.weights.manifest import weights_root
+
+Example: TypeAlias = tuple[list[int], list[int]]
+"""Token ids and authors of a row."""
+
+GUESS_MARGIN = 0.1
+"""Least difference between stop_at and the share of games with the most frequent answer."""
+
+OVERSHOT = 0.15
+"""An evaluation so far above stop_at leaves RL less to find than was meant."""
+
+SHORTEST_OF, MOST_TOKENS = 64, 1 << 16
+"""Games, and tokens of each, that are played to say how long they are."""
 
 log = logging.getLogger("sft")
 
@@ -40,7 +72,11 @@ def main(recipe: Path, out: Path, overrides: list[str]) -> None:
 
 def make(config: SftConfig, beside: Path, out: Path, examples: Examples | None = None) -> int:
     """Make a checkpoint in `out`; gives how many tokens it learned from, prompts and repetitions included. Paths of the
-    recipe are relative to `beside`. `examples` take the place of scripted games. Raises as `main`."""
+    recipe are relative to `beside`. `examples` take the place of scripted games.
+
+    At the first SIGINT or SIGTERM it saves what was learned beside `out`, from where the next call continues, and raises
+    KeyboardInterrupt. Raises as `main`.
+    """
     torch.set_num_threads(config.threads)
     config = msgspec.structs.replace(config, env=env_at(config.env, beside))
     with tempfile.TemporaryDirectory(prefix="shoal-sft-") as scratch:
@@ -48,33 +84,252 @@ def make(config: SftConfig, beside: Path, out: Path, examples: Examples | None =
         if is_hub(config.policy.path):
             start = Path(scratch) / "model"
             Hub().bring(config.policy.path, start)
-        elif not config.policy.path:
+        elif config.policy.path:
+            demand_start(start)
+        else:
             make_tiny(config.policy.tiny, start, config.seed, "float32")
         return _fine_tune(config, start, out, examples)
 
 
+def demand_start(start: Path) -> None:
+    """Raise `StateError` if the policy to start from is missing and a recipe beside it makes it."""
+    recipe = start.with_name(f"{start.name}.toml")
+    if start.exists() or not recipe.is_file():
+        return
+    with contextlib.suppress(ConfigError):
+        load_sft(recipe)
+        made = command("sft", str(recipe), "--out", str(start))
+        raise StateError(f"there is no {start} to start from. Make it first: {made}")
+
+
 def _fine_tune(config: SftConfig, start: Path, out: Path, given: Examples | None) -> int:
     model = open_policy(start, torch.float32, config.policy.implementation)
+    if config.lr == PRESET_LR:
+        learned = sum(one.numel() for one in model.trainable().values())
+        config = msgspec.structs.replace(config, lr=preset_imitation_lr(learned))
+        log.info("lr=%g, the preset for %d parameters", config.lr, learned)
     renderer = Renderer.from_directory(start)
-    if given is None:
-        games = scripted_games(config, renderer)
-        log.info("played games=%d; learning for %d steps", len(games), config.steps)
-    else:
-        games = chosen_rows(given, start, config.max_tokens)
-        log.info("chosen rows=%d; learning for %d steps", len(games), config.steps)
-    tokens = 0
+    games = scripted_games(config, renderer) if given is None else chosen_rows(given, start, config.max_tokens)
+    demand_positions(config, games, model.spec.max_positions)
+    what = "played games" if given is None else "chosen rows"
+    demand_more_than_guessing(config, games)
+    checkpoints = SftCheckpoints(out, config, start, games)
+    tuning = FineTuning(model, games, config)
+    checkpoints.resume(tuning)
+    log.info("%s=%d; learning for %d steps", what, len(games), config.steps - tuning.steps_done)
+    evaluation = SftEvaluation(config, renderer, _sampling(config, games, model))
+    metrics, reached, share = dict[str, Any](), False, 0.0
+    with stop_requested() as stopping:
 
-    def progress(step: int, metrics: dict[str, Any]) -> None:
-        nonlocal tokens
-        tokens += metrics["tokens"]
-        if step % 20 == 0 or step + 1 == config.steps:
-            speed = metrics["train_tokens_per_s"]
-            log.info("step=%d/%d loss=%.4f nats speed=%.0f tokens/s", step + 1, config.steps, metrics["loss"], speed)
+        def stop_if_asked() -> None:
+            if stopping() and tuning.steps_done:
+                checkpoints.keep(tuning, model)
+                log.info(
+                    "stopped at step=%d/%d; so far: %s; the same command continues",
+                    tuning.steps_done, config.steps, checkpoints.place(tuning.steps_done),
+                )  # fmt: skip
+            if stopping():
+                raise KeyboardInterrupt
 
-    fine_tune(model, games, config, progress)
+        while True:
+            done, figures = tuning.steps_done, None
+            if evaluation.is_due(done):
+                checkpoints.keep(tuning, model)
+                figures = evaluation.of(checkpoints.place(done), lambda episodes: stop_if_asked())
+                share = evaluation.share(figures) if config.stop_at else 0.0
+                reached = bool(config.stop_at) and share >= config.stop_at
+            if figures or (metrics and (done == 1 or done % 20 == 0 or done == config.steps)):
+                _report(done, config.steps, metrics, figures)
+            if reached or done == config.steps:
+                break
+            stop_if_asked()
+            metrics = tuning.step()
     save_policy(model, out, config.publish_dtype, tokenizer_from=start)
-    log.info("wrote %s (%s); next: shoal eval %s --env %s", out, config.publish_dtype, out, config.env.name)
-    return tokens
+    checkpoints.finish()
+    if config.stop_at and not reached:
+        log.warning(
+            "stop_at=%g was not reached in %d steps: raise steps, episodes or lr, or take a larger policy",
+            config.stop_at, config.steps,
+        )  # fmt: skip
+    if reached and share >= config.stop_at + OVERSHOT:
+        every = config.evaluates_every
+        gap = tuning.steps_done % every or every
+        more_often = f"lower eval_every (now {every}) to {max(1, gap // 4)}"
+        earlier = more_often if gap > 1 else f"lower lr (now {config.lr:g})"
+        log.warning(
+            "stop_at=%g was overshot: the share is %.2f at step=%d. To stop earlier, %s and start again",
+            config.stop_at, share, tuning.steps_done, earlier,
+        )  # fmt: skip
+    log.info(
+        "wrote %s (%s) after step=%d; next: %s", out, config.publish_dtype, tuning.steps_done, evaluation.command(out)
+    )
+    return tuning.tokens
+
+
+def demand_positions(config: SftConfig, games: Sequence[Example], most: int) -> None:
+    """Raise `ConfigError` if the policy has too few positions for a row."""
+    lengths = [len(tokens) for tokens, _ in games]
+    longest = max(lengths)
+    if longest > most:
+        key = "the model's max_position_embeddings" if config.policy.path else "policy.tiny.max_positions"
+        can_be_lowered = min(lengths) <= most and max(_first_turn_end(author) for _, author in games) <= most
+        raise ConfigError(
+            f"the longest game takes {longest} tokens, and {key} = {most}: "
+            + (f"lower max_tokens (now {config.max_tokens}) to {most}, or " if can_be_lowered else "")
+            + ("take a model with more positions" if config.policy.path else f"raise {key} to at least {longest}")
+        )
+
+
+def _first_turn_end(author: Sequence[int]) -> int:
+    """How many tokens a row takes up to the end of the policy's first turn: with fewer it teaches no whole answer."""
+    begin = author.index(POLICY)
+    return next((i for i in range(begin, len(author)) if author[i] != POLICY), len(author))
+
+
+def demand_more_than_guessing(config: SftConfig, games: Sequence[Example]) -> None:
+    """Raise `ConfigError` if a policy that always writes the most frequent answer would reach `stop_at`, or nearly. RL from
+    such a policy learns to guess, too."""
+    answers = Counter(tuple(one for one, who in zip(*game, strict=True) if who == POLICY) for game in games)
+    share = max(answers.values()) / len(games)
+    if 0 < config.stop_at < share + GUESS_MARGIN:  # guard: stop-above-guessing
+        least = min(0.95, math.ceil(20 * (share + 2 * GUESS_MARGIN)) / 20)
+        raise ConfigError(
+            f"stop_at = {config.stop_at:g} may be reached by guessing: one answer is right in {share:.0%} of the games. "
+            f"Set stop_at to {least:g}, or let the environment vary its answers more"
+        )
+
+
+class SftCheckpoints:
+    """What fine-tuning saves beside its result `OUT`: in `OUT-checkpoints`, a policy for each evaluation by its step,
+    and in its folder `state` what the next start continues from, until all is done."""
+
+    def __init__(self, out: Path, config: SftConfig, start: Path, games: Sequence[Example]) -> None:
+        self._folder = out.with_name(f"{out.name}-checkpoints")
+        self._state, self._of = self._folder / "state", self._folder / "recipe.json"
+        self._start, self._dtype = start, config.publish_dtype
+        recipe = to_tree(msgspec.structs.replace(config, eval_every=0, eval_episodes=1, stop_at=0.0))
+        policy, env = recipe.pop("policy"), recipe.pop("env")
+        rows = {"env": env, "games": digest(to_json([list(map(list, game)) for game in games]))}
+        self._recipe = recipe | {"policy": policy, "policy's weights": weights_root(start)} | rows
+
+    def place(self, step: int) -> Path:
+        """The directory of the policy after so many steps."""
+        return self._folder / f"step{step:06d}"
+
+    def resume(self, tuning: FineTuning) -> None:
+        """Go on from the saved state, if there is one; else delete the policies that a former call left here. Raises
+        `StateError` if the state is of another recipe, or if what would be deleted is not known to be of a cold start."""
+        try:
+            before = json.loads(self._of.read_bytes())
+        except (OSError, ValueError):
+            before = None
+        before = before if isinstance(before, dict) else {}
+        if not self._state.is_dir():
+            steps = sorted(path for path in self._folder.glob("step*") if re.fullmatch(r"step\d{6,}", path.name))
+            found = [*steps, *([self._of] if self._of.exists() else [])]
+            if found and before.keys() != self._recipe.keys():
+                raise StateError(
+                    f"{found[0]} would be replaced, but no {self._of.name} in its folder says that a cold start wrote it: "
+                    "move it away, or choose another --out"
+                )
+            for path in steps:
+                shutil.rmtree(path)
+            self._of.unlink(missing_ok=True)
+            return
+        if changed := changed_keys(before, self._recipe):
+            follow = ("policy's weights", "games")  # from other keys, if one has changed
+            named = [key for key in changed if key not in follow] or changed
+            values = ", ".join(f"{key} was {_value(before, key)} and is {_value(self._recipe, key)}" for key in named)
+            raise StateError(
+                f"{self._folder} is of a cold start that was stopped, with another recipe: {values}. Restore "
+                f"{'it' if len(named) == 1 else 'them'} to go on, or delete {self._folder} to begin anew"
+            )
+        tuning.resume(self._state)
+        log.info("going on after step=%d, saved in %s", tuning.steps_done, self._state)
+
+    def keep(self, tuning: FineTuning, model: PolicyModel) -> None:
+        """Save the policy and the state that it is now. Raises `StateError`."""
+        if not self._of.exists():
+            write_atomically(self._of, json.dumps(self._recipe, indent=1).encode())
+        if not self.place(tuning.steps_done).exists():
+            save_policy(model, self.place(tuning.steps_done), self._dtype, tokenizer_from=self._start)
+        tuning.save(self._state)
+
+    def finish(self) -> None:
+        """Nothing is left to go on with: delete the state. The policies stay."""
+        shutil.rmtree(self._state, ignore_errors=True)
+
+
+def _value(tree: Any, key: str) -> str:
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return "missing" if tree is None else str(tree)[:100]
+
+
+class SftEvaluation:
+    """Evaluations on held-out tasks between steps: those of `shoal eval` of the same checkpoint."""
+
+    def __init__(self, config: SftConfig, renderer: Renderer, sampling: Sampling) -> None:
+        self._config, self._renderer, self._sampling = config, renderer, sampling
+        self._env = env_of(config.env) if config.evaluates_every else None
+        self._engine: Engine | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether the policy after so many steps is evaluated."""
+        every = self._config.evaluates_every
+        return bool(every and step and (step % every == 0 or step == self._config.steps))
+
+    def of(self, checkpoint: Path, progress: Callable[[int], None]) -> Evaluation:
+        """Play the episodes. Raises `ShoalError`, and what `progress` raises."""
+        assert self._env is not None, "no evaluation is due"
+        if self._engine is None:
+            self._engine = open_engine(EngineSpec(kind=kind_for(checkpoint), threads=self._config.threads))
+        self._engine.load(checkpoint, 0)
+        episodes, seed = self._config.eval_episodes, self._config.seed
+        return evaluate(self._engine, self._renderer, self._env, episodes, seed, self._sampling, 0, progress)
+
+    def share(self, figures: Evaluation) -> float:
+        """The share of wins, or where the mean reward is within its range; 0 if too many episodes have no score."""
+        assert self._env is not None
+        low, high = self._env.reward_bounds
+        if figures.mean is None:
+            return 0.0
+        if why := why_not_comparable(figures):
+            log.warning("the share of wins counts as 0: %s", why)
+            return 0.0
+        return figures.mean if figures.measure == "success" else (figures.mean - low) / (high - low)
+
+    def command(self, checkpoint: Path) -> str:
+        """The command that evaluates a checkpoint in the same way."""
+        env, sampling = self._config.env, self._sampling
+        args = ["--env-args", json.dumps(env.args)] if env.args else []
+        limits = ["--max-turn-tokens", str(sampling.max_turn_tokens), "--max-tokens", str(sampling.max_tokens)]
+        return command("eval", str(checkpoint), "--env", env.name, *args, *limits)
+
+
+def _report(step: int, steps: int, metrics: dict[str, Any], figures: Evaluation | None) -> None:
+    parts = [f"step={step}/{steps}"]
+    if metrics:
+        parts.append(f"loss={metrics['loss']:.4f} nats")
+    if figures:
+        unit = "%" if figures.measure == "success" else ""
+        name, which = "wins" if unit else "reward", "held-out" if figures.tasks == "heldout" else "training"
+        found = interval_of(figures)
+        mean, low, high = (f"{100 * one:.1f}" if unit else f"{one:.3f}" for one in found or (0.0, 0.0, 0.0))
+        result = f"{name}={mean}{unit} (95 %: {low} to {high})" if found else f"{name}=none"
+        parts.append(f"{result} of {figures.episodes - figures.faults} episodes on {which} tasks")
+        if figures.faults:
+            parts.append(f"faults={figures.faults} (the environment failed: {printable(figures.fault)})")
+    if metrics:
+        parts.append(f"entropy={metrics['entropy_nats']:.3f} nats speed={metrics['train_tokens_per_s']:.0f} tokens/s")
+    log.info("%s", " ".join(parts))
+
+
+def _sampling(config: SftConfig, games: Sequence[Example], model: PolicyModel) -> Sampling:
+    """The limits of evaluated episodes: no turn is longer than the longest that was learned from."""
+    turns = (len(list(run)) for _, author in games for who, run in groupby(author) if who == POLICY)
+    most = min(config.max_tokens, model.spec.max_positions)
+    return Sampling(1.0, min(max(turns, default=most), most), most)
 
 
 def chosen_rows(given: Examples, start: Path, max_tokens: int) -> list[tuple[list[int], list[int]]]:
@@ -96,21 +351,47 @@ def chosen_rows(given: Examples, start: Path, max_tokens: int) -> list[tuple[lis
 
 def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int], list[int]]]:
     """Play the recipe's games with its scripted player; gives token ids and authors of each row that teaches."""
-    env = env_of(config.env)
+    env = env_of(config.env, own=make_env)  # a scripted player draws from one generator for all games
     players = players_of(env)
     if config.player not in players:
         known = ", ".join(players) or "none: give it players()"
         raise ConfigError(
             f"player = {config.player}: environment {env.name} has no such scripted player; it has {known}"
         )
-    player = players[config.player]
-    sampling = Sampling(1.0, config.max_tokens, config.max_tokens)
-    rng = random.Random(config.seed)
     tasks = [env.task(i) for i in range(env.num_tasks)]
     if config.tasks == "all":
         tasks += [env.task(i, heldout=True) for i in range(env.num_heldout)]
-    games = []
-    for _ in range(config.episodes):
-        talk = play_scripted(env, renderer, rng.choice(tasks), player, rng, sampling)
-        games += [(list(row.tokens), list(row.author)) for row in talk.rows if POLICY in row.author]
+
+    changed = list[tuple[str, str]]()
+
+    def player(state: State, rng: random.Random) -> str:
+        text = players[config.player](state, rng)
+        if not changed and (read := renderer.decode(renderer.encode(text))).split() != text.split():
+            changed.append((text, read))
+        return text
+
+    def played(episodes: int, max_tokens: int) -> list[Example]:
+        rng, sampling, games = random.Random(config.seed), Sampling(1.0, max_tokens, max_tokens), list[Example]()
+        for _ in range(episodes):
+            talk = play_scripted(env, renderer, rng.choice(tasks), player, rng, sampling)
+            games += [(list(row.tokens), list(row.author)) for row in talk.rows if POLICY in row.author]
+        return games
+
+    games = played(config.episodes, config.max_tokens)
+    if changed:
+        log.warning(
+            "the policy's tokenizer makes %r of %r, so it can never write what the player wrote, and the environment reads "
+            "the former: use other answers, or a policy whose tokenizer keeps them (that of policy.tiny has no capitals)",
+            changed[0][1][:60], changed[0][0][:60],
+        )  # fmt: skip
+    if not games:
+        least = min((len(tokens) for tokens, _ in played(min(config.episodes, SHORTEST_OF), MOST_TOKENS)), default=0)
+        positions = 0 if config.policy.path else config.policy.tiny.max_positions
+        more = f", and policy.tiny.max_positions (now {positions}), too" if 0 < positions < least else ""
+        raise ConfigError(
+            f"no game fits in max_tokens = {config.max_tokens}: the shortest takes {least}. Raise max_tokens to at least "
+            f"that{more}"
+            if least
+            else f"the player {config.player} writes nothing in any game of environment {env.name}"
+        )
     return games

@@ -24,7 +24,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from shoal.errors import cause_of
 from shoal.roles.queue import Queue
@@ -38,7 +38,6 @@ POLL_S = 0.05
 """How often a process that waits looks whether it is first, and one without work whether others wait."""
 
 
-@runtime_checkable
 class Parkable(Protocol):
     """What a process keeps on the device. Both calls may come from any thread, one at a time, while nothing computes."""
 
@@ -47,6 +46,11 @@ class Parkable(Protocol):
 
     def come_back(self) -> None:
         """Be there again, with the same bits."""
+
+
+def is_parkable(thing: object) -> TypeGuard[Parkable]:
+    """Whether a thing, or the one that a wrapper passes on to, can leave the device."""
+    return hasattr(thing, "park") and hasattr(thing, "come_back")
 
 
 class Shift(Protocol):
@@ -120,7 +124,7 @@ class Shared:
 
     def keeps(self, thing: object) -> None:
         """See `Shift`."""
-        assert isinstance(thing, Parkable), f"{type(thing).__name__} cannot leave a device"
+        assert is_parkable(thing), f"{type(thing).__name__} cannot leave a device"
         self._parkables.append(thing)
 
     @contextlib.asynccontextmanager

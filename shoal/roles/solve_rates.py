@@ -5,7 +5,8 @@ number of threads give the same rates. It knows neither stages nor what is learn
 """
 
 import logging
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,11 +29,11 @@ log = logging.getLogger("filter")
 
 
 @dataclass(frozen=True)
-class Measured:
+class TaskRates:
     """Solve rates of the first tasks of an environment."""
 
     rates: list[float]
-    """By task, from 0."""
+    """By task, from 0. NaN, which is in no band, where the environment failed on all rollouts."""
     tokens: int
     """That the policy wrote."""
     everything: TaskList
@@ -51,13 +52,14 @@ class Measured:
 
     def figures(self) -> dict[str, float]:
         """For a report."""
+        known = [rate for rate in self.rates if not math.isnan(rate)]
         return {
-            "measured": len(self.rates), "rate": sum(self.rates) / len(self.rates),
+            "measured": len(self.rates), "rate": math.fsum(known) / max(1, len(known)),
             "never": sum(rate == 0 for rate in self.rates), "always": sum(rate == 1 for rate in self.rates),
         }  # fmt: skip
 
 
-def measure(config: RunConfig, policy: Path, label: str, rollouts: int, most: int) -> Measured:
+def measure(config: RunConfig, policy: Path, label: str, rollouts: int, most: int) -> TaskRates:
     """Let a policy play the first `most` tasks (0: all) of the environment with this label (empty: the only one), each
     `rollouts` times. Raises `ShoalError`."""
     torch.set_num_threads(config.workers.threads)
@@ -69,6 +71,7 @@ def measure(config: RunConfig, policy: Path, label: str, rollouts: int, most: in
     engine.load(policy, 0)
     root = domain_hash("solve rates", max(0, config.seed).to_bytes(8, "big"))
     rates, tokens, at_once = list[float](), 0, max(1, BATCH // rollouts)
+    measured = TaskRates(rates, tokens, TaskList(env_digest(spec.name), spec.args, env.num_tasks, tuple(range(count))))
     for first in range(0, count, at_once):
         tasks = range(first, min(count, first + at_once))
         seeds = [domain_hash("solve rate", root, task.to_bytes(8, "big")) for task in tasks]
@@ -80,9 +83,11 @@ def measure(config: RunConfig, policy: Path, label: str, rollouts: int, most: in
         talks = converse(engine, renderer, episodes, sampling)
         tokens += sum(len(talk.logprobs) for talk in talks)
         for place in range(0, len(talks), rollouts):
-            earned = judge_talks(talks[place : place + rollouts], env)
-            rates.append(solve_rate([one.reward for one in earned], spec.solved))
+            group = talks[place : place + rollouts]
+            left = [one.reward for one, talk in zip(judge_talks(group, env), group, strict=True) if not talk.left_out]
+            rates.append(solve_rate(left, spec.solved) if left else math.nan)
         if tasks[-1] + 1 == count or first // at_once % 50 == 0:
-            log.info("measured tasks=%d/%d rate=%.3f tokens=%d", tasks[-1] + 1, count, sum(rates) / len(rates), tokens)
-    measured = TaskList(env_digest(spec.name), spec.args, env.num_tasks, tuple(range(count)))
-    return Measured(rates, tokens, measured)
+            log.info(
+                "measured tasks=%d/%d rate=%.3f tokens=%d", tasks[-1] + 1, count, measured.figures()["rate"], tokens
+            )
+    return replace(measured, tokens=tokens)

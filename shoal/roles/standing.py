@@ -46,12 +46,12 @@ class Standing:
             log.warning("refused groups=%d reason=%r", now.refused - before.refused, now.last_reason)
         if now.lapsed > before.lapsed:
             log.warning(
-                "lapsed leases=%d: not filled in time, given back, or stale more often than is usual in this run",
+                "lapsed leases=%d: not filled in time, given back, or closed more often than is usual in this run",
                 now.lapsed - before.lapsed,
             )
         if now.stale > before.stale:
             log.warning(
-                "closed leases=%d: newer versions were published before they were filled; this costs nothing",
+                "closed leases=%d: newer versions came first, or the host's environment hung; this costs nothing",
                 now.stale - before.stale,
             )
         if last:

@@ -7,6 +7,7 @@ are in `proofs/`. This role gives them the environments, the policy version and,
 import asyncio
 import contextlib
 import logging
+import platform
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,8 +15,9 @@ from pathlib import Path
 
 from shoal.engine.base import Engine
 from shoal.engine.open import EngineSpec, open_engine
+from shoal.envs.contained.pool import Processes
 from shoal.envs.replay import Replay, replay_group
-from shoal.errors import NothingYet, Overreach, PeerError
+from shoal.errors import Interrupted, NothingYet, Overreach, PeerError
 from shoal.folder import RunFolder
 from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
@@ -35,7 +37,7 @@ from shoal.roles.loading import loaded_in_time
 from shoal.roles.memory import enforced, limit_of, memory_mb
 from shoal.roles.packages import Packages
 from shoal.roles.scores import ScoreFile, Tally
-from shoal.roles.seat import GOODBYE_S, SOONEST_S, Seat, say_goodbye, take_seat
+from shoal.roles.seat import GOODBYE_S, SOONEST_S, Seat, say_goodbye, take_seat, unless_gone
 from shoal.roles.sharing import Share, sharing
 from shoal.roles.shifts import Alone, Shift, load_on_shift, shift_of
 
@@ -56,12 +58,13 @@ def main(
     device: str = CPU,
     shifts: Path | None = None,
     doing: Doing | None = None,
+    name: str = "",
 ) -> None:
     """Judge submissions of the run at `url` until it has ended and all are judged, or until told to stop.
 
     `shifts` is the folder in which the processes queue that share the device, if any do; `doing` is filled with what it
-    does. Raises `PeerError` if the key is not admitted; it says what the host must type. Raises `ConfigError` if the device
-    is not there.
+    does. It waits until the host has admitted its key, and says what the host must type. `name` is by default this
+    machine's. Raises `ConfigError` if the device is not there.
     """
     demand_device(device)
     shift = shift_of(shifts, home.name)
@@ -77,14 +80,19 @@ def main(
     validator = Validator(
         Client(url, key), home, make, own_files,
         max_disk_mb=max_disk_mb, max_memory_mb=limit_mb, packages=packages,
+        name="" if own_files else name or platform.node(),
     )  # fmt: skip
     validator.shift = shift
     if doing is not None:
         doing.stopping, validator.doing = validator.doing.stopping, doing
-    validator.doing.key = key.public
+    validator.doing.key, validator.doing.answered_at = key.public, lambda: validator.client.answered_at
     log.info("validating url=%s key=%s", url, key.public)
     validator.share = None if share_port is None else Share(key, share_port, url=share_url)
     asyncio.run(validator.run())
+
+
+def _leave_without_host() -> None:
+    log.warning("left, because the host does not answer: what was being judged is lost. The same command goes on")
 
 
 class NoParents(PeerError):
@@ -104,11 +112,12 @@ class Validator:
         max_disk_mb: int = 0,
         max_memory_mb: int = 0,
         packages: Packages | None = None,
+        name: str = "",
     ) -> None:
-        """`make_engine` is as in `take_seat`."""
+        """`make_engine` is as in `take_seat`; without a `name`, it has that of its home."""
         self.client, self.home, self.make_engine, self.own_files = client, home, make_engine, own_files
         self.clock, self.max_disk_mb, self.max_memory_mb = clock, max_disk_mb, max_memory_mb
-        self.packages = packages
+        self.packages, self.name = packages, t.fact(name or home.name)
         self.stopping = Stopping()
         self.share: Share | None = None
         self.shift: Shift = Alone()
@@ -126,18 +135,26 @@ class Validator:
                     return
                 try:
                     async with sharing(self.share, self.client, self.seat.shared):
-                        await self._judge_all()
+                        if not await unless_gone(self._judge_all(), self.stopping, self.client, _leave_without_host):
+                            return
                 except Overreach:
                     await say_goodbye(self.client, GOODBYE_S)  # others judge in its place at once
                     raise
-                if self.stopping:
-                    await say_goodbye(self.client, GOODBYE_S)
+                if self.stopping and not await say_goodbye(self.client, GOODBYE_S):
+                    _leave_without_host()
+                    return
+                done = self.doing.judged
+                log.info(
+                    "left judged=%d submissions: groups accepted=%d refused=%d",
+                    done.submissions, done.accepted, done.refused.total(),
+                )  # fmt: skip
 
     async def _judge_all(self) -> None:
         """Judge until the run is over or we are told to stop. Raises `Overreach` if a submission asks for too much."""
         failed = waiting = ""
         while (check := await self._next_check()) is not None:
-            self.doing.now(f"judging a submission of {sum(len(b.slots) for b in check.lease.blocks)} groups")
+            groups = sum(len(block.slots) for block in check.lease.blocks)
+            self.doing.now(f"fetching a submission of {groups} groups")
             async with contextlib.AsyncExitStack() as shift:
                 try:
                     keep = self.seat.info.rules.max_staleness + 2
@@ -159,23 +176,30 @@ class Validator:
                     log.warning("cannot judge submission=%s reason=%r", check.id[:12], str(error))
                     continue
                 self.seat.demand_judge(check, len(body), sum(map(len, found.values())))
+                self.doing.now(f"judging a submission of {groups} groups")
                 began = self.doing.clock()
                 with self.seat.within_memory(f"judging submission {check.id[:12]}"):
                     rules, vocabulary = self.seat.info.rules, self.seat.policy.renderer.vocabulary
                     parents = read_parents(found, rules, check.lease, vocabulary)
-                    verdict = await asyncio.to_thread(
-                        verify_submission, body, check, self._tools(check), record, parents
-                    )
+                    try:
+                        verdict = await asyncio.to_thread(
+                            verify_submission, body, check, self._tools(check), record, parents
+                        )
+                    except Interrupted as why:
+                        log.warning("submission=%s is left to others reason=%r", check.id[:12], str(why))
+                        return
             self.took_s = self.doing.clock() - began
             await self._give(verdict)
 
     async def _join(self) -> bool:
         """Join the run; returns True when done."""
         self.seat = await take_seat(
-            self.client, "validator", t.fact(self.home.name), self.home, self.make_engine, self.own_files, self.clock,
-            self.max_memory_mb, self.max_disk_mb, self.packages,
+            self.client, "validator", self.name, self.home, self.make_engine, self.own_files, self.clock,
+            self.max_memory_mb, self.max_disk_mb, self.packages, now=self.doing.now,
+            processes=Processes(stopping=lambda: bool(self.stopping)),
         )  # fmt: skip
         self.doing.info, self.doing.node, self.doing.memory = self.seat.info, self.seat.node, memory_mb
+        self.doing.name = self.name
         log.info("joined run=%s", self.seat.info.name)
         return True
 
@@ -194,7 +218,10 @@ class Validator:
             if status.phase == "ended" and status.pending == 0:
                 log.info("the run has ended")
                 return None
-            self.doing.now("waiting: nothing is for this validator to judge now")
+            why = f": {status.pause_cause}" if status.pause_cause else ""
+            paused = f"the run is paused until its host resumes it{why}"
+            nothing = paused if status.phase == "paused" else "nothing is for this validator to judge now"
+            self.doing.now(f"waiting: {nothing}")
             await self.stopping.unless(asyncio.sleep(SOONEST_S))
         return None
 
@@ -244,6 +271,7 @@ class Validator:
                 "refused submission=%s groups=%d slot=%d check=%s figure=%.4g bound=%.4g detail=%r",
                 verdict.submission[:12], len(refused), group.slot, group.check, group.figure, group.bound, group.detail,
             )  # fmt: skip
+        self.doing.now("sending a verdict")
         with contextlib.suppress(NothingYet):
             await self.client.put_json(f"/v1/checks/{verdict.submission}/verdict", verdict, t.Done)
             self.doing.judged.add(verdict, self.took_s)

@@ -8,7 +8,10 @@ engine; transformers only where the run's policy needs it.
 import asyncio
 import contextlib
 import logging
+import math
+import os
 import platform
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +20,9 @@ from typing import TypeAlias
 from shoal.engine.base import Engine
 from shoal.engine.cheats import cheating
 from shoal.engine.open import EngineSpec, demand_kind, open_engine
+from shoal.envs.contained.pool import Processes
 from shoal.envs.continuing import OtherStart
-from shoal.errors import NothingYet, Overreach, PeerError, Superseded, Undecided
+from shoal.errors import Interrupted, NothingYet, Overreach, PeerError, Superseded, Undecided
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import Stopping
@@ -39,7 +43,7 @@ from shoal.roles.leases import Leases
 from shoal.roles.loading import loaded_in_time
 from shoal.roles.memory import enforced, limit_of, memory_mb
 from shoal.roles.packages import Packages
-from shoal.roles.seat import GOODBYE_S, SOONEST_S, Contradiction, Seat, say_goodbye, take_seat
+from shoal.roles.seat import GOODBYE_S, SOONEST_S, Contradiction, Seat, say_goodbye, take_seat, unless_gone
 from shoal.roles.sharing import Share, sharing
 from shoal.roles.shifts import Alone, Shift, load_on_shift, shift_of
 from shoal.roles.standing import Standing
@@ -50,6 +54,8 @@ LATE = 4.0
 """A lease is dropped between two blocks once playing has taken this many times the time that the lease allows: its blocks
 are others' by then, and a host could ask for days of work. At the deadline itself the work may still be taken."""
 
+LAST_S = 2.0
+"""What a worker whose host is gone takes at most to end, once it has left its work."""
 
 Made: TypeAlias = tuple[list[t.Group], tuple[bytes, ...]]
 """Groups of a lease, and their proofs."""
@@ -60,7 +66,7 @@ class TooOld(Exception):
 
 
 class Left(TooOld):
-    """We were told to stop before the version was here. The lease was given back."""
+    """We were told to stop before the version was here, or an environment was stopped. The lease was given back."""
 
 
 def main(
@@ -106,9 +112,10 @@ def main(
         Client(url, key), key.public, home, make, limit_mb, t.fact(name or platform.node()), own_files,
         max_disk_mb=max_disk_mb, packages=packages,
     )  # fmt: skip
-    worker.chosen, worker.shift, worker.allowance = engine, shift, allowed
+    worker.chosen, worker.shift, worker.allowance, worker.leave_at_once = engine, shift, allowed, _end_soon
     if doing is not None:
         doing.stopping, worker.doing = worker.doing.stopping, doing
+        doing.answered_at = lambda: worker.client.answered_at
     worker.share = None if share_port is None else Share(key, share_port, url=share_url)
     try:
         asyncio.run(worker.run())
@@ -116,6 +123,21 @@ def main(
         if isinstance(failed.__context__, Overreach):
             raise failed.__context__ from None
         raise
+
+
+def _end_soon() -> None:
+    """End this process, also if a thread is still at a block that nobody will take."""
+    timer = threading.Timer(LAST_S, os._exit, (130,))
+    timer.daemon = True
+    timer.start()
+
+
+class BlockStopped(Undecided):
+    """A call of an environment took too long in this block, or ended its process."""
+
+    def __init__(self, block: int, why: Undecided) -> None:
+        super().__init__(str(why))
+        self.block = block
 
 
 class Worker:
@@ -145,10 +167,11 @@ class Worker:
         """Kind of the engine that the user chose."""
         self.allowance, self.doing = Allowance(), Doing(stopping=lambda: bool(self.stopping))
         self.hands = Hands()
+        self.leave_at_once: Callable[[], None] = lambda: None
+        """Called when the host is gone and we were told to stop: the process need not wait for its threads."""
+        self.due = math.inf  # when a step that hangs is given up: before the lease's deadline
         self.idle_since = 0.0
         """When the engine was needed no more for a lease."""
-        self.undecided: set[tuple[int, int]] = set()
-        """Version and index of blocks that were given back because the sandbox stopped an environment."""
         self.standing = Standing(client, key, name)
         self.seat: Seat
         self.leases: Leases
@@ -162,13 +185,26 @@ class Worker:
                     return
                 try:
                     async with sharing(self.share, self.client, self.seat.shared):
-                        await self._work()
+                        # guard: stop-without-a-host
+                        if not await unless_gone(self._work(), self.stopping, self.client, self._leave_without_host):
+                            return
                 except Overreach:
                     await say_goodbye(self.client, GOODBYE_S)  # others get its leases at once
                     raise
-                if self.stopping:
-                    await say_goodbye(self.client, GOODBYE_S)
+                if self.stopping and not await say_goodbye(self.client, GOODBYE_S):
+                    self._leave_without_host()
+                    return
                 await self.standing.tell(self.leases.tokens_per_s, last=True)
+
+    def _leave_without_host(self) -> None:
+        lost = "no lease was held, so nothing is lost"
+        if held := ", ".join(self.leases.holding):
+            lost = f"leases {held} are lost, and what a worker does not fill may cost it pay"
+        log.warning(
+            "left, because the host does not answer: %s. What the host took stays booked, and the same command joins again",
+            lost,
+        )
+        self.leave_at_once()
 
     async def _work(self) -> None:
         """Fill leases until the run has ended or we are told to stop. Raises `Overreach` if a lease asks for too much.
@@ -220,6 +256,7 @@ class Worker:
         self.seat = await take_seat(
             self.client, "worker", self.name, self.home, self.make_engine, self.own_files, self.clock,
             self.max_memory_mb, self.max_disk_mb, self.packages, self.chosen,
+            processes=Processes(stopping=lambda: bool(self.stopping), late=lambda: self.clock() > self.due),
         )  # fmt: skip
         self.allowance.stopping = lambda: bool(self.stopping)
         self.leases = Leases(self.seat, self.stopping, self.clock, self.allowance, self.doing)
@@ -262,17 +299,15 @@ class Worker:
         await self._load_for(grant, use)
         self.seat.demand_play(lease)
         parents = await self._parents(lease)
-        blocks = {(lease.version, block.index) for block in lease.blocks}
-        self.seat.doubt.holds = not blocks & self.undecided  # guard: same-work-again-decides
+        self.due = lease.deadline - (lease.deadline - lease.issued) / 10
         try:
             groups = await asyncio.to_thread(self._play, lease, parents)
-        except OtherStart as why:
+        except (OtherStart, Interrupted, BlockStopped) as why:
             log.warning("dropped lease=%s reason=%r", lease.id, str(why))
-            return None  # guard: other-starts-are-given-back
-        except Undecided as why:
-            log.warning("dropped lease=%s reason=%r", lease.id, str(why))
-            self.undecided |= blocks  # guard: stopped-is-given-back
-            return None
+            # guard: stopped-is-given-back
+            stopped, said = (why.block, str(why)) if isinstance(why, BlockStopped) else (-1, "")
+            await self.leases.give_back(lease, stopped, said)  # guard: other-starts-are-given-back
+            raise Left from None
         return None if groups is None else (groups, await asyncio.to_thread(self._prove, lease, groups, parents))
 
     async def _parents(self, lease: t.Lease) -> Parents:
@@ -348,11 +383,15 @@ class Worker:
                 return None
             if groups:
                 self.shift.pause()
-            groups += play_leased(seat, lease, block, parents)
-            taken_s = time.perf_counter() - started
-            tokens = sum(rollout.num_policy_tokens() for group in groups for rollout in group.rollouts)
-            # also of a lease that is dropped: the next is then smaller
-            self.leases.tokens_per_s = tokens / max(taken_s, 1e-6)
+            try:
+                groups += play_leased(seat, lease, block, parents)
+            except Undecided as why:
+                raise BlockStopped(block.index, why) from None
+            finally:
+                taken_s = time.perf_counter() - started
+                tokens = sum(rollout.num_policy_tokens() for group in groups for rollout in group.rollouts)
+                # also of a lease that is dropped: the next is then smaller, and a block that hangs alone in it
+                self.leases.tokens_per_s = tokens / max(taken_s, 1e-6)
         if seat.memory is not None:
             seat.memory.demand_within()
         return groups

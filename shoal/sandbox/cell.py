@@ -137,6 +137,12 @@ class Cell:
             raise self._gone(Reason.KILLED, f"it answered with {size} bytes, limit {most_bytes}")
         return self._read(size, until)
 
+    def kill(self) -> None:
+        """End all that runs inside. Any thread may call it; who waits for an answer then gets `Gone`."""
+        if self._watched >= 0:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self._watched, signal.SIGKILL)
+
     def runs(self) -> bool:
         """Whether its first process is alive. The pipe to it may take requests a little longer."""
         if self._watched < 0:

@@ -12,6 +12,7 @@ from pathlib import Path
 from shoal.sandbox.cell import Cell, Gone, Kind
 from shoal.sandbox.layout import Shown
 from shoal.sandbox.limits import Limits, Outcome, Reason, Stopped
+from shoal.sandbox.memory import taken_bytes
 
 MAX_ANSWER_BYTES = 4 << 20
 """Far more than the longest text that an environment may write."""
@@ -37,6 +38,23 @@ class Resident:
     def ask(self, request: bytes, limit_s: float = 0.0, most_bytes: int = MAX_ANSWER_BYTES) -> bytes | Outcome:
         """The answer within `limit_s` (0: `limits.wall_s`), or how the program ended. An ended program stays ended."""
         return ask_all([self], [request], limit_s, most_bytes)[0]
+
+    def next(self, limit_s: float, most_bytes: int = MAX_ANSWER_BYTES) -> bytes | Outcome:
+        """One more answer to the last request, of a program that sends several. As `ask`."""
+        if self._ended is None:
+            try:
+                return self._cell.receive(time.monotonic() + limit_s, most_bytes)
+            except Gone as gone:
+                self._ended = gone.outcome
+        return self._ended
+
+    def memory_bytes(self) -> int:
+        """What the program and all that it started take now."""
+        return taken_bytes(self._cell.init)
+
+    def kill(self) -> None:
+        """End the program, from any thread: an `ask` that waits for its answer returns. `close` is due nevertheless."""
+        self._cell.kill()
 
     def close(self) -> None:
         self._ended = self._ended or Stopped(Reason.KILLED)

@@ -20,6 +20,7 @@ from shoal.sandbox.cell import Kind
 from shoal.sandbox.limits import Ended, Limits, Outcome, Reason, Stopped
 from shoal.sandbox.memory import processes_of
 from shoal.sandbox.pool import Pool
+from shoal.terminal import docs_page
 
 LIMITS = Limits(wall_s=60.0, cpu_s=20, memory_mb=64, processes=8, scratch_mb=4, file_mb=4, output_bytes=4096)
 """Little memory, but much time: a probe takes milliseconds, and many times as long on a busy machine. Only the probe that
@@ -159,7 +160,8 @@ _OLD_KERNEL = "install Linux 5.14 or newer (this is {})".format(os.uname().relea
 """Older kernels count the processes of a user, not those of a sandbox."""
 
 _BUSY = "this machine is too busy or too slow to try the sandbox: start again when less is running"
-_ELSEWHERE = "run the node on another machine; docs/explanation/sandbox.md lists what the sandbox needs"
+_PAGE = docs_page("docs/explanation/sandbox.md")
+_ELSEWHERE = f"run the node on another machine; {_PAGE} lists what the sandbox needs"
 
 _SYSCTLS = (
     ("kernel/apparmor_restrict_unprivileged_userns", "1", "kernel.apparmor_restrict_unprivileged_userns=0"),
@@ -191,7 +193,7 @@ def remedy(error: str) -> str:
             return f"sudo sysctl {change}"
     if _in_container():
         return f"start the container with {DOCKER}"
-    return "allow user namespaces for this user; docs/explanation/sandbox.md lists what else may forbid them"
+    return f"allow user namespaces for this user; {_PAGE} lists what else may forbid them"
 
 
 def _in_container() -> bool:

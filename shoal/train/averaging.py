@@ -16,18 +16,18 @@ from shoal.algos.batch_std import batch_scale
 from shoal.algos.entropy_target import bonus_share
 from shoal.protocol.algorithms import Algorithm, credits_tokens
 from shoal.protocol.compositions import Composition
-from shoal.train.rows import Row, one_of_each
+from shoal.train.rows import Row, learned, one_of_each
 
 
 def normalised(rows: Sequence[Row], algorithm: Algorithm) -> Sequence[Row]:
     """The rows of a batch with their advantages as the algorithm normalises them over the batch: the same rows if it does
-    not."""
+    not. A rollout that is only counted has a part in the deviation, as in TRL, if it has an advantage."""
     if not (isinstance(algorithm, Composition) and algorithm.batch_std):
         return rows
     if credits_tokens(algorithm):  # whose advantages differ from token to token
-        A_I = np.concatenate([row.advantage_P for row in rows]).astype(np.float64)
+        A_I = np.concatenate([row.advantage_P for row in learned(rows)]).astype(np.float64)
     else:
-        A_I = np.array([row.advantage_P.mean() for row in one_of_each(rows)], dtype=np.float64)
+        A_I = np.array([row.advantage_P.mean() for row in one_of_each(rows) if len(row.advantage_P)], dtype=np.float64)
     scale = batch_scale(A_I)
     return [replace(row, advantage_P=(row.advantage_P * scale).astype(np.float32)) for row in rows]
 
@@ -40,12 +40,15 @@ def bonus_of(rows: Sequence[Row], algorithm: Algorithm) -> float:
 
 
 def averaged(rows: Sequence[Row], algorithm: Algorithm, max_tokens: int) -> Sequence[Row]:
-    """The rows of an update with weights that make the sum over tokens, divided by their number, the algorithm's average.
+    """The rows that an update learns from, with weights that make the sum over tokens, divided by their number, the
+    algorithm's average.
 
-    `max_tokens` is the most that a rollout may have. The mean over tokens leaves the rows as they are.
+    Rows that are only counted are in its divisor, and are left out. `max_tokens` is the most that a rollout may have. The
+    mean over tokens leaves the rows as they are.
     """
+    counts_all = not any(row.counts_only for row in rows)
     if not isinstance(algorithm, Composition) or algorithm.average == "tokens":
-        return rows
+        return rows if counts_all else learned(rows)
     rollout_R: list[Hashable] = [i if row.id is None else row.id for i, row in enumerate(rows)]
     prompt_R: list[Hashable] = [i if row.group is None else row.group for i, row in enumerate(rows)]
     L = algorithm.divisor_tokens or float(max_tokens)
@@ -56,5 +59,7 @@ def averaged(rows: Sequence[Row], algorithm: Algorithm, max_tokens: int) -> Sequ
         [len(row.positions_P) for row in rows], rollout_R, prompt_R, average=algorithm.average, L=L
     )  # fmt: skip
     return [
-        replace(row, weight_P=(row.weight_P * w).astype(np.float32)) for row, w in zip(rows, w_R.tolist(), strict=True)
+        replace(row, weight_P=(row.weight_P * w).astype(np.float32))
+        for row, w in zip(rows, w_R.tolist(), strict=True)
+        if not row.counts_only
     ]

@@ -17,6 +17,7 @@ from shoal.ledger.algorithm import advantages, advantages_by_step
 from shoal.protocol.algorithms import Algorithm, needs_critic, step_credit_of, vine_of
 from shoal.protocol.audits import MAX_REWARD
 from shoal.protocol.continuations import places
+from shoal.protocol.env_faults import has_enough_rollouts, without_faults
 from shoal.protocol.step_rewards import fault_of, step_of_tokens
 from shoal.protocol.types import POLICY, Group, Rollout, StepRewards
 
@@ -27,8 +28,11 @@ def credit(
     continuations: Sequence[float],
     algorithm: Algorithm,
     steps_G: Sequence[StepRewards] = (),
+    faults: Sequence[int] = (),
+    faulted_continuations: Sequence[int] = (),
 ) -> list[NDArray[np.float32]]:
-    """The advantage of each learned token of each rollout, G arrays float32[P].
+    """The advantage of each learned token of each rollout, G arrays float32[P]. Rollouts with `faults` are worth 0, and
+    continuations with faults say nothing of a state.
 
     In a run with vines, the first state's value is the mean reward of the group's other rollouts. Where an event made the
     continuations of a group void, each of its rollouts is one step. Raises `ValueError` if there are not as many
@@ -38,22 +42,30 @@ def credit(
         _demand_steps(group, rewards_G, steps_G, algorithm)
         return [
             A_S[step_of_tokens(rollout, steps)]
-            for rollout, steps, A_S in zip(group.rollouts, steps_G, advantages_by_step(steps_G, algorithm), strict=True)
+            for rollout, steps, A_S in zip(
+                group.rollouts, steps_G, advantages_by_step(steps_G, algorithm, faults), strict=True
+            )
         ]
-    vine = vine_of(algorithm)
+    vine, num_G = vine_of(algorithm), [rollout.author.count(POLICY) for rollout in group.rollouts]
+    if not has_enough_rollouts(len(rewards_G), faults):
+        return [np.zeros(num, dtype=np.float32) for num in num_G]
     if vine is None:
-        num_G = [rollout.author.count(POLICY) for rollout in group.rollouts]
-        advantages_G = advantages(rewards_G, algorithm)
+        advantages_G = advantages(rewards_G, algorithm, faults)
         return [np.full(num, A, dtype=np.float32) for num, A in zip(num_G, advantages_G, strict=True)]
     void = not continuations  # guard: void-continuations-fall-back
     places_G = [() if void else places(rollout, vine) for rollout in group.rollouts]
     due = sum(map(len, places_G)) * vine.continuations
     if due != len(continuations):
         raise ValueError(f"{len(continuations)} rewards of continuations for {due} due")
-    found, left = [], iter(continuations)
-    for rollout, reward, start, at in zip(group.rollouts, rewards_G, start_values(rewards_G), places_G, strict=True):
-        returns_S_K = [[next(left) for _ in range(vine.continuations)] for _ in at]
-        found.append(_of_rollout(rollout, reward, at, [start, *vine_values(returns_S_K)]))
+    found, left, starts = [], iter(enumerate(continuations)), iter(start_values(without_faults(rewards_G, faults)))
+    for index, (rollout, reward, at) in enumerate(zip(group.rollouts, rewards_G, places_G, strict=True)):
+        drawn_S_K = [[next(left) for _ in range(vine.continuations)] for _ in at]
+        if index in faults:
+            found.append(np.zeros(num_G[index], dtype=np.float32))
+            continue
+        # guard: faulted-continuations-say-nothing
+        returns_S_K = [[R for place, R in drawn_K if place not in faulted_continuations] for drawn_K in drawn_S_K]
+        found.append(_of_rollout(rollout, reward, at, [next(starts), *vine_values(returns_S_K)]))
     return found
 
 

@@ -22,7 +22,7 @@ from shoal.policy.files import load_int8
 from shoal.policy.kinds import AUTO, open_policy
 from shoal.policy.model import Transformer
 from shoal.train.predict import logprobs_of
-from shoal.train.rows import Row
+from shoal.train.rows import Row, learned
 
 LogprobsAt = Callable[[Path, Sequence[Row]], list[NDArray[np.float32]]]
 """Log-probs, float32[P], of each row's policy tokens under the policy in a directory, nats."""
@@ -52,13 +52,13 @@ def with_own_denominators(
             trained_in=trained_in,
         )  # fmt: skip
     own: dict[int, Row] = {}
-    for version in sorted({row.version for row in rows}):
-        places = [place for place, row in enumerate(rows) if row.version == version]
+    for version in sorted({row.version for row in learned(rows)}):
+        places = [i for i, row in enumerate(rows) if row.version == version and not row.counts_only]
         logp = logprobs_at(published[version], [rows[place] for place in places])
         own |= {
             place: replace(rows[place], behaviour_logp_P=logp_P) for place, logp_P in zip(places, logp, strict=True)
         }
-    return [own[place] for place in range(len(rows))]
+    return [own.get(place, row) for place, row in enumerate(rows)]
 
 
 def over_the_base(model: Transformer, temperature: float, microbatch_tokens: int) -> LogprobsAt:

@@ -4,7 +4,8 @@ Called by `roles/trainer` between `train/rows` and `train/step`. The coordinator
 trainer applies them itself, so that no coordinator can make it learn from rollouts that are too old.
 It knows nothing of tokens or tensors.
 
-Some algorithms leave out rollouts that a token limit ended. That is decided here, because the ledger counts groups.
+Some algorithms learn nothing from rollouts that a token limit ended. That is decided here, because the ledger counts
+groups. Such rollouts stay in the divisor of the average, as in TRL.
 
 Rollouts with a large log-ratio are the loss's business: a clip mutes their tokens one by one, and the row masks of
 `algos/row_masks` drop them by log-probs that the trainer itself computed. Nothing is dropped here by what a worker claims:
@@ -17,13 +18,14 @@ from typing import NamedTuple
 from shoal.ledger.algorithm import masks_overlong, teaches
 from shoal.protocol.algorithms import Algorithm
 from shoal.protocol.types import BatchGroup
-from shoal.train.rows import Row, one_of_each
+from shoal.train.rows import Row, counted_only, learned, one_of_each
 
 
 class Selection(NamedTuple):
-    """The rows to learn from, in the order of the batch, and the number left out."""
+    """The rows of a step, in the order of the batch, and the number left out."""
 
     rows: list[Row]
+    """Empty if nothing is learned from any of them."""
     groups_without_signal: int
     stale_rollouts: int
     overlong_rollouts: int = 0
@@ -43,14 +45,15 @@ def select(
     `rows_G` has the rows of each member; they are empty if nothing can be learned from it. `version` is the policy about to
     be updated. The other rollouts of a group stay, and keep their advantages.
     """
-    signal = [teaches(member.rewards, algorithm, member.steps) for member in members]
+    signal = [teaches(member.rewards, algorithm, member.steps, member.faults) for member in members]
     candidates = [row for rows, keep in zip(rows_G, signal, strict=True) if keep for row in rows]
     fresh = [row for row in candidates if 0 <= version - row.version <= max_staleness]
-    rows = [row for row in fresh if not (row.overlong and masks_overlong(algorithm))]
-    fresh_rollouts = len(one_of_each(fresh))
+    masks = masks_overlong(algorithm)
+    rows = [counted_only(row) if masks and row.overlong else row for row in fresh]
+    kept = learned(rows)
     return Selection(
-        rows,
+        rows if kept else [],
         signal.count(False),
-        len(one_of_each(candidates)) - fresh_rollouts,
-        fresh_rollouts - len(one_of_each(rows)),
+        len(one_of_each(candidates)) - len(one_of_each(fresh)),
+        len(one_of_each(learned(fresh))) - len(one_of_each(kept)),
     )

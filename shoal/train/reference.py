@@ -15,7 +15,7 @@ from shoal.policy.base import PolicyModel
 from shoal.policy.model import Transformer
 from shoal.policy.parking import Parked
 from shoal.train.predict import logprobs_of
-from shoal.train.rows import Row
+from shoal.train.rows import Row, change_learned, learned
 
 
 class Reference:
@@ -31,6 +31,9 @@ class Reference:
 
     def __call__(self, rows: Sequence[Row]) -> list[Row]:
         """The rows with log-probs under the reference."""
+        return change_learned(rows, self._referred(learned(rows)))
+
+    def _referred(self, rows: list[Row]) -> list[Row]:
         with base_alone(self._adapted) if self._adapted is not None else contextlib.nullcontext():
             logp = logprobs_of(self._frozen, rows, self._temperature, self._microbatch_tokens)
         return [replace(row, reference_logp_P=logp_P) for row, logp_P in zip(rows, logp, strict=True)]

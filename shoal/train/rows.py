@@ -9,7 +9,7 @@ Axes: T tokens of one row, P tokens of it that the policy wrote and learns from,
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,11 @@ class Unlearnable(PeerError):
 @dataclass(frozen=True, eq=False)
 class Row:
     """One row of a rollout as the learner sees it: usually the whole rollout. It does not show which algorithm made its
-    advantages and weights."""
+    advantages and weights.
+
+    A row without positions is counted only: its rollout has a place in the divisor of the average, and adds nothing to the
+    sum. `counted_only` makes such rows, and `algos/averages` divides.
+    """
 
     tokens_T: NDArray[np.int64]
     positions_P: NDArray[np.int64]
@@ -55,7 +59,12 @@ class Row:
     reward_P: NDArray[np.float32] | None = None
     """What is earned at each token, for a critic; None if the rollout's last token earns its reward."""
     overlong: bool = False
-    """Whether a token limit ended its rollout. Only `filter` asks."""
+    """Whether a token limit ended its rollout."""
+
+    @property
+    def counts_only(self) -> bool:
+        """Whether nothing is learned from it."""
+        return not len(self.positions_P)
 
     @property
     def group(self) -> tuple[int, int] | None:
@@ -72,7 +81,8 @@ def rows_of_group(
     max_tokens: int,
     max_rollout_tokens: int = 0,
 ) -> list[Row]:
-    """The rows of a batch member, from its bytes, in order of sample index, without rows that teach nothing.
+    """The rows of a batch member, from its bytes, in order of sample index. A row without a token to learn from is counted
+    only, and so are those of a rollout on which the environment failed.
 
     All rows of a rollout have its reward, and its advantage unless its tokens have different ones.
 
@@ -100,7 +110,10 @@ def rows_of_group(
     if flaw is not None:
         raise Unlearnable(_refusal(place, str(flaw)))
     try:
-        credit_G = credit(group, member.rewards, member.continuations, algorithm, member.steps)
+        credit_G = credit(
+            group, member.rewards, member.continuations, algorithm, member.steps, member.faults,
+            member.faulted_continuations,
+        )  # fmt: skip
         earned_G = token_rewards(group, member.rewards, algorithm, member.steps)
     except ValueError as error:
         raise Unlearnable(_refusal(place, str(error))) from None
@@ -113,23 +126,50 @@ def rows_of_group(
             learned_P = author_T[written_P] == POLICY  # guard: masked-turns-teach-nothing
             positions_P = written_P[learned_P]
             begin, first = first, first + len(positions_P)
-            if len(positions_P):
-                rows.append(
-                    Row(
-                        tokens_T=part.tokens_T.astype(np.int64),
-                        positions_P=positions_P,
-                        behaviour_logp_P=part.logprobs_P[learned_P].astype(np.float32),
-                        advantage_P=A_P[begin:first],
-                        weight_P=np.ones(len(positions_P), dtype=np.float32),
-                        reward=reward,
-                        version=rollout.version,
-                        env=group.env,
-                        id=(member.version, member.slot, i),
-                        reward_P=earned_G[i][begin:first] if earned_G else None,
-                        overlong=rollout.ending == "length",
-                    )
-                )
+            row = Row(
+                tokens_T=part.tokens_T.astype(np.int64),
+                positions_P=positions_P,
+                behaviour_logp_P=part.logprobs_P[learned_P].astype(np.float32),
+                advantage_P=A_P[begin:first],
+                weight_P=np.ones(len(positions_P), dtype=np.float32),
+                reward=reward,
+                version=rollout.version,
+                env=group.env,
+                id=(member.version, member.slot, i),
+                reward_P=earned_G[i][begin:first] if earned_G else None,
+                overlong=rollout.ending == "length",
+            )
+            # guard: faults-teach-nothing
+            rows.append(counted_only(row, has_advantage=False) if i in member.faults else row)
     return rows
+
+
+def counted_only(row: Row, *, has_advantage: bool = True) -> Row:
+    """A row from which nothing is learned, though its rollout counts in the divisor of the average.
+
+    Its advantage stays in the deviation of the batch, if the run has one, unless `has_advantage` is False: a truncated
+    rollout has an advantage, one without a reward has none.
+    """
+    none_P = np.zeros(0, dtype=np.float32)
+    return replace(
+        row,
+        positions_P=np.zeros(0, dtype=np.int64),
+        behaviour_logp_P=none_P,
+        advantage_P=row.advantage_P if has_advantage else none_P,
+        weight_P=none_P,
+        reward_P=None,
+    )
+
+
+def learned(rows: Sequence[Row]) -> list[Row]:
+    """The rows that something is learned from, without those that are only counted."""
+    return [row for row in rows if not row.counts_only]
+
+
+def change_learned(rows: Sequence[Row], changed: Sequence[Row]) -> list[Row]:
+    """The rows in their order, with `changed` in the place of those that something is learned from."""
+    left = iter(changed)
+    return [row if row.counts_only else next(left) for row in rows]
 
 
 def one_of_each(rows: Sequence[Row]) -> list[Row]:
@@ -144,9 +184,21 @@ def one_of_each(rows: Sequence[Row]) -> list[Row]:
     return firsts
 
 
+def overlong_share(rows_G: Sequence[Sequence[Row]]) -> float | None:
+    """Share of these groups' rollouts that a token limit ended; None if there are none."""
+    rollouts = one_of_each([row for rows in rows_G for row in rows])
+    return sum(row.overlong for row in rollouts) / len(rollouts) if rollouts else None
+
+
+def rewarded(rows: Sequence[Row]) -> list[Row]:
+    """One row of each rollout that has a reward: also of one that a token limit ended, but not of one whose environment
+    failed."""
+    return [row for row in one_of_each(rows) if not row.counts_only or len(row.advantage_P)]
+
+
 def mean_rewards(rows: Sequence[Row], labels: Sequence[str]) -> dict[str, float | None]:
     """Mean reward of each environment's rollouts; None for an environment without rows."""
-    rollouts = one_of_each(rows)
+    rollouts = rewarded(rows)
     rewards = {label: [row.reward for row in rollouts if row.env == label] for label in labels}
     return {label: float(np.mean(found)) if found else None for label, found in rewards.items()}
 

@@ -35,7 +35,7 @@ class RewardModel(Resting):
     ) -> tuple[list[Row], dict[str, float]]:
         """The rows with advantages by the scores of their rollouts, and the mean score. There must be rows. The student's
         log-probs are not asked for."""
-        last = {_rollout_of(row, i): i for i, row in enumerate(rows)}
+        last = {_rollout_of(row, i): i for i, row in enumerate(rows) if len(row.advantage_P)}
         scores = scores_of(self._frozen, [rows[i].tokens_T for i in last.values()], self._microbatch_tokens)
         score_of = dict(zip(last, scores.tolist(), strict=True))
         groups: dict[Hashable, list[float]] = {}
@@ -44,8 +44,11 @@ class RewardModel(Resting):
         means = {group: float(np.mean(found)) for group, found in groups.items()}
         judged = []
         for i, row in enumerate(rows):
+            if not len(row.advantage_P):
+                judged.append(row)
+                continue
             A = score_of[_rollout_of(row, i)] - means[_group_of(row, i)]
-            judged.append(replace(row, advantage_P=np.full(len(row.positions_P), A, dtype=np.float32)))
+            judged.append(replace(row, advantage_P=np.full(len(row.advantage_P), A, dtype=np.float32)))
         return judged, {"score_mean": float(scores.mean())}
 
 

@@ -1,14 +1,24 @@
 """At start-up, check that generation and training see the same policy by replaying one completion.
 
-Called by `roles/trainer` before it learns anything, with the first row that the current version sampled.
-A wrong mask, temperature or tokenizer shows as a difference in nats; two honest implementations differ by about 1e-5 in
-float32. The role, not this file, decides what to do about a difference. It does not know what made the row.
+Called by `roles/trainer` before it learns anything, with the longest row that the current version sampled: where a model
+changes with the length of a text, that row shows it. A wrong mask, temperature or tokenizer shows as a difference in nats;
+two honest implementations differ by about 1e-5 in float32. The role, not this file, decides what to do about a difference.
+It does not know what made the row.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 
-from shoal.train.rows import Row
+from shoal.train.rows import Row, learned
 from shoal.train.step import Learner
+
+
+def row_to_check(rows: Sequence[Row], version: int) -> Row | None:
+    """The longest row that a version sampled; None if it sampled none from which something is learned."""
+    return max(
+        (row for row in learned(rows) if row.version == version), key=lambda row: len(row.tokens_T), default=None
+    )
 
 
 def largest_gap_nats(learner: Learner, row: Row) -> float:

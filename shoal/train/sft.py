@@ -5,12 +5,14 @@ neither environment nor tokenizer. The seed alone decides the examples of each s
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shoal.config import SftConfig, TrainConfig
 from shoal.policy.base import PolicyModel
+from shoal.train.checkpoint import States
 from shoal.train.objective import sft_objective
 from shoal.train.rows import Row, example_row
 from shoal.train.step import Learner
@@ -19,32 +21,64 @@ MICROBATCH_TOKENS = 4096
 """Padded tokens of one forward pass. On a CPU, more do not fit the cache and take more memory."""
 
 
+class FineTuning:
+    """A model that learns from examples, each (token ids, authors): `config.steps` steps of `config.batch` examples.
+
+    The learning rate follows a cosine down to a tenth. What is saved after a step continues with the same bits.
+    """
+
+    def __init__(
+        self, model: PolicyModel, examples: Sequence[tuple[Sequence[int], Sequence[int]]], config: SftConfig
+    ) -> None:
+        self._rows = [example_row(tokens_T, author_T) for tokens_T, author_T in examples]
+        train = TrainConfig(
+            lr=config.lr,
+            schedule="cosine",
+            warmup_steps=config.warmup_steps,
+            max_grad_norm=config.max_grad_norm,
+            microbatch_tokens=MICROBATCH_TOKENS,
+        )
+        self._learner = Learner(model, train, temperature=1.0, steps=config.steps, objective=sft_objective)
+        self._order = _shuffled(len(self._rows), config.seed)
+        self._batch_rows = config.batch
+        self.steps_done = 0
+        self.tokens = 0
+        """Learned from so far, prompts and repetitions included."""
+
+    def step(self) -> dict[str, Any]:
+        """Take the next step. Returns its metrics; the loss is in nats per policy token."""
+        metrics = self._learner.step(self._batch(), self.steps_done)
+        self.steps_done += 1
+        names = ("loss", "entropy_nats", "grad_norm", "lr", "tokens", "train_tokens_per_s")
+        return {name: metrics[name] for name in names}
+
+    def save(self, folder: Path) -> None:
+        """Save under `folder` what `resume` continues from. Raises `StateError`."""
+        States(folder, self._learner).save(self.steps_done)
+
+    def resume(self, folder: Path) -> None:
+        """Go on from the newest state under `folder`, if there is one. Raises `StateError`."""
+        steps_done = States(folder, self._learner).load() or 0
+        while self.steps_done < steps_done:
+            self._batch()
+            self.steps_done += 1
+
+    def _batch(self) -> list[Row]:
+        rows = [self._rows[next(self._order)] for _ in range(self._batch_rows)]
+        self.tokens += sum(len(row.tokens_T) for row in rows)
+        return rows
+
+
 def fine_tune(
     model: PolicyModel,
     examples: Sequence[tuple[Sequence[int], Sequence[int]]],
     config: SftConfig,
     progress: Callable[[int, dict[str, Any]], None] = lambda step, metrics: None,
 ) -> None:
-    """Train `model` in place for `config.steps` steps of `config.batch` examples, each (token ids, authors).
-
-    `progress` gets the number and metrics of every step; the loss is in nats per policy token. The learning rate follows a
-    cosine down to a tenth.
-    """
-    rows = [example_row(tokens_T, author_T) for tokens_T, author_T in examples]
-    train = TrainConfig(
-        lr=config.lr,
-        schedule="cosine",
-        warmup_steps=config.warmup_steps,
-        max_grad_norm=config.max_grad_norm,
-        microbatch_tokens=MICROBATCH_TOKENS,
-    )
-    learner = Learner(model, train, temperature=1.0, steps=config.steps, objective=sft_objective)
-    order = _shuffled(len(rows), config.seed)
-    for step in range(config.steps):
-        batch: list[Row] = [rows[next(order)] for _ in range(config.batch)]
-        metrics = learner.step(batch, step)
-        told = ("loss", "entropy_nats", "grad_norm", "lr", "tokens", "train_tokens_per_s")
-        progress(step, {name: metrics[name] for name in told})
+    """Train `model` in place for all of `config.steps`; `progress` gets the number and metrics of every step."""
+    tuning = FineTuning(model, examples, config)
+    while tuning.steps_done < config.steps:
+        progress(tuning.steps_done, tuning.step())
 
 
 def _shuffled(count: int, seed: int) -> Iterator[int]:

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.algos.schedule import learning_rate
-from shoal.config import TrainConfig
+from shoal.config import PRESET_LR, TrainConfig, preset_lr
 from shoal.errors import StateError
 from shoal.policy.base import PolicyModel
 from shoal.policy.parking import Parked
@@ -37,7 +38,7 @@ from shoal.train.optimiser import Optimiser
 from shoal.train.pack import MicroBatch, silent
 from shoal.train.predict import logprobs_of, predict
 from shoal.train.ranks import ALONE, Ranks
-from shoal.train.rows import Row, one_of_each
+from shoal.train.rows import Row, learned, one_of_each, rewarded
 
 T = TypeVar("T")
 LARGEST = "log_ratio_abs_max_nats"
@@ -104,6 +105,9 @@ class Learner:
         names; `critic` learns beside the policy and decides its advantages; `ranks` are the processes that take each step
         together, all with the same rows.
         """
+        parameters = model.trainable()
+        if config.lr == PRESET_LR:
+            config = msgspec.structs.replace(config, lr=preset_lr(sum(one.numel() for one in parameters.values())))
         self.model = model.train()
         self.model.recompute = config.recompute == "layers"
         self.config = config
@@ -120,7 +124,6 @@ class Learner:
         self._objective = objective or objective_of(config, published)
         self._needs_old = objective is None and needs_old(config, published)
         self._critic, self._ranks, self._clock = critic, ranks, clock
-        parameters = self.model.trainable()
         self._device = next(iter(parameters.values())).device
         ranks.demand_dtype(self.model, config)
         self._optimiser = Optimiser(parameters, config, ranks)
@@ -133,7 +136,7 @@ class Learner:
         policy that sampled, or that the step began with, so each update is clipped against that policy, and all have the
         learning rate of the step: a state between two updates is never saved. A gradient that is not finite changes
         nothing: this update and the rest of the step are skipped, said in the log and in `update_skipped`. So is a step
-        without rows, for a batch is an event: the run must get past it, whatever it holds.
+        without rows to learn from, for a batch is an event: the run must get past it, whatever it holds.
 
         A critic says what it expects of all rows before its first update, and learns after the policy from each part.
 
@@ -142,6 +145,8 @@ class Learner:
         one row does not fit.
         """
         self.budgets = []
+        counted = [row for row in rows if row.counts_only]
+        rows = learned(rows) if counted else rows
         if not rows:  # guard: step-without-rows
             log.warning("nothing to learn from: the policy stays as it is version=%d", version)
             return {
@@ -163,7 +168,8 @@ class Learner:
         rows, expected = self._credited(rows, version, left)
         parts = [
             _Part(averaged(part, algorithm, self._max_tokens))
-            for part in minibatches(normalised(rows, algorithm), self.config.minibatches)
+            for part in minibatches(normalised([*rows, *counted], algorithm), self.config.minibatches)
+            if learned(part)
         ]
         self._bonus = bonus_of(rows, algorithm)
         waits = self._critic is not None and self._critic.learns_alone(version)
@@ -186,7 +192,7 @@ class Learner:
             **_means(updates),
             **{name: max(update[name] for update in updates) for name in (LARGEST,) if updates},
             "updates": sum(math.isfinite(update["grad_norm"]) for update in updates),
-            "reward_mean": float(np.mean([row.reward for row in rollouts])),
+            "reward_mean": float(np.mean([row.reward for row in rewarded([*rows, *counted])])),
             "staleness_rollouts": _staleness(rollouts, version),
             "update_skipped": int(not _all_finite(updates, taught)),
             "lr": lr,
@@ -265,7 +271,7 @@ class Learner:
     def _learn(self, part: "_Part", lr: float, version: int, left: Iterator[int]) -> dict[str, float]:
         """One update from all rows of a part, packed into micro-batches; gives its metrics, means over policy tokens."""
         num_tokens = sum(len(row.positions_P) for row in part.rows)
-        assert num_tokens, "a step needs policy tokens; `rows_of_group` makes no row without one"
+        assert num_tokens, "a step needs policy tokens; a row without one is only counted"
         sums = self._pass(part.rows, version, left, partial(self._gradients, part, num_tokens))
         loss, largest = sums.pop("loss"), sums.pop("largest")
         means = {name: total / num_tokens for name, total in sums.items()}

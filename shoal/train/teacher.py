@@ -16,7 +16,7 @@ from shoal.algos.distillation import distillation_advantages
 from shoal.policy.base import PolicyModel
 from shoal.policy.parking import Resting
 from shoal.train.predict import logprobs_of
-from shoal.train.rows import Row
+from shoal.train.rows import Row, change_learned, learned
 
 
 class Teacher(Resting):
@@ -30,13 +30,16 @@ class Teacher(Resting):
         self, rows: Sequence[Row], student: Callable[[Sequence[Row]], Sequence[np.ndarray]]
     ) -> tuple[list[Row], dict[str, float]]:
         """The rows with the teacher's advantages, and how far the student is from it. There must be rows."""
-        own = student(rows)
-        wanted = logprobs_of(self._frozen, rows, self._temperature, self._microbatch_tokens)
+        judged = learned(rows)
+        own = student(judged)
+        wanted = logprobs_of(self._frozen, judged, self._temperature, self._microbatch_tokens)
         taught = [
             replace(
                 row,
                 advantage_P=distillation_advantages(torch.from_numpy(own_P), torch.from_numpy(wanted_P)).numpy(),
             )
-            for row, own_P, wanted_P in zip(rows, own, wanted, strict=True)
+            for row, own_P, wanted_P in zip(judged, own, wanted, strict=True)
         ]
-        return taught, {"teacher_kl_nats": -float(np.concatenate([row.advantage_P for row in taught]).mean())}
+        return change_learned(rows, taught), {
+            "teacher_kl_nats": -float(np.concatenate([row.advantage_P for row in taught]).mean())
+        }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, how_to_install
 from shoal.terminal import printable
 from shoal.watch.rows import Row
 from shoal.watch.tables import Column, as_csv
@@ -109,7 +109,7 @@ def _library(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError:
-        raise ShoalError(f"{name} is not installed: pip install {name}, or pip install 'shoal[notebook]'") from None
+        raise ShoalError(f"{name} is not installed: {how_to_install('notebook')}") from None
 
 
 def _plain(value: Any) -> Any:

@@ -73,8 +73,8 @@ async def _record(work: Rebuilt, index: int) -> GroupRecord | None:
 
 def _told(group: Group, ctx: Context) -> list[Row]:
     """Each check's row. Those with the model need tokens that all others accept."""
-    if not ctx.playable():
-        raise StateError("the environment cannot begin this task here, so no check can say anything")
+    if why := ctx.unplayable():
+        raise StateError(f"{why}, so no check can say anything")
     rows: list[Row] = []
     failed = _tell(MODEL_FREE, group, ctx, rows)
     if not failed:

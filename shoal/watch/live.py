@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, how_to_install
 from shoal.metrics import declared
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _notebook(say: Callable[[str], None]) -> Callable[[bytes], None] | None:
         import matplotlib.figure  # noqa: F401
         from IPython.display import Image, display
     except ImportError as error:
-        say(f"no picture, because {error.name} is not installed: pip install 'shoal[notebook]'")
+        say(f"no picture, because {error.name} is not installed: {how_to_install('notebook')}")
         return None
     handle: Any = None
 

@@ -12,6 +12,8 @@ from shoal.ledger.facts.leases import LeaseLapsed
 from shoal.ledger.facts.run import RulesChanged
 from shoal.ledger.facts.verdicts import VerdictGiven
 from shoal.ledger.state import State
+from shoal.ledger.state_records import Member
+from shoal.protocol.constants import MAX_NODES
 from shoal.watch.words import sentence_of
 
 Row = dict[str, Any]
@@ -45,6 +47,17 @@ def node_of(body: Body, state: State) -> str:
         return body.quarantined or body.kicked or body.admitted_validator
     submission = getattr(body, "submission", "")
     return state.lease_of(state.submissions[submission]).worker if submission in state.submissions else ""
+
+
+def node_note(node: Member, state: State) -> str:
+    """What a worker's standing does not say: whether the host announced it as a cheater, and that it was quarantined."""
+    workers = state.config.get("workers")
+    cheating = workers.get("cheating") if isinstance(workers, dict) else 0
+    cheaters = {f"cheater-{i}" for i in range(min(cheating, MAX_NODES))} if isinstance(cheating, int) else set()
+    notes = ["cheats"] if node.role == "worker" and node.name in cheaters else []
+    if node.standing != "quarantined" and node.role == "worker" and node.until:
+        notes.append("was quarantined")
+    return ", ".join(notes)
 
 
 def version_of(body: Body, state: State) -> int | None:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from shoal.engine.base import Score, ScoreRequest
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.envs.base import Env
-from shoal.errors import NO_TORCH, ConfigError, NothingYet, ShoalError, StateError
+from shoal.errors import ConfigError, NothingYet, ShoalError, StateError, no_torch
 from shoal.ledger.state_records import SubmissionRecord
 from shoal.policy.kinds import AUTO, open_policy, spec_of
 from shoal.proofs.checks import sampling
@@ -97,7 +97,7 @@ def score(reading: Reading, place: Place, index: int, policy: Path | None, logit
 def in_a_thread(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run a coroutine where the caller may have an event loop of its own. Raises `ShoalError` without torch."""
     if find_spec("torch") is None:
-        raise ShoalError(NO_TORCH)
+        raise ShoalError(no_torch())
     with ThreadPoolExecutor(1, "shoal replay") as pool:
         return pool.submit(lambda: asyncio.run(make())).result()
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from shoal.errors import ConfigError, NothingYet, Overreach, StateError
 from shoal.ledger.facts.verdicts import VerdictGiven
 from shoal.metrics import METRICS
+from shoal.protocol.env_faults import without_faults
 from shoal.watch.reading import Reading
 from shoal.watch.reading.heldout import HeldOut
 from shoal.watch.reading.marks import slot_of, standing_of
@@ -119,7 +120,7 @@ def _groups(run: Reading) -> Iterator[Row]:
         status, seq = standing_of(state, run.marks, name, index)
         record = state.main.versions[lease.version].slots.get(slot)
         final = record if record is not None and record.digest == booked.groups[index] else None
-        rewards = final.rewards if final else ()
+        rewards = without_faults(final.rewards, final.faults or ()) if final else ()
         yield {
             "version": lease.version, "slot": slot, "submission": name, "index": index, "digest": booked.groups[index],
             "worker": lease.worker, "received_seq": booked.seq, "received_s": booked.time, "seq": seq, "status": status,
@@ -158,15 +159,15 @@ def _evaluations(run: Reading) -> Iterator[Row]:
 def _heldout(whole: HeldOut, one: HeldOut, label: str) -> Row:
     return {
         "name": whole.name, "version": whole.version, "env": label, "mean": one.mean, "low95": one.low95,
-        "high95": one.high95, "episodes": one.episodes, "measure": one.measure, "tasks": one.tasks,
+        "high95": one.high95, "episodes": one.episodes, "faults": one.faults, "measure": one.measure, "tasks": one.tasks,
         **dict(zip(("judge", "judge_low95", "judge_high95"), judged(one), strict=True)),
         "parts": one.parts, "metrics": one.metrics,
     }  # fmt: skip
 
 
-def judged(one: HeldOut) -> tuple[float | None, float | None, float | None]:
+def judged(one: HeldOut | None) -> tuple[float | None, float | None, float | None]:
     """The mean and the interval that a held-out judge gives an evaluation; three times None without one."""
-    judge = one.judge
+    judge = one and one.judge
     return (judge.mean, judge.low95, judge.high95) if judge is not None else (None, None, None)
 
 
@@ -209,7 +210,9 @@ _NODE_COLUMNS = {
     ),
     "leases": Column("leases", "Leases ever granted."),
     "lapsed": Column("leases", "Leases that it dropped or filled too late."),
-    "stale": Column("leases", "Leases closed at no cost because their version became too old."),
+    "stale": Column(
+        "leases", "Leases closed at no cost: their version became too old, or the host's environment hung."
+    ),
     "given": Column("blocks", "Blocks ever leased to it."),
     "unfilled": Column("blocks", "Of these, blocks that it dropped, or that another worker made because it was late."),
     "left": Column("", "Whether it left and has not joined again."),
@@ -258,9 +261,10 @@ TABLES: dict[str, Table] = {
     "evaluations": Table("Evaluations on held-out tasks; the host's word.", {
         "name": Column("", "before, after, or the version."), "version": _VERSION,
         "env": Column("", "Label of the environment; empty for all together."),
-        "mean": Column("share or reward", "Mean over the episodes."),
+        "mean": Column("share or reward", "Mean over the episodes that have a score; empty if none has."),
         "low95": Column("share or reward", "95 % interval: low."),
         "high95": Column("share or reward", "95 % interval, high."), "episodes": Column("episodes", "Episodes played."),
+        "faults": Column("episodes", "Of these, on which the environment failed; they have no score."),
         "measure": Column("", "success or reward."), "tasks": Column("", "heldout or training."),
         "judge": Column("share or reward", "Mean by the held-out judge; empty without one."),
         "judge_low95": Column("share or reward", "Its 95 % interval, low."),

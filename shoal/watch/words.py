@@ -17,6 +17,7 @@ from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision, Rechecked, VerdictGiven
 from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed, PublisherChanged
 from shoal.ledger.rules.run import in_words
+from shoal.protocol.env_faults import fault_indices, without_faults
 
 KEY_CHARS = 12
 """Characters of a key or digest that are shown."""
@@ -71,9 +72,12 @@ def _of_work(body: Body) -> str:
         case Rechecked():
             return f"the second look at submission {_cut(body.submission)}: {body.outcome}"
         case GroupAccepted():
-            mean = sum(body.rewards) / max(1, len(body.rewards))
+            left = without_faults(body.rewards, fault_indices(body.faults))
+            mean = sum(left) / max(1, len(left))
             flat = "" if body.has_signal else ", without signal"
-            figures = f"mean reward {mean:.3g}, {body.tokens} tokens{flat}"
+            num = len(body.rewards) - len(left)
+            failed = f", the environment fails on {num} rollout{'s' if num != 1 else ''}" if num else ""
+            figures = f"mean reward {mean:.3g}, {body.tokens} tokens{flat}{failed}"
             return f"slot {body.slot} of version {body.version} is filled: {figures}"
         case SlotVoid():
             return f"slots {_list(body.slots)} of version {body.version} get no group: {body.cause}"

@@ -40,7 +40,7 @@ from shoal.weights.pieces import (
     prepare,
 )
 from shoal.weights.relays import expected
-from shoal.weights.sources import FillingSource, Source
+from shoal.weights.sources import Source, is_filling
 from shoal.weights.stock import take_from_stock
 from shoal.weights.transfer import Transfer
 from shoal.weights.ways import Lacking, Way, cheapest
@@ -154,7 +154,7 @@ async def fetch(
     ) -> None:
         versions = expected(of)
         for source in sources:
-            if isinstance(source, FillingSource):
+            if is_filling(source):
                 source.expect(versions)
         await Transfer(
             missing, sources, directory, rng=rng or random.Random(secrets.randbits(64)), on_blame=on_blame,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from shoal.errors import PeerError
 from shoal.weights.choose import Choice, Fault
 from shoal.weights.pieces import Piece
-from shoal.weights.sources import FillingSource, Passing, Source
+from shoal.weights.sources import Passing, Source, is_filling
 
 ASK_SOON_S, ASK_EVERY_S = 0.5, 1.0
 """Time between the first two questions to a source that lacks chunks, and between all others."""
@@ -30,7 +30,7 @@ class Holdings:
         """`waiting` are all chunks that are wanted, in the order in which they are best asked for, last first. The caller
         takes out those that were asked for."""
         self._choice, self._waiting, self._wanted = choice, waiting, frozenset(piece.digest for piece in waiting)
-        self._fillers = {i: source for i, source in enumerate(sources) if isinstance(source, FillingSource)}
+        self._fillers = {i: source for i, source in enumerate(sources) if is_filling(source)}
         self._held: dict[int, Collection[str]] = {index: frozenset() for index in self._fillers}
         self._offered = {index: [] if index in self._fillers else [*waiting] for index in range(len(sources))}
         """The waiting chunks that each source has, last first, and perhaps some that wait no longer."""

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 from shoal.errors import StateError, cause_of
 from shoal.folder import sync_file
@@ -60,13 +60,17 @@ class ChunkSink(Protocol):
         ...
 
 
-@runtime_checkable
 class FileSink(ChunkSink, Protocol):
     """A receiver on this machine, which can take bytes of a file without reading them."""
 
     async def put_span(self, digest: str, span: Span) -> None:
         """Store a chunk that is in a file, as `put` does. Nobody changes the file any more."""
         ...
+
+
+def takes_files(sink: ChunkSink) -> TypeGuard[FileSink]:
+    """Whether a receiver is a `FileSink`."""
+    return hasattr(sink, "put_span")
 
 
 class FolderSink:
@@ -236,7 +240,7 @@ async def _send(
         chunk = view[start : start + chunk_bytes]
         digest = await asyncio.to_thread(wire.digest, chunk) if len(chunk) > _SMALL_BYTES else wire.digest(chunk)
         if digest not in known:
-            if path is not None and isinstance(sink, FileSink):
+            if path is not None and takes_files(sink):
                 await sink.put_span(digest, Span(path, start, len(chunk)))
             else:
                 await sink.put(digest, bytes(chunk))

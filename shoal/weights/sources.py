@@ -9,16 +9,18 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
 import httpx
 
 from shoal.errors import NothingYet, PeerError
 from shoal.net.addresses import addresses_of, outside_address
 from shoal.net.client import Client
+from shoal.net.forward_proxy import proxy_for
 from shoal.net.parts import raw_parts
+from shoal.net.sided import SHOAL
 from shoal.net.strangers import StrangersTransport, location_of
-from shoal.net.trouble import Trouble, retry_after, troubles
+from shoal.net.trouble import Trouble, another_program, retry_after, troubles
 from shoal.net.urls import demand_port, port_of
 from shoal.protocol import constants
 from shoal.protocol.types import RunInfo
@@ -36,10 +38,18 @@ NEVER_S = 600.0
 class Passing(PeerError):
     """A source failed in a way that may pass: it is asked again later."""
 
-    def __init__(self, reason: str, retry_s: float = 0.0) -> None:
+    def __init__(self, reason: str, retry_s: float = 0.0, is_host_away: bool = False) -> None:
         """`retry_s`: the source asked us to wait so long."""
         super().__init__(reason)
-        self.retry_s = retry_s
+        self.retry_s, self.is_host_away = retry_s, is_host_away
+
+
+class HostAway(PeerError):
+    """Chunks could not be fetched, and the run's host is down or another program answers in its place."""
+
+
+class _Answered(Trouble):
+    """The source itself said that a request may succeed later."""
 
 
 class WrongBytes(PeerError):
@@ -68,7 +78,6 @@ class Source(Protocol):
         ...
 
 
-@runtime_checkable
 class FillingSource(Source, Protocol):
     """A source that may lack chunks and says which it has."""
 
@@ -79,6 +88,11 @@ class FillingSource(Source, Protocol):
     def expect(self, versions: Mapping[str, Sequence[str]]) -> None:
         """From now on, it is asked for chunks of these versions: the chunks of each by its content."""
         ...
+
+
+def is_filling(source: Source) -> TypeGuard[FillingSource]:
+    """Whether a source is a `FillingSource`."""
+    return hasattr(source, "holds")
 
 
 class HttpSource:
@@ -93,12 +107,15 @@ class HttpSource:
         trusted_address: bool = False,
         beside: bool = False,
         still_filling: bool = False,
+        is_host: bool = False,
         address: str = "",
+        by_name: bool = False,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """`trusted_address`: the user gave the address, so it may be inside. `beside`: a stranger who is inside gave it, so
         it may be, too.
-        `address`: ask this one, and do not look up the name; it is judged alike.
+        `address`: ask this one, and do not look up the name; it is judged alike. `by_name`: as `Client.goes_by_name`.
+        `is_host`: the server is the run's host, so what answers without its header is another program.
         `still_filling`: a chunk that it lacks may come later, as with a relay. Raises `PeerError` for a bad URL.
         """
         try:
@@ -113,7 +130,7 @@ class HttpSource:
             demand_port(parts.port)  # guard: ports-of-sources
         self.name, self.rank = name or url, rank
         self._trusted, self._filling, self._transport = trusted_address, still_filling, transport
-        self._beside = beside
+        self._beside, self._by_name, self._is_host = beside, by_name, is_host
         self._http: httpx.AsyncClient | None = None
         self._known, self._address = address, ""
         self.was_asked = self.was_heard = False
@@ -139,7 +156,8 @@ class HttpSource:
                     await response.aclose()
         except Trouble as trouble:
             self._address = ""  # look the name up again: the server may have moved
-            raise Passing(str(trouble), trouble.retry_s) from None
+            is_away = self._is_host and not isinstance(trouble, _Answered)
+            raise Passing(str(trouble), trouble.retry_s, is_away) from None
 
     async def close(self) -> None:
         """See `Source`."""
@@ -151,7 +169,10 @@ class HttpSource:
         if self._http is None:
             limits = httpx.Limits(max_keepalive_connections=MOST_LANES, keepalive_expiry=60.0)
             self._http = httpx.AsyncClient(
-                transport=self._transport or StrangersTransport(verify=self._url.scheme == "https", limits=limits),
+                transport=self._transport
+                or StrangersTransport(
+                    verify=self._url.scheme == "https", limits=limits, proxy=proxy_for(self._url.scheme, self._url.host)
+                ),
                 trust_env=False,
                 timeout=httpx.Timeout(NEVER_S, connect=CONNECT_TIMEOUT_S),
                 headers={"accept-encoding": "identity", "user-agent": f"shoal/{constants.PROTOCOL_VERSION}"},
@@ -203,6 +224,8 @@ class HttpSource:
             except TimeoutError:
                 raise Trouble(f"the address of {url.host} was not found in {CONNECT_TIMEOUT_S:.0f} s") from None
             except (OSError, UnicodeError):
+                if self._by_name:
+                    return self._opened().build_request("GET", url, headers=headers)
                 raise Trouble(f"the address of {url.host} was not found") from None
         return self._opened().build_request(
             "GET",
@@ -220,14 +243,16 @@ class HttpSource:
     def _skipped(self, response: httpx.Response, start: int, size: int) -> int:
         """How many bytes of an answer come before `start`. Raises `Trouble` or `PeerError` if it is not the chunk."""
         status = response.status_code
+        if self._is_host and SHOAL not in response.headers:  # guard: strangers-serve-no-chunks
+            raise Trouble(another_program(status), retry_after(response))
         if response.is_redirect:
             raise PeerError(f"redirects to {location_of(response)[:200]}: no redirect is followed")
         if status in (404, 410):
             if self._filling:
-                raise Trouble("does not have the chunk yet")
+                raise _Answered("does not have the chunk yet")
             raise NothingYet("does not have a chunk: it was never stored, or has expired")
         if status in (408, 425, 429) or status >= 500:
-            raise Trouble(f"HTTP {status}", retry_after(response))
+            raise _Answered(f"HTTP {status}", retry_after(response))
         if status not in (200, 206):
             raise PeerError(f"answered HTTP {status}")
         if response.headers.get("content-encoding", "identity") != "identity":
@@ -271,7 +296,8 @@ def sources_of(
     rank = COORDINATOR if spare_origin or origin else 0
     coordinator = HttpSource(
         f"{client.base_url}/v1/blobs", name=client.base_url, rank=rank, trusted_address=client.may_be_inside,
-        address=client.address, transport=client.transport,
+        address=client.address, transport=client.transport, by_name=client.goes_by_name,
+        is_host=True,
     )  # fmt: skip
     return [*others, *origin, coordinator]
 

@@ -20,7 +20,7 @@ from shoal.weights.choose import LAST, Choice, Fault
 from shoal.weights.holdings import Holdings
 from shoal.weights.pieces import Part, Piece, Segment
 from shoal.weights.progress import Progress
-from shoal.weights.sources import FillingSource, Passing, Source, WrongBytes
+from shoal.weights.sources import HostAway, Passing, Source, WrongBytes, is_filling
 
 SILENCE_S = 20.0
 """A source that sends nothing for this long is left alone, and the chunk goes on elsewhere."""
@@ -63,14 +63,11 @@ class Transfer:
         """What several sources sent of chunks that were then wrong."""
         self._placed_bytes = self._duplicate_bytes = 0
         self._failure: OSError | None = None
+        self._is_host_away = False
         self._changed = asyncio.Event()
         self._clock = asyncio.get_running_loop().time
         names, ranks = [source.name for source in self._sources], [source.rank for source in self._sources]
-        origins = [
-            index
-            for index, source in enumerate(self._sources)
-            if source.rank < LAST and not isinstance(source, FillingSource)
-        ]
+        origins = [index for index, source in enumerate(self._sources) if source.rank < LAST and not is_filling(source)]
         self._choice = Choice(names, rng, ranks=ranks, origins=origins, now=self._clock())
         self._directory = directory
         self._holdings = Holdings(self._sources, self._choice, self._waiting)
@@ -100,7 +97,7 @@ class Transfer:
             raise self._failure
         if self._left:
             faults = "; ".join(f"{each.name}: {each.reason}" for each in self._choice.sources) or "no source"
-            raise PeerError(
+            raise (HostAway if self._is_host_away else PeerError)(
                 f"{len(self._left)} of the chunks not fetched: {faults}. Try again later, or use another source; what was "
                 "fetched is kept"
             )
@@ -258,6 +255,7 @@ class Transfer:
         elif isinstance(problem, Passing):
             fault = attempt.ended[0] if attempt.ended else Fault.FAILED
             self._blame(attempt.source, fault, str(problem), now, problem.retry_s)
+            self._is_host_away |= problem.is_host_away
         elif problem is None:
             reason = f"sent {part.size} of the {piece.size} bytes of chunk {piece.digest[:16]}…"
             self._blame(attempt.source, Fault.FAILED, reason, now)

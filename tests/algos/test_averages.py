@@ -25,6 +25,17 @@ def test_weights_equal_the_numbers_worked_by_hand():
     assert weights("constant", 8.0) == pytest.approx([0.5] * 4)
 
 
+def test_a_rollout_without_tokens_is_in_the_divisor_alone():
+    def weights(average, L=0.0):
+        return token_weights([2, 0, 4, 0], ["a", "b", "c", "d"], ["p", "p", "q", "r"], average=average, L=L).tolist()
+
+    assert weights("tokens") == [1, 1, 1, 1]
+    # 6 tokens; 4 rollouts x 2 or 4 tokens; 3 prompts x 2 or 4 tokens; 4 rollouts x 8.
+    assert [weights("rollouts")[i] for i in (0, 2)] == pytest.approx([6 / 8, 6 / 16])
+    assert [weights("prompts")[i] for i in (0, 2)] == pytest.approx([6 / 6, 6 / 12])
+    assert [weights("constant", 8.0)[i] for i in (0, 2)] == pytest.approx([6 / 32, 6 / 32])
+
+
 @pytest.mark.parametrize("average", ["rollouts", "prompts", "constant"])
 def test_weighted_sums_are_the_averages_that_they_are_named_for(average):
     rng = np.random.default_rng(0)

@@ -298,7 +298,7 @@ CASES = {
     "a hundred large files": Case(with_manifest(many_files), "limit of this node 13125000: allow more"),
     "15,500 files of one byte": Case(with_manifest(tiny_files), "files, limit 1000"),
     "a vocabulary of 10^9": Case(with_config(vocab_size=10**9), "not in 1..16777216"),
-    "10^6 layers": Case(with_config(num_hidden_layers=10**6), "layers = 1000000"),
+    "10^6 layers": Case(with_config(num_hidden_layers=10**6), "num_hidden_layers = 1000000"),
     "16 million words that are not there": Case(with_config(vocab_size=1 << 24), OVER),
     "a few words that are not there": Case(with_config(vocab_size=1 << 16), "config.json asks for"),
     "a header that lies": Case(header, "not a whole safetensors file"),

@@ -122,7 +122,10 @@ def test_no_plan_beats_honesty_while_findings_are_hard():
         assert abs(gain) < 1e-9 and cheats == 0.0
 
 
-@pytest.mark.parametrize(("validators", "friends", "delay"), [(1, 0, 0), (3, 0, 0), (3, 1, 0), (3, 1, 25)])
+@pytest.mark.parametrize(
+    ("validators", "friends", "delay"),
+    [(1, 0, 0), (3, 0, 0), pytest.param(3, 1, 0, marks=pytest.mark.slow), (3, 1, 25)],
+)
 def test_the_best_cheat_that_a_search_finds_loses_against_honesty(validators, friends, delay):
     assert best_found(Terms(blocks=1000, validators=validators, friends=friends, delay=delay)) < 1.0
 

@@ -1,6 +1,10 @@
 """What `benchmarks/whole_system.py` compares must be the same work: 32 tokens shown, exactly 64 written, on both sides."""
 
+import ast
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +16,7 @@ from shoal.envs.check import check_env
 from shoal.envs.load import load_env
 from shoal.policy.render import Renderer
 
+PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
 ENV = str(RECIPE.parent / "envs" / "vowels.py")
 
 
@@ -67,3 +72,9 @@ def test_costs_are_those_between_two_measurements(tmp_path):
     assert figures.cpu_by_role_s == {"trainer": 1.5, "worker": 0.5}
     assert (figures.cpu_s, figures.wall_s) == (2.0, 2.0)
     assert figures.cpu_by_job_s == {"train": 1.5}
+
+
+@pytest.mark.parametrize("peer", sorted(PEERS.glob("*.py")), ids=lambda path: path.stem)
+def test_a_peer_says_what_it_is_where_nothing_that_it_measures_is_installed(peer: Path) -> None:
+    told = subprocess.run([sys.executable, "-SEs", str(peer), "--help"], capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0 and told.stdout == f"{ast.get_docstring(ast.parse(peer.read_text()), clean=False)}\n"

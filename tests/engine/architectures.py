@@ -56,17 +56,45 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
 }
 """Configs by a name for tests."""
 
+SHORT = 16
+"""Tokens that the models below rotate by the factors for short texts."""
+
+_LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 3.0, 9.0, 16.0],
+    "original_max_position_embeddings": SHORT,
+}  # fmt: skip
+ROTATIONS: dict[str, Callable[[], Any]] = {
+    "phi3": _of("Phi3", original_max_position_embeddings=SHORT, rope_parameters=_LONGROPE),
+    "phimoe": _of(
+        "Phimoe", num_local_experts=4, original_max_position_embeddings=SHORT,
+        rope_parameters=_LONGROPE | {"short_mscale": 1.0, "long_mscale": 1.4},
+    ),
+    "llama": _of("Llama", rope_parameters=_LONGROPE),
+    "qwen3": _of("Qwen3", head_dim=8, rope_parameters=_LONGROPE | {"factor": 16.0}),
+}  # fmt: skip
+"""Configs of models whose rotation changes with the length of a text."""
+
+DYNAMIC = _of("Llama", max_position_embeddings=48, rope_parameters={
+    "rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4
+})  # fmt: skip
+"""A model whose rotation would change where the longest text of a run ends."""
+
 MIXTURES = ("qwen3-moe", "olmoe", "mixtral")
 """Those whose layers send each token to some of their experts."""
 
 
 def write_any(name: str, directory: Path, seed: int = 7, sharpen: float = 1.0) -> Path:
+    """As `write_config`, of one of ARCHITECTURES."""
+    return write_config(ARCHITECTURES[name](), directory, seed, sharpen)
+
+
+def write_config(config: Any, directory: Path, seed: int = 7, sharpen: float = 1.0) -> Path:
     """A model whose every parameter matters, with a tokenizer. `sharpen` multiplies the embedding of a tied head, or the
     head: larger logits, less entropy."""
     import transformers
 
     transformers.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[name]())
+    model = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -18,22 +18,24 @@ from torch import Tensor
 
 from shoal.config import TrainConfig
 from shoal.engine.base import Continuation, Request, ScoreRequest
-from shoal.engine.hf import TransformersEngine
+from shoal.engine.hf import AnyDecoder, TransformersEngine
 from shoal.engine.local import LocalEngine
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.errors import StateError
 from shoal.policy.anymodel import AnyModel, load_any
-from shoal.policy.files import find_tensors, save_policy, snapshot
+from shoal.policy.files import demand_weights, find_tensors, save_policy, snapshot
 from shoal.policy.kinds import AUTO, open_policy, spec_of
+from shoal.policy.stored import MASKS
 from shoal.protocol.noise import KEYED_32, KEYED_64, NOISES, PHILOX
 from shoal.protocol.randomness import sample_seed
 from shoal.train.rows import Row
 from shoal.train.step import Learner
 from shoal.weights.manifest import weights_root
-from tests.engine.architectures import ARCHITECTURES, MIXTURES, write_any
+from tests.engine.architectures import ARCHITECTURES, MIXTURES, write_any, write_config
 from tests.engine.claims import claims_of
 
 STOPS = frozenset({5})
+IDS = torch.tensor([[7, 8, 9]])
 every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 
 
@@ -258,7 +260,7 @@ def test_models_whose_cache_changes_what_they_compute_are_refused(
 
     forgetful.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
     monkeypatch.setattr(modeling_gpt2.GPT2Model, "forward", forgetful)
-    with pytest.raises(StateError, match="with a cache, transformers computes other values than without"):
+    with pytest.raises(StateError, match="gpt2: with a cache, transformers computes other values of this gpt2 than"):
         _engine(models["gpt2"])
 
 
@@ -267,7 +269,7 @@ def test_models_without_a_cache_are_refused_in_one_line(tmp_path: Path) -> None:
 
     config = transformers.OpenAIGPTConfig(vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=256)
     transformers.OpenAIGPTLMHeadModel(config).save_pretrained(tmp_path / "first")
-    with pytest.raises(StateError, match="openai-gpt has no cache in transformers"):
+    with pytest.raises(StateError, match=r"first: openai-gpt has no cache of keys .* Choose another model"):
         _engine(tmp_path / "first")
 
 
@@ -277,9 +279,183 @@ def test_models_without_a_cache_are_refused_in_one_line(tmp_path: Path) -> None:
 def test_models_that_fail_with_a_cache_are_refused_in_one_line(
     name: str, changes: dict[str, object], models: dict[str, Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(StateError, match=f"transformers cannot run this {name}.*Error: ") as refused:
+    with pytest.raises(
+        StateError, match=rf"transformers cannot run this {name}.* sliding_window = .*Error: "
+    ) as refused:
         _engine(_changed(models[name], tmp_path / "bad", **changes))
     assert "\n" not in str(refused.value)
+
+
+HALF = ["sliding_attention", "full_attention", "sliding_attention"]
+CHUNKED = ["chunked_attention", "full_attention", "chunked_attention"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "keys"),
+    [
+        ("olmo2", {"sliding_window": 16}, "sliding_window"),
+        ("olmo2", {"sliding_window": 4096}, "sliding_window"),
+        ("olmo2", {"attention_chunk_size": 16}, "attention_chunk_size"),
+        ("gpt2", {"sliding_window": 16}, "sliding_window"),
+        ("opt", {"attention_chunk_size": 100}, "attention_chunk_size"),
+        ("cohere", {"sliding_window": 2}, "sliding_window"),
+        ("llama", {"layer_types": HALF, "sliding_window": 16}, "layer_types and sliding_window"),
+        ("llama", {"layer_types": CHUNKED, "attention_chunk_size": 16}, "layer_types and attention_chunk_size"),
+        ("llama", {"layer_types": CHUNKED}, "layer_types"),
+        ("mistral", {"layer_types": HALF, "sliding_window": 16}, "layer_types and sliding_window"),
+    ],
+    ids=str,
+)
+def test_windows_that_only_the_cache_obeys_are_refused_by_their_keys(
+    name: str, changes: dict[str, object], keys: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Also those that are longer than the text with which a model is examined."""
+    directory = _changed(models[name], tmp_path / "windowed", **changes)
+    with pytest.raises(StateError, match=f"this {name} .*Set {keys} to null") as refused:
+        _engine(directory)
+    assert "\n" not in str(refused.value)
+    _engine(_changed(directory, tmp_path / "set", **dict.fromkeys(changes)))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_windows_that_the_forward_pass_obeys_are_taken_and_left_as_they_were(
+    wide: bool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    for name in ("mistral, sliding", "gemma2", "gemma3", "phi3"):
+        window = 64 if wide or name == "phi3" else 8
+        engine = _engine(_changed(models[name], tmp_path / name, sliding_window=window))
+        assert engine._loaded is not None and engine._loaded.reads_padding
+        assert engine._loaded.model.whole.config.sliding_window == window
+        windows = {getattr(one, "sliding_window", None) for one in engine._loaded.model.whole.modules()}
+        assert windows <= {None, window}
+
+
+def test_sparse_attention_is_refused_by_its_key_where_texts_may_be_longer_than_what_it_chooses(tmp_path: Path) -> None:
+    import transformers
+
+    few = dict.fromkeys(["n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"], 1)
+    few |= {"num_experts_per_tok": 2, "n_routed_experts": 4, "index_n_heads": 2, "index_head_dim": 16}
+    few |= dict.fromkeys(["num_hidden_layers", "num_attention_heads", "num_key_value_heads"], 2)
+    few |= dict.fromkeys(["qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank"], 8)
+    few |= {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 24,
+        "index_topk": 100,
+    }
+    config = transformers.DeepseekV32Config(**few, max_position_embeddings=256, eos_token_id=5)
+    sparse = write_config(config, tmp_path / "sparse")
+    with pytest.raises(StateError, match=r"it has index_topk = 100, .*Set max_position_embeddings to 100, so that"):
+        _engine(sparse)
+    _engine(_changed(sparse, tmp_path / "short", max_position_embeddings=100))
+
+
+def test_masks_that_are_ignored_are_those_that_transformers_ignores() -> None:
+    import transformers
+
+    for kind, name in (("gpt2", "GPT2LMHeadModel"), ("gpt_neox", "GPTNeoXForCausalLM")):
+        patterns = getattr(transformers, name)._keys_to_ignore_on_load_unexpected
+        assert tuple(f".{pattern}" for pattern in patterns) == MASKS[kind]
+
+
+def test_a_rotation_without_a_number_is_named(models: dict[str, Path], tmp_path: Path) -> None:
+    changed = _changed(models["olmo2"], tmp_path / "null")
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps({**config, "rope_theta": None, "rope_parameters": None}))
+    with pytest.raises(StateError, match=r"rope_theta is null, and must be a number: correct it there"):
+        load_any(changed)
+
+
+def test_honest_mixtures_with_windows_pass_the_examination_in_bfloat16(tmp_path: Path) -> None:
+    """Their differences are 0.009 of the largest value at most, over 100 of them, also with sharp routers."""
+    import transformers
+
+    common = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
+    common |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "sliding_window": 8}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    for config in (
+        transformers.MixtralConfig(**common, **experts),
+        transformers.GptOssConfig(**common, **experts),
+        transformers.Qwen3MoeConfig(
+            **common, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=24, use_sliding_window=True
+        ),
+    ):
+        engine = _engine(write_config(config, tmp_path / config.model_type), "bfloat16")
+        assert engine._loaded is not None and engine._loaded.model.window_keys() and engine._loaded.reads_padding
+        requests = _requests(4)
+        claims = claims_of(requests, engine.extend(requests, 1.0))
+        gaps = np.concatenate([score.gaps_P for score in engine.score(claims, 1.0)])
+        assert np.mean(gaps > 0.05) < 0.05
+
+
+def test_windows_are_examined_at_length_once_for_each_config(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = list[int]()
+    through, whole = AnyDecoder._through, AnyModel.hidden
+
+    def count_through(self: Any, *args: Any) -> Tensor:
+        passes.append(1)
+        return through(self, *args)
+
+    def count_whole(self: Any, *args: Any) -> Tensor:
+        passes.append(1)
+        return whole(self, *args)
+
+    monkeypatch.setattr(AnyDecoder, "_through", count_through)
+    monkeypatch.setattr(AnyModel, "hidden", count_whole)
+    directory = _changed(models["mistral, sliding"], tmp_path / "one", sliding_window=31)
+    engine, counts = _engine(models["gpt2"]), list[int]()
+    for version, path in enumerate(
+        [directory, directory, _changed(directory, tmp_path / "other", sliding_window=30), directory]
+    ):
+        passes.clear()
+        engine.load(path, version)
+        counts.append(len(passes))
+    assert counts[0] == counts[2] > 40 and counts[1] == counts[3] <= 16
+
+
+def test_what_a_first_version_hides_is_seen_in_the_next(models: dict[str, Path], tmp_path: Path) -> None:
+    """Its attention adds nothing, so that neither windows nor caches show."""
+    from safetensors.torch import load_file, save_file
+
+    for name, changes in (
+        ("olmo2", {"sliding_window": 17}),
+        ("llama", {"layer_types": HALF, "sliding_window": 17}),
+        ("llama", {"layer_types": CHUNKED, "attention_chunk_size": 17}),
+    ):
+        honest = _changed(models[name], tmp_path / f"{name} {[*changes]}", **changes)
+        blind = _changed(honest, tmp_path / f"blind {name} {[*changes]}")
+        tensors = load_file(honest / "model.safetensors")
+        for key in tensors:
+            if key.endswith(("o_proj.weight", "post_attention_layernorm.weight")):
+                tensors[key].zero_()
+        save_file(tensors, blind / "model.safetensors", metadata={"format": "pt"})
+        engine = _engine(blind)
+        with pytest.raises(StateError, match="by which its cache forgets"):
+            engine.load(honest, 1)
+
+
+def test_what_later_versions_forget_after_a_text_below_their_window_is_seen(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.mistral import modeling_mistral
+
+    directory = _changed(models["mistral, sliding"], tmp_path / "one", sliding_window=29)
+    engine, forward = _engine(directory), modeling_mistral.MistralModel.forward
+
+    def forgetful(self: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        before = 0 if past_key_values is None else past_key_values.get_seq_length()
+        output = forward(self, *args, past_key_values=past_key_values, **kwargs)
+        if 0 < before < 4:
+            output.last_hidden_state = output.last_hidden_state * 1.5
+        return output
+
+    forgetful.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    monkeypatch.setattr(modeling_mistral.MistralModel, "forward", forgetful)
+    with pytest.raises(StateError, match="by which its cache forgets"):
+        engine.load(directory, 1)
 
 
 def test_a_version_is_not_loaded_while_the_engine_is_at_work(models: dict[str, Path]) -> None:
@@ -350,13 +526,15 @@ def _changed(source: Path, target: Path, **changes: object) -> Path:
         ({"is_encoder_decoder": True}, "has an encoder"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
         ({"n_embd": 64}, "asks for"),
-        ({"n_layer": 1 << 20}, "layers"),
+        ({"n_layer": 1 << 20}, "n_layer = 1048576"),
         ({"n_layer": 4}, "asks for"),
         ({"n_layer": 2}, "has a tensor that its config does not explain"),
         ({"n_positions": None}, "does not say max_position_embeddings"),
         ({"n_head": 5}, "transformers"),
         ({"activation_function": "mine"}, "transformers cannot run this gpt2"),
         ({"nested": functools.reduce(lambda inner, _: {"a": inner}, range(900), {})}, "gpt2: RecursionError"),
+        ({"is_causal": False}, "is_causal is false: tokens would see later ones"),
+        ({"per_layer_config": {"0": {"sliding_window": 8}}}, "per_layer_config"),
         ({"vocab_size": 1 << 30}, "vocab_size"),
     ],
 )
@@ -408,12 +586,121 @@ def test_models_whose_tokens_see_later_ones_are_refused(tmp_path: Path) -> None:
         load_any(tmp_path / "bert")
 
 
+@pytest.mark.parametrize(
+    ("name", "part", "factor"), [("gpt2", "c_proj", 1e30), ("gemma2", "proj", 1e30), ("llama", "lm_head", 1e38)]
+)
+def test_a_model_whose_logits_overflow_is_refused_by_its_directory(
+    name: str, part: str, factor: float, models: dict[str, Path], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    directory = _changed(models[name], tmp_path / "large")
+    weights = load_file(directory / "model.safetensors")
+    large = {key: factor * one if part in key else one for key, one in weights.items()}
+    assert all(one.isfinite().all() for one in large.values())
+    save_file(large, directory / "model.safetensors", {"format": "pt"})
+    for dtype in ("float32", "bfloat16"):
+        engine = open_engine(EngineSpec(kind_for(directory), dtype, threads=1))
+        with pytest.raises(
+            StateError, match=f"large: its weights are finite numbers, but its logits in {dtype}"
+        ) as said:
+            engine.load(directory, 0)
+        assert ('sampling.dtype = "float32"' in str(said.value)) == (dtype != "float32")
+
+
 def test_pickled_weights_are_never_read(models: dict[str, Path], tmp_path: Path) -> None:
     directory = _changed(models["gpt2"], tmp_path / "pickled")
     torch.save({}, directory / "pytorch_model.bin")
     (directory / "model.safetensors").unlink()
     with pytest.raises(StateError, match=r"model\.safetensors"):
         load_any(directory)
+
+
+def test_weights_that_cannot_be_read_are_refused_with_the_remedy(models: dict[str, Path], tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    def with_tensors(name: str, **more: Any) -> Path:
+        directory = _changed(models["gpt2"], tmp_path / name)
+        tensors = load_file(directory / "model.safetensors") | more
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        return directory
+
+    mask = torch.ones(1, 1, 8, 8)
+    for dtype in (torch.uint8, torch.bool):
+        masked = with_tensors(str(dtype), **{"transformer.h.0.attn.bias": mask.to(dtype)})
+        assert torch.equal(load_any(masked).hidden(IDS), load_any(models["gpt2"]).hidden(IDS))
+        assert weights_root(masked) == weights_root(models["gpt2"])
+        other = with_tensors(f"other {dtype}", **{"transformer.h.0.attn.other": mask.to(dtype)})
+        with pytest.raises(StateError, match=r"attn\.other .*If it is a mask.*save the model again"):
+            load_any(other)
+    assert load_any(with_tensors("float", **{"transformer.h.0.attn.bias": mask})).head_weight() is not None
+    untied = _changed(models["smollm"], tmp_path / "untied", tie_word_embeddings=False)
+    for load in (load_any, open_policy, lambda one: demand_weights(one, spec_of(one))):
+        with pytest.raises(
+            StateError, match=r"lm_head\.weight.*if the head is the embedding, set tie_word_embeddings to true"
+        ):
+            load(untied)
+    partial = with_tensors("partial")
+    tensors = load_file(partial / "model.safetensors")
+    del tensors["transformer.h.0.mlp.c_fc.bias"]
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StateError, match=r"h\.0\.mlp\.c_fc\.bias is not there, .* download the model again"):
+        load_any(partial)
+    negative = _changed(models["gpt2"], tmp_path / "negative", n_embd=-4)
+    with pytest.raises(StateError, match=r"config\.json: n_embd = -4: not in 1"):
+        load_any(negative)
+    pickled = _changed(models["smollm"], tmp_path / "pickled")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    with pytest.raises(StateError, match=r"in pickles \(\.bin\) are never read: .*save_pretrained"):
+        open_policy(pickled)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_half_rotated_heads_are_named_where_transformers_cannot_run_them(
+    kind: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
+    with pytest.raises(StateError, match=r"RuntimeError.*have a partial_rotary_factor"):
+        load_any(_changed(models["llama"], tmp_path / kind, rope_parameters=rope))
+
+
+def test_architectures_whose_config_has_other_keys_are_said_not_to_be_supported(tmp_path: Path) -> None:
+    from transformers import BloomConfig, GPTNeoConfig, MambaConfig
+
+    for make in (BloomConfig, GPTNeoConfig, MambaConfig):
+        make().save_pretrained(tmp_path)
+        with pytest.raises(StateError, match="such as bloom, gpt_neo and mamba, are not supported"):
+            spec_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("rms_norm_eps", None, "rms_norm_eps is null, and must be a number: "),
+        ("tie_word_embeddings", None, "tie_word_embeddings is null, and must be true or false: "),
+        (
+            "rope_parameters",
+            {"rope_theta": "10000.0", "rope_type": "default"},
+            'rope_theta is "10000.0", and must be a number: ',
+        ),
+        ("rope_scaling", "yarn", 'rope_scaling is "yarn", and must be a table or null: '),
+        ("head_dim", "8", 'head_dim is "8", and must be a whole number or null: '),
+        ("hidden_size", "32", 'hidden_size is "32", and must be a whole number: '),
+        ("pad_token_id", "0", 'pad_token_id is "0", and must be a whole number or null: '),
+        ("model_type", ["olmo2"], r'model_type is \["olmo2"\], and must be a text: '),
+        ("num_key_value_heads", None, r"is wrong \(.*num_key_value_heads = null.*\)\. Correct it, or take"),
+        ("vocab_size", 10, r"is wrong \(vocab_size = 10, hidden_size = 32\)\. Correct it, or take"),
+    ],
+)
+def test_a_value_of_a_config_that_transformers_refuses_is_named_with_the_remedy(
+    key: str, value: Any, says: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    changed = _changed(models["olmo2"], tmp_path / "changed")
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(StateError, match=rf"/changed\b.*config\.json.*{says}") as refused:
+        open_policy(changed, None, AUTO)
+    assert "\n" not in str(refused.value) and "Strict" not in str(refused.value)
 
 
 def test_weights_that_are_not_finite_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
@@ -467,5 +754,5 @@ def test_what_is_wrong_with_another_architecture_is_said_and_not_that_it_is_anot
     quantised = _changed(models["olmo2"], tmp_path / "quantised", quantization_config={"quant_method": "gptq"})
     with pytest.raises(StateError, match="the weights are quantised"):
         spec_of(quantised)
-    with pytest.raises(StateError, match=r"config\.json is not a model's config"):
+    with pytest.raises(StateError, match=r'config\.json: vocab_size is "many", and must be a whole number'):
         spec_of(_changed(models["llama"], tmp_path / "gelu", hidden_act="gelu", vocab_size="many"))

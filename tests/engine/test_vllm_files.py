@@ -28,7 +28,7 @@ def _tell(directory: Path, **changes: object) -> None:
 def test_vllm_reads_a_config_of_ours_and_the_weights_that_count(tmp_path: Path) -> None:
     make_tiny(TinyPolicy(), tmp_path, 0, "float32")
     plain = PolicySpec.from_directory(tmp_path)
-    _tell(tmp_path, text_config={"architectures": ["NoSuchModel"]}, **LOUD)
+    _tell(tmp_path, **LOUD)
     for other in ("hf_quant_config.json", "params.json", "other.safetensors"):
         (tmp_path / other).write_bytes((tmp_path / "model.safetensors").read_bytes())
     with files_for_vllm(tmp_path, PolicySpec.from_directory(tmp_path)) as files:

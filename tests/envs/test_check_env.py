@@ -72,6 +72,9 @@ def test_environment_without_players_gets_the_other_checks_and_is_told_what_was_
     skipped = outcomes(env, "skipped")
     assert set(skipped) == {"right player", "wrong player", "heldout", "solutions", "leaks"}
     assert 'no "right" player' in skipped["right player"]
+    assert skipped["leaks"].endswith("give solution(task)")
+    solves = type("Solves", (NoPlayers,), {"solution": lambda self, task: ["a", "b"]})
+    assert outcomes(solves(), "skipped")["leaks"].endswith("solution(task) gives several turns, or too few")
 
 
 class Boundless(Count):
@@ -187,7 +190,7 @@ class NoReply(Count):
         (Drifting, "replay", "same actions again: turn 0 is answered"),
         (Shared, "isolation", "two episodes at once"),
         (ScoreConsumes, "isolation", "let score() change nothing"),
-        (OutOfBounds, "right player", "score() gives 2.0, not a number from 0 to 1"),
+        (OutOfBounds, "right player", "score() gives 2.0, not a number within reward_bounds 0 to 1"),
         (Generous, "wrong player", "scores too high"),
         (Stingy, "right player", "scores too low: mean score 50% of the range"),
         (Endless, "right player", "did not end within 256 turns"),
@@ -209,3 +212,58 @@ def test_finding_about_a_raise_names_file_and_line() -> None:
 def test_hostile_actions_cover_the_usual_traps() -> None:
     assert "" in HOSTILE and max(map(len, HOSTILE)) >= 100_000
     assert any("\x1b" in action for action in HOSTILE) and any(not action.isascii() for action in HOSTILE)
+
+
+class Generous(Count):
+    """A right answer scores beyond the bounds, a wrong one within."""
+
+    def score(self, state: Any) -> float:
+        return 4 * super().score(state)
+
+
+def test_a_score_outside_the_bounds_is_found_with_its_value() -> None:
+    failed = outcomes(Generous(), "failed")
+    assert {"solutions", "right player"} <= failed.keys()
+    assert all("reward_bounds 0 to 1" in failed[check] for check in ("solutions", "right player"))
+    assert failed["right player"].count("4.0") == 1
+
+
+class Picky(Count):
+    def step(self, state: Any, action: str) -> Step:
+        float(action)
+        return super().step(state, action)
+
+
+def test_actions_that_raise_are_named_with_what_a_run_makes_of_them() -> None:
+    detail = outcomes(Picky(), "failed")["hostile actions"]
+    assert "action '': raised" in detail and "ValueError" in detail and "so do " in detail
+    assert "Correct that line, so that it answers any text" in detail
+
+
+class Cased(Count):
+    """Asks for a word in other letters: `strict` decides whether its copy is right."""
+
+    strict = True
+
+    def task(self, index: int, heldout: bool = False) -> str:
+        require_index(index, self.num_heldout if heldout else self.num_tasks)
+        return f"word{index + 100 * heldout}x"
+
+    def reset(self, task: str) -> tuple[Any, list[Message]]:
+        return (task, ""), [{"role": "user", "content": f"upper {task}"}]
+
+    def step(self, state: Any, action: str) -> Step:
+        return Step((state[0], action), None, True)
+
+    def score(self, state: Any) -> float:
+        given, wanted = state[1], state[0].upper()
+        return float(given == wanted or (not self.strict and given.upper() == wanted))
+
+    def solution(self, task: str) -> str:
+        return task.upper()
+
+
+def test_an_answer_in_other_letters_leaks_only_if_its_copy_is_rewarded() -> None:
+    loose = Cased()
+    loose.strict = False
+    assert "leaks" not in outcomes(Cased(), "failed") and "'upper '" in outcomes(loose, "failed")["leaks"]

@@ -1,16 +1,18 @@
 """`shoal env check` on environments that answer in the name of the process that checks them, or are very slow."""
 
 import json
+import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shoal.envs.check import check_env
+from shoal.envs.check import apart, check_env, process
 from shoal.envs.check.apart import check
 from shoal.envs.check.compare import OTHERS, compare
 from shoal.envs.check.finding import Finding
-from shoal.envs.check.frames import Episode, Failure, Loaded, Malformed, Recorded, Seen, Told, names_of, read
+from shoal.envs.check.frames import CALL, Episode, Failure, Loaded, Malformed, Recorded, Seen, Told, names_of, read
 from shoal.envs.check.process import Failed
 from shoal.envs.check.promises import ALWAYS, SOMETIMES, checks_of
 from shoal.envs.load import load_env
@@ -73,6 +75,72 @@ def test_a_forged_frame_is_a_finding_in_the_sandbox(tmp_path: Path) -> None:
 def test_a_process_that_closes_its_pipe_and_goes_on_is_a_finding(tmp_path: Path) -> None:
     found = faults(check(with_code(tmp_path, "import time; os.closerange(3, 12); time.sleep(30)"), {}, sandboxed=False))
     assert list(found) == ["process"]
+
+
+@pytest.mark.parametrize(
+    ("opening", "says"),
+    [
+        (
+            "import ctypes; ctypes.string_at(0)",
+            r"my_env\.py: it ended its process with the signal SIGSEGV in task \d+, reset\(\)",
+        ),
+        (
+            "os._exit(3)",
+            r"exit code 3 in task \d+, reset\(\), os\._exit\(3\) at my_env\.py line \d+, while recording episodes",
+        ),
+        (
+            "import signal, time; signal.alarm(1); time.sleep(3)",
+            r"the signal SIGALRM in task \d+, reset\(\), at my_env\.py line \d+, while .*: an alarm that it set itself",
+        ),
+        (
+            "os.kill(os.getpid(), 9)",
+            r"SIGKILL in task \d+, reset\(\), while recording episodes: leave out what ends it, or use less memory",
+        ),
+        ("raise SystemExit('gone')", r"task \d+, reset\(\): it raised /.*my_env\.py line \d+: SystemExit: gone"),
+    ],
+)
+def test_a_process_that_ends_names_the_task_and_the_call(opening: str, says: str, tmp_path: Path) -> None:
+    (told,) = faults(check(with_code(tmp_path, opening), {}, sandboxed=False)).values()
+    assert re.search(says, told), told
+
+
+@pytest.mark.parametrize(
+    ("opening", "check_name", "says"),
+    [
+        ("{}[task]", "openings", "task 1, reset(): raised "),
+        ("{}[task] if task[1] - task[0] // 13 >= 140 else 0", "heldout", "held-out task 0, reset(): raised "),
+    ],
+)
+def test_one_mistake_is_one_failed_line(opening: str, check_name: str, says: str, tmp_path: Path) -> None:
+    found = check(with_code(tmp_path, opening), {}, sandboxed=False)
+    told = faults(found)
+    assert list(told) == [check_name] and told[check_name].startswith(says), told
+    (others,) = [finding.detail for finding in found if finding.check == "not checked"]
+    assert "solutions" in others and others.endswith(f": the cause is that of '{check_name}'")
+    assert not any("replies differ already" in finding.detail for finding in found), "the episode failed"
+
+
+@pytest.mark.parametrize(("opening", "call"), [("time.sleep(0.3)", r", task \d+, reset\(\)"), ("", "")])
+def test_what_is_waited_for_is_said_with_its_limit(
+    opening: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(apart, "WAIT_S", 0.1)
+    monkeypatch.setattr(apart, "TOTAL_S", 0.0)
+    path, told = with_code(tmp_path, opening or "pass"), list[str]()
+    text = Path(path).read_text()
+    Path(path).write_text(f"import time\n{'' if opening else 'time.sleep(3)'}\n{text}")
+    found = check(path, {}, sandboxed=False, wait=told.append)
+    doing = "recording episodes" if opening else "loading it"
+    assert any(re.fullmatch(rf"waiting for my_env\.py, at most \d+ s: {doing}{call}", one) for one in told), told
+    (late,) = [finding for finding in found if finding.check == "not checked"]
+    assert late.outcome == "skipped" and "members, indices" in late.detail and "0 s were over" in late.detail
+
+
+def test_frames_of_calls_that_never_end_are_too_late() -> None:
+    """A process may name calls for ever, so each such frame is looked at with the time that the answer has."""
+    assert process._call_in(CALL + b"task 3, \xff", time.monotonic() + 60) == "task 3, \ufffd"
+    with pytest.raises(Failed, match="did not answer in time"):
+        process._call_in(CALL + b"task 3", time.monotonic() - 1)
 
 
 def test_an_honest_answer_is_read() -> None:

@@ -1,5 +1,6 @@
 """Loading: built-ins by name, a user's file by path, one line for everything that can go wrong, digests."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from shoal.envs.check.apart import check
 from shoal.envs.load import BUILT_IN, env_digest, load_built_in, load_env, load_run_envs
 from shoal.errors import ConfigError, ShoalError
 from shoal.protocol.types import EnvSpec
@@ -167,3 +169,46 @@ def test_environments_load_without_torch_and_transformers() -> None:
     code = f"import sys; from shoal.envs import {modules}; print({{'torch', 'transformers'}} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert out.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("make", "args", "said"),
+    [
+        ("num_tasks=3", {"tasks": 2}, "unexpected keyword argument 'tasks': environment(num_tasks=3) is given tasks"),
+        ("num_tasks", {}, "missing a required argument: 'num_tasks': environment(num_tasks) is given no arguments"),
+        ("", {"a": 1, "b": 2}, "got an unexpected keyword argument 'a': environment() is given a, b"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_no_fault_of_a_line(write, make: str, args: dict[str, int], said: str) -> None:
+    path = write(
+        GOOD.replace("environment(num_tasks=3)", f"environment({make})").replace("Parrot(num_tasks)", "Parrot(3)")
+    )
+    with pytest.raises(ShoalError) as caught:
+        load_env(path, args)
+    assert said in str(caught.value) and "Change args of the [[envs]]" in str(caught.value)
+    assert "source.py" not in str(caught.value) and " line " not in str(caught.value)
+
+
+def test_a_type_error_within_environment_names_its_own_line(write) -> None:
+    path = write(GOOD.replace("return Parrot(num_tasks)", "return Parrot(num_tasks + None)"))
+    with pytest.raises(ShoalError, match=r"my_env\.py line 18: TypeError: unsupported operand"):
+        load_env(path, {"num_tasks": 2})
+
+
+@pytest.mark.parametrize("kept", ["open(path)", "read_rows(path)"])
+def test_the_error_of_an_argument_that_is_a_path_says_where_it_was_looked_for(
+    kept: str, write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts from where a command is started, while other paths of a run file count from the run file."""
+    monkeypatch.chdir(tmp_path)
+    name = write(GOOD + f"\nfrom shoal.envs.dataset import read_rows\ndef environment(path, more=''): {kept}\n")
+    given = {"path": "data/rows.jsonl", "more": "a/b"}
+    told = f"the folder in which shoal is started: args.path is {tmp_path}/data/rows.jsonl"
+    with pytest.raises(ShoalError, match=re.escape(told)) as caught:
+        load_env(name, given)
+    assert "args.more" not in str(caught.value)
+    loading = next(one for one in check(name, given, sandboxed=False) if one.check == "load")
+    assert loading.detail.count("args.path is") == 1 and told in loading.detail
+    with pytest.raises(ShoalError, match="No such file") as caught:
+        load_env(name, {"path": str(tmp_path / "rows.jsonl")})
+    assert "args.path" not in str(caught.value)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 
 from shoal.envs import arithmetic, wordle
 from shoal.envs.base import Env, Message, Step, step_of
-from shoal.envs.play import Episode, converse, play, play_block, play_scripted
-from shoal.errors import ShoalError
+from shoal.envs.play import Episode, begin, converse, play, play_block, play_scripted
+from shoal.errors import ShoalError, StateError
 from shoal.policy.render import Renderer
 from shoal.protocol.randomness import sample_seed
 from shoal.protocol.types import ENVIRONMENT, POLICY, Block, Sampling, Slot
@@ -96,7 +97,7 @@ def test_a_reply_that_leaves_no_room_is_not_appended_and_the_rollout_ends_by_len
 
 @pytest.mark.parametrize(
     ("action", "fault"),
-    [("raise", "ZeroDivisionError: by request"), ("none", "not NoneType"), ("nan", "outside reward_bounds")],
+    [("raise", "ZeroDivisionError: by request"), ("none", "not NoneType"), ("nan", "not a finite number")],
 )
 def test_environment_that_misbehaves_ends_by_error_with_the_lowest_reward(action, fault, saying, renderer, sampling):
     talk = run(saying("fine", action, "end"), renderer, sampling)
@@ -181,3 +182,46 @@ def test_what_is_no_step_is_named():
     assert step_of(("state", None, True)) == Step("state", None, True)
     with pytest.raises(TypeError, match=r"step\(\) must return Step\(state, reply, done\), not int"):
         step_of(3)
+    with pytest.raises(TypeError, match=r"step\(\) must return Step\(state, reply, done\), not 2 values"):
+        step_of(("state", None))
+
+
+def test_a_task_that_can_never_begin_is_reported_once_with_its_length_and_the_key(
+    saying: Any, renderer, sampling, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.envs.play._reported", {})
+
+    class Long(Echo):
+        name, num_tasks = "long", 2
+
+        def task(self, index: int, heldout: bool = False) -> str:
+            return "word " * 4000 if index else "broken"
+
+    block = Block(0, tuple(Slot(number, "00" * 32, "long", number % 2) for number in range(6)))
+    groups = play_block(saying(), renderer, {"long": Long()}, block, 2, sampling)
+    assert [group.rollouts for group in groups] == [()] * 6
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2 and lines[0].startswith(
+        "task cannot begin env=long task=0 reason=environment long cannot begin"
+    )
+    assert re.search(
+        rf"task=1 reason=its prompt takes \d+ tokens, and sampling.max_tokens = {sampling.max_tokens} leaves no room for",
+        lines[1],
+    )
+    env = Long()
+    env.max_tokens = 9  # type: ignore[attr-defined]
+    assert "and envs.max_tokens = 9 leaves no room" in begin(env, renderer, 1, sampling)[1]
+
+
+def test_a_reply_that_the_chat_template_refuses_ends_the_rollout_in_the_words_of_the_template(
+    saying: Any, renderer: Renderer, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(messages: object, arguments: object = None) -> Any:
+        raise StateError("the chat template refuses these messages: roles must\nalternate")
+
+    monkeypatch.setattr(renderer, "go_on", refuse)
+    talk = run(saying("one"), renderer, sampling)
+    said = "the chat template refuses these messages: roles must alternate"
+    assert (talk.ending, talk.fault) == (
+        "error", f"the policy's chat template or tokenizer does not take its reply: {said}",
+    )  # fmt: skip

@@ -33,7 +33,7 @@ SABOTAGED = {
     "fork_bomb": ("processes", "it forks (fork_bomb.py line 21): an environment is one process. Leave it out"),
     "endless_loop": ("time", " s (endless_loop.py line"),
     "endless_regex": ("time", "no line of Python ran: look for a regular expression"),
-    "memory": ("memory", "more than 2,048 MB are needed: raised"),
+    "memory": ("memory", "more than 2,048 MB are needed: held-out task 0, step() with action '1000000147': raised"),
     "file_writes": ("files", "file_writes.log (file_writes.py line 20): keep everything in the state"),
     "effects_at_import": ("import", "environment variable TOKENIZERS_PARALLELISM (effects_at_import.py line 7)"),
     "effects_at_import_patch": ("import", "it changes a function of shoal"),
@@ -196,3 +196,41 @@ def test_an_installed_package_that_imports_more_than_its_lock_fails(author: Auth
     push(folder, registry, author.key, author.home)
     install(read_reference("ann/parrot@0.1.0"), registry, author.home, Consent(None, lambda _: True))
     assert "imports numpy, which the lock does not list" in failed(check("ann/parrot@0.1.0", {}))["dependencies"]
+
+
+SMALL = """
+from shoal.envs.base import Env, Step, require_index
+{at_import}
+class Vowels(Env):
+    name, num_tasks, num_heldout = "vowels", 400, 64
+    def task(self, index, heldout=False):
+        require_index(index, self.num_heldout if heldout else self.num_tasks)
+        return index + self.num_tasks * heldout
+    def reset(self, task):
+        return (task, ""), [{{"role": "user", "content": f"q{{task}}"}}]
+    def step(self, state, action):
+        if state[0] % 33 == 3 and {raises}: raise ValueError(f"bad {{state[0]}}")
+        return Step((state[0], str(action)), None, True)
+    def score(self, state):
+        return {high} if state[0] % 7 == 3 else sum(c in "aeiou" for c in state[1]) / max(1, len(state[1]))
+    def players(self):
+        return {{"right": lambda state, rng: "aeiou", "wrong": lambda state, rng: "xyz"}}
+environment = Vowels
+"""
+
+
+@pytest.mark.parametrize(("changes", "name", "words"), [
+    ({"raises": True}, "episodes", "line 12: ValueError: bad 333"),
+    ({"high": 1.5}, "right player", "line 14: it gives 1.5, not a number within reward_bounds 0 to 1"),
+    ({"at_import": "kept = [bytearray(50_000_000) for _ in range(99)]"}, "memory",
+     "more than 2,048 MB are needed when it is imported: "),
+])  # fmt: skip
+def test_a_fault_in_few_tasks_or_at_import_is_found_with_its_line(
+    tmp_path: Path, changes: dict[str, object], name: str, words: str
+) -> None:
+    path = tmp_path / "vowels.py"
+    path.write_text(SMALL.format(**({"raises": False, "high": 1.0, "at_import": ""} | changes)))
+    found = check(str(path), {}, sandboxed=False)
+    assert words in failed(found)[name] and f"{path} line " in failed(found)[name]
+    skipped = " ".join(one.detail for one in found if one.check == "not checked")
+    assert name == "memory" or "earlier tasks, hash seed, clock: the cause is that of" in skipped

@@ -2,20 +2,25 @@
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from shoal.config import EnvConfig
-from shoal.envs.base import Env, Message, Step
+from shoal.envs.base import Env, Message, Raised, Step
 from shoal.envs.check import check_env
+from shoal.envs.contained.open import in_process
 from shoal.envs.conversation import Conversation
 from shoal.envs.evaluate import evaluate
+from shoal.envs.exceptions import RewardOutOfBounds
 from shoal.envs.load import load_env
 from shoal.envs.replay import replay_group
 from shoal.envs.score import Earned, Score, Scored, earned
 from shoal.envs.settings import with_settings
+from shoal.envs.source import make_env
 from shoal.errors import ConfigError
 from shoal.policy.render import Renderer
 from shoal.protocol.types import Rollout, Sampling
@@ -53,6 +58,54 @@ class Parts(Env):
     def group_scores(self, states: Sequence[tuple[str, ...]]) -> list[Scored]:
         lengths = [len("".join(state)) for state in states]
         return [Score({"shortest": float(length == min(lengths))}) for length in lengths]
+
+
+class Unit(Parts):
+    reward_bounds = (0.0, 1.0)
+
+
+@pytest.mark.parametrize("score", [1, 1.0, True, np.True_, np.float32(1), np.float64(1), np.int64(1)])
+def test_a_score_may_be_a_number_of_numpy(score: Any) -> None:
+    assert earned(Unit(), [score]) == Earned(1.0, {}, {}) == earned(Unit(), [], [score])
+    assert type(earned(Unit(), [score]).reward) is float
+    assert type(earned(Unit(), [Score({"right": score})]).parts["right"]) is float
+
+
+@pytest.mark.parametrize("score", ["1.0", None, [1.0], 1j])
+def test_a_score_that_is_no_number_is_a_fault(score: Any) -> None:
+    for scored in ([score], [Score({"right": score})]):
+        with pytest.raises(TypeError, match=r"not a number: give float\(...\)"):
+            earned(Unit(), scored)
+
+
+def test_a_file_that_scores_with_numpy_is_learned_from_and_one_that_gives_a_text_fails_alike(tmp_path: Path) -> None:
+    """In processes of its own, as a run plays it."""
+    for gives, fails in (("numpy.float64(0.5)", False), ("numpy.float32(0.5)", False), ("'0.5'", True), ("None", True)):
+        file = tmp_path / f"env{len(gives)}.py"
+        file.write_text(
+            "import numpy\nfrom shoal.envs.base import Env, Step\n\n\nclass Own(Env):\n    name, num_tasks = 'own', 4\n\n"
+            "    def task(self, index, heldout=False):\n        return index\n\n"
+            "    def reset(self, task):\n        return task, [{'role': 'user', 'content': 'a'}]\n\n"
+            "    def step(self, state, action):\n        return Step(state, None, True)\n\n"
+            f"    def score(self, state):\n        return {gives}\n\n\nenvironment = Own\n"
+        )
+        env: Any = in_process(file, {}, "environment")
+        state = env.step(env.reset(env.task(0))[0], "a").state
+        if fails:
+            with pytest.raises(Raised, match="not a number"):
+                env.score(state)
+        else:
+            assert env.score(state) == 0.5
+        env.pool.close()
+
+
+def test_a_rounded_sum_is_the_bound() -> None:
+    rounded = 1.0000000000000002  # what 1 / 9, added nine times, gives in Python 3.11
+    assert earned(Unit(), [rounded]).reward == 1.0 < rounded
+    assert earned(Unit(), [-1e-17]).reward == 0.0 and earned(Unit(), [1 - 1e-12]).reward == 1 - 1e-12
+    for score in (1 + 1e-8, -1e-8):
+        with pytest.raises(RewardOutOfBounds):
+            earned(Unit(), [score])
 
 
 def talk_of(env: Env, renderer: Renderer, *texts: str, sampling: Sampling = SAMPLING) -> Conversation:
@@ -189,3 +242,46 @@ def test_an_environment_of_parts_passes_its_checks() -> None:
     findings = {one.check: one for one in check_env(Parts(), tasks=4)}
     assert [one.check for one in findings.values() if one.outcome == "failed"] == []
     assert findings["group scores"].detail == "4 groups compared, the same way twice"
+
+
+FORGETFUL = """
+from shoal.envs.base import Env, Step
+
+class Forgetful(Env):
+    name, num_tasks = "forgetful", 4
+    def task(self, index, heldout=False): return index
+    def reset(self, task): return task, [{"role": "user", "content": "a"}]
+    def step(self, state, action):
+        return Step(state, None, True, reward=STEP)
+    def score(self, state):
+        if state == "won": return 1.0
+        return SCORE
+
+environment = Forgetful
+"""
+
+
+@pytest.mark.parametrize("opener", [make_env, in_process])
+@pytest.mark.parametrize(
+    ("gives", "says"),
+    [
+        (("0.0", "None"), "line 10: score(): TypeError: the score is None, not a number"),
+        (("0.0", "'1'"), "line 10: score(): TypeError: the score is '1', not a number"),
+        (("0.0", "7.0"), "line 10: score(): RewardOutOfBounds: score 7.0 is outside"),
+        (
+            ("'x'", "1.0"),
+            "line 8: step(): TypeError: the reward of a step is 'x', not a number",
+        ),
+        (("0.0", "1 / 0"), "line 12: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_an_environment_must_not_return_is_told_with_its_authors_function_and_line(
+    opener: Any, gives: tuple[str, str], says: str, renderer: Renderer, tmp_path: Path
+) -> None:
+    """Rather than with the line of ours that refuses it."""
+    file = tmp_path / "forgetful.py"
+    file.write_text(FORGETFUL.replace("STEP", gives[0]).replace("SCORE", gives[1]))
+    talk = talk_of(opener(file, {}, "environment"), renderer, "a")
+    knows_line = opener is make_env or "outside" not in says  # bounds are compared where no line is known
+    says = f"forgetful.py {says}" if knows_line else says.partition(": ")[2]
+    assert talk.ending == "error" and says in talk.fault and talk.public_fault.startswith(says)

@@ -9,7 +9,7 @@ from shoal.envs import arithmetic
 from shoal.envs.base import Env, Message, Step
 from shoal.envs.evaluate import evaluate, mixed
 from shoal.errors import ConfigError
-from shoal.heldout import Heldout
+from shoal.heldout import Heldout, Judged
 
 ARGS = {"digits": 1, "heldout": 20}
 
@@ -86,10 +86,24 @@ def test_turns_are_judged_one_after_another_until_the_judge_is_done(answering_en
         assert found.mean == 2.5 and found.judge is not None and found.judge.mean == mean
 
 
-def test_a_judge_that_raises_is_told_with_the_place_and_gives_its_worst(answering_engine, renderer, sampling) -> None:
+def test_a_judge_that_raises_is_told_with_the_place_and_has_no_mean(answering_engine, renderer, sampling) -> None:
     found = evaluate(answering_engine(lambda text: "yes"), renderer, Twice(), 4, 0, sampling, judge=Twice(raises=True))
-    assert found.mean == 2.5 and found.fault == "" and found.judge is not None and found.judge.mean == 0.0
+    assert found.mean == 2.5 and found.fault == "" and found.judge is not None and found.judge.mean is None
     assert "test_second_opinion.py line" in found.judge.fault and "ValueError: no opinion" in found.judge.fault
+
+
+def test_a_judge_is_not_asked_about_episodes_on_which_the_environment_failed(
+    answering_engine, renderer, sampling
+) -> None:
+    class Missing(Twice):
+        def task(self, index: int, heldout: bool = False) -> int:
+            if index == 1:
+                raise KeyError("lost")
+            return index
+
+    found = evaluate(answering_engine(lambda text: "yes"), renderer, Missing(), 8, 0, sampling, judge=Twice())
+    assert "KeyError" in found.fault and found.faults == 2
+    assert found.judge == Judged(2.5, 2.5, 2.5, "", 8, 2)
 
 
 def test_the_file_of_an_evaluation_keeps_what_the_judge_says(answering_engine, renderer, sampling) -> None:

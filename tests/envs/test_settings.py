@@ -8,9 +8,10 @@ import pytest
 
 from shoal.config import EnvConfig
 from shoal.envs.action import Action
-from shoal.envs.base import Env, Message, Step, success_of
+from shoal.envs.base import Env, Message, Step, is_decided, success_of, task_of
 from shoal.envs.conversation import Conversation
 from shoal.envs.load import env_digest, env_of, load_env, load_run_envs
+from shoal.envs.own import OwnEnv
 from shoal.envs.parse import ToolCall
 from shoal.envs.replay import replay_rollout
 from shoal.envs.settings import limits_of, with_settings
@@ -170,3 +171,26 @@ def test_a_run_file_may_name_another_notation() -> None:
     talk = Conversation(env, renderer, 0, Sampling(1.0, 600, 6000))
     talk.write([*renderer.encode('{"name": "add", "parameters": {"a": 1}}'), renderer.eos_id])
     assert talk.state[2] == (ToolCall("add", {"a": 1}),)
+
+
+class Won(Asking):
+    """It says which episodes are won."""
+
+    def success(self, state: int) -> bool:
+        return state == 2
+
+
+@pytest.mark.parametrize("passed_on_by", [lambda env: with_settings(env, EnvConfig("a", system="x")), OwnEnv])
+def test_what_passes_an_environment_on_says_which_episodes_are_won_on_every_python(passed_on_by: Any) -> None:
+    assert is_decided(passed_on_by(Won())) and not is_decided(passed_on_by(Asking()))
+    assert success_of(passed_on_by(Won()), 2) is True
+
+
+def test_two_environments_of_one_class_are_named_by_their_labels() -> None:
+    for label, digits in (("easy", 1), ("hard", 2)):
+        env = env_of(EnvConfig("arithmetic", {"digits": digits}, label=label))
+        with pytest.raises(ShoalError, match=rf"^environment {label} cannot make task -1"):
+            task_of(env, -1)
+    plain = env_of(EnvConfig("arithmetic"))
+    with pytest.raises(ShoalError, match=r"^environment arithmetic cannot make task -1"):
+        task_of(plain, -1)

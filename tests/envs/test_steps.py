@@ -115,7 +115,7 @@ def test_turns_of_several_seats_are_in_the_order_of_play_and_end_in_their_rows(r
         assert talk.tokens[turn.begin : turn.begin + len(turn.token_ids)] == list(turn.token_ids)
 
 
-class Failing(Parts):
+class FailingParts(Parts):
     def step(self, state: Any, action: str) -> Step:
         if action == "bad":
             raise KeyError(action)
@@ -124,7 +124,7 @@ class Failing(Parts):
 
 def test_an_episode_that_fails_earned_nothing_before(renderer: Renderer) -> None:
     """Otherwise the turn that makes the environment fail would pay back what the others earned."""
-    talk = talk_of(Failing(), renderer, "no", "bad", sampling=SAMPLING)
+    talk = talk_of(FailingParts(), renderer, "no", "bad", sampling=SAMPLING)
     assert talk.ending == "error" and [step.reward for step in steps_of(talk, Turns())] == [0.0, -1.0]
     assert [step.reward for step in steps_of(talk, Steps())] == [0.0, -1.0]
 

@@ -12,7 +12,7 @@ from shoal.policy.files import load_policy
 from shoal.weights.bases import base_root
 from shoal.weights.manifest import weights_root
 from tests.launch.test_join import SHOAL, begin, said
-from tests.launch.test_local import RUN_FILE
+from tests.launch.test_local import RUN_FILE, STEPS
 
 ADAPTED = RUN_FILE.replace("[[envs]]", "[policy.adapter]\nrank = 4\n\n[[envs]]", 1)
 
@@ -48,7 +48,7 @@ def test_a_stranger_joins_a_run_of_adapters_and_fetches_its_base_once(tmp_path: 
 
 @pytest.mark.slow
 def test_a_run_of_adapters_ends_is_audited_and_merged(tmp_path: Path) -> None:
-    (tmp_path / "small.toml").write_text(ADAPTED.replace("steps = 60", "steps = 4"))
+    (tmp_path / "small.toml").write_text(ADAPTED.replace(STEPS, "steps = 4"))
     done = run(tmp_path, "run", "small.toml", "--set", "eval.episodes=16")
     assert done.returncode == 0, done.stdout + done.stderr
     root = tmp_path / "runs" / "small"
@@ -71,7 +71,7 @@ def test_a_base_that_cannot_be_coded_is_said_in_one_line_before_anything_starts(
     (tmp_path / "small.toml").write_text(ADAPTED.replace("rank = 4", 'rank = 4\nbase = "nf4"'))
     refused = run(tmp_path, "run", "small.toml")
     assert refused.returncode == 2 and "q_proj.weight has 32. Leave it out, or choose another model" in refused.stderr
-    assert refused.stderr.count("\n") == 1 and not list((tmp_path / "runs" / "small" / "logs").iterdir())
+    assert refused.stderr.count("\n") == 1 and not (tmp_path / "runs" / "small").exists()
 
 
 def test_an_impossible_adapter_is_said_in_one_line_before_anything_starts(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -10,15 +11,18 @@ from rich.console import Console
 from shoal.alarms import Alarm, AlarmLine, AlarmsLog, read_alarms, standing_alarms
 from shoal.errors import ConfigError, PeerError, StateError
 from shoal.folder import RunFolder
-from shoal.launch.alarms import AlarmWatch
+from shoal.heldout import Heldout, Judged
+from shoal.launch.alarms import AlarmWatch, _WaitTimes, evaluation
 from shoal.launch.snapshot import Snapshot
 from shoal.launch.view import render
 from shoal.ledger.facts.run import Admin
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import verify
+from shoal.ledger.remedies import SILENT_REMEDY
 from shoal.ledger.table import read_entry
 from shoal.net.client import PeerRefused
+from shoal.net.keys import load_or_make_key
 from shoal.protocol.types import AdminRequest, Measured, Status
 from tests.ledger.world import World
 from tests.monitors.series import honest_lines
@@ -48,6 +52,15 @@ def published(tmp_path_factory):
 def town_with(tmp_path, published, **monitors):
     """A run whose log has 20 versions and whose trainer says of each what FALLS says."""
     return Run(tmp_path, published, monitors)
+
+
+def test_no_alarm_compares_an_evaluation_that_has_many_faults():
+    judge = Judged(0.5, 0.4, 0.6, episodes=200)
+    good, bad = (Heldout(0.9, 0.8, 1.0, 200, judge=judge, faults=faults) for faults in (10, 11))
+    assert evaluation(3, bad) is None and (seen := evaluation(3, good)) is not None
+    assert seen.mean == 0.9 and seen.judge is not None
+    doubted = evaluation(3, msgspec.structs.replace(good, judge=msgspec.structs.replace(judge, faults=11)))
+    assert doubted is not None and doubted.judge is None
 
 
 class Run:
@@ -124,6 +137,30 @@ def test_an_alarm_is_written_once_though_the_launcher_starts_again(tmp_path, pub
     lines = read_alarms(town.folder.alarms)
     assert [(line.change, line.alarm.cause, line.alarm.since) for line in lines] == [("raised", "drift", 12)]
     assert [alarm.cause for alarm in standing_alarms(town.folder.alarms)] == ["drift"]
+
+
+def test_an_alarm_of_before_is_no_news_to_a_launcher_that_starts_again(tmp_path, published, monkeypatch):
+    """The launcher before raised it at another step, or between steps."""
+    town = town_with(tmp_path, published)
+    AlarmsLog(town.folder.alarms).write("raised", drift(since=11), town.now)
+    assert look(watching(town, Host(town))) == []
+    new = town_with(tmp_path / "new", published)
+    monkeypatch.setattr(AlarmWatch, "standing", ())
+    assert look(watching(new, Host(new))) == [], "it is over by now"
+    assert [line.alarm.since for line in read_alarms(new.folder.alarms)] == [12]
+
+
+def test_an_announced_cheater_is_known_by_the_key_in_its_folder(tmp_path, published):
+    """A stranger may call itself cheater-0; the key of the run's own worker is in the run's folder."""
+    town = town_with(tmp_path, published)
+    town.config = msgspec.structs.replace(town.config, workers=msgspec.structs.replace(town.config.workers, cheating=2))
+    watch = watching(town, Host(town))
+    look(watch)
+    assert watch._follower.announced == frozenset()
+    keys = [load_or_make_key(town.folder.nodes / f"cheater-{i}" / "node.key") for i in range(2)]
+    load_or_make_key(town.folder.nodes / "cheater-2" / "node.key")
+    look(watch)
+    assert watch._follower.announced == {key.public for key in keys}
 
 
 def test_without_actions_nothing_is_asked_of_the_coordinator(tmp_path, published):
@@ -225,6 +262,28 @@ def test_a_run_that_was_stopped_for_a_day_and_goes_on_is_not_starved(tmp_path, p
     now[0] += 86_400.0
     look(watch, 4)
     assert [alarm.cause for alarm in watch.standing] == ["drift", "starved"]
+
+
+def test_after_a_hang_of_the_coordinator_nobody_else_is_blamed_for_it(tmp_path, published):
+    town, now = town_with(tmp_path, published), [FALLS[-1]["time_s"]]
+    watch = watching(town, Host(town), lambda: now[0])
+    shot = Snapshot(
+        "small", "", 30, Status("", "running", 19, 30, 0, {}, 0, 0, "the trainer: step 20", 0.0), metrics=FALLS
+    )
+
+    def starved(notice=""):
+        for _ in range(4):
+            watch._looked = -1e9
+            watch.look(replace(shot, notice=notice))
+        return [alarm.summary for alarm in watch.standing if alarm.cause == "starved"]
+
+    assert starved() == []
+    now[0] += 900.0
+    assert "the coordinator has not answered" in starved("the coordinator has not answered for 900 s")[0]
+    now[0] += 5.0
+    assert starved() == []
+    now[0] += 900.0
+    assert "the trainer: step 20" in starved()[0], "that wait is its own"
 
 
 def test_monitors_that_are_turned_off_look_at_nothing(tmp_path, published):
@@ -337,6 +396,40 @@ def test_a_disk_that_is_full_again_at_the_same_step_pauses_the_run_again(tmp_pat
     assert host.calls == ["pause", "pause"]
     raised(town.now)
     assert host.calls == ["pause", "pause"]
+
+
+def test_a_quota_that_the_next_pruning_makes_room_below_raises_no_alarm(tmp_path, published):
+    town = town_with(tmp_path, published)
+    watch, snapshot = watching(town, Host(town)), Snapshot("small", "", 30)
+    kept = town.folder.blobs / "ab" / "cd"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with kept.open("wb") as file:
+        file.truncate(2_000_000 * watch._config.storage.quota_mb)
+    shares = []
+    for now in (100.0, 200.0, 300.0):
+        shares.append(watch._machine(snapshot, now).quota_share)
+        if now == 200.0:
+            kept.unlink()
+    assert shares[0] == 0.0 and shares[1] >= 2.0 and shares[2] < 1.0
+
+
+def test_a_wait_is_blamed_on_what_took_longest_since_the_last_step(tmp_path, published):
+    watch = watching(town := town_with(tmp_path, published), Host(town))
+    running = Status("small", "running", 3, 30, 0, {}, 0, 0, "", 0.0)
+    silent = f"validators: v (ab) silent for 40 s; 2 submissions to judge. {SILENT_REMEDY}"
+    full = "workers: 1 of 4 groups; no lease is granted: the host's disk quota is used up: 9 MB are needed now"
+
+    def after(*waits):
+        watch._waits = _WaitTimes()
+        for now, said in enumerate(waits):
+            status = msgspec.structs.replace(running, waiting_for=said)
+            watch._waits.see(Snapshot("small", "", 30, status=status), float(10 * now))
+        return watch._machine(Snapshot("small", "", 30, status=status), 100.0)
+
+    machine = after("workers: 1 of 4", silent, silent, "validators: 2 submissions to judge", "the trainer: step 3")
+    assert (machine.longest, machine.longest_s) == (silent, 30.0)
+    assert after("workers: 1 of 4", full, full, "workers: 2 of 4").longest == full
+    assert after("workers: 1 of 4").longest == ""
 
 
 def test_an_alarm_that_the_file_says_stands_and_nobody_finds_is_cleared_after_some_looks(tmp_path, published):

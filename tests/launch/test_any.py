@@ -12,11 +12,12 @@ import shoal
 from shoal.cli import main
 from shoal.config import load_run
 from shoal.errors import StateError
+from shoal.folder import RunFolder
 from shoal.launch.computable import demand_computable
 from tests.engine.architectures import write_any
-from tests.launch.test_local import RUN_FILE
+from tests.launch.test_local import RUN_FILE, STEPS
 
-GPT2_FILE = RUN_FILE.replace("steps = 60", "steps = 3").replace(
+GPT2_FILE = RUN_FILE.replace(STEPS, "steps = 3").replace(
     RUN_FILE[RUN_FILE.index("[policy.tiny]") : RUN_FILE.index("[[envs]]")],
     '[policy]\npath = "gpt2"\nimplementation = "auto"\n',
 )
@@ -82,6 +83,29 @@ def test_a_mixture_of_experts_in_bfloat16_needs_bounds_that_were_measured(tmp_pa
         demand_computable(tmp_path / "olmoe", load_run(tmp_path / "any.toml", [*changes, *more]))
 
 
+@pytest.mark.parametrize("command", ["run", pytest.param("host", marks=pytest.mark.slow), "doctor"])
+def test_what_only_the_loaded_model_shows_is_said_before_anything_starts(command: str, tmp_path: Path) -> None:
+    directory = write_any("gpt2", tmp_path / "gpt2")
+    plain = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(plain | {"sliding_window": 4096}))
+    (tmp_path / "any.toml").write_text(GPT2_FILE)
+
+    def typed(*words: str) -> "subprocess.CompletedProcess[str]":
+        line = [sys.executable, "-m", "shoal.cli", *words]
+        return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+
+    words = ("doctor", "--recipe") if command == "doctor" else (command,)
+    refused = typed(*words, "any.toml")
+    said = refused.stdout if command == "doctor" else refused.stderr
+    assert refused.returncode == (1 if command == "doctor" else 2), said
+    assert "it has sliding_window = 4096, by which its cache forgets" in said and "Set sliding_window to null" in said
+    log = RunFolder(tmp_path / "runs" / "small").log
+    assert not log.exists()
+    if command == "doctor":
+        (directory / "config.json").write_text(json.dumps(plain))
+        assert "transformers computes with it" in typed(*words, "any.toml").stdout
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
@@ -90,6 +114,7 @@ def test_a_mixture_of_experts_in_bfloat16_needs_bounds_that_were_measured(tmp_pa
         ("train.packing=flat", "train.packing"),
         ("policy.adapter.rank=8", "leave policy.adapter out"),
         ('policy.path=""', "set policy.path"),
+        ("sampling.max_tokens=1000", "set sampling.max_tokens = 256"),
     ],
 )
 def test_what_such_a_run_cannot_do_is_said_before_anything_starts(override: str, says: str, tmp_path: Path) -> None:

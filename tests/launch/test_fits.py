@@ -1,6 +1,7 @@
 """A run that does not fit into the memory is refused before anything is loaded, in one line that says what to change."""
 
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,29 @@ import pytest
 from rich.console import Console
 
 from shoal import cli
-from shoal.config import AdapterConfig, RunConfig, load_run
+from shoal.config import AdapterConfig, RunConfig, TinyPolicy, load_run
 from shoal.errors import StateError
 from shoal.folder import RunFolder
 from shoal.launch import fits
-from shoal.launch.fits import CPU, RoleNeeds, demand_disk, demand_memory, disk_of, layout_of, reports, roles_of
+from shoal.launch.fits import (
+    CPU,
+    RoleNeeds,
+    demand_disk,
+    demand_memory,
+    demand_quota,
+    disk_of,
+    layout_of,
+    reports,
+    roles_of,
+)
 from shoal.launch.fits import fits as fit_of
 from shoal.launch.local import LocalRun
 from shoal.launch.shifts import shifts_of
 from shoal.launch.view import LiveView
 from shoal.plan.sizes import spec_of
 from shoal.policy.adapterspec import CONFIG, AdapterSpec
+from shoal.policy.files import demand_weights
+from shoal.policy.filling import demand_finite
 from shoal.policy.model import Transformer
 from shoal.policy.sizes import adapter_parameters_of, parameters_of
 from shoal.policy.spec import PolicySpec, write_json
@@ -225,6 +238,76 @@ def test_doctor_shows_what_each_role_takes(monkeypatch: pytest.MonkeyPatch, caps
     assert "-> " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value", "says"),
+    [
+        ("float32", float("nan"), "model.safetensors: model.norm.weight holds values that are not finite"),
+        ("float16", float("inf"), "model.safetensors: model.norm.weight holds values that are not finite"),
+        ("bfloat16", -float("inf"), "model.safetensors: model.norm.weight holds values that are not finite"),
+        ("int8", 1, "_scale, F32["),
+    ],
+)
+def test_weights_that_no_engine_takes_begin_no_run(
+    dtype: str, value: float, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else roles start, and a run waits for ever for a trainer that refuses them."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    make_tiny(TinyPolicy(width=16, layers=1, heads=2, kv_heads=1, mlp_width=16), tmp_path / "model", 0, "float32")
+    recipe, weights = tmp_path / "run.toml", tmp_path / "model" / "model.safetensors"
+    recipe.write_text('name = "r"\nsteps = 1\n[policy]\npath = "model"\n[[envs]]\nname = "arithmetic"\n')
+    tensors = {name: one.to(getattr(torch, dtype)) for name, one in load_file(weights).items()}
+    save_file(tensors, weights)
+    if dtype != "int8":
+        demand_finite(demand_weights(weights.parent, PolicySpec.from_directory(weights.parent)))
+    tensors["model.norm.weight"][-1] = value
+    save_file(tensors, weights)
+    assert cli.main(["doctor", "--recipe", str(recipe)]) == 1
+    assert says in (said := capsys.readouterr().out) and "The run fits" not in said
+    assert cli.main(["run", str(recipe), "--out", str(tmp_path / "out")]) == 2
+    assert says in capsys.readouterr().err and not RunFolder(tmp_path / "out").log.exists()
+
+
+def test_a_model_whose_logits_overflow_begins_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its weights are finite numbers. Else a run ends late, and an evaluation plays empty turns."""
+    from safetensors.torch import load_file, save_file
+
+    make_tiny(TinyPolicy(width=16, layers=1, heads=2, kv_heads=1, mlp_width=16), tmp_path / "model", 0, "float32")
+    recipe, weights = tmp_path / "run.toml", tmp_path / "model" / "model.safetensors"
+    recipe.write_text('name = "r"\nsteps = 1\n[policy]\npath = "model"\n[[envs]]\nname = "arithmetic"\n')
+    save_file({name: 1e30 * one if "proj" in name else one for name, one in load_file(weights).items()}, weights)
+    says = "model: its weights are finite numbers, but its logits in float32 are not: weights are so large"
+    assert cli.main(["doctor", "--recipe", str(recipe)]) == 1
+    assert says in (said := capsys.readouterr().out) and "The run fits" not in said
+    assert cli.main(["eval", str(tmp_path / "model"), "--env", "arithmetic", "--episodes", "2"]) == 2
+    assert says in capsys.readouterr().err
+    assert cli.main(["run", str(recipe), "--out", str(tmp_path / "out")]) == 2
+    assert says in capsys.readouterr().err and not RunFolder(tmp_path / "out").log.exists()
+
+
+def test_doctor_reads_what_the_files_of_the_model_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder without weights, or with those of another model, fits nowhere."""
+    make_tiny(TinyPolicy(), tmp_path / "model", seed=0, dtype="float32")
+    recipe = tmp_path / "run.toml"
+    recipe.write_text('name = "r"\nsteps = 1\n[policy]\npath = "model"\n[[envs]]\nname = "arithmetic"\n')
+    ask = ["doctor", "--recipe", str(recipe)]
+    assert cli.main(ask) == 0
+    assert "with the names and shapes that config.json asks for" in capsys.readouterr().out
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 9}))
+    assert cli.main(ask) == 1
+    assert "lacks tensor model.layers." in capsys.readouterr().out
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert cli.main(ask) == 1
+    assert "missing  model         cannot read" in (said := capsys.readouterr().out) and "The run fits" not in said
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    assert cli.main(ask) == 1
+    assert "tokenizer.json is damaged" in capsys.readouterr().out
+    assert cli.main(["doctor", "model"]) == 2
+    assert "--recipe RUN_FILE" in capsys.readouterr().err
+
+
 def test_a_run_that_does_not_fit_onto_the_disk_starts_no_role(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,7 +315,38 @@ def test_a_run_that_does_not_fit_onto_the_disk_starts_no_role(
     assert cli.main(["run", str(RECIPES / "wordle.toml"), "--out", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
     assert "of disk in" in said and "10 MB are free" in said and "storage.quota_mb" in said and said.count("\n") == 1
-    assert not list((tmp_path / "run" / "logs").iterdir())
+    assert not (tmp_path / "run").exists()
+
+
+WIDE = ['policy.path=""', "policy.tiny={width=256, layers=2, heads=4, kv_heads=2, mlp_width=512, max_positions=64}"]
+"""4.9 MB in float32."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "least_mb"),
+    [
+        (["rollouts.max_staleness=0"], 5),
+        (["rollouts.max_staleness=1"], 10),
+        (["rollouts.max_staleness=3"], 20),
+        (["rollouts.max_staleness=3", "steps=1"], 10),
+        (["storage.retain=all", "steps=20"], 102),
+        (["rollouts.max_staleness=3", "policy.dtype=bfloat16"], 10),
+        (["rollouts.max_staleness=3", "policy.dtype=bfloat16", "storage.anchor_every=4"], 5),
+    ],
+)
+def test_a_quota_that_does_not_hold_the_weights_a_run_needs_starts_no_role(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: list[str], least_mb: int
+) -> None:
+    def config_of(quota_mb: int) -> RunConfig:
+        return load_run(RECIPES / "arithmetic.toml", [*WIDE, *changes, f"storage.quota_mb={quota_mb}"])
+
+    demand_quota(config_of(least_mb))
+    with pytest.raises(StateError, match=rf"storage\.quota_mb = {least_mb - 1}, and .* Set storage\.quota_mb = \d+"):
+        demand_quota(config_of(least_mb - 1))
+    sets = [word for change in [*WIDE, *changes, f"storage.quota_mb={least_mb - 1}"] for word in ("--set", change)]
+    assert cli.main(["run", str(RECIPES / "arithmetic.toml"), "--out", str(tmp_path / "run"), *sets]) == 2
+    assert "so it would wait for ever" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_host_is_told_that_its_disk_is_full_while_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +386,7 @@ def test_a_run_that_does_not_fit_starts_no_role(
     assert cli.main(["run", str(RECIPES / "wordle.toml"), "--out", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: this run needs about") and said.count("\n") == 1
-    assert not list((tmp_path / "run" / "logs").iterdir())
+    assert not (tmp_path / "run").exists()
 
 
 def in_shifts(monkeypatch: pytest.MonkeyPatch, gb: float, *changes: str) -> dict[str, fits.Report]:

@@ -1,16 +1,33 @@
 """What a host is told: the line that others type, whom it reaches, what TLS needs, and what an admission means."""
 
 import asyncio
+import json
+import os
+import re
+import shutil
+import signal
 import socket
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
+from shoal.cli import main
 from shoal.config import HostConfig
-from shoal.errors import ConfigError
-from shoal.launch.hosting import administer, invitation
-from shoal.ledger.facts.members import Leave
+from shoal.errors import ConfigError, PeerError, StateError
+from shoal.folder import is_locked, write_atomically
+from shoal.launch.background import _News
+from shoal.launch.hosting import ValidatorsWatch, administer, invitation
+from shoal.launch.lock import demand_listening, locked, locked_run
+from shoal.launch.process import RoleProcess, suspended_process
+from shoal.launch.rotation import rotate_publisher
+from shoal.launch.told import Told
+from shoal.launch.watching import FolderWatch
+from shoal.ledger.facts.members import Enter, Leave
 from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
@@ -48,6 +65,43 @@ def test_a_small_terminal_shows_the_page_and_how_to_steer_before_the_advice_on_t
 def test_an_admin_call_names_what_it_lacks(action: str, run: str) -> None:
     with pytest.raises(ConfigError, match=r"say which node|--key"):
         administer(action, run, "", None)
+    with pytest.raises(ConfigError, match="Only admit takes several keys"):
+        administer("kick", "http://h", "worker-1", None, also=("worker-2",))
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["drain RUN dora", "pause RUN dora", "resume RUN dora", "rate RUN dora --factor 0.5", "kick RUN dora --factor 0.5",
+     "kick RUN dora --root x.key", "drain RUN --new-key 3f2a", "rotate-publisher RUN dora",
+     "rotate-publisher RUN --key x.key", "rotate-publisher RUN --factor 0.5"],
+)  # fmt: skip
+def test_an_admin_call_refuses_what_its_action_does_not_take(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["admin", *line.split()]) == 2
+    said = capsys.readouterr().err
+    assert f"shoal admin {line.split()[0]} " in said and ("takes no" in said or "does not take" in said)
+
+
+def test_a_folder_whose_run_is_not_up_is_steered_by_nobody(tmp_path: Path) -> None:
+    """The address that it left may be another program's by now."""
+    folder = Town(tmp_path / "run", tiny_run()).folder
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        gone = subprocess.Popen(["true"])
+        gone.wait()
+        left = {"url": "http://127.0.0.1", "pid": gone.pid, "port": other.getsockname()[1]}
+        folder.address.write_text(json.dumps(left))
+        for steer in (lambda: administer("pause", str(folder.root), "", None),
+                      lambda: rotate_publisher(str(folder.root), None, "")):  # fmt: skip
+            with pytest.raises(PeerError, match="is not being hosted: start it with"):
+                steer()
+        with locked(folder.root):
+            with pytest.raises(PeerError, match="is starting its coordinator: try again in a few seconds"):
+                administer("pause", str(folder.root), "", None)
+            (folder.checkpoints / "final").mkdir(parents=True)
+            with pytest.raises(PeerError, match="has ended, and its host evaluates the final policy"):
+                administer("pause", str(folder.root), "", None)
+        folder.summary.write_text("{}")
+        with pytest.raises(PeerError, match="has ended, and nobody hosts it"):
+            administer("pause", str(folder.root), "", None)
 
 
 def test_host_is_warned_when_an_admission_or_a_removal_leaves_two_validators(
@@ -74,5 +128,137 @@ def test_host_is_warned_when_an_admission_or_a_removal_leaves_two_validators(
         assert tell("admit", load_or_make_key(key_file).public) is warned
         asyncio.run(take_seat(key_file))
     assert not tell("pause", "") and tell("kick", "guest-1")
+    worker = t.Join("worker", "alice", 0.0, "test", "float32", "cpu")
+    town.desk.book.write(Enter("aa" * 32, worker, town.clock()), town.clock())
+    assert not tell("kick", "alice") and not tell("kick", "guest-1"), "it changes nothing for who judges"
+    more = [load_or_make_key(tmp_path / f"guest-{place}.key").public for place in (4, 5)]
+    key_file, seq = tmp_path / "run/keys/run.key", town.desk.state.seq
+    with pytest.raises(PeerError, match="'another name' is not a public key"):
+        administer("admit", "http://host", more[0], key_file, also=("another name",))
+    assert town.desk.state.seq == seq, "all or none"
+    assert "two validators" not in administer("admit", "http://host", more[0], key_file, also=(more[1], more[0]))
+    assert town.desk.state.validators[-2:] == tuple(more) and town.desk.state.seq == seq + 2
     town.desk.book.write(Leave(load_or_make_key(tmp_path / "guest-2.key").public, town.clock()), town.clock())
     assert tell("admit", load_or_make_key(tmp_path / "guest-3.key").public), "the one that left does not count"
+
+
+def test_a_host_is_told_when_a_validator_leaves_and_what_that_leaves_the_run_with() -> None:
+    nodes = [t.NodeState(f"{i}" * 64, "validator", f"v{i}", "good", 0, 0, 0, 0, {}, "") for i in range(4)]
+    judges, said = ValidatorsWatch(), list[str]()
+    assert judges.look(nodes) == [] == judges.look(nodes)
+    for i, change in enumerate(({"left": True}, {"standing": "suspended"}, {"left": True}, {"standing": "kicked"})):
+        nodes[i] = replace(nodes[i], **change)
+        said += judges.look([*nodes, t.NodeState("e" * 64, "worker", "w", "good", 0, 0, 0, 0, {}, "", left=True)])
+        assert judges.look(nodes) == []
+    assert said[0] == "validator v0 (000000000000) has left: 3 validators judge now"
+    assert said[1].startswith("Warning: validator v1 (111111111111) was suspended: two judge now. If one of two lies")
+    assert "v2 (222222222222) has left: one judges now, and each refusal waits" in said[2]
+    assert "v3 (333333333333) was kicked: nobody judges now" in said[3] and len(said) == 4
+
+
+def test_a_coordinator_that_was_stopped_by_a_signal_is_named_with_what_goes_on(tmp_path: Path) -> None:
+    folder = Town(tmp_path / "run", tiny_run()).folder
+    role = RoleProcess("coordinator", ["sleep", "60"], tmp_path / "log", 1, 0)
+    with subprocess.Popen(["sleep", "60"]) as process, locked(folder.root):
+        folder.address.write_text(json.dumps({"url": "http://127.0.0.1", "pid": process.pid, "port": 9}))
+        assert suspended_process(process.pid) == "" == suspended_process(None)
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        named = rf"its process {process.pid} is stopped .*`kill -CONT {process.pid}`"
+        with pytest.raises(PeerError, match=named):
+            administer("pause", str(folder.root), "", None)
+        assert re.search(named, asyncio.run(FolderWatch(folder.root).look()).notice)
+        view, role._process = Told(_News(), tmp_path / "launcher.log", "text"), process
+        view.stopped([role])
+        view.stopped([role])
+        assert (tmp_path / "launcher.log").read_text().count(f"coordinator: its process {process.pid} is stopped") == 1
+        process.kill()
+    assert suspended_process(process.pid) == ""
+
+
+def test_a_start_that_is_refused_leaves_no_folder_behind_but_what_was_there_before(tmp_path: Path) -> None:
+    out = tmp_path / "runs" / "new"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        busy = HostConfig(port=other.getsockname()[1])
+        for refused in (busy, HostConfig(bind="192.0.2.1"), HostConfig(bind="no host")):
+            with pytest.raises(StateError, match="cannot listen on"):
+                demand_listening(out, refused)
+
+    def refuse(said: str, *made: str) -> bool:
+        with pytest.raises(StateError), locked_run(out):
+            for name in ("keys/run.key", *made):
+                write_atomically(out / name, b"x")
+            raise StateError(said)
+        return out.exists()
+
+    assert not refuse("the quota is too small") and out.parent.exists()
+    assert refuse(f"the coordinator ended (full log: {out / 'logs' / 'coordinator.log'})"), "its log is named"
+    assert refuse("the quota is too small"), "it was there before"
+    shutil.rmtree(out)
+    assert refuse("the trainer ended", "log.sqlite") and (out / "keys/run.key").exists()
+
+
+def test_a_host_is_not_told_done_for_what_was_so_before_or_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    town = Town(tmp_path / "run", tiny_run())
+    transport = httpx.ASGITransport(town.app)
+    monkeypatch.setattr("shoal.launch.hosting.Client", lambda url, key: Client(url, key, transport=transport))
+
+    async def take_seat(role: str, key_file: Path) -> str:
+        async with town.client(key_file) as client:
+            client.run = town.desk.state.run
+            join = t.Join(role, key_file.stem, 0.0, "test", "float32", "cpu")  # type: ignore[arg-type]
+            return (await client.post_json("/v1/nodes", join, t.NodeState)).key
+
+    def said(action: str, node: str, *also: str) -> str:
+        return administer(action, "http://host", node, tmp_path / "run/keys/run.key", also=also)
+
+    worker, other = (asyncio.run(take_seat("worker", tmp_path / f"{name}.key")) for name in ("worker-1", "worker-2"))
+    validator = asyncio.run(take_seat("validator", town.folder.keys / "validator-0.key"))
+    stranger = load_or_make_key(tmp_path / "guest.key").public
+    for keys in ([worker], [stranger, worker]):
+        with pytest.raises(PeerError, match=r"worker-1 \(.{12}\) is a worker, which needs no admission"):
+            said("admit", *keys)
+    assert stranger not in town.desk.state.validators, "all or none"
+    assert "validator-0" in said("admit", validator) and f"admit: done: {stranger[:12]}" in said(
+        "admit", stranger, validator
+    )
+    for action in ("kick", "quarantine"):
+        with pytest.raises(PeerError, match="0 nodes match 'worker-3'"):
+            said(action, "worker-3")
+    with pytest.raises(PeerError, match="is a validator: only workers are quarantined"):
+        said("quarantine", "validator-0")
+    assert "resume: nothing to do: the run was running before" in said("resume", "")
+    assert "pause: done" in said("pause", "")
+    assert said("pause", "") == "pause: nothing to do: the run was paused before, version -1 of 3"
+    assert "resume: done" in said("resume", "") and "quarantine: done" in said("quarantine", "worker-2")
+    assert f"worker-2 ({other[:12]}) was quarantined before: if less than half" in said("quarantine", other[:10]), (
+        "nobody knows from outside how long it was for"
+    )
+    for factor, says in ((1.0, "nothing to do"), (0.5, "done"), (0.5, "nothing to do"), (1.0, "done")):
+        assert f"rate: {says}" in administer("rate", "http://host", "", tmp_path / "run/keys/run.key", factor)
+    assert f"kick: done: worker-1 ({worker[:12]}), for good" in said("kick", "worker-1")
+    for action in ("kick", "quarantine"):
+        assert f"{action}: nothing to do: worker-1 ({worker[:12]}) was kicked before" in said(action, worker)
+    assert "kick: done" in said("kick", validator)
+    with pytest.raises(PeerError, match="was kicked, and that is for good: admit another key"):
+        said("admit", validator)
+    town.desk.state.phase = "ended"
+    with pytest.raises(PeerError, match=r"^the run at http://host has ended: nothing of it can be steered any more$"):
+        said("drain", "")
+
+
+def test_a_start_that_waited_for_a_refused_one_holds_the_folder_that_is_there(tmp_path: Path) -> None:
+    """The refused one removes the folder, with the lock that the other waits for."""
+
+    def wait() -> bool:
+        with locked(tmp_path / "run"):
+            return is_locked(tmp_path / "run")
+
+    with ThreadPoolExecutor(1) as pool:
+        with locked(tmp_path / "run"):
+            waiting = pool.submit(wait)
+            time.sleep(0.3)
+            shutil.rmtree(tmp_path / "run")
+        assert waiting.result(30)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 import signal
 import socket
@@ -10,11 +11,15 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
+import msgspec
 import pytest
 
 from shoal.config import load_run
 from shoal.folder import RunFolder
+from shoal.protocol.types import NodeState
 from tests.launch.test_local import RUN_FILE
+from tests.net.forward_proxy import forward_proxy
 
 SHOAL = [sys.executable, "-m", "shoal.cli"]
 
@@ -110,6 +115,61 @@ def test_strangers_that_have_nothing_of_it_train_on_the_hosts_own_file(tmp_path:
         assert audit.returncode == 0 and "the log agrees with what was recomputed" in audit.stdout, audit.stdout
     finally:
         for process in (*workers, host):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("named", ["option", pytest.param("environment", marks=pytest.mark.slow)])
+def test_a_worker_behind_a_forward_proxy_joins_and_works(
+    tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "small.toml").write_text(RUN_FILE)
+    host = begin(tmp_path, "host", "host", "small.toml", "--set", "eval.episodes=0", "--set", "steps=4000")
+    worker = None
+    try:
+        url = said(tmp_path, "host", r"shoal join (http://127\.0\.0\.1:\d+)\n")
+        with forward_proxy() as proxy:
+            given = f"http://127.0.0.1:{proxy.port}"
+            if named == "environment":
+                monkeypatch.setenv("HTTP_PROXY", given)
+                monkeypatch.delenv("NO_PROXY", raising=False)
+                given = "env"
+            worker = begin(tmp_path, "worker", "join", url, "--threads", "1", "--proxy", given)
+            said(tmp_path, "worker", r"accepted groups=\d+ credits=\+\d+")
+            worker.send_signal(signal.SIGINT)
+            assert worker.wait(timeout=60) == 0, said(tmp_path, "worker", "(?s).*")
+            places = [place for _, place in proxy.asked]
+        origin = json.loads((tmp_path / "runs/small/origin.json").read_text())["port"]
+        assert places.count(url.removeprefix("http://")) > 5 and f"127.0.0.1:{origin}" in places, "and the weights, too"
+    finally:
+        for process in (worker, host):
+            if process is not None:
+                process.kill()
+                process.wait()
+
+
+def test_two_strangers_wait_to_be_admitted_and_judge_together(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(RUN_FILE)
+    host = begin(tmp_path, "host", "host", "small.toml", "--set", "eval.episodes=0")
+    judges: list[subprocess.Popen[bytes]] = []
+    try:
+        url = said(tmp_path, "host", r"shoal join (http://127\.0\.0\.1:\d+)\n")
+        judges += [begin(tmp_path, "one", "validate", url, "--threads", "1", "--name", "anna")]
+        judges += [begin(tmp_path, "two", "validate", url, "--threads", "1")]
+        keys = [said(tmp_path, name, r"Send the host this key:\n.* ([0-9a-f]{64})\n") for name in ("one", "two")]
+        said(tmp_path, "one", r"The host types, .*: shoal admin admit RUN_DIR KEY")
+        assert all(judge.poll() is None for judge in judges)
+        assert "two validators" not in admin(tmp_path, "admit", "runs/small", *keys)
+        for name in ("one", "two"):
+            said(tmp_path, name, "joined run=small")
+        nodes = msgspec.json.decode(httpx.get(f"{url}/v1/nodes").content, type=list[NodeState])
+        names = {node.key: node.name for node in nodes if node.role == "validator"}
+        assert names[keys[0]] == "anna" and names[keys[1]] == platform.node() and len(names) == 3
+        for judge in judges:
+            judge.send_signal(signal.SIGINT)
+            assert judge.wait(timeout=60) == 0
+    finally:
+        for process in (*judges, host):
             process.kill()
             process.wait()
 

@@ -1,5 +1,7 @@
 """A small run on this machine as its user sees it: started, refused a second time, stopped by Ctrl-C, killed, resumed."""
 
+import asyncio
+import io
 import json
 import os
 import signal
@@ -7,17 +9,35 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
+from rich.console import Console
 
+from shoal.config import load_run
 from shoal.errors import StateError
+from shoal.folder import RunFolder
+from shoal.launch.local import LocalRun
 from shoal.launch.lock import locked
+from shoal.launch.process import RoleProcess
+from shoal.launch.shifts import shifts_of
+from shoal.launch.snapshot import NO_STATUS
+from shoal.launch.told import Told
+from shoal.launch.view import LiveView, render
+from shoal.launch.watching import FolderWatch
+from shoal.ledger.facts.run import Admin
+from shoal.ledger.fault_rate import FAULTS
+from tests.roles.town import Town
+
+STEPS = "steps = 30"
+"""Enough to be still running when a second `shoal run` gives up."""
 
 RUN_FILE = """
 name = "small"
-steps = 60  # enough to be still running when the second `shoal run` gives up
+STEPS
 seed = 1
 [policy.tiny]
 width = 32
@@ -43,7 +63,7 @@ cheating = 1
 episodes = 32
 [storage]
 checkpoint_every = 30
-"""
+""".replace("STEPS", STEPS)
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
@@ -94,6 +114,12 @@ def test_run_is_stopped_killed_resumed_and_ends_with_a_summary(tmp_path: Path) -
     assert run.returncode == 130, said
     assert "The same command resumes the run" in said
     assert processes_in(tmp_path) == []
+    fewer = [sys.executable, "-m", "shoal.cli", "run", "small.toml", "--set", "steps=1"]
+    for _ in range(2):  # the second start does not repeat what the first one logged
+        refused = subprocess.run(fewer, cwd=tmp_path, capture_output=True, text=True)
+        assert refused.returncode == 2 and "of steps = 30: it would end at once" in refused.stderr
+        assert (refused.stdout + refused.stderr).count("it would end at once") == 1 and "step 1/" not in refused.stdout
+        assert "type `shoal admin drain runs/small`" in refused.stderr
 
     run = start(tmp_path)
     wait_for("the roles", lambda: len(processes_in(tmp_path)) >= 6, run)
@@ -114,12 +140,12 @@ def check_end(folder: Path, said: str) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert set(summary) == {
         "heldout", "steps", "tokens", "accepted", "refused", "credits", "influence", "staleness", "wall_s", "cpu_s",
-        "weights_hash",
+        "weights_hash", "env_faults", "unbegun", "unbegun_cause",
     }  # fmt: skip
     for when in ("before", "after"):
         found = summary["heldout"][when]
         assert found["episodes"] == 32 and found["low95"] <= found["mean"] <= found["high95"]
-    assert summary["steps"] == 60 and summary["accepted"] > 0 and len(summary["weights_hash"]) == 64
+    assert summary["steps"] == 30 and summary["accepted"] > 0 and len(summary["weights_hash"]) == 64
     honest, cheater = summary["credits"]["worker-0"], summary["credits"]["cheater-0"]
     assert honest["role"] == "honest" and honest["credits"] == summary["tokens"] > 0
     assert cheater == {"credits": 0, "role": "cheating"}
@@ -131,6 +157,73 @@ def check_end(folder: Path, said: str) -> None:
     assert verified.returncode == 0, verified.stdout
 
 
+def test_a_role_that_dies_is_said_once_with_its_signal(tmp_path: Path) -> None:
+    process = RoleProcess("trainer", [sys.executable, "-c", "input()"], tmp_path / "trainer.log", threads=1)
+    told = Told(LiveView(Console(file=(out := io.StringIO()), width=60)), tmp_path / "launcher.log", "text")
+    process.tend()
+    told.died([process])
+    assert process.pid is not None and out.getvalue() == ""
+    os.kill(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10.0
+    while not process.restarts and time.monotonic() < deadline:
+        process.tend()
+    for _ in range(2):
+        told.died([process])
+    said = "trainer died of signal SIGKILL and is started again (1x so far). Its log: "
+    assert out.getvalue().count(said) == out.getvalue().count("died") == 1
+    assert "process=trainer died of signal SIGKILL" in (tmp_path / "launcher.log").read_text()
+    process.kill()
+    while process.pid is not None:
+        process.tend()
+
+
+def test_a_coordinator_that_does_not_answer_is_what_the_run_waits_for(tmp_path: Path) -> None:
+    view = LiveView(Console(file=(told := io.StringIO()), width=300), wait_line_every_s=-1.0)
+    folder, config = RunFolder(tmp_path), load_run(Path("recipes/wordle.toml"))
+    run = LocalRun(folder, 0, False, view, shifts_of(config, folder, None, False))
+    run._trainer = run._role("trainer", threads=1)
+    run._look()
+    assert "not answered" not in told.getvalue()
+    run._answered -= 9.0
+    run._look(0.0)
+    assert "the coordinator has not answered for 9 s" in told.getvalue()
+
+
+@pytest.mark.parametrize("phase", ["running", "paused", "draining", "ended"])
+def test_a_pause_is_said_only_while_the_run_is_paused(tmp_path: Path, phase: str) -> None:
+    """The cause of the last pause stays in the status of a run that ends."""
+    view = LiveView(Console(file=(told := io.StringIO()), width=300))
+    folder, config = RunFolder(tmp_path), load_run(Path("recipes/wordle.toml"))
+    run = LocalRun(folder, 0, False, view, shifts_of(config, folder, None, False))
+    status = msgspec.structs.replace(NO_STATUS, phase=phase, pause_cause=f"{FAULTS}words fails")
+    run._snapshot = replace(run._snapshot, status=status)
+    run._stage = [run._role("stage", threads=1)]
+    run._explain_pause()
+    assert ("stage.log has the traceback or the call" in told.getvalue()) == (phase == "paused")
+    assert ("has paused itself" in told.getvalue()) == (phase == "paused")
+
+
+@pytest.mark.parametrize(
+    ("phase", "says"),
+    [
+        ("running", "The same command resumes the run"),
+        ("paused", "stays paused until\n`shoal admin resume "),
+        ("draining", "drains the run to its end"),
+        ("ended", "The run has ended"),
+    ],
+)
+def test_what_is_said_of_a_stopped_run_follows_from_its_phase(tmp_path: Path, phase: str, says: str) -> None:
+    view = LiveView(Console(file=(told := io.StringIO()), width=300), wait_line_every_s=-1.0)
+    folder, config = RunFolder(tmp_path), load_run(Path("recipes/wordle.toml"))
+    run = LocalRun(folder, 0, False, view, shifts_of(config, folder, None, False))
+    run.stop_requests = 1
+    run._snapshot = replace(run._snapshot, status=msgspec.structs.replace(NO_STATUS, phase=phase))
+    assert run._say_stopped() == 130 and says in told.getvalue()
+    assert ("resumes the run" in told.getvalue()) == (phase == "running")
+    run._look()
+    assert "Ctrl-C" not in run._snapshot.hint and "stopping" in run._snapshot.hint
+
+
 def test_folder_is_held_by_one_launcher_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.launch.lock.LOCK_WAIT_S", 0.2)
     with locked(tmp_path), pytest.raises(StateError, match=f"process {os.getpid()}"), locked(tmp_path):
@@ -140,9 +233,70 @@ def test_folder_is_held_by_one_launcher_at_a_time(tmp_path: Path, monkeypatch: p
 
 
 def test_a_role_that_cannot_continue_ends_the_run_with_its_reason(tmp_path: Path) -> None:
-    (tmp_path / "small.toml").write_text(RUN_FILE + "[host]\nport = 1\nbind = '203.0.113.1'\n")
+    (tmp_path / "small.toml").write_text(RUN_FILE)
+    (tmp_path / "runs" / "small").mkdir(parents=True)
+    (tmp_path / "runs" / "small" / "log.sqlite").write_bytes(b"no log" * 1000)
     command = [sys.executable, "-m", "shoal.cli", "run", "small.toml", "--set", "seed=-1"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
-    assert result.stderr.count("\n") == 1 and "cannot listen on 203.0.113.1 port 1" in result.stderr
+    assert result.stderr.count("error: ") == 1 and "log.sqlite cannot be read" in result.stderr
+    assert result.stderr.endswith("coordinator.log)\n"), "the role's own log says more"
     assert processes_in(tmp_path) == []
+
+
+def test_a_resume_shows_the_steps_so_far_while_the_log_is_read(tmp_path: Path) -> None:
+    folder, config = RunFolder(tmp_path), load_run(Path("recipes/wordle.toml"))
+    folder.log.touch()
+    folder.metrics.write_text("".join(f'{{"step": {step}, "reward_all_mean": 0.5}}\n' for step in range(120)))
+    screen = Console(file=io.StringIO(), width=80, height=24, force_terminal=True, color_system=None)
+    view = LiveView(screen)
+    run = LocalRun(folder, 0, False, view, shifts_of(config, folder, None, False))
+    run._notice = run._start_notice()
+    run._look()
+    view.close()
+    screen.print(render(run._shown(), 24))
+    shown = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "step 120/" in shown and "it reads the log of the 120 steps so far" in shown
+    assert not any(text in shown for text in ("step 0/", "no worker has joined", "still being made", "policy v0"))
+
+
+def test_a_run_whose_final_policy_is_evaluated_is_not_shown_as_ended(tmp_path: Path) -> None:
+    folder, config = RunFolder(tmp_path), load_run(Path("recipes/wordle.toml"))
+    run = LocalRun(folder, 0, False, LiveView(Console(file=io.StringIO())), shifts_of(config, folder, None, False))
+    run._look()
+    run._snapshot = replace(run._snapshot, status=msgspec.structs.replace(run._snapshot.status, phase="ended"))
+    assert run._shown().status.phase == "ended"
+    run._evaluations.processes.append(RoleProcess("evaluate", ["true"], tmp_path / "evaluate.log", 1, None))
+    assert run._shown().status.phase == "evaluating" and run._snapshot.status.phase == "ended"
+
+
+@pytest.mark.parametrize("change", ["steps=40", "storage.quota_mb=0"])
+def test_a_refused_resume_leaves_the_run_as_it_was_and_a_watch_follows_one_that_is_taken(
+    tmp_path: Path, change: str
+) -> None:
+    (tmp_path / "small.toml").write_text(RUN_FILE)
+    folder, run_file = RunFolder(tmp_path / "run"), tmp_path / "small.toml"
+    book = Town(folder.root, load_run(run_file)).desk.book
+    book.write(Admin("drain", "", time.time()), time.time())
+    assert book.state.phase == "draining"
+    book.store.close()
+    watched, before = FolderWatch(folder.root), folder.run_file.read_bytes()
+    command = [sys.executable, "-m", "shoal.cli", "run", "small.toml", "--out", "run", "--set", change]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2, result.stdout
+    assert folder.run_file.read_bytes() == before and not folder.start_file.exists()
+    folder.prepare(load_run(run_file, ["steps=9"]), tmp_path)
+    assert asyncio.run(watched.look()).steps == 30 and folder.start_config().steps == 9
+    folder.take_start()
+    assert asyncio.run(watched.look()).steps == 9 and folder.start_config().steps == 9
+
+
+def test_a_run_without_workers_of_its_own_says_how_one_joins(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(RUN_FILE)
+    command = [sys.executable, "-m", "shoal.cli", "run", "small.toml", "--set", "workers.count=0"]
+    run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert run.stdout is not None
+    said = next(line for line in run.stdout if line.startswith("workers.count = 0"))
+    assert "type `shoal join http://127.0.0.1:" in said and "in another terminal, or set workers.count" in said
+    run.send_signal(signal.SIGINT)
+    run.communicate(timeout=60)

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import msgspec
@@ -15,18 +16,19 @@ from rich.console import Console
 
 from shoal.alarms import Alarm
 from shoal.launch.agreement import Agreement
-from shoal.launch.node_picture import NodeNow, next_vesting, picture, plain
+from shoal.launch.node_picture import NodeNow, at, next_vesting, picture, plain
 from shoal.launch.node_view import NodeView, _draw, _on_screen, limits_of, shown
 from shoal.launch.remote import RemoteRun
 from shoal.launch.snapshot import Snapshot
 from shoal.ledger.facts.verdicts import VerdictGiven
+from shoal.ledger.rules.members import ASKED_BY_HOST
 from shoal.ledger.table import make_entry
-from shoal.net.client import Client
+from shoal.net.client import Client, PeerRefused
 from shoal.protocol import types as t
 from shoal.roles.allowance import Allowance, Hours
 from shoal.roles.coordinator.board import Board
 from shoal.roles.doing import Doing, Judged
-from tests.launch.test_watching import Presses, host_of
+from tests.launch.test_watching import Presses, host_of, told
 from tests.roles.town import Town, tiny_run
 
 ME = "bb" * 32
@@ -57,6 +59,13 @@ def lines_of(now: NodeNow, width: int, height: int, log: tuple[str, ...] = ()) -
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
+def test_the_title_keeps_the_nodes_key_beside_a_long_name_of_the_run(worker: NodeNow) -> None:
+    named = replace(worker, snapshot=replace(worker.snapshot, name="a-long-name-of-a-run-" * 3), name="m" * 30)
+    for width in (80, 100, 120):
+        title = lines_of(named, width, 24)[0]
+        assert f"{ME[:12]} ─" in title and "working for a-long-n" in title, title
+
+
 def text_of(now: NodeNow) -> str:
     return "\n".join(lines_of(now, 120, 30))
 
@@ -67,11 +76,73 @@ def test_a_worker_sees_the_run_it_helps_and_its_own_figures(worker: NodeNow) -> 
         "reward 0.480", "reward up: 0.347 to 0.438", "accepted 611 groups", "4 refused (sampling 3x, commit 1x)",
         "credits 81,234 (70,000 vested)", "rank 2 of 3", "44.8% of all credits",
         "last refusal: sampling: gap 2.3", "85 tokens/s", "memory 1,234 MB", "GPU 9,000 MB", "up 3h20m", "--hours 22-7",
-        "p pauses", "about 1m46s left",
+        "p pauses", "about 1m46s of steps left",
     ):  # fmt: skip
         assert said in text_of(worker), said
     line = plain(worker)
     assert "\n" not in line and "run=wordle running step=37/90" in line and "rank 2 of 3" in line
+
+
+def test_a_quarantine_by_the_host_is_no_refusal(worker: NodeNow) -> None:
+    node = msgspec.structs.replace(worker.node, refused=0, reasons={}, last_reason=ASKED_BY_HOST)
+    text = text_of(replace(worker, node=node))
+    assert "0 refused" in text and "last refusal" not in text and "last quarantine: the host asked for it" in text
+
+
+@pytest.mark.parametrize("role", ["worker", "validator"])
+def test_figures_of_a_host_that_is_gone_are_said_to_be_of_then(worker: NodeNow, role: str) -> None:
+    words = "waiting: nothing is for this validator to judge now"
+    now = replace(worker, role=role, unheard_s=73.0, seen_s=184.0, words=words)
+    said = "the host has not answered for 1m13s; the run 3m04s ago:"
+    text, line = "\n".join(lines_of(now, 80, 24)), plain(now)
+    assert said in text and said in line[:80] and "running" not in line and "left=" not in line
+    assert all("waiting for the host" in one and "nothing is for" not in one for one in (text, line))
+    assert at(replace(now, words="sending a verdict")) == "waiting for the host"
+    assert at(replace(now, words="judging a submission of 16 groups")).startswith("judging")
+
+
+def test_a_host_that_stops_answering_is_silent_from_its_last_answer(
+    snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, now = [True], [1000.0]
+    monkeypatch.setattr("shoal.launch.node_view.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def host(request: httpx.Request) -> httpx.Response:
+        return host_of(snapshot, None)(request) if answers[0] else told({"error": "gone", "code": "no_run"}, 404)
+
+    async def story() -> list[float]:
+        client = Client("http://host", transport=httpx.MockTransport(host))
+        view, run = NodeView("worker", "http://host", Doing()), RemoteRun(client, lambda: now[0])
+        found = list[float]()
+        for answers[0], now[0] in ((True, 1000.0), (False, 1010.0), (False, 1060.0), (True, 1070.0)):
+            await view.look(run, client)
+            found.append(view.now().unheard_s)
+        return found
+
+    assert asyncio.run(story()) == [0.0, 0.0, 60.0, 0.0]
+
+
+def test_a_host_is_silent_from_its_last_answer_to_the_node_and_not_to_its_view(
+    snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("shoal.launch.node_view.time", SimpleNamespace(monotonic=lambda: now[0]))
+    answers = [httpx.MockTransport(host_of(snapshot, None))]
+
+    async def story() -> NodeNow:
+        client = Client("http://host", transport=answers[0], monotonic=lambda: now[0])
+        refuses = httpx.MockTransport(lambda request: told({"error": "enough groups", "code": "not_yours"}, 403))
+        node = Client("http://host", transport=refuses, monotonic=lambda: now[0])
+        view = NodeView("worker", "http://host", Doing(answered_at=lambda: node.answered_at))
+        await view.look(RemoteRun(client, lambda: now[0]), client)
+        now[0] += 147.0
+        with pytest.raises(PeerRefused):
+            await node.get("/v1/leases", cap=1000)
+        now[0] += 37.0
+        return view.now()
+
+    seen = asyncio.run(story())
+    assert (seen.unheard_s, seen.seen_s) == (37.0, 184.0)
 
 
 @pytest.mark.parametrize(("width", "height"), [(40, 12), (60, 20), (80, 24), (140, 40)])
@@ -188,6 +259,21 @@ def test_a_long_run_and_a_host_that_lies_fill_no_memory(monkeypatch: pytest.Monk
 def test_events_that_cannot_be_read_end_the_page() -> None:
     agreement = Agreement(ME)
     assert agreement.read([b"{}", event("s1", ME, "")]) == 0 and agreement.read([]) == 0
+
+
+def test_a_wait_goes_on_where_only_its_numbers_change() -> None:
+    now = [0.0]
+    doing = Doing(clock=lambda: now[0])
+    for when, words, since in (
+        (1.0, "fetching version 1", 1.0),
+        (2.0, "fetching version 2", 2.0),
+        (3.0, "waiting: the last 8 groups have no signal", 3.0),
+        (4.0, "waiting: the last 9 groups have no signal", 3.0),
+        (5.0, "waiting: the run has ended", 5.0),
+    ):
+        now[0] = when
+        doing.now(words)
+        assert (doing.words, doing.since) == (words, since)
 
 
 # --- the thread ---

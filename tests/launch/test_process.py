@@ -145,3 +145,15 @@ def test_roles_die_with_a_launcher_that_is_killed(tmp_path: Path, ignores_sigter
 
 def test_the_last_line_of_a_role_without_a_log_says_that_there_is_none(tmp_path: Path) -> None:
     assert last_line(tmp_path / "none.log") == "its log is empty"
+
+
+def test_only_what_a_role_logged_since_its_start_is_shown_and_its_reason_once(tmp_path: Path) -> None:
+    process = role(tmp_path, "import sys; print('reading'); sys.exit('error: steps = 80')")
+    process.log.parent.mkdir(parents=True, exist_ok=True)
+    process.log.write_text("error: an earlier start\n")
+    process.command = [*process.command[:-1], process.command[-1].replace("sys.exit(", "print(") + "; sys.exit(2)"]
+    tend_until(process, lambda: process.state == "given up")
+    assert (process.last_words(12), process.reason) == (["reading"], "steps = 80")
+    silent = role(tmp_path, "import sys; sys.exit(2)")
+    tend_until(silent, lambda: silent.state == "given up")
+    assert (silent.last_words(12), silent.reason) == ([], "its log is empty")

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from rich.console import Console
 
 from shoal import cli
-from shoal.config import RunConfig, TinyPolicy, load_run
+from shoal.config import AdapterConfig, EnvConfig, PolicyConfig, RunConfig, TinyPolicy, load_run, preset_lr
+from shoal.config.optimiser import MAX_PRESET_LR
 from shoal.errors import StateError
 from shoal.folder import RunFolder
 from shoal.launch import doctor, room
@@ -17,7 +19,10 @@ from shoal.launch.local import open_crew
 from shoal.launch.room import sized
 from shoal.launch.view import LiveView
 from shoal.plan.sizes import spec_of
-from shoal.policy.tiny import make_tiny
+from shoal.policy.files import load_policy
+from shoal.policy.sizes import adapter_parameters_of
+from shoal.policy.tiny import make_tiny, tiny_spec
+from shoal.train.step import Learner
 from tests.launch.test_fits import LARGE, RECIPES, has_free
 
 ON_GPU = [f"{section}.device=cuda" for section in ("train", "workers", "validators")]
@@ -153,3 +158,43 @@ def test_doctor_counts_a_teacher_beside_the_run_file_wherever_it_is_asked(tmp_pa
     path.write_text(f'{run}[train]\nteacher = "teacher"\n[train.algorithm]\nname = "cispo"\nadvantage = "teacher"\n')
     (told,) = [line.found for line in doctor.fit(path, [], 0) if line.what == "trainer"]
     assert "teacher " in told and "teacher at work" in told
+
+
+def test_a_run_file_without_a_learning_rate_gets_that_of_the_policys_size_which_is_said_and_kept(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('name = "r"\nsteps = 1\n[[envs]]\nname = "arithmetic"\n')
+    folder = RunFolder(tmp_path / "run")
+    folder.prepare(load_run(path), tmp_path)
+    view = LiveView(Console(file=(told := io.StringIO()), width=300))
+    crew = open_crew(folder.root, 0, True, lambda: view)
+    crew.stop_requests = 1  # before it starts anything
+    crew.run(None)
+    assert "The learning rate is 0.00062 in this run: the preset for 804,224 parameters that learn" in told.getvalue()
+    assert folder.config().train.lr == 6.2e-4
+    folder.log.touch()
+    folder.prepare(load_run(path), tmp_path)
+    assert folder.config().train.lr == 6.2e-4
+    with pytest.raises(StateError, match=r"train\.lr"):
+        folder.prepare(load_run(path, ["train.lr=0.0"]), tmp_path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_learner_without_a_learning_rate_takes_the_one_that_the_launcher_finds(tmp_path: Path, tied: bool) -> None:
+    tiny = TinyPolicy(width=192, layers=3, heads=2, kv_heads=1, mlp_width=512, tied=tied)
+    make_tiny(tiny, tmp_path, 0, "float32")
+    config = RunConfig(name="r", steps=4, envs=(EnvConfig("arithmetic"),), policy=PolicyConfig(tiny=tiny))
+    found = sized(config, tiny_spec(tiny), with_workers=True).config.train
+    learner = Learner(load_policy(tmp_path, torch.float32), config.train, temperature=1.0, steps=4)
+    assert found.lr == learner.config.lr < MAX_PRESET_LR
+    again = Learner(load_policy(tmp_path, torch.float32), found, temperature=1.0, steps=4)
+    assert again.config.lr == found.lr
+
+
+def test_only_the_parameters_of_an_adapter_count_for_the_learning_rate() -> None:
+    config = load_run(RECIPES / "qwen3-8b-lora.toml", ["train.lr=-1"], random_policy=True)
+    whole = msgspec.structs.replace(config, policy=msgspec.structs.replace(config.policy, adapter=AdapterConfig()))
+    rates = [sized(one, LARGE, with_workers=False).config.train.lr for one in (config, whole)]
+    assert rates == [preset_lr(adapter_parameters_of(LARGE, config.policy.adapter.rank)), 1e-6]
+    assert rates[0] > 10 * rates[1]

@@ -18,12 +18,14 @@ from shoal.config import load_run
 from shoal.config.stages import StagesConfig, load_stages, settings_of
 from shoal.errors import ConfigError, StateError
 from shoal.folder import RunFolder
+from shoal.heldout import Heldout
 from shoal.launch.chosen import choose, choose_pairs, digest_of, learned_groups
 from shoal.launch.jobs import Input, Job, demand_doable, job_of
 from shoal.launch.outputs import digest_below
 from shoal.launch.process import RoleProcess
 from shoal.launch.samples import group_of
 from shoal.launch.stages import StagesRun, _policy_before, _read_done
+from shoal.launch.stages_report import StageEnd, in_words
 from shoal.ledger.log.creation import creation_of
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import verify
@@ -452,6 +454,20 @@ def test_an_end_that_no_stage_has_written_is_named_in_one_line(
     for asked in {"eval", kind} - {"nothing"}:
         with pytest.raises(StateError, match=r"done.json cannot be read: .* delete .*, and the stage is done again"):
             _read_done(tmp_path, asked)
+
+
+def test_a_stage_whose_environment_fails_is_reported_with_its_faults(tmp_path: Path) -> None:
+    none = HALF | {"mean": None, "low95": None, "high95": None, "faults": 8}
+    made = {"tokens": 0, "figures": {"heldout": {"before": HALF, "after": none}, "rollouts": "ab"}}
+    told = {"kind": "rl", "outputs": {"policy": {}}, "made": made, "seconds": 1.0, "cpu_s": 1.0}
+    (tmp_path / "done.json").write_text(json.dumps(told))
+    assert _read_done(tmp_path, "rl") is not None, "no mean is a result"
+    for faults, of_mean in ({"faults": 4}, "0.500 (4 without"), (none, "none (8 without"):
+        before, after = msgspec.convert([HALF, HALF | faults], list[Heldout])
+        end = StageEnd("learn", "rl", "ab", before, after, 1.0, 1.0, 9, True, {})
+        words = in_words("mine", [end]).splitlines()
+        assert of_mean in words[2]
+        assert words[3].startswith(f"learn: no comparison, because {after.faults} of 8 held-out episodes have no score")
 
 
 def test_a_stage_whose_input_changes_while_it_works_is_not_done(

@@ -8,14 +8,30 @@ from pathlib import Path
 
 import pytest
 
+from shoal.folder import RunFolder
 from shoal.launch.process import Use
 from shoal.launch.snapshot import NO_STATUS, CoordinatorWatch, MetricsWatch, Snapshot
-from shoal.launch.summary import UsageBook, influence_shares
+from shoal.launch.summary import UsageBook, _troubles, influence_shares
+from shoal.ledger.facts.batches import GroupAccepted
+from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.table import make_entry
 from shoal.protocol.constants import MAX_NODES
-from shoal.protocol.types import NodeState, Status
+from shoal.protocol.types import Faults, NodeState, Status
 from shoal.protocol.wire import to_json
+from shoal.watch.report.page import share
 
 STATUS = Status("x", "running", 3, 9, 5, {}, 1, 0, "workers", 2.0)
+
+
+def test_the_error_that_most_groups_share_is_in_the_log_of_a_run(tmp_path: Path) -> None:
+    said = ("a.py line 1: KeyError: 'x'", "a.py line 9: ValueError: odd", "a.py line 1: KeyError: 'y'")
+    assert _troubles(RunFolder(tmp_path).log) == (0, "", ""), "there is no log"
+    store = Store(sqlite_url(tmp_path / "log.sqlite"))
+    for seq, error in enumerate(said):
+        group = GroupAccepted(0, seq, "s", 0, "d", 4, (0.0, 1.0), faults=Faults((0,), said=error))
+        store.append([make_entry(seq, 1.0, group, "0" * 64)])
+    store.close()
+    assert _troubles(RunFolder(tmp_path).log) == (0, "", said[2])
 
 
 def test_usage_is_summed_by_role_and_over_restarts(tmp_path: Path) -> None:
@@ -31,6 +47,9 @@ def test_usage_is_summed_by_role_and_over_restarts(tmp_path: Path) -> None:
 def test_wall_time_goes_on_from_where_the_last_launch_ended(tmp_path: Path) -> None:
     (tmp_path / "usage.json").write_text('{"wall_s": 100.0, "cpu_s": {}, "peak_rss_mb": {}}')
     assert 100.0 <= UsageBook(tmp_path / "usage.json").wall_s() < 200.0
+    seen = UsageBook(tmp_path / "usage.json", has_ended=True)
+    seen.save({"trainer": Use(1.0, 1.0)})
+    assert seen.wall_s() == 100.0 and json.loads((tmp_path / "usage.json").read_text())["wall_s"] == 100.0
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"wall_s": 1, "cpu_s": {"x": 1}}', b'{"wall_s": "x"}'])
@@ -52,6 +71,8 @@ def test_influence_is_each_workers_share_of_everything_learned() -> None:
 
     nodes = [node("a", "worker", 30.0), node("v", "validator", 0.0), node("b", "worker", 10.0)]
     assert influence_shares(nodes) == {"a": 0.75, "b": 0.25}
+    shares = influence_shares([node("a", "worker", 50352.0), node("b", "worker", 49648.0)])
+    assert f"{shares['a']:.1%}".replace("%", " %") == share(0.50352) == "50.4 %", "rounded once, and as in the report"
     assert influence_shares(nodes[:0]) == {} and influence_shares([node("a", "worker", 0.0)]) == {"a": 0.0}
 
 

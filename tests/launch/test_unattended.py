@@ -54,18 +54,25 @@ def view(tmp_path: Path, clock: Clock) -> UnattendedView:
 
 
 def running(**changes: object) -> Snapshot:
-    status = msgspec.structs.replace(NO_STATUS, phase="running", version=0, steps=3, **changes)
+    status = msgspec.structs.replace(NO_STATUS, **{"phase": "running", "version": 0, "steps": 3} | changes)
     return Snapshot("run", "runs/run", 3, status=status)
 
 
 def test_a_run_that_paused_itself_ends_after_its_rollouts_were_shown(view: UnattendedView) -> None:
-    paused = running(accepted=20, flat_groups=12, flat_reward=0.5, pause_cause="no signal")
+    said = "the last 12 groups have no signal: the tasks of 12 of them can never begin; the last: it is too long"
+    paused = running(phase="paused", accepted=20, flat_groups=12, no_signal=said, pause_cause="no signal")
     view.show(paused)  # then the launcher shows rollouts
-    with pytest.raises(
-        StateError, match=r"paused itself \(no signal\): within each of the last 12 groups .* 0.5 on average"
-    ):
+    with pytest.raises(StateError, match=r"paused itself \(no signal\): .* can never begin; the last: it is too long"):
         view.show(paused)
     view.show(paused)  # while the launcher stops the roles
+
+
+def test_a_run_whose_environment_fails_ends_with_the_error_and_what_to_do(view: UnattendedView) -> None:
+    cause = "environment faults: words fails on 12 of its newest 96 rollouts: words.py line 7: KeyError: 'x'"
+    paused = running(phase="paused", accepted=20, pause_cause=cause)
+    view.show(paused)
+    with pytest.raises(StateError, match=r"words.py line 7: KeyError: 'x'\). Correct the environment, .*on_fault"):
+        view.show(paused)
 
 
 def test_a_run_that_a_person_paused_is_waited_for(view: UnattendedView, clock: Clock) -> None:
@@ -84,8 +91,8 @@ def test_a_run_that_a_person_paused_is_waited_for(view: UnattendedView, clock: C
 def test_a_run_without_workers_ends_after_a_while_and_a_slow_one_does_not(view: UnattendedView, clock: Clock) -> None:
     slow = running(waiting_for="workers: 0 of 4 groups for step 0", in_flight=2)
     without = running(waiting_for="workers: 0 of 4 groups for step 0")
-    training = running(waiting_for="the trainer: step 0")
-    for shown in (slow, without, slow, training, without):
+    training = running(waiting_for='the trainer: step 0; worker w says "workers: none is here"')
+    for shown in (slow, without, slow, training, training, without):
         view.show(shown)
         clock.now += 0.9 * IDLE_LIMIT_S
         view.show(shown)

@@ -1,5 +1,6 @@
 """The terminal view: what a snapshot and an ended run show, on a terminal and in a file."""
 
+import html
 import io
 import re
 import shlex
@@ -19,6 +20,7 @@ from shoal.launch.panels import chart, duration
 from shoal.launch.snapshot import Sample, Snapshot
 from shoal.launch.summary import RunEnd
 from shoal.launch.view import LiveView, plain, plain_wait, render
+from shoal.ledger.fault_rate import FAULT_REMEDY, FAULTS
 from shoal.terminal import printable
 
 
@@ -37,6 +39,17 @@ def test_the_picture_shows_progress_workers_and_what_the_run_waits_for(snapshot:
     ):  # fmt: skip
         assert expected in text, expected
     assert "validator-0" not in text
+
+
+@pytest.mark.parametrize(("factor", "says"), [(0.5, True), (1.0, False)])
+def test_a_small_picture_says_that_the_host_changed_the_learning_rate(
+    snapshot: Snapshot, factor: float, says: bool
+) -> None:
+    found = replace(snapshot, status=msgspec.structs.replace(snapshot.status, lr_factor=factor))
+    console = Console(file=io.StringIO(), width=80, height=24, color_system=None)
+    console.print(render(found, 24))
+    assert ("lr ×0.5" in console.file.getvalue()) is says  # type: ignore[attr-defined]
+    assert ("lr_factor=0.5" in plain(found)) is says
 
 
 def test_the_picture_says_which_workers_left(snapshot: Snapshot) -> None:
@@ -98,6 +111,77 @@ def test_reward_of_each_environment_of_a_mix_is_shown(snapshot: Snapshot) -> Non
         assert "[/x]" in text and "\x9b" not in text and "\u202e" not in text
 
 
+def test_the_plain_line_says_on_how_many_episodes_the_environment_failed(snapshot: Snapshot) -> None:
+    parts = {"hard": Heldout(None, None, None, 32, faults=32), "easy": Heldout(0.9, 0.8, 1.0, 32)}
+    measured = replace(snapshot, heldout=(("before", Heldout(None, None, None, 64, parts, faults=32)),))
+    console = Console(file=io.StringIO(), width=400)
+    LiveView(console).show(measured)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "held-out_before=none  held-out_before_faults=32/64  held-out_before_hard=none" in said
+    assert "held-out_before_hard_faults=32/32  held-out_before_easy=90.0%  accepted" in said
+
+
+def test_each_step_of_a_batch_of_new_ones_has_a_line_when_piped(snapshot: Snapshot) -> None:
+    console = Console(file=io.StringIO(), width=400)
+    view, lines = LiveView(console), tuple({"step": step, "reward_all_mean": step / 10} for step in range(6))
+    for known in (lines[:2], lines[:2], lines[:5], lines):
+        view.show(replace(snapshot, metrics=known))
+    said = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    steps = [line.split("  ")[0].split("/")[0] for line in said if line.startswith("step ")]
+    assert steps == ["step 2", "step 3", "step 4", "step 5", "step 6"], "those before the viewer are not news"
+    shown = [line for line in said if line.startswith("step ")]
+    assert all(f"reward={step / 10:.3f}" in line for step, line in enumerate(shown, 1)), shown
+
+
+def test_rollouts_on_which_the_environment_failed_are_counted_where_there_are_any(
+    snapshot: Snapshot, end: RunEnd
+) -> None:
+    one, two = {"step": 37, "fault_rollouts": 3}, {"step": 38, "fault_rollouts": 2}
+    assert "env_faults=3(+3)" in plain(replace(snapshot, metrics=(one,)))
+    assert "env_faults=5(+2)" in plain(replace(snapshot, metrics=(one, two)))
+    assert "env_faults=5  " in plain(replace(snapshot, metrics=(one, two, {"step": 39})))
+    assert "env faults" in shown(render(replace(snapshot, metrics=(one,)))) and "env_faults" not in plain(snapshot)
+    label = end.envs[0].label
+    says = f"environment {label} failed on 5 rollouts, which counted in nothing"
+    failed = replace(end, summary=end.summary | {"env_faults": 5})
+    for said in (plain_end, lambda found: shown(render_end(found))):
+        assert says in re.sub(r"\s+", " ", said(failed)) and f"environment {label} failed" not in said(end)
+    named = replace(failed, fault="words.py line 7: KeyError: 'x'")
+    assert f"{says}. The most frequent error: words.py line 7: KeyError: 'x'" in plain_end(named)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (80, 40), (120, 40), (50, 24)])
+def test_the_share_of_rollouts_that_a_token_limit_ended_is_shown_where_it_is_large(
+    snapshot: Snapshot, size: tuple[int, int]
+) -> None:
+    many = replace(snapshot, metrics=(*snapshot.metrics[:-1], snapshot.metrics[-1] | {"overlong_share": 0.414}))
+    few = replace(many, metrics=(*many.metrics, {"step": 37, "overlong_share": 0.1}))
+    width, height = size
+    assert re.search(r"at token limit +41\.4%", shown(render(many, height), width)), "whatever the room"
+    assert "at token limit" not in shown(render(few, height), width)
+    assert plain(many).startswith("step 37/90  at_token_limit=41.4%  reward=0.480  ")
+    assert "at_token_limit" not in plain(few) + plain(snapshot)
+
+
+def test_a_comparison_of_evaluations_says_how_many_episodes_have_no_part_in_it(end: RunEnd) -> None:
+    after = end.summary["heldout"]["after"]
+    heldout = end.summary["heldout"] | {"after": after | {"faults": 2}}
+    says = f"% after. Episodes without a score have no part in it: 0 of 512 before, 2 of {after['episodes']} after."
+    assert says in plain_end(replace(end, summary=end.summary | {"heldout": heldout}))
+    assert "no part in it" not in plain_end(end)
+
+
+def test_groups_whose_tasks_cannot_begin_are_counted_at_the_end(end: RunEnd) -> None:
+    unbegun = replace(end, summary=end.summary | {"unbegun": 9, "unbegun_cause": "task 6 of words cannot begin: no"})
+    for said in (plain_end, lambda found: shown(render_end(found))):
+        words = re.sub(r"\s+", " ", said(unbegun))
+        assert (
+            "groups not played, because their tasks cannot begin: 9; the last: task 6 of words cannot begin: no"
+            in words
+        )
+        assert "not played" not in said(end)
+
+
 def test_solve_rate_and_weight_of_each_environment_are_shown(snapshot: Snapshot) -> None:
     line = {"step": 37, "solve_rate": 0.25, "solve_rate/easy": 0.75, "solve_rate/very hard": None}
     mix = replace(snapshot, metrics=({**line, "draw_weight/easy": 1.0, "draw_weight/very hard": 0.25},))
@@ -112,6 +196,19 @@ def test_only_long_waits_are_reported(snapshot: Snapshot) -> None:
     assert plain_wait(snapshot).startswith("waiting 8 s for workers: 9 of 16 groups")
     brief = replace(snapshot, status=type(snapshot.status)("", "running", 0, 9, 0, {}, 0, 0, "the trainer", 1.0))
     assert plain_wait(brief) == ""
+    ended = type(snapshot.status)("", "ended", 9, 9, 0, {}, 0, 0, "nothing: the run has ended", 60.0)
+    assert plain_wait(replace(snapshot, status=ended)) == "", "an older host counts on"
+
+
+def test_a_piped_view_says_the_cause_of_a_pause_once_and_then_in_short(snapshot: Snapshot) -> None:
+    waits = f"the host: {FAULTS}words fails on 40 of its newest 400 rollouts: {'no answer ' * 20}. {FAULT_REMEDY}"
+    view = LiveView(Console(file=(file := io.StringIO()), width=80), wait_line_every_s=0.0)
+    paused = replace(snapshot, status=msgspec.structs.replace(snapshot.status, phase="paused", waiting_for=waits))
+    for _ in range(3):
+        view.show(paused)
+    text = file.getvalue()
+    assert text.count(FAULT_REMEDY) == 1 and text.count("waiting 8 s for the host: environment faults: words") == 3
+    assert all(len(line) < 130 for line in text.splitlines()[-2:])
 
 
 def test_piped_view_prints_each_step_once(snapshot: Snapshot) -> None:
@@ -146,10 +243,30 @@ def test_last_table_compares_before_and_after_and_names_the_cheater(end: RunEnd)
             "29.0%", "71.0%", "cheater-0", "cheating", "sampling 40x", "not sampled with the leased seed", "81,234",
             "100.0%", "crane", "won, score 1.00", "runs/wordle/checkpoints/final",
             "shoal ledger verify runs/wordle",
-            "--env wordle --env-args '{\"num_words\": 64}'",
+            "shoal eval runs/wordle --samples 3",
             "Held-out tasks: 29.0% before training, 71.0% after.",
         ):  # fmt: skip
             assert expected in " ".join(text.replace("│", " ").split()), expected
+
+
+@pytest.mark.parametrize("kind", [{"measure": "reward"}, {"high95": 1.4}])
+def test_a_mean_of_rewards_has_no_percent_sign(end: RunEnd, kind: dict[str, object]) -> None:
+    both = {when: one | kind for when, one in end.summary["heldout"].items()}
+    text = plain_end(replace(end, summary=end.summary | {"heldout": both}))
+    assert "held-out before: 0.290 (95 %: 0." in text
+    assert "Held-out tasks, mean reward: 0.290 before training, 0.710 after." in text
+    whole = shown(render_end(replace(end, summary=end.summary | {"heldout": both})))
+    assert "0.290" in whole and "29.0%" not in whole and "71.0%" not in whole
+
+
+def test_the_end_of_a_run_whose_environment_failed_compares_nothing(end: RunEnd) -> None:
+    before, after = (end.summary["heldout"][when] for when in ("before", "after"))
+    none = {"mean": None, "low95": None, "high95": None, "episodes": 512, "faults": 512}
+    for changed, failed in ((after | {"faults": 200}, "200 of 512"), (none, "512 of 512")):
+        text = plain_end(replace(end, summary=end.summary | {"heldout": {"before": before, "after": changed}}))
+        assert f"Held-out tasks: no comparison, because {failed} held-out episodes have no score" in text
+        assert "before training" not in text
+    assert "no mean: none of 512 episodes has a score" in text
 
 
 def test_the_last_table_says_how_to_host_the_same_run(end: RunEnd) -> None:
@@ -161,6 +278,36 @@ def test_the_last_table_says_how_to_host_the_same_run(end: RunEnd) -> None:
     for text in (shown(render_end(ended), width=200), plain_end(ended)):
         line = next(line for line in text.splitlines() if "shoal host" in line)
         assert shlex.split(line) == ["shoal", "host", *command[1:], "--out", "runs/my run-hosted"]
+        assert "Host a run of its own" in text
+    hosted = replace(ended, hosted=True)
+    assert all("shoal host" not in text for text in (shown(render_end(hosted), width=200), plain_end(hosted)))
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 200])
+def test_the_commands_at_the_end_are_whole_at_any_width(end: RunEnd, width: int, tmp_path: Path) -> None:
+    folder = "/home/me/my experiments/with a long name/and another long name/runs/wordle"
+    ended = replace(end, run_dir=Path(folder), recipe="'/home/me/my experiments/recipes/wordle.toml' --set steps=3")
+    commands = [
+        *(["shoal", name, folder] for name in ("plot", "report", "dashboard")),
+        ["shoal", "eval", folder, "--samples", "3"], ["shoal", "ledger", "verify", folder],
+        ["shoal", "host", "/home/me/my experiments/recipes/wordle.toml", "--set", "steps=3", "--out", f"{folder}-hosted"],
+    ]  # fmt: skip
+    for force_terminal in (True, False):
+        file = io.StringIO()
+        view = LiveView(Console(file=file, width=width, height=24, force_terminal=force_terminal, color_system=None))
+        view.close()
+        view.end(render_end(ended), plain_end(ended))
+        words = file.getvalue().split()
+        assert "Everything" not in words and folder.split()[1] in words, "no word is broken"
+        lines = [line for line in file.getvalue().splitlines() if line.startswith("  shoal ")]
+        assert [shlex.split(line) for line in lines] == commands
+    save_picture(render_end(ended), tmp_path / "end.svg", width)
+    drawn = html.unescape("".join(re.findall(r">([^<]*)</text>", (tmp_path / "end.svg").read_text()))).replace(
+        "\xa0", " "
+    )
+    assert all(shlex.join(command[:2]) in drawn and command[-1] in drawn for command in commands)
+    box = re.search(r'viewBox="0 0 ([\d.]+) ', (tmp_path / "end.svg").read_text())
+    assert box is not None and float(box[1]) > 12 * max(map(len, lines))
 
 
 def test_the_last_table_shows_each_environment_of_a_mix(end: RunEnd) -> None:
@@ -175,10 +322,18 @@ def test_the_last_table_shows_each_environment_of_a_mix(end: RunEnd) -> None:
     games = (("easy", end.games[0][1]), ("hard", end.games[0][1]))
     mix = replace(end, summary=end.summary | {"heldout": heldout}, envs=envs, games=games)
     for text in (shown(render_end(mix)), plain_end(mix)):
-        for expected in ("71.0%", "41.0%", "17.0%", "93.0%", "49.0%", "easy", "hard", '{"digits": 1}', '{"digits": 4}'):
+        for expected in ("71.0%", "41.0%", "17.0%", "93.0%", "49.0%", "easy", "hard"):
             assert expected in text, expected
     assert "held-out after, hard: 49.0%" in plain_end(mix) and "sample 2 (hard, won" in plain_end(mix)
     assert "easy" not in plain_end(end)
+
+
+def test_a_run_without_a_gain_ends_with_what_to_change(end: RunEnd) -> None:
+    said = ("The reward did not rise: 1 then 1.", "- train.lr was 0.0001: set train.lr = 0.0005")
+    for text in (shown(render_end(replace(end, advice=said)), 80), plain_end(replace(end, advice=said))):
+        assert all(line in text for line in said)
+        assert text.rstrip().endswith(said[-1]), "in sight on a small terminal"
+    assert "did not rise" not in plain_end(end)
 
 
 def test_letters_with_marks_become_tiles(end: RunEnd) -> None:

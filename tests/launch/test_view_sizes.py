@@ -1,7 +1,9 @@
 """The terminal view at several sizes: what matters is there at each. Hostile texts: `test_hostile_texts`."""
 
 import io
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -9,9 +11,32 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from shoal.alarms import Alarm
+from shoal.launch.alarms import in_words
 from shoal.launch.remaining import seconds_left
 from shoal.launch.snapshot import Sample, Snapshot
-from shoal.launch.view import LiveView, render
+from shoal.launch.view import LiveView, plain, render
+from shoal.ledger.fault_rate import (
+    BOUNDS_REMEDY,
+    FAULT_REMEDY,
+    FAULTS,
+    HANG_REMEDY,
+    NUMBER_REMEDY,
+    TEMPLATE_REMEDY,
+    fault_remedy,
+)
+from shoal.ledger.remedies import (
+    ADMIT_REMEDY,
+    ALARM_REMEDY,
+    IN_A_NEW_RUN,
+    NO_SIGNAL_REMEDY,
+    SILENT_REMEDY,
+    split_remedy,
+)
+from shoal.monitors.raising import Change
+from shoal.monitors.starved import LEASED, UNLEASED
+from shoal.protocol.env_faults import REPLY_REFUSED
+from shoal.protocol.rollouts import MODEL_REMEDY, ROOM_REMEDY
+from shoal.terminal import as_called
 from shoal.watch.index.look import _speed
 
 SIZES = [(60, 24), (80, 24), (100, 30), (140, 40)]
@@ -64,10 +89,55 @@ def test_three_alarms_do_not_hide_what_the_run_waits_for(snapshot: Snapshot, wid
     assert any("waiting 8 s for workers" in line for line in lines) and any("alarm drift" in line for line in lines)
 
 
+@pytest.mark.parametrize("cause", ["poisoning", "drift"])
+def test_an_alarm_takes_two_lines_of_a_small_terminal(snapshot: Snapshot, cause: str) -> None:
+    """Also while it is the newest message, which says the same once more."""
+    summary = "worker-7 (3b6a27bcceb6) had 75.0% of its blocks refused, and 0.0% of the influence on batches"
+    remedy = "Look at its refusals (`shoal credits RUN 3b6a27bcceb6`) and audit its groups (`shoal audit RUN`). " * 2
+    alarm = Alarm(cause, "critical", 21, 24, summary, remedy)
+    said = in_words(Change("raised", alarm))
+    for width, height in ((80, 24), (60, 20), (120, 24)):
+        shown = lines_of(replace(snapshot, alarms=[alarm]), width, height, said)
+        first = next(i for i, line in enumerate(shown) if f"alarm {cause} since step 21: worker-7" in line)
+        assert shown[first + 2].startswith("╰") and shown[first + 1].rstrip("│ ").endswith("…"), shown
+        assert "ALARM" not in "".join(shown)
+    large = "\n".join(lines_of(replace(snapshot, alarms=[alarm]), 120, 45, said))
+    assert "ALARM" in large and "shoal audit RUN" in large, "where there is room, what to do is shown too"
+
+
+@pytest.mark.parametrize("remedy", [LEASED, UNLEASED])
+def test_what_to_do_about_an_alarm_is_whole_beside_a_long_cause(snapshot: Snapshot, remedy: str) -> None:
+    summary = "no step for 300 s, usually 12 s: waiting for workers: 3 of 16; leased longest: w-0 (3b6a27bcceb6) 290 s"
+    alarm = Alarm("starved", "warning", 21, 24, summary, remedy)
+    shown = lines_of(replace(snapshot, alarms=[alarm]), 80, 24)
+    first = next(i for i, line in enumerate(shown) if "alarm starved since step 21: no step for 300 s" in line)
+    assert remedy[:70] in shown[first + 1] and "…" not in shown[first + 1], shown
+
+
+def test_the_curve_spans_the_steps_that_were_done(snapshot: Snapshot) -> None:
+    for done in (3, 20, 37):
+        lines = lines_of(replace(snapshot, metrics=snapshot.metrics[:done]), 120, 40)
+        axis = next(i for i, line in enumerate(lines) if re.search(rf" 0 +{done} ", line))
+        end = lines[axis].index(f" {done} ") + 1 + len(str(done))
+        assert lines[axis - 1][end - 1] in "▁▂▃▄▅▆▇█" and lines[axis - 1][end] == " ", lines
+
+
 def test_a_worker_that_is_new_and_was_refused_is_said_to_be_not_proven_yet(snapshot: Snapshot) -> None:
     cheater = msgspec.structs.replace(snapshot.nodes[0], standing="new", refused=8, reasons={"sampling": 8}, left=True)
     line = next(line for line in lines_of(replace(snapshot, nodes=(cheater,)), 80, 24) if "cheater-0" in line)
-    assert "sampling 8x, not proven yet, left" in line
+    assert "sampling 8x; not proven yet, left" in line
+
+
+def test_a_small_table_says_who_is_silent_and_whose_leases_lapsed(snapshot: Snapshot) -> None:
+    alice = msgspec.structs.replace(snapshot.nodes[2], name="alice", silent_s=170.0, lapsed=2)
+    for width, said in ((80, "silent for 2m50s; 2 lapsed"), (120, "silent for 2m50s")):
+        row = next(line for line in lines_of(replace(snapshot, nodes=(alice,)), width, 24) if " alice " in line)
+        assert said in row, row
+    crowded = replace(
+        snapshot, nodes=tuple(msgspec.structs.replace(alice, name=f"w-{i}", silent_s=0.0) for i in range(99))
+    )
+    crowded = replace(crowded, nodes=(*crowded.nodes, msgspec.structs.replace(alice, name="zoe", credits=0)))
+    assert any(" zoe " in line and "silent" in line for line in lines_of(crowded, 80, 24))
 
 
 def test_workers_in_trouble_come_first_and_are_counted_when_there_is_no_room(snapshot: Snapshot) -> None:
@@ -81,8 +151,39 @@ def test_workers_in_trouble_come_first_and_are_counted_when_there_is_no_room(sna
 
 def test_a_worker_refused_by_several_checks_shows_the_most_frequent_first(snapshot: Snapshot) -> None:
     nodes = tuple(msgspec.structs.replace(n, reasons={"commit": 1, "sampling": 7}) for n in snapshot.nodes[:1])
-    text = "\n".join(lines_of(replace(snapshot, nodes=nodes), 80, 24))
-    assert "sampling 7x, commit 1x" in text
+    for width, said in ((84, "sampling 7x, commit 1x; quarantined "), (80, "sampling 7x +1 more; quarantined ")):
+        assert said in "\n".join(lines_of(replace(snapshot, nodes=nodes), width, 24))
+
+
+@pytest.mark.parametrize(
+    ("width", "said"), [(80, "sampling 120x +6 more; quarantined "), (200, "shape 3x +1 more · it")]
+)
+def test_what_is_left_out_of_the_checks_that_refused_a_worker_is_counted(
+    snapshot: Snapshot, width: int, said: str
+) -> None:
+    checks = {"sampling": 120, "commit": 44, "log_probs": 30, "reward": 12, "length": 7, "shape": 3, "stops": 2}
+    nodes = tuple(msgspec.structs.replace(n, reasons=checks, last_reason="it was") for n in snapshot.nodes[:1])
+    assert said in "\n".join(lines_of(replace(snapshot, nodes=nodes), width, 24))
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (200, 60)])
+def test_the_table_of_workers_keeps_its_place(snapshot: Snapshot, width: int, height: int) -> None:
+    """Whatever else comes and goes: conversations, messages, alarms, the first figures, workers."""
+    talk = Sample("a rollout of version 37, reward 0.25", (("user", "2 + 2 = ?"), ("assistant", "four")))
+    alarms = [Alarm(cause, "warning", 30, 37, "a long summary " * 20, "") for cause in ("drift", "clipping")]
+    talking = replace(snapshot, sample=talk)
+    early = replace(snapshot, metrics=(), heldout=(), elapsed_s=0.0)
+    cause = f"{FAULTS}wordle fails on 40 of its newest 400 rollouts: words.py line 7: {'KeyError: 5 ' * 12}"
+    faults = msgspec.structs.replace(snapshot.status, phase="paused", waiting_for=f"the host: {cause}. {FAULT_REMEDY}")
+    worst = replace(crowd(talking, 40), alarms=alarms, status=faults)
+    runs = (snapshot, talking, early, crowd(talking, 40), replace(talking, alarms=alarms), worst)
+    for said in ("", "Others join with:\n\n    shoal join http://host:8470\n" + "more\n" * 9):
+        for run in runs:
+            for talks in (False, True):
+                lines = lines_of(run, width, height, said, talks)
+                assert "refused by" in lines[3] and "cheater-0" in lines[4], lines
+                assert len(lines) <= height and lines[-1].startswith("╰") and "waiting 8 s" in "".join(lines), lines
+    assert "no worker has joined yet" in lines_of(replace(early, nodes=()), width, height)[3]
 
 
 def test_a_conversation_is_shown_where_there_is_room_and_only_there(snapshot: Snapshot) -> None:
@@ -113,7 +214,14 @@ def test_time_left_follows_the_newest_steps_and_shrugs_off_one_long_night(snapsh
     assert seconds_left(snapshot) == pytest.approx((90 - 37) * 2.0)
     night = replace(snapshot, metrics=(*snapshot.metrics[:-1], {"step": 36, "step_s": 36_000.0}))
     assert seconds_left(night) == pytest.approx((90 - 37) * (19 * 2 + 10) / 20)
-    assert seconds_left(replace(snapshot, evaluation_s=60.0)) == pytest.approx((90 - 37) * 2.0 + 60)
+    whole = replace(snapshot, evaluation_s=60.0)
+    assert seconds_left(whole) == pytest.approx((90 - 37) * 2.0 + 60)
+    assert "left=2m46s" in plain(whole) and "about 2m46s left" in "\n".join(lines_of(whole, 100, None))
+    assert "left_for_steps=1m46s" in plain(snapshot) and "about 1m46s of steps left" in "\n".join(
+        lines_of(snapshot, 80, None)
+    )
+    still = replace(snapshot, status=msgspec.structs.replace(snapshot.status, waiting_s=107.0))
+    assert seconds_left(still) is None and "left" not in plain(still), "nobody knows when it goes on"
     paused = msgspec.structs.replace(snapshot.status, phase="paused")
     for unknown in (replace(snapshot, status=paused), replace(snapshot, metrics=()), replace(snapshot, steps=37)):
         assert seconds_left(unknown) is None
@@ -155,3 +263,61 @@ def test_what_is_said_during_the_picture_is_printed_after_it(snapshot: Snapshot)
     picture, after = console.file.getvalue().split("\x1b[?1049l")  # type: ignore[attr-defined]
     assert "shoal join http://host:8470" in picture and "step 37/90" in picture
     assert after.strip().endswith("shoal join http://host:8470") and "step" not in after
+
+
+@pytest.mark.parametrize("error", ["KeyError: 'no answer such as 5'", "KeyError: " + "no such answer " * 12])
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_a_pause_by_environment_faults_says_what_to_do_at_every_size(
+    snapshot: Snapshot, width: int, height: int, error: str
+) -> None:
+    cause = f"{FAULTS}wordle fails on 40 of its newest 400 rollouts: words.py line 7: {error}"
+    waits = f"the host: {cause}. {FAULT_REMEDY}"
+    status = msgspec.structs.replace(snapshot.status, phase="paused", waiting_for=waits, pause_cause=cause)
+    lines = lines_of(
+        replace(snapshot, status=status), width, height, said=f"The run has paused itself and waits for {waits}"
+    )
+    assert len(lines) <= height and max(map(cell_len, lines)) <= width
+    text = re.sub(r"\s+", " ", " ".join(line.strip("│ ") for line in lines))
+    assert FAULT_REMEDY in text and text.count("waits for") == 0
+    assert "wordle fails on 40 of its newest 400 rollouts" in text and "cheater-0" in text
+    is_cropped = len(error) > 100 and width < 100
+    assert not is_cropped or "… Correct the environment" in text
+
+
+@pytest.mark.parametrize(("error", "remedy", "shows"), [
+    ("words.py line 7: score(): ValueError: the score is nan, not a finite number", NUMBER_REMEDY, "the score is nan"),
+    ("words.py line 7: score(): TypeError: the score is None, not a number", NUMBER_REMEDY, "the score is None"),
+    ("score() of task 72: its process was ended: it took longer than 10 s, at words.py line 7", HANG_REMEDY, "of task 72"),
+    ("step() or score() of task 72: its process ended with SIGSEGV", HANG_REMEDY, "ended with SIGSEGV"),
+    ("words.py line 7: KeyError: 'guess'", FAULT_REMEDY, "KeyError: 'guess'"),
+    ("words.py line 7: ValueError: a word, not a number, took longer than 1", FAULT_REMEDY, "ValueError: a word"),
+    (f"{REPLY_REFUSED}: it shows no turn", TEMPLATE_REMEDY, "the policy's chat"),
+])  # fmt: skip
+def test_each_kind_of_fault_is_named_in_a_small_terminal_with_its_own_remedy(
+    snapshot: Snapshot, error: str, remedy: str, shows: str
+) -> None:
+    cause = f"{FAULTS}wordle fails on 40 of its newest 400 rollouts: {error}"
+    assert fault_remedy(cause) == remedy
+    assert fault_remedy(f"{FAULTS}wordle gives a score of 7.0, outside its reward_bounds, to 1 of its") == BOUNDS_REMEDY
+    waits = f"the host: {cause}. {remedy}"
+    status = msgspec.structs.replace(snapshot.status, phase="paused", waiting_for=waits, pause_cause=cause)
+    lines = lines_of(replace(snapshot, status=status), 80, 24)
+    text = re.sub(r"\s+", " ", " ".join(line.strip("│ ") for line in lines))
+    assert shows in text and remedy in text
+    assert " in …" not in text and "flight …" not in text
+    assert split_remedy(waits) == (f"the host: {cause}", remedy), "a full stop is no part of either"
+
+
+@pytest.mark.parametrize("remedy", [
+    ALARM_REMEDY, NO_SIGNAL_REMEDY, SILENT_REMEDY, ADMIT_REMEDY, ROOM_REMEDY + IN_A_NEW_RUN, FAULT_REMEDY,
+    BOUNDS_REMEDY, NUMBER_REMEDY, HANG_REMEDY, TEMPLATE_REMEDY, MODEL_REMEDY + IN_A_NEW_RUN,
+])  # fmt: skip
+def test_what_the_host_may_do_is_shown_whole_where_a_cause_is_cropped(snapshot: Snapshot, remedy: str) -> None:
+    cause = f"the host: the last 40 groups have no signal: {'the tasks of 40 of them can never begin; ' * 9}"
+    waits = as_called(f"{cause}. {remedy}", Path("/srv/runs/wordle"))
+    status = msgspec.structs.replace(snapshot.status, phase="paused", waiting_for=waits)
+    for width, height in ((80, 24), (120, 40)):
+        lines = lines_of(replace(snapshot, status=status), width, height)
+        text = re.sub(r"\s+", " ", " ".join(line.strip("│ ") for line in lines))
+        assert len(lines) <= height and as_called(remedy, Path("/srv/runs/wordle")) in text
+        assert "the last 40 groups have no signal" in text and "cheater-0" in text

@@ -1,6 +1,7 @@
 """`shoal watch`: what it sees of a run, that it leaves the run alone, and what a hostile host can do to it."""
 
 import asyncio
+import contextlib
 import fcntl
 import io
 import json
@@ -8,6 +9,8 @@ import os
 import pty
 import re
 import signal
+import socket
+import sqlite3
 import struct
 import subprocess
 import sys
@@ -24,19 +27,26 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from shoal.alarms import Alarm, AlarmsLog
-from shoal.errors import PeerError, StateError
+from shoal.errors import EXIT_NO, PeerError, StateError
 from shoal.folder import RunFolder
 from shoal.launch.keyboard import Keyboard
+from shoal.launch.lock import locked
 from shoal.launch.remote import MOST_NUMBER, PAGES_AT_ONCE, RemoteRun, cleaned_line, cleaned_node, cleaned_status
 from shoal.launch.samples import NewestSample, Samples
 from shoal.launch.snapshot import Sample, Snapshot
 from shoal.launch.view import LiveView, plain, render
 from shoal.launch.watching import FolderWatch, _Log, follow, watch
+from shoal.ledger.facts.run import RulesChanged
+from shoal.ledger.fault_rate import FAULT_REMEDY, FAULTS
+from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.table import make_entry
 from shoal.net.client import Client
 from shoal.net.sided import SHOAL
 from shoal.protocol.constants import MAX_NODES, MAX_STANDING_ALARMS
 from shoal.protocol.types import NodeState, StandingAlarm, Status
+from shoal.watch.reading import open_run
 from tests.roles.town import Town, tiny_run
+from tests.watch.test_reading import append
 
 Host = Callable[[httpx.Request], httpx.Response]
 
@@ -82,9 +92,13 @@ def host_of(snapshot: Snapshot, lines: bytes | None) -> Host:
 
 
 def test_from_a_url_anyone_sees_status_workers_and_figures(snapshot: Snapshot) -> None:
+    metrics = tuple({**line, "time_s": 2.0 * line["step"], "fault_rollouts": 3} for line in snapshot.metrics)
+    snapshot = replace(snapshot, metrics=metrics)
     lines = b"".join(msgspec.json.encode(line) + b"\n" for line in snapshot.metrics)
     seen = looked(remote(host_of(snapshot, lines)))
     assert seen.metrics == snapshot.metrics and seen.nodes == snapshot.nodes and seen.status == snapshot.status
+    assert "env_faults=111" in plain(seen)
+    assert "steps_took=1m14s" in plain(seen) and "elapsed" not in plain(seen), "nobody else knows when it began"
     console = Console(file=io.StringIO(), width=80, color_system=None)
     console.print(render(seen))
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -264,6 +278,39 @@ def test_texts_and_numbers_of_a_hostile_host_are_cut() -> None:
 # --- the folder ---
 
 
+@pytest.mark.parametrize("cause", [f"{FAULTS}words fails on 4 of its newest 9 rollouts: KeyError", ""])
+def test_a_paused_run_that_nobody_hosts_says_both_and_why(tmp_path: Path, cause: str) -> None:
+    town = Town(tmp_path / "run", tiny_run())
+    with open_run(town.folder.root) as run:
+        run.catch_up()
+        entry = make_entry(run.state.seq + 1, run.state.time, RulesChanged(phase="paused", cause=cause), run.state.head)
+    append(town.folder.root, [entry])
+    console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True, color_system=None)
+    watch(str(town.folder.root), console, once=True)
+    shown = re.sub(r"[\s│]+", " ", console.file.getvalue())  # type: ignore[attr-defined]
+    assert "nobody hosts this run now" in shown and "It is paused" in shown and cause in shown
+    assert "once its host is started again" in shown and (FAULT_REMEDY in shown) == bool(cause)
+
+
+def test_a_look_at_a_paused_run_says_why_and_what_to_do_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    town = Town(tmp_path / "run", tiny_run())
+    cause = f"{FAULTS}words fails on 4 of its newest 9 rollouts: KeyError"
+    seen = asyncio.run(FolderWatch(town.folder.root).look())
+    status = msgspec.structs.replace(
+        seen.status, phase="paused", pause_cause=cause, waiting_for=f"the host: {cause}. {FAULT_REMEDY}", waiting_s=2.0
+    )
+    paused = replace(seen, status=status, notice="")
+
+    async def look(self: FolderWatch) -> Snapshot:
+        return paused
+
+    monkeypatch.setattr(FolderWatch, "look", look)
+    console = Console(file=io.StringIO(), width=80)
+    watch(str(town.folder.root), console, once=True)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"paused for 2s, and waits for the host: {cause}. {FAULT_REMEDY}" in said
+
+
 def test_a_folder_that_nobody_hosts_is_shown_and_left_as_it_was(tmp_path: Path) -> None:
     town = Town(tmp_path / "run", tiny_run())  # kept, so that its store is not closed meanwhile
 
@@ -277,6 +324,23 @@ def test_a_folder_that_nobody_hosts_is_shown_and_left_as_it_was(tmp_path: Path) 
     watch(str(tmp_path / "run"), console, once=True)
     assert "step 0/3" in console.file.getvalue()  # type: ignore[attr-defined]
     assert files() == before and town
+
+
+def test_a_host_whose_coordinator_does_not_answer_is_said_to_be_silent(tmp_path: Path) -> None:
+    town = Town(tmp_path / "run", tiny_run())
+    with socket.socket() as mute, locked(town.folder.root):
+        mute.bind(("127.0.0.1", 0))
+        port = mute.getsockname()[1]
+        town.folder.address.write_text(json.dumps({"url": "", "port": port, "pid": os.getpid()}))
+        seen = asyncio.run(FolderWatch(town.folder.root).look())
+        console = Console(file=io.StringIO(), width=80)
+        watch(str(town.folder.root), console, once=True)
+        said = console.file.getvalue()  # type: ignore[attr-defined]
+        assert "the coordinator does not answer" in said and "coordinator.log" in said and "nobody hosts" not in said
+        assert seen.status.phase == "silent", "a piped watch goes on"
+        town.folder.address.unlink()
+        assert "is starting the coordinator" in asyncio.run(FolderWatch(town.folder.root).look()).notice
+    assert "nobody hosts" in asyncio.run(FolderWatch(town.folder.root).look()).notice
 
 
 def test_once_waits_for_the_log_of_a_run_that_nobody_hosts(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -295,11 +359,51 @@ def test_once_waits_for_the_log_of_a_run_that_nobody_hosts(tmp_path: Path, monke
     assert "Reading its log" not in text and "nobody hosts this run now" in text
 
 
+@pytest.mark.parametrize("once", [True, False])
+def test_a_broken_log_is_told_and_is_an_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, once: bool) -> None:
+    folder, read = Town(tmp_path / "run", tiny_run()).folder, _Log._read
+    with contextlib.closing(sqlite3.connect(folder.log)) as log:
+        log.execute("UPDATE events SET hash = ?", ("0" * 64,))
+        log.commit()
+
+    def slow(log: _Log, root: Path) -> None:
+        time.sleep(0.3)
+        read(log, root)
+
+    monkeypatch.setattr(_Log, "_read", slow)
+    monkeypatch.setattr("shoal.launch.watching.LOG_WAIT_S", 0.0)
+    console = Console(file=io.StringIO(), width=80)
+    assert watch(str(folder.root), console, once=once) == EXIT_NO
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "Its log cannot be read: the log is broken at event 0" in said and "accepted=" not in said
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_log_that_was_deleted_is_told_and_not_made_again(tmp_path: Path, terminal: bool) -> None:
+    folder = Town(tmp_path / "run", tiny_run()).folder
+    folder.trainer.mkdir()
+    for file in folder.root.glob("log.sqlite*"):
+        file.unlink()
+    console = Console(file=io.StringIO(), width=80, height=30, force_terminal=terminal)
+    assert watch(str(folder.root), console, once=True) == EXIT_NO
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "is missing or empty, though the run has begun" in said and "accepted=" not in said
+    with pytest.raises(StateError, match="there is no log"):
+        Store(sqlite_url(folder.log), read_only=True).newest()
+    assert not list(folder.root.glob("log.sqlite*"))
+
+
 def test_a_folder_shows_the_alarms_that_stand(tmp_path: Path) -> None:
     folder = Town(tmp_path / "run", tiny_run()).folder
     alarm = Alarm("drift", "critical", 1, 1, "the log ratio is 0.9 nats", "Lower train.lr")
     AlarmsLog(folder.alarms).write("raised", alarm, 0.0)
     assert asyncio.run(FolderWatch(folder.root).look()).alarms == [alarm]
+    starved = Alarm("starved", "warning", 2, 2, "no step for 42 s: waiting for workers: 0 of 8", "Let others join")
+    AlarmsLog(folder.alarms).write("raised", starved, 0.0)
+    _, shown = asyncio.run(FolderWatch(folder.root).look()).alarms
+    assert not re.search(r"\d", shown.summary) and shown.remedy == starved.remedy, (
+        "figures of then contradict the status"
+    )
 
 
 def test_files_of_a_strangers_folder_are_cleaned_and_stop_no_view(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 """A run whose groups all have equal rewards: it says so, stops leasing, and waits for its host."""
 
 import pytest
+from msgspec import UNSET
 
 from shoal.ledger.answers import Wait
+from shoal.ledger.facts.leases import ReturnLeases
 from shoal.ledger.facts.run import Admin, Reconfigure, RulesChanged
+from shoal.ledger.law import LAWS
 from shoal.ledger.rules.leases import without_signal
 from shoal.ledger.state import state_hash
+from shoal.proofs.verify import STOPPED
 from tests.ledger.world import World
 
 WORKER = "a" * 64
@@ -119,3 +123,66 @@ def test_a_few_groups_without_signal_are_not_reported(tmp_path):
     assert without_signal(world.state, world.state.main) == ""
     world.serve(WORKER, rewards=FLAT)
     assert without_signal(world.state, world.state.main).startswith("the last 4 groups have no signal")
+
+
+JUDGES = ("v" * 64, "w" * 64)
+LONG = "task 7 of long cannot begin: its prompt takes 90 tokens, and sampling.max_tokens = 64 leaves no room for a turn"
+
+
+def serve_void(world, detail=LONG, check="environment"):
+    submission = world.submit(WORKER, world.lease(WORKER))
+    for judge in JUDGES:
+        world.judge(submission, "void", by=judge, check=check, detail=detail)
+
+
+def test_slots_whose_tasks_cannot_begin_pause_the_run_as_groups_without_signal_do(tmp_path):
+    world = world_of(tmp_path, validators=JUDGES)
+    for _ in range(3):
+        assert world.state.phase == "running"
+        serve_void(world)
+    assert world.state.phase == "paused" and world.state.main.flat == 6
+    with pytest.raises(Wait, match="the last 6 groups have no signal: the tasks of 6 of them can never begin") as waits:
+        world.lease(WORKER)
+    assert f"; the last: {LONG}" in str(waits.value)
+    assert_holds(world)
+    world.do(Admin("resume", "", world.now))
+    assert world.state.phase == "running" and world.state.main.flat == 0 and not world.state.main.unbegun
+    world.serve(WORKER, rewards=FLAT, by=JUDGES[0])
+    serve_void(world)
+    said = without_signal(world.state, world.state.main)
+    assert "all rewards are equal, 0 on average; the tasks of 2 of them can never begin" in said
+    world.serve(WORKER, by=JUDGES[0])
+    assert world.state.main.flat == 0 and without_signal(world.state, world.state.main) == ""
+    assert_holds(world)
+
+
+def test_blocks_that_stop_everywhere_pause_the_run_as_groups_without_signal_do(tmp_path):
+    world = world_of(tmp_path, validators=JUDGES)
+    for times in range(12):
+        assert world.state.phase == "running", times
+        lease = world.lease(WORKER)
+        world.do(ReturnLeases(WORKER, (lease.id,), world.now, lease.blocks[0], "task 3 of words"))
+        world.now += 1000.0
+    assert world.state.phase == "paused" and world.state.main.flat == 6
+    assert without_signal(world.state, world.state.main) == (
+        "the last 6 groups have no signal: in 6 of them a call took too long, or ended its process, everywhere; "
+        "the last: task 3 of words"
+    )
+    assert_holds(world)
+    world.do(Admin("resume", "", world.now))
+    assert world.state.phase == "running" and world.state.main.stopped is UNSET
+
+
+def test_replays_that_are_stopped_are_no_tasks_that_cannot_begin(tmp_path):
+    """A worker's actions can make an environment hang where validators replay it: they pause no run."""
+    world = world_of(tmp_path, validators=JUDGES)
+    for _ in range(6):
+        serve_void(world, STOPPED, "replay")
+    assert world.state.phase == "running" and world.state.main.flat == 0
+    assert_holds(world)
+
+
+def test_void_slots_did_not_count_before_version_3_of_the_rules(tmp_path):
+    world = world_of(tmp_path, validators=JUDGES, law=LAWS[2])
+    serve_void(world)
+    assert world.state.main.flat == 0 and world.state.main.unbegun is UNSET

@@ -79,7 +79,7 @@ def test_a_worker_that_takes_clearly_longer_than_usual_holds_one_lease_at_a_time
         world.enter(key)
         fill(world, key, pace_s, 1)
     first = world.lease(B)
-    with pytest.raises(Wait, match="you hold 1 leases"):
+    with pytest.raises(Wait, match="you hold 1 lease,"):
         world.lease(B, [first.id])
     usual = world.lease(A)
     assert world.lease(A, [usual.id]).id != usual.id

@@ -14,6 +14,7 @@ from shoal.ledger.log.redecide import redecide
 from shoal.ledger.next_batch import blocks_in_the_way
 from shoal.ledger.reassign import reliable
 from shoal.ledger.state import state_hash
+from shoal.ledger.state_records import StopsRecord
 from shoal.ledger.supply import groups_in_flight
 from shoal.ledger.table import apply, make_entry
 from tests.ledger.world import VALIDATOR, World
@@ -257,6 +258,136 @@ def test_at_staleness_0_no_block_is_void_however_often_it_is_dropped(tmp_path):
         assert lease.blocks == lost.blocks
         give_back(world, key, lease)
     assert world.lease(E).blocks == lost.blocks
+    assert_holds(world)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_block_that_an_environment_stopped_on_four_workers_is_void(tmp_path, max_staleness):
+    world = world_of(tmp_path, good=(A, B, C, D, E), max_staleness=max_staleness)
+    lost, events = None, []
+    for key in (A, B, C, D):
+        assert not any(isinstance(event, SlotVoid) for event in events)
+        lease = world.lease(key)
+        lost = lost or lease
+        assert lease.blocks == lost.blocks
+        events = [entry.body for entry in world.do(ReturnLeases(key, (lease.id,), world.now, lease.blocks[0]))]
+        assert LeaseLapsed(lease.id, "stopped", lease.blocks[0]) in events and world.state.members[key].lapsed == 1, (
+            "at its cost"
+        )
+    first = lost.blocks[0] * world.state.rules.block_groups
+    assert SlotVoid(lost.version, (first, first + 1), "stopped") in events
+    assert world.lease(E).blocks != lost.blocks
+    assert_holds(world)
+
+
+def stop(world, key, lease, block=None):
+    block = lease.blocks[0] if block is None else block
+    made = world.do(ReturnLeases(key, (lease.id,), world.now, block, "task 3 of words"))
+    return [entry.body for entry in made]
+
+
+def test_one_worker_makes_no_block_void_at_staleness_0_and_the_run_waits_for_its_host(tmp_path):
+    """It would choose what is learned."""
+    world, events = world_of(tmp_path, good=(A,), max_staleness=0, worker_share=1.0), []
+    for times in range(4):
+        assert world.state.phase == "running" and times < 4
+        events += stop(world, A, world.lease(A))
+        later(world, LAW.least_soft_s + 0.1)
+    assert not any(isinstance(event, SlotVoid) for event in events) and world.state.phase == "paused"
+    assert world.state.pause_cause == (
+        "environment faults: task 3 of words: a call took too long, or ended its process, each of 4 times, and no other "
+        "worker is there to play it"
+    )
+    world.do(Admin("resume", "", world.now))
+    work(world, A)
+    assert world.state.phase == "running"
+    assert_holds(world)
+
+
+def test_one_worker_of_an_asynchronous_run_goes_on_without_the_block(tmp_path):
+    world, events = world_of(tmp_path, good=(A,), worker_share=1.0), []
+    for _ in range(4):
+        events += stop(world, A, world.lease(A))
+        later(world, LAW.least_soft_s + 0.1)
+    assert [event.cause for event in events if isinstance(event, SlotVoid)] == ["stopped"]
+    assert world.state.phase == "running"
+    assert_holds(world)
+
+
+def test_a_block_that_was_stopped_on_all_workers_waits_for_nobody(tmp_path):
+    """Two workers have stopped it: either gets it again soon, and after four times it is void. Before that, nobody does."""
+    world, events = world_of(tmp_path, good=(A, B), worker_share=1.0), []
+    give_back(world, A, world.lease(A))  # its next lapse is the second in a row
+    work(world, B)
+    began, lost = world.now, world.lease(A)
+    events += stop(world, A, lost)
+    for key in (B, A, B):
+        later(world, LAW.least_soft_s + 0.1)
+        lease = world.lease(key)
+        assert lease.blocks == lost.blocks
+        events += stop(world, key, lease)
+    assert [event.cause for event in events if isinstance(event, SlotVoid)] == ["stopped"]
+    assert world.now - began < 4 * LAW.least_soft_s < world.state.rules.lease_s
+    assert_holds(world)
+
+
+@pytest.mark.parametrize("reports", [False, True])
+@pytest.mark.parametrize("idle", [(B,), (B, C)])
+def test_idle_workers_do_not_keep_a_block_that_was_stopped_on_another(tmp_path, idle, reports):
+    """They ask each second before it, send nothing, and perhaps report a stop just before each deadline."""
+    world = world_of(tmp_path, good=(A, *idle), max_staleness=0, worker_share=1.0)
+    began, lost, stopped = world.now, world.lease(A), 0
+    stop(world, A, lost)
+    while block_of(world, lost).status != "done":
+        assert world.now < began + 16 * world.state.rules.lease_s, "their waits grow, as after any lapses"
+        later(world, 1.0)
+        for key in idle:
+            mine = world.state.open_leases_of(key)
+            if reports and mine and world.now + 2.0 > mine[0].deadline:
+                stopped += len(stop(world, key, mine[0])) > 0
+                mine = []
+            ask(world, key, [lease.id for lease in mine])
+        if lease := ask(world, A):
+            world.judge(world.submit(A, lease))
+    assert bool(stopped) == reports
+    assert_holds(world)
+
+
+@pytest.mark.parametrize("other_works", [True, False])
+def test_stops_of_one_worker_pause_no_run_in_which_another_works(tmp_path, other_works):
+    world = world_of(tmp_path, good=(A, B), max_staleness=0, worker_share=1.0)
+    lease = world.lease(A)
+    block_of(world, lease).stopped = StopsRecord([A] * 3)
+    if other_works:
+        world.lease(B)
+    stop(world, A, lease)
+    assert world.state.phase == ("running" if other_works else "paused")
+
+
+def test_of_a_lease_only_the_block_that_was_stopped_counts_as_such(tmp_path):
+    world = world_of(tmp_path, good=(A,), max_staleness=0, worker_share=1.0)
+    world.do(AskLease(A, (), 1e6, world.now))
+    (lease,) = world.state.open_leases_of(A)
+    stop(world, A, lease, lease.blocks[1])
+    blocks = world.state.main.versions[lease.version].blocks
+    assert [number for number in lease.blocks if blocks[number].stopped] == [lease.blocks[1]]
+    later(world, LAW.least_soft_s + 0.1)
+    again = world.lease(A)
+    assert LeaseLapsed(again.id, "returned") in stop(world, A, again, 10**6), "a block of another lease"
+    assert_holds(world)
+
+
+@pytest.mark.parametrize("good", [(A,), (A, B)])
+def test_the_only_worker_never_waits_long_after_its_lapses(tmp_path, good):
+    world = world_of(tmp_path, good=good, max_staleness=0, worker_share=1.0)
+    for _ in range(3):
+        give_back(world, A, world.lease(A))
+        later(world, LAW.least_soft_s + 0.1)
+        if len(good) > 1 and world.state.members[A].dropped > 1:
+            assert ask(world, A) is None
+            break
+    else:
+        assert good == (A,) and ask(world, A) is not None
     assert_holds(world)
 
 

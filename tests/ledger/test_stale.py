@@ -13,6 +13,8 @@ from shoal.ledger.law import LAW, as_version
 from shoal.ledger.log.redecide import redecide
 from shoal.ledger.state import state_hash
 from shoal.ledger.table import apply, make_entry
+from shoal.protocol.constants import COMPLETIONS
+from shoal.protocol.types import EnvSpec
 from tests.ledger.world import World
 
 SLOW, QUICK, THIRD = "a" * 64, "b" * 64, "c" * 64
@@ -193,6 +195,71 @@ def test_an_invented_stale_lease_is_found(tmp_path, cause):
     forged = make_entry(len(entries), world.now, LeaseLapsed(lease.id, cause), entries[-1].hash)
     apply(world.state, forged)
     assert any("follows from nothing" in finding for finding in redecide([*entries, forged], {}))
+
+
+def hung_world(tmp_path, kind=COMPLETIONS):
+    """A run whose environments the host plays, with pay of both workers that may be lost."""
+    world = world_of(tmp_path, law=LAW, lease_s=10.0, envs=[EnvSpec("sums", "d" * 64, 10, 1.0, {}, kind=kind)])
+    for _ in range(10):
+        world.serve(SLOW)
+        next_version(world)
+    return world
+
+
+def let_hang(world, key=SLOW):
+    """A lease reaches its deadline; returns the causes of what then ends."""
+    lease = world.lease(key)
+    world.now = lease.deadline + 1.0
+    events = world.do(Tick(world.now, host_hung=(lease.id,)))
+    world.now += LAW.max_lapse_wait_s
+    return [entry.body.cause for entry in events if isinstance(entry.body, LeaseLapsed)]
+
+
+def test_a_lease_of_whose_time_the_stage_took_half_costs_nothing_and_the_log_says_so(tmp_path):
+    world = hung_world(tmp_path)
+    paid = world.state.members[SLOW].credits
+    assert let_hang(world) == ["host_hung"]
+    node = world.state.members[SLOW]
+    assert (node.stale, node.lapsed, node.dropped, node.unfilled, node.credits) == (1, 0, 0, 0, paid)
+    idle = world.lease(SLOW)
+    world.now = idle.deadline + 1.0
+    world.do(Tick(world.now))
+    assert (node.stale, node.lapsed, node.dropped) == (1, 1, 1), "its own fault counts"
+    assert_holds(world)
+    world.now += LAW.max_lapse_wait_s
+    lease = world.lease(SLOW)
+    entries = world.audit().entries
+    for cause in ("host_hung", "host_hung_often"):
+        forged = make_entry(len(entries), world.now, LeaseLapsed(lease.id, cause), entries[-1].hash)
+        assert redecide([*entries, forged], {}), "not before the deadline"
+    (tmp_path / "other").mkdir()
+    elsewhere = hung_world(tmp_path / "other", "")
+    assert let_hang(elsewhere) == ["deadline"], "where workers play, the host cannot know"
+
+
+def test_a_worker_on_which_the_stage_hangs_more_often_than_on_others_pays_as_for_lapses(tmp_path):
+    world = hung_world(tmp_path)
+    paid = world.state.members[SLOW].credits
+    causes = []
+    for _ in range(10):
+        causes += let_hang(world)
+        next_version(world)
+    node = world.state.members[SLOW]
+    assert (
+        causes[0] == "host_hung"
+        and causes.count("host_hung_often") >= 2
+        and node.lapsed == causes.count("host_hung_often")
+    )
+    assert node.credits < paid
+    assert_holds(world)
+
+
+def test_the_only_worker_pays_for_no_lease_however_often_the_stage_hangs(tmp_path):
+    world = World(tmp_path, lease_s=10.0, steps=99, envs=[EnvSpec("sums", "d" * 64, 10, 1.0, {}, kind=COMPLETIONS)])
+    world.enter(SLOW)
+    world.publish()
+    assert [cause for _ in range(6) for cause in let_hang(world)] == ["host_hung"] * 6
+    assert_holds(world)
 
 
 def test_a_draining_run_does_not_wait_for_a_lease_that_is_too_old(tmp_path):

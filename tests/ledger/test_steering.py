@@ -56,7 +56,8 @@ def test_the_same_request_again_after_a_lost_answer_changes_nothing(tmp_path):
     world.publish()
     world.enter(WORKER)
     for action, facts in (("pause", {}), ("rate", {"lr_factor": 0.5}), ("quarantine", {})):
-        asked = Admin(action, WORKER, world.now, 100 + world.state.seq, evidence=FALL, **facts)
+        node = WORKER if action == "quarantine" else ""
+        asked = Admin(action, node, world.now, 100 + world.state.seq, evidence=FALL, **facts)
         assert world.do(asked)
         assert Book(Store(sqlite_url(world.path))).write(asked, world.now) == [], action
 
@@ -134,6 +135,33 @@ def test_old_rules_know_neither_evidence_nor_quarantine_nor_rate(tmp_path, asked
         world.do(Admin(key=WORKER, now=world.now, created=100, **asked))
 
 
+@pytest.mark.parametrize(
+    ("action", "node", "more", "why"),
+    [
+        (
+            "drain",
+            "dora",
+            {},
+            "drain takes no node, and 'dora' was given: it ends the run for all; see kick, quarantine",
+        ),
+        ("pause", "dora", {}, "pause takes no node"),
+        ("resume", WORKER, {}, "resume takes no node"),
+        ("rate", "dora", {"lr_factor": 0.5}, "rate takes no node"),
+        ("kick", WORKER, {"also": (VALIDATOR,)}, "kick takes one node"),
+        ("drain", "", {"also": ("dora",)}, "drain takes one node"),
+        ("quarantine", WORKER, {"lr_factor": 0.5}, "quarantine takes no factor"),
+    ],
+)
+def test_an_action_takes_nothing_that_belongs_to_another(tmp_path, action, node, more, why):
+    world = World(tmp_path)
+    world.publish()
+    world.enter(WORKER)
+    before = world.state.seq
+    with pytest.raises(Refused, match=why):
+        world.do(Admin(action, node, world.now, 100, **more))
+    assert world.state.seq == before and world.state.phase == "running"
+
+
 def test_a_rate_without_a_factor_is_refused(tmp_path):
     with pytest.raises(Refused, match="--factor"):
         (world := World(tmp_path)).do(Admin("rate", "", world.now, 100))
@@ -166,3 +194,12 @@ def test_a_worker_in_the_hosts_quarantine_gets_no_lease_though_it_asks(tmp_path)
     world.do(Admin("quarantine", "aaa", world.now, 100))
     with pytest.raises(Wait):
         world.do(AskLease(WORKER, (), 0.0, world.now))
+
+
+def test_submissions_to_judge_are_counted_in_words(tmp_path):
+    world = World(tmp_path)
+    world.enter(WORKER)
+    world.publish()
+    for said in ("validators: 1 submission to judge (", "validators: 2 submissions to judge ("):
+        world.submit(WORKER, world.lease(WORKER))
+        assert waiting_for(world.state).startswith(said)

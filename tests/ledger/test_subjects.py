@@ -34,6 +34,7 @@ def test_facts_import_the_ground_floor_alone(subject):
         "state_records",
         "turns",
         "drawn",
+        "fault_rate",
         "pools",
         "seeds",
         "uses",

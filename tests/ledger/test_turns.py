@@ -5,13 +5,14 @@ import msgspec
 import pytest
 
 from shoal.ledger.answers import Refused
-from shoal.ledger.facts.members import Leave
-from shoal.ledger.facts.run import Tick
+from shoal.ledger.facts.members import Enter, Leave
+from shoal.ledger.facts.run import Admin, Tick
 from shoal.ledger.facts.submissions import Submit
 from shoal.ledger.law import LAW
 from shoal.ledger.rules.verdicts import to_judge
 from shoal.ledger.state_records import TurnsRecord
-from shoal.ledger.turns import absent, silent, slack_s, turn_s
+from shoal.ledger.turns import absent, overdue_verdicts, silent, slack_s, slow_check, turn_s
+from shoal.protocol.types import Join
 from shoal.protocol.wire import digest
 from tests.ledger.panel import Colluding, Judging, Lazy, Panel, Rolling, Skipping, Worker, key_of
 from tests.ledger.world import World
@@ -169,6 +170,73 @@ def test_a_validator_that_works_through_its_queue_keeps_its_turns(tmp_path):
     court.now += 100.0
     court.judge(names[3], by=SECOND)
     assert turns_of(court, FIRST).missed == 1 and court.audit().findings == []
+
+
+def test_what_waited_before_a_validator_joined_is_no_time_of_its_check(tmp_path):
+    court = court_of(tmp_path, judges=(FIRST,), lease_s=100.0)
+    name = submitted(court, order=())
+    court.now += 600.0
+    court.do(Admin("admit", SECOND, court.now))
+    court.enter(SECOND, "validator")
+    court.now += 2.0
+    court.judge(name, by=SECOND)
+    assert (turns_of(court, SECOND).check_s, turns_of(court, SECOND).missed) == (2.0, 0)
+
+
+def test_a_validator_is_silent_from_when_it_joined_or_came_back(tmp_path):
+    court = court_of(tmp_path, judges=(FIRST,), lease_s=100.0)
+    submitted(court, order=(FIRST,))
+    court.do(Leave(FIRST, court.now))
+    court.now += 1800.0
+    assert f"({FIRST[:12]}) left" in overdue_verdicts(court.state, court.now, 0.0)
+    court.do(Admin("admit", SECOND, court.now))
+    join = Join("validator", "again", 0.0, "test", "float32", "cpu")
+    court.enter(SECOND, "validator")
+    court.do(Enter(FIRST, join, court.now, int(court.now)))
+    assert overdue_verdicts(court.state, court.now, 0.0) == ""
+    court.now += 180.0
+    assert [
+        overdue_verdicts(court.state, court.now, 0.0).count(text) for text in ("silent for", "silent for 3 min")
+    ] == [2, 2]
+
+
+def test_a_validator_that_hangs_is_named_from_its_first_missed_turn_where_it_is_waited_for(tmp_path):
+    court = court_of(tmp_path, lease_s=600.0)
+    for key in (FIRST, SECOND):
+        court.now += 1.0
+        court.judge(submitted(court, order=(key,)), by=key)
+    began, name = court.now - 3600.0, submitted(court, order=(FIRST, SECOND))
+    court.now += turn_s(court.state) - 1.0
+    assert overdue_verdicts(court.state, court.now, began) == ""
+    court.now += 2.0
+    assert f"({FIRST[:12]}) silent for 31 s" in overdue_verdicts(court.state, court.now, began)
+    court.judge(name, by=SECOND)
+    name = submitted(court, order=(SECOND, FIRST))
+    court.now += 5.0
+    assert overdue_verdicts(court.state, court.now, began) == "", "the other's turn has only begun"
+    court.judge(name, by=SECOND)
+    submitted(court, order=(FIRST, SECOND))
+    court.now += 1.0
+    assert f"({FIRST[:12]}) silent for 38 s" in overdue_verdicts(court.state, court.now, began), "no verdict since"
+    assert overdue_verdicts(court.state, court.now, began, {FIRST: court.now - 1.0}) == "", "it has joined again"
+
+
+def test_the_validator_whose_turn_it_is_is_named_once_its_check_takes_longer_than_usual(tmp_path):
+    court = court_of(tmp_path, lease_s=600.0)
+    for key in JUDGES:
+        name = submitted(court, order=(key,))
+        court.now += 4.0
+        court.judge(name, by=key)
+    began, name = court.now, submitted(court, order=(FIRST, SECOND))
+    court.now += 3.0
+    assert slow_check(court.state, court.now, 0.0) == ""
+    court.now += 2.0
+    assert slow_check(court.state, court.now, 0.0).endswith(f"({FIRST[:12]}) has the check for 5 s")
+    assert overdue_verdicts(court.state, court.now, 0.0) == "" and slow_check(court.state, court.now, court.now) == ""
+    court.now = began + turn_s(court.state) + 5.0
+    assert f"({SECOND[:12]}) has the check for 5 s" in slow_check(court.state, court.now, 0.0)
+    court.judge(name, by=SECOND)
+    assert slow_check(court.state, court.now, 0.0) == "", "nothing waits"
 
 
 def test_a_verdict_on_a_newer_submission_keeps_no_turn_on_an_older_one(court):

@@ -72,7 +72,8 @@ class Walk(World):
                 self.join(node, rng.choice("xy"))
             case "host":
                 action = rng.choice(["pause", "resume", "resume", "kick"])
-                self.do(Admin(action, WORKERS[-1] if rng.random() < 0.2 else "0" * 64, self.now, self.sign()))
+                whom = WORKERS[-1] if rng.random() < 0.2 else "0" * 64
+                self.do(Admin(action, whom if action == "kick" else "", self.now, self.sign()))
             case "restart":
                 before = state_hash(state)
                 self.book = Book(Store(sqlite_url(self.path)))

@@ -53,3 +53,10 @@ def test_a_block_that_was_there_before_the_version_held_up_nobody():
     ]
     digest = told(*early, published(100.0), (100.0, BatchFormed(0, ((0, 0), (0, 1)))))
     assert digest.now.of(SLOW).held_s == 0.0
+
+
+def test_whose_open_leases_are_the_oldest_is_known():
+    digest = told(
+        leased(10.0, "a", 0, "one"), leased(20.0, "b", 1, "two"), leased(30.0, "b", 2, "three"), *made(40.0, "a", 0, "one")
+    )  # fmt: skip
+    assert digest.longest_leased() == (("b", 20.0),)

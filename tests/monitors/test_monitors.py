@@ -1,9 +1,12 @@
 """Each monitor is raised by its fault, by its own name, and stays silent over honest noise."""
 
 import random
+import re
 
 import pytest
 
+from shoal.ledger.remedies import SILENT_REMEDY
+from shoal.monitors import no_signal
 from shoal.monitors.digest import StepDigest
 from shoal.monitors.follow import Follower, Setting
 from shoal.monitors.raising import BETWEEN, MONITORS, Watch
@@ -159,6 +162,15 @@ def test_a_worker_that_is_refused_much_is_named_though_it_moves_nothing():
     alarm = found["poisoning", WORKERS[1]]
     assert alarm.severity == "critical" and "worker-1" in alarm.summary
     assert [one.name for one in alarm.measured] == ["refused share"]
+
+
+def test_a_cheater_that_the_run_file_announces_raises_no_alarm():
+    digests = honest_digests(1)
+    for digest in digests:
+        for worker in WORKERS[1:3]:
+            digest.of(worker).influence, digest.of(worker).refused = 0.0, 2
+    found = raised(views(honest_lines(1), digests, announced=frozenset({WORKERS[1]})))
+    assert found.keys() == {("poisoning", WORKERS[2])}
 
 
 def influential(refused_every, influence=2000.0, blocks=4):
@@ -370,9 +382,98 @@ def test_a_run_without_steps_is_told_though_no_step_ends():
     assert between([Machine(now=late.now, step_began=late.step_began, running=False)] * 3, lines) == {}
 
 
+@pytest.mark.parametrize(
+    ("machine", "says", "advises"),
+    [
+        ({"waiting_for": "the trainer: step 20"}, "waiting for the trainer: step 20", "logs/trainer.log"),
+        (
+            {"waiting_for": "validators: v (ab) silent for 9 s; 1 to judge"},
+            "v (ab) silent for 9 s",
+            "See that they run",
+        ),
+        (
+            {"waiting_for": "workers: 1 of 4 groups; 1 of 1 workers is quarantined"},
+            "quarantined",
+            "No group is leased. More workers",
+        ),
+        ({"waiting_for": f"validators: v silent. {SILENT_REMEDY}"}, "waiting for validators: v silent", SILENT_REMEDY),
+        ({"waiting_for": "workers: 1 of 4 groups", "in_flight": 3}, "1 of 4", "Late groups go to others"),
+        ({"waiting_for": "workers: 1 of 4", "notice": "the coordinator has not answered"}, "not answered", "by itself"),
+    ],
+)
+def test_a_run_without_steps_is_told_with_what_it_waits_for(machine, says, advises):
+    lines = honest_lines(8, 20)
+    now = lines[-1]["time_s"] + 300.0
+    found = between([Machine(now=now, step_began=lines[-1]["time_s"], **machine)] * 3, lines)["starved"]
+    assert says in found.summary and advises in found.remedy and advises not in found.summary
+    assert "shoal watch" not in found.remedy and not re.search(r"\d", found.remedy), "it is shown when these changed"
+
+
+@pytest.mark.parametrize(
+    ("longest", "advises"),
+    [
+        (f"validators: v silent for 40 s. {SILENT_REMEDY}", SILENT_REMEDY),
+        ("workers: 1 of 4; no lease is granted: the host's disk quota is used up: 9 MB", "Raise storage.quota_mb"),
+    ],
+)
+def test_a_run_without_steps_is_told_with_what_took_the_time(longest, advises):
+    lines = honest_lines(8, 20)
+    began = lines[-1]["time_s"]
+    machine = Machine(
+        now=began + 300.0, step_began=began, waiting_for="the trainer: step 20", longest=longest, longest_s=250.0
+    )
+    found = between([machine] * 3, lines)["starved"]
+    assert f"of these, 250 s waiting for {longest.partition('.')[0]}" in found.summary and advises in found.remedy
+
+
+def test_a_run_without_steps_names_the_workers_whose_leases_are_the_oldest():
+    lines, watch, key = honest_lines(8, 20), Watch(), "ab" * 32
+    now = lines[-1]["time_s"] + 300.0
+    for waits in ("workers: 1 of 4 groups", "the trainer: step 20"):
+        machine = Machine(now=now, step_began=now - 300.0, waiting_for=waits, in_flight=3)
+        for _ in range(3):
+            watch.see(View(lines=lines, machine=machine, names={key: ("worker", "w")}, leased=[(key, now - 290.0)]))
+        (alarm,) = watch.standing
+        named = "waiting for workers: leased longest: w (abababababab) 290 s; 1 of 4 groups; no step for 300 s"
+        assert alarm.summary.startswith(named) == waits.startswith("workers")
+        assert ("leased longest" in alarm.summary) == waits.startswith("workers")
+
+
 def test_groups_without_signal_are_told_before_the_run_pauses():
     assert between([Machine(now=1.0, flat_groups=60)] * 2).keys() == {"no_signal"}
     assert between([Machine(now=1.0, flat_groups=20)] * 2) == {}
+
+
+@pytest.mark.parametrize(
+    ("rate", "reward", "remedy"), [(0.9, 1.0, no_signal.EASY), (0.9, 0.0, no_signal.FALLEN), (0.1, 0.0, no_signal.HARD)]
+)
+def test_groups_without_signal_are_too_easy_only_if_their_rewards_did_not_fall(rate, reward, remedy):
+    lines = [line | {"solve_rate": rate, "reward_all_mean": rate} for line in honest_lines(8, 20)]
+    (found,) = no_signal.look(
+        View(lines=lines, machine=Machine(now=1.0, flat_groups=60, flat_reward=reward), max_flat_groups=64)
+    )
+    assert found.remedy == remedy
+
+
+LONG_PROMPT = "its prompt takes 39 tokens, and sampling.max_tokens = 24 leaves no room for a turn"
+
+
+@pytest.mark.parametrize(
+    ("cause", "advice"),
+    [
+        (LONG_PROMPT, "Raise that key, or give shorter"),
+        (f"task 7 of long one cannot begin: {LONG_PROMPT}", "Raise that key, or give shorter"),
+        ("task 7 of own cannot begin: refused: a message leaves no room for a turn", "Correct task() and reset()"),
+        ("environment own cannot begin task '3': own.py line 9: KeyError: 'x'", "Correct task() and reset()"),
+    ],
+)
+def test_the_remedy_for_tasks_that_can_never_begin_is_no_larger_group(cause, advice):
+    machine = Machine(now=1.0, flat_groups=60, unbegun_groups=55, unbegun_cause=cause)
+    (found,) = no_signal.look(View(machine=machine, max_flat_groups=64))
+    assert f"55 of them can never begin; the last: {cause}. {advice}" in found.remedy
+    assert "group_size" not in found.remedy
+    few = Machine(now=1.0, flat_groups=60, unbegun_groups=5, unbegun_cause=cause)
+    assert [one.remedy for one in no_signal.look(View(machine=few, max_flat_groups=64))] == [no_signal.HARD]
 
 
 # --- all ---

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from shoal.errors import NothingYet, PeerError, Superseded
-from shoal.net.client import LONGEST_RETRY_S, Client, PeerRefused
+from shoal.net.client import FIRST_PATIENCE_S, LONGEST_RETRY_S, Client, PeerRefused
 from shoal.net.faults import Fault, FaultyTransport
 from shoal.protocol import wire
 from shoal.protocol.identity import Key, content_digest
@@ -115,8 +115,35 @@ def test_a_long_wait_is_reported_with_its_cause_and_length(time):
     said: list[str] = []
     client = scripted(time, *[httpx.ConnectError("refused")] * 20, ours(), on_wait=said.append)
     get(client)
-    assert 2 <= len(said) <= 5
-    assert re.search(r"http://toy \(GET /open\) for [5-9] s: refused", said[0])
+    assert 2 <= len(said) <= 6
+    assert re.search(
+        r"http://toy \(GET /open\) for [3-6] s: refused.* It has not answered before: check the URL", said[0]
+    )
+
+
+def test_a_server_that_answered_before_is_waited_for_longer_and_its_url_is_not_doubted(time):
+    said: list[str] = []
+    client = scripted(time, ours(), *[httpx.ConnectError("refused")] * 20, ours(), on_wait=said.append)
+    get(client)
+    get(client)
+    assert re.search(r"for [5-9] s: refused", said[0]) and "check the URL" not in said[0]
+
+
+def test_an_address_that_says_nothing_at_all_is_told_in_seconds():
+    """Something accepts the connection, and never answers: an attempt alone takes a minute."""
+
+    async def story() -> list[str]:
+        said: list[str] = []
+        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with Client(url, on_wait=said.append) as client:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.get("/open"), FIRST_PATIENCE_S + 0.5)
+        server.close()
+        return said
+
+    (line,) = asyncio.run(story())
+    assert "for 3 s: no answer. It has not answered before: check the URL" in line
 
 
 def test_tries_end_by_the_deadline(time):
@@ -241,6 +268,12 @@ def test_an_answer_of_another_form_names_the_call(time):
 # --- wrong addresses ---
 
 
+def test_a_port_that_cannot_be_is_named_with_the_range():
+    for port in (0, 65536, 99999):
+        with pytest.raises(PeerError, match=f"has port {port}, and ports are from 1 to 65535"):
+            Client(f"http://toy:{port}")
+
+
 @pytest.mark.parametrize(
     "url",
     [
@@ -264,6 +297,67 @@ def test_a_bad_url_is_refused_with_the_right_form(url):
 def test_another_web_server_is_recognised_as_such(time):
     client = scripted(time, foreign(404, b"<h1>nginx</h1>"))
     assert "is not a shoal node" in str(fails(client)) and time.slept == []
+
+
+NO_CALL = {"error": "Not Found: see GET /openapi.json for the calls", "code": "no_such_call"}
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (foreign(501, b"<h1>Unsupported method</h1>"), "another program answers there now, with HTTP 501"),
+        (foreign(404), "with HTTP 404"),
+        (foreign(200, b"<html>Welcome</html>"), "with HTTP 200"),
+        (foreign(302, location="https://login/"), "with HTTP 302"),
+        (ours(404, wire.to_json(NO_CALL)), "such as an origin or a relay"),
+        (ours(405, wire.to_json(NO_CALL)), "with HTTP 405"),
+    ],
+)
+def test_another_program_at_the_url_is_waited_out_once_the_run_has_answered(time, other, says):
+    said = []
+    client = scripted(time, ours(), *[other] * 9, ours(), on_wait=said.append)
+    get(client)
+    assert get(client).total == 1 and len(time.slept) == 9
+    assert says in said[0] and said[0].startswith("waiting for http://toy (GET /open) for ")
+    assert fails(scripted(time, other)) and len(time.slept) == 9, "before it has answered, its URL may be wrong"
+
+
+def test_what_a_connection_says_by_itself_ends_with_one_full_stop(time):
+    def gone(request: httpx.Request) -> httpx.Response:
+        raise httpx.RemoteProtocolError("Server disconnected without sending a response.")
+
+    client = Client(
+        "http://toy", KEY, transport=httpx.MockTransport(gone), clock=time, sleep=time.sleep, monotonic=time
+    )
+    assert "without sending a response. Check that it is running" in str(fails(client, deadline_s=1.0))
+
+
+def test_another_run_at_the_url_is_waited_out_by_a_node_that_worked_in_this_one(time):
+    said, other = [], ours(409, wire.to_json({"error": "this is run b", "code": "wrong_run"}))
+    client = scripted(time, ours(), *[other] * 9, ours(), on_wait=said.append)
+    get(client)
+    client.run = "a" * 32
+    assert get(client).total == 1 and len(time.slept) == 9
+    assert "another run is hosted there now: ask the host" in said[0] and "new address" in said[0]
+    late = scripted(time, ours(), *[other] * 9)
+    get(late)
+    late.run = "a" * 32
+    assert "wrong_run" in str(fails(late, deadline_s=1.0)), "a call that is not for ever is answered"
+
+
+@pytest.mark.parametrize(("status", "code"), [(409, "conflict"), (403, "kicked"), (409, "fork"), (410, "ended")])
+def test_a_refusal_by_the_run_itself_ends_a_call_also_once_it_has_answered(time, status, code):
+    client = scripted(time, ours(), ours(status, wire.to_json({"error": "no", "code": code})))
+    get(client)
+    fails(client)
+    assert time.slept == []
+
+
+def test_a_body_that_a_proxy_of_the_host_refuses_for_its_size_is_not_waited_for(time):
+    client = scripted(time, ours(), foreign(413))
+    get(client)
+    fails(client)
+    assert time.slept == []
 
 
 def test_a_redirect_names_where_to_go(time):

@@ -6,6 +6,7 @@
 import asyncio
 import os
 import resource
+import socket
 
 import pytest
 from starlette.requests import Request
@@ -17,6 +18,7 @@ from shoal.net.client import Client
 from shoal.net.connections import Limits, connections_that_fit
 from shoal.protocol import constants, wire
 from shoal.protocol.identity import Key, RequestLine, sign_request
+from shoal.protocol.types import Refusal
 from tests.net.toy_bank import RUN, Balance, Deposit, Time, Toy
 from tests.net.wires import request, run, serving, wires
 
@@ -383,3 +385,29 @@ def test_a_body_over_a_slow_link_is_accepted(time):
             return (await one.answer())[0]
 
     assert run(story()) == 200
+
+
+def test_a_call_that_waits_when_the_server_stops_is_told_to_ask_again(caplog):
+    async def wait(request: Request) -> Response:
+        await asyncio.sleep(60.0)
+        return Response()
+
+    async def story():
+        listener = socket.create_server(("127.0.0.1", 0))
+        host = connections.http_server(server.application([Route("/wait", wait)]), Limits())
+        host.config.timeout_graceful_shutdown = 0.1
+        serves = asyncio.create_task(host.serve(sockets=[listener]))
+        while not host.started:
+            await asyncio.sleep(0.005)
+        async with wires(listener.getsockname()[1]) as (node,):
+            node.send(request("GET", "/wait"))
+            await asyncio.sleep(0.1)
+            host.should_exit = True
+            head = (await node.reader.readuntil(b"\r\n\r\n")).decode().lower()
+            body = await node.reader.read()
+        await serves
+        assert head.startswith("http/1.1 503 ") and "retry-after: 1\r\n" in head and "shoal-protocol" in head
+        assert wire.from_json(body, Refusal).code == "stopping"
+
+    run(story())
+    assert "Traceback" not in caplog.text

@@ -123,6 +123,9 @@ def test_the_command_prints_it_and_refuses_what_is_no_number(capsys):
     recipe = str(RECIPES / "arithmetic.toml")
     assert cli.main(["plan", recipe, "--workers", "3", "--also", "2:10:200", "--relays", "2"]) == 0
     assert "until all workers have a version" in capsys.readouterr().out
+    for workers, said in (("3", "assumed    workers: 3 (--workers)"), ("0", "assumed    workers: 1")):
+        assert cli.main(["plan", recipe, "--set", f"workers.count={workers}"]) == 0
+        assert said in capsys.readouterr().out
     for wrong in (
         ["--uplink", "-1"], ["--downlink", "nan"], ["--also", "3:4"], ["--signal-share", "0"], ["--relays", "-3"],
         ["--relays", "1e9"], ["--patch-share", "1.5"], ["--workers", "0"], ["--train-s", "1e9"], ["--parameters", "1e15"],

@@ -66,8 +66,12 @@ def fake_hub() -> Iterator[FakeHub]:
             if refused := hub.refusal(repo, revision):
                 self.answer(refused[0], b"{}", **{"X-Error-Code": refused[1]})
                 return
-            files = [path for path in sorted(hub.models[repo].iterdir()) if path.is_file()]
-            told = [{"rfilename": path.name, "size": path.stat().st_size, "blobId": "0" * 40} for path in files]
+            root = hub.models[repo]
+            files = [path for path in sorted(root.rglob("*")) if path.is_file()]
+            told = [
+                {"rfilename": str(path.relative_to(root)), "size": path.stat().st_size, "blobId": "0" * 40}
+                for path in files
+            ]
             body = {"id": repo, "modelId": repo, "sha": COMMIT, "private": False, "siblings": told, "tags": []}
             self.answer(200, json.dumps(body).encode(), **{"Content-Type": "application/json"})
 

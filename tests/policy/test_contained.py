@@ -166,11 +166,10 @@ def test_where_the_system_has_no_limit_of_memory_the_child_is_watched(
         renderer.start(HELLO)
 
 
-ABORTS = {"padding": {
-    "strategy": {"Fixed": 10**11}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
-    "pad_token": "<|pad|>",
-}}  # fmt: skip
-PANICS = {"truncation": {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 5}}
+_LONGER = {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 100_000}
+ABORTS = {"normalizer": {"type": "Sequence", "normalizers": [_LONGER, _LONGER]}}
+"""Makes 30 GB of a text with three letters e."""
+PANICS = {"pre_tokenizer": {"type": "FixedLength", "length": 0}}
 ABORTS_WHEN_OPENED = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "////////"}}
 
 
@@ -178,9 +177,8 @@ ABORTS_WHEN_OPENED = {"normalizer": {"type": "Precompiled", "precompiled_charsma
 def test_a_tokenizer_that_aborts_or_panics_ends_its_child_only(
     changes: dict[str, object], hostile: Callable[..., Path]
 ) -> None:
-    renderer = ContainedRenderer(hostile(**changes), QUICK)
     with pytest.raises(Overreach, match=r"crashed \(.*The host of the run chose them"):
-        renderer.start(HELLO)
+        ContainedRenderer(hostile(**changes), QUICK._replace(time_s=10.0)).start(HELLO)
 
 
 def test_a_tokenizer_that_aborts_when_it_is_opened_ends_its_child_only(hostile: Callable[..., Path]) -> None:
@@ -262,4 +260,4 @@ def test_what_goes_beyond_a_limit_is_neither_a_void_slot_nor_a_failed_rollout(ho
     info = SimpleNamespace(rules=SimpleNamespace(block_groups=1))
     tools = SimpleNamespace(envs={"arithmetic": env}, renderer=renderer, info=info)
     with pytest.raises(Overreach):
-        Context(tools, lease, block.slots[0], None).playable()  # type: ignore[arg-type]
+        Context(tools, lease, block.slots[0], None).unplayable()  # type: ignore[arg-type]

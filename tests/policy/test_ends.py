@@ -137,7 +137,22 @@ def test_a_template_that_always_opens_the_next_turn_ends_no_turn_with_its_header
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("{", "is damaged"), ('{"eos_token_id": "5"}', "is damaged"), ('{"eos_token_id": 64}', "exceed")]
+    ("text", "says"),
+    [
+        ("{", "is damaged"),
+        (
+            '{"eos_token_id": "5"}',
+            r'/generation_config\.json: eos_token_id is "5", and must be a whole number or a list or null: correct',
+        ),
+        (
+            '{"eos_token_id": 64}',
+            r"/generation_config\.json: eos_token_id = \[64\]: not below vocab_size = 64",
+        ),
+        (
+            '{"eos_token_id": -1}',
+            r"/generation_config\.json: eos_token_id = \[-1\]: an id is below 0; leave the key out if",
+        ),
+    ],
 )
 def test_a_damaged_generation_config_is_refused_in_one_line(text: str, says: str, tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", tiny_spec(TinyPolicy()).to_hf())

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +21,13 @@ from transformers import AutoModelForCausalLM
 from shoal.config import TinyPolicy
 from shoal.errors import StateError
 from shoal.policy import stream
+from shoal.policy.auto_tokenizer import open_tokenizer
 from shoal.policy.files import find_tensors, load_policy, read_header, save_policy, tensors_of
 from shoal.policy.filling import _fill
 from shoal.policy.model import Transformer
 from shoal.policy.render import Renderer
 from shoal.policy.spec import PolicySpec
+from shoal.policy.stored import find_whole
 from shoal.policy.tiny import initialise, make_tiny, tiny_spec
 from shoal.weights.demands import is_publishable
 from tests.scarce import full_disk
@@ -233,6 +236,20 @@ def test_a_hostile_weights_file_is_refused_in_one_line(fault: str, tmp_path: Pat
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
 
 
+@pytest.mark.parametrize(
+    ("dtype", "remedy"),
+    [
+        ("F64", "dtype=torch.float32"),
+        ("F8_E4M3", "is quantised: use it in full"),
+        ("I32", "If it is a mask, .* quantised"),
+    ],
+)
+def test_a_dtype_that_no_policy_has_gets_its_own_remedy(dtype: str, remedy: str, tmp_path: Path) -> None:
+    _write(tmp_path / "model.safetensors", {"a": _entry(0, 8, [1], dtype)}, bytes(8))
+    with pytest.raises(StateError, match=rf"tensor a is {dtype}; a policy's are one of .*{remedy}"):
+        tensors_of(tmp_path)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2000), st.binary(min_size=1, max_size=8))
 def test_a_damaged_header_gives_the_tensors_or_a_refusal_never_a_crash(
@@ -260,6 +277,50 @@ def test_truncated_weights_are_refused(checkpoint: Path) -> None:
         load_policy(checkpoint)
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
+def test_a_pointer_of_git_lfs_is_named_in_the_place_of_any_file(name: str, checkpoint: Path) -> None:
+    (checkpoint / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 11421896\n")
+    with pytest.raises(StateError, match=rf"/{name} is a pointer of Git LFS .*fetch all files \(`git lfs pull`\)$"):
+        open_tokenizer(checkpoint)
+        find_tensors(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_web_page_is_named_in_the_place_of_a_small_file(name: str, checkpoint: Path) -> None:
+    (checkpoint / name).write_text("\n<!DOCTYPE html>\n<html><body>Access to model is restricted</body></html>\n")
+    with pytest.raises(StateError, match=rf"/{name} is a web page \(HTML\) .*: download the file again$"):
+        Renderer.from_directory(checkpoint)
+
+
+def test_a_chat_template_that_is_not_utf8_is_refused_as_by_transformers(checkpoint: Path) -> None:
+    (checkpoint / "chat_template.jinja").write_bytes(b"{{ messages }}\xff\xfe")
+    with pytest.raises(
+        StateError, match=r"/chat_template\.jinja is not UTF-8 text: byte 14 is 0xff\. Write it in UTF-8"
+    ):
+        Renderer.from_directory(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"<!DOCTYPE html>\n<html>" + bytes(99), r"begins with '<!DOCTYPE html>.*'\. Download it again"),
+        (
+            b"PK\x03\x04" + bytes([255]) * 99,
+            r"begins with 'PK.*Weights in pickles \(\.bin\) are never read: .*save_pretrained",
+        ),
+        (b"GGUF\x03\0\0\0\1" + bytes(99), r"Weights in GGUF are for other programs: download the model in safetensors"),
+        (b"", "it has 0 bytes. Download it again"),
+        ((200).to_bytes(8, "little") + b"{}", "header of 200 in 10 bytes"),
+    ],
+)
+def test_a_file_that_is_no_safetensors_says_how_it_begins_and_what_to_do(
+    data: bytes, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(StateError, match=f"is not a whole safetensors file: .*{says}"):
+        find_tensors(tmp_path)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_weights_that_are_not_finite_are_refused_and_no_machine_is_blamed(value: float, checkpoint: Path) -> None:
     """Otherwise a worker of such a version would be told to check its own memory."""
@@ -268,7 +329,8 @@ def test_weights_that_are_not_finite_are_refused_and_no_machine_is_blamed(value:
         model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = value
     save_policy(model, checkpoint.parent / "v000007-abc", "float32", tokenizer_from=checkpoint)
     with pytest.raises(
-        StateError, match=r"v000007-abc: model\.layers\.1\.mlp\.up_proj\.weight .*machine is not at fault"
+        StateError,
+        match=r"v000007-abc: model\.layers\.1\.mlp\.up_proj\.weight .*machine is not at fault.*If the model is yours, take",
     ):
         load_policy(checkpoint.parent / "v000007-abc")
 
@@ -303,6 +365,11 @@ def test_a_config_that_does_not_fit_the_weights_is_refused_with_the_tensors_name
         ({"num_hidden_layers": 3}, r"lacks tensor model\.layers\.2"),
         ({"num_hidden_layers": 1}, r"does not explain, model\.layers\.1"),
         ({"model_type": "llama"}, "k_norm"),
+        (
+            {"num_key_value_heads": None},
+            r"k_proj.*config\.json is wrong \(num_key_value_heads = null, .*\)\. Correct it",
+        ),
+        ({"vocab_size": 10}, r"config\.json is wrong \(vocab_size = 10, hidden_size = \d+\)\. Correct it, or take"),
     ):
         (checkpoint / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(StateError, match=says):
@@ -313,40 +380,65 @@ def test_a_config_that_does_not_fit_the_weights_is_refused_with_the_tensors_name
     ("change", "says"),
     [
         ({"model_type": "gpt2"}, "known: llama, mistral, qwen2, qwen3"),
-        ({"hidden_size": "16"}, "hidden_size"),
-        ({"hidden_size": -16}, "width = -16"),
-        ({"hidden_size": 1 << 40}, "width"),
+        ({"hidden_size": "16"}, 'config.json: hidden_size is "16", and must be a whole number: correct it there'),
+        ({"rms_norm_eps": None}, "config.json: rms_norm_eps is null, and must be a number: correct it there"),
+        ({"rope_theta": "1e4"}, 'config.json: rope_theta is "1e4", and must be a number or null: correct it there'),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings is null, and must be true or false: correct it there"),
+        ({"layer_types": [1]}, r"layer_types is \[1\], and layer_types\[0\] must be a text: correct it there"),
+        ({"hidden_size": -16}, "hidden_size = -16"),
+        ({"hidden_size": 1 << 40}, "hidden_size = "),
         ({"num_hidden_layers": 1 << 23}, "MAX_TENSORS"),
-        ({"num_key_value_heads": 3}, "do not share"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads = 3"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+        ({"intermediate_size": -1}, "intermediate_size = -1"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings = 0"),
         ({"head_dim": 7}, "must be even"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, r"yarn: factor = 0\.0"),
+        ({"rms_norm_eps": 0}, r"rms_norm_eps = 0\.0: must be above 0 and below 1\. Choose"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            "rope_parameters gives no factor, which rope_type yarn needs",
+        ),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "rope_theta"),
+        ({"rope_parameters": None, "rope_theta": None}, "rope_theta = None"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "rope_type is 'dynamic'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "known: default, linear, llama3, yarn"),
         ({"rope_scaling": {"rope_type": ["yarn"], "factor": 4.0}}, "rope_type is"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "malformed"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 1e30}}, "factor"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_slow": 9, "beta_fast": 8}}, "bounds"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "attention_factor": -1}}, "attention_factor"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4, "attention_factor": -1}},
+            "must be above 0 and at most 100",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": math.e, "mscale": 1, "mscale_all_dim": -10}}, "attention"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}, "rope_theta": 1}, "cannot be scaled"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": -1}}, "original"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3: its bounds"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "linear: factor"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "rope_scaling gives no low_freq_factor, which rope_type llama3 needs",
+        ),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling gives no factor, which rope_type linear needs"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.25}, r'partial_rotary_factor.* = "auto"'),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "nested by layer type"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": None}},
             "nested by layer type",
         ),
         ({"rope_scaling": {"sliding_attention": {"rope_type": "default"}}}, "nested by layer type"),
-        ({"hidden_act": "gelu"}, "gelu"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, r'gelu.*\. Choose another model, or set policy\.implementation = "auto"'),
+        ({"rope_theta": 1e12, "rope_parameters": None}, "must be at least 1 and below 1e12"),
+        ({"attention_bias": True}, r'attention_bias.* = "auto"'),
         ({"quantization_config": {"bits": 4}}, "quantised"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding-window"),
-        ({"eos_token_id": [5, 900]}, "exceed vocab_size"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, r'sliding windows; .* = "auto"'),
+        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers of 2"),
+        ({"is_causal": False}, "is_causal is False: tokens would see later ones"),
+        ({"is_causal": None}, "is_causal is None"),
+        ({"per_layer_config": {"0": {"num_key_value_heads": 1}}}, "per_layer_config"),
+        ({"text_config": {"hidden_size": 64}}, "text_config"),
+        ({"eos_token_id": [5, 900]}, r"eos_token_id = \[5, 900\]: not below vocab_size = \d+\. Choose another model"),
+        ({"pad_token_id": 64}, r"pad_token_id = 64: not in -64\.\.63\. Choose another model"),
+        ({"pad_token_id": -65}, r"pad_token_id = -65: not in -64\.\.63\. Choose another model"),
     ],
 )
 def test_a_config_that_we_cannot_run_is_refused_with_the_reason(
@@ -384,3 +476,56 @@ def test_a_spec_reads_back_from_its_own_config(family: str, tmp_path: Path) -> N
     spec = tiny_spec(TinyPolicy(family=family, width=32, heads=4, kv_heads=2, tied=True))  # type: ignore[arg-type]
     (tmp_path / "config.json").write_text(json.dumps(spec.to_hf()))
     assert PolicySpec.from_directory(tmp_path) == spec
+
+
+@pytest.mark.parametrize(
+    ("gone", "left", "remedy"),
+    [
+        (
+            "model.safetensors",
+            "model-00001-of-00002.safetensors",
+            "model.safetensors.index.json, which names them, is mis",
+        ),
+        ("model.safetensors", "pytorch_model.bin", "AutoModelForCausalLM.from_pretrained"),
+        ("tokenizer.json", "tokenizer.model", "AutoTokenizer.from_pretrained"),
+        ("tokenizer.json", "vocab.txt", "download all its files again"),
+    ],
+)
+def test_a_file_that_a_model_lacks_is_named_with_its_remedy(
+    checkpoint: Path, gone: str, left: str, remedy: str
+) -> None:
+    (checkpoint / gone).rename(checkpoint / left)
+    with pytest.raises(StateError, match=rf"{re.escape(gone)}: No such file.*{re.escape(remedy)}"):
+        find_whole(checkpoint) if gone == "model.safetensors" else open_tokenizer(checkpoint)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_without_its_head_is_to_be_saved_again_with_one(tied: bool, tmp_path: Path) -> None:
+    import transformers
+
+    shape = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "eos_token_id": 5}
+    config = transformers.LlamaConfig(**shape, intermediate_size=16, tie_word_embeddings=tied)
+    transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(StateError, match=r"no prefix model\., such as embed_tokens.weight.* with AutoModelForCausalLM"):
+        load_policy(tmp_path)
+
+
+def test_a_tied_model_stored_under_the_name_of_its_head_is_to_be_saved_again(tmp_path: Path) -> None:
+    """As `save_model` of safetensors stores it."""
+    import transformers
+    from safetensors.torch import save_model
+
+    shape = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "eos_token_id": 5}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**shape, intermediate_size=16, tie_word_embeddings=True)
+    )
+    model.save_pretrained(tmp_path)
+    save_model(model, str(tmp_path / "model.safetensors"))
+    with pytest.raises(StateError, match=r"embed_tokens.weight: if it is stored as lm_head.weight .* save_pretrained"):
+        load_policy(tmp_path)
+
+
+def test_a_pointer_of_git_lfs_is_named(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 69\n")
+    with pytest.raises(StateError, match="git lfs pull"):
+        find_whole(checkpoint)

@@ -55,6 +55,29 @@ def test_a_malformed_message_is_refused_in_one_line(message: Any, says: str) -> 
     assert "\n" not in str(refused.value)
 
 
+def test_keys_that_are_none_are_absent() -> None:
+    """A table has one column for each key of any row, of a part, and of a call."""
+    none = dict.fromkeys(("reasoning_content", "tool_calls", "tool_call_id", "name", "images"))
+    parts = [{"type": "text", "text": "hi", "image_url": None}]
+    call = {"id": None, "type": None, "index": None, "function": {"name": "add", "arguments": None, "strict": None}}
+    rows: list[dict[str, Any]] = [
+        {"role": "user", "content": parts} | none,
+        {"role": "assistant", "content": None} | none | {"tool_calls": [call]},
+        {"role": "tool", "content": "4"} | none,
+        {"role": "assistant", "content": "four"} | none,
+    ]
+    bare = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "four"},
+    ]
+    assert normal(rows) == normal(bare)
+    given = {"function": {"arguments": {"unit": None}, "name": "add"}}
+    shown = normal([{"role": "assistant", "tool_calls": [given]}])[0]["tool_calls"][0]["function"]
+    assert list(shown) == ["arguments", "name"] and shown["arguments"] == {"unit": None}, "as it was given"
+
+
 def test_a_reply_is_a_text_a_message_or_several() -> None:
     said = {"role": "tool", "content": "4"}
     assert as_messages("hi") == [{"role": "user", "content": "hi"}]

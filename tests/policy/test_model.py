@@ -95,15 +95,23 @@ def test_padding_on_the_right_does_not_change_earlier_positions() -> None:
         assert torch.equal(model(padded)[:, :25], whole[:, :25])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
-    model = _model(family, tied=False)
-    save_policy(model, tmp_path / "policy", "float32")
-    peer = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+@pytest.mark.parametrize("families", [None, [Family(0, (40, 40, 40))]])
+@pytest.mark.parametrize("pad_id", [None, 0, -1])
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("mistral", True), ("qwen2", True), ("qwen3", False)])
+def test_gradients_equal_those_of_transformers_at_each_pad_token(
+    family: str, tied: bool, pad_id: int | None, families: list[Family] | None, tmp_path: Path
+) -> None:
+    assert {0, 63} <= set(TOKENS_BT[:, :-1].flatten().tolist()), "each pad token is an input"
+    save_policy(_model("llama" if family == "mistral" else family, tied), tmp_path, "float32")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": family, "sliding_window": None}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"pad_token_id": pad_id}))
+    model, peer = load_policy(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
+    save_policy(model, tmp_path / "next", "float32")
+    assert json.loads((tmp_path / "next" / "config.json").read_text())["pad_token_id"] == pad_id
     weight_BTV = torch.randn(3, 40, 64, generator=torch.Generator().manual_seed(4))
-    tokens_BT = TOKENS_BT.clamp(min=1)  # the peer gives the pad token no gradient
-    (peer(tokens_BT).logits * weight_BTV).sum().backward()
-    (model.logits(model(tokens_BT)) * weight_BTV).sum().backward()
+    hidden = model(TOKENS_BT if families is None else TOKENS_BT.view(1, -1), families)
+    (peer(TOKENS_BT).logits * weight_BTV).sum().backward()
+    (model.logits(hidden).view(3, 40, 64) * weight_BTV).sum().backward()
     theirs = dict(peer.named_parameters())
     for name, parameter in model.named_parameters():
         ours_grad, theirs_grad = parameter.grad, theirs[name].grad

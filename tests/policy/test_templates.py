@@ -11,6 +11,7 @@ from shoal.policy.contained import ContainedRenderer
 from shoal.policy.dialect import MARK
 from shoal.policy.messages import BadMessage, Written
 from shoal.policy.render import Renderer, Segment
+from shoal.policy.template import Template
 from tests.policy.templates import ADD, FOLDER, NAMES, directory_of, renderer_of, spell
 
 SYSTEM, USER = {"role": "system", "content": "BE BRIEF"}, {"role": "user", "content": "WHAT IS IT"}
@@ -137,6 +138,30 @@ def test_a_template_has_no_clock_but_an_argument(name: str, day: str) -> None:
         renderer.start(messages, {"date": "soon"})
 
 
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("a\n{{ range(9)|random }}", "chat_template.jinja, line 2: random draws at random"),
+        ("{% if messages is none %}{{ [1]|random }}{% endif %}", "line 1: random draws at random"),
+        ("{{ [[1, 2]]|map('random')|list }}", "line 1: it draws at random"),
+        ("{{ lipsum(1) }}", "line 1: lipsum draws at random"),
+        ("{{ raise_exception }}", "where an object is in memory .<function _raise_exception at 0x"),
+        ("{{ messages|map(attribute='role') }}", "in memory .<generator object sync_do_map at 0x.*chat_template.jinja"),
+        ("{{ 'x' ~ messages[0].items }}", "in memory .<built-in method items"),
+        ("{{ (messages[0].keys() - ['role'])|list }}", "line 1: it makes a set"),
+    ],
+)
+def test_a_template_that_differs_on_each_machine_is_refused(source: str, says: str) -> None:
+    with pytest.raises(StateError, match=says):
+        Template(source, {}, "/models/x/chat_template.jinja").text([{"role": "user", "content": "hi"}], {})
+
+
+def test_a_template_may_show_an_address_that_a_message_has() -> None:
+    ask = [{"role": "user", "content": "what is <object at 0x7f12>?"}]
+    source = "{% set lipsum = 3 - 1 %}{{ lipsum }} {{ messages[0].content }}"
+    assert Template(source, {}).text(ask, {}) == "2 what is <object at 0x7f12>?"
+
+
 def test_thinking_may_be_turned_off_and_is_reported_open() -> None:
     renderer = renderer_of("qwen3_5_think")
     assert renderer.open([USER]).thinking and renderer.go_on("GO ON").thinking
@@ -193,6 +218,22 @@ def test_a_history_leaves_out_the_thoughts_that_the_template_drops(name: str) ->
     assert text.index("BE BRIEF") < text.index("visible-0;") < text.index("GO ON") < text.index("visible-1;")
     assert text.index("visible-1;") < text.index("TOOLRESULT")
     assert "\N{OBJECT REPLACEMENT CHARACTER}" not in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_template_shows_a_history_with_thoughts_in_order(name: str) -> None:
+    renderer = renderer_of(name)
+    parts = {(i, part): renderer.encode(f"{part}-{i};") for i in range(2) for part in ("reasoning", "visible")}
+    items = [
+        USER,
+        Written(0, True),
+        {"role": "user", "content": "GO ON"},
+        Written(1, True),
+        {"role": "user", "content": "AND"},
+    ]
+    text = spell(renderer, filled(renderer.history(items), parts))
+    places = [text.index(word) for word in ("WHAT IS IT", "visible-0;", "GO ON", "visible-1;", "AND")]
+    assert places == sorted(places) and ("reasoning-0;" in text) == renderer.keeps_thinking()
 
 
 def test_a_history_whose_thoughts_are_all_shown_is_the_conversation_so_far() -> None:

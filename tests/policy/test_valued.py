@@ -103,7 +103,7 @@ def test_a_model_of_the_run_that_writes_is_not_taken_for_one_that_scores(policy:
         ({"id2label": {"0": "bad", "1": "good"}}, "id2label names 2 labels"),
         ({"id2label": None}, "id2label names 2 labels"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "choose a reward model of that architecture"),
-        ({"architectures": 7}, "is not a model's config"),
+        ({"architectures": 7}, r"config\.json: architectures is 7, and must be a list or null"),
         ({"num_hidden_layers": 3}, "config.json and weights are from different models"),
     ],
 )

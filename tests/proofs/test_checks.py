@@ -1,6 +1,7 @@
 """Each check alone, on honest work with one thing changed by hand."""
 
 import dataclasses
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -379,6 +380,27 @@ def test_a_task_that_the_environment_cannot_begin_is_void_whatever_was_sent(desk
     for groups in (desk.groups, nothing):
         verdict = desk.judge(desk.body(groups), audited=(0,))[0]
         assert (verdict.outcome, verdict.tokens, verdict.rewards) == ("void", 0, ())
+        assert verdict.detail.endswith("of wordle cannot begin: the environment fails")
+
+
+def test_a_prompt_that_the_chat_template_refuses_is_void_in_the_words_of_the_template(desk, monkeypatch):
+    def refuse(messages, arguments=None):
+        raise StateError("the chat template refuses these messages: roles must\nalternate")
+
+    monkeypatch.setattr(desk.tools.renderer, "start", refuse)
+    verdict = desk.judge(desk.body(desk.groups), audited=(0,))[0]
+    assert (verdict.outcome, verdict.tokens) == ("void", 0)
+    assert verdict.detail.endswith("cannot begin: the chat template refuses these messages: roles must alternate")
+
+
+def test_a_prompt_that_leaves_no_room_is_named_with_its_length_and_the_key(desk):
+    desk.envs["wordle"].max_tokens = 5
+    verdict = desk.judge(desk.body(desk.groups), audited=(0,))[0]
+    assert verdict.outcome == "void"
+    assert re.fullmatch(
+        r"task \d+ of wordle cannot begin: its prompt takes \d+ tokens, and envs\.max_tokens = 5 leaves no room for a turn",
+        verdict.detail,
+    )
 
 
 @pytest.mark.parametrize("method", ["task", "reset", "step", "score"])

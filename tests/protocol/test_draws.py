@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.protocol.draws import EnvDraw, Pool, draw_task
 from shoal.protocol.randomness import sample_seed
-from shoal.protocol.wire import domain_hash
+from shoal.protocol.wire import domain_hash, float_sum
 
 SEED = bytes(range(32))
 SEEDS = [sample_seed(SEED, index) for index in range(6000)]
@@ -21,7 +21,7 @@ def plain(weights: list[float], sizes: list[int]) -> list[EnvDraw]:
 def as_before(slot: bytes, weights: list[float], num_tasks: list[int]) -> tuple[int, int]:
     """The draw of runs from before there were tables, as they had it."""
     bits = domain_hash("task", slot)
-    point = int.from_bytes(bits[:8], "big") / 2**64 * sum(weights)
+    point = int.from_bytes(bits[:8], "big") / 2**64 * float_sum(weights)
     env = 0
     while env < len(weights) - 1 and point >= weights[env]:
         point -= weights[env]

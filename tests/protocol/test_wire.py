@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shoal.protocol.types import EnvSpec, Join
-from shoal.protocol.wire import WireError, from_json, to_json
+from shoal.protocol.wire import WireError, float_sum, from_json, to_json
 
 
 @pytest.mark.parametrize("name", ["[" * 500, "]" * 500 + "[" * 500, '\\"[{' * 100, "\\" * 33 + '"' + "{" * 99])
@@ -36,3 +36,9 @@ def test_the_label_of_an_environment_is_sent_only_if_it_is_not_the_name():
     for label in ("\\u001b[2J", "\\u202e", "x" * 65):
         with pytest.raises(WireError, match="label"):
             from_json(old[:-1] + f',"label":"{label}"}}'.encode(), EnvSpec)
+
+
+def test_each_python_adds_floats_alike() -> None:
+    """The light tests run on Pythons whose own `sum` says 1.0 and 2.0."""
+    assert float_sum([0.1] * 10) == 0.9999999999999999 and float_sum([1e16, 1.0, 1.0, -1e16]) == 0.0
+    assert float_sum([]) == 0.0 and float_sum([1e308, 1e308]) == float("inf")

@@ -79,7 +79,7 @@ def test_a_run_learns_and_publishes_its_adapter_alone(tmp_path):
     assert load_policy(final).adapter is not None
 
 
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_trainer_that_is_killed_comes_back_to_the_same_root(tmp_path, every):
     storage = {"storage": {"state_every": every}}
     unbroken = lived(tmp_path / "unbroken", steps=4, **storage).weights()

@@ -130,11 +130,11 @@ def test_threads_follow_the_share_of_the_cores() -> None:
 
 
 def test_a_bounded_engine_says_what_its_engine_says_and_changes_versions_in_place_if_it_can() -> None:
-    from shoal.engine.base import InPlace
+    from shoal.engine.base import is_in_place
 
     plain, bounded = LocalEngine(1), BoundedEngine(LocalEngine(1), Allowance(cpu_share=0.5))
-    assert bounded.facts == plain.facts and bounded.version == -1 and isinstance(bounded, InPlace)
-    assert not isinstance(BoundedEngine(FakeEngine(), Allowance(cpu_share=0.5)), InPlace)
+    assert bounded.facts == plain.facts and bounded.version == -1 and is_in_place(bounded)
+    assert not is_in_place(BoundedEngine(FakeEngine(), Allowance(cpu_share=0.5)))
 
 
 def test_a_paused_worker_finishes_what_it_holds_takes_nothing_and_loses_nothing(tmp_path) -> None:

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from shoal import cli
-from shoal.errors import ConfigError, Overreach, PeerError
+from shoal.errors import ConfigError, NothingYet, Overreach, PeerError
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
 from shoal.ledger.facts.leases import LeaseGranted
 from shoal.ledger.facts.members import NodeQuarantined
@@ -24,7 +24,9 @@ from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision, VerdictGiven
 from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed
 from shoal.ledger.law import RULES_VERSION
+from shoal.ledger.log.book import replay
 from shoal.ledger.log.verify import verify
+from shoal.ledger.state import state_hash
 from shoal.net.client import Client
 from shoal.protocol import types as t
 from shoal.protocol.algorithms import Grpo
@@ -32,7 +34,17 @@ from shoal.protocol.audits import influence
 from shoal.protocol.wire import to_json
 from shoal.roles.auditor import source
 from shoal.roles.auditor.log import audit_folder, replay_log
-from shoal.roles.auditor.rollouts import AGREE, CANNOT, DISAGREE, PARTLY, Choice, Findings, audit_rollouts, summary
+from shoal.roles.auditor.rollouts import (
+    AGREE,
+    DISAGREE,
+    PARTLY,
+    UNAVAILABLE,
+    Choice,
+    Findings,
+    audit_rollouts,
+    load_envs,
+    summary,
+)
 from shoal.roles.auditor.source import FolderRun, UrlRun
 from shoal.weights import fetch
 from tests.roles.forgery import bodies, forged
@@ -95,6 +107,125 @@ def test_a_url_gives_the_same_audit_as_the_folder(town, run_dir):
     assert summary(asyncio.run(story())) == summary(audit(run_dir))
 
 
+def at_url(town, choice):
+    async def story():
+        async with Client(URL, transport=httpx.ASGITransport(town.app)) as client:
+            return await audit_rollouts(UrlRun(client), choice, threads=1, own_files=False)
+
+    return asyncio.run(story())
+
+
+def test_a_sample_of_a_url_is_drawn_from_what_its_run_keeps(tmp_path):
+    """As of a run that has gone on for long: of most versions, bodies and weights are deleted."""
+    town = Town(tmp_path / "run", tiny_run(steps=6, storage={"window_steps": 1}))
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("honest")))
+    for seed in range(3):
+        found = at_url(town, Choice(sample=3, seed=seed))
+        assert (found.groups, found.with_model, found.exit_code()) == (3, 3, AGREE), summary(found)
+        assert not found.left_out and not found.agrees
+    lines = [line for line in summary(found) if line.startswith("not drawn from: ")]
+    assert len(lines) == 1 and "of versions before 5 any more" in lines[0]
+    assert summary(found)[-1].endswith("This says nothing of what was not checked")
+    every = at_url(town, ALL)
+    assert every.exit_code() == PARTLY and len(every.left_out) == 2, "one line for bodies, and one for weights"
+    for path in town.folder.blobs.rglob("*"):
+        if path.is_file():
+            path.unlink()
+    nothing = at_url(town, Choice(sample=3))
+    assert nothing.exit_code() == UNAVAILABLE and "nothing was available" in summary(nothing)[-1]
+    assert at_url(town, Choice(rollout="0/0")).exit_code() == UNAVAILABLE
+
+
+def test_a_host_that_hides_weights_that_every_run_keeps_gets_no_good_report(town, monkeypatch):
+    asked, codes = UrlRun.manifest, []
+    for hidden in range(3):
+
+        async def manifest(run, version, name, hidden=hidden):
+            if version <= hidden:
+                raise NothingYet("not here")
+            return await asked(run, version, name)
+
+        monkeypatch.setattr(UrlRun, "manifest", manifest)
+        state, found = town.desk.state, at_url(town, Choice(sample=2, seed=1))
+        codes.append(found.exit_code())
+        assert "not drawn from: " in "\n".join(summary(found)) and "not public yet" not in found.undrawn
+    assert (state.main.version, state.rules.max_staleness) == (3, 0), "so version 2 is kept by every run, 0 may be gone"
+    assert codes == [AGREE, AGREE, UNAVAILABLE] and "those from 2 on are kept" in "\n".join(found.left_out)
+
+
+class Hurried(UrlRun):
+    """A run that is long over when the weights that its log speaks of are asked for. Its log was read halfway."""
+
+    asked = 0
+
+    async def rows(self, most=None):
+        rows = (await super().rows())[: self.seq + 1]
+        self.claim = t.StateHash(self.seq, rows[-1][1], state_hash(replay(rows)))
+        return rows
+
+    async def oldest_served(self, state):
+        self.asked += 1
+        return await super().oldest_served(state) if self.asked > 1 else 0
+
+    async def newer(self, after):
+        return await super().newer(after) if self.asked > 1 else []
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_what_a_live_run_deletes_while_a_sample_is_read_is_drawn_again(tmp_path, silent):
+    town = Town(tmp_path / "run", tiny_run(steps=6, storage={"window_steps": 1}))
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("honest")))
+    seq = next(s for s, (_, body) in enumerate(bodies(tmp_path / "run")) if getattr(body, "version", 0) == 4)
+    if silent:
+        for path in town.folder.blobs.rglob("*"):
+            path.unlink() if path.is_file() else None
+
+    async def story():
+        async with Client(URL, transport=httpx.ASGITransport(town.app)) as client:
+            run = Hurried(client)
+            run.seq = seq
+            return await audit_rollouts(run, Choice(sample=3, seed=1), threads=1, own_files=False)
+
+    found = asyncio.run(story())
+    if silent:
+        assert found.exit_code() == UNAVAILABLE and not found.groups
+    else:
+        assert (found.groups, found.with_model, found.exit_code()) == (3, 3, AGREE), summary(found)
+        assert "expired before they were read: 3 groups" in found.undrawn and not found.agrees
+
+
+def test_a_sample_that_is_deleted_each_time_before_it_is_read_ends_and_says_so(town, monkeypatch):
+    async def gone(run, name):
+        raise NothingYet("not here")
+
+    monkeypatch.setattr(UrlRun, "blob", gone)
+    monkeypatch.setattr(UrlRun, "oldest_served", lambda run, state: asyncio.sleep(0, next(served)))
+    served = itertools.chain([0, 1, 2], itertools.repeat(2))
+    found = at_url(town, Choice(sample=4, seed=1))
+    assert found.exit_code() == UNAVAILABLE and not found.groups, summary(found)
+
+
+def test_a_host_that_hides_one_version_among_others_gets_no_good_report(town, monkeypatch):
+    asked = UrlRun.manifest
+
+    async def manifest(run, version, name):
+        if version == 1:
+            raise NothingYet("not here")
+        return await asked(run, version, name)
+
+    monkeypatch.setattr(UrlRun, "manifest", manifest)
+    monkeypatch.setattr(UrlRun, "oldest_served", lambda run, state: asyncio.sleep(0, 0))
+    found = at_url(town, Choice(sample=1000))
+    assert found.exit_code() == PARTLY and "are gone (storage.retain)" in "\n".join(found.left_out)
+    assert found.with_model < found.groups, "what needs no weights was recomputed"
+
+
+def test_a_hosts_own_file_is_run_only_when_asked_for_here_and_in_python():
+    spec = t.EnvSpec("/srv/game.py", "00" * 32, 3, 1.0, {})
+    with pytest.raises(ConfigError, match=r"with --own-files, or with own_files=True in shoal\.audit"):
+        load_envs([spec], own_files=False)
+
+
 class Lying(httpx.AsyncBaseTransport):
     """A host that claims a log of any length, and answers each request for events with the same page, ten times."""
 
@@ -114,6 +245,40 @@ def log_of(host, max_memory_mb=10):
             return await replay_log(UrlRun(client, max_memory_mb))
 
     return asyncio.run(story())
+
+
+class Dripping(Lying):
+    """A host that has one more event at each request, a thousand times."""
+
+    async def handle_async_request(self, request):
+        if self.asked > 1000:
+            raise AssertionError("asked without end")
+        self.asked += 1
+        body = self.answers[request.url.path]
+        return httpx.Response(200, stream=httpx.ByteStream(body), headers={"shoal-protocol": "1"})
+
+
+def test_a_host_that_tells_one_event_at_a_time_makes_no_audit_endless():
+    host = Dripping(10**9, b"{}\n")
+
+    async def story():
+        async with Client(URL, transport=host) as client:
+            rows = await UrlRun(client).newer(5)
+            with pytest.raises(PeerError, match="serves 1 events but says that there are 1000000000"):
+                await UrlRun(client).rows()
+            return rows
+
+    assert len(asyncio.run(story())) == 1 and host.asked == 3
+
+
+def test_the_newer_events_of_a_log_are_read_page_by_page():
+    host = Lying(10**9, b"{}\n" * 1000)
+
+    async def story():
+        async with Client(URL, transport=host) as client:
+            return await UrlRun(client).newer(5)
+
+    assert len(asyncio.run(story())) == 10_000 and host.asked == 11
 
 
 def test_a_log_that_does_not_fit_into_memory_is_not_fetched_whole():
@@ -214,7 +379,7 @@ def test_what_the_run_deleted_by_its_own_rule_is_said_and_is_no_failure(copy):
     assert said[-1] == "the log agrees with what was recomputed. This says nothing of what was not checked"
     sample = audit(copy, Choice(sample=2))
     assert sample.groups == 2 and sample.exit_code() == AGREE, "it is drawn from what is here"
-    assert audit(copy, Choice(rollout="0/0")).exit_code() == CANNOT
+    assert audit(copy, Choice(rollout="0/0")).exit_code() == UNAVAILABLE
 
 
 @pytest.mark.parametrize(("storage", "version"), [({"window_steps": 1}, 2), ({"retain": "all"}, 0), ({}, 0)])
@@ -235,7 +400,7 @@ def test_a_rule_that_took_one_body_and_left_others_as_old_is_not_believed(copy):
     blob(copy, received(copy, 0)[0]).unlink()
     found = audit(copy)
     assert found.exit_code() == AGREE and found.expired and not found.left_out
-    assert Findings(expired=found.expired).exit_code() == CANNOT, "nothing was recomputed"
+    assert Findings(expired=found.expired).exit_code() == UNAVAILABLE, "nothing was recomputed"
 
 
 def trained_on(copy):
@@ -294,7 +459,7 @@ def test_without_a_versions_weights_all_but_the_tokens_is_recomputed(copy):
     whole, found = audit(copy, Choice(rollout="1/0")), audit(copy, Choice(rollout="0/0"))
     assert whole.with_model == whole.groups
     assert found.disagreements == [] and found.groups > 0 and found.with_model == 0 and found.exit_code() == PARTLY
-    assert ["weights of version 0 are gone" in reason for reason in found.left_out] == [True]
+    assert ["weights of their versions are gone" in reason for reason in found.left_out] == [True]
 
 
 def test_weights_that_do_not_fit_on_this_disk_are_left_out_and_are_no_disagreement(run_dir, monkeypatch):
@@ -346,7 +511,7 @@ def test_a_version_whose_link_is_not_revealed_cannot_be_recomputed(run_dir, tmp_
     live = forged(run_dir, tmp_path / "live", before_the_last_version)
     last = max(body.version for _, body in bodies(live) if isinstance(body, CheckpointPublished))
     found = audit(live, Choice(rollout=f"{last}/0"))
-    assert found.exit_code() == CANNOT and "is not revealed" in summary(found)[-2]
+    assert found.exit_code() == UNAVAILABLE and "is not revealed" in summary(found)[-2]
     assert audit(live, Choice(rollout="0/0")).exit_code() == AGREE
 
 

@@ -1,8 +1,10 @@
 """The coordinator's calls as strangers use them: what they answer, what they refuse and what they keep private."""
 
 import asyncio
+import contextlib
 import gzip
 import json
+import sqlite3
 from pathlib import Path
 
 import httpx
@@ -13,9 +15,11 @@ from shoal.config import BOUNDS, ENV_SETTINGS, STAGE_KEYS
 from shoal.errors import NothingYet, StateError
 from shoal.folder import RunFolder
 from shoal.ledger.answers import Refused
-from shoal.ledger.facts.members import Enter
+from shoal.ledger.facts.members import Enter, Leave
 from shoal.ledger.facts.run import Admin
 from shoal.ledger.log.verify import verify
+from shoal.ledger.remedies import WORKER_REMEDY, split_remedy
+from shoal.ledger.state import State
 from shoal.ledger.table import kind_of
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_or_make_key
@@ -26,11 +30,13 @@ from shoal.protocol.bounds import bounds_for
 from shoal.protocol.constants import MANIFEST_LIFETIME_S, MAX_FACT_CHARS, MAX_JSON_BYTES, MAX_NODES
 from shoal.protocol.noise import PHILOX
 from shoal.protocol.wire import digest, to_json
-from shoal.roles.coordinator.board import Board
-from shoal.roles.coordinator.role import env_specs, open_run, public_run_file, rules_of
+from shoal.roles.coordinator.api import application
+from shoal.roles.coordinator.board import Board, waiting_for
+from shoal.roles.coordinator.role import demand_steps, demand_whole_log, env_specs, open_run, public_run_file, rules_of
 from shoal.roles.coordinator.versions import admit_trainer, put_chunk, signed_manifest, take_checkpoint
 from shoal.tree import to_tree
 from shoal.weights.manifest import open_manifest, sign_manifest
+from tests.ledger.world import World
 from tests.roles.town import URL, Town, tiny_run
 
 
@@ -252,7 +258,7 @@ def test_a_restart_replays_to_the_same_state(town):
 
 def test_an_environment_that_changed_is_refused_on_resume(town, monkeypatch):
     monkeypatch.setattr("shoal.roles.coordinator.role.env_digest", lambda name: "0" * 64)
-    with pytest.raises(StateError, match="has changed since the run started"):
+    with pytest.raises(StateError, match=rf"have changed .*{town.config.envs[0].label}"):
         open_run(town.folder, town.config)
 
 
@@ -267,7 +273,9 @@ def test_a_changed_run_file_is_refused_on_resume_naming_the_keys(town):
     with pytest.raises(StateError, match=r"train\.lr"):
         town.folder.prepare(tiny_run(train={"lr": 5e-4}), town.folder.root)
     town.folder.prepare(tiny_run(steps=9), town.folder.root)
-    assert to_tree(town.folder.config())["steps"] == 9
+    assert to_tree(town.folder.start_config())["steps"] == 9
+    assert to_tree(town.folder.config())["steps"] == town.config.steps, "the run keeps its file until it goes on"
+    assert open_run(town.folder, town.folder.start_config()).state.rules.steps == 9
 
 
 def test_a_run_file_may_change_after_a_start_that_was_refused(tmp_path):
@@ -282,6 +290,190 @@ def test_a_run_file_may_change_after_a_start_that_was_refused(tmp_path):
         folder.prepare(tiny_run(seed=6), tmp_path)
 
 
+@pytest.fixture
+def world(tmp_path):
+    """A log of three steps, of which two are taken."""
+    world = World(tmp_path, steps=3)
+    world.enter("a" * 64)
+    world.publish()
+    for version in range(2):
+        while version not in world.state.main.batches:
+            world.judge(world.submit("a" * 64, world.lease("a" * 64)))
+        world.publish()
+    return world
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_is_not_ended_by_fewer_steps_than_it_has_reached(world, tmp_path, steps):
+    with pytest.raises(StateError, match=f"steps = {steps}, and the run .* version 2 of steps = 3: .*--set steps=3"):
+        demand_steps(world.state, steps, RunFolder(tmp_path))
+    demand_steps(world.state, 3, RunFolder(tmp_path))
+    demand_steps(world.state, 9, RunFolder(tmp_path))
+
+
+def test_a_run_without_validators_says_how_to_admit_one(tmp_path):
+    world = World(tmp_path, validators=())
+    world.enter("a" * 64)
+    world.publish()
+    world.submit("a" * 64, world.lease("a" * 64))
+    assert (
+        "and no validator is admitted" in (said := waiting_for(world.state)) and "shoal admin admit RUN_DIR KEY" in said
+    )
+    world.do(Admin("admit", "e" * 64, world.now))
+    assert waiting_for(world.state).startswith("validators: ")
+
+
+def test_a_wait_for_workers_says_how_many_are_quarantined_or_that_all_left(tmp_path):
+    world = World(tmp_path)
+    for key in ("a" * 64, "b" * 64):
+        world.enter(key)
+    world.publish()
+    assert "quarantined" not in waiting_for(world.state)
+    world.do(Admin("quarantine", "a" * 64, world.now))
+    assert waiting_for(world.state).endswith("; 1 of 2 workers is quarantined")
+    for key in ("a" * 64, "b" * 64):
+        world.do(Leave(key, world.now))
+    assert waiting_for(world.state).endswith("; all workers have left or were removed")
+
+
+def test_a_wait_for_workers_names_the_one_that_is_silent_also_after_its_lease_lapsed(tmp_path):
+    now = [1000.0]
+    town = Town(tmp_path / "run", tiny_run(), clock=lambda: now[0])
+    board, world = Board(town.desk), World(tmp_path)
+    for key in ("a" * 64, "b" * 64):
+        world.enter(key)
+    world.publish()
+    lease = world.lease("a" * 64)
+    now[0], town.desk.book = world.now, world.book
+    board._began = now[0]
+
+    def at(after_s, *heard):
+        now[0] = world.now + after_s
+        town.desk.heard |= {key * 64: now[0] for key in heard}
+        silent = {node.name: round(node.silent_s) for node in board.nodes() if node.silent_s}
+        return board.status().waiting_for, silent
+
+    world.state.leases[lease.id].soft = world.now + 60.0
+    waits, silent = at(50.0, "b")
+    assert "silent" not in waits and silent == {}, "it may be at work"
+    waits, silent = at(70.0, "b")
+    assert waits.startswith("workers: aaaaaa (aaaaaaaaaaaa) silent for 70 s; 0 of ") and silent == {"aaaaaa": 70}
+    assert split_remedy(waits)[1] == "", "to start it again would lose its work"
+    world.state.close(world.state.leases[lease.id])
+    waits, silent = at(80.0, "b")
+    assert "silent" not in waits and silent == {"aaaaaa": 80}, "its groups go to the other"
+    waits, silent = at(170.0)
+    assert (
+        "aaaaaa (aaaaaaaaaaaa) silent for 3 min, bbbbbb (bbbbbbbbbbbb) silent for 90 s; " in waits and len(silent) == 2
+    )
+    assert split_remedy(waits)[1] == WORKER_REMEDY
+    world.do(Leave("a" * 64, world.now))
+    assert "a (aaaaaaaaaaaa)" not in at(171.0)[0]
+
+
+def test_a_request_of_a_member_is_heard_and_a_strangers_is_not(town):
+    async def story(client):
+        with contextlib.suppress(PeerRefused):
+            await client.post_json("/v1/leases", t.LeaseRequest((), 0.0), t.LeaseAnswer)
+        strangers = dict(town.desk.heard)
+        await client.post_json("/v1/nodes", join(), t.NodeState)
+        await client.send("POST", "/v1/nodes/leave", b"", t.NodeState)
+        return strangers, list(town.desk.heard), client.key.public
+
+    strangers, heard, key = ask(town, story)
+    assert strangers == {} and heard == [key]
+
+
+def test_steps_of_a_run_that_drains_are_not_raised_in_vain(world, tmp_path):
+    world.lease("a" * 64)
+    world.do(Admin("drain", "", world.now))
+    assert world.state.phase == "draining"
+    with pytest.raises(StateError, match=r"is draining, so it ends .* set steps = 3, as before.* resume '.*/a run'`"):
+        demand_steps(world.state, 4, RunFolder(tmp_path / "a run"))
+
+
+def test_a_run_that_would_end_at_once_is_ended_by_a_host_that_was_started(world, tmp_path):
+    with pytest.raises(StateError, match=r"To end it, start it so, and then type `shoal admin drain '.*/a run'`"):
+        demand_steps(world.state, world.state.main.version, RunFolder(tmp_path / "a run"))
+
+
+def test_a_run_that_has_ended_keeps_its_steps_and_names_its_policy(town):
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("one")))
+    for steps in (2, 9):
+        with pytest.raises(StateError, match=r"ended at version 3, with steps = 3.*policy\.path=.*/checkpoints/final"):
+            open_run(town.folder, tiny_run(steps=steps))
+    assert open_run(town.folder, tiny_run()).state.phase == "ended"
+
+
+def test_a_log_that_lacks_versions_of_its_folder_is_not_continued(world, tmp_path):
+    """A kill leaves the trainer one version ahead of the log at most, and none ahead of one that was never begun."""
+    folder = RunFolder(tmp_path / "run")
+    demand_whole_log(State(), folder)
+    for path in (folder.trainer / "v000000", folder.trainer / ".writing", folder.checkpoints / "final"):
+        path.mkdir(parents=True)
+    for version in (2, 3):  # the log is at 2
+        (folder.trainer / f"v{version:06d}").mkdir()
+        demand_whole_log(world.state, folder)
+    with pytest.raises(
+        StateError, match=r"has reached version 3, and log\.sqlite has no version: .* backup .* --out DIR"
+    ):
+        demand_whole_log(State(), folder)
+    (folder.trainer / "journal").mkdir()
+    for late in (
+        folder.checkpoints / "v000004",
+        folder.trainer / "v000004",
+        folder.trainer / "journal" / "v000004.step",
+    ):
+        late.mkdir()
+        with pytest.raises(StateError, match=r"has reached version 4, and log\.sqlite ends at version 2"):
+            demand_whole_log(world.state, folder)
+        late.rmdir()
+
+
+def test_a_run_whose_log_was_deleted_is_not_begun_again(town):
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("one")))
+    for file in town.folder.root.glob("log.sqlite*"):
+        file.unlink()
+    for _ in range(2):  # the second time there is an empty log
+        with pytest.raises(StateError, match=r"has reached version 3, and log\.sqlite has no version"):
+            open_run(town.folder, tiny_run())
+
+
+def test_a_copy_of_the_log_that_is_older_by_moments_is_not_continued(town, caplog):
+    worker = town.worker("one")
+    asyncio.run(town.live(town.trainer(), town.validator(), worker))
+    seq = max(submission.seq for submission in town.desk.state.submissions.values())
+    with contextlib.closing(sqlite3.connect(town.folder.log)) as database:
+        database.execute("DELETE FROM events WHERE seq >= ?", (seq,))
+        database.commit()
+    with pytest.raises(
+        StateError, match=rf"one/receipts.jsonl holds a receipt for event {seq}, .* \(it ends at event "
+    ):
+        open_run(town.folder, tiny_run())
+    receipts = {path: path.read_bytes() for path in town.folder.nodes.glob("*/receipts.jsonl")}
+    for path in receipts:
+        path.unlink()  # as of workers elsewhere
+    town.app = application(open_run(town.folder, tiny_run()))
+    for path, data in receipts.items():
+        path.write_bytes(data)
+    with pytest.raises(PeerRefused, match="is not in this log"):
+        asyncio.run(asyncio.wait_for(town.worker("one").run(), 30))
+
+    async def ask():
+        async with town.client(town.folder.nodes / "one" / "node.key") as client:
+            client.run, client.head = town.desk.state.run, worker.client.head
+            await client.post_json("/v1/leases", t.LeaseRequest(()), t.LeaseAnswer)
+
+    for _ in range(2):
+        with pytest.raises(PeerRefused, match="is not in this log"):
+            asyncio.run(ask())
+    assert (
+        caplog.text.count("stop now: what is written from here on forks the run.")
+        == 1
+        == caplog.text.count("this node lies")
+    )
+
+
 def test_a_host_that_resumes_with_more_validators_admits_them(town):
     before = town.desk.state.validators
     again = open_run(town.folder, tiny_run(validators={"count": 3}))
@@ -289,6 +481,21 @@ def test_a_host_that_resumes_with_more_validators_admits_them(town):
     keys = [(town.folder.keys / f"validator-{i}.key") for i in range(3)]
     assert [load_or_make_key(key).public for key in keys] == list(again.state.validators)
     assert open_run(town.folder, tiny_run(validators={"count": 3})).state.seq == again.state.seq
+
+
+def test_a_host_does_not_resume_with_one_of_the_validators_that_judge(town):
+    """One alone refuses nothing while two others may come back."""
+    open_run(town.folder, tiny_run(validators={"count": 3})).book.store.close()
+    desk = open_run(town.folder, tiny_run(validators={"count": 3}))
+    for i in range(3):
+        key = load_or_make_key(town.folder.keys / f"validator-{i}.key").public
+        enter = Enter(key, t.Join("validator", f"validator-{i}", 0.0, "test", "float32", "cpu"), desk.clock())
+        desk.book.write(enter, desk.clock())
+    with pytest.raises(StateError, match=r"validator-1, validator-2 .* Set validators\.count = 3, as before.*kick"):
+        open_run(town.folder, tiny_run(validators={"count": 1}))
+    for name in ("validator-1", "validator-2"):
+        desk.book.write(Admin("kick", name, desk.clock()), desk.clock())
+    assert open_run(town.folder, tiny_run(validators={"count": 1})).state.phase == "running"
 
 
 def test_a_run_from_before_there_were_labels_goes_on(tmp_path, monkeypatch):
@@ -373,6 +580,35 @@ def test_the_state_is_hashed_once_for_each_head_and_seldom_if_it_takes_long(town
     now[0] += 15.0
     newest = board.state_hash()
     assert (newest.seq, newest.head) == (2, town.desk.state.head) and hashed == [0, 1, 2]
+
+
+def test_a_wait_counts_from_when_its_cause_began_and_a_run_that_has_ended_waits_for_nothing(town, monkeypatch):
+    now = [town.desk.state.time + 100.0]
+    town.desk.clock = lambda: now[0]
+    board = Board(town.desk)
+
+    def waited_s(after_s, action=""):
+        if action:
+            asyncio.run(town.desk.book.submit(Admin(action, "", now[0])))
+        now[0] += after_s
+        return board.status().waiting_s
+
+    assert (waited_s(0.0), waited_s(50.0)) == (0.0, 50.0)
+    assert waited_s(30.0, "pause") == 30.0, "from the pause, not from when somebody looked"
+    assert waited_s(20.0, "resume") == 20.0
+    monkeypatch.setattr("shoal.roles.coordinator.board.without_signal", lambda *of: f"the last {now[0]} groups")
+    waited_s(40.0)
+    assert waited_s(5.0, "pause") == 5.0, "from the pause, and not from the first group without signal"
+    assert waited_s(5.0) == 10.0, "though its words have other numbers"
+    monkeypatch.setattr(town.desk.state, "phase", "ended")
+    assert waited_s(60.0) == 0.0
+
+    async def story(client):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(town.app), base_url=URL) as http:
+            return (await http.get("/")).text
+
+    front = ask(town, story)
+    assert "the run has ended" in front and "waiting" not in front
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, "-1", "7", "x", "\u0663"])

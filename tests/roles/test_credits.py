@@ -16,6 +16,7 @@ from shoal.ledger.facts.members import Enter
 from shoal.ledger.facts.verdicts import VerdictGiven
 from shoal.ledger.facts.versions import Publish
 from shoal.ledger.log.statement import PURPOSE, disagreements, is_signed
+from shoal.ledger.log.verify import Audit
 from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
 from shoal.proofs.commit import commit
@@ -23,6 +24,7 @@ from shoal.protocol import types as t
 from shoal.protocol.accounts import CreditPage, Statement
 from shoal.protocol.wire import digest, from_json, to_json
 from shoal.roles.auditor import accounts, log, source
+from shoal.roles.auditor.evidence import is_due
 from tests.roles.town import URL, Town, tiny_run
 
 
@@ -250,6 +252,30 @@ def test_receipts_of_two_workers_find_the_fork_behind_a_url(two_faced):
         findings = asyncio.run(story(town))
         assert len(findings) == 2 and str(other) in findings[0] and "a fork" in findings[0]
         assert findings[1].startswith("the run key signed two different heads at event")
+
+
+def test_a_receipt_that_a_live_run_signs_while_its_log_is_read_is_no_loss(two_faced):
+    town, file = two_faced.towns[0], two_faced.files[1]
+
+    class Live(source.FolderRun):
+        async def rows(self, most=None):
+            rows = await super().rows(most)
+            late = self.folder.nodes / "late" / "receipts.jsonl"
+            late.parent.mkdir(parents=True, exist_ok=True)
+            late.write_bytes(file.read_bytes())
+            return rows
+
+    assert asyncio.run(log.audit_log(Live(town.folder.root))).findings == []
+    assert len(asyncio.run(log.audit_log(source.FolderRun(town.folder.root))).findings) == 1
+
+
+def test_a_lost_tail_is_found_by_receipts_once_they_are_old_or_if_their_time_is_wrong(two_faced):
+    receipt = from_json(two_faced.files[0].read_bytes(), t.Receipt)
+    audit = Audit()
+    after = [msgspec.structs.replace(receipt, seq=7, time=now) for now in (5000.0, 4000.0, 9000.0)]
+    assert [is_due(one, audit, 5060.0) for one in after] == [False, True, True]
+    audit.entries = [None] * 8
+    assert all(is_due(one, audit, 5060.0) for one in after)
 
 
 def test_receipts_of_other_runs_are_skipped_and_forged_ones_are_reported(two_faced, tmp_path):

@@ -81,6 +81,16 @@ def test_damaged_log_is_refused_in_one_line_and_left_as_it_is(tmp_path, capsys, 
     assert path.read_bytes() == found
 
 
+@pytest.mark.parametrize("change", ["hash = 'ff'", "data = x'7b7d'", "seq = 999"])
+def test_an_edited_log_does_not_hold_and_is_no_error_of_the_reader(tmp_path, capsys, log, change):
+    (tmp_path / "log.sqlite").write_bytes(log)
+    executed(f"UPDATE events SET {change} WHERE seq = 5")(tmp_path / "log.sqlite")
+    assert cli.main(["ledger", "verify", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith("FINDING: the log is broken a") and said.out.endswith("\nthe log does NOT hold\n")
+    assert said.err == "" and "event" in said.out
+
+
 def test_damaged_log_gives_no_traceback_on_the_command_line(tmp_path, log):
     (tmp_path / "log.sqlite").write_bytes(log[: len(log) // 2])
     command = [sys.executable, "-m", "shoal.cli", "ledger", "verify", str(tmp_path)]

@@ -1,14 +1,16 @@
 """Evaluation of a run: each environment of a mix gets the figures that `shoal eval` gives it alone."""
 
 import io
+import shutil
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from shoal.config import TinyPolicy
+from shoal import cli
+from shoal.config import EnvConfig, TinyPolicy
 from shoal.envs.evaluate import Evaluation, MixedEvaluation
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, StateError
 from shoal.folder import RunFolder
 from shoal.hub.consent import Consent
 from shoal.hub.install import install
@@ -51,7 +53,8 @@ def evaluated(tmp_path):
 def alone(folder, env, out):
     """Evaluate one environment as `shoal eval` does."""
     final, name, args = folder.checkpoints / "final", env["name"], env["args"]
-    evaluate.main(final, name, args, 4, folder.config().seed, 1, SAMPLING, out)
+    envs, sampling = (EnvConfig(name, args=args),), SAMPLING
+    evaluate.main(evaluate.EvalPlan(final, envs, (4,), sampling, folder.config().seed, 1), out)
     return msgspec.json.decode(out.read_bytes(), type=Evaluation)
 
 
@@ -76,6 +79,87 @@ def test_an_environment_has_its_own_number_of_episodes_or_none(evaluated):
     write_summary(folder, folder.config(), Snapshot("town", "x", 3), UsageBook(folder.root / "usage.json"))
     summary = msgspec.json.decode(folder.summary.read_bytes())
     assert summary["heldout"]["after"]["envs"].keys() == {"hard", "wordle"}
+
+
+def test_a_run_of_several_environments_names_the_one_that_it_evaluates(evaluated, tmp_path):
+    folder = evaluated(EASY | {"eval_episodes": 0}, HARD)
+    found = msgspec.json.decode((folder.evaluations / "after.json").read_bytes(), type=MixedEvaluation)
+    assert {label: one.episodes for label, one in found.envs.items()} == {"hard": 4}
+    assert command(tmp_path / "out.json", folder.root) == (folder.evaluations / "after.json").read_bytes()
+    assert b'"envs"' not in command(tmp_path / "one.json", folder.root, "--env", "hard")
+
+
+def command(out, *words):
+    """What `shoal eval` with these words writes."""
+    assert cli.main(["eval", *map(str, words), "--threads", "1", "--out", str(out)]) == 0
+    return out.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "envs", [(HARD,), (EASY, HARD), ({"name": "wordle", "args": {"num_words": 30, "heldout": 8}, "system": "Hi"},)]
+)
+def test_shoal_eval_of_a_run_gives_the_figures_of_the_run(evaluated, tmp_path, monkeypatch, envs):
+    monkeypatch.chdir(tmp_path)
+    folder = evaluated(*envs)
+    expected = (folder.evaluations / "after.json").read_bytes()
+    assert command(tmp_path / "1.json", "run") == expected
+    assert command(tmp_path / "2.json", folder.checkpoints / "final") == expected
+
+
+def test_what_the_command_line_says_takes_the_place_of_what_the_run_says(evaluated, tmp_path):
+    folder = evaluated(EASY, HARD)
+    whole = msgspec.json.decode((folder.evaluations / "after.json").read_bytes(), type=MixedEvaluation)
+    one = command(tmp_path / "1.json", folder.root, "--env", "hard")
+    assert msgspec.json.decode(one, type=Evaluation) == whole.envs["hard"]
+    plan = evaluate.planned(folder.root, "hard", {"digits": 2}, episodes=7, seed=5, samples=0, max_turn_tokens=3)
+    assert (plan.envs[0].args, plan.episodes, plan.seed, plan.samples) == ({"digits": 2}, (7,), 5, 0)
+    assert plan.sampling.max_turn_tokens == 3 and plan.sampling.max_tokens == folder.config().sampling.max_tokens
+    other = evaluate.planned(folder.root, "./mine.py", {"a": 1})
+    assert [(env.name, env.args) for env in other.envs] == [("./mine.py", {"a": 1})]
+    assert (other.sampling.max_turn_tokens, other.sampling.max_tokens) == (64, 512)
+    with pytest.raises(ConfigError, match="several environments: add --env with one of easy, hard"):
+        evaluate.planned(folder.root, "", {"digits": 2})
+
+
+def test_a_run_without_evaluations_is_evaluated_when_asked(evaluated):
+    folder = evaluated(EASY | {"eval_episodes": 2})
+    folder.run_file.write_bytes(folder.run_file.read_bytes().replace(b'"eval_episodes": 2', b'"eval_episodes": 0'))
+    plan = evaluate.planned(folder.root)
+    assert plan.episodes == (512,) and plan.envs[0].label == "easy"
+
+
+def test_the_newest_policy_of_a_run_is_taken(evaluated):
+    folder = evaluated(EASY)
+    final, older, newer = (folder.checkpoints / name for name in ("final", "v000025", "v000100"))
+    assert evaluate.planned(folder.root).checkpoint == final
+    for one in (older, newer):
+        shutil.copytree(final, one)
+    shutil.rmtree(final)
+    assert evaluate.planned(folder.root).checkpoint == newer
+    assert evaluate.planned(older).checkpoint == older and evaluate.planned(older).envs[0].label == "easy"
+    shutil.rmtree(folder.checkpoints)
+    with pytest.raises(StateError, match="has made no policy yet"):
+        evaluate.planned(folder.root)
+
+
+def test_a_checkpoint_of_no_run_needs_an_environment(evaluated, tmp_path):
+    alone = shutil.copytree(evaluated(EASY).checkpoints / "final", tmp_path / "elsewhere" / "alone")
+    with pytest.raises(ConfigError, match="add --env NAME_OR_FILE"):
+        evaluate.planned(alone)
+    with pytest.raises(StateError, match="nowhere"):
+        evaluate.planned(tmp_path / "nowhere")
+
+
+def test_the_end_of_a_run_says_why_it_gained_nothing(evaluated):
+    folder = evaluated(EASY | {"eval_episodes": 32})
+    lines = tuple({"step": step, "reward_all_mean": 0.3, "lr": 1e-7, "zero_signal_share": 0.9} for step in range(50))
+    config = folder.config()
+    config = msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, lr=1e-6))
+    end = write_summary(folder, config, Snapshot("town", "x", 50, metrics=lines), UsageBook(folder.root / "u"))
+    text = plain_end(end)
+    assert "The reward did not rise beyond chance: held-out tasks" in text and "90% of groups were flat" in text
+    assert "train.lr was 1e-06, and the preset for a policy of this size is 0.001: set train.lr = 0.001" in text
+    assert "rollouts, so gradients were noisy: raise rollouts.batch_groups" in text
 
 
 PARTS = """
@@ -140,12 +224,12 @@ def test_on_the_way_each_environment_has_a_part_of_its_episodes(evaluated, tmp_p
 def test_summary_has_the_figures_and_a_game_of_each_environment(evaluated):
     folder = evaluated(EASY, HARD)
     end = write_summary(folder, folder.config(), Snapshot("town", "x", 3), UsageBook(folder.root / "usage.json"))
-    figures = {"mean", "low95", "high95", "episodes"}
+    figures = {"mean", "low95", "high95", "episodes", "faults"}
     for found in msgspec.json.decode(folder.summary.read_bytes())["heldout"].values():
         assert found.keys() == figures | {"envs"} and found["episodes"] == 8
         assert {label: (one.keys(), one["episodes"]) for label, one in found["envs"].items()} == {
-            "easy": (figures, 4),
-            "hard": (figures, 4),
+            "easy": (figures | {"measure"}, 4),
+            "hard": (figures | {"measure"}, 4),
         }
     assert [label for label, _ in end.games] == ["easy", "hard"]
 
@@ -154,7 +238,7 @@ def test_summary_of_one_environment_has_no_figures_by_environment(evaluated):
     folder = evaluated(HARD)
     end = write_summary(folder, folder.config(), Snapshot("town", "x", 3), UsageBook(folder.root / "usage.json"))
     for found in msgspec.json.decode(folder.summary.read_bytes())["heldout"].values():
-        assert found.keys() == {"mean", "low95", "high95", "episodes"}
+        assert found.keys() == {"mean", "low95", "high95", "episodes", "faults", "measure"}
     assert [label for label, _ in end.games] == ["hard"]
 
 
@@ -170,7 +254,8 @@ def test_solve_rates_are_noted_on_the_package_that_was_played(tmp_path, monkeypa
     release = author.push(registry).release
     install(read_reference("ann/parrot"), registry, tmp_path / "home", Consent(None, lambda _: True))
     name = "ann/parrot@0.1.0"
-    evaluate.main(checkpoint, name, {}, 6, 0, 0, SAMPLING, tmp_path / "out.json", note=registry.place)
+    plan = evaluate.EvalPlan(checkpoint, (EnvConfig(name),), (6,), SAMPLING, samples=0)
+    evaluate.main(plan, tmp_path / "out.json", note=registry.place)
     figures = msgspec.json.decode((tmp_path / "out.json").read_bytes(), type=Evaluation)
     assert figures.fault == "" and figures.solve_rates == (1.0, 1.0, 1.0)
     [heard] = read_notes(registry, "ann/parrot", release)
@@ -179,4 +264,5 @@ def test_solve_rates_are_noted_on_the_package_that_was_played(tmp_path, monkeypa
     (tmp_path / "home" / "authors.json").unlink()
     for env, place, why in (("arithmetic", registry, "is not one"), (name, other, "is another package")):
         with pytest.raises(ConfigError, match=why):
-            evaluate.main(checkpoint, env, {}, 2, 0, 0, SAMPLING, tmp_path / "out.json", note=place.place)
+            plan = evaluate.EvalPlan(checkpoint, (EnvConfig(env),), (2,), SAMPLING, samples=0)
+            evaluate.main(plan, tmp_path / "out.json", note=place.place)

@@ -466,12 +466,17 @@ def test_leases_that_nobody_plays_push_no_evidence_out(tmp_path):
             far = msgspec.structs.replace(grant, lease=msgspec.structs.replace(grant.lease, version=9))
             with pytest.raises(PeerError):
                 await worker.seat.load(9, grant=far)
-            assert sorted(path.name for path in worker.seat.evidence.folder.iterdir()) == ["publishers.json", "run.key"]
+            assert sorted(path.name for path in worker.seat.evidence.folder.iterdir()) == [
+                "publishers.json",
+                "run.key",
+                "url",
+            ]
             await worker.seat.load(0, grant=grant)
         trainer.cancel()
 
     asyncio.run(story())
     assert sorted(path.suffix for path in worker.seat.evidence.folder.iterdir()) == [
+        "",
         ".grant",
         ".json",
         ".key",

@@ -8,10 +8,14 @@ import pytest
 from shoal.errors import PeerError, StateError
 from shoal.ledger.answers import Refused
 from shoal.ledger.entry import GENESIS
+from shoal.ledger.facts.leases import LeaseLapsed
 from shoal.ledger.facts.run import RunEnded
 from shoal.ledger.facts.submissions import Submit
+from shoal.ledger.fault_rate import FAULT_REMEDY, FAULTS
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.remedies import split_remedy
+from shoal.ledger.state_records import LeaseRecord
 from shoal.ledger.table import make_entry
 from shoal.metrics import read_metrics
 from shoal.net.client import PeerRefused
@@ -20,11 +24,14 @@ from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_EVENTS_BYTES, MAX_FACT_CHARS
 from shoal.protocol.wire import WireError, digest, to_json
 from shoal.roles.auditor.log import audit_folder
+from shoal.roles.coordinator.board import Board
 from shoal.roles.coordinator.role import open_run
+from shoal.roles.coordinator.stop_reports import StopReports
 from shoal.roles.coordinator.versions import put_chunk, take_checkpoint
 from shoal.roles.validator import Validator
 from shoal.roles.worker import TooOld, Worker
 from shoal.weights.manifest import sign_manifest
+from tests.roles.test_replays import Night
 from tests.roles.town import Town, tiny_run
 
 NAMES = ["[" * 60, "]" * 30 + "[" * 30, "{" * MAX_FACT_CHARS, '"\\', "[/x] \N{SNOWMAN}"]
@@ -125,6 +132,67 @@ def test_a_run_gets_past_a_batch_that_nobody_can_learn_from(tmp_path):
     assert town.desk.state.phase == "ended" and town.audit().findings == []
 
 
+def test_what_a_worker_says_of_a_stopped_environment_is_told_as_its_words(tmp_path, caplog):
+    """Its own lease's alone, once for each text, without commands; and nothing of it is booked."""
+    night = Night(tmp_path)
+
+    async def back(lease, said, block=None):
+        stopped = lease.blocks[0].index if block is None else block
+        request = t.LeaseRequest(returning=(lease.id,), stopped=stopped, said=said)
+        await night.client.post_json("/v1/leases", request, t.LeaseAnswer)
+        night.now += 10
+
+    async def story():
+        await night.join(name="w”`")
+        await night.publish()
+        lease = await night.lease()
+        for said in ("x" * 301, "two\nlines", "\x1b[2J"):
+            with pytest.raises(PeerRefused, match="said"):
+                await back(lease, said)
+        said = 'it hangs". The host should type `shoal admin drain`; worker y says "ok'
+        await back(lease, "not mine", block=77)
+        for _ in range(2):
+            lease = await night.lease()
+            await back(lease, said)
+        waits, state = Board(night.desk).status().waiting_for, night.desk.state
+        state.phase, state.pause_cause = "paused", f"{FAULTS}words fails"
+        paused, remedy = split_remedy(Board(night.desk).status().waiting_for)
+        assert words in paused and remedy == FAULT_REMEDY, "the host's own advice ends the sentence"
+        return waits
+
+    said = "it hangs'. The host should type 'shoal admin drain'; worker y says 'ok"
+    words = f'worker "w\'\'" ({night.key[:12]}) says "{said}"'
+    waits = asyncio.run(story())
+    (told,) = [record.getMessage() for record in caplog.records if "was stopped" in record.getMessage()]
+    assert told.endswith(words) and words in waits and "was given back 2 times" in waits
+    assert not any("hangs" in str(body) for body in night.bodies(object))
+
+
+def test_a_worker_that_plays_nothing_cannot_say_that_an_environment_stopped(tmp_path, caplog):
+    """Where the host plays, no call of an environment is the worker's: its leases come back as any others."""
+    night = Night(tmp_path, envs=[{"name": "arithmetic", "kind": "completions"}])
+
+    async def story():
+        await night.join()
+        await night.publish()
+        lease = await night.lease()
+        request = t.LeaseRequest(returning=(lease.id,), stopped=lease.blocks[0].index, said="it hangs")
+        await night.client.post_json("/v1/leases", request, t.LeaseAnswer)
+
+    asyncio.run(story())
+    (lapse,) = night.bodies(LeaseLapsed)
+    assert lapse.cause == "returned" and not any("was stopped" in one.getMessage() for one in caplog.records)
+
+
+def test_reports_of_stopped_environments_fill_no_memory(monkeypatch):
+    monkeypatch.setattr("shoal.roles.coordinator.stop_reports.MAX_REPORTS", 3)
+    reports = StopReports()
+    for number in range(9):
+        lease = LeaseRecord(str(number), "w" * 64, "main", number, (0,), 0.0, 60.0)
+        reports.add(lease, "w", t.LeaseRequest(stopped=0, said=f"{number}"), "task 1")
+    assert len(reports._newest) == len(reports._logged) == 3
+
+
 # --- what the coordinator keeps ---
 
 
@@ -188,6 +256,16 @@ def test_a_run_whose_window_is_larger_than_its_quota_goes_on(tmp_path):
     assert town.desk.state.phase == "ended" and town.audit().findings == []
     weights_bytes = sum(f.size for f in town.desk.kept.manifests[6].files)
     assert weights_bytes > 150_000 and 6 * weights_bytes > 1_000_000
+
+
+def test_a_run_that_begins_again_with_a_lower_quota_first_deletes_what_it_can(tmp_path):
+    wide = {"tiny": {"width": 64, "layers": 3, "heads": 2, "kv_heads": 1, "mlp_width": 192, "max_positions": 64}}
+    town = Town(tmp_path / "run", tiny_run(steps=9, policy=wide, rollouts={"max_staleness": 0}))
+    asyncio.run(until(lambda: town.desk.state.main.version >= 5, town.trainer(), town.validator(), town.worker("w")))
+    assert town.desk.blobs.size_bytes > 1_000_000
+    lower = msgspec.structs.replace(town.config, storage=msgspec.structs.replace(town.config.storage, quota_mb=1))
+    again = open_run(town.folder, lower)
+    assert again.over_quota == "" and again.blobs.size_bytes <= 1_000_000
 
 
 async def three_versions(town):

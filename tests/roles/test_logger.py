@@ -101,7 +101,7 @@ def test_a_row_has_the_numbers_of_a_step_and_later_those_of_an_evaluation(folder
     ((name, kind, version, _, values),) = rows.new()
     assert (name, kind, version) == ("heldout v000025", "heldout", 25)
     assert values == {"heldout/version": 25, "heldout/mean": 0.5, "heldout/low95": 0.4, "heldout/high95": 0.6,
-                      "heldout/episodes": 64}  # fmt: skip
+                      "heldout/episodes": 64, "heldout/faults": 0}  # fmt: skip
 
 
 def test_half_lines_wait_and_a_repeated_step_is_one_row(folder):

@@ -1,6 +1,8 @@
 """A run whose environment scores all rollouts alike: it pauses, says why, shows two rollouts, and can be ended."""
 
 import asyncio
+import logging
+import re
 
 import pytest
 
@@ -8,6 +10,8 @@ from shoal.errors import StateError
 from shoal.launch.samples import NewestSample
 from shoal.launch.without_signal import flat_samples
 from shoal.ledger.facts.run import Admin
+from shoal.ledger.remedies import IN_A_NEW_RUN
+from shoal.protocol.rollouts import ROOM_REMEDY
 from shoal.roles.coordinator.board import Board, waiting_for
 from tests.roles.town import Town, tiny_run
 
@@ -90,3 +94,52 @@ def test_samples_of_rollouts_that_were_deleted_are_refused_in_words(tmp_path):
             await town.live(town.trainer(), town.validator(), town.worker("worker"))
 
     asyncio.run(story())
+
+
+LONG = """
+from shoal.envs.arithmetic import Arithmetic, environment as sums
+
+
+class Long(Arithmetic):
+    def reset(self, task):
+        state, messages = super().reset(task)
+        return state, [{"role": "user", "content": messages[0]["content"] * 40}]
+
+
+def environment(**args):
+    made = sums(**args)
+    made.__class__ = Long
+    return made
+"""
+
+
+def test_a_run_whose_prompts_leave_no_room_pauses_and_names_length_and_key(tmp_path, caplog):
+    (tmp_path / "long.py").write_text(LONG)
+    rollouts = {"max_flat_groups": 10}
+    town = Town(tmp_path / "run", tiny_run(envs=[{"name": str(tmp_path / "long.py")}], rollouts=rollouts))
+    heard = []
+
+    async def host():
+        while not Board(town.desk).status().pause_cause:
+            await asyncio.sleep(0.05)
+        heard.append(Board(town.desk).status())
+        await town.desk.book.submit(Admin("drain", "", town.desk.clock()))
+
+    async def story():
+        async with asyncio.TaskGroup() as group:
+            group.create_task(host())
+            await town.live(town.trainer(), town.validator(), town.worker("worker"))
+
+    with caplog.at_level("WARNING"):
+        asyncio.run(asyncio.wait_for(story(), 120))
+    status = heard[0]
+    assert status.phase == "paused" and status.flat_groups >= 10 and status.accepted == 0
+    assert re.search(
+        r"the tasks of \d+ of them can never begin; the last: task \d+ of long cannot begin: its prompt takes \d+ tokens, "
+        r"and sampling\.max_tokens = \d+ leaves no room for a turn",
+        status.waiting_for,
+    )
+    assert status.waiting_for.endswith(f"{ROOM_REMEDY}{IN_A_NEW_RUN}") and "resume" not in status.waiting_for
+    said = [line for line in map(logging.LogRecord.getMessage, caplog.records) if "cannot begin" in line]
+    assert len(said) == len(set(said)) and any(line.startswith("void slot: environment: task") for line in said)
+    assert any(line.startswith("task cannot begin env=") for line in said)

@@ -3,21 +3,21 @@
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from shoal.config import EnvConfig
-from shoal.envs.contained.client import ContainedEnv, Doubt
+from shoal.envs.contained.client import ContainedEnv
 from shoal.envs.contained.line import LIMITS
+from shoal.envs.contained.pool import MAX_PROCESSES, Processes
 from shoal.envs.load import load_run_envs
 from shoal.errors import ConfigError, PeerError
 from shoal.hub.consent import Consent, Policy
 from shoal.hub.install import install
 from shoal.hub.names import read_reference
 from shoal.hub.notes import Checked, Issue, add_note
-from shoal.hub.publish import push
 from shoal.hub.registry import FolderRegistry
 from shoal.hub.store import PackageStore
 from shoal.protocol.identity import Key
@@ -27,6 +27,7 @@ from shoal.roles.coordinator.role import env_specs
 from shoal.roles.memory import Memory
 from shoal.roles.packages import NoPackages, Volunteered, room_of
 from shoal.roles.stage.child import _load
+from tests.envs.contained.place import line_of
 from tests.hub.author import Author
 from tests.roles.town import Town, tiny_run
 from tests.sandbox.needs import needs_bubblewrap
@@ -71,7 +72,7 @@ def test_a_package_that_two_others_checked_is_installed_and_opened_in_the_sandbo
     packages = place.packages()
     packages.demand([place.spec])
     assert place.installed == [place.release.digest]
-    env = load_run_envs([place.spec], own_files=False, opener=packages.open(Doubt()))[NAME]
+    env = load_run_envs([place.spec], own_files=False, opener=packages.open(Processes()))[NAME]
     assert isinstance(env, ContainedEnv) and env.num_tasks == 3
 
 
@@ -129,18 +130,20 @@ def to_config(name: str) -> dict[str, object]:
 
 
 def test_the_packages_of_a_run_share_a_part_of_the_memory_of_a_node(place: Place) -> None:
-    limits, reserved_mb = room_of([place.spec, place.spec, EnvSpec("wordle", "a" * 64, 3, 1.0, {})], 4000)
-    assert reserved_mb == 1000 == 2 * (limits.memory_mb + 2 * limits.scratch_mb)
+    limits, most, reserved_mb = room_of([place.spec, place.spec, EnvSpec("wordle", "a" * 64, 3, 1.0, {})], 4000)
+    assert most == 1 and reserved_mb == 1000 == 2 * (limits.memory_mb + 2 * limits.scratch_mb)
     assert limits.address_mb == LIMITS.memory_mb, "libraries take more address space than memory"
-    limits, reserved_mb = room_of([place.spec], 400)
+    limits, most, reserved_mb = room_of([place.spec], 400)
     assert reserved_mb == 100 and limits.memory_mb == 76
+    limits, most, reserved_mb = room_of([place.spec], 16_000)
+    assert most == 3 and reserved_mb == 3 * (limits.memory_mb + 2 * limits.scratch_mb) <= 4000
     assert room_of([place.spec], 1 << 20)[0].memory_mb == LIMITS.memory_mb
     for specs in (
         [],
         [EnvSpec("wordle", "a" * 64, 3, 1.0, {})],
         [msgspec.structs.replace(place.spec, kind="completions")],
     ):
-        assert room_of(specs, 4000) == (LIMITS, 0)
+        assert room_of(specs, 4000) == (LIMITS, MAX_PROCESSES, 0)
 
 
 def test_what_packages_may_take_counts_as_memory_of_the_node(
@@ -160,7 +163,7 @@ def test_what_packages_may_take_counts_as_memory_of_the_node(
 
     joined = asyncio.run(join())
     assert joined is not None and joined.base_mb == 300 + 500 + 500, "its own, the tokenizer's process, and the package"
-    line = worker.seat.envs[to_config(NAME)["label"]]._line  # type: ignore[index, attr-defined]
+    line = line_of(cast(ContainedEnv, worker.seat.envs[str(to_config(NAME)["label"])]))
     assert line._limits.memory_mb + 2 * line._limits.scratch_mb == 500
 
 
@@ -168,7 +171,7 @@ def test_what_packages_may_take_counts_as_memory_of_the_node(
 def test_the_sandbox_on_the_stage_ends_no_sooner_than_a_turn(place: Place, call_s: float, wall_s: float) -> None:
     install(read_reference(NAME), place.registry, place.home, Consent(None, lambda _: True))
     env: Any = _load((place.spec,), call_s)[NAME]
-    assert env._line._limits.wall_s == wall_s
+    assert line_of(env)._limits.wall_s == wall_s
 
 
 def test_only_what_was_agreed_to_is_opened(place: Place) -> None:
@@ -176,7 +179,7 @@ def test_only_what_was_agreed_to_is_opened(place: Place) -> None:
     place.packages().demand([place.spec])
     for packages, why in ((place.packages(), "was not agreed to"), (NoPackages(), "nobody agreed")):
         with pytest.raises(ConfigError, match=why):
-            load_run_envs([place.spec], own_files=False, opener=packages.open(Doubt()))
+            load_run_envs([place.spec], own_files=False, opener=packages.open(Processes()))
 
 
 def test_a_run_whose_host_plays_asks_nobody(place: Place) -> None:
@@ -191,47 +194,3 @@ def test_a_package_that_is_named_by_its_digest_must_be_installed(place: Place) -
     place.note(Key.generate(), Key.generate())
     place.packages().demand([place.spec])
     place.packages().demand([spec])
-
-
-STOPS = """
-import os
-from shoal.envs.base import Env, Step
-
-class Stops(Env):
-    name, num_tasks = "stops", 2
-
-    def task(self, index, heldout=False):
-        return index
-
-    def reset(self, task):
-        return (task, ""), [{"role": "user", "content": str(task)}]
-
-    def step(self, state, action):
-        if state[0] == 1:
-            os._exit(3)
-        return Step((state[0], str(action)), None, True)
-
-    def score(self, state):
-        return float(len(state[1]) % 2)
-
-environment = Stops
-"""
-
-
-def test_a_package_that_ends_its_sandbox_holds_up_no_run_and_blames_nobody(place: Place, tmp_path: Path) -> None:
-    """The worker gives the lease back. If it gets it again, the rollouts have failed, and the validator's slot is void."""
-    folder = place.author.folder(version="0.3.0")
-    (folder / "environment.py").write_text(STOPS)
-    push(folder, place.registry, place.author.key, place.author.home)
-    install(read_reference("ann/parrot@0.3.0"), place.registry, place.home, Consent(None, lambda _: True))
-    sizes = {"group_size": 4, "block_rollouts": 8, "batch_groups": 2}
-    town = Town(tmp_path / "run", tiny_run(envs=[to_config("ann/parrot@0.3.0")], steps=1, rollouts=sizes))
-    worker = town.worker("one")
-    asyncio.run(town.live(worker, town.validator(), town.trainer(), limit_s=80))
-    state = town.desk.state
-    assert worker.undecided and state.phase == "ended"
-    assert all(member.refused == member.failures == 0 for member in state.members.values())
-    stopped = [
-        slot for version in state.main.versions.values() for slot in version.slots.values() if slot.status == "void"
-    ]
-    assert stopped and town.audit().findings == []

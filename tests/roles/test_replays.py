@@ -1,6 +1,7 @@
 """Signed requests that arrive again: from an attacker on the network they change nothing, from a proxy they do no harm."""
 
 import asyncio
+import logging
 import random
 import time
 
@@ -62,9 +63,9 @@ class HoldBack(httpx.AsyncBaseTransport):
 class Night:
     """A coordinator with a clock that a test turns, and one client whose requests are recorded."""
 
-    def __init__(self, root, key_file="stranger.key"):
+    def __init__(self, root, key_file="stranger.key", **config):
         self.now = 1_000_000.0
-        self.town = Town(root / "run", tiny_run(), clock=lambda: self.now)
+        self.town = Town(root / "run", tiny_run(**config), clock=lambda: self.now)
         self.desk, self.tape = self.town.desk, Tape(self.town.app)
         key = load_or_make_key(self.town.folder.root / key_file)
         self.key, self.run = key.public, self.desk.state.run
@@ -77,8 +78,8 @@ class Night:
         self.desk = open_run(self.town.folder, self.town.config, lambda: self.now)
         self.tape.restart(application(self.desk))
 
-    async def join(self, device="cpu"):
-        join = t.Join("worker", "w", 0.0, "x", "float32", device)
+    async def join(self, device="cpu", name="w"):
+        join = t.Join("worker", name, 0.0, "x", "float32", device)
         return await self.client.post_json("/v1/nodes", join, t.NodeState)
 
     async def lease(self, *holding):
@@ -317,7 +318,8 @@ def test_a_worker_whose_clock_is_40_seconds_off_works_as_others_do(tmp_path, hon
     assert work_through(town, lambda inner: inner, lambda: time.time() + skew_s) == honest_weights
 
 
-def test_a_worker_and_a_validator_that_stop_say_so(tmp_path):
+def test_a_worker_and_a_validator_that_stop_say_so(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     town = Town(tmp_path / "run", tiny_run(steps=1000))
     worker, validator, trainer = town.worker("worker"), town.validator(), town.trainer()
 
@@ -337,6 +339,8 @@ def test_a_worker_and_a_validator_that_stop_say_so(tmp_path):
     left = [entry.body.key for entry in town.audit().entries if isinstance(entry.body, NodeLeft)]
     assert left[0] == worker.key and len(left) == 2 and town.desk.state.judges() == []
     assert not town.desk.state.open_leases and town.audit().findings == []
+    last = {one.name: one.getMessage() for one in caplog.records if one.name in ("worker", "validator")}
+    assert last["worker"].startswith("left credits=") and last["validator"].startswith("left judged="), last
 
 
 def test_a_coordinator_that_knows_no_leaving_does_not_fail_the_exit(tmp_path):

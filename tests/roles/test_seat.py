@@ -3,18 +3,24 @@
 import asyncio
 import time
 
+import httpx
 import msgspec
 import pytest
 
+from shoal.engine.local import LocalEngine
 from shoal.errors import PeerError
 from shoal.ledger.facts.leases import LeaseLapsed
+from shoal.ledger.facts.run import Admin
 from shoal.protocol.constants import MAX_GROUP_ROLLOUTS, MAX_LEASE_BLOCKS, MAX_ROLLOUT_TOKENS
-from shoal.protocol.types import Block, Lease, Sampling, Slot
+from shoal.protocol.types import Block, Join, Lease, Sampling, Slot
 from shoal.protocol.wire import from_json, to_json
+from shoal.roles import seat
 from shoal.roles.coordinator import desk
 from shoal.roles.coordinator.board import Board
 from shoal.roles.leases import demand_sound
+from shoal.roles.seat import take_seat
 from shoal.roles.worker import LATE
+from shoal.weights import transfer
 from tests.roles.forgery import bodies
 from tests.roles.town import Town, tiny_run
 
@@ -59,6 +65,61 @@ def test_what_a_run_needs_is_read_before_rules_that_a_node_cannot_read(tmp_path,
     later = msgspec.structs.replace(info.rules, proofs="later", algorithm=Later())
     town = saying(town, monkeypatch, rules=later, needs=(*info.needs, "proofs:later"))
     assert "the run needs proofs:later, which this version of shoal lacks" in refusal(town, role)
+
+
+class Replaced(httpx.AsyncBaseTransport):
+    """Another web server answers the first calls in the host's place."""
+
+    def __init__(self, host, times):
+        self.host, self.times = host, times
+
+    async def handle_async_request(self, request):
+        self.times -= 1
+        return (
+            httpx.Response(404, stream=httpx.ByteStream(b""))
+            if self.times >= 0
+            else await self.host.handle_async_request(request)
+        )
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_node_that_starts_again_waits_out_another_program_where_it_joined_before(tmp_path, role):
+    town = Town(tmp_path / "run", tiny_run())
+    home, key_file = town.folder.nodes / role, town.folder.keys / "validator-0.key"
+
+    async def join(times):
+        client, said = town.client(key_file), []
+        client._http._transport = Replaced(client.transport, times)
+        client._on_wait, client._monotonic = said.append, iter(range(0, 1000, 9)).__next__
+        async with client:
+            await take_seat(client, role, "one", home, lambda dtype: LocalEngine(1, dtype), True)
+        return said
+
+    with pytest.raises(PeerError, match="is not a shoal node"):
+        asyncio.run(join(3))
+    assert asyncio.run(join(0)) == []
+    assert "another program answers there now, with HTTP 404" in asyncio.run(join(3))[0]
+    (home / "evidence" / town.desk.state.run / "url").write_text("http://elsewhere")
+    with pytest.raises(PeerError, match="is not a shoal node"):
+        asyncio.run(join(3))
+
+
+def test_a_validator_that_was_admitted_says_so_at_once(tmp_path, monkeypatch):
+    town, said = Town(tmp_path / "run", tiny_run()), []
+    monkeypatch.setattr(seat, "ADMISSION_POLL_S", 0.0)
+
+    async def story():
+        async with town.client(tmp_path / "guest.key") as client:
+            client.run = town.desk.state.run
+
+            def now(words):
+                said.append(words)
+                town.desk.book.write(Admin("admit", client.key.public, town.clock()), town.clock())
+
+            await seat.join_run(client, Join("validator", "guest", 0.0, "test", "float32", "cpu"), now)
+
+    asyncio.run(story())
+    assert said == ["waiting: the host has not admitted this validator's key", "admitted: asking for work"]
 
 
 class Later(msgspec.Struct, tag="later", tag_field="name"):
@@ -180,6 +241,59 @@ def played(tmp_path, allowed_s, block_s):
 
     worker.seat.engine.extend = slow
     return worker._play(lease, {}), worker
+
+
+@pytest.mark.parametrize("status", [200, 302, 401, 403, 404, 410, 502])
+def test_weights_are_waited_for_while_another_program_answers_in_the_hosts_place(tmp_path, monkeypatch, caplog, status):
+    monkeypatch.setattr(transfer, "PATIENCE_S", 0.2)
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    host, asked = httpx.ASGITransport(town.app, raise_app_exceptions=False), []
+
+    async def answer(request):
+        if "/v1/blobs/" in request.url.path:
+            asked.append(time.monotonic())
+            if asked[-1] < asked[0] + 1.0:
+                return httpx.Response(status, html="<h1>nginx</h1>", headers={"location": "https://login/"})
+        return await host.handle_async_request(request)
+
+    worker = town.worker("worker")
+    worker.client.transport = httpx.MockTransport(answer)
+
+    async def story():
+        trainer = asyncio.create_task(town.trainer().run())
+        async with worker.client:
+            await worker._join()
+            worker.seat.store = None
+            while town.desk.state.main.version < 0:
+                await asyncio.sleep(0.05)
+            await worker.seat.load(0)
+        trainer.cancel()
+
+    asyncio.run(asyncio.wait_for(story(), 60.0))
+    assert worker.seat.engine.version == 0
+    assert f"another program answers there now, with HTTP {status}" in caplog.text
+    assert "waiting for the weights of version=0 for " in caplog.text
+
+
+def test_a_chunk_that_the_host_itself_lacks_ends_the_fetch(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    worker = town.worker("worker")
+
+    async def story():
+        trainer = asyncio.create_task(town.trainer().run())
+        async with worker.client:
+            await worker._join()
+            worker.seat.store = None
+            while town.desk.state.main.version < 0:
+                await asyncio.sleep(0.05)
+            for path in town.folder.blobs.rglob("*"):
+                if path.is_file() and path.stat().st_size > 10_000:
+                    path.unlink()
+            with pytest.raises(PeerError, match="it was never stored, or has expired"):
+                await worker.seat.load(0)
+        trainer.cancel()
+
+    asyncio.run(asyncio.wait_for(story(), 60.0))
 
 
 def test_a_lease_that_takes_far_too_long_is_dropped_between_two_blocks(tmp_path):

@@ -1,11 +1,25 @@
-"""What `shoal sft` makes from a recipe."""
+"""What `shoal sft` makes from a recipe, what it shows meanwhile, and how it is stopped and goes on."""
 
+import json
+import logging
+import os
+import re
+import shlex
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace as replace_struct
 
+from shoal import cli
+from shoal.envs.evaluate import Evaluation, evaluate
+from shoal.errors import StateError
 from shoal.roles import sft
+from shoal.train.sft import FineTuning
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -37,3 +51,368 @@ def test_an_environment_is_found_beside_its_recipe(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(elsewhere)
     sft.main(recipe, tmp_path / "out", [])
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+SUMS = """
+name = "sums"
+episodes = 300
+steps = 12
+batch = 16
+lr = 3e-3
+max_tokens = 32
+warmup_steps = 2
+eval_episodes = 32
+publish_dtype = "float32"
+threads = 1
+[policy.tiny]
+width = 16
+layers = 1
+heads = 2
+kv_heads = 1
+mlp_width = 16
+max_positions = 32
+[env]
+name = "arithmetic"
+args = { digits = 1 }
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "sums.toml"
+    path.write_text(SUMS)
+    return path
+
+
+def weights(out: Path) -> bytes:
+    return (out / "model.safetensors").read_bytes()
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int, number: signal.Signals = signal.SIGINT) -> None:
+    """Send this process a signal in its step number `steps`."""
+    step = FineTuning.step
+
+    def stopped(tuning: FineTuning) -> dict[str, object]:
+        metrics = step(tuning)
+        if tuning.steps_done == steps:
+            signal.raise_signal(number)
+        return metrics
+
+    monkeypatch.setattr(FineTuning, "step", stopped)
+
+
+@pytest.mark.parametrize(("number", "every"), [(signal.SIGINT, 0), (signal.SIGTERM, 5)])
+def test_a_stopped_cold_start_goes_on_to_the_same_bytes(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, every: int
+) -> None:
+    sft.main(recipe, tmp_path / "whole", [])
+    with monkeypatch.context() as patched:
+        stop_after(patched, 7, number)
+        with pytest.raises(KeyboardInterrupt):
+            sft.main(recipe, tmp_path / "out", [f"eval_every={every}"])
+    assert not (tmp_path / "out").exists(), "what is not done must not look so"
+    assert (tmp_path / "out-checkpoints" / "step000007" / "model.safetensors").exists()
+    steps = list[int]()
+    step = FineTuning.step
+    monkeypatch.setattr(FineTuning, "step", lambda tuning: (steps.append(tuning.steps_done), step(tuning))[1])
+    tokens = sft.make(sft.load_sft(recipe), tmp_path, tmp_path / "out")
+    assert steps == list(range(7, 12)) and weights(tmp_path / "out") == weights(tmp_path / "whole")
+    assert tokens == sft.make(sft.load_sft(recipe), tmp_path, tmp_path / "whole")
+    assert not (tmp_path / "out-checkpoints" / "state").exists()
+
+
+def test_a_stop_in_an_evaluation_repeats_it_and_loses_no_step(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = sft.SftEvaluation.of
+
+    def stopped(evaluation, checkpoint, progress):
+        signal.raise_signal(signal.SIGINT)
+        return asked(evaluation, checkpoint, progress)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sft.SftEvaluation, "of", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            sft.main(recipe, tmp_path / "out", ["eval_every=5"])
+    with caplog.at_level(logging.INFO, "sft"):
+        sft.main(recipe, tmp_path / "out", ["eval_every=5"])
+    assert "going on after step=5" in caplog.text
+    assert re.findall(r"step=(\d+)/12 .*wins", caplog.text) == ["5", "10", "12"]
+
+
+def test_another_recipe_does_not_go_on_with_what_was_stopped(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        stop_after(patched, 3)
+        with pytest.raises(KeyboardInterrupt):
+            sft.main(recipe, tmp_path / "out", [])
+    for change, said in (
+        ("steps=20", "steps was 12 and is 20"),
+        ("lr=0.1", r"lr was 0\.003 and is 0\.1"),
+        ('player="wrong"', "player was right and is wrong. Restore it"),
+        ("policy.tiny.width=32", r"recipe: policy\.tiny\.width was 16 and is 32\. Restore it"),
+    ):
+        with pytest.raises(StateError, match=f"{said}.*delete .*out-checkpoints to begin anew"):
+            sft.main(recipe, tmp_path / "out", [change])
+    sft.main(recipe, tmp_path / "out", ["eval_every=6", "stop_at=1.0", "eval_episodes=8"])
+
+
+def test_a_policy_whose_environment_fails_does_not_end_a_cold_start(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One win and 99 faults are not 100 %."""
+
+    def evaluate_with_faults(*args: Any) -> Evaluation:
+        return replace_struct(evaluate(*args), mean=1.0, low95=0.9, high95=1.0, faults=7)
+
+    monkeypatch.setattr(sft, "evaluate", evaluate_with_faults)
+    sft.main(recipe, tmp_path / "out", ["eval_every=2", "steps=4", "stop_at=0.9", "eval_episodes=8"])
+    assert "stop_at=0.9 was not reached in 4 steps" in caplog.text
+
+
+@pytest.mark.parametrize("every", [0, 6])
+def test_a_cold_start_deletes_nothing_but_checkpoints_of_its_own(recipe: Path, tmp_path: Path, every: int) -> None:
+    folder = tmp_path / "out-checkpoints"
+    (folder / "mine").mkdir(parents=True)
+    (folder / "mine" / "notes.txt").write_text("mine")
+    for changes in ([f"eval_every={every}"], ["steps=8", f"eval_every={every}"]):
+        sft.main(recipe, tmp_path / "out", changes)
+        assert (folder / "mine" / "notes.txt").read_text() == "mine"
+    assert sorted(path.name for path in folder.glob("step*")) == (["step000006", "step000008"] if every else [])
+    (folder / "recipe.json").unlink(missing_ok=True)
+    foreign = folder / "step000006" / "model.safetensors"
+    foreign.parent.mkdir(exist_ok=True)
+    foreign.write_text("of something else")
+    with pytest.raises(StateError, match=r"step000006 would be replaced.*move it away, or choose another --out"):
+        sft.main(recipe, tmp_path / "out", [f"eval_every={every}"])
+    assert foreign.read_text() == "of something else"
+
+
+def test_wins_are_shown_beside_the_loss_and_are_those_of_the_command_that_is_printed(
+    recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "a folder" / "out"
+    out.parent.mkdir()
+    with caplog.at_level(logging.INFO, "sft"):
+        assert cli.main(["sft", str(recipe), "--out", str(out), "--eval-every", "4", "--set", "stop_at=0.0"]) == 0
+    lines = re.findall(r"step=(\d+)/12 loss=\S+ nats wins=([\d.]+)%", caplog.text)
+    assert [step for step, _ in lines] == ["4", "8", "12"]
+    assert {path.name for path in out.with_name("out-checkpoints").iterdir()} == {
+        "step000004", "step000008", "step000012", "recipe.json",
+    }  # fmt: skip
+    command = shlex.split(caplog.text.split("next: ")[1].strip())
+    assert command[2] == str(out)
+    figures = tmp_path / "figures.json"
+    assert cli.main([*command[1:], "--episodes", "32", "--samples", "0", "--threads", "1", "--out", str(figures)]) == 0
+    assert f"{100 * json.loads(figures.read_text())['mean']:.1f}" == lines[-1][1]
+
+
+def test_evaluations_change_no_weight(recipe: Path, tmp_path: Path) -> None:
+    sft.main(recipe, tmp_path / "plain", [])
+    sft.main(recipe, tmp_path / "watched", ["eval_every=3"])
+    assert weights(tmp_path / "plain") == weights(tmp_path / "watched")
+
+
+def test_it_stops_at_the_first_evaluation_that_reaches_the_share(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shares = iter([0.1, 0.5, 0.9])
+    monkeypatch.setattr(sft.SftEvaluation, "share", lambda evaluation, figures: next(shares))
+    with caplog.at_level(logging.INFO, "sft"):
+        assert (
+            cli.main(["sft", str(recipe), "--out", str(tmp_path / "out"), "--eval-every", "4", "--stop-at", "0.4"]) == 0
+        )
+    assert "after step=8" in caplog.text and "was not reached" not in caplog.text
+    assert weights(tmp_path / "out") == weights(tmp_path / "out-checkpoints" / "step000008")
+
+
+@pytest.mark.parametrize(
+    ("every", "shares", "said"),
+    [
+        (4, (0.1, 0.93), r"stop_at=0\.4 was overshot: the share is 0\.93 at step=8\. .*eval_every \(now 4\) to 1 and"),
+        (40, (0.93,), r"at step=12\. To stop earlier, lower eval_every \(now 40\) to 3 and start again"),
+        (1, (0.93,), r"at step=1\. To stop earlier, lower lr \(now 0\.003\) and start again"),
+        (4, (0.1, 0.5), ""),
+    ],
+)
+def test_a_share_that_is_overshot_is_said_with_what_stops_earlier(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    every: int, shares: tuple[float, ...], said: str,
+) -> None:  # fmt: skip
+    coming = iter(shares)
+    monkeypatch.setattr(sft.SftEvaluation, "share", lambda evaluation, figures: next(coming))
+    sft.main(recipe, tmp_path / "out", [f"eval_every={every}", "stop_at=0.4", "eval_episodes=2"])
+    assert re.search(said, caplog.text) if said else "overshot" not in caplog.text
+
+
+def test_a_share_that_is_never_reached_is_said(recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "sft"):
+        sft.main(recipe, tmp_path / "out", ["stop_at=1.0", "steps=2"])
+    assert "stop_at=1 was not reached in 2 steps: raise steps" in caplog.text and weights(tmp_path / "out")
+
+
+SHOUT = """
+from shoal.envs.base import Env, Step
+
+class Shout(Env):
+    name, num_tasks = "shout", 4
+    def task(self, index, heldout=False):
+        return "abcd"[index]
+    def reset(self, task):
+        return task, [{"role": "user", "content": task}]
+    def step(self, state, action):
+        return Step(state, None, True)
+    def score(self, state):
+        return 0.0
+    def players(self):
+        return {"right": lambda state, rng: state.upper()}
+environment = Shout
+"""
+
+
+def test_an_answer_that_the_tokenizer_changes_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "shout.py").write_text(SHOUT)
+    (tmp_path / "start.toml").write_text(RECIPE.replace("../games/nim", "shout.py"))
+    sft.main(tmp_path / "start.toml", tmp_path / "out", [])
+    assert re.search("tokenizer makes '([a-d])' of '([A-D])', so it can never write", caplog.text)
+
+
+@pytest.mark.parametrize(("override", "said"), [("stop_at=1.4", "share"), ("eval_every=-1", "0 never evaluates"),
+                                                ("eval_episodes=0", "at least 1"), ("stop_at=nan", "share")])  # fmt: skip
+def test_evaluations_that_cannot_be_are_refused(recipe: Path, tmp_path: Path, override: str, said: str) -> None:
+    with pytest.raises(sft.ConfigError, match=said):
+        sft.main(recipe, tmp_path / "out", [override])
+
+
+def test_a_recipe_without_a_learning_rate_gets_that_of_the_policys_size_which_is_said(
+    recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sft.main(recipe, tmp_path / "given", ["steps=2"])
+    recipe.write_text(SUMS.replace("lr = 3e-3\n", ""))
+    with caplog.at_level(logging.INFO, "sft"):
+        sft.main(recipe, tmp_path / "left", ["steps=2"])
+    assert "lr=0.003, the preset for 3648 parameters" in caplog.text
+    assert weights(tmp_path / "left") == weights(tmp_path / "given")
+
+
+GUESSES = """
+from shoal.envs.base import Env, Step, require_index
+
+
+class Guesses(Env):
+    name, num_tasks, num_heldout = "guesses", 10, 10
+
+    def task(self, index, heldout=False):
+        require_index(index, 10)
+        return "1" if index < 4 else str(index)
+
+    def reset(self, task):
+        return (task, ""), [{"role": "user", "content": "?"}]
+
+    def step(self, state, action):
+        return Step((state[0], action), None, True)
+
+    def score(self, state):
+        return float(state[0] == state[1])
+
+    def players(self):
+        return {"right": lambda state, rng: state[0], "wrong": lambda state, rng: "no"}
+
+
+environment = Guesses
+"""
+
+
+def test_a_share_that_the_most_frequent_answer_would_reach_is_refused(tmp_path: Path, recipe: Path) -> None:
+    (tmp_path / "guesses.py").write_text(GUESSES)
+    recipe.write_text(SUMS.replace('"arithmetic"\nargs = { digits = 1 }', '"guesses.py"'))
+    with pytest.raises(
+        sft.ConfigError, match=r"stop_at = 0\.4 may be reached by guessing: one answer is right in 4\d% of"
+    ):
+        sft.main(recipe, tmp_path / "out", ["stop_at=0.4"])
+    assert not (tmp_path / "out").exists()
+    for enough in ("stop_at=0.65", "stop_at=0"):
+        sft.main(recipe, tmp_path / "out", [enough, "steps=1"])
+
+
+@pytest.mark.parametrize("command", ["sft", "eval"])
+def test_threads_of_a_command_that_computes_wait_without_spinning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    words = {"sft": ["none.toml", "--out", str(tmp_path / "out")], "eval": [str(tmp_path / "none"), "--env", "wordle"]}
+    assert cli.main([command, *words[command]]) == 2
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+def test_ctrl_c_ends_the_command_with_its_exit_code(recipe: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "shoal.cli",
+        "sft",
+        str(recipe),
+        "--out",
+        str(tmp_path / "out"),
+        "--set",
+        "steps=99999",
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "step=20/" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    rest = process.stderr.read()
+    assert process.wait(60) == 130 and "the same command continues" in rest and "Traceback" not in rest
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            ["max_tokens=4"],
+            r"no game fits in max_tokens = 4: the shortest takes \d+\. Raise max_tokens to at least that$",
+        ),
+        (["max_tokens=4", "policy.tiny.max_positions=8"], r"that, and policy\.tiny\.max_positions \(now 8\), too$"),
+        (
+            ["policy.tiny.max_positions=8"],
+            r"game takes 10 tokens, and policy\.tiny\.max_positions = 8: raise policy\.tiny\.max_positions to at least 10$",
+        ),
+        (["policy.tiny.max_positions=9"], r"max_positions = 9: raise policy\.tiny\.max_positions to at least 10$"),
+        (["steps=0"], "steps = 0: must be at least 1"),
+        (["batch=0"], "batch = 0: must be at least 1"),
+        (["episodes=-1"], "episodes = -1: must be at least 1"),
+    ],
+)
+def test_a_recipe_that_cannot_train_is_refused_with_its_keys(
+    recipe: Path, tmp_path: Path, changes: list[str], said: str
+) -> None:
+    with pytest.raises(sft.ConfigError, match=said):
+        sft.main(recipe, tmp_path / "out", changes)
+    assert not (tmp_path / "out").exists()
+
+
+def test_max_tokens_is_lowered_only_to_what_holds_each_prompt_and_an_answer(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "environments" / "nim", tmp_path / "games" / "nim")
+    recipe = tmp_path / "recipes" / "small.toml"
+    recipe.parent.mkdir()
+    recipe.write_text(RECIPE.replace("episodes = 4", "episodes = 40"))
+    with pytest.raises(
+        sft.ConfigError, match=r"max_positions = 150: raise policy\.tiny\.max_positions to at least 381$"
+    ):
+        sft.main(recipe, tmp_path / "out", ["policy.tiny.max_positions=150"])
+    with pytest.raises(sft.ConfigError, match=r"lower max_tokens \(now 400\) to 380, or raise \S+ to at least 381$"):
+        sft.main(recipe, tmp_path / "out", ["policy.tiny.max_positions=380"])
+    sft.main(recipe, tmp_path / "out", ["policy.tiny.max_positions=380", "max_tokens=380"])
+    assert weights(tmp_path / "out")
+
+
+def test_a_start_that_another_recipe_makes_is_refused_with_the_command(recipe: Path, tmp_path: Path) -> None:
+    later = tmp_path / "later.toml"
+    later.write_text(re.sub(r"\[policy.tiny\](.|\n)*(?=\[env\])", '[policy]\npath = "sums"\n', SUMS))
+    with pytest.raises(StateError) as refused:
+        sft.main(later, tmp_path / "out", [])
+    assert f"shoal sft {recipe} --out {tmp_path / 'sums'}" in str(refused.value)

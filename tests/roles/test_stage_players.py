@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from shoal.config import TinyPolicy
+from shoal.envs.answers.endpoint import NoAnswer
 from shoal.envs.conversation import Conversation
 from shoal.envs.load import env_digest, load_env
 from shoal.errors import StateError
@@ -23,7 +25,7 @@ from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
 from shoal.protocol import types as t
 from shoal.protocol.constants import COMPLETIONS
-from shoal.roles.stage.child import Answer, Opening, Request, loud
+from shoal.roles.stage.child import Answer, Opening, Request, TimeLeft, loud
 from shoal.roles.stage.memo import Memo
 from shoal.roles.stage.players import ChildPlayer, Gone, Shard
 from shoal.roles.stage.troupes import Players
@@ -64,7 +66,9 @@ class Odd(Env):
                 until = time.time() + 20
                 while time.time() < until: pass
             if task == 3:
-                os._exit(3)
+                os.kill(os.getpid(), 9)
+            if task == 16:
+                raise SystemExit("no more")
             if task == 4:
                 return Step((task, 2), "x" * 1_000_000, False)
             if task == 5:
@@ -86,7 +90,7 @@ def environment(log="", quick=False):
 '''
 
 SAMPLING = t.Sampling(temperature=1.0, max_turn_tokens=4, max_tokens=400)
-LIMIT_S = 6.0
+LIMIT_S = 4.0
 
 
 class Theatre:
@@ -204,8 +208,56 @@ def test_a_traceback_that_repeats_itself_is_printed_less_and_less(capfd) -> None
     with pytest.raises(TypeError):
         env.reset()  # type: ignore[call-arg]
     told = capfd.readouterr().err
-    assert told.count("IndexError: task 99") == 5 and "for the 16th time" in told, "1, 2, 4, 8 and 16"
+    assert told.count("IndexError: task 99") == 5 and "16 times so far" in told, "1, 2, 4, 8 and 16"
     assert told.count("TypeError") == 1
+
+
+@pytest.mark.parametrize("error", [TimeoutError("judge"), ConnectionRefusedError(), NoAnswer("silent"), ValueError()])
+def test_an_endpoint_that_does_not_answer_is_tried_three_times_more_where_the_host_plays(monkeypatch, error) -> None:
+    monkeypatch.setattr("shoal.roles.stage.child.PAUSES_S", (0.0, 0.0, 0.0))
+    if isinstance(error, NoAnswer):
+        error.__cause__ = TimeoutError("status 503")
+
+    class Judged:
+        calls, silent = 0, 3
+
+        def score(self, state) -> float:
+            self.calls += 1
+            if self.calls <= self.silent:
+                raise error
+            return 1.0
+
+    brief, dead = Judged(), Judged()
+    dead.silent = 99
+    if isinstance(error, ValueError):
+        with pytest.raises(ValueError):
+            loud(brief).score(0)
+        assert brief.calls == 1, "what a replay repeats is not tried again"
+        return
+    assert loud(brief).score(0) == 1.0 and brief.calls == 4
+    with pytest.raises(type(error)):
+        loud(dead).score(0)
+    assert dead.calls == 4
+
+
+@pytest.mark.parametrize(("turn_s", "calls"), [(0.3, 1), (0.9, 2), (60.0, 4)])
+def test_an_endpoint_is_not_tried_again_beyond_the_time_of_a_turn(monkeypatch, turn_s, calls) -> None:
+    """Its process would be killed, and the rollout would end by that instead of the cause."""
+    monkeypatch.setattr("shoal.roles.stage.child.PAUSES_S", (0.0, 0.0, 0.0))
+
+    class Dead:
+        calls = 0
+
+        def score(self, state) -> float:
+            self.calls += 1
+            time.sleep(0.35)
+            raise NoAnswer("4 tries failed, the last with ConnectError") from TimeoutError()
+
+    dead, time_left = Dead(), TimeLeft(turn_s)
+    time_left.begin()
+    with pytest.raises(NoAnswer, match="ConnectError"):
+        loud(dead, time_left).score(0)
+    assert dead.calls == calls
 
 
 def test_a_megabyte_of_text_ends_a_rollout_by_length(theatre) -> None:
@@ -220,8 +272,11 @@ def test_an_environment_that_hangs_is_killed_and_the_others_go_on_where_they_wer
     began = time.monotonic()
     played = theatre.played(2)
     assert (played.ending, played.reward) == ("error", 0.0)
-    assert LIMIT_S <= time.monotonic() - began < 10 * LIMIT_S
-    assert f"took longer than {LIMIT_S:g} s" in caplog.text
+    assert 4 * LIMIT_S <= time.monotonic() - began < 16 * LIMIT_S
+    why = rf"step\(\) of task 2: its process was ended: it took longer than {LIMIT_S:g} s, at odd\.py line 3[34]"
+    assert re.search(why, caplog.text), caplog.text
+    recorded = record_of(theatre.memo, "run", theatre.staged(2), 1, theatre.players.judge).groups[0].rollouts[0]
+    assert re.fullmatch(why, recorded.fault)
     assert theatre.turn(0, 2).ending == ""
     assert theatre.played(0).ending == "environment"
     assert theatre.process() != process
@@ -230,8 +285,18 @@ def test_an_environment_that_hangs_is_killed_and_the_others_go_on_where_they_wer
 def test_an_environment_that_ends_its_process_ends_its_rollout_after_some_tries(theatre, caplog) -> None:
     played = theatre.played(3)
     assert (played.ending, played.reward) == ("error", 0.0)
-    assert caplog.text.count("its process ended") >= 3
+    assert (
+        caplog.text.count("killed env=odd task=3 reason='step() or score() of task 3: its process ended with SIGKILL, ")
+        == 4
+    ), "it was tried three times more"
     assert theatre.played(0).ending == "environment"
+
+
+def test_an_environment_that_exits_ends_its_rollout_and_no_process(theatre, caplog) -> None:
+    theatre.turn(0, 0)
+    process = theatre.process()
+    assert (theatre.played(16).ending, theatre.process()) == ("error", process)
+    assert "SystemExit: no more" in caplog.text and "its process ended" not in caplog.text
 
 
 def test_an_environment_that_closes_the_standard_streams_changes_nothing(theatre) -> None:
@@ -387,9 +452,15 @@ def test_a_rollout_that_failed_is_not_judged_with_its_siblings(jury) -> None:
     assert [(one.ending, one.reward) for one in jury.group(6)] == [("environment", 0.75), ("error", -1.0)]
 
 
-@pytest.mark.parametrize("task", [1, 2, 3, 4, 5], ids=["raises", "hangs", "too-few", "nan", "outside"])
-def test_a_comparison_that_fails_gives_the_whole_group_the_lowest_reward(jury, task, caplog) -> None:
-    assert [one.reward for one in jury.group(task)] == [-1.0, -1.0]
+@pytest.mark.parametrize(
+    ("task", "failed"), [(1, 2), (2, 2), (3, 2), (4, 2), (5, 1)], ids=["raises", "hangs", "too-few", "nan", "outside"]
+)
+def test_a_comparison_that_fails_gives_the_lowest_reward_and_is_in_the_record(jury, task, failed, caplog) -> None:
+    """If only the score of one is none, only that one fails."""
+    group = jury.group(task)
+    assert [one.reward for one in group] == [-1.0, -1.0] if failed == 2 else [-1.0, 0.25]
+    assert [bool(one.fault) for one in group] == [index < failed for index in range(2)]
+    assert (group[0].outside == 5.25) == (task == 5)
     assert f"task={task}" in caplog.text
     assert [one.reward for one in jury.group(0)] == [0.75, 0.25]
 
@@ -407,6 +478,9 @@ class Liar:
 
     def lowest(self, label: str) -> float:
         return -1.0
+
+    def leaves_out(self, label: str) -> bool:
+        return True
 
     def compares(self, label: str) -> bool:
         return False

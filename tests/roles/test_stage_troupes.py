@@ -8,7 +8,7 @@ import pytest
 from shoal.errors import StateError
 from shoal.protocol import types as t
 from shoal.roles.stage.child import Answer, Request
-from shoal.roles.stage.memo import Memo, Reply, Step, Taken
+from shoal.roles.stage.memo import FinalScore, Memo, Reply, Step, Taken
 from shoal.roles.stage.players import Gone, Shard
 from shoal.roles.stage.troupes import Players
 from shoal.roles.stage.turns import Ask
@@ -30,6 +30,9 @@ class Actor:
     def lowest(self, label: str) -> float:
         return 0.0
 
+    def leaves_out(self, label: str) -> bool:
+        return True
+
     def compares(self, label: str) -> bool:
         told = self.opens.pop(0) if self.opens else False
         if isinstance(told, Exception):
@@ -41,7 +44,7 @@ class Actor:
         assert self.go_on.wait(60)
         if self.error is not None:
             raise self.error
-        return Answer(b"word", 1) if not request.judge else Answer(rewards=(0.5,) * len(request.judge))
+        return Answer(b"word", 1) if not request.judge else Answer(judged=(FinalScore(0.5),) * len(request.judge))
 
 
 @pytest.fixture
@@ -80,7 +83,7 @@ def test_a_turn_that_two_leases_take_at_once_is_held_once(memo):
 
 def test_whether_an_environment_compares_is_never_guessed(memo):
     """A process that ended while it opened has not said so. Without its siblings beside it no rollout could be judged."""
-    actor = Actor(*[Gone("its process ended with code -9")] * 3, Gone("it took too long", slow=True), True)
+    actor = Actor(*[Gone("its process ended with code -9")] * 4, Gone("it took too long", slow=True), True)
     players = Players(lambda label: actor, memo, lambda label: 1.0, 2, 2)
     for why in ("ended with code -9", "took too long"):
         with pytest.raises(StateError, match=f"toy does not open: .*{why}"):
@@ -113,6 +116,6 @@ def test_a_group_that_two_leases_end_alike_is_judged_once(memo):
     with ThreadPoolExecutor(2) as threads:
         judged = [threads.submit(players.judge, SLOT, [b"e" * 32]) for _ in range(2)]
         actor.go_on.set()
-        assert [future.result(60) for future in judged] == [[0.5], [0.5]]
-    assert players.judge(SLOT, [b"e" * 32]) == [0.5]
+        assert [future.result(60) for future in judged] == [[FinalScore(0.5)], [FinalScore(0.5)]]
+    assert players.judge(SLOT, [b"e" * 32]) == [FinalScore(0.5)]
     assert sum(bool(request.judge) for request in actor.asked) == 1

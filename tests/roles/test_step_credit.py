@@ -20,16 +20,55 @@ from tests.roles.town import Town, tiny_run
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import one_file
 
+EVEN = """
+from shoal.envs.base import Env, Step
+
+
+class Even(Env):
+    name = "even"
+    num_tasks = 64
+
+    def task(self, index):
+        return index
+
+    def reset(self, task):
+        return 0, [{"role": "user", "content": str(task)}]
+
+    def step(self, turns, action):
+        right = len(action) % 2 == 0
+        return Step(turns + 1, None if turns else "+", turns == 1, reward=right / 2)
+
+    def score(self, turns):
+        return 0.0
+
+    def success(self, turns):
+        return False
+
+    def players(self):
+        return {"right": lambda turns, rng: "ab"}
+
+
+environment = Even
+"""
+"""Each of two turns earns half where its text has an even number of characters: so every group has a signal."""
 SUMS = str(Path(__file__).parents[2] / "environments" / "running-sums" / "environment.py")
 TURNS = {"algorithm": {"name": "composition", "credit": {"name": "turns"}}}
 STEPS = {"algorithm": {"name": "composition", "credit": {"name": "steps", "most": 3}}}
 CRITIC = {"algorithm": {"name": "ppo", "advantage": "gae", "credit": {"name": "turns"}}, "critic": {"lr": 1e-3}}
 
 
-def sums_run(train=TURNS, turns=True, **changes):
+def credit_run(tmp_path, train=TURNS, turns=True, **changes):
+    """A run that credits each of two turns, or the lines of running sums."""
+    if turns:
+        place = tmp_path / "even.py"
+        place.write_text(EVEN)
+        env = {"name": str(place)}
+    else:
+        env = {"name": SUMS, "args": {"sums": 2}}
     sampling = {"max_turn_tokens": 3 if turns else 12, "max_tokens": 64}
-    return tiny_run(**{"steps": 2, "envs": [{"name": SUMS, "args": {"sums": 2, "turns": turns}}],
-                       "sampling": sampling, "train": train, "storage": {"retain": "all"}} | changes)  # fmt: skip
+    return tiny_run(
+        **{"steps": 2, "envs": [env], "sampling": sampling, "train": train, "storage": {"retain": "all"}} | changes
+    )
 
 
 def lived(tmp_path, config, workers=2):
@@ -47,7 +86,7 @@ def accepted(town):
     [(TURNS, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((STEPS, False), (CRITIC, True)))],
 )
 def test_a_run_that_credits_turns_or_steps_has_the_bytes_of_one_file(tmp_path, train, turns):
-    config = sums_run(train, turns)
+    config = credit_run(tmp_path, train, turns)
     town, out = lived(tmp_path, config), tmp_path / "one"
     assert town.weights() == one_file.train(config, out, out.parent)
     assert town.audit().findings == [] and "step-rewards" in Board(town.desk).info().needs
@@ -66,7 +105,7 @@ def test_a_run_that_credits_turns_or_steps_has_the_bytes_of_one_file(tmp_path, t
 def test_the_credit_changes_what_is_learned(tmp_path):
     """The same rewards without it give other weights: a run that ignored the steps would not be noticed otherwise."""
     found = {
-        name: one_file.train(sums_run(train), tmp_path / name, tmp_path)
+        name: one_file.train(credit_run(tmp_path, train), tmp_path / name, tmp_path)
         for name, train in (("turns", TURNS), ("plain", {"algorithm": {"name": "composition"}}))
     }
     assert found["turns"] != found["plain"]
@@ -95,7 +134,7 @@ def shifted(lines):
 
 
 def test_an_auditor_finds_reward_that_was_moved_between_turns(tmp_path):
-    town = lived(tmp_path, sums_run(steps=1), workers=1)
+    town = lived(tmp_path, credit_run(tmp_path, steps=1), workers=1)
     assert any(moved(one).steps != one.steps for one in accepted(town))
     found = asyncio.run(examine(str(town.folder.root), Choice(), 1, own_files=True))
     assert found.disagreements == [] and found.groups

@@ -74,6 +74,40 @@ def test_turns_end_where_the_policy_says_and_the_log_names_the_rule(tmp_path: Pa
     assert kept["eos_token_id"] == END
 
 
+@pytest.mark.parametrize(("envs", "last"), [([{"name": "arithmetic"}], "/submission"), (HOSTED, "/turns")])
+def test_a_worker_that_is_told_to_stop_leaves_a_host_that_is_gone(
+    tmp_path: Path, envs: object, last: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The host falls silent in the middle of a turn, or when it is sent a lease."""
+    monkeypatch.setattr(seat, "GOODBYE_S", 0.5)
+    town = Town(tmp_path / "run", tiny_run(envs=envs))
+    others, host, silent = (town.trainer(), town.validator()), town.app, asyncio.Event()
+
+    async def app(scope: dict[str, str], receive: object, send: object) -> None:
+        if silent.is_set() or scope["path"].endswith(last):
+            silent.set()
+            await asyncio.sleep(3600)
+        await host(scope, receive, send)
+
+    town.app = app
+    worker, ended = town.worker("one", own_files=False), list[str]()
+    worker.leave_at_once = lambda: ended.append("at once")
+
+    async def live() -> float:
+        tasks = [asyncio.create_task(role.run()) for role in others]
+        working = asyncio.create_task(worker.run())
+        await silent.wait()
+        began = asyncio.get_running_loop().time()
+        worker.stopping.set()
+        await working
+        for task in tasks:
+            task.cancel()
+        return asyncio.get_running_loop().time() - began
+
+    assert asyncio.run(asyncio.wait_for(live(), 60)) < 5 and ended == ["at once"]
+    assert "the host does not answer: leases 0 are lost" in caplog.text
+
+
 def test_a_run_whose_rules_are_the_same_has_the_log_of_before(tmp_path: Path, own: Path) -> None:
     write_json(own / "generation_config.json", {"eos_token_id": [5, 4, 3, 2, 1, 0]})
     for place, config in (("path", _config(own)), ("tiny", tiny_run())):

@@ -1,6 +1,7 @@
 """Turns at a real coordinator and its stage: what a worker may ask, and what it gets when something is wrong."""
 
 import asyncio
+import threading
 import time
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from shoal.ledger.facts.leases import AskLease, ReturnLeases
 from shoal.ledger.facts.members import Enter
 from shoal.ledger.facts.run import Admin
 from shoal.ledger.facts.versions import Publish
+from shoal.ledger.state_records import LeaseRecord
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_or_make_key
 from shoal.policy.tiny import make_tiny
@@ -22,6 +24,7 @@ from shoal.protocol import types as t
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.wire import from_msgpack
 from shoal.roles.coordinator import stage as door
+from shoal.roles.coordinator.board import Board
 from shoal.roles.stage import at_work
 from shoal.roles.stage import role as stage_role
 from tests.roles.town import URL, Town, tiny_run
@@ -273,10 +276,18 @@ def test_without_a_stage_workers_are_told_to_come_again_and_nothing_is_lost(worl
 
 def test_a_stage_that_does_not_answer_is_no_refusal(world, monkeypatch):
     monkeypatch.setattr(door, "STAGE_S", 0.05)
+    answer = world.town.stage._answer
     monkeypatch.setattr(world.town.stage, "_answer", lambda asked, turn: asyncio.sleep(3))
-    with pytest.raises(PeerError, match="gave no usable answer") as caught:
+    assert "stage" not in Board(world.desk).status().waiting_for
+    monkeypatch.setattr(door, "SLOW_TURN_S", 0.0)
+    with pytest.raises(PeerError, match="the host's stage gives no answer now") as caught:
         asyncio.run(world.turn(0, client=world.hurried()))
-    assert not isinstance(caught.value, PeerRefused)
+    assert not isinstance(caught.value, PeerRefused) and "http://stage" not in str(caught.value), "a stranger reads it"
+    assert Board(world.desk).status().waiting_for.startswith("the host's stage: one answer takes ")
+    monkeypatch.setattr(world.town.stage, "_answer", answer)
+    monkeypatch.setattr(door, "STAGE_S", 25.0)
+    asyncio.run(world.turn(0))
+    assert "stage" not in Board(world.desk).status().waiting_for
 
 
 def test_a_turn_that_takes_long_goes_on_while_its_worker_asks_again(world, monkeypatch):
@@ -300,6 +311,73 @@ def test_a_turn_that_takes_long_goes_on_while_its_worker_asks_again(world, monke
     monkeypatch.setattr(world.town.stage, "_answer", lambda *what: asked.append(what) or answer_of(*what))
     assert len(asyncio.run(story()).said) == 16
     assert played == [16] and len(asked) >= 3
+
+
+def test_time_that_the_stage_takes_costs_an_honest_worker_nothing_and_a_worker_that_idles_pays(world, monkeypatch):
+    """The environment hangs on a turn of the first worker past the deadlines. The second asks for nothing any more."""
+    monkeypatch.setattr(at_work, "ANSWER_S", 0.05)
+    monkeypatch.setattr(door, "QUESTION_S", 0.01)
+    go_on = threading.Event()
+    now = time.time()
+    leases = [
+        LeaseRecord(lease.id, key, "", 0, (), now, now + 0.5)
+        for lease, key in zip(world.leases, world.keys, strict=True)
+    ]
+    first, second = (world.desk.state.members[key] for key in world.keys)
+
+    async def story():
+        await world.turn(0, which=1)
+        world.desk.stage._spent.clear()  # of the start of the stage
+        players = await world.town.stage._open()
+        play, players.play = players.play, lambda asks: go_on.wait(60) and play(asks)
+        asked = asyncio.create_task(world.turn(0))
+        ahead, late = (msgspec.structs.replace(leases[0], id=name) for name in ("ahead", "late"))
+        while world.leases[0].id not in world.desk.stage.host_hung([*leases, ahead]):
+            await asyncio.sleep(0.05)
+        found = world.desk.stage.host_hung([*leases, ahead, late])
+        assert found == (world.leases[0].id, "ahead"), "it was held beside the first while the environment hung"
+        monkeypatch.setattr(door, "HOST_HUNG_SHARE", 1e-9)
+        world.desk.clock = lambda: max(lease.deadline for lease in world.leases) + 1.0
+        await world.desk.tick()
+        go_on.set()
+        await asyncio.gather(asked, return_exceptions=True)
+
+    asyncio.run(story())
+    assert (first.stale, first.lapsed, first.dropped) == (1, 0, 0)
+    assert (second.stale, second.lapsed, second.dropped) == (0, 1, 1)
+
+
+def test_refused_turns_and_pauses_of_the_worker_are_not_the_stages_time(world, monkeypatch):
+    async def story():
+        opening = await world.turn(0)
+        with pytest.raises(PeerRefused):
+            await world.turn(2, [b""] * len(opening.said), client=world.hurried())
+        await asyncio.sleep(1.0)
+        await world.turn(0)
+
+    began = time.monotonic()
+    asyncio.run(story())
+    took, now = 2 * (time.monotonic() - began - 0.9), time.time()
+    leases = [LeaseRecord(lease.id, "", "", 0, (), now, now + took) for lease in world.leases]
+    assert world.desk.stage.host_hung(leases) == () and not world.desk.stage._turns
+
+
+def test_questions_that_are_answered_at_once_or_beside_each_other_make_no_hang():
+    spent = door.StageTime()
+    for tenth in range(1000):  # two at a time for 100 s, and refusals that say busy
+        for began in (tenth / 10, tenth / 10 + 0.05):
+            spent.begin(began)
+        spent.end(tenth / 10, tenth / 10 + 0.09, busy=True)
+        spent.end(tenth / 10 + 0.05, tenth / 10 + 0.14, busy=False)
+    assert spent.seconds(100.0) == 0.0
+    for began, ended in ((100.0, 125.0), (105.0, 130.0), (131.0, 140.0)):
+        spent.begin(began)
+        spent.end(began, ended, busy=True)
+    assert spent.seconds(200.0) == pytest.approx(40.0), (
+        "what two took is once in it, and pauses before one asks again are"
+    )
+    spent.begin(300.0)
+    assert spent.seconds(330.0) == pytest.approx(70.0), "a pause of the worker is not"
 
 
 def test_other_tokens_for_a_turn_that_is_being_played_are_not_answered_with_it(world):

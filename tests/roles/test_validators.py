@@ -12,10 +12,10 @@ from shoal.ledger.facts.members import ValidatorFault
 from shoal.ledger.facts.pay import Slash
 from shoal.ledger.facts.verdicts import VerdictGiven
 from shoal.ledger.law import LAW, Law, law_difference
-from shoal.ledger.turns import silent
+from shoal.ledger.turns import absent, silent
 from shoal.protocol import types as t
 from shoal.roles.coordinator.board import Board
-from shoal.roles.coordinator.judging import next_check, take_verdict
+from shoal.roles.coordinator.judging import _why_skipped, next_check, take_verdict
 from shoal.roles.validator import Validator
 from tests.attacks.validators import Hangman, Idler
 from tests.roles.town import Town, tiny_run
@@ -241,6 +241,59 @@ def test_what_was_sent_while_a_hosts_clock_was_ahead_is_judged_after_it_was_set_
     asyncio.run(story())
 
 
+def test_a_validator_that_fell_silent_is_named_once_a_lease_could_have_been_filled(tmp_path):
+    town = town_of_three(tmp_path)
+    asyncio.run(until_submitted(town, town.trainer(), town.worker("honest")))
+    board, began = Board(town.desk), town.desk.clock()
+    for minutes, left, says in [(0.4, False, ""), (3, False, " silent for 3 min"), (3, True, " left")]:
+        town.desk.clock = lambda minutes=minutes: began + 60.0 * minutes
+        for number in (0, 1):
+            town.desk.state.members[key_of(town, number)].left = left
+        waits = board.status().waiting_for
+        assert waits.startswith("validators: validator-") and ("admit another" in waits) == bool(says), waits
+        assert says in waits[:80], "what is cropped is not the name"
+        town.desk.state.phase, before = "paused", town.desk.state.phase
+        assert "validator" not in board.status().waiting_for, "the wait has another cause"
+        town.desk.state.phase = before
+    assert "silent" not in Board(town.desk).status().waiting_for, "the host has only just started"
+
+
+def test_a_validator_that_joins_again_unchanged_is_not_silent_from_before(tmp_path):
+    town, seqs = town_of_three(tmp_path), list[int]()
+
+    async def join_again():
+        async with town.client(town.folder.keys / "validator-0.key") as client:
+            client.run = town.desk.state.run
+            member = town.desk.state.members[key_of(town, 0)]
+            join = t.Join("validator", member.name, 0.0, member.implementation, member.dtype, member.device)
+            seqs.append(town.desk.state.seq)
+            await client.post_json("/v1/nodes", join, t.NodeState)
+            seqs.append(town.desk.state.seq)
+
+    asyncio.run(until_submitted(town, town.trainer(), town.worker("honest")))
+    board, began = Board(town.desk), town.desk.clock()
+    assert "silent" not in board.status().waiting_for
+    town.desk.clock = lambda: began + 180.0
+    assert key_of(town, 0)[:12] in board.status().waiting_for
+    asyncio.run(join_again())
+    assert key_of(town, 0)[:12] not in board.status().waiting_for and seqs[0] == seqs[1]
+
+
+def test_a_validator_that_is_skipped_is_named_while_verdicts_are_waited_for(tmp_path):
+    town = town_of_three(tmp_path)
+    asyncio.run(until_submitted(town, town.trainer(), town.worker("honest")))
+    state, absent_key = town.desk.state, key_of(town, 0)
+    turns = state.members[absent_key].turns
+    turns.missed = turns.counted = LAW.missed_turns
+    turns.counts_until = town.desk.clock() + 60.0
+    assert f"is not waited for: validator-0 ({absent_key[:12]})" in Board(town.desk).status().waiting_for
+    state.phase = "paused"
+    assert "validator-0" not in Board(town.desk).status().waiting_for, "the host waits for itself"
+    assert _why_skipped(state, absent_key) == "missed_turns=2"
+    state.members[absent_key].standing, state.members[absent_key].last_reason = "suspended", "other activations"
+    assert _why_skipped(state, absent_key) == "standing=suspended reason='other activations'"
+
+
 def test_a_run_with_a_validator_that_joined_and_left_waits_for_it_twice_and_no_more(tmp_path):
     law = Law(turn_s=2.0)
     town = Town(tmp_path / "run", tiny_run(validators={"count": 2}, steps=4), law=law)
@@ -255,4 +308,6 @@ def test_a_run_with_a_validator_that_joined_and_left_waits_for_it_twice_and_no_m
     ]
     assert audit.findings == [law_difference(law)] and silent(audit.state, town.desk.clock()) == {key_of(town, 0)}
     assert sum(wait >= law.turn_s for wait in waits) <= 2 * law.missed_turns < len(waits)
-    assert f"are not waited for: validator-0 ({key_of(town, 0)[:12]})" in Board(town.desk).status().waiting_for
+    skipped = absent(audit.state, town.desk.clock())
+    assert f"is not waited for: validator-0 ({key_of(town, 0)[:12]})" in skipped
+    assert Board(town.desk).status().waiting_for == "nothing: the run has ended"

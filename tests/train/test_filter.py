@@ -6,6 +6,7 @@ from shoal.protocol.algorithms import Grpo
 from shoal.protocol.compositions import Dapo
 from shoal.protocol.types import BatchGroup
 from shoal.train.filter import select
+from shoal.train.rows import counted_only, learned, overlong_share
 
 
 def member(rewards):
@@ -30,9 +31,19 @@ def test_a_batch_without_usable_groups_gives_no_rows_and_counts_what_was_left_ou
     assert select(members, rows_G, algorithm=Grpo(), version=3, max_staleness=2) == ([], 1, 2, 0)
 
 
-def test_an_algorithm_may_leave_out_rollouts_that_a_token_limit_ended(make_rows):
+def test_an_algorithm_may_only_count_rollouts_that_a_token_limit_ended(make_rows):
     rows = [replace(row, overlong=i == 1) for i, row in enumerate(make_rows(3))]
     kept = {"version": 0, "max_staleness": 0}
     assert select([member((1, 0, 0))], [rows], algorithm=Dapo(), **kept) == (rows, 0, 0, 0)
     masked = select([member((1, 0, 0))], [rows], algorithm=Dapo(mask_overlong=True), **kept)
-    assert masked == ([rows[0], rows[2]], 0, 0, 1)
+    assert masked[1:] == (0, 0, 1) and learned(masked.rows) == [rows[0], rows[2]]
+    assert masked.rows[1].counts_only and masked.rows[1].advantage_P is rows[1].advantage_P
+    every = [replace(row, overlong=True) for row in rows]
+    assert select([member((1, 0, 0))], [every], algorithm=Dapo(mask_overlong=True), **kept) == ([], 0, 0, 3)
+
+
+def test_the_share_of_rollouts_that_a_token_limit_ended_counts_those_of_several_rows_once(make_rows):
+    rows = [replace(row, id=(0, 1, i // 2), overlong=i < 2) for i, row in enumerate(make_rows(4))]
+    masked = [counted_only(replace(row, id=(0, 2, i), overlong=True)) for i, row in enumerate(make_rows(2))]
+    assert overlong_share([rows, (), masked]) == 3 / 4
+    assert overlong_share([()]) is None

@@ -8,7 +8,7 @@ from shoal.errors import PeerError
 from shoal.protocol.algorithms import Grpo
 from shoal.protocol.types import BatchGroup, Group, make_rollout
 from shoal.protocol.wire import digest, to_msgpack
-from shoal.train.rows import Unlearnable, example_row, mean_rewards, one_of_each, rows_of_group
+from shoal.train.rows import Unlearnable, example_row, learned, mean_rewards, one_of_each, rows_of_group
 
 HONEST = {"tokens_T": [5, 6, 7, 8], "author_T": [0, 1, 0, 1], "logprobs_P": [-1.0, -2.0]}
 
@@ -41,21 +41,23 @@ def test_a_turn_that_the_environment_masks_is_read_and_teaches_nothing():
     assert first.tokens_T.tolist() == [5, 6, 7, 8] and first.positions_P.tolist() == [3]
     assert first.behaviour_logp_P.tolist() == [-2.0] and len(first.advantage_P) == len(first.weight_P) == 1
     assert second.positions_P.tolist() == [1, 3]
-    assert [row.id[2] for row in rows_of(group_bytes(HONEST | {"author_T": [0, 2, 0, 2]}, HONEST))] == [1]
+    masked = rows_of(group_bytes(HONEST | {"author_T": [0, 2, 0, 2]}, HONEST))
+    assert [row.counts_only for row in masked] == [True, False]
 
 
 def test_a_row_names_its_rollout_and_its_group():
     silent = {"tokens_T": [5, 6], "author_T": [0, 0], "logprobs_P": []}
     data = group_bytes(HONEST, silent, HONEST)
     rows = rows_of(data, member_of(data, (1.0, 0.0, 0.0)))
-    assert [row.id for row in rows] == [(3, 9, 0), (3, 9, 2)] and {row.group for row in rows} == {(3, 9)}
+    assert [row.id for row in rows] == [(3, 9, 0), (3, 9, 1), (3, 9, 2)] and {row.group for row in rows} == {(3, 9)}
 
 
-def test_a_rollout_without_policy_tokens_gives_no_row_but_its_reward_counts_in_the_mean():
+def test_a_rollout_without_policy_tokens_is_counted_only_and_its_reward_counts_in_the_mean():
     silent = {"tokens_T": [5, 6], "author_T": [0, 0], "logprobs_P": []}
     data = group_bytes(HONEST, HONEST, silent)
     rows = rows_of(data, member_of(data, (1.0, 0.0, -1.0)))
-    assert [row.advantage_P[0] for row in rows] == [1.0, 0.0]
+    assert [row.counts_only for row in rows] == [False, False, True]
+    assert [row.advantage_P[0] for row in learned(rows)] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def hostile_shelf(root, index, monkeypatch):
         alarm = (word, word, place, word, json.dumps(evidence))
         db.execute("INSERT INTO alarms VALUES (1, ?, ?, ?, 'warning', ?, 1, 1, 1, ?)", alarm)
         db.execute(
-            "INSERT INTO heldout VALUES (1, ?, '', ?, 0.5, 0.4, 0.6, 9, ?, ?, 0.5, 0, 1)", (word, place, word, word)
+            "INSERT INTO heldout VALUES (1, ?, '', ?, 0.5, 0.4, 0.6, 9, 1, ?, ?, 0.5, 0, 1)", (word, place, word, word)
         )
     _say_in_tables_and_judgements(db, words)
     db.execute("UPDATE runs SET name = ?", (HOSTILE[2],))

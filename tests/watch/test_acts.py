@@ -44,7 +44,8 @@ def acted(tmp_path_factory):
     for action, facts in (
         ("rate", {"lr_factor": 0.5, "evidence": FALL}), ("quarantine", {"evidence": POISON}), ("pause", {"evidence": FALL}),
     ):  # fmt: skip
-        seqs[action] = world.do(Admin(action, WORKER, world.now, 100 + world.state.seq, **facts))[-1].seq
+        node = WORKER if action == "quarantine" else ""
+        seqs[action] = world.do(Admin(action, node, world.now, 100 + world.state.seq, **facts))[-1].seq
     world.do(Reconfigure({"name": "small"}, 9, 60.0, world.now, 0, 5.0))
     world.book.store.close()
     (root / "run.json").write_text("{}")
@@ -122,8 +123,8 @@ def test_others_than_the_host_learn_of_an_alarm_no_node_and_no_figures(acted):
 def test_evidence_that_was_indexed_stays_when_the_index_is_opened_again(tmp_path):
     world = World(tmp_path)
     (tmp_path / "run.json").write_text("{}")
-    for action in ("pause", "rate"):
-        world.do(Admin(action, "", world.now, 100 + world.state.seq, 0.5, FALL))
+    for action, facts in (("pause", {}), ("rate", {"lr_factor": 0.5})):
+        world.do(Admin(action, "", world.now, 100 + world.state.seq, evidence=FALL, **facts))
         with open_run(tmp_path) as run:
             builder = Builder(tmp_path / "index.sqlite", run)
             builder.build()

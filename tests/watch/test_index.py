@@ -73,7 +73,7 @@ def test_the_overview_has_the_figures_of_log_metrics_and_evaluations(look, run):
     assert found["facts"]["accepted"] == run.state.accepted_groups and found["facts"]["refused"] == run.state.refused
     assert found["metrics"] == run.metrics()[-1] and found["left_s"] == 0.0 and found["tokens_per_s"] > 0
     assert [(row["name"], row["mean"], row["low95"]) for row in found["heldout"]] == [("before", 0.5, 0.4)]
-    assert found["condition"]["phase"] == "ended" and not found["is_live"]
+    assert found["condition"]["phase"] == "ended" and not found["condition"]["is_live"]
     assert found["texts"] == [{"state": "done", "bodies": len(run.state.submissions)}]
 
 

@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, how_to_install
 from shoal.watch import live as module
 from shoal.watch.live import figure_of, line_of, live, png_of
 
@@ -31,7 +31,7 @@ def test_without_matplotlib_a_notebook_gets_lines_and_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     said: list[str] = []
     assert list(live(STEPS[:1], say=said.append)) == STEPS[:1]
-    assert "pip install 'shoal[notebook]'" in said[0] and said[1].startswith("step 1")
+    assert how_to_install("notebook") in said[0] and said[1].startswith("step 1")
 
 
 def test_a_panel_names_its_metric_with_its_unit_and_a_missing_value_leaves_a_gap():

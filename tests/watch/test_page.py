@@ -28,12 +28,14 @@ from shoal.proofs.checks import sampling
 from shoal.watch.page import Shelf, downloads, page_app
 from shoal.watch.page.app import HEADERS
 from shoal.watch.page.asked import Asked
+from shoal.watch.page.charts import Chart, Line, chart_of, compared, picture_of
 from shoal.watch.page.downloads import DOWNLOADS, lines_of_csv
 from shoal.watch.page.gaps import Gaps, Rescoring
 from shoal.watch.page.rescore import gaps_of
 from shoal.watch.page.serve import host_token
 from shoal.watch.page.shelf import CHANGE_EVERY_S
-from shoal.watch.page.shown import number, percent
+from shoal.watch.page.shown import number, parts, percent, templates
+from shoal.watch.page.views import _ends
 from shoal.watch.reading import Place
 from shoal.watch.scored import rebuilt, scored
 from tests.watch.hostile import hostile_addresses
@@ -141,7 +143,7 @@ def test_a_page_that_did_not_change_is_not_sent_again(anyone, shelf):
 
 def test_a_page_answers_before_anything_of_its_run_was_read(town, tmp_path):
     with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(town.folder.root)])) as shelf:
-        assert "The run has not begun" in TestClient(page_app(shelf, TOKEN)).get("/1/").text
+        assert "Reading the log, 0 %" in TestClient(page_app(shelf, TOKEN)).get("/1/").text
 
 
 def test_a_log_that_grows_all_the_time_changes_the_page_once_in_a_while(tmp_path):
@@ -167,7 +169,7 @@ def test_a_log_that_grows_all_the_time_changes_the_page_once_in_a_while(tmp_path
 def test_what_an_open_page_polls_has_its_parts_that_change_and_no_chart(anyone):
     whole, polled = anyone.get("/1/").text, anyone.get("/1/?live=1").text
     parts = re.findall(r'id="([^"]+)" data-swap', whole)
-    assert parts == re.findall(r'id="([^"]+)" data-swap', polled) == ["live-state", "live-tables", "read"]
+    assert parts == re.findall(r'id="([^"]+)" data-swap', polled) == ["live-read", "live-state", "live-tables", "read"]
     charts = re.findall(r'data-chart="([^"]+)"', whole)
     assert charts and re.findall(r'data-chart="([^"]+)"', polled) == charts and "<svg" not in polled
     next_page = re.search(r'rel="next" href="([^"]+)"', anyone.get("/1/log?live=1").text)
@@ -212,9 +214,26 @@ def test_what_is_private_is_refused_where_it_is_read(shelf, one_private):
 @pytest.mark.parametrize("given", ["", "x" * 43, TOKEN[:-1], "é" * 43])
 def test_a_wrong_token_makes_nobody_the_host(shelf, given):
     client = TestClient(page_app(shelf, TOKEN))
-    client.get("/", params={"token": given})
+    page = client.get("/", params={"token": given}).text
     assert not client.cookies
+    assert ("The token in that address is wrong, so this is the public view" in page) == bool(given)
     assert "You are the host" not in client.get("/1/").text
+
+
+def test_a_token_leaves_every_address_that_carries_it(shelf):
+    """Also that of one of several runs, as a reader puts it together from the host's link."""
+    for address, leads_to in {
+        f"/?token={TOKEN}": "/1/", f"/1?token={TOKEN}": "/1", f"/1/?token={TOKEN}": "/1/",
+        f"/1/figure?token={TOKEN}&name=step_s": "/1/figure?name=step_s", f"/compare?run=1&token={TOKEN}": "/compare?run=1",
+        f"/nothing?token={TOKEN}": "/nothing", f"//elsewhere.org/?token={TOKEN}": "/elsewhere.org/",
+        "/1/log?token=wrong": "/1/log?wrong-token=1", "/?token=wrong": "/1/?wrong-token=1",
+    }.items():  # fmt: skip
+        client = TestClient(page_app(shelf, TOKEN), follow_redirects=False)
+        answer = client.get(f"http://testserver{address}")
+        assert (answer.status_code, answer.headers["location"]) == (303, leads_to)
+        assert answer.headers["cache-control"] == "no-store"
+        is_host = "You are the host" in client.get("/1/").text
+        assert is_host == ("wrong" not in address)
 
 
 def test_the_hosts_cookie_is_not_for_scripts_or_other_sites(shelf):
@@ -575,6 +594,7 @@ def test_each_figure_of_cards_and_tiles_leads_to_what_says_it(host, shelf):
     assert bare == []
     links = {name: links for view, name, _, links in found if view == ""}
     assert links["Reward"][0] == links["Learned from"][0] == "/1/steps/1" and links["Held-out"] == ["/1/heldout"]
+    assert "of version 0; version 2 has no evaluation yet" in host.get("/1/").text
     evaluations = host.get("/1/heldout").text
     assert 'href="/1/figure?name=heldout"' in evaluations and 'href="/1/heldout" aria-current="page"' in evaluations
     assert 'id="v0"' in host.get("/1/figure?name=heldout").text
@@ -640,6 +660,7 @@ def test_a_run_of_several_environments_has_the_reward_and_spread_of_each(town, t
     client = TestClient(page_app(shelf, ""))
     page = client.get("/1/").text
     told = {name: text.split() for name, text, _ in figures_of(page)}
+    assert "Of groups with a signal" in told
     assert told["one"] == ["0.25", "±", "0.25"] and told["&lt;b&gt;two"] == ["0.75", "±", "0.5"]
     assert "Reward and spread, one" in page and "Reward and spread, &lt;b&gt;two" in page
     lines = client.get("/1/chart.json?name=by-version/one").json()["lines"]
@@ -686,6 +707,49 @@ def test_what_is_of_a_family_has_its_unit_and_meaning_and_an_environment_may_be_
         assert client.get("/1/chart.json?name=reward_part").json()["unit"] == "reward"
 
 
+def test_an_age_that_a_step_does_not_name_has_no_rollouts(tmp_path):
+    (root := tmp_path / "run").mkdir()
+    (root / "run.json").write_text("{}")
+    lines = [{"step": step, "staleness_rollouts": ages} for step, ages in enumerate(({"0": 8}, {"1": 8}))]
+    (root / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(root)])) as shelf:
+        first = html.unescape(" ".join(Tags(TestClient(page_app(shelf, "")).get("/1/").text).words))
+        assert "0 of 0" not in first and "not evaluated yet" not in first
+        while shelf.step():
+            pass
+        drawn = TestClient(page_app(shelf, "")).get("/1/chart.json?name=staleness_rollouts").json()["lines"]
+        assert [line["values"] for line in drawn] == [[8.0, 0.0], [0.0, 8.0]]
+        asked = TestClient(page_app(shelf, "")).get("/1/chart.json?name=staleness_rollouts&smooth=0.5").json()["lines"]
+        assert [line["values"] for line in asked] == [[8.0, pytest.approx(8 / 3)], [0.0, pytest.approx(16 / 3)]]
+
+
+@pytest.mark.parametrize("steps", [9, 2000])
+def test_a_step_without_a_value_is_a_gap_in_charts_and_their_pictures(tmp_path, steps):
+    (root := tmp_path / "run").mkdir()
+    (root / "run.json").write_text("{}")
+    third = steps // 3
+    lines = [
+        {
+            "step": step,
+            "loss/a": 1.0,
+            **({} if third <= step < 2 * third else {"loss/b": 2.0 + step, "entropy_nats": 1.0}),
+        }
+        for step in range(steps)
+    ]
+    (root / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(root)])) as shelf:
+        while shelf.step():
+            pass
+        for name, parts in (("loss", [1, 2]), ("entropy_nats", [2])):
+            drawn = chart_of(shelf.look(), 1, name)
+            assert drawn.x[-1] == steps - 1 and len(drawn.x) <= 400
+            assert any(third < x < 2 * third - 1 for x in drawn.x)
+            missing = [x for x, value in zip(drawn.x, drawn.lines[-1].values, strict=True) if value is None]
+            assert missing and all(third <= x < 2 * third for x in missing)
+            assert [len(found) for _, found in picture_of(drawn).lines] == parts
+        assert picture_of(compared(shelf.look(), {1: "one"}, "entropy_nats")).lines[0][1][1:]
+
+
 def test_before_the_first_version_the_version_is_none_and_not_minus_one(town, tmp_path):
     first = verify(Store(sqlite_url(town.folder.log), read_only=True).read()).entries[0]
     with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(grown(tmp_path, [first]))])) as shelf:
@@ -715,8 +779,29 @@ def test_several_runs_are_compared(town, copied, tmp_path):
     assert counts == [1, 0] and '/2/alarms">2<' in host.get("/compare").text, "not how many nodes are accused"
     answer = client.get("/")
     assert str(answer.url).endswith("/compare") and answer.text.count('<th scope="row">') == 2
-    assert len(client.get("/1/chart.json?name=reward_mean&of=all").json()["lines"]) == 2
+    lines = {who: who.get("/1/chart.json?name=reward_mean&of=all").json()["lines"] for who in (client, host)}
+    told = [re.fullmatch(r"[12] (.+) \(.+\)", line["label"]) for line in lines[host]]
+    assert [one and one[1] for one in told] == [town.folder.root.name, copied.name]
+    assert len(lines[client]) == 2 and "copy" not in str(lines[client]), "a folder is for its host"
+    assert [line["label"] for line in lines[client]] == ["1 folder 1 (town)", "2 folder 2 (town)"], "they have one id"
+    page = client.get("/compare").text
+    assert "its host&#39;s folder 1" in page and "its host&#39;s folder 2" in page
     shelf.close()
+
+
+def test_runs_are_told_apart_by_the_shortest_ends_of_their_paths():
+    assert _ends(["/a/x/run", "/a/y/run", "other", "run"]) == {
+        "/a/x/run": "x/run", "/a/y/run": "y/run", "other": "other", "run": "run",
+    }  # fmt: skip
+
+
+def test_the_legend_has_the_newest_value_of_a_shorter_line():
+    lines = [Line("long", [0.1, 0.2, 0.3]), Line("short", [0.4, 0.5, None]), Line("none", [None, None, None])]
+    chart = Chart("reward", "Reward", "", "", "step", [0, 1, 2], lines)
+    assert [chart.last(line) for line in lines] == [(2, 0.3), (1, 0.5), (2, None)]
+    drawn = {"chart": chart, "picture": picture_of(chart)}
+    legend = parts(templates(), str, "").chart(1, drawn)
+    assert re.findall('data-last="([^"]+)"', legend) == ["0.3", "0.5 at 1", "–"]
 
 
 def test_a_folder_without_a_run_is_an_error_in_one_line(tmp_path):

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from shoal.cli import main
-from shoal.errors import ConfigError, NothingYet
+from shoal.errors import ConfigError, NothingYet, how_to_install
 from shoal.heldout import Judged
 from shoal.metrics import METRICS
 from shoal.watch.pictures.curves import EVALUATED, USUAL, ReadRun, picture_of
@@ -63,11 +63,19 @@ def test_held_out_results_stand_at_their_version_with_their_interval():
     assert [point[0] for point in points(picture_of([read(heldout=found)], ["heldout"], "tokens"))] == [0, 20]
 
 
+def test_an_evaluation_with_many_faults_is_not_drawn():
+    found = [HeldOut(0.5, 0.4, 0.6, 10, "success", name="before", version=0)]
+    found.append(HeldOut(0.9, 0.8, 1.0, 10, "success", name="after", version=2, faults=5))
+    assert points(picture_of([read(heldout=found)], ["heldout"])) == [(0.0, 0.5, 0.4, 0.6)]
+
+
 def test_without_names_the_picture_has_what_tells_how_a_run_goes():
     run = read(staleness_rollouts={"0": 1, "2": 3}, entropy_nats=0.5, waiting_for="batch", update_skipped=0)
     picture = picture_of([run], [])
     assert [panel.metric for panel in picture.panels] == ["reward_mean", "entropy_nats", "staleness_rollouts", "step_s"]
     assert points(picture, 2)[0][1] == 1.5
+    drawn = [panel.metric for panel in picture_of([read(reward_all_mean=0.25)], []).panels]
+    assert drawn == ["reward_all_mean", "step_s"], "the reward of all groups, as in the terminal"
     assert set(USUAL) - set(EVALUATED) <= METRICS.keys()
 
 
@@ -156,7 +164,7 @@ def test_the_command_writes_a_picture_of_a_folder(town, tmp_path, capsys):
     out = tmp_path / "a.svg"
     assert main(["plot", str(town.folder.root), "--out", str(out)]) == 0
     assert ElementTree.fromstring(out.read_bytes()).tag == f"{SVG}svg"
-    assert "reward_mean, heldout" in capsys.readouterr().out
+    assert "reward_all_mean, heldout" in capsys.readouterr().out
 
 
 def test_faults_of_the_command_are_one_line(town, tmp_path, capsys, monkeypatch):
@@ -168,5 +176,5 @@ def test_faults_of_the_command_are_one_line(town, tmp_path, capsys, monkeypatch)
     capsys.readouterr()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plot", str(town.folder.root)]) == 2
-    assert capsys.readouterr().err == "error: matplotlib is not installed: pip install 'shoal[plot]'\n"
+    assert capsys.readouterr().err == f"error: matplotlib is not installed: {how_to_install('plot')}\n"
     assert not list(tmp_path.iterdir())

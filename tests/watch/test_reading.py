@@ -133,8 +133,12 @@ def test_a_run_that_is_starting_has_no_events_and_a_folder_without_a_run_is_refu
     log = copied / "log.sqlite"
     kept = log.read_bytes()
     log.unlink()
+    with open_run(copied) as run, pytest.raises(StateError, match="is missing or empty, though the run has begun"):
+        run.refresh()
+    (copied / "metrics.jsonl").unlink()
+    shutil.rmtree(copied / "trainer", ignore_errors=True)
     with open_run(copied) as run:
-        assert run.refresh() == [] and run.new_metrics()
+        assert run.refresh() == [] and not log.exists()
         log.write_bytes(b"")  # the coordinator has made the file, and no table
         assert run.refresh() == []
         log.write_bytes(kept)
@@ -177,6 +181,16 @@ def test_a_url_whose_log_does_not_fit_into_memory_is_left(town):
         run._limit_bytes //= 10
         with pytest.raises(Overreach, match="does not fit"):
             run.catch_up()
+
+
+def test_a_log_is_read_page_by_page_up_to_a_page_that_is_not_full(town, monkeypatch):
+    monkeypatch.setattr("shoal.roles.auditor.source.MAX_EVENTS", 10)
+    with open_run(town.folder.root) as run:
+        assert run.catch_up() == town.desk.state.seq + 1
+    with open_run(town.folder.root) as run:
+        page = run.source.page
+        monkeypatch.setattr(run.source, "page", lambda after: page(after)[:2])  # a host that drips
+        assert [run.catch_up() for _ in range(3)] == [2, 1, 1]
 
 
 def test_rules_with_impossible_sizes_are_refused(town, tmp_path):

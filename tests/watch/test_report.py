@@ -3,6 +3,7 @@
 import html.parser
 import json
 import time
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -12,10 +13,12 @@ from shoal.cli import main
 from shoal.errors import StateError
 from shoal.folder import RunFolder
 from shoal.heldout import Judged
+from shoal.policy.kinds import spec_of
+from shoal.policy.sizes import parameters_of
 from shoal.watch import open_run
 from shoal.watch.reading.heldout import HeldOut
 from shoal.watch.report import page
-from shoal.watch.report.facts import facts_of, gain_of, without_folders
+from shoal.watch.report.facts import _changes, _config, facts_of, gain_of, policy_of, without_folders
 from shoal.watch.report.samples import Said, Sample, Talk, shade_of
 
 HOSTILE = (
@@ -82,6 +85,51 @@ def test_it_says_what_the_run_was_and_how_to_verify_it(ended):
                  "Made 1970-01-01 00:00 UTC"):  # fmt: skip
         assert "".join(said.split()) in "".join(text.split()), said
     assert len(source) < 2_000_000
+
+
+@pytest.mark.parametrize(("phase", "said"), [("ended", "had paused: clock"), ("paused", "is paused: clock")])
+def test_a_run_that_has_ended_is_not_said_to_be_paused(ended, monkeypatch, phase, said):
+    def paused(*args):
+        facts = facts_of(*args)
+        return replace(facts, status=msgspec.structs.replace(facts.status, phase=phase, pause_cause="clock"))
+
+    monkeypatch.setattr(page, "facts_of", paused)
+    assert f"The run {said}." in Reader(written(ended)[0]).text
+
+
+def test_it_describes_the_policy_that_was_used_and_no_default(ended):
+    spec = spec_of(ended / "policy")
+    size = f"{spec.family}, {parameters_of(spec):,} parameters, {spec.layers} layers of width {spec.width}, "
+    assert size in Reader(written(ended)[0]).text
+    section = {
+        "path": "…/my-model", "dtype": "bfloat16", "implementation": "", "tiny": {"layers": 99, "width": 999},
+        "adapter": {"rank": 0, "alpha": 16.0},
+    }  # fmt: skip
+    with open_run(ended) as run:
+        run.catch_up()
+        said = policy_of(run, section)
+        assert said.startswith(size) and said.endswith("; dtype bfloat16, path …/my-model")
+        assert "rank 8" in policy_of(run, section | {"adapter": {"rank": 8}})
+        for file in (ended / "blobs").rglob("*"):
+            if file.is_file():
+                file.unlink()
+        assert policy_of(run, section) == "dtype bfloat16, path …/my-model"
+        assert "layers 99" in policy_of(run, section | {"path": ""}), "then the run file's own policy is what began"
+
+
+def test_the_run_file_has_no_shape_that_the_policy_has_not_and_names_what_was_changed_in_it():
+    policy = {"path": "…/start", "dtype": "float32", "tiny": {"tied": False, "max_positions": 512}}
+    assert "tiny" not in _config({"policy": policy}) and "…/start" in _config({"policy": policy})
+    assert '"max_positions": 512' in _config({"policy": policy | {"path": ""}})
+    assert _config({"policy": "many"}) == json.dumps({"policy": "many"}, indent=1)
+    begun = {"steps": 20, "train": {"lr": 0.1, "clip": 1}, "envs": [{"name": "a"}]}
+    later = begun | {"steps": 40, "train": {"lr": 0.2, "clip": 1}}
+    assert _changes([begun, later, later | {"steps": 60}]) == [
+        "steps: 20 → 40",
+        "train.lr: 0.1 → 0.2",
+        "steps: 40 → 60",
+    ]
+    assert _changes([begun]) == _changes([begun, begun]) == []
 
 
 def test_it_needs_no_network_and_no_scripts(ended):
@@ -151,6 +199,7 @@ def test_a_run_that_is_starting_has_a_report_or_says_why_not(town, copied):
     text = Reader(written(copied)[0]).text
     assert "No step has ended yet" in text and "has not been evaluated yet" in text
     (copied / "log.sqlite").unlink()
+    (copied / "trainer").rename(copied / "elsewhere")
     with pytest.raises(StateError, match="no log yet"):
         written(copied)
 
@@ -169,6 +218,15 @@ def test_a_gain_is_told_with_its_certainty():
 
     assert "do not touch" in gain_of([at(0.2, 0.1, 0.3, 0), at(0.6, 0.5, 0.7, 9)])
     assert "may be chance" in gain_of([at(0.2, 0.1, 0.3, 0), at(0.1, 0.0, 0.2, 9)]) and gain_of([at(0, 0, 0, 0)]) == ""
+
+
+def test_evaluations_with_many_faults_are_not_compared_in_a_report():
+    good, judge = HeldOut(0.2, 0.1, 0.3, 20, "success", version=0), Judged(0.5, 0.4, 0.6, episodes=20)
+    bad = msgspec.structs.replace(good, mean=0.9, low95=0.8, high95=1.0, version=9, faults=10)
+    assert gain_of([good, bad]).startswith("Success: no comparison, because 10 of 20")
+    assert "no comparison" in gain_of([good, msgspec.structs.replace(bad, mean=None, low95=None, high95=None)])
+    judged = [msgspec.structs.replace(good, judge=one) for one in (judge, msgspec.structs.replace(judge, faults=10))]
+    assert "stayed" in gain_of(judged) and "The judge's mean: no comparison" in gain_of(judged)
 
 
 def test_a_judge_that_disagrees_is_told_beside_the_gain():

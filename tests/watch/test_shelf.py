@@ -1,7 +1,9 @@
 """The threads that index runs: whatever goes wrong is shown and tried again, and never ends them."""
 
 import contextlib
+import re
 import socket
+import sqlite3
 import time
 
 import pytest
@@ -39,6 +41,90 @@ def indexed(shelf, now):
     while shelf.step():
         pass
     return shelf.look().overview(1)
+
+
+def words(shelf, address="/1/"):
+    return " ".join(TestClient(page_app(shelf, "")).get(address).text.split())
+
+
+def test_a_log_that_is_half_read_is_not_shown_as_the_present(copied, tmp_path, now, monkeypatch):
+    """The run has ended. Its log is read in pages, as that of a long run is."""
+    monkeypatch.setattr("shoal.roles.auditor.source.MAX_EVENTS", 40)
+    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
+        seen, read = [], []
+        while shelf.step() and not shelf.runs[0].is_whole:
+            page, log = words(shelf), words(shelf, "/1/log")
+            percent = int(re.search(r"Reading the log, (\d+) %", page)[1])
+            assert percent == int(re.search(r"Reading the log, (\d+) %", log)[1]) < 100
+            for claim in ("The run has not begun", "Waits for", "has ended"):
+                assert claim not in page and claim not in log
+            assert f'data-badge="Reading {percent} %"' in page
+            tells = " ".join(re.sub("<[^>]*>", " ", page).split())
+            assert "Time left –" in tells and "Time of a step –" in tells and "Learned from –" in tells
+            found, client = shelf.look().overview(1), TestClient(page_app(shelf, ""))
+            read.append(found["metrics_step"])
+            assert (read[-1] or 0) < max(1, found["facts"]["version"]), "metrics are no further than the log"
+            for table in ("metrics", "groups", "runs"):
+                refused = client.get(f"/1/csv/{table}.csv")
+                assert refused.status_code == 503 and "ask for this table once it is whole" in refused.text
+            seen.append(percent)
+            now[0] += 10.0
+        assert seen == sorted(seen) and len({*seen}) > 3
+        page = words(shelf)
+        assert "Reading the log" not in page and "The run has ended with version 2" in page
+        assert read[0] is None and read[-1] == 0 and shelf.look().overview(1)["metrics_step"] == 1
+        assert TestClient(page_app(shelf, "")).get("/1/csv/metrics.csv").status_code == 200
+
+
+def test_the_share_of_a_log_that_was_read_is_of_all_of_it_from_the_first_page_on(copied, tmp_path, now, monkeypatch):
+    """Also where no second passes between the pages, so that nobody asks again how long the log is."""
+    monkeypatch.setattr("shoal.roles.auditor.source.MAX_EVENTS", 40)
+    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
+        newest = shelf.runs[0].reading.source.newest()
+        shelf.step()
+        assert f"Reading the log, {100 * 40 // (newest + 1)} %" in words(shelf)
+
+
+def test_a_live_log_is_whole_once_all_is_read_that_it_had(copied, tmp_path, now, monkeypatch):
+    """Each look finds more of it: events come all the time, and bodies take longer than events."""
+    monkeypatch.setattr("shoal.roles.auditor.source.MAX_EVENTS", 40)
+    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
+        monkeypatch.setattr(shelf.runs[0].reading.source, "newest", lambda: 99)
+        said = [words(shelf) for _ in range(3) if shelf.step()]
+        assert ["Reading the log" in page for page in said] == [True, True, False]
+
+
+def test_a_log_of_unknown_length_is_read_without_a_share(copied, tmp_path, now, monkeypatch):
+    monkeypatch.setattr("shoal.roles.auditor.source.MAX_EVENTS", 40)
+    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
+        monkeypatch.setattr(shelf.runs[0].reading.source, "newest", lambda: -1)
+        shelf.step()
+        assert "Reading the log. Until" in words(shelf)
+        indexed(shelf, now)
+        assert "Reading the log" not in words(shelf)
+
+
+def test_an_empty_page_says_that_it_reads_before_it_has_read(copied, tmp_path, now):
+    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
+        page, log = words(shelf), words(shelf, "/1/log")
+        assert "Reading the log, 0 %" in page and "not begun" not in page + log
+
+
+def test_a_broken_log_is_told_and_stays_told_while_it_is_read_again(copied, tmp_path, now, monkeypatch):
+    monkeypatch.setattr("shoal.roles.auditor.source.MAX_EVENTS", 40)
+    with contextlib.closing(sqlite3.connect(copied / "log.sqlite")) as log:
+        (last,) = log.execute("SELECT max(seq) FROM events").fetchone()
+        log.execute("UPDATE events SET hash = ? WHERE seq = ?", ("0" * 64, last - 5))
+        log.commit()
+    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
+        while shelf.step():
+            now[0] += 10.0
+        for _ in range(8):
+            page = words(shelf)
+            assert page.count("cannot be read now") == 1 and f"broken at event {last - 5}" in page
+            assert "Reading the log" not in page
+            now[0] += MOST_AGAIN_S
+            shelf.step()
 
 
 def test_a_full_disk_is_told_and_indexing_goes_on_when_there_is_room(shelf, now):
@@ -115,7 +201,6 @@ def test_the_name_of_a_table_says_how_much_of_the_log_is_in_it(shelf, now):
         answer = TestClient(page_app(shelf, "")).get("/1/csv/events.csv")
         return answer.headers["content-disposition"], answer.text.count("\n")
 
-    assert told() == ("attachment; filename=run-1-events-before-event-0.csv", 0)
     indexed(shelf, now)
     events = shelf.runs[0].reading.state.seq + 1
     assert told() == (f"attachment; filename=run-1-events-before-event-{events}.csv", events + 1)

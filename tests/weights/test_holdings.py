@@ -9,7 +9,7 @@ import pytest
 from shoal.errors import PeerError
 from shoal.weights import choose
 from shoal.weights.relays import held_chunks, holdings_of
-from shoal.weights.sources import FillingSource, Passing
+from shoal.weights.sources import Passing, is_filling
 from tests.weights.simulated import Link, Server, Version, now
 
 KB = 1000
@@ -72,7 +72,7 @@ def test_bits_say_what_is_held():
 def test_a_relay_that_fills_is_asked_only_for_what_it_has(version):
     filling = relay("filling", version, 2000 * KB, per_s=20.0)
     origin = Server("origin", version.held, Link(2000 * KB), rank=1)
-    assert isinstance(filling, FillingSource) and not isinstance(origin, FillingSource)
+    assert is_filling(filling) and not is_filling(origin)
     assert version.fetch([filling, origin]).is_right
     assert missed(filling) == 0 and version.blamed == [] and origin.sent == 0
     assert version.took_s < 200 / 20 + 3

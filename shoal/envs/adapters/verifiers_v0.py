@@ -7,10 +7,12 @@ from row to row, images, and environments that rewrite the conversation.
 """
 
 import asyncio
+import functools
+import inspect
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 from shoal.envs.adapters.foreign import Episode, Foreign, Problem, bounds_of, split
 from shoal.envs.adapters.suspended import Ask, suspended
 from shoal.envs.adapters.wording import History, openai_tool, said
+from shoal.envs.exceptions import REPRODUCIBLE_ERRORS
 from shoal.envs.score import Score
 from shoal.errors import ShoalError
 
@@ -59,6 +62,9 @@ class VerifiersV0(Foreign):
         defs = self._env.tool_defs or ()
         self.tools = [openai_tool(tool.name, tool.description, tool.parameters) for tool in defs]
         self.weights = _weights(self._env.rubric)
+        self._errors: list[BaseException] = []
+        """What reward functions raised in the episode that is scored now."""
+        _note_errors(self._env.rubric, self._errors)
         self.reward_bounds = bounds_of(reward_bounds, self.weights)
         self._inline = _reads_thinking(self._env.parser)
         self._client = _client_class()
@@ -76,8 +82,11 @@ class VerifiersV0(Foreign):
         state = await self._env.rollout(row, self._client(ask, history, self._inline), "policy", {})
         if state.get("error") is not None:
             raise state["error"]
+        self._errors.clear()
         await self._env.rubric.score_rollout(state)
         await self._env.rubric.cleanup(state)
+        if self._errors:
+            raise self._errors[0]
         return self._score(state)
 
     def _score(self, state: Mapping[str, Any]) -> Score:
@@ -98,6 +107,32 @@ def _weights(rubric: Any) -> dict[str, float]:
     functions, weights = rubric._get_reward_funcs(), rubric._get_reward_weights()
     named = [(function.__name__, float(weight)) for function, weight in zip(functions, weights, strict=True)]
     return {name: weight for name, weight in named if weight}
+
+
+def _note_errors(rubric: Any, errors: list[BaseException]) -> None:
+    """Note what reward functions raise, or that they give no number: verifiers only logs it, and takes it for a reward of
+    0. Functions without weight are metrics, and change no reward."""
+    for inner in getattr(rubric, "rubrics", ()):
+        _note_errors(inner, errors)
+    rubric.funcs = [
+        _noted(function, errors) if weight else function
+        for function, weight in zip(rubric.funcs, rubric.weights, strict=True)
+    ]
+
+
+def _noted(function: Callable[..., Any], errors: list[BaseException]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    async def noted(*args: Any, **kwargs: Any) -> Any:
+        try:
+            value = function(*args, **kwargs)
+            value = await value if inspect.isawaitable(value) else value
+            float(value)
+        except REPRODUCIBLE_ERRORS as error:
+            errors.append(error)
+            raise
+        return value
+
+    return noted
 
 
 def _reads_thinking(parser: Any) -> bool:

@@ -77,7 +77,8 @@ class Endpoint:
                 why = type(error).__name__
             if attempt + 1 < self.tries:
                 self.sleep(min(wait_s, MAX_WAIT_S))
-        raise NoAnswer(f"{self.tries} tries failed, the last with {why}")
+        # So that whoever plays the environment knows that a replay may find otherwise: see `envs.exceptions`.
+        raise NoAnswer(f"{self.tries} tries failed, the last with {why}") from TimeoutError(why)
 
     def _headers(self) -> dict[str, str]:
         if not self.key_name:

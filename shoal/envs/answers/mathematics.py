@@ -2,7 +2,7 @@ r"""Is the answer mathematically equal to the reference? LaTeX or plain formulas
 intervals, matrices.
 
 Called by environments. If comparing texts or numbers settles the question, that is done here. The rest goes to `equal`,
-which uses math-verify and sympy (installed with `shoal[math]`) in a process with limits of time and memory, because
+which uses math-verify and sympy (the extra `math`) in a process with limits of time and memory, because
 sympy may hang on an answer such as 9^{9^{9^9}}. `run` says where that process is: `in_child`, or a sandbox whose
 interpreters have imported math_verify.
 
@@ -26,7 +26,7 @@ from shoal.envs.answers.exact import normalised
 from shoal.envs.answers.graded import Answer, Graded, quoted, reference, right, taken, undecided, wrong
 from shoal.envs.answers.numeric import number
 from shoal.envs.answers.run import Limits, Run, in_child
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, how_to_install
 
 MAX_FORMULA_CHARS = 500
 """Limit on the length of an answer. Final answers are short, and the time to read one grows faster than its length."""
@@ -77,7 +77,7 @@ def _graded(shown: str, request: dict[str, object], run: Run, limits: Limits) ->
     if ran.stdout == b"unreadable gold":
         return undecided("the reference answer cannot be read")
     if b"No module named 'math_verify'" in ran.stderr:
-        raise ConfigError("math-verify is not installed: pip install 'shoal[math]'")
+        raise ConfigError(f"math-verify is not installed: {how_to_install('math')}")
     return undecided(f"{shown} was not compared: the program ended with exit code {ran.exit}")
 
 

@@ -1,7 +1,7 @@
 """Does the answer match the author's regular expression? For forms: dates, codes, identifiers.
 
 Called by environments. The engine is RE2. Its time grows linearly with the text, so a hostile answer cannot make it
-hang. It is installed with `shoal[answers]`, and imported when a pattern is first used.
+hang. It is in the extra `answers`, and imported when a pattern is first used.
 
 Failure modes. RE2 has no look-around and no back-references, so patterns that use them are refused. `\\d` is an ASCII
 digit, and `\\z` is the end of the text, which Python writes `\\Z`. The whole answer must match: a search for a part
@@ -12,7 +12,7 @@ import functools
 from typing import Any
 
 from shoal.envs.answers.graded import Answer, Graded, quoted, right, taken, wrong
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, how_to_install
 
 MAX_PATTERN_CHARS = 2_000
 """Limit on the length of a pattern."""
@@ -37,7 +37,7 @@ def _compiled(pattern: str) -> Any:
     try:
         import re2
     except ModuleNotFoundError:
-        raise ConfigError("google-re2 is not installed: pip install 'shoal[answers]'") from None
+        raise ConfigError(f"google-re2 is not installed: {how_to_install('answers')}") from None
     if len(pattern) > MAX_PATTERN_CHARS:
         raise ConfigError(f"the pattern has {len(pattern):,} characters, limit {MAX_PATTERN_CHARS:,}: shorten it")
     options = re2.Options()

@@ -1,8 +1,8 @@
 """Is the answer JSON of the required form? Also the strict reader of JSON that other verifiers use.
 
 Called by environments. An answer must be one JSON document and nothing else, without `NaN` and without repeated keys,
-and limited in size and depth. A `json` fence around the whole answer is removed. jsonschema-rs, which is installed with
-`shoal[answers]`, checks the schema: its patterns take linear time, and it fetches nothing. (jsonschema and
+and limited in size and depth. A `json` fence around the whole answer is removed. jsonschema-rs, which is in the
+extra `answers`, checks the schema: its patterns take linear time, and it fetches nothing. (jsonschema and
 fastjsonschema pass `pattern` to Python's engine, which a hostile answer can make hang; the latter also generates code
 from the schema.)
 
@@ -17,7 +17,7 @@ import re
 from typing import Any
 
 from shoal.envs.answers.graded import Answer, Graded, right, taken, wrong
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, how_to_install
 
 MAX_JSON_CHARS = 100_000
 """Limit on the length of a document."""
@@ -55,7 +55,7 @@ def _validator(schema: str) -> Any:
     try:
         import jsonschema_rs
     except ModuleNotFoundError:
-        raise ConfigError("jsonschema-rs is not installed: pip install 'shoal[answers]'") from None
+        raise ConfigError(f"jsonschema-rs is not installed: {how_to_install('answers')}") from None
     offline = True  # guard: schema-fetches-nothing
     linear = jsonschema_rs.RegexOptions()
     try:

@@ -6,7 +6,7 @@ says in a game of one turn. It cannot know whether a solution is true: it compar
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shoal.envs.base import Env, players_of, solution_of
 from shoal.envs.check.finding import Broken, Missing, reproducible
@@ -87,12 +87,17 @@ def leaks(env: Env, picked: Sequence[int], seed: int) -> str:
         raise Missing("the answer is in the prompt, as the environment declares (answer_in_prompt)")
     known = _single_answers(env, picked, seed)
     if len(set(known.values())) < 3:
-        raise Missing("fewer than three different answers of one turn are known: give solution(task)")
+        given = getattr(env, "solution", None) is not None
+        remedy = "solution(task) gives several turns, or too few" if given else "give solution(task)"
+        raise Missing(f"fewer than three different answers of one turn are known: {remedy}")
     form = before, _ = _form(list(known.values()))
     contexts: Counter[str] = Counter()
     for index, answer in known.items():
-        opening = _plain("\n".join(m["content"] for m in normal(env.reset(env.task(index))[1])))
-        contexts.update(_copied(opening, _plain(_core(answer, form))))
+        opening = " ".join("\n".join(m["content"] for m in normal(env.reset(env.task(index))[1])).split())
+        core = " ".join(_core(answer, form).split())
+        copies = {place.group() for place in _places(opening, core)} - {core}
+        rewarded = {core, *(copy for copy in copies if _is_right(env, index, form[0] + copy + form[1]))}
+        contexts.update(_copied(opening, core, rewarded))
     needed = max(3, LEAK_AT_LEAST * len(known))
     found = [(count, len(context), context) for context, count in contexts.items() if count >= needed]
     if found:
@@ -188,12 +193,19 @@ def _plain(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def _copied(opening: str, answer: str) -> set[str]:
-    """Ends of the text before an answer, if the first or the last place with such words is where the answer is."""
-    if not answer or not any(map(str.isalnum, answer)):
-        return set()
+def _places(opening: str, answer: str) -> list[re.Match[str]]:
+    """Where an answer is in the opening, in whatever case."""
+    if not any(map(str.isalnum, answer)):
+        return []
+    return list(re.finditer(rf"(?<!\w){re.escape(answer)}(?!\w)", opening, re.IGNORECASE))
+
+
+def _copied(opening: str, answer: str, rewarded: Collection[str]) -> set[str]:
+    """Ends of the text before an answer, if the first or the last place with such words is where a rewarded one is."""
     found: set[str] = set()
-    for place in re.finditer(rf"(?<!\w){re.escape(answer)}(?!\w)", opening):
+    for place in _places(opening, answer):
+        if place.group() not in rewarded:
+            continue
         at = place.start()
         for length in range(1, min(_CONTEXT, at) + 1):
             context = opening[at - length : at]
@@ -205,6 +217,10 @@ def _copied(opening: str, answer: str) -> set[str]:
 
 
 # --- answers that are not right ---
+
+
+def _is_right(env: Env, index: int, text: str) -> bool:
+    return share_of(env, _given(env, index, text)) >= RIGHT_AT_LEAST
 
 
 def _given(env: Env, index: int, text: str) -> float:

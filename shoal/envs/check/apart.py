@@ -11,17 +11,21 @@ Still, what they say is believed: a check finds faults of honest authors, and sh
 """
 
 import os
+import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+
 from shoal.config import node_home
 from shoal.config.envs import EnvConfig
 from shoal.envs.check.clock import HERE_ZONE
 from shoal.envs.check.compare import LATER, OTHERS, Other, compare
-from shoal.envs.check.finding import NOT_THE_SAME, Finding
+from shoal.envs.check.finding import NOT_THE_SAME, OR_DECLARE, Finding
 from shoal.envs.check.frames import (
     Failure,
     Loaded,
@@ -36,12 +40,15 @@ from shoal.envs.check.frames import (
 from shoal.envs.check.pins import pins, unlocked
 from shoal.envs.check.process import Failed, Process, start
 from shoal.envs.check.watch import CALL_S, FILES, IMPORT, MEMORY_MB, NETWORK, PROCESSES, REFUSED
-from shoal.envs.load import BUILT_IN, env_digest, is_file, is_package, no_environment
-from shoal.errors import ConfigError
+from shoal.envs.load import BUILT_IN, env_digest, is_file, is_package, no_environment, with_place_looked
+from shoal.errors import ConfigError, ShoalError
 from shoal.hub.about import describe
 from shoal.hub.archive import index_folder
 from shoal.hub.names import read_reference
 from shoal.hub.store import PackageStore
+from shoal.policy.render import Renderer
+from shoal.protocol.rollouts import ROOM_REMEDY, no_room
+from shoal.protocol.types import Sampling
 from shoal.sandbox.bubblewrap import INSTALL
 from shoal.sandbox.layout import OUTSIDE, outside
 from shoal.sandbox.limits import Reason
@@ -51,6 +58,11 @@ from shoal.tree import to_tree
 TOTAL_S = 30.0
 """No check begins later. Together with what one call may take, all of it ends within a minute on a machine that does
 nothing else."""
+
+LOADING = "loading it"
+
+WAIT_S = 3.0
+"""A person who waits longer is told what for."""
 
 MAX_DETAIL_CHARS = 1000
 """Of a finding."""
@@ -94,12 +106,14 @@ class Place(NamedTuple):
 
 def check(
     name: str, args: Mapping[str, Any], settings: EnvConfig | None = None, sandboxed: bool = True, registry: str = "",
-    call_s: float = CALL_S,
+    call_s: float = CALL_S, policy: tuple[Renderer, Sampling] | None = None,
+    wait: Callable[[str], None] = lambda line: None,
 ) -> list[Finding]:  # fmt: skip
     """All findings, in the order of the checks. Raises `ShoalError` if there is no such environment.
 
     `settings` are what a run file adds. `registry` is where versions of a package are published. `call_s` is the time for
-    one call of the environment.
+    one call of the environment. With a `policy`, by its tokenizer and limits, prompts must leave it room. `wait` is told
+    what is waited for, if that takes longer than WAIT_S.
     """
     place = _place(name)
     report = examined() if sandboxed else Report(False, "--no-sandbox", "")
@@ -108,7 +122,7 @@ def check(
             f"the installed package {name} is checked only inside the sandbox: {report.remedy or report.found}"
         )
     findings = pins(place.folder, registry) if place.folder else place.unlocked
-    with Checked(place, args, settings, report.works, sandboxed, call_s) as checked:
+    with Checked(place, args, settings, report.works, sandboxed, call_s, policy, wait) as checked:
         return [*checked.findings(), *findings, _about_sandbox(report, sandboxed)]
 
 
@@ -117,12 +131,13 @@ class Checked:
 
     def __init__(
         self, place: Place, args: Mapping[str, Any], settings: EnvConfig | None, sandboxed: bool, refuses: bool,
-        call_s: float,
+        call_s: float, policy: tuple[Renderer, Sampling] | None, wait: Callable[[str], None],
     ) -> None:  # fmt: skip
         """`refuses`: whether it must do without network, processes and files."""
-        self._place, self._sandboxed, self._busy = place, sandboxed, busy()
+        self._place, self._args, self._sandboxed, self._busy = place, args, sandboxed, busy()
+        self._called = Path(place.name).name
         self._until = time.monotonic() + TOTAL_S * self._busy
-        self._call_s, self._doing = call_s * self._busy, "it was loaded"
+        self._call_s, self._wait = call_s * self._busy, wait
         self._inside: Callable[[Path], str] = lambda path: str(outside(path) if sandboxed else path.absolute())
         self._files = [
             Path(v) for v in args.values() if isinstance(v, str) and v and "\0" not in v and Path(v).exists()
@@ -135,7 +150,7 @@ class Checked:
             "reproducible": place.reproducible, "call_s": self._call_s,
         }  # fmt: skip
         self._processes: list[Process] = []
-        self._refuses = refuses
+        self._refuses, self._policy = refuses, policy
         self._promised = place.reproducible
 
     def __enter__(self) -> "Checked":
@@ -171,19 +186,27 @@ class Checked:
             if isinstance(recorded, list):
                 actions = [[episode.actions for episode in task.episodes] for task in recorded]
                 others = {other: threads.submit(self._replay, other, actions) for other in OTHERS}
-            for name in names:
+            for place, name in enumerate(names):
+                if time.monotonic() > self._until:
+                    over = f"{TOTAL_S * self._busy:.0f} s were over: make the environment faster to have them checked"
+                    found.append(Finding("not checked", "skipped", f"{', '.join(names[place:])}: {over}"))
+                    break
                 found.append(self._finding(first, name))
             found += self._conduct(self._seen(first))
             told: dict[Other, Any] = {other: replay.exception() or replay.result() for other, replay in others.items()}
         if not isinstance(recorded, list):
-            found.append(Finding("earlier tasks", "skipped", f"no episode could be recorded: {recorded}"))
+            found += [Finding(name, "failed", recorded) for name in ("episodes", *(other.check for other in OTHERS))]
             return
+        found += [prompt_lengths(recorded, *self._policy)] if self._policy else []
         steady = [f for f in found if f.check in ("openings", "replay")]
-        unsteady = any(f.outcome == "failed" or NOT_THE_SAME in f.detail for f in steady)
+        unsteady = any(OR_DECLARE in f.detail or NOT_THE_SAME in f.detail for f in steady)
+        broken = next((f.detail for f in steady if f.outcome == "failed"), "")  # an episode failed
         told[LATER] = self._record(first, actions, backwards=True)
         later, *compared = (
             Finding(other.check, "skipped", "replies differ already within one process and at one moment")
             if unsteady
+            else Finding(other.check, "failed", broken)
+            if broken
             else compare(other, recorded, told[other], self._promised)
             for other in (LATER, *OTHERS)
         )
@@ -191,22 +214,38 @@ class Checked:
 
     def _finding(self, process: Process, name: str) -> Finding:
         """The finding of one check in the first process."""
-        if time.monotonic() > self._until:
-            return Finding(name, "skipped", f"{TOTAL_S:g} s were over: make the environment faster to have it checked")
-        self._doing = f'"{name}" was checked'
-        told = self._asked(process, Told, self._call_s + CHECK_S * self._busy, ask="check", name=name)
-        return Finding(name, "failed", told.failed) if isinstance(told, Failure) else Finding(name, *told)
+        limit_s = self._call_s + CHECK_S * self._busy
+        told = self._asked(process, Told, limit_s, f'checking "{name}"', ask="check", name=name)
+        if isinstance(told, Failure):
+            return Finding(name, "failed", f"{process.call}: {told.failed}" if process.call else told.failed)
+        return Finding(name, *told)
 
     def _seen(self, process: Process) -> Seen:
-        told = self._asked(process, Seen, 5.0 * self._busy, ask="seen")
+        told = self._asked(process, Seen, 5.0 * self._busy, "asking what it did", ask="seen")
         return () if isinstance(told, Failure) else told
 
-    def _asked(self, process: Process, kind: type[T], limit_s: float, **request: Any) -> T | Failure:
-        """What a process answers. Raises `Failed` if a call did not end, or if the answer has another form."""
-        told = self._sound(read, process.ask(limit_s, **request), kind)
-        if isinstance(told, Failure) and told.stuck:
-            raise Failed(told.stuck, Reason.TIMEOUT, told.seen)
-        return told
+    def _asked(self, process: Process, kind: type[T], limit_s: float, doing: str, **request: Any) -> T | Failure:
+        """What a process answers. Raises `Failed` if a call did not end, or if the answer has another form. `doing` is what
+        the process does until then."""
+        process.call, called = "", self._called
+
+        def tell() -> None:
+            call = f", {process.call}" if process.call else ""
+            self._wait(f"waiting for {called}, at most {limit_s:.0f} s: {doing}{call}")
+
+        timer = threading.Timer(WAIT_S, tell)
+        timer.daemon = True
+        timer.start()
+        try:
+            told = self._sound(read, process.ask(limit_s, **request), kind)
+            if isinstance(told, Failure) and told.stuck:
+                raise Failed(told.stuck, Reason.TIMEOUT, told.seen)
+            return told
+        except Failed as failed:
+            failed.call, failed.doing = process.call, doing
+            raise
+        finally:
+            timer.cancel()
 
     def _sound(self, judge: Callable[..., T], *told: Any) -> T:
         """What `judge` makes of an answer. Raises `Failed` if it finds it malformed."""
@@ -241,18 +280,19 @@ class Checked:
 
     def _loaded(self, process: Process, elsewhere: bool, found: list[Finding]) -> Loaded | None:
         """What a process says of the environment; None if it cannot load it, which is then a finding."""
-        told = self._asked(process, Loaded, LOAD_S * self._busy, **self._load, elsewhere=elsewhere)
+        told = self._asked(process, Loaded, LOAD_S * self._busy, LOADING, **self._load, elsewhere=elsewhere)
         if isinstance(told, Loaded):
             return told
-        found.append(Finding("data" if told.failed.startswith("data set ") else "load", "failed", told.failed))
+        words = with_place_looked(told.failed, self._args)
+        found.append(Finding("data" if told.failed.startswith("data set ") else "load", "failed", words))
         return None
 
     def _record(self, process: Process, actions: Any, backwards: bool = False) -> list[Recorded] | str:
         """What a process recorded, or one line that says why it did not."""
-        self._doing, limit_s = "episodes were recorded", self._call_s + RECORD_S * self._busy
-        told = self._asked(process, list[Recorded], limit_s, ask="record", actions=actions, backwards=backwards)
+        limit_s, doing = self._call_s + RECORD_S * self._busy, "recording episodes"
+        told = self._asked(process, list[Recorded], limit_s, doing, ask="record", actions=actions, backwards=backwards)
         if isinstance(told, Failure):
-            return told.failed
+            return f"{process.call}: {told.failed}" if process.call else told.failed
         self._sound(demand_episodes, told)
         return told
 
@@ -265,22 +305,36 @@ class Checked:
 
     def _failure(self, failed: Failed) -> Finding:
         """The finding about a process that gave no answer."""
+        where = f"in {failed.call}, while {failed.doing}" if failed.call else f"while {failed.doing}"
         if failed.reason is Reason.MEMORY:
-            return Finding("memory", "failed", f"{failed} while {self._doing}: load less")
+            return Finding("memory", "failed", f"{failed} {where}: load less")
         if failed.reason is Reason.TIMEOUT and failed.seen is None:
-            return Finding("time", "failed", f"{failed} while {self._doing}, and no line of Python ran: look for a regular "
+            return Finding("time", "failed", f"{failed} {where}, and no line of Python ran: look for a regular "
                            "expression or a number that takes very long")  # fmt: skip
+        if failed.reason is Reason.TIMEOUT and failed.doing == LOADING:
+            return Finding("time", "failed", f"{failed}: let it do less when it is imported")
         if failed.reason is Reason.TIMEOUT:
             return Finding("time", "failed", f"{failed}: every call must end soon, whatever the policy wrote")
-        return Finding("process", "failed", f"{failed} while {self._doing}: raise an error instead, and write to no file "
-                       "that the environment did not open")  # fmt: skip
+        remedy = "raise an error instead, and write to no file that the environment did not open"
+        if "SIGALRM" in str(failed):
+            remedy = "an alarm that it set itself went off there, and nothing handled it: call signal.signal before "
+            remedy += "signal.alarm, with a function that raises"
+        elif "SIGKILL" in str(failed) or failed.reason is Reason.KILLED:
+            remedy = "leave out what ends it, or use less memory"
+        elif "signal" in str(failed):
+            remedy = "code that is not Python's crashes there, such as a package's: leave that call out, or replace it"
+        return Finding("process", "failed", f"{self._called}: {failed} {where}: {remedy}")
 
 
 def _without_echoes(found: Sequence[Finding]) -> list[Finding]:
     """Each fault once: checks that failed only because something was refused, or memory was short, refer to it."""
     shown: list[Finding] = []
+    same: dict[str, list[str]] = {}
     for finding in found:
-        if finding.outcome == "failed" and REFUSED in finding.detail:
+        cause = next((one for one in shown if one.outcome == "failed" and _cause(one) in _cause(finding)), None)
+        if cause is not None and finding.outcome != "passed":
+            same.setdefault(cause.check, []).append(finding.check)
+        elif finding.outcome == "failed" and REFUSED in finding.detail:
             shown.append(
                 Finding(finding.check, "skipped", f"not checked, because it did what is not allowed: {finding.detail}")
             )
@@ -289,12 +343,56 @@ def _without_echoes(found: Sequence[Finding]) -> list[Finding]:
                 shown.append(Finding(PROCESSES, "failed", f"it starts a sandbox of its own: {REMEDIES[PROCESSES]}"))
         elif finding.outcome == "failed" and "MemoryError" in finding.detail:
             if not any(one.check == "memory" for one in shown):
-                shown.append(
-                    Finding("memory", "failed", f"more than {MEMORY_MB:,} MB are needed: {finding.detail}. Use less")
-                )
+                when = " when it is imported" if finding.check == "load" else ""
+                needed = f"more than {MEMORY_MB:,} MB are needed{when}: {finding.detail}. Use less"
+                shown.append(Finding("memory", "failed", needed))
         else:
             shown.append(finding)
+    for check, others in same.items():
+        shown.append(Finding("not checked", "skipped", f"{', '.join(others)}: the cause is that of {check!r}"))
     return shown
+
+
+def _cause(finding: Finding) -> str:
+    """What a finding says after the task and the call, without numbers: the same for one mistake in several checks."""
+    raised = finding.detail.rpartition("raised ")[2]
+    words = raised if raised != finding.detail else re.sub(r"^(held-out )?task \d+[^:]*: ", "", finding.detail)
+    return re.sub(r"\d+(\.\d+)?", "#", words)
+
+
+def prompt_lengths(recorded: Sequence[Recorded], renderer: Renderer, sampling: Sampling) -> Finding:
+    """Whether the policy's chat template takes the prompts, and they leave it room to write."""
+    lengths, long, refused = list[int](), list[str](), list[str]()
+    texts, prompts = set[str](), set[tuple[int, ...]]()
+    for task in recorded:
+        try:
+            messages, arguments, most = msgspec.convert(task.prompt, tuple[list[Any], dict[str, Any], int])
+            token_ids = renderer.open(messages, arguments).token_ids
+        except msgspec.ValidationError as error:  # what a process says is a stranger's
+            return Finding("prompts", "skipped", f"they cannot be measured: {error}")
+        except ShoalError as error:
+            refused.append(str(error))
+            continue
+        lengths.append(len(token_ids))
+        texts.add(str(messages))
+        prompts.add(tuple(token_ids))
+        long += filter(None, [no_room(most, sampling, lengths[-1])])
+    faults = list[str]()
+    if len(texts) > 1 == len(prompts):
+        faults.append(
+            f"the policy's chat template and tokenizer make one prompt of all {len(lengths)} tasks, whose messages differ"
+        )
+    if refused:
+        share = f"{len(refused)} of {len(recorded)} are not taken by the policy's chat template or tokenizer"
+        faults.append(f"{share}, and their tasks never begin; the first: {refused[0]}")
+    if long:
+        share = f"{len(long)} of {len(recorded)} prompts are too long, and their tasks never begin"
+        faults.append(f"{share}; the first: {long[0]}. {ROOM_REMEDY}")
+    if faults:
+        return Finding("prompts", "failed", ". ".join(faults))
+    return Finding(
+        "prompts", "passed", f"{len(lengths)} prompts take up to {max(lengths)} tokens of {sampling.max_tokens}"
+    )
 
 
 def _shown(detail: str) -> str:

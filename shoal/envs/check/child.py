@@ -9,42 +9,62 @@ import json
 import os
 import random
 import resource
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from shoal.config.envs import EnvConfig
 from shoal.envs.base import Env, describe_fault, players_of
 from shoal.envs.check.clock import ELSEWHERE_S, HERE_S, set_clock
-from shoal.envs.check.finding import find, reproducible
+from shoal.envs.check.finding import Broken, find, reproducible
+from shoal.envs.check.frames import CALL
 from shoal.envs.check.promises import FEWER_TASKS, checks_of, pick
 from shoal.envs.check.walk import HOSTILE, Act, perform, played, recite, while_time
 from shoal.envs.check.watch import MEMORY_MB, Watch, Watched
 from shoal.envs.load import load_env
-from shoal.envs.settings import with_settings
+from shoal.envs.settings import opening_of, with_settings
 from shoal.errors import ShoalError
-from shoal.policy.messages import as_messages, normal
+from shoal.policy.messages import arguments_of, as_messages, normal
 from shoal.tree import from_tree
 
 RECORDED = 12
 """Tasks that are played in each process."""
 
 RECORDED_TURNS = 24
+METHODS = ("step", "score", "truncated_score")
+"""Those whose answers `check/walk` judges."""
+
 MAX_TEXT = 2000
+_leave = os._exit
 """Characters of a text that are compared."""
 
 
 class Child:
     """The environment of this process."""
 
-    def __init__(self, answer: Callable[[Any], None]) -> None:
-        self._answer = answer
+    def __init__(self, answer: Callable[[Any], None], begins: Callable[[str], None] = lambda call: None) -> None:
+        """`begins` is told each call of the environment, before it is made."""
+        self._answer, self._begins = answer, begins
         self._env: Any = None
+        self._bare: Any = None
+        """The environment as its author wrote it."""
+        self.source: Path | None = None
         self._watch: Watch | None = None
         self.limit_s = 0.0
         """Time for the request in hand."""
         self._checks: Mapping[str, Callable[[], str]] = {}
+
+    @property
+    def last(self) -> str:
+        """The call of the environment that was made last."""
+        return self._watch.last if self._watch else ""
+
+    def place_of(self, frame: FrameType | None) -> str:
+        """The line of the environment that leads to a frame; empty if it is in none."""
+        return self._watch.place(frame)[0] if self._watch else ""
 
     def allow(self) -> None:
         """The request in hand begins."""
@@ -60,15 +80,17 @@ class Child:
         def own(file: str) -> bool:
             return any(file == source or file.startswith(source + "/") for source in sources)
 
-        watch = self._watch = Watch(own, refuses, call_s, self._stop)
+        watch = self._watch = Watch(own, refuses, call_s, self._stop, self._begins)
         set_clock(ELSEWHERE_S if elsewhere else HERE_S, own, elsewhere)
         random.seed(0)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(0)
         _limit_memory()
+        self.source = Path(sources[0])
         self.allow()
         with watch.load():
             env: Any = load_env(name, args)
+        self._bare = env
         promised = reproducible and bool(getattr(env, "reproducible", True))
         watched: Env = Watched(env, watch, {"reproducible": promised, "source": Path(sources[0])})
         self._env = watched
@@ -82,7 +104,16 @@ class Child:
         }
 
     def ask_check(self, name: str) -> Any:
-        return find(name, self._checks[name], self._env)[1:]
+        _, outcome, detail = find(name, self._checks[name], self._env)
+        located = self.located(detail) if outcome == "failed" else detail
+        is_of_call = outcome == "failed" and (located != detail or detail.startswith("raised "))
+        return outcome, f"{self.last}: {located}" if is_of_call else detail
+
+    def located(self, detail: str) -> str:
+        """What a call gave that it may not, with the line where its author wrote the method."""
+        method, _, problem = detail.partition("() ")
+        code = getattr(getattr(self._bare, method, None), "__code__", None) if method in METHODS else None
+        return f"{code.co_filename} line {code.co_firstlineno}: it {problem}" if code is not None else detail
 
     def ask_record(self, actions: Sequence[Sequence[Sequence[str]]] | None, backwards: bool) -> Any:
         """Openings and episodes of a few tasks, played forwards or backwards. `actions` are those of each episode of each
@@ -109,8 +140,9 @@ class Child:
                 *(perform(player, 0, index) for _, player in sorted(players_of(env).items())),
                 recite(HOSTILE[::-1]),
             ]
-        opens = _texts(env.reset(task)[1])
-        told: dict[str, Any] = {"index": index, "heldout": heldout, "opens": opens, "episodes": []}
+        messages = env.reset(task)[1]
+        told: dict[str, Any] = {"index": index, "heldout": heldout, "opens": _texts(messages), "episodes": []}
+        told["prompt"] = _plain([opening_of(env, messages, task), arguments_of(env), getattr(env, "max_tokens", 0)])
         for act in acts:
             walk = played(env, task, act, turns=RECORDED_TURNS)
             told["episodes"].append({
@@ -123,7 +155,16 @@ class Child:
     def _stop(self, what: str) -> None:
         """A call does not end: tell it, and end this process, since nothing else would end the call."""
         self._answer({"stuck": what, "seen": self.ask_seen()})
-        os._exit(0)
+        _leave(0)
+
+
+def _plain(value: Any) -> Any:
+    """The value, if it is JSON."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return value
 
 
 def main() -> None:
@@ -138,17 +179,46 @@ def main() -> None:
         answers.write(len(data).to_bytes(4, "big") + data)
         answers.flush()
 
-    child = Child(answer)
+    def begins(call: str) -> None:
+        data = CALL + call.encode("utf-8", "replace")
+        answers.write(len(data).to_bytes(4, "big") + data)
+        answers.flush()
+
+    def report_exit(code: int) -> None:
+        frame = sys._getframe(1)
+        call = f"{child.last}, " if child.last else ""
+        begins(f"{call}os._exit({code!r:.20}) at {Path(frame.f_code.co_filename).name} line {frame.f_lineno}")
+        _leave(code)
+
+    def report_alarm(number: int, frame: FrameType | None) -> None:
+        call, place = (f"{child.last}, " if child.last else ""), child.place_of(frame)
+        begins(f"{call}at {place}" if place else child.last)
+        _leave(128 + number)
+
+    child = Child(answer, begins)
+    signal.signal(signal.SIGALRM, report_alarm)
+    os._exit = report_exit  # type: ignore[assignment]
     while size := requests.read(4):
         request = json.loads(requests.read(int.from_bytes(size, "big")))
         try:
             child.limit_s = request.pop("limit_s")
             child.allow()
             answer({"value": getattr(child, f"ask_{request.pop('ask')}")(**request)})
-        except (ShoalError, MemoryError) as error:
+        except ShoalError as error:
             answer({"failed": str(error) or type(error).__name__})
+        except Broken as error:
+            answer({"failed": child.located(str(error))})
+        except MemoryError as error:
+            answer({"failed": _short_of_memory(error, child.source)})
         except BaseException as error:  # noqa: BLE001  foreign code may even ask to end the process
-            answer({"failed": f"it raised {describe_fault(error, getattr(child._env, 'source', None))}"})
+            answer({"failed": f"it raised {describe_fault(error, child.source)}"})
+
+
+def _short_of_memory(error: MemoryError, source: Path | None) -> str:
+    try:
+        return describe_fault(error, source)
+    except MemoryError:
+        return type(error).__name__
 
 
 def _limit_memory() -> None:

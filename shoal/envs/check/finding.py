@@ -30,6 +30,7 @@ class Missing(Exception):
     """A check cannot run; the message says why."""
 
 
+OR_DECLARE = "or declare reproducible = false: it then stays with the host"
 NOT_THE_SAME = "not reproducible, as it declares, so it stays with the host"
 
 
@@ -55,5 +56,5 @@ def find(name: str, check: Callable[[], str], env: Any) -> Finding:
 def differs(name: str, problem: str, promised: bool) -> Finding:
     """The finding about an environment that is not reproducible: a fault only if it promised to be."""
     if promised:
-        return Finding(name, "failed", f"{problem}, or declare reproducible = false: it then stays with the host")
+        return Finding(name, "failed", f"{problem}, {OR_DECLARE}")
     return Finding(name, "skipped", f"{NOT_THE_SAME}: {problem}")

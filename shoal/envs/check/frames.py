@@ -17,6 +17,9 @@ from shoal.envs.check.promises import ALWAYS, SOMETIMES
 Seen = tuple[tuple[Literal["network", "processes", "files", "import"], str, str], ...]
 """Kind, words and place of what the environment did."""
 
+CALL = b"\x01"
+"""How a frame begins that names the call which the environment's code now is in. All others are JSON."""
+
 T = TypeVar("T")
 
 
@@ -67,6 +70,8 @@ class Recorded(msgspec.Struct, forbid_unknown_fields=True):
     heldout: bool
     opens: list[str]
     episodes: list[Episode]
+    prompt: Any = None
+    """Messages of the opening, arguments of the chat template, and the environment's `max_tokens`; None if not JSON."""
 
 
 def read(data: bytes, kind: type[T]) -> T | Failure:

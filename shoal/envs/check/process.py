@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from shoal.envs.check.frames import CALL
 from shoal.sandbox.layout import INTERPRETER_FLAGS, interpreter, outside, standard_paths
 from shoal.sandbox.limits import Limits, Reason, Stopped
 from shoal.sandbox.resident import Resident
@@ -51,10 +52,17 @@ class Failed(Exception):
         """`seen`: what the environment did until then, if the process could say so, and why it ended itself."""
         super().__init__(why)
         self.reason, self.seen = reason, seen
+        self.call = ""
+        """The call that the environment's code was in, as it said."""
+        self.doing = ""
+        """What was asked of the process."""
 
 
 class Process(Protocol):
     """One process."""
+
+    call: str
+    """The call that the environment's code was in last, as the process says."""
 
     def ask(self, limit_s: float, **request: Any) -> bytes:
         """Its answer, which its code may have written. Raises `Failed`."""
@@ -66,6 +74,8 @@ class Process(Protocol):
 class Sandboxed:
     """In a sandbox. Raises `StateError` if that does not start here."""
 
+    call = ""
+
     def __init__(self, hash_seed: int, zone: str, shown: Sequence[Path], dependencies: Sequence[Path]) -> None:
         code, packages = Path(__file__).parents[2], importable()
         paths = [*standard_paths(), *(str(outside(path)) for path in (code.parent, *dependencies, *packages))]
@@ -75,12 +85,18 @@ class Sandboxed:
 
     def ask(self, limit_s: float, **request: Any) -> bytes:
         request["limit_s"] = limit_s
+        until = time.monotonic() + limit_s + GRACE_S
         answer = self._resident.ask(json.dumps(request).encode(), limit_s + GRACE_S, MAX_ANSWER_BYTES)
+        while isinstance(answer, bytes) and answer.startswith(CALL):
+            self.call = _call_in(answer, until)
+            answer = self._resident.next(max(0.1, until - time.monotonic()), MAX_ANSWER_BYTES)
         if isinstance(answer, bytes):
             return answer
+        if isinstance(answer, Stopped) and answer.reason is Reason.KILLED:
+            raise Failed("its process was killed, by itself or because memory ran out,", answer.reason)
         if isinstance(answer, Stopped):
             raise Failed(f"it was stopped at its limit of {answer.reason.value}", answer.reason)
-        raise Failed(f"it ended its process with exit code {answer.exit_code}")
+        raise Failed(_ended(answer.exit_code))
 
     def close(self) -> None:
         self._resident.close()
@@ -88,6 +104,8 @@ class Sandboxed:
 
 class Open:
     """A child process of this user, with network and files."""
+
+    call = ""
 
     def __init__(self, hash_seed: int, zone: str) -> None:
         paths = [str(Path(__file__).parents[3]), *sys.path]
@@ -104,9 +122,11 @@ class Open:
         try:
             self._process.stdin.write(len(data).to_bytes(4, "big") + data)
             self._process.stdin.flush()
-            return self._read(int.from_bytes(self._read(4, until), "big"), until)
+            while (answer := self._read(int.from_bytes(self._read(4, until), "big"), until)).startswith(CALL):
+                self.call = _call_in(answer, until)
+            return answer
         except (BrokenPipeError, EOFError):
-            raise Failed(f"it ended its process with exit code {self._code()}") from None
+            raise Failed(_ended(self._code())) from None
 
     def _code(self) -> int | None:
         """None if it only closed its pipe."""
@@ -137,6 +157,21 @@ class Open:
             assert pipe
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
+
+
+def _call_in(frame: bytes, until: float) -> str:
+    """The call that a frame names. Raises `Failed` if such frames never end."""
+    if time.monotonic() > until:  # guard: frames-of-calls-end
+        raise Failed("it did not answer in time", Reason.TIMEOUT)
+    return frame[len(CALL) :][:200].decode("utf-8", "replace")
+
+
+def _ended(code: int | None) -> str:
+    """How a process ended: by an exit code, or by the signal that a shell's code above 128 stands for."""
+    number = -code if code is not None and code < 0 else (code or 0) - 128
+    if number in set(signal.Signals):
+        return f"it ended its process with the signal {signal.Signals(number).name}"
+    return f"it ended its process with exit code {code}"
 
 
 def importable() -> list[Path]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.envs.action import Action
-from shoal.envs.base import Env, Task, describe_fault, players_of, source_of, step_of
+from shoal.envs.base import Env, Task, describe_fault, players_of, solution_of, source_of, step_of
 from shoal.envs.check.answers import hacks, leaks, right_player, solutions, wrong_player
 from shoal.envs.check.finding import Broken, Differs, Finding, Missing, find, reproducible
 from shoal.envs.check.walk import (
@@ -36,6 +36,9 @@ MAX_COMPARED = 4096
 
 NUM_TASKS = 32
 """Tasks that are played, if there are so many."""
+
+NAMED = 4
+"""Further actions that a finding names."""
 
 FEWER_TASKS = 4
 """The same of an environment that is not reproducible: it may ask a judge for each episode."""
@@ -143,6 +146,14 @@ def _heldout(env: Env) -> str:
     held = {repr(_task(env, i, True)) for i in range(min(env.num_heldout, MAX_COMPARED))}
     if both := sorted(training & held):
         raise Broken(f"{len(both)} held-out tasks are training tasks too, such as {both[0]:.100}")
+    last = env.num_heldout - 1
+    for index in while_time(sorted({last * place // (FEWER_TASKS - 1) for place in range(FEWER_TASKS)})):
+        task, right = _task(env, index, True), players_of(env).get("right")
+        turns = solution_of(env, task)
+        try:
+            played(env, task, perform(right, 0, index) if turns is None and right else recite(turns or HOSTILE))
+        except Broken as problem:
+            raise Broken(f"held-out task {index}: {problem}") from None
     return f"{len(held)} held-out tasks, none among {len(training)} training tasks"
 
 
@@ -179,14 +190,21 @@ def _isolation(env: Env, picked: Sequence[int], seed: int) -> str:
 
 def _hostile(env: Env, picked: Sequence[int]) -> str:
     for index in while_time(picked[:4]):
+        failed: dict[str, str] = {}
         for action in HOSTILE:
             try:
                 played(env, env.task(index), recite((action,)))
             except Broken as problem:
-                raise Broken(f"task {index}, action {action!r:.60}: {problem}") from None
+                failed[f"{action!r:.60}"] = str(problem)
             except Exception as error:  # noqa: BLE001  foreign code: the finding must name the action
-                place = describe_fault(error, source_of(env))
-                raise Broken(f"task {index}, action {action!r:.60}: raised {place}") from None
+                failed[f"{action!r:.60}"] = f"raised {describe_fault(error, source_of(env))}"
+        if failed:
+            (first, why), *others = failed.items()
+            named = f"; so do {', '.join(action for action, _ in others[:NAMED])}" if others else ""
+            raise Broken(
+                f"task {index}, action {first}: {why}{named}. Correct that line, so that it answers any text: a run leaves "
+                "such rollouts out, and pauses if there are many"
+            )
         played(env, env.task(index), recite(HOSTILE))
     return f"{len(HOSTILE)} of them answered and scored"
 

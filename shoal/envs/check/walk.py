@@ -6,12 +6,13 @@ Used by the checks beside this file. It needs no model and no tokens, and compar
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
 from shoal.envs.action import Action
 from shoal.envs.base import Env, Player, State, Task, players_of, step_of, success_of
 from shoal.envs.check.finding import Broken, Differs, reproducible
-from shoal.envs.score import Score, earned
+from shoal.envs.score import earned
 from shoal.envs.steps import marks_of
 from shoal.policy.messages import BadMessage, Written, as_messages, normal
 
@@ -77,7 +78,11 @@ def stepwise(
     tools = getattr(env, "tools", ())
     notation = getattr(env, "parser", "") or ("hermes" if tools else "")
     while not done and len(actions) < turns and (action := act(state)) is not None:
-        step = step_of(env.step(state, Action(action, notation, tools=tools)))
+        told = env.step(state, Action(action, notation, tools=tools))
+        try:
+            step = step_of(told)
+        except TypeError as problem:
+            raise Broken(str(problem)) from None
         state, reply, done = step[:3]
         seats = getattr(env, "num_seats", 1)
         if step.seat not in range(seats):
@@ -178,12 +183,15 @@ def _score(env: Env, state: State, turn_rewards: Sequence[float] = ()) -> float:
         name = getattr(judge, "__name__", "score")
         score = judge(state)
         again = judge(state) if reproducible(env) else score
-        if not isinstance(score, Score) and (isinstance(score, bool) or not isinstance(score, int | float)):
+        if isinstance(score, bool):
             raise Broken(f"{name}() gives {score!r:.60}, not a number from {low:g} to {high:g}")
         if score != again and not (score != score and again != again):
             raise Differs(f"{name}() gives {score} and then {again} for the same state")
         try:
             reward = earned(env, [score], turn_rewards).reward
-        except ValueError as fault:
-            raise Broken(f"{name}() gives {score!r:.60}, not a number from {low:g} to {high:g}: {fault}") from None
+        except (TypeError, ValueError) as fault:
+            why = "" if isinstance(score, Real) and not any(turn_rewards) else f": {fault}"
+            raise Broken(
+                f"{name}() gives {score!r:.60}, not a number within reward_bounds {low:g} to {high:g}{why}"
+            ) from None
     return reward

@@ -59,9 +59,15 @@ class Seen(NamedTuple):
 class Watch:
     """What the environment's code does, while it runs."""
 
-    def __init__(self, own: Callable[[str], bool], refuses: bool, call_s: float, stuck: Callable[[str], None]) -> None:
-        """`own` tells the environment's files by their names. `stuck` is called, from a thread, with what does not end."""
-        self._call_s = call_s
+    def __init__(
+        self, own: Callable[[str], bool], refuses: bool, call_s: float, stuck: Callable[[str], None],
+        begins: Callable[[str], None] = lambda call: None,
+    ) -> None:  # fmt: skip
+        """`own` tells the environment's files by their names. `stuck` is called, from a thread, with what does not end;
+        `begins` with each call, before it is made."""
+        self._call_s, self._begins = call_s, begins
+        self.task = ""
+        """The task that was made last, such as "task 3"."""
         self.seen: list[Seen] = []
         self._own, self._refuses, self._stuck = own, refuses, stuck
         self._inside, self._loading, self._until_s = 0, False, float("inf")
@@ -72,12 +78,19 @@ class Watch:
         self._ours = {threading.get_ident(), own_threads.ident}
         sys.addaudithook(self._hear)
 
+    @property
+    def last(self) -> str:
+        """The call that was made last."""
+        return self._call
+
     @contextmanager
     def call(self, what: str, loading: bool = False) -> Iterator[None]:
         """The environment's code runs in this block."""
         if not self._inside:
             self._limit_s = float("inf") if loading else self._call_s
             self._call, self._begun_s, self._thread = what, self._real_monotonic(), threading.get_ident()
+            if not loading:
+                self._begins(what)
         self._inside, self._loading = self._inside + 1, loading
         try:
             yield
@@ -100,12 +113,12 @@ class Watch:
                     self._note(Seen(IMPORT, f"it changes {name}", ""))
 
     def _seeds(self, *arguments: Any) -> None:
-        place, its_own = self._place(sys._getframe(1))
+        place, its_own = self.place(sys._getframe(1))
         if its_own:
             self._note(Seen(IMPORT, "it seeds Python's global random numbers", place))
 
     def _note_print(self) -> None:
-        self._note(Seen(IMPORT, "it prints", self._place(sys._getframe(1))[0]))
+        self._note(Seen(IMPORT, "it prints", self.place(sys._getframe(1))[0]))
 
     def _note(self, seen: Seen) -> None:
         if seen not in self.seen and len(self.seen) < 20:
@@ -121,7 +134,7 @@ class Watch:
         if what is None:
             return
         frame = sys._getframe(1)
-        place, its_own = self._place(frame)
+        place, its_own = self.place(frame)
         if kind is FILES and _by_tempfile(frame):
             return
         if self._loading and not its_own and kind is not NETWORK:
@@ -130,7 +143,7 @@ class Watch:
         if self._refuses and kind is not IMPORT:
             raise PermissionError(f"{REFUSED}: {what}")
 
-    def _place(self, frame: FrameType | None) -> tuple[str, bool]:
+    def place(self, frame: FrameType | None) -> tuple[str, bool]:
         """The environment's line that leads to a frame, and whether only Python's own library is between the two."""
         its_own = True
         while frame is not None:
@@ -152,12 +165,10 @@ class Watch:
             sleep(0.05)
             call, now_s = self._call, self._real_monotonic()
             if self._inside and (now_s - self._begun_s > self._limit_s or now_s > self._until_s):
-                place = self._place(sys._current_frames().get(self._thread))[0]
-                late = (
-                    f"did not end within {self._call_s:g} s"
-                    if now_s <= self._until_s
-                    else "was called too slowly or too often"
-                )
+                place = self.place(sys._current_frames().get(self._thread))[0]
+                late = "was called too slowly or too often"
+                if now_s <= self._until_s or self._loading:
+                    late = f"did not end within {now_s - self._begun_s:.0f} s"
                 self._stuck(f"{call} {late}{f' ({place})' if place else ''}")
                 return
 
@@ -186,18 +197,23 @@ class Watched:
 
     def _watched(self, what: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def called(*arguments: Any, **named: Any) -> Any:
-            with self._watch.call(_told(what, arguments)):
+            words = _told(what, arguments, named)
+            if what == "task()" and arguments:
+                self._watch.task = f"{'held-out task' if named.get('heldout') else 'task'} {arguments[0]!r:.20}"
+            elif self._watch.task:
+                words = f"{self._watch.task}, {words}"
+            with self._watch.call(words):
                 return function(*arguments, **named)
 
         called.__name__ = getattr(function, "__name__", what)
         return called
 
 
-def _told(what: str, arguments: tuple[Any, ...]) -> str:
+def _told(what: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> str:
     if what == "step()" and len(arguments) > 1:
         return f"step() with action {arguments[1]!r:.40}"
     if what == "task()" and arguments:
-        return f"task({arguments[0]!r:.20})"
+        return f"task({arguments[0]!r:.20}{', heldout=True' if named.get('heldout') else ''})"
     return what
 
 

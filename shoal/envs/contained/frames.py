@@ -1,6 +1,6 @@
-"""The MessagePack messages between an environment in the sandbox and our end: one request, one answer.
+"""The MessagePack messages between an environment in another process and our end: a list of requests, an answer to each.
 
-Used by both ends, `line` and `inside`. Of what comes out of the sandbox, only the type is checked here. The content is
+Used by both ends, `line` and `inside`. Of what comes out of the process, only the type is checked here. The content is
 checked where it is used, as for an environment in this process.
 """
 
@@ -78,7 +78,14 @@ class Play(Request):
     seed: int
 
 
-AnyRequest = Pose | Begin | Act | Judge | Compare | Play
+class Solve(Request):
+    """Ask for the solution of a task."""
+
+    index: int
+    heldout: bool
+
+
+AnyRequest = Pose | Begin | Act | Judge | Compare | Play | Solve
 
 
 class Parts(msgspec.Struct, tag=True):
@@ -116,7 +123,7 @@ class Facts(Answer):
     weights: dict[str, float]
 
 
-OPTIONAL = ("truncated_score", "group_scores", "success", "players")
+OPTIONAL = ("truncated_score", "group_scores", "success", "players", "solution")
 """Methods that an environment need not have."""
 
 
@@ -127,7 +134,7 @@ class Refused(Answer):
     trace: str
 
 
-class Posed(Answer):
+class TaskAnswer(Answer):
     """A task as text for people, and a digest of its whole content."""
 
     shown: str
@@ -163,6 +170,10 @@ class Said(Answer):
     text: str
 
 
+class Solution(Answer):
+    turns: str | tuple[str, ...] | None
+
+
 class Fault(Answer):
     """What the environment raised."""
 
@@ -170,6 +181,8 @@ class Fault(Answer):
     trace: str
     usual: bool
     """An IndexError or ValueError, which `task` raises for an index that is out of range."""
+    unreachable: bool = False
+    """An endpoint, such as a judge, did not answer. See `envs.exceptions.is_unreachable`."""
 
 
 class Unknown(Answer):
@@ -178,4 +191,4 @@ class Unknown(Answer):
     states: list[int]
 
 
-AnyAnswer = Posed | Begun | Acted | Judged | Compared | Said | Fault | Unknown
+AnyAnswer = TaskAnswer | Begun | Acted | Judged | Compared | Said | Solution | Fault | Unknown

@@ -1,7 +1,7 @@
-"""The end inside the sandbox: it makes one package's environment, and answers requests about it.
+"""The end in the other process: it makes one environment, and answers requests about it, in its main thread.
 
-The package's interpreter imports it first, so it imports nothing that needs another package, except `msgspec`. The
-package's code can change all of it, so nothing here protects anyone: `client` believes none of it.
+The environment's interpreter imports it first, so it imports nothing that needs another package, except `msgspec`. The
+environment's code can change all of it, so nothing here protects anyone: `client` believes none of it.
 
 Each call begins with the same global random state for the same task and turn, so code that draws from it repeats.
 """
@@ -12,24 +12,28 @@ import os
 import random
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
 from shoal.envs.action import Action
-from shoal.envs.base import Env, describe_fault, step_of
+from shoal.envs.base import Env, describe_fault, describe_fault_of_call, step_of
 from shoal.envs.contained import frames as f
-from shoal.envs.score import Score
+from shoal.envs.contained.stack_trace import write_stacks
+from shoal.envs.exceptions import is_unreachable
+from shoal.envs.score import Score, number_of
 from shoal.envs.source import make_env
 from shoal.errors import ShoalError
 from shoal.policy.messages import Written
 
 MAKER = make_env.__code__.co_filename
-_decode = msgspec.msgpack.Decoder(f.AnyRequest).decode
+_decode = msgspec.msgpack.Decoder(list[f.AnyRequest]).decode
 _encode = msgspec.msgpack.Encoder().encode
+_leave = os._exit
 
 
 class Kept(NamedTuple):
@@ -42,59 +46,111 @@ class Kept(NamedTuple):
     turns: int
 
 
+class Exited(BaseException):
+    """What an `os._exit` of the environment becomes, so that it fails one rollout as `sys.exit` does."""
+
+
 def serve(file: str, function: str) -> None:
-    """Make the environment with the arguments in the first frame, then answer until the other end closes."""
+    """A package in the sandbox: what it prints is dropped."""
     requests, answers = os.dup(0), os.dup(1)
     with open("/dev/null", "r+b", buffering=0) as nothing:  # what the package prints or reads is not a frame
         os.dup2(nothing.fileno(), 0)
         os.dup2(nothing.fileno(), 1)
     path = Path(file)
+    _serve(requests, answers, path, function, f"{path.parent}/")
+
+
+def serve_own(parent: int, stack: int, file: str, function: str) -> None:
+    """A file of this user in a child process of `parent`: what it prints goes to standard error. Where it is goes to the
+    descriptor `stack`: see `write_stacks`."""
+    from shoal.pipes import end_with  # a sandbox does without ctypes
+
+    end_with(parent)
+    write_stacks(stack)
+    requests, answers = os.dup(0), os.dup(1)
+    with open("/dev/null", "rb", buffering=0) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    _serve(requests, answers, Path(file), function, "")
+
+
+def _serve(requests: int, answers: int, path: Path, function: str, hidden: str) -> None:
+    """Make the environment with the arguments in the first frame, then answer until the other end closes. `hidden` is left
+    out of the lines about faults."""
+    let_exits_raise()
     try:
         args = msgspec.msgpack.decode(_receive(requests))
         try:
             _seed("made")
             env = make_env(path, args, function)
             first: f.Answer = facts_of(env)
-        except Exception as error:  # noqa: BLE001  a package may raise anything while it is imported
-            _send(answers, _encode(f.Refused(_line(error, path), _trace(error))))
+        except MemoryError:
+            raise
+        except BaseException as error:  # noqa: BLE001  foreign code may raise anything while it is imported
+            _send(answers, _encode(f.Refused(_line(error, describe_fault(error, path), hidden), _trace(error))))
             return
         _send(answers, _encode(first))
-        host = Inside(env, path)
+        host = Inside(env, path, hidden)
         while True:
-            _send(answers, host.answered(_receive(requests)))
+            for request in _decode(_receive(requests)):
+                _send(answers, host.answered(request))
     except MemoryError:
-        os.kill(os.getpid(), signal.SIGRTMAX)  # how a sandbox is told that its memory was too small
+        os.kill(os.getpid(), signal.SIGRTMAX)  # how the other end is told that the memory was too small
+
+
+def let_exits_raise() -> None:
+    """From now on, `os._exit` raises in the main thread of this process. In a process that the environment forks, and in
+    other threads, it is what it was."""
+    process = os.getpid()
+
+    def exit_or_raise(status: int) -> NoReturn:
+        if os.getpid() == process and threading.current_thread() is threading.main_thread():
+            raise Exited(f"os._exit({status})")
+        _leave(status)
+
+    os._exit = exit_or_raise
+
+
+_CALLS = {
+    f.Pose: "task", f.Begin: "reset", f.Act: "step", f.Compare: "group_scores", f.Play: "players", f.Solve: "solution",
+}  # fmt: skip
+"""What each request calls; `Judge` names it."""
 
 
 class Inside:
     """The environment and the states of its episodes."""
 
-    def __init__(self, env: Env, path: Path) -> None:
-        self.env, self._path = env, path
+    def __init__(self, env: Env, path: Path, hidden: str) -> None:
+        self.env, self._path, self._hidden = env, path, hidden
         self._kept: dict[int, Kept] = {}
         self._acts: Mapping[type, Callable[[Any], f.Answer]] = {
             f.Pose: self._pose, f.Begin: self._begin, f.Act: self._act, f.Judge: self._judge,
-            f.Compare: self._compare, f.Play: self._play,
+            f.Compare: self._compare, f.Play: self._play, f.Solve: self._solve,
         }  # fmt: skip
 
-    def answered(self, data: bytes) -> bytes:
-        request = _decode(data)
+    def answered(self, request: f.AnyRequest) -> bytes:
         for number in request.drop:
             self._kept.pop(number, None)
         try:
-            answer = _encode(self._acts[type(request)](request))
+            try:
+                answer = _encode(self._acts[type(request)](request))
+            finally:
+                signal.alarm(0)  # one that goes off later would fail another rollout  # guard: alarm-of-one-call
             if len(answer) > f.MAX_ANSWER_BYTES:
                 raise ValueError(f"the environment says {len(answer)} bytes at once, limit {f.MAX_ANSWER_BYTES}")
             return answer
         except MemoryError:
             raise
-        except Exception as error:  # noqa: BLE001  foreign code may raise anything, and that ends its rollout
+        except BaseException as error:  # noqa: BLE001  foreign code may raise anything, or exit
             usual = isinstance(error, IndexError | ValueError)
-            return _encode(f.Fault(_line(error, self._path), _trace(error), usual))
+            name = _CALLS.get(type(request)) or str(getattr(request, "how", ""))
+            said = describe_fault_of_call(error, self.env, name, self._path)
+            line, trace = _line(error, said, self._hidden), _trace(error)
+            return _encode(f.Fault(line, trace, usual, is_unreachable(error)))
 
     def _pose(self, request: f.Pose) -> f.Answer:
         text = repr(self._task(request.index, request.heldout))
-        return f.Posed(_plain(text[:200]), hashlib.sha256(text.encode("utf-8", "replace")).digest()[:16])
+        return f.TaskAnswer(_plain(text[:200]), hashlib.sha256(text.encode("utf-8", "replace")).digest()[:16])
 
     def _begin(self, request: f.Begin) -> f.Answer:
         task = self._task(request.index, request.heldout)
@@ -113,15 +169,16 @@ class Inside:
         self._keep(request.new, after)
         done = bool(told.done)
         reply = None if done and not isinstance(told.reply, str) else _marked(told.reply)
-        steps = tuple((operator.index(end), float(reward)) for end, reward in told.steps)
-        answer = f.Acted(reply, done, float(told.reward), bool(told.learn), told.seat, bool(told.restart), steps=steps)
+        steps = tuple((operator.index(end), number_of(reward, "the reward of a step")) for end, reward in told.steps)
+        earned, seat = number_of(told.reward or 0.0, "the reward of a step"), operator.index(told.seat)
+        answer = f.Acted(reply, done, earned, bool(told.learn), seat, bool(told.restart), steps=steps)
         if done:
             try:
                 answer.points = self._points(after, "score")
                 answer.success = self._success(after)
             except MemoryError:
                 raise
-            except Exception:  # noqa: BLE001  it is asked for by itself next, and then raises again
+            except BaseException:  # noqa: BLE001  it is asked for by itself next, and then raises again
                 answer.points = None
         return answer
 
@@ -145,6 +202,10 @@ class Inside:
             return f.Unknown([request.state])
         players: Mapping[str, Any] = self.env.players()  # type: ignore[attr-defined]
         return f.Said(str(players[request.player](kept.state, random.Random(request.seed))))
+
+    def _solve(self, request: f.Solve) -> f.Answer:
+        turns = self.env.solution(self._task(request.index, request.heldout))  # type: ignore[attr-defined]
+        return f.Solution(turns if turns is None or isinstance(turns, str) else tuple(turns))
 
     def _task(self, index: int, heldout: bool) -> Any:
         _seed("task", index, heldout)
@@ -186,9 +247,9 @@ def _whole(number: Any) -> int:
 
 def _points(score: Any) -> f.Points:
     if isinstance(score, Score):
-        parts, metrics = ({str(k): float(v) for k, v in named.items()} for named in score)
+        parts, metrics = ({str(k): number_of(v, str(k)) for k, v in named.items()} for named in score)
         return f.Parts(parts, metrics)
-    return score if isinstance(score, bool | int | float) else float(score)
+    return number_of(score, "the score")
 
 
 def _marked(told: Any) -> Any:
@@ -208,12 +269,12 @@ def _seed(*where: object) -> None:
         numpy.seed(int.from_bytes(hashlib.sha256(seed).digest()[:4], "big"))
 
 
-def _line(error: Exception, path: Path) -> str:
-    text = " ".join(str(error).split()) if isinstance(error, ShoalError) else describe_fault(error, path)
-    return _plain(text.replace(f"{path.parent}/", ""))[: f.MAX_LINE_CHARS]
+def _line(error: BaseException, described: str, hidden: str) -> str:
+    text = " ".join(str(error).split()) if isinstance(error, ShoalError) else described
+    return _plain(text.replace(hidden, "") if hidden else text)[: f.MAX_LINE_CHARS]
 
 
-def _trace(error: Exception) -> str:
+def _trace(error: BaseException) -> str:
     """The traceback, without our own frames above the package's."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in (__file__, MAKER):
@@ -234,7 +295,7 @@ def _read(pipe: int, size: int) -> bytes:
     while len(data) < size:
         piece = os.read(pipe, min(size - len(data), 1 << 20))
         if not piece:
-            os._exit(0)
+            _leave(0)
         data += piece
     return bytes(data)
 

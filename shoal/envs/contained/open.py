@@ -1,7 +1,7 @@
-"""Opens packages of others: in the sandbox, after it has been tried on this machine.
+"""Opens environments in processes of their own: packages of others in the sandbox, files of this user in plain children.
 
-Used by `load` for every package that the user of this machine did not write, and by `shoal env install`, which tries
-whether the code of a package loads.
+Used by `load`, and by `shoal env install`, which tries whether the code of a package loads. The sandbox is tried on this
+machine first.
 """
 
 import sys
@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from shoal.envs.base import Env
-from shoal.envs.contained.client import ContainedEnv, Doubt
-from shoal.envs.contained.line import CODE, LIMITS, Line, Source, gone_of, our_code
+from shoal.envs.contained.client import ContainedEnv
+from shoal.envs.contained.line import CODE, LIMITS, OWN_LIMITS, Line, OwnFile, Source, gone_of, our_code
+from shoal.envs.contained.pool import Processes
 from shoal.errors import ConfigError, ShoalError
 from shoal.hub.store import Installed
 from shoal.sandbox.layout import INTERPRETER_FLAGS, OUTSIDE, Shown, interpreter, standard_paths
@@ -20,13 +21,18 @@ from shoal.sandbox.resident import Resident
 from shoal.sandbox.selftest import examined
 from shoal.terminal import printable
 
+REMEDY = (
+    f". If that happens again, let the method return or raise in {OWN_LIMITS.wall_s:g} s; `shoal env check` tries it"
+)
+"""What the author of a file may do about a call that was stopped."""
+
 
 def in_sandbox(
-    package: Installed, paths: Sequence[Path], args: Mapping[str, Any], *, doubt: Doubt | None = None,
+    package: Installed, paths: Sequence[Path], args: Mapping[str, Any], *, processes: Processes = Processes(),
     tell: Callable[[str], None] | None = None, limits: Limits = LIMITS,
 ) -> Env:  # fmt: skip
-    """The environment of an installed package. `doubt`: see `ContainedEnv`; none by default. `tell` gets the tracebacks of
-    its code; without it they are dropped, because they are the author's.
+    """The environment of an installed package. `tell` gets the tracebacks of its code; without it they are dropped, because
+    they are the author's. `limits` are those of each sandbox.
 
     Raises `ConfigError` if the sandbox does not work here, `ShoalError` if the package does not load in it.
     """
@@ -34,8 +40,16 @@ def in_sandbox(
     demand_sandbox(title)
     file, _, function = package.entry.partition(":")
     source = Source(paths[0], paths[1], file, function, args, title)
-    env = ContainedEnv(Line(source, limits, tell or (lambda _: None)), doubt or Doubt(False))
+    env = ContainedEnv(lambda: Line(source, limits, tell or (lambda _: None)), processes)
     env.reproducible &= package.reproducible
+    return cast("Env", env)
+
+
+def in_process(path: Path, args: Mapping[str, Any], function: str, processes: Processes = Processes()) -> Env:
+    """The environment of a file of this user. Raises `ShoalError` if it does not load."""
+    source = OwnFile(path, function, args)
+    env = ContainedEnv(lambda: Line(source, OWN_LIMITS, lambda _: None), processes, "its process was ended", REMEDY)
+    env.source = path
     return cast("Env", env)
 
 

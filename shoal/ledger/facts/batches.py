@@ -3,12 +3,15 @@
 from msgspec import UNSET, UnsetType
 
 from shoal.ledger.entry import Entry
+from shoal.ledger.fault_rate import FaultsRecord, GroupOutcome
 from shoal.ledger.state import State
 from shoal.ledger.state_records import SlotRecord
 from shoal.protocol.audits import influence
 from shoal.protocol.constants import MAIN_STREAM
 from shoal.protocol.continuations import is_continued_slot
-from shoal.protocol.types import Message, StepRewards
+from shoal.protocol.env_faults import fault_indices, without_faults
+from shoal.protocol.types import Faults, Message, StepRewards
+from shoal.protocol.wire import float_sum
 
 
 class GroupAccepted(Message, frozen=True):
@@ -33,6 +36,13 @@ class GroupAccepted(Message, frozen=True):
     the group has signal."""
     steps: tuple[StepRewards, ...] | UnsetType = UNSET
     """What the turns or steps of each rollout earn; only in runs whose credit asks for it."""
+    faults: Faults | UnsetType = UNSET
+    """Where the environment failed, as the verdict says it; only if it did."""
+    env: str | UnsetType = UNSET
+    """Label of its environment, in runs with several."""
+    confirmed: bool | UnsetType = UNSET
+    """Of a group with faults: whether two validators found them, or one of the host's that no other can check. Only then
+    can they pause the run."""
 
     @property
     def has_signal(self) -> bool:
@@ -45,8 +55,10 @@ class SlotVoid(Message, frozen=True):
     version: int
     slots: tuple[int, ...]
     cause: str
-    """environment: it cannot begin the task; stale: their version is too old; dropped: as many workers gave their block
-    back as may be leased it; drained: of continuations that nobody had been leased when an asynchronous run was drained."""
+    """environment: it cannot begin the task; replay: it was stopped where validators replayed; stale: their version is too
+    old; dropped: as many workers gave their block back as may be leased it; stopped: the same, since an environment took
+    too long, or ended its process, on each of their machines; drained: of continuations that nobody had been leased when an
+    asynchronous run was drained."""
     stream: str = MAIN_STREAM
 
 
@@ -59,18 +71,27 @@ class BatchFormed(Message, frozen=True):
     """Of these, the ones that earlier batches had, too. Only if there are some."""
 
 
+BY_ENVIRONMENT = "environment: "
+"""How the cause of a void slot begins if validators found that nobody can fill it."""
+
+
 def apply_group_accepted(body: GroupAccepted, state: State, entry: Entry) -> None:
     stream = state.streams[body.stream]
     continued = is_continued_slot(body.slot, state.rules.block_groups)
     status = "continued" if continued else "signal" if body.has_signal else "flat"
+    faults = fault_indices(body.faults)
     stream.versions[body.version].slots[body.slot] = SlotRecord(
-        status, body.submission, body.index, body.digest, body.rewards, body.tokens, steps=body.steps
-    )
+        status, body.submission, body.index, body.digest, body.rewards, body.tokens, steps=body.steps,
+        faults=faults or UNSET,
+    )  # fmt: skip
+    _count_faults(body, state)
     worker = state.lease_of(state.submissions[body.submission]).worker
     state.members[worker].accepted += body.tokens > 0 or not continued  # guard: nothing-due-is-no-record
     if continued:  # guard: continuations-are-no-groups
         return  # no batch takes it, and what is usual for groups is not usual for it
-    state.influence += influence(body.rewards, body.tokens, state.rules.algorithm, state.law.version, steps=body.steps)
+    state.influence += influence(
+        body.rewards, body.tokens, state.rules.algorithm, state.law.version, steps=body.steps, faults=faults
+    )
     if body.has_signal:  # guard: signal-fills-batches
         stream.pool.append((body.version, body.slot))
         if stream.uses and body.auditor:  # guard: only-audited-is-repeated
@@ -78,9 +99,27 @@ def apply_group_accepted(body: GroupAccepted, state: State, entry: Entry) -> Non
         stream.forget_flat()
     else:
         stream.flat += 1
-        stream.flat_reward += sum(body.rewards) / max(1, len(body.rewards))
+        rewards = without_faults(body.rewards, faults)
+        stream.flat_reward += float_sum(rewards) / max(1, len(rewards))
     state.block_tokens += body.tokens
     state.accepted_groups += 1
+
+
+def _count_faults(body: GroupAccepted, state: State) -> None:
+    """Count what the environment did on a group, for the run's pauses. Faults that nobody has confirmed yet wait."""
+    label = body.env or (state.envs[0].label if len(state.envs) == 1 else "")
+    if not label:  # a log from before groups said it
+        return
+    state.faults = state.faults or FaultsRecord()
+    group = GroupOutcome.of(len(body.rewards), body.faults)
+    if body.faults is UNSET or body.confirmed:
+        state.faults.count(label, group, state.law.fault_window)
+    elif body.submission in state.rechecks:  # guard: lone-faults-wait
+        state.faults.wait(body.submission, label, group)
+
+
+GIVEN_UP = ("stale", "dropped", "stopped", "drained")
+"""Causes of slots whose blocks nobody is leased any more."""
 
 
 def apply_slot_void(body: SlotVoid, state: State, entry: Entry) -> None:
@@ -89,7 +128,14 @@ def apply_slot_void(body: SlotVoid, state: State, entry: Entry) -> None:
     for slot in body.slots:
         version.slots[slot] = SlotRecord("void")
     size = state.rules.block_groups
-    given_up = {(body.version, slot // size) for slot in body.slots if body.cause in ("stale", "dropped", "drained")}
+    count = sum(not is_continued_slot(slot, size) for slot in body.slots)
+    # guard: unbegun-counts-as-flat
+    if count and body.cause.startswith(BY_ENVIRONMENT) and state.law.version >= 3:
+        stream.count_unbegun(count, body.cause.removeprefix(BY_ENVIRONMENT))
+    if count and body.cause == "stopped":  # guard: stopped-counts-as-flat
+        stops = version.blocks[body.slots[-1] // size].stopped
+        stream.count_stopped(count, stops.tasks if stops else "")
+    given_up = {(body.version, slot // size) for slot in body.slots if body.cause in GIVEN_UP}
     for place in [place for place in stream.free if place in given_up]:
         stream.free.remove(place)
         version.blocks[place[1]].status = "done"
@@ -110,8 +156,9 @@ def apply_batch_formed(body: BatchFormed, state: State, entry: Entry) -> None:
         slot.step = body.step
         maker = state.members[state.maker_of(stream, (version, number))]
         maker.influence += influence(
-            slot.rewards, slot.tokens, state.rules.algorithm, state.law.version, steps=slot.steps
-        )
+            slot.rewards, slot.tokens, state.rules.algorithm, state.law.version, steps=slot.steps,
+            faults=slot.faults or (),
+        )  # fmt: skip
 
 
 EVENTS = {

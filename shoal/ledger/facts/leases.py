@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from shoal.ledger.entry import Entry
 from shoal.ledger.state import State
-from shoal.ledger.state_records import BlockRecord, LeaseRecord
+from shoal.ledger.state_records import BlockRecord, LeaseRecord, StopsRecord
 from shoal.protocol.constants import MAIN_STREAM, MAX_LEASE_BLOCKS
 from shoal.protocol.continuations import is_continued
 from shoal.protocol.types import Message
@@ -28,14 +29,24 @@ class LeaseGranted(Message, frozen=True):
 
 
 class LeaseLapsed(Message, frozen=True):
-    """A lease ended unfilled. Its blocks are free again, unless others hold them or have filled them. Only `deadline`,
-    `returned` and `held` count as lapses."""
+    """A lease ended unfilled. Its blocks are free again, unless others hold them or have filled them. Only those in
+    `LAPSES` count as lapses."""
 
     lease: str
     cause: str
-    """deadline; returned (by the worker); kicked; quarantine; quarantine by host; stale: its version became too old, which
-    costs nothing; held: the same, but the worker's share of such leases is more than `Law.stale_margin` above the run's;
-    overtaken: others have filled all of its blocks, which costs nothing."""
+    """deadline; returned (by the worker); stopped (the same, because an environment took too long or ended its process,
+    which nobody can replay); kicked; quarantine; quarantine by host; stale: its version became too old, which costs
+    nothing; held: the same, but the worker's share of such leases is more than `Law.stale_margin` above the run's;
+    overtaken: others have filled all of its blocks, which costs nothing; host_hung: by its deadline, the host's
+    stage had taken half of its time or more, which costs nothing; host_hung_often: the same, but beyond that margin."""
+    block: int | UnsetType = UNSET
+    """The block that was stopped, of this lease or of another that was given back with it; only if one was."""
+    tasks: str | UnsetType = UNSET
+    """What the host says of that block: its tasks and their environments."""
+
+
+LAPSES = ("deadline", "returned", "stopped", "held", "host_hung_often")
+"""Causes that count as lapses."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,10 @@ class ReturnLeases:
     key: str
     leases: tuple[str, ...]
     now: float
+    stopped: int = -1
+    """The block in which an environment took too long, or ended its process; -1 if none did."""
+    tasks: str = ""
+    """As in `LeaseLapsed`."""
 
 
 def apply_lease_granted(body: LeaseGranted, state: State, entry: Entry) -> None:
@@ -85,15 +100,20 @@ def apply_lease_lapsed(body: LeaseLapsed, state: State, entry: Entry) -> None:
     member = state.members[lease.worker]
     lease.status = body.cause if body.cause in ("stale", "overtaken") else "lapsed"
     state.close(lease)
-    if body.cause in ("deadline", "returned", "held"):  # guard: quarantine-is-no-lapse
+    if body.cause in LAPSES:  # guard: quarantine-is-no-lapse
         _book_drop(state, lease, entry.time)
-    elif body.cause == "stale":
+    elif body.cause in ("stale", "host_hung"):  # guard: hung-costs-nothing
         member.stale += 1
-    if body.cause in ("deadline", "returned", "held", "overtaken"):
+    if body.cause in (*LAPSES, "overtaken"):
         lease.unfilled = _left_to_others(state, lease)
         member.unfilled += lease.unfilled
     if body.cause == "overtaken" and not is_continued(lease.blocks[0]):  # guard: overtaken-is-slow
         member.pace_s = max(member.pace_s, (entry.time - lease.issued) / len(lease.blocks))
+    if body.block in lease.blocks:  # guard: only-the-stopped-block-counts
+        block = state.stream_of(lease).versions[lease.version].blocks[body.block]
+        block.stopped = block.stopped or StopsRecord()
+        block.stopped.workers.append(member.key)
+        block.stopped.tasks = body.tasks or ""
     state.release(lease, lease.blocks, entry.time)
 
 

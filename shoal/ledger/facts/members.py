@@ -81,6 +81,7 @@ def apply_node_joined(body: NodeJoined, state: State, entry: Entry) -> None:
             member.rejoins_until = max(member.rejoins_until, entry.time) + state.law.rejoin_s
     else:
         member = state.members[body.key] = Member(body.key, *facts)
+        member.turns.joined = entry.time if state.law.version >= 3 else 0.0
     member.signed, member.left = body.created or member.signed, False
 
 

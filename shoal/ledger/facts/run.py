@@ -54,7 +54,7 @@ class RulesChanged(Message, frozen=True):
     config: dict[str, Any] = {}
     lease_s: float = 0.0
     cause: str = ""
-    """Why the run paused itself: "no signal"; or "alarm: CAUSE" if an alarm paused it."""
+    """Why the run paused itself: "no signal", or "environment faults: ..."; or "alarm: CAUSE" if an alarm paused it."""
     max_flat_groups: int = -1
     """-1 changes nothing."""
     quarantine_s: float = -1.0
@@ -95,6 +95,8 @@ class Admin:
     """As in `RulesChanged`."""
     evidence: AlarmEvidence | msgspec.UnsetType = msgspec.UNSET
     """As in `RulesChanged`."""
+    also: tuple[str, ...] = ()
+    """Of `admit`: further keys."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,8 @@ class Tick:
     now: float
     links: dict[int, tuple[str, str]] = field(default_factory=dict, repr=False)
     """(link, audit link) of versions that an ended run has not revealed."""
+    host_hung: tuple[str, ...] = ()
+    """Open leases of whose time the host's stage has taken half or more."""
 
 
 def apply_run_created(body: RunCreated, state: State, entry: Entry) -> None:
@@ -129,6 +133,7 @@ def apply_run_created(body: RunCreated, state: State, entry: Entry) -> None:
     if state.rules.group_uses > 1 and state.law.version >= 3:  # guard: old-rules-use-once
         state.main.uses = UsesRecord()
     state.task_lists = body.task_lists or msgspec.UNSET
+    state.host_validators = body.validators or msgspec.UNSET
 
 
 def apply_rules_changed(body: RulesChanged, state: State, entry: Entry) -> None:
@@ -138,6 +143,8 @@ def apply_rules_changed(body: RulesChanged, state: State, entry: Entry) -> None:
     if body.phase == "running":  # guard: resume-counts-anew
         for stream in state.streams.values():
             stream.forget_flat()
+        if state.faults:
+            state.faults.reset()
     if body.admitted_validator:
         state.validators = (*state.validators, body.admitted_validator)
     if body.kicked and body.kicked in state.members:

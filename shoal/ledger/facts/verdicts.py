@@ -1,6 +1,7 @@
 """Verdicts of validators on submissions, and the decisions that they add up to."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from shoal.algos.claim_evidence import grown
 from shoal.algos.sampling_evidence import Evidence, Figures, update
@@ -57,6 +58,8 @@ class Judge:
     """In [0, 1), from the audit chain: below the recheck rate, a second validator judges what this one accepts."""
     differs_from: tuple[str, ...] = ()
     """As in `VerdictGiven`."""
+    envs: Mapping[int, str] = field(default_factory=dict)
+    """By slot, the label of its environment, in runs with several."""
 
 
 def apply_verdict_given(body: VerdictGiven, state: State, entry: Entry) -> None:
@@ -99,7 +102,7 @@ def _book_turns(state: State, submission: SubmissionRecord, judge: str, now: flo
         if idle >= member.turns.missed_at:  # guard: passed-together-count-once
             _miss_turn(state, member, now)  # guard: passed-is-missed
     turns, begun = state.members[judge].turns, turn_begins(state, submission, ahead)
-    took_s = now - max(begun, turns.voted)
+    took_s = now - max(begun, turns.voted, turns.joined)  # guard: waits-before-a-join-are-no-check
     if took_s > slack:  # guard: late-is-missed
         _miss_turn(state, state.members[judge], now)
     turns.voted, turns.voted_on = now, submission.seq
@@ -202,6 +205,10 @@ def _refused_groups(state: State, lease: LeaseRecord, submission: SubmissionReco
 def apply_rechecked(body: Rechecked, state: State, entry: Entry) -> None:
     state.rechecks.remove(body.submission)
     submission = state.submissions[body.submission]
+    if state.faults:
+        # guard: absent-judge-hides-no-faults
+        alone = len(submission.verdicts) == 1 and {*submission.verdicts} <= {*(state.host_validators or ())}
+        state.faults.rechecked(body.submission, body.outcome == "confirmed" or alone, state.law.fault_window)
     first, groups = next(iter(submission.verdicts.items()))
     accused = any(first in pair for pair in submission.differs)
     size = state.rules.block_groups

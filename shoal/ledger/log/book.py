@@ -26,6 +26,10 @@ from shoal.protocol.types import Rules
 from shoal.protocol.wire import WireError, from_json
 
 
+class BrokenLog(StateError):
+    """A log was read, and its events do not follow each other."""
+
+
 def replay(rows: Iterable[tuple[bytes, str]], see: Callable[[Entry], None] = lambda entry: None) -> State:
     """State of a log from its stored bytes; `see` is given each entry.
 
@@ -56,17 +60,17 @@ def checked_entry(state: State, data: bytes, stored_hash: str) -> Entry:
 
 
 def follows(stored: Stored, stored_hash: str, seq: int, head: str) -> None:
-    """An event must have its stored hash and follow the event with this number and hash. Raises `StateError`."""
+    """An event must have its stored hash and follow the event with this number and hash. Raises `BrokenLog`."""
     if stored.seq != seq + 1 or stored.prev != head or stored.hash != stored_hash:  # guard: event-hash, event-prev
-        raise StateError(
+        raise BrokenLog(
             f"the log is broken at event {seq + 1}: it does not follow the event before by number and hash. "
             "It was edited or damaged; restore it from a copy"
         )
 
 
-def broken_after(seq: int, error: WireError) -> StateError:
+def broken_after(seq: int, error: WireError) -> BrokenLog:
     """The error for a log whose bytes after this event are not an event."""
-    return StateError(f"the log is broken after event {seq}: {error}. Restore it from a copy")
+    return BrokenLog(f"the log is broken after event {seq}: {error}. Restore it from a copy")
 
 
 class UnknownRules(StateError):

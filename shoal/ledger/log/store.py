@@ -9,6 +9,7 @@ import os
 import sqlite3
 from collections.abc import Generator, Iterable
 from pathlib import Path
+from urllib.parse import quote
 
 import sqlalchemy as sa
 
@@ -35,8 +36,17 @@ class Store:
     def __init__(self, url: str, *, read_only: bool = False) -> None:
         """Open a log, and make it where there is none. One opened `read_only` is neither made nor changed."""
         sqlite = url.startswith("sqlite")
-        self._engine = sa.create_engine(url, connect_args={"timeout": 5.0} if sqlite else {})
-        self._name = (self._engine.url.database if sqlite else None) or str(self._engine.url)
+        self._name = (sa.make_url(url).database if sqlite else None) or url
+        file, wait_s = self._name, 5.0
+
+        def existing() -> sqlite3.Connection:  # SQLite makes a file that is not there, unless told otherwise
+            where = f"file://{quote(os.fsencode(os.path.abspath(file)))}?mode=rw"
+            return sqlite3.connect(where, timeout=wait_s, check_same_thread=False, uri=True)
+
+        if sqlite and read_only:  # guard: reader-makes-no-file
+            self._engine = sa.create_engine(url, creator=existing)
+        else:
+            self._engine = sa.create_engine(url, connect_args={"timeout": wait_s} if sqlite else {})
         if read_only:  # guard: reader-makes-no-log
             return
         if sqlite:
@@ -80,11 +90,22 @@ class Store:
         except sa.exc.SQLAlchemyError as error:
             raise self._unreadable(_reason(error)) from None
 
+    def newest(self) -> int:
+        """The number of the newest event; -1 if there is none. Raises `StateError`."""
+        try:
+            with self._engine.connect() as connection:
+                found = connection.execute(sa.select(sa.func.max(_events.c.seq))).scalar()
+        except sa.exc.SQLAlchemyError as error:
+            raise self._unreadable(_reason(error)) from None
+        return found if isinstance(found, int) else -1
+
     def close(self) -> None:
         """Let go of the database."""
         self._engine.dispose()
 
     def _unreadable(self, reason: str) -> StateError:
+        if not Path(self._name).exists():
+            return StateError(f"there is no log {self._name}: restore it from a copy, or start the run if it is new")
         return StateError(f"the log {self._name} cannot be read: {reason}, or restore it from a copy")
 
 

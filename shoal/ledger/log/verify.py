@@ -5,7 +5,7 @@ sentence, and an empty list means that the log holds.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 
 from shoal.errors import StateError
@@ -42,6 +42,8 @@ class Audit:
         self.state = State()
         self.entries: list[Entry] = []
         self.findings: list[str] = []
+        self.later = 0
+        """Receipts that are too new for the log that was read."""
         self.not_checked = ""
         """Why the events could not be checked, if they could not; a log is verified only if this is empty."""
         self.received: Counter[str] = Counter()
@@ -94,6 +96,15 @@ def verify(rows: Iterable[tuple[bytes, str]], receipts: Iterable[Receipt] = (), 
     Of a log whose rules this code lacks, only the chain of hashes is checked, and `not_checked` says so. Raises
     `StateError` if that chain breaks: nothing after it can be trusted.
     """
+    audit = read(rows)
+    if not audit.not_checked:
+        conclude(audit, now)
+        audit.findings += receipt_findings(audit, receipts)
+    return audit
+
+
+def read(rows: Iterable[tuple[bytes, str]]) -> Audit:
+    """The first half of `verify`: replay the rows. `extend` takes more of them, and `conclude` checks them all."""
     audit, left = Audit(), iter(rows)
     for data, stored_hash in left:
         try:
@@ -103,6 +114,21 @@ def verify(rows: Iterable[tuple[bytes, str]], receipts: Iterable[Receipt] = (), 
             _check_hashes(chain([(data, stored_hash)], left))
             return audit
         audit.see(entry)
+    _check_links(audit, {})
+    return audit
+
+
+def extend(audit: Audit, rows: Iterable[tuple[bytes, str]]) -> list[Entry]:
+    """Book the rows that follow what was read, before `conclude`. Returns their entries; raises as `verify`."""
+    first, checked = len(audit.entries), dict(audit.links)
+    for data, stored_hash in rows:
+        audit.see(checked_entry(audit.state, data, stored_hash))
+    _check_links(audit, checked)
+    return audit.entries[first:]
+
+
+def conclude(audit: Audit, now: float | None = None) -> None:
+    """The second half of `verify`: check what balances at the end, and that every event follows from the rules."""
     say = audit.findings.append
     own_law = law_difference(audit.state.law)
     if own_law:  # guard: projects-law
@@ -129,11 +155,9 @@ def verify(rows: Iterable[tuple[bytes, str]], receipts: Iterable[Receipt] = (), 
         if min(node.credits, node.vested, *node.stake) < 0 or node.credits != node.vested + sum(node.stake):
             say(f"node {node.key[:12]} has {node.credits} credits, but {node.vested} vested and {sum(node.stake)} not")
     audit.findings += audit.host.findings(audit.state, now)
-    _check_links(audit)
+    _check_pool_links(audit)
     _check_task_lists(audit)
     audit.findings += redecide(audit.entries, audit.links)  # guard: decided-by-the-rules
-    audit.findings += receipt_findings(audit, receipts)
-    return audit
 
 
 def _check_hashes(rows: Iterable[tuple[bytes, str]]) -> None:
@@ -148,10 +172,13 @@ def _check_hashes(rows: Iterable[tuple[bytes, str]]) -> None:
         seq, head = stored.seq, stored.hash
 
 
-def _check_links(audit: Audit) -> None:
-    """Revealed links must lead back to the ends published when the run was created: only then are they used."""
+def _check_links(audit: Audit, checked: Mapping[int, LinkRevealed]) -> None:
+    """Revealed links must lead back to the ends published when the run was created: only then are they used. Those in
+    `checked` did."""
     ends = audit.state.chain_end, audit.state.audit_chain_end
     for version, revealed in sorted(audit.links.items()):
+        if revealed is checked.get(version):
+            continue
         links = revealed.link, revealed.audit_link
         chains = zip((SLOT_CHAIN, AUDIT_CHAIN), links, ends, strict=True)
         known = version < CHAIN_LENGTH  # a link that is said to be further away would take for ever
@@ -159,6 +186,9 @@ def _check_links(audit: Audit) -> None:
         if not (known and all(_leads_back(purpose, link, end, version + 1) for purpose, link, end in chains)):
             audit.findings.append(f"the link revealed for version {version} does not lead to the published end")
             del audit.links[version]
+
+
+def _check_pool_links(audit: Audit) -> None:
     for version, link in audit.pool_links.items():
         known = 0 <= version < CHAIN_LENGTH
         if not (
@@ -249,6 +279,8 @@ def report(audit: Audit) -> str:
             f"rules: version {state.law.version}; the newest is {RULES_VERSION}, so it lacks what later ones added"
         )
     lines += [f"FINDING: {finding}" for finding in audit.findings]
+    if audit.later:
+        lines.append(f"{audit.later} receipts are newer than the log that was read: ask again in ten minutes")
     most = state.rules.group_uses
     used = "paid or used twice" if most == 1 else f"paid twice or used more than {most} times"
     lines.append(f"the log holds: nothing lost, nothing {used}" if not audit.findings else "the log does NOT hold")

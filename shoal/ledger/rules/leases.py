@@ -4,20 +4,25 @@ Keys are free, so dropped blocks go to workers that have proven themselves: each
 a run that needs its blocks.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
+
+from msgspec import UNSET
 
 from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.entry import Body
 from shoal.ledger.facts.batches import SlotVoid
 from shoal.ledger.facts.leases import AskLease, LeaseGranted, LeaseLapsed, ReturnLeases
 from shoal.ledger.facts.members import Leave, NodeLeft
-from shoal.ledger.facts.run import NO_SIGNAL, Admin, Tick
+from shoal.ledger.facts.run import NO_SIGNAL, Admin, RulesChanged, Tick
+from shoal.ledger.fault_rate import FAULTS, TOOK_TOO_LONG
 from shoal.ledger.next_batch import blocks_to_continue, groups_a_worker, is_fresh
 from shoal.ledger.once import once_per_event
 from shoal.ledger.pace import blocks_for_speed, is_slow, lease_times
 from shoal.ledger.past import Cause, Here, Table, Told
-from shoal.ledger.reassign import blocks_to_reassign, num_to_reassign
+from shoal.ledger.reassign import blocks_to_reassign, may_retry_stopped, num_to_reassign
 from shoal.ledger.rules.members import (
     BY_HOST,
     cause_of_quarantine_by_host,
@@ -31,8 +36,9 @@ from shoal.ledger.state import State
 from shoal.ledger.state_records import LeaseRecord, Member, StreamRecord
 from shoal.ledger.supply import groups_wanted, in_flight, open_batches, supply
 from shoal.protocol.accounts import CreditLine
-from shoal.protocol.constants import MAX_OPEN_LEASES
+from shoal.protocol.constants import COMPLETIONS, MAX_OPEN_LEASES
 from shoal.protocol.continuations import is_continued
+from shoal.protocol.needs import kind_of
 from shoal.protocol.sizes import most_lease_blocks
 
 FASTEST_TOKENS_PER_S = 1e15
@@ -55,8 +61,8 @@ def decide_ask_lease(command: AskLease, state: State) -> list[Body]:
     if len(mine) >= (
         1 if one or (not member.accepted and any(other.accepted for other in others)) else MAX_OPEN_LEASES
     ):
-        raise Wait(f"you hold {len(mine)} leases, and may hold no more for now", 1.0)
-    _wait_after_lapses(state, member, command.now)  # guard: lapsed-waits
+        raise Wait(f"you hold {len(mine)} lease{'s' if len(mine) > 1 else ''}, and may hold no more for now", 1.0)
+    _wait_after_lapses(state, member, others, command.now)  # guard: lapsed-waits
     if stream.version < 0:
         raise Wait("the trainer has not published the first version yet", 1.0)
     _wait_for_strangers(state, stream, member, others)
@@ -85,8 +91,36 @@ def decide_return_leases(command: ReturnLeases, state: State) -> list[Body]:
     member = member_as(state, command.key, "worker")
     mine = {lease.id: lease for lease in state.open_leases_of(member.key)}
     back = [mine[name] for name in dict.fromkeys(command.leases) if name in mine]
-    # guard: returns-count-as-lapses
-    return [*(LeaseLapsed(lease.id, "returned") for lease in back), *lapse_costs(state, back)]
+    stopped = [lease for lease in back if command.stopped in lease.blocks] if state.law.version >= 3 else []
+    tasks = command.tasks or UNSET
+    return [
+        *(
+            LeaseLapsed(lease.id, "stopped", command.stopped, tasks) if stopped else LeaseLapsed(lease.id, "returned")
+            for lease in back
+        ),
+        *lapse_costs(state, back),  # guard: returns-count-as-lapses
+        *(_pause_on_stops(state, stopped[0], command) if stopped else ()),
+    ]
+
+
+def _pause_on_stops(state: State, lease: LeaseRecord, command: ReturnLeases) -> list[Body]:
+    """At `max_staleness = 0`, a block that is often stopped on few workers is not void, since they could then choose what
+    is learned. If nobody else is at work, the run waits for its host. Others that wait for work had their turn, or
+    `lease_s`, each time to take the block."""
+    stops = state.stream_of(lease).versions[lease.version].blocks[command.stopped].stopped
+    workers = [*(stops.workers if stops else ()), lease.worker]
+    most = state.law.block_workers
+    if state.rules.max_staleness or state.phase != "running" or not len(set(workers)) < most <= len(workers):
+        return []
+    at_work = {state.leases[name].worker for name in state.open_leases}
+    at_work |= {state.lease_of(state.submissions[name]).worker for name in state.pending}
+    if at_work - {*workers}:  # guard: stops-of-one-pause-no-others
+        return []
+    cause = (
+        f"{FAULTS}{command.tasks or f'block {command.stopped}'}: {TOOK_TOO_LONG}, each of "
+        f"{len(workers)} times, and no other worker is there to play it"
+    )
+    return [RulesChanged(phase="paused", cause=cause)]
 
 
 def decide_leave(command: Leave, state: State) -> list[Body]:
@@ -103,11 +137,18 @@ def decide_leave(command: Leave, state: State) -> list[Body]:
     return [*returned, *lapse_costs(state, back), NodeLeft(member.key, created)]
 
 
-def lapse_late(state: State, now: float) -> list[Body]:
-    """Leases past their deadlines, and what that costs."""
+def lapse_late(state: State, now: float, host_hung: Sequence[str] = ()) -> list[Body]:
+    """Leases past their deadlines, and what that costs. Of the time of the `host_hung` ones, the host's stage has taken
+    half or more: they cost nothing, within the margin of stale ones, because a worker could make an environment hang."""
     reached = (state.leases[name] for name in state.due_by(now, "lease", state.open_leases))
     late = [lease for lease in reached if lease.deadline < now]
-    return [*(LeaseLapsed(lease.id, "deadline") for lease in late), *lapse_costs(state, late)]  # guard: lapses-cost
+    of_host = kind_of(state.envs) == COMPLETIONS and state.law.version >= 3  # guard: only-a-stage-hangs
+    excused = [lease for lease in late if of_host and lease.id in host_hung]
+    often = _beyond_the_runs_share(state, excused)  # guard: habit-of-hung-leases
+    causes = {lease.id: "host_hung" for lease in excused} | {lease.id: "host_hung_often" for lease in often}
+    lapsed = [LeaseLapsed(lease.id, causes.get(lease.id, "deadline")) for lease in late]
+    paying = [lease for lease in late if causes.get(lease.id) != "host_hung"]
+    return [*lapsed, *lapse_costs(state, paying)]  # guard: lapses-cost
 
 
 def close_stale(state: State) -> list[Body]:
@@ -161,14 +202,16 @@ def _beyond_the_runs_share(state: State, stale: list[LeaseRecord]) -> list[Lease
 
 def void_free(state: State, stream: StreamRecord) -> list[Body]:
     """Voids the slots of free blocks that will not be leased again: their version is too old, or as many workers gave them
-    back as may be leased one block."""
+    back as may be leased one block. If an environment stopped them all, also at `max_staleness = 0`: none comes further.
+    There, one worker counts once, however often it says so."""
     size, most = state.rules.block_groups, max(1, state.rules.max_staleness)
     if state.law.version < 2:
-        old, given_up = [place for place in stream.free if stream.version - place[0] >= most], []
+        old, given_up, stopped = [place for place in stream.free if stream.version - place[0] >= most], [], []
     else:
         old = [place for place in stream.free if not is_fresh(state, stream, place[0])]
+        stopped = [place for place in stream.free if _is_stopped(state, stream, place)]
         given_up = [place for place in stream.free if _is_given_up(state, stream, place)]
-    for cause, places in (("stale", old), ("dropped", given_up)):
+    for cause, places in (("stale", old), ("stopped", stopped), ("dropped", given_up)):
         for version, _ in places[:1]:
             blocks = [block for v, block in places if v == version]
             slots = tuple(slot for block in blocks for slot in range(block * size, (block + 1) * size))
@@ -193,6 +236,14 @@ def void_unbegun(state: State, stream: StreamRecord) -> list[Body]:
     return []
 
 
+def _is_stopped(state: State, stream: StreamRecord, place: tuple[int, int]) -> bool:
+    block = stream.versions[place[0]].blocks[place[1]]
+    workers = set(block.stopped.workers) if block.stopped else set[str]()
+    if len(workers) >= state.law.block_workers:  # guard: stopped-is-void
+        return True
+    return _is_given_up(state, stream, place) and workers >= set(block.holders)
+
+
 def _is_given_up(state: State, stream: StreamRecord, place: tuple[int, int]) -> bool:
     """Not at `max_staleness = 0`: there, what is learned must not depend on who gave up."""
     held = len(stream.versions[place[0]].blocks[place[1]].holders)
@@ -200,9 +251,9 @@ def _is_given_up(state: State, stream: StreamRecord, place: tuple[int, int]) -> 
 
 
 def _wait_until_running(state: State, stream: StreamRecord) -> None:
-    flat = without_signal(state, stream)
+    why = without_signal(state, stream) or state.pause_cause
     reasons = {
-        "paused": (f"the run is paused until its host resumes it{flat and f': {flat}'}", 5.0),
+        "paused": (f"the run is paused until its host resumes it{why and f': {why}'}", 5.0),
         "draining": ("the run is draining: no new work is given", 5.0),
         "ended": ("the run has ended", 60.0),
     }
@@ -211,13 +262,23 @@ def _wait_until_running(state: State, stream: StreamRecord) -> None:
 
 
 def without_signal(state: State, stream: StreamRecord) -> str:
-    """What to say about accepted groups in a row that teach nothing; empty if other groups could still fill a batch."""
+    """What to say about accepted groups in a row that teach nothing; empty if other groups could still fill a batch, or if
+    what paused the run are faults, which made the groups flat."""
+    if state.pause_cause.startswith(FAULTS):
+        return ""
     if stream.flat < state.rules.batch_groups and not (state.pause_cause == NO_SIGNAL and stream.flat):
         return ""
-    return (
-        f"the last {stream.flat} groups have no signal: within each all rewards are equal, "
-        f"{stream.flat_reward / stream.flat:.3g} on average"
-    )
+    begun = stream.flat - (stream.unbegun or 0) - (stream.stopped or 0)
+    equal = f"within each all rewards are equal, {stream.flat_reward / max(1, begun):.3g} on average"
+    why = [equal] if begun or not (stream.unbegun or stream.stopped) else []
+    if stream.unbegun:
+        why.append(f"the tasks of {stream.unbegun} of them can never begin; the last: {stream.unbegun_cause}")
+    if stream.stopped:
+        last = stream.stopped_tasks or "not named"
+        why.append(
+            f"in {stream.stopped} of them a call took too long, or ended its process, everywhere; the last: {last}"
+        )
+    return f"the last {stream.flat} groups have no signal: {'; '.join(why)}"
 
 
 def _others(state: State, member: Member) -> list[Member]:
@@ -239,11 +300,19 @@ def _num_good_workers(state: State) -> int:
     return sum(other.standing == "good" for other in _workers(state))
 
 
-def _wait_after_lapses(state: State, member: Member, now: float) -> None:
-    """A worker that submits nothing between its lapses waits for the next lease, twice as long each time."""
-    left_s = member.dropped_at + state.law.lapse_wait_s(member.dropped, state.rules.lease_s) - now
+def _wait_after_lapses(state: State, member: Member, others: Sequence[Member], now: float) -> None:
+    """A worker that submits nothing between its lapses waits for the next lease, twice as long each time; the only worker
+    never long, because nobody else could go on, nor one that goes on alone with a block that was stopped."""
+    wait_s = state.law.lapse_wait_s(member.dropped, state.rules.lease_s)
+    free = [state.main.versions[version].blocks[number] for version, number in state.main.free] if wait_s else []
+    # guard: stopped-on-others-waits-briefly
+    alone = not others or any(may_retry_stopped(member, others, block) for block in free)
+    most_s = state.law.least_soft_s if alone and state.law.version >= 3 else wait_s  # guard: lone-worker-goes-on
+    left_s = member.dropped_at + min(most_s, wait_s) - now
     if left_s > 0:
-        raise Wait(f"{member.dropped} of your leases lapsed in a row: the next one comes in {left_s:.0f} s", left_s)
+        raise Wait(
+            f"{member.dropped} of your leases lapsed in a row: the next one comes in {math.ceil(left_s)} s", left_s
+        )
 
 
 def _is_withheld(
@@ -334,15 +403,18 @@ def cause_of_lease_granted(body: LeaseGranted, here: Here) -> Cause:
 
 def cause_of_lease_lapsed(body: LeaseLapsed, here: Here) -> Cause | None:
     worker = here.state.leases[body.lease].worker
-    if body.cause == "deadline":
-        return Cause(Tick(here.now))
+    if body.cause in ("deadline", *_HOST_HUNG):
+        return Cause(Tick(here.now, host_hung=_host_hung(here)))
     if body.cause == "kicked":
         return Cause(Admin("kick", worker, here.now, change_by_host(here).created))
     if body.cause == BY_HOST:
         return cause_of_quarantine_by_host(worker, here)
+    if body.cause == "stopped":
+        leases, block = _returned(here, worker, "stopped"), -1 if body.block is UNSET else body.block
+        return Cause(ReturnLeases(worker, leases, here.now, block, body.tasks or ""))
     if body.cause != "returned":
         return None
-    return _cause_of_leaving(worker, here) or Cause(ReturnLeases(worker, _returned(here, worker), here.now))
+    return _cause_of_leaving(worker, here) or Cause(ReturnLeases(worker, _returned(here, worker, "returned"), here.now))
 
 
 def _cause_of_leaving(worker: str, here: Here) -> Cause | None:
@@ -357,12 +429,19 @@ def _cause_of_leaving(worker: str, here: Here) -> Cause | None:
     return Cause(command) if coming[: len(events)] == events else None
 
 
-def _returned(here: Here, worker: str) -> tuple[str, ...]:
+def _host_hung(here: Here) -> tuple[str, ...]:
+    """Leases of which one tick's events say that the host's stage took their time. Nobody else can know."""
+    lapsed = (here.entries[place].body for place in range(here.place, len(here.entries)))
+    together = takewhile(lambda body: isinstance(body, LeaseLapsed) and body.cause in ("deadline", *_HOST_HUNG), lapsed)
+    return tuple(body.lease for body in together if isinstance(body, LeaseLapsed) and body.cause in _HOST_HUNG)
+
+
+def _returned(here: Here, worker: str, cause: str) -> tuple[str, ...]:
     """Leases that a worker gave back in one request."""
     leases = []
     for entry in here.entries[here.place : here.place + MAX_OPEN_LEASES]:
         lapsed = entry.body
-        if not isinstance(lapsed, LeaseLapsed) or lapsed.cause != "returned":
+        if not isinstance(lapsed, LeaseLapsed) or lapsed.cause != cause:
             break
         if here.state.leases[lapsed.lease].worker == worker:
             leases.append(lapsed.lease)
@@ -377,9 +456,14 @@ def lines_of_lease_lapsed(body: LeaseLapsed, told: Told) -> Iterator[CreditLine]
         yield told.line(f"lease {lease.id} (blocks {blocks}) {ended}", version=lease.version)
 
 
+_HOST_HUNG = ("host_hung", "host_hung_often")
+
 _LEASE_ENDS = {
+    "host_hung": "was closed at no cost: the host's environment took half of its time or more",
+    "host_hung_often": "lapsed: the host's environment took its time, clearly more often than is usual in the run",
     "stale": "was closed at no cost: its version is too old",
     "overtaken": "was closed at no cost: it took long, and other workers filled its blocks first",
+    "stopped": "lapsed: an environment took too long on this node, or ended its process, so the node gave it back",
     "held": "lapsed: its version is too old, and this happens to this node clearly more often than to the run",
 }
 

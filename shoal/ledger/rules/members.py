@@ -14,6 +14,9 @@ from shoal.protocol.accounts import CreditLine
 from shoal.protocol.constants import MAX_OPEN_LEASES
 from shoal.protocol.types import Join
 
+ASKED_BY_HOST = "the host asked for it"
+"""Why a worker is quarantined whose host asked for it."""
+
 
 def decide_enter(command: Enter, state: State) -> list[Body]:
     join, member = command.join, state.members.get(command.key)
@@ -102,7 +105,7 @@ def quarantine_by_host(state: State, member: Member, now: float) -> Iterator[Bod
         return
     for held in state.open_leases_of(member.key):
         yield LeaseLapsed(held.id, BY_HOST)
-    yield NodeQuarantined(member.key, until, "the host asked for it")
+    yield NodeQuarantined(member.key, until, ASKED_BY_HOST)
 
 
 BY_HOST = "quarantine by host"

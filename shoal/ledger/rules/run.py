@@ -52,6 +52,8 @@ def _of_the_host(command: Admin, state: State) -> list[Body]:
             f"this run follows version {state.law.version} of the rules, in which the host gives no evidence, and neither "
             "quarantines nor changes the learning rate: pause or drain it, or kick a node",
         )
+    if surplus := surplus_of(action, key, command.also, command.lr_factor):  # guard: admin-takes-no-more
+        raise Refused("malformed", surplus)
     if action in PHASES:
         cause = f"alarm: {command.evidence.cause}" if action == "pause" and command.evidence else ""
         return [] if state.phase == PHASES[action] else [RulesChanged(phase=PHASES[action], cause=cause)]
@@ -63,9 +65,13 @@ def _of_the_host(command: Admin, state: State) -> list[Body]:
         changes = command.lr_factor != state.main.lr_factor(len(state.main.batches))
         return [RulesChanged(lr_factor=command.lr_factor)] if changes else []
     if action == "admit":
-        if not is_public_key(key):
-            raise Refused("malformed", f"{key[:70]!r} is not a public key of 64 hex digits: `shoal validate` prints it")
-        return [] if key in state.validators else [RulesChanged(admitted_validator=key)]
+        keys = list(dict.fromkeys((key, *command.also)))
+        for one in keys:
+            if not is_public_key(one):
+                raise Refused(
+                    "malformed", f"{one[:70]!r} is not a public key of 64 hex digits: `shoal validate` prints it"
+                )
+        return [RulesChanged(admitted_validator=one) for one in keys if one not in state.validators]
     if action == "quarantine":
         member = state.members[_node_named(key, state)]
         if member.role != "worker":
@@ -81,6 +87,19 @@ def _of_the_host(command: Admin, state: State) -> list[Body]:
         held = [LeaseLapsed(lease.id, "kicked") for lease in state.open_leases_of(node)]
         return [*held, RulesChanged(kicked=node)]
     raise Refused("malformed", f"unknown action {action!r}: pause, resume, drain, kick, admit, quarantine or rate")
+
+
+def surplus_of(action: str, node: str, also: tuple[str, ...], lr_factor: float | msgspec.UnsetType) -> str:
+    """What a host's request names that its action does not take, as one line; empty if nothing. Such a host means another
+    action, and a run that drains for all ends for good."""
+    if node and action not in ("kick", "admit", "quarantine"):
+        effect = {"drain": "it ends the run for all", "rate": "it is the run's"}.get(action, "it is for the whole run")
+        return f"{action} takes no node, and {node[:70]!r} was given: {effect}; see kick, quarantine"
+    if also and action != "admit":
+        return f"{action} takes one node: type it once for each. Only admit takes several keys"
+    if lr_factor is not msgspec.UNSET and action != "rate":
+        return f"{action} takes no factor (--factor): only rate does"
+    return ""
 
 
 def _node_named(key: str, state: State) -> str:
@@ -105,7 +124,7 @@ def decide_reconfigure(command: Reconfigure, state: State) -> list[Body]:
 
 
 def decide_tick(command: Tick, state: State) -> list[Body]:
-    due = [*lapse_late(state, command.now), *restore_served(state, command.now)]
+    due = [*lapse_late(state, command.now, command.host_hung), *restore_served(state, command.now)]
     # What ends a submission reads the stake that these events change, so it waits for the next tick.
     return due or [*end_overdue(state, command.now)] or [*reveal_rest(state, command.links)]
 
@@ -125,7 +144,14 @@ def follow(state: State) -> list[Body]:
         events = void_free(state, stream) or void_unbegun(state, stream) or form_batch(state, stream)
         if events:
             return events
-    return _pause_without_signal(state)
+    return _pause_on_faults(state) or _pause_without_signal(state)
+
+
+def _pause_on_faults(state: State) -> list[Body]:
+    """After too many rollouts on which an environment failed, nothing more is leased until the host has looked. The log
+    decides it, so it holds after a kill, and anyone who replays the log comes to the same pause."""
+    cause = state.faults.cause(state.law) if state.faults and state.phase == "running" else ""
+    return [RulesChanged(phase="paused", cause=cause)] if cause else []
 
 
 def _pause_without_signal(state: State) -> list[Body]:

@@ -44,7 +44,7 @@ def _influence_of_parents(state: State, lease: LeaseRecord) -> float:
     slots, size = state.stream_of(lease).versions[lease.version].slots, state.rules.block_groups
     parents = [slots[parent_slot(slot, size)] for slot in state.slots_of(lease)]
     by, version = state.rules.algorithm, state.law.version
-    return max(influence(parent.rewards, parent.tokens, by, version) for parent in parents)
+    return max(influence(one.rewards, one.tokens, by, version, faults=one.faults or ()) for one in parents)
 
 
 def mean_newest_pay(state: State, member: Member) -> float:

@@ -15,7 +15,7 @@ from shoal.algos.sampling_evidence import excessive
 from shoal.ledger.algorithm import teaches
 from shoal.ledger.answers import Refused
 from shoal.ledger.entry import Body
-from shoal.ledger.facts.batches import GroupAccepted, SlotVoid
+from shoal.ledger.facts.batches import BY_ENVIRONMENT, GroupAccepted, SlotVoid
 from shoal.ledger.facts.members import NodeRestored, ValidatorFault
 from shoal.ledger.facts.pay import Credit, Slash, staked
 from shoal.ledger.facts.run import Tick
@@ -30,8 +30,9 @@ from shoal.ledger.state_records import LeaseRecord, Member, SubmissionRecord
 from shoal.ledger.turns import in_order, may_judge, silent, turn_begins
 from shoal.ledger.weigh import PROMPT, Weighed, auditor_of, weigh
 from shoal.protocol.accounts import CreditLine
-from shoal.protocol.audits import pay_of
+from shoal.protocol.audits import REPLAY, pay_of
 from shoal.protocol.continuations import is_continued_slot
+from shoal.protocol.env_faults import fault_indices, fault_key
 from shoal.protocol.types import GroupVerdict, Verdict
 
 
@@ -78,7 +79,7 @@ def decide_judge(command: Judge, state: State) -> list[Body]:
     if weighed is not None:
         # guard: recheck
         drawn = len(verdicts) == 1 and more and not weighed.refused and _is_rechecked(state, lease, command)
-        events += _decide(state, submission, lease, weighed, worked, drawn)
+        events += _decide(state, submission, lease, weighed, worked, drawn, command.envs)
         if weighed.slash and _is_at_large(state, lease, submission):  # guard: slashed-is-quarantined
             events += quarantine(state, lease.worker, submission, "forged, as two validators found", command.now)
     return events
@@ -173,6 +174,8 @@ def _is_rechecked(state: State, lease: LeaseRecord, command: Judge) -> bool:
     skipped = silent(state, command.now) & {*state.judges()}  # those that left may come back at any moment
     others = {*state.panel()} - {command.key} - skipped  # guard: left-may-recheck
     chance = max(rate, state.law.recheck_chance(state.members[command.key].turns.confirmed))
+    if any(group.faults for group in command.verdict.groups):  # guard: faults-are-rechecked
+        chance = 1.0
     # A forgery that this validator let pass is learned from as often as its groups are used.
     chance = min(1.0, chance * state.rules.group_uses)  # guard: uses-are-rechecked
     return bool(others) and command.recheck < chance  # guard: nobody-to-recheck
@@ -206,9 +209,15 @@ def _is_at_large(state: State, lease: LeaseRecord, submission: SubmissionRecord)
     return state.law.version >= 2 and state.members[lease.worker].quarantined_for != submission.digest
 
 
+def _void_cause(group: GroupVerdict) -> str:
+    if group.check == REPLAY:  # guard: unreplayed-is-not-unbegun
+        return f"replay: {group.detail}"
+    return BY_ENVIRONMENT + group.detail
+
+
 def _decide(
     state: State, submission: SubmissionRecord, lease: LeaseRecord, weighed: Weighed,
-    verdicts: Mapping[str, Sequence[GroupVerdict]], recheck: bool = False,
+    verdicts: Mapping[str, Sequence[GroupVerdict]], recheck: bool = False, envs: Mapping[int, str] | None = None,
 ) -> Iterator[Body]:  # fmt: skip
     """The end of a submission: pay for what is accepted, and a slash if two validators found a forgery."""
     stream = state.stream_of(lease)
@@ -224,16 +233,18 @@ def _decide(
         for group in groups:
             index = order.index(group.slot)
             if group.outcome == "void":
-                yield SlotVoid(lease.version, (group.slot,), f"environment: {group.detail}", lease.stream)
+                yield SlotVoid(lease.version, (group.slot,), _void_cause(group), lease.stream)
                 continue
             continued = is_continued_slot(group.slot, state.rules.block_groups)
             signal = None
             if state.law.version:
-                signal = not continued and teaches(group.rewards, state.rules.algorithm, group.steps or ())
+                faults = fault_indices(group.faults)
+                signal = not continued and teaches(group.rewards, state.rules.algorithm, group.steps or (), faults)
             yield GroupAccepted(
                 lease.version, group.slot, submission.digest, index, submission.groups[index], group.tokens,
                 group.rewards, signal, lease.stream, auditor_of(verdicts, group) if stream.uses and signal else UNSET,
-                group.steps,
+                group.steps, group.faults, (envs or {}).get(group.slot, UNSET),
+                _is_confirmed(state, group, verdicts, recheck) if group.faults else UNSET,
             )  # fmt: skip
             pay = pay_of(group, state.rules)
             paid += staked(state, pay)
@@ -254,6 +265,19 @@ def _decide(
     # guard: cleared-is-restored, blamed-stays, cleared-of-this-one
     if not blamed and member.standing == "quarantined" and member.quarantined_for == submission.digest:
         yield NodeRestored(member.key)
+
+
+def _is_confirmed(
+    state: State, group: GroupVerdict, verdicts: Mapping[str, Sequence[GroupVerdict]], recheck: bool
+) -> bool:
+    """Whether two validators found the same faults, or one of the host's own that nobody can check."""
+    same = [
+        key
+        for key, groups in verdicts.items()
+        if any(one.slot == group.slot and fault_key(one) == fault_key(group) for one in groups)
+    ]
+    # guard: lone-validator-confirms-nothing
+    return len(same) > 1 or (not recheck and {*same} <= {*(state.host_validators or ())})
 
 
 def _end_recheck(
@@ -295,7 +319,20 @@ def _outvoted(submission: SubmissionRecord, weighed: Weighed) -> Iterator[Body]:
 def cause_of_verdict_given(body: VerdictGiven, here: Here) -> Cause:
     verdict = Verdict(body.submission, body.groups)
     recheck = _recheck_draw(here, body.submission)
-    return Cause(Judge(body.validator, verdict, here.now, body.projection, recheck, body.differs_from))
+    envs = _said_envs(here, body.submission)
+    return Cause(Judge(body.validator, verdict, here.now, body.projection, recheck, body.differs_from, envs))
+
+
+def _said_envs(here: Here, submission: str) -> dict[int, str]:
+    """The environments of a submission's slots, as far as its accepted groups say them: it is the host's own word, which
+    only decides whether the host's own run pauses."""
+    envs = dict[int, str]()
+    for entry in here.entries[here.place + 1 :]:
+        if isinstance(entry.body, VerdictGiven):
+            break
+        if isinstance(entry.body, GroupAccepted) and entry.body.submission == submission and entry.body.env:
+            envs[entry.body.slot] = entry.body.env
+    return envs
 
 
 def _recheck_draw(here: Here, submission: str) -> float:

@@ -1,7 +1,7 @@
 """What crosses the wire: the nouns of the protocol, as frozen values, by subject. Names only."""
 
 from shoal.protocol.types.answers import CheckAnswer, Done, Event, Refusal, StandingAlarm, StateHash, Status
-from shoal.protocol.types.judgement import Check, GroupVerdict, StepReward, StepRewards, Verdict
+from shoal.protocol.types.judgement import Check, Faults, GroupVerdict, StepReward, StepRewards, Verdict
 from shoal.protocol.types.learning import (
     AdapterBase,
     Batch,
@@ -68,6 +68,7 @@ __all__ = [
     "EnvSpec",
     "Event",
     "Fact",
+    "Faults",
     "FileEntry",
     "Grant",
     "Group",

@@ -7,7 +7,7 @@ import msgspec
 from shoal.protocol.constants import MAX_STANDING_ALARMS
 from shoal.protocol.types.judgement import Check
 from shoal.protocol.types.message import Answer, Message
-from shoal.protocol.types.steering import Cause
+from shoal.protocol.types.steering import Cause, LrFactor
 
 
 class Event(Message, frozen=True):
@@ -66,9 +66,17 @@ class Status(Answer, frozen=True):
     """Groups accepted in a row without signal: within each, all rewards are equal."""
     flat_reward: float = 0.0
     """Their mean reward."""
+    no_signal: str = ""
+    """What is said of them, once they are as many as a batch; empty before."""
+    unbegun_groups: int = 0
+    """Of `flat_groups`: those whose tasks can never begin."""
+    unbegun_cause: str = ""
+    """Why the last of them cannot."""
     pause_cause: str = ""
     """Why the run paused itself, such as "no signal"; "alarm: CAUSE" if an alarm paused it, as its run file says; empty if
     the host paused it."""
+    lr_factor: LrFactor = 1.0
+    """The run file's learning rate is multiplied by this in the next batch that is formed."""
     # guard: few-standing-alarms
     alarms: Annotated[tuple[StandingAlarm, ...], msgspec.Meta(max_length=MAX_STANDING_ALARMS)] = ()
     """Those that stand now."""

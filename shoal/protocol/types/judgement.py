@@ -26,6 +26,19 @@ StepRewards = Annotated[tuple[StepReward, ...], msgspec.Meta(max_length=MAX_ROLL
 """Of one rollout, in the order in which it was played. Their sum is its reward, as `protocol/step_rewards` adds."""
 
 
+class Faults(Message, frozen=True, omit_defaults=True):
+    """The rollouts of a group on which the environment failed in a way that every replay of their tokens repeats."""
+
+    rollouts: tuple[int, ...] = ()
+    """Indices of those that count in nothing that is learned, rising. Their rewards are the environment's lowest."""
+    outside: tuple[int, ...] = ()
+    """Indices of those with a score outside the environment's bounds, rising, whether they count or not."""
+    score: float = 0.0
+    """The first of these scores."""
+    said: str = ""
+    """The first error, as this validator words it."""
+
+
 class Check(Message, frozen=True):
     """`GET /v1/checks`: one submission for a validator to judge."""
 
@@ -77,6 +90,8 @@ class GroupVerdict(Message, frozen=True):
     steps: tuple[StepRewards, ...] | UnsetType = UNSET
     """What the turns or steps of each rollout earn, as the validator recomputed it; only in runs whose credit asks for it,
     of accepted groups."""
+    faults: Faults | UnsetType = UNSET
+    """Where the environment failed; only of accepted groups, and only if it did."""
 
 
 class Verdict(Message, frozen=True):

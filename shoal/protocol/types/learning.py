@@ -25,6 +25,10 @@ class BatchGroup(Message, frozen=True, omit_defaults=True):
     """Rewards of the group's continuations, in their order; empty if there are none."""
     steps: tuple[StepRewards, ...] = ()
     """What the turns or steps of each rollout earn; empty if the run's credit does not ask for it."""
+    faults: tuple[int, ...] = ()
+    """Indices of the rollouts on which the environment failed, which count in nothing."""
+    faulted_continuations: tuple[int, ...] = ()
+    """Indices of such continuations."""
 
 
 class SolveRate(Message, frozen=True):

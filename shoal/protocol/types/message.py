@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from shoal.protocol.constants import MAX_FACT_CHARS, MAX_URL_CHARS
+from shoal.protocol.constants import MAX_FACT_CHARS, MAX_SAID_CHARS, MAX_URL_CHARS
 
 _UNPRINTABLE = r"\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069"
 """Characters that control a terminal, or that hide or reverse the characters beside them."""
@@ -16,6 +16,11 @@ _UNPRINTABLE = r"\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069"
 # guard: name-length, name-prints
 Fact = Annotated[str, msgspec.Meta(max_length=MAX_FACT_CHARS, pattern=rf"\A[^{_UNPRINTABLE}]*\Z")]
 """What a node says about itself: short, and safe to show."""
+
+Said = Annotated[
+    str, msgspec.Meta(max_length=MAX_SAID_CHARS, pattern=rf"\A[^{_UNPRINTABLE}]*\Z")
+]  # guard: said-is-short
+"""What a worker says of its environment: a stranger's words, safe to show."""
 
 Url = Annotated[str, msgspec.Meta(max_length=MAX_URL_CHARS, pattern=rf"\A[^{_UNPRINTABLE}]*\Z")]
 """Where a node says that it is: safe to show."""

@@ -71,6 +71,8 @@ class EnvSpec(Message, frozen=True, omit_defaults=True):
     completions."""
     reproducible: bool = True
     """Whether the same actions always get the same answers. If not, leases share none, and equal bytes are not promised."""
+    on_fault: Fact = ""
+    """What becomes of a rollout on which it fails: it counts in nothing, or it has the lowest reward ("lowest")."""
 
     @property
     def label(self) -> str:
@@ -90,6 +92,7 @@ class EnvSpec(Message, frozen=True, omit_defaults=True):
             self.max_tokens,
             self.history,
             self.shaping,
+            self.on_fault,
         )
         return any(own)
 
@@ -253,10 +256,12 @@ class NodeState(Answer, frozen=True):
     influence: float = 0.0
     """Sum over its groups that the trainer learned from, see `protocol.audits.influence`."""
     stale: int = 0
-    """Leases that were closed at no cost because their version became too old. They are not counted in `lapsed`."""
+    """Leases closed at no cost: their version was too old, or the host's environment hung. Not counted in `lapsed`."""
     left: bool = False
     """Whether it left and has not joined again."""
     given: int = 0
     """Blocks that were ever leased to it."""
     unfilled: int = 0
     """Of these, blocks that it dropped, or that another worker made because it was late."""
+    silent_s: float = 0.0
+    """Of a worker: for how long it has asked for nothing, although it is not at work; 0 if it is not silent."""

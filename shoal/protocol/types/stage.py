@@ -6,6 +6,8 @@ submission. Validators and auditors compare submissions with it. Texts travel as
 
 from typing import Literal
 
+from msgspec import UNSET, UnsetType
+
 from shoal.protocol.types.message import Message
 from shoal.protocol.types.work import POLICY, Block, Ending
 
@@ -56,6 +58,10 @@ class RolloutRecord(Message, frozen=True, omit_defaults=True):
     """Of its token ids, authors, ending and rows: `records.rollout_digest`."""
     ending: Ending
     reward: float
+    fault: str = ""
+    """What the environment raised, as one line, if the rollout counts in nothing because of it."""
+    outside: float | UnsetType = UNSET
+    """Its score, if that is outside the environment's bounds."""
 
 
 class GroupRecord(Message, frozen=True):

@@ -50,3 +50,5 @@ class AdminRequest(Message, frozen=True):
     """Of `rate`: what the run file's learning rate is multiplied by, in steps whose batches are formed from now on."""
     evidence: AlarmEvidence | msgspec.UnsetType = msgspec.UNSET
     """The alarm that led to the request, if one did."""
+    also: tuple[str, ...] = ()
+    """Of `admit`: further keys, which are admitted with the first one, so that two validators are never a majority."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.protocol.constants import EPISODES, MAX_ROLLOUT_ROWS
-from shoal.protocol.types.message import Answer, Fact, Message
+from shoal.protocol.types.message import Answer, Fact, Message, Said
 from shoal.protocol.types.run import Sampling
 
 ENVIRONMENT, POLICY, UNTRAINED = 0, 1, 2
@@ -81,7 +81,12 @@ class LeaseRequest(Message, frozen=True):
     holding: tuple[str, ...] = ()
     tokens_per_s: float = 0.0
     returning: tuple[str, ...] = ()
-    """Leases that a worker gives back unfilled because it stops. No lease is granted then."""
+    """Leases that a worker gives back unfilled. No lease is granted then."""
+    stopped: int = -1
+    """Index of the block because of which it gives them back: a call of an environment took too long in it, or ended its
+    process. -1 if none did."""
+    said: Said | msgspec.UnsetType = msgspec.UNSET
+    """Which call that was, and what happened, for the host; it decides nothing."""
 
 
 class LeaseAnswer(Answer, frozen=True):

@@ -5,7 +5,7 @@ loaded or scored that needs more memory than is allowed. It judges nothing.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from shoal.engine.needs import scored_on_gpu
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.envs.base import Env
 from shoal.envs.replay import replay_group
+from shoal.ledger.entry import Entry
 from shoal.ledger.facts.verdicts import Decision, Rechecked, VerdictGiven
 from shoal.ledger.log.verify import Audit
 from shoal.policy.contained import Limits
@@ -46,7 +47,17 @@ class Bench:
         self.decisions: dict[str, Decision] = {}
         self.forged: set[str] = set()
         """Submissions that were accepted, and that a recheck then found forged."""
-        for entry in log.entries:
+        self.take_verdicts(log.entries)
+        self.scores: list[Score] = []
+        """Scores of the submission that was judged last."""
+        self._policy: Loaded | None = None
+        self._room: tuple[Memory, Needs | AnyNeeds] | None = None
+        """The limit of memory, and what the policy that was loaded last needs."""
+        self._renderer: Renderer | None = None
+
+    def take_verdicts(self, entries: Iterable[Entry]) -> None:
+        """What validators and the rules said in these entries of the log."""
+        for entry in entries:
             match entry.body:
                 case VerdictGiven(submission=name):
                     self.verdicts[name].append(entry.body)
@@ -54,12 +65,6 @@ class Bench:
                     self.decisions[name] = entry.body
                 case Rechecked(submission=name, outcome="forged"):
                     self.forged.add(name)
-        self.scores: list[Score] = []
-        """Scores of the submission that was judged last."""
-        self._policy: Loaded | None = None
-        self._room: tuple[Memory, Needs | AnyNeeds] | None = None
-        """The limit of memory, and what the policy that was loaded last needs."""
-        self._renderer: Renderer | None = None
 
     async def take_weights(self, version: int) -> Engine:
         """An engine with a version's published weights; raises as `fetch_weights`."""

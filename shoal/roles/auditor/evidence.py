@@ -6,6 +6,7 @@ come from strangers: what is not signed by these keys proves nothing and is only
 """
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
 from shoal.protocol.promises import is_promised, terms_of
 from shoal.protocol.wire import WireError, digest, from_json
-from shoal.roles.auditor.source import Expiry, PublicRun, verified
+from shoal.roles.auditor.source import Expiry, PublicRun, UrlRun, verified
 from shoal.roles.evidence import Kind, kept_in
 from shoal.weights.manifest import content_of, open_manifest
 
@@ -34,6 +35,9 @@ CAPS: dict[Kind, int] = {
     "receipt": MAX_JSON_BYTES,
 }  # fmt: skip
 """Largest file of each kind that is read."""
+
+UNHASHED_S = 600.0
+"""For so long, a coordinator may vouch for a state that lacks its newest events."""
 
 
 class Signed(NamedTuple):
@@ -117,8 +121,14 @@ class WithEvidence:
     def expiry(self, state: State) -> Expiry | None:
         return None  # evidence is to be compared with all that it names
 
+    async def oldest_served(self, state: State) -> int:
+        return 0
+
     async def rows(self, most: int | None = None) -> list[tuple[bytes, str]]:
         return await self._run.rows(most)
+
+    async def newer(self, after: int) -> list[tuple[bytes, str]]:
+        return await self._run.newer(after)
 
     async def blob(self, name: str) -> bytes:
         try:
@@ -143,7 +153,17 @@ async def accusations(pile: Pile, log: Audit, run: PublicRun) -> list[str]:
                 for file, _, m in pile.manifests]  # fmt: skip
     asked = [((g.lease.id, "the run key", "grants of the lease"), _asked(g), file) for file, g in pile.grants]
     found += [*_apart(contents), *_apart(asked), *receipts_apart(pile.receipts)]
-    return found + [line for file, receipt in pile.receipts for line in receipt_findings(log, [receipt], file)]
+    due = [(file, receipt) for file, receipt in pile.receipts
+           if not isinstance(run, UrlRun) or is_due(receipt, log, time.time())]  # fmt: skip
+    if later := len(pile.receipts) - len(due):
+        pile.notes["receipts are newer than the log that was read: ask again in ten minutes"] = later
+    return found + [line for file, receipt in due for line in receipt_findings(log, [receipt], file)]
+
+
+def is_due(receipt: t.Receipt, log: Audit, now: float) -> bool:
+    """Whether the log must hold what a receipt is for. A coordinator seldom hashes a long state, so the log that it vouches
+    for may end before the newest receipts of a live run. What is signed for a far future is due, too."""
+    return receipt.seq < len(log.entries) or abs(now - receipt.time) > UNHASHED_S  # guard: lost-tail-is-found
 
 
 def receipts_apart(receipts: Iterable[tuple[str, t.Receipt]]) -> list[str]:

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from shoal.errors import ConfigError, NothingYet, PeerError, StateError, cause_of
-from shoal.ledger.log.book import UnknownRules
-from shoal.ledger.log.verify import Audit, receipt_findings, report, unchecked, verify
+from shoal.ledger.log.book import BrokenLog, UnknownRules
+from shoal.ledger.log.verify import Audit, conclude, read, receipt_findings, report, unchecked
 from shoal.ledger.state import state_hash
 from shoal.ledger.table import kind_of, read_entry
 from shoal.protocol import types as t
 from shoal.protocol.promises import is_promised
 from shoal.protocol.wire import WireError, from_json
-from shoal.roles.auditor.evidence import receipts_apart
+from shoal.roles.auditor.evidence import is_due, receipts_apart
 from shoal.roles.auditor.source import FolderRun, PublicRun, UrlRun, open_run
 from shoal.terminal import say
 from shoal.weights.demands import chunks_of
@@ -28,12 +28,15 @@ def check(source: str, receipts: Sequence[Path] = (), max_memory_mb: int = 0) ->
     """Audit a run's folder or a coordinator's URL, print the report, and return whether the log holds.
 
     `receipts` are files that workers kept, on any machine. `max_memory_mb` is as of `UrlRun`. Raises `StateError` if the
-    chain of hashes is broken, `PeerError` if the coordinator does not answer, `ConfigError` if a file cannot be read.
+    log cannot be read, `PeerError` if the coordinator does not answer, `ConfigError` if a file cannot be read.
     """
     try:
         audit = asyncio.run(_audit(source, receipts, max_memory_mb))
     except UnknownRules as unknown:
         say(unchecked(str(unknown)))
+        return False
+    except BrokenLog as broken:  # nothing after that event can be trusted, so there is no more to report
+        say(f"FINDING: {broken}\nthe log does NOT hold")
         return False
     say(report(audit))
     return not audit.findings
@@ -66,14 +69,19 @@ async def _audit(source: str, receipts: Sequence[Path], max_memory_mb: int = 0) 
 
 async def audit_log(run: PublicRun, receipts: Iterable[Path] = ()) -> Audit:
     """Audit a run's log and the receipts in these files; in a run's folder, also its receipts and weights."""
-    audit = await replay_log(run)
     files = list(receipts)
     if isinstance(run, FolderRun):
         files += sorted(run.folder.nodes.glob("*/receipts.jsonl"))
+    written = [(path, _read(path)) for path in files]  # before the log: a live run signs more meanwhile
+    audit = await replay_log(run)
+    if isinstance(run, FolderRun):
         await _check_weights(run, audit)
-    signed = [(str(path), receipt) for path in files for receipt in _receipts(path, audit)]
+    signed = [(str(path), receipt) for path, data in written for receipt in _receipts(path, data, audit)]
     for whose, receipt in signed:
-        audit.findings += receipt_findings(audit, [receipt], whose)
+        if not isinstance(run, UrlRun) or is_due(receipt, audit, time.time()):
+            audit.findings += receipt_findings(audit, [receipt], whose)
+        else:
+            audit.later += 1
     audit.findings += receipts_apart(signed)  # guard: receipts-compared
     return audit
 
@@ -83,7 +91,14 @@ async def replay_log(run: PublicRun, clock: Callable[[], float] = time.time) -> 
 
     Raises `UnknownRules` if this code lacks the rules that wrote the log: its state is then not known.
     """
-    audit = verify(await run.rows(), now=clock())
+    audit = await read_log(run)
+    conclude(audit, clock())
+    return audit
+
+
+async def read_log(run: PublicRun) -> Audit:
+    """As `replay_log`, but what `conclude` checks is not checked yet."""
+    audit = read(await run.rows())
     if audit.not_checked:  # guard: unchecked-is-no-result
         raise UnknownRules(audit.not_checked)
     if isinstance(run, UrlRun):
@@ -96,14 +111,17 @@ async def replay_log(run: PublicRun, clock: Callable[[], float] = time.time) -> 
     return audit
 
 
-def _receipts(path: Path, audit: Audit) -> list[t.Receipt]:
-    """Receipts in a worker's file that the run key signed. A receipt of this run without its signature is a finding."""
+def _read(path: Path) -> bytes:
     try:
-        lines = path.read_bytes().splitlines()
+        return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read receipts {path}: {cause_of(error)}. Give a worker's receipts.jsonl") from None
+
+
+def _receipts(path: Path, data: bytes, audit: Audit) -> list[t.Receipt]:
+    """Receipts in a worker's file that the run key signed. A receipt of this run without its signature is a finding."""
     receipts = []
-    for line in lines:
+    for line in data.splitlines():
         try:
             receipt = from_json(line, t.Receipt)
         except WireError:

@@ -11,22 +11,20 @@ import random
 import re
 import secrets
 import tempfile
+import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from shoal.engine.base import Engine
 from shoal.engine.open import EngineSpec
 from shoal.envs.base import Env
-from shoal.envs.contained.client import Doubt
-from shoal.envs.contained.open import in_sandbox
 from shoal.envs.load import files_needed, load_run_envs
 from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, StateError
 from shoal.ledger.log.book import replay
-from shoal.ledger.log.verify import Audit
+from shoal.ledger.log.verify import Audit, conclude, extend
 from shoal.policy.device import CPU, demand_device
 from shoal.proofs.disagreement import differences
 from shoal.proofs.parents import OtherParents, fetch_parents, read_parents
@@ -38,12 +36,19 @@ from shoal.protocol.randomness import sample_seed
 from shoal.protocol.wire import WireError, digest, from_msgpack
 from shoal.roles.auditor.bench import Bench
 from shoal.roles.auditor.evidence import Pile, WithEvidence, accusations, leased, read_evidence
-from shoal.roles.auditor.log import replay_log
+from shoal.roles.auditor.log import read_log
 from shoal.roles.auditor.source import Expiry, PublicRun, Unavailable, open_run
 from shoal.terminal import printable, say
 
-AGREE, DISAGREE, CANNOT, PARTLY = 0, 1, 2, 3
+AGREE, DISAGREE, CANNOT, PARTLY, UNAVAILABLE = 0, 1, 2, 3, 4
 """Exit codes of `shoal audit`."""
+
+
+GONE = "the weights of their versions are gone (storage.retain)"
+
+
+IN_VAIN = 5
+"""A sample is given up when so many draws, one after another, gave nothing that was still there."""
 
 
 class Choice(NamedTuple):
@@ -85,6 +90,10 @@ class Findings:
     """Numbers of groups by the reason why they, or a part of them, could not be recomputed."""
     expired: Counter[str] = field(default_factory=Counter)
     """The same of what the run deleted by its own rule. Nobody can check it any more, and nothing follows from that."""
+    unavailable: int = 0
+    """Of the numbers in `left_out`, those of what the run does not serve."""
+    undrawn: str = ""
+    """What a sample was not drawn from, because the run does not serve it."""
     told: list[str] = field(default_factory=list)
     """Lines about the choice: the facts of the named group, the seed of the sample, or what the evidence holds."""
     turns: list[str] = field(default_factory=list)
@@ -97,16 +106,19 @@ class Findings:
     @property
     def agrees(self) -> bool:
         """Whether all that was chosen was recomputed, and nothing in the log differs."""
-        return self.exit_code() == AGREE and not self.expired
+        return self.exit_code() == AGREE and not self.expired and not self.undrawn
 
     def __str__(self) -> str:
         """What `shoal audit` prints."""
         return printable("\n".join(summary(self)), keep="\n")
 
     def exit_code(self) -> int:
-        """1 if something disagrees, 2 if nothing could be recomputed or compared, 3 if something was left out, else 0."""
-        if self.disagreements or not (self.groups or self.signed):
-            return DISAGREE if self.disagreements else CANNOT
+        """1 if something disagrees, 4 if nothing that was chosen is served, 2 if nothing could be recomputed or compared
+        for another reason, 3 if something was left out, else 0."""
+        if self.disagreements:
+            return DISAGREE
+        if not (self.groups or self.signed):
+            return CANNOT if self.unclear or self.left_out.total() > self.unavailable else UNAVAILABLE
         return PARTLY if self.left_out or self.unclear else AGREE  # guard: partly-is-not-agreed
 
 
@@ -146,13 +158,15 @@ def summary(found: Findings) -> list[str]:
     lines += found.turns
     if found.overruled:
         lines.append(f"not compared: {found.overruled} verdicts on groups, because they were outvoted or disputed")
+    lines += [found.undrawn] if found.undrawn else []
     lines += [f"not checked: {count} groups {reason}" for reason, count in sorted(found.expired.items())]
     lines += [f"left out: {count} groups: {reason}" for reason, count in sorted(found.left_out.items())]
-    part = ". This says nothing of what was not checked" if found.expired else ""
+    part = ". This says nothing of what was not checked" if found.expired or found.undrawn else ""
     results = {
         AGREE: f"the log agrees with what was recomputed{part}",
         DISAGREE: "the log does NOT agree with what was recomputed",
         CANNOT: "nothing could be recomputed",
+        UNAVAILABLE: "nothing was available: the run does not serve what you chose, or not yet",
         PARTLY: "the log agrees with what was recomputed, but NOT all that you chose could be: see what is left out",
     }
     return [*lines, results[found.exit_code()]]
@@ -164,8 +178,7 @@ async def audit_rollouts(
     """Recompute the chosen groups and compare them with the log; raises as `examine`."""
     # The log is read after the evidence, which must not be newer. Its first event names the run's keys.
     pile = read_evidence(choice.evidence, replay(await run.rows(1))) if choice.evidence else Pile()
-    log = await replay_log(run)
-    found = Findings([f"the log: {finding}" for finding in log.findings], turns=log.turns.lines(log.state))
+    log, found = await read_log(run), Findings()
     if choice.evidence:
         found.disagreements += [f"evidence: {line}" for line in await accusations(pile, log, run)]
         found.told += pile.contents()
@@ -174,27 +187,83 @@ async def audit_rollouts(
     if choice.sample:
         choice = choice._replace(seed=secrets.randbits(32) if choice.seed is None else choice.seed)
         found.told.append(f"sample drawn with --seed {choice.seed}")
+    only = pile.bodies if choice.evidence else None
     expiry = None if choice.rollout else run.expiry(log.state)
-    places = choose(log, choice, pile.bodies if choice.evidence else None, expiry, found)
+    places = [] if choice.sample else choose(log, choice, only, expiry, found)
     envs = load_envs(log.state.envs, own_files)
     with tempfile.TemporaryDirectory(prefix="shoal-audit-") as home:
         spec = EngineSpec(threads=threads, device=device)
         bench = Bench(run, log, envs, spec, Path(home), max_memory_mb)
-        for version in sorted({place.version for place in places}):
-            slots_by_submission = defaultdict(list)
-            for place in places:
-                if place.version == version:
-                    slots_by_submission[place.submission].append(place.slot)
-            await _audit_version(bench, version, slots_by_submission, choice, found, expiry)
+        if choice.sample:
+            await _audit_sample(bench, choice, only, found)
+        else:
+            await _audit_places(bench, places, choice, found, expiry)
+    conclude(log, time.time())
+    found.disagreements = [*(f"the log: {finding}" for finding in log.findings), *found.disagreements]
+    found.turns = log.turns.lines(log.state)
     return found
 
 
+async def _audit_sample(bench: Bench, choice: Choice, only: Collection[str] | None, found: Findings) -> None:
+    """Draw groups and recompute them. A live run deletes while this reads, so what expired meanwhile is drawn again from
+    what is there now; whether it may be gone is asked of the log as it is after it was missed."""
+    run, rng = bench.run, random.Random(choice.seed)
+    taken, missed, expired, in_vain = set[Place](), list[Place](), 0, 0
+    while True:
+        oldest = await run.oldest_served(bench.state)
+        bench.take_verdicts(extend(bench.log, await run.newer(bench.state.seq)))  # guard: owed-when-it-was-missed
+        expiry, drawn = run.expiry(bench.state), Findings()
+        pool = choose(bench.log, choice, only, expiry, drawn, oldest)
+        here = set(pool)
+        kept = [place for place in missed if place in here]
+        await _audit_places(bench, kept, choice, found, expiry)  # guard: what-is-kept-is-not-drawn-again
+        expired += len(missed) - len(kept)
+        taken.update(kept)
+        pool = [place for place in pool if place not in taken]
+        places = sorted(rng.sample(pool, min(choice.sample - len(taken), len(pool)))) if in_vain < IN_VAIN else []
+        if not places:
+            break
+        missed = await _audit_places(bench, places, choice, found, expiry, again=True)
+        taken.update(place for place in places if place not in missed)
+        in_vain = in_vain + 1 if len(missed) == len(places) else 0
+    if in_vain == IN_VAIN:
+        found.left_out[
+            f"drawn {IN_VAIN} times, and each time the run deleted them before they were read. Audit the run's folder, or "
+            "let its host keep more (storage.window_steps)"
+        ] += choice.sample - len(taken)
+        found.unavailable += choice.sample - len(taken)
+    found.expired += drawn.expired
+    found.left_out += drawn.left_out
+    found.unavailable += drawn.unavailable
+    lines = [drawn.undrawn] if drawn.undrawn else []
+    if expired:
+        lines.append(
+            f"expired before they were read: {expired} groups that were drawn; others were drawn in their place"
+        )
+    found.undrawn = "; ".join(lines)
+
+
+async def _audit_places(
+    bench: Bench, places: Iterable[Place], choice: Choice, found: Findings, expiry: Expiry | None, again: bool = False
+) -> list[Place]:
+    """Recompute groups, the oldest first. If they may be drawn `again`, those that the run does not have now are not
+    counted, but returned."""
+    slots: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for place in places:
+        slots[place.version][place.submission].append(place.slot)
+    missed = list[Place]()
+    for version in sorted(slots):
+        names = await _audit_version(bench, version, slots[version], choice, found, expiry, again)
+        missed += [Place(version, slot, name) for name in names for slot in slots[version][name]]
+    return missed
+
+
 def choose(
-    log: Audit, choice: Choice, only: Collection[str] | None, expiry: Expiry | None, found: Findings
+    log: Audit, choice: Choice, only: Collection[str] | None, expiry: Expiry | None, found: Findings, oldest: int = 0
 ) -> list[Place]:
     """The groups to recompute, of the submissions in `only` if that is given, and of those whose bodies the run has not
-    deleted by its own rule; `found` is told of the others. Raises `ConfigError` if the choice names a group that nobody
-    judged."""
+    deleted by its own rule; `found` is told of the others. For a sample, all that it is drawn from: of versions since the
+    `oldest` whose seeds are public. Raises `ConfigError` if the choice names a group that nobody judged."""
     judged = [
         Place(lease.version, slot, submission.digest)
         for submission in log.state.submissions.values()
@@ -220,7 +289,27 @@ def choose(
             found.expired[reason] += len(gone)
         judged = [place for place in judged if place not in gone]
     if choice.sample:
-        return sorted(random.Random(choice.seed).sample(judged, min(choice.sample, len(judged))))
+        served = [place for place in judged if place.version >= oldest]
+        here = [place for place in served if place.version in log.links]
+        kept_from = log.state.main.version - log.state.rules.max_staleness - 1  # as `Kept.forget_old`, at the least
+        owed = sum(kept_from <= place.version < oldest for place in judged)
+        if owed:  # guard: fresh-weights-are-served
+            found.left_out[
+                f"weights of versions before {oldest} are not served, but those from {kept_from} on are kept by every run "
+                "whose disk quota is not used up (rollouts.max_staleness)"
+            ] += owed
+            found.unavailable += owed
+        reasons = [
+            (
+                len(judged) - len(served) - owed,
+                f"the run does not serve the weights of versions before {oldest} any more",
+            ),
+            (len(served) - len(here), "their seeds are not public yet"),
+        ]
+        found.undrawn = "; ".join(
+            f"not drawn from: {count} of {len(judged)} groups, because {why}" for count, why in reasons if count
+        )
+        judged = here
     return judged
 
 
@@ -240,20 +329,23 @@ def load_envs(specs: Sequence[t.EnvSpec], own_files: bool) -> dict[str, Env]:
     needed = files_needed(specs)
     if needed and not own_files:
         raise ConfigError(
-            f"environment {needed[0]} is a file of the host's: read it, then give --own-files to run it here"
+            f"environment {needed[0]} is a file of the host's: read it, then run it here with --own-files, or with "
+            "own_files=True in shoal.audit"
         )
-    return load_run_envs(specs, own_files, partial(in_sandbox, doubt=Doubt()))
+    return load_run_envs(specs, own_files)
 
 
 async def _audit_version(
     bench: Bench, version: int, slots_by_submission: Mapping[str, list[int]], choice: Choice, found: Findings,
-    expiry: Expiry | None,
-) -> None:  # fmt: skip
+    expiry: Expiry | None, again: bool,
+) -> list[str]:  # fmt: skip
+    """Recompute groups of one version. Returns the submissions that are not here now, if they may be drawn `again`."""
     groups = sum(map(len, slots_by_submission.values()))
     revealed = bench.log.links.get(version)
     if revealed is None:
         found.left_out[f"the link of version {version} is not revealed, so its seeds are not known"] += groups
-        return
+        found.unavailable += groups
+        return []
     engine: Engine | None = None
     try:
         engine = await bench.take_weights(version)
@@ -262,8 +354,11 @@ async def _audit_version(
             found.expired[f"in their tokens and log-probs: their versions' weights are deleted. {expiry.words}"] += (
                 groups
             )
+        elif again and why.gone:
+            return list(slots_by_submission)
         else:
-            found.left_out[f"tokens and log-probs: {why}"] += groups
+            found.left_out[f"tokens and log-probs: {GONE if why.gone else why}"] += groups
+            found.unavailable += groups if why.gone else 0
     except Overreach:
         raise  # the fault is this machine's, not the log's
     except (PeerError, StateError) as error:
@@ -272,7 +367,9 @@ async def _audit_version(
         await bench.take_renderer()
     except (PeerError, StateError) as error:
         found.left_out[f"the tokenizer cannot be fetched: {error}"] += groups
-        return
+        found.unavailable += groups if isinstance(error, Unavailable) and error.gone else 0
+        return []
+    missed = list[str]()
     for name, slots in slots_by_submission.items():
         booked = bench.state.submissions[name]
         try:
@@ -281,7 +378,11 @@ async def _audit_version(
             lease = leased(bench.state, bench.state.leases[booked.lease], bytes.fromhex(revealed.link))
             parents = await _parents(bench, lease)
         except NothingYet:
+            if again:
+                missed.append(name)
+                continue
             found.left_out["the bodies of their submissions are gone (storage.retain), or not public yet"] += len(slots)
+            found.unavailable += len(slots)
             continue
         except PeerError as error:
             found.left_out[f"the body of submission {name[:12]} cannot be fetched: {error}"] += len(slots)
@@ -295,6 +396,7 @@ async def _audit_version(
         _compare(bench, check, body, verdict, slots, found)
         if choice.rollout:
             found.told += _tell(bench, check, verdict, choice)
+    return missed
 
 
 async def _parents(bench: Bench, lease: t.Lease) -> dict[str, t.Group | None]:

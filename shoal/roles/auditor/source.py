@@ -19,7 +19,7 @@ from shoal.ledger.state import State
 from shoal.net.blobs import path_of
 from shoal.net.client import Client
 from shoal.protocol import types as t
-from shoal.protocol.constants import MAX_EVENTS, MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
+from shoal.protocol.constants import MAX_EVENTS, MAX_EVENTS_BYTES, MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
 from shoal.protocol.continuations import slot_in_batch
 from shoal.protocol.wire import digest
 from shoal.roles.memory import share_of_free_mb
@@ -63,8 +63,16 @@ class PublicRun(Protocol):
         """What the run deletes by its own rule; None if nobody here knows, or if it keeps all."""
         ...
 
+    async def oldest_served(self, state: State) -> int:
+        """The oldest version from which on the weights are served, as far as probes show; 0 where `expiry` says it."""
+        ...
+
     async def rows(self, most: int | None = None) -> Rows:
         """The whole log, or its first events. Raises `ConfigError`, `PeerError`, `StateError`."""
+        ...
+
+    async def newer(self, after: int) -> Rows:
+        """The events that follow the one of this number, as many as there are now. Raises as `rows`."""
         ...
 
     async def blob(self, name: str) -> bytes:
@@ -114,6 +122,9 @@ class FolderRun:
         words = f'The host\'s run file keeps those of version {oldest} and later (storage.retain = "{storage.retain}")'
         return Expiry(bodies, weights_before, words)
 
+    async def oldest_served(self, state: State) -> int:
+        return 0
+
     def _has(self, blob: str) -> bool:
         return path_of(self.folder.blobs, blob).is_file()
 
@@ -128,6 +139,14 @@ class FolderRun:
         finally:
             store.close()
 
+    def newest(self) -> int:
+        """The number of the newest event; -1 if there is none. Raises `StateError`."""
+        store = Store(sqlite_url(self.folder.log), read_only=True)
+        try:
+            return store.newest()
+        finally:
+            store.close()
+
     async def rows(self, most: int | None = None) -> Rows:
         rows = self._read(-1, most)
         if not rows:
@@ -135,6 +154,9 @@ class FolderRun:
                 f"the log {self.folder.log} holds no event: start the run again, or restore it from a copy"
             )
         return rows
+
+    async def newer(self, after: int) -> Rows:
+        return self._read(after, None)
 
     async def blob(self, name: str) -> bytes:
         try:
@@ -153,11 +175,25 @@ class UrlRun:
         """`max_memory_mb` limits what the log takes, because its length is the host's choice; 0 is half of what is free."""
         self.name, self.client = client.base_url, client
         self._limit_mb = max_memory_mb or share_of_free_mb()
+        self._read_bytes = 0
+        """What the events that were read took."""
         self.claim = t.StateHash(-1, "", "")
         """What the coordinator said of its state when the log was read."""
 
     def expiry(self, state: State) -> Expiry | None:
         return None  # a host that deletes what it must answer for could name any rule
+
+    async def oldest_served(self, state: State) -> int:
+        """By halves, because a run deletes the oldest first. One that leaves gaps is found when it lacks what is drawn."""
+        gone, served = -1, state.main.version + 1
+        while served - gone > 1:
+            version = (gone + served) // 2
+            try:
+                await self.manifest(version, state.main.versions[version].manifest)
+                served = version
+            except NothingYet:
+                gone = version
+        return served
 
     async def rows(self, most: int | None = None) -> Rows:
         self.claim = await self.client.get_json("/v1/state", t.StateHash, deadline_s=ANSWER_S)
@@ -165,19 +201,32 @@ class UrlRun:
         if due < 1:  # guard: empty-log
             raise PeerError(f"{self.name} says that its log is empty, which no run's log is: ask for the log elsewhere")
         rows: Rows = []
-        size_bytes = 0
+        self._read_bytes = 0
         while len(rows) < due:
             page = await self.page(len(rows) - 1)
-            if not page:
-                raise PeerError(f"{self.name} serves {len(rows)} events but says that there are {self.claim.seq + 1}")
-            size_bytes += sum(len(line) + EVENT_BYTES for line, _ in page)
-            if EVENT_COPIES * size_bytes > self._limit_mb * 1_000_000:  # guard: log-fits-memory
-                raise Overreach(
-                    f"the log of {self.name} has {self.claim.seq + 1} events, and {len(rows)} of them fit into the "
-                    f"{self._limit_mb} MB that they may take (--max-memory, by default half of what is free): allow more"
-                )
+            self._count(page, len(rows))
             rows += page
+            if len(rows) < due and not is_full(page):  # guard: log-as-long-as-claimed
+                raise PeerError(f"{self.name} serves {len(rows)} events but says that there are {self.claim.seq + 1}")
         return rows[:due]
+
+    async def newer(self, after: int) -> Rows:
+        rows: Rows = []
+        while True:
+            page = await self.page(after + len(rows))
+            self._count(page, after + 1 + len(rows))
+            rows += page
+            if not is_full(page):  # guard: newer-events-end
+                return rows
+
+    def _count(self, page: Rows, fit: int) -> None:
+        """Count a page that follows `fit` events. Raises `Overreach`."""
+        self._read_bytes += sum(len(line) + EVENT_BYTES for line, _ in page)
+        if EVENT_COPIES * self._read_bytes > self._limit_mb * 1_000_000:  # guard: log-fits-memory
+            raise Overreach(
+                f"the log of {self.name} has {max(self.claim.seq + 1, fit + len(page))} events, and {fit} of them fit into "
+                f"the {self._limit_mb} MB that they may take (--max-memory, by default half of what is free): allow more"
+            )
 
     async def page(self, after: int) -> Rows:
         """As of `FolderRun`. The hashes are of these bytes, and nothing is compared with them."""
@@ -195,6 +244,11 @@ class UrlRun:
     async def manifest(self, version: int, name: str) -> bytes:
         path = f"/v1/manifests/{version}"
         return verified(await self.client.get(path, cap=MAX_MANIFEST_BYTES, deadline_s=ANSWER_S), name)
+
+
+def is_full(page: Rows) -> bool:
+    """Whether more events may follow. A page that is not full reaches the log's end, as the protocol says."""
+    return len(page) >= MAX_EVENTS or sum(len(line) + 1 for line, _ in page) > MAX_EVENTS_BYTES
 
 
 def verified(data: bytes, name: str) -> bytes:

@@ -7,7 +7,7 @@ The handlers of what is only shown are in `shown`.
 
 import functools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -26,6 +26,7 @@ from shoal.ledger.facts.verdicts import Decision, Rechecked, VerdictGiven
 from shoal.ledger.facts.versions import CheckpointPublished
 from shoal.ledger.rules.members import refuse_replayed
 from shoal.ledger.rules.submissions import refuse_other_time
+from shoal.ledger.state import State
 from shoal.net import server
 from shoal.net.openapi import Call, document
 from shoal.net.server import Gate, answer, answer_bytes
@@ -175,6 +176,8 @@ async def post_nodes(door: Door, request: Request) -> Response:
     if caller.key not in door.desk.state.members:  # guard: newcomers-of-an-address
         door.gate.newcomer(request)
     await door.desk.book.submit(Enter(caller.key, join, door.desk.clock(), caller.created))
+    if join.role == "validator":
+        door.desk.entered[caller.key] = door.desk.clock()
     return answer(node_state(door.desk.state.members[caller.key]))
 
 
@@ -294,6 +297,17 @@ async def put_blob(door: Door, request: Request) -> Response:
     return answer(t.Done(door.desk.state.seq))
 
 
+def _demand_admissible(keys: Sequence[str], state: State) -> None:
+    """Refuse to admit nodes that could not judge with it, because their host would believe that they can."""
+    for member in (state.members[key] for key in keys if key in state.members):
+        whose = f"{member.name} ({member.key[:12]})"
+        if member.role != "validator":
+            raise Refused("conflict", f"{whose} is a {member.role}, which needs no admission and cannot judge: only keys "
+                          "that `shoal validate` prints are admitted")  # fmt: skip
+        if member.standing in ("kicked", "suspended"):
+            raise Refused("conflict", f"{whose} was {member.standing}, and that is for good: admit another key")
+
+
 async def post_admin(door: Door, request: Request) -> Response:
     caller, body = await door.caller(request)
     if caller.key != door.desk.state.run_key:
@@ -302,7 +316,11 @@ async def post_admin(door: Door, request: Request) -> Response:
         )
     asked = server.decode(body, t.AdminRequest)
     action, now = request.path_params["action"], door.desk.clock()
-    await door.desk.book.submit(Admin(action, asked.node, now, caller.created, asked.lr_factor, asked.evidence))
+    if action == "admit":
+        _demand_admissible((asked.node, *asked.also), door.desk.state)  # guard: admitted-can-judge
+    await door.desk.book.submit(
+        Admin(action, asked.node, now, caller.created, asked.lr_factor, asked.evidence, asked.also)
+    )
     return answer(door.board.status())
 
 

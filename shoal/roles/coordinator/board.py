@@ -11,19 +11,44 @@ from msgspec.structs import replace
 from shoal.alarms import StandingAlarms
 from shoal.ledger.answers import Refused
 from shoal.ledger.facts.run import NO_SIGNAL
+from shoal.ledger.fault_rate import FAULTS, fault_remedy
 from shoal.ledger.next_batch import blocks_in_the_way, is_settled, next_members, usable
+from shoal.ledger.remedies import (
+    ADMIT_REMEDY,
+    ALARM_REMEDY,
+    NO_LEASE,
+    SILENT_REMEDY,
+    WORKER_REMEDY,
+    no_signal_remedy,
+    split_remedy,
+)
 from shoal.ledger.rules.batches import groups_beyond_share
 from shoal.ledger.rules.leases import without_signal
 from shoal.ledger.state import State, state_hash
 from shoal.ledger.state_records import Member
 from shoal.ledger.supply import groups_in_flight
-from shoal.ledger.turns import absent
+from shoal.ledger.turns import absent, duration_text, overdue_verdicts, slow_check
 from shoal.protocol import types as t
-from shoal.protocol.constants import MAX_NODES, MAX_STANDING_ALARMS, PROTOCOL_VERSION
+from shoal.protocol.constants import LONG_POLL_S, MAX_NODES, MAX_STANDING_ALARMS, PROTOCOL_VERSION
 from shoal.protocol.continuations import continued_slot
 from shoal.protocol.needs import needs_of
-from shoal.roles.coordinator.desk import FULL, Desk
+from shoal.roles.coordinator.desk import Desk
 from shoal.roles.coordinator.solved import SolveRates
+
+VERDICTS = "validators: "
+"""How a wait for verdicts begins."""
+
+NOT_WAITING = "nothing: the run has ended"
+
+WORKERS = "workers: ", "other workers: "
+"""How a wait for workers begins."""
+
+SILENT_AFTER_S = 2 * LONG_POLL_S + 5.0
+"""A worker that waits for a lease asks again after a long poll, and at most as long a wait that its answer names. One that
+asked for nothing for longer is silent."""
+
+MAX_SILENT = 2
+"""Silent workers that a wait names."""
 
 HASHING_SHARE = 0.02
 """Maximum fraction of the coordinator's time spent hashing its state for `GET /v1/state`."""
@@ -34,7 +59,9 @@ class Board:
 
     def __init__(self, desk: Desk) -> None:
         self._desk, self._solve_rates = desk, SolveRates(desk, desk.solved)
-        self._waiting, self._alarms = ("", desk.clock()), StandingAlarms(desk.alarms)
+        self._began = desk.clock()
+        self._waiting, self._alarms = ("", self._began), StandingAlarms(desk.alarms)
+        """What is waited for, and since when."""
         self._hashed: t.StateHash | None = None
         self._hash_again_at = 0.0
 
@@ -59,30 +86,84 @@ class Board:
         keys = iter(self._desk.state.members)
         if after and after not in keys:  # the search also drops it and all before it
             raise Refused("unknown", f"no node {after[:16]} in this run")
-        return [node_state(self._desk.state.members[key]) for key in islice(keys, MAX_NODES)]  # guard: page-of-nodes
+        page = [self._desk.state.members[key] for key in islice(keys, MAX_NODES)]  # guard: page-of-nodes
+        at_work = self._at_work()
+        return [replace(node_state(member), silent_s=self._silent_s(member, at_work)) for member in page]
+
+    def _at_work(self) -> set[str]:
+        """Workers with a lease that they may still be at work on."""
+        leases, now = map(self._desk.state.leases.__getitem__, self._desk.state.open_leases), self._desk.clock()
+        return {lease.worker for lease in leases if (lease.soft or lease.deadline) > now}
+
+    def _silent_s(self, member: Member, at_work: set[str]) -> float:
+        """For how long a worker has asked for nothing, although it has no lease that it may still be at work on; 0 if it
+        has not been silent for long, or left."""
+        now = self._desk.clock()
+        silent_s = now - max(self._began, self._desk.heard.get(member.key, 0.0))
+        if member.role != "worker" or member.left or member.standing == "kicked" or silent_s < SILENT_AFTER_S:
+            return 0.0
+        return 0.0 if member.key in at_work else silent_s  # guard: at-work-is-no-silence
+
+    def _silent_workers(self) -> tuple[str, bool]:
+        """Which silent workers a wait for workers is for: those with leases that are late; if all are silent, any. And
+        whether one of them may still fill its lease, so that to start it again would lose its work."""
+        state = self._desk.state
+        here = [one for one in state.members.values() if one.role == "worker" and not one.left]
+        at_work = self._at_work()
+        silent = {one.key: silent_s for one in here if (silent_s := self._silent_s(one, at_work))}
+        holders = {state.leases[name].worker for name in state.open_leases}
+        if len(silent) < sum(one.standing != "kicked" for one in here):
+            silent = {key: silent_s for key, silent_s in silent.items() if key in holders}
+        named = [f"{state.members[key].name} ({key[:12]}) silent for {duration_text(s)}" for key, s in silent.items()]
+        more = f" and {len(named) - MAX_SILENT} more" if len(named) > MAX_SILENT else ""
+        return ", ".join(named[:MAX_SILENT]) + more, not holders.isdisjoint(silent)
 
     def status(self) -> t.Status:
         """How far the run is, and what it waits for."""
         state = self._desk.state
         reason, flat = waiting_for(state), without_signal(state, state.main)
-        same = "no signal" if flat else reason
-        if same != self._waiting[0]:
-            self._waiting = (same, self._desk.clock())
-        if self._desk.blobs.size_bytes > self._desk.quota_bytes and state.phase == "running":  # guard: quota-is-told
-            reason = f"{reason}; no lease is granted: {FULL.format(self._desk.quota_bytes // 1_000_000)}"
+        same = reason
+        if state.phase == "paused":
+            same = f"paused: {state.pause_cause}"
+        elif flat and state.phase == "running":
+            same = "no signal"
+        if same != self._waiting[0]:  # by an event: the newest, if we were asked since the one before it
+            self._waiting = (same, max(self._began, state.time))
+        cause, remedy = split_remedy(reason)
+        reason = cause if remedy else reason
+        if (full := self._desk.over_quota) and state.phase == "running":  # guard: quota-is-told
+            reason = f"{reason}; {NO_LEASE}: {full}"
         if behind := self._desk.clock_behind():  # guard: clock-is-told
             reason = f"{reason}; {behind}"
-        if skipped := absent(state, self._desk.clock()):  # guard: absent-is-told
-            reason = f"{reason}; {skipped}"
+        if reason.startswith(VERDICTS):
+            quiet = overdue_verdicts(state, self._desk.clock(), self._began, self._desk.entered)
+            if quiet:  # guard: silent-is-told
+                reason, remedy = f"{VERDICTS}{quiet}; {reason.removeprefix(VERDICTS)}", SILENT_REMEDY
+            elif slow := slow_check(state, self._desk.clock(), self._began, self._desk.entered):
+                reason = f"{VERDICTS}{slow}; {reason.removeprefix(VERDICTS)}"
+            if skipped := absent(state, self._desk.clock()):  # guard: absent-is-told
+                reason = f"{reason}; {skipped}"
+        if state.phase == "running" and reason.startswith(WORKERS):
+            quiet, may_end = self._silent_workers()
+            if quiet:  # guard: silent-worker-is-told
+                who, _, rest = reason.partition(": ")
+                reason, remedy = f"{who}: {quiet}; {rest}", remedy or ("" if may_end else WORKER_REMEDY)
+        if stopped := self._desk.stop_reports.waited_for(state, state.main):  # guard: stops-are-told
+            reason = f"{reason}; {stopped}"
+        if state.phase == "running" and (slow := self._desk.stage.slow_turn()):
+            reason = f"{slow}; {reason}"
         if flat and state.phase != "paused":
             reason = f"{reason}; {flat}"
+        if remedy:
+            reason = f"{reason}. {remedy}"
         return t.Status(
             name=state.name, phase=state.phase, version=state.main.version, steps=state.rules.steps,
             accepted=state.accepted_groups, refused=state.refused, in_flight=groups_in_flight(state, state.main),
             pending=len(state.pending) + len(state.rechecks), waiting_for=reason,
-            waiting_s=self._desk.clock() - self._waiting[1],
+            waiting_s=0.0 if reason.startswith(NOT_WAITING) else max(0.0, self._desk.clock() - self._waiting[1]),
             flat_groups=state.main.flat, flat_reward=state.main.flat_reward / max(1, state.main.flat),
-            pause_cause=state.pause_cause, alarms=self.alarms(),
+            no_signal=flat, unbegun_groups=state.main.unbegun or 0, unbegun_cause=state.main.unbegun_cause or "",
+            pause_cause=state.pause_cause, alarms=self.alarms(), lr_factor=state.main.lr_factor(len(state.main.batches)),
         )  # fmt: skip
 
     def alarms(self) -> tuple[t.StandingAlarm, ...]:
@@ -106,16 +187,32 @@ class Board:
 
 
 def waiting_for(state: State) -> str:
-    """Who or what the run waits for, as text."""
+    """Who or what the run waits for, as text; of workers also how many cannot work now."""
+    awaited = _awaited(state)
+    return f"{awaited}{_out_of_work(state)}" if awaited.startswith(WORKERS) else awaited
+
+
+def _out_of_work(state: State) -> str:
+    """What is said of workers that get no leases now, if there are any."""
+    workers = [node for node in state.members.values() if node.role == "worker"]
+    here = [node for node in workers if not node.left and node.standing != "kicked"]
+    if workers and not here:
+        return "; all workers have left or were removed"
+    out = sum(node.standing == "quarantined" for node in here)
+    return f"; {out} of {len(here)} workers {'is' if out == 1 else 'are'} quarantined" if out else ""
+
+
+def _awaited(state: State) -> str:
     if state.phase == "ended":
-        return (
-            f"validators: {len(state.pending)} submissions to judge" if state.pending else "nothing: the run has ended"
-        )
+        return f"{VERDICTS}{_to_judge(state)}" if state.pending else NOT_WAITING
+    if state.phase == "paused" and state.pause_cause.startswith(FAULTS):
+        return f"the host: {state.pause_cause}. {fault_remedy(state.pause_cause)}"
     if state.phase == "paused" and state.pause_cause not in ("", NO_SIGNAL):
         why = f"the {state.pause_cause} paused the run, as its run file says"
-        return f"the host: {why}. Look into it, then `shoal admin resume` or `shoal admin drain`"
+        return f"the host: {why}. {ALARM_REMEDY}"
     if state.phase == "paused" and (flat := without_signal(state, state.main)):
-        return f"the host: {flat}. Look at some of them, then `shoal admin resume` or `shoal admin drain`"
+        stream = state.main
+        return f"the host: {flat}. {no_signal_remedy(stream.flat, stream.unbegun or 0, stream.unbegun_cause or '')}"
     if state.phase == "paused":
         return "the host: the run is paused"
     if state.main.version < 0:
@@ -125,7 +222,9 @@ def waiting_for(state: State) -> str:
     need, have = state.rules.batch_groups, len(next_members(state, state.main).all)
     if state.pending:
         judged = f"{have} of {need} groups for step {state.main.version}"
-        return f"validators: {len(state.pending)} submissions to judge ({judged})"
+        if not state.validators:
+            return f"the host: {_to_judge(state)} ({judged}), and no validator is admitted. {ADMIT_REMEDY}"
+        return f"{VERDICTS}{_to_judge(state)} ({judged})"
     if state.phase == "draining":
         out = len(state.open_leases)
         return f"workers: {out} lease{'s' if out != 1 else ''} to finish, then the run ends"
@@ -145,6 +244,11 @@ def waiting_for(state: State) -> str:
             "have filled their share (verify.worker_share)"
         )
     return f"workers: {have} of {need} groups for step {state.main.version}"
+
+
+def _to_judge(state: State) -> str:
+    waiting = len(state.pending)
+    return f"{waiting} submission{'s' if waiting != 1 else ''} to judge"
 
 
 def node_state(node: Member) -> t.NodeState:
@@ -167,6 +271,9 @@ def batch_of(state: State, step: int) -> t.Batch | None:
         slot, continued = slots[number], slots.get(continued_slot(number, state.rules.block_groups))
         rewards = continued.rewards if continued is not None else ()
         place = version, number, slot.submission, slot.index
-        members.append(t.BatchGroup(*place, slot.digest, slot.rewards, rewards, slot.steps or ()))
+        failed = (continued.faults or ()) if continued is not None else ()
+        members.append(
+            t.BatchGroup(*place, slot.digest, slot.rewards, rewards, slot.steps or (), slot.faults or (), failed)
+        )
     factor = state.main.lr_factor(step)
     return t.Batch(step, tuple(members), lr_factor=UNSET if factor == 1.0 else factor)

@@ -5,6 +5,8 @@ handles leases and the submissions that fill them. It does not know HTTP. The ru
 """
 
 import asyncio
+import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -17,10 +19,11 @@ from shoal.errors import StateError
 from shoal.folder import RunFolder
 from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.facts.leases import AskLease, ReturnLeases
-from shoal.ledger.facts.run import Tick
+from shoal.ledger.facts.run import RulesChanged, Tick
 from shoal.ledger.facts.submissions import Submit
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN
+from shoal.ledger.remedies import QUOTA
 from shoal.ledger.rules.submissions import lease_to_fill
 from shoal.ledger.seeds import audit_draws, lease_of, turn_draws, turns
 from shoal.ledger.state import State
@@ -46,8 +49,14 @@ from shoal.roles.coordinator.kept import Kept
 from shoal.roles.coordinator.public import origin_of
 from shoal.roles.coordinator.relays import RelayList
 from shoal.roles.coordinator.stage import StageDoor
+from shoal.roles.coordinator.stop_reports import StopReports
 
-FULL = "the host's disk quota is used up ({} MB, storage.quota_mb)"
+FULL = (
+    f"{QUOTA}: {{}} MB are needed now, and storage.quota_mb = {{}}. If that lasts, the host raises it "
+    "and starts the run again"
+)
+
+log = logging.getLogger("coordinator")
 
 
 class Desk:
@@ -74,6 +83,13 @@ class Desk:
         """Versions are taken one at a time: a trainer's request may outlive the trainer."""
         self._telling = set[str]()
         """Leases whose parents are being read."""
+        self.reported_void = dict[str, None]()
+        """Causes of void slots that were logged, at most `MAX_REPORTED` of `judging`."""
+        self.entered = dict[str, float]()
+        """When each validator joined last since this start: a join that changes nothing is not in the log."""
+        self.heard = dict[str, float]()
+        """When each member sent its newest signed request since this start."""
+        self.stop_reports = StopReports()
         self.stage = StageDoor(folder.stage_address, key, book.state.run)
 
     @property
@@ -104,6 +120,12 @@ class Desk:
     def quota_bytes(self) -> int:
         """Disk space for blobs."""
         return self._config.storage.quota_mb * 1_000_000
+
+    @property
+    def over_quota(self) -> str:
+        """What to say while more is stored than the quota allows, else nothing."""
+        held = self.blobs.size_bytes
+        return FULL.format(math.ceil(held / 1e6), self.quota_bytes // 1_000_000) if held > self.quota_bytes else ""
 
     def origin(self) -> str:
         """Where clients fetch chunks, as in `RunInfo`."""
@@ -148,13 +170,20 @@ class Desk:
     async def lease(self, key: str, request: t.LeaseRequest, in_turn: bool = True) -> t.LeaseAnswer:
         """A worker's open lease, or a new one if it is the worker's turn. Raises `Wait`, `Refused`."""
         if request.returning:
-            await self.book.submit(ReturnLeases(key, request.returning, self.clock()))
+            lease, tasks = self._stopped(key, request)
+            if lease is not None:  # guard: only-its-own-stops
+                self.stop_reports.add(lease, self.state.members[key].name, request, tasks)
+            for entry in await self.book.submit(
+                ReturnLeases(key, request.returning, self.clock(), request.stopped if lease else -1, tasks)
+            ):
+                if isinstance(entry.body, RulesChanged):
+                    log.warning("paused: %s", entry.body.cause)
             return t.LeaseAnswer(None, 0.0, "given back")
         behind = self.clock_behind()
         if behind:  # its leases would end in the past  # guard: clock-set-back
             raise Wait(behind, 5.0)
         if not self.kept.make_room(self.quota_bytes):  # guard: quota
-            raise Wait(FULL.format(self.quota_bytes // 1_000_000), 10.0)
+            raise Wait(self.over_quota, 10.0)
         ask = AskLease(key, request.holding, request.tokens_per_s, self.clock(), self._most_blocks())
         if not in_turn and decide(ask, self.state):
             raise Wait("workers that have waited longer come first", 1.0)
@@ -163,6 +192,17 @@ class Desk:
         if lease is None:
             raise Wait("the lease was taken back at this moment", 0.5)
         return self._granted(lease)
+
+    def _stopped(self, key: str, request: t.LeaseRequest) -> tuple[LeaseRecord | None, str]:
+        """The lease with the block that a worker says was stopped, and that block's tasks; None if none of its own was, or
+        if workers play no environment."""
+        if kind_of(self.state.envs) == COMPLETIONS:  # guard: who-plays-nothing-stops-nothing
+            return None, ""
+        for lease in self.state.open_leases_of(key):
+            if lease.id in request.returning and request.stopped in lease.blocks:
+                block = next(one for one in self.wire_lease(lease).blocks if one.index == request.stopped)
+                return lease, ", ".join(dict.fromkeys(f"task {slot.task} of {slot.env}" for slot in block.slots))[:200]
+        return None, ""
 
     def _most_blocks(self) -> int:
         """Blocks of a lease, at most. Where the host plays, a worker waits for the host after each turn, and fills the wait
@@ -334,8 +374,10 @@ class Desk:
     async def tick(self) -> None:
         """Tell the rules that time has passed; after the run's end, also give them the links that are not revealed."""
         now, ended = self.clock(), self.state.phase == "ended"
+        leases = (self.state.leases[name] for name in self.state.open_leases)
+        hung = self.stage.host_hung(leases)
         # Each tick does only the first kind of what is due: many lapses must not keep a dispute from its end.
-        while await self.book.submit(Tick(now, self.links_of(self.hidden_versions() if ended else []))):
+        while await self.book.submit(Tick(now, self.links_of(self.hidden_versions() if ended else []), hung)):
             pass
 
     def hidden_versions(self) -> list[int]:

@@ -3,8 +3,9 @@
 Used by `api` and `shown`. It admits a caller before the body is read, and decides nothing about what is asked.
 """
 
+import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from starlette.requests import Request
@@ -23,6 +24,8 @@ from shoal.roles.coordinator.line import Line
 from shoal.roles.coordinator.pages import Pages
 from shoal.roles.coordinator.waits import Waits
 
+log = logging.getLogger("coordinator")
+
 
 @dataclass(frozen=True)
 class Door:
@@ -34,18 +37,35 @@ class Door:
     pages: Pages
     waits: Waits
     exposed: Exposed
+    forked: set[str] = field(default_factory=set)
+    """Members that have seen an event which this log lacks."""
 
     def admit(self, request: Request, cap: int = SMALL_BODY_BYTES) -> Caller:
         """Who signed the request, before its body is read. Raises `Refused` if our log lacks the head that the caller saw
         last, or the manifest of the version that it has: then the log was forked or rolled back, or a manifest forged."""
         caller = self.gate.admit(request, run=self.desk.state.run, cap=cap)
         if caller.head and not self.desk.book.knows(caller.head):
+            self._say_fork(caller.key)
             raise Refused("fork", f"your last log head {caller.head[:16]} is not in this log: the host's log was rolled "
                           "back or forked. Keep your receipts and tell the host")  # fmt: skip
         if caller.manifest and not self.desk.book.knows_manifest(caller.manifest):  # guard: manifest-in-the-log
             raise Refused("fork", f"your manifest {caller.manifest[:16]} is not in this log, though the trainer key signed "
                           "it. Keep your evidence folder and tell the host")  # fmt: skip
+        if caller.key in self.desk.state.members:  # guard: strangers-fill-no-table
+            self.desk.heard[caller.key] = self.desk.clock()
         return caller
+
+    def _say_fork(self, key: str) -> None:
+        """Tell the host, once for each member: nobody else can see that an old copy of the log was put back."""
+        member = self.desk.state.members.get(key)
+        if member is not None and key not in self.forked:  # guard: forks-are-told-once
+            self.forked.add(key)
+            log.error(
+                "%s (%s) says that it has seen an event that is not in this log. If you restored the log from a copy, "
+                "stop now: what is written from here on forks the run. Restore a newer copy, or begin a new run from the "
+                "newest checkpoint. If you did not, this node lies, and there is nothing to do",
+                member.name, key[:12],
+            )  # fmt: skip
 
     async def caller(self, request: Request) -> tuple[Caller, bytes]:
         """Who signed the request, and its body. The body must be small, because anyone with a key may send one."""

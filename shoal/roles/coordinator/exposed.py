@@ -17,10 +17,12 @@ from prometheus_client.registry import Collector
 
 from shoal import __version__
 from shoal.folder import free_below
-from shoal.heldout import BEFORE, Heldout, evaluations_in, read_heldout
+from shoal.heldout import BEFORE, Heldout, evaluations_in, interval_of, read_heldout
+from shoal.ledger.rules.members import ASKED_BY_HOST
 from shoal.ledger.state_records import Member
 from shoal.metrics import NEWEST_STEPS, newest_lines, newest_metrics, pace_of
 from shoal.protocol.audits import CHECKS
+from shoal.protocol.env_faults import without_faults
 from shoal.protocol.types import StandingAlarm, Status
 from shoal.roles.coordinator.board import Board, batch_of
 from shoal.roles.coordinator.desk import Desk
@@ -148,7 +150,11 @@ class Exposed(Collector):
         state = self._desk.state
         newest = next(reversed(state.main.batches), None)
         batch = batch_of(state, newest) if newest is not None else None
-        rewards = [reward for group in batch.groups for reward in group.rewards] if batch is not None else []
+        rewards = (
+            [one for group in batch.groups for one in without_faults(group.rewards, group.faults)]
+            if batch is not None
+            else []
+        )
         yield "reward_spread", _one(pstdev(rewards)) if rewards else []
 
     def _of_heldout(self) -> Iterator[tuple[str, Values]]:
@@ -161,11 +167,12 @@ class Exposed(Collector):
             if heldout is not None:
                 measured.append(((of, ""), heldout))
                 measured += [((of, shown), heldout.envs[env]) for shown, env in _bounded(heldout.envs).items()]
-        for field in ("mean", "low95", "high95", "episodes"):
-            yield f"heldout_{field}", [(labels, float(getattr(one, field))) for labels, one in measured]
-        judged = [(of, one.judge) for of, one in found.items() if one is not None and one.judge is not None]
-        for field in ("mean", "low95", "high95"):
-            yield f"heldout_judge_{field}", [((of,), float(getattr(judge, field))) for of, judge in judged]
+        for field in ("mean", "low95", "high95", "episodes", "faults"):
+            told = ((labels, getattr(one, field)) for labels, one in measured)
+            yield f"heldout_{field}", [(labels, float(value)) for labels, value in told if value is not None]
+        judged = [(of, figures) for of, one in found.items() if one and (figures := interval_of(one.judge))]
+        for at, field in enumerate(("mean", "low95", "high95")):
+            yield f"heldout_judge_{field}", [((of,), figures[at]) for of, figures in judged]
 
     def _of_newest_step(self) -> Iterator[tuple[OfStep, Values]]:
         line = newest_metrics(self._desk.metrics_file) or {}
@@ -188,7 +195,7 @@ class Exposed(Collector):
 def _cause(node: Member) -> str:
     """Which of `QUARANTINE_CAUSES` led to a quarantine, by the words that the log has."""
     first = node.last_reason.partition(":")[0]
-    known = {"sampling or logprobs": "noise", "the host asked for it": "host"} | {check: check for check in CHECKS}
+    known = {"sampling or logprobs": "noise", ASKED_BY_HOST: "host"} | {check: check for check in CHECKS}
     return "forged" if node.last_reason.startswith("forged") else known.get(first, "other")
 
 

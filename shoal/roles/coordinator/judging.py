@@ -12,18 +12,23 @@ import msgspec
 from shoal.algos.projection import VALUES, agree
 from shoal.errors import NothingYet, StateError
 from shoal.ledger.answers import Refused
+from shoal.ledger.facts.batches import SlotVoid
 from shoal.ledger.facts.members import NodeQuarantined, ValidatorFault
 from shoal.ledger.facts.pay import Slash
-from shoal.ledger.facts.run import RulesChanged
+from shoal.ledger.facts.run import NO_SIGNAL, RulesChanged
 from shoal.ledger.facts.verdicts import Judge, VerdictGiven
 from shoal.ledger.rules.leases import without_signal
 from shoal.ledger.rules.verdicts import is_open, to_judge
 from shoal.ledger.seeds import recheck_draw
-from shoal.ledger.state_records import SubmissionRecord
+from shoal.ledger.state import State
+from shoal.ledger.state_records import LeaseRecord, SubmissionRecord
 from shoal.ledger.turns import silent, turn_s
 from shoal.protocol import types as t
 from shoal.protocol.wire import WireError, from_json, to_json
 from shoal.roles.coordinator.desk import Desk
+
+MAX_REPORTED = 1000
+"""Causes of void slots, of which each is logged once; of more, some are logged again."""
 
 log = logging.getLogger("coordinator")
 
@@ -54,6 +59,13 @@ def next_check(desk: Desk, key: str) -> t.Check | None:
     )  # fmt: skip
 
 
+def _labels(desk: Desk, lease: LeaseRecord) -> dict[int, str]:
+    """The environment of each slot of a lease, in a run with several."""
+    if len(desk.state.envs) < 2:
+        return {}
+    return {slot.slot: slot.env for block in desk.wire_lease(lease).blocks for slot in block.slots}
+
+
 async def take_verdict(desk: Desk, key: str, verdict: t.Verdict) -> None:
     """Book a verdict. Raises `Refused`."""
     submission = desk.state.submissions.get(verdict.submission)
@@ -63,7 +75,7 @@ async def take_verdict(desk: Desk, key: str, verdict: t.Verdict) -> None:
     bare = msgspec.structs.replace(verdict, projections={})
     lease = desk.state.lease_of(submission)
     again = recheck_draw(desk.state, lease, verdict.submission, desk.audit_links[lease.version + 1])
-    judged = Judge(key, bare, desk.clock(), projection, again, differs_from)
+    judged = Judge(key, bare, desk.clock(), projection, again, differs_from, _labels(desk, lease))
     before = silent(desk.state, judged.now)
     try:
         entries = await desk.book.submit(judged)
@@ -74,8 +86,10 @@ async def take_verdict(desk: Desk, key: str, verdict: t.Verdict) -> None:
         match entry.body:
             case NodeQuarantined(node=node, cause=cause):
                 log.info("quarantined node=%s cause=%r", node[:12], cause)
-            case RulesChanged(phase="paused"):
-                log.warning("paused: %s", without_signal(desk.state, desk.state.main))
+            case RulesChanged(phase="paused", cause=cause):
+                log.warning("paused: %s", without_signal(desk.state, desk.state.main) if cause == NO_SIGNAL else cause)
+            case SlotVoid(cause=cause) if _is_new(cause, desk.reported_void):  # once for each task
+                log.warning("void slot: %s", cause)
             case Slash(node=node, tokens=tokens):
                 log.warning("slashed node=%s tokens=%d submission=%s", node[:12], tokens, verdict.submission[:12])
             case ValidatorFault(validator=validator, cause=cause):
@@ -86,8 +100,27 @@ async def take_verdict(desk: Desk, key: str, verdict: t.Verdict) -> None:
             case _:
                 pass
     for skipped in sorted(silent(desk.state, judged.now) - before):
-        turns = desk.state.members[skipped].turns
-        log.warning("validator=%s is not waited for: missed_turns=%d", skipped[:12], turns.missed)
+        log.warning("validator=%s is not waited for: %s", skipped[:12], _why_skipped(desk.state, skipped))
+
+
+def _why_skipped(state: State, key: str) -> str:
+    """Why a validator that is skipped is."""
+    if key in state.judges():
+        return f"missed_turns={state.members[key].turns.missed}"
+    member = state.members.get(key)
+    if member is None or member.left:
+        return "it left" if member else "it has not joined"
+    return f"standing={member.standing} reason={member.last_reason!r}"
+
+
+def _is_new(cause: str, reported: dict[str, None]) -> bool:
+    """Whether a cause was not logged yet. It then is."""
+    if cause in reported:
+        return False
+    if len(reported) >= MAX_REPORTED:
+        del reported[next(iter(reported))]
+    reported[cause] = None
+    return True
 
 
 def _compare(desk: Desk, key: str, submission: SubmissionRecord, verdict: t.Verdict) -> tuple[str, tuple[str, ...]]:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
@@ -43,8 +44,9 @@ from shoal.ledger.law import LAW, Law
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN
+from shoal.ledger.state import State
 from shoal.net.connections import Limits, connections_that_fit, http_server
-from shoal.net.keys import load_or_make_key
+from shoal.net.keys import load_key, load_or_make_key
 from shoal.net.listening import listen, port_of_last_start
 from shoal.policy.render import Renderer
 from shoal.protocol import types as t
@@ -52,8 +54,10 @@ from shoal.protocol.algorithms import vine_of
 from shoal.protocol.bounds import dtypes_of
 from shoal.protocol.constants import COMPLETIONS, EPISODES, MODEL_STOPS
 from shoal.protocol.noise import PHILOX
+from shoal.protocol.promises import is_promised
 from shoal.protocol.randomness import SecretChain
 from shoal.protocol.tasklists import TaskList
+from shoal.protocol.wire import WireError, from_json
 from shoal.roles.coordinator.api import application
 from shoal.roles.coordinator.desk import Desk
 from shoal.roles.offering import kept_up
@@ -63,13 +67,18 @@ log = logging.getLogger("coordinator")
 
 TICK_S = 0.5
 
+RECEIPT_TAIL_BYTES = 8192
+"""Of a node's file of receipts, so much is compared with the log at a start: the last ten or so."""
+
 
 def main(run_dir: Path) -> None:
     """Serve a run until told to stop. Raises `StateError` if folder, log or port cannot be used."""
     folder = RunFolder(run_dir)
-    config = folder.config()
+    config = folder.start_config()
     desk = open_run(folder, config)
-    listener = listen(config.host.bind, config.host.port, port_of_last_start(folder.address), "host.port")
+    folder.take_start()
+    last = port_of_last_start(folder.address, (config.host.origin_port, config.host.dashboard_port))
+    listener = listen(config.host.bind, config.host.port, last, "host.port")
     host, port = listener.getsockname()[:2]
     url = config.host.public_url or f"http://{host}:{port}"
     write_atomically(folder.address, json.dumps({"url": url, "pid": os.getpid(), "port": port}).encode())
@@ -87,13 +96,19 @@ def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = 
     key = load_or_make_key(folder.keys / "run.key")
     book = Book(Store(sqlite_url(folder.log)))
     now = clock()
+    demand_whole_log(book.state, folder)
+    demand_receipts(book, folder, key.public)
+    demand_steps(book.state, config.steps, folder)
     if book.state.seq < 0:
         book.write(Create(created(folder, config, key.public, law), now), now)
     elif book.state.phase != "ended":
-        if _unlabelled(env_specs(config)) != _unlabelled(book.state.envs):
+        found, logged = _unlabelled(env_specs(config)), _unlabelled(book.state.envs)
+        if found != logged:
+            pairs = zip(config.envs, found, logged, strict=False)
+            others = [env.label for env, one, other in pairs if one != other] or ["their number"]
             raise StateError(
-                "an environment of this run has changed since the run started (its source, its tasks or its settings): put "
-                "the old one back to resume, or start a new run"
+                f"environments of this run have changed since it started ({', '.join(others)}): their source, their tasks "
+                "or their settings. Put the old ones back to resume, or start a new run"
             )
         if task_lists(folder, config, book.state.envs) != (book.state.task_lists or {}):  # guard: task-lists-of-the-log
             raise StateError(
@@ -105,6 +120,7 @@ def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = 
                 f"defaults), but train.algorithm in {folder.run_file} is {to_tree(config.train.algorithm)}: "
                 "restore that file to resume, or start a new run"
             )
+        demand_judges(book.state, config.validators.count, folder)
         r = config.rollouts
         changed = Reconfigure(
             public_run_file(folder, config), config.steps, r.lease_s, now, r.max_flat_groups, config.verify.quarantine_s
@@ -112,7 +128,89 @@ def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = 
         book.write(changed, now)
         for validator in own_validators(folder, config):  # the host may have raised validators.count
             book.write(Admin("admit", validator, now), now)
-    return Desk(folder, config, book, key, clock)
+    desk = Desk(folder, config, book, key, clock)
+    desk.kept.make_room(desk.quota_bytes)  # the quota may be lower than before
+    return desk
+
+
+def demand_whole_log(state: State, folder: RunFolder) -> None:
+    """Raise `StateError` if the log lacks versions that the folder has: it is gone, or an old copy was put back. A new one
+    would begin with the same run and keys, and nodes would see a fork.
+
+    A trainer saves a version before it publishes it, and makes the next one after that. So a kill leaves it one version
+    ahead of the log at most, and none ahead of a log that is not there, which is begun before the trainer starts.
+    """
+    places = (folder.trainer, "v*"), (folder.trainer / "journal", "v*.step"), (folder.checkpoints, "v*")
+    names = [path.stem[1:] for place, pattern in places for path in place.glob(pattern)]
+    newest = max((int(name) for name in names if name.isdecimal()), default=-1)
+    if newest > state.main.version + (state.seq >= 0):  # guard: log-of-the-folder
+        found = f"ends at version {state.main.version}" if state.main.version >= 0 else "has no version"
+        raise StateError(
+            f"the trainer in {folder.root} has reached version {newest}, and {folder.log.name} {found}: the log is gone or "
+            f"an old copy. Restore {folder.log.name} from a backup of the last stop, or begin a new run from the newest "
+            f"folder in {folder.checkpoints} (--set policy.path=FOLDER --out DIR)"
+        )
+
+
+def demand_receipts(book: Book, folder: RunFolder, run_key: str) -> None:
+    """Raise `StateError` if the log lacks an event for which a node in the folder has a receipt: a copy was put back that
+    is older, if only by seconds. What is written after it would fork the run."""
+    for path in sorted(folder.nodes.glob("*/receipts.jsonl")):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - RECEIPT_TAIL_BYTES))
+            lines = file.read().splitlines()
+        for line in lines:
+            try:
+                receipt = from_json(line, t.Receipt)
+            except WireError:
+                continue  # cut by a kill, or by us
+            ours = receipt.run == folder.run_id() and is_promised(receipt, run_key)
+            if ours and not book.knows(receipt.head):  # guard: receipts-of-the-folder
+                raise StateError(
+                    f"{path} holds a receipt for event {receipt.seq}, which is not in {folder.log.name} (it ends at event "
+                    f"{book.state.seq}): the log is gone or an older copy, and to go on would fork the run. Restore a "
+                    "newer copy, or begin a new run from the newest checkpoint (--set policy.path=FOLDER --out DIR)"
+                )
+
+
+def demand_steps(state: State, steps: int, folder: RunFolder) -> None:
+    """Raise `StateError` if a run that goes on with so many steps would end at once, or could not take them."""
+    if state.seq < 0:
+        return
+    version, before, again = state.main.version, state.rules.steps, f"set steps = {state.rules.steps}, as before,"
+    if state.phase == "ended" and steps != before:  # guard: ended-runs-keep-their-steps
+        raise StateError(
+            f"the run in {folder.root} has ended at version {version}, with steps = {before}, and its secrets are public. "
+            f"So steps = {steps} changes nothing: {again} to see its end, or train on in a new run from its policy: add "
+            f"--set policy.path={shlex.quote(str((folder.checkpoints / 'final').absolute()))} --out DIR"
+        )
+    if state.phase == "draining" and steps > before:
+        raise StateError(
+            f"the run in {folder.root} is draining, so it ends before it takes more steps than it has: {again} to let it "
+            f"end. Or type `shoal admin resume {shlex.quote(str(folder.root))}` once it is up, and then start "
+            f"it with steps = {steps}"
+        )
+    if state.phase != "ended" and steps <= version:  # guard: steps-beyond-the-version
+        raise StateError(
+            f"steps = {steps}, and the run in {folder.root} has reached version {version} of steps = {before}: it would "
+            f"end at once, and for good. To go on, {again} or more (--set steps={before}). To end it, start it so, and "
+            f"then type `shoal admin drain {shlex.quote(str(folder.root))}`"
+        )
+
+
+def demand_judges(state: State, count: int, folder: RunFolder) -> None:
+    """Raise `StateError` if a run that goes on with so many validators of its host would wait for those that it had before:
+    they may come back, so one validator alone refuses nothing."""
+    keys = {load_key(path).public: path.stem for path in folder.keys.glob("validator-*.key")}
+    panel = state.panel()
+    gone = [keys[key] for key in panel if key in keys and int(keys[key].rpartition("-")[2]) >= count]
+    if gone and len(panel) - len(gone) < 2:  # guard: own-validators-stay
+        raise StateError(
+            f"validators.count = {count}, and {', '.join(sorted(gone))} of this host judge in the run in {folder.root}: "
+            f"each refusal would wait {state.law.dispute_s:.0f} s for a second verdict of theirs. Set validators.count = "
+            f"{count + len(gone)}, as before. To go on with fewer, remove each while the run is up, with `shoal admin kick "
+            f"{shlex.quote(str(folder.root))} {min(gone)}`"
+        )
 
 
 def created(folder: RunFolder, config: RunConfig, run_key: str, law: Law) -> RunCreated:
@@ -253,7 +351,7 @@ def _spec(e: EnvConfig, env: Declared, continued: bool = False) -> t.EnvSpec:
         own_label="" if e.label == e.name else e.label,
         system=e.system, examples=e.examples, template=e.template, parser=e.parser, weights=e.weights,
         max_turn_tokens=e.max_turn_tokens, max_tokens=e.max_tokens, history=e.history, shaping=e.shaping,
-        kind=e.kind or EPISODES, reproducible=env.reproducible,
+        kind=e.kind or EPISODES, reproducible=env.reproducible, on_fault=e.on_fault,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from shoal.metrics import MAX_LINE_BYTES
 from shoal.net.file_answer import names
 from shoal.net.server import answer, answer_bytes
 from shoal.protocol.wire import digest
-from shoal.roles.coordinator.board import node_state
+from shoal.roles.coordinator.board import NOT_WAITING, node_state
 from shoal.roles.coordinator.credits import credit_page, statement
 from shoal.roles.coordinator.door import Door, number
 from shoal.roles.coordinator.versions import signed_manifest
@@ -103,9 +103,12 @@ async def get_front(door: Door, request: Request) -> Response:
         return RedirectResponse(page, 307, {"cache-control": "no-store"})
     info, status = door.board.info(), door.board.status()
     url = str(request.base_url).rstrip("/")
+    waits = f"waiting for {status.waiting_for} ({status.waiting_s:.0f} s)"
+    if status.waiting_for.startswith(NOT_WAITING):
+        waits = "the run has ended"
     return PlainTextResponse(
         f"shoal run {info.name}: {status.phase}, version {status.version} of {status.steps}, "
-        f"{status.accepted} groups accepted\nwaiting for {status.waiting_for} ({status.waiting_s:.0f} s)\n\n"
+        f"{status.accepted} groups accepted\n{waits}\n\n"
         f"join:   shoal join {url}\ncalls:  {url}/openapi.json\n{door.desk.about_dashboard(page)}"
     )
 

@@ -13,6 +13,7 @@ from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
 from shoal.ledger.pools import solve_rate
 from shoal.ledger.seeds import slot_of
 from shoal.protocol.continuations import is_continued_slot
+from shoal.protocol.env_faults import fault_indices, without_faults
 from shoal.protocol.types import SolveRate
 from shoal.roles.coordinator.desk import Desk
 
@@ -42,7 +43,9 @@ class SolveRates:
                     continue
                 stream, link = self._desk.state.streams[body.stream], self._desk.slot_links[body.version + 1]
                 label = slot_of(self._desk.state, stream, body.version, body.slot, link).env
-                self._since.setdefault(label, []).append(solve_rate(body.rewards, self._solved.get(label, 1.0)))
+                rewards = without_faults(body.rewards, fault_indices(body.faults))
+                if rewards:
+                    self._since.setdefault(label, []).append(solve_rate(rewards, self._solved.get(label, 1.0)))
             elif isinstance(body, BatchFormed):
                 if self._since is not None:
                     self._keep(body.step, self._since)

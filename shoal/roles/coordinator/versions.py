@@ -93,6 +93,7 @@ async def _book(desk: Desk, key: str, signed: bytes, manifest: Manifest, created
     if not before:
         desk.kept.published(created)
     desk.kept.forget_old()
+    desk.kept.make_room(desk.quota_bytes)
 
 
 def _has_other_signer(desk: Desk, manifest: Manifest) -> bool:

@@ -94,6 +94,9 @@ WATCHED: dict[str, Watched] = {
     "heldout_low95": Watched("gauge", "Lower bound of its 95 % confidence interval.", ("of", "env")),
     "heldout_high95": Watched("gauge", "Upper bound of its 95 % confidence interval.", ("of", "env")),
     "heldout_episodes": Watched("gauge", "Episodes of that evaluation.", ("of", "env")),
+    "heldout_faults": Watched(
+        "gauge", "Of these episodes, on which the environment failed; they have no part in the mean.", ("of", "env")
+    ),
     "heldout_judge_mean": Watched(
         "gauge", "What the held-out judge, eval.judge, says of the same episodes; absent without one.", ("of",)
     ),

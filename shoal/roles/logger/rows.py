@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from shoal.errors import StateError
 from shoal.folder import RunFolder, sync_file, write_atomically
-from shoal.heldout import AFTER, Heldout, evaluations_in, read_heldout, version_of
+from shoal.heldout import AFTER, Heldout, evaluations_in, interval_of, read_heldout, version_of
 from shoal.metrics import values_of
 
 STEP, HELDOUT = "step", "heldout"
@@ -74,11 +74,13 @@ class Rows:
         version = version_of(name, self._newest + 1) or 0
         values = {"heldout/version": float(version)}
         for prefix, one in (("", found), *((f"{label}/", one) for label, one in found.envs.items())):
-            for field in ("mean", "low95", "high95", "episodes"):
-                values[f"heldout/{prefix}{field}"] = float(getattr(one, field))
-        if found.judge is not None:
-            for field in ("mean", "low95", "high95"):
-                values[f"heldout/judge_{field}"] = float(getattr(found.judge, field))
+            for field in ("mean", "low95", "high95", "episodes", "faults"):
+                if (value := getattr(one, field)) is not None:
+                    values[f"heldout/{prefix}{field}"] = float(value)
+        if (judged := interval_of(found.judge)) is not None:
+            values |= dict(
+                zip(("heldout/judge_mean", "heldout/judge_low95", "heldout/judge_high95"), judged, strict=True)
+            )
         return Row(f"{HELDOUT} {name}", HELDOUT, version, time_s, values)
 
 

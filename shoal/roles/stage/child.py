@@ -4,12 +4,15 @@ It runs the host's own environment files, so it has nothing else of a role: no k
 `Conversation`s by number and reports only what a rollout needs. What an environment prints, and the traceback of what it
 raises, goes to standard error, which is the stage's log.
 
-Requests and answers are MessagePack. Its argument is the process id of the stage, with which it ends.
+Requests and answers are MessagePack. Its arguments are the process id of the stage, with which it ends, and the descriptor
+for `write_stacks`.
 """
 
+import math
 import os
 import sys
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,19 +25,30 @@ from typing import Any, BinaryIO, cast
 import msgspec
 import numpy as np
 
-from shoal.envs.base import Env, Raised, task_of
+from shoal.envs.base import Env, Raised, describe_fault, source_of, task_of
+from shoal.envs.contained.client import ContainedEnv
+from shoal.envs.contained.inside import let_exits_raise
 from shoal.envs.contained.line import LIMITS
 from shoal.envs.contained.open import in_sandbox, show
+from shoal.envs.contained.stack_trace import write_stacks
 from shoal.envs.conversation import Conversation
+from shoal.envs.exceptions import LOCAL_ERRORS, is_unreachable
 from shoal.envs.load import load_run_envs
 from shoal.envs.replay import judge_talks
 from shoal.envs.score import Earned
 from shoal.envs.settings import WithSettings
+from shoal.envs.source import make_env
 from shoal.errors import ShoalError
 from shoal.pipes import end_with, next_frame, write_frame
 from shoal.policy.render import Renderer
+from shoal.protocol.rollouts import no_room
 from shoal.protocol.types import POLICY, EnvSpec, Sampling
 from shoal.roles.scores import Tally
+from shoal.roles.stage.memo import FinalScore
+
+PAUSES_S = (0.5, 1.0, 2.0)
+"""Before a call that met an endpoint which does not answer is tried again; then it has failed. It fails sooner if a try
+that takes as long as the last one would not end within the time of the turn: a kill would hide the cause."""
 
 
 class Opening(msgspec.Struct):
@@ -55,6 +69,8 @@ class Opened(msgspec.Struct):
     """Lowest reward of each environment, by label."""
     compare: frozenset[str] = frozenset()
     """Labels of environments that compare an answer with its siblings."""
+    source: str = ""
+    """The file of this user that runs in this process, if there is one."""
     refused: str = ""
 
 
@@ -83,12 +99,16 @@ class Answer(msgspec.Struct):
     author: int = POLICY
     fault: str = ""
     """One line: what the environment raised."""
+    left_out: bool = False
+    """Whether the rollout counts in nothing because of it."""
+    outside: float | None = None
+    """Its score, if that is outside the environment's bounds."""
     row: int = 0
     """Row of the words, and of the next turn."""
     beside: bool = False
     """Whether the environment compares it with its siblings."""
-    rewards: tuple[float, ...] = ()
-    """Rewards that a judgement gave."""
+    judged: tuple[FinalScore, ...] = ()
+    """What a judgement gave."""
     scores: Tally | None = None
     """What the rollouts that got their reward now scored, part by part; None if the environment names no parts."""
 
@@ -96,20 +116,30 @@ class Answer(msgspec.Struct):
 def serve() -> None:
     """Answer requests from standard input until it closes."""
     end_with(int(sys.argv[1]))
+    write_stacks(int(sys.argv[2]))
+    let_exits_raise()
     requests, answers = _pipes()
     opening = msgspec.msgpack.decode(requests.get(), type=Opening)
     try:
-        envs = {label: loud(env) for label, env in _load(opening.envs, opening.call_s).items()}
+        time_left = TimeLeft(opening.call_s)
+        loaded = _load(opening.envs, opening.call_s)
+        source = next(filter(None, map(_source, loaded.values())), "")
+        envs = {label: loud(env, time_left) for label, env in loaded.items()}
         playing = Playing(envs, _renderer(opening), opening.sampling)
     except ShoalError as error:
         write_frame(answers, msgspec.msgpack.encode(Opened(refused=str(error))))
         return
     lowest = {label: float(min(env.reward_bounds)) for label, env in envs.items()}
     compare = frozenset(label for label, env in envs.items() if compares(env))
-    write_frame(answers, msgspec.msgpack.encode(Opened(lowest, compare)))
+    write_frame(answers, msgspec.msgpack.encode(Opened(lowest, compare, source)))
     while True:
         request = msgspec.msgpack.decode(requests.get(), type=Request)
-        write_frame(answers, msgspec.msgpack.encode(playing.obey(request)))
+        time_left.begin()
+        try:
+            answer = playing.obey(request)
+        except LOCAL_ERRORS as why:  # the stage tries it again in another process
+            sys.exit(str(why) or type(why).__name__)
+        write_frame(answers, msgspec.msgpack.encode(answer))
 
 
 def _renderer(opening: Opening) -> Renderer:
@@ -119,7 +149,13 @@ def _renderer(opening: Opening) -> Renderer:
 def _load(specs: tuple[EnvSpec, ...], call_s: float) -> dict[str, Env]:
     """The run's environments. Packages of others show tracebacks from inside the sandbox."""
     limits = replace(LIMITS, wall_s=max(LIMITS.wall_s, call_s))
-    return load_run_envs(specs, own_files=True, opener=partial(in_sandbox, tell=show, limits=limits))
+    return load_run_envs(specs, own_files=True, opener=partial(in_sandbox, tell=show, limits=limits), own=make_env)
+
+
+def _source(env: Env) -> str:
+    """The file whose code an environment runs in this process; empty if it has processes of its own."""
+    inner, file = getattr(env, "env", env), source_of(env)
+    return "" if isinstance(inner, ContainedEnv) or file is None else str(file)
 
 
 class Playing:
@@ -138,7 +174,11 @@ class Playing:
             talks = [self._talks.pop(number) for number in request.judge]
             found = judge_talks(talks, talks[0].env)
             fault = next((talk.fault for talk in talks if talk.fault), "")
-            return Answer(rewards=tuple(float(one.reward) for one in found), fault=fault, scores=_scores(found))
+            judged = tuple(
+                FinalScore(float(one.reward), talk.public_fault if talk.left_out else "", talk.outside)
+                for one, talk in zip(found, talks, strict=True)
+            )
+            return Answer(judged=judged, fault=fault, scores=_scores(found))
         talk, tokens = self._talks[request.number], np.frombuffer(request.written, dtype="<i4").tolist()
         lengths, row = [len(row.tokens) for row in talk.rows], talk.row
         begin = lengths[row]
@@ -153,7 +193,10 @@ class Playing:
         except ShoalError as fault:
             return Answer(ending="void", fault=str(fault))
         if talk.ending is not None:  # as `play_block` decides
-            return Answer(ending="void", fault=talk.fault)
+            return Answer(
+                ending="void",
+                fault=talk.fault or no_room(getattr(env, "max_tokens", 0), self._sampling, len(talk.tokens)),
+            )
         self._talks[request.number] = talk
         return self._answer(request.number, talk, [0], POLICY)
 
@@ -169,8 +212,8 @@ class Playing:
         final = talk.ending is not None and not beside
         scores = _scores([Earned(talk.reward, talk.parts, talk.metrics)]) if final else None
         return Answer(
-            words, talk.room, talk.ending or "", float(talk.reward), author, talk.fault, talk.row, beside=beside,
-            scores=scores,
+            words, talk.room, talk.ending or "", float(talk.reward), author, talk.public_fault, talk.left_out,
+            talk.outside, talk.row, beside=beside, scores=scores,
         )  # fmt: skip
 
 
@@ -184,33 +227,59 @@ def compares(env: Env) -> bool:
     return getattr(env, "group_scores", None) is not None
 
 
-def loud(env: Env) -> Env:
-    """The same environment, which also prints the traceback of what it raises."""
+class TimeLeft:
+    """What is left of the time of the turn in hand, in seconds."""
+
+    def __init__(self, limit_s: float = math.inf) -> None:
+        self._limit_s, self._until = limit_s, math.inf
+
+    def begin(self) -> None:
+        """A turn begins."""
+        self._until = time.monotonic() + self._limit_s
+
+    def __call__(self) -> float:
+        return self._until - time.monotonic()
+
+
+def loud(env: Env, time_left: TimeLeft = TimeLeft()) -> Env:
+    """The same environment, which also prints the traceback of what it raises, and calls an endpoint that does not answer
+    again: states never change, so a call may be repeated."""
     if isinstance(env, WithSettings):
-        env.env = loud(env.env)
+        env.env = loud(env.env, time_left)
         return cast(Env, env)
     of_env = {"__module__": type(env).__module__}  # so that `describe_fault` names the author's line
-    return cast(Env, type("Loud", (_Loud,), of_env)(env))
+    return cast(Env, type("Loud", (_Loud,), of_env)(env, time_left))
 
 
 class _Loud:
-    def __init__(self, env: Env) -> None:
-        self.env = env
+    def __init__(self, env: Env, time_left: TimeLeft) -> None:
+        self.env, self._time_left = env, time_left
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.env, name)
-        return _printing(value) if callable(value) else value
+        return _printing(value, source_of(self.env), self._time_left) if callable(value) else value
 
 
-def _printing(act: Callable[..., Any]) -> Callable[..., Any]:
+def _printing(act: Callable[..., Any], source: Path | None, time_left: TimeLeft) -> Callable[..., Any]:
     def played(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return act(*args, **kwargs)
-        except Raised:
-            raise  # its traceback was shown already
-        except Exception as error:
-            _print(error)
-            raise
+        pauses_s = iter(PAUSES_S)
+        while True:
+            began = time.monotonic()
+            try:
+                return act(*args, **kwargs)
+            except Raised:
+                raise  # its traceback was shown already
+            except Exception as error:
+                _print(error)
+                pause_s = next(pauses_s, None) if is_unreachable(error) else None
+                if pause_s is None:  # guard: silence-is-tried-again
+                    raise
+                if time.monotonic() - began + pause_s > time_left():  # guard: tries-end-within-the-turn
+                    raise
+            except BaseException as error:  # noqa: BLE001  SystemExit and its like
+                _print(error)
+                raise Raised(describe_fault(error, source)) from None  # guard: exits-on-the-stage-are-faults
+            time.sleep(pause_s)
 
     return played
 
@@ -219,7 +288,7 @@ _seen: Counter[tuple[str, int]] = Counter()
 """How often an exception came from a place: the file and line that raised it."""
 
 
-def _print(error: Exception) -> None:
+def _print(error: BaseException) -> None:
     """The traceback, but of the same place only at the first time, the second, the fourth, the eighth and so on."""
     deepest = traceback.extract_tb(error.__traceback__)[-1]
     place = (deepest.filename, deepest.lineno or 0)
@@ -227,7 +296,7 @@ def _print(error: Exception) -> None:
     if _seen[place].bit_count() == 1:  # guard: one-place-fills-no-log
         traceback.print_exc()
         if _seen[place] > 1:
-            print(f"the same place for the {_seen[place]}th time", file=sys.stderr)
+            print(f"the same place, {_seen[place]} times so far", file=sys.stderr)
 
 
 def _pipes() -> tuple["SimpleQueue[bytes]", int]:

@@ -6,7 +6,6 @@ whose process was killed is played again from the policy's turns. It does not de
 """
 
 import sqlite3
-import struct
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -14,6 +13,8 @@ from itertools import accumulate, islice
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
 
 from shoal.errors import StateError
 from shoal.protocol.types import ENVIRONMENT, Outcome
@@ -25,14 +26,14 @@ _TABLES = """
 CREATE TABLE IF NOT EXISTS replies (
     path BLOB PRIMARY KEY, parent BLOB NOT NULL, written BLOB NOT NULL, words BLOB NOT NULL, room INTEGER NOT NULL,
     ending TEXT NOT NULL, reward REAL NOT NULL, author INTEGER NOT NULL, row INTEGER NOT NULL, beside INTEGER NOT NULL,
-    version INTEGER NOT NULL
+    fault TEXT NOT NULL, outside REAL, version INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS turns (
     lease TEXT, block INTEGER, turn INTEGER, digest TEXT NOT NULL, paths BLOB NOT NULL, version INTEGER NOT NULL,
     PRIMARY KEY (lease, block, turn)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS judged (
-    name BLOB PRIMARY KEY, rewards BLOB NOT NULL, version INTEGER NOT NULL
+    name BLOB PRIMARY KEY, scores BLOB NOT NULL, version INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS replies_by_version ON replies (version);
 CREATE INDEX IF NOT EXISTS turns_by_version ON turns (version);
@@ -48,7 +49,17 @@ _FORGOTTEN_AT_ONCE = 2000
 Change: TypeAlias = tuple[str, Sequence[Sequence[object]]]
 """A statement, and the rows to execute it with."""
 
-_REPLY = "words, room, ending, reward, author, row, beside"
+_REPLY = "words, room, ending, reward, author, row, beside, fault, outside"
+
+
+class FinalScore(NamedTuple):
+    """What a rollout earns in the end."""
+
+    reward: float
+    fault: str = ""
+    """What the environment raised, if the rollout counts in nothing because of it; else empty."""
+    outside: float | None = None
+    """Its score, if that is outside the environment's bounds."""
 
 
 class Reply(NamedTuple):
@@ -67,6 +78,14 @@ class Reply(NamedTuple):
     """Index of the row that contains the words, and that the next turn continues."""
     beside: bool = False
     """Whether the environment compares the rollout with its siblings, so that `reward` is not final."""
+    fault: str = ""
+    """As in `FinalScore`, and so is the next."""
+    outside: float | None = None
+
+    @property
+    def score(self) -> FinalScore:
+        """What the rollout earns, if it is not compared with its siblings."""
+        return FinalScore(self.reward, self.fault, self.outside)
 
 
 class Played(NamedTuple):
@@ -185,15 +204,15 @@ class Memo:
         token_ids, authors = (b"".join(parts) for parts in zip(*rows, strict=True))
         return Played(token_ids, authors, starts, steps[-1].reply)
 
-    def judged(self, name: bytes) -> tuple[float, ...]:
+    def judged(self, name: bytes) -> tuple[FinalScore, ...]:
         """What the rollouts of a group earn when compared; nothing if they were not compared yet."""
-        for (rewards,) in self._read("SELECT rewards FROM judged WHERE name = ?", name):
-            return struct.unpack(f"<{len(rewards) // 8}d", rewards)
+        for (scores,) in self._read("SELECT scores FROM judged WHERE name = ?", name):
+            return msgspec.msgpack.decode(scores, type=tuple[FinalScore, ...])
         return ()
 
-    def judge(self, name: bytes, version: int, rewards: Sequence[float]) -> tuple[float, ...]:
+    def judge(self, name: bytes, version: int, scores: Sequence[FinalScore]) -> tuple[FinalScore, ...]:
         """Book what the rollouts of a group earn when compared. Returns what holds: the first that was booked."""
-        booked = (name, struct.pack(f"<{len(rewards)}d", *rewards), version)
+        booked = (name, msgspec.msgpack.encode(scores), version)
         self._write(("INSERT OR IGNORE INTO judged VALUES (?,?,?)", [booked]))
         return self.judged(name)
 
@@ -206,7 +225,7 @@ class Memo:
         booked = (lease, block, turn, taken.digest, b"".join(taken.paths), version)
         # guard: first-reply-holds
         self._write(
-            ("INSERT OR IGNORE INTO replies VALUES (?,?,?,?,?,?,?,?,?,?,?)", rows),
+            ("INSERT OR IGNORE INTO replies VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", rows),
             ("INSERT INTO turns VALUES (?,?,?,?,?,?)", [booked]),
         )
         return self.replies(step.path for step in steps)
@@ -266,8 +285,8 @@ class Memo:
 
 
 def _reply(row: Sequence[Any]) -> Reply:
-    words, room, ending, reward, author, place, beside = row
-    return Reply(words, room, ending, reward, author, place, bool(beside))
+    words, room, ending, reward, author, place, beside, fault, outside = row
+    return Reply(words, room, ending, reward, author, place, bool(beside), fault, outside)
 
 
 def batched(paths: Iterable[bytes]) -> Iterator[list[bytes]]:

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,18 +17,22 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import msgspec
 
-from shoal.config.environ import child_environment
+from shoal.config.environ import SAME_EVERYWHERE, child_environment
+from shoal.envs.contained.stack_trace import StackFile
+from shoal.envs.play import report_unbegun
+from shoal.envs.settings import LOWEST
 from shoal.errors import StateError, cause_of
 from shoal.pipes import Late, Pipes
 from shoal.protocol.constants import MAX_ROLLOUT_TOKENS
 from shoal.protocol.types import POLICY, Slot
 from shoal.roles.scores import Tally
 from shoal.roles.stage.child import Answer, Opened, Opening, Request
-from shoal.roles.stage.memo import Memo, Reply
+from shoal.roles.stage.memo import FinalScore, Memo, Reply
 from shoal.roles.stage.turns import VOID, Ask
 
 log = logging.getLogger("stage")
@@ -35,8 +40,9 @@ log = logging.getLogger("stage")
 HELD = 4096
 """Conversations that a process holds. Those that were idle longest are played again when they go on."""
 
-TRIES = 3
-"""A rollout ends by "error" when this many processes in a row have died while they played it."""
+RETRIES = 3
+"""A turn that took too long, or in which its process died, is tried so many times more. Then its rollout ends by "error":
+where the host plays, no other machine could find out more."""
 
 START_S = 120.0
 """A process may take this long to load its environments."""
@@ -48,19 +54,18 @@ OTHER_WORDS = "it gives other words for the same actions (set reproducible = fal
 
 MAX_FRAME_BYTES = 4 * MAX_ROLLOUT_TOKENS + (1 << 20)
 
-SAME_EVERYWHERE = {"PYTHONHASHSEED": "0", "TZ": "UTC", "LC_ALL": "C.UTF-8"}
-"""A process that plays an episode again must say the same words as the one before it."""
-
 T = TypeVar("T")
 
 
 class Gone(Exception):
-    """A process ended, or had to be killed. The text is the end of a sentence."""
+    """A process ended, or had to be killed. The text says how."""
 
-    def __init__(self, why: str, slow: bool = False) -> None:
+    def __init__(self, why: str, slow: bool = False, call: str = "") -> None:
         super().__init__(why)
         self.slow = slow
         """Whether it took longer than a call may."""
+        self.call = call
+        """The call of the environment that was under way."""
 
 
 class Player(Protocol):
@@ -72,6 +77,9 @@ class Player(Protocol):
 
     def lowest(self, label: str) -> float:
         """The lowest reward of an environment."""
+
+    def leaves_out(self, label: str) -> bool:
+        """Whether rollouts on which an environment fails count in nothing."""
 
     def compares(self, label: str) -> bool:
         """Whether an environment compares an answer with its siblings. Raises as `ask`."""
@@ -130,31 +138,29 @@ class Shard:
         """Play one turn. Whatever the environment does, there is a reply."""
         return self._tried(ask.slot, lambda: self._play(ask), lambda why: self._failed(ask, why))
 
-    def judge(self, slot: Slot, paths: Sequence[bytes]) -> list[float]:
-        """Let the environment judge a group. If it cannot, all rollouts have the lowest reward."""
+    def judge(self, slot: Slot, paths: Sequence[bytes]) -> list[FinalScore]:
+        """Let the environment judge a group. If it cannot, it fails on all rollouts."""
         return self._tried(slot, lambda: self._judge(slot, paths), lambda why: self._unjudged(slot, len(paths), why))
 
     def compares(self, label: str) -> bool:
         """Whether an environment compares an answer with its siblings. Raises `StateError` if no process can say so."""
-        for _ in range(TRIES):
+        for _ in range(1 + RETRIES):
             try:
                 return self._player.compares(label)
             except Gone as gone:
-                why = str(gone)
+                why = f"{gone.call}: {gone}"
                 if gone.slow:
                     break
         raise StateError(f"environment {label} does not open: {why}. The stage's log may say more")
 
     def _tried(self, slot: Slot, act: Callable[[], T], failed: Callable[[str], T]) -> T:
         why = ""
-        for _ in range(TRIES):
+        for _ in range(1 + RETRIES):
             try:
                 return act()
             except Gone as gone:
-                why = str(gone)
+                why = f"{gone.call} of task {slot.task}: {gone}"
                 log.warning("killed env=%s task=%d reason=%r", slot.env, slot.task, why)
-                if gone.slow:
-                    break
         return failed(why)
 
     def _play(self, ask: Ask) -> Reply:
@@ -164,7 +170,7 @@ class Shard:
             return self._failed(ask, OTHER_WORDS)
         return self._write(ask.slot, ask.before, ask.written, ask.path)
 
-    def _judge(self, slot: Slot, paths: Sequence[bytes]) -> list[float]:
+    def _judge(self, slot: Slot, paths: Sequence[bytes]) -> list[FinalScore]:
         replies = self._memo.replies(paths)
         whole = [path for path in paths if replies[path].beside]
         for _ in range(2):  # bringing one back may lose another with its process
@@ -172,8 +178,8 @@ class Shard:
                 return self._unjudged(slot, len(paths), OTHER_WORDS)
         numbers = tuple(self._held.pop(path) for path in whole)
         answer = self._exchanged(slot, Request(judge=numbers))
-        rewards = iter(answer.rewards)
-        return [next(rewards) if replies[path].beside else replies[path].reward for path in paths]
+        scores = iter(answer.judged)
+        return [next(scores) if replies[path].beside else replies[path].score for path in paths]
 
     def _holds(self, path: bytes) -> bool:
         return path in self._held and self._generation == self._player.generation
@@ -207,7 +213,7 @@ class Shard:
                 self._forget.append(self._held.popitem(last=False)[1])
         return Reply(
             answer.words, answer.room, answer.ending, answer.reward, answer.author,  # type: ignore[arg-type]
-            answer.row, answer.beside,
+            answer.row, answer.beside, answer.fault if answer.left_out else "", answer.outside,
         )  # fmt: skip
 
     def _exchanged(self, slot: Slot, request: Request) -> Answer:
@@ -218,7 +224,9 @@ class Shard:
         if self._generation != self._player.generation:  # guard: lost-with-the-process
             self._generation = self._player.generation
             self._held.clear()
-        if answer.fault:
+        if answer.ending == "void":
+            report_unbegun(slot.env, slot.task, answer.fault)
+        elif answer.fault:
             log.warning("fault env=%s task=%d ending=%s fault=%s", slot.env, slot.task, answer.ending, answer.fault)
         return answer
 
@@ -228,11 +236,23 @@ class Shard:
         if not ask.before:
             return VOID
         row = self._memo.replies([ask.before])[ask.before].row
-        return Reply(b"", 0, "error", self._player.lowest(ask.slot.env), POLICY, row)
+        score = self._failure(ask.slot, why)
+        return Reply(b"", 0, "error", score.reward, POLICY, row, fault=score.fault)
 
-    def _unjudged(self, slot: Slot, count: int, why: str) -> list[float]:
+    def _unjudged(self, slot: Slot, count: int, why: str) -> list[FinalScore]:
         log.error("failed env=%s task=%d reason=%r", slot.env, slot.task, f"its rollouts cannot be compared: {why}")
-        return [self._player.lowest(slot.env)] * count
+        return [self._failure(slot, why)] * count
+
+    def _failure(self, slot: Slot, why: str) -> FinalScore:
+        left_out = self._player.leaves_out(slot.env)
+        return FinalScore(self._player.lowest(slot.env), why if left_out else "")
+
+
+def call_of(value: object) -> str:
+    """The calls of an environment that a request leads to."""
+    if not isinstance(value, Request):
+        return "loading it"
+    return "task() or reset()" if value.label else "group_scores()" if value.judge else "step() or score()"
 
 
 class ChildPlayer:
@@ -247,6 +267,9 @@ class ChildPlayer:
 
     def lowest(self, label: str) -> float:
         return self._opened.lowest[label] if self._opened is not None else 0.0
+
+    def leaves_out(self, label: str) -> bool:
+        return all(env.label != label or env.on_fault != LOWEST for env in self._opening.envs)
 
     def compares(self, label: str) -> bool:
         """Raises as `ask`."""
@@ -283,10 +306,13 @@ class ChildPlayer:
             return msgspec.msgpack.decode(self._child.ask(msgspec.msgpack.encode(value), limit_s), type=kind)
         except (OSError, msgspec.MsgspecError) as error:
             self._end()
-            raise Gone(f"its process ended or gave a wrong answer ({error})") from None
-        except Gone:
+            raise Gone(f"its process ended or gave a wrong answer ({error})", call=call_of(value)) from None
+        except Gone as gone:
+            source = "" if self._opened is None else self._opened.source
+            where, method = self._child.stack.place(source)
+            where = where.replace(source, Path(source).name)  # others read it
             self._end()
-            raise
+            raise Gone(f"{gone}{where}", gone.slow, f"{method}()" if method else call_of(value)) from None
 
     def _end(self) -> None:
         if self._child is not None:
@@ -298,10 +324,12 @@ class _Child:
     """A running process. It ends when this object is freed, and with the thread that started it."""
 
     def __init__(self) -> None:
+        self.stack = StackFile()
+        stack = self.stack.descriptor
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.roles.stage.child", str(os.getpid())],
+            [sys.executable, "-m", "shoal.roles.stage.child", str(os.getpid()), str(stack)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=child_environment(1) | SAME_EVERYWHERE,
-            start_new_session=True,
+            pass_fds=[stack], start_new_session=True,
         )  # fmt: skip
         self._pipes = Pipes(self._process)
         self.end = self._pipes.end
@@ -316,11 +344,18 @@ class _Child:
                 raise Gone(f"its process answered with {size} bytes, limit {MAX_FRAME_BYTES}")
             return self._pipes.read(size, until)
         except Late:
-            raise Gone(f"a turn took longer than {limit_s:g} s", slow=True) from None
+            self.stack.ask(self._process)
+            raise Gone(f"its process was ended: it took longer than {limit_s:g} s", slow=True) from None
         except EOFError:
-            raise Gone(f"its process ended with code {self._code()}") from None
+            raise Gone(f"its process ended with {self._code()}") from None
 
-    def _code(self) -> int | None:
+    def _code(self) -> str:
+        """The signal that ended it, by name, or its exit code."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
-        return self._process.returncode
+        code = self._process.returncode
+        if code == -signal.SIGKILL:
+            return "SIGKILL, as the system does when memory runs out"
+        with contextlib.suppress(ValueError, TypeError):
+            return signal.Signals(-code).name
+        return f"code {code}"

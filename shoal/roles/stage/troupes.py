@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from shoal.protocol.types import Slot
-from shoal.roles.stage.memo import Memo, Reply, group_name
+from shoal.roles.stage.memo import FinalScore, Memo, Reply, group_name
 from shoal.roles.stage.players import Player, Shard
 from shoal.roles.stage.turns import Ask
 
@@ -39,7 +39,7 @@ class Players:
         """`make` makes a player of an environment, by its label. `limit_s` gives the environment's time for one turn."""
         self._troupe_of = lambda label: Troupe(label, lambda: Shard(make(label), memo, limit_s), start, most)
         self._troupes: dict[str, Troupe] = {}
-        self._judged: OrderedDict[bytes, Future[list[float]]] = OrderedDict()
+        self._judged: OrderedDict[bytes, Future[list[FinalScore]]] = OrderedDict()
         """The newest groups that are judged, or were."""
         self._lock = threading.Lock()
 
@@ -58,7 +58,7 @@ class Players:
         replies = {place: reply for part, done in played for place, reply in zip(part, done.result(), strict=True)}
         return [replies[place] for place in range(len(asks))]
 
-    def judge(self, slot: Slot, paths: Sequence[bytes]) -> list[float]:
+    def judge(self, slot: Slot, paths: Sequence[bytes]) -> list[FinalScore]:
         """What the rollouts of a slot, which have ended, earn beside each other. Raises as `play`."""
         self._troupe(slot.env).open()
         name = group_name(paths)
@@ -108,7 +108,7 @@ class Troupe:
             shard.expect()
             return shard
 
-    def judge(self, slot: Slot, paths: Sequence[bytes]) -> "Future[list[float]]":
+    def judge(self, slot: Slot, paths: Sequence[bytes]) -> "Future[list[FinalScore]]":
         with self._lock:
             shard = self._place(slot, b"")
             return shard.submit(lambda: shard.judge(slot, paths))

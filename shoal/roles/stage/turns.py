@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import UNSET
 
 from shoal.errors import ShoalError
 from shoal.protocol import types as t
 from shoal.protocol.records import rollout_digest
 from shoal.protocol.wire import WireError, digest, to_msgpack
-from shoal.roles.stage.memo import Memo, Played, Reply, Step, Taken, group_name, next_path, opening_path
+from shoal.roles.stage.memo import FinalScore, Memo, Played, Reply, Step, Taken, group_name, next_path, opening_path
 
 VOID = Reply(b"", 0, "void", 0.0, t.POLICY)
 
@@ -48,7 +49,7 @@ MOST_TURNS = 1 << 31
 Play = Callable[[Sequence[Ask]], list[Reply]]
 """Plays turns of different rollouts; returns their replies in order."""
 
-Judge = Callable[[t.Slot, Sequence[bytes]], list[float]]
+Judge = Callable[[t.Slot, Sequence[bytes]], list[FinalScore]]
 """What the rollouts of a slot, which have ended at these paths, earn when compared."""
 
 
@@ -99,21 +100,22 @@ def record_of(memo: Memo, run: str, asked: t.Staged, size: int, judge: Judge) ->
             if not rollouts or any(played.last.ending == "" for played in rollouts):  # guard: record-of-the-ended
                 raise Conflict(f"slot {slot.slot} is not played to its end here: give the lease back, or take all "
                                f"turns of block {block.index}")  # fmt: skip
-            rewards: Sequence[float] = [played.last.reward for played in rollouts]
+            scores: Sequence[FinalScore] = [played.last.score for played in rollouts]
             if any(played.last.beside for played in rollouts):
                 name = group_name(ends)
-                rewards = memo.judged(name) or memo.judge(name, asked.version, judge(slot, ends))
-            groups.append(t.GroupRecord(slot.slot, _recorded(rollouts, rewards)))
+                scores = memo.judged(name) or memo.judge(name, asked.version, judge(slot, ends))
+            groups.append(t.GroupRecord(slot.slot, _recorded(rollouts, scores)))
     return t.Record(run, asked.lease, asked.version, tuple(groups))
 
 
-def _recorded(rollouts: Sequence[Played], rewards: Sequence[float]) -> tuple[t.RolloutRecord, ...]:
+def _recorded(rollouts: Sequence[Played], scores: Sequence[FinalScore]) -> tuple[t.RolloutRecord, ...]:
     recorded = []
-    for played, reward in zip(rollouts, rewards, strict=True):
+    for played, score in zip(rollouts, scores, strict=True):
         ending = played.last.ending
         if ending != "" and ending != "void":
             name = rollout_digest(played.token_ids, played.author, ending, played.starts)
-            recorded.append(t.RolloutRecord(name, ending, reward))
+            outside = UNSET if score.outside is None else score.outside
+            recorded.append(t.RolloutRecord(name, ending, score.reward, score.fault, outside))
     return tuple(recorded)
 
 

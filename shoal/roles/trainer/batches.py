@@ -18,10 +18,11 @@ from shoal.protocol import types as t
 from shoal.protocol.algorithms import Algorithm
 from shoal.protocol.constants import MAX_EVENTS, MAX_EVENTS_BYTES, MAX_SUBMISSION_BYTES
 from shoal.protocol.continuations import is_continued_slot
+from shoal.protocol.env_faults import fault_indices, without_faults
 from shoal.protocol.wire import from_msgpack
 from shoal.roles.scores import means_of, take_scores
 from shoal.train.filter import select
-from shoal.train.rows import Row, Unlearnable, mean_rewards, rows_of_group
+from shoal.train.rows import Row, Unlearnable, learned, mean_rewards, overlong_share, rows_of_group
 from shoal.train.signs import signs_of
 
 log = logging.getLogger("trainer")
@@ -53,6 +54,7 @@ class BatchReader:
             "groups_without_signal": chosen.groups_without_signal,
             "groups_unlearnable": sum(not rows for rows in rows_G),
             "stale_rollouts": chosen.stale_rollouts,
+            "overlong_share": overlong_share(rows_G),
         }
         if masks_overlong(rules.algorithm):
             counts["overlong_rollouts"] = chosen.overlong_rollouts
@@ -61,7 +63,8 @@ class BatchReader:
             counts["repeated_rollouts"] = sum(
                 len(member.rewards) for member in batch.groups if (member.version, member.slot) in self._repeated
             )
-        counts |= _solve_rates(batch) | signs_of(chosen.rows)
+        rows = learned(chosen.rows)
+        counts |= _solve_rates(batch) | signs_of(rows)
         labels = [spec.label for spec in info.envs]
         if len(labels) > 1:
             counts |= {f"reward_mean/{label}": mean for label, mean in mean_rewards(chosen.rows, labels).items()}
@@ -105,8 +108,15 @@ class BatchReader:
         if not accepted:
             return {}
         flat = sum(not group.has_signal for group in accepted)
-        rewards = [reward for group in accepted for reward in group.rewards]
-        return {"reward_all_mean": sum(rewards) / len(rewards), "zero_signal_share": flat / len(accepted)}
+        rewards = [one for group in accepted for one in without_faults(group.rewards, fault_indices(group.faults))]
+        figures: dict[str, Any] = {"zero_signal_share": flat / len(accepted)}
+        if rewards:
+            figures["reward_all_mean"] = sum(rewards) / len(rewards)
+        played = sum(len(group.rewards) for group in accepted)
+        if failed := played - len(rewards):
+            figures["fault_share"] = failed / played
+            figures["fault_rollouts"] = failed
+        return figures
 
 
 def _solve_rates(batch: t.Batch) -> dict[str, Any]:

@@ -50,8 +50,8 @@ from shoal.train.denominators import LogprobsAt, over_the_base, with_own_denomin
 from shoal.train.judges import Judge
 from shoal.train.masters import module_dtype
 from shoal.train.reference import Reference
-from shoal.train.rows import Row
-from shoal.train.selfcheck import largest_gap_nats
+from shoal.train.rows import Row, learned
+from shoal.train.selfcheck import largest_gap_nats, row_to_check
 from shoal.train.step import Learner
 
 T = TypeVar("T")
@@ -301,8 +301,8 @@ class Trainer:
         return True
 
     def _selfcheck(self, rows: list[Row], version: int) -> dict[str, Any]:
-        """Once: recompute the first row that is sampled by the current version."""
-        fresh = next((row for row in rows if row.version == version), None)
+        """Once: recompute a row that is sampled by the current version."""
+        fresh = row_to_check(rows, version)
         if self.checked or fresh is None:
             return {}
         self.checked = True
@@ -318,7 +318,7 @@ class Trainer:
         rules = self.info.rules
         if not claims_bend_ratios(rules.bounds, rules.dtype, narrowest_bound(rules.algorithm)):
             return {}
-        return await self.past.directories((row.version for row in rows), self.info)
+        return await self.past.directories((row.version for row in learned(rows)), self.info)
 
     async def _denominators(self, rows: list[Row], sampled_by: dict[int, Path]) -> tuple[list[Row], dict[str, Any]]:
         """The rows as the loss may use them: with denominators of our own, if workers could bend the ratio by theirs."""

@@ -16,6 +16,7 @@ from typing import Any
 from msgspec import structs
 
 from shoal.errors import StateError
+from shoal.heldout import why_not_comparable
 from shoal.ledger.algorithm import advantages
 from shoal.ledger.entry import Entry
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted, SlotVoid
@@ -26,6 +27,7 @@ from shoal.ledger.facts.verdicts import Decision, VerdictGiven
 from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed
 from shoal.ledger.pace import is_slow, usual_pace_s
 from shoal.protocol.algorithms import judged_by_trainer, step_credit_of, vine_of
+from shoal.protocol.env_faults import without_faults
 from shoal.roles.coordinator.board import groups_in_flight, waiting_for
 from shoal.watch.index.alarms import note_alarms
 from shoal.watch.index.bodies import decode_bodies
@@ -36,7 +38,8 @@ from shoal.watch.index.quota import Quota
 from shoal.watch.index.schema import MOST_ROLLOUTS, begun, forget, open_to_write, run_word
 from shoal.watch.reading import Reading
 from shoal.watch.reading.marks import slot_of, standing_of
-from shoal.watch.rows import event_row, refusal_rows, verdict_row
+from shoal.watch.reading.source import Value, step_of
+from shoal.watch.rows import event_row, node_note, refusal_rows, verdict_row
 from shoal.watch.tables import judged, mean, spread
 
 PAGE = 1000
@@ -76,6 +79,8 @@ class Builder:
         self._nodes: dict[str, tuple[Any, ...]] = {}
         """Rows as they were written last, by key."""
         self._metrics = MetricsIndex(self._db, self.number)
+        self._later_metrics: list[dict[str, Value]] = []
+        """Lines of metrics that are further than the log was read."""
         self._by_version: dict[int, list[str]] = {}
         """Submissions."""
         self._withheld: dict[int, set[str]] = {}
@@ -109,11 +114,18 @@ class Builder:
             self._index(entries[len(known) :])
         else:  # an error had stopped it, or somebody else has read on
             self._index_again()
-        lines = self.reading.new_metrics()
+        lines = self._new_metrics()
         if lines:
             self._metrics.take(lines)
         decoded = decode_bodies(self._db, self.number, self.reading, BODIES)
         return bool(entries or lines or decoded)
+
+    def _new_metrics(self) -> list[dict[str, Value]]:
+        """New lines of metrics; while the log is read, those of versions that were read."""
+        lines, version = self._later_metrics + self.reading.new_metrics(), self.reading.state.main.version
+        is_whole = self.reading.is_at_end
+        self._later_metrics = [] if is_whole else [line for line in lines if step_of(line) >= version]
+        return lines if is_whole else [line for line in lines if step_of(line) < version]
 
     def build(self) -> None:
         """Index all that there is."""
@@ -130,7 +142,7 @@ class Builder:
         condition, now = self.reading.condition(), self._clock()
         status, lines = condition.status, self.reading.alarms()
         said = {name: value for name, value in structs.asdict(status).items() if name != "alarms"}
-        told = json.dumps({**said, **self._quota.of(self.reading, now)})
+        told = json.dumps({**said, "is_stopped": condition.is_stopped, **self._quota.of(self.reading, now)})
         standing = status.alarms if condition.is_live else None
         since_s = now - status.waiting_s
         with self._db:
@@ -143,9 +155,10 @@ class Builder:
             self._db.execute("DELETE FROM heldout WHERE run = ?", (self.number,))
             for one in self.reading.evaluations():
                 for label, part in {"": one, **one.envs}.items():
+                    judge = judged(None if part.judge and why_not_comparable(part.judge) else part)
                     self._put("heldout", (
                         self.number, one.name, label, one.version, part.mean, part.low95, part.high95, part.episodes,
-                        part.measure, part.tasks, *judged(part),
+                        part.faults, part.measure, part.tasks, *judge,
                     ))  # fmt: skip
 
     # --- the log ---
@@ -178,7 +191,7 @@ class Builder:
         self._by_version, self._withheld, self._acts = {}, {}, []
         self._index_again()
         self._metrics = MetricsIndex(self._db, self.number)
-        self._metrics.take(self.reading.metrics())
+        self._later_metrics = self.reading.metrics()
 
     def _index_again(self) -> None:
         """Index events that were read before."""
@@ -292,14 +305,15 @@ class Builder:
             status, seq = standing_of(state, reading.marks, name, place)
             record = state.main.versions[lease.version].slots.get(slot)
             final = record if record is not None and record.digest == booked.groups[place] else None
-            rewards = final.rewards if final is not None else ()
+            rewards, faults = (final.rewards, final.faults or ()) if final is not None else ((), ())
+            left = without_faults(rewards, faults)
             self._db.execute(
-                "UPDATE groups SET seq = ?, status = ?, public = ?, step = ?, tokens = ?, reward = ?, spread = ? "
-                "WHERE id = ?",
-                (seq, status, public, final.step if final else -1, plain(final.tokens) if final else None, mean(rewards),
-                 spread(rewards), number),
+                "UPDATE groups SET seq = ?, status = ?, public = ?, step = ?, tokens = ?, reward = ?, spread = ?, "
+                "faults = ? WHERE id = ?",
+                (seq, status, public, final.step if final else -1, plain(final.tokens) if final else None, mean(left),
+                 spread(left), len(faults), number),
             )  # fmt: skip
-            self._put_rewards(number, rewards if status in ("signal", "flat") else ())
+            self._put_rewards(number, rewards if status in ("signal", "flat") else (), faults)
         if public:
             self._withheld.get(lease.version, set()).discard(name)
         if booked.decided and (public or reading.shows_private()):
@@ -308,16 +322,16 @@ class Builder:
                 (self.number, name),
             )
 
-    def _put_rewards(self, group: int, rewards: Sequence[float]) -> None:
+    def _put_rewards(self, group: int, rewards: Sequence[float], faults: Sequence[int]) -> None:
         algorithm = self.reading.state.rules.algorithm
         by_token = vine_of(algorithm) is not None or step_credit_of(algorithm) is not None
         known = not judged_by_trainer(algorithm) and not by_token
-        worth = advantages(rewards, algorithm).tolist() if known and rewards else [None] * len(rewards)
+        worth = advantages(rewards, algorithm, faults).tolist() if known and rewards else [None] * len(rewards)
         for index, (reward, advantage) in enumerate(zip(rewards[:MOST_ROLLOUTS], worth, strict=False)):
             self._db.execute(
-                "INSERT INTO rollouts (id, run, reward, advantage) VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
-                "reward = excluded.reward, advantage = excluded.advantage",
-                (group * MOST_ROLLOUTS + index, self.number, reward, advantage),
+                "INSERT INTO rollouts (id, run, reward, advantage, failed) VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE "
+                "SET reward = excluded.reward, advantage = excluded.advantage, failed = excluded.failed",
+                (group * MOST_ROLLOUTS + index, self.number, reward, advantage, index in faults),
             )
 
     def _put_nodes(self) -> None:
@@ -328,7 +342,7 @@ class Builder:
                 self.number, node.key, place, node.name, node.role, node.standing, node.credits, node.vested, node.accepted,
                 node.refused, node.lapsed, node.leases, node.stale, node.given, node.unfilled, node.influence, node.left,
                 json.dumps(node.reasons), node.last_reason, node.implementation, node.dtype, node.device,
-                node.pace_s or None, is_slow(state, node),
+                node.pace_s or None, is_slow(state, node), node_note(node, state),
             )  # fmt: skip
             if self._nodes.get(node.key) != row:
                 self._nodes[node.key] = row

@@ -122,7 +122,9 @@ def group(look: Look, run: int, number: int, private: bool = False) -> Row | Non
     first = number * MOST_ROLLOUTS
     rollouts = look.rows("SELECT * FROM rollouts WHERE id >= ? AND id < ? ORDER BY id", first, first + MOST_ROLLOUTS)
     if not (row["public"] or private):
-        rollouts = [{name: rollout[name] for name in ("id", "run", "reward", "advantage")} for rollout in rollouts]
+        rollouts = [
+            {name: rollout[name] for name in ("id", "run", "reward", "advantage", "failed")} for rollout in rollouts
+        ]
     submission = row["submission"]
     body = look.rows("SELECT state, why FROM bodies WHERE run = ? AND submission = ?", run, submission)
     return {

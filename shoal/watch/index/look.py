@@ -65,8 +65,7 @@ class Look:
 
     def overview(self, run: int) -> Row:
         """The figures of the first page: facts of the log, the newest metrics, held-out results, speed and time left."""
-        facts, condition = self._told("facts", run), self._told("conditions", run)
-        asked = self.rows("SELECT is_live, asked_s, since_s FROM conditions WHERE run = ?", run)
+        facts, condition = self._told("facts", run), self.condition(run)
         newest = self.rows("SELECT step, line FROM metrics WHERE run = ? ORDER BY step DESC LIMIT ?", run, RATE_STEPS)
         lines = [json.loads(row["line"]) for row in newest]
         counts = self.rows(
@@ -75,11 +74,17 @@ class Look:
         )  # fmt: skip
         steps_done = newest[0]["step"] + 1 if newest else 0
         return {
-            "facts": facts, "condition": condition, **(asked[0] if asked else {}), "metrics": lines[0] if lines else {},
+            "facts": facts, "condition": condition, "metrics": lines[0] if lines else {},
             "metrics_step": newest[0]["step"] if newest else None, "nodes": counts, "heldout": self.heldout(run),
             **_speed(lines, int(facts.get("steps", 0)) - steps_done), "seq": self._seq(run),
             "texts": self.rows("SELECT state, count(*) AS bodies FROM bodies WHERE run = ? GROUP BY state", run),
         }  # fmt: skip
+
+    def condition(self, run: int) -> Row:
+        """How a run does, as it was asked last; empty before. `is_live`: its coordinator said so then. `is_stopped`: nobody
+        hosts it. `since_s`: since when it waits."""
+        asked = self.rows("SELECT is_live, since_s FROM conditions WHERE run = ?", run)
+        return self._told("conditions", run) | (asked[0] if asked else {})
 
     def _told(self, table: str, run: int) -> dict[str, Any]:
         found = self.rows(f"SELECT told FROM {table} WHERE run = ?", run)
@@ -111,25 +116,49 @@ class Look:
             found.append(last)
         return found
 
-    def series(self, run: int, name: str, points: int = 500, smooth: float = 0.0, after: int = -1) -> list[Row]:
+    def series(
+        self,
+        run: int,
+        name: str,
+        points: int = 500,
+        smooth: float = 0.0,
+        after: int = -1,
+        wide: int = 0,
+        counts: bool = False,
+    ) -> list[Row]:
         """A metric over the steps above `after`, in at most so many points: `step`, `value`, and `low` and `high` of the
-        steps that the point is made of. `smooth`, from 0 to below 1, is the weight of the smoothed value before: see
-        `smoothed`."""
+        steps that the point is made of, which are `wide` steps if that is not 0. `smooth`, from 0 to below 1, is the
+        weight of the smoothed value before: see `smoothed`. `counts`: it is 0 in a step that has others of its family."""
         cursor = self.db.cursor()
         cursor.row_factory = None  # tuples take half of the time that rows do
         found = cursor.execute(
             "SELECT step, value FROM series WHERE run = ? AND name = ? AND step > ? ORDER BY step", (run, name, after)
         ).fetchall()
+        if found and counts:
+            family = f"{name.partition('/')[0]}/"
+            asked = "SELECT DISTINCT step, 0.0 FROM series WHERE run = ? AND substr(name, 1, ?) = ? AND step > ?"
+            zeros = cursor.execute(asked, (run, len(family), family, after)).fetchall()
+            found = sorted((dict(zeros) | dict(found)).items())
         if not found:
             return []
         steps, raw = (np.array(column) for column in zip(*found, strict=True))
         starts = np.arange(0, len(raw), max(1, math.ceil(len(raw) / max(1, points))))
+        if wide:
+            starts = np.flatnonzero(np.diff(steps // wide, prepend=-1))
         ends = np.append(starts[1:], len(raw))
         means = np.add.reduceat(smoothed(raw, smooth), starts) / (ends - starts)
         lows, highs = np.minimum.reduceat(raw, starts), np.maximum.reduceat(raw, starts)
         columns = (steps[ends - 1], means, lows, highs)
         names = ("step", "value", "low", "high")
         return [dict(zip(names, row, strict=True)) for row in zip(*(one.tolist() for one in columns), strict=True)]
+
+    def last_step(self, run: int, names: Sequence[str]) -> int:
+        """The newest step that has one of these metrics; -1 if none has."""
+        asked = "SELECT max(step) AS step FROM series WHERE run = ? AND name = ?"
+        return max(
+            (row["step"] for name in names for row in self.rows(asked, run, name) if row["step"] is not None),
+            default=-1,
+        )
 
     # --- nodes ---
 
@@ -147,7 +176,10 @@ class Look:
         if search:
             where.append("(substr(key, 1, length(?)) = ? OR instr(lower(name), lower(?)) > 0)")
             values += [search.lower(), search.lower(), search]
-        ranked = f"SELECT *, rank() OVER (PARTITION BY role ORDER BY {order}) AS rank FROM nodes WHERE run = ?"
+        ranked = (
+            f"SELECT *, rank() OVER (PARTITION BY role ORDER BY {order}) AS rank, "
+            "influence / nullif(total(influence) OVER (PARTITION BY role), 0) AS influence_share FROM nodes WHERE run = ?"
+        )
         condition, limit = " AND ".join(where), limited(limit)
         found = self.rows(
             f"SELECT * FROM ({ranked}) WHERE {condition} ORDER BY {order}, place LIMIT ? OFFSET ?",

@@ -11,7 +11,7 @@ from pathlib import Path
 from shoal.errors import StateError
 from shoal.folder import held
 
-VERSION = 6
+VERSION = 7
 """Of the tables. Another one makes the index anew."""
 
 MOST_ROLLOUTS = 4096
@@ -30,7 +30,7 @@ CREATE TABLE series (run INTEGER, name TEXT, step INTEGER, value REAL, PRIMARY K
 CREATE TABLE nodes (run INTEGER, key TEXT, place INTEGER, name TEXT, role TEXT, standing TEXT, credits INTEGER,
   vested INTEGER, accepted INTEGER, refused INTEGER, lapsed INTEGER, leases INTEGER, stale INTEGER, given INTEGER,
   unfilled INTEGER, influence REAL, away INTEGER, reasons TEXT, last_reason TEXT, implementation TEXT, dtype TEXT,
-  device TEXT, pace_s REAL, is_slow INTEGER, PRIMARY KEY (run, key)) WITHOUT ROWID;
+  device TEXT, pace_s REAL, is_slow INTEGER, note TEXT, PRIMARY KEY (run, key)) WITHOUT ROWID;
 CREATE INDEX nodes_by_credits ON nodes (run, role, credits);
 CREATE TABLE versions (run INTEGER, version INTEGER, seq INTEGER, time_s REAL, root TEXT, manifest TEXT, retired INTEGER,
   signal INTEGER, flat INTEGER, continued INTEGER, void INTEGER, batch_seq INTEGER, batch_s REAL, batch_groups INTEGER,
@@ -50,18 +50,18 @@ CREATE INDEX refusals_by_check ON refusals (run, "check", reason, seq);
 CREATE INDEX refusals_by_worker ON refusals (run, worker, seq);
 CREATE TABLE groups (id INTEGER PRIMARY KEY, run INTEGER, submission TEXT, place INTEGER, version INTEGER, slot INTEGER,
   digest TEXT, worker TEXT, received_seq INTEGER, received_s REAL, seq INTEGER, status TEXT, public INTEGER, step INTEGER,
-  tokens INTEGER, reward REAL, spread REAL, env TEXT, task INTEGER, UNIQUE (run, submission, place));
+  tokens INTEGER, reward REAL, spread REAL, faults INTEGER, env TEXT, task INTEGER, UNIQUE (run, submission, place));
 CREATE INDEX groups_by_slot ON groups (run, version, slot);
 CREATE INDEX groups_by_worker ON groups (run, worker, id);
 CREATE INDEX groups_by_task ON groups (run, env, task, version);
 CREATE INDEX groups_by_status ON groups (run, status, id);
-CREATE TABLE rollouts (id INTEGER PRIMARY KEY, run INTEGER, reward REAL, advantage REAL, ending TEXT, tokens INTEGER,
-  policy_tokens INTEGER, logprob REAL, turns INTEGER, flaw TEXT);
+CREATE TABLE rollouts (id INTEGER PRIMARY KEY, run INTEGER, reward REAL, advantage REAL, failed INTEGER, ending TEXT,
+  tokens INTEGER, policy_tokens INTEGER, logprob REAL, turns INTEGER, flaw TEXT);
 CREATE TABLE bodies (run INTEGER, submission TEXT, seq INTEGER, state TEXT, why TEXT, PRIMARY KEY (run, submission))
   WITHOUT ROWID;
 CREATE INDEX bodies_by_state ON bodies (run, state, seq);
 CREATE TABLE heldout (run INTEGER, name TEXT, env TEXT, version INTEGER, mean REAL, low95 REAL, high95 REAL,
-  episodes INTEGER, measure TEXT, tasks TEXT, judge REAL, judge_low95 REAL, judge_high95 REAL,
+  episodes INTEGER, faults INTEGER, measure TEXT, tasks TEXT, judge REAL, judge_low95 REAL, judge_high95 REAL,
   PRIMARY KEY (run, name, env)) WITHOUT ROWID;
 CREATE TABLE alarms (run INTEGER, cause TEXT, node TEXT, since_step INTEGER, level TEXT, words TEXT, first_s REAL,
   last_s REAL, is_open INTEGER, evidence TEXT, PRIMARY KEY (run, cause, node, since_step)) WITHOUT ROWID;

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple
+from urllib.parse import quote, urlencode
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -44,6 +45,9 @@ KEPT_PAGES = 256
 
 MAX_URL_CHARS = 2000
 
+WRONG_TOKEN = "wrong-token"
+"""In the query of an address to which a wrong token leads, without the token."""
+
 UNKEPT = {"cache-control": "private, no-store", "vary": "cookie"}
 """Headers of what nobody between here and the viewer may keep: it may be the host's alone."""
 
@@ -72,7 +76,8 @@ def page_app(shelf: Shelf, token: str, clock: Callable[[], float] = time.time) -
         Route("/{run:int}/chart.json", page.data(chart)),
         Mount("/static/{version}", StaticFiles(directory=STATIC)),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(_WithHeaders)], exception_handlers={
+    middleware = [Middleware(_WithHeaders), Middleware(_WithoutToken, page)]
+    return Starlette(routes=routes, middleware=middleware, exception_handlers={
         HTTPException: page.refuse, ShoalError: page.excuse, sqlite3.Error: page.excuse,
     })  # fmt: skip
 
@@ -110,11 +115,28 @@ class _Page:
         )  # guard: host-by-cookie
 
     def front(self, request: Request) -> Response:
-        """The run, or the comparison of several. The host's link carries the token and is answered with a cookie."""
+        """The run, or the comparison of several."""
+        return RedirectResponse(self._first(), 303, {"cache-control": "no-store"})
+
+    def _first(self) -> str:
         runs = self._shelf.runs
-        response = RedirectResponse(f"/{runs[0].number}/" if len(runs) == 1 else "/compare", 303)
+        return f"/{runs[0].number}/" if len(runs) == 1 else "/compare"
+
+    def admit(self, request: Request) -> Response:
+        """An address with a token without it. The host's link carries the token, and is answered with a cookie; of a wrong
+        one the page says so."""
         given = request.query_params.get("token", "")
-        if self._token and hmac.compare_digest(given.encode(), self._token.encode()):  # guard: host-by-token
+        path = "/" + request.scope["path"].strip("/")  # // would lead to another host
+        is_right = bool(self._token) and hmac.compare_digest(
+            given.encode(), self._token.encode()
+        )  # guard: host-by-token
+        said = [
+            (name, value) for name, value in request.query_params.multi_items() if name not in ("token", WRONG_TOKEN)
+        ]
+        kept = urlencode(said if is_right or not given else [*said, (WRONG_TOKEN, "1")])
+        to = self._first() if path == "/" else path + "/" * request.scope["path"].endswith("/")
+        response = RedirectResponse(f"{quote(to)}?{kept}" if kept else quote(to), 303)
+        if is_right:
             response.set_cookie(
                 self._cookie, self._session, httponly=True, samesite="strict", secure=request.url.scheme == "https"
             )
@@ -164,7 +186,11 @@ class _Page:
     def csv(self, request: Request) -> Response:
         """A table, line by line. The name of its file says how much of the log the index had."""
         asked = self._asked(request, self._viewer(request))
-        table, seq = request.path_params["table"], asked.one()["seq"]
+        shelf, table, seq = self._shelf, request.path_params["table"], asked.one()["seq"]
+        shown = shelf.of(asked.run) if table != "runs" else None
+        if shown and (unread := shelf.being_read(shown.number)):
+            late = f"{unread.capitalize()}: ask for this table once it is whole.\n"
+            return PlainTextResponse(late, 503, {"retry-after": "5"})
         lines = lines_of_csv(asked, table)
         name = f"run-{asked.run}-{table}-before-event-{seq + 1}.csv"
         headers = {"content-disposition": f"attachment; filename={name}", **UNKEPT}
@@ -189,12 +215,26 @@ class _Page:
         )  # fmt: skip
 
     def _render(self, template: str, asked: Asked, values: Mapping[str, Any]) -> bytes:
+        fault, being_read = self._shelf.fault(asked.run), self._shelf.being_read(asked.run)
         common = {
             "run": asked.run, "runs": asked.runs(), "is_host": asked.is_host, "has_host": bool(self._token),
+            "read_fault": fault, "being_read": being_read,
             "now_s": asked.now_s, "place": "", "one": asked.one(), "asked": asked, "may_compute": asked.may_compute,
-            "p": parts(self._templates, asked.name_of),
+            "wrong_token": asked.word(WRONG_TOKEN), "badge": self._badge(asked),
+            "p": parts(self._templates, asked.name_of, "the log cannot be read to its end" if fault else being_read),
         }  # fmt: skip
         return self._templates.get_template(template).render({**common, **values}).encode("utf-8", "replace")
+
+    def _badge(self, asked: Asked) -> str:
+        """How the run does in a few words: "Live" only of one whose coordinator answers, and whose log is read."""
+        if unread := self._shelf.unread(asked.run):
+            return unread.replace("the log, ", "").capitalize()
+        condition = asked.look.condition(asked.run)
+        if condition.get("phase") == "ended":
+            return "The run has ended"
+        if condition.get("is_live"):
+            return "Live"
+        return "Stopped" if condition.get("is_stopped") else "No answer" if condition else ""
 
     def refuse(self, request: Request, error: Exception) -> Response:
         """A page that is not there, or a method that is not taken."""
@@ -258,3 +298,17 @@ class _WithHeaders:
             await PlainTextResponse("This address is too long.", 414)(scope, receive, with_headers)
             return
         await self._app(scope, receive, with_headers)
+
+
+class _WithoutToken:
+    """Sends who comes with a token to the same address without it: an address is kept in histories, and passed on."""
+
+    def __init__(self, app: ASGIApp, page: _Page) -> None:
+        self._app, self._page = app, page
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        carries = scope["type"] == "http" and scope["method"] in ("GET", "HEAD")
+        if carries and "token" in (request := Request(scope)).query_params:
+            await self._page.admit(request)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)

@@ -71,7 +71,8 @@ class Asked:
     def _named(self, row: Row, shown: Shown) -> Row:
         whole = self.is_host or not shown.is_own  # guard: page-hides-the-folder
         place = row["place"] if whole else shown.address
-        where, name = place or "its host's folder", row["name"] or place or f"Run {row['run']}"
+        folder = f"its host's folder {row['run']}" if len(self.shelf.runs) > 1 else "its host's folder"
+        where, name = place or folder, row["name"] or place or f"Run {row['run']}"
         return {**row, "place": place or ANY_PLACE, "where": where, "name": name, "is_own": shown.is_own}
 
     def excuse(self, error: Exception) -> str:

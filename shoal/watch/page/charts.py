@@ -6,8 +6,10 @@ for the questions to the index. Labels are strangers' text: metrics have names t
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
+from shoal.heldout import Heldout, why_not_comparable
 from shoal.metrics import meaning_of
 from shoal.watch.index import Look
 from shoal.watch.rows import Row
@@ -37,20 +39,28 @@ class Chart(NamedTuple):
     band: str = ""
     """What the band around the first line is."""
 
+    def last(self, line: Line) -> tuple[int, float | None]:
+        """The newest value of a line, which may be shorter than others, and its x."""
+        pairs = zip(reversed(self.x), reversed(line.values), strict=True)
+        return next(((x, value) for x, value in pairs if value is not None), (self.x[-1], None))
+
 
 BY_VERSION = "by-version"
 
 MOST_ENVS = 6
 """Environments of which the first page has a chart each: bands in one chart would cover each other."""
 
-OVERVIEW = ("reward_mean", BY_VERSION, "heldout", "entropy_nats", "clip_share", "staleness_rollouts", "step_s",
+REWARDS = ("reward_all_mean", "reward_mean")
+"""Of all rollouts, as the terminal shows it; of the batch alone, in runs of before there was the other."""
+
+OVERVIEW = (REWARDS[0], BY_VERSION, "heldout", "entropy_nats", "clip_share", "staleness_rollouts", "step_s",
             "train_tokens_per_s")  # fmt: skip
 """Charts of the first page, where the run has their numbers."""
 
 
 TITLES = {
-    "reward_part": "Parts of the reward",
-    "reward_mean": "Reward", "reward_all_mean": "Reward, all groups", "entropy_nats": "Entropy", "loss": "Loss",
+    "reward_all_mean": "Reward, all groups", "reward_mean": "Reward, groups with a signal",
+    "reward_part": "Parts of the reward", "entropy_nats": "Entropy", "loss": "Loss",
     "clip_share": "Clipped tokens", "staleness_rollouts": "Staleness", "step_s": "Time of a step", "kl_nats": "KL",
     "train_tokens_per_s": "Training speed", "solve_rate": "Solved", "grad_norm": "Gradient norm", "lr": "Learning rate",
 }  # fmt: skip
@@ -65,10 +75,11 @@ def chart_of(look: Look, run: int, name: str, smooth: float = 0.0, known: Sequen
     if name == "heldout":
         return _heldout(look, run)
     family = family_of(look, run, name, known)[:MOST_LINES]
-    series = {metric: _points(look, run, metric, smooth) for metric in family}
+    wide = _wide(look.last_step(run, family))
+    series = {metric: _points(look, run, metric, smooth, wide) for metric in family}
     told = meaning_of(name)
     unit, sentence = (told.unit, told.sentence) if told else ("", "")
-    drawn = _aligned(Chart(name, TITLES.get(name, name), unit, sentence, "step", [], []), series)
+    drawn = _aligned(Chart(name, TITLES.get(name, name), unit, sentence, "step", [], []), series, wide)
     lines = [line._replace(label=line.label.partition("/")[2] or "all") for line in drawn.lines]
     return drawn._replace(lines=lines)  # labelled last: an environment may be called "all"
 
@@ -97,19 +108,36 @@ def family_of(look: Look, run: int, name: str, known: Sequence[str] = ()) -> lis
 
 def compared(look: Look, runs: Mapping[int, str], name: str, smooth: float = 0.0) -> Chart:
     """One metric of several runs, each a line with the label given."""
-    series = {f"{run} {label}": _points(look, run, name, smooth) for run, label in list(runs.items())[:MOST_LINES]}
+    drawn = list(runs.items())[:MOST_LINES]
+    wide = _wide(max((look.last_step(run, [name]) for run, _ in drawn), default=-1))
+    series = {f"{run} {label}": _points(look, run, name, smooth, wide) for run, label in drawn}
     known = meaning_of(name)
     unit, sentence = (known.unit, known.sentence) if known else ("", "")
-    return _aligned(Chart(name, TITLES.get(name, name), unit, sentence, "step", [], []), series)
+    return _aligned(Chart(name, TITLES.get(name, name), unit, sentence, "step", [], []), series, wide)
 
 
-def _points(look: Look, run: int, name: str, smooth: float) -> dict[int, float]:
-    return {row["step"]: row["value"] for row in look.series(run, name, POINTS, smooth)}
+def _wide(last_step: int) -> int:
+    """How many steps a point stands for: the same in all lines of a chart."""
+    return max(1, math.ceil((last_step + 1) / POINTS))
 
 
-def _aligned(empty: Chart, series: Mapping[str, Mapping[int, float]]) -> Chart:
-    x = sorted({step for points in series.values() for step in points})
-    lines = [Line(label, [points.get(step) for step in x]) for label, points in series.items() if points]
+def _points(look: Look, run: int, name: str, smooth: float, wide: int) -> dict[int, tuple[int, float]]:
+    """The points by their places: the last step of each, and its value."""
+    # An age that a step does not name has no rollouts.
+    found = look.series(run, name, POINTS, smooth, wide=wide, counts=name.startswith("staleness_rollouts/"))
+    return {row["step"] // wide: (row["step"], row["value"]) for row in found}
+
+
+def _aligned(empty: Chart, series: Mapping[str, Mapping[int, tuple[int, float]]], wide: int) -> Chart:
+    """Lines over the same steps. A place between the first and the last that no line has is a gap, too."""
+    at = [place for points in series.values() for place in points]
+    places = range(min(at), max(at) + 1) if at else range(0)
+    x = [max((points[i][0] for points in series.values() if i in points), default=(i + 1) * wide - 1) for i in places]
+    lines = [
+        Line(label, [points[i][1] if i in points else None for i in places])
+        for label, points in series.items()
+        if points
+    ]
     return empty._replace(x=x, lines=lines)
 
 
@@ -117,8 +145,15 @@ def overview_charts(look: Look, run: int) -> list[str]:
     """Names of the charts of the first page: also the rewards of each of several environments, and the parts of rewards."""
     envs = look.envs(run)
     more = [f"{BY_VERSION}/{env}" for env in envs[:MOST_ENVS]] if len(envs) > 1 else []
-    more += ["reward_part"] if any(name.startswith("reward_part/") for name in look.names(run)) else []
-    return [part for name in OVERVIEW for part in ([name, *more] if name == BY_VERSION else [name])]
+    names = look.names(run)
+    more += ["reward_part"] if any(name.startswith("reward_part/") for name in names) else []
+    usual = (reward_name(names), *OVERVIEW[1:])
+    return [part for name in usual for part in ([name, *more] if name == BY_VERSION else [name])]
+
+
+def reward_name(names: Sequence[str]) -> str:
+    """Which metric is the reward of a run that has these: the first of REWARDS that it has."""
+    return next((name for name in REWARDS if name in names), REWARDS[0])
 
 
 def rewards_of(look: Look, run: int, env: str = "") -> list[Row]:
@@ -161,7 +196,13 @@ def of_task(rows: Sequence[Mapping[str, Any]]) -> Chart:
 
 
 def _heldout(look: Look, run: int) -> Chart:
-    rows = [row for row in look.heldout(run) if not row["env"]]
+    found = look.heldout(run)
+    faulty = {
+        row["version"]
+        for row in found
+        if why_not_comparable(Heldout(None, None, None, row["episodes"], faults=row["faults"] or 0))
+    }
+    rows = [row for row in found if not row["env"] and row["version"] not in faulty]
     rows = list({row["version"]: row for row in rows}.values())
     measure = rows[-1]["measure"] if rows else ""
     lines = [
@@ -171,8 +212,9 @@ def _heldout(look: Look, run: int) -> Chart:
     ]
     if any(row["judge"] is not None for row in rows):
         lines.append(Line("judge", [row["judge"] for row in rows]))
-    kinds = " and ".join(sorted({row["tasks"] for row in rows}))
+    kinds = " and ".join(sorted({"held-out" if row["tasks"] == "heldout" else row["tasks"] for row in rows}))
     sentence = f"Evaluations on {kinds or 'held-out'} tasks, with 95 % intervals; the host's word."
+    sentence += f" Not drawn, because of faults: {len(faulty)}." if faulty else ""
     x = [row["version"] for row in rows]
     return Chart("heldout", "Held-out results", measure, sentence, "version", x, lines if rows else [], "95 %")
 
@@ -183,11 +225,13 @@ def _heldout(look: Look, run: int) -> Chart:
 class Picture(NamedTuple):
     low: float
     high: float
-    lines: list[tuple[str, str]]
-    """Label and points of each line, as SVG has them."""
+    lines: list[tuple[str, list[str]]]
+    """Label of each line, and the points of each of its parts, as SVG has them: a missing value is a gap."""
     band: str
     """Points of the band around the first line; empty if there is none."""
     summary: str
+    only: str = ""
+    """Of a chart with one x, what is there, in words."""
 
 
 def picture_of(chart: Chart) -> Picture | None:
@@ -207,9 +251,13 @@ def picture_of(chart: Chart) -> Picture | None:
     def points(values: Sequence[float | None]) -> list[str]:
         return [at(x, y) for x, y in zip(chart.x, values, strict=True) if y is not None]
 
+    def parts(values: Sequence[float | None]) -> list[str]:
+        pairs = groupby(zip(chart.x, values, strict=True), lambda pair: pair[1] is None)
+        return [_drawable([at(x, y) for x, y in pair if y is not None]) for is_gap, pair in pairs if not is_gap]
+
     edges = [points(line.values) for line in chart.lines if line.is_edge]
     band = " ".join(edges[0] + edges[1][::-1]) if len(edges) == 2 else ""
-    lines = [(line.label, _drawable(points(line.values))) for line in chart.lines if not line.is_edge]
+    lines = [(line.label, parts(line.values)) for line in chart.lines if not line.is_edge]
     first = [value for value in chart.lines[0].values if value is not None]
     summary = (
         f"{len(first)} points from {chart.x_label} {left} to {right}: first {first[0]:.4g}, last {first[-1]:.4g}, "
@@ -217,7 +265,15 @@ def picture_of(chart: Chart) -> Picture | None:
         if first
         else "no values"
     )
-    return Picture(low, high, lines, band, summary)
+    return Picture(low, high, lines, band, summary, _only(chart) if left == right else "")
+
+
+def _only(chart: Chart) -> str:
+    """A chart of a single x in words: the value where it has one line, and its band."""
+    values = [line.values[0] for line in chart.lines if not line.is_edge]
+    at = f"{chart.x_label} {chart.x[0]}" + (f": {values[0]:.4g}" if len(values) == 1 and values[0] is not None else "")
+    edges = sorted(line.values[0] for line in chart.lines if line.is_edge and line.values[0] is not None)
+    return f"{at}, {chart.band}: {edges[0]:.4g} to {edges[1]:.4g}" if len(edges) == 2 else at
 
 
 def _drawable(points: list[str]) -> str:

@@ -27,7 +27,7 @@ from shoal.watch.index.look import MOST_ROWS
 from shoal.watch.index.plain import numbers_of
 from shoal.watch.index.schema import MOST_ROLLOUTS
 from shoal.watch.page.asked import Asked, NotHere, asked_nodes, asked_refusals
-from shoal.watch.page.charts import family_of, rewards_of
+from shoal.watch.page.charts import REWARDS, family_of, rewards_of
 from shoal.watch.page.group_views import only_of
 from shoal.watch.rows import Row
 from shoal.watch.tables import csv_line
@@ -182,8 +182,8 @@ def _rollouts_of(asked: Asked, number: int | None) -> Iterator[Row]:
     of_one = "" if number is None else f"AND r.id >= {first} AND r.id < {first + MOST_ROLLOUTS}"
     query = (
         f"SELECT r.id AS id, g.version, g.slot, r.id % {MOST_ROLLOUTS} AS rollout, g.worker, g.env, g.task, g.status, "
-        "g.step, g.seq, r.reward, r.advantage, r.ending, r.tokens, r.policy_tokens, r.logprob, r.turns, r.flaw, t.text "
-        f"FROM rollouts r CROSS JOIN groups g ON g.id = r.id / {MOST_ROLLOUTS} LEFT JOIN texts t ON t.rowid = r.id "
+        "g.step, g.seq, r.reward, r.advantage, r.failed, r.ending, r.tokens, r.policy_tokens, r.logprob, r.turns, r.flaw, "
+        f"t.text FROM rollouts r CROSS JOIN groups g ON g.id = r.id / {MOST_ROLLOUTS} LEFT JOIN texts t ON t.rowid = r.id "
         f"WHERE r.run = ? {public} {of_one}"
     )
     for row in _in_order(asked.look, query, (asked.run,), ("r.id",), TEXTS):
@@ -254,13 +254,15 @@ def _runs(asked: Asked) -> Iterator[Row]:
     for row in asked.runs():
         found = asked.look.overview(row["run"])
         facts, metrics = found["facts"], dict(numbers_of(found["metrics"]))
+        condition = found["condition"]
+        phase = "stopped" if condition.get("is_stopped") else condition.get("phase", "starting")
         whole = [one for one in found["heldout"] if not one["env"]]
         yield {
-            **row, "phase": found["condition"].get("phase", "starting"), "version": facts.get("version"),
+            **row, "phase": phase, "version": facts.get("version"),
             "steps": facts.get("steps"), "accepted": facts.get("accepted"), "step": found["metrics_step"],
-            "reward_mean": metrics.get("reward_mean"), "entropy_nats": metrics.get("entropy_nats"),
+            **{name: metrics.get(name) for name in REWARDS}, "entropy_nats": metrics.get("entropy_nats"),
             "heldout": whole[-1]["mean"] if whole else None, "heldout_version": whole[-1]["version"] if whole else None,
-            "step_s": found["step_s"], "left_s": found["left_s"],
+            "step_s": found["step_s"], "left_s": found["left_s"] if condition.get("is_live") else None,
         }  # fmt: skip
 
 

@@ -29,7 +29,8 @@ def heldout(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     episodes, at = found.get(chosen, ()), asked.whole("at", 0) or 0
     drawn = chart_of(asked.look, asked.run, "heldout", 0.0)
     return "heldout.html", {
-        "title": "Held-out", "rows": rows, "judged": any(row["judge"] is not None for row in rows),
+        "title": "Held-out", "rows": rows, "faulted": any(row["faults"] for row in rows),
+        "judged": any(row["judge"] is not None for row in rows),
         "kept": kept, "chosen": chosen, "why": why, "at": at,
         "episodes": list(enumerate(episodes))[at : at + EPISODES], "total": len(episodes),
         "next": at + EPISODES if at + EPISODES < len(episodes) else None,

@@ -23,7 +23,8 @@ def serve_hosted(run_dir: Path) -> None:
     os.nice(NICE)
     folder = RunFolder(run_dir)
     host = folder.config().host
-    last = port_of_last_start(folder.dashboard_address)
+    others = (host.port or port_of_last_start(folder.address), host.origin_port)
+    last = port_of_last_start(folder.dashboard_address, others)
     with listen(host.bind, host.dashboard_port, last, "host.dashboard_port") as listener:
         port, token = listener.getsockname()[1], host_token(folder.dashboard_token)
         url = host.dashboard_url.rstrip("/") or address(host.bind, port)

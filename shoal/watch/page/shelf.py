@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, ShoalError
+from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, ShoalError, StateError
 from shoal.watch.index import Builder, Look, numbered
 from shoal.watch.page.gaps import Gaps, Rescoring
 from shoal.watch.page.places import address_for_others, is_folder, without_paths
@@ -69,6 +69,14 @@ class Shown:
     """Condition and alarms as they were noted last."""
     address: str = ""
     """Its URL, as others know it; empty if there is none."""
+    is_whole: bool = False
+    """Whether its log was read up to the end since it was opened. Texts of rollouts may still be missing."""
+    percent: int = 0
+    """How much of the log was read until then. A log that grows meanwhile does not make it less."""
+    newest: int = -1
+    """The number of the newest event of its log, as it was told last; -1 if nobody knows."""
+    is_broken: bool = False
+    """Whether the log had a fault when it was read last. That is not forgotten while it is read again."""
     trouble: str = ""
     """What keeps it from being read, as anyone may see it. The index cannot say so if it is what cannot be written."""
 
@@ -145,6 +153,28 @@ class Shelf:
         """What keeps a run from being read now; empty if nothing does."""
         shown = self.of(number)
         return shown.trouble if shown is not None else ""
+
+    def fault(self, number: int) -> str:
+        """Why a run's log cannot be read to its end; empty if it can."""
+        shown = self.of(number)
+        return shown.trouble if shown is not None and shown.is_broken else ""
+
+    def being_read(self, number: int) -> str:
+        """That a run's log is being read, and how much of it was; empty once it is whole, and a page shows the present."""
+        shown = self.of(number)
+        if shown is None or shown.is_whole:
+            return ""
+        is_known = shown.newest >= 0 or shown.reading is None or shown.reading.state.seq < 0
+        return f"reading the log, {shown.percent} %" if is_known else "reading the log"
+
+    def unread(self, number: int) -> str:
+        """In a few words why a run's log is not shown to its end; empty if it is."""
+        shown = self.of(number)
+        if shown is not None and shown.is_broken:
+            return "log broken"
+        if shown is not None and shown.trouble:
+            return "cannot be read now"
+        return self.being_read(number)
 
     def free_bytes(self, number: int) -> int | None:
         """Free space where a run's folder is; None for a run elsewhere."""
@@ -254,7 +284,7 @@ class Shelf:
                     return False
                 wait_s = MOST_AGAIN_S if isinstance(error, Overreach) else shown.wait_s
                 shown.again_at, shown.wait_s = now + wait_s, min(2 * wait_s, MOST_AGAIN_S)  # guard: index-thread-lives
-                is_known = isinstance(error, ShoalError)
+                is_known, shown.is_broken = isinstance(error, ShoalError), isinstance(error, StateError)
                 log.warning(
                     "a run cannot be indexed, trying again later run=%s cause=%s", shown.where, error,
                     exc_info=None if is_known else error,
@@ -268,17 +298,27 @@ class Shelf:
         is_there = self._inode() == self._file  # guard: deleted-index-is-made-anew
         if shown.builder is None or shown.generation != self._generation or not is_there:
             self._open(shown)
-        assert shown.builder is not None
+        assert shown.builder is not None and shown.reading is not None
+        if not shown.is_whole and shown.newest < 0:
+            shown.newest = shown.reading.source.newest()
         busy, trouble = False, ""
         try:
             busy = shown.builder.advance()
         except PeerError as error:
             trouble, shown.again_at = str(error), self._clock() + AGAIN_S
-        if trouble or shown.trouble or self._clock() - shown.asked_at > CONDITION_EVERY_S:
-            self._say(shown, trouble)
-            self._note(shown)
-        if not busy and not trouble:
+        read, there = shown.reading.state.seq + 1, shown.newest + 1
+        shown.percent = max(shown.percent, min(99, 100 * read // max(there, read, 1))) if there else 0
+        if not trouble and (
+            not busy or read >= there > 0
+        ):  # a live log grows, and its bodies take longer than its events
             shown.wait_s = AGAIN_S
+            if not shown.is_whole:
+                self._is_news, shown.asked_at = True, -math.inf  # what was noted of its beginning is not the present
+            shown.is_whole, shown.is_broken = True, False
+        if trouble or shown.trouble or self._clock() - shown.asked_at > CONDITION_EVERY_S:
+            if trouble or not shown.is_broken:
+                self._say(shown, trouble)
+            self._note(shown)
         if busy:
             self._is_news = True
         return busy
@@ -296,6 +336,7 @@ class Shelf:
             raise ConfigError(f"there is no folder {shown.where}: give a run's folder or its URL")
         shown.reading = self._open_one(shown.where, private=shown.is_own)
         shown.place, shown.address = shown.reading.name, address_for_others(shown.where)
+        shown.is_whole, shown.newest, shown.percent = False, -1, 0
         with self._opening:
             if self._file is None or self._inode() != self._file:
                 self._begin()
@@ -329,6 +370,8 @@ class Shelf:
         if shown.builder is None or shown.reading is None:
             return
         shown.asked_at = self._clock()
+        if not shown.is_whole:
+            shown.newest = shown.reading.source.newest()
         shown.builder.note_condition()
         alarms = self.look().alarms(shown.number)
         row = self.look().rows("SELECT told, is_live FROM conditions WHERE run = ?", shown.number)
@@ -347,6 +390,9 @@ def with_parts(group: ReadGroup, played: ReadGroup) -> ReadGroup:
     """A group with what the replay says of its rewards."""
     told = {rollout.index: rollout for rollout in played.rollouts}
     return replace(group, rollouts=tuple(
-        replace(r, parts=told[r.index].parts, metrics=told[r.index].metrics, problem=told[r.index].problem)
+        replace(
+            r, parts=told[r.index].parts, metrics=told[r.index].metrics, problem=told[r.index].problem,
+            fault=told[r.index].fault,
+        )
         for r in group.rollouts
     ))  # fmt: skip

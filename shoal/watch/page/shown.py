@@ -17,6 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jinja2.environment import TemplateModule
 from starlette.datastructures import QueryParams
 
+from shoal.ledger.remedies import split_remedy
 from shoal.terminal import brief, printable
 from shoal.watch.words import KEY_CHARS
 
@@ -35,15 +36,15 @@ def templates() -> Environment:
     env.filters |= {
         "number": number, "whole": whole, "percent": percent, "when": when, "iso": iso, "span": span,
         "cut": cut, "shown": shown, "said": said, "query": query, "after": after, "day": day, "clock": clock,
-        "kind_class": kind_class, "quoted": shlex.quote,
+        "kind_class": kind_class, "quoted": shlex.quote, "split_remedy": split_remedy,
     }  # fmt: skip
     env.globals |= {"dash": NONE, "asset": _assets().__getitem__}
     return env
 
 
-def parts(env: Environment, name_of: Callable[[str], str]) -> TemplateModule:
-    """What pages show alike, with the names of this run's nodes by key."""
-    return env.get_template("parts.html").make_module({"name_of": name_of})
+def parts(env: Environment, name_of: Callable[[str], str], being_read: str) -> TemplateModule:
+    """What pages show alike, with the names of this run's nodes by key, and that its log is still being read."""
+    return env.get_template("parts.html").make_module({"name_of": name_of, "being_read": being_read})
 
 
 def _assets() -> dict[str, str]:

@@ -5,8 +5,10 @@ number of its event; what the trainer says has its step.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Any
 
 from shoal.metrics import mean_of_counts, meaning_of
@@ -15,6 +17,7 @@ from shoal.watch.index.plain import values_of
 from shoal.watch.page.asked import Asked, NotHere, View, asked_nodes, asked_refusals
 from shoal.watch.page.charts import (
     BY_VERSION,
+    REWARDS,
     Chart,
     chart_of,
     compared,
@@ -23,8 +26,10 @@ from shoal.watch.page.charts import (
     has_chart,
     overview_charts,
     picture_of,
+    reward_name,
     rewards_of,
 )
+from shoal.watch.page.places import ANY_PLACE
 from shoal.watch.page.shown import query
 from shoal.watch.rows import Row
 from shoal.watch.trend import TREND_STEPS, trend_of
@@ -53,6 +58,7 @@ def overview(asked: Asked) -> tuple[str, Mapping[str, Any]]:
         "staleness": mean_of_counts(found["metrics"].get("staleness_rollouts")),
         "reward": _newest(found["metrics"], REWARDS), "first_reward": _first_reward(asked), "trend": _trend(asked),
         "last_verdict": _last_verdict(asked),
+        "failed": look.rows("SELECT total(faults) AS rollouts FROM groups WHERE run = ?", run)[0]["rollouts"],
         "per_env": {name.partition("/")[2]: value for name, value in sorted(values_of(found["metrics"]))
                     if name.startswith("reward_mean/")},
     }  # fmt: skip
@@ -96,7 +102,7 @@ def _by_version(asked: Asked, name: str) -> Mapping[str, Any]:
     env, point = name.partition("/")[2], "groups?version="
     columns: tuple[str, ...] = ("groups", "mean", "spread")
     if name == "heldout":
-        columns = ("env", "mean", "low95", "high95", "episodes", "measure", "tasks")
+        columns = ("env", "mean", "low95", "high95", "episodes", "faults", "measure", "tasks")
         found, table, told = asked.look.heldout(asked.run), "heldout", "All evaluations"
     else:
         found, table, told = rewards_of(asked.look, asked.run, env)[-50:], "rewards", "Newest versions"
@@ -207,20 +213,56 @@ def comparison(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     """Several runs beside each other."""
     runs = asked.runs()
     drawn = _drawn_runs(asked)
-    labels = {row["run"]: row["name"] or row["place"] for row in runs if row["run"] in drawn}
+    labels = _labels(runs, drawn)
     names = sorted({name for row in runs for name in asked.look.names(row["run"])} - {"step", "time_s"})
     chosen = [name for name in asked.words("metric") if name in names] or [
-        name for name in ("reward_mean", "entropy_nats") if name in names
+        name for name in (reward_name(names), "entropy_nats") if name in names
     ]
     charts = [_drawn(compared(asked.look, labels, name, asked.smooth())) for name in chosen[:12]]
     figures = [
-        {**row, **asked.look.overview(row["run"]), "raised": len(replace(asked, run=row["run"]).alarms(only_open=True))}
+        {
+            **row,
+            **(of_run := asked.look.overview(row["run"])),
+            "reward": _newest(of_run["metrics"], REWARDS),
+            "unread": asked.shelf.unread(row["run"]),
+            "raised": len(replace(asked, run=row["run"]).alarms(only_open=True)),
+        }
         for row in runs
     ]
     return "compare.html", {
         "title": "Compare", "rows": figures, "charts": charts, "names": names, "chosen": chosen,
         "smooth": asked.smooth(), "drawn": drawn, "of": "&of=all" + "".join(f"&run={run}" for run in drawn),
     }  # fmt: skip
+
+
+def _labels(runs: Sequence[Row], drawn: Sequence[int]) -> dict[int, str]:
+    """What the line of each drawn run is called. Runs of one name are told apart by their folders or addresses where a
+    viewer may know these, else by their ids. Copies of one run have one id: then by their numbers on this page."""
+    named, ids = Counter(row["name"] for row in runs), Counter(row["id"] for row in runs)
+    ends = _ends([row["place"] for row in runs])
+    apart = {
+        row["run"]: ends[row["place"]] if row["place"] != ANY_PLACE
+        else row["id"][:8] if ids[row["id"]] == 1 else f"folder {row['run']}"
+        for row in runs
+    }  # fmt: skip
+    return {
+        row["run"]: f"{apart[row['run']]} ({row['name']})" if named[row["name"]] > 1 else row["name"]
+        for row in runs
+        if row["run"] in drawn
+    }
+
+
+def _ends(places: Sequence[str]) -> dict[str, str]:
+    """The shortest end of each path or address that no other has."""
+    parts = {place: PurePath(place).parts for place in places}
+
+    def end(place: str) -> str:
+        own = parts[place]
+        others = [parts[other] for other in parts if other != place]
+        sizes = (size for size in range(1, len(own)) if all(own[-size:] != other[-size:] for other in others))
+        return "/".join(own[-next(sizes, len(own)) :])
+
+    return {place: end(place) for place in parts}
 
 
 def _drawn_runs(asked: Asked) -> list[int]:
@@ -243,8 +285,7 @@ def chart(asked: Asked) -> Mapping[str, Any]:
     name = asked.word("name")
     if asked.word("of") == "all":
         drawn = _drawn_runs(asked)
-        labels = {row["run"]: row["name"] or row["place"] for row in asked.runs() if row["run"] in drawn}
-        found = compared(asked.look, labels, name, asked.smooth())
+        found = compared(asked.look, _labels(asked.runs(), drawn), name, asked.smooth())
     else:
         found = chart_of(asked.look, asked.run, name, asked.smooth())
     return {"x": found.x, "unit": found.unit, "x_label": found.x_label, "lines": [
@@ -276,10 +317,6 @@ def _spreads(asked: Asked, step: int | None) -> tuple[int, dict[str, float]]:
     )
     rows = look.rows(f"{by_env} GROUP BY env", run, version)
     return version, {"": look.rows(mean, run, version)[0]["spread"], **{row["env"]: row["spread"] for row in rows}}
-
-
-REWARDS = ("reward_all_mean", "reward_mean")
-"""Of all rollouts, as the terminal shows it; of the batch alone, in runs of before there was the other."""
 
 
 def _newest(line: Mapping[str, Any], names: Sequence[str]) -> Any:

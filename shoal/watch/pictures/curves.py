@@ -11,9 +11,10 @@ from pathlib import PurePath
 from typing import Any, Literal, NamedTuple
 
 from shoal.errors import ConfigError, NothingYet
+from shoal.heldout import interval_of, why_not_comparable
 from shoal.ledger.facts.run import RunCreated
 from shoal.metrics import METRICS, Metric, declared, mean_of_counts
-from shoal.terminal import brief
+from shoal.terminal import brief, docs_page
 from shoal.watch.reading import Reading
 from shoal.watch.reading.heldout import HeldOut, read_heldout
 from shoal.watch.reading.source import Value, step_of
@@ -34,10 +35,11 @@ EVALUATED = {
 }
 
 USUAL = (
-    "reward_mean", HELDOUT, JUDGE, "solve_rate", "zero_signal_share", "entropy_nats", "clip_share", "staleness_rollouts",
-    "step_s",
+    "reward_all_mean", HELDOUT, JUDGE, "solve_rate", "zero_signal_share", "entropy_nats", "clip_share",
+    "staleness_rollouts", "step_s",
 )  # fmt: skip
-"""What tells how a run goes: what it learns, whether there is signal, how far the policy moves, how fast steps are."""
+"""What tells how a run goes: what it learns, whether there is signal, how far the policy moves, how fast steps are. Of runs
+without a reward of all groups, that of the batches."""
 
 AS_MEAN = {"staleness_rollouts": "versions, mean"}
 """Metrics that are tables of counts by a number: they are drawn as the mean of that number, with this unit."""
@@ -124,7 +126,9 @@ def picture_of(
     sets = [[run] for run in runs] if apart else seeds_apart(runs)
     labels = labels_of(sets)
     panels = []
-    for name in wanted or (*USUAL, *_parts_of(runs)):
+    has_all = any(number_of(line, USUAL[0]) is not None for run in runs for line in run.lines)
+    usual = USUAL if has_all else ("reward_mean", *USUAL[1:])
+    for name in wanted or (*usual, *_parts_of(runs)):
         curves = [
             Curve(label, number, points, len(same))
             for number, (label, same) in enumerate(zip(labels, sets, strict=True))
@@ -205,7 +209,9 @@ def _check(name: str, runs: Sequence[ReadRun]) -> None:
         plain = [known for known in METRICS if "/" not in known and known not in ("step", "time_s", "waiting_for")]
         names = sorted({*plain, *EVALUATED, *found})
         near = [brief(each) for each in difflib.get_close_matches(name, names, n=3, cutoff=0.5)]
-        hint = f"did you mean {' or '.join(near)}" if near else "docs/reference/metrics.md has all names"
+        hint = (
+            f"did you mean {' or '.join(near)}" if near else f"{docs_page('docs/reference/metrics.md')} has all names"
+        )
         raise ConfigError(
             f"there is no metric {brief(name)!r}: {hint}?" if near else f"no metric {brief(name)!r}: {hint}"
         )
@@ -215,7 +221,10 @@ def _check(name: str, runs: Sequence[ReadRun]) -> None:
 
 def _why_none(name: str) -> str:
     if name in EVALUATED:
-        return "evaluations are read from the host's folder, and are made as its run file says"
+        return (
+            "evaluations are read from the host's folder, and are made as its run file says; those with too many faults "
+            "are not drawn"
+        )
     return _told(name).sentence
 
 
@@ -247,13 +256,14 @@ def _series(run: ReadRun, name: str, across: Across, smooth: int) -> dict[int, P
 
 
 def _heldout(run: ReadRun, across: Across, name: str) -> dict[int, Point]:
-    """By version: version v comes after step v - 1."""
+    """By version: version v comes after step v - 1. Without evaluations that have too many faults to be compared."""
     x_of = _x_of(run, across)
-    told = [(one.version, one if name == HELDOUT else one.judge) for one in run.heldout]
+    evaluations = [(one.version, one if name == HELDOUT else one.judge) for one in run.heldout]
     return {
-        version: Point(float(version) if across == "step" else x_of(version - 1), said.mean, said.low95, said.high95)
-        for version, said in told
-        if said is not None and None not in map(_number, (said.mean, said.low95, said.high95))
+        version: Point(float(version) if across == "step" else x_of(version - 1), *found)
+        for version, one in evaluations
+        if one is not None and not why_not_comparable(one)
+        if (found := interval_of(one)) is not None and None not in map(_number, found)
     }
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, how_to_install
 from shoal.watch.pictures.curves import ACROSS, Curve, Panel, Picture, Point
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
@@ -82,7 +82,7 @@ def _matplotlib(salt: str) -> Iterator[Any]:
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        raise ConfigError("matplotlib is not installed: pip install 'shoal[plot]'") from None
+        raise ConfigError(f"matplotlib is not installed: {how_to_install('plot')}") from None
     settings = {
         "svg.hashsalt": salt, "svg.fonttype": "path", "text.parse_math": False, "font.family": "DejaVu Sans",
         "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": INK, "text.color": INK,

@@ -8,7 +8,7 @@ Axes: G rollouts of a group, T tokens of one rollout, L tokens of it that are le
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -72,6 +72,11 @@ class ReadRollout:
     """What the environment reports beside the reward; likewise."""
     problem: str = ""
     """What the replay found wrong; likewise."""
+    failed: bool = False
+    """Whether the environment failed on it, so that it counts in nothing, as the log says."""
+    fault: str = ""
+    """What the environment raised: of the first rollout on which it failed as the log says, of others only after
+    `Reading.replayed`."""
 
     def text(self) -> str:
         """All turns, each after the name of its author."""
@@ -130,8 +135,9 @@ def advantages_of(
     record, continued = slots.get(group.slot), slots.get(continued_slot(group.slot, size))
     continuations = continued.rewards if continued is not None else ()
     steps_G = (record.steps or ()) if record is not None else ()
+    faults, failed = ((one.faults or ()) if one is not None else () for one in (record, continued))
     try:
-        return credit(group, rewards_G, continuations, algorithm, steps_G)
+        return credit(group, rewards_G, continuations, algorithm, steps_G, faults, failed)
     except ValueError:
         return None  # continuations or steps that are not those of this group: nothing that a batch could take
 
@@ -161,6 +167,15 @@ def read_rollouts(
             flaw,
         ))  # fmt: skip
     return tuple(found)
+
+
+def with_faults(rollouts_G: Sequence[ReadRollout], faults: t.Faults | None) -> tuple[ReadRollout, ...]:
+    """The rollouts of a group with what the log says of its faults."""
+    failed = faults.rollouts if faults is not None else ()
+    said = dict.fromkeys(failed[:1], faults.said) if faults is not None else {}
+    return tuple(
+        replace(rollout, failed=rollout.index in failed, fault=said.get(rollout.index, "")) for rollout in rollouts_G
+    )
 
 
 def conversation(sampling: t.Sampling, rollout: t.Rollout, renderer: Renderer) -> list[tuple[Author, str]]:

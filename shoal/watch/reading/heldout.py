@@ -17,18 +17,21 @@ class ReadTranscript(msgspec.Struct, frozen=True):
     task: str
     turns: tuple[tuple[str, str], ...]
     """Chat role and text."""
-    score: float
+    score: float | None
     success: bool | None
     ending: str
     tokens: int
+    fault: str = ""
+    """What the environment raised; such an episode has no score."""
 
 
 class HeldOut(msgspec.Struct, frozen=True):
     """An evaluation, with its 95 % confidence interval."""
 
-    mean: float
-    low95: float
-    high95: float
+    mean: float | None
+    """Over the episodes that have a score; None if the environment failed on all."""
+    low95: float | None
+    high95: float | None
     episodes: int
     measure: str = ""
     """success or reward: what the mean is of."""
@@ -45,6 +48,8 @@ class HeldOut(msgspec.Struct, frozen=True):
     name: str = ""
     """before, after, or v000012 for a checkpoint on the way."""
     version: int = -1
+    faults: int = 0
+    """Episodes without a score, because the environment failed on them."""
 
 
 def read_heldout(files: Mapping[str, bytes], newest: int, private: bool) -> list[HeldOut]:

@@ -5,12 +5,15 @@ Kept by `run` while it replays the log, because a state does not remember which 
 
 from dataclasses import dataclass, field
 
+from msgspec import UNSET
+
 from shoal.ledger.entry import Entry
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted, SlotVoid
 from shoal.ledger.facts.verdicts import Decision
 from shoal.ledger.facts.versions import CheckpointPublished
 from shoal.ledger.state import State
 from shoal.ledger.state_records import LeaseRecord
+from shoal.protocol import types as t
 from shoal.watch.reading.groups import Standing
 
 
@@ -26,12 +29,16 @@ class Marks:
     """By version: the event that published it first, and its time."""
     decisions: dict[str, tuple[int, Decision]] = field(default_factory=dict)
     """By submission."""
+    faults: dict[tuple[int, int], t.Faults] = field(default_factory=dict)
+    """By (version, slot): where the environment failed on the accepted group, if it did."""
 
     def see(self, entry: Entry) -> None:
         """Note one event."""
         match entry.body:
-            case GroupAccepted(version=version, slot=slot):
+            case GroupAccepted(version=version, slot=slot, faults=faults):
                 self.finals[version, slot] = entry.seq
+                if faults is not UNSET:
+                    self.faults[version, slot] = faults
             case SlotVoid(version=version, slots=slots):
                 self.finals.update({(version, slot): entry.seq for slot in slots})
             case BatchFormed(step=step):

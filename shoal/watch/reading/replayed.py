@@ -61,6 +61,7 @@ def replay(state: State, envs: dict[str, Env], renderer: Renderer, group: ReadGr
             parts=earned.parts if earned else {},
             metrics=earned.metrics if earned else {},
             problem=replayed.problem,
+            fault=replayed.fault or rollout.fault,
         )
         texts[rollout.index] = tuple(talk.texts) if talk else ()
     rollouts = tuple(told.get(rollout.index, rollout) for rollout in group.rollouts)

@@ -26,10 +26,10 @@ from shoal.ledger.table import apply, read_entry
 from shoal.policy.render import Renderer
 from shoal.protocol import types as t
 from shoal.protocol.wire import WireError, digest, from_msgpack
-from shoal.roles.auditor.source import EVENT_BYTES, EVENT_COPIES
-from shoal.roles.coordinator.board import groups_in_flight, node_state, waiting_for
+from shoal.roles.auditor.source import EVENT_BYTES, EVENT_COPIES, is_full
+from shoal.roles.coordinator.board import NOT_WAITING, groups_in_flight, node_state, waiting_for
 from shoal.roles.memory import share_of_free_mb
-from shoal.watch.reading.groups import ReadGroup, decoded, read_rollouts
+from shoal.watch.reading.groups import ReadGroup, decoded, read_rollouts, with_faults
 from shoal.watch.reading.heldout import HeldOut, read_heldout
 from shoal.watch.reading.marks import Marks, slot_of, standing_of
 from shoal.watch.reading.replayed import Replayed, answer_of, open_envs, replay
@@ -45,6 +45,8 @@ class Condition(NamedTuple):
     status: t.Status
     is_live: bool
     """Whether the coordinator said so just now; if not, it follows from the log, and `waiting_s` counts from its end."""
+    is_stopped: bool = False
+    """Whether nobody hosts the run now, though it has begun and not ended; of a URL nobody knows."""
 
 
 class Version(NamedTuple):
@@ -108,6 +110,8 @@ class Reading:
         self.marks = Marks()
         self._limit_bytes = 0 if source.is_own else 1_000_000 * (max_memory_mb or share_of_free_mb())
         self._read_bytes = 0
+        self._reaches_end = False
+        """Whether the page read last was the last one then."""
         self._broken: StateError | None = None
         self._has_key: bool | None = None
         """Whether the host's run key is here, once that was asked."""
@@ -154,6 +158,7 @@ class Reading:
             raise Replaced(
                 f"{self.name} holds another log than before: the run was replaced or set back. Open it again"
             )
+        self._reaches_end = not is_full(rows)
         self._read_bytes += sum(len(data) + EVENT_BYTES for data, _ in rows[known:])
         if self._limit_bytes and EVENT_COPIES * self._read_bytes > self._limit_bytes:  # guard: watched-log-fits-memory
             raise Overreach(
@@ -182,11 +187,18 @@ class Reading:
         self.marks.see(entry)
         return entry
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the page read last was the last one then, and whole."""
+        return self._reaches_end and self._broken is None
+
     def catch_up(self) -> int:
         """Read all events that there are; returns how many were new."""
         news = 0
         while entries := self.refresh():
             news += len(entries)
+            if self.is_at_end:  # guard: watched-log-ends
+                break
         return news
 
     def events(self, after: int = -1) -> Iterator[Entry]:
@@ -229,13 +241,15 @@ class Reading:
             return Condition(
                 t.Status("", "starting", -1, 0, 0, {}, 0, 0, "the coordinator: it has no log yet", 0.0), False
             )
+        waits = waiting_for(state)
+        is_stopped = state.phase != "ended" and self.source.is_hosted() is False
         return Condition(t.Status(
             name=state.name, phase=state.phase, version=state.main.version, steps=state.rules.steps,
             accepted=state.accepted_groups, refused=state.refused, in_flight=groups_in_flight(state, state.main),
-            pending=len(state.pending) + len(state.rechecks), waiting_for=waiting_for(state),
-            waiting_s=max(0.0, self._clock() - state.time), flat_groups=state.main.flat,
+            pending=len(state.pending) + len(state.rechecks), waiting_for=waits,
+            waiting_s=0.0 if waits == NOT_WAITING else max(0.0, self._clock() - state.time), flat_groups=state.main.flat,
             flat_reward=state.main.flat_reward / max(1, state.main.flat), pause_cause=state.pause_cause,
-        ), False)  # fmt: skip
+        ), False, is_stopped)  # fmt: skip
 
     def alarms(self) -> list[AlarmLine] | None:
         """What monitors raised and cleared, oldest first; None of a URL: `condition` says what stands."""
@@ -312,7 +326,9 @@ class Reading:
         status, seq = standing_of(state, self.marks, name, place.index)
         record, named = state.main.versions[lease.version].slots.get(slot), booked.groups[place.index]
         taken = record.step if record is not None and record.digest == named else -1
-        rollouts = read_rollouts(state, group, lease.version, named, self.renderer(), with_pieces)
+        faults = self.marks.faults.get((lease.version, slot)) if record is not None and record.digest == named else None
+        read = read_rollouts(state, group, lease.version, named, self.renderer(), with_pieces)
+        rollouts = with_faults(read, faults)
         return ReadGroup(
             lease.version, slot, name, place.index, named, lease.worker, group.env, group.task, status,
             self.is_public(name), taken, booked.seq, seq, rollouts, bool(files_needed(state.envs)),

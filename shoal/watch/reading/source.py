@@ -18,7 +18,7 @@ import msgspec
 
 from shoal.alarms import AlarmLine, read_alarms
 from shoal.errors import ConfigError, NothingYet, PeerError, ShoalError, StateError
-from shoal.folder import RunFolder, is_url
+from shoal.folder import RunFolder, is_locked, is_url
 from shoal.ledger.state import State
 from shoal.metrics import MAX_LINE_BYTES, MetricsTail, read_metrics
 from shoal.net.client import Client, PeerRefused
@@ -64,6 +64,10 @@ class Source(Protocol):
         """Events that follow the one of this number; none at the end, or if there is no log yet. Raises `ShoalError`."""
         ...
 
+    def newest(self) -> int:
+        """The number of the newest event that there is, as far as anyone says; -1 if nobody does."""
+        ...
+
     def blob(self, name: str) -> bytes:
         """Bytes by their hash, verified. Raises `NothingYet` if they are not here or are private, else `ShoalError`."""
         ...
@@ -82,6 +86,10 @@ class Source(Protocol):
 
     def status(self) -> t.Status | None:
         """What the coordinator says now; None if none answers."""
+        ...
+
+    def is_hosted(self) -> bool | None:
+        """Whether a launcher holds the run's folder; None of a URL."""
         ...
 
     def evaluations(self) -> dict[str, bytes]:
@@ -127,6 +135,16 @@ class FolderSource:
         self._asking = _Asking()
 
     def page(self, after: int) -> Rows:
+        rows = self._rows(after)
+        begun = self.folder.metrics.exists() or self.folder.trainer.exists()
+        # A run in one process has neither keys nor a log.
+        if not rows and after < 0 and begun and any(self.folder.keys.glob("*.key")):
+            raise StateError(
+                f"the log {self.folder.log} is missing or empty, though the run has begun: restore it from a copy"
+            )
+        return rows
+
+    def _rows(self, after: int) -> Rows:
         if not self.folder.log.is_file():
             return []
         try:
@@ -135,6 +153,11 @@ class FolderSource:
             if after < 0 and "no such table" in str(error):  # the coordinator has only begun to make it
                 return []
             raise
+
+    def newest(self) -> int:
+        with contextlib.suppress(ShoalError):
+            return FolderRun(self.folder.root).newest()
+        return -1
 
     def blob(self, name: str) -> bytes:
         return self._asking.wait(FolderRun(self.folder.root).blob(name))
@@ -159,6 +182,9 @@ class FolderSource:
             url = reader_url(self.folder.address, self.folder.config().host.bind)
             return self._asking.wait(_status(url, self._transport)) if url else None
         return None
+
+    def is_hosted(self) -> bool | None:
+        return is_locked(self.folder.root)
 
     def evaluations(self) -> dict[str, bytes]:
         found = {}
@@ -211,6 +237,11 @@ class UrlSource:
     def page(self, after: int) -> Rows:
         return self._asking.wait(self._run.page(after))
 
+    def newest(self) -> int:
+        with contextlib.suppress(PeerError):
+            return self._asking.wait(self._client.get_json("/v1/state", t.StateHash, deadline_s=STATUS_S)).seq
+        return -1
+
     def blob(self, name: str) -> bytes:
         return self._asking.wait(self._run.blob(name))
 
@@ -256,6 +287,9 @@ class UrlSource:
     def status(self) -> t.Status | None:
         with contextlib.suppress(PeerError):
             return self._asking.wait(self._client.get_json("/v1/status", t.Status, deadline_s=STATUS_S))
+        return None
+
+    def is_hosted(self) -> bool | None:
         return None
 
     def evaluations(self) -> dict[str, bytes]:

@@ -7,10 +7,11 @@ the log: alarms, time and use of the machine. Texts are strangers' as they are: 
 import contextlib
 import json
 import shlex
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from msgspec import structs
@@ -18,17 +19,27 @@ from msgspec import structs
 from shoal.alarms import AlarmLine, read_alarms, standing
 from shoal.config.monitors import said_of
 from shoal.envs.load import files_needed
-from shoal.errors import StateError
-from shoal.heldout import Judged
+from shoal.errors import ShoalError, StateError
+from shoal.heldout import Judged, interval_of, why_not_comparable
 from shoal.ledger.facts.run import RulesChanged, RunCreated
+from shoal.policy.anyspec import AnySpec
+from shoal.policy.kinds import spec_of
+from shoal.policy.sizes import parameters_of
+from shoal.policy.spec import PolicySpec
 from shoal.protocol import types as t
+from shoal.protocol.wire import digest
 from shoal.watch.reading import Reading, Version
 from shoal.watch.reading.heldout import HeldOut
 from shoal.watch.reading.source import FolderSource
 from shoal.watch.report.samples import Sample, samples_of
+from shoal.watch.rows import node_note
+from shoal.weights.manifest import open_manifest
 
 MOST_ROWS = 100
 """Of a table of nodes, versions or alarms: the rest is counted in a line below it."""
+
+MAX_CONFIG_BYTES = 1 << 20
+"""Of a policy's config.json, which may be a stranger's."""
 
 MOST_CONFIG_CHARS, MOST_LINE_CHARS, MOST_DEPTH = 40_000, 500, 20
 
@@ -44,13 +55,15 @@ class Facts:
     """Whether an audit executes files of the host, so that it needs `--own-files`."""
     status: t.Status
     is_live: bool
+    is_stopped: bool
+    """As `Condition` has them."""
     began: float
     ended: float
     """Of the first and the newest event, seconds since the epoch."""
     config: str
     """The resolved run file as JSON, as the log's first event has it."""
-    config_changes: int
-    """How often the host changed it later."""
+    config_changes: list[str]
+    """What the host changed in it later: key, old value, new value."""
     policy: str
     algorithm: str
     law: int
@@ -60,9 +73,13 @@ class Facts:
     gain: str
     """What training changed on held-out tasks, in a sentence; empty if there are not two evaluations."""
     nodes: list[t.NodeState]
+    notes: dict[str, str]
+    """Of a node by key, what its standing does not say."""
     more_nodes: int
     refused: list[tuple[str, int]]
     """Groups by check, most first."""
+    failed: int
+    """Rollouts on which an environment failed, so that they count in nothing."""
     influence: dict[str, float]
     """Share of each node by key."""
     versions: list[Version]
@@ -97,20 +114,23 @@ def facts_of(run: Reading) -> Facts:
     private, uncleared = run.shows_private(), standing(raised)
     alarms = raised if private else _as_told(raised)  # guard: report-accuses-nobody
     wall_s, use = _use(run)
-    config = without_folders(begun.config)
+    config = dict(without_folders(begun.config))
     train = config.get("train")
     samples, why = samples_of(run)
-    changes = sum(isinstance(entry.body, RulesChanged) and bool(entry.body.config) for entry in run.events())
+    later = [entry.body.config for entry in run.events() if isinstance(entry.body, RulesChanged) and entry.body.config]
     return Facts(
         run=run.run, name=begun.name, command=shlex.quote(run.name) if not run.source.is_own else "RUN_FOLDER",
         needs_files=bool(files_needed(state.envs)),
-        is_url=not run.source.is_own, status=condition.status, is_live=condition.is_live, began=first.time,
-        ended=state.time, config=_config(config), config_changes=changes,
-        policy=_said(config.get("policy")),
+        is_url=not run.source.is_own, status=condition.status, is_live=condition.is_live,
+        is_stopped=condition.is_stopped, began=first.time, ended=state.time, config=_config(config),
+        config_changes=_changes([config, *map(without_folders, later)]),
+        policy=policy_of(run, config.get("policy")),
         algorithm=_said(train.get("algorithm") if isinstance(train, dict) else None), law=state.law.version,
         envs=[(env.label, without_folders(env.name)) for env in begun.envs],
         heldout=heldout, gain=gain_of(heldout), nodes=shown,
+        notes={node.key: node_note(state.members[node.key], state) for node in shown},
         more_nodes=len(nodes) - len(shown), refused=Counter(condition.status.refused).most_common(),
+        failed=sum(len(faults.rollouts) for faults in run.marks.faults.values()),
         influence={node.key: node.influence / total if total else 0.0 for node in nodes}, versions=kept,
         more_versions=len(versions) - len(kept), alarms=alarms[-MOST_ROWS:],
         standing=len(uncleared if private else {(one.cause, one.since) for one in uncleared}),
@@ -119,7 +139,8 @@ def facts_of(run: Reading) -> Facts:
 
 
 def gain_of(heldout: Sequence[HeldOut]) -> str:
-    """From the first evaluation to the last, and whether their intervals overlap; the same of a held-out judge."""
+    """From the first evaluation to the last, and whether their intervals overlap; the same of a held-out judge. Or why they
+    are not compared."""
     if len(heldout) < 2:
         return ""
     first, last = heldout[0], heldout[-1]
@@ -128,14 +149,20 @@ def gain_of(heldout: Sequence[HeldOut]) -> str:
     ]
     if first.judge is not None and last.judge is not None:
         said.append(_change("The judge's mean", first.judge, last.judge, "", last.version))
-    return " ".join(said)
+    return " ".join(filter(None, said))
 
 
 def _change(what: str, first: HeldOut | Judged, last: HeldOut | Judged, since: str, version: int) -> str:
-    apart = last.low95 > first.high95 or last.high95 < first.low95
-    change = "rose" if last.mean > first.mean else "fell" if last.mean < first.mean else "stayed"
+    if why := why_not_comparable(first, last):
+        return f"{what}: {why}."
+    before, after = interval_of(first), interval_of(last)
+    if before is None or after is None:
+        return ""
+    (was, was_low, was_high), (now, now_low, now_high) = before, after
+    apart = now_low > was_high or now_high < was_low
+    change = "rose" if now > was else "fell" if now < was else "stayed"
     surely = "the 95 % intervals do not touch" if apart else "the 95 % intervals overlap, so this may be chance"
-    return f"{what} {change} from {first.mean:.3g}{since} to {last.mean:.3g} in version {version}: {surely}."
+    return f"{what} {change} from {was:.3g}{since} to {now:.3g} in version {version}: {surely}."
 
 
 def without_folders(tree: Any, depth: int = 0) -> Any:
@@ -150,8 +177,35 @@ def without_folders(tree: Any, depth: int = 0) -> Any:
 
 
 def _config(tree: Mapping[str, Any]) -> str:
+    """A run file as JSON, without the shape of a policy from scratch if it starts from another one."""
+    policy = tree.get("policy")
+    if isinstance(policy, dict) and policy.get("path"):
+        tree = {**tree, "policy": {key: value for key, value in policy.items() if key != "tiny"}}
     whole = json.dumps(tree, indent=1, ensure_ascii=False)
     return whole if len(whole) <= MOST_CONFIG_CHARS else whole[:MOST_CONFIG_CHARS] + "\n… (the log has all of it)"
+
+
+def _changes(trees: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each value by which a run file differs from the one before."""
+    found = list[str]()
+    before = _values(trees[0])
+    for tree in trees[1:]:
+        now = _values(tree)
+        for key in [key for key in now if now[key] != before.get(key)]:
+            found.append(f"{key}: {before.get(key, 'none')} → {now[key]}"[:MOST_LINE_CHARS])
+        before |= now
+    return found
+
+
+def _values(tree: Any, key: str = "") -> dict[str, str]:
+    """The values of a run file by their dotted names."""
+    if not isinstance(tree, Mapping):
+        return {key: json.dumps(tree, ensure_ascii=False)}
+    return {
+        name: value
+        for part, below in tree.items()
+        for name, value in _values(below, f"{key}.{part}" if key else str(part)).items()
+    }
 
 
 def _said(section: object) -> str:
@@ -165,6 +219,50 @@ def _said(section: object) -> str:
         elif isinstance(value, str | int | float) and value and key != "name":
             said.append(f"{key} {value}")
     return ", ".join(said)[:MOST_LINE_CHARS]
+
+
+def policy_of(run: Reading, section: object) -> str:
+    """The policy that was used: its architecture and size as its published files say, then where it began."""
+    settings = section if isinstance(section, dict) else {}
+    used = [key for key in ("dtype", "path", "implementation") if settings.get(key)]
+    adapter = settings.get("adapter")
+    if isinstance(adapter, dict) and adapter.get("rank"):
+        used.append("adapter")
+    spec = _spec(run)
+    if spec is None and not settings.get("path"):
+        used.append("tiny")
+    said = [_said({key: settings[key] for key in used})]
+    if isinstance(spec, PolicySpec):
+        said.insert(0, f"{spec.family}, {parameters_of(spec):,} parameters, {_shape(spec)}, MLP {spec.mlp_width}")
+    elif spec is not None:
+        said.insert(0, f"{spec.architecture}, about {parameters_of(spec):,} parameters, {_shape(spec)}")
+    return "; ".join(filter(None, said))[:MOST_LINE_CHARS]
+
+
+def _shape(spec: PolicySpec | AnySpec) -> str:
+    heads = f"{spec.heads} heads ({spec.kv_heads} for keys and values)"
+    return f"{spec.layers} layers of width {spec.width}, {heads}, vocabulary {spec.vocab_size:,}"
+
+
+def _spec(run: Reading) -> PolicySpec | AnySpec | None:
+    """The shape of the newest version, from the files that its manifest names; None if they cannot be had."""
+    state, version = run.state, run.state.main.version
+    with contextlib.suppress(ShoalError, OSError), tempfile.TemporaryDirectory(prefix="shoal-report-") as home:
+        if version < 0:
+            return None
+        record = state.main.versions[version]
+        data = run.source.manifest(version, record.manifest)
+        manifest = open_manifest(
+            data, run=state.run, keys=state.publishers, now=None, version=version, root=record.root
+        )
+        for entry in manifest.files:
+            if entry.path in ("config.json", "generation_config.json") and entry.size <= MAX_CONFIG_BYTES:
+                chunks = entry.chunks[: 1 + MAX_CONFIG_BYTES // manifest.chunk_bytes]
+                file = b"".join(run.source.blob(chunk) for chunk in chunks)
+                if digest(file) == entry.digest:  # as its publisher signed it
+                    (Path(home) / entry.path).write_bytes(file)
+        return spec_of(Path(home))
+    return None
 
 
 def _as_told(lines: Sequence[AlarmLine]) -> list[AlarmLine]:

@@ -76,7 +76,7 @@ def duration(seconds: float) -> str:
 
 def share(value: float) -> str:
     """A share in per cent."""
-    return f"{100 * value:.1f} %"
+    return f"{value:.1%}".replace("%", " %")  # rounded as the terminal does
 
 
 def figure(value: float | None) -> str:
@@ -84,6 +84,6 @@ def figure(value: float | None) -> str:
     return "–" if value is None else f"{value:.3g}"
 
 
-def result(value: float) -> str:
+def result(value: float | None) -> str:
     """The mean of an evaluation, with as many digits in each row of a table."""
-    return f"{value:.3f}" if abs(value) < 10 else figure(value)
+    return f"{value:.3f}" if value is not None and abs(value) < 10 else figure(value)

@@ -48,6 +48,8 @@ class Talk:
     flaw: str
     cut: bool
     """Whether more was said than is shown."""
+    fault: str = ""
+    """What the environment raised."""
 
 
 @dataclass(frozen=True)
@@ -154,4 +156,4 @@ def _episodes(one: HeldOut) -> list[ReadTranscript]:
 
 def _episode(transcript: ReadTranscript) -> Talk:
     turns = tuple(Said(who, text[: 8 * MOST_TOKENS]) for who, text in transcript.turns)
-    return Talk(transcript.score, transcript.ending, turns, "", False)
+    return Talk(transcript.score, transcript.ending, turns, "", False, transcript.fault)

@@ -41,7 +41,8 @@ class Inside:
             state, reply, done = env.step(state, Action(action, "hermes", tools=getattr(env, "tools", [])))[:3]
             told.append(reply)
             states.append(state)
-        return {"told": told, "done": done, "scores": [env.score(state) for state in states]}
+        # A run scores no episode in which the policy wrote nothing, and reward functions need not expect one.
+        return {"told": told, "done": done, "scores": [env.score(state) for state in states[1:] or states]}
 
     def check(self, key: str) -> Any:
         from shoal.envs.check import check_env

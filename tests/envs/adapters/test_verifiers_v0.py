@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.envs.adapters.conftest import call
 
 Make = Callable[..., Any]
@@ -35,8 +37,8 @@ def test_a_tool_environment_plays_its_own_loop_and_rubric(distant: Make) -> None
 def test_an_episode_that_a_token_limit_cuts_is_scored_as_truncated(distant: Make) -> None:
     shop = distant("verifiers_v0", id="v0-shop", heldout=2)
     scores = shop.play(1, call("price", item="bread"), "<answer>5</answer>")["scores"]
-    assert [score[1]["truncated"] for score in scores] == [1.0, 1.0, 0.0]
-    assert [score[0]["correct"] for score in scores] == [0.0, 0.0, 1.0]
+    assert [score[1]["truncated"] for score in scores] == [1.0, 0.0]
+    assert [score[0]["correct"] for score in scores] == [0.0, 1.0]
 
 
 def test_global_random_numbers_belong_to_the_episode(distant: Make) -> None:
@@ -78,3 +80,16 @@ def test_replies_that_differ_are_found_when_turns_are_played_again(distant: Make
     clock = distant("verifiers_v0", id="v0-guess", args={"fault": "clock"})
     assert "is not deterministic: to the same turns it answered" in clock.play(1, "5", "6")["raised"]
     assert next(finding for finding in clock.ask("check") if finding[0] == "replay")[1] == "failed"
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_reward_function_that_fails_is_a_fault_and_no_reward_of_0(distant: Make, grouped: bool) -> None:
+    """verifiers only logs it. A function without weight is a metric, and may fail."""
+    brittle = distant("verifiers_v0", id="v0-brittle", args={"grouped": grouped})
+    assert "v0_brittle.py line 11: ValueError" in brittle.play(1, "two")["raised"]
+    assert "TypeError" in brittle.play(1, "nothing")["raised"]
+    assert "TimeoutError: the judge did not answer" in brittle.play(1, "7")["raised"]
+    assert [score[0]["brittle"] for score in brittle.play(1, "2")["scores"]][-1] == 1.0
+    assert [score[0]["brittle"] for score in brittle.play(1, "3")["scores"]][-1] == 0.0
+    hostile = next(finding for finding in brittle.ask("check") if finding[0] == "hostile actions")
+    assert hostile[1] == "failed" and "ValueError" in hostile[2] and "Correct that line" in hostile[2]

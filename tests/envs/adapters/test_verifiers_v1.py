@@ -20,7 +20,7 @@ def test_tools_hooks_rewards_and_metrics_are_the_tasksets_own(distant: Make) -> 
     assert results[0]["content"] == "byron is on shelf 5" and results[0]["name"] == "shelf_look"
     assert last is None and played["done"]
     assert played["scores"][-1] == [{"right": 2.0}, {"looked": 1.0, "truncated": 0.0}]
-    assert played["scores"][0] == [{"right": 0.0}, {"looked": 0.0, "truncated": 1.0}]
+    assert played["scores"][0] == [{"right": 0.0}, {"looked": 1.0, "truncated": 1.0}]
 
 
 def test_a_stop_condition_ends_the_episode(distant: Make) -> None:

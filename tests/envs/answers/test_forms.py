@@ -8,8 +8,8 @@ from shoal.envs.answers.pattern import matches
 from shoal.envs.answers.schema import conforms, read_json
 from shoal.errors import ConfigError
 
-pytest.importorskip("re2", reason="pip install 'shoal[answers]'")
-pytest.importorskip("jsonschema_rs", reason="pip install 'shoal[answers]'")
+pytest.importorskip("re2", reason="pip install '.[answers]'")
+pytest.importorskip("jsonschema_rs", reason="pip install '.[answers]'")
 
 
 @pytest.mark.parametrize("pattern", [r"(a+)+", r"(a|aa)+", r"(.*)(.*)(.*)(.*)b", r"([a-z]+)*[a-z]+[0-9]"])

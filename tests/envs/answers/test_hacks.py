@@ -10,9 +10,9 @@ from tests.envs.answers import hacks
 from tests.envs.answers.hacks import HACKS, HONEST, PROGRAM_HACKS, Case
 from tests.sandbox.needs import needs_bubblewrap
 
-pytest.importorskip("re2", reason="pip install 'shoal[answers]'")
-pytest.importorskip("jsonschema_rs", reason="pip install 'shoal[answers]'")
-pytest.importorskip("math_verify", reason="pip install 'shoal[math]'")
+pytest.importorskip("re2", reason="pip install '.[answers]'")
+pytest.importorskip("jsonschema_rs", reason="pip install '.[answers]'")
+pytest.importorskip("math_verify", reason="pip install '.[math]'")
 
 
 def test_there_are_at_least_fifty_hacks() -> None:

@@ -18,6 +18,7 @@ from shoal.envs.answers.agreement import (
 )
 from shoal.envs.answers.endpoint import Endpoint, NoAnswer
 from shoal.envs.answers.judge import better, choose, judged
+from shoal.envs.exceptions import is_unreachable
 from shoal.errors import ConfigError
 
 Make = Callable[..., Endpoint]
@@ -144,9 +145,9 @@ def test_a_fault_that_may_pass_is_tried_again_as_the_server_asks(openai: Make) -
 
 def test_waits_double_and_tries_end(openai: Make) -> None:
     waits: list[float] = []
-    with pytest.raises(NoAnswer, match="4 tries failed, the last with status 503"):
+    with pytest.raises(NoAnswer, match="4 tries failed, the last with status 503") as found:
         openai("down", sleep=waits.append)([{"role": "user", "content": "x"}])
-    assert waits == [1.0, 2.0, 4.0]
+    assert waits == [1.0, 2.0, 4.0] and is_unreachable(found.value)
 
 
 def test_a_server_that_is_not_there_is_undecided() -> None:

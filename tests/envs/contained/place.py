@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.envs.base import Raised
-from shoal.envs.contained.client import ContainedEnv, Doubt
+from shoal.envs.contained.client import ContainedEnv
 from shoal.envs.contained.line import LIMITS, Line, Source
+from shoal.envs.contained.pool import Processes
 from shoal.sandbox.limits import Limits
 
 QUICK = replace(LIMITS, wall_s=1.0, memory_mb=400)
@@ -40,14 +41,20 @@ environment = Asked
 
 
 def opened(
-    folder: Path, code: str, limits: Limits = QUICK, doubt: bool = False, tell: Callable[[str], None] | None = None,
-    dependencies: Path | None = None, **args: object,
+    folder: Path, code: str, limits: Limits = QUICK, tell: Callable[[str], None] | None = None,
+    dependencies: Path | None = None, processes: Processes = Processes(1), **args: object,
 ) -> ContainedEnv:  # fmt: skip
     """The environment of HEAD and then `code`, in a sandbox."""
     folder.mkdir(exist_ok=True)
     (folder / "environment.py").write_text(HEAD + code)
     source = Source(folder, dependencies or folder / "none", "environment.py", "environment", args, "ann/asked 0.1.0")
-    return ContainedEnv(Line(source, limits, tell or (lambda _: None)), Doubt(doubt))
+    return ContainedEnv(lambda: Line(source, limits, tell or (lambda _: None)), processes)
+
+
+def line_of(env: ContainedEnv) -> Line:
+    """Of the only process."""
+    (process,) = env.pool._processes
+    return process.line
 
 
 def acting(body: str) -> str:

@@ -1,5 +1,6 @@
 """Packages that attack: each is stopped by the sandbox or ends its rollout as data, and this process goes on."""
 
+import contextlib
 import math
 import random
 import subprocess
@@ -10,7 +11,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.envs.base import Raised
 from shoal.envs.contained import frames as f
 from shoal.envs.contained.open import try_code
 from shoal.envs.conversation import Conversation
@@ -19,7 +19,7 @@ from shoal.net.keys import save_key
 from shoal.policy.render import Renderer
 from shoal.protocol.identity import Key
 from shoal.protocol.types import Sampling
-from tests.envs.contained.place import acting, opened, said
+from tests.envs.contained.place import acting, line_of, opened, said
 from tests.sandbox.needs import needs_bubblewrap
 
 pytestmark = needs_bubblewrap
@@ -39,8 +39,7 @@ STOPPED = {
     "loops": ("while True: pass", "took longer than 2 s"),
     "sleeps": ("time.sleep(60)", "took longer than 2 s"),
     "kills itself": ("os.kill(os.getpid(), 9)", "something else"),
-    "exits": ("os._exit(7)", "exit code 7"),
-    "exits politely": ("sys.exit(0)", "exit code 0"),
+    "dies of a signal": ("os.abort()", "signal 6 (SIGABRT)"),
     "takes memory": ("x = [bytearray(1 << 20) for _ in range(2000)]", "more than 400 MB of memory"),
     "sends garbage": (ANSWERED % b"\0\0\0\x05hello", "malformed answer"),
     "sends a huge frame": (ANSWERED % b"\x7f\xff\xff\xff", "something else"),
@@ -51,31 +50,19 @@ STOPPED = {
 
 
 @pytest.mark.parametrize("name", STOPPED)
-def test_a_package_that_the_sandbox_stops_ends_its_rollout_and_no_other(
+def test_a_package_that_the_sandbox_stops_is_undecided_and_harms_no_other_rollout(
     name: str, tmp_path: Path, renderer: Renderer
 ) -> None:
     body, why = STOPPED[name]
     code = acting("if act == 'a':\n" + "\n".join(f"    {line}" for line in body.splitlines()))
     env = opened(tmp_path / "package", code)
     talks = [Conversation(env, renderer, env.task(i), SAMPLING) for i in range(2)]
-    talks[0].write([*renderer.encode("a"), renderer.eos_id])
-    assert talks[0].ending == "error" and talks[0].reward == 0.0
-    assert "the sandbox stopped it: it" in talks[0].fault and why in talks[0].fault and "\n" not in talks[0].fault
+    with pytest.raises(Undecided, match="the sandbox stopped it: it") as stopped:
+        talks[0].write([*renderer.encode("a"), renderer.eos_id])
+    assert talks[0].ending is None and why in str(stopped.value) and "\n" not in str(stopped.value)
     for _ in range(2):
         talks[1].write([*renderer.encode("b"), renderer.eos_id])
     assert (talks[1].ending, talks[1].reward) == ("environment", 1.0)
-
-
-def test_the_same_question_ends_two_sandboxes_and_no_third(tmp_path: Path) -> None:
-    env = opened(tmp_path / "package", acting("if act == 'a': time.sleep(60)"))
-    state = env.reset(env.task(0))[0]
-    spent = []
-    for _ in range(2):
-        began = time.monotonic()
-        with pytest.raises(Raised, match="took longer than 2 s"):
-            env.step(state, "a")
-        spent.append(time.monotonic() - began)
-    assert spent[0] > 3 and spent[1] < 0.5 and env.step(state, "b").reply == "again"
 
 
 def test_a_player_that_hangs_is_not_taken_for_another(tmp_path: Path) -> None:
@@ -88,16 +75,15 @@ environment = Players
 """
     env = opened(tmp_path / "package", code)
     state = env.reset(env.task(0))[0]
-    with pytest.raises(Raised, match="took longer than 2 s"):
+    with pytest.raises(Undecided, match="took longer than 2 s"):
         env.players()["wrong"](state, random.Random(1))
     assert env.players()["right"](state, random.Random(1)) == "a"
-    assert len(env._ends) == 1
 
 
 @pytest.mark.parametrize("where", ["task", "reset", "step", "score"])
-def test_in_doubt_a_stop_decides_nothing(where: str, tmp_path: Path, renderer: Renderer) -> None:
-    code = f"\nclass Hangs(Asked):\n    def {where}(self, *args):\n        os._exit(3)\n\nenvironment = Hangs\n"
-    env = opened(tmp_path / "package", code, doubt=True)
+def test_a_stop_decides_nothing(where: str, tmp_path: Path, renderer: Renderer) -> None:
+    code = f"\nclass Hangs(Asked):\n    def {where}(self, *args):\n        os.kill(os.getpid(), 9)\n\nenvironment = Hangs\n"
+    env = opened(tmp_path / "package", code)
     with pytest.raises(Undecided, match="the sandbox stopped it"):
         talk = Conversation(env, renderer, env.task(0), SAMPLING)
         for _ in range(2):
@@ -147,23 +133,24 @@ def test_a_fork_bomb_stays_within_its_processes(tmp_path: Path, renderer: Render
     env = opened(tmp_path / "package", acting(bomb))
     talk = Conversation(env, renderer, env.task(0), SAMPLING)
     began = time.monotonic()
-    talk.write([*renderer.encode("a"), renderer.eos_id])
-    assert talk.ending == "error" and time.monotonic() - began < 30
-    env._line.end()
+    with contextlib.suppress(Undecided):  # or a process that is refused raises
+        talk.write([*renderer.encode("a"), renderer.eos_id])
+    assert talk.ending in (None, "error") and time.monotonic() - began < 30
+    line_of(env).end()
     names = subprocess.run(["ps", "-eo", "comm"], capture_output=True, text=True, check=True).stdout
     assert marker[:15] not in names
 
 
 HOSTILE_WORDS = {
-    "NaN": ("score", "float('nan')", "outside reward_bounds"),
-    "infinite": ("score", "float('inf')", "outside reward_bounds"),
+    "NaN": ("score", "float('nan')", "not a finite number"),
+    "infinite": ("score", "float('inf')", "not a finite number"),
     "too high": ("score", "7.0", "outside reward_bounds"),
     "a part that is NaN": ("score", "Score({'x': float('nan')})", "part x is nan"),
-    "a text as score": ("score", "'high'", "could not convert"),
-    "nothing as score": ("score", "None", "NoneType"),
+    "a text as score": ("score", "'high'", "is 'high', not a number"),
+    "nothing as score": ("score", "None", "is None, not a number"),
     "too many parts": ("score", "Score({str(i): 0.0 for i in range(99)})", "99 parts in a score, limit 64"),
     "reward of a turn": ("step", "Step(state, '', True, float('nan'))", "the reward of a step is nan"),
-    "a step that earns a word": ("step", "Step(state, '', True, steps=[(1, 'x')])", "could not convert"),
+    "a step that earns a word": ("step", "Step(state, '', True, steps=[(1, 'x')])", "is 'x', not a number"),
     "a step beyond the text": ("step", "Step(state, '', True, steps=[(9, 0.1)])", "a step ends at character 9"),
     "steps without end": ("step", "Step(state, '', True, steps=[(i, 0.0) for i in range(9999)])", "more than 256 steps"),
     "a step of half a letter": ("step", "Step(state, '', True, steps=[(0.5, 0.1)])", "integer"),
@@ -224,7 +211,7 @@ def test_a_package_that_becomes_another_one_is_ended(tmp_path: Path) -> None:
     (tmp_path / "package" / "environment.py").write_text(
         (tmp_path / "package" / "environment.py").read_text().replace('"asked", 8', '"other", 9')
     )
-    env._line.end()
+    line_of(env).end()
     with pytest.raises(Exception, match="became another environment"):
         env.reset(env.task(0))
 

@@ -9,22 +9,26 @@ from pathlib import Path
 import pytest
 
 from shoal.envs.action import Action
-from shoal.envs.base import Env, Raised, Step
+from shoal.envs.base import Env, Step
+from shoal.envs.calls import Calling, EnvCall, together
 from shoal.envs.check import check_env
 from shoal.envs.contained import frames as f
 from shoal.envs.contained.client import ContainedEnv
-from shoal.envs.contained.inside import Inside, _encode
+from shoal.envs.contained.inside import Inside
+from shoal.envs.contained.pool import StateHandle
 from shoal.envs.conversation import Conversation
 from shoal.envs.load import load_env
 from shoal.envs.play import Episode, converse
 from shoal.envs.replay import replay_group
 from shoal.envs.score import Score
+from shoal.errors import Undecided
 from shoal.hub.template import write_package
 from shoal.policy.messages import Written
 from shoal.policy.render import Renderer
 from shoal.protocol.types import Sampling
+from shoal.sandbox.resident import Resident
 from tests.envs.conftest import RandomEngine
-from tests.envs.contained.place import acting, opened, said
+from tests.envs.contained.place import acting, line_of, opened, said
 from tests.sandbox.needs import needs_bubblewrap
 
 pytestmark = needs_bubblewrap
@@ -125,20 +129,19 @@ def test_states_are_made_again_after_the_sandbox_was_killed(tmp_path: Path) -> N
     env = opened(tmp_path / "package", acting("return Step((*state, act), repr(state), len(state) == 4)"))
     states = [env.reset(env.task(i))[0] for i in range(3)]
     states = [env.step(state, f"a{i}").state for i, state in enumerate(states)]
-    resident = env._line._resident
-    assert resident is not None
+    resident = line_of(env)._running
+    assert isinstance(resident, Resident)
     os.kill(resident._cell.init, signal.SIGKILL)
     resident._cell.process.wait(10)
     assert [env.step(state, "b").reply for state in states] == [f"({i}, 'a{i}')" for i in range(3)]
-    assert env.score(states[2]) == 1.0 and env._line._resident is not resident
+    assert env.score(states[2]) == 1.0 and line_of(env)._running is not resident
 
 
 def test_a_package_that_remembers_nothing_but_time_is_found_out(tmp_path: Path) -> None:
     env = opened(tmp_path / "package", acting("return Step(state, str(time.time_ns()), False)"))
     state = env.step(env.reset(env.task(0))[0], "a").state
-    assert env._line._resident is not None
-    env._line._resident.close()
-    with pytest.raises(Raised, match="not deterministic"):
+    line_of(env).end()
+    with pytest.raises(Undecided, match="not deterministic"):
         env.step(state, "b")
 
 
@@ -158,18 +161,18 @@ def test_states_that_nobody_needs_are_dropped(tmp_path: Path) -> None:
         def score(self, state: int) -> float:
             return 0.0
 
-    inside = Inside(Two(), tmp_path)
+    inside = Inside(Two(), tmp_path, "")
     for number in range(f.MAX_STATES + 10):
-        inside.answered(_encode(f.Begin([], number, 0, False)))
+        inside.answered(f.Begin([], number, 0, False))
     assert len(inside._kept) == f.MAX_STATES and 9 not in inside._kept
-    inside.answered(_encode(f.Begin(list(range(100, 200)), 1 << 40, 0, False)))
+    inside.answered(f.Begin(list(range(100, 200)), 1 << 40, 0, False))
     assert len(inside._kept) == f.MAX_STATES - 99
 
     env = opened(tmp_path / "package", "")
     state = env.reset(env.task(0))[0]
     number = state.number
     del state
-    assert env._line._drop == [number]
+    assert line_of(env)._drop == [number]
 
 
 def test_chance_hash_seed_locale_time_zone_and_threads_are_fixed(tmp_path: Path) -> None:
@@ -209,11 +212,13 @@ def test_a_turn_of_64_episodes_costs_little(tmp_path: Path) -> None:
     """At most 5 ms more than in this process; three times that here, for the quickest of 20, as others use the machine."""
     env = opened(tmp_path / "package", "")
 
+    def stepping(state: StateHandle) -> Calling[Step]:
+        return (yield EnvCall(env, "step", (state, "something that the policy wrote")))
+
     def turn() -> float:
         states = [env.reset(env.task(i % 8))[0] for i in range(64)]
         began = time.perf_counter()
-        for state in states:
-            env.step(state, "something that the policy wrote")
+        together([stepping(state) for state in states])
         return 1000 * (time.perf_counter() - began)
 
     assert min(turn() for _ in range(20)) < 15

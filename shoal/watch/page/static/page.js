@@ -14,17 +14,23 @@
 
   const colour = (i) => css("--l" + (i % 6));
 
+  // Points with a gap on both sides, which no line shows.
+  function alone(chart, series, show) {
+    const values = chart.data[series], there = (i) => typeof values[i] === "number";
+    return show ? null : values.flatMap((_, i) => (there(i) && !there(i - 1) && !there(i + 1) ? [i] : []));
+  }
+
   async function draw(figure, smooth) {
     const address = figure.dataset.chart + (smooth ? "&smooth=" + smooth : "");
     const answer = await fetch(address);
     if (!answer.ok) return;
     const told = await answer.json();
-    if (!told.x.length) return;
+    if (told.x.length < 2) return; // the picture of the page shows a single point, with its value
     let plain = 0;
     const series = told.lines.map((line) => {
       const i = line.edge ? 0 : plain++;
       return { label: line.label, stroke: line.edge ? "transparent" : colour(i), width: 2, dash: DASHES[i % 6],
-               spanGaps: true, points: { show: told.x.length < 3 } };
+               spanGaps: false, points: { show: !line.edge && line.values.filter((one) => one !== null).length < 3, filter: line.edge ? () => [] : alone } };
     });
     const edges = told.lines.flatMap((line, i) => (line.edge ? [i + 1] : []));
     const plot = figure.querySelector(".plot");
@@ -45,8 +51,8 @@
     const lines = told.lines.filter((line) => !line.edge);
     figure.querySelector("[data-at]").dataset.at = told.x[told.x.length - 1];
     figure.querySelectorAll("[data-last]").forEach((one, i) => {
-      const value = lines[i] && lines[i].values.findLast((each) => each !== null);
-      if (typeof value === "number") one.dataset.last = figures.format(value);
+      const values = lines[i] ? lines[i].values : [], at = values.findLastIndex((value) => typeof value === "number");
+      one.dataset.last = at < 0 ? "–" : figures.format(values[at]) + (at < values.length - 1 ? " at " + told.x[at] : "");
     });
     read(figure, told, null);
     const to = figure.dataset.point;
@@ -64,7 +70,7 @@
     drawn.set(figure, made);
   }
 
-  // The legend tells the values where the pointer is, and else the last ones.
+  // The legend tells the values where the pointer is, and else those of the newest step.
   const figures = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
   function read(figure, told, index) {
     const away = index === null || index === undefined, at = figure.querySelector("[data-at]");
@@ -113,6 +119,7 @@
     let isWhole = true;
     for (const old of document.querySelectorAll("[data-swap]")) {
       const made = fresh.getElementById(old.id);
+      if (made?.dataset.badge) old.dataset.badge = made.dataset.badge;
       if (made && old.innerHTML !== made.innerHTML) isWhole = swap(old, made) && isWhole;
     }
     const shown = document.querySelector(".charts"), now = fresh.querySelector(".charts");
@@ -146,10 +153,12 @@
     return true;
   }
 
+  const condition = () => document.getElementById("live-read").dataset.badge;
+
   // One request asks whether anything changed and brings what did: this page without its charts.
   async function poll() {
     if (!paused && !document.hidden && !isBusy()) {
-      let word = "Live";
+      let word;
       try {
         const address = new URL(location.href);
         address.searchParams.set("live", "1");
@@ -158,6 +167,7 @@
         if (answer.status === 200 && !isBusy() && (await renew(await answer.text()))) etag = answer.headers.get("etag");
         failures = 0;
         heard = Date.now();
+        word = condition();
       } catch {
         failures++;
         word = failures < 3 ? "No answer, trying again" : "No answer for " + length((Date.now() - heard) / 1000) + ": has the run ended?";
@@ -206,11 +216,11 @@
     } else if (event.key === "n") main.querySelector("a[rel=next]")?.click();
     else if (event.key === "p" && live) {
       paused = !paused;
-      polled.textContent = paused ? "Paused" : "Live";
+      polled.textContent = paused ? "Paused" : condition();
       if (!paused) poll();
     }
   });
 
   charts();
-  if (live) { polled.textContent = "Live"; setInterval(tick, 1000); setTimeout(poll, 1000); document.addEventListener("visibilitychange", () => { if (!document.hidden) poll(); }); }
+  if (live) { polled.textContent = condition(); setInterval(tick, 1000); setTimeout(poll, 1000); document.addEventListener("visibilitychange", () => { if (!document.hidden) poll(); }); }
 })();

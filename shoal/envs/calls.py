@@ -1,0 +1,97 @@
+"""Calls of environments, of several episodes beside each other.
+
+An episode that calls its environment is a generator: it yields an `EnvCall`, and gets what the call returned or raised. So
+the rules of an episode are written once, and `together` decides how calls are made: at once for an environment of this
+process, and beside those of other episodes for one that has processes of its own. No answer depends on that.
+"""
+
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+from shoal.envs.base import Raised, describe_fault, source_of
+from shoal.envs.contained.client import ContainedEnv
+from shoal.envs.contained.pool import LOOK_S
+from shoal.envs.settings import WithSettings
+
+T = TypeVar("T")
+
+
+class EnvCall(NamedTuple):
+    """A call of a method of an environment."""
+
+    env: Any
+    name: str
+    args: tuple[Any, ...]
+
+
+Calling: TypeAlias = Generator[EnvCall, Any, T]
+"""Something that calls environments on its way to a result."""
+
+
+def alone(calling: "Calling[T]") -> T:
+    """The result of one."""
+    return together([calling])[0]
+
+
+def together(callings: "Sequence[Calling[T]]") -> list[T]:
+    """The results of several, in order. Raises what one of them raises, and gives up the others."""
+    results: dict[int, T] = {}
+    answered: SimpleQueue[tuple[int, Future[Any]]] = SimpleQueue()
+    under_way: dict[int, tuple[ContainedEnv, Future[Any]]] = {}
+
+    def go_on(place: int, value: Any = None, error: BaseException | None = None) -> None:
+        """Play an episode, which gets this of its last call, up to a call that takes time."""
+        calling = callings[place]
+        while True:
+            try:
+                call = calling.send(value) if error is None else calling.throw(error)
+            except StopIteration as end:
+                results[place] = end.value
+                return
+            env = call.env.env if isinstance(call.env, WithSettings) else call.env
+            if isinstance(env, ContainedEnv):
+                future = env.begin(call.name, *call.args)
+                under_way[place] = env, future
+                future.add_done_callback(lambda future: answered.put((place, future)))
+                return
+            value = error = None
+            try:
+                value = call_here(env, call.name, call.args)
+            except (Exception, KeyboardInterrupt) as raised:  # noqa: BLE001  the episode decides what it means
+                error = raised
+
+    try:
+        for place in range(len(callings)):
+            go_on(place)
+        while under_way:
+            try:
+                place, future = answered.get(timeout=LOOK_S)
+            except Empty:
+                for env in {id(env): env for env, _ in under_way.values()}.values():
+                    env.pool.look()
+                continue
+            env, _ = under_way.pop(place)
+            go_on(place, error=error) if (error := future.exception()) else go_on(place, future.result())
+    except BaseException:
+        for env, future in under_way.values():
+            env.pool.give_up(future)
+        raise
+    return [results[place] for place in range(len(callings))]
+
+
+def of_this_process(env: Any) -> Any:
+    """The environment itself, without a run's settings, if its methods run in this process; else None."""
+    env = env.env if isinstance(env, WithSettings) else env
+    return None if isinstance(env, ContainedEnv) else env
+
+
+def call_here(env: Any, name: str, args: tuple[Any, ...]) -> Any:
+    """What a method returns. Raises what it raises, and `Raised` for a `SystemExit` and its like."""
+    try:
+        return getattr(env, name)(*args)
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # noqa: BLE001  it would end this process
+        raise Raised(describe_fault(error, source_of(env))) from None

@@ -1,0 +1,209 @@
+"""The first prompt of an environment, for a person who looks at what the policy reads before it learns from it.
+
+Called by `roles/prompts` and recipes/one_file.py. Each control token is in double brackets, so that one which the tokenizer
+splits into pieces looks like any other text. Nothing is played, but empty turns if the chat template may take no later
+ones.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shoal.envs.base import Env, task_of
+from shoal.envs.conversation import Conversation
+from shoal.envs.settings import limits_of
+from shoal.errors import MessagesRefused, PromptsTooLong, ShoalError, StateError
+from shoal.policy.messages import Message, Written, arguments_of
+from shoal.policy.render import Renderer
+from shoal.protocol.env_faults import REPLY_REFUSED
+from shoal.protocol.rollouts import ROOM_REMEDY, no_room
+from shoal.protocol.types import Sampling
+from shoal.terminal import printable
+
+MAX_PROMPTS_MEASURED = 64
+"""Of an environment: so many prompts are measured."""
+
+MAX_CHARS = 3000
+"""A longer prompt is shown without its middle."""
+
+MAX_TURNS = 8
+"""That are tried with the chat template."""
+
+MIN_REPEATED = 4
+"""Tokens of a reply that say something again: fewer may be the end of a turn."""
+
+HIDES_REPLIES = "it shows nothing of an environment's reply"
+
+
+def first_prompt(label: str, env: Env, renderer: Renderer, sampling: Sampling, index: int = 0) -> str:
+    """Lines with the prompt of one task, and its number of tokens. Raises `ShoalError` if the task cannot begin,
+    and `MessagesRefused` if the chat template shows nothing of it."""
+    talk = Conversation(env, renderer, task_of(env, index), sampling)
+    token_ids = talk.context
+    arguments = arguments_of(env)
+    _demand_shown(label, talk, renderer, arguments)
+    added = renderer.added_ids
+    pieces = [
+        _in_brackets(piece or f"token {token}") if token in added else piece
+        for token, piece in zip(token_ids, renderer.pieces([token_ids])[0], strict=True)
+    ]
+    shown = _without_middle("".join(pieces))
+    count = sum(token in added for token in token_ids)
+    most = limits_of(env, sampling).max_tokens
+    head = f"first prompt of {label}, task {index}: {len(token_ids)} tokens of at most {most}"
+    lines = [f"{head}, {count} of them control tokens, in [[ ]]", *(f"  | {line}" for line in shown.split("\n"))]
+    if room := no_room(getattr(env, "max_tokens", 0), sampling, len(token_ids)):
+        lines.insert(1, f"too long: {room}. {ROOM_REMEDY}")
+    messages, by_template = _messages(talk), getattr(env, "history", "append") == "template"
+    if missing := renderer.missing_generation_prompt(messages, arguments):
+        lines.append(
+            f"no turn of {label} is opened: {_template(renderer)} ignores add_generation_prompt, so the policy has to "
+            f"write {missing!r} by itself. Take the model's own chat template, unless the policy was trained like that"
+        )
+    if refused := _refusal_of_replies(renderer, messages, arguments, by_template):
+        lines += filter(None, [_later_turn(label, talk, renderer, refused)])
+    elif not by_template:
+        if not renderer.keeps_thinking(arguments):
+            lines.append("later turns also read earlier thoughts, which the chat template leaves out: see envs.history")
+        elif alone := _refusal_of_replies(renderer, messages, arguments, by_template=True):
+            lines.append(
+                f"later turns are appended, which the chat template alone would not do: {alone}. See envs.history"
+            )
+        elif repeated := _repeated(renderer, messages, arguments):
+            lines.append(
+                f"each later turn reads {repeated} tokens again that the chat template would show once: see envs.history"
+            )
+    return printable("\n".join(lines), keep="\n")
+
+
+def odd_prompts(label: str, env: Env, renderer: Renderer, sampling: Sampling, tasks: Sequence[int]) -> str:
+    """Lines about the prompts that are refused or leave the policy no room, of up to MAX_PROMPTS_MEASURED tasks; empty if
+    none is. Raises `PromptsTooLong` if all leave no room, and `MessagesRefused` if all are one prompt."""
+    tasks = tasks[:: max(1, -(-len(tasks) // MAX_PROMPTS_MEASURED))]
+    begun, refused = list[Conversation](), list[str]()
+    for index in tasks:
+        try:
+            begun.append(Conversation(env, renderer, task_of(env, index), sampling))
+        except MessagesRefused as error:
+            refused.append(str(error))
+        except ShoalError:
+            continue  # the run reports a task that the environment cannot begin
+    # guard: tasks-are-told-apart
+    if len({str(talk.texts) for talk in begun}) > 1 == len({tuple(talk.context) for talk in begun}):
+        raise MessagesRefused(
+            f"environment {label}: {_template(renderer)} and its tokenizer make one prompt of all {len(begun)} tasks that "
+            "were looked at, though their messages differ. Take the model's own, or use another model"
+        )
+    lengths = [len(talk.context) for talk in begun]
+    found = []
+    if refused:
+        found.append(
+            f"prompts of {label}: {len(refused)} of {len(tasks)} that were looked at are refused, and their tasks never "
+            f"begin; the first: {printable(' '.join(refused[0].split()))}"
+        )
+    most = getattr(env, "max_tokens", 0)
+    long = [length for length in lengths if no_room(most, sampling, length)]
+    if not long:
+        return "\n".join(found)
+    if len(long) == len(tasks):
+        shortest = no_room(most, sampling, min(long))
+        raise PromptsTooLong(
+            f"no task of environment {label} can begin, because prompts are too long, all {len(long)} that were looked at; "
+            f"the shortest: {shortest}. {ROOM_REMEDY}"
+        )
+    share = f"{len(long)} of {len(lengths)} that were looked at ({len(long) / len(lengths):.0%})"
+    found.append(
+        f"prompts of {label}: {share} are too long, and their tasks never begin; the longest: "
+        f"{no_room(most, sampling, max(long))}. {ROOM_REMEDY}"
+    )
+    return "\n".join(found)
+
+
+def _demand_shown(label: str, talk: Conversation, renderer: Renderer, arguments: Mapping[str, Any]) -> None:
+    """Refuse a chat template whose prompt is the same when the last message of the user, or all messages, have other texts:
+    no policy sees a task."""
+    messages = _messages(talk)
+    users = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    for places, what in ((range(len(messages)), "any messages"), (users[-1:], "any text of the user")):
+        others = [
+            {**message, "content": f"other {place}"} if place in places else message
+            for place, message in enumerate(messages)
+        ]
+        try:
+            same = messages != others and renderer.start(messages, arguments) == renderer.start(others, arguments)
+        except ShoalError:
+            continue  # a template may refuse other texts
+        if same:  # guard: tasks-are-shown
+            raise MessagesRefused(
+                f"environment {label} cannot begin: {_template(renderer)} makes one prompt of {what}, so no task is "
+                "shown to the policy. Take the model's own chat template, or use another model"
+            )
+
+
+def _messages(talk: Conversation) -> list[Message]:
+    return [{"role": role, "content": text} for role, text in talk.texts]
+
+
+def _refusal_of_replies(
+    renderer: Renderer, messages: Sequence[Message], arguments: Mapping[str, Any], by_template: bool
+) -> str:
+    """Why the chat template takes no reply of an environment, or not so many as MAX_TURNS; empty if it does. With
+    `by_template`, it shows the whole history again after each."""
+    try:
+        texts = (".", "other", *(str(message["content"]) for message in messages))  # some tokenizers know few words
+        if len({tuple(renderer.go_on(text, arguments)) for text in texts}) == 1:
+            return HIDES_REPLIES
+        told: list[Message | Written] = [*messages]
+        for turn in range(MAX_TURNS if by_template else 0):
+            told += [Written(turn), {"role": "user", "content": "."}]
+            renderer.history(told, arguments)
+    except StateError as refused:
+        return " ".join(str(refused).split())
+    return ""
+
+
+def _repeated(renderer: Renderer, messages: Sequence[Message], arguments: Mapping[str, Any]) -> int:
+    """How many tokens a reply has that the chat template would not show again; 0 if they are few."""
+    try:
+        shown = renderer.history([*messages, Written(0), {"role": "user", "content": "."}], arguments)
+        appended = len(renderer.start(messages, arguments)) + len(renderer.reply(".", arguments))
+    except ShoalError:
+        return 0
+    more = appended - sum(len(segment.token_ids) for segment in shown)
+    return more if more >= MIN_REPEATED else 0
+
+
+def _later_turn(label: str, talk: Conversation, renderer: Renderer, refused: str) -> str:
+    """A line about a chat template that takes no reply, or not as many as MAX_TURNS, after as many empty turns; empty if it
+    takes this environment's. Raises `MessagesRefused` if it does not."""
+    turns = 0
+    while talk.room and turns < (1 if refused == HIDES_REPLIES else MAX_TURNS):
+        talk.write([min(renderer.stop_ids)])
+        turns += 1
+    if REPLY_REFUSED in talk.fault or (talk.room and refused == HIDES_REPLIES):  # guard: later-turns-are-shown
+        said = talk.fault.removeprefix(f"{REPLY_REFUSED}: ") or refused
+        raise MessagesRefused(
+            f"environment {label} plays more than {'one turn' if turns == 1 else f'{turns} turns'}, and "
+            f"{_template(renderer)} takes none after that: {said}. Take the model's own chat template, or use another model"
+        )
+    if talk.room:
+        return ""
+    return (
+        f"later turns of {label}: {_template(renderer)} may take none, and an episode that needs one fails: {refused}"
+    )
+
+
+def _template(renderer: Renderer) -> str:
+    """The chat template, with its file."""
+    return f"the policy's chat template{f' ({renderer.template_in})' if renderer.template_in else ''}"
+
+
+def _in_brackets(piece: str) -> str:
+    bare = piece.lstrip(" ")  # some tokenizers write a space before each token
+    return f"{piece[: len(piece) - len(bare)]}[[{bare}]]"
+
+
+def _without_middle(text: str) -> str:
+    if len(text) <= MAX_CHARS:
+        return text
+    begin, end = 2 * MAX_CHARS // 3, MAX_CHARS // 3
+    return f"{text[:begin]}\n[... {len(text) - begin - end} characters ...]\n{text[-end:]}"

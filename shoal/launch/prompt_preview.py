@@ -1,0 +1,59 @@
+"""The first prompt of each environment, as the role `prompts` wrote it.
+
+Called by `launch/local` when a run begins, and by `shoal doctor --recipe`.
+"""
+
+import sys
+import time
+
+from shoal.errors import StateError
+from shoal.folder import RunFolder
+from shoal.launch.process import RoleProcess
+
+PREVIEW_S = 120.0
+"""An environment that takes longer to begin has no prompt shown."""
+
+
+class PromptPreview:
+    """The first prompt of each environment, said once when a run begins. The role `prompts` writes it."""
+
+    def __init__(self, folder: RunFolder, role: RoleProcess) -> None:
+        self._folder = folder
+        self._role = None if folder.log.exists() else role  # a run that goes on showed them when it began
+        self._begun = 0.0
+
+    def look(self) -> list[str]:
+        """What there is to say now: the prompts once, or why they cannot be shown. Raises `StateError` if no run can begin
+        with them."""
+        role = self._role
+        if role is None:
+            return []
+        self._begun = self._begun or time.monotonic()
+        if not (role.restarts or role.state == "given up"):
+            role.tend()
+        if role.state == "given up" and not role.restarts:
+            raise StateError(role.reason)
+        if role.state == "done":
+            self._role = None
+            return [self._folder.first_prompts.read_text()] if self._folder.first_prompts.exists() else []
+        if role.restarts or time.monotonic() - self._begun > PREVIEW_S:
+            self.end()
+            return [f"the first prompts cannot be shown: {role.log} says why. The run goes on"]
+        return []
+
+    def is_awaited(self) -> bool:
+        """Whether the run must not begin before they are known."""
+        return self._role is not None
+
+    def end(self) -> None:
+        """End the role, if it still works."""
+        if self._role is not None:
+            self._role.kill()
+            self._role.tend()
+        self._role = None
+
+
+def preview_of(folder: RunFolder) -> PromptPreview:
+    """The first prompts of a run whose first policy is there already, and which is not to begin."""
+    command = [sys.executable, "-m", "shoal.cli", "role", "prompts", "--run-dir", str(folder.root)]
+    return PromptPreview(folder, RoleProcess("prompts", command, folder.logs / "prompts.log", 1))

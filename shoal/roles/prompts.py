@@ -1,0 +1,46 @@
+"""The first prompt of each environment of a run, written to a file: for the host to see what the policy will read.
+
+Started by the launcher as a process of its own, because an environment may take long, end its process or need memory. It
+needs neither torch nor the network.
+"""
+
+import tempfile
+from pathlib import Path
+
+from shoal.config import EnvConfig, sampling_of
+from shoal.envs.first_prompt import first_prompt, odd_prompts
+from shoal.envs.load import env_of
+from shoal.errors import MessagesRefused, PromptsTooLong, ShoalError
+from shoal.folder import RunFolder, write_atomically
+from shoal.policy.auto_tokenizer import difference_from_file
+from shoal.policy.render import Renderer
+from shoal.policy.tiny import write_all_but_weights
+from shoal.protocol.types import Sampling
+
+
+def main(run_dir: Path) -> None:
+    """Write the prompts to the run's folder. Raises `ShoalError` if the policy's tokenizer cannot be opened, if its
+    template takes the first prompt of an environment not at all, or if all prompts of one are too long."""
+    folder = RunFolder(run_dir)
+    config = folder.config()
+    with tempfile.TemporaryDirectory() as scratch:
+        policy = folder.policy if folder.policy.exists() else Path(config.policy.path or scratch)
+        if policy == Path(scratch):  # the trainer makes the policy later
+            write_all_but_weights(config.policy.tiny, policy)
+        renderer = Renderer.from_directory(policy)
+        difference = difference_from_file(policy)
+    texts = [_shown(folder, env, renderer, sampling_of(config)) for env in config.envs]
+    texts += filter(None, [renderer.beyond_model(), difference])
+    write_atomically(folder.first_prompts, "\n".join(texts).encode("utf-8", "replace"))
+
+
+def _shown(folder: RunFolder, env: EnvConfig, renderer: Renderer, sampling: Sampling) -> str:
+    try:
+        listed, game = folder.task_list(env), env_of(env)
+        tasks = listed.tasks if listed else range(game.num_tasks)
+        shown = first_prompt(env.label, game, renderer, sampling, tasks[0])
+        return "\n".join(filter(None, (shown, odd_prompts(env.label, game, renderer, sampling, tasks))))
+    except (MessagesRefused, PromptsTooLong):
+        raise  # guard: refused-prompts-begin-no-run
+    except ShoalError as error:
+        return f"first prompt of {env.label}: it cannot be shown: {' '.join(str(error).split())}"

@@ -1,0 +1,281 @@
+"""The first prompt as a person sees it: whole, with each control token marked, and nothing that acts on a terminal."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from shoal.envs.base import Env, Step
+from shoal.envs.check.apart import prompt_lengths
+from shoal.envs.check.frames import Recorded
+from shoal.envs.first_prompt import MAX_CHARS, first_prompt, odd_prompts
+from shoal.errors import MessagesRefused, PromptsTooLong, ShoalError
+from shoal.policy.render import Renderer
+from shoal.protocol.rollouts import MODEL_REMEDY, unbegun_remedy
+from shoal.protocol.types import Sampling
+from tests.policy.templates import NAMES, directory_of, renderer_of
+
+SAMPLING = Sampling(1.0, 200, 4000, 9000)
+
+
+class _Saying(Env):
+    """Begins with a text."""
+
+    name, num_tasks = "saying", 3
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def task(self, index: int, heldout: bool = False) -> int:
+        return index
+
+    def reset(self, task: int) -> Any:
+        if not self.text:
+            raise ValueError("nothing to say")
+        return 0, [{"role": "user", "content": f"{self.text} {task}"}]
+
+    def step(self, state: int, action: Any) -> Step:
+        return Step(state, "", True)
+
+    def score(self, state: int) -> float:
+        return 1.0
+
+
+def test_every_control_token_is_in_brackets_and_the_tokens_are_counted() -> None:
+    renderer = renderer_of("qwen3")
+    text = first_prompt("sums", _Saying("What is <|im_end"), renderer, SAMPLING, 2)
+    count = len(renderer.start([{"role": "user", "content": "What is <|im_end 2"}]))
+    head, *lines = text.split("\n")
+    assert head == f"first prompt of sums, task 2: {count} tokens of at most 4000, 3 of them control tokens, in [[ ]]"
+    assert lines[:2] == ["  | [[<|im_start|>]]user", "  | What is <|im_end 2[[<|im_end|>]]"]
+    assert lines[2:4] == ["  | [[<|im_start|>]]assistant", "  | "]
+    assert lines[4].startswith("later turns also read earlier thoughts"), "Qwen3 leaves them out"
+    assert "earlier thoughts" not in first_prompt("sums", _Saying("hi"), renderer_of("qwen2_5"), SAMPLING)
+
+
+def test_what_would_act_on_a_terminal_is_escaped_and_each_line_is_marked_as_the_prompts() -> None:
+    text = first_prompt("sums", _Saying("\x1b[2J\u202e\rerror: stop\n$ rm"), renderer_of("qwen3"), SAMPLING)
+    assert "\\u001b[2J\\u202e\\r" in text and not set(text) & {"\x1b", "\u202e", "\r"}
+    assert all(line.startswith("  | ") for line in text.split("\n")[1:-1]) and "  | $ rm 0[[<|im_end|>]]" in text.split(
+        "\n"
+    )
+
+
+def test_the_middle_of_a_long_prompt_is_left_out_and_counted() -> None:
+    text = first_prompt("sums", _Saying("begin " + "x" * 50_000 + " end"), renderer_of("qwen3"), SAMPLING)
+    assert "begin xx" in text and "xx end 0[[<|im_end|>]]" in text and "characters ...]" in text
+    assert len(text) < MAX_CHARS + 400 and "tokens of at most 4000" in text
+
+
+def test_a_task_that_cannot_begin_is_named() -> None:
+    with pytest.raises(ShoalError, match=r"cannot begin task.*nothing to say"):
+        first_prompt("sums", _Saying(""), renderer_of("qwen3"), SAMPLING)
+
+
+class _Uneven(_Saying):
+    """Every third prompt is long."""
+
+    num_tasks = 300
+
+    def reset(self, task: int) -> Any:
+        return 0, [{"role": "user", "content": "word " * (99 if task % 3 == 0 else 1)}]
+
+
+def test_prompts_that_are_too_long_are_told_with_their_share_and_the_key() -> None:
+    renderer, env = renderer_of("qwen3"), _Uneven("")
+    short = Sampling(1.0, 20, 60)
+    told = odd_prompts("words", env, renderer, short, range(300))
+    assert "prompts of words: 20 of 60 that were looked at (33%) are too long" in told
+    room = "the longest: its prompt takes 514 tokens, and sampling.max_tokens = 60 leaves no room for a turn"
+    assert room in told and told.endswith("Raise that key, or give shorter prompts")
+    assert odd_prompts("words", env, renderer, SAMPLING, range(300)) == ""
+    env.max_tokens = 50
+    assert "envs.max_tokens = 50 leaves no room" in odd_prompts("words", env, renderer, SAMPLING, range(300))
+
+
+def test_an_environment_of_which_all_prompts_are_too_long_is_refused_with_the_shortest_and_the_key() -> None:
+    env, tasks = _Uneven(""), range(0, 300, 3)
+    refused = (
+        r"^no task of environment words can begin, because prompts are too long, all 50 that were looked at; the shortest: "
+        r"its prompt takes 514 tokens, and sampling\.max_tokens = 60 leaves no room .* Raise that key, or give shorter pro"
+    )
+    with pytest.raises(PromptsTooLong, match=refused):
+        odd_prompts("words", env, renderer_of("qwen3"), Sampling(1.0, 20, 60), tasks)
+
+
+def test_a_first_prompt_that_is_too_long_says_so_and_names_the_key() -> None:
+    head, long, *_ = first_prompt("words", _Saying("a b c d"), renderer_of("qwen3"), Sampling(1.0, 4, 4)).split("\n")
+    assert "tokens of at most 4, " in head and long.startswith("too long: its prompt takes")
+    assert long.endswith(
+        "and sampling.max_tokens = 4 leaves no room for a turn. Raise that key, or give shorter prompts"
+    )
+
+
+def test_a_chat_template_that_refuses_a_prompt_fails_the_check_and_hides_no_other_task() -> None:
+    renderer = renderer_of("gemma3")
+    shown = [[{"role": "user", "content": "word " * 99}], [{"role": "assistant", "content": "hi"}]]
+    tasks = [Recorded(i, False, [], [], [messages, {}, 0]) for i, messages in enumerate([*shown, *shown])]
+    found = prompt_lengths(tasks, renderer, Sampling(1.0, 20, 60))
+    assert found.outcome == "failed" and "2 of 4 are not taken by the policy's chat template" in found.detail
+    assert "2 of 4 prompts are too long" in found.detail and "sampling.max_tokens = 60" in found.detail
+    assert prompt_lengths(tasks[:1], renderer, SAMPLING).outcome == "passed"
+    assert prompt_lengths([Recorded(0, False, [], [])], renderer, SAMPLING).outcome == "skipped"
+
+
+CHATML = (
+    "{% for m in messages if WHICH %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def _renderer_with(template: str, folder: Path) -> Renderer:
+    (directory_of("qwen3", folder) / "chat_template.jinja").write_text(template)
+    return Renderer.from_directory(folder)
+
+
+def _renderer_of_size(folder: Path, config: Any, vocab_size: int) -> Renderer:
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab_size, "eos_token_id": 0}))
+    return Renderer.from_directory(folder)
+
+
+class _Longer(_Saying):
+    """Answers each turn."""
+
+    def step(self, state: int, action: Any) -> Step:
+        return Step(state, "more", False)
+
+
+@pytest.mark.parametrize("history", ["append", "template"])
+@pytest.mark.parametrize("which", ["m.role != 'assistant'", "loop.first"])
+def test_a_template_that_hides_turns_is_refused_where_an_environment_plays_more(
+    which: str, history: str, tmp_path: Path
+) -> None:
+    shown = CHATML.replace(" if WHICH", "").replace("<|im_start|>{{", "{% if WHICH %}<|im_start|>{{", 1)
+    template = shown.replace("WHICH", which).replace("<|im_end|>\n", "<|im_end|>\n{% endif %}")
+    renderer = _renderer_with(template, tmp_path)
+    env: Any = _Longer("hi")
+    env.history = history
+    says = r"environment longer plays more than one turn, and .*chat_template\.jinja\) takes none after that"
+    with pytest.raises(MessagesRefused, match=says):
+        first_prompt("longer", env, renderer, SAMPLING)
+    text = first_prompt("short", _Saying("hi"), renderer, SAMPLING)
+    assert "\nlater turns of short: the policy's chat template (" in text and "earlier thoughts" not in text
+
+
+class _Counting(_Saying):
+    """Ends after so many turns."""
+
+    turns, history = 4, "template"
+
+    def step(self, state: int, action: Any) -> Step:
+        return Step(state + 1, "more", state + 1 == self.turns)
+
+
+def test_a_template_that_forgets_old_turns_is_refused_where_an_environment_plays_so_many(tmp_path: Path) -> None:
+    renderer = _renderer_with(CHATML.replace(" if WHICH", "").replace("messages", "messages[-2:]", 1), tmp_path)
+    env = _Counting("hi")
+    says = (
+        r"counting plays more than 2 turns, and .*chat_template\.jinja\) takes none after that: .*does not show turn 0"
+    )
+    with pytest.raises(MessagesRefused, match=says):
+        first_prompt("counting", env, renderer, SAMPLING)
+    env.turns = 2
+    assert "\nlater turns of counting: the policy's chat template (" in first_prompt(
+        "counting", env, renderer, SAMPLING
+    )
+    env.turns, env.history = 4, "append"
+    assert "turns of" not in first_prompt("counting", env, renderer, SAMPLING)
+
+
+def test_a_template_that_opens_no_turn_for_the_policy_is_noted(tmp_path: Path) -> None:
+    bare = CHATML.replace(" if WHICH", "").partition("{% if add_generation_prompt")[0]
+    text = first_prompt("saying", _Saying("hi"), _renderer_with(bare, tmp_path), SAMPLING)
+    assert "\nno turn of saying is opened: " in text and "has to write '<|im_start|>assistant' by itself" in text
+
+
+def test_what_a_template_shows_once_and_replies_repeat_is_counted(tmp_path: Path) -> None:
+    reminding = CHATML.replace(" if WHICH", "").replace(
+        "{{ m.content }}", "{{ m.content }}{% if loop.last %} Do remember the tools that there are{% endif %}"
+    )
+    env = _Counting("hi")
+    renderer = _renderer_with(reminding, tmp_path)
+    assert "each later turn" not in first_prompt("counting", env, renderer, SAMPLING)
+    env.history = "append"
+    assert re.search(
+        r"\neach later turn reads \d+ tokens again that", first_prompt("counting", env, renderer, SAMPLING)
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_real_templates_open_turns_and_repeat_little(name: str) -> None:
+    """Nor does one repeat much, but where it would leave out thoughts, which is another note."""
+    renderer, env = renderer_of(name), _Counting("hi")
+    env.history = "append"
+    text = first_prompt("counting", env, renderer, SAMPLING)
+    assert "no turn of" not in text and "each later turn" not in text
+
+
+def test_a_template_that_hides_later_replies_is_refused_where_an_environment_gives_some(tmp_path: Path) -> None:
+    renderer = _renderer_with(
+        CHATML.replace("WHICH", "m.role != 'user'").replace("{% for", "{{ messages[0].content }}{% for", 1), tmp_path
+    )
+    with pytest.raises(MessagesRefused, match="shows nothing of an environment's reply"):
+        first_prompt("longer", _Longer("hi"), renderer, SAMPLING)
+
+
+def test_replies_in_the_few_words_of_a_tokenizer_are_shown(tmp_path: Path) -> None:
+    """It knows neither of two arbitrary texts, which are then the same tokens."""
+    directory = directory_of("qwen3", tmp_path)
+    words = Tokenizer(WordLevel({"<unk>": 0, "<|im_start|>": 1, "<|im_end|>": 2, "hi": 3, "more": 4, "0": 5}, "<unk>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    words.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (directory / "chat_template.jinja").write_text(CHATML.replace(" if WHICH", ""))
+    renderer = _renderer_of_size(directory, json.loads((directory / "config.json").read_text()), 6)
+    assert renderer.go_on(".").token_ids == renderer.go_on("other").token_ids
+    assert "later turns" not in first_prompt("longer", _Longer("hi"), renderer, SAMPLING)
+
+
+class _Asking(_Saying):
+    """Its task is not in the last message."""
+
+    def reset(self, task: int) -> Any:
+        said = [{"role": "user", "content": f"{self.text} {task}"}, {"role": "assistant", "content": "?"}]
+        return 0, [*said, {"role": "user", "content": "Answer:"}]
+
+
+def test_a_template_that_shows_another_message_than_the_task_is_refused(tmp_path: Path) -> None:
+    renderer = _renderer_with(CHATML.replace("WHICH", "m == messages[-1]"), tmp_path)
+    with pytest.raises(
+        MessagesRefused, match=r"chat_template\.jinja\) and its tokenizer make one prompt of all 3 tasks"
+    ):
+        odd_prompts("asking", _Asking("say"), renderer, SAMPLING, range(3))
+    opened = [Recorded(i, False, [], [], (_Asking("say").reset(i)[1], {}, 0)) for i in range(3)]
+    found = prompt_lengths(opened, renderer, SAMPLING)
+    assert found.outcome == "failed" and "one prompt of all 3 tasks" in found.detail
+    assert odd_prompts("saying", _Saying("say"), renderer, SAMPLING, range(3)) == ""
+
+
+def test_tokens_that_the_model_lacks_are_told_and_the_tasks_with_them_counted(tmp_path: Path) -> None:
+    renderer = _renderer_with(CHATML.replace(" if WHICH", ""), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    sizes = (renderer._tokenizer.get_vocab_size(), renderer._tokenizer.get_vocab_size() - 1)
+    last = renderer._tokenizer.id_to_token(sizes[1])
+    whole, smaller = (_renderer_of_size(tmp_path, config, size) for size in sizes)
+    assert whole.beyond_model() == ""
+    said = smaller.beyond_model()
+    assert said.startswith(f"tokenizer: it knows {sizes[0]:,} tokens, ") and repr(last)[:40] in said
+
+    class Rare(_Saying):
+        def reset(self, task: int) -> Any:
+            return 0, [{"role": "user", "content": last if task == 1 else f"say {task}"}]
+
+    told = odd_prompts("rare", Rare("say"), smaller, SAMPLING, range(3))
+    assert told.startswith("prompts of rare: 1 of 3 that were looked at are refused, and their tasks never begin; ")
+    assert unbegun_remedy(told.partition("the first: ")[2]) == MODEL_REMEDY

@@ -1,0 +1,350 @@
+"""Prompts, replies, histories and texts are those of `AutoTokenizer` and `apply_chat_template`, for many odd checkpoints.
+
+Each property of `odd_checkpoints` is tried alone, and pairs of them. What cannot be read as transformers does is refused.
+"""
+
+import contextlib
+import datetime
+import itertools
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoTokenizer
+from transformers.models.auto import tokenization_auto
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
+from transformers.utils import chat_template_utils
+
+from shoal.errors import StateError
+from shoal.policy.anymodel import _files_of
+from shoal.policy.auto_tokenizer import open_tokenizer
+from shoal.policy.contained import ContainedRenderer
+from shoal.policy.files import Snapshot, save_policy
+from shoal.policy.kinds import OURS, kind_of
+from shoal.policy.messages import Written
+from shoal.policy.model import Transformer
+from shoal.policy.render import Renderer
+from shoal.policy.spec import PolicySpec
+from shoal.policy.tokenizer_class import BUILD, FILE, class_of
+from tests.policy.odd_checkpoints import (
+    END,
+    HISTORIES,
+    KINDS,
+    PROPERTIES,
+    REFUSED,
+    SAYS,
+    TEMPLATES,
+    TEXTS,
+    TOKENS,
+    Change,
+    Files,
+    plain,
+)
+from tests.policy.templates import ADD
+
+PAIRS = [
+    *itertools.product(KINDS, TOKENS), *itertools.product(KINDS, TEMPLATES), *itertools.product(TOKENS, TEMPLATES),
+    *itertools.combinations(TOKENS, 2),
+]  # fmt: skip
+NORMALIZED = [(kind, "normalized control of the decoder") for kind in ("sentencepiece", "mistral", "phi 3")]
+EQUAL = [(), *((name,) for name in {**KINDS, **TOKENS, **TEMPLATES}), *dict.fromkeys([*NORMALIZED, *PAIRS[::7]])]
+"""Combinations that are read as transformers reads them."""
+
+USER = {"role": "user", "content": TEXTS[0] + " <|tool|>king<|think|> THE king  Hello"}
+TALKS = [
+    [USER],
+    [{"role": "system", "content": TEXTS[2]}, {"role": "user", "content": TEXTS[3]}],
+    [USER, {"role": "assistant", "content": TEXTS[4]}, {"role": "user", "content": f"{TEXTS[5]} {END} "}],
+]
+
+
+class _Day(datetime.datetime):
+    @classmethod
+    def now(cls, tz: object = None) -> "datetime.datetime":  # type: ignore[override]
+        return datetime.datetime(2024, 7, 26)
+
+
+@pytest.fixture(autouse=True)
+def _one_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The day that our templates see."""
+    monkeypatch.setattr(chat_template_utils, "datetime", _Day)
+    transformers.logging.set_verbosity_error()
+
+
+@contextlib.contextmanager
+def checkpoint(*names: str, template: str = "") -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as directory:
+        files: Files = plain()
+        files.template = template or files.template
+        for name in names:
+            PROPERTIES[name](files)
+        files.write(Path(directory))
+        yield Path(directory)
+
+
+def ids_of(peer: Any, messages: list[dict[str, Any]], **arguments: Any) -> list[int]:
+    ids: list[int] = peer.apply_chat_template(messages, add_generation_prompt=True, **arguments)["input_ids"]
+    return ids
+
+
+def differences(directory: Path) -> list[str]:
+    """What differs between our renderer and transformers."""
+    peer, renderer = AutoTokenizer.from_pretrained(directory), Renderer.from_directory(directory)
+    found = []
+    for text in [*TEXTS, *(message["content"] for talk in TALKS for message in talk)]:
+        ids = peer(text, add_special_tokens=False)["input_ids"]
+        shown = peer.decode([i for i in ids if i not in renderer.stop_ids], skip_special_tokens=True)
+        if renderer.encode(text) != ids:
+            found.append(f"{text!r} is {renderer.encode(text)}, not {ids}")
+        if renderer.decode(ids) != shown:
+            found.append(f"{ids} is {renderer.decode(ids)!r}, not {shown!r}")
+    for talk, tools in itertools.product(TALKS, (None, [ADD])):
+        ours, theirs = renderer.start(talk, {"tools": tools} if tools else {}), ids_of(peer, talk, tools=tools)
+        if ours != theirs:
+            found.append(f"{talk} with {tools}: {peer.decode(ours)!r}, not {peer.decode(theirs)!r}")
+    for answer in (TEXTS[3], TEXTS[2]):
+        said = {"role": "assistant", "content": TEXTS[1]}
+        reply, theirs = renderer.reply(answer), ids_of(peer, [USER, said, {"role": "user", "content": answer}])
+        if theirs[-len(reply) :] != reply or theirs[-len(reply) - 1] != peer.convert_tokens_to_ids(END):
+            found.append(f"the reply {answer!r} is {peer.decode(reply)!r} of {peer.decode(theirs)!r}")
+    return found
+
+
+@pytest.mark.parametrize("part", range(16))
+def test_openings_replies_and_texts_are_those_of_transformers(part: int) -> None:
+    for names in EQUAL[part::16]:
+        with checkpoint(*names) as directory:
+            assert not differences(directory), names
+
+
+def test_enough_combinations_are_compared_and_few_are_refused() -> None:
+    assert len(EQUAL) == len(set(EQUAL)) >= 300
+    assert {name for names in EQUAL for name in names} == KINDS.keys() | TOKENS.keys() | TEMPLATES.keys()
+    assert len(REFUSED) == len(SAYS) == 6
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_read_as_transformers_does_is_refused_by_name(name: str) -> None:
+    for others in [(), *((other,) for other in list(KINDS)[:2] + list(TOKENS)[:4])]:
+        with checkpoint(*others, name) as directory:
+            with pytest.raises(StateError, match=SAYS[name]) as refused:
+                Renderer.from_directory(directory)
+            assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["truncation and padding", "llama class", "special_tokens_map", "added_tokens.json", "tool_use"]
+)
+def test_a_contained_renderer_reads_the_same_files(name: str) -> None:
+    with checkpoint(name) as directory:
+        here, apart = Renderer.from_directory(directory), ContainedRenderer(directory)
+        for tools in ({}, {"tools": [ADD]}):
+            assert here.open(TALKS[2], tools) == apart.open(TALKS[2], tools)
+        assert here.reply(TEXTS[1]) == apart.reply(TEXTS[1])
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+@pytest.mark.parametrize("tools", [False, True])
+@pytest.mark.parametrize("calls", [False, True])
+@pytest.mark.parametrize("thinks", [False, True])
+def test_a_history_is_what_the_template_shows_of_it(name: str, tools: bool, calls: bool, thinks: bool) -> None:
+    opens = HISTORIES[name].endswith("<think>\n{% endif %}")
+    call = {"id": "abc", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "first"}]
+    items: list[Any] = [*messages]
+    parts: dict[tuple[int, str], str] = {}
+    for turn in range(3):
+        called = calls and turn == 1
+        thought = {"reasoning_content": f"HM {turn}"} if thinks else {}
+        said = {"role": "assistant", "content": "" if called else f"said {turn}", **thought}
+        answer = (
+            {"role": "tool", "tool_call_id": "abc", "name": "add", "content": "4"}
+            if called
+            else {"role": "user", "content": "more"}
+        )
+        messages += [{**said, "tool_calls": [call]} if called else said, answer]
+        items += [Written(turn, thinks, (("abc", "add"),) if called else ()), answer]
+        parts[turn, "reasoning"] = f"{'' if opens else '<think>' + chr(10)}HM {turn}\n</think>\n\n"
+        parts[turn, "visible"] = (
+            f'<tool_call>{{"name": "add", "arguments": {{"a": 1}}}}</tool_call>{END}' if called else f"said {turn}{END}"
+        )
+    with checkpoint(template=HISTORIES[name]) as directory:
+        peer, renderer = AutoTokenizer.from_pretrained(directory), Renderer.from_directory(directory)
+        segments = renderer.history(items, {"tools": [ADD]} if tools else {})
+        ours = "".join(peer.decode(s.token_ids) if s.turn < 0 else parts[s.turn, s.part] for s in segments)
+        theirs = peer.apply_chat_template(
+            messages, tools=[ADD] if tools else None, add_generation_prompt=True, tokenize=False
+        )
+        assert ours == theirs
+
+
+def test_a_history_whose_turns_cannot_be_found_is_refused_by_name() -> None:
+    shown = "{{ m.role }}: {{ m.reasoning_content }}{{ m.content }}<|im_end|>"
+    template = "{{ messages | length }}{% for m in messages %}" + shown + "{% endfor %}"
+    items: list[Any] = [{"role": "user", "content": "a"}, Written(0, True), {"role": "user", "content": "b"}]
+    with (
+        checkpoint(template=template) as directory,
+        pytest.raises(StateError, match=r"turn 0.*not where the turn begins"),
+    ):
+        Renderer.from_directory(directory).history(items)
+
+
+# --- which class opens a tokenizer ---
+
+
+def _large(tokens: int) -> Change:
+    """A vocabulary of this many tokens, where "aB" is one of them."""
+
+    def change(files: Files) -> None:
+        vocabulary = files.tokenizer["model"]["vocab"]
+        files.tokenizer["model"]["merges"].append(["a", "B"])
+        vocabulary["aB"] = len(vocabulary)
+        for number in range(len(vocabulary), tokens):
+            vocabulary[f"<unused {number}>"] = number
+
+    return change
+
+
+MISTRAL = {"model_type": "mistral", "transformers_version": "4.57.2"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "flag", "model", "applies"),
+    [
+        ("mistral", 100_001, True, MISTRAL, False),
+        ("smollm", 100_001, True, MISTRAL, True),
+        ("prefix space", 100_001, 1, MISTRAL | {"model_type": "ministral", "transformers_version": None}, True),
+        ("qwen class", 100_001, True, MISTRAL | {"model_type": "pixtral", "transformers_version": "5.0.0rc1"}, True),
+        ("prefix space", 100_000, True, MISTRAL, False),
+        ("llama class", 100_001, True, MISTRAL | {"model_type": None}, True),
+        ("prefix space", 100_001, False, MISTRAL, False),
+        ("prefix space", 100_001, True, MISTRAL | {"transformers_version": "5.0.0"}, False),
+        ("prefix space", 100_001, True, MISTRAL | {"transformers_version": "5.0.1.dev0"}, False),
+        ("llama class", 100_001, True, MISTRAL | {"model_type": "llama"}, False),
+    ],
+)
+def test_fix_mistral_regex_splits_where_transformers_does(
+    kind: str, tokens: int, flag: object, model: dict[str, Any], applies: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        files: Files = plain()
+        PROPERTIES[kind](files)
+        _large(tokens)(files)
+        files.config["fix_mistral_regex"] = flag
+        files.model |= model
+        files.write(directory := Path(name))
+        peer, ours = AutoTokenizer.from_pretrained(directory), open_tokenizer(directory).tokenizer
+        for text in ["aB", "12aB  TheKing", *TEXTS]:
+            assert ours.encode(text, add_special_tokens=False).ids == peer(text, add_special_tokens=False)["input_ids"]
+        assert ("Lu}" in str(ours.pre_tokenizer)) == applies
+
+
+def _published(directory: Path, target: Path) -> Path:
+    """The same policy as a run publishes it."""
+    if kind_of(directory) == OURS:
+        model = Transformer(PolicySpec.from_directory(directory), torch.bfloat16)
+        save_policy(model, target, "bfloat16", directory, durable=False)
+    else:
+        files = _files_of(directory)
+        save_policy(Snapshot("bfloat16", {}, files, "model.safetensors"), target, "bfloat16", directory, durable=False)
+    return target
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_published_checkpoint_reads_prompts_as_the_one_that_it_began_with(part: int, tmp_path: Path) -> None:
+    for number, name in enumerate([*KINDS, *TOKENS, *TEMPLATES][part::4]):
+        with checkpoint(name) as directory:
+            published = _published(directory, tmp_path / str(number))
+            before, after = Renderer.from_directory(directory), Renderer.from_directory(published)
+            assert (before.eos_id, before.stop_ids) == (after.eos_id, after.stop_ids), name
+            for talk, tools in itertools.product(TALKS, ({}, {"tools": [ADD]})):
+                assert before.start(talk, tools) == after.start(talk, tools), name
+            assert [before.reply(text) for text in TEXTS] == [after.reply(text) for text in TEXTS], name
+            assert not differences(published), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [
+        ("smollm", MISTRAL),
+        ("smollm", MISTRAL | {"transformers_version": "5.1.0"}),
+        ("bytes named by the model", {"model_type": "llama", "tokenizer_class": "GPT2Tokenizer"}),
+    ],
+)
+def test_publishing_keeps_what_the_model_says_of_its_tokenizer(
+    kind: str, model: dict[str, Any], tmp_path: Path
+) -> None:
+    files: Files = plain()
+    if kind in PROPERTIES:
+        PROPERTIES[kind](files)
+        _large(100_001)(files)
+        files.config["fix_mistral_regex"] = True
+        files.model["vocab_size"] = 100_001
+    else:
+        del files.config["tokenizer_class"]
+        files.config["add_prefix_space"] = True
+    small = {
+        "hidden_size": 8,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "sliding_window": None,
+    }
+    files.model |= model | small
+    (tmp_path / "before").mkdir()
+    files.write(tmp_path / "before")
+    assert kind_of(tmp_path / "before") == OURS
+    published = _published(tmp_path / "before", tmp_path / "after")
+    before, after = open_tokenizer(tmp_path / "before").tokenizer, open_tokenizer(published).tokenizer
+    for text in ["aB", "12aB  TheKing", *TEXTS]:
+        assert before.encode(text).ids == after.encode(text).ids
+    assert str(before.pre_tokenizer) == str(after.pre_tokenizer)
+
+
+def _name_of(kind: Any) -> str:
+    if kind is None or kind.__name__ == "PythonBackend":
+        return FILE
+    plain_file = issubclass(kind, TokenizersBackend) and (kind is TokenizersBackend or "__init__" not in kind.__dict__)
+    return FILE if plain_file else str(kind.__name__)
+
+
+def _ours(config: dict[str, Any], model: dict[str, Any]) -> str:
+    try:
+        return class_of(config, model, False)
+    except StateError as error:
+        assert "not known here" in str(error)
+        return "another"
+
+
+def test_each_class_and_type_of_transformers_is_opened_as_it_does_or_refused() -> None:
+    names = [
+        name for name in dir(transformers) if name.endswith(("Tokenizer", "TokenizerFast")) and name != "AutoTokenizer"
+    ]
+    classes = {name: _name_of(tokenization_auto.tokenizer_class_from_name(name)) for name in names}
+    helpers = {"BasicTokenizer", "CharacterTokenizer", "MecabTokenizer", "WordpieceTokenizer"}  # parts of others
+    helpers |= {name for name in names if name.startswith("DPR")}  # refused where transformers takes the file
+    wrong = {
+        name: found
+        for name, kind in classes.items()
+        if name not in helpers
+        and (found := _ours({"tokenizer_class": name}, {})) != (kind if kind in BUILD or kind == FILE else "another")
+    }
+    assert not wrong and len(classes) > 100
+    by_type = {kind: tokenization_auto.TOKENIZER_MAPPING_NAMES.get(kind) for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    for kind, name in by_type.items():
+        want = _name_of(tokenization_auto.tokenizer_class_from_name(name)) if name else FILE
+        assert _ours({}, {"model_type": kind}) == (want if want in BUILD or want == FILE else "another"), kind
+    ignored = tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+    for kind in by_type:
+        registered = _ours({}, {"model_type": kind})
+        told = _ours({"tokenizer_class": "GPT2TokenizerFast"}, {"model_type": kind})
+        assert told == (
+            registered
+            if (registered == FILE and by_type[kind]) or (kind in ignored and by_type[kind])
+            else "GPT2Tokenizer"
+        ), kind

@@ -1,0 +1,93 @@
+"""Whole runs whose environment fails on some answers: the same bytes, and pauses."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import StateError
+from shoal.ledger.facts.batches import GroupAccepted
+from shoal.ledger.facts.verdicts import VerdictGiven
+from shoal.metrics import read_metrics
+from shoal.roles.coordinator.board import Board, batch_of
+from shoal.roles.coordinator.judging import MAX_REPORTED, _is_new
+from tests.envs import brittle
+from tests.roles.town import Town, tiny_run
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+import one_file
+
+
+def brittle_run(kind="episodes", algorithm=None, on_fault="", **args):
+    env = {"name": brittle.__file__, "kind": kind, "args": args, "on_fault": on_fault}
+    return tiny_run(envs=[env], steps=2, train={"algorithm": algorithm or {"name": "grpo", "advantage": "mean_std"}})
+
+
+@pytest.mark.parametrize(("kind", "args", "algorithm"), [
+    ("episodes", {}, None), ("completions", {}, None), ("completions", {"compared": True, "every": 24}, None),
+    ("episodes", {}, {"name": "composition", "average": "rollouts", "mask_overlong": True}),
+], ids=["episodes", "completions", "compared", "divided-by-rollouts"])  # fmt: skip
+def test_a_run_whose_environment_fails_at_times_gives_the_bytes_of_one_file(tmp_path, kind, args, algorithm):
+    """Its rollouts are left out by the trainer, and all of them are paid."""
+    config = brittle_run(kind, algorithm, **args)
+    expected = one_file.train(config, tmp_path / "one", tmp_path)
+    town = Town(tmp_path / "run", config)
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0"), town.worker("worker-1")))
+    assert town.weights() == expected
+    audit = town.audit()
+    assert audit.findings == []
+    accepted = [entry.body for entry in audit.entries if isinstance(entry.body, GroupAccepted)]
+    failed = [body for body in accepted if body.faults]
+    assert failed and all("KeyError" in body.faults.said or "alike" in body.faults.said for body in failed)
+    assert all(group.audited for entry in audit.entries if isinstance(entry.body, VerdictGiven)
+               for group in entry.body.groups if group.faults)  # fmt: skip
+    assert any(member.faults for step in range(2) for member in batch_of(audit.state, step).groups)
+    assert sum(node.credits for node in audit.state.members.values()) == sum(body.tokens for body in accepted)
+    lines = read_metrics(town.folder.metrics)
+    assert any(0 < line.get("fault_share", 0) < 0.2 and line["fault_rollouts"] > 0 for line in lines)
+
+
+def test_with_lowest_a_run_learns_from_failed_rollouts(tmp_path):
+    roots = [one_file.train(brittle_run(on_fault=how), tmp_path / f"one{how}", tmp_path) for how in ("", "lowest")]
+    town = Town(tmp_path / "run", brittle_run(on_fault="lowest"))
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))
+    assert town.weights() == roots[1] != roots[0]
+    assert not any(isinstance(e.body, GroupAccepted) and e.body.faults for e in town.audit().entries)
+
+
+@pytest.mark.parametrize(("kind", "args", "why"), [
+    ("episodes", {"every": 2}, "environment faults: brittle fails on "),
+    ("completions", {"every": 2}, "environment faults: brittle fails on "),
+    ("episodes", {"every": 0, "outside": 4}, "environment faults: brittle gives a score of 2.0, outside its reward_bounds"),
+], ids=["raises", "raises-at-the-host", "outside"])  # fmt: skip
+def test_a_run_whose_environment_fails_often_pauses_and_says_why(tmp_path, kind, args, why):
+    config = brittle_run(kind, **args)
+    with pytest.raises(StateError, match=why):
+        one_file.train(config, tmp_path / "one", tmp_path)
+    town = Town(tmp_path / "run", config)
+
+    async def story():
+        roles = [asyncio.create_task(role.run()) for role in (town.trainer(), town.validator(), town.worker("w"))]
+        async with asyncio.timeout(60):
+            while town.desk.state.phase == "running":
+                await asyncio.sleep(0.02)
+        status = Board(town.desk).status()
+        for role in roles:
+            role.cancel()
+        await asyncio.gather(*roles, return_exceptions=True)
+        return status
+
+    status = asyncio.run(story())
+    assert status.pause_cause.startswith(why) and status.waiting_for.startswith(f"the host: {why}")
+    if args["every"]:
+        assert "brittle.py line" in status.pause_cause and "KeyError" in status.pause_cause
+    again = town.audit()
+    assert again.findings == [] and (again.state.phase, again.state.pause_cause) == ("paused", status.pause_cause)
+
+
+def test_a_coordinator_remembers_a_bounded_number_of_causes_of_void_slots() -> None:
+    reported: dict[str, None] = {}
+    assert [_is_new(cause, reported) for cause in ("first", "first")] == [True, False]
+    assert all(_is_new(str(number), reported) for number in range(MAX_REPORTED)) and len(reported) == MAX_REPORTED
+    assert _is_new("first", reported), "it was forgotten"
