@@ -255,7 +255,8 @@ def _runs(asked: Asked) -> Iterator[Row]:
         found = asked.look.overview(row["run"])
         facts, metrics = found["facts"], dict(numbers_of(found["metrics"]))
         condition = found["condition"]
-        phase = "stopped" if condition.get("is_stopped") else condition.get("phase", "starting")
+        present = "stopped" if condition.get("is_stopped") else condition.get("phase", "starting")
+        phase = asked.shelf.being_read(row["run"]) or present
         whole = [one for one in found["heldout"] if not one["env"]]
         yield {
             **row, "phase": phase, "version": facts.get("version"),
