@@ -16,6 +16,7 @@ from shoal.envs.base import Env, Player, Task, label_of, task_of
 from shoal.envs.calls import Calling, together
 from shoal.envs.conversation import Conversation
 from shoal.errors import Overreach, ShoalError, Undecided
+from shoal.policy.messages import arguments_of
 from shoal.policy.render import Renderer
 from shoal.protocol.randomness import row_seed, sample_seed
 from shoal.protocol.rollouts import no_room
@@ -191,7 +192,7 @@ def play_scripted(
     An action too long for its turn is cut off, which ends the rollout by "length".
     """
     talk = Conversation(env, renderer, task, sampling)
+    arguments = arguments_of(env)
     while talk.ending is None:
-        action_ids = renderer.encode(player(talk.state, rng))
-        talk.write([*action_ids, renderer.eos_id][: talk.room])
+        talk.write(renderer.written(player(talk.state, rng), arguments)[: talk.room])
     return talk

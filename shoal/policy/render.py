@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from tokenizers import Tokenizer
 
-from shoal.errors import StateError
+from shoal.errors import Overreach, StateError
 from shoal.policy import auto_tokenizer, chat_templates
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.dialect import MARK, Dialect, calling, said
@@ -125,6 +125,7 @@ class Renderer:
         self._reply = functools.lru_cache(REMEMBERED)(self._render_reply)
         self._answer = functools.lru_cache(REMEMBERED)(lambda text: self._reply(_key(as_messages(text), None)))
         self._keeps = functools.lru_cache(REMEMBERED)(self._keeps_thinking)
+        self._around = functools.lru_cache(REMEMBERED)(self._text_around)
 
     @staticmethod
     def from_directory(directory: Path, stops: str = MODEL_STOPS) -> "Renderer":
@@ -176,9 +177,11 @@ class Renderer:
         told = [list(item) if isinstance(item, Written) else dict(item) for item in items]
         return self._history(_key(told, arguments))
 
-    def written(self, message: Message, arguments: Mapping[str, Any] | None = None) -> list[int]:
-        """Token ids with which the policy would write a message of the assistant, including the end token."""
-        return self._written(_key(normal([_ASK, message]), arguments))
+    def written(self, turn: str | Message, arguments: Mapping[str, Any] | None = None) -> list[int]:
+        """Token ids with which the policy would write a turn, including the token with which the template ends it: a message
+        of the assistant as the template shows it, or a text as it is, with the white space that the template puts around
+        turns."""
+        return self._written(_key([turn] if isinstance(turn, str) else normal([_ASK, turn]), arguments))
 
     def beyond_model(self) -> str:
         """A line about the tokenizer's tokens for which the model has no embedding; empty if it has all."""
@@ -193,7 +196,7 @@ class Renderer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a scripted player's text, without the end token."""
+        """Token ids of a text by itself: some tokenizers begin a text in another way than they go on."""
         return self._encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -275,10 +278,37 @@ class Renderer:
 
     def _written(self, key: str) -> list[int]:
         messages, arguments = json.loads(key)
+        if isinstance(messages[0], str):
+            return self._written_text(messages[0], arguments)
         messages[-1] = self._dialect_for(arguments).with_reasoning(messages[-1])
         text = self._text(messages, arguments, prompt=False)
         ids, prompt = self._encode(text), self._encode(self._text(messages[:1], arguments))
-        ids = ids[num_shared(ids, prompt) :]
+        return self._ended(ids[num_shared(ids, prompt) :])
+
+    def _written_text(self, text: str, arguments: Mapping[str, Any]) -> list[int]:
+        prompt, lead, closing = self._around(_key([], arguments))
+        begun, ids = self._encode(prompt), self._encode(prompt + lead + text + closing)
+        if num_shared(ids, begun) < len(begun):  # the first token of the turn takes some of the prompt
+            return self._ended(self._encode(lead + text + closing))
+        return self._ended(ids[len(begun) :])
+
+    def _text_around(self, key: str) -> tuple[str, str, str]:
+        """A prompt, the white space that the template puts before a turn after it, and how it ends the turn. All are
+        empty if it shows no turns of the policy."""
+        arguments = json.loads(key)[1]
+        try:
+            prompt, turn = self._text([_ASK], arguments), self._text([_ASK, said(MARK)], arguments, prompt=False)
+        except Overreach:
+            raise
+        except StateError:
+            return "", "", ""
+        begun, found, closing = turn.partition(MARK)
+        lead = begun.removeprefix(prompt)
+        is_ended = found and self.stop_ids.intersection(self._encode(closing))
+        return prompt, "" if lead.strip() else lead, closing if is_ended else ""
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """The ids of a turn up to the first token that ends it, or with one."""
         ends = [i for i, token in enumerate(ids) if token in self.stop_ids]
         return ids[: ends[0] + 1] if ends else [*ids, self.eos_id]
 

@@ -143,6 +143,6 @@ def _answer(said: str | list[dict[str, Any]]) -> str:
 
 
 def _row(prompt: list[int], answer: str, renderer: Renderer) -> tuple[list[int], list[int]]:
-    """Tokens and authors of a row: the prompt, and the answer with its stop token."""
-    written = [*renderer.encode(answer), renderer.eos_id]
+    """Tokens and authors of a row: the prompt, and the answer with the token that ends it."""
+    written = renderer.written(answer)
     return prompt + written, [ENVIRONMENT] * len(prompt) + [POLICY] * len(written)

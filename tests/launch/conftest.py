@@ -19,7 +19,7 @@ def snapshot() -> Snapshot:
         out="runs/wordle",
         steps=90,
         status=Status(
-            "wordle", "running", 37, 90, 611, {"sampling": 40}, 12, 2, "workers: 9 of 16 groups for step 37", 8.0
+            "wordle", "running", 37, 90, 611, {"sampling": 40}, 12, 2, "workers: 9 of 16 groups for the next step", 8.0
         ),
         url="http://127.0.0.1:8470",
         elapsed_s=123.0,

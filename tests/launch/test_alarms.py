@@ -268,7 +268,7 @@ def test_after_a_hang_of_the_coordinator_nobody_else_is_blamed_for_it(tmp_path, 
     town, now = town_with(tmp_path, published), [FALLS[-1]["time_s"]]
     watch = watching(town, Host(town), lambda: now[0])
     shot = Snapshot(
-        "small", "", 30, Status("", "running", 19, 30, 0, {}, 0, 0, "the trainer: step 20", 0.0), metrics=FALLS
+        "small", "", 30, Status("", "running", 19, 30, 0, {}, 0, 0, "the trainer: the next step", 0.0), metrics=FALLS
     )
 
     def starved(notice=""):
@@ -283,7 +283,7 @@ def test_after_a_hang_of_the_coordinator_nobody_else_is_blamed_for_it(tmp_path, 
     now[0] += 5.0
     assert starved() == []
     now[0] += 900.0
-    assert "the trainer: step 20" in starved()[0], "that wait is its own"
+    assert "the trainer: the next step" in starved()[0], "that wait is its own"
 
 
 def test_monitors_that_are_turned_off_look_at_nothing(tmp_path, published):
@@ -426,7 +426,7 @@ def test_a_wait_is_blamed_on_what_took_longest_since_the_last_step(tmp_path, pub
             watch._waits.see(Snapshot("small", "", 30, status=status), float(10 * now))
         return watch._machine(Snapshot("small", "", 30, status=status), 100.0)
 
-    machine = after("workers: 1 of 4", silent, silent, "validators: 2 submissions to judge", "the trainer: step 3")
+    machine = after("workers: 1 of 4", silent, silent, "validators: 2 submissions to judge", "the trainer: the next step")
     assert (machine.longest, machine.longest_s) == (silent, 30.0)
     assert after("workers: 1 of 4", full, full, "workers: 2 of 4").longest == full
     assert after("workers: 1 of 4").longest == ""

@@ -385,7 +385,7 @@ def test_a_run_without_steps_is_told_though_no_step_ends():
 @pytest.mark.parametrize(
     ("machine", "says", "advises"),
     [
-        ({"waiting_for": "the trainer: step 20"}, "waiting for the trainer: step 20", "logs/trainer.log"),
+        ({"waiting_for": "the trainer: the next step"}, "waiting for the trainer: the next step", "logs/trainer.log"),
         (
             {"waiting_for": "validators: v (ab) silent for 9 s; 1 to judge"},
             "v (ab) silent for 9 s",
@@ -420,7 +420,7 @@ def test_a_run_without_steps_is_told_with_what_took_the_time(longest, advises):
     lines = honest_lines(8, 20)
     began = lines[-1]["time_s"]
     machine = Machine(
-        now=began + 300.0, step_began=began, waiting_for="the trainer: step 20", longest=longest, longest_s=250.0
+        now=began + 300.0, step_began=began, waiting_for="the trainer: the next step", longest=longest, longest_s=250.0
     )
     found = between([machine] * 3, lines)["starved"]
     assert f"of these, 250 s waiting for {longest.partition('.')[0]}" in found.summary and advises in found.remedy
@@ -429,7 +429,7 @@ def test_a_run_without_steps_is_told_with_what_took_the_time(longest, advises):
 def test_a_run_without_steps_names_the_workers_whose_leases_are_the_oldest():
     lines, watch, key = honest_lines(8, 20), Watch(), "ab" * 32
     now = lines[-1]["time_s"] + 300.0
-    for waits in ("workers: 1 of 4 groups", "the trainer: step 20"):
+    for waits in ("workers: 1 of 4 groups", "the trainer: the next step"):
         machine = Machine(now=now, step_began=now - 300.0, waiting_for=waits, in_flight=3)
         for _ in range(3):
             watch.see(View(lines=lines, machine=machine, names={key: ("worker", "w")}, leased=[(key, now - 290.0)]))

@@ -112,6 +112,11 @@ def differences(directory: Path) -> list[str]:
         reply, theirs = renderer.reply(answer), ids_of(peer, [USER, said, {"role": "user", "content": answer}])
         if theirs[-len(reply) :] != reply or theirs[-len(reply) - 1] != peer.convert_tokens_to_ids(END):
             found.append(f"the reply {answer!r} is {peer.decode(reply)!r} of {peer.decode(theirs)!r}")
+    for text in (TEXTS[3], TEXTS[1], "13"):
+        told = peer.apply_chat_template([USER, {"role": "assistant", "content": text}])["input_ids"]
+        ours, theirs = renderer.written(text), told[len(ids_of(peer, [USER])) :]
+        if ours != theirs[: len(ours)] or ours[-1] != peer.convert_tokens_to_ids(END):
+            found.append(f"the turn {text!r} is {peer.decode(ours)!r} of {peer.decode(theirs)!r}")
     return found
 
 

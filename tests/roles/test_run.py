@@ -155,7 +155,7 @@ def test_a_run_that_lacks_other_workers_says_so_and_goes_on_when_one_comes(tmp_p
     town = Town(tmp_path / "run", tiny_run(rollouts=rollouts, verify={"worker_share": 0.5}, steps=2))
     first, second = town.worker("first"), ComesWhenCalled(town, town.worker("second"))
     asyncio.run(town.live(town.trainer(), town.validator(), first, second))
-    assert second.heard.startswith("other workers: 2 of 4 groups for step 1, and ")
+    assert second.heard.startswith("other workers: 2 of 4 groups for the next step, and ")
     assert "verify.worker_share" in second.heard
     state = town.desk.state
     for members in state.main.batches.values():

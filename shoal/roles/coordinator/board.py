@@ -122,7 +122,7 @@ class Board:
         """How far the run is, and what it waits for."""
         state = self._desk.state
         reason, flat = waiting_for(state), without_signal(state, state.main)
-        same = reason
+        same = f"{reason}, after {state.main.version}"
         if state.phase == "paused":
             same = f"paused: {state.pause_cause}"
         elif flat and state.phase == "running":
@@ -203,7 +203,6 @@ def _out_of_work(state: State) -> str:
 
 
 def _awaited(state: State) -> str:
-    """Steps are counted from 1, as the lines of steps that are done count them."""
     if state.phase == "ended":
         return f"{VERDICTS}{_to_judge(state)}" if state.pending else NOT_WAITING
     if state.phase == "paused" and state.pause_cause.startswith(FAULTS):
@@ -219,10 +218,10 @@ def _awaited(state: State) -> str:
     if state.main.version < 0:
         return "the trainer: the first version"
     if state.main.version in state.main.batches:
-        return f"the trainer: step {state.main.version + 1}"
+        return "the trainer: the next step"
     need, have = state.rules.batch_groups, len(next_members(state, state.main).all)
     if state.pending:
-        judged = f"{have} of {need} groups for step {state.main.version + 1}"
+        judged = f"{have} of {need} groups for the next step"
         if not state.validators:
             return f"the host: {_to_judge(state)} ({judged}), and no validator is admitted. {ADMIT_REMEDY}"
         return f"{VERDICTS}{_to_judge(state)} ({judged})"
@@ -233,18 +232,18 @@ def _awaited(state: State) -> str:
         return "workers: none has joined yet"
     open_ = sum(not is_settled(state, state.main, place) for place in usable(state, state.main))
     if have + open_ >= need and open_:
-        return f"workers: continuations of {open_} groups, for step {len(state.main.batches) + 1}"
+        return f"workers: continuations of {open_} groups, for the next step"
     held = blocks_in_the_way(state, state.main)
     if held:
         left = f"{len(held)} block{'s' if len(held) > 1 else ''} of version {held[0][0]}"
-        return f"workers: {left}, of which step {len(state.main.batches) + 1} is the last that may learn"
+        return f"workers: {left}, of which the next step is the last that may learn"
     surplus = groups_beyond_share(state, state.main)
     if surplus:
         return (
-            f"other workers: {have} of {need} groups for step {state.main.version + 1}, and {surplus} more of workers that "
+            f"other workers: {have} of {need} groups for the next step, and {surplus} more of workers that "
             "have filled their share (verify.worker_share)"
         )
-    return f"workers: {have} of {need} groups for step {state.main.version + 1}"
+    return f"workers: {have} of {need} groups for the next step"
 
 
 def _to_judge(state: State) -> str:
