@@ -634,6 +634,7 @@ GUARDS = [
     *_needed_by("tests/launch/test_prompt_preview.py",
         ("tasks-are-shown", OFF, "test_a_chat_template_that_shows_no_task_begins_no_run"),
         ("refused-prompts-begin-no-run", 'return ""', "test_a_chat_template_that_refuses_a_first_prompt_begins_no_run"),
+        ("some-task-begins", OFF, "test_a_run_of_which_no_task_can_begin_does_not_begin"),
     ),
     *_needed_by("tests/ledger/test_no_signal.py",
         ("resume-counts-anew", OFF, "test_a_resumed_run_starts_its_count_again"),

@@ -201,6 +201,8 @@ def test_every_scalar_key_can_be_set_to_its_own_value(run_file: Path) -> None:
         ("envs.7.name=x", "not an item of the list"),
         ("steps.more=1", "steps is not a section"),
         ("steps=many", "steps: Expected `int`, got `str`"),
+        ("host.port=65536", "host.port = 65536: must be from 0 to 65535"),
+        ("host.dashboard_port=-1", "host.dashboard_port = -1: must be from 0 to 65535"),
     ],
 )
 def test_wrong_override_says_what_is_wrong(run_file: Path, override: str, message: str) -> None:

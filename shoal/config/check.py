@@ -112,7 +112,7 @@ def check_run(config: RunConfig) -> None:
         ),
         *_audits_fit(verify, rollouts.max_staleness),
         *_learning_fits(config),
-        *_ports_differ(config.host),
+        *_ports_fit(config.host),
         *_addresses_are_read(config.host.trusted_proxies),
         *_messages_fit(config),
     ]
@@ -304,9 +304,11 @@ def _adapter_fits(config: RunConfig) -> Iterator[tuple[bool, str]]:
     )
 
 
-def _ports_differ(host: HostConfig) -> Iterator[tuple[bool, str]]:
+def _ports_fit(host: HostConfig) -> Iterator[tuple[bool, str]]:
     """Each process of the host that serves has a port of its own."""
     named = [(f"host.{key}", getattr(host, key)) for key in ("port", "origin_port", "dashboard_port")]
+    for name, port in named:
+        yield 0 <= port < 1 << 16, f"{name} = {port}: must be from 0 to 65535; 0 takes a free one"
     for (one, port), (other, same) in itertools.combinations(named, 2):
         yield (
             not port or port != same,

@@ -11,7 +11,7 @@ from typing import Any
 from shoal.envs.base import Env, task_of
 from shoal.envs.conversation import Conversation
 from shoal.envs.settings import limits_of
-from shoal.errors import MessagesRefused, PromptsTooLong, ShoalError, StateError
+from shoal.errors import MessagesRefused, Overreach, PromptsTooLong, ShoalError, StateError
 from shoal.policy.messages import Message, Written, arguments_of
 from shoal.policy.render import Renderer
 from shoal.protocol.env_faults import REPLY_REFUSED
@@ -78,7 +78,7 @@ def first_prompt(label: str, env: Env, renderer: Renderer, sampling: Sampling, i
 def odd_prompts(label: str, env: Env, renderer: Renderer, sampling: Sampling, tasks: Sequence[int]) -> str:
     """Lines about the prompts that are refused or leave the policy no room, of up to MAX_PROMPTS_MEASURED tasks; empty if
     none is. Raises `PromptsTooLong` if all leave no room, and `MessagesRefused` if all are one prompt."""
-    tasks = tasks[:: max(1, -(-len(tasks) // MAX_PROMPTS_MEASURED))]
+    tasks = _sample(tasks)
     begun, refused = list[Conversation](), list[str]()
     for index in tasks:
         try:
@@ -116,6 +116,23 @@ def odd_prompts(label: str, env: Env, renderer: Renderer, sampling: Sampling, ta
         f"{no_room(most, sampling, max(long))}. {ROOM_REMEDY}"
     )
     return "\n".join(found)
+
+
+def no_task_begins(env: Env, renderer: Renderer, sampling: Sampling, tasks: Sequence[int]) -> bool:
+    """Whether the environment fails on each of up to MAX_PROMPTS_MEASURED tasks, and none takes too long."""
+    for index in _sample(tasks):
+        try:
+            Conversation(env, renderer, task_of(env, index), sampling)
+        except Overreach:
+            return False
+        except ShoalError:
+            continue
+        return False
+    return True
+
+
+def _sample(tasks: Sequence[int]) -> Sequence[int]:
+    return tasks[:: max(1, -(-len(tasks) // MAX_PROMPTS_MEASURED))]
 
 
 def _demand_shown(label: str, talk: Conversation, renderer: Renderer, arguments: Mapping[str, Any]) -> None:

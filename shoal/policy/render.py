@@ -178,9 +178,8 @@ class Renderer:
         return self._history(_key(told, arguments))
 
     def written(self, turn: str | Message, arguments: Mapping[str, Any] | None = None) -> list[int]:
-        """Token ids with which the policy would write a turn, including the token with which the template ends it: a message
-        of the assistant as the template shows it, or a text as it is, with the white space that the template puts around
-        turns."""
+        """Token ids with which the policy would write a turn, with the token that ends it: a message of the assistant as
+        the template shows it, or a text as it is, with the white space that the template puts around turns."""
         return self._written(_key([turn] if isinstance(turn, str) else normal([_ASK, turn]), arguments))
 
     def beyond_model(self) -> str:

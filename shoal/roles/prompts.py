@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 
 from shoal.config import EnvConfig, sampling_of
-from shoal.envs.first_prompt import first_prompt, odd_prompts
+from shoal.envs.first_prompt import first_prompt, no_task_begins, odd_prompts
 from shoal.envs.load import env_of
-from shoal.errors import MessagesRefused, PromptsTooLong, ShoalError
+from shoal.errors import ConfigError, MessagesRefused, PromptsTooLong, ShoalError
 from shoal.folder import RunFolder, write_atomically
 from shoal.policy.auto_tokenizer import difference_from_file
 from shoal.policy.render import Renderer
@@ -20,7 +20,7 @@ from shoal.protocol.types import Sampling
 
 def main(run_dir: Path) -> None:
     """Write the prompts to the run's folder. Raises `ShoalError` if the policy's tokenizer cannot be opened, if its
-    template takes the first prompt of an environment not at all, or if all prompts of one are too long."""
+    template takes the first prompt of an environment not at all, or if no task of one can begin."""
     folder = RunFolder(run_dir)
     config = folder.config()
     with tempfile.TemporaryDirectory() as scratch:
@@ -35,12 +35,15 @@ def main(run_dir: Path) -> None:
 
 
 def _shown(folder: RunFolder, env: EnvConfig, renderer: Renderer, sampling: Sampling) -> str:
+    listed, game = folder.task_list(env), env_of(env)
+    tasks = listed.tasks if listed else range(game.num_tasks)
     try:
-        listed, game = folder.task_list(env), env_of(env)
-        tasks = listed.tasks if listed else range(game.num_tasks)
         shown = first_prompt(env.label, game, renderer, sampling, tasks[0])
         return "\n".join(filter(None, (shown, odd_prompts(env.label, game, renderer, sampling, tasks))))
     except (MessagesRefused, PromptsTooLong):
         raise  # guard: refused-prompts-begin-no-run
     except ShoalError as error:
-        return f"first prompt of {env.label}: it cannot be shown: {' '.join(str(error).split())}"
+        said = " ".join(str(error).split())
+        if no_task_begins(game, renderer, sampling, tasks):  # guard: some-task-begins
+            raise ConfigError(f"no task of environment {env.label} can begin: {said}") from None
+        return f"first prompt of {env.label}: it cannot be shown: {said}"

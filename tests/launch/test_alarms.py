@@ -426,7 +426,9 @@ def test_a_wait_is_blamed_on_what_took_longest_since_the_last_step(tmp_path, pub
             watch._waits.see(Snapshot("small", "", 30, status=status), float(10 * now))
         return watch._machine(Snapshot("small", "", 30, status=status), 100.0)
 
-    machine = after("workers: 1 of 4", silent, silent, "validators: 2 submissions to judge", "the trainer: the next step")
+    machine = after(
+        "workers: 1 of 4", silent, silent, "validators: 2 submissions to judge", "the trainer: the next step"
+    )
     assert (machine.longest, machine.longest_s) == (silent, 30.0)
     assert after("workers: 1 of 4", full, full, "workers: 2 of 4").longest == full
     assert after("workers: 1 of 4").longest == ""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal.config import TinyPolicy, load_run
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, StateError
 from shoal.folder import RunFolder
 from shoal.launch import prompt_preview
 from shoal.launch.process import RoleProcess
@@ -81,18 +81,25 @@ def test_a_run_that_begins_shows_a_prompt_of_each_environment(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("begins", "says"),
     [
-        ("raise ValueError('no data')", r"first prompt of own: it cannot be shown: .*no data"),
-        ("raise SystemExit('gone')", r"first prompt of own: it cannot be shown: .*SystemExit: gone"),
-        ("__import__('os')._exit(3)", r"first prompt of own: it cannot be shown: .*_exit\(3\)"),
+        (
+            "return 1 // task, [{'role': 'user', 'content': 'hi'}]",
+            r"first prompt of own: it cannot be shown: .*ZeroDivisionError",
+        ),
         ("__import__('time').sleep(99)", "the first prompts cannot be shown"),
     ],
 )
-def test_an_environment_that_cannot_begin_does_not_stop_the_run(
+def test_a_task_that_cannot_begin_does_not_stop_the_run(
     begins: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_preview, "PREVIEW_S", 5.0 if "sleep" in begins else 60.0)
     (text,) = said(folder_of(tmp_path, begins))
     assert re.search(says, text)
+
+
+@pytest.mark.parametrize("begins", ["raise ValueError('no data')", "raise SystemExit", "__import__('os')._exit(3)"])
+def test_a_run_of_which_no_task_can_begin_does_not_begin(begins: str, tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"no task of environment own can begin: .*(no data|SystemExit|_exit\(3\))"):
+        said(folder_of(tmp_path, begins))
 
 
 def test_a_run_whose_prompts_are_all_too_long_does_not_begin_until_its_file_gives_them_room(tmp_path: Path) -> None:
