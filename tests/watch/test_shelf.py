@@ -112,9 +112,10 @@ def test_an_empty_page_says_that_it_reads_before_it_has_read(copied, tmp_path, n
     with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
         page, log = words(shelf), words(shelf, "/1/log")
         assert "Reading the log, 0 %" in page and "not begun" not in page + log
+        assert "of which nothing was read" in page and "event -1" not in page
 
 
-def test_a_broken_log_is_told_and_stays_told_while_it_is_read_again(copied, tmp_path, now, monkeypatch):
+def test_a_broken_log_is_told_and_stays_told_while_it_is_read_again(copied, tmp_path, now, monkeypatch, caplog):
     monkeypatch.setattr("shoal.roles.auditor.source.MAX_EVENTS", 40)
     with contextlib.closing(sqlite3.connect(copied / "log.sqlite")) as log:
         (last,) = log.execute("SELECT max(seq) FROM events").fetchone()
@@ -129,6 +130,7 @@ def test_a_broken_log_is_told_and_stays_told_while_it_is_read_again(copied, tmp_
             assert "Reading the log" not in page
             now[0] += MOST_AGAIN_S
             shelf.step()
+        assert caplog.text.count(f"broken at event {last - 5}") == 1
 
 
 def test_a_full_disk_is_told_and_indexing_goes_on_when_there_is_room(shelf, now):

@@ -79,6 +79,8 @@ class Shown:
     """Whether the log had a fault when it was read last. That is not forgotten while it is read again."""
     trouble: str = ""
     """What keeps it from being read, as anyone may see it. The index cannot say so if it is what cannot be written."""
+    warned: str = ""
+    """The fault that was logged last, which is not logged again until another one comes, or the log is whole."""
 
     @property
     def is_own(self) -> bool:
@@ -278,17 +280,21 @@ class Shelf:
             if self._ended.is_set():
                 return False
             try:
-                return self._advance(shown)
+                busy = self._advance(shown)
+                shown.warned = "" if shown.is_whole else shown.warned
+                return busy
             except Exception as error:  # the thread would end, and the page stay stale without a word
                 if self._ended.is_set():  # `close` has let go of the run
                     return False
                 wait_s = MOST_AGAIN_S if isinstance(error, Overreach) else shown.wait_s
                 shown.again_at, shown.wait_s = now + wait_s, min(2 * wait_s, MOST_AGAIN_S)  # guard: index-thread-lives
                 is_known, shown.is_broken = isinstance(error, ShoalError), isinstance(error, StateError)
-                log.warning(
-                    "a run cannot be indexed, trying again later run=%s cause=%s", shown.where, error,
-                    exc_info=None if is_known else error,
-                )  # fmt: skip
+                if str(error) != shown.warned:
+                    log.warning(
+                        "a run cannot be indexed, trying again later run=%s cause=%s", shown.where, error,
+                        exc_info=None if is_known else error,
+                    )  # fmt: skip
+                shown.warned = str(error)
                 self._say(shown, str(error) if is_known else f"a fault of this page ({type(error).__name__})")
                 self._let_go(shown)
                 return False
