@@ -33,6 +33,9 @@ CHANGE_EVERY_S = 4.0
 """Pages may say something else so often: each change makes each page that somebody looks at anew, and the log of a large
 run changes many times a second."""
 
+LATE_S, LATE_STEP_S = 15.0, 5.0
+"""A page of a live run says how old it is from LATE_S on, in steps of LATE_STEP_S. A busy machine may index so slowly."""
+
 STALE_S = 60.0
 """Pages change at least this often, because they tell how long the run has waited and how much of the disk is free."""
 
@@ -64,7 +67,9 @@ class Shown:
     again_at: float = 0.0
     wait_s: float = AGAIN_S
     """After the next error."""
-    asked_at: float = -1e9
+    asked_at: float = -math.inf
+    is_live: bool = False
+    """Whether its coordinator answered then."""
     told: object = None
     """Condition and alarms as they were noted last."""
     address: str = ""
@@ -177,6 +182,12 @@ class Shelf:
         if shown is not None and shown.trouble:
             return "cannot be read now"
         return self.being_read(number)
+
+    def late_s(self, number: int) -> int:
+        """For how long a live run was not asked how it does; 0 if that is no longer than usual."""
+        shown = self.of(number)
+        age_s = self._clock() - shown.asked_at if shown is not None and shown.is_live else 0.0
+        return int(age_s // LATE_STEP_S * LATE_STEP_S) if LATE_S <= age_s < math.inf else 0
 
     def free_bytes(self, number: int) -> int | None:
         """Free space where a run's folder is; None for a run elsewhere."""
@@ -382,6 +393,7 @@ class Shelf:
         alarms = self.look().alarms(shown.number)
         row = self.look().rows("SELECT told, is_live FROM conditions WHERE run = ?", shown.number)
         told = (_without_clock(row[0]["told"]), row[0]["is_live"]) if row else None
+        shown.is_live = bool(row and row[0]["is_live"])
         before, shown.told = shown.told, (told, repr(alarms))
         if shown.told != before:
             self._is_news = True
