@@ -179,7 +179,7 @@ LIMITS: dict[str, Limit] = {
         0.5, "share",
         "Of rollouts.max_flat_groups, in a row without signal, at which the host is told",
     ),
-    "disk.hours": Limit(6.0, "hours", "Until the disk is full, at the median rate of the last hour: one night's sleep"),
+    "disk.hours": Limit(6.0, "hours", "Until the disk is full, at the median rate of an hour, for 5 min: a night's sleep"),
     "disk.free_mb": Limit(500.0, "MB", "Free space: below it a checkpoint may not fit"),
     "disk.quota": Limit(0.97, "share", "Of storage.quota_mb in use. At 1, no lease is granted"),
     "clock.seconds": Limit(

@@ -219,6 +219,8 @@ def _waits(snapshot: Snapshot, in_flight: bool = True) -> Text:
         text.append(brief(split_remedy(snapshot.notice)[0], 400))
     elif status.phase == "ended":
         return text.append("the run has ended", style="dim")
+    elif status.phase == "evaluating":
+        return text.append("all steps are done", style="dim")
     elif status.waiting_for:
         style = "yellow" if status.waiting_s >= WATCHDOG_S else "dim"
         # room for the error itself: the words after it say that an environment fails

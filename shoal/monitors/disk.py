@@ -12,8 +12,10 @@ from shoal.monitors.view import Finding, View, measured
 
 LEAST_SAMPLES, LEAST_S = 10, 600.0
 """A rate needs so many looks over so long: a checkpoint is written in one piece."""
+HELD_S = 300.0
+"""The rate must hold for so long: what another program writes for some minutes fills no disk."""
 PARTS = 4
-REMEDY = "Free some space, lower storage.window_steps, or set storage.checkpoint_every higher"
+REMEDY = "Free space, lower storage.window_steps or raise storage.checkpoint_every"
 QUOTA = (
     "Raise storage.quota_mb, or lower storage.window_steps: if deleting what is old makes no room, no lease is granted"
 )
@@ -26,18 +28,24 @@ def look(view: View) -> Iterator[Finding]:
         return
     if machine.disk:
         free_mb, least_mb = machine.disk[-1][1] / 1e6, view.limit("disk.free_mb")
-        hours, least = hours_left(machine.disk), view.limit("disk.hours")
+        hours, least = _held(machine.disk), view.limit("disk.hours")
         if free_mb < least_mb:
             what = f"the disk of the run's folder has {free_mb:.0f} MB free"
             yield Finding("critical", what, REMEDY, (measured("free MB", free_mb, least_mb),))
         elif hours < least:
-            what = f"the disk of the run's folder is full in {hours:.1f} h at the present rate ({free_mb:.0f} MB free)"
+            what = f"the run's disk is full in {hours:.1f} h at this rate"
             yield Finding("warning", what, REMEDY, (measured("hours", hours, least),))
     share, most = machine.quota_share, view.limit("disk.quota")
     if share >= most:
         yield Finding(
             "warning", f"{share:.1%} of the run's quota is used", QUOTA, (measured("quota share", share, most),)
         )
+
+
+def _held(disk: Sequence[tuple[float, float]]) -> float:
+    """The most hours that were left at any look of the last HELD_S."""
+    newest = disk[-1][0]
+    return max(hours_left(disk[: i + 1]) for i, (time, _) in enumerate(disk) if newest - time <= HELD_S)
 
 
 def hours_left(disk: Sequence[tuple[float, float]]) -> float:

@@ -25,7 +25,7 @@ def trend_of(rewards: Sequence[float]) -> str:
     if not math.isfinite(change + noise):
         return ""
     word = "level" if abs(change) <= 2 * noise else "up" if change > 0 else "down"
-    return f"reward {word}: {told[0]} to {told[1]}, means of {size} steps each"
+    return f"reward {word} in the last {2 * size} steps: {told[0]} to {told[1]}, means of {size} each"
 
 
 def _moments(rewards: Sequence[float]) -> tuple[float, float]:

@@ -73,7 +73,7 @@ def text_of(now: NodeNow) -> str:
 def test_a_worker_sees_the_run_it_helps_and_its_own_figures(worker: NodeNow) -> None:
     for said in (
         "working for wordle", "filling a lease of 4 groups, version 37", "trains a policy on arithmetic", "step 37/90",
-        "reward 0.480", "reward up: 0.347 to 0.438", "accepted 611 groups", "4 refused (sampling 3x, commit 1x)",
+        "reward 0.480", ": 0.347 to 0.438, means of", "accepted 611 groups", "4 refused (sampling 3x, commit 1x)",
         "credits 81,234 (70,000 vested)", "rank 2 of 3", "44.8% of all credits",
         "last refusal: sampling: gap 2.3", "85 tokens/s", "memory 1,234 MB", "GPU 9,000 MB", "up 3h20m", "--hours 22-7",
         "p pauses", "about 1m46s of steps left",

@@ -66,6 +66,8 @@ def test_a_picture_of_an_ended_run_offers_nothing_to_stop(snapshot: Snapshot) ->
     status = msgspec.structs.replace(snapshot.status, phase="ended", waiting_for="nothing: the run has ended")
     text = shown(render(replace(snapshot, status=status)))
     assert "the run has ended" in text and "waiting" not in text.replace("trainer waits", "") and "Ctrl-C" not in text
+    evaluated = replace(snapshot, status=msgspec.structs.replace(status, phase="evaluating"))
+    assert "waiting" not in shown(render(evaluated)).replace("trainer waits", "")
 
 
 def test_the_step_is_never_behind_the_version(snapshot: Snapshot) -> None:

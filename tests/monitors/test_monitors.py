@@ -3,6 +3,7 @@
 import random
 import re
 
+import msgspec
 import pytest
 
 from shoal.ledger.remedies import SILENT_REMEDY
@@ -360,9 +361,18 @@ def test_a_disk_that_fills_is_told_hours_before_and_one_that_is_steady_is_not():
     steady = [(60.0 * i, 20e9 + random.Random(i).uniform(-3e9, 3e9)) for i in range(30)]
     found = between([Machine(now=1800.0, disk=filling)] * 2)
     assert found.keys() == {"disk"} and "full in 2." in found["disk"].summary
+    alarm = msgspec.structs.replace(found["disk"], since=4000)
+    assert len(f"{alarm.heading}{alarm.summary}. {alarm.remedy}") <= 2 * 80, "two lines of a terminal"
     assert between([Machine(now=1800.0, disk=steady)] * 2) == {}
     assert between([Machine(now=1.0, disk=[(1.0, 1e8)])] * 2)["disk"].severity == "critical"
     assert "quota" in between([Machine(now=1.0, quota_share=0.99)] * 2)["disk"].summary
+
+
+def test_what_another_program_writes_for_minutes_is_no_filling_disk():
+    """The run has begun ten minutes ago: the looks that make a rate are all of that time."""
+    written = [(30.0 * i, 20e9 - 1e6 * 30 * i) for i in range(60)]
+    assert between([Machine(now=30.0 * n, disk=written[: n + 1]) for n in range(25)]) == {}
+    assert between([Machine(now=30.0 * n, disk=written[: n + 1]) for n in range(60)]).keys() == {"disk"}
 
 
 def test_a_checkpoint_of_many_gigabytes_is_no_filling_disk():

@@ -110,6 +110,27 @@ def test_a_viewer_without_the_link_of_the_host_may_compute_nothing(url, browser,
     assert page.get_by_label("log-prob").is_checked() and page.locator(".parts").count() == 0
 
 
+def test_no_label_of_the_overview_breaks_within_a_word(url, browser, complaints):
+    page = opened(browser, complaints)
+    page.goto(url)
+    for width in (320, 400, 600, 700, 900, 1000, 1100, 1600):
+        page.set_viewport_size({"width": width, "height": 900})
+        words = page.evaluate("""() => {
+            const lines = [], range = document.createRange();
+            const words = document.createTreeWalker(document.querySelector(".cards"), NodeFilter.SHOW_TEXT);
+            for (let text; (text = words.nextNode());) {
+                if (!text.parentElement.closest("dt")) continue;
+                for (const word of text.data.matchAll(/\\S+/g)) {
+                    range.setStart(text, word.index);
+                    range.setEnd(text, word.index + word[0].length);
+                    lines.push([word[0], range.getClientRects().length]);
+                }
+            }
+            return lines;
+        }""")
+        assert ["Reward", 1] in words and [word for word, lines in words if lines > 1] == [], width
+
+
 def test_without_a_script_the_charts_are_pictures(url, browser, complaints):
     page = opened(browser, complaints, script=False)
     page.goto(url)

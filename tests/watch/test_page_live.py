@@ -143,6 +143,19 @@ def test_a_page_says_when_nobody_answers_and_goes_on_when_somebody_does(going, b
     assert [words for words in complaints if "ERR_CONNECTION_REFUSED" not in words] == []
 
 
+def test_a_live_page_says_how_old_it_is_while_an_answer_is_long_in_coming(going, browser, complaints):
+    with served(going.shelf) as url:
+        going.shelf.runs[0].builder._db.execute("""UPDATE conditions SET is_live = 1, told = '{"phase": "running"}'""")
+        page = opened(browser, complaints)
+        page.clock.install()
+        page.route(f"**{LIVE}**", lambda route: None)
+        page.goto(f"{url}/1/")
+        expect(page.locator("#polled")).to_have_text("Live")
+        page.clock.fast_forward(20_000)
+        expect(page.locator("#polled")).to_have_text("As of 20 s ago")
+    assert complaints == []
+
+
 def test_a_paused_page_asks_nothing_until_it_goes_on(going, browser, complaints):
     with served(going.shelf) as url:
         page, begun = looked_at(browser, complaints, f"{url}/1/")[0], list[str]()

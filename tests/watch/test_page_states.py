@@ -129,7 +129,7 @@ def test_the_overview_says_whether_the_reward_rises_as_the_terminal_does(shelf):
     db.execute("DELETE FROM series WHERE name = 'reward_all_mean'")
     rows = [("reward_all_mean", step, reward) for step, reward in enumerate((0.0, 0.25, 0.5, 0.75))]
     db.executemany("INSERT INTO series (run, name, step, value) VALUES (1, ?, ?, ?)", rows)
-    assert "Reward up: 0.125 to 0.625, means of 2 steps each." in words_of(shelf, "/1/")
+    assert "Reward up in the last 4 steps: 0.125 to 0.625, means of 2 each." in words_of(shelf, "/1/")
 
 
 def test_the_overview_says_how_old_the_newest_verdict_is_while_the_run_goes_on(shelf):

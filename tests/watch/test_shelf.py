@@ -18,7 +18,7 @@ from shoal.watch.index import Look, numbered
 from shoal.watch.index.schema import SIDECARS
 from shoal.watch.page import Shelf, page_app
 from shoal.watch.page.asked import Asked
-from shoal.watch.page.shelf import AGAIN_S, MOST_AGAIN_S, STALE_S
+from shoal.watch.page.shelf import AGAIN_S, LATE_S, MOST_AGAIN_S, STALE_S
 
 
 @pytest.fixture
@@ -112,9 +112,10 @@ def test_an_empty_page_says_that_it_reads_before_it_has_read(copied, tmp_path, n
     with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
         page, log = words(shelf), words(shelf, "/1/log")
         assert "Reading the log, 0 %" in page and "not begun" not in page + log
+        assert "of which nothing was read" in page and "event -1" not in page
 
 
-def test_a_broken_log_is_told_and_stays_told_while_it_is_read_again(copied, tmp_path, now, monkeypatch):
+def test_a_broken_log_is_told_and_stays_told_while_it_is_read_again(copied, tmp_path, now, monkeypatch, caplog):
     monkeypatch.setattr("shoal.roles.auditor.source.MAX_EVENTS", 40)
     with contextlib.closing(sqlite3.connect(copied / "log.sqlite")) as log:
         (last,) = log.execute("SELECT max(seq) FROM events").fetchone()
@@ -129,6 +130,20 @@ def test_a_broken_log_is_told_and_stays_told_while_it_is_read_again(copied, tmp_
             assert "Reading the log" not in page
             now[0] += MOST_AGAIN_S
             shelf.step()
+        assert caplog.text.count(f"broken at event {last - 5}") == 1
+
+
+def test_a_live_page_says_how_old_it_is_when_its_index_is_late(shelf, now):
+    indexed(shelf, now)
+    shelf.runs[0].is_live = True
+    shelf.runs[0].builder._db.execute("""UPDATE conditions SET is_live = 1, told = '{"phase": "running"}'""")
+    client, etag = TestClient(page_app(shelf, "")), ""
+    for age_s, badge in ((LATE_S - 1, "Live"), (LATE_S + 6, "As of 20 s ago")):
+        now[0] = shelf.runs[0].asked_at + age_s
+        answer = client.get("/1/figures", headers={"if-none-match": etag})
+        assert f'data-badge="{badge}"' in answer.text
+        etag = answer.headers["etag"]
+    assert client.get("/1/figures", headers={"if-none-match": etag}).status_code == 304
 
 
 def test_a_full_disk_is_told_and_indexing_goes_on_when_there_is_room(shelf, now):

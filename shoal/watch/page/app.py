@@ -104,8 +104,8 @@ class _Page:
         self._cookie = f"shoal-host-{self._session[:8]}"
         """Named by the token: cookies do not know ports, and a machine may serve several pages."""
         self._downloads = Places()
-        self._kept = OrderedDict[tuple[str, _Viewer, int], bytes]()
-        self._making = dict[tuple[str, _Viewer, int], asyncio.Future[tuple[bytes, bool]]]()
+        self._kept = OrderedDict[tuple[str, _Viewer, str], bytes]()
+        self._making = dict[tuple[str, _Viewer, str], asyncio.Future[tuple[bytes, bool]]]()
 
     def is_host(self, request: Request) -> bool:
         """Whether the viewer has the host's cookie."""
@@ -161,7 +161,8 @@ class _Page:
 
     def _endpoint(self, make: Callable[[Asked], tuple[bytes, bool]], kind: str) -> Endpoint:
         async def endpoint(request: Request) -> Response:
-            viewer, change = self._viewer(request), self._shelf.change
+            viewer = self._viewer(request)
+            change = f"{self._shelf.change}-{self._shelf.late_s(viewer.run)}"
             etag = f'"{self._boot}-{change}-{int(viewer.is_host)}{int(viewer.may_compute)}"'
             if _names(request, etag):
                 return Response(status_code=304, headers=_cached(etag))
@@ -233,7 +234,8 @@ class _Page:
         if condition.get("phase") == "ended":
             return "The run has ended"
         if condition.get("is_live"):
-            return "Live"
+            late_s = self._shelf.late_s(asked.run)
+            return f"As of {late_s} s ago" if late_s else "Live"
         return "Stopped" if condition.get("is_stopped") else "No answer" if condition else ""
 
     def refuse(self, request: Request, error: Exception) -> Response:

@@ -33,6 +33,9 @@ CHANGE_EVERY_S = 4.0
 """Pages may say something else so often: each change makes each page that somebody looks at anew, and the log of a large
 run changes many times a second."""
 
+LATE_S, LATE_STEP_S = 15.0, 5.0
+"""A page of a live run says how old it is from LATE_S on, in steps of LATE_STEP_S. A busy machine may index so slowly."""
+
 STALE_S = 60.0
 """Pages change at least this often, because they tell how long the run has waited and how much of the disk is free."""
 
@@ -64,7 +67,9 @@ class Shown:
     again_at: float = 0.0
     wait_s: float = AGAIN_S
     """After the next error."""
-    asked_at: float = -1e9
+    asked_at: float = -math.inf
+    is_live: bool = False
+    """Whether its coordinator answered then."""
     told: object = None
     """Condition and alarms as they were noted last."""
     address: str = ""
@@ -79,6 +84,8 @@ class Shown:
     """Whether the log had a fault when it was read last. That is not forgotten while it is read again."""
     trouble: str = ""
     """What keeps it from being read, as anyone may see it. The index cannot say so if it is what cannot be written."""
+    warned: str = ""
+    """The fault that was logged last, which is not logged again until another one comes, or the log is whole."""
 
     @property
     def is_own(self) -> bool:
@@ -175,6 +182,12 @@ class Shelf:
         if shown is not None and shown.trouble:
             return "cannot be read now"
         return self.being_read(number)
+
+    def late_s(self, number: int) -> int:
+        """For how long a live run was not asked how it does; 0 if that is no longer than usual."""
+        shown = self.of(number)
+        age_s = self._clock() - shown.asked_at if shown is not None and shown.is_live else 0.0
+        return int(age_s // LATE_STEP_S * LATE_STEP_S) if LATE_S <= age_s < math.inf else 0
 
     def free_bytes(self, number: int) -> int | None:
         """Free space where a run's folder is; None for a run elsewhere."""
@@ -278,17 +291,21 @@ class Shelf:
             if self._ended.is_set():
                 return False
             try:
-                return self._advance(shown)
+                busy = self._advance(shown)
+                shown.warned = "" if shown.is_whole else shown.warned
+                return busy
             except Exception as error:  # the thread would end, and the page stay stale without a word
                 if self._ended.is_set():  # `close` has let go of the run
                     return False
                 wait_s = MOST_AGAIN_S if isinstance(error, Overreach) else shown.wait_s
                 shown.again_at, shown.wait_s = now + wait_s, min(2 * wait_s, MOST_AGAIN_S)  # guard: index-thread-lives
                 is_known, shown.is_broken = isinstance(error, ShoalError), isinstance(error, StateError)
-                log.warning(
-                    "a run cannot be indexed, trying again later run=%s cause=%s", shown.where, error,
-                    exc_info=None if is_known else error,
-                )  # fmt: skip
+                if str(error) != shown.warned:
+                    log.warning(
+                        "a run cannot be indexed, trying again later run=%s cause=%s", shown.where, error,
+                        exc_info=None if is_known else error,
+                    )  # fmt: skip
+                shown.warned = str(error)
                 self._say(shown, str(error) if is_known else f"a fault of this page ({type(error).__name__})")
                 self._let_go(shown)
                 return False
@@ -376,6 +393,7 @@ class Shelf:
         alarms = self.look().alarms(shown.number)
         row = self.look().rows("SELECT told, is_live FROM conditions WHERE run = ?", shown.number)
         told = (_without_clock(row[0]["told"]), row[0]["is_live"]) if row else None
+        shown.is_live = bool(row and row[0]["is_live"])
         before, shown.told = shown.told, (told, repr(alarms))
         if shown.told != before:
             self._is_news = True

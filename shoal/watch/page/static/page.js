@@ -1,7 +1,7 @@
 // The page works without this. It asks for news, draws charts with uPlot, smooths them, and moves by keys.
 "use strict";
 (() => {
-  const EVERY_MS = 5000, HIDDEN_MS = 60000, MOST_MS = 60000, CHARTS_MS = 60000;
+  const EVERY_MS = 5000, LATE_MS = 15000, HIDDEN_MS = 60000, MOST_MS = 60000, CHARTS_MS = 60000;
   const main = document.getElementById("main"), polled = document.getElementById("polled");
   const live = document.querySelector("main [data-swap], main .charts") !== null && document.body.hasAttribute("data-live");
   let etag = null, waiting = 0, failures = 0, paused = false, current = -1, charted = Date.now(), heard = Date.now();
@@ -182,6 +182,8 @@
 
   const UNITS = [[1, 60, "s"], [60, 7200, "min"], [3600, 259200, "h"], [86400, Infinity, "days"]];
   function tick() {
+    const age = Date.now() - heard; // an answer may be on its way for long
+    if (age >= LATE_MS && !paused && !failures && condition() === "Live") polled.textContent = "As of " + length(Math.floor(age / EVERY_MS) * EVERY_MS / 1000) + " ago";
     for (const one of document.querySelectorAll("time[data-since]")) {
       one.textContent = length(Math.max(0, (Date.now() - Date.parse(one.dateTime)) / 1000));
     }
