@@ -5,7 +5,7 @@ Called by `launch/local`, which prints each advice as one line. None of it stops
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,15 +127,17 @@ class StartWarnings:
         """Groups that were refused when the log was read."""
 
     def look(
-        self, before: Heldout | None, metrics: Sequence[Mapping[str, Any]], flat_groups: int, flat_reward: float
-    ) -> list[str]:
-        """New advice. `before` is the first policy's evaluation; `flat_groups` were accepted in a row without signal."""
+        self, before: Heldout | None, metrics: Sequence[Mapping[str, Any]], flat_groups: int, flat_reward: float,
+        why_flat: Callable[[], str] = str,
+    ) -> list[str]:  # fmt: skip
+        """New advice. `before` is the first policy's evaluation; `flat_groups` were accepted in a row without signal.
+        `why_flat` is asked what ended their rollouts, if that is to be said."""
         lines = list[str]()
         if before is not None and not self._measured:
             self._measured = True
             lines += success_rate_warning(before)
         if not self._played:
-            line = zero_signal_warning(metrics, flat_groups, flat_reward)
+            line = zero_signal_warning(metrics, flat_groups, flat_reward, why_flat)
             lines += [line] if line else []
             self._played = bool(line or metrics)
         return lines
@@ -181,7 +183,9 @@ def success_rate_warning(before: Heldout) -> list[str]:
     ]
 
 
-def zero_signal_warning(metrics: Sequence[Mapping[str, Any]], flat_groups: int, flat_reward: float) -> str:
+def zero_signal_warning(
+    metrics: Sequence[Mapping[str, Any]], flat_groups: int, flat_reward: float, why_flat: Callable[[], str] = str
+) -> str:
     """Advice on a first policy whose groups rarely have signal, from the metrics of the steps so far, or from the groups
     in a row without signal and their mean reward; empty if there is none yet."""
     if metrics:
@@ -196,7 +200,9 @@ def zero_signal_warning(metrics: Sequence[Mapping[str, Any]], flat_groups: int, 
     lowest = "give the policy a longer cold start or easier tasks"
     highest = "begin from an earlier checkpoint of the cold start, or take harder tasks"
     between = "raise rollouts.group_size, or draw tasks by solve rate ([difficulty])"
-    if is_number(solved):
+    if why := why_flat():
+        then = f". {why}"
+    elif is_number(solved):
         change = lowest if solved <= UNSOLVED else highest if solved >= SOLVED else between
         then = f", {solved:.0%} of rollouts are solved: {change}"
     else:

@@ -127,6 +127,8 @@ def test_first_groups_without_signal_are_named_with_their_mean_reward() -> None:
     assert zero_signal_warning([{"zero_signal_share": 0.5}], 0, 0.0) == ""
     assert zero_signal_warning([], advice.MIN_FLAT_GROUPS - 1, 0.0) == ""
     assert zero_signal_warning([], 80, 1.0).startswith("In each of the first 80 groups, all rewards are equal")
+    said = zero_signal_warning([], 80, 0.0, lambda: "A token limit ended 64 of the 64 rollouts: raise it")
+    assert said.endswith(". A token limit ended 64 of the 64 rollouts: raise it") and "easier tasks" not in said
 
 
 def test_many_rollouts_that_a_token_limit_ended_are_named_with_the_keys_that_limit_them() -> None:
