@@ -7,6 +7,7 @@ Called by `launch/local`, which prints each advice as one line. None of it stops
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from shoal.config import RunConfig, preset_lr
@@ -38,6 +39,9 @@ MIN_REFUSED = 2
 
 MANY_OVERLONG = 0.1
 """Share of a step's rollouts that a token limit ended, above which it is said: what they would have scored is not known."""
+
+OVERLONG_STEPS = 5
+"""Newest steps, or all of a shorter run, whose mean share counts for advice."""
 
 MIN_FLAT_GROUPS = 64
 """In a row and before any step, that are worth a line; the run pauses at rollouts.max_flat_groups."""
@@ -102,13 +106,15 @@ def task_warnings(created: RunCreated) -> list[str]:
 
 
 def token_limit_warning(metrics: Sequence[Mapping[str, Any]], config: RunConfig) -> str:
-    """Advice on a newest step of which a token limit ended many rollouts; empty if it did not."""
-    share = metrics[-1].get("overlong_share") if metrics else None
-    if not is_number(share) or share <= MANY_OVERLONG:
+    """Advice on newest steps of which a token limit ended many rollouts, on average; empty if it did not, or if there are
+    fewer steps than count."""
+    steps = min(OVERLONG_STEPS, config.steps)
+    shares = [share for line in metrics[-steps:] if is_number(share := line.get("overlong_share"))]
+    if len(shares) < steps or (share := fmean(shares)) <= MANY_OVERLONG:
         return ""
     sampling, own = config.sampling, any(env.max_turn_tokens or env.max_tokens for env in config.envs)
     return (
-        f"A token limit ended {share:.0%} of the rollouts of step {metrics[-1]['step'] + 1}: raise "
+        f"A token limit ended {share:.0%} of the rollouts of the newest {steps} steps: raise "
         f"sampling.max_turn_tokens = {sampling.max_turn_tokens} or sampling.max_tokens = {sampling.max_tokens}, which is "
         f"with the prompt{', or those of [[envs]]' if own else ''}"
         + ("; nothing is learned from such rollouts (mask_overlong)" if masks_overlong(config.train.algorithm) else "")
