@@ -367,7 +367,7 @@ class LocalRun:
         resume, drain = (command("admin", action, str(self._folder.root)) for action in ("resume", "drain"))
         self._view.say(
             f"Accepted work stays paid. `{drain}` ends the run"
-            if IN_A_NEW_RUN in why + no_signal_remedy(status.flat_groups, status.unbegun_groups, status.unbegun_cause)
+            if IN_A_NEW_RUN in no_signal_remedy(status.flat_groups, status.unbegun_groups, status.unbegun_cause)
             else f"Accepted work stays paid. `{resume}` continues and restarts the count; `{drain}` ends the run. The "
             "limit is rollouts.max_flat_groups"
         )

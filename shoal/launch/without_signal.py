@@ -75,7 +75,8 @@ def why_flat(folder: RunFolder) -> str:
     of_them = f"of the {rollouts} rollouts of the newest groups without signal"
     if len(cut) > rollouts / 2:
         [(limit, _)] = Counter(_limit_of(created, *one) for one in cut).most_common(1)
-        return f"A token limit ended {len(cut)} {of_them}: raise {limit}{IN_A_NEW_RUN}"
+        change = f"raise {limit} if answers need more, or take a cold start (`shoal sft`) if the policy never ends them"
+        return f"A token limit ended {len(cut)} {of_them}: {change}{IN_A_NEW_RUN}"
     if len(failed) > rollouts / 2:
         said = _error_of(folder, created, *failed[-1])
         role = "stage" if any(env.kind == COMPLETIONS for env in created.envs) else "worker"

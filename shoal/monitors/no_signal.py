@@ -12,7 +12,10 @@ from shoal.protocol.rollouts import unbegun_remedy
 METRIC = "zero_signal_share"
 EASY = "All are solved: use harder tasks, or difficulty.pools and difficulty.curriculum"
 HARD = "Use easier tasks, larger groups (rollouts.group_size), or a better first policy: `shoal sft`"
-CUT = "A token limit ended {:.0%} of the rollouts of the step: raise sampling.max_turn_tokens or sampling.max_tokens"
+CUT = (
+    "A token limit ended {:.0%} of the rollouts of the step: if answers need more, raise sampling.max_turn_tokens or "
+    "sampling.max_tokens"
+)
 UNBEGUN = "The tasks of {count} of them can never begin; the last: {cause}. {remedy}"
 FALLEN = "Rewards fell: begin anew from an earlier one of the run's checkpoints, with a smaller train.lr"
 

@@ -104,8 +104,8 @@ FAILED = r"An error of the environment ended (\d+) of the \1 .*: ValueError: jud
 @pytest.mark.parametrize(
     ("source", "settings", "sampling", "named"),
     [
-        (ALWAYS_HALF, {}, {"max_turn_tokens": 1}, f"{CUT}.*: raise sampling.max_turn_tokens = 1,"),
-        (ALWAYS_HALF, {"max_turn_tokens": 1}, {}, f"{CUT}.*: raise envs.max_turn_tokens = 1,"),
+        (ALWAYS_HALF, {}, {"max_turn_tokens": 1}, f"{CUT}.*: raise sampling.max_turn_tokens = 1 "),
+        (ALWAYS_HALF, {"max_turn_tokens": 1}, {}, f"{CUT}.*: raise envs.max_turn_tokens = 1 "),
         (ALWAYS_HALF, {"max_turn_tokens": 1, "solved": 0.5}, {}, "$"),
         (FAILS, {"on_fault": "lowest"}, {}, FAILED),
     ],
