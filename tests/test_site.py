@@ -94,7 +94,16 @@ def test_a_reward_function_of_trl_scores_in_the_environment_that_wraps_it(
         task = env.task(0, heldout)
         state, [opening] = env.reset(task)
         scores = [env.score(env.step(state, text).state) for text in (str(task["answer"]), "5")]
-        assert (opening["content"], scores) == (task["prompt"], [1.0, 0.0])
+        assert ([opening], scores) == (task["prompt"], [1.0, 0.0])
+
+    def by_keyword(prompts: Any, completions: Any, answer: Any, text: Any, **_: Any) -> list[float]:
+        return [
+            float((prompts, completions[0][0]["content"], answer, text) == ([task["prompt"]], "7", [7], ["a column"]))
+        ]
+
+    monkeypatch.setitem(type(env).score.__globals__, "right", by_keyword)
+    state, _ = env.reset({**task, "answer": 7, "text": "a column"})
+    assert env.score(env.step(state, "7").state) == 1.0
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,7 @@ TRL_KEYS = {
     "importance_sampling_level": ("train.algorithm.name", '"gspo" is that of the sequence'),
     "scale_rewards": ("train.algorithm.advantage", _SCALES),
     "mask_truncated_completions": ("train.algorithm.mask_overlong", ""),
-    "entropy_coef": ("train.algorithm.entropy_bonus", ""),
+    "entropy_coef": ("train.algorithm.entropy_bonus", "of entropies averaged as train.algorithm.average says"),
     "entropy_target": ("train.algorithm.entropy_target", ""),
     "multi_objective_aggregation": ("", "the parts of a score are added by envs.weights"),
     "off_policy_mask_threshold": ("train.algorithm.corrections", '"geometric_mask" drops rows by their mean ratio'),

@@ -5,8 +5,9 @@ Called by `launch/local`, which prints each advice as one line. None of it stops
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from shoal.config import RunConfig, preset_lr
@@ -38,6 +39,9 @@ MIN_REFUSED = 2
 
 MANY_OVERLONG = 0.1
 """Share of a step's rollouts that a token limit ended, above which it is said: what they would have scored is not known."""
+
+OVERLONG_STEPS = 5
+"""Newest steps, or all of a shorter run, whose mean share counts for advice."""
 
 MIN_FLAT_GROUPS = 64
 """In a row and before any step, that are worth a line; the run pauses at rollouts.max_flat_groups."""
@@ -102,13 +106,15 @@ def task_warnings(created: RunCreated) -> list[str]:
 
 
 def token_limit_warning(metrics: Sequence[Mapping[str, Any]], config: RunConfig) -> str:
-    """Advice on a newest step of which a token limit ended many rollouts; empty if it did not."""
-    share = metrics[-1].get("overlong_share") if metrics else None
-    if not is_number(share) or share <= MANY_OVERLONG:
+    """Advice on newest steps of which a token limit ended many rollouts, on average; empty if it did not, or if there are
+    fewer steps than count."""
+    steps = min(OVERLONG_STEPS, config.steps)
+    shares = [share for line in metrics[-steps:] if is_number(share := line.get("overlong_share"))]
+    if len(shares) < steps or (share := fmean(shares)) <= MANY_OVERLONG:
         return ""
     sampling, own = config.sampling, any(env.max_turn_tokens or env.max_tokens for env in config.envs)
     return (
-        f"A token limit ended {share:.0%} of the rollouts of step {metrics[-1]['step'] + 1}: raise "
+        f"A token limit ended {share:.0%} of the rollouts of the newest {steps} steps: raise "
         f"sampling.max_turn_tokens = {sampling.max_turn_tokens} or sampling.max_tokens = {sampling.max_tokens}, which is "
         f"with the prompt{', or those of [[envs]]' if own else ''}"
         + ("; nothing is learned from such rollouts (mask_overlong)" if masks_overlong(config.train.algorithm) else "")
@@ -127,15 +133,17 @@ class StartWarnings:
         """Groups that were refused when the log was read."""
 
     def look(
-        self, before: Heldout | None, metrics: Sequence[Mapping[str, Any]], flat_groups: int, flat_reward: float
-    ) -> list[str]:
-        """New advice. `before` is the first policy's evaluation; `flat_groups` were accepted in a row without signal."""
+        self, before: Heldout | None, metrics: Sequence[Mapping[str, Any]], flat_groups: int, flat_reward: float,
+        why_flat: Callable[[], str] = str,
+    ) -> list[str]:  # fmt: skip
+        """New advice. `before` is the first policy's evaluation; `flat_groups` were accepted in a row without signal.
+        `why_flat` is asked what ended their rollouts, if that is to be said."""
         lines = list[str]()
         if before is not None and not self._measured:
             self._measured = True
             lines += success_rate_warning(before)
         if not self._played:
-            line = zero_signal_warning(metrics, flat_groups, flat_reward)
+            line = zero_signal_warning(metrics, flat_groups, flat_reward, why_flat)
             lines += [line] if line else []
             self._played = bool(line or metrics)
         return lines
@@ -181,7 +189,9 @@ def success_rate_warning(before: Heldout) -> list[str]:
     ]
 
 
-def zero_signal_warning(metrics: Sequence[Mapping[str, Any]], flat_groups: int, flat_reward: float) -> str:
+def zero_signal_warning(
+    metrics: Sequence[Mapping[str, Any]], flat_groups: int, flat_reward: float, why_flat: Callable[[], str] = str
+) -> str:
     """Advice on a first policy whose groups rarely have signal, from the metrics of the steps so far, or from the groups
     in a row without signal and their mean reward; empty if there is none yet."""
     if metrics:
@@ -196,7 +206,9 @@ def zero_signal_warning(metrics: Sequence[Mapping[str, Any]], flat_groups: int, 
     lowest = "give the policy a longer cold start or easier tasks"
     highest = "begin from an earlier checkpoint of the cold start, or take harder tasks"
     between = "raise rollouts.group_size, or draw tasks by solve rate ([difficulty])"
-    if is_number(solved):
+    if why := why_flat():
+        then = f". {why}"
+    elif is_number(solved):
         change = lowest if solved <= UNSOLVED else highest if solved >= SOLVED else between
         then = f", {solved:.0%} of rollouts are solved: {change}"
     else:

@@ -22,6 +22,7 @@ from shoal.folder import RunFolder, free_below, held_below
 from shoal.heldout import Heldout, interval_of, version_of, why_not_comparable
 from shoal.launch.hosting import call
 from shoal.launch.snapshot import CoordinatorWatch, Snapshot
+from shoal.launch.without_signal import why_flat
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.remedies import NO_LEASE, split_remedy
 from shoal.ledger.table import read_entry
@@ -89,6 +90,8 @@ class AlarmWatch:
         """When the run was last seen paused, or this launcher started: the trainer waits since then."""
         self._acting = _Acting(self._send)
         self._waits = _WaitTimes()
+        self._why_flat = ""
+        """What ended the rollouts of the groups without signal, as it was found first."""
         self._past: list[Alarm] | None = []
         """Alarms that were raised while the log of before this start was read; None once it is."""
         self._stood = {alarm.subject for alarm in standing_alarms(folder.alarms)}
@@ -181,12 +184,13 @@ class AlarmWatch:
         else:  # the host's machine was to blame until then, and nobody whom the run waits for since
             began = max(began, self._held_up) if lines else 0.0  # guard: hang-blames-nobody-else
         longest, longest_s = self._waits.longest()
+        self._why_flat = (self._why_flat or why_flat(self._folder)) if status.no_signal else ""
         return Machine(
             now=now, longest=longest, longest_s=longest_s,
             disk=tuple(self._disk), quota_share=min(self._quota_shares), log_time=self._follower.digest.time,
             step_began=began, flat_groups=status.flat_groups,
             flat_reward=status.flat_reward, unbegun_groups=status.unbegun_groups, unbegun_cause=status.unbegun_cause,
-            waiting_for=status.waiting_for, notice=snapshot.notice, in_flight=status.in_flight,
+            why_flat=self._why_flat, waiting_for=status.waiting_for, notice=snapshot.notice, in_flight=status.in_flight,
             running=status.phase == "running",
         )  # fmt: skip
 

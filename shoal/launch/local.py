@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -39,7 +40,7 @@ from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import USAGE, UsageBook, write_summary
 from shoal.launch.told import Told
 from shoal.launch.view import LiveView, View, render
-from shoal.launch.without_signal import flat_samples
+from shoal.launch.without_signal import flat_samples, why_flat
 from shoal.ledger.facts.run import NO_SIGNAL
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.log.creation import creation_of
@@ -361,6 +362,8 @@ class LocalRun:
                 self._view.say(sample)
         except (ShoalError, OSError) as error:
             self._view.say(f"No rollout can be shown: {error}")
+        if why := why_flat(self._folder):
+            self._view.say(as_called(f"{why}.", self._folder.root))
         resume, drain = (command("admin", action, str(self._folder.root)) for action in ("resume", "drain"))
         self._view.say(
             f"Accepted work stays paid. `{drain}` ends the run"
@@ -379,8 +382,9 @@ class LocalRun:
                     self._view.say(line)
         before = next((figures for name, figures in shot.heldout if name == BEFORE), None)
         flat = shot.status.flat_groups - shot.status.unbegun_groups
-        for line in self._first.look(before, shot.metrics, flat, shot.status.flat_reward):
-            self._view.say(line)
+        why = partial(why_flat, self._folder)
+        for line in self._first.look(before, shot.metrics, flat, shot.status.flat_reward, why):
+            self._view.say(as_called(line, self._folder.root))
         if not self._limits_said and (line := advice.token_limit_warning(shot.metrics, self._config)):
             self._limits_said = True
             self._view.say(line)

@@ -17,8 +17,10 @@ from shoal.launch.local import open_crew
 from shoal.launch.process import counted_signals
 from shoal.launch.snapshot import CoordinatorWatch, Snapshot
 from shoal.launch.view import LiveView, View
+from shoal.launch.without_signal import why_flat
 from shoal.ledger.facts.run import NO_SIGNAL
 from shoal.ledger.fault_rate import FAULTS, fault_remedy
+from shoal.ledger.remedies import IN_A_NEW_RUN
 from shoal.protocol.rollouts import unbegun_remedy
 from shoal.protocol.types import Status
 
@@ -80,7 +82,8 @@ class UnattendedView:
                 "figures. Change what led to it and begin anew, or type the same command again, which goes on"
             )
         if paused:  # guard: unattended-run-ends-when-paused
-            change = "Start from a better policy, or change the task"
+            why = why_flat(self._folder).replace(IN_A_NEW_RUN, ", in a new run")
+            change = why or "Start from a better policy, or change the task"
             if status.unbegun_groups > status.flat_groups / 2:
                 change = f"{unbegun_remedy(status.unbegun_cause)}, in a new run"
             return (

@@ -1,28 +1,38 @@
-"""Rollouts of groups without signal as text, for the host of a paused run to decide whether it should continue.
+"""Groups without signal, for the host of a run: two rollouts as text, and whether most of them were cut short or failed.
 
-Called by `launch/local`, on the folder of its own run, so the environment's files are executed. It does not know why the
-run is paused, and decides nothing.
+Called by the launcher on the folder of its own run, so the environment's files are executed. It does not know why the run
+is paused, and decides nothing.
 """
 
-from collections import deque
+from collections import Counter, deque
+from itertools import chain
 
 from shoal.envs.base import task_of
 from shoal.envs.evaluate import as_text, transcript_of
 from shoal.envs.load import load_run_envs
 from shoal.envs.replay import retell
-from shoal.errors import StateError
+from shoal.errors import ShoalError, StateError
 from shoal.folder import RunFolder
-from shoal.launch.samples import group_of
+from shoal.launch.samples import LOOKED_BACK, group_of
 from shoal.ledger.facts.batches import GroupAccepted
 from shoal.ledger.facts.run import RunCreated
 from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.remedies import IN_A_NEW_RUN
 from shoal.ledger.table import read_entry
 from shoal.policy.render import Renderer
+from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.continuations import is_continued_slot
+from shoal.protocol.types import ENVIRONMENT, Group, Rollout
 from shoal.protocol.wire import WireError
+from shoal.terminal import printable
 
 SHOWN = 2
 """Number of groups; one rollout of each is shown."""
+
+COUNTED = 16
+"""Number of groups whose endings are counted."""
+
+MAX_ERROR_CHARS = 200
 
 
 def flat_samples(folder: RunFolder) -> list[str]:
@@ -30,7 +40,7 @@ def flat_samples(folder: RunFolder) -> list[str]:
 
     Raises `ShoalError` if they cannot be read.
     """
-    created, flat = _read_log(folder)
+    created, flat = _read_log(folder, SHOWN)
     envs = load_run_envs(created.envs, own_files=True)
     renderer = Renderer.from_directory(folder.policy, created.sampling.stops)
     samples = []
@@ -43,16 +53,77 @@ def flat_samples(folder: RunFolder) -> list[str]:
     return samples
 
 
+def why_flat(folder: RunFolder) -> str:
+    """That a token limit or errors ended most rollouts of the newest accepted groups without signal, unsolved, and what to
+    do, as a sentence without its stop; empty if neither did, or if they cannot be read."""
+    try:
+        solved = {env.label: env.solved for env in folder.config().envs}
+        created, flat = _read_log(folder, COUNTED)
+    except ShoalError:
+        return ""
+    rollouts, ended = 0, dict[str, list[tuple[Group, Rollout]]]()
+    for accepted in flat:
+        try:
+            group = group_of(folder, accepted)
+        except ShoalError:
+            continue
+        rollouts += len(group.rollouts)
+        for rollout, reward in zip(group.rollouts, accepted.rewards, strict=False):
+            if reward < solved.get(group.env, 1.0):
+                ended.setdefault(rollout.ending, []).append((group, rollout))
+    cut, failed = ended.get("length", []), ended.get("error", [])
+    of_them = f"of the {rollouts} rollouts of the newest groups without signal"
+    if len(cut) > rollouts / 2:
+        [(limit, _)] = Counter(_limit_of(created, *one) for one in cut).most_common(1)
+        change = f"raise {limit} if answers need more, or take a cold start (`shoal sft`) if the policy never ends them"
+        return f"A token limit ended {len(cut)} {of_them}: {change}{IN_A_NEW_RUN}"
+    if len(failed) > rollouts / 2:
+        said = _error_of(folder, created, *failed[-1])
+        role = "stage" if any(env.kind == COMPLETIONS for env in created.envs) else "worker"
+        where = f"{folder.logs}/{role}*.log, or the log of the worker's machine, has each as environment_error"
+        return f"An error of the environment ended {len(failed)} {of_them}{said and f': {said}'}. Correct it; {where}"
+    return ""
+
+
+def _limit_of(created: RunCreated, group: Group, rollout: Rollout) -> str:
+    """The key and value of the limit that ended a rollout: that of the turn, if its last turn fills it."""
+    spec, sampling = next((env for env in created.envs if env.label == group.env), None), created.sampling
+
+    def named(name: str) -> tuple[str, int]:
+        own, of_run = getattr(spec, name, 0), getattr(sampling, name)
+        return ("envs", own) if 0 < own < of_run else ("sampling", of_run)
+
+    turn, name = len(rollout.author) - 1 - rollout.author.rfind(ENVIRONMENT), "max_tokens"
+    if turn >= named("max_turn_tokens")[1]:
+        name = "max_turn_tokens"
+    elif rollout.starts and sampling.max_rollout_tokens:
+        name = "max_rollout_tokens"
+    section, value = named(name)
+    return f"{section}.{name} = {value}"
+
+
+def _error_of(folder: RunFolder, created: RunCreated, group: Group, rollout: Rollout) -> str:
+    """What the environment raises on a rollout; empty if it does not fail here."""
+    try:
+        env = load_run_envs([spec for spec in created.envs if spec.label == group.env], own_files=True)[group.env]
+        renderer = Renderer.from_directory(folder.policy, created.sampling.stops)
+        talk = retell(env, renderer, task_of(env, group.task), rollout, created.sampling)
+    except (ShoalError, OSError, ValueError):  # a validator that lies may have accepted anything
+        return ""
+    return printable(talk.public_fault)[:MAX_ERROR_CHARS] if talk is not None else ""
+
+
 def _is_flat(accepted: GroupAccepted, created: RunCreated | None) -> bool:
     assert created is not None, "the first event creates the run"
     return not (accepted.has_signal or is_continued_slot(accepted.slot, created.rules.block_groups))
 
 
-def _read_log(folder: RunFolder) -> tuple[RunCreated, deque[GroupAccepted]]:
-    store, flat = Store(sqlite_url(folder.log), read_only=True), deque[GroupAccepted](maxlen=SHOWN)
+def _read_log(folder: RunFolder, most: int) -> tuple[RunCreated, deque[GroupAccepted]]:
+    """The first event, and the newest groups without signal: a long log is not read from its beginning."""
+    store, flat = Store(sqlite_url(folder.log), read_only=True), deque[GroupAccepted](maxlen=most)
     created: RunCreated | None = None
     try:
-        for data, _ in store.read():
+        for data, _ in chain(store.read(limit=1), store.read(max(0, store.newest() - LOOKED_BACK))):
             body = read_entry(data)[0].body
             if isinstance(body, RunCreated):
                 created = body

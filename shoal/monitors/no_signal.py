@@ -12,6 +12,10 @@ from shoal.protocol.rollouts import unbegun_remedy
 METRIC = "zero_signal_share"
 EASY = "All are solved: use harder tasks, or difficulty.pools and difficulty.curriculum"
 HARD = "Use easier tasks, larger groups (rollouts.group_size), or a better first policy: `shoal sft`"
+CUT = (
+    "A token limit ended {:.0%} of the rollouts of the step: if answers need more, raise sampling.max_turn_tokens or "
+    "sampling.max_tokens"
+)
 UNBEGUN = "The tasks of {count} of them can never begin; the last: {cause}. {remedy}"
 FALLEN = "Rewards fell: begin anew from an earlier one of the run's checkpoints, with a smaller train.lr"
 
@@ -24,6 +28,8 @@ def look(view: View) -> Iterator[Finding]:
         rewards = view.series("reward_all_mean")
         if remedy == EASY and rewards and view.machine.flat_reward < rewards[-1]:
             remedy = FALLEN
+        if remedy == HARD and view.machine.why_flat:
+            remedy = view.machine.why_flat
         if view.machine.unbegun_groups > view.machine.flat_groups / 2:  # no larger group would help
             remedy = UNBEGUN.format(
                 count=view.machine.unbegun_groups, cause=view.machine.unbegun_cause,
@@ -39,6 +45,8 @@ def look(view: View) -> Iterator[Finding]:
         return
     if not view.lines or not is_number(share := view.lines[-1].get(METRIC)):
         return
+    if remedy == HARD and is_number(cut := view.lines[-1].get("overlong_share")) and cut > 0.5:
+        remedy = CUT.format(cut)
     limit = view.limit("no_signal.share")
     if share >= limit:
         what = f"{share:.1%} of accepted groups have no signal"

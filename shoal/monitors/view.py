@@ -63,6 +63,8 @@ class Machine:
     unbegun_groups: int = 0
     """Of them, those whose tasks can never begin, and why the last cannot."""
     unbegun_cause: str = ""
+    why_flat: str = ""
+    """What ended most of their rollouts, unsolved, and what to do, as a sentence without its stop; empty if nothing did."""
     waiting_for: str = ""
     """What the run waits for, as its status says it; see `longest`."""
     longest: str = ""

@@ -192,7 +192,7 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     """Learn nothing from rollouts that a token limit ended: their reward says little about what they would have been. They
     still count in the mean and deviation of rewards, and in the divisor of the average over rollouts or by a constant."""
     entropy_bonus: float = 0.0
-    """Weight of the mean entropy, nats per token."""
+    """Weight of the entropy of tokens, nats, averaged as `average` says: only with tokens is that their mean."""
     entropy_target: float = 0.0
     """Entropy a token, nats, above which the bonus is left out; at half of it, the bonus has all of its weight
     (`algos/entropy_target`). 0: it always has."""

@@ -240,8 +240,14 @@ class SftCheckpoints:
             follow = ("policy's weights", "games")  # from other keys, if one has changed
             named = [key for key in changed if key not in follow] or changed
             values = ", ".join(f"{key} was {_value(before, key)} and is {_value(self._recipe, key)}" for key in named)
+            differs = f"with another recipe: {values}"
+            if named == ["games"]:
+                name = self._recipe["env"]["name"]
+                differs = (
+                    f"and {name} now gives other games: its file, its data, or the version of a package has changed"
+                )
             raise StateError(
-                f"{self._folder} is of a cold start that was stopped, with another recipe: {values}. Restore "
+                f"{self._folder} is of a cold start that was stopped, {differs}. Restore "
                 f"{'it' if len(named) == 1 else 'them'} to go on, or delete {self._folder} to begin anew"
             )
         tuning.resume(self._state)

@@ -127,14 +127,19 @@ def test_first_groups_without_signal_are_named_with_their_mean_reward() -> None:
     assert zero_signal_warning([{"zero_signal_share": 0.5}], 0, 0.0) == ""
     assert zero_signal_warning([], advice.MIN_FLAT_GROUPS - 1, 0.0) == ""
     assert zero_signal_warning([], 80, 1.0).startswith("In each of the first 80 groups, all rewards are equal")
+    said = zero_signal_warning([], 80, 0.0, lambda: "A token limit ended 64 of the 64 rollouts: raise it")
+    assert said.endswith(". A token limit ended 64 of the 64 rollouts: raise it") and "easier tasks" not in said
 
 
 def test_many_rollouts_that_a_token_limit_ended_are_named_with_the_keys_that_limit_them() -> None:
-    assert token_limit_warning([], SMALL) == token_limit_warning([{"step": 0}], SMALL) == ""
-    assert token_limit_warning([{"step": 0, "overlong_share": 0.9}, {"step": 1, "overlong_share": 0.1}], SMALL) == ""
-    cut = [{"step": 0, "overlong_share": 0.0}, {"step": 1, "overlong_share": 0.41}]
+    cut = [{"step": step, "overlong_share": share} for step, share in enumerate((0.0, 0.05, 0.4, 0.4, 0.6, 0.6))]
+    assert token_limit_warning([], SMALL) == token_limit_warning([{"step": 0}] * 5, SMALL) == ""
+    noisy = [{"step": step, "overlong_share": 0.4 if step == 4 else 0.02} for step in range(5)]
+    assert token_limit_warning(noisy, SMALL) == token_limit_warning(cut[2:], SMALL) == ""
+    line = token_limit_warning(cut[4:], msgspec.structs.replace(SMALL, steps=2))
+    assert "60% of the rollouts of the newest 2 steps" in line
     line = token_limit_warning(cut, SMALL)
-    assert line.startswith("A token limit ended 41% of the rollouts of step 2: raise sampling.max_turn_tokens = 64 or ")
+    assert "41% of the rollouts of the newest 5 steps: raise sampling.max_turn_tokens = 64 or " in line
     assert "sampling.max_tokens = 512" in line and "[[envs]]" not in line and "mask_overlong" not in line
     masks = msgspec.structs.replace(
         SMALL, train=TrainConfig(algorithm=Dapo(mask_overlong=True)), envs=(EnvConfig("wordle", max_turn_tokens=8),)

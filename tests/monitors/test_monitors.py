@@ -465,6 +465,20 @@ def test_groups_without_signal_are_too_easy_only_if_their_rewards_did_not_fall(r
     assert found.remedy == remedy
 
 
+def test_the_remedy_for_groups_without_signal_is_what_ended_their_rollouts():
+    why = "A token limit ended 64 of the 64 rollouts: raise sampling.max_turn_tokens = 4"
+    machine = Machine(now=1.0, flat_groups=60, why_flat=why)
+    (found,) = no_signal.look(View(machine=machine, max_flat_groups=64))
+    assert found.remedy == why
+    solved = [line | {"solve_rate": 0.9} for line in honest_lines(8, 20)]
+    (found,) = no_signal.look(View(lines=solved, machine=machine, max_flat_groups=64))
+    assert found.remedy == no_signal.FALLEN
+    line = {"step": 9, "zero_signal_share": 0.95, "solve_rate": 0.1}
+    (found,) = no_signal.look(View(lines=[line | {"overlong_share": 0.8}]))
+    assert "A token limit ended 80%" in found.remedy and "sampling.max_turn_tokens" in found.remedy
+    assert [one.remedy for one in no_signal.look(View(lines=[line | {"overlong_share": 0.2}]))] == [no_signal.HARD]
+
+
 LONG_PROMPT = "its prompt takes 39 tokens, and sampling.max_tokens = 24 leaves no room for a turn"
 
 

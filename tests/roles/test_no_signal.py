@@ -8,7 +8,7 @@ import pytest
 
 from shoal.errors import StateError
 from shoal.launch.samples import NewestSample
-from shoal.launch.without_signal import flat_samples
+from shoal.launch.without_signal import flat_samples, why_flat
 from shoal.ledger.facts.run import Admin
 from shoal.ledger.remedies import IN_A_NEW_RUN
 from shoal.protocol.rollouts import ROOM_REMEDY
@@ -94,6 +94,39 @@ def test_samples_of_rollouts_that_were_deleted_are_refused_in_words(tmp_path):
             await town.live(town.trainer(), town.validator(), town.worker("worker"))
 
     asyncio.run(story())
+
+
+FAILS = ALWAYS_HALF.replace("return 0.5", 'raise ValueError("judge not configured")')
+CUT = r"A token limit ended \d+ of the"
+FAILED = r"An error of the environment ended (\d+) of the \1 .*: ValueError: judge not configured.*logs/worker\*\.log"
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "sampling", "named"),
+    [
+        (ALWAYS_HALF, {}, {"max_turn_tokens": 1}, f"{CUT}.*: raise sampling.max_turn_tokens = 1 "),
+        (ALWAYS_HALF, {"max_turn_tokens": 1}, {}, f"{CUT}.*: raise envs.max_turn_tokens = 1 "),
+        (ALWAYS_HALF, {"max_turn_tokens": 1, "solved": 0.5}, {}, "$"),
+        (FAILS, {"on_fault": "lowest"}, {}, FAILED),
+    ],
+)
+def test_what_ended_most_rollouts_without_signal_is_named(tmp_path, source, settings, sampling, named):
+    (tmp_path / "half.py").write_text(source)
+    env = {"name": str(tmp_path / "half.py"), **settings}
+    town = Town(tmp_path / "run", tiny_run(envs=[env], rollouts={"max_flat_groups": 4}, sampling=sampling))
+
+    async def host():
+        while not Board(town.desk).status().pause_cause:
+            await asyncio.sleep(0.05)
+        await town.desk.book.submit(Admin("drain", "", town.desk.clock()))
+
+    async def story():
+        async with asyncio.TaskGroup() as group:
+            group.create_task(host())
+            await town.live(town.trainer(), town.validator(), town.worker("worker"))
+
+    asyncio.run(asyncio.wait_for(story(), 120))
+    assert re.match(named, why_flat(town.folder))
 
 
 LONG = """

@@ -158,6 +158,21 @@ def test_another_recipe_does_not_go_on_with_what_was_stopped(
     sft.main(recipe, tmp_path / "out", ["eval_every=6", "stop_at=1.0", "eval_episodes=8"])
 
 
+def test_an_environment_whose_file_was_changed_does_not_go_on_with_what_was_stopped(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "from shoal.envs.arithmetic import environment as sums\nenvironment = lambda: sums(digits={})\n"
+    (tmp_path / "own.py").write_text(source.format(1))
+    with monkeypatch.context() as patched:
+        stop_after(patched, 3)
+        with pytest.raises(KeyboardInterrupt):
+            sft.main(recipe, tmp_path / "out", ["env.name=own.py", "env.args={}"])
+    (tmp_path / "own.py").write_text(source.format(2))
+    with pytest.raises(StateError, match=r"own\.py now gives other games: its file.* Restore it") as told:
+        sft.main(recipe, tmp_path / "out", ["env.name=own.py", "env.args={}"])
+    assert "recipe" not in str(told.value) and "games was" not in str(told.value)
+
+
 def test_a_policy_whose_environment_fails_does_not_end_a_cold_start(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
