@@ -90,8 +90,8 @@ class AlarmWatch:
         """When the run was last seen paused, or this launcher started: the trainer waits since then."""
         self._acting = _Acting(self._send)
         self._waits = _WaitTimes()
-        self._why_flat = ""
-        """What ended the rollouts of the groups without signal, as it was found first."""
+        self._why_flat = 1, ""
+        """What ended the rollouts of the groups without signal, and the number of those groups when it was looked up."""
         self._past: list[Alarm] | None = []
         """Alarms that were raised while the log of before this start was read; None once it is."""
         self._stood = {alarm.subject for alarm in standing_alarms(folder.alarms)}
@@ -184,13 +184,16 @@ class AlarmWatch:
         else:  # the host's machine was to blame until then, and nobody whom the run waits for since
             began = max(began, self._held_up) if lines else 0.0  # guard: hang-blames-nobody-else
         longest, longest_s = self._waits.longest()
-        self._why_flat = (self._why_flat or why_flat(self._folder)) if status.no_signal else ""
+        if not status.no_signal:
+            self._why_flat = 1, ""
+        elif status.flat_groups >= 2 * self._why_flat[0]:
+            self._why_flat = status.flat_groups, why_flat(self._folder)
         return Machine(
             now=now, longest=longest, longest_s=longest_s,
             disk=tuple(self._disk), quota_share=min(self._quota_shares), log_time=self._follower.digest.time,
             step_began=began, flat_groups=status.flat_groups,
             flat_reward=status.flat_reward, unbegun_groups=status.unbegun_groups, unbegun_cause=status.unbegun_cause,
-            why_flat=self._why_flat, waiting_for=status.waiting_for, notice=snapshot.notice, in_flight=status.in_flight,
+            why_flat=self._why_flat[1], waiting_for=status.waiting_for, notice=snapshot.notice, in_flight=status.in_flight,
             running=status.phase == "running",
         )  # fmt: skip
 

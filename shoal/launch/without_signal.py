@@ -24,15 +24,12 @@ from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.continuations import is_continued_slot
 from shoal.protocol.types import ENVIRONMENT, Group, Rollout
 from shoal.protocol.wire import WireError
-from shoal.terminal import printable
 
 SHOWN = 2
 """Number of groups; one rollout of each is shown."""
 
 COUNTED = 16
 """Number of groups whose endings are counted."""
-
-MAX_ERROR_CHARS = 200
 
 
 def flat_samples(folder: RunFolder) -> list[str]:
@@ -78,10 +75,9 @@ def why_flat(folder: RunFolder) -> str:
         change = f"raise {limit} if answers need more, or take a cold start (`shoal sft`) if the policy never ends them"
         return f"A token limit ended {len(cut)} {of_them}: {change}{IN_A_NEW_RUN}"
     if len(failed) > rollouts / 2:
-        said = _error_of(folder, created, *failed[-1])
         role = "stage" if any(env.kind == COMPLETIONS for env in created.envs) else "worker"
         where = f"{folder.logs}/{role}*.log, or the log of the worker's machine, has each as environment_error"
-        return f"An error of the environment ended {len(failed)} {of_them}{said and f': {said}'}. Correct it; {where}"
+        return f"Errors of the environment ended {len(failed)} {of_them}: correct it; {where}"
     return ""
 
 
@@ -100,17 +96,6 @@ def _limit_of(created: RunCreated, group: Group, rollout: Rollout) -> str:
         name = "max_rollout_tokens"
     section, value = named(name)
     return f"{section}.{name} = {value}"
-
-
-def _error_of(folder: RunFolder, created: RunCreated, group: Group, rollout: Rollout) -> str:
-    """What the environment raises on a rollout; empty if it does not fail here."""
-    try:
-        env = load_run_envs([spec for spec in created.envs if spec.label == group.env], own_files=True)[group.env]
-        renderer = Renderer.from_directory(folder.policy, created.sampling.stops)
-        talk = retell(env, renderer, task_of(env, group.task), rollout, created.sampling)
-    except (ShoalError, OSError, ValueError):  # a validator that lies may have accepted anything
-        return ""
-    return printable(talk.public_fault)[:MAX_ERROR_CHARS] if talk is not None else ""
 
 
 def _is_flat(accepted: GroupAccepted, created: RunCreated | None) -> bool:
