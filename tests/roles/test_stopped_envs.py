@@ -15,7 +15,7 @@ from shoal.proofs.verify import STOPPED
 from tests.roles.town import Town, tiny_run
 
 SOURCE = """
-import os, time
+import contextlib, os, time
 from pathlib import Path
 from shoal.envs.base import Env, Step
 
@@ -33,10 +33,10 @@ class Stops(Env):
         return (task, ""), [{"role": "user", "content": str(task)}]
 
     def step(self, state, action):
-        chosen = self.folder / "chosen"  # the first task that is played here
-        if not chosen.exists():
-            chosen.write_text(str(state[0]))
-        if chosen.read_text() == str(state[0]) and (before := len(list(self.folder.iterdir())) - 1) < self.deaths:
+        chosen, played = self.folder / "chosen", f"{state[0]} {action}"  # the first turn: rollouts of one task play at once
+        with contextlib.suppress(FileExistsError), chosen.open("x") as file:
+            file.write(played)
+        if chosen.read_text() == played and (before := len(list(self.folder.iterdir())) - 1) < self.deaths:
             (self.folder / str(before)).write_text(str(os.getpid()))
             {"dies": lambda: os.kill(os.getpid(), 9), "hangs": lambda: time.sleep(60)}[self.how]()
         if state[0] < 2 and self.how == "exits":
