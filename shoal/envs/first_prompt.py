@@ -5,6 +5,7 @@ splits into pieces looks like any other text. Nothing is played, but empty turns
 ones.
 """
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -132,7 +133,8 @@ def no_task_begins(env: Env, renderer: Renderer, sampling: Sampling, tasks: Sequ
 
 
 def _sample(tasks: Sequence[int]) -> Sequence[int]:
-    return tasks[:: max(1, -(-len(tasks) // MAX_PROMPTS_MEASURED))]
+    # not every so many: kinds of tasks may take turns
+    return random.Random(len(tasks)).sample(tasks, min(len(tasks), MAX_PROMPTS_MEASURED))
 
 
 def _demand_shown(label: str, talk: Conversation, renderer: Renderer, arguments: Mapping[str, Any]) -> None:

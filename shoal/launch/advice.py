@@ -203,7 +203,7 @@ def zero_signal_warning(
     if share <= MAX_FLAT_SHARE:
         return ""
     solved = metrics[0].get("solve_rate") if metrics else None
-    lowest = "give the policy a longer cold start or easier tasks"
+    lowest = "see that `shoal env check` passes, then give the policy a longer cold start or easier tasks"
     highest = "begin from an earlier checkpoint of the cold start, or take harder tasks"
     between = "raise rollouts.group_size, or draw tasks by solve rate ([difficulty])"
     if why := why_flat():

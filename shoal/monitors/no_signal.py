@@ -4,6 +4,7 @@ If all are solved, the tasks are too easy; if none is, they are too hard, or the
 answer.
 """
 
+import math
 from collections.abc import Iterator
 
 from shoal.monitors.view import Finding, View, is_number, measured
@@ -11,13 +12,19 @@ from shoal.protocol.rollouts import unbegun_remedy
 
 METRIC = "zero_signal_share"
 EASY = "All are solved: use harder tasks, or difficulty.pools and difficulty.curriculum"
-HARD = "Use easier tasks, larger groups (rollouts.group_size), or a better first policy: `shoal sft`"
+HARD = (
+    "See that `shoal env check` passes; then use easier tasks, larger groups (rollouts.group_size), or a better first "
+    "policy: `shoal sft`"
+)
 CUT = (
     "A token limit ended {:.0%} of the rollouts of the step: if answers need more, raise sampling.max_turn_tokens or "
     "sampling.max_tokens"
 )
 UNBEGUN = "The tasks of {count} of them can never begin; the last: {cause}. {remedy}"
 FALLEN = "Rewards fell: begin anew from an earlier one of the run's checkpoints, with a smaller train.lr"
+
+MIN_BEST_RATE, MAX_LEFT = 0.25, 0.25
+"""A policy that solved more than this share of a step's rollouts has collapsed if this share of its best reward is left."""
 
 
 def look(view: View) -> Iterator[Finding]:
@@ -26,7 +33,10 @@ def look(view: View) -> Iterator[Finding]:
     remedy = EASY if solved and solved[-1] > 0.5 else HARD
     if view.machine is not None:
         rewards = view.series("reward_all_mean")
-        if remedy == EASY and rewards and view.machine.flat_reward < rewards[-1]:
+        least = rewards[-1] if remedy == EASY and rewards else -math.inf
+        if max(solved, default=0.0) > MIN_BEST_RATE and rewards:
+            least = max(least, MAX_LEFT * max(rewards))
+        if view.machine.flat_reward < least:
             remedy = FALLEN
         if remedy == HARD and view.machine.why_flat:
             remedy = view.machine.why_flat

@@ -22,7 +22,7 @@ from shoal.policy.ends import Ends, num_shared
 from shoal.policy.history import Part, Place, places
 from shoal.policy.kinds import spec_of
 from shoal.policy.messages import Message, Written, as_messages, normal, template_arguments
-from shoal.policy.notations import leaves_reasoning_open, notation_of
+from shoal.policy.notations import leaves_reasoning_open, notation_of, reasoning_marks
 from shoal.policy.pieces import pieces_of
 from shoal.policy.spec import PolicySpec
 from shoal.policy.template import Template
@@ -125,7 +125,7 @@ class Renderer:
         self._reply = functools.lru_cache(REMEMBERED)(self._render_reply)
         self._answer = functools.lru_cache(REMEMBERED)(lambda text: self._reply(_key(as_messages(text), None)))
         self._keeps = functools.lru_cache(REMEMBERED)(self._keeps_thinking)
-        self._around = functools.lru_cache(REMEMBERED)(self._text_around)
+        self._shows = functools.lru_cache(REMEMBERED)(self._shows_turns)
 
     @staticmethod
     def from_directory(directory: Path, stops: str = MODEL_STOPS) -> "Renderer":
@@ -178,9 +178,10 @@ class Renderer:
         return self._history(_key(told, arguments))
 
     def written(self, turn: str | Message, arguments: Mapping[str, Any] | None = None) -> list[int]:
-        """Token ids with which the policy would write a turn, with the token that ends it: a message of the assistant as
-        the template shows it, or a text as it is, with the white space that the template puts around turns."""
-        return self._written(_key([turn] if isinstance(turn, str) else normal([_ASK, turn]), arguments))
+        """Token ids with which the policy would write a message of the assistant, or one with this text, including the end
+        token. A thought that the prompt has begun is closed."""
+        message = {"role": "assistant", "content": turn} if isinstance(turn, str) else turn
+        return self._written(_key(normal([_ASK, message]), arguments))
 
     def beyond_model(self) -> str:
         """A line about the tokenizer's tokens for which the model has no embedding; empty if it has all."""
@@ -277,39 +278,30 @@ class Renderer:
 
     def _written(self, key: str) -> list[int]:
         messages, arguments = json.loads(key)
-        if isinstance(messages[0], str):
-            return self._written_text(messages[0], arguments)
-        messages[-1] = self._dialect_for(arguments).with_reasoning(messages[-1])
-        text = self._text(messages, arguments, prompt=False)
-        ids, prompt = self._encode(text), self._encode(self._text(messages[:1], arguments))
-        return self._ended(ids[num_shared(ids, prompt) :])
+        turn = self._dialect_for(arguments).with_reasoning(messages[-1])
+        is_text = turn.keys() == {"role", "content"}
+        if is_text and not self._shows(_key([], arguments)):
+            return [*self._encode(str(turn["content"])), self.eos_id]
+        prompt = self._text(messages[:1], arguments)
+        text, tail = self._text([*messages[:-1], turn], arguments, prompt=False), prompt.rpartition(_ASK["content"])[2]
+        if not text.startswith(prompt) and tail in text:  # a template may begin with the number of messages
+            text = prompt + text.rpartition(tail)[2]
+        ids = self._encode(text)
+        ids = ids[num_shared(ids, self._encode(prompt)) :]
+        closing = reasoning_marks(self.notation)[1]
+        if is_text and leaves_reasoning_open(prompt, self.notation) and closing not in self._decode_whole(ids):
+            ids = [*self._encode(f"\n{closing}\n\n"), *ids]
+        ends = [i for i, token in enumerate(ids) if token in self.stop_ids]
+        return ids[: ends[0] + 1] if ends else [*ids, self.eos_id]
 
-    def _written_text(self, text: str, arguments: Mapping[str, Any]) -> list[int]:
-        prompt, lead, closing = self._around(_key([], arguments))
-        begun, ids = self._encode(prompt), self._encode(prompt + lead + text + closing)
-        if num_shared(ids, begun) < len(begun):  # the first token of the turn takes some of the prompt
-            return self._ended(self._encode(lead + text + closing))
-        return self._ended(ids[len(begun) :])
-
-    def _text_around(self, key: str) -> tuple[str, str, str]:
-        """A prompt, the white space that the template puts before a turn after it, and how it ends the turn. All are
-        empty if it shows no turns of the policy."""
-        arguments = json.loads(key)[1]
+    def _shows_turns(self, key: str) -> bool:
+        """Whether the template shows turns of the policy."""
         try:
-            prompt, turn = self._text([_ASK], arguments), self._text([_ASK, said(MARK)], arguments, prompt=False)
+            return MARK in self._text([_ASK, said(MARK)], json.loads(key)[1], prompt=False)
         except Overreach:
             raise
         except StateError:
-            return "", "", ""
-        begun, found, closing = turn.partition(MARK)
-        lead = begun.removeprefix(prompt)
-        is_ended = found and self.stop_ids.intersection(self._encode(closing))
-        return prompt, "" if lead.strip() else lead, closing if is_ended else ""
-
-    def _ended(self, ids: list[int]) -> list[int]:
-        """The ids of a turn up to the first token that ends it, or with one."""
-        ends = [i for i, token in enumerate(ids) if token in self.stop_ids]
-        return ids[: ends[0] + 1] if ends else [*ids, self.eos_id]
+            return False
 
     def _after(self, rest: str, closing: str, kind: Literal["text", "calls"]) -> list[int]:
         """Token ids of the text after a turn, without the end token that the policy wrote. `closing` is the text that

@@ -132,17 +132,16 @@ def _messages(said: str | list[dict[str, Any]], role: str) -> list[Message]:
     return [{"role": role, "content": said}] if isinstance(said, str) else list(said)
 
 
-def _answer(said: str | list[dict[str, Any]]) -> str:
-    """The text of an answer, which is one message of the assistant."""
+def _answer(said: str | list[dict[str, Any]]) -> str | Message:
+    """An answer: a text, or one message of the assistant."""
     if isinstance(said, str):
         return said
-    text = said[0].get("content") if len(said) == 1 and said[0].get("role") == "assistant" else None
-    if not isinstance(text, str):
-        raise ValueError("an answer is a text, or one message of the assistant with a text")
-    return text
+    if len(said) != 1 or said[0].get("role") != "assistant":
+        raise ValueError("an answer is a text, or one message of the assistant")
+    return said[0]
 
 
-def _row(prompt: list[int], answer: str, renderer: Renderer) -> tuple[list[int], list[int]]:
+def _row(prompt: list[int], answer: str | Message, renderer: Renderer) -> tuple[list[int], list[int]]:
     """Tokens and authors of a row: the prompt, and the answer with the token that ends it."""
     written = renderer.written(answer)
     return prompt + written, [ENVIRONMENT] * len(prompt) + [POLICY] * len(written)

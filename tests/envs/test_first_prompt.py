@@ -90,7 +90,8 @@ def test_prompts_that_are_too_long_are_told_with_their_share_and_the_key() -> No
     renderer, env = renderer_of("qwen3"), _Uneven("")
     short = Sampling(1.0, 20, 60)
     told = odd_prompts("words", env, renderer, short, range(300))
-    assert "prompts of words: 20 of 60 that were looked at (33%) are too long" in told
+    share = re.search(r"prompts of words: (\d+) of 64 that were looked at \(\d+%\) are too long", told)
+    assert share and 10 < int(share[1]) < 35
     room = "the longest: its prompt takes 514 tokens, and sampling.max_tokens = 60 leaves no room for a turn"
     assert room in told and told.endswith("Raise that key, or give shorter prompts")
     assert odd_prompts("words", env, renderer, SAMPLING, range(300)) == ""
@@ -98,10 +99,15 @@ def test_prompts_that_are_too_long_are_told_with_their_share_and_the_key() -> No
     assert "envs.max_tokens = 50 leaves no room" in odd_prompts("words", env, renderer, SAMPLING, range(300))
 
 
+def test_tasks_that_take_turns_are_all_looked_at() -> None:
+    told = odd_prompts("words", _Uneven(""), renderer_of("qwen3"), Sampling(1.0, 20, 60), range(63 * 64))
+    assert "are too long" in told, "each 63rd task is long, and a third of all"
+
+
 def test_an_environment_of_which_all_prompts_are_too_long_is_refused_with_the_shortest_and_the_key() -> None:
     env, tasks = _Uneven(""), range(0, 300, 3)
     refused = (
-        r"^no task of environment words can begin, because prompts are too long, all 50 that were looked at; the shortest: "
+        r"^no task of environment words can begin, because prompts are too long, all 64 that were looked at; the shortest: "
         r"its prompt takes 514 tokens, and sampling\.max_tokens = 60 leaves no room .* Raise that key, or give shorter pro"
     )
     with pytest.raises(PromptsTooLong, match=refused):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.config import TinyPolicy
+from shoal.envs.action import Action
 from shoal.errors import Overreach, StateError
 from shoal.policy.contained import ContainedRenderer
 from shoal.policy.files import load_policy, save_policy
@@ -25,8 +26,8 @@ BESIDE = {
 }  # fmt: skip
 """What ends a turn that calls a tool, where it is not the end token."""
 
-BEFORE_THERE_WERE_TWO_RULES = "e9672ccd7c06e65eb1a4309139c07129868b94c7aab12e3a4e1016065510cc0a"
-"""SHA-256 of what 41 templates gave then. Logs from then are replayed by the control rule."""
+BEFORE_THERE_WERE_TWO_RULES = "d3c773879a04d03f069cee51b27175d745223e11fbb4a99f638fdda3431f944c"
+"""SHA-256 of what 41 templates gave then, but that `written` closes thoughts. Logs from then are replayed by this rule."""
 
 
 def _stops(renderer: Renderer) -> set[str]:
@@ -73,6 +74,13 @@ def test_an_ended_turn_and_its_reply_read_as_the_template_writes_them(name: str)
     elif name == "glm4moe":  # its template ends turns with nothing
         shown = shown.replace("FINE", "FINE" + end, 1)
     assert told[told.rindex("FINE") :] == shown
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_is_visible_also_where_the_prompt_opens_a_thought(name: str) -> None:
+    renderer = renderer_of(name)
+    prompt, turn = renderer.open([{"role": "user", "content": "."}]), renderer.written("FINE")
+    assert Action(renderer.decode(turn), renderer.notation, prompt.thinking).visible == "FINE"
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_CALLS])

@@ -151,6 +151,15 @@ def test_prompts_and_answers_may_be_messages_and_have_the_chats_tokens(tmp_path:
     assert rejected.positions_P.tolist() == [len(prompt), len(prompt) + 1]
 
 
+def test_a_thought_in_an_answer_is_learned_as_the_template_writes_it(tmp_path: Path, start: Path) -> None:
+    said = {"role": "assistant", "content": "a", "reasoning_content": "b", "tool_calls": None}
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": "hi", "chosen": [said], "rejected": "a"}))
+    ((chosen, rejected),) = prefer.read_pairs(path, start, 64)
+    texts = [Renderer.from_directory(start).decode(row.tokens_T.tolist()) for row in (chosen, rejected)]
+    assert texts[0] == texts[1].removesuffix("a") + "<think>\nb\n</think>\n\na"
+
+
 @pytest.mark.parametrize(
     "line", ['{"prompt": "a", "chosen": "b"}', '{"prompt": 1, "chosen": "b", "rejected": "c"}', "nonsense",
              '{"prompt": "a", "chosen": [], "rejected": "c"}', '{"prompt": "a", "chosen": "b", "rejected": "c", "x": 1}'],
