@@ -467,7 +467,10 @@ def test_groups_without_signal_are_too_easy_only_if_their_rewards_did_not_fall(r
 
 @pytest.mark.parametrize(("rates", "remedy"), [((0.5, 0.47, 0.006), no_signal.FALLEN), ((0.1, 0.02), no_signal.HARD)])
 def test_a_policy_that_has_collapsed_is_not_told_to_take_easier_tasks(rates, remedy):
-    lines = [line | {"solve_rate": rate, "reward_all_mean": rate} for rate, line in zip(rates, honest_lines(8, 3))]
+    lines = [
+        line | {"solve_rate": rate, "reward_all_mean": rate}
+        for rate, line in zip(rates, honest_lines(8, 3), strict=False)
+    ]
     machine = Machine(now=1.0, flat_groups=60, flat_reward=0.0)
     (found,) = no_signal.look(View(lines=lines, machine=machine, max_flat_groups=64))
     assert found.remedy == remedy
