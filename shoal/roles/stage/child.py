@@ -278,7 +278,7 @@ def _printing(act: Callable[..., Any], source: Path | None, time_left: TimeLeft)
                     raise
             except BaseException as error:  # noqa: BLE001  SystemExit and its like
                 _print(error)
-                raise Raised(describe_fault(error, source)) from None  # guard: exits-on-the-stage-are-faults
+                raise Raised(describe_fault(error, source)) from None
             time.sleep(pause_s)
 
     return played
