@@ -376,6 +376,12 @@ def test_a_broken_log_is_told_and_is_an_exit_code(tmp_path: Path, monkeypatch: p
     assert watch(str(folder.root), console, once=once) == EXIT_NO
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert "Its log cannot be read: the log is broken at event 0" in said and "accepted=" not in said
+    monkeypatch.undo()
+    picture = Console(file=io.StringIO(), width=80, height=24, force_terminal=True, color_system=None)
+    picture.print(render(asyncio.run(FolderWatch(folder.root).look()), 24))
+    shown = re.sub(r"[\s│]+", " ", picture.file.getvalue())  # type: ignore[attr-defined]
+    assert "It was edited or damaged; restore it from a copy. Nobody hosts this run now" in shown
+    assert not any(text in shown for text in ("policy v", "no worker has joined", "in flight"))
 
 
 @pytest.mark.parametrize("terminal", [True, False])
