@@ -495,6 +495,16 @@ def test_q_leaves(snapshot: Snapshot, key: str) -> None:
     assert list(left) == ["not asked for"]
 
 
+@pytest.mark.parametrize("phase", ["running", "ended", "not hosted"])
+def test_a_run_goes_on_for_those_who_leave_only_if_it_does(snapshot: Snapshot, phase: str) -> None:
+    view = LiveView(Console(file=io.StringIO()))
+    hints = list[str]()
+    view.show = lambda shown: hints.append(shown.hint)  # type: ignore[method-assign]
+    seen = replace(snapshot, status=msgspec.structs.replace(snapshot.status, phase=phase))
+    asyncio.run(follow(remote(host_of(seen, None)), seen, view, Presses(iter("q")), piped=False))
+    assert ["goes on" in hint for hint in hints] == [phase == "running"]
+
+
 def test_piped_it_ends_with_the_run(snapshot: Snapshot) -> None:
     ended = msgspec.structs.replace(snapshot.status, phase="ended")
     over = Snapshot("wordle", "", 90, status=ended, metrics=snapshot.metrics)
