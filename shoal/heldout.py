@@ -122,9 +122,9 @@ def evaluations_in(folder: Path) -> list[str]:
     return [BEFORE, *sorted(name for name in found if version_of(name) is not None), AFTER]
 
 
-def version_of(name: str, final: int = -1) -> int | None:
-    """The version that an evaluation or a checkpoint is of, by its name, such as v000025; `final` is the last one's. None
-    of any other name, such as of a copy that somebody left beside it."""
+def version_of(name: str, final: int | None = -1) -> int | None:
+    """The version of an evaluation or of a checkpoint, by its name, such as v000025; `final` is the last one's, None if
+    it is not known. None of any other name, such as of a copy that somebody left beside it."""
     if name in (BEFORE, AFTER):
         return 0 if name == BEFORE else final
     digits = name[1:]

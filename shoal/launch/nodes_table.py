@@ -49,8 +49,8 @@ def nodes_table(snapshot: Snapshot, width: int, lines: int | None = None) -> Ren
     """Heading and at most so many lines; the last one says how many workers are not shown."""
     found = workers(snapshot)
     if not found:
-        starts = snapshot.status.phase == STARTING and snapshot.metrics
-        return Text("the workers are not known yet" if starts else "no worker has joined yet", style="dim")
+        is_known = snapshot.has_counts and not (snapshot.status.phase == STARTING and snapshot.metrics)
+        return Text("no worker has joined yet" if is_known else "the workers are not known", style="dim")
     rows = (MOST_ROWS if lines is None else max(2, lines)) - 1
     shown = found if len(found) <= rows else found[: max(1, rows - 1)]
     columns = _columns(width, max(len(brief(node.name, NAME_CELLS)) for node in shown))

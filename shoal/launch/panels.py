@@ -28,6 +28,8 @@ MAX_CHART_WIDTH, CHART_HEIGHT = 72, 7
 FIGURES_WIDTH = 34
 WIDE = 72
 """Cells inside the frame from which there is room for the curve beside the figures."""
+LOG_LINES = 4
+"""Lines for why the log of a run cannot be read, and what to do."""
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _SEVERITY_STYLE = {"notice": "dim", "warning": "yellow", "critical": "red"}
 _PHASE_STYLE = {"running": "green", "paused": "yellow", "draining": "yellow", "evaluating": "cyan", "ended": "cyan"}
@@ -54,7 +56,7 @@ def progress(snapshot: Snapshot, width: int) -> RenderableType:
         Text(f"step {done}/{snapshot.steps}", style="bold"),
         ProgressBar(total=max(1, snapshot.steps), completed=done, complete_style="green"),
     ]
-    if width >= WIDE and not (status.phase == STARTING and snapshot.metrics):
+    if width >= WIDE and snapshot.has_counts and not (status.phase == STARTING and snapshot.metrics):
         cells.append(Text(f"policy v{max(status.version, 0)}"))
     if status.lr_factor != 1.0:
         cells.append(Text(f"lr ×{status.lr_factor:.3g}", style="yellow"))
@@ -171,7 +173,8 @@ def solved(snapshot: Snapshot) -> dict[str, str]:
 def watchdog(snapshot: Snapshot, width: int, lines: int) -> Text:
     """What the run waits for, and since when, or in its place the launcher's own notice, in so many lines; what the host
     may do about environment faults, whole; then up to two alarms, each with what to do about it in two lines."""
-    waits = _waits(snapshot)
+    waits = _waits(snapshot, in_flight=snapshot.has_counts)
+    lines = lines if snapshot.has_counts else LOG_LINES
     if len(waits.wrap(get_console(), width)) > lines:
         waits = _waits(snapshot, in_flight=False)  # no half of it behind a long cause
     text = cropped(waits, width, lines)

@@ -78,7 +78,7 @@ class Snapshot:
     alarms: Sequence[Alarm] = ()
     """Those that stand."""
     has_counts: bool = True
-    """Whether its status says what was accepted; not before a log is read, nor if it cannot be."""
+    """Whether it is known what was accepted, and who joined; not before a log is read, nor if it cannot be."""
 
     @property
     def step(self) -> int:

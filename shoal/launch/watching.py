@@ -49,12 +49,11 @@ READ_POLL_S = 0.1
 
 READING = "Reading its log"
 
-LEAVES = "q leaves; the run goes on"
-
 IN_STATUS = ("starved", "no_signal")
 """Alarms whose figures are in the line on what the run waits for."""
 
 OVER = ("ended", "not hosted")
+"""Phases in which nothing goes on."""
 
 
 class Watched(Protocol):
@@ -257,7 +256,7 @@ async def follow(run: Watched, first: Snapshot, view: LiveView, keys: Keyboard, 
     """Show one snapshot after another until `q`; piped, until the run ends or nobody hosts it."""
     snapshot, looked = first, time.monotonic()
     size = view.size
-    view.show(replace(snapshot, hint=LEAVES))
+    view.show(_with_hint(snapshot))
     while "q" not in (await asyncio.to_thread(keys.pressed, KEY_WAIT_S)).lower():
         if piped and snapshot.status.phase in OVER and not snapshot.notice.startswith(READING):
             view.say(printable(snapshot.notice or "the run has ended"))
@@ -268,4 +267,8 @@ async def follow(run: Watched, first: Snapshot, view: LiveView, keys: Keyboard, 
         elif view.size == size:
             continue
         size = view.size
-        view.show(replace(snapshot, hint=LEAVES))
+        view.show(_with_hint(snapshot))
+
+
+def _with_hint(snapshot: Snapshot) -> Snapshot:
+    return replace(snapshot, hint="q leaves" if snapshot.status.phase in OVER else "q leaves; the run goes on")

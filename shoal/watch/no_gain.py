@@ -67,46 +67,52 @@ def diagnose(
     say nothing.
     """
     outcomes = [one for one in (_heldout(before, after), None if setup.moving_tasks else _reward(lines)) if one]
-    if not outcomes or any(rose for rose, _ in outcomes):
+    if not outcomes or any(trend > 0 for trend, _ in outcomes):
         return ()
-    causes = [f"- {saw}: {change}" for saw, change in _causes(lines, setup, endings or {})]
+    fell = any(trend < 0 for trend, _ in outcomes)
+    causes = [f"- {saw}: {change}" for saw, change in _causes(lines, setup, endings or {}, fell)]
     if not causes:
         causes = [f"- no usual cause shows in its metrics: read what the policy writes, and see {docs_page(PAGE)}"]
     why = why_not_comparable(before, after) if before and after else ""
     said = "; ".join([*(words for _, words in outcomes), *([f"held-out tasks: {why}"] if why else [])])
+    moved = "fell" if fell else "did not rise"
     return (
-        f"The reward did not rise beyond chance: {said}. What the run saw, and what to change ({docs_page(PAGE)}):",
+        f"The reward {moved} beyond chance: {said}. What the run saw, and what to change ({docs_page(PAGE)}):",
         *causes,
     )
 
 
-def _heldout(before: Heldout | None, after: Heldout | None) -> tuple[bool, str] | None:
-    """Whether held-out results rose by more than their noise, and what they were."""
+def _heldout(before: Heldout | None, after: Heldout | None) -> tuple[int, str] | None:
+    """1 or -1 if held-out results rose or fell by more than their noise, else 0; and what they were."""
     first, last = interval_of(before), interval_of(after)
     if before is None or after is None or first is None or last is None or why_not_comparable(before, after):
         return None
-    (was, _, was_high), (now, now_low, _) = first, last
-    noise = math.hypot(was_high - was, now - now_low)
+    (was, was_low, was_high), (now, now_low, now_high) = first, last
+    trend = _trend(now - was, math.hypot(was_high - was, now - now_low), math.hypot(was - was_low, now_high - now))
     parts = [part for one in (before, after) for part in (one.envs.values() or [one])]
     form = ".1%" if all(part.measure == "success" for part in parts) else ".3f"
     words = f"held-out {'tasks' if form == '.1%' else 'reward'} {was:{form}} before, {now:{form}} after"
-    return now - was > noise, words
+    return trend, words
 
 
-def _reward(lines: Sequence[Mapping[str, Any]]) -> tuple[bool, str] | None:
+def _reward(lines: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:
     """The same of the reward of training."""
     rewards = _rewards(lines)
     if len(rewards) < MIN_STEPS:
         return None
     size = min(WINDOW_STEPS, len(rewards) // 3)
     first, last = rewards[:size], rewards[-size:]
-    noise = math.sqrt((_variance(first) + _variance(last)) / size)
+    noise = 2 * math.sqrt((_variance(first) + _variance(last)) / size)
     words = f"reward {fmean(first):.3f} in the first {size} steps, {fmean(last):.3f} in the last"
-    return fmean(last) - fmean(first) > 2 * noise, words
+    return _trend(fmean(last) - fmean(first), noise, noise), words
+
+
+def _trend(gain: float, noise_up: float, noise_down: float) -> int:
+    return (gain > noise_up) - (gain < -noise_down)
 
 
 def _causes(
-    lines: Sequence[Mapping[str, Any]], setup: LearningSetup, endings: Mapping[str, int]
+    lines: Sequence[Mapping[str, Any]], setup: LearningSetup, endings: Mapping[str, int], fell: bool
 ) -> Iterator[tuple[str, str]]:
     """What was seen, and what to change, the first to try first."""
     if not lines:
@@ -138,7 +144,7 @@ def _causes(
             f"a step learned from {setup.batch_groups} x {setup.group_size} = {rollouts} rollouts, so gradients were noisy",
             f"raise rollouts.batch_groups to {math.ceil(2 * MIN_STEP_ROLLOUTS / setup.group_size)}",
         )
-    if len(lines) < FEW_STEPS:
+    if len(lines) < FEW_STEPS and not fell:
         yield f"the run took {len(lines)} steps", "raise steps to 100 or more"
 
 

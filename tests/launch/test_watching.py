@@ -376,6 +376,12 @@ def test_a_broken_log_is_told_and_is_an_exit_code(tmp_path: Path, monkeypatch: p
     assert watch(str(folder.root), console, once=once) == EXIT_NO
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert "Its log cannot be read: the log is broken at event 0" in said and "accepted=" not in said
+    monkeypatch.undo()
+    picture = Console(file=io.StringIO(), width=80, height=24, force_terminal=True, color_system=None)
+    picture.print(render(asyncio.run(FolderWatch(folder.root).look()), 24))
+    shown = re.sub(r"[\s│]+", " ", picture.file.getvalue())  # type: ignore[attr-defined]
+    assert "It was edited or damaged; restore it from a copy. Nobody hosts this run now" in shown
+    assert not any(text in shown for text in ("policy v", "no worker has joined", "in flight"))
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -487,6 +493,16 @@ def test_q_leaves(snapshot: Snapshot, key: str) -> None:
     left = iter(["", "p", key, "not asked for"])
     asyncio.run(follow(remote(host_of(snapshot, None)), snapshot, view, Presses(left), piped=False))
     assert list(left) == ["not asked for"]
+
+
+@pytest.mark.parametrize("phase", ["running", "ended", "not hosted"])
+def test_a_run_goes_on_for_those_who_leave_only_if_it_does(snapshot: Snapshot, phase: str) -> None:
+    view = LiveView(Console(file=io.StringIO()))
+    hints = list[str]()
+    view.show = lambda shown: hints.append(shown.hint)  # type: ignore[method-assign]
+    seen = replace(snapshot, status=msgspec.structs.replace(snapshot.status, phase=phase))
+    asyncio.run(follow(remote(host_of(seen, None)), seen, view, Presses(iter("q")), piped=False))
+    assert ["goes on" in hint for hint in hints] == [phase == "running"]
 
 
 def test_piped_it_ends_with_the_run(snapshot: Snapshot) -> None:

@@ -159,6 +159,16 @@ def test_too_few_rollouts_and_steps_are_causes() -> None:
     assert "the run took 20 steps: raise steps" in diagnose(run(steps=20), SETUP)[1]
 
 
+@pytest.mark.parametrize(
+    ("rewards", "after"), [(None, 0.0), ([0.3] * 10 + [0.1] * 10, 0.3), ([0.3] * 10 + [0.1] * 10, 0.0)]
+)
+def test_a_reward_that_fell_is_said_to_fall_and_more_steps_are_no_remedy(
+    rewards: list[float] | None, after: float
+) -> None:
+    said = diagnose(run(rewards, steps=20), SETUP, heldout(0.3), heldout(after))
+    assert "fell beyond chance" in said[0] and "raise steps" not in " ".join(said)
+
+
 def test_a_reward_that_rose_and_fell_is_a_cause() -> None:
     rewards = [0.2 + 0.001 * (i % 3) + 0.4 * (20 < i < 40) for i in range(60)]
     said = diagnose(run(rewards), SETUP)

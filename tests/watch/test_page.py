@@ -172,7 +172,9 @@ def test_what_an_open_page_polls_has_its_parts_that_change_and_no_chart(anyone):
     assert parts == re.findall(r'id="([^"]+)" data-swap', polled) == ["live-read", "live-state", "live-tables", "read"]
     charts = re.findall(r'data-chart="([^"]+)"', whole)
     assert charts and re.findall(r'data-chart="([^"]+)"', polled) == charts and "<svg" not in polled
-    next_page = re.search(r'rel="next" href="([^"]+)"', anyone.get("/1/log?live=1").text)
+    log = anyone.get("/1/log?live=1").text
+    assert re.findall(r'id="([^"]+)" data-swap', log) == ["live-read", "events", "rows", "read"]
+    next_page = re.search(r'rel="next" href="([^"]+)"', log)
     assert next_page and "live" not in next_page[1]
 
 

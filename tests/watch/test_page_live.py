@@ -103,9 +103,10 @@ def test_news_take_neither_the_focus_nor_what_was_opened(going, browser, complai
             page.keyboard.press("j")
         focused = "document.activeElement.getAttribute('href')"
         newest, mine = page.locator("#rows a.seq").first.get_attribute("href"), page.evaluate(focused)
-        going.on(5)
+        last = going.on(5)
         later(page, asked)
         expect(page.locator("#rows a.seq").first).not_to_have_attribute("href", newest)
+        expect(page.locator("#events")).to_contain_text(f"{last + 1:,} events")
         assert page.evaluate(focused) == mine == page.locator("li.current a.seq").get_attribute("href")
         assert page.locator("details[open]").count() == 1
         going.on()  # so many that the focused row is on a later page: the reader keeps it

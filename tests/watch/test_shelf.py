@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 
 from shoal.alarms import Alarm, AlarmsLog
 from shoal.errors import Overreach
+from shoal.folder import RunFolder
 from shoal.watch.index import Look, numbered
 from shoal.watch.index.schema import SIDECARS
 from shoal.watch.page import Shelf, page_app
@@ -49,9 +50,19 @@ def words(shelf, address="/1/"):
     return " ".join(TestClient(page_app(shelf, "")).get(address).text.split())
 
 
+def evaluate_last(root):
+    folder = RunFolder(root).evaluations
+    (folder / "after.json").write_bytes((folder / "before.json").read_bytes())
+
+
+def evaluated(shelf):
+    return {(row["name"], row["version"]) for row in shelf.look().rows("SELECT * FROM heldout")}
+
+
 def test_a_log_that_is_half_read_is_not_shown_as_the_present(copied, tmp_path, now, monkeypatch):
     """The run has ended. Its log is read in pages, as that of a long run is."""
     monkeypatch.setattr("shoal.roles.auditor.source.MAX_EVENTS", 25)
+    evaluate_last(copied)
     with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
         seen, read = [], []
         while shelf.step() and not shelf.runs[0].is_whole:
@@ -71,11 +82,13 @@ def test_a_log_that_is_half_read_is_not_shown_as_the_present(copied, tmp_path, n
                 assert refused.status_code == 503 and "ask for this table once it is whole" in refused.text
             [row] = csv.DictReader(io.StringIO(client.get("/1/csv/runs.csv").text))
             assert row["phase"] == f"reading the log, {percent} %", "other runs of this page may be whole"
+            assert evaluated(shelf) <= {("before", 0)}, "the version of the final policy is not known"
             seen.append(percent)
             now[0] += 10.0
         assert seen == sorted(seen) and len({*seen}) > 3
         page = words(shelf)
         assert "Reading the log" not in page and "The run has ended with version 2" in page
+        assert evaluated(shelf) == {("before", 0), ("after", 2)}
         assert read[0] is None and 0 in read and shelf.look().overview(1)["metrics_step"] == 1
         assert TestClient(page_app(shelf, "")).get("/1/csv/metrics.csv").status_code == 200
 
@@ -121,13 +134,14 @@ def test_a_broken_log_is_told_and_stays_told_while_it_is_read_again(copied, tmp_
         (last,) = log.execute("SELECT max(seq) FROM events").fetchone()
         log.execute("UPDATE events SET hash = ? WHERE seq = ?", ("0" * 64, last - 5))
         log.commit()
+    evaluate_last(copied)
     with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
         while shelf.step():
             now[0] += 10.0
         for _ in range(8):
             page = words(shelf)
             assert page.count("cannot be read now") == 1 and f"broken at event {last - 5}" in page
-            assert "Reading the log" not in page
+            assert "Reading the log" not in page and evaluated(shelf) == {("before", 0)}
             now[0] += MOST_AGAIN_S
             shelf.step()
         assert caplog.text.count(f"broken at event {last - 5}") == 1

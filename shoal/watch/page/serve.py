@@ -46,7 +46,7 @@ def serve(
             say(f"The page: {url}/")
             more = "For you as the host, with private rollouts; it can" if own else "For you alone; it can"
             say(f"{more} have this machine recompute rollouts: {host_link(url, token)}")
-            say("Keep the second address secret. Ctrl-C stops the page; the run continues.")
+            say("Keep the second address secret. Ctrl-C stops the page, and no run.")
 
         serve_on(listener, places, index, token, told, own_files)
 

@@ -52,8 +52,9 @@ class HeldOut(msgspec.Struct, frozen=True):
     """Episodes without a score, because the environment failed on them."""
 
 
-def read_heldout(files: Mapping[str, bytes], newest: int, private: bool) -> list[HeldOut]:
-    """The evaluations in these files, by version; `newest` is that of the final policy. Transcripts only if `private`."""
+def read_heldout(files: Mapping[str, bytes], newest: int | None, private: bool) -> list[HeldOut]:
+    """The evaluations in these files, by version; `newest` is that of the final policy, whose evaluation is left out if
+    it is None. Transcripts only if `private`."""
     found = []
     for name, data in files.items():
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):

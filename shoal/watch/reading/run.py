@@ -274,8 +274,10 @@ class Reading:
         return open_manifest(data, run=self.run, keys=keys, now=None, version=version, root=record.root)
 
     def evaluations(self) -> list[HeldOut]:
-        """Evaluations so far, by version. Transcripts of held-out tasks come only with what is private."""
-        return read_heldout(self.source.evaluations(), self.state.main.version, self.shows_private())
+        """Evaluations so far, by version; that of the final one once the run's end was read. Transcripts of held-out tasks
+        come only with what is private."""
+        newest = self.state.main.version if self.state.phase == "ended" else None
+        return read_heldout(self.source.evaluations(), newest, self.shows_private())
 
     # --- bodies ---
 
