@@ -28,7 +28,7 @@ from shoal.protocol.wire import WireError
 SHOWN = 2
 """Number of groups; one rollout of each is shown."""
 
-COUNTED = 16
+COUNTED = 8
 """Number of groups whose endings are counted."""
 
 
@@ -92,7 +92,7 @@ def _limit_of(created: RunCreated, group: Group, rollout: Rollout) -> str:
     turn, name = len(rollout.author) - 1 - rollout.author.rfind(ENVIRONMENT), "max_tokens"
     if turn >= named("max_turn_tokens")[1]:
         name = "max_turn_tokens"
-    elif rollout.starts and sampling.max_rollout_tokens:
+    elif 0 < sampling.max_rollout_tokens <= len(rollout.author):
         name = "max_rollout_tokens"
     section, value = named(name)
     return f"{section}.{name} = {value}"

@@ -34,8 +34,9 @@ def look(view: View) -> Iterator[Finding]:
     if view.machine is not None:
         rewards = view.series("reward_all_mean")
         least = rewards[-1] if remedy == EASY and rewards else -math.inf
-        if max(solved, default=0.0) > MIN_BEST_RATE and rewards:
-            least = max(least, MAX_LEFT * max(rewards))
+        best = max(rewards, default=0.0)
+        if max(solved, default=0.0) > MIN_BEST_RATE and best > 0.0 and not view.moving_tasks:
+            least = max(least, MAX_LEFT * best)
         if view.machine.flat_reward < least:
             remedy = FALLEN
         if remedy == HARD and view.machine.why_flat:

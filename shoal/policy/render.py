@@ -59,6 +59,17 @@ class Segment(NamedTuple):
     part: Part = "visible"
 
 
+class _Around(NamedTuple):
+    """What the template writes around a turn of the policy; empty if it shows none."""
+
+    prompt: str = ""
+    lead: str = ""
+    """White space between the prompt and the turn."""
+    closing: str = ""
+    """From the turn on, if one of its tokens ends the turn."""
+    shows: bool = False
+
+
 class Renderer:
     """A tokenizer with its chat template."""
 
@@ -125,7 +136,7 @@ class Renderer:
         self._reply = functools.lru_cache(REMEMBERED)(self._render_reply)
         self._answer = functools.lru_cache(REMEMBERED)(lambda text: self._reply(_key(as_messages(text), None)))
         self._keeps = functools.lru_cache(REMEMBERED)(self._keeps_thinking)
-        self._shows = functools.lru_cache(REMEMBERED)(self._shows_turns)
+        self._around = functools.lru_cache(REMEMBERED)(self._text_around)
 
     @staticmethod
     def from_directory(directory: Path, stops: str = MODEL_STOPS) -> "Renderer":
@@ -178,10 +189,11 @@ class Renderer:
         return self._history(_key(told, arguments))
 
     def written(self, turn: str | Message, arguments: Mapping[str, Any] | None = None) -> list[int]:
-        """Token ids with which the policy would write a message of the assistant, or one with this text, including the end
-        token. A thought that the prompt has begun is closed."""
-        message = {"role": "assistant", "content": turn} if isinstance(turn, str) else turn
-        return self._written(_key(normal([_ASK, message]), arguments))
+        """Token ids with which the policy would write a turn, including the token with which the template ends it: a
+        message of the assistant as the template shows it, or a text as it is, with the white space that the template puts
+        around turns. A thought that the prompt has begun is closed before a text."""
+        messages = [turn] if isinstance(turn, str) else normal([_ASK, turn])
+        return self._written(_key(messages, arguments))
 
     def beyond_model(self) -> str:
         """A line about the tokenizer's tokens for which the model has no embedding; empty if it has all."""
@@ -278,30 +290,52 @@ class Renderer:
 
     def _written(self, key: str) -> list[int]:
         messages, arguments = json.loads(key)
+        if isinstance(messages[-1], str):
+            return self._written_text(messages[-1], arguments)
         turn = self._dialect_for(arguments).with_reasoning(messages[-1])
-        is_text = turn.keys() == {"role", "content"}
-        if is_text and not self._shows(_key([], arguments)):
-            return [*self._encode(str(turn["content"])), self.eos_id]
-        prompt = self._text(messages[:1], arguments)
-        text, tail = self._text([*messages[:-1], turn], arguments, prompt=False), prompt.rpartition(_ASK["content"])[2]
-        if not text.startswith(prompt) and tail in text:  # a template may begin with the number of messages
-            text = prompt + text.rpartition(tail)[2]
+        content, is_text = str(turn["content"]).strip(), turn.keys() == {"role", "content"}
+        if is_text and not self._around(_key([], arguments)).shows:
+            return self._written_text(content, arguments)
+        text, prompt = self._text([*messages[:-1], turn], arguments, prompt=False), self._text(messages[:-1], arguments)
+        tail = prompt.rpartition(_ASK["content"])[2]
+        at = -1 if text.startswith(prompt) else text.rfind(tail, 0, text.rfind(content))
+        if tail and at >= 0:  # a template may begin with the number of messages
+            text = prompt + text[at + len(tail) :]
         ids = self._encode(text)
-        ids = ids[num_shared(ids, self._encode(prompt)) :]
-        closing = reasoning_marks(self.notation)[1]
-        if is_text and leaves_reasoning_open(prompt, self.notation) and closing not in self._decode_whole(ids):
-            ids = [*self._encode(f"\n{closing}\n\n"), *ids]
-        ends = [i for i, token in enumerate(ids) if token in self.stop_ids]
-        return ids[: ends[0] + 1] if ends else [*ids, self.eos_id]
+        ids = self._ended(ids[num_shared(ids, self._encode(prompt)) :], prompt if is_text else "")
+        if is_text and content not in self._decode_whole(ids):  # some templates take thoughts out of the content
+            return self._written_text(str(turn["content"]), arguments)
+        return ids
 
-    def _shows_turns(self, key: str) -> bool:
-        """Whether the template shows turns of the policy."""
+    def _written_text(self, text: str, arguments: Mapping[str, Any]) -> list[int]:
+        around, opening = self._around(_key([], arguments)), reasoning_marks(self.notation)[0]
+        if leaves_reasoning_open(around.prompt, self.notation) and text.lstrip().startswith(opening):
+            text = text.lstrip().removeprefix(opening).lstrip("\n")
+        begun, ids = self._encode(around.prompt), self._encode(around.prompt + around.lead + text + around.closing)
+        if num_shared(ids, begun) < len(begun):  # the first token of the turn takes some of the prompt
+            return self._ended(self._encode(around.lead + text + around.closing), around.prompt)
+        return self._ended(ids[len(begun) :], around.prompt)
+
+    def _text_around(self, key: str) -> _Around:
+        arguments = json.loads(key)[1]
         try:
-            return MARK in self._text([_ASK, said(MARK)], json.loads(key)[1], prompt=False)
+            prompt, turn = self._text([_ASK], arguments), self._text([_ASK, said(MARK)], arguments, prompt=False)
         except Overreach:
             raise
         except StateError:
-            return False
+            return _Around()
+        begun, found, closing = turn.partition(MARK)
+        lead = begun.removeprefix(prompt)
+        is_ended = found and self.stop_ids.intersection(self._encode(closing))
+        return _Around(prompt, "" if lead.strip() else lead, closing if is_ended else "", bool(found))
+
+    def _ended(self, ids: list[int], prompt: str) -> list[int]:
+        """The ids of a turn after a prompt, whose thought they close, up to the first token that ends it or with one."""
+        closing = reasoning_marks(self.notation)[1]
+        if leaves_reasoning_open(prompt, self.notation) and closing not in self._decode_whole(ids):
+            ids = [*self._encode(f"\n{closing}\n\n"), *ids]
+        ends = [i for i, token in enumerate(ids) if token in self.stop_ids]
+        return ids[: ends[0] + 1] if ends else [*ids, self.eos_id]
 
     def _after(self, rest: str, closing: str, kind: Literal["text", "calls"]) -> list[int]:
         """Token ids of the text after a turn, without the end token that the policy wrote. `closing` is the text that

@@ -132,16 +132,14 @@ def _messages(said: str | list[dict[str, Any]], role: str) -> list[Message]:
     return [{"role": role, "content": said}] if isinstance(said, str) else list(said)
 
 
-def _answer(said: str | list[dict[str, Any]]) -> str | Message:
-    """An answer: a text, or one message of the assistant."""
-    if isinstance(said, str):
-        return said
-    if len(said) != 1 or said[0].get("role") != "assistant":
+def _answer(said: str | list[dict[str, Any]]) -> Message:
+    messages = _messages(said, "assistant")
+    if len(messages) != 1 or messages[0].get("role") != "assistant":
         raise ValueError("an answer is a text, or one message of the assistant")
-    return said[0]
+    return messages[0]
 
 
-def _row(prompt: list[int], answer: str | Message, renderer: Renderer) -> tuple[list[int], list[int]]:
+def _row(prompt: list[int], answer: Message, renderer: Renderer) -> tuple[list[int], list[int]]:
     """Tokens and authors of a row: the prompt, and the answer with the token that ends it."""
     written = renderer.written(answer)
     return prompt + written, [ENVIRONMENT] * len(prompt) + [POLICY] * len(written)

@@ -20,7 +20,8 @@ from shoal.protocol.types import Sampling
 
 def main(run_dir: Path) -> None:
     """Write the prompts to the run's folder. Raises `ShoalError` if the policy's tokenizer cannot be opened, if its
-    template takes the first prompt of an environment not at all, or if no task of one can begin."""
+    template takes the first prompt of an environment not at all, or if one cannot be
+    loaded or begins no task that is tried."""
     folder = RunFolder(run_dir)
     config = folder.config()
     with tempfile.TemporaryDirectory() as scratch:
@@ -45,5 +46,5 @@ def _shown(folder: RunFolder, env: EnvConfig, renderer: Renderer, sampling: Samp
     except ShoalError as error:
         said = " ".join(str(error).split())
         if no_task_begins(game, renderer, sampling, tasks):  # guard: some-task-begins
-            raise ConfigError(f"no task of environment {env.label} can begin: {said}") from None
+            raise ConfigError(f"no task of environment {env.label} that was tried can begin: {said}") from None
         return f"first prompt of {env.label}: it cannot be shown: {said}"

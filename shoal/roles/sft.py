@@ -244,7 +244,8 @@ class SftCheckpoints:
             if named == ["games"]:
                 name = self._recipe["env"]["name"]
                 differs = (
-                    f"and {name} now gives other games: its file, its data, or the version of a package has changed"
+                    f"and {name} now gives other games: its file, its data, or the version of a package or of shoal has "
+                    "changed"
                 )
             raise StateError(
                 f"{self._folder} is of a cold start that was stopped, {differs}. Restore "
@@ -368,7 +369,7 @@ def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int
     if config.tasks == "all":
         tasks += [env.task(i, heldout=True) for i in range(env.num_heldout)]
 
-    changed = list[tuple[str, str]]()
+    changed, rewards = list[tuple[str, str]](), list[float]()
 
     def player(state: State, rng: random.Random) -> str:
         text = players[config.player](state, rng)
@@ -380,10 +381,17 @@ def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int
         rng, sampling, games = random.Random(config.seed), Sampling(1.0, max_tokens, max_tokens), list[Example]()
         for _ in range(episodes):
             talk = play_scripted(env, renderer, rng.choice(tasks), player, rng, sampling)
+            rewards.append(talk.reward)
             games += [(list(row.tokens), list(row.author)) for row in talk.rows if POLICY in row.author]
         return games
 
     games = played(config.episodes, config.max_tokens)
+    if max(rewards) <= min(env.reward_bounds):
+        log.warning(
+            "the player %s earns the lowest reward, %g, in all %d games that will be learned from: see that `shoal env "
+            "check` passes, and that the environment reads action.visible if the chat template writes more than the player says",
+            config.player, max(rewards), len(rewards),
+        )  # fmt: skip
     if changed:
         log.warning(
             "the policy's tokenizer makes %r of %r, so it can never write what the player wrote, and the environment reads "

@@ -413,6 +413,20 @@ def test_a_quota_that_the_next_pruning_makes_room_below_raises_no_alarm(tmp_path
     assert shares[0] == 0.0 and shares[1] >= 2.0 and shares[2] < 1.0
 
 
+def test_what_ended_flat_rollouts_is_looked_up_at_twice_as_many_groups_and_forgotten_with_them(
+    tmp_path, published, monkeypatch
+):
+    looks = iter(["first", "second", "third"])
+    monkeypatch.setattr("shoal.launch.alarms.why_flat", lambda folder: next(looks))
+    watch = watching(town := town_with(tmp_path, published), Host(town))
+    running = Status("small", "running", 3, 30, 0, {}, 0, 0, "", 0.0)
+    told = []
+    for groups in (8, 15, 16, 0, 8):
+        status = msgspec.structs.replace(running, flat_groups=groups, no_signal="flat" if groups else "")
+        told.append(watch._machine(Snapshot("small", "", 30, status=status), 100.0).why_flat)
+    assert told == ["first", "first", "second", "", "third"]
+
+
 def test_a_wait_is_blamed_on_what_took_longest_since_the_last_step(tmp_path, published):
     watch = watching(town := town_with(tmp_path, published), Host(town))
     running = Status("small", "running", 3, 30, 0, {}, 0, 0, "", 0.0)

@@ -98,7 +98,9 @@ def test_a_task_that_cannot_begin_does_not_stop_the_run(
 
 @pytest.mark.parametrize("begins", ["raise ValueError('no data')", "raise SystemExit", "__import__('os')._exit(3)"])
 def test_a_run_of_which_no_task_can_begin_does_not_begin(begins: str, tmp_path: Path) -> None:
-    with pytest.raises(StateError, match=r"no task of environment own can begin: .*(no data|SystemExit|_exit\(3\))"):
+    with pytest.raises(
+        StateError, match=r"no task of environment own that was tried can begin: .*(no data|SystemExit|_exit\(3\))"
+    ):
         said(folder_of(tmp_path, begins))
 
 

@@ -474,6 +474,12 @@ def test_a_policy_that_has_collapsed_is_not_told_to_take_easier_tasks(rates, rem
     machine = Machine(now=1.0, flat_groups=60, flat_reward=0.0)
     (found,) = no_signal.look(View(lines=lines, machine=machine, max_flat_groups=64))
     assert found.remedy == remedy
+    (found,) = no_signal.look(View(lines=lines, machine=machine, max_flat_groups=64, moving_tasks=True))
+    assert found.remedy == no_signal.HARD, "tasks that follow the solve rate may be harder now"
+    costs = [line | {"reward_all_mean": -0.4} for line in lines]
+    machine = Machine(now=1.0, flat_groups=60, flat_reward=-0.4)
+    (found,) = no_signal.look(View(lines=costs, machine=machine, max_flat_groups=64))
+    assert found.remedy == no_signal.HARD
 
 
 def test_the_remedy_for_groups_without_signal_is_what_ended_their_rollouts():

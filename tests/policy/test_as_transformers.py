@@ -114,9 +114,13 @@ def differences(directory: Path) -> list[str]:
             found.append(f"the reply {answer!r} is {peer.decode(reply)!r} of {peer.decode(theirs)!r}")
     for text in (TEXTS[3], TEXTS[1], "13"):
         told = peer.apply_chat_template([USER, {"role": "assistant", "content": text}])["input_ids"]
-        ours, theirs = renderer.written(text), told[len(ids_of(peer, [USER])) :]
+        ours, theirs = renderer.written({"role": "assistant", "content": text}), told[len(ids_of(peer, [USER])) :]
         if ours != theirs[: len(ours)] or ours[-1] != peer.convert_tokens_to_ids(END):
-            found.append(f"the turn {text!r} is {peer.decode(ours)!r} of {peer.decode(theirs)!r}")
+            found.append(f"the message {text!r} is {peer.decode(ours)!r} of {peer.decode(theirs)!r}")
+        if text == "13" and renderer.written(text) != ours:
+            found.append(
+                f"the text {text!r} is {peer.decode(renderer.written(text))!r}, the message {peer.decode(ours)!r}"
+            )
     return found
 
 
@@ -125,6 +129,24 @@ def test_openings_replies_and_texts_are_those_of_transformers(part: int) -> None
     for names in EQUAL[part::16]:
         with checkpoint(*names) as directory:
             assert not differences(directory), names
+
+
+@pytest.mark.parametrize(
+    ("head", "turn"),
+    [
+        ("{{ messages | length }}\n", "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"),
+        ("{{ messages | length }} messages\n", "{{ m.role }}: {{ m.content }}\n"),
+        ("{{ messages | length }}: ", "{{ m.content }} "),
+        ("", "{{ m.content }}{{ ' (last)' if loop.last }}\n"),
+        ("", "{{ m.content if m.role == 'user' }}\n"),
+    ],
+)
+def test_a_turn_is_never_lost(head: str, turn: str) -> None:
+    with checkpoint(template=f"{head}{{% for m in messages %}}{turn}{{% endfor %}}") as directory:
+        renderer = Renderer.from_directory(directory)
+        for said in ("Four", {"role": "assistant", "content": "Four"}):
+            ids = renderer.written(said)
+            assert "Four" in renderer.decode(ids) and ids[-1] in renderer.stop_ids
 
 
 def test_enough_combinations_are_compared_and_few_are_refused() -> None:

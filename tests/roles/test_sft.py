@@ -265,6 +265,7 @@ def test_a_share_that_is_never_reached_is_said(recipe: Path, tmp_path: Path, cap
     with caplog.at_level(logging.INFO, "sft"):
         sft.main(recipe, tmp_path / "out", ["stop_at=1.0", "steps=2"])
     assert "stop_at=1 was not reached in 2 steps: raise steps" in caplog.text and weights(tmp_path / "out")
+    assert "earns the lowest reward" not in caplog.text
 
 
 SHOUT = """
@@ -291,6 +292,7 @@ def test_an_answer_that_the_tokenizer_changes_is_told(tmp_path: Path, caplog: py
     (tmp_path / "start.toml").write_text(RECIPE.replace("../games/nim", "shout.py"))
     sft.main(tmp_path / "start.toml", tmp_path / "out", [])
     assert re.search("tokenizer makes '([a-d])' of '([A-D])', so it can never write", caplog.text)
+    assert "the player right earns the lowest reward, 0, in all" in caplog.text
 
 
 @pytest.mark.parametrize(("override", "said"), [("stop_at=1.4", "share"), ("eval_every=-1", "0 never evaluates"),

@@ -182,8 +182,9 @@
 
   const UNITS = [[1, 60, "s"], [60, 7200, "min"], [3600, 259200, "h"], [86400, Infinity, "days"]];
   function tick() {
-    const age = Date.now() - heard; // an answer may be on its way for long
-    if (age >= LATE_MS && !paused && !failures && condition() === "Live") polled.textContent = "As of " + length(Math.floor(age / EVERY_MS) * EVERY_MS / 1000) + " ago";
+    const late = /^As of (\d+) s ago$/.exec(condition());
+    const silent = Date.now() - heard, age = silent + (late ? 1000 * late[1] : 0); // an answer may be on its way for long
+    if (silent >= EVERY_MS && age >= LATE_MS && !paused && !failures && (late || condition() === "Live")) polled.textContent = "As of " + length(Math.floor(age / EVERY_MS) * EVERY_MS / 1000) + " ago";
     for (const one of document.querySelectorAll("time[data-since]")) {
       one.textContent = length(Math.max(0, (Date.now() - Date.parse(one.dateTime)) / 1000));
     }
