@@ -39,8 +39,8 @@ def look(view: View) -> Iterator[Finding]:
             least = max(least, MAX_LEFT * best)
         if view.machine.flat_reward < least:
             remedy = FALLEN
-        if remedy == HARD and view.machine.why_flat:
-            remedy = view.machine.why_flat
+        if remedy != EASY and view.machine.why_flat:
+            remedy = view.machine.why_flat if remedy == HARD else f"{view.machine.why_flat}. {FALLEN}"
         if view.machine.unbegun_groups > view.machine.flat_groups / 2:  # no larger group would help
             remedy = UNBEGUN.format(
                 count=view.machine.unbegun_groups, cause=view.machine.unbegun_cause,

@@ -293,28 +293,41 @@ class Renderer:
         if isinstance(messages[-1], str):
             return self._written_text(messages[-1], arguments)
         turn = self._dialect_for(arguments).with_reasoning(messages[-1])
-        content, is_text = str(turn["content"]).strip(), turn.keys() == {"role", "content"}
+        content, is_text = str(turn["content"]), turn.keys() == {"role", "content"}
         if is_text and not self._around(_key([], arguments)).shows:
             return self._written_text(content, arguments)
         text, prompt = self._text([*messages[:-1], turn], arguments, prompt=False), self._text(messages[:-1], arguments)
-        tail = prompt.rpartition(_ASK["content"])[2]
-        at = -1 if text.startswith(prompt) else text.rfind(tail, 0, text.rfind(content))
-        if tail and at >= 0:  # a template may begin with the number of messages
-            text = prompt + text[at + len(tail) :]
-        ids = self._encode(text)
-        ids = self._ended(ids[num_shared(ids, self._encode(prompt)) :], prompt if is_text else "")
-        if is_text and content not in self._decode_whole(ids):  # some templates take thoughts out of the content
-            return self._written_text(str(turn["content"]), arguments)
-        return ids
+        tail, begin = prompt.rpartition(_ASK["content"])[2], len(prompt)
+        if not text.startswith(prompt):  # a template may begin with the number of messages
+            at = text.rfind(tail, 0, text.rfind(content.strip())) if tail else -1
+            begin = at + len(tail) if at >= 0 else -1
+        if begin >= 0:
+            ids = self._continued(prompt, text[begin:])
+        else:
+            ids = self._encode(text)
+            ids = ids[num_shared(ids, self._encode(prompt)) :]
+        ids = self._ended(ids, prompt)
+        shown, calls = self._decode_whole(ids), turn.get("tool_calls") or ()
+        parts = [content.strip(), turn.get("reasoning_content") or "", *(call["function"]["name"] for call in calls)]
+        lost = next((part for part in parts if part not in shown), "")
+        if lost and not is_text:
+            raise StateError(
+                f"the chat template leaves out {lost!r:.60} of a turn: leave it out, or put it into the content"
+            )
+        return (
+            self._written_text(content, arguments) if lost else ids
+        )  # some templates take thoughts out of the content
 
     def _written_text(self, text: str, arguments: Mapping[str, Any]) -> list[int]:
         around, opening = self._around(_key([], arguments)), reasoning_marks(self.notation)[0]
         if leaves_reasoning_open(around.prompt, self.notation) and text.lstrip().startswith(opening):
             text = text.lstrip().removeprefix(opening).lstrip("\n")
-        begun, ids = self._encode(around.prompt), self._encode(around.prompt + around.lead + text + around.closing)
-        if num_shared(ids, begun) < len(begun):  # the first token of the turn takes some of the prompt
-            return self._ended(self._encode(around.lead + text + around.closing), around.prompt)
-        return self._ended(ids[len(begun) :], around.prompt)
+        return self._ended(self._continued(around.prompt, around.lead + text + around.closing), around.prompt)
+
+    def _continued(self, prompt: str, rest: str) -> list[int]:
+        """Token ids of what follows a prompt; as those of a text by itself if its first one takes some of the prompt."""
+        begun, ids = self._encode(prompt), self._encode(prompt + rest)
+        return ids[len(begun) :] if num_shared(ids, begun) == len(begun) else self._encode(rest)
 
     def _text_around(self, key: str) -> _Around:
         arguments = json.loads(key)[1]
@@ -324,7 +337,7 @@ class Renderer:
             raise
         except StateError:
             return _Around()
-        begun, found, closing = turn.partition(MARK)
+        begun, found, closing = turn.rpartition(MARK)
         lead = begun.removeprefix(prompt)
         is_ended = found and self.stop_ids.intersection(self._encode(closing))
         return _Around(prompt, "" if lead.strip() else lead, closing if is_ended else "", bool(found))

@@ -489,7 +489,7 @@ def test_the_remedy_for_groups_without_signal_is_what_ended_their_rollouts():
     assert found.remedy == why
     solved = [line | {"solve_rate": 0.9} for line in honest_lines(8, 20)]
     (found,) = no_signal.look(View(lines=solved, machine=machine, max_flat_groups=64))
-    assert found.remedy == no_signal.FALLEN
+    assert found.remedy == f"{why}. {no_signal.FALLEN}"
     line = {"step": 9, "zero_signal_share": 0.95, "solve_rate": 0.1}
     (found,) = no_signal.look(View(lines=[line | {"overlong_share": 0.8}]))
     assert "A token limit ended 80%" in found.remedy and "sampling.max_turn_tokens" in found.remedy

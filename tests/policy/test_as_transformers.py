@@ -139,6 +139,7 @@ def test_openings_replies_and_texts_are_those_of_transformers(part: int) -> None
         ("{{ messages | length }}: ", "{{ m.content }} "),
         ("", "{{ m.content }}{{ ' (last)' if loop.last }}\n"),
         ("", "{{ m.content if m.role == 'user' }}\n"),
+        ("", "{{ m.content }}|{{ m.content }}\n"),
     ],
 )
 def test_a_turn_is_never_lost(head: str, turn: str) -> None:
@@ -146,7 +147,20 @@ def test_a_turn_is_never_lost(head: str, turn: str) -> None:
         renderer = Renderer.from_directory(directory)
         for said in ("Four", {"role": "assistant", "content": "Four"}):
             ids = renderer.written(said)
-            assert "Four" in renderer.decode(ids) and ids[-1] in renderer.stop_ids
+            text = renderer.decode(ids)
+            assert "Four" in text and ids[-1] in renderer.stop_ids and "written" not in text
+
+
+def test_a_turn_that_takes_a_token_of_the_prompt_repeats_nothing() -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    with checkpoint(template=template + "{{ 'assistant: ' if add_generation_prompt }}") as directory:
+        renderer = Renderer.from_directory(directory)
+        words = [word for text in TEXTS for word in text.split() if word.isascii() and word.isalpha()]
+        merged = [word for word in words if renderer.encode(f" {word}")[0] != renderer.encode(" ")[0]]
+        assert merged, "these words begin with the prompt's space"
+        for word in merged:
+            row = [*renderer.start([USER]), *renderer.written({"role": "assistant", "content": word})]
+            assert renderer._decode_whole(row).endswith(f"assistant: {word}{END}")
 
 
 def test_enough_combinations_are_compared_and_few_are_refused() -> None:

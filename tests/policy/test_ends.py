@@ -26,7 +26,7 @@ BESIDE = {
 }  # fmt: skip
 """What ends a turn that calls a tool, where it is not the end token."""
 
-BEFORE_THERE_WERE_TWO_RULES = "d3c773879a04d03f069cee51b27175d745223e11fbb4a99f638fdda3431f944c"
+BEFORE_THERE_WERE_TWO_RULES = "e0baaec03c6b8b9e61db880a946a4ed75023c050057ac5990c109e67aed7906b"
 """SHA-256 of what 41 templates gave then, but that `written` closes thoughts. Logs from then are replayed by this rule."""
 
 
