@@ -26,8 +26,8 @@ class PileGame(Env):
         return Pile(*task), [{"role": "user", "content": f"first, {task[0]} left"}]
 
     def step(self, state, action):
-        """An action of even length takes one stone, any other two."""
-        left = max(0, state.stones - 1 - len(action) % 2)
+        """What is said of even length takes one stone, anything else two."""
+        left = max(0, state.stones - 1 - len(action.visible) % 2)
         told = [{"role": "user", "content": f"second, {left} left"}] if state.moves == 0 else f"{left} left"
         after = Pile(left, state.learner, state.mover if left == 0 else 1 - state.mover, state.moves + 1)
         return Step(after, told, left == 0, learn=state.mover == state.learner, seat=1 - state.mover)

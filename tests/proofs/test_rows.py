@@ -23,10 +23,17 @@ def thinker(tmp_path_factory):
     return Renderer.from_directory(musing.with_template(path))
 
 
+class ThoughtfulPile(pile.PileGame):
+    """Its players close the thought that the prompt begins."""
+
+    def players(self):
+        return {name: lambda *args, say=say: f"</think>{say(*args)}" for name, say in super().players().items()}
+
+
 @pytest.fixture
 def rows(thinker):
     """A lease of four slots, of two seats and of three rows in turn."""
-    return Desk(thinker, {"pile": pile.environment(), "musing": musing.environment()})
+    return Desk(thinker, {"pile": ThoughtfulPile(), "musing": musing.environment()})
 
 
 def judged(desk, slot=0, index=0, **edits):
