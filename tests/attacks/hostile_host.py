@@ -262,7 +262,9 @@ def _family(pid: int) -> dict[int, int]:
 
 def _disk(folder: Path) -> int:
     size = 0
-    for path in folder.rglob("*"):
+    for path in [
+        Path(root, name) for root, _, names in os.walk(folder) for name in names
+    ]:  # passes over vanished folders
         with contextlib.suppress(OSError):
             size += path.lstat().st_blocks * 512
     return size
