@@ -386,7 +386,7 @@ def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int
         return games
 
     games = played(config.episodes, config.max_tokens)
-    if max(rewards) <= min(env.reward_bounds):
+    if games and max(rewards) <= min(env.reward_bounds):
         log.warning(
             "the player %s earns the lowest reward, %g, in all %d games that will be learned from: see that `shoal env "
             "check` passes, and that the environment reads action.visible if the chat template writes more than the player",

@@ -62,7 +62,7 @@ nothing else."""
 LOADING = "loading it"
 
 WAIT_S = 3.0
-"""A person who waits longer is told what for."""
+"""After so long, a line names what the check waits for."""
 
 MAX_DETAIL_CHARS = 1000
 """Of a finding."""

@@ -38,15 +38,15 @@ METHODS = ("step", "score", "truncated_score")
 """Those whose answers `check/walk` judges."""
 
 MAX_TEXT = 2000
-_leave = os._exit
 """Characters of a text that are compared."""
+_leave = os._exit
 
 
 class Child:
     """The environment of this process."""
 
     def __init__(self, answer: Callable[[Any], None], begins: Callable[[str], None] = lambda call: None) -> None:
-        """`begins` is told each call of the environment, before it is made."""
+        """`begins` gets the name of each call of the environment, before it is made."""
         self._answer, self._begins = answer, begins
         self._env: Any = None
         self._bare: Any = None

@@ -95,7 +95,7 @@ def _serve(requests: int, answers: int, path: Path, function: str, hidden: str) 
             for request in _decode(_receive(requests)):
                 _send(answers, host.answered(request))
     except MemoryError:
-        os.kill(os.getpid(), signal.SIGRTMAX)  # how the other end is told that the memory was too small
+        os.kill(os.getpid(), signal.SIGRTMAX)  # tells the other end that the memory was too small
 
 
 def let_exits_raise() -> None:

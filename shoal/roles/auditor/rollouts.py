@@ -91,7 +91,7 @@ class Findings:
     expired: Counter[str] = field(default_factory=Counter)
     """The same of what the run deleted by its own rule. Nobody can check it any more, and nothing follows from that."""
     unavailable: int = 0
-    """Of the numbers in `left_out`, those of what the run does not serve."""
+    """The part of `left_out` that the run does not serve."""
     undrawn: str = ""
     """What a sample was not drawn from, because the run does not serve it."""
     told: list[str] = field(default_factory=list)
