@@ -102,9 +102,8 @@ def judge_talks(talks: Sequence[Conversation], env: Env) -> list[Earned]:
     except LOCAL_ERRORS:
         raise
     except REPRODUCIBLE_ERRORS as error:
-        for talk in whole:
-            talk.fail(error, "group_scores")
-        return [Earned(min(env.reward_bounds), {}, {})] * len(talks)  # guard: failed-comparison-does-not-pay
+        failed = [_uncompared(talk, error) for talk in whole]
+        return failed[:1] * len(talks)  # guard: failed-comparison-does-not-pay
     left = iter(scores)
     return [_compared(talk, next(left)) if talk.ending != "error" else Earned(talk.reward, {}, {}) for talk in talks]
 
@@ -116,8 +115,13 @@ def _compared(talk: Conversation, score: Scored) -> Earned:
     except LOCAL_ERRORS:
         raise
     except REPRODUCIBLE_ERRORS as error:
-        talk.fail(error, "group_scores")
-        return Earned(min(talk.env.reward_bounds), {}, {})
+        return _uncompared(talk, error)
+
+
+def _uncompared(talk: Conversation, error: BaseException) -> Earned:
+    """What a conversation earns whose comparison the environment fails."""
+    talk.fail(error, "group_scores")
+    return Earned(min(talk.env.reward_bounds), {}, {})
 
 
 def replay_rollout(
