@@ -295,7 +295,7 @@ def test_one_worker_makes_no_block_void_at_staleness_0_and_the_run_waits_for_its
         later(world, LAW.least_soft_s + 0.1)
     assert not any(isinstance(event, SlotVoid) for event in events) and world.state.phase == "paused"
     assert world.state.pause_cause == (
-        "environment faults: task 3 of words: a call took too long, or ended its process, each of 4 times, and no other "
+        "environment faults: a call took too long, or ended its process, each of 4 times, in task 3 of words, and no other "
         "worker is there to play it"
     )
     world.do(Admin("resume", "", world.now))

@@ -117,8 +117,8 @@ def _pause_on_stops(state: State, lease: LeaseRecord, command: ReturnLeases) -> 
     if at_work - {*workers}:  # guard: stops-of-one-pause-no-others
         return []
     cause = (
-        f"{FAULTS}{command.tasks or f'block {command.stopped}'}: {TOOK_TOO_LONG}, each of "
-        f"{len(workers)} times, and no other worker is there to play it"
+        f"{FAULTS}{TOOK_TOO_LONG}, each of {len(workers)} times, in {command.tasks or f'block {command.stopped}'}, and no "
+        "other worker is there to play it"
     )
     return [RulesChanged(phase="paused", cause=cause)]
 

@@ -194,14 +194,15 @@ class Desk:
         return self._granted(lease)
 
     def _stopped(self, key: str, request: t.LeaseRequest) -> tuple[LeaseRecord | None, str]:
-        """The lease with the block that a worker says was stopped, and that block's tasks; None if none of its own was, or
-        if workers play no environment."""
+        """The lease with the block that a worker says was stopped, and what to call that block's tasks; None if none of its
+        own was, or if workers play no environment."""
         if kind_of(self.state.envs) == COMPLETIONS:  # guard: who-plays-nothing-stops-nothing
             return None, ""
         for lease in self.state.open_leases_of(key):
             if lease.id in request.returning and request.stopped in lease.blocks:
                 block = next(one for one in self.wire_lease(lease).blocks if one.index == request.stopped)
-                return lease, ", ".join(dict.fromkeys(f"task {slot.task} of {slot.env}" for slot in block.slots))[:200]
+                first, *more = dict.fromkeys((slot.task, slot.env) for slot in block.slots)
+                return lease, f"task {first[0]} of {first[1][:150]}{f' and {len(more)} more' if more else ''}"
         return None, ""
 
     def _most_blocks(self) -> int:

@@ -35,7 +35,7 @@ class StopReports:
         _make_room(self._newest)
         _make_room(self._logged)
         self._newest[lease.version, request.stopped] = report
-        if (line := f"{tasks}: {report}") not in self._logged:
+        if (line := f"{report}, in {tasks}") not in self._logged:
             self._logged[line] = None
             log.warning("an environment was stopped: %s", line)
 
