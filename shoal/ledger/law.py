@@ -53,6 +53,7 @@ WHAT_CHANGED = {
     "a lease may be given back because an environment was stopped, and a block that was stopped everywhere is void; "
     "the only worker waits at most `least_soft_s` after its lapses, and so does one whose every lease of a block ended "
     "in a stop, if each other worker stopped the block since; it gets the block at once; "
+    "all wait as briefly once it is void; "
     "what waited before a validator first joined is no part of the time of its check",
 }
 """By version of the rules: how they differ from the version before. This code makes the events and decisions of each of

@@ -328,6 +328,13 @@ def test_a_block_that_was_stopped_on_all_workers_waits_for_nobody(tmp_path):
         events += stop(world, key, lease)
     assert [event.cause for event in events if isinstance(event, SlotVoid)] == ["stopped"]
     assert world.now - began < 4 * LAW.least_soft_s < world.state.rules.lease_s
+    later(world, LAW.least_soft_s + 0.1)
+    for key in (A, B):
+        assert world.state.members[key].dropped > 1 and world.lease(key).blocks != lost.blocks, "nor then"
+    give_back(world, B, world.state.open_leases_of(B)[0])
+    later(world, LAW.least_soft_s + 0.1)
+    with pytest.raises(Wait, match="lapsed in a row"):  # of another block
+        world.do(AskLease(B, (), 100.0, world.now))
     assert_holds(world)
 
 

@@ -307,12 +307,26 @@ def _wait_after_lapses(state: State, member: Member, others: Sequence[Member], n
     free = [state.main.versions[version].blocks[number] for version, number in state.main.free] if wait_s else []
     # guard: stopped-on-others-waits-briefly
     alone = not others or any(may_retry_stopped(member, others, block) for block in free)
+    # guard: stopped-everywhere-waits-briefly
+    alone = alone or (wait_s > 0 and _was_stopped_everywhere(state, member, others))
     most_s = state.law.least_soft_s if alone and state.law.version >= 3 else wait_s  # guard: lone-worker-goes-on
     left_s = member.dropped_at + min(most_s, wait_s) - now
     if left_s > 0:
         raise Wait(
             f"{member.dropped} of your leases lapsed in a row: the next one comes in {math.ceil(left_s)} s", left_s
         )
+
+
+def _was_stopped_everywhere(state: State, member: Member, others: Sequence[Member]) -> bool:
+    """Whether a block is done with that an environment stopped on all workers, and this one dropped nothing since."""
+    everyone = {member.key, *(other.key for other in others)}
+    fresh = (record for number, record in state.main.versions.items() if is_fresh(state, state.main, number))
+    done = (block for record in fresh for block in record.blocks.values() if block.status == "done" and block.stopped)
+    # guard: later-lapses-wait
+    return any(
+        block.stopped and everyone <= {*block.stopped.workers} and member.dropped_at <= block.dropped_at
+        for block in done
+    )
 
 
 def _is_withheld(
