@@ -5,11 +5,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from shoal.envs.load import env_digest
 from shoal.errors import StateError
 from shoal.ledger.facts.batches import GroupAccepted
 from shoal.ledger.facts.verdicts import VerdictGiven
 from shoal.metrics import read_metrics
+from shoal.protocol.tasklists import TaskList
+from shoal.protocol.wire import to_json
 from shoal.roles.coordinator.board import Board, batch_of
 from shoal.roles.coordinator.judging import MAX_REPORTED, _is_new
 from tests.envs import brittle
@@ -70,6 +74,9 @@ def test_a_run_whose_environment_fails_often_pauses_and_says_why(tmp_path, kind,
     async def story():
         roles = [asyncio.create_task(role.run()) for role in (town.trainer(), town.validator(), town.worker("w"))]
         async with asyncio.timeout(60):
+    if tasks:
+        (tmp_path / "tasks.json").write_bytes(to_json(TaskList(env_digest(brittle.__file__), args, 16, tasks)))
+        config = replace(config, envs=(replace(config.envs[0], tasks=str(tmp_path / "tasks.json")),))
             while town.desk.state.phase == "running":
                 await asyncio.sleep(0.02)
         status = Board(town.desk).status()
@@ -87,6 +94,8 @@ def test_a_run_whose_environment_fails_often_pauses_and_says_why(tmp_path, kind,
 
 
 def test_a_coordinator_remembers_a_bounded_number_of_causes_of_void_slots() -> None:
+    named = "all of task 3 of brittle: repair it, or leave it out"
+    assert (named in status.waiting_for) == bool(tasks) and (" of task " in status.waiting_for) == bool(tasks)
     reported: dict[str, None] = {}
     assert [_is_new(cause, reported) for cause in ("first", "first")] == [True, False]
     assert all(_is_new(str(number), reported) for number in range(MAX_REPORTED)) and len(reported) == MAX_REPORTED

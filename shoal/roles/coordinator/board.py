@@ -64,6 +64,8 @@ class Board:
         """What is waited for, and since when."""
         self._hashed: t.StateHash | None = None
         self._hash_again_at = 0.0
+        self._blamed = -1, ""
+        """An event's number, and what `_faulted_task` found then."""
 
     def info(self) -> t.RunInfo:
         """The run's description."""
@@ -152,6 +154,8 @@ class Board:
             reason = f"{reason}; {stopped}"
         if state.phase == "running" and (slow := self._desk.stage.slow_turn()):
             reason = f"{slow}; {reason}"
+        if state.phase == "paused" and state.pause_cause.startswith(FAULTS) and (task := self._faulted_task()):
+            reason = f"{reason}; all of {task}: repair it, or leave it out with envs.tasks of a new run"
         if flat and state.phase != "paused":
             reason = f"{reason}; {flat}"
         if remedy:
@@ -165,6 +169,23 @@ class Board:
             no_signal=flat, unbegun_groups=state.main.unbegun or 0, unbegun_cause=state.main.unbegun_cause or "",
             pause_cause=state.pause_cause, alarms=self.alarms(), lr_factor=state.main.lr_factor(len(state.main.batches)),
         )  # fmt: skip
+
+    def _faulted_task(self) -> str:
+        """The one task of all rollouts on which the environment failed that paused the run; empty if there are several."""
+        state, tasks = self._desk.state, set[str]()
+        if self._blamed[0] == state.seq:
+            return self._blamed[1]
+        for record in state.main.versions.values():
+            for number, slot in record.slots.items():
+                if not slot.faults or len(tasks) > 1:
+                    continue
+                lease = self._desk.wire_lease(state.lease_of(state.submissions[slot.submission]))
+                tasks |= {
+                    f"task {one.task} of {one.env}" for block in lease.blocks for one in block.slots
+                    if one.slot == number and state.pause_cause.startswith(f"{FAULTS}{one.env} ")
+                }  # fmt: skip
+        self._blamed = state.seq, tasks.pop() if len(tasks) == 1 else ""
+        return self._blamed[1]
 
     def alarms(self) -> tuple[t.StandingAlarm, ...]:
         """Alarms that stand, without the nodes that they are about."""
