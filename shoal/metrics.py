@@ -65,8 +65,9 @@ METRICS: dict[str, Metric] = {
     ),
     "fault_share": Metric(
         "share",
-        "Share of the rollouts accepted since the batch of the last step on which the environment failed, and which count "
-        "in nothing; missing if there are none. Above 5 % of an environment's newest 200 rollouts the run pauses.",
+        "Share of the rollouts accepted since the batch of the last step on which the environment failed; missing if there "
+        "are none. They count in nothing, and above 5 % of an environment's newest 200 rollouts the run pauses; or, with "
+        '`on_fault = "lowest"`, they are learned from, and are as many as the host\'s own validators or its stage saw.',
     ),
     "fault_rollouts": Metric("rollouts", "Number of these rollouts; missing if there are none."),
     "loss": Metric(

@@ -52,6 +52,11 @@ class Replay:
         return self.talk.public_fault
 
     @property
+    def is_learned_fault(self) -> bool:
+        """Whether the rollout counts although the environment failed on it."""
+        return self.talk is not None and bool(self.talk.fault) and not self.talk.left_out
+
+    @property
     def outside(self) -> float | None:
         """The environment's score, if that is outside its bounds."""
         return self.talk.outside if self.talk is not None else None

@@ -19,6 +19,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from shoal.envs.settings import LOWEST
 from shoal.heldout import Heldout, format_of, why_no_mean, why_not_comparable
 from shoal.launch.nodes_table import last_reason, reasons
 from shoal.launch.panels import BLANK, duration
@@ -127,7 +128,11 @@ def _faults(end: RunEnd) -> str:
     names = [printable(env.label) for env in end.envs]
     which = f"environment {names[0]}" if len(names) == 1 else f"one of the environments {', '.join(names[:8])}"
     most = f". The most frequent error: {printable(end.fault)}" if end.fault else ""
-    return f"; {which} failed on {count:,} rollouts, which counted in nothing{most}" if count else ""
+    rules = {env.on_fault for env in end.envs}
+    counted = (
+        "" if len(rules) > 1 else ", which have its lowest reward" if LOWEST in rules else ", which counted in nothing"
+    )
+    return f"; {which} failed on {count:,} rollouts{counted}{most}" if count else ""
 
 
 def _unbegun(end: RunEnd) -> list[str]:

@@ -26,6 +26,8 @@ class Tally(msgspec.Struct):
     parts: Sums = {}
     """Parts of the reward, before their weights."""
     metrics: Sums = {}
+    faults: int = 0
+    """Rollouts that are learned from although the environment failed on them."""
 
     def add(self, earned: Iterable[Earned]) -> "Tally":
         """Add what rollouts earned; returns this tally."""
@@ -38,10 +40,11 @@ class Tally(msgspec.Struct):
         """Add another tally."""
         _join(self.parts, other.parts)
         _join(self.metrics, other.metrics)
+        self.faults += other.faults
 
     @property
     def is_empty(self) -> bool:
-        return not (self.parts or self.metrics)
+        return not (self.parts or self.metrics or self.faults)
 
 
 def _join(sums: Sums, more: Sums) -> None:

@@ -258,7 +258,9 @@ class Validator:
     def _tell_trainer(self, label: str, replays: Sequence[Replayed]) -> None:
         """Tell the trainer what a group scored, part by part, if this is the host's machine."""
         if self.own_files:
-            tally = Tally().add(one.earned for one in replays if isinstance(one, Replay) and one.earned)
+            own = [one for one in replays if isinstance(one, Replay)]
+            tally = Tally().add(one.earned for one in own if one.earned)
+            tally.faults = sum(one.is_learned_fault for one in own)
             scores = RunFolder(self.home.parent.parent).scores  # the launcher gives the host's nodes RUN/nodes/NAME
             ScoreFile(scores, self.home.name).write(label, tally)
 

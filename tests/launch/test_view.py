@@ -148,6 +148,8 @@ def test_rollouts_on_which_the_environment_failed_are_counted_where_there_are_an
     failed = replace(end, summary=end.summary | {"env_faults": 5})
     for said in (plain_end, lambda found: shown(render_end(found))):
         assert says in re.sub(r"\s+", " ", said(failed)) and f"environment {label} failed" not in said(end)
+    lowest = replace(failed, envs=tuple(msgspec.structs.replace(env, on_fault="lowest") for env in end.envs))
+    assert f"environment {label} failed on 5 rollouts, which have its lowest reward" in plain_end(lowest)
     named = replace(failed, fault="words.py line 7: KeyError: 'x'")
     assert f"{says}. The most frequent error: words.py line 7: KeyError: 'x'" in plain_end(named)
 

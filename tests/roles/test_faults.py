@@ -52,12 +52,17 @@ def test_a_run_whose_environment_fails_at_times_gives_the_bytes_of_one_file(tmp_
     assert any(0 < line.get("fault_share", 0) < 0.2 and line["fault_rollouts"] > 0 for line in lines)
 
 
-def test_with_lowest_a_run_learns_from_failed_rollouts(tmp_path):
-    roots = [one_file.train(brittle_run(on_fault=how), tmp_path / f"one{how}", tmp_path) for how in ("", "lowest")]
-    town = Town(tmp_path / "run", brittle_run(on_fault="lowest"))
+@pytest.mark.parametrize("kind", ["episodes", "completions"])
+def test_with_lowest_a_run_learns_from_failed_rollouts_and_counts_them(tmp_path, kind):
+    roots = [
+        one_file.train(brittle_run(kind, on_fault=how), tmp_path / f"one{how}", tmp_path) for how in ("", "lowest")
+    ]
+    town = Town(tmp_path / "run", brittle_run(kind, on_fault="lowest"))
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))
     assert town.weights() == roots[1] != roots[0]
     assert not any(isinstance(e.body, GroupAccepted) and e.body.faults for e in town.audit().entries)
+    lines = read_metrics(town.folder.metrics)
+    assert any(0 < line.get("fault_share", 0) < 0.5 and line["fault_rollouts"] > 0 for line in lines)
 
 
 @pytest.mark.parametrize(("kind", "args", "why"), [
@@ -65,8 +70,13 @@ def test_with_lowest_a_run_learns_from_failed_rollouts(tmp_path):
     ("completions", {"every": 2}, "environment faults: brittle fails on "),
     ("episodes", {"every": 0, "outside": 4}, "environment faults: brittle gives a score of 2.0, outside its reward_bounds"),
 ], ids=["raises", "raises-at-the-host", "outside"])  # fmt: skip
-def test_a_run_whose_environment_fails_often_pauses_and_says_why(tmp_path, kind, args, why):
+@pytest.mark.parametrize("tasks", [(), (3,)], ids=["tasks", "one-task"])
+def test_a_run_whose_environment_fails_often_pauses_and_says_why(tmp_path, kind, args, why, tasks):
+    """If all of it is in one task, the sentence names the task."""
     config = brittle_run(kind, **args)
+    if tasks:
+        (tmp_path / "tasks.json").write_bytes(to_json(TaskList(env_digest(brittle.__file__), args, 16, tasks)))
+        config = replace(config, envs=(replace(config.envs[0], tasks=str(tmp_path / "tasks.json")),))
     with pytest.raises(StateError, match=why):
         one_file.train(config, tmp_path / "one", tmp_path)
     town = Town(tmp_path / "run", config)
@@ -74,9 +84,6 @@ def test_a_run_whose_environment_fails_often_pauses_and_says_why(tmp_path, kind,
     async def story():
         roles = [asyncio.create_task(role.run()) for role in (town.trainer(), town.validator(), town.worker("w"))]
         async with asyncio.timeout(60):
-    if tasks:
-        (tmp_path / "tasks.json").write_bytes(to_json(TaskList(env_digest(brittle.__file__), args, 16, tasks)))
-        config = replace(config, envs=(replace(config.envs[0], tasks=str(tmp_path / "tasks.json")),))
             while town.desk.state.phase == "running":
                 await asyncio.sleep(0.02)
         status = Board(town.desk).status()
@@ -87,6 +94,8 @@ def test_a_run_whose_environment_fails_often_pauses_and_says_why(tmp_path, kind,
 
     status = asyncio.run(story())
     assert status.pause_cause.startswith(why) and status.waiting_for.startswith(f"the host: {why}")
+    named = "all of task 3 of brittle: repair it, or leave it out"
+    assert (named in status.waiting_for) == bool(tasks) and (" of task " in status.waiting_for) == bool(tasks)
     if args["every"]:
         assert "brittle.py line" in status.pause_cause and "KeyError" in status.pause_cause
     again = town.audit()
@@ -94,8 +103,6 @@ def test_a_run_whose_environment_fails_often_pauses_and_says_why(tmp_path, kind,
 
 
 def test_a_coordinator_remembers_a_bounded_number_of_causes_of_void_slots() -> None:
-    named = "all of task 3 of brittle: repair it, or leave it out"
-    assert (named in status.waiting_for) == bool(tasks) and (" of task " in status.waiting_for) == bool(tasks)
     reported: dict[str, None] = {}
     assert [_is_new(cause, reported) for cause in ("first", "first")] == [True, False]
     assert all(_is_new(str(number), reported) for number in range(MAX_REPORTED)) and len(reported) == MAX_REPORTED

@@ -474,13 +474,16 @@ def test_a_group_that_cannot_be_played_again_gets_the_lowest_reward(jury, caplog
 class Liar:
     """A player whose process ends between two conversations without a word."""
 
-    generation = 0
+    generation, faults, left_out = 0, 0, True
 
     def lowest(self, label: str) -> float:
         return -1.0
 
     def leaves_out(self, label: str) -> bool:
-        return True
+        return self.left_out
+
+    def count(self, faults: int) -> None:
+        self.faults += faults
 
     def compares(self, label: str) -> bool:
         return False
@@ -491,9 +494,12 @@ class Liar:
 
 def test_the_lowest_reward_is_the_environments_own(tmp_path, theatre) -> None:
     theatre.turn(0, 0)
-    shard = Shard(Liar(), theatre.memo, lambda label: 1.0)
+    liar = Liar()
+    shard = Shard(liar, theatre.memo, lambda label: 1.0)
     ask = take_ask(theatre)
-    assert shard.reply(ask)[2:4] == ("error", -1.0)
+    assert shard.reply(ask)[2:4] == ("error", -1.0) and liar.faults == 0
+    liar.left_out = False
+    assert shard.reply(ask)[2:4] == ("error", -1.0) and liar.faults == 1
 
 
 def take_ask(theatre):

@@ -110,7 +110,7 @@ class Answer(msgspec.Struct):
     judged: tuple[FinalScore, ...] = ()
     """What a judgement gave."""
     scores: Tally | None = None
-    """What the rollouts that got their reward now scored, part by part; None if the environment names no parts."""
+    """What the rollouts that got their reward now scored, part by part; None if there is nothing to tell."""
 
 
 def serve() -> None:
@@ -178,7 +178,7 @@ class Playing:
                 FinalScore(float(one.reward), talk.public_fault if talk.left_out else "", talk.outside)
                 for one, talk in zip(found, talks, strict=True)
             )
-            return Answer(judged=judged, fault=fault, scores=_scores(found))
+            return Answer(judged=judged, fault=fault, scores=_scores(found, talks))
         talk, tokens = self._talks[request.number], np.frombuffer(request.written, dtype="<i4").tolist()
         lengths, row = [len(row.tokens) for row in talk.rows], talk.row
         begin = lengths[row]
@@ -210,17 +210,18 @@ class Playing:
         assert not any(row.author[begin:]), "only the environment speaks after a turn"
         words = np.asarray(row.tokens[begin:], dtype="<i4").tobytes()
         final = talk.ending is not None and not beside
-        scores = _scores([Earned(talk.reward, talk.parts, talk.metrics)]) if final else None
+        scores = _scores([Earned(talk.reward, talk.parts, talk.metrics)], [talk]) if final else None
         return Answer(
             words, talk.room, talk.ending or "", float(talk.reward), author, talk.public_fault, talk.left_out,
             talk.outside, talk.row, beside=beside, scores=scores,
         )  # fmt: skip
 
 
-def _scores(earned: Sequence[Earned]) -> Tally | None:
+def _scores(earned: Sequence[Earned], talks: Sequence[Conversation]) -> Tally | None:
     tally = Tally().add(earned)
     return None if tally.is_empty else tally
 
+    tally.faults = sum(bool(talk.fault) and not talk.left_out for talk in talks)
 
 def compares(env: Env) -> bool:
     """Whether an environment judges an answer beside its siblings."""

@@ -81,6 +81,9 @@ class Player(Protocol):
     def leaves_out(self, label: str) -> bool:
         """Whether rollouts on which an environment fails count in nothing."""
 
+    def count(self, faults: int) -> None:
+        """So many more rollouts are learned from although the environment failed on them."""
+
     def compares(self, label: str) -> bool:
         """Whether an environment compares an answer with its siblings. Raises as `ask`."""
 
@@ -241,12 +244,13 @@ class Shard:
 
     def _unjudged(self, slot: Slot, count: int, why: str) -> list[FinalScore]:
         log.error("failed env=%s task=%d reason=%r", slot.env, slot.task, f"its rollouts cannot be compared: {why}")
-        return [self._failure(slot, why)] * count
+        return [self._failure(slot, why) for _ in range(count)]
 
     def _failure(self, slot: Slot, why: str) -> FinalScore:
         left_out = self._player.leaves_out(slot.env)
         return FinalScore(self._player.lowest(slot.env), why if left_out else "")
 
+        self._player.count(0 if left_out else 1)
 
 def call_of(value: object) -> str:
     """The calls of an environment that a request leads to."""
@@ -273,6 +277,9 @@ class ChildPlayer:
 
     def compares(self, label: str) -> bool:
         """Raises as `ask`."""
+    def count(self, faults: int) -> None:
+        self._on_scores(Tally(faults=faults))
+
         if self._opened is None:
             self._start()
         assert self._opened is not None

@@ -58,7 +58,8 @@ class BatchReader:
         }
         if masks_overlong(rules.algorithm):
             counts["overlong_rollouts"] = chosen.overlong_rollouts
-        counts |= await self.accepted_for(batch.step)
+        scores = await asyncio.to_thread(take_scores, self._scores)
+        counts |= await self.accepted_for(batch.step, sum(tally.faults for tally in scores.values()))
         if rules.group_uses > 1:
             counts["repeated_rollouts"] = sum(
                 len(member.rewards) for member in batch.groups if (member.version, member.slot) in self._repeated
@@ -68,7 +69,7 @@ class BatchReader:
         labels = [spec.label for spec in info.envs]
         if len(labels) > 1:
             counts |= {f"reward_mean/{label}": mean for label, mean in mean_rewards(chosen.rows, labels).items()}
-        counts |= means_of(await asyncio.to_thread(take_scores, self._scores), labels)
+        counts |= means_of(scores, labels)
         return chosen.rows, counts
 
     def _rows_of(self, member: t.BatchGroup, data: bytes, algorithm: Algorithm) -> list[Row]:
@@ -83,8 +84,9 @@ class BatchReader:
             log.warning("left out of the batch: %s", fault)
             return []  # guard: unlearnable-is-left-out
 
-    async def accepted_for(self, step: int) -> dict[str, Any]:
-        """Figures of all groups accepted since the batch of the step before, with or without signal.
+    async def accepted_for(self, step: int, learned_faults: int = 0) -> dict[str, Any]:
+        """Figures of all groups accepted since the batch of the step before, with or without signal. `learned_faults`: of
+        their rollouts, how many count although the environment failed on them.
 
         Read from the log, so that a restart changes nothing: it reads the events of earlier steps again and skips them.
         """
@@ -113,7 +115,7 @@ class BatchReader:
         if rewards:
             figures["reward_all_mean"] = sum(rewards) / len(rewards)
         played = sum(len(group.rewards) for group in accepted)
-        if failed := played - len(rewards):
+        if failed := min(played, played - len(rewards) + learned_faults):  # two validators may count the same
             figures["fault_share"] = failed / played
             figures["fault_rollouts"] = failed
         return figures
