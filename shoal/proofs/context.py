@@ -261,7 +261,8 @@ class Context:
         continued otherwise. Empty if it can be filled."""
         begins = f"task {self.slot.task} of {self.slot.env[:40]} cannot begin: "
         if self.record is not None:
-            return "" if self.record.rollouts else f"{begins}the host says so"
+            why = printable(self.record.why)[:MAX_REFUSAL_CHARS]
+            return "" if self.record.rollouts else f"{begins}{why or 'the host says so'}"
         assert self.slot.env in self.tools.envs, f"environment {self.slot.env} is not loaded"
         try:
             if self.is_continued:

@@ -8,6 +8,7 @@ import pytest
 
 from shoal.proofs.verify import verify_submission
 from shoal.protocol import types
+from shoal.protocol.audits import MAX_REASON_CHARS
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.records import rollout_digest
 from shoal.protocol.wire import digest, to_msgpack
@@ -112,3 +113,16 @@ def test_a_record_that_is_not_of_the_lease_is_the_hosts_fault_and_costs_no_worke
     for bytes_ in (record, b""):
         verdicts = hosted.judged(hosted.body(), record=bytes_)
         assert [verdict.outcome for verdict in verdicts] == ["void"] * 4
+
+
+@pytest.mark.parametrize("why", ["", "reset() of task 10: it took longer than 4 s", "\u00a0" * 300])
+def test_a_slot_that_the_host_could_not_fill_is_void_in_the_hosts_words(hosted, why):
+    """They fit a verdict, however long they are."""
+    void = types.GroupRecord(hosted.groups[1].slot, (), why)
+    hosted.record = msgspec.structs.replace(
+        hosted.record, groups=(hosted.record.groups[0], void, *hosted.record.groups[2:])
+    )
+    verdict = hosted.judged(hosted.body())[1]
+    said = why or "the host says so"
+    assert verdict.outcome == "void" and verdict.detail.endswith(f"cannot begin: {said}") == said.isprintable()
+    assert len(verdict.check + verdict.detail) <= MAX_REASON_CHARS and verdict.detail.isprintable()

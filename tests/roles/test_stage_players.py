@@ -303,10 +303,18 @@ def test_an_environment_that_closes_the_standard_streams_changes_nothing(theatre
     assert theatre.played(8).ending == "environment"
 
 
-@pytest.mark.parametrize("task", [9, 10], ids=["raises", "hangs"])
-def test_a_task_that_cannot_begin_is_void(theatre, task) -> None:
-    assert theatre.turn(task, 0).ending == "void"
-    assert record_of(theatre.memo, "run", theatre.staged(task), 1, theatre.players.judge).groups[0].rollouts == ()
+@pytest.mark.parametrize(("task", "why"), [
+    (9, r"odd\.py line \d+: ValueError: task 9 cannot begin"),
+    (10, r"reset\(\) of task 10: its process was ended: it took"),
+], ids=["raises", "hangs"])  # fmt: skip
+def test_a_task_that_cannot_begin_is_void_and_the_record_says_why(theatre, task, why) -> None:
+    """The other rollout of its group is not tried."""
+    began = time.monotonic()
+    asked, play = theatre.staged(task), theatre.players.play
+    taken = take_turn(theatre.memo, asked, t.Turn(task, 0), lambda label: True, 2, theatre.limits, play)
+    assert [said.ending for said in taken.said] == ["void"] * 2 and time.monotonic() - began < 6 * LIMIT_S
+    (group,) = record_of(theatre.memo, "run", asked, 2, theatre.players.judge).groups
+    assert group.rollouts == () and re.match(why, group.why)
 
 
 def test_a_process_that_was_killed_changes_no_reply(theatre) -> None:

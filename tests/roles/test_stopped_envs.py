@@ -112,7 +112,9 @@ def test_at_staleness_0_a_run_of_one_worker_whose_environment_stops_waits_for_it
 
 
 @pytest.mark.slow
-def test_a_block_that_stops_wherever_it_is_played_is_void_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_block_that_stops_wherever_it_is_played_is_void_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     sizes = {"group_size": 4, "block_rollouts": 8, "batch_groups": 2, "lease_s": 5.0, "max_staleness": 1}
     town = town_of(tmp_path / "run", 1000, rollouts=sizes)
     worker = town.worker("one")
@@ -120,6 +122,7 @@ def test_a_block_that_stops_wherever_it_is_played_is_void_and_the_run_goes_on(tm
     voids = [entry.body for entry in town.audit().entries if isinstance(entry.body, SlotVoid)]
     assert {void.cause for void in voids} == {"stopped"} and nobody_is_blamed(town)
     assert len(lapses(town)) >= town.desk.state.law.block_workers == 4 and town.desk.state.phase == "ended"
+    assert re.search(r'void slots: worker "one" .* says "stops: .*SIGKILL.*; task \d+ of stops and 1 more', caplog.text)
 
 
 def test_a_validator_whose_environment_dies_accuses_nobody(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 from msgspec import UNSET, UnsetType
 
 from shoal.protocol.types.message import Message
+from shoal.protocol.types.message import Said as Why
 from shoal.protocol.types.work import POLICY, Block, Ending
 
 Outcome = Literal["", "environment", "length", "error", "void"]
@@ -64,11 +65,13 @@ class RolloutRecord(Message, frozen=True, omit_defaults=True):
     """Its score, if that is outside the environment's bounds."""
 
 
-class GroupRecord(Message, frozen=True):
+class GroupRecord(Message, frozen=True, omit_defaults=True):
     """A group as the host's stage played it; without rollouts if the slot is void."""
 
     slot: int
     rollouts: tuple[RolloutRecord, ...]
+    why: Why = ""
+    """Why the slot is void, as the host says it."""
 
 
 class Record(Message, frozen=True):

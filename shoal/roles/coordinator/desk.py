@@ -18,6 +18,7 @@ from shoal.config import RunConfig
 from shoal.errors import StateError
 from shoal.folder import RunFolder
 from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.facts.batches import SlotVoid
 from shoal.ledger.facts.leases import AskLease, ReturnLeases
 from shoal.ledger.facts.run import RulesChanged, Tick
 from shoal.ledger.facts.submissions import Submit
@@ -176,8 +177,14 @@ class Desk:
             for entry in await self.book.submit(
                 ReturnLeases(key, request.returning, self.clock(), request.stopped if lease else -1, tasks)
             ):
-                if isinstance(entry.body, RulesChanged):
-                    log.warning("paused: %s", entry.body.cause)
+                match entry.body:
+                    case RulesChanged(cause=cause):
+                        log.warning("paused: %s", cause)
+                    case SlotVoid(cause="stopped", version=version, slots=slots):
+                        block = slots[-1] // self.state.rules.block_groups
+                        log.warning("void slots: %s; %s", self.stop_reports.newest(version, block), tasks)
+                    case _:
+                        pass
             return t.LeaseAnswer(None, 0.0, "given back")
         behind = self.clock_behind()
         if behind:  # its leases would end in the past  # guard: clock-set-back

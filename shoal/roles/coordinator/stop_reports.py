@@ -39,6 +39,10 @@ class StopReports:
             self._logged[line] = None
             log.warning("an environment was stopped: %s", line)
 
+    def newest(self, version: int, block: int) -> str:
+        """What a worker says of a block, and which worker."""
+        return self._newest.get((version, block), "nobody has said more since the coordinator started")
+
     def waited_for(self, state: State, stream: StreamRecord) -> str:
         """What to say of blocks that were stopped and are still to be made; empty if there are none."""
         found = _stopped_blocks(state, stream)
@@ -54,7 +58,7 @@ class StopReports:
             f"block {number} of version {version} ({stops.tasks or 'its tasks are not named'}) was given back "
             f"{'once' if times == 1 else f'{times} times'} by workers, who say that a call of its "
             f"environment took too long or ended its process{f', as did {others} more' if others else ''}: "
-            f"{self._newest.get((version, number), 'nobody has said more since the coordinator started')}"
+            f"{self.newest(version, number)}"
             f"{'' if state.phase == 'paused' else f'. {remedy}'}"
         )
 

@@ -25,14 +25,14 @@ from typing import Any, BinaryIO, cast
 import msgspec
 import numpy as np
 
-from shoal.envs.base import Env, Raised, describe_fault, source_of, task_of
+from shoal.envs.base import Env, Raised, describe_fault, label_of, source_of, task_of
 from shoal.envs.contained.client import ContainedEnv
 from shoal.envs.contained.inside import let_exits_raise
 from shoal.envs.contained.line import LIMITS
 from shoal.envs.contained.open import in_sandbox, show
 from shoal.envs.contained.stack_trace import write_stacks
 from shoal.envs.conversation import Conversation
-from shoal.envs.exceptions import LOCAL_ERRORS, is_unreachable
+from shoal.envs.exceptions import LOCAL_ERRORS, is_unreachable, redact_paths
 from shoal.envs.load import load_run_envs
 from shoal.envs.replay import judge_talks
 from shoal.envs.score import Earned
@@ -187,11 +187,13 @@ class Playing:
         return self._answer(request.number, talk, lengths, talk.rows[row].author[begin])
 
     def _open(self, request: Request) -> Answer:
-        env = self._envs[request.label]
+        env, begins = self._envs[request.label], ""
         try:
-            talk = Conversation(env, self._renderer, task_of(env, request.task), self._sampling)
+            task = task_of(env, request.task)
+            begins = f"environment {label_of(env)} cannot begin task {str(task)[:80]!r}: "
+            talk = Conversation(env, self._renderer, task, self._sampling)
         except ShoalError as fault:
-            return Answer(ending="void", fault=str(fault))
+            return Answer(ending="void", fault=redact_paths(str(fault).removeprefix(begins), source_of(env)))
         if talk.ending is not None:  # as `play_block` decides
             return Answer(
                 ending="void",
@@ -219,9 +221,9 @@ class Playing:
 
 def _scores(earned: Sequence[Earned], talks: Sequence[Conversation]) -> Tally | None:
     tally = Tally().add(earned)
+    tally.faults = sum(bool(talk.fault) and not talk.left_out for talk in talks)
     return None if tally.is_empty else tally
 
-    tally.faults = sum(bool(talk.fault) and not talk.left_out for talk in talks)
 
 def compares(env: Env) -> bool:
     """Whether an environment judges an answer beside its siblings."""

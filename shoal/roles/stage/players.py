@@ -113,10 +113,12 @@ class Shard:
 
     def replies(self, asks: Sequence[Ask]) -> list[Reply]:
         """The replies to turns that it was told to `expect`, one after another."""
-        replies = list[Reply]()
+        replies, void = list[Reply](), dict[int, Reply]()
         try:
             for ask in asks:
-                replies.append(self.reply(ask))
+                replies.append(void.get(ask.slot.slot) or self.reply(ask))
+                if replies[-1].ending == "void":  # a slot is void as a whole, so the rest of it need not be tried
+                    void[ask.slot.slot] = replies[-1]
                 self.expect(-1)
         finally:
             self.expect(len(replies) - len(asks))  # guard: failed-turns-wait-no-more
@@ -216,7 +218,7 @@ class Shard:
                 self._forget.append(self._held.popitem(last=False)[1])
         return Reply(
             answer.words, answer.room, answer.ending, answer.reward, answer.author,  # type: ignore[arg-type]
-            answer.row, answer.beside, answer.fault if answer.left_out else "", answer.outside,
+            answer.row, answer.beside, answer.fault if answer.left_out or answer.ending == "void" else "", answer.outside,
         )  # fmt: skip
 
     def _exchanged(self, slot: Slot, request: Request) -> Answer:
@@ -237,7 +239,7 @@ class Shard:
         """The reply for an environment that gave none: an error, or void if it could not begin."""
         log.error("failed env=%s task=%d reason=%r", ask.slot.env, ask.slot.task, why)
         if not ask.before:
-            return VOID
+            return VOID._replace(fault=why)
         row = self._memo.replies([ask.before])[ask.before].row
         score = self._failure(ask.slot, why)
         return Reply(b"", 0, "error", score.reward, POLICY, row, fault=score.fault)
@@ -248,9 +250,9 @@ class Shard:
 
     def _failure(self, slot: Slot, why: str) -> FinalScore:
         left_out = self._player.leaves_out(slot.env)
+        self._player.count(0 if left_out else 1)
         return FinalScore(self._player.lowest(slot.env), why if left_out else "")
 
-        self._player.count(0 if left_out else 1)
 
 def call_of(value: object) -> str:
     """The calls of an environment that a request leads to."""
@@ -275,11 +277,11 @@ class ChildPlayer:
     def leaves_out(self, label: str) -> bool:
         return all(env.label != label or env.on_fault != LOWEST for env in self._opening.envs)
 
-    def compares(self, label: str) -> bool:
-        """Raises as `ask`."""
     def count(self, faults: int) -> None:
         self._on_scores(Tally(faults=faults))
 
+    def compares(self, label: str) -> bool:
+        """Raises as `ask`."""
         if self._opened is None:
             self._start()
         assert self._opened is not None

@@ -13,11 +13,13 @@ from msgspec import UNSET
 
 from shoal.errors import ShoalError
 from shoal.protocol import types as t
+from shoal.protocol.constants import MAX_SAID_CHARS
 from shoal.protocol.records import rollout_digest
 from shoal.protocol.wire import WireError, digest, to_msgpack
 from shoal.roles.stage.memo import FinalScore, Memo, Played, Reply, Step, Taken, group_name, next_path, opening_path
 
 VOID = Reply(b"", 0, "void", 0.0, t.POLICY)
+"""With the cause as its fault."""
 
 
 class Conflict(ShoalError):
@@ -104,7 +106,8 @@ def record_of(memo: Memo, run: str, asked: t.Staged, size: int, judge: Judge) ->
             if any(played.last.beside for played in rollouts):
                 name = group_name(ends)
                 scores = memo.judged(name) or memo.judge(name, asked.version, judge(slot, ends))
-            groups.append(t.GroupRecord(slot.slot, _recorded(rollouts, scores)))
+            why = next((played.last.fault for played in rollouts if played.last.ending == "void"), "")
+            groups.append(t.GroupRecord(slot.slot, _recorded(rollouts, scores), t.fact(why, MAX_SAID_CHARS)))
     return t.Record(run, asked.lease, asked.version, tuple(groups))
 
 
@@ -159,8 +162,8 @@ def _demand_turn(written: bytes, room: int, limits: Limits) -> None:
 
 def _whole_slots(asks: Sequence[Ask], replies: Sequence[Reply]) -> list[Reply]:
     """A slot with a rollout that cannot begin is void as a whole: a group is complete or empty."""
-    void = {ask.slot.slot for ask, reply in zip(asks, replies, strict=True) if reply.ending == "void"}
-    return [VOID if ask.slot.slot in void else reply for ask, reply in zip(asks, replies, strict=True)]
+    void = {ask.slot.slot: reply for ask, reply in zip(asks, replies, strict=True) if reply.ending == "void"}
+    return [void.get(ask.slot.slot, reply) for ask, reply in zip(asks, replies, strict=True)]
 
 
 def _answer(replies: Sequence[Reply]) -> t.TurnAnswer:
