@@ -81,8 +81,8 @@ METRICS: dict[str, Metric] = {
     ),
     "clip_share": Metric(
         "share",
-        "Share of policy tokens whose gradient a bound on the importance ratio removed, or with cispo cut; mean over the "
-        "step's updates.",
+        "Share of policy tokens whose gradient a bound on the importance ratio removed, delta included, or with cispo "
+        "cut; mean over the step's updates.",
     ),
     "truncated_share": Metric(
         "share",

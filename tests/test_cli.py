@@ -161,7 +161,7 @@ def check_one_line(result: subprocess.CompletedProcess[str], *expected: str) -> 
         (["env", "check", "arithmetic", "--env-args", "2"], "not a JSON object"),
         (
             ["env", "check", "arithmetic", "--set", "envs.0.args.digits=2"],
-            "is not a run file. Give its arguments as --env-args",
+            "is no run file or recipe. Give its arguments as --env-args",
         ),
         (["ledger", "verify", "nowhere"], "holds no log"),
         (["ledger", "show", "nowhere"], "holds no log"),
@@ -415,6 +415,9 @@ def test_an_environment_of_the_user_is_checked(tmp_path: Path) -> None:
         "env", "check", "own.toml", "--set", "policy.path=short", "--set", "sampling.max_tokens=65", cwd=tmp_path
     )
     assert checked.returncode == 2 and "the model has 64 positions" in checked.stderr, "as `shoal run` refuses it"
+    (tmp_path / "start.toml").write_text('name = "start"\n[env]\nname = "my_env.py"\n')
+    checked = shoal("env", "check", "../start.toml", "--set", "steps=1", cwd=tmp_path / "elsewhere")
+    assert checked.returncode == 0 and "passed   replay:" in checked.stdout, "a recipe of `shoal sft`, too"
     (tmp_path / "my_env.py").write_text(
         MY_ENV.replace('"right": lambda state, rng: "hello"', '"right": lambda state, rng: "x"')
     )

@@ -39,7 +39,7 @@ def add_commands(commands: Any) -> None:
         "exit code 1 if one fails.",
         ("shoal env check wordle", ""), ("shoal env check ./my_env.py", "your own file"),
         ("shoal env check ./backwards", "the folder of a package"),
-        ("shoal env check my_run.toml", "each environment of a run file, with its settings"),
+        ("shoal env check my_run.toml", "each environment of a run file or recipe, with its settings"),
     )  # fmt: skip
     env_arguments(q, "env")
     set_argument(q, "run file", "envs.0.args.digits=3")
@@ -145,18 +145,22 @@ def env_init(args: argparse.Namespace) -> None:
 
 
 def env_check(args: argparse.Namespace) -> int:
-    from shoal.config import load_run, sampling_of
+    from shoal.config import load_run, load_sft, sampling_of
     from shoal.config.envs import EnvConfig
     from shoal.config.paths import env_at
     from shoal.envs.check.apart import check
+    from shoal.tree import read_toml
 
-    is_run = args.env.endswith(".toml")
-    beside = Path(args.env).parent
-    if args.set and not is_run:
-        raise ConfigError(f"--set {args.set[0]}: {args.env} is not a run file. Give its arguments as --env-args JSON")
-    config = load_run(Path(args.env), args.set) if is_run else None
-    envs = [env_at(env, beside) for env in config.envs] if config else [EnvConfig(args.env, args=args.env_args)]
-    renderer = _renderer(config, beside) if config else None
+    is_file, file = args.env.endswith(".toml"), Path(args.env)
+    if args.set and not is_file:
+        raise ConfigError(
+            f"--set {args.set[0]}: {args.env} is no run file or recipe. Give its arguments as --env-args JSON"
+        )
+    is_recipe = is_file and read_toml(file).keys() & {"env", "envs"} == {"env"}
+    config = load_run(file, args.set) if is_file and not is_recipe else None
+    named = config.envs if config else [load_sft(file, args.set).env] if is_recipe else []
+    envs = [env_at(env, file.parent) for env in named] or [EnvConfig(args.env, args=args.env_args)]
+    renderer = _renderer(config, file.parent) if config else None
     policy = (renderer, sampling_of(config)) if config and renderer else None
     failed, waits = False, set[str]()
 
@@ -166,9 +170,9 @@ def env_check(args: argparse.Namespace) -> int:
             print(printable(line), file=sys.stderr, flush=True)
 
     for env in envs:
-        if is_run:
+        if is_file:
             say(f"{env.label}:")
-        settings = env if is_run else None
+        settings = env if is_file else None
         findings = check(env.name, env.args, settings, not args.no_sandbox, args.registry, policy=policy, wait=wait)
         if faults := [finding for finding in findings if finding.outcome == "failed"]:
             if [fault.check for fault in faults] == ["load"]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.engine.held import NOISE_VALUES, PREFILL_TOKENS, SCORED_VALUES
-from shoal.engine.needs import ITEM_BYTES, LOGIT_BYTES, ROW_BYTES, TOKEN_BYTES, Needs
+from shoal.engine.needs import ITEM_BYTES, LOGIT_BYTES, ROW_BYTES, SCORED_LOGIT_BYTES, TOKEN_BYTES, Needs
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.files import find_tensors
 from shoal.policy.sizes import ANY_WIDTHS
@@ -65,7 +65,7 @@ class AnyNeeds:
 
     def score(self, tokens: int, longest: int, hidden: bool) -> int:
         """Beyond the weights, for a prefill of conversations of at most `longest` tokens each, `tokens` in all."""
-        logits = LOGIT_BYTES * max(self.spec.vocab_size, min(SCORED_VALUES, tokens * self.spec.vocab_size))
+        logits = SCORED_LOGIT_BYTES * max(self.spec.vocab_size, min(SCORED_VALUES, tokens * self.spec.vocab_size))
         read = self._token * max(PREFILL_TOKENS["cpu"], min(longest, tokens, self.spec.max_positions))
         return logits + read + tokens * (TOKEN_BYTES + (2 * 4 * self.spec.width if hidden else 0))
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from tokenizers import Tokenizer
 
-from shoal.errors import Overreach, StateError
+from shoal.errors import StateError
 from shoal.policy import auto_tokenizer, chat_templates
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.dialect import MARK, Dialect, calling, said
@@ -22,10 +22,11 @@ from shoal.policy.ends import Ends, num_shared
 from shoal.policy.history import Part, Place, places
 from shoal.policy.kinds import spec_of
 from shoal.policy.messages import Message, Written, as_messages, normal, template_arguments
-from shoal.policy.notations import leaves_reasoning_open, notation_of, reasoning_marks
+from shoal.policy.notations import leaves_reasoning_open, notation_of
 from shoal.policy.pieces import pieces_of
 from shoal.policy.spec import PolicySpec
 from shoal.policy.template import Template
+from shoal.policy.turn_tokens import TurnTokens
 from shoal.protocol.constants import CONTROL_STOPS, MODEL_STOPS
 
 _TEXTS = (*auto_tokenizer.FILES, chat_templates.FILE)
@@ -57,17 +58,6 @@ class Segment(NamedTuple):
     turn: int = -1
     """Number of the policy's turn; -1 for the environment's tokens."""
     part: Part = "visible"
-
-
-class _Around(NamedTuple):
-    """What the template writes around a turn of the policy; empty if it shows none."""
-
-    prompt: str = ""
-    lead: str = ""
-    """White space between the prompt and the turn."""
-    closing: str = ""
-    """From the turn on, if one of its tokens ends the turn."""
-    shows: bool = False
 
 
 class Renderer:
@@ -128,6 +118,9 @@ class Renderer:
         skipped = {index for index in self._special if self._is_skipped(index)}
         self._hidden = self.stop_ids | (skipped - self._inner)
         """Tokens that have no text."""
+        self._turns = TurnTokens(
+            self._dialect_for, self._encode, self._decode_whole, self.notation, self.stop_ids, self.eos_id
+        )
         self._remember()
 
     def _remember(self) -> None:
@@ -136,7 +129,6 @@ class Renderer:
         self._reply = functools.lru_cache(REMEMBERED)(self._render_reply)
         self._answer = functools.lru_cache(REMEMBERED)(lambda text: self._reply(_key(as_messages(text), None)))
         self._keeps = functools.lru_cache(REMEMBERED)(self._keeps_thinking)
-        self._around = functools.lru_cache(REMEMBERED)(self._text_around)
 
     @staticmethod
     def from_directory(directory: Path, stops: str = MODEL_STOPS) -> "Renderer":
@@ -290,65 +282,7 @@ class Renderer:
 
     def _written(self, key: str) -> list[int]:
         messages, arguments = json.loads(key)
-        if isinstance(messages[-1], str):
-            return self._written_text(messages[-1], arguments)
-        turn = self._dialect_for(arguments).with_reasoning(messages[-1])
-        content, is_text = str(turn["content"]), turn.keys() == {"role", "content"}
-        if is_text and not self._around(_key([], arguments)).shows:
-            return self._written_text(content, arguments)
-        text, prompt = self._text([*messages[:-1], turn], arguments, prompt=False), self._text(messages[:-1], arguments)
-        tail, begin = prompt.rpartition(_ASK["content"])[2], len(prompt)
-        if not text.startswith(prompt):  # a template may begin with the number of messages
-            at = text.rfind(tail, 0, text.rfind(content.strip())) if tail else -1
-            begin = at + len(tail) if at >= 0 else -1
-        if begin >= 0:
-            ids = self._continued(prompt, text[begin:])
-        else:
-            ids = self._encode(text)
-            ids = ids[num_shared(ids, self._encode(prompt)) :]
-        ids = self._ended(ids, prompt)
-        shown, calls = self._decode_whole(ids), turn.get("tool_calls") or ()
-        parts = [content.strip(), turn.get("reasoning_content") or "", *(call["function"]["name"] for call in calls)]
-        lost = next((part for part in parts if part not in shown), "")
-        if lost and not is_text:
-            raise StateError(
-                f"the chat template leaves out {lost!r:.60} of a turn: leave it out, or put it into the content"
-            )
-        return (
-            self._written_text(content, arguments) if lost else ids
-        )  # some templates take thoughts out of the content
-
-    def _written_text(self, text: str, arguments: Mapping[str, Any]) -> list[int]:
-        around, opening = self._around(_key([], arguments)), reasoning_marks(self.notation)[0]
-        if leaves_reasoning_open(around.prompt, self.notation) and text.lstrip().startswith(opening):
-            text = text.lstrip().removeprefix(opening).lstrip("\n")
-        return self._ended(self._continued(around.prompt, around.lead + text + around.closing), around.prompt)
-
-    def _continued(self, prompt: str, rest: str) -> list[int]:
-        """Token ids of what follows a prompt; as those of a text by itself if its first one takes some of the prompt."""
-        begun, ids = self._encode(prompt), self._encode(prompt + rest)
-        return ids[len(begun) :] if num_shared(ids, begun) == len(begun) else self._encode(rest)
-
-    def _text_around(self, key: str) -> _Around:
-        arguments = json.loads(key)[1]
-        try:
-            prompt, turn = self._text([_ASK], arguments), self._text([_ASK, said(MARK)], arguments, prompt=False)
-        except Overreach:
-            raise
-        except StateError:
-            return _Around()
-        begun, found, closing = turn.rpartition(MARK)
-        lead = begun.removeprefix(prompt)
-        is_ended = found and self.stop_ids.intersection(self._encode(closing))
-        return _Around(prompt, "" if lead.strip() else lead, closing if is_ended else "", bool(found))
-
-    def _ended(self, ids: list[int], prompt: str) -> list[int]:
-        """The ids of a turn after a prompt, whose thought they close, up to the first token that ends it or with one."""
-        closing = reasoning_marks(self.notation)[1]
-        if leaves_reasoning_open(prompt, self.notation) and closing not in self._decode_whole(ids):
-            ids = [*self._encode(f"\n{closing}\n\n"), *ids]
-        ends = [i for i, token in enumerate(ids) if token in self.stop_ids]
-        return ids[: ends[0] + 1] if ends else [*ids, self.eos_id]
+        return self._turns.tokens(messages, arguments)
 
     def _after(self, rest: str, closing: str, kind: Literal["text", "calls"]) -> list[int]:
         """Token ids of the text after a turn, without the end token that the policy wrote. `closing` is the text that

@@ -18,6 +18,7 @@ from shoal.envs.base import Message
 from shoal.errors import StateError
 from shoal.policy.files import save_policy
 from shoal.policy.kinds import open_policy
+from shoal.policy.messages import normal
 from shoal.policy.render import Renderer
 from shoal.policy.valued import begin_valued, save_valued
 from shoal.protocol.types import ENVIRONMENT, POLICY
@@ -115,6 +116,8 @@ def read_pairs(path: Path, start: Path, max_tokens: int) -> list[Pair]:
                 line = msgspec.json.decode(data, type=_Line)
                 prompt = renderer.start(_messages(line.prompt, "user"))
                 rows = [_row(prompt, _answer(said), renderer) for said in (line.chosen, line.rejected)]
+                if rows[0] == rows[1]:
+                    raise ValueError("chosen and rejected have the same tokens, so neither is preferred")
             except ValueError as error:  # msgspec.DecodeError and ShoalError are
                 raise StateError(f"{path}, line {number}: {error}. Correct it, or take it out") from None
             if max(len(tokens) for tokens, _ in rows) <= max_tokens:
@@ -140,6 +143,12 @@ def _answer(said: str | list[dict[str, Any]]) -> Message:
 
 
 def _row(prompt: list[int], answer: Message, renderer: Renderer) -> tuple[list[int], list[int]]:
-    """Tokens and authors of a row: the prompt, and the answer with the token that ends it."""
+    """Tokens and authors of a row: the prompt, and the answer with the token that ends it. Raises ValueError if the answer
+    has such a token within, where it would be cut."""
+    (said,) = normal([answer])
+    calls = msgspec.json.encode(said.get("tool_calls")).decode()
+    for text in (said["content"], said.get("reasoning_content", ""), calls):
+        if ends := [token for token in renderer.encode(text) if token in renderer.stop_ids]:
+            raise ValueError(f"an answer has {renderer.pieces([ends[:1]])[0][0]!r:.40} within, which ends a turn")
     written = renderer.written(answer)
     return prompt + written, [ENVIRONMENT] * len(prompt) + [POLICY] * len(written)

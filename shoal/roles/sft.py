@@ -26,7 +26,8 @@ from shoal.config import PRESET_LR, SftConfig, load_sft, preset_imitation_lr
 from shoal.config.paths import env_at
 from shoal.engine.base import Engine
 from shoal.engine.open import EngineSpec, kind_for, open_engine
-from shoal.envs.base import State, players_of
+from shoal.envs.base import Env, State, Task, players_of, task_of
+from shoal.envs.check.promises import MAX_COMPARED
 from shoal.envs.evaluate import Evaluation, evaluate
 from shoal.envs.load import env_of
 from shoal.envs.play import play_scripted
@@ -408,4 +409,16 @@ def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int
             if least
             else f"the player {config.player} writes nothing in any game of environment {env.name}"
         )
+    _tell_overlap(env, tasks)
     return games
+
+
+def _tell_overlap(env: Env, learned: Sequence[Task]) -> None:
+    """Say how many held-out tasks are among those that are learned from."""
+    heldout = [task_of(env, i, heldout=True) for i in range(min(env.num_heldout, MAX_COMPARED))]
+    found = set(map(repr, heldout)).intersection(map(repr, learned))
+    if both := sum(repr(task) in found for task in heldout):
+        log.warning(
+            "%d of %d held-out tasks are among the training tasks: an evaluation on them also counts what was memorised",
+            both, len(heldout),
+        )  # fmt: skip

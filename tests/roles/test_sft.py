@@ -295,6 +295,19 @@ def test_an_answer_that_the_tokenizer_changes_is_told(tmp_path: Path, caplog: py
     assert "the player right earns the lowest reward, 0, in all" in caplog.text
 
 
+@pytest.mark.parametrize(("heldout", "tasks", "both"), [("aybc", "training", "3 of 4"), ("wxyz", "training", ""),
+                                                        ("wxyz", "all", "4 of 4")])  # fmt: skip
+def test_held_out_tasks_that_are_learned_from_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, heldout: str, tasks: str, both: str
+) -> None:
+    env = SHOUT.replace('"abcd"[index]', f'("{heldout}" if heldout else "abcd")[index]')
+    (tmp_path / "shout.py").write_text(env.replace('num_tasks = "shout", 4', 'num_tasks, num_heldout = "shout", 4, 4'))
+    (tmp_path / "start.toml").write_text(RECIPE.replace("../games/nim", "shout.py"))
+    sft.main(tmp_path / "start.toml", tmp_path / "out", [f"tasks={tasks}"])
+    found = re.findall(r"(\d+ of \d+) held-out tasks are among the training tasks", caplog.text)
+    assert found == ([both] if both else [])
+
+
 @pytest.mark.parametrize(("override", "said"), [("stop_at=1.4", "share"), ("eval_every=-1", "0 never evaluates"),
                                                 ("eval_episodes=0", "at least 1"), ("stop_at=nan", "share")])  # fmt: skip
 def test_evaluations_that_cannot_be_are_refused(recipe: Path, tmp_path: Path, override: str, said: str) -> None:

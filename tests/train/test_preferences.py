@@ -162,7 +162,9 @@ def test_a_thought_in_an_answer_is_learned_as_the_template_writes_it(tmp_path: P
 
 @pytest.mark.parametrize(
     "line", ['{"prompt": "a", "chosen": "b"}', '{"prompt": 1, "chosen": "b", "rejected": "c"}', "nonsense",
-             '{"prompt": "a", "chosen": [], "rejected": "c"}', '{"prompt": "a", "chosen": "b", "rejected": "c", "x": 1}'],
+             '{"prompt": "a", "chosen": [], "rejected": "c"}', '{"prompt": "a", "chosen": "b", "rejected": "c", "x": 1}',
+             '{"prompt": "a", "chosen": "b", "rejected": "B"}', '{"prompt": "a", "chosen": "b<|end|>c", "rejected": "c"}',
+             '{"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "reasoning_content": "c<|end|>"}]}'],
 )  # fmt: skip
 def test_a_line_that_is_no_pair_is_named(tmp_path: Path, start: Path, line: str) -> None:
     path = lines(tmp_path / "pairs.jsonl", 1)
@@ -170,6 +172,13 @@ def test_a_line_that_is_no_pair_is_named(tmp_path: Path, start: Path, line: str)
     with pytest.raises(StateError, match=r"pairs\.jsonl, line 2: .*Correct it, or take it out") as refused:
         prefer.read_pairs(path, start, 64)
     assert "\n" not in str(refused.value)
+
+
+def test_an_answer_that_an_end_token_would_cut_is_refused_with_the_token(tmp_path: Path, start: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": "a<|end|>", "chosen": "b<|end|>c", "rejected": "c"}))
+    with pytest.raises(StateError, match=r"line 1: .*'<\|end\|>' within"):
+        prefer.read_pairs(path, start, 64)
 
 
 def test_pairs_of_another_tokenizer_and_only_long_pairs_are_refused(tmp_path: Path, start: Path) -> None:
