@@ -40,7 +40,7 @@ from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import USAGE, UsageBook, write_summary
 from shoal.launch.told import Told
 from shoal.launch.view import LiveView, View, render
-from shoal.launch.without_signal import flat_samples, why_flat
+from shoal.launch.without_signal import flat_samples, newest_refusal, why_flat
 from shoal.ledger.facts.run import NO_SIGNAL
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.log.creation import creation_of
@@ -378,7 +378,8 @@ class LocalRun:
         shot = self._snapshot
         if not self._config.workers.cheating:  # whose work may be judged first
             with contextlib.suppress(ShoalError, WireError):  # the log is read again at the next look
-                for line in self._first.look_at_refusals(self._folder.log, shot.status.accepted, shot.status.refused):
+                newest = partial(newest_refusal, self._folder.log)
+                for line in self._first.look_at_refusals(shot.status.accepted, shot.status.refused, newest):
                     self._view.say(line)
         before = next((figures for name, figures in shot.heldout if name == BEFORE), None)
         flat = shot.status.flat_groups - shot.status.unbegun_groups
