@@ -26,7 +26,7 @@ from shoal.launch.panels import WATCHDOG_S, duration, format_figure
 from shoal.launch.remaining import left_label, seconds_left
 from shoal.launch.snapshot import STARTING, Snapshot
 from shoal.ledger.remedies import split_remedy
-from shoal.terminal import brief, printable
+from shoal.terminal import brief, printable, wrapped
 
 FRAME = 2
 """Lines of the frame, and cells between it and what is in it, on each side."""
@@ -246,6 +246,13 @@ def draws_on(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal
 
 
+def print_lines(console: Console, text: str) -> None:
+    """Print lines that contain text from elsewhere, broken at spaces only to fit a terminal."""
+    shown = printable(text, keep="\n")
+    shown = wrapped(shown, console.width) if console.is_terminal else shown
+    console.print(shown, markup=False, highlight=False, soft_wrap=True)
+
+
 class LiveView:
     """Shows snapshots as they come: on a terminal redrawn on a screen of its own, new lines only when piped.
 
@@ -302,7 +309,7 @@ class LiveView:
         if self._live is None:
             if len(line) > LONG_CHARS:
                 self._long = f"{self._long}\n{line}"[-MOST_LONG_CHARS:]
-            self._print(line)
+            print_lines(self._console, line)
         elif line.strip():
             self._said = line
             self._held.append(line)
@@ -321,7 +328,4 @@ class LiveView:
             self._live.stop()
             self._live = None
         while self._held:
-            self._print(self._held.popleft())
-
-    def _print(self, line: str) -> None:
-        self._console.print(printable(line, keep="\n"), markup=False, highlight=False, soft_wrap=True)
+            print_lines(self._console, self._held.popleft())

@@ -213,6 +213,14 @@ def test_a_piped_view_says_the_cause_of_a_pause_once_and_then_in_short(snapshot:
     assert all(len(line) < 130 for line in text.splitlines()[-2:])
 
 
+def test_a_line_on_a_terminal_is_broken_at_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    for is_terminal in (False, True):
+        console = Console(file=(file := io.StringIO()), width=30, height=25, force_terminal=is_terminal)
+        LiveView(console).say("a warning with a long word: unaccompanied")
+        assert file.getvalue().splitlines()[0] == "a warning with a long word:" + " unaccompanied" * (not is_terminal)
+
+
 def test_piped_view_prints_each_step_once(snapshot: Snapshot) -> None:
     console = Console(file=io.StringIO(), width=80)
     view = LiveView(console, wait_line_every_s=1e9)
