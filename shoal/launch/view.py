@@ -6,6 +6,7 @@ nobody, so tests and the picture in the README are made from snapshots. Its part
 and what the run waits for. `launch/finale` shows the end of a run.
 """
 
+import re
 import time
 from collections import deque
 from dataclasses import replace
@@ -38,6 +39,9 @@ LARGE_LINES = 34
 """Lines inside the frame from which an alarm that stands is also shown in full when it is new."""
 TURN_S = 10.0
 """Where there is no room for both, a conversation is shown for so long, then the curve and more workers."""
+
+MOST_WAIT_LINE_S = 300.0
+"""Between two lines about one wait, when piped: twice as long after each."""
 
 LONG_CHARS, MOST_LONG_CHARS = 200, 20_000
 """A longer line about a wait is printed once, and cut short when it is repeated."""
@@ -266,6 +270,8 @@ class LiveView:
         self._shown_step = -1
         """-1 until something was shown: what came before a viewer is not news."""
         self._said_wait = 0.0
+        self._waits, self._wait_lines = "", 0
+        """The wait that was said last, without its numbers, and in how many lines: the more, the longer until the next."""
         self._said = ""
         self._long = ""
         """The newest lines that were printed and would fill a terminal if they were repeated."""
@@ -300,8 +306,12 @@ class LiveView:
         if snapshot.step or snapshot.status.phase != STARTING:  # the steps of an earlier start are not read yet
             self._shown_step = max(snapshot.step, self._shown_step)
         line, now = plain_wait(snapshot, self._long), time.monotonic()
-        if line and now - self._said_wait >= self._wait_line_every_s:
-            self._said_wait = now
+        waits = re.sub(r"\d+", "", snapshot.notice or snapshot.status.waiting_for)
+        if not line or waits != self._waits:
+            self._waits, self._wait_lines = waits, 0
+        every_s = min(MOST_WAIT_LINE_S, self._wait_line_every_s * 2 ** max(0, self._wait_lines - 1))
+        if line and now - self._said_wait >= every_s:
+            self._said_wait, self._wait_lines = now, min(self._wait_lines + 1, 16)
             self.say(line)
 
     def say(self, line: str) -> None:
