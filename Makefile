@@ -41,8 +41,9 @@ LONG_TESTS := attacks benchmarks launch roles test_api.py test_cli.py test_survi
 help:
 	@sed -n '3,20s/^# \{0,1\}//p' Makefile
 
+# 130 after Ctrl-C: the run has said how it goes on.
 demo: $(VENV)/.runs
-	$(BIN)/shoal run recipes/wordle.toml
+	trap : INT; $(BIN)/shoal run recipes/wordle.toml || [ $$? = 130 ]
 
 beyond: $(VENV)/.runs
 	$(BIN)/shoal run recipes/stones.toml

@@ -29,7 +29,7 @@ from shoal.commands import (
 )
 from shoal.commands.grammar import Parser, told
 from shoal.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, PeerError, ShoalError, fault_of_user
-from shoal.terminal import as_called, printable
+from shoal.terminal import as_called, say
 
 GROUPS = (
     hosting,
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         fault = fault_of_user(error)
         if fault is None:
             raise
-        print(f"error: {printable(as_called(' '.join(str(fault).split())))}", file=sys.stderr)
+        say(f"error: {as_called(' '.join(str(fault).split()))}", sys.stderr)
         return EXIT_TRY_AGAIN if args.command == "role" and isinstance(fault, PeerError) else EXIT_USER_ERROR
 
 

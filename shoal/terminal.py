@@ -16,6 +16,7 @@ import unicodedata
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TextIO
 
 MAX_LINE_CHARS = 2000
 """Of a line of a role's log; a traceback after it is whole."""
@@ -65,9 +66,36 @@ def _escaped(character: str) -> str:
     return "\\u007f" if character == "\x7f" else json.dumps(character)[1:-1]
 
 
-def say(text: str) -> None:
-    """Print lines that contain text from elsewhere."""
-    print(printable(text, keep="\n"))
+def say(text: str, to: TextIO | None = None) -> None:
+    """Print lines that contain text from elsewhere, to standard output if not elsewhere."""
+    to, shown = to or sys.stdout, printable(text, keep="\n")
+    print(wrapped(shown, shutil.get_terminal_size().columns) if to.isatty() else shown, file=to)
+
+
+def wrapped(text: str, columns: int) -> str:
+    """Text whose lines are broken at spaces where a terminal would break them within words. A command in backticks, or in
+    a line of its own that begins with four spaces, stays whole: it is there to be copied."""
+    rows = list[str]()
+    for line in text.split("\n"):
+        if _columns(line) <= columns or line.startswith("    "):
+            rows.append(line)
+            continue
+        indent, row = " " * len(_MARGIN.match(line)[0]), ""  # type: ignore[index]
+        for word in _WORDS.findall(line):
+            if row.strip() and _columns(row + word) > columns:
+                rows.append(row)
+                row = indent + word.lstrip()
+            else:
+                row += word
+        rows.append(row)
+    return "\n".join(rows)
+
+
+_WORDS, _MARGIN = re.compile(r"\s*(?:`[^`]*`|\S)+"), re.compile(r"[\s|]*")
+
+
+def _columns(text: str) -> int:
+    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
 
 
 def command(*words: str) -> str:

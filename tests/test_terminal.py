@@ -1,5 +1,6 @@
 """Nothing that a stranger wrote can steer a terminal, and what was escaped is still the same JSON."""
 
+import io
 import json
 import logging
 import os
@@ -8,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from shoal.terminal import MAX_LINE_CHARS, JsonFormatter, PrintableFormatter, as_called, brief, command, printable, say
+from shoal.terminal import (
+    MAX_LINE_CHARS,
+    JsonFormatter,
+    PrintableFormatter,
+    as_called,
+    brief,
+    command,
+    printable,
+    say,
+    wrapped,
+)
 
 NASTY = "a\x1b[2J\x7f\x9b1m\u202e\u2066\U000e0001\r\0\n\ud800b"
 
@@ -31,6 +42,22 @@ def test_printed_and_logged_lines_are_printable(capsys):
     assert capsys.readouterr().out == "two\nlines\\u009b\n"
     record = logging.LogRecord("worker", logging.INFO, "", 0, "joined run=%s", ("x\x1b[1m",), None)
     assert PrintableFormatter("%(message)s").format(record) == "joined run=x\\u001b[1m"
+
+
+def test_a_terminal_gets_lines_that_are_broken_at_spaces_and_commands_whole(monkeypatch):
+    line = "Warning: validator v has left: start it again (`shoal validate http://127.0.0.1:8470`), or kick it"
+    rows = wrapped(line, 40).split("\n")
+    assert " ".join(rows) == line and rows[0] == "Warning: validator v has left: start it"
+    assert any("`shoal validate http://127.0.0.1:8470`" in row for row in rows)
+    assert wrapped("short\n    shoal join http://127.0.0.1:8470 --home x", 20).endswith("8470 --home x")
+    assert wrapped("  | Guess a word of five", 14) == "  | Guess a\n    word of\n    five"
+    assert wrapped("漢字 漢字", 6) == "漢字\n漢字" and wrapped("x" * 50, 20) == "x" * 50
+    screen = io.StringIO()
+    monkeypatch.setenv("COLUMNS", "40")
+    say(line, screen)
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    say(line, screen)
+    assert screen.getvalue() == f"{line}\n{wrapped(line, 40)}\n"
 
 
 def test_a_logged_line_is_short_and_a_traceback_after_it_whole():

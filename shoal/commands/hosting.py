@@ -108,7 +108,8 @@ def _launch(args: argparse.Namespace, overrides: list[str], with_workers: bool) 
 
     config = load_run(args.recipe, overrides, args.quick, args.random_policy)
     out = args.out or Path("runs") / config.name
-    demand_listening(out, config.host)
+    for line in demand_listening(out, config.host, hosts=not with_workers):
+        say(line)
     demand_torch()  # else each role would fail, and say why only in its log
     demand_environments(config, args.recipe.parent)
     from shoal.envs.declared import is_repeatable

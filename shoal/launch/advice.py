@@ -1,10 +1,9 @@
 """What the launcher advises before and during a run: numbers that work, and yet rarely teach a policy anything.
 
-Called by `launch/local`, which prints each advice as one line. None of it stops a run. All functions are pure, except
-`refused_warning`, which reads the run's log.
+Called by `launch/local`, which prints each advice as one line. None of it stops a run. All functions are pure: of
+the run's log and rollouts they are given a reader, which is called if something is to be said of them.
 """
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -15,9 +14,6 @@ from shoal.config.optimiser import MIN_STEP_ROLLOUTS, lr_misfit
 from shoal.heldout import Heldout, why_not_comparable
 from shoal.ledger.algorithm import masks_overlong
 from shoal.ledger.facts.run import RunCreated
-from shoal.ledger.facts.verdicts import Decision, VerdictGiven
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.table import read_entry
 from shoal.monitors.view import is_number
 from shoal.terminal import command, printable
 from shoal.watch.no_gain import MIN_GROUP_ROLLOUTS, SOLVED, UNSOLVED
@@ -148,32 +144,26 @@ class StartWarnings:
             self._played = bool(line or metrics)
         return lines
 
-    def look_at_refusals(self, log: Path, accepted: int, refused: Mapping[str, int]) -> list[str]:
+    def look_at_refusals(
+        self, accepted: int, refused: Mapping[str, int], newest_refusal: Callable[[], tuple[int, str]]
+    ) -> list[str]:
         """New advice on a run of which validators have accepted no group. `refused` counts groups by check."""
         line, total = "", sum(refused.values())
         if not (self._judged or accepted) and total > self._refused:
-            line, self._refused = refused_warning(log, refused), total
+            line, self._refused = refused_warning(refused, *newest_refusal()), total
         self._judged |= bool(accepted or line)
         return [line] if line else []
 
 
-def refused_warning(log: Path, refused: Mapping[str, int]) -> str:
-    """Advice on a run whose submissions were all refused, with the newest reason in its log; empty for fewer than
-    MIN_REFUSED."""
-    details, submissions = list[str](), 0
-    with contextlib.closing(Store(sqlite_url(log), read_only=True)) as store:
-        for data, _ in store.read():
-            body = read_entry(data)[0].body
-            if isinstance(body, VerdictGiven):
-                details += [group.detail for group in body.groups if group.check]
-            elif isinstance(body, Decision) and set(body.refused) - set(body.disputed):
-                submissions += 1
-    if submissions < MIN_REFUSED or not details:
+def refused_warning(refused: Mapping[str, int], submissions: int, detail: str) -> str:
+    """Advice on a run of which so many submissions and nothing else were judged, all refused, the newest for `detail`;
+    empty for fewer than MIN_REFUSED."""
+    if submissions < MIN_REFUSED or not detail:
         return ""
     checks = ", ".join(f"{groups} by {check}" for check, groups in refused.items())
     return (
         f"No group was accepted so far, and {sum(refused.values())} failed a check ({checks}); the newest: "
-        f"{printable(details[-1])[:MAX_REASON_CHARS]}. If your own workers made them, validators cannot repeat what they "
+        f"{printable(detail)[:MAX_REASON_CHARS]}. If your own workers made them, validators cannot repeat what they "
         "do: look for chance or the time in the environment (`shoal env check`) and in the chat template, and for another "
         "version of a package on one of the machines"
     )

@@ -39,7 +39,8 @@ class BackgroundRun:
         """Lock and prepare the folder, then start. Raises `ShoalError` as `shoal run` does."""
         if find_spec("torch") is None:
             raise ShoalError(no_torch())
-        demand_listening(out, config.host)
+        for line in demand_listening(out, config.host, hosts=not with_workers):
+            log.warning("%s", line)
         RunFolder(out).demand_own()
         self.out = out
         self._host = config.host

@@ -40,7 +40,7 @@ from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import USAGE, UsageBook, write_summary
 from shoal.launch.told import Told
 from shoal.launch.view import LiveView, View, render
-from shoal.launch.without_signal import flat_samples, why_flat
+from shoal.launch.without_signal import flat_samples, newest_refusal, why_flat
 from shoal.ledger.facts.run import NO_SIGNAL
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.log.creation import creation_of
@@ -196,9 +196,8 @@ class LocalRun:
                 self._evaluations.start_last()
             self._wait("evaluating the final policy on held-out tasks", until=self._evaluations.idle)
         finally:
-            self._stop_roles()
             self._view.lost(self._onlookers, at_end=True)
-            self._stop(self._onlookers, LOGGER_STOP_S)  # last: the last evaluation is a row, too
+            self._stop_roles((self._onlookers, LOGGER_STOP_S))
             self._save_usage()
             self._folder.drop_start_config()
             self._view.close()
@@ -378,7 +377,8 @@ class LocalRun:
         shot = self._snapshot
         if not self._config.workers.cheating:  # whose work may be judged first
             with contextlib.suppress(ShoalError, WireError):  # the log is read again at the next look
-                for line in self._first.look_at_refusals(self._folder.log, shot.status.accepted, shot.status.refused):
+                newest = partial(newest_refusal, self._folder.log)
+                for line in self._first.look_at_refusals(shot.status.accepted, shot.status.refused, newest):
                     self._view.say(line)
         before = next((figures for name, figures in shot.heldout if name == BEFORE), None)
         flat = shot.status.flat_groups - shot.status.unbegun_groups
@@ -425,7 +425,7 @@ class LocalRun:
 
     def _settle(self) -> None:
         """End the workers and wait until their last submissions are judged, so that the figures of the end are final."""
-        self._stop(self._workers, WORKER_STOP_S)
+        self._stop((self._workers, WORKER_STOP_S))
         deadline = time.monotonic() + WORKER_STOP_S
         self._looked = -1e9
         self._look()
@@ -434,31 +434,30 @@ class LocalRun:
             until=lambda: not self._snapshot.status.pending or time.monotonic() > deadline,
         )
 
-    def _stop_roles(self) -> None:
-        """End workers first, then evaluations and trainer, then validators. The coordinator ends last."""
+    def _stop_roles(self, *last: tuple[list[RoleProcess], float]) -> None:
+        """End workers first, then all else that asks the coordinator, then the coordinator and those that are `last`, such
+        as the logger, for which the last evaluation is a row, too."""
         self._prompts.end()
         trainer = [self._trainer] if self._trainer is not None else []
-        for group, patience_s in (
-            (self._workers, WORKER_STOP_S),
-            (self._evaluations.processes + trainer, STOP_S),
-            (self._validators, STOP_S),
-            (self._stage, STOP_S),
-            ([self._origin, self._coordinator], STOP_S),
-        ):
-            self._stop(group, patience_s)
+        self._stop((self._workers, WORKER_STOP_S))
+        self._stop(([*self._evaluations.processes, *trainer, *self._validators, *self._stage], STOP_S))
+        self._stop(([self._origin, self._coordinator], STOP_S), *last)
 
-    def _stop(self, group: list[RoleProcess], patience_s: float) -> None:
+    def _stop(self, *groups: tuple[list[RoleProcess], float]) -> None:
+        """End groups of processes at once, and wait for each at most so many seconds."""
+        group = [process for processes, _ in groups for process in processes]
         for process in group:
             process.ask_to_end()
         names = ", ".join(p.name for p in group if p.pid is not None)
         if names and self.stop_requests:
             how = "at once" if self.stop_requests > 1 else "(Ctrl-C again stops them at once)"
             self._notice = f"stopping {names} {how}"
-        deadline = time.monotonic() + patience_s
+        began = time.monotonic()
         while any(p.pid is not None for p in group):
-            if time.monotonic() > deadline or self.stop_requests > 1:
-                for process in group:
-                    process.kill()
+            for processes, patience_s in groups:
+                if time.monotonic() - began > patience_s or self.stop_requests > 1:
+                    for process in processes:
+                        process.kill()
             for process in self._processes():
                 process.tend()
             if self._coordinator not in group:

@@ -15,7 +15,7 @@ from pathlib import Path
 from shoal.config import HostConfig
 from shoal.errors import ShoalError, StateError, cause_of
 from shoal.folder import RunFolder, is_locked
-from shoal.net.listening import listen
+from shoal.net.listening import listen, port_of_last_start
 
 LOCK_WAIT_S = 5.0
 """Processes of a launcher that was killed need a moment to notice and to release the folder."""
@@ -62,10 +62,24 @@ def _open(run_dir: Path, instead: str) -> int:
         raise StateError(f"cannot write to {run_dir}: {cause_of(error)}. Free some space, or {instead}") from None
 
 
-def demand_listening(run_dir: Path, host: HostConfig) -> None:
-    """Raise `StateError` if the coordinator of a run could not listen. Called before anything is made."""
-    if not is_locked(run_dir):
-        listen(host.bind, host.port, key="host.port").close()
+def demand_listening(run_dir: Path, host: HostConfig, hosts: bool) -> list[str]:
+    """Raise `StateError` if a process of a run could not listen at its port. Called before anything is made. Returns what
+    to say of ports of the last start that others have taken. `hosts`: the page has a process, too."""
+    if is_locked(run_dir):
+        return []
+    folder, said = RunFolder(run_dir), list[str]()
+    asked = [("coordinator", "port", folder.address), ("origin", "origin_port", folder.origin_address)]
+    asked += [("page", "dashboard_port", folder.dashboard_address)] * (hosts and host.dashboard)
+    for what, key, address in asked:
+        port, last = getattr(host, key), port_of_last_start(address)
+        with listen(host.bind, port, last, f"host.{key}") as listener:
+            found = listener.getsockname()[1]
+        if last and not port and found != last:
+            said.append(
+                f"Port {last}, at which the {what} of this run was before, is taken, so it gets a free one: stop what "
+                f"listens there and start again, or set host.{key}"
+            )
+    return said
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from shoal.launch.keyboard import Keyboard, keyboard
 from shoal.launch.node_picture import NodeNow, picture, plain
 from shoal.launch.remote import RemoteRun
 from shoal.launch.snapshot import Snapshot
+from shoal.launch.view import print_lines
 from shoal.net.client import Client
 from shoal.protocol.constants import MAX_EVENTS, MAX_SUBMISSION_BYTES
 from shoal.protocol.types import StateHash
@@ -192,4 +193,4 @@ def _on_screen(console: Console) -> Iterator[tuple[Live, LogLines]]:
         live.stop()
         root.handlers = list(before)
         for line in lines.lines:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            print_lines(console, line)

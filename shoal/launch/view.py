@@ -6,6 +6,7 @@ nobody, so tests and the picture in the README are made from snapshots. Its part
 and what the run waits for. `launch/finale` shows the end of a run.
 """
 
+import re
 import time
 from collections import deque
 from dataclasses import replace
@@ -26,7 +27,7 @@ from shoal.launch.panels import WATCHDOG_S, duration, format_figure
 from shoal.launch.remaining import left_label, seconds_left
 from shoal.launch.snapshot import STARTING, Snapshot
 from shoal.ledger.remedies import split_remedy
-from shoal.terminal import brief, printable
+from shoal.terminal import brief, printable, wrapped
 
 FRAME = 2
 """Lines of the frame, and cells between it and what is in it, on each side."""
@@ -38,6 +39,9 @@ LARGE_LINES = 34
 """Lines inside the frame from which an alarm that stands is also shown in full when it is new."""
 TURN_S = 10.0
 """Where there is no room for both, a conversation is shown for so long, then the curve and more workers."""
+
+MOST_WAIT_LINE_S = 300.0
+"""Between two lines about one wait, when piped: twice as long after each."""
 
 LONG_CHARS, MOST_LONG_CHARS = 200, 20_000
 """A longer line about a wait is printed once, and cut short when it is repeated."""
@@ -246,6 +250,13 @@ def draws_on(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal
 
 
+def print_lines(console: Console, text: str) -> None:
+    """Print lines that contain text from elsewhere, broken at spaces only to fit a terminal."""
+    shown = printable(text, keep="\n")
+    shown = wrapped(shown, console.width) if console.is_terminal else shown
+    console.print(shown, markup=False, highlight=False, soft_wrap=True)
+
+
 class LiveView:
     """Shows snapshots as they come: on a terminal redrawn on a screen of its own, new lines only when piped.
 
@@ -259,6 +270,8 @@ class LiveView:
         self._shown_step = -1
         """-1 until something was shown: what came before a viewer is not news."""
         self._said_wait = 0.0
+        self._waits, self._wait_lines = "", 0
+        """The wait that was said last, without its numbers, and in how many lines: the more, the longer until the next."""
         self._said = ""
         self._long = ""
         """The newest lines that were printed and would fill a terminal if they were repeated."""
@@ -293,8 +306,12 @@ class LiveView:
         if snapshot.step or snapshot.status.phase != STARTING:  # the steps of an earlier start are not read yet
             self._shown_step = max(snapshot.step, self._shown_step)
         line, now = plain_wait(snapshot, self._long), time.monotonic()
-        if line and now - self._said_wait >= self._wait_line_every_s:
-            self._said_wait = now
+        waits = re.sub(r"\d+", "", snapshot.notice or snapshot.status.waiting_for)
+        if not line or waits != self._waits:
+            self._waits, self._wait_lines = waits, 0
+        every_s = min(MOST_WAIT_LINE_S, self._wait_line_every_s * 2 ** max(0, self._wait_lines - 1))
+        if line and now - self._said_wait >= every_s:
+            self._said_wait, self._wait_lines = now, min(self._wait_lines + 1, 16)
             self.say(line)
 
     def say(self, line: str) -> None:
@@ -302,7 +319,7 @@ class LiveView:
         if self._live is None:
             if len(line) > LONG_CHARS:
                 self._long = f"{self._long}\n{line}"[-MOST_LONG_CHARS:]
-            self._print(line)
+            print_lines(self._console, line)
         elif line.strip():
             self._said = line
             self._held.append(line)
@@ -321,7 +338,4 @@ class LiveView:
             self._live.stop()
             self._live = None
         while self._held:
-            self._print(self._held.popleft())
-
-    def _print(self, line: str) -> None:
-        self._console.print(printable(line, keep="\n"), markup=False, highlight=False, soft_wrap=True)
+            print_lines(self._console, self._held.popleft())

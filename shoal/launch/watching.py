@@ -31,7 +31,7 @@ from shoal.launch.remote import RemoteRun, cleaned_metrics
 from shoal.launch.samples import NewestSample, Samples
 from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import USAGE, wall_s_before
-from shoal.launch.view import LiveView, draws_on, plain, plain_pause, render
+from shoal.launch.view import LiveView, draws_on, plain, plain_pause, print_lines, render
 from shoal.metrics import read_metrics
 from shoal.net.client import Client
 from shoal.net.listening import living_pid, port_of_living
@@ -213,7 +213,7 @@ def watch(source: str, console: Console, once: bool = False) -> int:
             console.print(render(replace(snapshot, hint=snapshot.out)))
         else:
             for line in filter(None, (plain(replace(snapshot, notice="")), snapshot.notice or plain_pause(snapshot))):
-                console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+                print_lines(console, printable(line))
         return code
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

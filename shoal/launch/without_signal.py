@@ -1,11 +1,14 @@
-"""Groups without signal, for the host of a run: two rollouts as text, and whether most of them were cut short or failed.
+"""What the log of a run has of groups that taught nothing, for its host: two rollouts without signal as text, whether most
+of them were cut short or failed, and why a submission was refused.
 
 Called by the launcher on the folder of its own run, so the environment's files are executed. It does not know why the run
 is paused, and decides nothing.
 """
 
+import contextlib
 from collections import Counter, deque
 from itertools import chain
+from pathlib import Path
 
 from shoal.envs.base import task_of
 from shoal.envs.evaluate import as_text, transcript_of
@@ -16,6 +19,7 @@ from shoal.folder import RunFolder
 from shoal.launch.samples import LOOKED_BACK, group_of
 from shoal.ledger.facts.batches import GroupAccepted
 from shoal.ledger.facts.run import RunCreated
+from shoal.ledger.facts.verdicts import Decision, VerdictGiven
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.remedies import IN_A_NEW_RUN
 from shoal.ledger.table import read_entry
@@ -79,6 +83,19 @@ def why_flat(folder: RunFolder) -> str:
         where = f"{folder.logs}/{role}*.log, or the log of the worker's machine, has each as environment_error"
         return f"Errors of the environment ended {len(failed)} {of_them}: correct it; {where}"
     return ""
+
+
+def newest_refusal(log: Path) -> tuple[int, str]:
+    """How many submissions were refused, and the newest reason for a group. Raises `ShoalError` and `WireError`."""
+    submissions, detail = 0, ""
+    with contextlib.closing(Store(sqlite_url(log), read_only=True)) as store:
+        for data, _ in store.read():
+            body = read_entry(data)[0].body
+            if isinstance(body, VerdictGiven):
+                detail = next((group.detail for group in body.groups[::-1] if group.check and group.detail), detail)
+            elif isinstance(body, Decision) and set(body.refused) - set(body.disputed):
+                submissions += 1
+    return submissions, detail
 
 
 def _limit_of(created: RunCreated, group: Group, rollout: Rollout) -> str:

@@ -18,6 +18,9 @@ from shoal.ledger.state_records import Member, SubmissionRecord
 CHECK_FADES = 0.98
 """Each verdict multiplies the longest check before it by this: half of it is left after 34 verdicts."""
 
+MOST_OVERDUE = 32
+"""Submissions, the oldest, among which validators that let their turn pass are looked for."""
+
 
 def in_order(state: State) -> list[str]:
     """Submissions that another verdict can still count for, in the order in which validators take them.
@@ -124,27 +127,36 @@ def overdue_verdicts(state: State, now: float, since: float, entered: Mapping[st
     """Which validators a wait for verdicts is for, because they let their turn pass or left; empty if there are none.
     `since`: when the host was started, before which nobody could say anything. One that came back is silent from then:
     `entered` has, by key, also the joins that changed nothing and so are not in the log."""
-    waiting = in_order(state)
+    waiting = [state.submissions[name] for name in in_order(state)[:MOST_OVERDUE]]
     if state.law.version < 2 or not waiting:
         return ""
-    submission, skipped, named = state.submissions[waiting[0]], silent(state, now), list[str]()
+    skipped, named = silent(state, now), list[str]()
     for key in state.judges():
-        if key in skipped or key in submission.verdicts:
-            continue
-        member, ahead = state.members[key], submission.ahead_of(key, skipped)
-        back = max(min(member.signed, now), (entered or {}).get(key, 0.0))  # the former by its own clock
-        begins = turn_begins(state, submission, ahead)
-        heard = max(idle_since(member, submission, begins), since, back)
-        # One that has not judged yet may still fetch the weights.
-        owed_s = turn_s(state) if member.turns.voted else max(state.rules.lease_s, turn_s(state))
-        # guard: missed-turn-is-named
-        if begins <= now and member.turns.missed_at > max(member.turns.voted, since, back):
-            heard, owed_s = max(member.turns.voted, member.turns.joined, since, back), 0.0
-        if now - heard > owed_s:  # guard: at-work-is-not-silent
-            named.append(f"{member.name} ({key[:12]}) silent for {duration_text(now - heard)}")
-    if not state.judges() and now - max(submission.judged_at, since) > state.rules.lease_s:
+        silences_s = (_silence_s(state, key, submission, skipped, now, since, entered or {}) for submission in waiting)
+        if key not in skipped and (silence_s := next(filter(None, silences_s), 0.0)):
+            named.append(f"{state.members[key].name} ({key[:12]}) silent for {duration_text(silence_s)}")
+    if not state.judges() and now - max(waiting[0].judged_at, since) > state.rules.lease_s:
         named = [f"{state.members[key].name} ({key[:12]}) left" for key in state.panel()]
     return ", ".join(named)
+
+
+def _silence_s(
+    state: State, key: str, submission: SubmissionRecord, skipped: set[str], now: float, since: float,
+    entered: Mapping[str, float],
+) -> float:  # fmt: skip
+    """For how long a validator has owed a verdict on a submission; 0 if it does not."""
+    if key in submission.verdicts:
+        return 0.0
+    member, ahead = state.members[key], submission.ahead_of(key, skipped)
+    back = max(min(member.signed, now), entered.get(key, 0.0))  # the former by its own clock
+    begins = turn_begins(state, submission, ahead)
+    heard = max(idle_since(member, submission, begins), since, back)
+    # One that has not judged yet may still fetch the weights.
+    owed_s = turn_s(state) if member.turns.voted else max(state.rules.lease_s, turn_s(state))
+    # guard: missed-turn-is-named
+    if begins <= now and member.turns.missed_at > max(member.turns.voted, since, back):
+        heard, owed_s = max(member.turns.voted, member.turns.joined, since, back), 0.0
+    return now - heard if now - heard > owed_s else 0.0  # guard: at-work-is-not-silent
 
 
 def slow_check(state: State, now: float, since: float, entered: Mapping[str, float] | None = None) -> str:

@@ -1,5 +1,6 @@
 """Numbers and first policies that rarely teach anything are named in one line each, and those that do are not."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from shoal.launch.advice import (
     token_limit_warning,
     zero_signal_warning,
 )
+from shoal.launch.without_signal import newest_refusal
 from shoal.ledger.facts.run import RunCreated
 from shoal.protocol.compositions import Dapo
 from shoal.protocol.tasklists import TaskList
@@ -163,15 +165,15 @@ def test_a_run_of_which_all_groups_are_refused_is_told_why_once(tmp_path: Path) 
     world.publish()
     for worker in ("w" * 64, "x" * 64):
         world.enter(worker)
-    first, refused = StartWarnings(), world.state.refused
-    said = first.look_at_refusals(world.path, 0, refused)
+    first, refused, newest = StartWarnings(), world.state.refused, partial(newest_refusal, world.path)
+    said = first.look_at_refusals(0, refused, newest)
     world.serve("w" * 64, outcome="hard", check="prompt", detail="the environment says token 224")
-    said += first.look_at_refusals(world.path, world.state.accepted_groups, refused)
+    said += first.look_at_refusals(world.state.accepted_groups, refused, newest)
     assert said == [] and refused["prompt"] > 0, "one worker may have cheated"
     world.serve("x" * 64, outcome="hard", check="prompt", detail="the environment says token 277")
-    (line,) = first.look_at_refusals(world.path, world.state.accepted_groups, refused)
+    (line,) = first.look_at_refusals(world.state.accepted_groups, refused, newest)
     assert f"No group was accepted so far, and {refused['prompt']} failed a check (" in line
     assert "the newest: the environment says token 277. If your own workers made them" in line
-    assert first.look_at_refusals(world.path, world.state.accepted_groups, refused) == []
+    assert first.look_at_refusals(world.state.accepted_groups, refused, newest) == []
     accepted = StartWarnings()
-    assert accepted.look_at_refusals(world.path, 2, refused) == accepted.look_at_refusals(world.path, 0, refused) == []
+    assert accepted.look_at_refusals(2, refused, newest) == accepted.look_at_refusals(0, refused, newest) == []

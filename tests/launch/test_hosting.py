@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from shoal.cli import main
 from shoal.config import HostConfig
 from shoal.errors import ConfigError, PeerError, StateError
-from shoal.folder import is_locked, write_atomically
+from shoal.folder import RunFolder, is_locked, write_atomically
 from shoal.launch.background import _News
 from shoal.launch.hosting import ValidatorsWatch, administer, invitation
 from shoal.launch.lock import demand_listening, locked, locked_run
@@ -179,10 +179,14 @@ def test_a_coordinator_that_was_stopped_by_a_signal_is_named_with_what_goes_on(t
 def test_a_start_that_is_refused_leaves_no_folder_behind_but_what_was_there_before(tmp_path: Path) -> None:
     out = tmp_path / "runs" / "new"
     with socket.create_server(("127.0.0.1", 0)) as other:
-        busy = HostConfig(port=other.getsockname()[1])
-        for refused in (busy, HostConfig(bind="192.0.2.1"), HostConfig(bind="no host")):
+        port = other.getsockname()[1]
+        for key in ("port", "origin_port", "dashboard_port"):
+            with pytest.raises(StateError, match=f"port {port}: .* set host.{key} to another port"):
+                demand_listening(out, HostConfig(**{key: port}), hosts=True)
+        for refused in (HostConfig(bind="192.0.2.1"), HostConfig(bind="no host")):
             with pytest.raises(StateError, match="cannot listen on"):
-                demand_listening(out, refused)
+                demand_listening(out, refused, hosts=False)
+        assert demand_listening(out, HostConfig(dashboard_port=port), hosts=False) == [], "there is no page"
 
     def refuse(said: str, *made: str) -> bool:
         with pytest.raises(StateError), locked_run(out):
@@ -196,6 +200,18 @@ def test_a_start_that_is_refused_leaves_no_folder_behind_but_what_was_there_befo
     assert refuse("the quota is too small"), "it was there before"
     shutil.rmtree(out)
     assert refuse("the trainer ended", "log.sqlite") and (out / "keys/run.key").exists()
+
+
+def test_a_start_says_which_port_of_the_last_start_is_taken(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as other, socket.create_server(("127.0.0.1", 0)) as ended:
+        port, free = other.getsockname()[1], ended.getsockname()[1]
+        ended.close()
+        folder.address.write_text(json.dumps({"port": free}))
+        folder.origin_address.write_text(json.dumps({"port": port}))
+        (line,) = demand_listening(tmp_path, HostConfig(), hosts=True)
+    assert f"{port}, at which the origin" in line and "host.origin_port" in line
+    assert demand_listening(tmp_path, HostConfig(), hosts=True) == []
 
 
 def test_a_host_is_not_told_done_for_what_was_so_before_or_cannot_be(

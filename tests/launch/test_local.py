@@ -177,6 +177,17 @@ def test_a_role_that_dies_is_said_once_with_its_signal(tmp_path: Path) -> None:
         process.tend()
 
 
+def test_trainer_and_validators_are_ended_at_once_and_the_coordinator_after_them(tmp_path: Path) -> None:
+    view = LiveView(Console(file=io.StringIO(), width=60))
+    folder, config = RunFolder(tmp_path), load_run(Path("recipes/wordle.toml"))
+    run = LocalRun(folder, 0, False, view, shifts_of(config, folder, None, False))
+    asked = list[tuple[str, ...]]()
+    run._stop = lambda *groups: asked.append(tuple(one.name for group, _ in groups for one in group))  # type: ignore[method-assign]
+    run._trainer, run._validators = run._role("trainer", 1), [run._role("validator-0", 1), run._role("validator-1", 1)]
+    run._stop_roles((run._onlookers, 1.0))
+    assert asked == [(), ("trainer", "validator-0", "validator-1"), ("origin", "coordinator", "dashboard")]
+
+
 def test_a_coordinator_that_does_not_answer_is_what_the_run_waits_for(tmp_path: Path) -> None:
     view = LiveView(Console(file=(told := io.StringIO()), width=300), wait_line_every_s=-1.0)
     folder, config = RunFolder(tmp_path), load_run(Path("recipes/wordle.toml"))

@@ -215,6 +215,34 @@ def test_a_piped_view_says_the_cause_of_a_pause_once_and_then_in_short(snapshot:
     assert all(len(line) < 130 for line in text.splitlines()[-2:])
 
 
+def test_lines_about_one_wait_come_ever_less_often_when_piped(
+    snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("shoal.launch.view.time.monotonic", lambda: now[0])
+    view = LiveView(Console(file=(file := io.StringIO()), width=80))
+
+    def seconds_of_lines(waiting_for: str, seconds: int) -> list[int]:
+        began, said = now[0] + 1.0, list[int]()
+        status = msgspec.structs.replace(snapshot.status, waiting_for=waiting_for)
+        for second in range(seconds):
+            now[0], before = began + second, len(file.getvalue())
+            view.show(replace(snapshot, status=msgspec.structs.replace(status, waiting_s=8.0 + second)))
+            said += [second] * ("waiting" in file.getvalue()[before:])
+        return said
+
+    assert seconds_of_lines("workers: 9 of 16 groups", 1700) == [0, 10, 30, 70, 150, 310, 610, 910, 1210, 1510]
+    assert seconds_of_lines("validators: 2 submissions to judge", 40) == [0, 10, 30], "another wait is news"
+
+
+def test_a_line_on_a_terminal_is_broken_at_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    for is_terminal in (False, True):
+        console = Console(file=(file := io.StringIO()), width=30, height=25, force_terminal=is_terminal)
+        LiveView(console).say("a warning with a long word: unaccompanied")
+        assert file.getvalue().splitlines()[0] == "a warning with a long word:" + " unaccompanied" * (not is_terminal)
+
+
 def test_piped_view_prints_each_step_once(snapshot: Snapshot) -> None:
     console = Console(file=io.StringIO(), width=80)
     view = LiveView(console, wait_line_every_s=1e9)

@@ -221,6 +221,19 @@ def test_a_validator_that_hangs_is_named_from_its_first_missed_turn_where_it_is_
     assert overdue_verdicts(court.state, court.now, began, {FIRST: court.now - 1.0}) == "", "it has joined again"
 
 
+def test_two_validators_that_fell_silent_are_both_named_though_one_submission_waits_for_each(tmp_path):
+    court = court_of(tmp_path, lease_s=600.0)
+    for key in (FIRST, SECOND):
+        court.now += 1.0
+        court.judge(submitted(court, order=(key,)), by=key)
+    began = court.now
+    for order in ((FIRST, SECOND), (SECOND, FIRST)):
+        court.submit(WORKER, court.lease(WORKER), order=order)
+    court.now = began + turn_s(court.state) + 2.0
+    told = overdue_verdicts(court.state, court.now, 0.0)
+    assert f"({FIRST[:12]}) silent for" in told and f"({SECOND[:12]}) silent for" in told
+
+
 def test_the_validator_whose_turn_it_is_is_named_once_its_check_takes_longer_than_usual(tmp_path):
     court = court_of(tmp_path, lease_s=600.0)
     for key in JUDGES:

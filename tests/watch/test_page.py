@@ -173,7 +173,8 @@ def test_what_an_open_page_polls_has_its_parts_that_change_and_no_chart(anyone):
     charts = re.findall(r'data-chart="([^"]+)"', whole)
     assert charts and re.findall(r'data-chart="([^"]+)"', polled) == charts and "<svg" not in polled
     log = anyone.get("/1/log?live=1").text
-    assert re.findall(r'id="([^"]+)" data-swap', log) == ["live-read", "events", "rows", "read"]
+    counts = [f"of-{kind}" for kind in re.findall(r'name="kind" value="([^"]+)"', log)]
+    assert counts and re.findall(r'id="([^"]+)" data-swap', log) == ["live-read", *counts, "events", "rows", "read"]
     next_page = re.search(r'rel="next" href="([^"]+)"', log)
     assert next_page and "live" not in next_page[1]
 

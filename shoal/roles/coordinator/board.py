@@ -139,12 +139,12 @@ class Board:
             reason = f"{reason}; {behind}"
         if reason.startswith(VERDICTS):
             quiet = overdue_verdicts(state, self._desk.clock(), self._began, self._desk.entered)
+            if skipped := absent(state, self._desk.clock()):  # guard: absent-is-told
+                reason = f"{VERDICTS}{skipped}; {reason.removeprefix(VERDICTS)}"
             if quiet:  # guard: silent-is-told
                 reason, remedy = f"{VERDICTS}{quiet}; {reason.removeprefix(VERDICTS)}", SILENT_REMEDY
             elif slow := slow_check(state, self._desk.clock(), self._began, self._desk.entered):
                 reason = f"{VERDICTS}{slow}; {reason.removeprefix(VERDICTS)}"
-            if skipped := absent(state, self._desk.clock()):  # guard: absent-is-told
-                reason = f"{reason}; {skipped}"
         if state.phase == "running" and reason.startswith(WORKERS):
             quiet, may_end = self._silent_workers()
             if quiet:  # guard: silent-worker-is-told
