@@ -118,9 +118,7 @@ class Renderer:
         skipped = {index for index in self._special if self._is_skipped(index)}
         self._hidden = self.stop_ids | (skipped - self._inner)
         """Tokens that have no text."""
-        self._turns = TurnTokens(
-            self._dialect_for, self._encode, self._decode_whole, self.notation, self.stop_ids, self.eos_id
-        )
+        self._turns = TurnTokens(self._dialect_for, self._encode, self.notation, self.stop_ids, self.eos_id)
         self._remember()
 
     def _remember(self) -> None:

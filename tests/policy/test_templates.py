@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import normalizers
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from shoal.errors import StateError
@@ -115,6 +116,28 @@ def test_a_message_of_which_the_template_leaves_out_a_part_is_refused(name: str,
     said = {"reasoning_content": {"role": "assistant", "content": "4"}, "content": CALL}[part]
     with pytest.raises(StateError, match="leaves out 'GOOD' of a turn"):
         renderer_of(name).written({**said, part: "GOOD"}, TOOLS)
+
+
+def test_a_turn_keeps_its_parts_where_the_tokenizer_changes_the_text() -> None:
+    """Qwen's classes compose letters."""
+    renderer = renderer_of("qwen3", normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()]))
+    for thought in ({}, {"reasoning_content": "\n\nLet me think\n\n"}):
+        told = [renderer.written({"role": "assistant", "content": text} | thought) for text in ("Cafe\u0301", "café")]
+        assert told[0] == told[1]
+        inner = "let me think" if thought else ""
+        assert renderer.decode(told[0]) == f"<think>\n{inner}\n</think>\n\ncafé"
+
+
+def test_a_thought_that_the_text_closes_is_closed_once_where_the_tokenizer_changes_it() -> None:
+    renderer = renderer_of("deepseekv3", normalizer=normalizers.Replace("/", ""))
+    assert renderer.decode(renderer.written("<think>\nGOOD\n</think>\n\n4")) == "GOOD\n<think>\n\n4"
+
+
+def test_what_follows_the_end_of_a_turn_is_left_out() -> None:
+    renderer, said = renderer_of("qwen3"), {"role": "assistant", "content": "4<|im_end|>GOOD"}
+    assert renderer.decode(renderer.written(said)) == "4"
+    with pytest.raises(StateError, match="leaves out '4<|im_end|>GOOD' of a turn"):
+        renderer.written(said | {"reasoning_content": "HM"})
 
 
 @pytest.mark.parametrize("name", NAMES)
