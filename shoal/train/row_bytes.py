@@ -40,11 +40,11 @@ def bytes_of(row: Row) -> RowBytes:
     def real(values: NDArray[np.float32]) -> bytes:
         return values.astype("<f4").tobytes()
 
+    optional = (row.reference_logp_P, row.reward_P)
+    reference, earned = (b"" if values is None else real(values) for values in optional)
     return RowBytes(
         whole(row.tokens_T), whole(row.positions_P), real(row.behaviour_logp_P), real(row.advantage_P),
-        real(row.weight_P), row.reward, row.version, row.env, row.id,
-        *(b"" if values is None else real(values) for values in (row.reference_logp_P, row.reward_P)),
-        row.faulted,
+        real(row.weight_P), row.reward, row.version, row.env, row.id, reference, earned, row.faulted,
     )  # fmt: skip
 
 

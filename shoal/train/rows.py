@@ -149,8 +149,8 @@ def rows_of_group(
 def counted_only(row: Row, *, faulted: bool = False) -> Row:
     """A row from which nothing is learned, though its rollout counts in the divisor of the average.
 
-    Its advantage stays in the deviation of the batch, if the run has one, unless it is `faulted`: a truncated rollout has an
-    advantage, one without a reward has none.
+    Its advantage stays in the deviation of the batch, if the run has one, unless it is `faulted`: a truncated rollout has
+    an advantage, one without a reward has none.
     """
     none_P = np.zeros(0, dtype=np.float32)
     return replace(
@@ -194,8 +194,8 @@ def overlong_share(rows_G: Sequence[Sequence[Row]]) -> float | None:
 
 
 def rewarded(rows: Sequence[Row]) -> list[Row]:
-    """One row of each rollout that has a reward: also of one from which nothing is learned, but not of one whose environment
-    failed."""
+    """One row of each rollout that has a reward: also of one from which nothing is learned, but not of one whose
+    environment failed."""
     return [row for row in one_of_each(rows) if not row.faulted]
 
 
