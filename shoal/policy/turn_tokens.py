@@ -74,7 +74,7 @@ class TurnTokens:
         return self._ended(ids, text[begin:], prompt)
 
     def _shows(self, rest: str, part: str) -> bool:
-        """Whether a turn has a part before the token that ends it. The tokenizer may change texts, so no ids are read back."""
+        """Whether a turn has a part before the token that ends it. No ids are read back: a tokenizer may change texts."""
         end = rest.find(part) + len(part)
         return part in rest and self._stop_ids.isdisjoint(self._encode(rest[:end])[:-1])
 
@@ -104,8 +104,8 @@ class TurnTokens:
         return _Around(prompt, "" if lead.strip() else lead, closing if is_ended else "", bool(found))
 
     def _ended(self, ids: list[int], rest: str, prompt: str) -> list[int]:
-        """The ids of a turn, whose text is `rest`, after a prompt, whose thought they close, up to the first token that ends
-        it or with one."""
+        """The ids of a turn, whose text is `rest`, after a prompt, whose thought they close, up to the first token that
+        ends it or with one."""
         closing = reasoning_marks(self._notation)[1]
         if leaves_reasoning_open(prompt, self._notation) and closing not in rest:
             ids = [*self._encode(f"\n{closing}\n\n"), *ids]
