@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import msgspec
 import torch
 
-from shoal.config import PRESET_LR, SftConfig, load_sft, preset_imitation_lr
+from shoal.config import SftConfig, load_sft
 from shoal.config.paths import env_at
 from shoal.engine.base import Engine
 from shoal.engine.open import EngineSpec, kind_for, open_engine
@@ -105,17 +105,14 @@ def demand_start(start: Path) -> None:
 
 def _fine_tune(config: SftConfig, start: Path, out: Path, given: Examples | None) -> int:
     model = open_policy(start, torch.float32, config.policy.implementation)
-    if config.lr == PRESET_LR:
-        learned = sum(one.numel() for one in model.trainable().values())
-        config = msgspec.structs.replace(config, lr=preset_imitation_lr(learned))
-        log.info("lr=%g, the preset for %d parameters", config.lr, learned)
     renderer = Renderer.from_directory(start)
     games = scripted_games(config, renderer) if given is None else chosen_rows(given, start, config.max_tokens)
     demand_positions(config, games, model.spec.max_positions)
     what = "played games" if given is None else "chosen rows"
     demand_more_than_guessing(config, games)
-    checkpoints = SftCheckpoints(out, config, start, games)
     tuning = FineTuning(model, games, config)
+    config = tuning.config
+    checkpoints = SftCheckpoints(out, config, start, games)
     checkpoints.resume(tuning)
     log.info("%s=%d; learning for %d steps", what, len(games), config.steps - tuning.steps_done)
     evaluation = SftEvaluation(config, renderer, _sampling(config, games, model))
@@ -194,9 +191,10 @@ def demand_more_than_guessing(config: SftConfig, games: Sequence[Example]) -> No
     share = max(answers.values()) / len(games)
     if 0 < config.stop_at < share + GUESS_MARGIN:  # guard: stop-above-guessing
         least = min(0.95, math.ceil(20 * (share + 2 * GUESS_MARGIN)) / 20)
+        set_it = f"Set stop_at to {least:g}, or let" if least >= share + GUESS_MARGIN else "Let"
         raise ConfigError(
             f"stop_at = {config.stop_at:g} may be reached by guessing: one answer is right in {share:.0%} of the games. "
-            f"Set stop_at to {least:g}, or let the environment vary its answers more"
+            f"{set_it} the environment vary its answers more"
         )
 
 
@@ -230,8 +228,8 @@ class SftCheckpoints:
             found = [*steps, *([self._of] if self._of.exists() else [])]
             if found and before.keys() != self._recipe.keys():
                 raise StateError(
-                    f"{found[0]} would be replaced, but no {self._of.name} in its folder says that a cold start wrote it: "
-                    "move it away, or choose another --out"
+                    f"{found[0]} would be replaced, but its folder has no {self._of.name} of a cold start by this version "
+                    "of shoal: move it away, or choose another --out"
                 )
             for path in steps:
                 shutil.rmtree(path)
@@ -318,7 +316,9 @@ class SftEvaluation:
             "episodes": config.eval_episodes, "seed": config.seed, "max-turn-tokens": sampling.max_turn_tokens,
             "max-tokens": sampling.max_tokens, "threads": config.threads,
         }  # fmt: skip
-        return command("eval", str(checkpoint), *(part for name in numbers for part in (f"--{name}", str(numbers[name]))))
+        return command(
+            "eval", str(checkpoint), *(part for name in numbers for part in (f"--{name}", str(numbers[name])))
+        )
 
 
 def _report(step: int, steps: int, metrics: dict[str, Any], figures: Evaluation | None) -> None:

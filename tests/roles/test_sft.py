@@ -364,6 +364,11 @@ def test_a_share_that_the_most_frequent_answer_would_reach_is_refused(tmp_path: 
         sft.ConfigError, match=r"stop_at = 0\.4 may be reached by guessing: one answer is right in 4\d% of"
     ):
         sft.main(recipe, tmp_path / "out", ["stop_at=0.4"])
+    for also, advice in ((8, "Set stop_at to 0.95, or let"), (9, "Let"), (10, "Let")):
+        (tmp_path / "guesses.py").write_text(GUESSES.replace("index < 4", f"index < {also}"))
+        with pytest.raises(sft.ConfigError, match=rf"games\. {advice} the environment vary its answers more"):
+            sft.main(recipe, tmp_path / "out", ["stop_at=0.4"])
+    (tmp_path / "guesses.py").write_text(GUESSES)
     assert not (tmp_path / "out").exists()
     for enough in ("stop_at=0.65", "stop_at=0"):
         sft.main(recipe, tmp_path / "out", [enough, "steps=1"])
