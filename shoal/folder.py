@@ -27,6 +27,25 @@ from shoal.tree import from_tree, to_tree
 FOUND = (("train", "microbatch_tokens", 0), ("train", "lr", PRESET_LR), ("eval", "rows", 0))
 """Keys of a run file with the value that leaves them to the launcher; see `launch/room`."""
 
+COLD_START_RECIPE = "recipe.json"
+"""The resolved recipe of a cold start, in the folder beside its result."""
+
+
+def cold_start_folder(out: Path) -> Path:
+    """What `shoal sft` saves beside its result `out`."""
+    return out.absolute().parent / f"{out.absolute().name}-checkpoints"
+
+
+def cold_start_env(policy: Path) -> EnvConfig | None:
+    """The environment of the cold start that made a policy, or that kept it for an evaluation; None if no recipe beside it
+    says so."""
+    for folder in (cold_start_folder(policy), policy.absolute().parent):
+        if folder.name.endswith("-checkpoints"):
+            with contextlib.suppress(OSError, msgspec.MsgspecError, KeyError, TypeError):
+                tree = msgspec.json.decode((folder / COLD_START_RECIPE).read_bytes())
+                return msgspec.convert(tree["env"], EnvConfig)
+    return None
+
 
 class RunFolder:
     """Paths of a run. The attributes say what is where."""

@@ -133,7 +133,7 @@ def engine_argument(p: argparse.ArgumentParser) -> None:
 def env_arguments(p: argparse.ArgumentParser, name: str) -> None:
     """The environment, as an argument or, where a run may name it, as an option; and its arguments."""
     optional = {"default": ""} if name.startswith("-") else {}
-    of_run = ", or a label of the run's (default: all of the run's)" if optional else ""
+    of_run = ", or a label of the run's or recipe's (default: all of them)" if optional else ""
     help_text = f"a built-in environment, a .py file or a package{of_run}"
     p.add_argument(name, metavar="NAME_OR_FILE", help=help_text, **optional)  # type: ignore[arg-type]
     help_text = "its arguments, such as '{\"digits\": 2}'"

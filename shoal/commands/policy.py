@@ -24,7 +24,8 @@ def add_commands(commands: Any) -> None:
     p = add_command(
         commands, "eval", evaluate, "how good a checkpoint is",
         "Plays sampled episodes on held-out tasks. You get the mean with its 95 % interval, and sample transcripts. "
-        "Of a run, or of a checkpoint in its folder, it plays the run's environments, with the run's arguments and limits.",
+        "Of a run, or of a checkpoint in its folder, it plays the run's environments, with the run's arguments and limits. "
+        "Of the result of `shoal sft`, it plays the recipe's environment.",
         ("shoal eval runs/wordle", "the newest policy of a run, as the run evaluates it"),
         ("shoal eval runs/wordle/checkpoints/v000025 --episodes 64", "an earlier one"),
         ("shoal eval runs/wordle --env ./my_env.py --samples 3", "on your own environment"),

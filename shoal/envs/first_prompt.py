@@ -213,7 +213,7 @@ def _later_turn(label: str, talk: Conversation, renderer: Renderer, refused: str
 
 def _template(renderer: Renderer) -> str:
     """The chat template, with its file."""
-    return f"the policy's chat template{f' ({renderer.template_in})' if renderer.template_in else ''}"
+    return f"the policy's chat template{f' ({renderer.template_in.text()})' if renderer.template_in.file else ''}"
 
 
 def _in_brackets(piece: str) -> str:

@@ -116,7 +116,10 @@ class AnySpec:
         outlying = token_id_fault(spec.eos_ids, spec.vocab_size)
         demands = [
             (config.get("is_encoder_decoder") in (None, False), "it has an encoder; only plain language models are known"),
-            (text.get("is_causal", True), "is_causal is false: tokens would see later ones, so no replay would agree"),
+            (
+                text.get("is_causal", True),
+                f"is_causal is {text.get('is_causal')!r}: tokens would see later ones, so no replay would agree",
+            ),
             (not text.get("per_layer_config"), "per_layer_config gives layers numbers of their own; not supported"),
             (not config.get("quantization_config"), "the weights are quantised; use the full-precision model"),
             (spec.layers <= MAX_TENSORS, f"{keys['layers']} = {spec.layers}: more than MAX_TENSORS = {MAX_TENSORS}"),

@@ -23,19 +23,31 @@ IN_FOLDER = {f"{FOLDER}/{name}.jinja": name for name in (DEFAULT, TOOL_USE)}
 """Files of a folder of templates that are read; transformers takes others only by name."""
 
 
+class Where(NamedTuple):
+    """Where a template is: a file, and if it is a part of that, the key."""
+
+    file: str = ""
+    """Empty if it is not from a file."""
+    key: str = ""
+
+    def text(self, whole: bool = True) -> str:
+        """For people; with `whole`, the file has its folder, which other machines lack."""
+        file = self.file if whole else self.file.rpartition("/")[2]
+        return f"{self.key} of {file}" if self.key else file or "its text"
+
+
 class ChatTemplates(NamedTuple):
     """The text of a checkpoint's template, and that of the one which shows tools, where it is another."""
 
     plain: str | None
     """None if conversations without tools have no template."""
     tools: str | None = None
-    where: str = ""
-    """The file, and if the template is a part of it, the key."""
+    where: Where = Where()
 
 
 def chat_templates(directory: Path, config: Mapping[str, Any]) -> ChatTemplates:
     """The templates of a checkpoint. `config` is the content of its `tokenizer_config.json`. Raises `StateError`."""
-    path, where = directory / FILE, f"chat_template of {directory / 'tokenizer_config.json'}"
+    path, where = directory / FILE, Where(str(directory / "tokenizer_config.json"), "chat_template")
     for name in IN_FOLDER:
         if (directory / name).exists():  # guard: template-for-tools-not-lost
             raise StateError(
@@ -45,7 +57,7 @@ def chat_templates(directory: Path, config: Mapping[str, Any]) -> ChatTemplates:
             )
     found = config.get("chat_template")
     if path.exists():
-        found, where = _text_of(path), str(path)
+        found, where = _text_of(path), Where(str(path))
     else:
         _demand_texts(directory / "tokenizer_config.json", found)
     if isinstance(found, list):

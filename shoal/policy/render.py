@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from shoal.errors import StateError
 from shoal.policy import auto_tokenizer, chat_templates
 from shoal.policy.anyspec import AnySpec
+from shoal.policy.chat_templates import Where
 from shoal.policy.dialect import MARK, Dialect, calling, said
 from shoal.policy.ends import Ends, num_shared
 from shoal.policy.history import Part, Place, places
@@ -75,12 +76,12 @@ class Renderer:
         stops: str = MODEL_STOPS,
         tool_template: str = "",
         cleans_up: bool = False,
-        template_in: str = "",
+        template_in: Where = Where(),
     ) -> None:
         """`tokens` maps the template's names of special tokens, such as eos_token, to their texts. `stops` is the rule
         that says which tokens end a turn. `tool_template` shows conversations with tools, where that is another template;
-        an empty `template` shows no others. `cleans_up` is that of `OpenTokenizer`, `template_in` the file of the
-        templates."""
+        an empty `template` shows no others. `cleans_up` is that of `OpenTokenizer`, `template_in` where the
+        templates are."""
         self._tokenizer, self._cleans_up = tokenizer, cleans_up
         self.template_in = template_in
         sources = [source for source in (template, tool_template) if source] or [template]
@@ -118,9 +119,7 @@ class Renderer:
         skipped = {index for index in self._special if self._is_skipped(index)}
         self._hidden = self.stop_ids | (skipped - self._inner)
         """Tokens that have no text."""
-        self._turns = TurnTokens(
-            self._dialect_for, self._encode, self._decode_whole, self.notation, self.stop_ids, self.eos_id
-        )
+        self._turns = TurnTokens(self._dialect_for, self._encode, self.notation, self.stop_ids, self.eos_id)
         self._remember()
 
     def _remember(self) -> None:
@@ -216,7 +215,8 @@ class Renderer:
         return [self.decode(turn) for turn in turns]
 
     def pieces(self, turns: Sequence[Sequence[int]]) -> list[list[str]]:
-        """The text of each token of several turns, control tokens included; those of a turn joined are its text."""
+        """The text of each token of several turns, control tokens included; those of a turn joined are its text, before it
+        is cleaned up."""
         return [pieces_of(self._decode_whole, turn) for turn in turns]
 
     def _is_skipped(self, token: int) -> bool:

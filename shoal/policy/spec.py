@@ -34,6 +34,11 @@ NO_CONFIG = "is not a model's config"
 AUTO_REMEDY = 'Choose another model, or set policy.implementation = "auto", which takes what transformers computes'
 """What to do about a model that our own code does not compute."""
 
+
+class Foreign(StateError):
+    """A model that our own code does not compute."""
+
+
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -117,7 +122,7 @@ class PolicySpec:
         family = decode_strictly(data, _Family, path, NO_CONFIG).model_type
         if family not in ARCHITECTURES:  # which has other keys, and lacks some of ours
             known = ", ".join(ARCHITECTURES)
-            raise StateError(f"{path}: model_type is {family[:40]!r}; known: {known}. {AUTO_REMEDY}")
+            raise Foreign(f"{path}: model_type is {family[:40]!r}; known: {known}. {AUTO_REMEDY}")
         config = decode_strictly(data, _HfConfig, path, NO_CONFIG)
         spec = _from_hf(config, turn_ends_of(Path(directory) / "generation_config.json", config.vocab_size), path)
         if spec.tied:
@@ -282,7 +287,7 @@ def _from_hf(config: _HfConfig, turn_ends: tuple[int, ...], path: Path) -> Polic
     )
     for holds, fault in _foreign(config):
         if not holds:
-            raise StateError(f"{path}: {fault}. {AUTO_REMEDY}")
+            raise Foreign(f"{path}: {fault}. {AUTO_REMEDY}")
     for holds, fault in _demands(config, spec, scaling):
         if not holds:
             raise StateError(f"{path}: {fault}. Choose another model, or fix the file")

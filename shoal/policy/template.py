@@ -18,6 +18,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from shoal.errors import Overreach, StateError
+from shoal.policy.chat_templates import Where
 
 DATE = "2024-07-26"
 """What templates get as today's date, unless the argument `date` gives another. It is the default of Llama's
@@ -36,8 +37,8 @@ _UNNAMED = "<template>"
 class Template:
     """A compiled template, and the texts of the special tokens that it may use."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str], where: str = "") -> None:
-        """`where` is the file that has it. Raises `StateError` if the template is malformed."""
+    def __init__(self, source: str, tokens: Mapping[str, str], where: Where = Where()) -> None:
+        """Raises `StateError` if the template is malformed."""
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
         environment.filters |= {"tojson": _tojson, "random": _refuse_random}
         environment.globals |= {"raise_exception": _raise_exception, "lipsum": _refuse_random}
@@ -51,12 +52,12 @@ class Template:
                 if isinstance(error, jinja2.TemplateSyntaxError)
                 else _said(error)
             )
-            place = f"{where}, {line}" if where else line
+            place = f"{where.text()}, {line}" if where.file else line
             raise StateError(
                 f"the chat template is malformed: {place}. Correct the template there, or download the model again"
             ) from None
         if random_nodes:  # guard: no-chance-in-a-template
-            place = f"{where or 'its text'}, line {random_nodes[0].lineno}: {random_nodes[0].name}"
+            place = f"{where.text()}, line {random_nodes[0].lineno}: {random_nodes[0].name}"
             raise StateError(
                 f"the chat template cannot be used: {place} {_CHANCE}. Take that out of the template, or use another model"
             )
@@ -86,19 +87,14 @@ class Template:
             ) from None
         addresses = set(_ADDRESS.findall(text))
         given_text = f"{messages}{arguments}{self.source}" if addresses else ""
-        for address in addresses:
+        for address in sorted(addresses):
             if address not in given_text:  # guard: no-address-in-a-prompt
-                around = text[: text.index(address)].rpartition("<")[2]
+                around = re.split("<|&lt;", text[: text.index(address)])[-1]
                 raise StateError(
                     f"the chat template writes where an object is in memory (<{around[-60:]}{address}>), so each machine "
-                    f"would make another prompt. Correct it in {self._file()}, or use another model"
+                    f"would make another prompt. Correct it in {self._where.text(whole=False)}, or use another model"
                 )
         return text
-
-    def _file(self) -> str:
-        """The file that has the template, without the folder, which other machines lack."""
-        key = "chat_template of " if self._where.startswith("chat_template of ") else ""
-        return key + self._where.rpartition("/")[2] if self._where else "its text"
 
     def _place(self, error: BaseException) -> str:
         """The file and line of the template in which an error was raised."""
@@ -107,7 +103,8 @@ class Template:
             if step.tb_frame.f_code.co_filename == _UNNAMED:
                 lines.append(step.tb_lineno)
             step = step.tb_next
-        return f"{self._file()}, line {lines[-1]}" if lines else self._file()
+        file = self._where.text(whole=False)
+        return f"{file}, line {lines[-1]}" if lines else file
 
 
 def _said(error: BaseException) -> str:
@@ -145,8 +142,9 @@ def _refuse_random(*_: Any) -> None:
 
 _CHANCE = "draws at random, so each machine would make another prompt"
 
-_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
-"""What Python writes of an object that has no text of its own, such as a function or a filter that was not read."""
+_ADDRESS = re.compile(" at (0x[0-9a-fA-F]+)(?:>|&gt;)")
+"""What Python writes of an object that has no text of its own, such as a function or a filter that was not read; also
+escaped."""
 
 
 class _Refusal(jinja2.TemplateError):

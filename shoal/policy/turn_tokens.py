@@ -34,11 +34,10 @@ class TurnTokens:
 
     def __init__(
         self, dialect_for: Callable[[Mapping[str, Any]], Dialect], encode: Callable[[str], list[int]],
-        decode: Callable[[Sequence[int]], str], notation: str, stop_ids: frozenset[int], eos_id: int,
+        notation: str, stop_ids: frozenset[int], eos_id: int,
     ) -> None:  # fmt: skip
-        """`dialect_for` gives that of the template for some arguments, `decode` the text with control tokens. The others
-        are the renderer's."""
-        self._dialect_for, self._encode, self._decode = dialect_for, encode, decode
+        """`dialect_for` gives that of the template for some arguments. The others are the renderer's."""
+        self._dialect_for, self._encode = dialect_for, encode
         self._notation, self._stop_ids, self._eos_id = notation, stop_ids, eos_id
         self._around = functools.lru_cache(self._text_around)
 
@@ -58,23 +57,33 @@ class TurnTokens:
         if begin >= 0:
             ids = self._continued(prompt, text[begin:])
         else:
-            ids = self._encode(text)
-            ids = ids[num_shared(ids, self._encode(prompt)) :]
-        ids = self._ended(ids, prompt)
-        shown, calls = self._decode(ids), turn.get("tool_calls") or ()
-        parts = [content.strip(), turn.get("reasoning_content") or "", *(call["function"]["name"] for call in calls)]
-        lost = next((part for part in parts if part not in shown), "")
+            ids, begin = self._encode(text), num_shared(text, prompt)
+            shared = num_shared(ids, self._encode(prompt))
+            while len(self._encode(text[:begin])) > shared:  # a token of the turn may begin with a letter of the prompt
+                begin -= 1
+            ids = ids[shared:]
+        parts = [content, turn.get("reasoning_content") or ""]
+        parts += [call["function"]["name"] for call in turn.get("tool_calls") or ()]
+        lost = next((part for part in map(str.strip, parts) if not self._shows(text[begin:], part)), "")
         if lost and not is_text:
             raise StateError(
                 f"the chat template leaves out {lost!r:.60} of a turn: leave it out, or put it into the content"
             )
-        return self._of_text(content, arguments) if lost else ids  # some templates take thoughts out of the content
+        if lost:  # some templates take thoughts out of the content
+            return self._of_text(content, arguments)
+        return self._ended(ids, text[begin:], prompt)
+
+    def _shows(self, rest: str, part: str) -> bool:
+        """Whether a turn has a part before the token that ends it. No ids are read back: a tokenizer may change texts."""
+        end = rest.find(part) + len(part)
+        return part in rest and self._stop_ids.isdisjoint(self._encode(rest[:end])[:-1])
 
     def _of_text(self, text: str, arguments: Mapping[str, Any]) -> list[int]:
         around, opening = self._around(json.dumps(arguments)), reasoning_marks(self._notation)[0]
         if leaves_reasoning_open(around.prompt, self._notation) and text.lstrip().startswith(opening):
             text = text.lstrip().removeprefix(opening).lstrip("\n")
-        return self._ended(self._continued(around.prompt, around.lead + text + around.closing), around.prompt)
+        rest = around.lead + text + around.closing
+        return self._ended(self._continued(around.prompt, rest), rest, around.prompt)
 
     def _continued(self, prompt: str, rest: str) -> list[int]:
         """Token ids of what follows a prompt; as those of a text by itself if its first one takes some of the prompt."""
@@ -94,10 +103,11 @@ class TurnTokens:
         is_ended = found and self._stop_ids.intersection(self._encode(closing))
         return _Around(prompt, "" if lead.strip() else lead, closing if is_ended else "", bool(found))
 
-    def _ended(self, ids: list[int], prompt: str) -> list[int]:
-        """The ids of a turn after a prompt, whose thought they close, up to the first token that ends it or with one."""
+    def _ended(self, ids: list[int], rest: str, prompt: str) -> list[int]:
+        """The ids of a turn, whose text is `rest`, after a prompt, whose thought they close, up to the first token that
+        ends it or with one."""
         closing = reasoning_marks(self._notation)[1]
-        if leaves_reasoning_open(prompt, self._notation) and closing not in self._decode(ids):
+        if leaves_reasoning_open(prompt, self._notation) and closing not in rest:
             ids = [*self._encode(f"\n{closing}\n\n"), *ids]
         ends = [i for i, token in enumerate(ids) if token in self._stop_ids]
         return ids[: ends[0] + 1] if ends else [*ids, self._eos_id]

@@ -23,7 +23,7 @@ from shoal.envs.contained.open import in_process, in_sandbox, show
 from shoal.envs.evaluate import BATCH, Evaluation, MixedEvaluation, as_text, eval_sampling, evaluate, mixed
 from shoal.envs.load import env_of, is_package, load_env
 from shoal.errors import ConfigError, StateError
-from shoal.folder import RunFolder, write_atomically
+from shoal.folder import RunFolder, cold_start_env, write_atomically
 from shoal.heldout import interval_of
 from shoal.hub.catalogue import Release
 from shoal.hub.names import Reference, read_reference
@@ -122,15 +122,20 @@ def planned(
 ) -> EvalPlan:
     """What `shoal eval` plays: of a run its own evaluation, with what is given in the place of the run's values.
 
-    `env` is a label of the run's environments, or any environment. Raises `ConfigError` if it is not clear which one, or
+    Of the result of a cold start it plays the recipe's environment. `env` is a label of these environments, or any other
+    environment. Raises `ConfigError` if it is not clear which one, or
     `StateError` if there is no policy.
     """
     of_run = run_at(place)
     if of_run is None:
         sampling = _sampling(place, max_tokens)
-        if not env:
+        kept = cold_start_env(place)
+        if not env and kept is None:
             raise ConfigError(f"{place} is not of a run that says what it plays: add --env NAME_OR_FILE")
-        plan = EvalPlan(place, (EnvConfig(env, args=env_args or {}),), (EPISODES,), sampling)
+        played = kept if kept is not None and env in ("", kept.label) else EnvConfig(env)
+        plan = EvalPlan(
+            place, (msgspec.structs.replace(played, args=env_args) if env_args else played,), (EPISODES,), sampling
+        )
     else:
         config, plan = of_run[0].config(), plan_of_run(*of_run)
         envs = tuple(one for one in (plan.envs or config.envs if not env else config.envs) if env in ("", one.label))
@@ -142,8 +147,8 @@ def planned(
         if env_args:
             envs = (msgspec.structs.replace(envs[0], args=env_args),)
         counts = dict(zip((one.label for one in plan.envs), plan.episodes, strict=True))
-        played = tuple(counts.get(one.label, EPISODES) for one in envs)
-        plan = replace(plan, envs=envs, episodes=played, by_label=plan.by_label and not env)
+        each = tuple(counts.get(one.label, EPISODES) for one in envs)
+        plan = replace(plan, envs=envs, episodes=each, by_label=plan.by_label and not env)
     sampling = plan.sampling
     limits = {"temperature": temperature, "max_turn_tokens": max_turn_tokens, "max_tokens": max_tokens}
     sampling = msgspec.structs.replace(sampling, **{key: one for key, one in limits.items() if one is not None})

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import msgspec
 import torch
 
-from shoal.config import PRESET_LR, SftConfig, load_sft, preset_imitation_lr
+from shoal.config import SftConfig, load_sft
 from shoal.config.paths import env_at
 from shoal.engine.base import Engine
 from shoal.engine.open import EngineSpec, kind_for, open_engine
@@ -33,7 +33,7 @@ from shoal.envs.load import env_of
 from shoal.envs.play import play_scripted
 from shoal.envs.source import make_env
 from shoal.errors import ConfigError, StateError
-from shoal.folder import write_atomically
+from shoal.folder import COLD_START_RECIPE, cold_start_folder, write_atomically
 from shoal.heldout import interval_of, why_not_comparable
 from shoal.net.stopping import stop_requested
 from shoal.policy.base import PolicyModel
@@ -105,17 +105,14 @@ def demand_start(start: Path) -> None:
 
 def _fine_tune(config: SftConfig, start: Path, out: Path, given: Examples | None) -> int:
     model = open_policy(start, torch.float32, config.policy.implementation)
-    if config.lr == PRESET_LR:
-        learned = sum(one.numel() for one in model.trainable().values())
-        config = msgspec.structs.replace(config, lr=preset_imitation_lr(learned))
-        log.info("lr=%g, the preset for %d parameters", config.lr, learned)
     renderer = Renderer.from_directory(start)
     games = scripted_games(config, renderer) if given is None else chosen_rows(given, start, config.max_tokens)
     demand_positions(config, games, model.spec.max_positions)
     what = "played games" if given is None else "chosen rows"
     demand_more_than_guessing(config, games)
-    checkpoints = SftCheckpoints(out, config, start, games)
     tuning = FineTuning(model, games, config)
+    config = tuning.config
+    checkpoints = SftCheckpoints(out, config, start, games)
     checkpoints.resume(tuning)
     log.info("%s=%d; learning for %d steps", what, len(games), config.steps - tuning.steps_done)
     evaluation = SftEvaluation(config, renderer, _sampling(config, games, model))
@@ -194,9 +191,10 @@ def demand_more_than_guessing(config: SftConfig, games: Sequence[Example]) -> No
     share = max(answers.values()) / len(games)
     if 0 < config.stop_at < share + GUESS_MARGIN:  # guard: stop-above-guessing
         least = min(0.95, math.ceil(20 * (share + 2 * GUESS_MARGIN)) / 20)
+        set_it = f"Set stop_at to {least:g}, or let" if least >= share + GUESS_MARGIN else "Let"
         raise ConfigError(
             f"stop_at = {config.stop_at:g} may be reached by guessing: one answer is right in {share:.0%} of the games. "
-            f"Set stop_at to {least:g}, or let the environment vary its answers more"
+            f"{set_it} the environment vary its answers more"
         )
 
 
@@ -205,8 +203,8 @@ class SftCheckpoints:
     and in its folder `state` what the next start continues from, until all is done."""
 
     def __init__(self, out: Path, config: SftConfig, start: Path, games: Sequence[Example]) -> None:
-        self._folder = out.with_name(f"{out.name}-checkpoints")
-        self._state, self._of = self._folder / "state", self._folder / "recipe.json"
+        self._folder = cold_start_folder(out)
+        self._state, self._of = self._folder / "state", self._folder / COLD_START_RECIPE
         self._start, self._dtype = start, config.publish_dtype
         recipe = to_tree(msgspec.structs.replace(config, eval_every=0, eval_episodes=1, stop_at=0.0))
         policy, env = recipe.pop("policy"), recipe.pop("env")
@@ -230,8 +228,8 @@ class SftCheckpoints:
             found = [*steps, *([self._of] if self._of.exists() else [])]
             if found and before.keys() != self._recipe.keys():
                 raise StateError(
-                    f"{found[0]} would be replaced, but no {self._of.name} in its folder says that a cold start wrote it: "
-                    "move it away, or choose another --out"
+                    f"{found[0]} would be replaced, but its folder has no {self._of.name} of a cold start by this version "
+                    "of shoal: move it away, or choose another --out"
                 )
             for path in steps:
                 shutil.rmtree(path)
@@ -257,15 +255,19 @@ class SftCheckpoints:
 
     def keep(self, tuning: FineTuning, model: PolicyModel) -> None:
         """Save the policy and the state that it is now. Raises `StateError`."""
-        if not self._of.exists():
-            write_atomically(self._of, json.dumps(self._recipe, indent=1).encode())
+        self._keep_recipe()
         if not self.place(tuning.steps_done).exists():
             save_policy(model, self.place(tuning.steps_done), self._dtype, tokenizer_from=self._start)
         tuning.save(self._state)
 
     def finish(self) -> None:
-        """Nothing is left to go on with: delete the state. The policies stay."""
+        """Nothing is left to go on with: delete the state. The policies stay, and the recipe, which says what they play."""
+        self._keep_recipe()
         shutil.rmtree(self._state, ignore_errors=True)
+
+    def _keep_recipe(self) -> None:
+        if not self._of.exists():
+            write_atomically(self._of, json.dumps(self._recipe, indent=1).encode())
 
 
 def _value(tree: Any, key: str) -> str:
@@ -275,7 +277,7 @@ def _value(tree: Any, key: str) -> str:
 
 
 class SftEvaluation:
-    """Evaluations on held-out tasks between steps: those of `shoal eval` of the same checkpoint."""
+    """Evaluations on held-out tasks between steps. `command` gives the same figures of the same checkpoint."""
 
     def __init__(self, config: SftConfig, renderer: Renderer, sampling: Sampling) -> None:
         self._config, self._renderer, self._sampling = config, renderer, sampling
@@ -308,11 +310,15 @@ class SftEvaluation:
         return figures.mean if figures.measure == "success" else (figures.mean - low) / (high - low)
 
     def command(self, checkpoint: Path) -> str:
-        """The command that evaluates a checkpoint in the same way."""
-        env, sampling = self._config.env, self._sampling
-        args = ["--env-args", json.dumps(env.args)] if env.args else []
-        limits = ["--max-turn-tokens", str(sampling.max_turn_tokens), "--max-tokens", str(sampling.max_tokens)]
-        return command("eval", str(checkpoint), "--env", env.name, *args, *limits)
+        """The command that evaluates a checkpoint in the same way: it finds the environment in the recipe beside it."""
+        config, sampling = self._config, self._sampling
+        numbers = {
+            "episodes": config.eval_episodes, "seed": config.seed, "max-turn-tokens": sampling.max_turn_tokens,
+            "max-tokens": sampling.max_tokens, "threads": config.threads,
+        }  # fmt: skip
+        return command(
+            "eval", str(checkpoint), *(part for name in numbers for part in (f"--{name}", str(numbers[name])))
+        )
 
 
 def _report(step: int, steps: int, metrics: dict[str, Any], figures: Evaluation | None) -> None:

@@ -1,6 +1,6 @@
 """Rows as bytes: what the trainer's journal keeps, and what the processes of a trainer send each other.
 
-Called by `roles/trainer/journal` and `train/channel`. All bits of a row come back.
+Called by `roles/trainer/journal` and `train/channel`. What a step needs of a row comes back with all bits.
 """
 
 from typing import Any
@@ -28,6 +28,7 @@ class RowBytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     """Empty if the row has none."""
     reward_P: bytes = b""
     """Likewise."""
+    faulted: bool = False
 
 
 def bytes_of(row: Row) -> RowBytes:
@@ -39,10 +40,11 @@ def bytes_of(row: Row) -> RowBytes:
     def real(values: NDArray[np.float32]) -> bytes:
         return values.astype("<f4").tobytes()
 
+    optional = (row.reference_logp_P, row.reward_P)
+    reference, earned = (b"" if values is None else real(values) for values in optional)
     return RowBytes(
         whole(row.tokens_T), whole(row.positions_P), real(row.behaviour_logp_P), real(row.advantage_P),
-        real(row.weight_P), row.reward, row.version, row.env, row.id,
-        *(b"" if values is None else real(values) for values in (row.reference_logp_P, row.reward_P)),
+        real(row.weight_P), row.reward, row.version, row.env, row.id, reference, earned, row.faulted,
     )  # fmt: skip
 
 
@@ -59,5 +61,5 @@ def row_of(kept: RowBytes) -> Row:
         whole(kept.tokens_T), whole(kept.positions_P), real(kept.behaviour_logp_P), real(kept.advantage_P),
         real(kept.weight_P), kept.reward, kept.version, kept.env, kept.id,
         real(kept.reference_logp_P) if kept.reference_logp_P else None,
-        reward_P=real(kept.reward_P) if kept.reward_P else None,
+        reward_P=real(kept.reward_P) if kept.reward_P else None, faulted=kept.faulted,
     )  # fmt: skip

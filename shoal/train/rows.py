@@ -60,6 +60,8 @@ class Row:
     """What is earned at each token, for a critic; None if the rollout's last token earns its reward."""
     overlong: bool = False
     """Whether a token limit ended its rollout."""
+    faulted: bool = False
+    """Whether the environment failed on its rollout, which has no reward."""
 
     @property
     def counts_only(self) -> bool:
@@ -140,24 +142,25 @@ def rows_of_group(
                 overlong=rollout.ending == "length",
             )
             # guard: faults-teach-nothing
-            rows.append(counted_only(row, has_advantage=False) if i in member.faults else row)
+            rows.append(counted_only(row, faulted=True) if i in member.faults else row)
     return rows
 
 
-def counted_only(row: Row, *, has_advantage: bool = True) -> Row:
+def counted_only(row: Row, *, faulted: bool = False) -> Row:
     """A row from which nothing is learned, though its rollout counts in the divisor of the average.
 
-    Its advantage stays in the deviation of the batch, if the run has one, unless `has_advantage` is False: a truncated
-    rollout has an advantage, one without a reward has none.
+    Its advantage stays in the deviation of the batch, if the run has one, unless it is `faulted`: a truncated rollout has
+    an advantage, one without a reward has none.
     """
     none_P = np.zeros(0, dtype=np.float32)
     return replace(
         row,
         positions_P=np.zeros(0, dtype=np.int64),
         behaviour_logp_P=none_P,
-        advantage_P=row.advantage_P if has_advantage else none_P,
+        advantage_P=none_P if faulted else row.advantage_P,
         weight_P=none_P,
         reward_P=None,
+        faulted=faulted,
     )
 
 
@@ -191,9 +194,9 @@ def overlong_share(rows_G: Sequence[Sequence[Row]]) -> float | None:
 
 
 def rewarded(rows: Sequence[Row]) -> list[Row]:
-    """One row of each rollout that has a reward: also of one that a token limit ended, but not of one whose environment
-    failed."""
-    return [row for row in one_of_each(rows) if not row.counts_only or len(row.advantage_P)]
+    """One row of each rollout that has a reward: also of one from which nothing is learned, but not of one whose
+    environment failed."""
+    return [row for row in one_of_each(rows) if not row.faulted]
 
 
 def mean_rewards(rows: Sequence[Row], labels: Sequence[str]) -> dict[str, float | None]:

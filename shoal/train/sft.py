@@ -4,13 +4,15 @@ Called by `shoal sft` and by tests. The caller plays the games and passes token 
 neither environment nor tokenizer. The seed alone decides the examples of each step.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from shoal.config import SftConfig, TrainConfig
+from shoal.config import PRESET_LR, SftConfig, TrainConfig, preset_imitation_lr
 from shoal.policy.base import PolicyModel
 from shoal.train.checkpoint import States
 from shoal.train.objective import sft_objective
@@ -19,6 +21,8 @@ from shoal.train.step import Learner
 
 MICROBATCH_TOKENS = 4096
 """Padded tokens of one forward pass. On a CPU, more do not fit the cache and take more memory."""
+
+log = logging.getLogger("sft")
 
 
 class FineTuning:
@@ -30,6 +34,12 @@ class FineTuning:
     def __init__(
         self, model: PolicyModel, examples: Sequence[tuple[Sequence[int], Sequence[int]]], config: SftConfig
     ) -> None:
+        if config.lr == PRESET_LR:
+            learned = sum(one.numel() for one in model.trainable().values())
+            config = msgspec.structs.replace(config, lr=preset_imitation_lr(learned))
+            log.info("lr=%g, the preset for %d parameters", config.lr, learned)
+        self.config = config
+        """With the learning rate that it leaves open."""
         self._rows = [example_row(tokens_T, author_T) for tokens_T, author_T in examples]
         train = TrainConfig(
             lr=config.lr,

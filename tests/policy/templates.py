@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from shoal.config import TinyPolicy
 from shoal.policy.render import Renderer
@@ -59,9 +59,11 @@ def tokenizer_of(name: str) -> Tokenizer:
 
 
 @functools.cache
-def renderer_of(name: str, stops: str = "model") -> Renderer:
+def renderer_of(name: str, stops: str = "model", normalizer: normalizers.Normalizer | None = None) -> Renderer:
     """A renderer with this template."""
     tokenizer, end = tokenizer_of(name), end_of(name)
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
     spec = dataclasses.replace(
         tiny_spec(TinyPolicy()), vocab_size=tokenizer.get_vocab_size(), eos_ids=(tokenizer.token_to_id(end),)
     )

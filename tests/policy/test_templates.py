@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import normalizers
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from shoal.errors import StateError
+from shoal.policy.chat_templates import Where
 from shoal.policy.contained import ContainedRenderer
 from shoal.policy.dialect import MARK
 from shoal.policy.messages import BadMessage, Written
@@ -117,6 +119,28 @@ def test_a_message_of_which_the_template_leaves_out_a_part_is_refused(name: str,
         renderer_of(name).written({**said, part: "GOOD"}, TOOLS)
 
 
+def test_a_turn_keeps_its_parts_where_the_tokenizer_changes_the_text() -> None:
+    """Qwen's classes compose letters."""
+    renderer = renderer_of("qwen3", normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()]))
+    for thought in ({}, {"reasoning_content": "\n\nLet me think\n\n"}):
+        told = [renderer.written({"role": "assistant", "content": text} | thought) for text in ("Cafe\u0301", "café")]
+        assert told[0] == told[1]
+        inner = "let me think" if thought else ""
+        assert renderer.decode(told[0]) == f"<think>\n{inner}\n</think>\n\ncafé"
+
+
+def test_a_thought_that_the_text_closes_is_closed_once_where_the_tokenizer_changes_it() -> None:
+    renderer = renderer_of("deepseekv3", normalizer=normalizers.Replace("/", ""))
+    assert renderer.decode(renderer.written("<think>\nGOOD\n</think>\n\n4")) == "GOOD\n<think>\n\n4"
+
+
+def test_what_follows_the_end_of_a_turn_is_left_out() -> None:
+    renderer, said = renderer_of("qwen3"), {"role": "assistant", "content": "4<|im_end|>GOOD"}
+    assert renderer.decode(renderer.written(said)) == "4"
+    with pytest.raises(StateError, match=r"leaves out '4<\|im_end\|>GOOD' of a turn"):
+        renderer.written(said | {"reasoning_content": "HM"})
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_whether_earlier_thinking_is_kept_is_measured(name: str) -> None:
     assert renderer_of(name).keeps_thinking() == (name not in DROPPING)
@@ -158,18 +182,23 @@ def test_a_template_has_no_clock_but_an_argument(name: str, day: str) -> None:
         ("{{ raise_exception }}", "where an object is in memory .<function _raise_exception at 0x"),
         ("{{ messages|map(attribute='role') }}", "in memory .<generator object sync_do_map at 0x.*chat_template.jinja"),
         ("{{ 'x' ~ messages[0].items }}", "in memory .<built-in method items"),
+        ("{{ raise_exception|e }}", "where an object is in memory .<function _raise_exception at 0x"),
         ("{{ (messages[0].keys() - ['role'])|list }}", "line 1: it makes a set"),
     ],
 )
 def test_a_template_that_differs_on_each_machine_is_refused(source: str, says: str) -> None:
     with pytest.raises(StateError, match=says):
-        Template(source, {}, "/models/x/chat_template.jinja").text([{"role": "user", "content": "hi"}], {})
+        Template(source, {}, Where("/models/x/chat_template.jinja")).text([{"role": "user", "content": "hi"}], {})
 
 
 def test_a_template_may_show_an_address_that_a_message_has() -> None:
     ask = [{"role": "user", "content": "what is <object at 0x7f12>?"}]
     source = "{% set lipsum = 3 - 1 %}{{ lipsum }} {{ messages[0].content }}"
     assert Template(source, {}).text(ask, {}) == "2 what is <object at 0x7f12>?"
+    jump = [{"role": "user", "content": "0x1f"}]
+    for shown in ("jump at {}", "<jump at {}>"):
+        assert Template(shown.format("{{ messages[0].content }}"), {}).text(jump, {}) == shown.format("0x1f")
+    assert Template("jump at 0x{{ messages[0].content }}", {}).text([{"role": "user", "content": "1f"}], {})
 
 
 def test_thinking_may_be_turned_off_and_is_reported_open() -> None:

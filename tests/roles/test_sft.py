@@ -210,7 +210,8 @@ def test_wins_are_shown_beside_the_loss_and_are_those_of_the_command_that_is_pri
     out = tmp_path / "a folder" / "out"
     out.parent.mkdir()
     with caplog.at_level(logging.INFO, "sft"):
-        assert cli.main(["sft", str(recipe), "--out", str(out), "--eval-every", "4", "--set", "stop_at=0.0"]) == 0
+        words = ["--eval-every", "4", "--set", "stop_at=0.0", "--set", "seed=3", "--set", 'env.system="3 4 5"']
+        assert cli.main(["sft", str(recipe), "--out", str(out), *words]) == 0
     lines = re.findall(r"step=(\d+)/12 loss=\S+ nats wins=([\d.]+)%", caplog.text)
     assert [step for step, _ in lines] == ["4", "8", "12"]
     assert {path.name for path in out.with_name("out-checkpoints").iterdir()} == {
@@ -219,8 +220,10 @@ def test_wins_are_shown_beside_the_loss_and_are_those_of_the_command_that_is_pri
     command = shlex.split(caplog.text.split("next: ")[1].strip())
     assert command[2] == str(out)
     figures = tmp_path / "figures.json"
-    assert cli.main([*command[1:], "--episodes", "32", "--samples", "0", "--threads", "1", "--out", str(figures)]) == 0
-    assert f"{100 * json.loads(figures.read_text())['mean']:.1f}" == lines[-1][1]
+    for checkpoint, (_, wins) in ((out, lines[-1]), (out.with_name("out-checkpoints") / "step000004", lines[0])):
+        assert cli.main([command[1], str(checkpoint), *command[3:], "--samples", "1", "--out", str(figures)]) == 0
+        found = json.loads(figures.read_text())
+        assert f"{100 * found['mean']:.1f}" == wins and found["episodes"] == 32 and "3 4 5" in str(found["transcripts"])
 
 
 def test_evaluations_change_no_weight(recipe: Path, tmp_path: Path) -> None:
@@ -361,6 +364,11 @@ def test_a_share_that_the_most_frequent_answer_would_reach_is_refused(tmp_path: 
         sft.ConfigError, match=r"stop_at = 0\.4 may be reached by guessing: one answer is right in 4\d% of"
     ):
         sft.main(recipe, tmp_path / "out", ["stop_at=0.4"])
+    for also, advice in ((8, "Set stop_at to 0.95, or let"), (9, "Let"), (10, "Let")):
+        (tmp_path / "guesses.py").write_text(GUESSES.replace("index < 4", f"index < {also}"))
+        with pytest.raises(sft.ConfigError, match=rf"games\. {advice} the environment vary its answers more"):
+            sft.main(recipe, tmp_path / "out", ["stop_at=0.4"])
+    (tmp_path / "guesses.py").write_text(GUESSES)
     assert not (tmp_path / "out").exists()
     for enough in ("stop_at=0.65", "stop_at=0"):
         sft.main(recipe, tmp_path / "out", [enough, "steps=1"])

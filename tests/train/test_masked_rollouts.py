@@ -135,7 +135,7 @@ def test_the_deviation_of_a_batch_has_truncated_rollouts_and_none_without_an_adv
     expected = np.std([row.advantage_P[0] for row in rollouts])
     found = normalised(chosen(rollouts, algorithm), algorithm)
     assert found[0].advantage_P[0] == pytest.approx(rollouts[0].advantage_P[0] / expected, rel=1e-4)
-    faulted = [counted_only(rollouts[0], has_advantage=False), *rollouts[1:]]
+    faulted = [counted_only(rollouts[0], faulted=True), *rollouts[1:]]
     expected = np.std([row.advantage_P[0] for row in rollouts[1:]])
     assert normalised(faulted, algorithm)[1].advantage_P[0] == pytest.approx(
         rollouts[1].advantage_P[0] / expected, rel=1e-4
@@ -167,12 +167,14 @@ def test_the_mean_reward_has_truncated_rollouts_and_none_whose_environment_faile
     rows = [replace(row, reward=float(i), env="one") for i, row in enumerate(rollouts)]
     masking = c.ScaleRl(mask_overlong=True)
     for fails in (False, True):
-        first = counted_only(rows[0], has_advantage=False) if fails else rows[0]
+        first = counted_only(rows[0], faulted=True) if fails else rows[0]
         of_batch = chosen([first, *rows[1:]], masking)
         expected = np.mean([row.reward for row in rows[fails:]])
         _, metrics = weights_after(make_model(), masking, of_batch)
         assert metrics["reward_mean"] == mean_rewards(of_batch, ["one"])["one"] == pytest.approx(expected)
         assert metrics["rollouts"] == 13 - fails
+        _, again = weights_after(make_model(), masking, [row_of(bytes_of(row)) for row in of_batch])
+        assert again["reward_mean"] == metrics["reward_mean"]
 
 
 def test_a_step_counts_and_computes_only_the_rows_that_it_learns_from(make_model, rollouts):
@@ -210,7 +212,7 @@ def test_no_model_reads_a_row_that_is_only_counted_but_a_reward_model_scores_tru
     with torch.no_grad():
         for parameter in valued.parameters():
             parameter.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(0))
-    judged, _ = RewardModel(valued, 256)([*rows[:7], counted_only(rows[7], has_advantage=False)], lambda _: [])
+    judged, _ = RewardModel(valued, 256)([*rows[:7], counted_only(rows[7], faulted=True)], lambda _: [])
     A_I = [row.advantage_P[0] for row in judged[:7]]
     assert sum(A_I) == pytest.approx(0.0, abs=1e-5) and len(set(A_I)) == 7
     assert not len(judged[7].advantage_P)

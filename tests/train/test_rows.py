@@ -58,6 +58,8 @@ def test_a_rollout_without_policy_tokens_is_counted_only_and_its_reward_counts_i
     rows = rows_of(data, member_of(data, (1.0, 0.0, -1.0)))
     assert [row.counts_only for row in rows] == [False, False, True]
     assert [row.advantage_P[0] for row in learned(rows)] == [1.0, 0.0]
+    assert mean_rewards(rows, ["wordle"]) == {"wordle": 0.0}
+    assert mean_rewards(rows[2:], ["wordle"]) == {"wordle": -1.0}
 
 
 @pytest.mark.parametrize(
@@ -131,6 +133,9 @@ def test_each_row_of_a_rollout_is_learned_from_with_the_rollouts_advantage():
     assert [row.advantage_P.tolist() for row in rows[:2]] == [[0.5], [0.5]]
     assert one_of_each(rows) == [rows[0], rows[2]]
     assert mean_rewards([*rows, *rows], ["wordle", "none"]) == {"wordle": 0.5, "none": None}
+    first_masked = rows_of(group_bytes(two | {"author_T": [0, 2, 0, 2, 1]}, HONEST))
+    assert [row.counts_only for row in first_masked] == [True, False, False]
+    assert mean_rewards(first_masked, ["wordle"]) == {"wordle": 0.5}
 
 
 def test_rows_beyond_a_limit_are_not_learned_from():
