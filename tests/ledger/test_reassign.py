@@ -384,6 +384,17 @@ def test_of_a_lease_only_the_block_that_was_stopped_counts_as_such(tmp_path):
     assert_holds(world)
 
 
+def test_two_stops_in_a_row_are_two_requests_to_an_auditor(tmp_path):
+    world = world_of(tmp_path, good=(A,), worker_share=1.0)
+    while world.state.members[A].leases < 1 / LAW.free_lapses:
+        work(world, A)  # so that a second lapse costs nothing, and no event is between the two
+    first = world.lease(A)
+    second = world.lease(A, [first.id])
+    made = [*stop(world, A, first), *stop(world, A, second)]
+    assert [(body.lease, body.block) for body in made] == [(one.id, one.blocks[0]) for one in (first, second)]
+    assert_holds(world)
+
+
 @pytest.mark.parametrize("good", [(A,), (A, B)])
 def test_the_only_worker_never_waits_long_after_its_lapses(tmp_path, good):
     world = world_of(tmp_path, good=good, max_staleness=0, worker_share=1.0)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
 from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.entry import Body
@@ -424,11 +424,11 @@ def cause_of_lease_lapsed(body: LeaseLapsed, here: Here) -> Cause | None:
     if body.cause == BY_HOST:
         return cause_of_quarantine_by_host(worker, here)
     if body.cause == "stopped":
-        leases, block = _returned(here, worker, "stopped"), -1 if body.block is UNSET else body.block
-        return Cause(ReturnLeases(worker, leases, here.now, block, body.tasks or ""))
+        block = -1 if body.block is UNSET else body.block
+        return Cause(ReturnLeases(worker, _returned(here, body), here.now, block, body.tasks or ""))
     if body.cause != "returned":
         return None
-    return _cause_of_leaving(worker, here) or Cause(ReturnLeases(worker, _returned(here, worker, "returned"), here.now))
+    return _cause_of_leaving(worker, here) or Cause(ReturnLeases(worker, _returned(here, body), here.now))
 
 
 def _cause_of_leaving(worker: str, here: Here) -> Cause | None:
@@ -450,12 +450,12 @@ def _host_hung(here: Here) -> tuple[str, ...]:
     return tuple(body.lease for body in together if isinstance(body, LeaseLapsed) and body.cause in _HOST_HUNG)
 
 
-def _returned(here: Here, worker: str, cause: str) -> tuple[str, ...]:
-    """Leases that a worker gave back in one request."""
-    leases = []
+def _returned(here: Here, first: LeaseLapsed) -> tuple[str, ...]:
+    """Leases that a worker gave back in one request, which names at most one block that was stopped."""
+    worker, leases = here.state.leases[first.lease].worker, []
     for entry in here.entries[here.place : here.place + MAX_OPEN_LEASES]:
         lapsed = entry.body
-        if not isinstance(lapsed, LeaseLapsed) or lapsed.cause != cause:
+        if not isinstance(lapsed, LeaseLapsed) or structs.replace(lapsed, lease=first.lease) != first:
             break
         if here.state.leases[lapsed.lease].worker == worker:
             leases.append(lapsed.lease)
