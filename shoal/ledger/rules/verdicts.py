@@ -305,9 +305,9 @@ def _end_recheck(
         if state.law.version >= 2:  # guard: recheck-quarantines
             yield from _failure(state, lease, submission, command)
         return
-    disputed = (
-        weighed.refused or doubted or next(iter(submission.verdicts)) in weighed.outvoted
-    )  # guard: doubted-is-open
+    stopped = any(group.check == REPLAY for groups in weighed.accepted.values() for group in groups)
+    # guard: doubted-is-open, stopped-recheck-confirms-nothing
+    disputed = weighed.refused or doubted or stopped or next(iter(submission.verdicts)) in weighed.outvoted
     yield Rechecked(submission.digest, "undecided" if disputed else "confirmed")
 
 
