@@ -8,7 +8,7 @@ from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.facts.batches import SlotVoid
 from shoal.ledger.facts.leases import AskLease, LeaseLapsed, ReturnLeases
 from shoal.ledger.facts.pay import Forfeited
-from shoal.ledger.facts.run import Admin, Tick
+from shoal.ledger.facts.run import Admin, RulesChanged, Tick
 from shoal.ledger.law import LAW, as_version
 from shoal.ledger.log.redecide import redecide
 from shoal.ledger.next_batch import blocks_in_the_way
@@ -263,9 +263,11 @@ def test_at_staleness_0_no_block_is_void_however_often_it_is_dropped(tmp_path):
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_block_that_an_environment_stopped_on_four_workers_is_void(tmp_path, max_staleness):
+    """And at staleness 0, on each that has a good record: a few that agree would choose what is learned."""
     world = world_of(tmp_path, good=(A, B, C, D, E), max_staleness=max_staleness)
+    world.enter(OTHER)  # it has made nothing
     lost, events = None, []
-    for key in (A, B, C, D):
+    for key in (A, B, C, D, *([] if max_staleness else [E])):
         assert not any(isinstance(event, SlotVoid) for event in events)
         lease = world.lease(key)
         lost = lost or lease
@@ -276,7 +278,7 @@ def test_a_block_that_an_environment_stopped_on_four_workers_is_void(tmp_path, m
         )
     first = lost.blocks[0] * world.state.rules.block_groups
     assert SlotVoid(lost.version, (first, first + 1), "stopped") in events
-    assert world.lease(E).blocks != lost.blocks
+    assert world.lease(A if max_staleness == 0 else E).blocks != lost.blocks
     assert_holds(world)
 
 
@@ -358,6 +360,29 @@ def test_idle_workers_do_not_keep_a_block_that_was_stopped_on_another(tmp_path, 
             world.judge(world.submit(A, lease))
     assert bool(stopped) == reports
     assert_holds(world)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+@pytest.mark.parametrize("probation_is_over", [True, False])
+def test_at_staleness_0_a_block_that_four_workers_stopped_is_left_to_the_fifth(tmp_path, probation_is_over, comes):
+    world = world_of(tmp_path, good=(A, B, C, D, E), max_staleness=0)
+    for key in (A, B, C, D, E):
+        world.state.members[key].valid_blocks *= probation_is_over
+    lost = [world.lease(A)]
+    events = stop(world, A, lost[0])
+    for key in (B, C, D):
+        lost.append(world.lease(key))
+        events += stop(world, key, lost[-1])
+    assert len({lease.blocks for lease in lost}) == 1
+    later(world, world.state.rules.lease_s)
+    lost.append(world.lease(A))
+    busy = world.lease(E) if comes else None
+    events += stop(world, A, lost[-1])
+    assert not any(isinstance(event, SlotVoid) for event in events) and lost[-1].blocks == lost[0].blocks
+    assert [event.phase for event in events if isinstance(event, RulesChanged)] == ([] if comes else ["paused"])
+    if busy:
+        world.judge(world.submit(E, busy))
+        assert world.lease(E).blocks == lost[0].blocks
 
 
 @pytest.mark.parametrize("other_works", [True, False])
