@@ -1656,6 +1656,8 @@ GUARDS = [
          "test_a_validator_that_does_not_come_hides_no_faults_from_the_hosts_own"),
         ("outside-scores-pause", ("outside > law.outside_share * seen", "False"),
          "test_the_run_pauses_if_more_than_one_score_in_a_hundred_is_outside"),
+        ("lowest-may-be-a-fault", ("lowest", "False"),
+         "test_where_faults_have_the_lowest_reward_it_is_no_score_inside"),
         ("first-scores-pause", ("outside and not self.scored", "False"),
          "test_the_run_pauses_with_the_score_if_none_was_inside"),
         ("faults-pause", OFF, "test_the_run_pauses_with_the_error_above_one_in_twenty"),

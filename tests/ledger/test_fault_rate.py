@@ -159,6 +159,14 @@ def test_the_run_pauses_with_the_score_if_none_was_inside(tmp_path, faults):
     )
 
 
+@pytest.mark.parametrize(("right", "phase"), [(-1.0, "paused"), (1.0, "running")], ids=["raised", "right"])
+def test_where_faults_have_the_lowest_reward_it_is_no_score_inside(tmp_path, right, phase):
+    world = world_of(tmp_path, envs=(msgspec.structs.replace(WORDS, on_fault="lowest"),))
+    world.serve(WORKER, rewards=(-1.0, right, -1.0, -1.0))
+    world.serve(WORKER, faults=outside(0, left_out=False), rewards=(-1.0,) * 4, audited=True)
+    assert world.state.phase == phase
+
+
 @pytest.mark.parametrize("left_out", [True, False], ids=["left-out", "lowest"])
 def test_the_run_pauses_if_more_than_one_score_in_a_hundred_is_outside(tmp_path, left_out):
     world = world_of(tmp_path)
@@ -240,7 +248,7 @@ def test_faults_count_where_the_second_verdict_never_came(tmp_path):
     world.now += 2 * LAW.dispute_s
     made = world.do(Tick(world.now, envs={name: envs}))
     assert [(one.env, one.confirmed) for one in bodies(made, GroupAccepted)] == [("words", True)]
-    assert world.state.faults.envs["words"].newest == [GroupOutcome.of(4, ONE)]
+    assert world.state.faults.envs["words"].newest == [GroupOutcome.of((0.0, 1.0, 0.0, 1.0), ONE)]
     assert world.audit().findings == []
 
 

@@ -111,7 +111,8 @@ def _count_faults(body: GroupAccepted, state: State) -> None:
     if not label:  # a log from before groups said it
         return
     state.faults = state.faults or FaultsRecord()
-    group = GroupOutcome.of(len(body.rewards), body.faults)
+    lowest = any(env.label == label and env.on_fault == "lowest" for env in state.envs)
+    group = GroupOutcome.of(body.rewards, body.faults, lowest)
     if body.faults is UNSET or body.confirmed:
         state.faults.count(label, group, state.law.fault_window)
     elif body.submission in state.rechecks:  # guard: lone-faults-wait
