@@ -278,9 +278,11 @@ def without_signal(state: State, stream: StreamRecord) -> str:
         return ""
     if stream.flat < state.rules.batch_groups and not (state.pause_cause == NO_SIGNAL and stream.flat):
         return ""
-    begun = stream.flat - (stream.unbegun or 0) - (stream.stopped or 0)
-    equal = f"within each all rewards are equal, {stream.flat_reward / max(1, begun):.3g} on average"
-    why = [equal] if begun or not (stream.unbegun or stream.stopped) else []
+    which = "each" if stream.num_equal == stream.flat else f"{stream.num_equal} of them"
+    equal = f"within {which} all rewards are equal, {stream.mean_flat_reward:.3g} on average"
+    why = [equal] if stream.num_equal else []
+    if stream.failed:
+        why.append(f"in {stream.failed} of them the environment fails on so many rollouts that too few are left")
     if stream.unbegun:
         why.append(f"the tasks of {stream.unbegun} of them can never begin; the last: {stream.unbegun_cause}")
     if stream.stopped:

@@ -165,7 +165,7 @@ class Board:
             accepted=state.accepted_groups, refused=state.refused, in_flight=groups_in_flight(state, state.main),
             pending=len(state.pending) + len(state.rechecks), waiting_for=reason,
             waiting_s=0.0 if reason.startswith(NOT_WAITING) else max(0.0, self._desk.clock() - self._waiting[1]),
-            flat_groups=state.main.flat, flat_reward=state.main.flat_reward / max(1, state.main.flat),
+            flat_groups=state.main.flat, flat_reward=state.main.mean_flat_reward,
             no_signal=flat, unbegun_groups=state.main.unbegun or 0, unbegun_cause=state.main.unbegun_cause or "",
             pause_cause=state.pause_cause, alarms=self.alarms(), lr_factor=state.main.lr_factor(len(state.main.batches)),
         )  # fmt: skip
