@@ -12,8 +12,7 @@ from shoal.alarms import StandingAlarms
 from shoal.ledger.answers import Refused
 from shoal.ledger.facts.run import NO_SIGNAL
 from shoal.ledger.fault_rate import FAULTS, fault_remedy
-from shoal.ledger.next_batch import blocks_in_the_way, is_settled, next_members, usable
-from shoal.ledger.remedies import (
+from shoal.ledger.hints import (
     ADMIT_REMEDY,
     ALARM_REMEDY,
     NO_LEASE,
@@ -22,6 +21,7 @@ from shoal.ledger.remedies import (
     no_signal_remedy,
     split_remedy,
 )
+from shoal.ledger.next_batch import blocks_in_the_way, is_settled, next_members, usable
 from shoal.ledger.rules.batches import groups_beyond_share
 from shoal.ledger.rules.leases import without_signal
 from shoal.ledger.state import State, state_hash

@@ -22,9 +22,9 @@ from shoal.ledger.facts.batches import SlotVoid
 from shoal.ledger.facts.leases import AskLease, ReturnLeases
 from shoal.ledger.facts.run import RulesChanged, Tick
 from shoal.ledger.facts.submissions import Submit
+from shoal.ledger.hints import QUOTA
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN
-from shoal.ledger.remedies import QUOTA
 from shoal.ledger.rules.submissions import lease_to_fill
 from shoal.ledger.rules.verdicts import overdue
 from shoal.ledger.seeds import audit_draws, lease_of, turn_draws, turns
