@@ -37,8 +37,9 @@ class Plan(NamedTuple):
 
     name: str
     drop: str
-    """hold: never send it; return: give it back; stop: the same, as if an environment took too long; late: send it when the lease is about to lapse; forge: send something
-    else; send: send it all the same; slow: send whatever it is just before another worker may be leased the block."""
+    """hold: never send it; return: give it back; stop: the same, as if an environment took too long; late: send it when the
+    lease is about to lapse; forge: send something else; send: send it all the same; slow: send whatever it is just before
+    another worker may be leased the block."""
     honest_blocks: int = 0
     """Accepted blocks before a key begins to choose."""
     drops_a_key: int = 1

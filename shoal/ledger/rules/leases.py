@@ -246,8 +246,8 @@ def _is_stopped(state: State, stream: StreamRecord, place: tuple[int, int]) -> b
 
 
 def _is_stopped_on_all(state: State, workers: set[str]) -> bool:
-    """Whether these are as many workers as may be leased one block and, at `max_staleness = 0`, all that have a good record,
-    or accepted work while nobody has one: a few keys of one owner must not choose what is learned."""
+    """Whether these are `Law.block_workers` or more and, at `max_staleness = 0`, all that have a good record, or accepted
+    work while nobody has one: a few keys of one owner must not choose what is learned."""
     if len(workers) < state.law.block_workers or state.rules.max_staleness:
         return len(workers) >= state.law.block_workers
     proven = reliable(state) or {member.key for member in _workers(state) if member.accepted}

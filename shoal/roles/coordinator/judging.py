@@ -21,7 +21,7 @@ from shoal.ledger.rules.leases import without_signal
 from shoal.ledger.rules.verdicts import is_open, to_judge
 from shoal.ledger.seeds import recheck_draw
 from shoal.ledger.state import State
-from shoal.ledger.state_records import LeaseRecord, SubmissionRecord
+from shoal.ledger.state_records import SubmissionRecord
 from shoal.ledger.turns import silent, turn_s
 from shoal.protocol import types as t
 from shoal.protocol.wire import WireError, from_json, to_json
