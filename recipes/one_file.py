@@ -176,7 +176,7 @@ def steps(
                     flat, unbegun, why_unbegun = flat + 1, unbegun + 1, f"{group.env}, task {group.task}: {why}"
                     continue
                 rewards, by_step, faults = recomputed(group, envs, renderer, sampling, config.train.algorithm)
-                failing.count(group.env, GroupOutcome.of(len(rewards), faults), LAW.fault_window)
+                failing.count(group.env, GroupOutcome.of(rewards, faults), LAW.fault_window)
                 # A rollout on which its environment fails counts in nothing.
                 failed = fault_indices(faults)
                 left = without_faults(rewards, failed)
@@ -259,7 +259,7 @@ def with_continuations(
     for group in found:
         if group.slot in earned:
             rewards, faults = earned[group.slot]
-            failing.count(group.env, GroupOutcome.of(len(rewards), faults), LAW.fault_window)
+            failing.count(group.env, GroupOutcome.of(rewards, faults), LAW.fault_window)
     return [
         replace(
             member, continuations=earned[member.slot][0], faulted_continuations=fault_indices(earned[member.slot][1])

@@ -23,8 +23,8 @@ from shoal.heldout import Heldout, interval_of, version_of, why_not_comparable
 from shoal.launch.hosting import call
 from shoal.launch.snapshot import CoordinatorWatch, Snapshot
 from shoal.launch.without_signal import why_flat
+from shoal.ledger.hints import NO_LEASE, split_remedy
 from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.remedies import NO_LEASE, split_remedy
 from shoal.ledger.table import read_entry
 from shoal.monitors.follow import Follower, Setting
 from shoal.monitors.raising import BETWEEN, Change

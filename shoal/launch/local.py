@@ -43,8 +43,8 @@ from shoal.launch.view import LiveView, View, render
 from shoal.launch.without_signal import flat_samples, newest_refusal, why_flat
 from shoal.ledger.facts.run import NO_SIGNAL
 from shoal.ledger.fault_rate import FAULTS
+from shoal.ledger.hints import IN_A_NEW_RUN, no_signal_remedy
 from shoal.ledger.log.creation import creation_of
-from shoal.ledger.remedies import IN_A_NEW_RUN, no_signal_remedy
 from shoal.policy.hub import Hub
 from shoal.policy.render import Renderer
 from shoal.protocol.constants import COMPLETIONS

@@ -17,7 +17,7 @@ from shoal.launch.advice import MANY_OVERLONG
 from shoal.launch.remaining import seconds_left
 from shoal.launch.snapshot import STARTING, Sample, Snapshot
 from shoal.ledger.fault_rate import FAULTS
-from shoal.ledger.remedies import split_remedy
+from shoal.ledger.hints import split_remedy
 from shoal.monitors.view import is_number
 from shoal.terminal import brief
 

@@ -20,7 +20,7 @@ from shoal.launch.view import LiveView, View
 from shoal.launch.without_signal import why_flat
 from shoal.ledger.facts.run import NO_SIGNAL
 from shoal.ledger.fault_rate import FAULTS, fault_remedy
-from shoal.ledger.remedies import IN_A_NEW_RUN
+from shoal.ledger.hints import IN_A_NEW_RUN
 from shoal.protocol.rollouts import unbegun_remedy
 from shoal.protocol.types import Status
 

@@ -26,7 +26,7 @@ from shoal.launch.nodes_table import in_trouble, nodes_table, workers
 from shoal.launch.panels import WATCHDOG_S, duration, format_figure
 from shoal.launch.remaining import left_label, seconds_left
 from shoal.launch.snapshot import STARTING, Snapshot
-from shoal.ledger.remedies import split_remedy
+from shoal.ledger.hints import split_remedy
 from shoal.terminal import brief, printable, wrapped
 
 FRAME = 2

@@ -20,8 +20,8 @@ from shoal.launch.samples import LOOKED_BACK, group_of
 from shoal.ledger.facts.batches import GroupAccepted
 from shoal.ledger.facts.run import RunCreated
 from shoal.ledger.facts.verdicts import Decision, VerdictGiven
+from shoal.ledger.hints import IN_A_NEW_RUN
 from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.remedies import IN_A_NEW_RUN
 from shoal.ledger.table import read_entry
 from shoal.policy.render import Renderer
 from shoal.protocol.constants import COMPLETIONS

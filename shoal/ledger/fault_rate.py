@@ -5,6 +5,7 @@ with it, too. Pure: it knows no state. Every rollout of a group counts once the 
 counts only once they are confirmed, so that no single worker and no single validator of others can pause a run.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -71,13 +72,18 @@ class GroupOutcome(NamedTuple):
     """The first of these scores."""
     said: str = ""
     """The first error."""
+    inside: int = 0
+    """Of these, the ones with a score that is known to be inside the bounds."""
 
     @classmethod
-    def of(cls, rollouts: int, faults: Faults | msgspec.UnsetType) -> "GroupOutcome":
-        """Of a group with so many rollouts, by what a verdict says of its faults."""
-        if faults is msgspec.UNSET:
-            return cls(rollouts)
-        return cls(rollouts, len(faults.rollouts), len(faults.outside), faults.score, faults.said)
+    def of(cls, rewards: Sequence[float], faults: Faults | msgspec.UnsetType, lowest: bool = False) -> "GroupOutcome":
+        """Of a group with these rewards, by what a verdict says of its faults. `lowest`: a rollout on which the environment
+        fails has the lowest reward, and no verdict names it unless its score is outside."""
+        least = min(rewards, default=0.0) if lowest else -math.inf  # guard: lowest-may-be-a-fault
+        known = faults or Faults()
+        unsure = {*known.rollouts, *known.outside}
+        inside = sum(reward > least for index, reward in enumerate(rewards) if index not in unsure)
+        return cls(len(rewards), len(known.rollouts), len(known.outside), known.score, known.said, inside)
 
 
 class EnvFaultRecord(msgspec.Struct):
@@ -86,11 +92,11 @@ class EnvFaultRecord(msgspec.Struct):
     newest: list[GroupOutcome] = []
     """Groups with the newest rollouts, in the order in which they counted, as many as `Law.fault_window` needs."""
     scored: bool = False
-    """Whether any score was ever inside the bounds."""
+    """Whether any score is known to have been inside the bounds."""
 
     def count(self, group: GroupOutcome, window: int) -> None:
         """Add a group."""
-        self.scored |= group.rollouts > group.failed and group.rollouts > group.outside
+        self.scored |= group.inside > 0
         self.newest.append(group)
         while self.num_rollouts - self.newest[0].rollouts >= window:
             del self.newest[0]

@@ -57,7 +57,8 @@ WHAT_CHANGED = {
     "what waited before a validator first joined is no part of the time of its check",
 }
 """By version of the rules: how they differ from the version before. This code makes the events and decisions of each of
-these versions exactly as the code that wrote them. Logs of other versions are reported as not checked."""
+these versions exactly as any release that wrote them. The newest version may change until a release has it, and logs of it
+from before hold no longer. Logs of other versions are reported as not checked."""
 
 RULES_VERSION = max(WHAT_CHANGED)
 """The version that new runs begin with. Logs without a law are of version 0."""

@@ -229,7 +229,7 @@ class StreamRecord(msgspec.Struct):
     flat: int = 0
     """Groups accepted without signal since the last one with signal, the last batch, or the last resume."""
     flat_reward: float = 0.0
-    """Sum of their mean rewards."""
+    """Sum of the mean rewards of those whose rewards are equal."""
     unbegun: int | msgspec.UnsetType = msgspec.UNSET
     """Of `flat`, slots without rollouts, whose tasks cannot begin; states of runs without them keep their hash."""
     unbegun_cause: str | msgspec.UnsetType = msgspec.UNSET
@@ -238,6 +238,8 @@ class StreamRecord(msgspec.Struct):
     """Of `flat`, slots without rollouts, whose environment was stopped wherever it was played; as above."""
     stopped_tasks: str | msgspec.UnsetType = msgspec.UNSET
     """Tasks of the last of them, as the host says."""
+    failed: int | msgspec.UnsetType = msgspec.UNSET
+    """Of `flat`, groups of which faults of the environment leave too few rollouts; as above."""
     solved: dict[str, SolvedRecord] = {}
     """By label of an environment: what its groups showed. Empty if draws do not follow solve rates."""
     changes: dict[int, TableChange] = {}
@@ -266,7 +268,17 @@ class StreamRecord(msgspec.Struct):
     def forget_flat(self) -> None:
         """Groups without signal are counted anew."""
         self.flat, self.flat_reward = 0, 0.0
-        self.unbegun = self.unbegun_cause = self.stopped = self.stopped_tasks = msgspec.UNSET
+        self.unbegun = self.unbegun_cause = self.stopped = self.stopped_tasks = self.failed = msgspec.UNSET
+
+    @property
+    def num_equal(self) -> int:
+        """Of `flat`, groups whose rewards are equal."""
+        return self.flat - (self.unbegun or 0) - (self.stopped or 0) - (self.failed or 0)
+
+    @property
+    def mean_flat_reward(self) -> float:
+        """Of these groups."""
+        return self.flat_reward / max(1, self.num_equal)
 
     def count_unbegun(self, slots: int, why: str) -> None:
         """Count slots whose tasks cannot begin among the groups without signal: they fill no batch either."""
@@ -277,6 +289,10 @@ class StreamRecord(msgspec.Struct):
         """The same of slots whose environment was stopped."""
         self.flat += slots
         self.stopped, self.stopped_tasks = (self.stopped or 0) + slots, tasks
+
+    def count_failed(self) -> None:
+        """The same of a group of which faults leave too few rollouts."""
+        self.flat, self.failed = self.flat + 1, (self.failed or 0) + 1
 
     def give_back(self, version: int, blocks: tuple[int, ...]) -> None:
         """Blocks may be leased again."""

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from msgspec import UNSET, UnsetType
 
 from shoal.ledger.law import RULES_VERSION
+from shoal.protocol.audits import REPLAY
 from shoal.protocol.env_faults import fault_key
 from shoal.protocol.types import GroupVerdict
 
@@ -33,7 +34,7 @@ class Weighed(NamedTuple):
     """Of the refused: those that no majority refused."""
     slash: bool
     outvoted: tuple[str, ...]
-    """Validators that contradict two others that agree."""
+    """Validators that contradict two others that agree. One whose replay was stopped contradicts nobody."""
 
 
 def weigh(
@@ -78,8 +79,10 @@ def weigh(
             sum(_is_hard(groups, with_model) for key, groups in of_block.items() if meanings[key] == agreed) >= 2
             for with_model in (True, False)
         )
-        if len(said) > 2 and agreed is not None:
-            outvoted |= {key for key, meaning in meanings.items() if meaning != agreed}  # guard: outvoted
+        # guard: stopped-replay-abstains
+        voted = {key: meaning for key, meaning in meanings.items() if not _abstains(of_block[key], meaning)}
+        if len(said) > 2 and agreed in voted.values():
+            outvoted |= {key for key, meaning in voted.items() if meaning != agreed}  # guard: outvoted
     return Weighed(accepted, tuple(refused), tuple(disputed), slash, tuple(sorted(outvoted)))
 
 
@@ -98,6 +101,13 @@ def _meaning(groups: Sequence[GroupVerdict], version: int) -> tuple[object, ...]
     return tuple(
         (group.slot, group.outcome, group.rewards, group.tokens, group.steps, fault_key(group)) for group in groups
     )
+
+
+def _abstains(groups: Sequence[GroupVerdict], meaning: tuple[object, ...]) -> bool:
+    """Whether a validator could not replay all of a block, which a worker can cause on a slow machine. It may still refuse
+    the block for another group."""
+    # guard: refusal-is-no-abstention
+    return meaning[:1] != _REFUSED and any(group.check == REPLAY for group in groups)
 
 
 def auditor_of(verdicts: Mapping[str, Sequence[GroupVerdict]], group: GroupVerdict) -> str | UnsetType:

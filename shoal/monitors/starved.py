@@ -7,7 +7,7 @@ quarantined, a validator or the trainer hangs, or the coordinator is away: betwe
 from collections.abc import Iterator
 from statistics import median
 
-from shoal.ledger.remedies import NO_LEASE, QUOTA, RAISE_QUOTA, WORKER_REMEDY, split_remedy
+from shoal.ledger.hints import NO_LEASE, QUOTA, RAISE_QUOTA, WORKER_REMEDY, split_remedy
 from shoal.monitors.view import LEAST_STEPS, Finding, Machine, View, is_number, measured
 
 REMEDIES = {

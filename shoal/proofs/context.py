@@ -35,7 +35,7 @@ from shoal.protocol.continuations import (
     seeds_of,
     whole_author,
 )
-from shoal.protocol.env_faults import fault_indices, faults_of
+from shoal.protocol.env_faults import FaultReport, fault_indices, faults_of
 from shoal.protocol.randomness import row_seed
 from shoal.protocol.records import differs
 from shoal.protocol.rollouts import no_room
@@ -98,7 +98,7 @@ class Environment(Protocol):
     def reset(self, task: Any) -> tuple[Any, Sequence[Message]]: ...
 
 
-class Replayed(Protocol):
+class Replayed(FaultReport, Protocol):
     """What `envs.replay.replay_rollout` found for one rollout."""
 
     @property
@@ -112,16 +112,6 @@ class Replayed(Protocol):
 
     @property
     def position(self) -> int: ...
-
-    @property
-    def fault(self) -> str:
-        """What the environment raised, if the rollout counts in nothing because of it; else empty."""
-        ...
-
-    @property
-    def outside(self) -> float | None:
-        """Its score, if that is outside the environment's bounds."""
-        ...
 
     def steps(self, credit: StepCredit) -> StepRewards:
         """What its turns or steps earn, as the run's credit asks."""

@@ -17,7 +17,7 @@ T = TypeVar("T")
 MIN_LEFT = 2
 """Rollouts that a group needs to be learned from, and at least half of those that it has."""
 
-MAX_SAID_CHARS = 200
+MAX_FAULT_CHARS = 200
 """Length of what a verdict says of an error: people read it in terminals."""
 
 REPLY_REFUSED = "the policy's chat template or tokenizer does not take its reply"
@@ -67,7 +67,7 @@ def faults_of(replays: Sequence[FaultReport]) -> Faults | UnsetType:
         return UNSET
     said = next((replays[index].fault for index in failed), "")
     score = next((float(one.outside) for one in replays if one.outside is not None), 0.0)
-    return Faults(failed, outside, score, fact(said, MAX_SAID_CHARS))
+    return Faults(failed, outside, score, fact(said, MAX_FAULT_CHARS))
 
 
 def malformed_faults(faults: Faults, num: int) -> str:
@@ -81,6 +81,6 @@ def malformed_faults(faults: Faults, num: int) -> str:
         return "has faults of no rollout"
     if not math.isfinite(faults.score):  # guard: outside-score-is-a-number
         return "has a score that is not a finite number"
-    if len(faults.said) > MAX_SAID_CHARS or not faults.said.isprintable():  # guard: faults-print
-        return f"has an error that is not one line of at most {MAX_SAID_CHARS} characters"
+    if len(faults.said) > MAX_FAULT_CHARS or not faults.said.isprintable():  # guard: faults-print
+        return f"has an error that is not one line of at most {MAX_FAULT_CHARS} characters"
     return ""

@@ -12,7 +12,7 @@ import msgspec
 from shoal.protocol.algorithms import step_credit_of, vine_of
 from shoal.protocol.constants import CONTINUATIONS, EPISODES, MAX_JSON_BYTES, MAX_LEASE_BLOCKS, MAX_SUBMISSION_BYTES
 from shoal.protocol.continuations import most_rollouts
-from shoal.protocol.env_faults import MAX_SAID_CHARS
+from shoal.protocol.env_faults import MAX_FAULT_CHARS
 from shoal.protocol.needs import kind_of
 from shoal.protocol.types import (
     BatchGroup,
@@ -133,7 +133,7 @@ def _verdict_bytes(group_size: int, steps: int) -> int:
         WIDE_INT, False, "accept", "", "", WIDE_INT, WIDE_INT, WIDE_FLOAT, WIDE_FLOAT, (WIDE_FLOAT,) * group_size,
         WIDE_INT, WIDE_INT, WIDE_FLOAT, WIDE_FLOAT, WIDE_FLOAT,
         _steps(group_size, steps) or msgspec.UNSET,
-        Faults(indices, indices, WIDE_FLOAT, "x" * MAX_SAID_CHARS),
+        Faults(indices, indices, WIDE_FLOAT, "x" * MAX_FAULT_CHARS),
     )  # fmt: skip
     refused = msgspec.structs.replace(
         widest, outcome="soft", check="x" * REASON_BYTES, rewards=(), steps=msgspec.UNSET, faults=msgspec.UNSET

@@ -16,10 +16,10 @@ from shoal.launch.alarms import AlarmWatch, _WaitTimes, evaluation
 from shoal.launch.snapshot import Snapshot
 from shoal.launch.view import render
 from shoal.ledger.facts.run import Admin
+from shoal.ledger.hints import SILENT_REMEDY
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import verify
-from shoal.ledger.remedies import SILENT_REMEDY
 from shoal.ledger.table import read_entry
 from shoal.net.client import PeerRefused
 from shoal.net.keys import load_or_make_key

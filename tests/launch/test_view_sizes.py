@@ -24,7 +24,7 @@ from shoal.ledger.fault_rate import (
     TEMPLATE_REMEDY,
     fault_remedy,
 )
-from shoal.ledger.remedies import (
+from shoal.ledger.hints import (
     ADMIT_REMEDY,
     ALARM_REMEDY,
     IN_A_NEW_RUN,

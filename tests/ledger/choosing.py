@@ -37,8 +37,9 @@ class Plan(NamedTuple):
 
     name: str
     drop: str
-    """hold: never send it; return: give it back; late: send it when the lease is about to lapse; forge: send something
-    else; send: send it all the same; slow: send whatever it is just before another worker may be leased the block."""
+    """hold: never send it; return: give it back; stop: the same, as if an environment took too long; late: send it when the
+    lease is about to lapse; forge: send something else; send: send it all the same; slow: send whatever it is just before
+    another worker may be leased the block."""
     honest_blocks: int = 0
     """Accepted blocks before a key begins to choose."""
     drops_a_key: int = 1
@@ -302,6 +303,8 @@ class Chooser(Worker):
         match plan.drop:
             case "return":
                 self.stage.do(ReturnLeases(key, (lease.id,), self.stage.now))
+            case "stop":
+                self.stage.do(ReturnLeases(key, (lease.id,), self.stage.now, lease.blocks[0]))
             case "late":
                 self.stage.at(max(0.0, lease.deadline - self.stage.now - 0.5), self.send, key, lease)
             case "forge":
@@ -330,6 +333,7 @@ PLANS = (
     Plan("hold, after 20 blocks of honest work", "hold", 20),
     Plan("return, after 20 blocks, friends ask at once", "return", 20, eager=True),
     Plan("hold half, after 12 blocks, friends ask at once", "hold", 12, drops_a_key=2, eager=True),
+    Plan("stop half, after 12 blocks, friends ask at once", "stop", 12, drops_a_key=2, eager=True),
 )
 """A third of the workers has one of these."""
 

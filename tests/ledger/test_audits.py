@@ -8,7 +8,7 @@ from shoal.ledger.law import LAW, RULES_VERSION
 from shoal.ledger.state_records import SubmissionRecord
 from shoal.ledger.weigh import weigh
 from shoal.protocol.algorithms import Grpo
-from shoal.protocol.audits import influence, must_audit
+from shoal.protocol.audits import REPLAY, influence, must_audit
 from shoal.protocol.compositions import Cispo, Composition, Vine
 from shoal.protocol.types import GroupVerdict, Uses
 from tests.ledger.world import World
@@ -27,6 +27,7 @@ def weighed(*verdicts, blocks=(0,), more=False):
 
 
 GOOD, SOFT, HARD = verdict("accept", "accept"), verdict("accept", "soft"), verdict("hard", "accept")
+STOPPED = (GOOD[0], GroupVerdict(1, False, "void", REPLAY))
 
 
 def test_all_is_audited_until_ten_valid_blocks_then_the_rate_falls_to_that_of_the_run():
@@ -177,6 +178,15 @@ def test_a_third_verdict_decides_between_two_that_differ_and_the_outvoted_one_is
     for third, accepted, outvoted, slash in ((GOOD, {0: GOOD}, ("a",), False), (HARD, {}, ("b",), True)):
         end = weighed(HARD, GOOD, third)
         assert (end.accepted, end.outvoted, end.slash) == (accepted, outvoted, slash)
+
+
+def test_a_replay_that_was_stopped_contradicts_nobody_and_nobody_contradicts_it():
+    assert weighed(STOPPED, more=True) is None and weighed(STOPPED, GOOD, more=True) is None, "it decides nothing"
+    assert weighed(STOPPED, GOOD, GOOD) == ({0: GOOD}, (), (), False, ())
+    assert weighed(GOOD, STOPPED, STOPPED).outvoted == ()
+    refusing = (HARD[0], STOPPED[1])
+    assert weighed(refusing, GOOD, GOOD).outvoted == ("a",), "who refuses the block has judged it"
+    assert weighed(STOPPED, HARD, HARD) == ({}, (0,), (), True, ())
 
 
 def test_a_disputed_block_costs_the_pay_and_nothing_else():

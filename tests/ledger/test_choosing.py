@@ -8,8 +8,8 @@ from shoal.ledger.law import LAW, LAWS
 from shoal.ledger.log.redecide import redecide
 from tests.ledger.choosing import HONEST, PLANS, Plan, stage_of
 
-HOLD = PLANS[0]
-QUICK = {(HOLD, 1), (HOLD, 2), (PLANS[2], 1), (PLANS[-2], 2)}
+HOLD, FRIENDS, STOP = PLANS[0], PLANS[-3], PLANS[-1]
+QUICK = {(HOLD, 1), (HOLD, 2), (PLANS[2], 1), (FRIENDS, 2), (STOP, 1)}
 """Plans and staleness that every run of the tests looks at. `make test-slow` looks at all."""
 EACH = [
     pytest.param(
@@ -34,6 +34,12 @@ def test_a_third_that_chooses_does_not_move_the_mix(plan, staleness, honest):
     assert abs(found.unwanted - honest[staleness]) <= ALLOWED and abs(found.unwanted - 50.0) <= ALLOWED
 
 
+@pytest.mark.parametrize("plan", [HOLD, STOP], ids=lambda plan: plan.name)
+def test_in_a_synchronous_run_a_third_that_chooses_changes_no_batch(plan):
+    batches = [stage_of(plan=one, staleness=0).state.main.batches for one in (HONEST, plan)]
+    assert batches[0] == batches[1]
+
+
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_under_earlier_rules_those_that_hold_move_the_mix(staleness):
     """So this world shows the attack."""
@@ -49,7 +55,7 @@ def test_neither_small_batches_nor_a_slow_trainer_nor_shares_let_them_choose(sce
     assert abs(stage_of(plan=HOLD, **scene).found().unwanted - usual) <= ALLOWED
 
 
-@pytest.mark.parametrize("plan", [HOLD, PLANS[2], PLANS[-2]], ids=lambda plan: plan.name)
+@pytest.mark.parametrize("plan", [HOLD, PLANS[2], FRIENDS, STOP], ids=lambda plan: plan.name)
 def test_each_event_of_such_a_run_follows_from_the_rules(plan):
     stage = stage_of(plan=plan, steps=20)
     assert redecide(stage.entries, {}) == []

@@ -9,13 +9,13 @@ from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.facts.batches import GroupAccepted
 from shoal.ledger.facts.pay import Credit
 from shoal.ledger.facts.run import Admin, RulesChanged, Tick
-from shoal.ledger.facts.verdicts import Decision, Rechecked
+from shoal.ledger.facts.verdicts import Decision, Judge, Rechecked
 from shoal.ledger.fault_rate import EnvFaultRecord, GroupOutcome
 from shoal.ledger.law import LAW
 from shoal.ledger.state import state_hash
 from shoal.proofs.disagreement import differences
 from shoal.protocol.compositions import Composition
-from shoal.protocol.types import EnvSpec, Faults, GroupVerdict
+from shoal.protocol.types import EnvSpec, Faults, GroupVerdict, Verdict
 from shoal.roles.coordinator.board import batch_of
 from tests.ledger.world import VALIDATOR, World
 
@@ -159,6 +159,14 @@ def test_the_run_pauses_with_the_score_if_none_was_inside(tmp_path, faults):
     )
 
 
+@pytest.mark.parametrize(("right", "phase"), [(-1.0, "paused"), (1.0, "running")], ids=["raised", "right"])
+def test_where_faults_have_the_lowest_reward_it_is_no_score_inside(tmp_path, right, phase):
+    world = world_of(tmp_path, envs=(msgspec.structs.replace(WORDS, on_fault="lowest"),))
+    world.serve(WORKER, rewards=(-1.0, right, -1.0, -1.0))
+    world.serve(WORKER, faults=outside(0, left_out=False), rewards=(-1.0,) * 4, audited=True)
+    assert world.state.phase == phase
+
+
 @pytest.mark.parametrize("left_out", [True, False], ids=["left-out", "lowest"])
 def test_the_run_pauses_if_more_than_one_score_in_a_hundred_is_outside(tmp_path, left_out):
     world = world_of(tmp_path)
@@ -226,6 +234,21 @@ def test_a_run_of_several_environments_counts_each_by_itself(tmp_path):
     assert bodies(made, RulesChanged)[0].cause.startswith("environment faults: words fails on 11 of its newest 44")
     with pytest.raises(Wait, match="paused until its host resumes it: environment faults: words fails"):
         world.lease(WORKER)
+    assert world.audit().findings == []
+
+
+def test_faults_count_where_the_second_verdict_never_came(tmp_path):
+    world = world_of(tmp_path, (VALIDATOR, SECOND), envs=(WORDS, SUMS))
+    lease = world.lease(WORKER)
+    first, second = world.state.slots_of(lease)
+    accepted = GroupVerdict(first, True, "accept", rewards=(0.0, 1.0, 0.0, 1.0), tokens=10, faults=ONE)
+    void = GroupVerdict(second, False, "void", "environment", "why")
+    name, envs = world.submit(WORKER, lease), {first: "words", second: "sums"}
+    world.do(Judge(VALIDATOR, Verdict(name, (accepted, void)), world.now, envs=envs))
+    world.now += 2 * LAW.dispute_s
+    made = world.do(Tick(world.now, envs={name: envs}))
+    assert [(one.env, one.confirmed) for one in bodies(made, GroupAccepted)] == [("words", True)]
+    assert world.state.faults.envs["words"].newest == [GroupOutcome.of((0.0, 1.0, 0.0, 1.0), ONE)]
     assert world.audit().findings == []
 
 

@@ -16,6 +16,7 @@ from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.rules.verdicts import to_judge
 from shoal.ledger.state import state_hash
 from shoal.ledger.table import kind_of
+from shoal.protocol.audits import REPLAY
 from shoal.protocol.types import Bounds
 from tests.ledger.world import World
 
@@ -82,6 +83,28 @@ def test_a_validator_that_is_outvoted_three_times_is_asked_no_more(court):
     name = court.submit(WORKER, court.lease(WORKER), salt="after")
     with pytest.raises(Refused, match="at fault 3 times"):
         court.judge(name, by=JUDGES[0])
+
+
+def test_a_validator_whose_replays_are_stopped_keeps_its_place_and_has_no_say(court):
+    """Nor does it gain anything else: nobody pays a validator, and its rechecks do not become fewer."""
+    for turn in range(LAW.validator_faults + 1):
+        name = court.submit(WORKER, court.lease(WORKER), salt=str(turn))
+        court.judge(name, "void", by=JUDGES[0], check=REPLAY)
+        court.judge(name, by=JUDGES[1])
+        assert kinds(court.judge(name, by=JUDGES[2]))[:2] == ["verdict_given", "decision"]
+    slow = court.state.members[JUDGES[0]]
+    assert (slow.failures, slow.credits, slow.turns.confirmed) == (0, 0, 0)
+    assert court.state.judges() == sorted(JUDGES) and court.state.members[WORKER].credits == 20 * (turn + 1)
+    assert court.audit().findings == []
+
+
+def test_a_recheck_that_is_stopped_twice_confirms_nothing_and_blames_nobody(court):
+    name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
+    court.judge(name, by=JUDGES[0])
+    court.judge(name, "void", by=JUDGES[1], check=REPLAY)
+    court.judge(name, "void", by=JUDGES[2], check=REPLAY)
+    assert court.state.rechecks == [] and [court.state.members[key].failures for key in JUDGES] == [0, 0, 0]
+    assert court.state.members[JUDGES[0]].turns.confirmed == 0
 
 
 def test_a_dispute_between_the_only_two_validators_costs_only_the_pay(tmp_path):

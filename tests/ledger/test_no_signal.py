@@ -10,6 +10,7 @@ from shoal.ledger.law import LAWS
 from shoal.ledger.rules.leases import without_signal
 from shoal.ledger.state import state_hash
 from shoal.proofs.verify import STOPPED
+from shoal.protocol.types import Faults
 from tests.ledger.world import World
 
 WORKER = "a" * 64
@@ -150,7 +151,7 @@ def test_slots_whose_tasks_cannot_begin_pause_the_run_as_groups_without_signal_d
     world.serve(WORKER, rewards=FLAT, by=JUDGES[0])
     serve_void(world)
     said = without_signal(world.state, world.state.main)
-    assert "all rewards are equal, 0 on average; the tasks of 2 of them can never begin" in said
+    assert "within 2 of them all rewards are equal, 0 on average; the tasks of 2 of them can never begin" in said
     world.serve(WORKER, by=JUDGES[0])
     assert world.state.main.flat == 0 and without_signal(world.state, world.state.main) == ""
     assert_holds(world)
@@ -171,6 +172,20 @@ def test_blocks_that_stop_everywhere_pause_the_run_as_groups_without_signal_do(t
     assert_holds(world)
     world.do(Admin("resume", "", world.now))
     assert world.state.phase == "running" and world.state.main.stopped is UNSET
+
+
+def test_groups_of_which_faults_leave_too_few_rollouts_are_counted_apart(tmp_path):
+    world = world_of(tmp_path, max_flat_groups=0)
+    world.serve(WORKER, rewards=ALSO_FLAT)
+    for rollouts in ((0, 1, 2), (0, 1, 2, 3)):
+        world.serve(WORKER, rewards=FLAT, faults=Faults(rollouts), audited=True)
+    stream = world.state.main
+    assert (stream.flat, stream.failed, stream.num_equal, stream.mean_flat_reward) == (6, 4, 2, 1.0)
+    said = without_signal(world.state, stream)
+    assert "within 2 of them all rewards are equal, 1 on average; in 4 of them the environment fails" in said
+    assert_holds(world)
+    world.serve(WORKER)
+    assert stream.failed is UNSET
 
 
 def test_replays_that_are_stopped_are_no_tasks_that_cannot_begin(tmp_path):

@@ -8,7 +8,7 @@ from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.facts.batches import SlotVoid
 from shoal.ledger.facts.leases import AskLease, LeaseLapsed, ReturnLeases
 from shoal.ledger.facts.pay import Forfeited
-from shoal.ledger.facts.run import Admin, Tick
+from shoal.ledger.facts.run import Admin, RulesChanged, Tick
 from shoal.ledger.law import LAW, as_version
 from shoal.ledger.log.redecide import redecide
 from shoal.ledger.next_batch import blocks_in_the_way
@@ -263,9 +263,11 @@ def test_at_staleness_0_no_block_is_void_however_often_it_is_dropped(tmp_path):
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_block_that_an_environment_stopped_on_four_workers_is_void(tmp_path, max_staleness):
+    """And at staleness 0, on each that has a good record: a few that agree would choose what is learned."""
     world = world_of(tmp_path, good=(A, B, C, D, E), max_staleness=max_staleness)
+    world.enter(OTHER)  # it has made nothing
     lost, events = None, []
-    for key in (A, B, C, D):
+    for key in (A, B, C, D, *([] if max_staleness else [E])):
         assert not any(isinstance(event, SlotVoid) for event in events)
         lease = world.lease(key)
         lost = lost or lease
@@ -276,7 +278,7 @@ def test_a_block_that_an_environment_stopped_on_four_workers_is_void(tmp_path, m
         )
     first = lost.blocks[0] * world.state.rules.block_groups
     assert SlotVoid(lost.version, (first, first + 1), "stopped") in events
-    assert world.lease(E).blocks != lost.blocks
+    assert world.lease(A if max_staleness == 0 else E).blocks != lost.blocks
     assert_holds(world)
 
 
@@ -360,6 +362,29 @@ def test_idle_workers_do_not_keep_a_block_that_was_stopped_on_another(tmp_path, 
     assert_holds(world)
 
 
+@pytest.mark.parametrize("comes", [True, False])
+@pytest.mark.parametrize("probation_is_over", [True, False])
+def test_at_staleness_0_a_block_that_four_workers_stopped_is_left_to_the_fifth(tmp_path, probation_is_over, comes):
+    world = world_of(tmp_path, good=(A, B, C, D, E), max_staleness=0)
+    for key in (A, B, C, D, E):
+        world.state.members[key].valid_blocks *= probation_is_over
+    lost = [world.lease(A)]
+    events = stop(world, A, lost[0])
+    for key in (B, C, D):
+        lost.append(world.lease(key))
+        events += stop(world, key, lost[-1])
+    assert len({lease.blocks for lease in lost}) == 1
+    later(world, world.state.rules.lease_s)
+    lost.append(world.lease(A))
+    busy = world.lease(E) if comes else None
+    events += stop(world, A, lost[-1])
+    assert not any(isinstance(event, SlotVoid) for event in events) and lost[-1].blocks == lost[0].blocks
+    assert [event.phase for event in events if isinstance(event, RulesChanged)] == ([] if comes else ["paused"])
+    if busy:
+        world.judge(world.submit(E, busy))
+        assert world.lease(E).blocks == lost[0].blocks
+
+
 @pytest.mark.parametrize("other_works", [True, False])
 def test_stops_of_one_worker_pause_no_run_in_which_another_works(tmp_path, other_works):
     world = world_of(tmp_path, good=(A, B), max_staleness=0, worker_share=1.0)
@@ -381,6 +406,17 @@ def test_of_a_lease_only_the_block_that_was_stopped_counts_as_such(tmp_path):
     later(world, LAW.least_soft_s + 0.1)
     again = world.lease(A)
     assert LeaseLapsed(again.id, "returned") in stop(world, A, again, 10**6), "a block of another lease"
+    assert_holds(world)
+
+
+def test_two_stops_in_a_row_are_two_requests_to_an_auditor(tmp_path):
+    world = world_of(tmp_path, good=(A,), worker_share=1.0)
+    while world.state.members[A].leases < 1 / LAW.free_lapses:
+        work(world, A)  # so that a second lapse costs nothing, and no event is between the two
+    first = world.lease(A)
+    second = world.lease(A, [first.id])
+    made = [*stop(world, A, first), *stop(world, A, second)]
+    assert [(body.lease, body.block) for body in made] == [(one.id, one.blocks[0]) for one in (first, second)]
     assert_holds(world)
 
 

@@ -6,7 +6,7 @@ import re
 import msgspec
 import pytest
 
-from shoal.ledger.remedies import SILENT_REMEDY
+from shoal.ledger.hints import SILENT_REMEDY
 from shoal.monitors import no_signal
 from shoal.monitors.digest import StepDigest
 from shoal.monitors.follow import Follower, Setting

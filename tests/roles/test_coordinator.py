@@ -17,8 +17,8 @@ from shoal.folder import RunFolder
 from shoal.ledger.answers import Refused
 from shoal.ledger.facts.members import Enter, Leave
 from shoal.ledger.facts.run import Admin
+from shoal.ledger.hints import WORKER_REMEDY, split_remedy
 from shoal.ledger.log.verify import verify
-from shoal.ledger.remedies import WORKER_REMEDY, split_remedy
 from shoal.ledger.state import State
 from shoal.ledger.table import kind_of
 from shoal.net.client import Client, PeerRefused

@@ -12,9 +12,9 @@ from shoal.ledger.facts.leases import LeaseLapsed
 from shoal.ledger.facts.run import RunEnded
 from shoal.ledger.facts.submissions import Submit
 from shoal.ledger.fault_rate import FAULT_REMEDY, FAULTS
+from shoal.ledger.hints import split_remedy
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.remedies import split_remedy
 from shoal.ledger.state_records import LeaseRecord
 from shoal.ledger.table import make_entry
 from shoal.metrics import read_metrics

@@ -9,7 +9,7 @@ from shoal.ledger.state_records import SlotRecord
 from shoal.protocol.audits import influence
 from shoal.protocol.constants import MAIN_STREAM
 from shoal.protocol.continuations import is_continued_slot
-from shoal.protocol.env_faults import fault_indices, without_faults
+from shoal.protocol.env_faults import fault_indices, has_enough_rollouts, without_faults
 from shoal.protocol.types import Faults, Message, StepRewards
 from shoal.protocol.wire import float_sum
 
@@ -97,6 +97,8 @@ def apply_group_accepted(body: GroupAccepted, state: State, entry: Entry) -> Non
         if stream.uses and body.auditor:  # guard: only-audited-is-repeated
             stream.uses.audited((body.version, body.slot), body.auditor)
         stream.forget_flat()
+    elif not has_enough_rollouts(len(body.rewards), faults):  # guard: too-few-left-are-not-equal
+        stream.count_failed()
     else:
         stream.flat += 1
         rewards = without_faults(body.rewards, faults)
@@ -111,7 +113,8 @@ def _count_faults(body: GroupAccepted, state: State) -> None:
     if not label:  # a log from before groups said it
         return
     state.faults = state.faults or FaultsRecord()
-    group = GroupOutcome.of(len(body.rewards), body.faults)
+    lowest = any(env.label == label and env.on_fault == "lowest" for env in state.envs)
+    group = GroupOutcome.of(body.rewards, body.faults, lowest)
     if body.faults is UNSET or body.confirmed:
         state.faults.count(label, group, state.law.fault_window)
     elif body.submission in state.rechecks:  # guard: lone-faults-wait

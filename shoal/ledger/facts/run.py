@@ -1,5 +1,6 @@
 """The run itself: created, changed by its host, ended. Events, commands, and how a state takes them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,6 +121,8 @@ class Tick:
     """(link, audit link) of versions that an ended run has not revealed."""
     host_hung: tuple[str, ...] = ()
     """Open leases of whose time the host's stage has taken half or more."""
+    envs: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    """By submission that is overdue, the labels of its slots as in `Judge`."""
 
 
 def apply_run_created(body: RunCreated, state: State, entry: Entry) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
 from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.entry import Body
@@ -22,7 +22,7 @@ from shoal.ledger.next_batch import blocks_to_continue, groups_a_worker, is_fres
 from shoal.ledger.once import once_per_event
 from shoal.ledger.pace import blocks_for_speed, is_slow, lease_times
 from shoal.ledger.past import Cause, Here, Table, Told
-from shoal.ledger.reassign import blocks_to_reassign, may_retry_stopped, num_to_reassign
+from shoal.ledger.reassign import blocks_to_reassign, may_retry_stopped, num_to_reassign, reliable
 from shoal.ledger.rules.members import (
     BY_HOST,
     cause_of_quarantine_by_host,
@@ -104,20 +104,22 @@ def decide_return_leases(command: ReturnLeases, state: State) -> list[Body]:
 
 
 def _pause_on_stops(state: State, lease: LeaseRecord, command: ReturnLeases) -> list[Body]:
-    """At `max_staleness = 0`, a block that is often stopped on few workers is not void, since they could then choose what
-    is learned. If nobody else is at work, the run waits for its host. Others that wait for work had their turn, or
-    `lease_s`, each time to take the block."""
+    """At `max_staleness = 0`, a block that is often stopped, but not on all workers, is not void, since a few could then
+    choose what is learned. The run waits for its host if nobody else is at work and a worker has stopped the block twice:
+    others that wait for work had their turn, or `lease_s`, to take it."""
     stops = state.stream_of(lease).versions[lease.version].blocks[command.stopped].stopped
-    workers = [*(stops.workers if stops else ()), lease.worker]
-    most = state.law.block_workers
-    if state.rules.max_staleness or state.phase != "running" or not len(set(workers)) < most <= len(workers):
+    before = stops.workers if stops else []
+    num, workers = len(before) + 1, {*before, lease.worker}
+    if state.rules.max_staleness or state.phase != "running" or num < state.law.block_workers:
+        return []
+    if lease.worker not in before or _is_stopped_on_all(state, workers):  # guard: first-stops-pause-nothing
         return []
     at_work = {state.leases[name].worker for name in state.open_leases}
     at_work |= {state.lease_of(state.submissions[name]).worker for name in state.pending}
-    if at_work - {*workers}:  # guard: stops-of-one-pause-no-others
+    if at_work - workers:  # guard: stops-of-one-pause-no-others
         return []
     cause = (
-        f"{FAULTS}{TOOK_TOO_LONG}, each of {len(workers)} times, in {command.tasks or f'block {command.stopped}'}, and no "
+        f"{FAULTS}{TOOK_TOO_LONG}, each of {num} times, in {command.tasks or f'block {command.stopped}'}, and no "
         "other worker is there to play it"
     )
     return [RulesChanged(phase="paused", cause=cause)]
@@ -202,8 +204,7 @@ def _beyond_the_runs_share(state: State, stale: list[LeaseRecord]) -> list[Lease
 
 def void_free(state: State, stream: StreamRecord) -> list[Body]:
     """Voids the slots of free blocks that will not be leased again: their version is too old, or as many workers gave them
-    back as may be leased one block. If an environment stopped them all, also at `max_staleness = 0`: none comes further.
-    There, one worker counts once, however often it says so."""
+    back as may be leased one block. At `max_staleness = 0`, only those that an environment stopped on all workers."""
     size, most = state.rules.block_groups, max(1, state.rules.max_staleness)
     if state.law.version < 2:
         old, given_up, stopped = [place for place in stream.free if stream.version - place[0] >= most], [], []
@@ -239,9 +240,18 @@ def void_unbegun(state: State, stream: StreamRecord) -> list[Body]:
 def _is_stopped(state: State, stream: StreamRecord, place: tuple[int, int]) -> bool:
     block = stream.versions[place[0]].blocks[place[1]]
     workers = set(block.stopped.workers) if block.stopped else set[str]()
-    if len(workers) >= state.law.block_workers:  # guard: stopped-is-void
+    if _is_stopped_on_all(state, workers):  # guard: stopped-is-void
         return True
     return _is_given_up(state, stream, place) and workers >= set(block.holders)
+
+
+def _is_stopped_on_all(state: State, workers: set[str]) -> bool:
+    """Whether these are `Law.block_workers` or more and, at `max_staleness = 0`, all that have a good record, or accepted
+    work while nobody has one: a few keys of one owner must not choose what is learned."""
+    if len(workers) < state.law.block_workers or state.rules.max_staleness:
+        return len(workers) >= state.law.block_workers
+    proven = reliable(state) or {member.key for member in _workers(state) if member.accepted}
+    return bool(proven) and proven <= workers  # guard: stalls-choose-nothing
 
 
 def _is_given_up(state: State, stream: StreamRecord, place: tuple[int, int]) -> bool:
@@ -268,9 +278,11 @@ def without_signal(state: State, stream: StreamRecord) -> str:
         return ""
     if stream.flat < state.rules.batch_groups and not (state.pause_cause == NO_SIGNAL and stream.flat):
         return ""
-    begun = stream.flat - (stream.unbegun or 0) - (stream.stopped or 0)
-    equal = f"within each all rewards are equal, {stream.flat_reward / max(1, begun):.3g} on average"
-    why = [equal] if begun or not (stream.unbegun or stream.stopped) else []
+    which = "each" if stream.num_equal == stream.flat else f"{stream.num_equal} of them"
+    equal = f"within {which} all rewards are equal, {stream.mean_flat_reward:.3g} on average"
+    why = [equal] if stream.num_equal else []
+    if stream.failed:
+        why.append(f"in {stream.failed} of them the environment fails on so many rollouts that too few are left")
     if stream.unbegun:
         why.append(f"the tasks of {stream.unbegun} of them can never begin; the last: {stream.unbegun_cause}")
     if stream.stopped:
@@ -424,11 +436,11 @@ def cause_of_lease_lapsed(body: LeaseLapsed, here: Here) -> Cause | None:
     if body.cause == BY_HOST:
         return cause_of_quarantine_by_host(worker, here)
     if body.cause == "stopped":
-        leases, block = _returned(here, worker, "stopped"), -1 if body.block is UNSET else body.block
-        return Cause(ReturnLeases(worker, leases, here.now, block, body.tasks or ""))
+        block = -1 if body.block is UNSET else body.block
+        return Cause(ReturnLeases(worker, _returned(here, body), here.now, block, body.tasks or ""))
     if body.cause != "returned":
         return None
-    return _cause_of_leaving(worker, here) or Cause(ReturnLeases(worker, _returned(here, worker, "returned"), here.now))
+    return _cause_of_leaving(worker, here) or Cause(ReturnLeases(worker, _returned(here, body), here.now))
 
 
 def _cause_of_leaving(worker: str, here: Here) -> Cause | None:
@@ -450,12 +462,12 @@ def _host_hung(here: Here) -> tuple[str, ...]:
     return tuple(body.lease for body in together if isinstance(body, LeaseLapsed) and body.cause in _HOST_HUNG)
 
 
-def _returned(here: Here, worker: str, cause: str) -> tuple[str, ...]:
-    """Leases that a worker gave back in one request."""
-    leases = []
+def _returned(here: Here, first: LeaseLapsed) -> tuple[str, ...]:
+    """Leases that a worker gave back in one request, which names at most one block that was stopped."""
+    worker, leases = here.state.leases[first.lease].worker, []
     for entry in here.entries[here.place : here.place + MAX_OPEN_LEASES]:
         lapsed = entry.body
-        if not isinstance(lapsed, LeaseLapsed) or lapsed.cause != cause:
+        if not isinstance(lapsed, LeaseLapsed) or structs.replace(lapsed, lease=first.lease) != first:
             break
         if here.state.leases[lapsed.lease].worker == worker:
             leases.append(lapsed.lease)

@@ -126,7 +126,7 @@ def decide_reconfigure(command: Reconfigure, state: State) -> list[Body]:
 def decide_tick(command: Tick, state: State) -> list[Body]:
     due = [*lapse_late(state, command.now, command.host_hung), *restore_served(state, command.now)]
     # What ends a submission reads the stake that these events change, so it waits for the next tick.
-    return due or [*end_overdue(state, command.now)] or [*reveal_rest(state, command.links)]
+    return due or [*end_overdue(state, command.now, command.envs)] or [*reveal_rest(state, command.links)]
 
 
 def follow(state: State) -> list[Body]:

@@ -91,14 +91,19 @@ def to_judge(state: State, key: str, now: float) -> list[str]:
     return [name for name in in_order(state) if may_judge(state, state.submissions[name], skipped, key, now)]
 
 
-def end_overdue(state: State, now: float) -> Iterator[Body]:
-    """Ends one dispute or recheck that got no further verdict in time, without a slash. Once the run has ended, it waits
-    less. It always waits for validators that are at work and will come to it."""
+def overdue(state: State, now: float) -> list[str]:
+    """Submissions whose dispute or recheck got no further verdict in time. Once the run has ended, it waits less. It always
+    waits for validators that are at work and will come to it."""
     law = state.law
     limit_s = law.dispute_s if state.phase != "ended" else law.most_verdicts * law.turn_s
     undecided = (*state.pending, *state.rechecks)
     due = state.due_by(now - limit_s, "judged", undecided)  # guard: time-for-a-second-verdict
-    for name in _without_turn(state, due, now)[:1]:  # the next one: on the state that this one leaves
+    return _without_turn(state, due, now)
+
+
+def end_overdue(state: State, now: float, envs: Mapping[str, Mapping[int, str]]) -> Iterator[Body]:
+    """Ends one overdue dispute or recheck, without a slash. `envs`: of each, the labels of its slots."""
+    for name in overdue(state, now)[:1]:  # the next one: on the state that this one leaves
         submission = state.submissions[name]
         if submission.decided:
             yield Rechecked(name, "undecided")
@@ -110,7 +115,7 @@ def end_overdue(state: State, now: float) -> Iterator[Body]:
         disputed = weighed.disputed if two_judged else weighed.refused  # guard: lone-refusal-is-no-fault
         # guard: overdue-is-no-slash
         ended = weighed._replace(slash=False, disputed=disputed)
-        yield from _decide(state, submission, lease, ended, submission.verdicts)
+        yield from _decide(state, submission, lease, ended, submission.verdicts, envs=envs.get(name))
 
 
 def is_open(state: State, submission: SubmissionRecord) -> bool:
@@ -305,9 +310,9 @@ def _end_recheck(
         if state.law.version >= 2:  # guard: recheck-quarantines
             yield from _failure(state, lease, submission, command)
         return
-    disputed = (
-        weighed.refused or doubted or next(iter(submission.verdicts)) in weighed.outvoted
-    )  # guard: doubted-is-open
+    stopped = any(group.check == REPLAY for groups in weighed.accepted.values() for group in groups)
+    # guard: doubted-is-open, stopped-recheck-confirms-nothing
+    disputed = weighed.refused or doubted or stopped or next(iter(submission.verdicts)) in weighed.outvoted
     yield Rechecked(submission.digest, "undecided" if disputed else "confirmed")
 
 
@@ -348,9 +353,9 @@ def _recheck_draw(here: Here, submission: str) -> float:
     return 1.0
 
 
-def cause_of_the_clock(body: Body, here: Here) -> Cause:
+def cause_of_the_clock(body: Decision | Rechecked, here: Here) -> Cause:
     """If no verdict led to it, its time had come."""
-    return Cause(Tick(here.now))
+    return Cause(Tick(here.now, envs={body.submission: _said_envs(here, body.submission)}))
 
 
 def lines_of_verdict_given(body: VerdictGiven, told: Told) -> Iterator[CreditLine]:

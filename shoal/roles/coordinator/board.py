@@ -12,8 +12,7 @@ from shoal.alarms import StandingAlarms
 from shoal.ledger.answers import Refused
 from shoal.ledger.facts.run import NO_SIGNAL
 from shoal.ledger.fault_rate import FAULTS, fault_remedy
-from shoal.ledger.next_batch import blocks_in_the_way, is_settled, next_members, usable
-from shoal.ledger.remedies import (
+from shoal.ledger.hints import (
     ADMIT_REMEDY,
     ALARM_REMEDY,
     NO_LEASE,
@@ -22,6 +21,7 @@ from shoal.ledger.remedies import (
     no_signal_remedy,
     split_remedy,
 )
+from shoal.ledger.next_batch import blocks_in_the_way, is_settled, next_members, usable
 from shoal.ledger.rules.batches import groups_beyond_share
 from shoal.ledger.rules.leases import without_signal
 from shoal.ledger.state import State, state_hash
@@ -165,7 +165,7 @@ class Board:
             accepted=state.accepted_groups, refused=state.refused, in_flight=groups_in_flight(state, state.main),
             pending=len(state.pending) + len(state.rechecks), waiting_for=reason,
             waiting_s=0.0 if reason.startswith(NOT_WAITING) else max(0.0, self._desk.clock() - self._waiting[1]),
-            flat_groups=state.main.flat, flat_reward=state.main.flat_reward / max(1, state.main.flat),
+            flat_groups=state.main.flat, flat_reward=state.main.mean_flat_reward,
             no_signal=flat, unbegun_groups=state.main.unbegun or 0, unbegun_cause=state.main.unbegun_cause or "",
             pause_cause=state.pause_cause, alarms=self.alarms(), lr_factor=state.main.lr_factor(len(state.main.batches)),
         )  # fmt: skip

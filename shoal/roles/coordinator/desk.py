@@ -22,10 +22,11 @@ from shoal.ledger.facts.batches import SlotVoid
 from shoal.ledger.facts.leases import AskLease, ReturnLeases
 from shoal.ledger.facts.run import RulesChanged, Tick
 from shoal.ledger.facts.submissions import Submit
+from shoal.ledger.hints import QUOTA
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN
-from shoal.ledger.remedies import QUOTA
 from shoal.ledger.rules.submissions import lease_to_fill
+from shoal.ledger.rules.verdicts import overdue
 from shoal.ledger.seeds import audit_draws, lease_of, turn_draws, turns
 from shoal.ledger.state import State
 from shoal.ledger.state_records import LeaseRecord
@@ -242,6 +243,12 @@ class Desk:
         """A lease with the seeds, environments and tasks of its slots."""
         return lease_of(self.state, lease, self.slot_links[lease.version + 1])
 
+    def labels(self, lease: LeaseRecord) -> dict[int, str]:
+        """The environment of each slot of a lease, in a run with several."""
+        if len(self.state.envs) < 2:
+            return {}
+        return {slot.slot: slot.env for block in self.wire_lease(lease).blocks for slot in block.slots}
+
     async def parents(self, key: str, lease_id: str) -> t.Parents:
         """The groups that a worker's lease continues, and nothing else of their submissions, in which there may be groups
         that others are still to make. Raises `Refused`, `NothingYet`.
@@ -383,9 +390,10 @@ class Desk:
         """Tell the rules that time has passed; after the run's end, also give them the links that are not revealed."""
         now, ended = self.clock(), self.state.phase == "ended"
         leases = (self.state.leases[name] for name in self.state.open_leases)
-        hung = self.stage.host_hung(leases)
+        hung, late = self.stage.host_hung(leases), overdue(self.state, now)
+        envs = {name: self.labels(self.state.lease_of(self.state.submissions[name])) for name in late}
         # Each tick does only the first kind of what is due: many lapses must not keep a dispute from its end.
-        while await self.book.submit(Tick(now, self.links_of(self.hidden_versions() if ended else []), hung)):
+        while await self.book.submit(Tick(now, self.links_of(self.hidden_versions() if ended else []), hung, envs)):
             pass
 
     def hidden_versions(self) -> list[int]:

@@ -21,7 +21,7 @@ from shoal.ledger.rules.leases import without_signal
 from shoal.ledger.rules.verdicts import is_open, to_judge
 from shoal.ledger.seeds import recheck_draw
 from shoal.ledger.state import State
-from shoal.ledger.state_records import LeaseRecord, SubmissionRecord
+from shoal.ledger.state_records import SubmissionRecord
 from shoal.ledger.turns import silent, turn_s
 from shoal.protocol import types as t
 from shoal.protocol.wire import WireError, from_json, to_json
@@ -59,13 +59,6 @@ def next_check(desk: Desk, key: str) -> t.Check | None:
     )  # fmt: skip
 
 
-def _labels(desk: Desk, lease: LeaseRecord) -> dict[int, str]:
-    """The environment of each slot of a lease, in a run with several."""
-    if len(desk.state.envs) < 2:
-        return {}
-    return {slot.slot: slot.env for block in desk.wire_lease(lease).blocks for slot in block.slots}
-
-
 async def take_verdict(desk: Desk, key: str, verdict: t.Verdict) -> None:
     """Book a verdict. Raises `Refused`."""
     submission = desk.state.submissions.get(verdict.submission)
@@ -75,7 +68,7 @@ async def take_verdict(desk: Desk, key: str, verdict: t.Verdict) -> None:
     bare = msgspec.structs.replace(verdict, projections={})
     lease = desk.state.lease_of(submission)
     again = recheck_draw(desk.state, lease, verdict.submission, desk.audit_links[lease.version + 1])
-    judged = Judge(key, bare, desk.clock(), projection, again, differs_from, _labels(desk, lease))
+    judged = Judge(key, bare, desk.clock(), projection, again, differs_from, desk.labels(lease))
     before = silent(desk.state, judged.now)
     try:
         entries = await desk.book.submit(judged)

@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jinja2.environment import TemplateModule
 from starlette.datastructures import QueryParams
 
-from shoal.ledger.remedies import split_remedy
+from shoal.ledger.hints import split_remedy
 from shoal.terminal import brief, printable
 from shoal.watch.words import KEY_CHARS
 

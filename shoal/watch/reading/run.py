@@ -248,7 +248,7 @@ class Reading:
             accepted=state.accepted_groups, refused=state.refused, in_flight=groups_in_flight(state, state.main),
             pending=len(state.pending) + len(state.rechecks), waiting_for=waits,
             waiting_s=0.0 if waits == NOT_WAITING else max(0.0, self._clock() - state.time), flat_groups=state.main.flat,
-            flat_reward=state.main.flat_reward / max(1, state.main.flat), pause_cause=state.pause_cause,
+            flat_reward=state.main.mean_flat_reward, pause_cause=state.pause_cause,
         ), False, is_stopped)  # fmt: skip
 
     def alarms(self) -> list[AlarmLine] | None:
