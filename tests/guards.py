@@ -626,6 +626,8 @@ GUARDS = [
     *_needed_by("tests/envs/test_play.py",
         ("unbegun-is-reported-once", OFF,
          "test_a_task_that_can_never_begin_is_reported_once_with_its_length_and_the_key"),
+        ("overreach-fails-no-task", 'raise ShoalError("it cannot make it") from None',
+         "test_a_call_that_this_machine_ends_never_says_that_a_task_cannot_begin"),
     ),
     *_needed_by("tests/envs/test_first_prompt.py",
         ("later-turns-are-shown", OFF, "test_a_template_that_hides_turns_is_refused_where_an_environment_plays_more"),
