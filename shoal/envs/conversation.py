@@ -214,7 +214,7 @@ class Conversation:
         except LOCAL_ERRORS:
             raise  # guard: overreach-opens-nothing
         except REPRODUCIBLE_ERRORS as error:  # foreign code may raise anything, and must not stop the run
-            begins = f"environment {label_of(self.env)} cannot begin task {str(self.task)[:80]!r}: "
+            begins = begins_fault(self.env, self.task)
             if shown:
                 said = f"the policy's chat template or tokenizer does not take its messages: {' '.join(str(error).split())}"
                 raise MessagesRefused(begins + said) from None
@@ -352,6 +352,11 @@ class Conversation:
         self.ending = self.ending or "error"
         self.fault = describe_fault_of_call(error, self.env, call, source_of(self.env))
         self.outside = score_outside(error)
+
+
+def begins_fault(env: Env, task: Task) -> str:
+    """How it begins to say that a task cannot begin."""
+    return f"environment {label_of(env)} cannot begin task {str(task)[:80]!r}: "
 
 
 def _told(messages: Sequence[Message]) -> list[tuple[str, str]]:
