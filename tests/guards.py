@@ -247,6 +247,8 @@ GUARDS = [
     *_needed_by("tests/envs/test_load_package.py",
         ("strangers-packages-stay-out", ("is_own(package)", "True"),
          "test_a_package_of_somebody_else_never_runs_in_this_process"),
+        ("own-packages-play-as-everywhere", GONE,
+         "test_a_package_that_times_out_fails_alike_for_its_author_and_for_others"),
         ("no-package-without-a-sandbox", OFF,
          "test_without_a_sandbox_a_package_of_somebody_else_is_refused_with_the_remedy"),
         ("package-by-its-digest", "name = spec.name",

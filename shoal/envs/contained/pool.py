@@ -184,6 +184,8 @@ class ProcessPool:
         self._numbers = itertools.count(1)
         self.reproducible = True
         """Whether a state may be made again from its actions. See `facts`."""
+        self.has_network = False
+        """Whether the environment may ask endpoints, so that a replay may find otherwise whether one answers."""
         self.facts = self._add().result()
         self.reproducible = self.facts.reproducible
         self.called = self.facts.name
@@ -428,7 +430,7 @@ class ProcessPool:
         return why
 
     def _checked(self, process: EnvProcess, job: PendingCall[Any], answer: f.AnyAnswer, data: bytes) -> Any:
-        return job.finish(_demanded(process.line, job.wanted, answer), data, process)
+        return job.finish(_demanded(process.line, job.wanted, answer, self.has_network), data, process)
 
     def _answer(self, process: EnvProcess, job: PendingCall[Any], patience: float) -> tuple[f.AnyAnswer, bytes]:
         answer, data = process.line.ask(job.kind, job.fields, patience)
@@ -447,10 +449,10 @@ class ProcessPool:
         numbers = [*(self.number() for _ in state.actions), state.number]
         fields: dict[str, Any] = {"new": numbers[0], "index": task.number, "heldout": task.heldout}
         answer, data = line.ask(f.Begin, fields, patience)
-        said = hash_of(b"", _demanded(line, f.Begun, answer), data)
+        said = hash_of(b"", _demanded(line, f.Begun, answer, self.has_network), data)
         for action, before, number in zip(state.actions, numbers, numbers[1:], strict=False):
             answer, data = line.ask(f.Act, self.acting(before, number, action), patience)
-            said = hash_of(said, _demanded(line, f.Acted, answer), data)
+            said = hash_of(said, _demanded(line, f.Acted, answer, self.has_network), data)
             line.forget(before)
         if said != state.said:
             line.end()  # it keeps another state under this number
@@ -488,10 +490,10 @@ def _settle(job: PendingCall[Any], act: Callable[[], Any]) -> None:
         job.future.set_result(result)
 
 
-def _demanded(line: Line, wanted: type[A], answer: f.AnyAnswer) -> A:
+def _demanded(line: Line, wanted: type[A], answer: f.AnyAnswer, has_network: bool) -> A:
     if isinstance(answer, f.Fault):
         text = " ".join(answer.line.split())[: f.MAX_LINE_CHARS]
-        if answer.unreachable and line.has_network:
+        if answer.unreachable and has_network:
             raise Undecided(f"an endpoint of the environment did not answer: {text}")  # guard: silence-is-no-fault
         raise (RaisedValue if answer.usual else Raised)(text)
     if not isinstance(answer, wanted):
