@@ -230,7 +230,7 @@ GUARDS = [
         ("lost-is-not-repeated", OFF, "test_a_lost_episode_of_an_environment_that_is_not_reproducible_is_undecided"),
         ("other-environment-answers-nothing", OFF, "test_a_process_with_another_environment_answers_nothing"),
         ("stop-waits-for-no-call", OFF, "test_when_told_to_stop_nobody_waits_for_a_call"),
-        ("call-beyond-the-lease", OFF, "test_a_call_that_goes_on_when_its_lease_is_due_is_undecided"),
+        ("call-beyond-the-lease", "late = False", "test_a_call_that_hangs_gets_no_second_try_when_its_lease_is_due"),
     ),
     *_needed_by("tests/envs/contained/test_contained.py",
         ("memory-is-not-the-nodes", GONE, "test_the_memory_limit_of_a_node_is_not_that_of_its_sandbox"),

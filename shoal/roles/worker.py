@@ -169,7 +169,7 @@ class Worker:
         self.hands = Hands()
         self.leave_at_once: Callable[[], None] = lambda: None
         """Called when the host is gone and we were told to stop: the process need not wait for its threads."""
-        self.due = math.inf  # when a step that hangs is given up: before the lease's deadline
+        self.due = math.inf  # a step that hung is not tried again so late that the lease would lapse meanwhile
         self.idle_since = 0.0
         """When the engine was needed no more for a lease."""
         self.standing = Standing(client, key, name)
@@ -256,7 +256,7 @@ class Worker:
         self.seat = await take_seat(
             self.client, "worker", self.name, self.home, self.make_engine, self.own_files, self.clock,
             self.max_memory_mb, self.max_disk_mb, self.packages, self.chosen,
-            processes=Processes(stopping=lambda: bool(self.stopping), late=lambda: self.clock() > self.due),
+            processes=Processes(stopping=lambda: bool(self.stopping), left_s=lambda: self.due - time.monotonic()),
         )  # fmt: skip
         self.allowance.stopping = lambda: bool(self.stopping)
         self.leases = Leases(self.seat, self.stopping, self.clock, self.allowance, self.doing)
@@ -299,7 +299,7 @@ class Worker:
         await self._load_for(grant, use)
         self.seat.demand_play(lease)
         parents = await self._parents(lease)
-        self.due = lease.deadline - (lease.deadline - lease.issued) / 10
+        self.due = self.leases.came[lease.id] + 0.9 * (lease.deadline - lease.issued)
         try:
             groups = await asyncio.to_thread(self._play, lease, parents)
         except (OtherStart, Interrupted, BlockStopped) as why:
