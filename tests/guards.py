@@ -1597,6 +1597,7 @@ GUARDS = [
          ("await unless_gone(self._work(), self.stopping, self.client, self._leave_without_host)",
           "await self._work() is None"),
          "test_a_worker_that_is_told_to_stop_leaves_a_host_that_is_gone"),
+        ("refusal-is-an-answer", "return False", "test_a_refusal_is_an_answer_to_a_goodbye"),
     ),
     *_needed_by("tests/roles/test_stopped_envs.py",
         ("stopped-is-given-back", ("isinstance(why, BlockStopped)", "False"),

@@ -65,7 +65,9 @@ def test_a_package_that_times_out_fails_alike_for_its_author_and_for_others(
     author: Author, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the sandbox no endpoint ever answers, so a timeout is a fault there."""
-    monkeypatch.setattr("tests.hub.author.CODE", CODE.replace("return Step(", "raise TimeoutError('too many steps') or ("))
+    monkeypatch.setattr(
+        "tests.hub.author.CODE", CODE.replace("return Step(", "raise TimeoutError('too many steps') or (")
+    )
     registry, name = FolderRegistry(tmp_path / "registry"), "ann/parrot@0.2.0"
     author.push(registry, version="0.2.0")
     for home in (author.home, tmp_path / "bob"):
