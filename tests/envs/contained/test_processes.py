@@ -386,6 +386,13 @@ def test_64_rollouts_take_few_round_trips(tmp_path: Path, renderer: Renderer, mo
     assert len(talks) == 64 and frames["asked"] < 64 + 3 * 64 // 4, "64 tasks, and two or three calls of each rollout"
 
 
+def test_calls_that_answer_all_the_time_get_more_processes_too(tmp_path: Path, renderer: Renderer) -> None:
+    env = played_by(tmp_path / "brief.py", acting("time.sleep(0.03)"), Processes(4))
+    episodes = [Episode(env, env.task(i % 8), bytes([i] * 32)) for i in range(64)]
+    converse(RandomEngine(renderer, ["yes"]), renderer, episodes, SAMPLING)
+    assert len(env.pool._processes) > 1
+
+
 def test_when_told_to_stop_nobody_waits_for_a_call(tmp_path: Path, renderer: Renderer) -> None:
     told = [False]
     env = played_by(tmp_path / "hangs.py", acting("time.sleep(60)"), Processes(2, lambda: told[0]))
