@@ -631,7 +631,7 @@ GUARDS = [
         ("overreach-fails-no-task", 'raise ShoalError("it cannot make it") from None',
          "test_a_call_that_this_machine_ends_never_says_that_a_task_cannot_begin"),
     ),
-    *_needed_by("tests/envs/test_first_prompt.py",
+    *_needed_by("tests/envs/test_prompt_preview.py",
         ("later-turns-are-shown", OFF, "test_a_template_that_hides_turns_is_refused_where_an_environment_plays_more"),
         ("tasks-are-told-apart", OFF, "test_a_template_that_shows_another_message_than_the_task_is_refused"),
     ),

@@ -34,7 +34,7 @@ from shoal.envs.base import (
     source_of,
     step_of,
 )
-from shoal.envs.calls import Calling, EnvCall, alone, call_here, of_this_process
+from shoal.envs.concurrent_episodes import Calling, EnvCall, alone, call_here, of_this_process
 from shoal.envs.exceptions import LOCAL_ERRORS, REPRODUCIBLE_ERRORS, redact_paths, score_outside
 from shoal.envs.score import Scored, earned, finite_rewards
 from shoal.envs.settings import LOWEST, limits_of, opening_of, plain_task, shaped

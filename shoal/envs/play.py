@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from shoal.engine.base import Engine, Request
 from shoal.envs.base import Env, Player, Task, label_of, task_of
-from shoal.envs.calls import Calling, together
+from shoal.envs.concurrent_episodes import Calling, together
 from shoal.envs.conversation import Conversation, begins_fault
 from shoal.errors import Overreach, ShoalError, Undecided
 from shoal.policy.messages import arguments_of

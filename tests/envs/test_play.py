@@ -10,8 +10,8 @@ import pytest
 
 from shoal.envs import arithmetic, wordle
 from shoal.envs.base import Env, Message, Step, step_of
-from shoal.envs.first_prompt import no_task_begins
 from shoal.envs.play import Episode, begin, converse, play, play_block, play_scripted
+from shoal.envs.prompt_preview import no_task_begins
 from shoal.errors import Interrupted, Overreach, ShoalError, StateError, Undecided
 from shoal.policy.render import Renderer
 from shoal.protocol.randomness import sample_seed
