@@ -30,10 +30,10 @@ from shoal.engine.base import Engine
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.envs.base import Env
 from shoal.envs.continuing import continue_block
-from shoal.envs.first_prompt import first_prompt
 from shoal.envs.load import env_of
 from shoal.envs.own import OwnEnv
 from shoal.envs.play import begin, play_block
+from shoal.envs.prompt_preview import first_prompt
 from shoal.envs.replay import replay_group
 from shoal.folder import RunFolder
 from shoal.launch.computable import demand_computable

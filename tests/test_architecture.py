@@ -48,7 +48,7 @@ BROAD_EXCEPTS = {
     "envs/second_opinion.py": "the same, when a held-out judge scores an evaluation",
     "envs/own.py": "the same, and its author, who trains in this process, gets one line",
     "envs/source.py": "the same, when a user's file is executed",
-    "envs/calls.py": "the same, on its way to the episode, which decides what it means",
+    "envs/concurrent_episodes.py": "the same, on its way to the episode, which decides what it means",
     "envs/contained/pool.py": "the same, on its way from the thread of a process to who waits for the call",
     "envs/contained/inside.py": "the same, inside the sandbox: what a package raises is told to the other end",
     "envs/adapters/rollout_v1.py": "a tool is foreign code and may raise anything; the policy reads what it raised",

@@ -67,9 +67,9 @@ def role(args: argparse.Namespace) -> None:
 
         stage.main(args.run_dir)
     elif args.name == "prompts":
-        from shoal.roles import prompts
+        from shoal.roles import prompt_preview
 
-        prompts.main(args.run_dir)
+        prompt_preview.main(args.run_dir)
     elif args.name == "dashboard":
         from shoal.watch.page.hosted import serve_hosted
 

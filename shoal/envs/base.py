@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from shoal.envs.exceptions import LOCAL_ERRORS
 from shoal.envs.score import Scored
 from shoal.errors import MessagesRefused, ShoalError, Undecided
 
@@ -177,11 +178,12 @@ def require_index(index: int, count: int) -> None:
 
 
 def task_of(env: Env, index: int, heldout: bool = False) -> Task:
-    """The task with this index. Raises a one-line `ShoalError` for anything that the environment raises."""
+    """The task with this index. Raises a one-line `ShoalError` for anything that the environment raises, but
+    what says something about this machine alone as it is."""
     try:
         return env.task(index, heldout=True) if heldout else env.task(index)
-    except MemoryError:
-        raise
+    except LOCAL_ERRORS:
+        raise  # guard: overreach-fails-no-task
     except Exception as error:  # noqa: BLE001  foreign code may raise anything: its user gets one line
         place = describe_fault(error, source_of(env))
         kind = "held-out task" if heldout else "task"

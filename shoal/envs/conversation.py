@@ -34,9 +34,9 @@ from shoal.envs.base import (
     source_of,
     step_of,
 )
-from shoal.envs.calls import Calling, EnvCall, alone, call_here, of_this_process
-from shoal.envs.exceptions import LOCAL_ERRORS, REPRODUCIBLE_ERRORS, RewardOutOfBounds, redact_paths, score_outside
-from shoal.envs.score import Scored, earned
+from shoal.envs.concurrent_episodes import Calling, EnvCall, alone, call_here, of_this_process
+from shoal.envs.exceptions import LOCAL_ERRORS, REPRODUCIBLE_ERRORS, redact_paths, score_outside
+from shoal.envs.score import Scored, earned, finite_rewards
 from shoal.envs.settings import LOWEST, limits_of, opening_of, plain_task, shaped
 from shoal.envs.steps import Mark, Played, marks_of
 from shoal.envs.view import Next, TalkRow, Turn, View
@@ -214,7 +214,7 @@ class Conversation:
         except LOCAL_ERRORS:
             raise  # guard: overreach-opens-nothing
         except REPRODUCIBLE_ERRORS as error:  # foreign code may raise anything, and must not stop the run
-            begins = f"environment {label_of(self.env)} cannot begin task {str(self.task)[:80]!r}: "
+            begins = begins_fault(self.env, self.task)
             if shown:
                 said = f"the policy's chat template or tokenizer does not take its messages: {' '.join(str(error).split())}"
                 raise MessagesRefused(begins + said) from None
@@ -317,29 +317,21 @@ class Conversation:
         """Score the episode and close the conversation."""
         cut_short = ending == "length" and getattr(self.env, "truncated_score", None) is not None
         judge = "truncated_score" if cut_short else "score"
+        call = "step"
         try:
+            rewards, call = finite_rewards(self.turn_rewards), judge
             written = [turn.token_ids for turn in self._turns]
             score = yield EnvCall(self.env, judge, (self.state,))
             scored = (score, *shaped(self.env, self.task, written))
-            found = earned(self.env, scored, self.turn_rewards)
+            found, call = earned(self.env, scored, rewards), "success"
             success = bool((yield EnvCall(self.env, "success", (self.state,)))) if is_decided(self.env) else None
         except LOCAL_ERRORS:
             raise  # guard: overreach-scores-nothing
         except REPRODUCIBLE_ERRORS as error:
-            self.fail(error, judge if self._has_sound_turns() else "step")
+            self.fail(error, call)
             return
         self.ending, self.success, self.scored = ending, success, scored
         self.reward, self.parts, self.metrics = found
-
-    def _has_sound_turns(self) -> bool:
-        """Whether the rewards of its turns are numbers: they are added when the episode has ended."""
-        try:
-            earned(self.env, (), self.turn_rewards)
-        except RewardOutOfBounds:
-            return True
-        except REPRODUCIBLE_ERRORS:
-            return False
-        return True
 
     @property
     def public_fault(self) -> str:
@@ -352,6 +344,11 @@ class Conversation:
         self.ending = self.ending or "error"
         self.fault = describe_fault_of_call(error, self.env, call, source_of(self.env))
         self.outside = score_outside(error)
+
+
+def begins_fault(env: Env, task: Task) -> str:
+    """How it begins to say that a task cannot begin."""
+    return f"environment {label_of(env)} cannot begin task {str(task)[:80]!r}: "
 
 
 def _told(messages: Sequence[Message]) -> list[tuple[str, str]]:

@@ -16,14 +16,14 @@ import msgspec
 from shoal.engine.base import Engine
 from shoal.envs.base import Env, Task, is_decided, label_of, task_of
 from shoal.envs.conversation import Conversation
-from shoal.envs.play import Episode, NoTask, converse
+from shoal.envs.play import Episode, NoTask, converse, why_unbegun
 from shoal.envs.replay import judge_talks
 from shoal.envs.second_opinion import opinions, tasks_of_judge
 from shoal.errors import ConfigError, Interrupted, ShoalError, Undecided
 from shoal.heldout import Judged, interval_of
 from shoal.policy.render import Renderer
 from shoal.protocol.randomness import sample_seed
-from shoal.protocol.rollouts import no_room, unbegun_remedy
+from shoal.protocol.rollouts import unbegun_remedy
 from shoal.protocol.types import Sampling
 from shoal.protocol.wire import domain_hash
 from shoal.terminal import printable
@@ -270,8 +270,7 @@ def _require_room(env: Env, talks: Sequence[Conversation], sampling: Sampling) -
     begun = [talk for talk in talks if talk.tokens]
     unbegun = [talk for talk in begun if not talk.logprobs and not talk.fault]
     for talk in unbegun:
-        room = no_room(getattr(env, "max_tokens", 0), sampling, len(talk.tokens))
-        talk.fault = room or f"it ends by {talk.ending} before the policy writes"
+        talk.fault = why_unbegun(talk, sampling)
     if unbegun and len(unbegun) == len(begun):
         why = unbegun[0].fault
         raise ShoalError(

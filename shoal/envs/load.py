@@ -177,7 +177,10 @@ def _open_package(package: Installed, args: Mapping[str, Any], opener: Opener, o
     folder = store.demand_unchanged(package)
     file, _, function = package.entry.partition(":")
     if is_own(package) and not package.dependencies:  # guard: strangers-packages-stay-out
-        return _as_described(_load_file(folder / file, args, function, own), package.reproducible)
+        env = _as_described(_load_file(folder / file, args, function, own), package.reproducible)
+        if isinstance(env, ContainedEnv):
+            env.pool.has_network = False  # guard: own-packages-play-as-everywhere
+        return env
     env = opener(package, store.paths_of(package.digest), args)
     require_members(env, Path(package.name, file))
     return env

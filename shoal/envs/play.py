@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from shoal.engine.base import Engine, Request
 from shoal.envs.base import Env, Player, Task, label_of, task_of
-from shoal.envs.calls import Calling, together
-from shoal.envs.conversation import Conversation
+from shoal.envs.concurrent_episodes import Calling, together
+from shoal.envs.conversation import Conversation, begins_fault
 from shoal.errors import Overreach, ShoalError, Undecided
 from shoal.policy.messages import arguments_of
 from shoal.policy.render import Renderer
@@ -60,11 +60,11 @@ def play_block(
                 f"slot {slot.slot} asks for environment {slot.env}, which is not loaded ({', '.join(sorted(envs))[:200]})"
             )
         env, seed, first = envs[slot.env], bytes.fromhex(slot.seed), len(episodes)
-        task, why = begin(env, renderer, slot.task, sampling)
-        if why:
+        opened, why = begin(env, renderer, slot.task, sampling)
+        if opened is None:
             report_unbegun(slot.env, slot.task, why)
         else:
-            episodes += [Episode(env, task, sample_seed(seed, i)) for i in range(group_size)]
+            episodes += [Episode(env, opened.task, sample_seed(seed, i)) for i in range(group_size)]
         of_slot[slot.slot] = range(first, len(episodes))
     rollouts = play(engine, renderer, episodes, sampling)
     return [
@@ -72,19 +72,24 @@ def play_block(
     ]
 
 
-def begin(env: Env, renderer: Renderer, index: int, sampling: Sampling) -> tuple[Task, str]:
-    """The task with this index, and why no rollout of it can begin; empty if one can."""
+def begin(env: Env, renderer: Renderer, index: int, sampling: Sampling) -> tuple[Conversation | None, str]:
+    """The opening of the task with this index; None if no rollout of it can begin, and why."""
+    begins = ""
     try:
         task = task_of(env, index)
+        begins = begins_fault(env, task)
         opened = Conversation(env, renderer, task, sampling)
     except Overreach:
         raise  # guard: overreach-is-not-void
     except ShoalError as fault:
-        return None, str(fault)
-    if opened.ending is None:
-        return task, ""
-    room = no_room(getattr(env, "max_tokens", 0), sampling, len(opened.tokens))
-    return task, room or f"it ends by {opened.ending} before the policy writes"
+        return None, str(fault).removeprefix(begins)
+    return (opened, "") if opened.ending is None else (None, why_unbegun(opened, sampling))
+
+
+def why_unbegun(opened: Conversation, sampling: Sampling) -> str:
+    """Why the policy writes nothing in a conversation that has ended already."""
+    room = no_room(getattr(opened.env, "max_tokens", 0), sampling, len(opened.tokens))
+    return room or f"it ends by {opened.ending} before the policy writes"
 
 
 MAX_REPORTED = 1000

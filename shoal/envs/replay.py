@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.envs.base import Env, Task
-from shoal.envs.calls import Calling, alone, together
+from shoal.envs.concurrent_episodes import Calling, alone, together
 from shoal.envs.conversation import Conversation
 from shoal.envs.exceptions import LOCAL_ERRORS, REPRODUCIBLE_ERRORS
 from shoal.envs.score import Earned, Scored, earned

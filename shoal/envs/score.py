@@ -58,7 +58,7 @@ def earned(env: Any, scored: Sequence[Any], turn_rewards: Sequence[float] = ()) 
     """
     parts: dict[str, float] = {}
     metrics: dict[str, float] = {}
-    terms = [_finite(reward, "the reward of a step") for reward in turn_rewards if reward]
+    terms = finite_rewards(turn_rewards)
     weights = weights_of(env)
     for score in scored:
         if isinstance(score, Score):
@@ -78,6 +78,11 @@ def earned(env: Any, scored: Sequence[Any], turn_rewards: Sequence[float] = ()) 
             return Earned(near, parts, metrics)
         raise RewardOutOfBounds(reward, low, high)
     return Earned(reward, parts, metrics)
+
+
+def finite_rewards(turn_rewards: Sequence[Any]) -> list[float]:
+    """What turns earn, without those that earn nothing. Raises if one is no finite number."""
+    return [_finite(reward, "the reward of a step") for reward in turn_rewards if reward]
 
 
 def _named(values: Mapping[str, float], what: str) -> list[tuple[str, float]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.envs.base import Env, Targeted, Task, describe_fault, is_decided, source_of, step_of, task_of
-from shoal.envs.calls import Calling, EnvCall, together
+from shoal.envs.concurrent_episodes import Calling, EnvCall, together
 from shoal.envs.contained.pool import TaskHandle, digest_of
 from shoal.envs.conversation import Conversation
 from shoal.envs.exceptions import REPRODUCIBLE_ERRORS

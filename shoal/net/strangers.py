@@ -32,14 +32,14 @@ class StrangersTransport(httpx.AsyncHTTPTransport):
         """A `proxy` connects to servers with TLS, and forwards requests to the others."""
         super().__init__(verify=verify, limits=limits, trust_env=False, proxy=None if verify else proxy)
         self._pool._network_backend = _Backend(self._pool._network_backend, proxy, verify)
-        self._proxy = proxy
+        self._forwarding = None if verify else proxy
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request, and read the beginning of its answer."""
         response = await super().handle_async_request(request)
-        if self._proxy is not None and response.status_code == 407:
+        if self._forwarding is not None and response.status_code == 407:
             await response.aclose()
-            raise proxy_error(self._proxy, 407, request.url.host)
+            raise proxy_error(self._forwarding, 407, request.url.host)
         if isinstance(stream := response.extensions.get("network_stream"), _Stream):
             stream.left_bytes = None
         for name in ("location", "set-cookie"):

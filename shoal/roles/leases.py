@@ -7,6 +7,7 @@ it asks for and when it was issued are compared with what an honest host may say
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 
 from msgspec import UNSET
@@ -53,6 +54,8 @@ class Leases:
         """What the worker says of its speed."""
         self.holding: list[str] = []
         """Leases that are not filled yet."""
+        self.came: dict[str, float] = {}
+        """When each of them came, by the monotonic clock."""
         self._places = asyncio.Semaphore(MAX_OPEN_LEASES)
         """For leases: no host asks a worker to hold more."""
 
@@ -88,6 +91,7 @@ class Leases:
     def ended(self, lease: t.Lease) -> None:
         """A lease was filled or dropped."""
         self.holding.remove(lease.id)
+        self.came.pop(lease.id, None)
         self._places.release()
 
     async def give_back(self, lease: t.Lease, stopped: int = -1, why: str = "") -> None:
@@ -150,6 +154,7 @@ class Leases:
 
     async def _open_grant(self, answer: t.LeaseAnswer, lease: t.Lease) -> t.Grant:
         """The grant of a lease. A lease that we may not play is returned, for another worker. Raises `PeerError`."""
+        self.came[lease.id] = time.monotonic()
         try:
             demand_sound(lease, self._seat.kind, vine_of(self._seat.info.rules.algorithm) is not None)
             self.demand_same_time(lease.issued)  # guard: lease-from-the-future

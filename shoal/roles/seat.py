@@ -6,8 +6,10 @@ Both roles import this file; it imports no role. It verifies every byte of the w
 import asyncio
 import contextlib
 import logging
+import os
+import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -64,6 +66,9 @@ GOODBYE_S = 5.0
 
 ASK_S = 2.0
 """How long after an answer a node that was told to stop, and still works, asks whether the host is there."""
+
+LAST_S = 2.0
+"""What a node whose host is gone takes at most to end, once it has left its work."""
 
 ADMISSION_POLL_S = 5.0
 """How often a validator asks whether it was admitted."""
@@ -454,20 +459,34 @@ async def unless_gone(
         await asyncio.wait({doing, gone}, timeout=GOODBYE_S)
 
 
+def end_soon() -> None:
+    """End this process, also if a thread is still at work that nobody will take."""
+    timer = threading.Timer(LAST_S, os._exit, (130,))
+    timer.daemon = True
+    timer.start()
+
+
 async def _gone(stopping: Stopping, client: Client) -> None:
     """Ends when we are told to stop and the host does not answer."""
     await stopping.wait()
-    with contextlib.suppress(PeerError):
-        while True:
-            with contextlib.suppress(PeerRefused):  # it is there
-                await client.get("/v1/status", deadline_s=GOODBYE_S)
-            await asyncio.sleep(ASK_S)
+    while True:
+        if not await _is_answered(client, client.get("/v1/status", deadline_s=GOODBYE_S)):
+            return
+        await asyncio.sleep(ASK_S)
 
 
 async def say_goodbye(client: Client, deadline_s: float) -> bool:
-    """Tell the coordinator that we leave, so that requests which we signed earlier get no lease. Returns whether it took
-    that."""
-    with contextlib.suppress(PeerError):
-        await client.send("POST", "/v1/nodes/leave", b"", t.NodeState, deadline_s=deadline_s)
-        return True
-    return False
+    """Tell the coordinator that we leave, so that requests which we signed earlier get no lease. Returns whether it
+    answers."""
+    left = client.send("POST", "/v1/nodes/leave", b"", t.NodeState, deadline_s=deadline_s)
+    return await _is_answered(client, left)
+
+
+async def _is_answered(client: Client, call: Awaitable[object]) -> bool:
+    """Whether the host answers a call, if only by refusals."""
+    before = client.answered_at
+    try:
+        await call
+    except PeerError:
+        return client.answered_at != before  # guard: refusal-is-an-answer
+    return True

@@ -37,7 +37,7 @@ from shoal.roles.loading import loaded_in_time
 from shoal.roles.memory import enforced, limit_of, memory_mb
 from shoal.roles.packages import Packages
 from shoal.roles.scores import ScoreFile, Tally
-from shoal.roles.seat import GOODBYE_S, SOONEST_S, Seat, say_goodbye, take_seat, unless_gone
+from shoal.roles.seat import GOODBYE_S, SOONEST_S, Seat, end_soon, say_goodbye, take_seat, unless_gone
 from shoal.roles.sharing import Share, sharing
 from shoal.roles.shifts import Alone, Shift, load_on_shift, shift_of
 
@@ -88,11 +88,8 @@ def main(
     validator.doing.key, validator.doing.answered_at = key.public, lambda: validator.client.answered_at
     log.info("validating url=%s key=%s", url, key.public)
     validator.share = None if share_port is None else Share(key, share_port, url=share_url)
+    validator.leave_at_once = end_soon
     asyncio.run(validator.run())
-
-
-def _leave_without_host() -> None:
-    log.warning("left, because the host does not answer: what was being judged is lost. The same command goes on")
 
 
 class NoParents(PeerError):
@@ -124,6 +121,10 @@ class Validator:
         self.doing = Doing(stopping=lambda: bool(self.stopping))
         self.took_s = 0.0
         """What the newest submission took to judge."""
+        self.in_hand = ""
+        """The submission that is being judged."""
+        self.leave_at_once: Callable[[], None] = lambda: None
+        """As of a worker."""
         self.seat: Seat
 
     async def run(self) -> None:
@@ -135,19 +136,26 @@ class Validator:
                     return
                 try:
                     async with sharing(self.share, self.client, self.seat.shared):
-                        if not await unless_gone(self._judge_all(), self.stopping, self.client, _leave_without_host):
+                        if not await unless_gone(
+                            self._judge_all(), self.stopping, self.client, self._leave_without_host
+                        ):
                             return
                 except Overreach:
                     await say_goodbye(self.client, GOODBYE_S)  # others judge in its place at once
                     raise
                 if self.stopping and not await say_goodbye(self.client, GOODBYE_S):
-                    _leave_without_host()
+                    self._leave_without_host()
                     return
                 done = self.doing.judged
                 log.info(
                     "left judged=%d submissions: groups accepted=%d refused=%d",
                     done.submissions, done.accepted, done.refused.total(),
                 )  # fmt: skip
+
+    def _leave_without_host(self) -> None:
+        lost = f"the judgement of submission {self.in_hand[:12]} is lost" if self.in_hand else "nothing was in hand"
+        log.warning("left, because the host does not answer: %s. The same command goes on", lost)
+        self.leave_at_once()
 
     async def _judge_all(self) -> None:
         """Judge until the run is over or we are told to stop. Raises `Overreach` if a submission asks for too much."""
@@ -177,7 +185,7 @@ class Validator:
                     continue
                 self.seat.demand_judge(check, len(body), sum(map(len, found.values())))
                 self.doing.now(f"judging a submission of {groups} groups")
-                began = self.doing.clock()
+                began, self.in_hand = self.doing.clock(), check.id
                 with self.seat.within_memory(f"judging submission {check.id[:12]}"):
                     rules, vocabulary = self.seat.info.rules, self.seat.policy.renderer.vocabulary
                     parents = read_parents(found, rules, check.lease, vocabulary)
@@ -190,6 +198,7 @@ class Validator:
                         return
             self.took_s = self.doing.clock() - began
             await self._give(verdict)
+            self.in_hand = ""
 
     async def _join(self) -> bool:
         """Join the run; returns True when done."""

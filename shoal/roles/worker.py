@@ -9,9 +9,7 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import platform
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,7 +41,7 @@ from shoal.roles.leases import Leases
 from shoal.roles.loading import loaded_in_time
 from shoal.roles.memory import enforced, limit_of, memory_mb
 from shoal.roles.packages import Packages
-from shoal.roles.seat import GOODBYE_S, SOONEST_S, Contradiction, Seat, say_goodbye, take_seat, unless_gone
+from shoal.roles.seat import GOODBYE_S, SOONEST_S, Contradiction, Seat, end_soon, say_goodbye, take_seat, unless_gone
 from shoal.roles.sharing import Share, sharing
 from shoal.roles.shifts import Alone, Shift, load_on_shift, shift_of
 from shoal.roles.standing import Standing
@@ -53,9 +51,6 @@ log = logging.getLogger("worker")
 LATE = 4.0
 """A lease is dropped between two blocks once playing has taken this many times the time that the lease allows: its blocks
 are others' by then, and a host could ask for days of work. At the deadline itself the work may still be taken."""
-
-LAST_S = 2.0
-"""What a worker whose host is gone takes at most to end, once it has left its work."""
 
 Made: TypeAlias = tuple[list[t.Group], tuple[bytes, ...]]
 """Groups of a lease, and their proofs."""
@@ -112,7 +107,7 @@ def main(
         Client(url, key), key.public, home, make, limit_mb, t.fact(name or platform.node()), own_files,
         max_disk_mb=max_disk_mb, packages=packages,
     )  # fmt: skip
-    worker.chosen, worker.shift, worker.allowance, worker.leave_at_once = engine, shift, allowed, _end_soon
+    worker.chosen, worker.shift, worker.allowance, worker.leave_at_once = engine, shift, allowed, end_soon
     if doing is not None:
         doing.stopping, worker.doing = worker.doing.stopping, doing
         doing.answered_at = lambda: worker.client.answered_at
@@ -123,13 +118,6 @@ def main(
         if isinstance(failed.__context__, Overreach):
             raise failed.__context__ from None
         raise
-
-
-def _end_soon() -> None:
-    """End this process, also if a thread is still at a block that nobody will take."""
-    timer = threading.Timer(LAST_S, os._exit, (130,))
-    timer.daemon = True
-    timer.start()
 
 
 class BlockStopped(Undecided):
@@ -169,7 +157,7 @@ class Worker:
         self.hands = Hands()
         self.leave_at_once: Callable[[], None] = lambda: None
         """Called when the host is gone and we were told to stop: the process need not wait for its threads."""
-        self.due = math.inf  # when a step that hangs is given up: before the lease's deadline
+        self.due = math.inf  # a step that hung is not tried again so late that the lease would lapse meanwhile
         self.idle_since = 0.0
         """When the engine was needed no more for a lease."""
         self.standing = Standing(client, key, name)
@@ -256,7 +244,7 @@ class Worker:
         self.seat = await take_seat(
             self.client, "worker", self.name, self.home, self.make_engine, self.own_files, self.clock,
             self.max_memory_mb, self.max_disk_mb, self.packages, self.chosen,
-            processes=Processes(stopping=lambda: bool(self.stopping), late=lambda: self.clock() > self.due),
+            processes=Processes(stopping=lambda: bool(self.stopping), left_s=lambda: self.due - time.monotonic()),
         )  # fmt: skip
         self.allowance.stopping = lambda: bool(self.stopping)
         self.leases = Leases(self.seat, self.stopping, self.clock, self.allowance, self.doing)
@@ -299,7 +287,7 @@ class Worker:
         await self._load_for(grant, use)
         self.seat.demand_play(lease)
         parents = await self._parents(lease)
-        self.due = lease.deadline - (lease.deadline - lease.issued) / 10
+        self.due = self.leases.came[lease.id] + 0.9 * (lease.deadline - lease.issued)
         try:
             groups = await asyncio.to_thread(self._play, lease, parents)
         except (OtherStart, Interrupted, BlockStopped) as why:

@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.envs.base import Env
+from shoal.envs.base import Env, Raised
 from shoal.envs.contained import open as opening
 from shoal.envs.contained.client import ContainedEnv
+from shoal.envs.contained.open import in_process
 from shoal.envs.load import env_digest, is_file, is_package, load_built_in, load_env, load_run_envs
 from shoal.errors import ConfigError, StateError
 from shoal.hub.consent import Consent
@@ -20,7 +21,7 @@ from shoal.hub.store import Installed
 from shoal.net.keys import save_key
 from shoal.protocol.types import EnvSpec
 from shoal.sandbox.selftest import Report
-from tests.hub.author import Author
+from tests.hub.author import CODE, Author
 from tests.sandbox.needs import needs_bubblewrap
 
 NAME = "ann/parrot@0.1.0"
@@ -57,6 +58,25 @@ def test_an_author_runs_the_installed_package(author: Author) -> None:
     assert (env.name, env.task(1)) == ("parrot", "b")
     assert load_env(f"pkg:{env_digest(NAME)}", {}).name == "parrot"
     assert list(load_run_envs([spec()], own_files=True)) == [NAME]
+
+
+@needs_bubblewrap
+def test_a_package_that_times_out_fails_alike_for_its_author_and_for_others(
+    author: Author, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the sandbox no endpoint ever answers, so a timeout is a fault there."""
+    monkeypatch.setattr(
+        "tests.hub.author.CODE", CODE.replace("return Step(", "raise TimeoutError('too many steps') or (")
+    )
+    registry, name = FolderRegistry(tmp_path / "registry"), "ann/parrot@0.2.0"
+    author.push(registry, version="0.2.0")
+    for home in (author.home, tmp_path / "bob"):
+        monkeypatch.setenv("SHOAL_HOME", str(home))
+        install(read_reference(name), registry, home, Consent(None, lambda _: True))
+        env = load_env(name, {}, own=in_process)
+        assert isinstance(env, ContainedEnv)
+        with pytest.raises(Raised, match="TimeoutError: too many steps"):
+            env.step(env.reset(env.task(0))[0], "a")
 
 
 def test_a_folder_is_loaded_as_it_would_be_packed(author: Author) -> None:

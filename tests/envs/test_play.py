@@ -4,14 +4,15 @@ import itertools
 import random
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from shoal.envs import arithmetic, wordle
 from shoal.envs.base import Env, Message, Step, step_of
 from shoal.envs.play import Episode, begin, converse, play, play_block, play_scripted
-from shoal.errors import ShoalError, StateError
+from shoal.envs.prompt_preview import no_task_begins
+from shoal.errors import Interrupted, Overreach, ShoalError, StateError, Undecided
 from shoal.policy.render import Renderer
 from shoal.protocol.randomness import sample_seed
 from shoal.protocol.types import ENVIRONMENT, POLICY, Block, Sampling, Slot
@@ -201,9 +202,8 @@ def test_a_task_that_can_never_begin_is_reported_once_with_its_length_and_the_ke
     groups = play_block(saying(), renderer, {"long": Long()}, block, 2, sampling)
     assert [group.rollouts for group in groups] == [()] * 6
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 2 and lines[0].startswith(
-        "task cannot begin env=long task=0 reason=environment long cannot begin"
-    )
+    assert len(lines) == 2
+    assert re.match(r"task cannot begin env=long task=0 reason=.*\.py line \d+: OSError: no such task", lines[0])
     assert re.search(
         rf"task=1 reason=its prompt takes \d+ tokens, and sampling.max_tokens = {sampling.max_tokens} leaves no room for",
         lines[1],
@@ -225,3 +225,19 @@ def test_a_reply_that_the_chat_template_refuses_ends_the_rollout_in_the_words_of
     assert (talk.ending, talk.fault) == (
         "error", f"the policy's chat template or tokenizer does not take its reply: {said}",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [Undecided, Interrupted, Overreach, MemoryError])
+@pytest.mark.parametrize("call", ["task", "reset"])
+def test_a_call_that_this_machine_ends_never_says_that_a_task_cannot_begin(
+    call: str, error: type[Exception], renderer, sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*args: object, **named: object) -> NoReturn:
+        raise error("it took longer than 10 s")
+
+    env = Echo()
+    monkeypatch.setattr(env, call, ended)
+    with pytest.raises(error):
+        begin(env, renderer, 0, sampling)
+    if error is not MemoryError:
+        assert not no_task_begins(env, renderer, sampling, range(1))

@@ -285,3 +285,15 @@ def test_what_an_environment_must_not_return_is_told_with_its_authors_function_a
     knows_line = opener is make_env or "outside" not in says  # bounds are compared where no line is known
     says = f"forgetful.py {says}" if knows_line else says.partition(": ")[2]
     assert talk.ending == "error" and says in talk.fault and talk.public_fault.startswith(says)
+
+
+class Torn(Parts):
+    """Its `success` returns what is neither true nor false."""
+
+    def success(self, state: Any) -> Any:
+        return np.zeros(2)
+
+
+def test_a_success_that_is_no_truth_value_is_told_of_success(renderer: Renderer) -> None:
+    talk = talk_of(Torn(), renderer, "a", "b")
+    assert talk.ending == "error" and ": success(): ValueError: " in talk.fault, talk.fault

@@ -99,3 +99,18 @@ def test_a_connection_is_used_again_for_long_answers():
 
     asyncio.run(asyncio.wait_for(story(), 20))
     assert len(asked) == 3 and len(set(asked)) == 1
+
+
+@pytest.mark.parametrize("tunnels", [True, False])
+def test_a_407_through_a_tunnel_is_the_servers(tunnels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(transport: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
+        return httpx.Response(407)
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", answer)
+    transport = StrangersTransport(verify=tunnels, proxy=httpx.URL("http://proxy.test:3128"))
+    asked = transport.handle_async_request(httpx.Request("GET", "https://host.test/"))
+    if tunnels:
+        assert asyncio.run(asked).status_code == 407
+    else:
+        with pytest.raises(PeerError, match="wants a user"):
+            asyncio.run(asked)

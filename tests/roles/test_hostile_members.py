@@ -25,8 +25,8 @@ from shoal.protocol.constants import MAX_EVENTS_BYTES, MAX_FACT_CHARS
 from shoal.protocol.wire import WireError, digest, to_json
 from shoal.roles.auditor.log import audit_folder
 from shoal.roles.coordinator.board import Board
+from shoal.roles.coordinator.env_hang_reports import StopReports
 from shoal.roles.coordinator.role import open_run
-from shoal.roles.coordinator.stop_reports import StopReports
 from shoal.roles.coordinator.versions import put_chunk, take_checkpoint
 from shoal.roles.validator import Validator
 from shoal.roles.worker import TooOld, Worker
@@ -185,7 +185,7 @@ def test_a_worker_that_plays_nothing_cannot_say_that_an_environment_stopped(tmp_
 
 
 def test_reports_of_stopped_environments_fill_no_memory(monkeypatch):
-    monkeypatch.setattr("shoal.roles.coordinator.stop_reports.MAX_REPORTS", 3)
+    monkeypatch.setattr("shoal.roles.coordinator.env_hang_reports.MAX_REPORTS", 3)
     reports = StopReports()
     for number in range(9):
         lease = LeaseRecord(str(number), "w" * 64, "main", number, (0,), 0.0, 60.0)

@@ -34,6 +34,7 @@ from shoal.roles.stage.turns import Ask, Limits, record_of, take_turn
 ODD = '''
 import random, time, os
 from shoal.envs.base import Env, Step
+from shoal.errors import Undecided
 
 class Odd(Env):
     """Does what its task says, at the second turn."""
@@ -41,8 +42,15 @@ class Odd(Env):
     def __init__(self, log, quick):
         self.log, self.quick = log, quick
     def task(self, index, heldout=False):
+        if index == 17:
+            self.end_once(index)
         return index
+    def end_once(self, task):
+        if note(self.log, f"begin {task}") == 1:
+            raise Undecided("the sandbox stopped it")
     def reset(self, task):
+        if task == 18:
+            self.end_once(task)
         if task == 9:
             raise ValueError("task 9 cannot begin")
         if task == 10:
@@ -84,6 +92,7 @@ class Odd(Env):
 def note(log, line):
     with open(log, "a") as file:
         file.write(line + "\\n")
+    return open(log).read().splitlines().count(line)
 
 def environment(log="", quick=False):
     return Odd(log, quick)
@@ -273,7 +282,7 @@ def test_an_environment_that_hangs_is_killed_and_the_others_go_on_where_they_wer
     played = theatre.played(2)
     assert (played.ending, played.reward) == ("error", 0.0)
     assert 4 * LIMIT_S <= time.monotonic() - began < 16 * LIMIT_S
-    why = rf"step\(\) of task 2: its process was ended: it took longer than {LIMIT_S:g} s, at odd\.py line 3[34]"
+    why = rf"step\(\) of task 2: its process was ended: it took longer than {LIMIT_S:g} s, at odd\.py line 4[12]"
     assert re.search(why, caplog.text), caplog.text
     recorded = record_of(theatre.memo, "run", theatre.staged(2), 1, theatre.players.judge).groups[0].rollouts[0]
     assert re.fullmatch(why, recorded.fault)
@@ -315,6 +324,12 @@ def test_a_task_that_cannot_begin_is_void_and_the_record_says_why(theatre, task,
     assert [said.ending for said in taken.said] == ["void"] * 2 and time.monotonic() - began < 6 * LIMIT_S
     (group,) = record_of(theatre.memo, "run", asked, 2, theatre.players.judge).groups
     assert group.rollouts == () and re.match(why, group.why)
+
+
+@pytest.mark.parametrize("task", [17, 18], ids=["task", "reset"])
+def test_an_opening_that_the_sandbox_stops_is_tried_again_and_not_void(theatre, task) -> None:
+    assert theatre.turn(task, 0).ending == ""
+    assert theatre.steps() == [f"begin {task}"] * 2 + [f"reset {task}"]
 
 
 def test_a_process_that_was_killed_changes_no_reply(theatre) -> None:

@@ -157,8 +157,11 @@ def test_a_validator_whose_environment_dies_accuses_nobody(tmp_path: Path) -> No
 
 def test_an_exit_ends_its_rollout_and_no_role(tmp_path: Path) -> None:
     town = town_of(tmp_path / "run", 0, "exits", rollouts={"group_size": 4, "block_rollouts": 8, "batch_groups": 2})
-    asyncio.run(town.live(town.worker("one"), town.validator(), town.trainer()))
+    worker = town.worker("one")
+    worker.clock = lambda: time.time() - 50  # clocks differ
+    asyncio.run(town.live(worker, town.validator(), town.trainer()))
     assert nobody_is_blamed(town) and lapses(town) == []
+    assert abs(worker.due - time.monotonic()) < 30, "counted from when the lease came"
 
 
 def test_who_is_told_to_stop_leaves_a_hanging_step_at_once(tmp_path: Path) -> None:

@@ -3,20 +3,25 @@
 import asyncio
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from shoal.config import RunConfig, TinyPolicy, sampling_of
 from shoal.errors import PeerError
 from shoal.ledger.log.creation import creation_of
+from shoal.net.client import Client
+from shoal.net.sided import SHOAL
 from shoal.policy.spec import write_json
 from shoal.policy.tiny import make_tiny
 from shoal.protocol import types as t
-from shoal.protocol.constants import CONTROL_STOPS, MODEL_STOPS
-from shoal.protocol.wire import from_msgpack
-from shoal.roles import evaluate, seat
+from shoal.protocol.constants import CONTROL_STOPS, MODEL_STOPS, PROTOCOL_VERSION
+from shoal.protocol.identity import Key
+from shoal.protocol.wire import from_msgpack, to_json
+from shoal.roles import evaluate, seat, validator
 from shoal.roles.coordinator import role as coordinator
 from shoal.roles.coordinator.board import Board
 from tests.roles.town import Town, tiny_run
@@ -106,6 +111,57 @@ def test_a_worker_that_is_told_to_stop_leaves_a_host_that_is_gone(
 
     assert asyncio.run(asyncio.wait_for(live(), 60)) < 5 and ended == ["at once"]
     assert "the host does not answer: leases 0 are lost" in caplog.text
+
+
+def test_a_validator_that_is_told_to_stop_leaves_a_host_that_is_gone_in_the_middle_of_a_judgement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(seat, "GOODBYE_S", 0.5)
+    town = Town(tmp_path / "run", tiny_run())
+    silent, release, host, ended = threading.Event(), threading.Event(), town.app, list[str]()
+
+    async def app(scope: dict[str, str], receive: object, send: object) -> None:
+        if silent.is_set():
+            await asyncio.sleep(3600)
+        await host(scope, receive, send)
+
+    def judge(*args: object) -> None:
+        silent.set()
+        release.wait(30)
+
+    town.app = app
+    monkeypatch.setattr(validator, "verify_submission", judge)
+    judging = town.validator()
+    judging.leave_at_once = lambda: ended.append(judging.in_hand)
+
+    async def live() -> None:
+        others = [asyncio.create_task(role.run()) for role in (town.trainer(), town.worker("one", own_files=False))]
+        task = asyncio.create_task(judging.run())
+        while not silent.is_set():
+            await asyncio.sleep(0.05)
+        judging.stopping.set()
+        await asyncio.wait_for(task, 10)
+        release.set()
+        for other in others:
+            other.cancel()
+
+    asyncio.run(live())
+    assert len(ended) == 1 and f"the judgement of submission {ended[0][:12]} is lost" in caplog.text and ended[0]
+
+
+@pytest.mark.parametrize("status", [403, 429, 503, 0])
+def test_a_refusal_is_an_answer_to_a_goodbye(status: int) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if not status:
+            raise httpx.ConnectError("no route")
+        body = t.Refusal(error="too many requests", code="rate")
+        return httpx.Response(status, headers={SHOAL: str(PROTOCOL_VERSION)}, stream=httpx.ByteStream(to_json(body)))
+
+    async def leave() -> bool:
+        async with Client("http://host.test", Key.generate(), transport=httpx.MockTransport(answer)) as client:
+            return await seat.say_goodbye(client, 0.3)
+
+    assert asyncio.run(leave()) == bool(status)
 
 
 def test_a_run_whose_rules_are_the_same_has_the_log_of_before(tmp_path: Path, own: Path) -> None:

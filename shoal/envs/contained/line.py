@@ -230,11 +230,6 @@ class Line:
         except Gone as gone:
             raise ShoalError(source.refused(f"it {gone}")) from None
 
-    @property
-    def has_network(self) -> bool:
-        """Whether the environment reaches endpoints. In the sandbox none ever answers, so a replay finds the same."""
-        return isinstance(self._source, OwnFile)
-
     def forget(self, state: int) -> None:
         """Say with the next request that nobody needs a state any more. Any thread may call it."""
         self._drop.append(state)

@@ -49,7 +49,7 @@ def in_process(path: Path, args: Mapping[str, Any], function: str, processes: Pr
     """The environment of a file of this user. Raises `ShoalError` if it does not load."""
     source = OwnFile(path, function, args)
     env = ContainedEnv(lambda: Line(source, OWN_LIMITS, lambda _: None), processes, "its process was ended", REMEDY)
-    env.source = path
+    env.source, env.pool.has_network = path, True
     return cast("Env", env)
 
 

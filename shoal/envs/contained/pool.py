@@ -43,7 +43,7 @@ SLOW_S = 0.1
 """If a call takes longer, or what waits for a process is expected to, other processes take what waits."""
 
 STOP_S = 1.0
-"""When the node is told to stop, or its work is due, a call that has taken this long is left alone."""
+"""When the node is told to stop, a call that has taken this long is left alone."""
 
 MAX_STOPPED = 1000
 """Calls that were stopped, of which a pool remembers that."""
@@ -60,13 +60,13 @@ log = logging.getLogger("envs")
 
 @dataclass(frozen=True)
 class Processes:
-    """How many processes an environment may have, and when their user waits no longer."""
+    """How many processes an environment may have, and how long their user waits."""
 
     most: int = MAX_PROCESSES
     stopping: Callable[[], bool] = lambda: False
     """Whether the node was told to stop. What waits for a slow call then raises `Interrupted`."""
-    late: Callable[[], bool] = lambda: False
-    """Whether the work is due. What waits for a slow call then raises `Undecided`."""
+    left_s: Callable[[], float] = lambda: math.inf
+    """Seconds until the work is due. A call that was ended is not tried again if less is left than it took."""
 
 
 class RaisedValue(Raised, ValueError):
@@ -136,7 +136,6 @@ class PendingCall(Generic[T]):
     finish: Callable[[Any, bytes, EnvProcess], T]
     """Makes the result of the answer, its bytes, and the process that gave it."""
     process: EnvProcess | None = None
-    """Which answers it."""
     future: "Future[T]" = field(default_factory=Future)
 
     def words(self, method: str = "") -> str:
@@ -164,14 +163,13 @@ class ProcessPool:
     """All processes of an environment. Any thread may use it."""
 
     def __init__(self, start: Callable[[], Line], processes: Processes, where: str, remedy: str = "") -> None:
-        """`start` starts a process, `where` begins the sentence about one that had to be ended, and `remedy` says what its
-        user may do. Raises as `start`."""
+        """`where` begins the sentence about a process that had to be ended, and `remedy` says what its user may do."""
         self._start, self._most, self._where, self._remedy = start, processes.most, where, remedy
         self._stopped = set[int]()
         """Calls that were stopped at all their tries, as `PendingCall.retry_key`."""
         self._told = set[str]()
         """What was logged of such calls."""
-        self._stopping, self._late = processes.stopping, processes.late
+        self._stopping, self._left_s = processes.stopping, processes.left_s
         self._changed = threading.Condition()
         self._processes: list[EnvProcess] = []
         self._starting = 0
@@ -184,6 +182,8 @@ class ProcessPool:
         self._numbers = itertools.count(1)
         self.reproducible = True
         """Whether a state may be made again from its actions. See `facts`."""
+        self.has_network = False
+        """Whether the environment may ask endpoints, so that a replay may find otherwise whether one answers."""
         self.facts = self._add().result()
         self.reproducible = self.facts.reproducible
         self.called = self.facts.name
@@ -220,8 +220,7 @@ class ProcessPool:
                     raise
 
     def look(self) -> None:
-        """To be called while somebody waits: start more processes if calls are slow. Raises `Interrupted` when told to
-        stop, and `Undecided` when the work is due."""
+        """Start more processes if calls are slow, while somebody waits. Raises `Interrupted` when told to stop."""
         now = time.monotonic()
         with self._changed:
             slow = [process for process in self._processes if process.is_slow(self._call_s)]
@@ -236,8 +235,6 @@ class ProcessPool:
             self._add(self.facts)
         if longest_s > STOP_S and self._stopping():  # guard: stop-waits-for-no-call
             raise Interrupted(f"{self.called}: told to stop while a call took {longest_s:.0f} s")
-        if longest_s > STOP_S and self._late():  # guard: call-beyond-the-lease
-            raise Undecided(f"{self.called}: a call that took {longest_s:.0f} s went on when the lease was due")
 
     def give_up(self, future: "Future[Any]") -> None:
         """Nobody waits for a call any more. It is not begun, or not tried again."""
@@ -364,7 +361,7 @@ class ProcessPool:
     def _run(self, process: EnvProcess, jobs: Sequence[PendingCall[Any]]) -> None:
         """Answer calls: all at once if they are several, and each by itself that got no answer so. Those that another
         process has taken meanwhile are that one's."""
-        ended, why, again = None, "", deque[PendingCall[Any]]()
+        ended, tries, why, again = None, 1, "", deque[PendingCall[Any]]()
         if len(jobs) > 1:
             told = process.line.ask_all([(job.kind, job.fields) for job in jobs])
             try:
@@ -378,9 +375,10 @@ class ProcessPool:
             except (Gone, ShoalError, OSError) as error:
                 ended, why = next(iter(process.sent), None), str(error)  # the call under way
                 if isinstance(error, Gone) and ended is not None:
-                    why = self._tell(ended, error, self._most_tries(ended) > 1)
+                    tries = TRIES + 1 - self._most_tries(process, ended)
+                    why = self._tell(ended, error, tries < TRIES)
         while (one := again.popleft() if again else self._next(process)) is not None:
-            _settle(one, partial(self._asked, process, one, *((1, why) if one is ended else ())))
+            _settle(one, partial(self._asked, process, one, *((tries, why) if one is ended else ())))
 
     def _has(self, process: EnvProcess, job: PendingCall[Any]) -> bool:
         """Whether a call that has its answer is still this process's. The one after it begins."""
@@ -395,15 +393,16 @@ class ProcessPool:
             process.busy_since = time.monotonic()
             return process.sent.popleft() if process.sent else None
 
-    def _most_tries(self, job: PendingCall[Any]) -> int:
-        """One for a call that was stopped before, and for one whose states are lost with the process that ends."""
+    def _most_tries(self, process: EnvProcess, job: PendingCall[Any]) -> int:
+        """One for a call that was stopped before, that took what is left of the time, or whose states are lost."""
+        late = self._left_s() < time.monotonic() - process.busy_since  # guard: call-beyond-the-lease
         lost = job.states and not self.reproducible
-        return 1 if lost or (self._stopped and job.retry_key() in self._stopped) else TRIES
+        return 1 if late or lost or (self._stopped and job.retry_key() in self._stopped) else TRIES
 
     def _asked(self, process: EnvProcess, job: PendingCall[Any], tries: int = 0, why: str = "nobody waits") -> Any:
         """One answer, from a second process if the first one has to be ended. `tries` were made, and `why` the last one
         failed. Raises `Raised` or `Undecided`."""
-        most = self._most_tries(job)
+        most = self._most_tries(process, job)
         while tries < most and not (job.future in self._unwanted or self._closed):
             tries += 1
             try:
@@ -411,6 +410,7 @@ class ProcessPool:
             except Undecided:
                 raise
             except Gone as gone:
+                most = self._most_tries(process, job)
                 why = self._tell(job, gone, tries < most)
                 if tries == most and len(self._stopped) < MAX_STOPPED:
                     self._stopped.add(job.retry_key())
@@ -428,7 +428,7 @@ class ProcessPool:
         return why
 
     def _checked(self, process: EnvProcess, job: PendingCall[Any], answer: f.AnyAnswer, data: bytes) -> Any:
-        return job.finish(_demanded(process.line, job.wanted, answer), data, process)
+        return job.finish(_demanded(process.line, job.wanted, answer, self.has_network), data, process)
 
     def _answer(self, process: EnvProcess, job: PendingCall[Any], patience: float) -> tuple[f.AnyAnswer, bytes]:
         answer, data = process.line.ask(job.kind, job.fields, patience)
@@ -447,10 +447,10 @@ class ProcessPool:
         numbers = [*(self.number() for _ in state.actions), state.number]
         fields: dict[str, Any] = {"new": numbers[0], "index": task.number, "heldout": task.heldout}
         answer, data = line.ask(f.Begin, fields, patience)
-        said = hash_of(b"", _demanded(line, f.Begun, answer), data)
+        said = hash_of(b"", _demanded(line, f.Begun, answer, self.has_network), data)
         for action, before, number in zip(state.actions, numbers, numbers[1:], strict=False):
             answer, data = line.ask(f.Act, self.acting(before, number, action), patience)
-            said = hash_of(said, _demanded(line, f.Acted, answer), data)
+            said = hash_of(said, _demanded(line, f.Acted, answer, self.has_network), data)
             line.forget(before)
         if said != state.said:
             line.end()  # it keeps another state under this number
@@ -488,10 +488,10 @@ def _settle(job: PendingCall[Any], act: Callable[[], Any]) -> None:
         job.future.set_result(result)
 
 
-def _demanded(line: Line, wanted: type[A], answer: f.AnyAnswer) -> A:
+def _demanded(line: Line, wanted: type[A], answer: f.AnyAnswer, has_network: bool) -> A:
     if isinstance(answer, f.Fault):
         text = " ".join(answer.line.split())[: f.MAX_LINE_CHARS]
-        if answer.unreachable and line.has_network:
+        if answer.unreachable and has_network:
             raise Undecided(f"an endpoint of the environment did not answer: {text}")  # guard: silence-is-no-fault
         raise (RaisedValue if answer.usual else Raised)(text)
     if not isinstance(answer, wanted):

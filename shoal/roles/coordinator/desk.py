@@ -47,11 +47,11 @@ from shoal.protocol.randomness import SecretChain
 from shoal.protocol.records import difference
 from shoal.protocol.sizes import turn_answer_bytes, turn_bytes
 from shoal.protocol.wire import WireError, digest, from_msgpack, to_msgpack
+from shoal.roles.coordinator.env_hang_reports import StopReports
 from shoal.roles.coordinator.kept import Kept
 from shoal.roles.coordinator.public import origin_of
 from shoal.roles.coordinator.relays import RelayList
 from shoal.roles.coordinator.stage import StageDoor
-from shoal.roles.coordinator.stop_reports import StopReports
 
 FULL = (
     f"{QUOTA}: {{}} MB are needed now, and storage.quota_mb = {{}}. If that lasts, the host raises it "

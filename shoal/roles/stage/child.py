@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, cast
 import msgspec
 import numpy as np
 
-from shoal.envs.base import Env, Raised, describe_fault, label_of, source_of, task_of
+from shoal.envs.base import Env, Raised, describe_fault, source_of
 from shoal.envs.contained.client import ContainedEnv
 from shoal.envs.contained.inside import let_exits_raise
 from shoal.envs.contained.line import LIMITS
@@ -34,6 +34,7 @@ from shoal.envs.contained.stack_trace import write_stacks
 from shoal.envs.conversation import Conversation
 from shoal.envs.exceptions import LOCAL_ERRORS, is_unreachable, redact_paths
 from shoal.envs.load import load_run_envs
+from shoal.envs.play import begin
 from shoal.envs.replay import judge_talks
 from shoal.envs.score import Earned
 from shoal.envs.settings import WithSettings
@@ -41,7 +42,6 @@ from shoal.envs.source import make_env
 from shoal.errors import ShoalError
 from shoal.pipes import end_with, next_frame, write_frame
 from shoal.policy.render import Renderer
-from shoal.protocol.rollouts import no_room
 from shoal.protocol.types import POLICY, EnvSpec, Sampling
 from shoal.roles.scores import Tally
 from shoal.roles.stage.memo import FinalScore
@@ -187,18 +187,10 @@ class Playing:
         return self._answer(request.number, talk, lengths, talk.rows[row].author[begin])
 
     def _open(self, request: Request) -> Answer:
-        env, begins = self._envs[request.label], ""
-        try:
-            task = task_of(env, request.task)
-            begins = f"environment {label_of(env)} cannot begin task {str(task)[:80]!r}: "
-            talk = Conversation(env, self._renderer, task, self._sampling)
-        except ShoalError as fault:
-            return Answer(ending="void", fault=redact_paths(str(fault).removeprefix(begins), source_of(env)))
-        if talk.ending is not None:  # as `play_block` decides
-            return Answer(
-                ending="void",
-                fault=talk.fault or no_room(getattr(env, "max_tokens", 0), self._sampling, len(talk.tokens)),
-            )
+        env = self._envs[request.label]
+        talk, why = begin(env, self._renderer, request.task, self._sampling)
+        if talk is None:
+            return Answer(ending="void", fault=redact_paths(why, source_of(env)))
         self._talks[request.number] = talk
         return self._answer(request.number, talk, [0], POLICY)
 

@@ -10,8 +10,8 @@ import pytest
 
 from shoal.envs.action import Action
 from shoal.envs.base import Env, Step
-from shoal.envs.calls import Calling, EnvCall, together
 from shoal.envs.check import check_env
+from shoal.envs.concurrent_episodes import Calling, EnvCall, together
 from shoal.envs.contained import frames as f
 from shoal.envs.contained.client import ContainedEnv
 from shoal.envs.contained.inside import Inside

@@ -386,6 +386,13 @@ def test_64_rollouts_take_few_round_trips(tmp_path: Path, renderer: Renderer, mo
     assert len(talks) == 64 and frames["asked"] < 64 + 3 * 64 // 4, "64 tasks, and two or three calls of each rollout"
 
 
+def test_calls_that_answer_all_the_time_get_more_processes_too(tmp_path: Path, renderer: Renderer) -> None:
+    env = played_by(tmp_path / "brief.py", acting("time.sleep(0.03)"), Processes(4))
+    episodes = [Episode(env, env.task(i % 8), bytes([i] * 32)) for i in range(64)]
+    converse(RandomEngine(renderer, ["yes"]), renderer, episodes, SAMPLING)
+    assert len(env.pool._processes) > 1
+
+
 def test_when_told_to_stop_nobody_waits_for_a_call(tmp_path: Path, renderer: Renderer) -> None:
     told = [False]
     env = played_by(tmp_path / "hangs.py", acting("time.sleep(60)"), Processes(2, lambda: told[0]))
@@ -396,12 +403,21 @@ def test_when_told_to_stop_nobody_waits_for_a_call(tmp_path: Path, renderer: Ren
     assert time.monotonic() - began < 3
 
 
-def test_a_call_that_goes_on_when_its_lease_is_due_is_undecided(tmp_path: Path, renderer: Renderer) -> None:
-    env = played_by(tmp_path / "hangs.py", acting("time.sleep(60)"), Processes(2, late=lambda: True))
+def test_a_call_that_hangs_gets_no_second_try_when_its_lease_is_due(
+    tmp_path: Path, renderer: Renderer, quick: None
+) -> None:
+    env = played_by(tmp_path / "hangs.py", acting("time.sleep(60)"), Processes(2, left_s=lambda: 0.5))
     talk, began = Conversation(env, renderer, env.task(0), SAMPLING), time.monotonic()
-    with pytest.raises(Undecided, match="went on when the lease was due"):
+    with pytest.raises(Undecided, match="took longer than 1 s"):
         write(talk, "a")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 2.5
+
+
+def test_a_slow_call_within_its_own_limit_goes_on_when_its_lease_is_due(tmp_path: Path, renderer: Renderer) -> None:
+    env = played_by(tmp_path / "slow.py", acting("time.sleep(1.5)"), Processes(2, left_s=lambda: -1.0))
+    talk = Conversation(env, renderer, env.task(0), SAMPLING)
+    write(talk, "a")
+    assert talk.ending is None and talk.room
 
 
 def test_a_process_ends_with_its_environment_and_with_ours(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ the rules of an episode are written once, and `together` decides how calls are m
 process, and beside those of other episodes for one that has processes of its own. No answer depends on that.
 """
 
+import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
@@ -65,12 +66,15 @@ def together(callings: "Sequence[Calling[T]]") -> list[T]:
     try:
         for place in range(len(callings)):
             go_on(place)
+        looked = time.monotonic()
         while under_way:
+            if time.monotonic() - looked >= LOOK_S:
+                looked = time.monotonic()
+                for env in {id(env): env for env, _ in under_way.values()}.values():
+                    env.pool.look()
             try:
                 place, future = answered.get(timeout=LOOK_S)
             except Empty:
-                for env in {id(env): env for env, _ in under_way.values()}.values():
-                    env.pool.look()
                 continue
             env, _ = under_way.pop(place)
             go_on(place, error=error) if (error := future.exception()) else go_on(place, future.result())

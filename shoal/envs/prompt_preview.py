@@ -1,8 +1,8 @@
 """The first prompt of an environment, for a person who looks at what the policy reads before it learns from it.
 
-Called by `roles/prompts` and recipes/one_file.py. Each control token is in double brackets, so that one which the tokenizer
-splits into pieces looks like any other text. Nothing is played, but empty turns if the chat template may take no later
-ones.
+Called by `roles/prompt_preview` and recipes/one_file.py. Each control token is in double brackets, so that one which the
+tokenizer splits into pieces looks like any other text. Nothing is played, but empty turns if the chat template may take no
+later ones.
 """
 
 import random

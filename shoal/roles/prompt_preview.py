@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 from shoal.config import EnvConfig, sampling_of
-from shoal.envs.first_prompt import first_prompt, no_task_begins, odd_prompts
 from shoal.envs.load import env_of
+from shoal.envs.prompt_preview import first_prompt, no_task_begins, odd_prompts
 from shoal.errors import ConfigError, MessagesRefused, PromptsTooLong, ShoalError
 from shoal.folder import RunFolder, write_atomically
 from shoal.policy.auto_tokenizer import difference_from_file
@@ -19,9 +19,9 @@ from shoal.protocol.types import Sampling
 
 
 def main(run_dir: Path) -> None:
-    """Write the prompts to the run's folder. Raises `ShoalError` if the policy's tokenizer cannot be opened, if its
-    template takes the first prompt of an environment not at all, or if one cannot be
-    loaded or begins no task that is tried."""
+    """Write the prompts to the run's folder. Raises `ShoalError` if the policy's tokenizer does not open, if its chat
+    template refuses or hides an environment's messages, if no prompt leaves room for a turn, or if an environment does not
+    load or begins none of the tasks that are tried."""
     folder = RunFolder(run_dir)
     config = folder.config()
     with tempfile.TemporaryDirectory() as scratch:

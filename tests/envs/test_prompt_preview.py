@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from shoal.envs.base import Env, Step
 from shoal.envs.check.apart import prompt_lengths
 from shoal.envs.check.frames import Recorded
-from shoal.envs.first_prompt import MAX_CHARS, first_prompt, odd_prompts
+from shoal.envs.prompt_preview import MAX_CHARS, first_prompt, odd_prompts
 from shoal.errors import MessagesRefused, PromptsTooLong, ShoalError
 from shoal.policy.render import Renderer
 from shoal.protocol.rollouts import MODEL_REMEDY, unbegun_remedy
