@@ -4,6 +4,7 @@ import contextlib
 import csv
 import io
 import re
+import shutil
 import socket
 import sqlite3
 import time
@@ -63,6 +64,7 @@ def test_a_log_that_is_half_read_is_not_shown_as_the_present(copied, tmp_path, n
     """The run has ended. Its log is read in pages, as that of a long run is."""
     monkeypatch.setattr("shoal.roles.auditor.source.MAX_EVENTS", 25)
     evaluate_last(copied)
+    shutil.copy(RunFolder(copied).evaluations / "before.json", RunFolder(copied).evaluations / "v000001.json")
     with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
         seen, read = [], []
         while shelf.step() and not shelf.runs[0].is_whole:
@@ -82,13 +84,16 @@ def test_a_log_that_is_half_read_is_not_shown_as_the_present(copied, tmp_path, n
                 assert refused.status_code == 503 and "ask for this table once it is whole" in refused.text
             [row] = csv.DictReader(io.StringIO(client.get("/1/csv/runs.csv").text))
             assert row["phase"] == f"reading the log, {percent} %", "other runs of this page may be whole"
-            assert evaluated(shelf) <= {("before", 0)}, "the version of the final policy is not known"
+            refused = sum(found["facts"]["refused"].values())
+            assert refused == sum(row["groups"] for row in shelf.look().refusal_counts(1)) and f"Refused {refused} " in tells
+            of_read = {("before", 0), *([("v000001", 1)] if found["facts"]["version"] >= 1 else [])}
+            assert evaluated(shelf) <= of_read, "and the version of the final policy is not known"
             seen.append(percent)
             now[0] += 10.0
         assert seen == sorted(seen) and len({*seen}) > 3
         page = words(shelf)
         assert "Reading the log" not in page and "The run has ended with version 2" in page
-        assert evaluated(shelf) == {("before", 0), ("after", 2)}
+        assert evaluated(shelf) == {("before", 0), ("v000001", 1), ("after", 2)}
         assert read[0] is None and 0 in read and shelf.look().overview(1)["metrics_step"] == 1
         assert TestClient(page_app(shelf, "")).get("/1/csv/metrics.csv").status_code == 200
 
