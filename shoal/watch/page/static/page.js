@@ -196,7 +196,7 @@
     const silent = Date.now() - heard, age = silent + (late ? 1000 * late[1] : 0); // an answer may be on its way for long
     if (silent >= EVERY_MS && age >= LATE_MS && !paused && !failures && (late || condition() === "Live")) polled.textContent = "As of " + length(Math.floor(age / EVERY_MS) * EVERY_MS / 1000) + " ago";
     for (const one of document.querySelectorAll("time[data-since]")) {
-      one.textContent = length(Math.max(0, (Date.now() - Date.parse(one.dateTime)) / 1000));
+      one.textContent = length(Math.max(0, (heard - Date.parse(one.dateTime)) / 1000)); // as of the rest of the page
     }
   }
   function length(seconds) {
