@@ -228,6 +228,16 @@ def test_a_run_is_asked_how_it_does_when_its_log_has_another_version(copied, tmp
             assert found["condition"]["phase"] == found["facts"]["phase"] == "ended"
 
 
+def test_the_disk_is_measured_again_until_there_is_something_on_it(shelf, now, monkeypatch):
+    held = [0]
+    monkeypatch.setattr("shoal.watch.index.quota.held_below", lambda folder: held[0])
+    assert indexed(shelf, now)["condition"]["blob_bytes"] == 0
+    held[0] = 7
+    assert indexed(shelf, now)["condition"]["blob_bytes"] == 7
+    held[0] = 8
+    assert indexed(shelf, now)["condition"]["blob_bytes"] == 7, "there may be many files"
+
+
 def test_a_full_disk_is_told_and_indexing_goes_on_when_there_is_room(shelf, now):
     shelf.runs[0].builder._db.execute("PRAGMA max_page_count=1")
     assert not shelf.step() and shelf.change == 1
