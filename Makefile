@@ -41,13 +41,14 @@ LONG_TESTS := attacks benchmarks launch roles test_api.py test_cli.py test_survi
 help:
 	@sed -n '3,20s/^# \{0,1\}//p' Makefile
 
-# 130 after Ctrl-C: the run has said how it goes on.
+# 130 after Ctrl-C: the run has said how it goes on, so that make says no more.
 demo: $(VENV)/.runs
-	trap : INT; $(BIN)/shoal run recipes/wordle.toml || [ $$? = 130 ]
+	@echo 'This runs: shoal run recipes/wordle.toml'
+	@trap : INT; $(BIN)/shoal run recipes/wordle.toml || [ $$? = 130 ]
 
 beyond: $(VENV)/.runs
-	$(BIN)/shoal run recipes/stones.toml
-	@$(BIN)/python benchmarks/beyond.py --exact
+	@echo 'This runs: shoal run recipes/stones.toml'
+	@trap : INT; $(BIN)/shoal run recipes/stones.toml || { [ $$? = 130 ] && exit; exit 1; }; $(BIN)/python benchmarks/beyond.py --exact
 
 test: $(VENV)/.tests sandbox foreign
 	$(TEST) $(PARALLEL) $(addprefix --ignore=,$(CHECKS))

@@ -6,6 +6,7 @@ Pure: metrics, evaluations and settings in, sentences out. The page that `PAGE` 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -205,10 +206,10 @@ def _of_rate(lines: Sequence[Mapping[str, Any]], setup: LearningSetup) -> Iterat
             f"halve train.lr (was {lr:g}), or set rollouts.max_staleness = 0",
         )
     size = min(WINDOW_STEPS, len(rewards) // 6)
-    if size >= 2:
+    if size >= 2 and misfit != "low":
         means = [fmean(rewards[i : i + size]) for i in range(len(rewards) - size + 1)]
         start, end, best = means[0], means[-1], max(means)
-        noise = 2 * math.sqrt(2 * _variance(rewards[:size]) / size)
+        noise = 2 * math.sqrt(2 * _variance_of_neighbours(rewards) / size)
         if best - start > 2 * noise and best - end > max(noise, LOST * (best - start)):
             step = means.index(best) + size
             yield (
@@ -246,6 +247,11 @@ def _series(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 def _variance(values: Sequence[float]) -> float:
     mean = fmean(values)
     return sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+
+
+def _variance_of_neighbours(values: Sequence[float]) -> float:
+    """The variance of the noise alone, of which a slow trend has no part: from the differences of neighbours."""
+    return fmean((after - before) ** 2 for before, after in pairwise(values)) / 2
 
 
 def _age(counts: object) -> float | None:

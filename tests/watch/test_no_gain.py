@@ -175,6 +175,20 @@ def test_a_reward_that_rose_and_fell_is_a_cause() -> None:
     assert len(said) == 2 and re.search(r"rose to 0\.601 until step \d+, and fell to 0\.201: start from", said[1]), said
 
 
+@pytest.mark.parametrize("steps", [12, 16, 20, 30, 60])
+def test_noise_is_no_rise_and_fall_but_a_collapse_is_at_a_rate_that_is_not_too_low(steps: int) -> None:
+    noise = random.Random(steps)
+
+    def named(rewards: list[float], lr: float = 5e-4) -> bool:
+        return "the reward rose to" in " ".join(diagnose(run(rewards, lr=lr), SETUP, heldout(0.3), heldout(0.3)))
+
+    flat = [[noise.gauss(0.3, 0.05) for _ in range(steps)] for _ in range(500)]
+    assert sum(map(named, flat)) <= 0.02 * len(flat)
+    hill = [0.2 + 0.4 * max(0.0, min(i / (0.4 * steps), 3 - i / (0.25 * steps))) for i in range(steps)]
+    collapse = [reward + noise.gauss(0.0, 0.02) for reward in hill]
+    assert named(collapse) and not named(collapse, lr=1e-6)
+
+
 def test_causes_come_in_the_order_of_the_page() -> None:
     bad = {"zero_signal_share": 0.8, "lr": 1e-5, "entropy_nats": 0.02, "staleness_rollouts": {"2": 9}}
     said = diagnose(run(steps=20, **bad), replace(SETUP, batch_groups=4))

@@ -445,6 +445,15 @@ def test_a_refused_group_says_by_which_check_and_how_to_recompute_it(anyone, she
     assert row["check"] in page and "shoal audit" in page and "--rollout" in page
 
 
+def test_no_command_recomputes_a_group_whose_bytes_cannot_be_read(anyone, shelf, monkeypatch):
+    def gone(*_):
+        raise NothingYet("blob 0 is not here: it is no longer kept (storage.retain)")
+
+    monkeypatch.setattr(shelf, "group", gone)
+    page = anyone.get(f"/1/groups/{private_group(shelf)}").text
+    assert "no longer kept" in page and "shoal audit" not in page
+
+
 def test_tokens_are_marked_by_log_prob_and_by_advantage_with_their_figures(anyone, shelf):
     number = private_group(shelf)
     by_logprob = anyone.get(f"/1/groups/{number}").text

@@ -174,6 +174,30 @@ def test_a_figure_that_was_smoothed_has_an_address(url, browser, complaints):
     assert page.locator("[data-smooth]").input_value() == "0.5"
 
 
+@pytest.mark.parametrize(
+    ("highest", "labels"),
+    [
+        (0.01, {"0", "0.002", "0.01"}), (0.02, {"0", "0.0025", "0.02"}), (2e-4, {"0", "2.5e-5", "2e-4"}),
+        (2e-6, {"0", "5e-7", "1.5e-6", "2e-6"}), (400_000, {"0", "100,000", "200,000", "300,000", "400,000"}),
+    ],
+)  # fmt: skip
+def test_the_labels_of_an_axis_have_the_digits_that_its_steps_need(url, browser, complaints, highest, labels):
+    page = opened(browser, complaints)
+    page.add_init_script(
+        "window.drawn = []; const fill = CanvasRenderingContext2D.prototype.fillText;"
+        "CanvasRenderingContext2D.prototype.fillText ="
+        " function (text, ...at) { drawn.push(text); fill.call(this, text, ...at); };"
+    )
+    lines = [{"label": "all", "values": [0.0, highest / 2, highest], "edge": False}]
+    told = {"x": [1001, 1002, 1003], "unit": "", "x_label": "step", "lines": lines}
+    page.route("**/chart.json*", lambda route: route.fulfill(json=told))
+    page.goto(f"{url}/1/figure?name=reward_mean")
+    page.locator("figure.chart canvas").wait_for()
+    seen = [text for text in page.evaluate("drawn") if not text.startswith("1,00")]
+    assert labels <= set(seen) and len(seen) == len(set(seen)), seen
+    assert complaints == []
+
+
 def test_a_point_of_a_chart_leads_to_its_step_and_a_drag_zooms(url, browser, complaints):
     page = opened(browser, complaints)
     page.goto(f"{url}/1/figure?name=reward_mean")

@@ -27,8 +27,10 @@ from shoal.ledger.table import make_entry
 from shoal.metrics import read_metrics
 from shoal.net.blobs import path_of
 from shoal.policy.contained import ContainedRenderer
+from shoal.policy.render import FILES
 from shoal.protocol import types as t
 from shoal.protocol.wire import from_msgpack
+from shoal.sandbox.bubblewrap import unreadable
 from shoal.watch.reading import Replaced, open_run
 from shoal.watch.reading.replayed import open_envs
 from tests.roles.town import URL
@@ -99,6 +101,20 @@ def test_a_strangers_tokenizer_gives_the_same_pieces_from_its_own_process(town):
         assert ["".join(turn) for turn in pieces[:2]] == ["2+3=", "<|end|>"]
         assert [len(turn) for turn in pieces] == [len(turn) for turn in turns]
         assert isinstance(strange, ContainedRenderer) and strange.pieces(turns) == pieces
+
+
+def test_the_sandbox_may_read_a_strangers_tokenizer_where_the_umask_hides_files(town, monkeypatch):
+    monkeypatch.setattr("shoal.sandbox.bubblewrap.is_root", lambda: True)
+    umask = os.umask(0o077)
+    try:
+        with at_url(town) as far:
+            far.catch_up()
+            assert far.renderer().decode([]) == ""
+            home = Path(far.source._home.name)
+            files = [home / name for name in FILES[far.state.sampling.stops] if (home / name).exists()]
+            assert files and unreadable(files) == []
+    finally:
+        os.umask(umask)
 
 
 def test_the_condition_is_the_coordinators_word_or_follows_from_the_log(town):

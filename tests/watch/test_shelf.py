@@ -4,10 +4,12 @@ import contextlib
 import csv
 import io
 import re
+import shutil
 import socket
 import sqlite3
 import time
 
+import httpx
 import pytest
 from starlette.datastructures import QueryParams
 from starlette.testclient import TestClient
@@ -19,7 +21,9 @@ from shoal.watch.index import Look, numbered
 from shoal.watch.index.schema import SIDECARS
 from shoal.watch.page import Shelf, page_app
 from shoal.watch.page.asked import Asked
-from shoal.watch.page.shelf import AGAIN_S, LATE_S, MOST_AGAIN_S, STALE_S
+from shoal.watch.page.shelf import AGAIN_S, IDLE_S, LATE_S, MOST_AGAIN_S, STALE_S
+from shoal.watch.reading import open_run
+from tests.roles.town import URL
 
 
 @pytest.fixture
@@ -63,6 +67,7 @@ def test_a_log_that_is_half_read_is_not_shown_as_the_present(copied, tmp_path, n
     """The run has ended. Its log is read in pages, as that of a long run is."""
     monkeypatch.setattr("shoal.roles.auditor.source.MAX_EVENTS", 25)
     evaluate_last(copied)
+    shutil.copy(RunFolder(copied).evaluations / "before.json", RunFolder(copied).evaluations / "v000001.json")
     with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
         seen, read = [], []
         while shelf.step() and not shelf.runs[0].is_whole:
@@ -82,13 +87,19 @@ def test_a_log_that_is_half_read_is_not_shown_as_the_present(copied, tmp_path, n
                 assert refused.status_code == 503 and "ask for this table once it is whole" in refused.text
             [row] = csv.DictReader(io.StringIO(client.get("/1/csv/runs.csv").text))
             assert row["phase"] == f"reading the log, {percent} %", "other runs of this page may be whole"
-            assert evaluated(shelf) <= {("before", 0)}, "the version of the final policy is not known"
+            refused = sum(found["facts"]["refused"].values())
+            assert (
+                refused == sum(row["groups"] for row in shelf.look().refusal_counts(1))
+                and f"Refused {refused} " in tells
+            )
+            of_read = {("before", 0), *([("v000001", 1)] if found["facts"]["version"] >= 1 else [])}
+            assert evaluated(shelf) <= of_read, "and the version of the final policy is not known"
             seen.append(percent)
             now[0] += 10.0
         assert seen == sorted(seen) and len({*seen}) > 3
         page = words(shelf)
         assert "Reading the log" not in page and "The run has ended with version 2" in page
-        assert evaluated(shelf) == {("before", 0), ("after", 2)}
+        assert evaluated(shelf) == {("before", 0), ("v000001", 1), ("after", 2)}
         assert read[0] is None and 0 in read and shelf.look().overview(1)["metrics_step"] == 1
         assert TestClient(page_app(shelf, "")).get("/1/csv/metrics.csv").status_code == 200
 
@@ -158,6 +169,73 @@ def test_a_live_page_says_how_old_it_is_when_its_index_is_late(shelf, now):
         assert f'data-badge="{badge}"' in answer.text
         etag = answer.headers["etag"]
     assert client.get("/1/figures", headers={"if-none-match": etag}).status_code == 304
+
+
+class Leaving(httpx.AsyncBaseTransport):
+    """The way to a host, which may go. `asked` is called before each request to one that has gone."""
+
+    def __init__(self, app):
+        self._way, self.is_gone, self.asked = httpx.ASGITransport(app), False, lambda path: None
+
+    async def handle_async_request(self, request):
+        if self.is_gone:
+            self.asked(request.url.path)
+            raise httpx.ConnectError("refused")
+        return await self._way.handle_async_request(request)
+
+
+def test_a_host_that_is_gone_is_told_before_its_log_is_asked_for_and_a_run_that_has_ended_is_no_trouble(
+    town, tmp_path, now, monkeypatch
+):
+    monkeypatch.setattr("shoal.watch.reading.source.STATUS_S", 0.1)
+    monkeypatch.setattr("shoal.roles.auditor.source.ANSWER_S", 0.1)
+    way, told = Leaving(town.app), []
+
+    def open_one(where, private):
+        return open_run(where, private=private, transport=way)
+
+    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [URL], clock=lambda: now[0], open_one=open_one)) as shelf:
+        shelf.catch_up()
+        assert "no longer answers" not in words(shelf) and shelf.look().condition(1)["is_live"]
+        way.is_gone, before = True, shelf.change
+
+        def asked(path):
+            if path == "/v1/events":
+                told.append((shelf.look().condition(1)["is_live"], shelf.change > before))
+
+        way.asked = asked
+        now[0] += IDLE_S
+        shelf.step()
+        assert told and {*told} == {(0, True)}
+        page = words(shelf)
+        assert "The run has ended with version 2. Its host no longer answers" in page
+        assert "cannot be read now" not in page and 'data-badge="The run has ended"' in page
+
+
+def test_a_run_is_asked_how_it_does_when_its_log_has_another_version(copied, tmp_path, now):
+    with contextlib.closing(sqlite3.connect(copied / "log.sqlite")) as log, log:
+        rows = log.execute("SELECT * FROM events ORDER BY seq").fetchall()
+        log.execute("DELETE FROM events WHERE seq >= ?", (len(rows) // 2,))
+        with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
+            log.commit()
+            shelf.catch_up()
+            assert shelf.look().condition(1)["version"] == 1
+            log.executemany("INSERT INTO events VALUES (?, ?, ?)", rows[len(rows) // 2 :])
+            log.commit()
+            shelf.catch_up()
+            found = shelf.look().overview(1)
+            assert found["condition"]["version"] == found["facts"]["version"] == 2
+            assert found["condition"]["phase"] == found["facts"]["phase"] == "ended"
+
+
+def test_the_disk_is_measured_again_until_there_is_something_on_it(shelf, now, monkeypatch):
+    held = [0]
+    monkeypatch.setattr("shoal.watch.index.quota.held_below", lambda folder: held[0])
+    assert indexed(shelf, now)["condition"]["blob_bytes"] == 0
+    held[0] = 7
+    assert indexed(shelf, now)["condition"]["blob_bytes"] == 7
+    held[0] = 8
+    assert indexed(shelf, now)["condition"]["blob_bytes"] == 7, "there may be many files"
 
 
 def test_a_full_disk_is_told_and_indexing_goes_on_when_there_is_room(shelf, now):

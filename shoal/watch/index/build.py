@@ -37,6 +37,7 @@ from shoal.watch.index.plain import fit_for_search, plain
 from shoal.watch.index.quota import Quota
 from shoal.watch.index.schema import MOST_ROLLOUTS, begun, forget, open_to_write, run_word
 from shoal.watch.reading import Reading
+from shoal.watch.reading.heldout import HeldOut
 from shoal.watch.reading.marks import slot_of, standing_of
 from shoal.watch.reading.source import Value, step_of
 from shoal.watch.rows import event_row, node_note, refusal_rows, verdict_row
@@ -153,13 +154,19 @@ class Builder:
             )
             note_alarms(self._db, self.number, lines, standing, now)
             self._db.execute("DELETE FROM heldout WHERE run = ?", (self.number,))
-            for one in self.reading.evaluations():
+            for one in self._evaluations():
                 for label, part in {"": one, **one.envs}.items():
                     judge = judged(None if part.judge and why_not_comparable(part.judge) else part)
                     self._put("heldout", (
                         self.number, one.name, label, one.version, part.mean, part.low95, part.high95, part.episodes,
                         part.faults, part.measure, part.tasks, *judge,
                     ))  # fmt: skip
+
+    def _evaluations(self) -> list[HeldOut]:
+        """Evaluations; while the log is read, those of versions that were read."""
+        found = self.reading.evaluations()
+        newest = self._db.execute("SELECT max(version) FROM versions WHERE run = ?", (self.number,)).fetchone()[0] or 0
+        return found if self.reading.is_at_end else [one for one in found if one.version <= newest]
 
     # --- the log ---
 

@@ -8,7 +8,7 @@ from shoal.watch.reading import Reading
 from shoal.watch.reading.source import FolderSource
 
 EVERY_S = 60.0
-"""How often a folder is measured: there may be 100,000 files."""
+"""How often a folder with blobs is measured: there may be 100,000 files."""
 
 
 class Quota:
@@ -21,7 +21,7 @@ class Quota:
     def of(self, reading: Reading, now: float) -> dict[str, int]:
         """`blob_bytes` and, if the log names the quota, `quota_bytes`; nothing of a URL."""
         source = reading.source
-        if isinstance(source, FolderSource) and abs(now - self._at) >= EVERY_S:
+        if isinstance(source, FolderSource) and (not self._told.get("blob_bytes") or abs(now - self._at) >= EVERY_S):
             self._at = now
             storage = reading.state.config.get("storage", {})
             quota_mb = storage.get("quota_mb", 0) if isinstance(storage, dict) else 0

@@ -27,7 +27,8 @@ from shoal.watch.reading.heldout import ReadTranscript
 log = logging.getLogger(__name__)
 
 CONDITION_EVERY_S = 5.0
-"""How often a run is asked how it does."""
+"""How often a run is asked how it does. At a URL that comes before each look at the log (IDLE_S), which waits long for a
+host that is gone."""
 
 CHANGE_EVERY_S = 4.0
 """Pages may say something else so often: each change makes each page that somebody looks at anew, and the log of a large
@@ -68,6 +69,8 @@ class Shown:
     wait_s: float = AGAIN_S
     """After the next error."""
     asked_at: float = -math.inf
+    asked_of: tuple[int, str] = (-1, "")
+    """Version and phase, by its log, when it was asked."""
     is_live: bool = False
     """Whether its coordinator answered then."""
     told: object = None
@@ -318,12 +321,18 @@ class Shelf:
         assert shown.builder is not None and shown.reading is not None
         if not shown.is_whole and shown.newest < 0:
             shown.newest = shown.reading.source.newest()
-        busy, trouble = False, ""
+        busy, trouble, state = False, "", shown.reading.state
+        if shown.is_whole and self._is_due(shown):
+            was_live = shown.is_live
+            self._note(shown)
+            if was_live and not shown.is_live:
+                self._changed_at = -math.inf
+                self._tell()
         try:
             busy = shown.builder.advance()
         except PeerError as error:
             trouble, shown.again_at = str(error), self._clock() + AGAIN_S
-        read, there = shown.reading.state.seq + 1, shown.newest + 1
+        read, there = state.seq + 1, shown.newest + 1
         shown.percent = max(shown.percent, min(99, 100 * read // max(there, read, 1))) if there else 0
         if not trouble and (
             not busy or read >= there > 0
@@ -332,13 +341,23 @@ class Shelf:
             if not shown.is_whole:
                 self._is_news, shown.asked_at = True, -math.inf  # what was noted of its beginning is not the present
             shown.is_whole, shown.is_broken = True, False
-        if trouble or shown.trouble or self._clock() - shown.asked_at > CONDITION_EVERY_S:
+        if trouble or shown.trouble or self._is_due(shown):
+            self._note(shown)
+            if shown.is_whole and state.phase == "ended" and not shown.is_live:
+                trouble = ""  # its host has gone
             if trouble or not shown.is_broken:
                 self._say(shown, trouble)
-            self._note(shown)
         if busy:
             self._is_news = True
         return busy
+
+    def _is_due(self, shown: Shown) -> bool:
+        """Whether to ask a run how it does: now and then, and once its log, that is read to the end, has another version,
+        so that the figures of a page are of one moment."""
+        assert shown.reading is not None
+        is_past = shown.is_whole and shown.asked_of != _moment(shown.reading)
+        every_s = CONDITION_EVERY_S if shown.is_own or not shown.is_whole else IDLE_S
+        return is_past or self._clock() - shown.asked_at >= every_s
 
     def _say(self, shown: Shown, trouble: str) -> None:
         """Let pages say what keeps a run from being read. The host has the whole of it in the log of this process."""
@@ -386,7 +405,7 @@ class Shelf:
         """Note how a run does, and its alarms. Raises `ShoalError`."""
         if shown.builder is None or shown.reading is None:
             return
-        shown.asked_at = self._clock()
+        shown.asked_at, shown.asked_of = self._clock(), _moment(shown.reading)
         if not shown.is_whole:
             shown.newest = shown.reading.source.newest()
         shown.builder.note_condition()
@@ -397,6 +416,10 @@ class Shelf:
         before, shown.told = shown.told, (told, repr(alarms))
         if shown.told != before:
             self._is_news = True
+
+
+def _moment(reading: Reading) -> tuple[int, str]:
+    return reading.state.main.version, reading.state.phase
 
 
 def _without_clock(told: str) -> dict[str, Any]:

@@ -351,6 +351,7 @@ async def fetch_tokenizer(client: Client, manifest: t.Manifest, stops: str, home
         if digest(file) != entry.digest:
             raise PeerError(f"{run.name} serves another {entry.path} than its manifest names: do not trust it")
         (home / entry.path).write_bytes(file)
+        (home / entry.path).chmod(0o644)  # the sandbox's user reads it, whatever the umask
 
 
 def clean(lines: Iterable[dict[str, Any]]) -> list[dict[str, Value]]:

@@ -20,6 +20,16 @@
     return show ? null : values.flatMap((_, i) => (there(i) && !there(i - 1) && !there(i + 1) ? [i] : []));
   }
 
+  // Of an axis: the digits that its steps need, or an exponent if all values are very small.
+  function labels(chart, splits, axis, space, step) {
+    let digits = 0;
+    const isWhole = (scaled) => Math.abs(scaled - Math.round(scaled)) < 1e-6 * scaled;
+    while (digits < 20 && !isWhole(step * 10 ** digits)) digits++;
+    const plain = new Intl.NumberFormat("en", { maximumFractionDigits: digits });
+    const isTiny = digits > 5 && splits.every((value) => Math.abs(value) < 1e-3);
+    return splits.map((value) => (isTiny && value ? Number(value.toPrecision(9)).toExponential() : plain.format(value)));
+  }
+
   async function draw(figure, smooth) {
     const address = figure.dataset.chart + (smooth ? "&smooth=" + smooth : "");
     const answer = await fetch(address);
@@ -38,7 +48,7 @@
     const axis = { stroke: quiet, font: "12px system-ui, sans-serif", grid: { stroke: rule, width: 1 }, ticks: { show: false } };
     const options = {
       width: plot.clientWidth, height: figure.closest(".large") ? 340 : 190, legend: { show: false }, cursor: { y: false },
-      hooks: { setCursor: [(chart) => read(figure, told, chart.cursor.idx)] }, scales: { x: { time: false } }, series: [{ label: told.x_label }, ...series], axes: [{ ...axis, size: 30 }, { ...axis, size: 56 }],
+      hooks: { setCursor: [(chart) => read(figure, told, chart.cursor.idx)] }, scales: { x: { time: false } }, series: [{ label: told.x_label }, ...series], axes: [{ ...axis, size: 30 }, { ...axis, size: 56, values: labels }],
       bands: edges.length === 2 ? [{ series: edges, fill: css("--band") }] : [],
     };
     const data = [told.x, ...told.lines.map((line) => line.values)];
@@ -186,7 +196,7 @@
     const silent = Date.now() - heard, age = silent + (late ? 1000 * late[1] : 0); // an answer may be on its way for long
     if (silent >= EVERY_MS && age >= LATE_MS && !paused && !failures && (late || condition() === "Live")) polled.textContent = "As of " + length(Math.floor(age / EVERY_MS) * EVERY_MS / 1000) + " ago";
     for (const one of document.querySelectorAll("time[data-since]")) {
-      one.textContent = length(Math.max(0, (Date.now() - Date.parse(one.dateTime)) / 1000));
+      one.textContent = length(Math.max(0, (heard - Date.parse(one.dateTime)) / 1000)); // as of the rest of the page
     }
   }
   function length(seconds) {
