@@ -1903,6 +1903,8 @@ GUARDS = [
         ("one-upload-a-lease", OFF, "test_a_lease_takes_one_body_at_a_time"),
     ),
     *_needed_by("tests/launch/test_hosting.py",
+        ("copy-is-not-hosted", ('found.get("folder", here) == here', "True"),
+         "test_a_copy_of_a_hosted_folder_is_not_hosted_and_a_moved_one_is"),
         ("only-own-folders-are-removed", ("is_new and not began", "not began"),
          "test_a_start_that_is_refused_leaves_no_folder_behind_but_what_was_there_before"),
     ),

@@ -21,15 +21,17 @@ from shoal.config import HostConfig
 from shoal.errors import ConfigError, PeerError, StateError
 from shoal.folder import RunFolder, is_locked, write_atomically
 from shoal.launch.background import _News
-from shoal.launch.hosting import ValidatorsWatch, administer, invitation
+from shoal.launch.hosting import ValidatorsWatch, administer, hosted_url, invitation
 from shoal.launch.lock import demand_listening, locked, locked_run
 from shoal.launch.process import RoleProcess, suspended_process
 from shoal.launch.rotation import rotate_publisher
+from shoal.launch.snapshot import CoordinatorWatch
 from shoal.launch.told import Told
 from shoal.launch.watching import FolderWatch
 from shoal.ledger.facts.members import Enter, Leave
 from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
+from shoal.net.listening import living_pid, port_of_last_start, port_of_living, tell_address
 from shoal.protocol import types as t
 from tests.roles.town import Town, tiny_run
 
@@ -102,6 +104,21 @@ def test_a_folder_whose_run_is_not_up_is_steered_by_nobody(tmp_path: Path) -> No
         folder.summary.write_text("{}")
         with pytest.raises(PeerError, match="has ended, and nobody hosts it"):
             administer("pause", str(folder.root), "", None)
+
+
+def test_a_copy_of_a_hosted_folder_is_not_hosted_and_a_moved_one_is(tmp_path: Path) -> None:
+    folder = Town(tmp_path / "run", tiny_run()).folder
+    tell_address(folder.address, 8470, "http://127.0.0.1:8470")
+    copied = RunFolder(shutil.copytree(folder.root, tmp_path / "copy"))
+    for is_reader in (True, False):
+        watch = CoordinatorWatch(copied.address, "127.0.0.1", is_reader)
+        assert watch.url() == watch.public_url() == "" and not watch.healthy(os.getpid())
+    assert living_pid(copied.address) == port_of_living(copied.address) == 0
+    assert port_of_last_start(copied.address) == 8470, "clients of a backup still ask there"
+    with pytest.raises(PeerError, match="is not being hosted"):
+        administer("pause", str(copied.root), "", None)
+    moved = RunFolder(folder.root.rename(tmp_path / "moved"))
+    assert hosted_url(moved) == "http://127.0.0.1:8470"
 
 
 def test_host_is_warned_when_an_admission_or_a_removal_leaves_two_validators(
