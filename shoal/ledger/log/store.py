@@ -108,9 +108,9 @@ class Store:
         if not _name_of(error).startswith(_NO_ROOM):
             return self._unreadable(_reason(error))
         return StateError(  # an older copy in its place would fork the run
-            f"the log {self._name} cannot be read now: its reader needs {self._name}-shm, and the disk has no room for that "
-            f"({free_below(Path(self._name).parent)} bytes free). Free disk space, or raise the limit of its user or of the "
-            "size of files. The log may be whole: do not replace it"
+            f"the log {self._name} cannot be read now: its reader needs {self._name}-shm, and the disk has no room for it "
+            f"({free_below(Path(self._name).parent)} bytes free). Free disk space, or raise the user's limit, or that of "
+            "the size of files. The log may be whole: do not replace it"
         )
 
     def _unreadable(self, reason: str) -> StateError:
