@@ -1067,7 +1067,7 @@ GUARDS = [
         ("receipts-of-the-folder", OFF, "test_a_copy_of_the_log_that_is_older_by_moments_is_not_continued"),
         ("forks-are-met-again", ("evidence.last_seen_head()", "''"),
          "test_a_copy_of_the_log_that_is_older_by_moments_is_not_continued"),
-        ("forks-are-told-once", ("key not in self.forked", "True"),
+        ("forks-are-told-once", ("key not in self.desk.forked", "True"),
          "test_a_copy_of_the_log_that_is_older_by_moments_is_not_continued"),
         ("log-of-the-folder", OFF, "test_a_log_that_lacks_versions_of_its_folder_is_not_continued"),
         ("steps-beyond-the-version", OFF, "test_a_run_is_not_ended_by_fewer_steps_than_it_has_reached"),
