@@ -89,6 +89,8 @@ class Store:
                         raise self._unreadable("a row of it is not an event. Ask for the log elsewhere")
                     yield bytes(data), stored_hash
         except sa.exc.SQLAlchemyError as error:
+            if _is_empty(error):
+                return
             raise self._unread(error) from None
 
     def newest(self) -> int:
@@ -97,6 +99,8 @@ class Store:
             with self._engine.connect() as connection:
                 found = connection.execute(sa.select(sa.func.max(_events.c.seq))).scalar()
         except sa.exc.SQLAlchemyError as error:
+            if _is_empty(error):
+                return -1
             raise self._unread(error) from None
         return found if isinstance(found, int) else -1
 
@@ -138,6 +142,11 @@ _DAMAGE, _NO_ROOM = ("SQLITE_CORRUPT", "SQLITE_NOTADB"), ("SQLITE_IOERR_SHM",)
 
 def _name_of(error: sa.exc.SQLAlchemyError) -> str:
     return str(getattr(getattr(error, "orig", None), "sqlite_errorname", ""))
+
+
+def _is_empty(error: sa.exc.SQLAlchemyError) -> bool:
+    """Whether the file has no table: the coordinator has only begun to make it, or it was emptied."""
+    return "no such table" in str(getattr(error, "orig", ""))
 
 
 def _reason(error: sa.exc.SQLAlchemyError) -> str:
