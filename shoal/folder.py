@@ -137,6 +137,8 @@ class RunFolder:
             return msgspec.json.decode((file or self.run_file).read_bytes(), type=dict[str, Any])
         except FileNotFoundError:
             raise StateError(f"{self.root} holds no run: start one with `shoal run RECIPE --out {self.root}`") from None
+        except NotADirectoryError:
+            raise StateError(f"{self.root} is a file, or below one: give a run's folder, or its URL") from None
         except (OSError, msgspec.DecodeError) as error:
             raise StateError(f"{self.run_file} cannot be read: {error}. Restore it, or start a new folder") from None
 

@@ -166,6 +166,7 @@ def check_one_line(result: subprocess.CompletedProcess[str], *expected: str) -> 
         (["ledger", "verify", "nowhere"], "holds no log"),
         (["ledger", "show", "nowhere"], "holds no log"),
         (["admin", "pause", "nowhere"], "holds no run"),
+        (["admin", "pause", "good.toml"], "good.toml is a file"),
         (["admin", "kick", "nowhere"], "say which node"),
         (["admin", "pause", "http://127.0.0.1:9"], "needs --key"),
         (["admin", "explode", "nowhere"], "invalid choice"),

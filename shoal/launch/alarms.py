@@ -21,7 +21,7 @@ from shoal.errors import ShoalError, StateError
 from shoal.folder import RunFolder, free_below, held_below
 from shoal.heldout import Heldout, interval_of, version_of, why_not_comparable
 from shoal.launch.hosting import call
-from shoal.launch.snapshot import CoordinatorWatch, Snapshot
+from shoal.launch.snapshot import STARTING, CoordinatorWatch, Snapshot
 from shoal.launch.without_signal import why_flat
 from shoal.ledger.hints import NO_LEASE, split_remedy
 from shoal.ledger.log.store import Store, sqlite_url
@@ -148,11 +148,14 @@ class AlarmWatch:
                 self._seq = entry.seq
         except (ShoalError, WireError) as error:
             self._behind = True  # guard: unread-events-lead-to-nothing
-            if str(error) != self._unreadable:
-                log.warning(
-                    "alarms wait, and lead to nothing until the log can be read after event %d: %s", self._seq, error
-                )
-            self._unreadable = str(error)
+            if snapshot.status.phase != STARTING:  # a coordinator that cannot read it says so itself
+                if str(error) != self._unreadable:
+                    log.warning(
+                        "alarms wait, and lead to nothing until the log can be read after event %d: %s",
+                        self._seq,
+                        error,
+                    )
+                self._unreadable = str(error)
         else:
             self._behind, self._unreadable = len(entries) == READ_EVENTS, ""
         return self._follower.see(entries, snapshot.metrics, evaluations(snapshot))

@@ -16,6 +16,7 @@ from shoal.errors import ConfigError, PeerError
 from shoal.folder import RunFolder, is_locked, is_url
 from shoal.launch.process import suspended_process
 from shoal.launch.snapshot import CoordinatorWatch
+from shoal.ledger.remedies import SAYS_FORK
 from shoal.ledger.rules.run import surplus_of
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_key
@@ -165,20 +166,31 @@ def _called(node: NodeState) -> str:
     return f"{node.name} ({node.key[:12]})"
 
 
-class ValidatorsWatch:
-    """The validators of a run that judge: says when one of them no longer does, and what that leaves the run with."""
+class NodesWatch:
+    """The nodes of a run: says when a validator judges no longer, and what that leaves the run with, and when a node has
+    seen another log."""
 
     def __init__(self) -> None:
-        self._judging = dict[str, str]()
+        self._judging, self._forked = dict[str, str](), set[str]()
 
-    def look(self, nodes: Sequence[NodeState]) -> list[str]:
-        """A line if there is news."""
+    def look(self, nodes: Sequence[NodeState], is_stopping: bool = False) -> list[str]:
+        """Lines if there is news. Of a run that `is_stopping`, validators leave."""
+        forked = [node for node in nodes if node.forked and node.key not in self._forked]
+        self._forked.update(node.key for node in forked)
+        more = f" (and {len(forked) - 1} more)" if len(forked) > 1 else ""
+        said = [f"Warning: {_called(forked[0])}{more} {SAYS_FORK}"] if forked else []
+        return said + ([] if is_stopping else self._no_longer_judging(nodes))
+
+    def _no_longer_judging(self, nodes: Sequence[NodeState]) -> list[str]:
         before, self._judging = self._judging, _judging(nodes)
         gone = [node for node in nodes if node.key in before and node.key not in self._judging]
         if not gone:
             return []
         what = ", ".join(f"{_called(node)} {'has left' if node.left else f'was {node.standing}'}" for node in gone)
-        num, back = len(self._judging), any(node.left and node.standing != "kicked" for node in gone)
+        silent = [node for node in nodes if node.key in self._judging and node.silent_s]
+        what += "".join(f", {_called(node)} is silent" for node in silent)
+        num = len(self._judging) - len(silent)
+        back = bool(silent) or any(node.left and node.standing != "kicked" for node in gone)
         left = f"{num} validators judge now"
         if num == 2:
             left = f"two judge now. {TWO_VALIDATORS_RISK}"

@@ -27,7 +27,7 @@ from shoal.launch.computable import demand_codable, demand_computable, demand_en
 from shoal.launch.evaluations import Evaluations
 from shoal.launch.finale import plain_end, render_end, save_picture
 from shoal.launch.fits import demand_fit, full_disk
-from shoal.launch.hosting import ValidatorsWatch
+from shoal.launch.hosting import NodesWatch
 from shoal.launch.loggers import STOP_S as LOGGER_STOP_S
 from shoal.launch.loggers import demand_loggers, onlookers
 from shoal.launch.panels import WATCHDOG_S
@@ -150,7 +150,7 @@ class LocalRun:
         self._metrics = MetricsWatch(folder.metrics)
         self._alarms = AlarmWatch(folder, config)
         self._first, self._limits_said = advice.StartWarnings(), False
-        self._judges = ValidatorsWatch()
+        self._nodes, self._is_stopping = NodesWatch(), False
         self._usage = UsageBook(folder.root / USAGE, folder.summary.exists())
         self._draws = isinstance(view, LiveView) and view.is_picture
         self._samples = Samples(NewestSample(folder, own_files=True)) if self._draws else None
@@ -314,7 +314,7 @@ class LocalRun:
             self._view.say(as_called(line, self._folder.root))
         self._view.stopped(self._processes())
         if self._watch.answers and self._snapshot.status.phase != "ended" and not self.stop_requests:
-            for line in self._judges.look(self._snapshot.nodes):
+            for line in self._nodes.look(self._snapshot.nodes, self._is_stopping):
                 self._view.say(as_called(line, self._folder.root))
         self._explain_pause()
         self._advise()
@@ -437,6 +437,7 @@ class LocalRun:
     def _stop_roles(self, *last: tuple[list[RoleProcess], float]) -> None:
         """End workers first, then all else that asks the coordinator, then the coordinator and those that are `last`, such
         as the logger, for which the last evaluation is a row, too."""
+        self._is_stopping = True
         self._prompts.end()
         trainer = [self._trainer] if self._trainer is not None else []
         self._stop((self._workers, WORKER_STOP_S))

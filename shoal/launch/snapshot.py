@@ -4,7 +4,6 @@ Called by `launch/local` a few times a second and by the tests of the view. It o
 something is not there yet: a run that is starting has no metrics, a coordinator that restarts gives no answer.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import httpx
 from shoal.alarms import Alarm
 from shoal.heldout import Heldout
 from shoal.metrics import pace_of, read_metrics
-from shoal.net.listening import local_url, reader_url
+from shoal.net.listening import local_url, reader_url, told_address
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_NODES
 from shoal.protocol.types import NodeState, Status
 from shoal.protocol.wire import WireError, from_json
@@ -148,11 +147,8 @@ class CoordinatorWatch:
         return address is not None and address.get("pid") == pid and _get(f"{self.url()}/healthz") is not None
 
     def _address(self) -> dict[str, Any] | None:
-        try:
-            found = json.loads(self._file.read_bytes())
-            return found if isinstance(found, dict) and {"url", "port"} <= found.keys() else None
-        except (OSError, ValueError):
-            return None
+        found = told_address(self._file)
+        return found if {"url", "port"} <= found.keys() else None
 
     def status(self) -> Status:
         """The newest status; the last one if it does not answer now."""

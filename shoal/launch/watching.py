@@ -36,6 +36,7 @@ from shoal.metrics import read_metrics
 from shoal.net.client import Client
 from shoal.net.listening import living_pid, port_of_living
 from shoal.protocol.types import NodeState, Status
+from shoal.roles.coordinator.role import demand_whole_log
 from shoal.terminal import as_called, printable
 from shoal.watch.reading.run import open_run
 
@@ -176,12 +177,19 @@ class _Log:
         return self._said
 
     def _read(self, root: Path) -> None:
+        fault = "cannot be read"
         try:
             with open_run(root) as run:
                 run.catch_up()
-                self._said, self.trouble = (run.condition().status, tuple(run.nodes())), ""
+                self._said = run.condition().status, tuple(run.nodes())
+                fault = "is not whole"
+                if run.run and not is_locked(
+                    root
+                ):  # a run in one process has no log, and that of one that goes on grows
+                    demand_whole_log(run.state, RunFolder(root))
+                self.trouble = ""
         except ShoalError as error:
-            self.trouble = f"Its log cannot be read: {error}"
+            self.trouble = f"Its log {fault}: {error}"
 
 
 def _cleaned(path: Path) -> Iterator[dict[str, Any]]:

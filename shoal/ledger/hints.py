@@ -18,6 +18,12 @@ ADMIT_REMEDY = (
     "`shoal validate URL` prints its key: type `shoal admin admit RUN_DIR KEY`, or set validators.count = 1 and start the "
     "host again"
 )
+SAYS_FORK = (
+    "says that it has seen an event that is not in this log. If the run's folder was copied, or its log restored from a "
+    "copy, stop now: what is written from here on forks the run. Host the original, restore a newer copy, or begin a new "
+    "run from the newest checkpoint. If not, this node lies, and there is nothing to do"
+)
+"""After the name of a node."""
 NO_LEASE = "no lease is granted"
 """Of a wait for workers: the host keeps them waiting."""
 QUOTA = "the host's disk quota is used up"

@@ -127,17 +127,31 @@ def overdue_verdicts(state: State, now: float, since: float, entered: Mapping[st
     """Which validators a wait for verdicts is for, because they let their turn pass or left; empty if there are none.
     `since`: when the host was started, before which nobody could say anything. One that came back is silent from then:
     `entered` has, by key, also the joins that changed nothing and so are not in the log."""
-    waiting = [state.submissions[name] for name in in_order(state)[:MOST_OVERDUE]]
+    waiting = _oldest(state)
     if state.law.version < 2 or not waiting:
         return ""
-    skipped, named = silent(state, now), list[str]()
-    for key in state.judges():
-        silences_s = (_silence_s(state, key, submission, skipped, now, since, entered or {}) for submission in waiting)
-        if key not in skipped and (silence_s := next(filter(None, silences_s), 0.0)):
-            named.append(f"{state.members[key].name} ({key[:12]}) silent for {duration_text(silence_s)}")
+    found = overdue(state, now, since, entered).items()
+    named = [
+        f"{state.members[key].name} ({key[:12]}) silent for {duration_text(silence_s)}" for key, silence_s in found
+    ]
     if not state.judges() and now - max(waiting[0].judged_at, since) > state.rules.lease_s:
         named = [f"{state.members[key].name} ({key[:12]}) left" for key in state.panel()]
     return ", ".join(named)
+
+
+def overdue(state: State, now: float, since: float, entered: Mapping[str, float] | None = None) -> dict[str, float]:
+    """For how long validators that are not skipped have owed a verdict, by key; as `overdue_verdicts`."""
+    waiting = _oldest(state) if state.law.version >= 2 else []
+    skipped, found = silent(state, now), dict[str, float]()
+    for key in state.judges():
+        silences_s = (_silence_s(state, key, submission, skipped, now, since, entered or {}) for submission in waiting)
+        if key not in skipped and (silence_s := next(filter(None, silences_s), 0.0)):
+            found[key] = silence_s
+    return found
+
+
+def _oldest(state: State) -> list[SubmissionRecord]:
+    return [state.submissions[name] for name in in_order(state)[:MOST_OVERDUE]]
 
 
 def _silence_s(

@@ -1,4 +1,4 @@
-"""Listening sockets of roles that serve.
+"""Listening sockets of roles that serve, and the files of a run's folder that say where they listen.
 
 Called by them before they start a server. It prefers the port of the last start, where clients still ask.
 """
@@ -11,13 +11,36 @@ import os
 import socket
 from collections.abc import Container
 from pathlib import Path
+from typing import Any
 
 from shoal.errors import StateError, cause_of
+from shoal.folder import write_atomically
+
+
+def tell_address(address: Path, port: int, url: str = "") -> None:
+    """Write into a run's folder that this process listens at a port, and which folder that is."""
+    told = {"pid": os.getpid(), "port": port, "folder": _identity(address.parent)}
+    write_atomically(address, json.dumps({"url": url, **told} if url else told).encode())
+
+
+def told_address(address: Path) -> dict[str, Any]:
+    """What a role wrote so; nothing if it wrote none, or into another folder, of which this one is a copy."""
+    with contextlib.suppress(OSError, ValueError):
+        found, here = json.loads(address.read_bytes()), _identity(address.parent)
+        if isinstance(found, dict) and found.get("folder", here) == here:  # guard: copy-is-not-hosted
+            return found
+    return {}
+
+
+def _identity(folder: Path) -> list[int]:
+    """It stays when the folder is moved, and a copy has another."""
+    found = folder.stat()
+    return [found.st_dev, found.st_ino]
 
 
 def port_of_last_start(address: Path, others: Container[int] = ()) -> int:
     """The port that a role wrote into a JSON file when it started last; 0 if it did not, or if it is now one of `others`,
-    which belong to other roles of the run."""
+    which belong to other roles of the run. A copy of the folder has it, too."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         port = int(json.loads(address.read_bytes())["port"])
         return 0 if port in others else port
@@ -32,7 +55,7 @@ def port_of_living(address: Path) -> int:
 def living_pid(address: Path) -> int:
     """The process that wrote such a file; 0 if it has ended, or wrote none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
-        pid = int(json.loads(address.read_bytes())["pid"])
+        pid = int(told_address(address)["pid"])
         os.kill(pid, 0)
         return pid
     return 0
@@ -40,7 +63,7 @@ def living_pid(address: Path) -> int:
 
 def local_url(address: Path, bind: str) -> str:
     """Where others on this machine reach a role that wrote this file and listens on `bind`; "" if it wrote none."""
-    port = port_of_last_start(address)
+    port = port_of_last_start(address) if told_address(address) else 0
     host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind, bind)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}" if port else ""
 

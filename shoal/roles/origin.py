@@ -4,15 +4,13 @@ Started by the launcher beside the coordinator. It reads one folder, in which ev
 there. It knows no run, no log and no key. If it is gone, clients fetch from the coordinator.
 """
 
-import json
 import logging
-import os
 import time
 from pathlib import Path
 
-from shoal.folder import RunFolder, write_atomically
+from shoal.folder import RunFolder
 from shoal.net.connections import Limits, connections_that_fit, http_server
-from shoal.net.listening import listen, port_of_last_start
+from shoal.net.listening import listen, port_of_last_start, tell_address
 from shoal.net.shelf import shelf
 
 log = logging.getLogger("origin")
@@ -26,7 +24,7 @@ def main(run_dir: Path) -> None:
     last = port_of_last_start(folder.origin_address, others)
     listener = listen(host.bind, host.origin_port, last, "host.origin_port")
     port = listener.getsockname()[1]
-    write_atomically(folder.origin_address, json.dumps({"port": port, "pid": os.getpid()}).encode())
+    tell_address(folder.origin_address, port)
     log.info("serving chunks bind=%s port=%d", host.bind, port)
     limits = Limits(total=connections_that_fit(), trusted=host.trusted_proxies)
     http_server(shelf(folder.chunks, time.time), limits).run(sockets=[listener])

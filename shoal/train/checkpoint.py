@@ -254,4 +254,5 @@ def _write_fault(folder: Path, version: int, size: int, error: OSError) -> str:
             f"the disk is full ({free_mb:.1f} MB free). Free at least {KEPT + 1} times that and start again: "
             "the previous state is untouched and the run resumes from it"
         )
-    return fault + f"{cause_of(error)}. Make the folder writable and start again: the previous state is untouched"
+    remedy = "Raise the limit of file sizes (ulimit -f)" if error.errno == errno.EFBIG else "Make the folder writable"
+    return fault + f"{cause_of(error)}. {remedy} and start again: the previous state is untouched"

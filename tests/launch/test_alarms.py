@@ -235,6 +235,8 @@ def test_a_log_that_is_read_halfway_leads_to_nothing_and_is_told_once(tmp_path, 
     again = Host(town)
     watch = watching(town, again)
     monkeypatch.setattr(Store, "read", half)
+    watch._of_steps(Snapshot("small", "", 30, metrics=FALLS))
+    assert not caplog.text, "the coordinator starts, and says it itself if it cannot"
     look(watch)
     assert again.calls == [] and caplog.text.count("disk I/O error") == 1
     monkeypatch.setattr(Store, "read", read)

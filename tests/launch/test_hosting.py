@@ -21,15 +21,17 @@ from shoal.config import HostConfig
 from shoal.errors import ConfigError, PeerError, StateError
 from shoal.folder import RunFolder, is_locked, write_atomically
 from shoal.launch.background import _News
-from shoal.launch.hosting import ValidatorsWatch, administer, invitation
+from shoal.launch.hosting import NodesWatch, administer, hosted_url, invitation
 from shoal.launch.lock import demand_listening, locked, locked_run
 from shoal.launch.process import RoleProcess, suspended_process
 from shoal.launch.rotation import rotate_publisher
+from shoal.launch.snapshot import CoordinatorWatch
 from shoal.launch.told import Told
 from shoal.launch.watching import FolderWatch
 from shoal.ledger.facts.members import Enter, Leave
 from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
+from shoal.net.listening import living_pid, port_of_last_start, port_of_living, tell_address
 from shoal.protocol import types as t
 from tests.roles.town import Town, tiny_run
 
@@ -104,6 +106,21 @@ def test_a_folder_whose_run_is_not_up_is_steered_by_nobody(tmp_path: Path) -> No
             administer("pause", str(folder.root), "", None)
 
 
+def test_a_copy_of_a_hosted_folder_is_not_hosted_and_a_moved_one_is(tmp_path: Path) -> None:
+    folder = Town(tmp_path / "run", tiny_run()).folder
+    tell_address(folder.address, 8470, "http://127.0.0.1:8470")
+    copied = RunFolder(shutil.copytree(folder.root, tmp_path / "copy"))
+    for is_reader in (True, False):
+        watch = CoordinatorWatch(copied.address, "127.0.0.1", is_reader)
+        assert watch.url() == watch.public_url() == "" and not watch.healthy(os.getpid())
+    assert living_pid(copied.address) == port_of_living(copied.address) == 0
+    assert port_of_last_start(copied.address) == 8470, "clients of a backup still ask there"
+    with pytest.raises(PeerError, match="is not being hosted"):
+        administer("pause", str(copied.root), "", None)
+    moved = RunFolder(folder.root.rename(tmp_path / "moved"))
+    assert hosted_url(moved) == "http://127.0.0.1:8470"
+
+
 def test_host_is_warned_when_an_admission_or_a_removal_leaves_two_validators(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +161,7 @@ def test_host_is_warned_when_an_admission_or_a_removal_leaves_two_validators(
 
 def test_a_host_is_told_when_a_validator_leaves_and_what_that_leaves_the_run_with() -> None:
     nodes = [t.NodeState(f"{i}" * 64, "validator", f"v{i}", "good", 0, 0, 0, 0, {}, "") for i in range(4)]
-    judges, said = ValidatorsWatch(), list[str]()
+    judges, said = NodesWatch(), list[str]()
     assert judges.look(nodes) == [] == judges.look(nodes)
     for i, change in enumerate(({"left": True}, {"standing": "suspended"}, {"left": True}, {"standing": "kicked"})):
         nodes[i] = replace(nodes[i], **change)
@@ -154,6 +171,25 @@ def test_a_host_is_told_when_a_validator_leaves_and_what_that_leaves_the_run_wit
     assert said[1].startswith("Warning: validator v1 (111111111111) was suspended: two judge now. If one of two lies")
     assert "v2 (222222222222) has left: one judges now, and each refusal waits" in said[2]
     assert "v3 (333333333333) was kicked: nobody judges now" in said[3] and len(said) == 4
+
+
+def test_the_silent_do_not_count_as_judging_and_who_leaves_a_run_that_stops_is_no_news() -> None:
+    nodes = [t.NodeState(f"{i}" * 64, "validator", f"v{i}", "good", 0, 0, 0, 0, {}, "") for i in range(3)]
+    judges, stopping = NodesWatch(), NodesWatch()
+    assert judges.look(nodes) == stopping.look(nodes) == []
+    nodes = [replace(nodes[0], left=True), replace(nodes[1], silent_s=100.0), nodes[2]]
+    (said,) = judges.look(nodes)
+    assert "v0 (000000000000) has left, v1 (111111111111) is silent: one judges now" in said
+    assert stopping.look(nodes, is_stopping=True) == []
+
+
+def test_a_host_is_told_once_of_each_node_that_has_seen_another_log() -> None:
+    nodes = [t.NodeState(f"{i}" * 64, "worker", f"w{i}", "good", 0, 0, 0, 0, {}, "") for i in range(3)]
+    watch, said = NodesWatch(), list[str]()
+    for forked in ((), (0,), (0,), (0, 1, 2)):
+        said += watch.look([replace(node, forked=i in forked) for i, node in enumerate(nodes)], is_stopping=True)
+    assert said[0].startswith("Warning: w0 (000000000000) says") and "forks the run" in said[0]
+    assert said[1].startswith("Warning: w1 (111111111111) (and 1 more) says") and len(said) == 2
 
 
 def test_a_coordinator_that_was_stopped_by_a_signal_is_named_with_what_goes_on(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from shoal.alarms import Alarm, AlarmsLog
-from shoal.errors import EXIT_NO, PeerError, StateError
+from shoal.errors import EXIT_DONE, EXIT_NO, PeerError, StateError
 from shoal.folder import RunFolder
 from shoal.launch.keyboard import Keyboard
 from shoal.launch.lock import locked
@@ -382,6 +382,16 @@ def test_a_broken_log_is_told_and_is_an_exit_code(tmp_path: Path, monkeypatch: p
     shown = re.sub(r"[\s│]+", " ", picture.file.getvalue())  # type: ignore[attr-defined]
     assert "It was edited or damaged; restore it from a copy. Nobody hosts this run now" in shown
     assert not any(text in shown for text in ("policy v", "no worker has joined", "in flight"))
+
+
+def test_a_log_that_ends_before_the_trainers_state_is_told(tmp_path: Path) -> None:
+    folder = Town(tmp_path / "run", tiny_run()).folder
+    for version, code in ((0, EXIT_DONE), (7, EXIT_NO)):
+        (folder.trainer / f"v{version:06d}").mkdir(parents=True)
+        console = Console(file=io.StringIO(), width=80)
+        assert watch(str(folder.root), console, once=True) == code
+        said = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+        assert ("has reached version 7, and log.sqlite has no version" in said) == (code == EXIT_NO)
 
 
 @pytest.mark.parametrize("terminal", [True, False])

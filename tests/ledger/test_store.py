@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from shoal.errors import StateError
 from shoal.ledger.entry import Entry
 from shoal.ledger.log.store import Store, sqlite_url
-from tests.scarce import no_more_files
+from tests.scarce import full_disk, no_more_files
 
 ENTRY = Entry(0, 1.0, "", None, b"{}", "0" * 64)  # type: ignore[arg-type]
 
@@ -38,6 +38,17 @@ def test_a_full_disk_is_reported_as_one(store):
     sa.event.listen(store._engine, "connect", limited)
     with pytest.raises(StateError, match=r"disk is full\. Free disk space; nothing was lost"):
         store.append([Entry(0, 1.0, "", None, b"x" * 100_000, "0" * 64)])  # type: ignore[arg-type]
+
+
+def test_a_full_disk_is_no_damage_to_who_reads(store, tmp_path):
+    store.append([ENTRY])
+    store.close()
+    with full_disk(100), pytest.raises(StateError, match=r"cannot be read now.* \(\d+ bytes free\)") as caught:
+        store.newest()
+    with full_disk(100), pytest.raises(StateError, match=r"cannot be read now"):
+        Store(sqlite_url(tmp_path / "log.sqlite"))
+    assert "restore" not in str(caught.value) and "do not replace it" in str(caught.value)
+    assert store.newest() == 0
 
 
 def test_a_read_only_log_is_reported_as_one(store):

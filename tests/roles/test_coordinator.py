@@ -453,7 +453,8 @@ def test_a_copy_of_the_log_that_is_older_by_moments_is_not_continued(town, caplo
     receipts = {path: path.read_bytes() for path in town.folder.nodes.glob("*/receipts.jsonl")}
     for path in receipts:
         path.unlink()  # as of workers elsewhere
-    town.app = application(open_run(town.folder, tiny_run()))
+    again = open_run(town.folder, tiny_run())
+    town.app = application(again)
     for path, data in receipts.items():
         path.write_bytes(data)
     with pytest.raises(PeerRefused, match="is not in this log"):
@@ -472,6 +473,8 @@ def test_a_copy_of_the_log_that_is_older_by_moments_is_not_continued(town, caplo
         == 1
         == caplog.text.count("this node lies")
     )
+    (told,) = [node.key for node in Board(again).nodes() if node.forked]
+    assert told == worker.client.key.public
 
 
 def test_a_host_that_resumes_with_more_validators_admits_them(town):

@@ -11,6 +11,7 @@ from shoal import cli
 from shoal.errors import StateError
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url
+from shoal.net.keys import load_or_make_key
 from tests.ledger.world import World
 
 WORKER = "a" * 64
@@ -79,6 +80,16 @@ def test_damaged_log_is_refused_in_one_line_and_left_as_it_is(tmp_path, capsys, 
     assert said.out == "" and said.err.count("\n") == 1 and said.err.startswith("error: "), said
     assert "log" in said.err and "None" not in said.err and "a copy" in said.err, said.err
     assert path.read_bytes() == found
+
+
+@pytest.mark.parametrize("damage", ["zero bytes", "no table", "no events"])
+def test_an_empty_log_of_a_run_that_has_begun_is_told_as_one(tmp_path, capsys, log, damage):
+    (tmp_path / "log.sqlite").write_bytes(log)
+    DAMAGE[damage](tmp_path / "log.sqlite")
+    (tmp_path / "trainer").mkdir()
+    load_or_make_key(tmp_path / "keys" / "run.key")
+    assert cli.main(["ledger", "verify", str(tmp_path)]) == 2
+    assert "is missing or empty, though the run has begun" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("change", ["hash = 'ff'", "data = x'7b7d'", "seq = 999"])

@@ -252,6 +252,8 @@ def test_a_validator_that_fell_silent_is_named_once_a_lease_could_have_been_fill
         waits = board.status().waiting_for
         assert waits.startswith("validators: validator-") and ("admit another" in waits) == bool(says), waits
         assert says in waits[:80], "what is cropped is not the name"
+        silent = [round(node.silent_s) for node in board.nodes() if node.role == "validator" and node.silent_s]
+        assert silent == ([60 * minutes] * 2 if "silent" in says else [])
         town.desk.state.phase, before = "paused", town.desk.state.phase
         assert "validator" not in board.status().waiting_for, "the wait has another cause"
         town.desk.state.phase = before

@@ -15,6 +15,7 @@ from shoal.errors import StateError
 from shoal.protocol.algorithms import Grpo
 from shoal.train.checkpoint import load_state, save_state
 from shoal.train.step import Learner, LearnerState
+from tests.scarce import full_disk
 
 CONFIG = TrainConfig(lr=1e-2, schedule="cosine", warmup_steps=2, weight_decay=0.1, algorithm=Grpo(entropy_bonus=0.01))
 
@@ -239,6 +240,12 @@ def test_a_full_disk_says_what_to_do_and_loses_nothing(tmp_path, monkeypatch):
             with pytest.raises(StateError, match=r"version 3 .*the disk is full .*Free at least"):
                 save_state(folder, small_state(3))
         assert load_state(folder).version in (2, 3)
+
+
+def test_a_limit_of_the_size_of_files_is_reported_as_one(tmp_path):
+    with full_disk(100), pytest.raises(StateError, match=r"ulimit -f") as raised:
+        save_state(tmp_path / "trainer", small_state(1))
+    assert "writable" not in str(raised.value)
 
 
 def test_a_folder_that_cannot_be_written_is_reported_in_one_line(tmp_path):

@@ -14,6 +14,7 @@ from urllib.parse import quote
 import sqlalchemy as sa
 
 from shoal.errors import StateError, cause_of
+from shoal.folder import free_below
 from shoal.ledger.entry import Entry
 
 _metadata = sa.MetaData()
@@ -54,8 +55,8 @@ class Store:
         try:
             _metadata.create_all(self._engine)
         except sa.exc.SQLAlchemyError as error:
-            if _is_damage(error):
-                raise self._unreadable(_reason(error)) from None
+            if _name_of(error).startswith(_DAMAGE + _NO_ROOM):
+                raise self._unread(error) from None
             raise StateError(f"cannot open the log at {url}: {_reason(error)}") from None
 
     def append(self, entries: Iterable[Entry]) -> None:
@@ -88,7 +89,9 @@ class Store:
                         raise self._unreadable("a row of it is not an event. Ask for the log elsewhere")
                     yield bytes(data), stored_hash
         except sa.exc.SQLAlchemyError as error:
-            raise self._unreadable(_reason(error)) from None
+            if _is_empty(error):
+                return
+            raise self._unread(error) from None
 
     def newest(self) -> int:
         """The number of the newest event; -1 if there is none. Raises `StateError`."""
@@ -96,12 +99,23 @@ class Store:
             with self._engine.connect() as connection:
                 found = connection.execute(sa.select(sa.func.max(_events.c.seq))).scalar()
         except sa.exc.SQLAlchemyError as error:
-            raise self._unreadable(_reason(error)) from None
+            if _is_empty(error):
+                return -1
+            raise self._unread(error) from None
         return found if isinstance(found, int) else -1
 
     def close(self) -> None:
         """Let go of the database."""
         self._engine.dispose()
+
+    def _unread(self, error: sa.exc.SQLAlchemyError) -> StateError:
+        if not _name_of(error).startswith(_NO_ROOM):
+            return self._unreadable(_reason(error))
+        return StateError(  # an older copy in its place would fork the run
+            f"the log {self._name} cannot be read now: its reader needs {self._name}-shm, and the disk has no room for it "
+            f"({free_below(Path(self._name).parent)} bytes free). Free disk space, or raise the user's limit, or that of "
+            "the size of files. The log may be whole: do not replace it"
+        )
 
     def _unreadable(self, reason: str) -> StateError:
         if not Path(self._name).exists():
@@ -122,9 +136,17 @@ def _durable_sqlite(connection: sa.engine.interfaces.DBAPIConnection, record: ob
     cursor.close()
 
 
-def _is_damage(error: sa.exc.SQLAlchemyError) -> bool:
-    name = getattr(getattr(error, "orig", None), "sqlite_errorname", "")
-    return str(name).startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB"))
+_DAMAGE, _NO_ROOM = ("SQLITE_CORRUPT", "SQLITE_NOTADB"), ("SQLITE_IOERR_SHM",)
+"""How SQLite's names of errors begin: of a damaged file, and where no file can be made beside it."""
+
+
+def _name_of(error: sa.exc.SQLAlchemyError) -> str:
+    return str(getattr(getattr(error, "orig", None), "sqlite_errorname", ""))
+
+
+def _is_empty(error: sa.exc.SQLAlchemyError) -> bool:
+    """Whether the file has no table: the coordinator has only begun to make it, or it was emptied."""
+    return "no such table" in str(getattr(error, "orig", ""))
 
 
 def _reason(error: sa.exc.SQLAlchemyError) -> str:

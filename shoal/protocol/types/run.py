@@ -264,4 +264,7 @@ class NodeState(Answer, frozen=True):
     unfilled: int = 0
     """Of these, blocks that it dropped, or that another worker made because it was late."""
     silent_s: float = 0.0
-    """Of a worker: for how long it has asked for nothing, although it is not at work; 0 if it is not silent."""
+    """For how long it has asked for nothing: a worker that is not at work, or a validator that owes a verdict or missed
+    turns; 0 if it is not silent."""
+    forked: bool = False
+    """Whether it says that it has seen an event which this log lacks."""

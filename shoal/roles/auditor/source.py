@@ -150,6 +150,7 @@ class FolderRun:
     async def rows(self, most: int | None = None) -> Rows:
         rows = self._read(-1, most)
         if not rows:
+            demand_log(self.folder)
             raise StateError(
                 f"the log {self.folder.log} holds no event: start the run again, or restore it from a copy"
             )
@@ -166,6 +167,13 @@ class FolderRun:
 
     async def manifest(self, version: int, name: str) -> bytes:
         return await self.blob(name)
+
+
+def demand_log(folder: RunFolder) -> None:
+    """Raise `StateError`, of a folder whose log has no event, if its run has begun: the log is gone."""
+    begun = folder.metrics.exists() or folder.trainer.exists()
+    if begun and any(folder.keys.glob("*.key")):  # a run in one process has neither keys nor a log
+        raise StateError(f"the log {folder.log} is missing or empty, though the run has begun: restore it from a copy")
 
 
 class UrlRun:

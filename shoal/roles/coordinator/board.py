@@ -27,7 +27,7 @@ from shoal.ledger.rules.leases import without_signal
 from shoal.ledger.state import State, state_hash
 from shoal.ledger.state_records import Member
 from shoal.ledger.supply import groups_in_flight
-from shoal.ledger.turns import absent, duration_text, overdue_verdicts, slow_check
+from shoal.ledger.turns import absent, duration_text, overdue, overdue_verdicts, silent, slow_check
 from shoal.protocol import types as t
 from shoal.protocol.constants import LONG_POLL_S, MAX_NODES, MAX_STANDING_ALARMS, PROTOCOL_VERSION
 from shoal.protocol.continuations import continued_slot
@@ -89,20 +89,32 @@ class Board:
         if after and after not in keys:  # the search also drops it and all before it
             raise Refused("unknown", f"no node {after[:16]} in this run")
         page = [self._desk.state.members[key] for key in islice(keys, MAX_NODES)]  # guard: page-of-nodes
-        at_work = self._at_work()
-        return [replace(node_state(member), silent_s=self._silent_s(member, at_work)) for member in page]
+        at_work, forked = self._at_work() | self._punctual(), self._desk.forked
+        return [
+            replace(node_state(one), silent_s=self._silent_s(one, at_work), forked=one.key in forked) for one in page
+        ]
 
     def _at_work(self) -> set[str]:
         """Workers with a lease that they may still be at work on."""
         leases, now = map(self._desk.state.leases.__getitem__, self._desk.state.open_leases), self._desk.clock()
         return {lease.worker for lease in leases if (lease.soft or lease.deadline) > now}
 
+    def _punctual(self) -> set[str]:
+        """Validators that owe no verdict and missed no turns."""
+        state, now = self._desk.state, self._desk.clock()
+        return {*state.judges()} - silent(state, now) - overdue(state, now, self._began, self._desk.entered).keys()
+
     def _silent_s(self, member: Member, at_work: set[str]) -> float:
-        """For how long a worker has asked for nothing, although it has no lease that it may still be at work on; 0 if it
-        has not been silent for long, or left."""
+        """For how long a node has asked for nothing, although it is not `at_work`; 0 if it has not been silent for long, or
+        left."""
         now = self._desk.clock()
         silent_s = now - max(self._began, self._desk.heard.get(member.key, 0.0))
-        if member.role != "worker" or member.left or member.standing == "kicked" or silent_s < SILENT_AFTER_S:
+        if (
+            member.role not in ("worker", "validator")
+            or member.left
+            or member.standing == "kicked"
+            or silent_s < SILENT_AFTER_S
+        ):
             return 0.0
         return 0.0 if member.key in at_work else silent_s  # guard: at-work-is-no-silence
 

@@ -91,6 +91,8 @@ class Desk:
         """When each validator joined last since this start: a join that changes nothing is not in the log."""
         self.heard = dict[str, float]()
         """When each member sent its newest signed request since this start."""
+        self.forked = set[str]()
+        """Members that have seen an event which this log lacks."""
         self.stop_reports = StopReports()
         self.stage = StageDoor(folder.stage_address, key, book.state.run)
 

@@ -5,13 +5,14 @@ Used by `api` and `shown`. It admits a caller before the body is read, and decid
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from shoal.ledger.answers import Refused
+from shoal.ledger.remedies import SAYS_FORK
 from shoal.net import server
 from shoal.net.server import Gate
 from shoal.protocol.constants import SMALL_BODY_BYTES
@@ -37,8 +38,6 @@ class Door:
     pages: Pages
     waits: Waits
     exposed: Exposed
-    forked: set[str] = field(default_factory=set)
-    """Members that have seen an event which this log lacks."""
 
     def admit(self, request: Request, cap: int = SMALL_BODY_BYTES) -> Caller:
         """Who signed the request, before its body is read. Raises `Refused` if our log lacks the head that the caller saw
@@ -58,14 +57,9 @@ class Door:
     def _say_fork(self, key: str) -> None:
         """Tell the host, once for each member: nobody else can see that an old copy of the log was put back."""
         member = self.desk.state.members.get(key)
-        if member is not None and key not in self.forked:  # guard: forks-are-told-once
-            self.forked.add(key)
-            log.error(
-                "%s (%s) says that it has seen an event that is not in this log. If you restored the log from a copy, "
-                "stop now: what is written from here on forks the run. Restore a newer copy, or begin a new run from the "
-                "newest checkpoint. If you did not, this node lies, and there is nothing to do",
-                member.name, key[:12],
-            )  # fmt: skip
+        if member is not None and key not in self.desk.forked:  # guard: forks-are-told-once
+            self.desk.forked.add(key)
+            log.error("%s (%s) %s", member.name, key[:12], SAYS_FORK)
 
     async def caller(self, request: Request) -> tuple[Caller, bytes]:
         """Who signed the request, and its body. The body must be small, because anyone with a key may send one."""

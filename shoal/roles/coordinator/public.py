@@ -4,8 +4,6 @@ Called by `kept`, which knows what is published, and by the board. The folder ho
 stored twice, and another process or web server can serve it without asking who may read what.
 """
 
-import contextlib
-import json
 import logging
 import os
 from collections.abc import Iterable
@@ -14,6 +12,7 @@ from pathlib import Path
 from shoal.config import HostConfig
 from shoal.errors import cause_of
 from shoal.net.blobs import FolderBlobs, path_of
+from shoal.net.listening import port_of_living
 
 log = logging.getLogger("coordinator")
 
@@ -75,8 +74,5 @@ def origin_of(host: HostConfig, address: Path) -> str:
     """
     if host.origin_url or host.public_url:
         return host.origin_url
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        origin = json.loads(address.read_bytes())
-        os.kill(int(origin["pid"]), 0)  # raises OSError if it has ended
-        return f":{int(origin['port'])}/v1/blobs"
-    return ""
+    port = port_of_living(address)
+    return f":{port}/v1/blobs" if port else ""

@@ -6,9 +6,7 @@ the run's secrets and blobs. It does not know the model, and does not import tor
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
 import shlex
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -38,7 +36,7 @@ from shoal.envs.declared import Declared, declared
 from shoal.envs.evaluate import BATCH
 from shoal.envs.load import env_digest
 from shoal.errors import ConfigError, StateError
-from shoal.folder import RunFolder, write_atomically
+from shoal.folder import RunFolder
 from shoal.ledger.facts.run import Admin, Create, Reconfigure, RunCreated
 from shoal.ledger.law import LAW, Law
 from shoal.ledger.log.book import Book
@@ -47,7 +45,7 @@ from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN
 from shoal.ledger.state import State
 from shoal.net.connections import Limits, connections_that_fit, http_server
 from shoal.net.keys import load_key, load_or_make_key
-from shoal.net.listening import listen, port_of_last_start
+from shoal.net.listening import listen, port_of_last_start, tell_address
 from shoal.policy.render import Renderer
 from shoal.protocol import types as t
 from shoal.protocol.algorithms import vine_of
@@ -81,7 +79,7 @@ def main(run_dir: Path) -> None:
     listener = listen(config.host.bind, config.host.port, last, "host.port")
     host, port = listener.getsockname()[:2]
     url = config.host.public_url or f"http://{host}:{port}"
-    write_atomically(folder.address, json.dumps({"url": url, "pid": os.getpid(), "port": port}).encode())
+    tell_address(folder.address, port, url)
     log.info(
         "serving run=%s url=%s version=%d events=%d", desk.state.name, url, desk.state.main.version, desk.state.seq + 1
     )

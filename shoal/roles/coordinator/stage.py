@@ -5,7 +5,6 @@ asked at a time. It does not deal with environments. If the stage does not answe
 """
 
 import contextlib
-import json
 import logging
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ from shoal.errors import PeerError
 from shoal.ledger.answers import Refused
 from shoal.ledger.state_records import LeaseRecord
 from shoal.net.client import Client, PeerRefused
+from shoal.net.listening import told_address
 from shoal.net.server import RequestRefused
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
@@ -204,8 +204,8 @@ class StageDoor:
     def _reached(self) -> Client:
         """A client of the stage where it is now: it comes back at another port when it was killed."""
         try:
-            url = str(json.loads(self._address.read_text())["url"])
-        except (OSError, ValueError, KeyError):
+            url = str(told_address(self._address)["url"])
+        except KeyError:
             raise PeerError("it has not started yet") from None
         if self._client is None or self._client.base_url != url:
             self._client = self._connect(url)  # an old one may have requests under way, which fail by themselves

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -22,12 +21,13 @@ from starlette.routing import Route
 
 from shoal.config import RunConfig
 from shoal.errors import StateError
-from shoal.folder import RunFolder, write_atomically
+from shoal.folder import RunFolder
 from shoal.ledger.log.creation import creation_of
 from shoal.net import server
 from shoal.net.connections import Limits as Connections
 from shoal.net.connections import http_server
 from shoal.net.keys import load_or_make_key
+from shoal.net.listening import tell_address
 from shoal.net.server import Gate, RequestRefused, answer_bytes
 from shoal.policy.render import Renderer
 from shoal.protocol import types as t
@@ -61,9 +61,10 @@ def main(run_dir: Path) -> None:
     folder = RunFolder(run_dir)
     stage = Stage(folder, folder.config())
     with _listen(folder.stage_address) as listener:
-        address = {"url": f"http://127.0.0.1:{listener.getsockname()[1]}", "pid": os.getpid()}
-        write_atomically(folder.stage_address, json.dumps(address).encode())
-        log.info("playing run=%s envs=%s url=%s", stage.run, ",".join(stage.labels), address["url"])
+        port = listener.getsockname()[1]
+        url = f"http://127.0.0.1:{port}"
+        tell_address(folder.stage_address, port, url)
+        log.info("playing run=%s envs=%s url=%s", stage.run, ",".join(stage.labels), url)
         http_server(stage.application(), Connections(total=256, trusted=())).run(sockets=[listener])
 
 

@@ -3,13 +3,12 @@
 Called by `shoal role dashboard`, which the launcher of `shoal host` starts. The coordinator leads browsers to it.
 """
 
-import json
 import logging
 import os
 from pathlib import Path
 
-from shoal.folder import RunFolder, write_atomically
-from shoal.net.listening import listen, port_of_last_start
+from shoal.folder import RunFolder
+from shoal.net.listening import listen, port_of_last_start, tell_address
 from shoal.watch.page.serve import address, host_link, host_token, serve_on
 
 log = logging.getLogger("dashboard")
@@ -37,4 +36,4 @@ def _tell(folder: RunFolder, port: int, link: str) -> None:
     """Write the page's address into the run's folder. The port stays there for the next start."""
     with open(os.open(folder.dashboard_link, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(f"{link}\n")
-    write_atomically(folder.dashboard_address, json.dumps({"port": port, "pid": os.getpid()}).encode())
+    tell_address(folder.dashboard_address, port)

@@ -29,7 +29,7 @@ from shoal.policy.render import FILES, Renderer
 from shoal.protocol import types as t
 from shoal.protocol.constants import CHAIN_LENGTH
 from shoal.protocol.wire import digest
-from shoal.roles.auditor.source import ANSWER_S, FolderRun, Rows, UrlRun
+from shoal.roles.auditor.source import ANSWER_S, FolderRun, Rows, UrlRun, demand_log
 from shoal.roles.loading import contained
 from shoal.weights.manifest import open_manifest
 
@@ -136,23 +136,14 @@ class FolderSource:
 
     def page(self, after: int) -> Rows:
         rows = self._rows(after)
-        begun = self.folder.metrics.exists() or self.folder.trainer.exists()
-        # A run in one process has neither keys nor a log.
-        if not rows and after < 0 and begun and any(self.folder.keys.glob("*.key")):
-            raise StateError(
-                f"the log {self.folder.log} is missing or empty, though the run has begun: restore it from a copy"
-            )
+        if not rows and after < 0:
+            demand_log(self.folder)
         return rows
 
     def _rows(self, after: int) -> Rows:
         if not self.folder.log.is_file():
             return []
-        try:
-            return self._asking.wait(FolderRun(self.folder.root).page(after))
-        except StateError as error:
-            if after < 0 and "no such table" in str(error):  # the coordinator has only begun to make it
-                return []
-            raise
+        return self._asking.wait(FolderRun(self.folder.root).page(after))
 
     def newest(self) -> int:
         with contextlib.suppress(ShoalError):
