@@ -16,7 +16,7 @@ from shoal.errors import ConfigError, PeerError
 from shoal.folder import RunFolder, is_locked, is_url
 from shoal.launch.process import suspended_process
 from shoal.launch.snapshot import CoordinatorWatch
-from shoal.ledger.remedies import SAYS_FORK
+from shoal.ledger.hints import SAYS_FORK
 from shoal.ledger.rules.run import surplus_of
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_key

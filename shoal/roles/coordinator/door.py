@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shoal.ledger.answers import Refused
-from shoal.ledger.remedies import SAYS_FORK
+from shoal.ledger.hints import SAYS_FORK
 from shoal.net import server
 from shoal.net.server import Gate
 from shoal.protocol.constants import SMALL_BODY_BYTES
