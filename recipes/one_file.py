@@ -66,7 +66,7 @@ from shoal.train.judges import judge_of
 from shoal.train.masters import module_dtype
 from shoal.train.objective import Objective
 from shoal.train.reference import Reference, reference_of
-from shoal.train.rows import Row, rows_of_group
+from shoal.train.rows import Row, overlong_share, rows_of_group
 from shoal.train.step import Learner
 from shoal.weights.manifest import weights_root
 
@@ -163,6 +163,7 @@ def steps(
         bodies: list[bytes] = []
         solved: list[SolvedGroup] = []
         earned: list[float] = []
+        signal: list[bool] = []
         block = flat = 0
         unbegun, why_unbegun = 0, ""
         while len(members) < config.rollouts.batch_groups:
@@ -185,7 +186,8 @@ def steps(
                 if left and difficulty is not None and len(members) + len(made) < config.rollouts.batch_groups:
                     rate = solve_rate(left, difficulty.solved[group.env])
                     solved.append(SolvedGroup(group.env, group.task, rate))
-                if teaches(rewards, config.train.algorithm, by_step, failed):
+                signal.append(teaches(rewards, config.train.algorithm, by_step, failed))
+                if signal[-1]:
                     flat = unbegun = 0
                     body = to_msgpack(group)
                     made.append(
@@ -223,6 +225,7 @@ def steps(
 
         # The trainer: (version v, batch) -> version v + 1.
         rows = learned_rows(config, members, bodies, version, published, model.spec.vocab_size)
+        overlong = overlong_share([rows])
         if refer is not None:
             rows = refer(rows)
         if judge is not None and rows:
@@ -231,7 +234,8 @@ def steps(
         save_policy(model, published, config.policy.dtype, tokenizer_from=start)
         if kept is not None:
             kept.save(version + 1)
-        yield {"step": version, "reward_all_mean": sum(earned) / max(1, len(earned)), **metrics}
+        shares = {"zero_signal_share": 1 - sum(signal) / len(signal), "overlong_share": overlong}
+        yield {"step": version, "reward_all_mean": sum(earned) / max(1, len(earned)), **shares, **metrics}
 
 
 def first_policy(config: RunConfig, folder: RunFolder) -> Path:

@@ -146,17 +146,18 @@ def _hint(refused: str, kind: Any, tree: Any, foreign: Mapping[str, tuple[str, s
     program calls it so, itself under another tag, or one spelt much like it. Else the keys of its section."""
     section, _, name = refused.rpartition(".")
     known = [key for key in all_keys(kind, tree=tree) if key != refused]
-    if same_name := [key for key in known if key.rsplit(".", 1)[-1] == name]:
-        return f"; did you mean {same_name[0]}?"
     meant, clause = foreign.get(name, ("", ""))
+    also = clause and f" ({clause})"
+    if same_name := [key for key in known if key.rsplit(".", 1)[-1] == name]:
+        return f"; did you mean {same_name[0]}?{also if meant == same_name[0] else ''}"
     if clause and not meant:
         return f"; there is no key for it: {clause}"
     if meant in known:
-        return f"; did you mean {meant}?{clause and f' ({clause})'}"
-    if under := _other_tag(meant, kind, tree):
-        return f"; did you mean {meant}? It needs {under}"
+        return f"; did you mean {meant}?{also}"
+    if meant != refused and (under := _other_tag(meant, kind, tree)):
+        return f"; did you mean {meant}? It needs {under}{also}"
     if under := _other_tag(refused, kind, tree):
-        return f"; it needs {under}"
+        return f"; it needs {under}{also if meant == refused else ''}"
     near = {key: difflib.SequenceMatcher(None, name, key.rsplit(".", 1)[-1]).ratio() for key in known}
     near = {key: alike for key, alike in near.items() if alike >= NEAR[key.rpartition(".")[0] == section]}
     if near:

@@ -386,6 +386,13 @@ def refused(run_file: Path, *overrides: str) -> str:
         ("epsilon_high=0.3", 'train.algorithm.loss.eps_high? It needs train.algorithm.name = "composition"'),
         ("train.algorithm.kl.beta=0.1", 'train.algorithm.kl; it needs train.algorithm.name = "composition"'),
         ("temperature=1", "did you mean sampling.temperature?"),
+        ("train.algorithm.name=ppo beta=0.1", 'kl.beta? (with train.algorithm.kl.place = "weighted_loss"'),
+        (
+            "use_bias_correction_kl=true",
+            'train.algorithm.kl.place? It needs train.algorithm.name = "composition" (true',
+        ),
+        ("importance_sampling_level=sequence", '"gspo" with average = "tokens", and train.algorithm.loss.eps_low'),
+        ("eval_on_start=true", "there is no key for it: a run evaluates before its first step"),
         ("train.activation_checkpointing=true", 'did you mean train.recompute? ("layers")'),
         ("max_length=64", "did you mean sampling.max_tokens?"),
         ("train.use_cpu=true", 'did you mean train.device? ("cpu"'),
@@ -411,7 +418,7 @@ def refused(run_file: Path, *overrides: str) -> str:
 def test_a_key_of_trl_is_answered_by_the_key_here_or_why_there_is_none(
     run_file: Path, override: str, message: str
 ) -> None:
-    assert message in refused(run_file, override)
+    assert message in refused(run_file, *override.split())
 
 
 @pytest.mark.parametrize(
@@ -469,6 +476,10 @@ def test_every_key_that_a_hint_names_exists_and_no_name_of_trl_is_a_key_here() -
         (("epsilon=0.2",), "epsilon; did you mean train.algorithm.loss.eps_low? (and train.algorithm.loss.eps_high"),
         (("delta=4",), "delta; did you mean train.algorithm.loss.delta?"),
         (("loss.bound=0.1",), 'bound; it needs train.algorithm.loss.name = "dppo"'),
+        (
+            ("loss.name=cispo", "loss.eps_high=5"),
+            'eps_high; it needs train.algorithm.loss.name = "clip" (that of TRL\'s cispo is train.algorithm.loss.most)',
+        ),
         (("loss.name=cispo", "loss.eps_low=0.1"), 'eps_low; it needs train.algorithm.loss.name = "clip"'),
     ],
 )
@@ -507,6 +518,9 @@ def test_an_sft_recipe_is_checked_like_a_run_file(tmp_path: Path) -> None:
         load_sft(path)
     path.write_text('name = "start"\npad_to_multiple_of = 8\n[env]\nname = "wordle"\n')
     with pytest.raises(ConfigError, match="shoal has no counterpart of this setting of TRL"):
+        load_sft(path)
+    path.write_text('name = "start"\ncompletion_only_loss = true\n[env]\nname = "wordle"\n')
+    with pytest.raises(ConfigError, match="completions alone are learned from"):
         load_sft(path)
     path.write_text('name = "start"\n[policy]\ndtype = "bf16"\n[env]\nname = "wordle"\n')
     with pytest.raises(ConfigError, match="'bf16'; here it is \"bfloat16\"; known: 'float32', "):

@@ -82,6 +82,7 @@ def test_the_steps_are_those_of_one_file_and_their_metrics_are_kept(run_file, tm
     assert weights_root(out / "published") == one_file.train(synchronous(run.config), tmp_path / "one", tmp_path)
     with shoal.open(out) as opened:
         assert [row["reward_all_mean"] for row in opened.metrics] == [step.reward for step in steps]
+        assert all(0 <= row[name] <= 1 for row in opened.metrics for name in ("zero_signal_share", "overlong_share"))
         assert len(opened.rollouts) == len(opened.log) == 0
 
 

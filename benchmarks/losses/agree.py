@@ -4,8 +4,8 @@
 
 PYTHON is of an environment with benchmarks/peers/requirements.txt. Random logits, float64, rows of 1 to 24 tokens, and
 log-probs of other policies near them. Both sides get the gradient of the logits: ours through `train/objective` with the
-weights of `train/averaging`, TRL's through `GRPOTrainer._compute_loss`. Prints a table, and ends with one line of JSON. The
-bar is 1e-5.
+weights of `train/averaging`, TRL's through `GRPOTrainer._compute_loss`. What a case does not set has TRL's default. Prints
+a table, and ends with one line of JSON. The bar is 1e-5.
 
 Axes: B rows, T tokens, V vocabulary, N policy tokens, P policy tokens of a row.
 """
@@ -19,17 +19,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
+from shoal.algos.grpo_advantages import advantages
 from shoal.config import TrainConfig
+from shoal.ledger.algorithm import masks_overlong
 from shoal.protocol import compositions as c
 from shoal.protocol.algorithms import Algorithm, Grpo
 from shoal.train.averaging import averaged
 from shoal.train.objective import TokenTerms, objective_of
-from shoal.train.rows import Row
+from shoal.train.rows import Row, counted_only
 
 PEER = Path(__file__).parents[1] / "peers" / "trl_losses.py"
 BAR = 1e-5
-ROWS, LONGEST, VOCABULARY = 16, 24, 32
+ROWS, GROUP, LONGEST, VOCABULARY = 16, 4, 24, 32
 
 OLD = "old"
 GSPO = c.Gspo(eps_low=0.05, eps_high=0.08)
@@ -51,11 +54,8 @@ CASES: dict[str, tuple[Algorithm, dict[str, Any]]] = {
     ),
     "cispo": (c.CispoNamed(loss=c.Cispo(most=1.5), ratio_to=OLD), {"loss_type": "cispo", "epsilon_high": 1.5}),
     "entropy bonus": (c.Ppo(entropy_bonus=0.1), {"loss_type": "bnpo", "entropy_coef": 0.1}),
-    "kl, k3": (c.Ppo(kl=c.Kl(0.05)), {"loss_type": "bnpo", "beta": 0.05}),
-    "kl, k3, weighted": (
-        c.Ppo(kl=c.Kl(0.05, place="weighted_loss")),
-        {"loss_type": "bnpo", "beta": 0.05, "use_bias_correction_kl": True},
-    ),
+    "kl, k3": (c.Ppo(kl=c.Kl(0.05)), {"loss_type": "bnpo", "beta": 0.05, "use_bias_correction_kl": False}),
+    "kl, k3, weighted": (c.Ppo(kl=c.Kl(0.05, place="weighted_loss")), {"loss_type": "bnpo", "beta": 0.05}),
     "truncate": (
         c.Ppo(corrections=(c.Truncate(1.3),)),
         {"loss_type": "dapo", "weights": {"mode": "token_truncate", "most": 1.3}},
@@ -75,6 +75,32 @@ CASES: dict[str, tuple[Algorithm, dict[str, Any]]] = {
 }  # fmt: skip
 """Our algorithm and TRL's settings, by what they are."""
 
+MEAN_STD = c.Composition(advantage="mean_std")
+MASKED = {"mask_truncated_completions": True}
+DR_GRPO = c.DrGrpo(advantage="mean_std", divisor_tokens=LONGEST)
+
+PAGE: dict[str, tuple[c.Composition, dict[str, Any]]] = {
+    "page: defaults": (MEAN_STD, {}),
+    "page: no scale_rewards": (c.Composition(), {"scale_rewards": "none"}),
+    "page: beta": (replace(MEAN_STD, kl=c.Kl(0.05, place="weighted_loss")), {"beta": 0.05}),
+    "page: dr_grpo": (DR_GRPO, {"loss_type": "dr_grpo"}),
+    "page: sequence": (
+        c.GspoNamed(loss=c.Gspo(eps_low=0.2, eps_high=0.2), average="tokens"),
+        {"importance_sampling_level": "sequence"},
+    ),
+    "page: luspo": (
+        c.GspoNamed(loss=c.Gspo(eps_low=0.2, eps_high=0.2), average="constant", divisor_tokens=1),
+        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    ),
+    "page: cispo": (c.CispoNamed(), {"loss_type": "cispo", "epsilon_high": 5.0}),
+    "page: masked": (replace(MEAN_STD, mask_overlong=True), MASKED),
+    "page: masked, grpo": (replace(MEAN_STD, average="rollouts", mask_overlong=True), MASKED | {"loss_type": "grpo"}),
+    "page: masked, dr_grpo": (replace(DR_GRPO, mask_overlong=True), MASKED | {"loss_type": "dr_grpo"}),
+}
+"""What docs/how-to/coming-from-trl.md tells to write for some settings of TRL, whose others keep TRL's defaults. Here,
+advantages follow from rewards, on both sides."""
+CASES |= {name: (ours, {"from_rewards": True, "ratio_to": "mu_BT"} | theirs) for name, (ours, theirs) in PAGE.items()}
+
 
 def main() -> None:
     """Compare all cases."""
@@ -86,8 +112,8 @@ def main() -> None:
     theirs = peer_gradients(case, arguments.peer)
     found = {}
     print(f"{'loss':<24} {'relative L2':>12}")
-    for name, (algorithm, _) in CASES.items():
-        ours = gradient_of(case, algorithm)
+    for name, (algorithm, settings) in CASES.items():
+        ours = gradient_of(case, algorithm, "from_rewards" in settings)
         found[name] = float(np.linalg.norm(ours - theirs[name]) / np.linalg.norm(theirs[name]))
         print(f"{name:<24} {found[name]:12.1e}")
     print(
@@ -109,15 +135,21 @@ def case_of(seed: int) -> dict[str, np.ndarray]:
     }
     mask_BT = (np.arange(LONGEST) < lengths_B[:, None]).astype(np.float64)
     A_B = rng.normal(size=ROWS)
-    return {"logits_BTV": logits_BTV, "tokens_BT": tokens_BT, "mask_BT": mask_BT, "A_B": A_B, **near}
+    rewards = {"R_B": rng.normal(0, 1000, size=ROWS), "overlong_B": rng.random(ROWS) < 0.3}  # far above all floors
+    return {"logits_BTV": logits_BTV, "tokens_BT": tokens_BT, "mask_BT": mask_BT, "A_B": A_B, **near, **rewards}
 
 
-def gradient_of(case: dict[str, np.ndarray], algorithm: Algorithm) -> np.ndarray:
+def gradient_of(case: dict[str, np.ndarray], algorithm: Algorithm, from_rewards: bool = False) -> np.ndarray:
     """The gradient of our loss by the logits, [B, T, V]."""
-    lengths_B = case["mask_BT"].sum(-1).astype(int)
-    rows = averaged([_row(case, b, length) for b, length in enumerate(lengths_B)], algorithm, LONGEST)
+    learned_B = ~case["overlong_B"] if masks_overlong(algorithm) else np.ones(ROWS, dtype=bool)
+    lengths_B, A_B = case["mask_BT"].sum(-1).astype(int), case["A_B"]
+    if from_rewards:
+        A_B = np.concatenate([advantages(R_G, algorithm.advantage) for R_G in case["R_B"].reshape(-1, GROUP)])  # type: ignore[arg-type]
+    whole = [_row(case, b, length) for b, length in enumerate(lengths_B)]
+    rows = averaged([row if learned_B[b] else counted_only(row) for b, row in enumerate(whole)], algorithm, LONGEST)
+    lengths_R = lengths_B[learned_B]
     logits_BTV = torch.from_numpy(case["logits_BTV"]).requires_grad_()
-    written_BT = torch.from_numpy(case["mask_BT"]).bool()
+    written_BT = torch.from_numpy(case["mask_BT"]).bool() & torch.from_numpy(learned_B)[:, None]
     logp_NV = torch.log_softmax(logits_BTV[written_BT], -1)
     logp_N = logp_NV.gather(-1, torch.from_numpy(case["tokens_BT"])[written_BT][:, None])[:, 0]
 
@@ -129,12 +161,12 @@ def gradient_of(case: dict[str, np.ndarray], algorithm: Algorithm) -> np.ndarray
         entropy_N=-(logp_NV.exp() * logp_NV).sum(-1),
         old_logp_N=torch.from_numpy(case["old_BT"])[written_BT],
         behaviour_logp_N=torch.from_numpy(case["mu_BT"])[written_BT],
-        advantage_N=of_rows([np.full(length, A) for length, A in zip(lengths_B, case["A_B"], strict=True)]),
+        advantage_N=of_rows([np.full(length, A) for length, A in zip(lengths_R, A_B[learned_B], strict=True)]),
         weight_N=of_rows([row.weight_P for row in rows]),
-        row_N=torch.from_numpy(np.repeat(np.arange(ROWS), lengths_B)),
+        row_N=torch.from_numpy(np.repeat(np.arange(len(lengths_R)), lengths_R)),
         reference_logp_N=torch.from_numpy(case["reference_BT"])[written_BT],
     )
-    loss, _ = objective_of(TrainConfig(algorithm=algorithm))(terms, float(lengths_B.sum()))
+    loss, _ = objective_of(TrainConfig(algorithm=algorithm))(terms, float(lengths_R.sum()))
     loss.backward()
     assert logits_BTV.grad is not None
     return logits_BTV.grad.numpy()

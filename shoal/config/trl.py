@@ -13,6 +13,10 @@ _VLLM = "each worker chooses what it samples with, by `shoal join --engine vllm`
 _SHARDS = "train.processes divides the weights of a trainer"
 _BATCH_STD = '"mean" with train.algorithm.batch_std = true'
 _SCALES = 'group is "mean_std", none is "mean", batch is nearly ' + _BATCH_STD
+_WEIGHTED = '"weighted_loss", which is the default of TRL'
+_CISPO = "that of TRL's cispo is train.algorithm.loss.most"
+_VLLM_MASK = 'TRL with vLLM has "sequence_mask" with most = 3, none is the default here'
+_COMPLETIONS = "completions alone are learned from"
 _LONGEST = "of the whole rollout with its prompt"
 _NONE = "shoal has no counterpart of this setting of TRL, so leave it out"
 _NO_VALUE = "it has no counterpart here"
@@ -23,7 +27,7 @@ _WITHOUT_COUNTERPART = """
     torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache neftune_noise_alpha
     torch_empty_cache_steps logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter
     include_num_input_tokens_seen log_level log_level_replica disable_tqdm project trackio_space_id
-    trackio_bucket_id trackio_static_space_id eval_delay prediction_loss_only eval_on_start eval_do_concat_batches
+    trackio_bucket_id trackio_static_space_id eval_delay prediction_loss_only eval_do_concat_batches
     eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics save_only_model
     save_on_each_node enable_jit_checkpoint hub_token hub_private_repo hub_strategy hub_always_push hub_revision
     load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
@@ -40,7 +44,7 @@ _WITHOUT_COUNTERPART = """
     log_unique_prompts log_completions_hub_repo use_transformers_continuous_batching
     transformers_continuous_batching_config use_transformers_paged chat_template_path dataset_text_field
     dataset_kwargs dataset_num_proc eos_token truncation_mode packing packing_strategy padding_free eval_packing
-    completion_only_loss assistant_only_loss activation_offloading pad_token
+    activation_offloading pad_token
 """
 """The other settings of TRL 1.16, for RL and for fine-tuning. Those that are keys here, too, are missing."""
 
@@ -54,7 +58,7 @@ TRL_KEYS = {
     "lr_scheduler_kwargs": ("", "train.schedule is one word"),
     "warmup_ratio": ("train.warmup_steps", "in steps"),
     "adam_beta1": ("train.beta1", ""),
-    "adam_beta2": ("train.beta2", ""),
+    "adam_beta2": ("train.beta2", "0.999 in TRL, 0.95 here"),
     "adam_epsilon": ("", "it is 1e-8"),
     "optim": ("", "it is AdamW, and train.moments says how its moments are kept"),
     "max_steps": ("steps", "of batches"),
@@ -69,6 +73,8 @@ TRL_KEYS = {
     "num_iterations": ("train.updates_per_batch", ""),
     "num_generations": ("rollouts.group_size", ""),
     "num_generations_eval": ("eval.episodes", "episodes of each environment"),
+    "completion_only_loss": ("", _COMPLETIONS),
+    "assistant_only_loss": ("", _COMPLETIONS),
     "max_completion_length": ("sampling.max_turn_tokens", "of one turn; sampling.max_tokens is with the prompt"),
     "max_new_tokens": ("sampling.max_turn_tokens", "of one turn"),
     "max_prompt_length": ("", "sampling.max_tokens is for the prompt and what is written together"),
@@ -86,31 +92,38 @@ TRL_KEYS = {
     "reward_weights": ("envs.weights", ""),
     "reward_funcs": ("envs.name", "of an environment, whose score is the reward"),
     "train_dataset": ("envs.name", "of an environment, which has the tasks"),
-    "beta": ("train.algorithm.kl.beta", ""),
+    "beta": ("train.algorithm.kl.beta", f"with train.algorithm.kl.place = {_WEIGHTED}"),
     "kl_coef": ("train.algorithm.kl.beta", ""),
-    "use_bias_correction_kl": ("train.algorithm.kl.place", '"weighted_loss" multiplies the penalty by the ratio'),
+    "use_bias_correction_kl": ("train.algorithm.kl.place", f"true is {_WEIGHTED}; the default here is false"),
     "sync_ref_model": ("", _REFERENCE),
     "ref_model_sync_steps": ("", _REFERENCE),
     "ref_model_mixup_alpha": ("", _REFERENCE),
     "epsilon": ("train.algorithm.loss.eps_low", "and train.algorithm.loss.eps_high; TRL has one for both"),
     "epsilon_low": ("train.algorithm.loss.eps_low", ""),
-    "epsilon_high": ("train.algorithm.loss.eps_high", ""),
+    "epsilon_high": ("train.algorithm.loss.eps_high", _CISPO),
+    "eps_high": ("train.algorithm.loss.eps_high", _CISPO),
     "cliprange": ("train.algorithm.loss.eps_low", "and train.algorithm.loss.eps_high"),
     "delta": ("train.algorithm.loss.delta", ""),
     "loss_type": (
         "train.algorithm.name",
-        '"composition" with advantage = "mean_std" is TRL\'s dapo, its default, and its bnpo',
+        '"composition" with advantage = "mean_std" is TRL\'s dapo, the default, and bnpo; its dr_grpo has that advantage',
     ),
-    "importance_sampling_level": ("train.algorithm.name", '"gspo" is that of the sequence'),
+    "importance_sampling_level": (
+        "train.algorithm.name",
+        '"sequence" is "gspo" with average = "tokens", and train.algorithm.loss.eps_low and eps_high of 0.2',
+    ),
     "scale_rewards": ("train.algorithm.advantage", _SCALES),
     "mask_truncated_completions": ("train.algorithm.mask_overlong", ""),
     "entropy_coef": ("train.algorithm.entropy_bonus", "of entropies averaged as train.algorithm.average says"),
-    "entropy_target": ("train.algorithm.entropy_target", ""),
+    "entropy_target": ("train.algorithm.entropy_target", "0 keeps the whole bonus, as TRL does by default"),
     "multi_objective_aggregation": ("", "the parts of a score are added by envs.weights"),
-    "off_policy_mask_threshold": ("train.algorithm.corrections", '"geometric_mask" drops rows by their mean ratio'),
+    "off_policy_mask_threshold": (
+        "train.algorithm.corrections",
+        '"geometric_mask" drops rows by their mean ratio, whatever their advantage',
+    ),
     "top_entropy_quantile": ("", "all tokens are learned from"),
-    "vllm_importance_sampling_correction": ("train.algorithm.corrections", ""),
-    "vllm_importance_sampling_mode": ("train.algorithm.corrections", ""),
+    "vllm_importance_sampling_correction": ("train.algorithm.corrections", _VLLM_MASK),
+    "vllm_importance_sampling_mode": ("train.algorithm.corrections", _VLLM_MASK),
     "vllm_importance_sampling_cap": ("train.algorithm.corrections.most", ""),
     "vllm_importance_sampling_clip_max": ("train.algorithm.corrections.most", ""),
     "vllm_importance_sampling_clip_min": ("train.algorithm.corrections.least", ""),
@@ -143,6 +156,7 @@ TRL_KEYS = {
     "output_dir": ("", _OUTPUT),
     "per_device_eval_batch_size": ("", "eval.episodes is how many are played"),
     "eval_strategy": ("", "eval.episodes are played before and after the run, and of each kept checkpoint"),
+    "eval_on_start": ("", "a run evaluates before its first step, unless eval.episodes is 0"),
     "eval_steps": ("storage.checkpoint_every", "kept checkpoints are evaluated"),
     "save_steps": ("storage.checkpoint_every", ""),
     "save_strategy": ("storage.checkpoint_every", "in steps"),
@@ -176,7 +190,7 @@ TRL_KEYS |= dict.fromkeys((f'train.schedule = "{name}"' for name in _SCHEDULES),
 TRL_KEYS |= {name: ("", _VLLM if name.startswith("vllm_") else _NONE) for name in _WITHOUT_COUNTERPART.split()}
 
 TRL_SFT_KEYS = (
-    dict.fromkeys((*TRL_KEYS, "weight_decay"), ("", _NONE))
+    dict.fromkeys(TRL_KEYS, ("", _NONE))
     | {name: meant for name, meant in TRL_KEYS.items() if "policy." in name + meant[0]}
     | {
         "learning_rate": ("lr", ""),
@@ -192,6 +206,11 @@ TRL_SFT_KEYS = (
         "max_length": ("max_tokens", "longer episodes are left out, not cut"),
         "train_dataset": ("env.name", "of an environment, whose scripted player is imitated"),
         "bf16": ("publish_dtype", '"bfloat16", of the files'),
+        "completion_only_loss": ("", _COMPLETIONS),
+        "assistant_only_loss": ("", _COMPLETIONS),
+        "adam_beta2": ("", "it is 0.95"),
+        "adam_beta1": ("", "it is 0.9"),
+        "weight_decay": ("", "there is none"),
         "run_name": ("name", ""),
         "data_seed": ("seed", ""),
         "output_dir": ("", "`shoal sft` has --out"),

@@ -6,6 +6,7 @@ no room of ours that needs one.
 
 import hashlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -58,9 +59,10 @@ def _demand_arguments(make: Callable[..., Any], args: Mapping[str, Any], path: P
     try:
         taken.bind(**args)
     except TypeError as error:
+        called = re.sub(r"<.*? at 0x[0-9a-f]+>", "...", f"{getattr(make, '__name__', function)}{taken}")
         raise ShoalError(
-            f"{path}: {error}: {function}{taken} is given {', '.join(args) or 'no arguments'}. Change args of the "
-            "[[envs]], or --env-args"
+            f"{path}: {error}: {called} is given {', '.join(args) or 'no arguments'}. Change args of the [[envs]], or "
+            "--env-args; `shoal env check RUN.toml` takes those of the run file"
         ) from None
 
 

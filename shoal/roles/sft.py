@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import msgspec
 import torch
@@ -59,6 +59,13 @@ GUESS_MARGIN = 0.1
 
 OVERSHOT = 0.15
 """An evaluation so far above stop_at leaves RL less to find than was meant."""
+
+TRAINING_EPISODES = 64
+"""On training tasks, which the last evaluation plays beside its held-out ones."""
+
+BY_HEART, CERTAIN_NATS = 0.2, 0.1
+"""Difference of the shares on training and held-out tasks, hardly chance in so few episodes, and entropy per token, from
+which most groups of RL would be flat."""
 
 SHORTEST_OF, MOST_TOKENS = 64, 1 << 16
 """Games, and tokens of each, that are played to say how long they are."""
@@ -139,6 +146,9 @@ def _fine_tune(config: SftConfig, start: Path, out: Path, given: Examples | None
             if figures or (metrics and (done == 1 or done % 20 == 0 or done == config.steps)):
                 _report(done, config.steps, metrics, figures)
             if reached or done == config.steps:
+                if figures:
+                    learned = evaluation.of_training(checkpoints.place(done), lambda episodes: stop_if_asked())
+                    _tell_certain(done, config, metrics, figures, learned, evaluation.bounds)
                 break
             stop_if_asked()
             metrics = tuning.step()
@@ -289,14 +299,29 @@ class SftEvaluation:
         every = self._config.evaluates_every
         return bool(every and step and (step % every == 0 or step == self._config.steps))
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Lowest and highest reward."""
+        assert self._env is not None, "nothing is evaluated"
+        return self._env.reward_bounds
+
     def of(self, checkpoint: Path, progress: Callable[[int], None]) -> Evaluation:
         """Play the episodes. Raises `ShoalError`, and what `progress` raises."""
         assert self._env is not None, "no evaluation is due"
+        return self._played(self._env, self._config.eval_episodes, checkpoint, progress)
+
+    def of_training(self, checkpoint: Path, progress: Callable[[int], None]) -> Evaluation | None:
+        """Play some on training tasks; None without held-out tasks, whose place they have then. Raises as `of`."""
+        assert self._env is not None, "no evaluation is due"
+        if not self._env.num_heldout:
+            return None
+        return self._played(cast(Env, _TrainingTasks(self._env)), TRAINING_EPISODES, checkpoint, progress)
+
+    def _played(self, env: Env, episodes: int, checkpoint: Path, progress: Callable[[int], None]) -> Evaluation:
         if self._engine is None:
             self._engine = open_engine(EngineSpec(kind=kind_for(checkpoint), threads=self._config.threads))
         self._engine.load(checkpoint, 0)
-        episodes, seed = self._config.eval_episodes, self._config.seed
-        return evaluate(self._engine, self._renderer, self._env, episodes, seed, self._sampling, 0, progress)
+        return evaluate(self._engine, self._renderer, env, episodes, self._config.seed, self._sampling, 0, progress)
 
     def share(self, figures: Evaluation) -> float:
         """The share of wins, or where the mean reward is within its range; 0 if too many episodes have no score."""
@@ -319,6 +344,41 @@ class SftEvaluation:
         return command(
             "eval", str(checkpoint), *(part for name in numbers for part in (f"--{name}", str(numbers[name])))
         )
+
+
+class _TrainingTasks:
+    """An environment as if it had no held-out tasks, so that an evaluation plays those for training."""
+
+    num_heldout = 0
+
+    def __init__(self, env: Env) -> None:
+        self._env = env
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+
+def _tell_certain(
+    step: int, config: SftConfig, metrics: dict[str, Any], figures: Evaluation, learned: Evaluation | None,
+    bounds: tuple[float, float],
+) -> None:  # fmt: skip
+    """Say how the policy does on training tasks, and whether it is too certain for RL: it knows tasks by heart, or always
+    writes the same."""
+    found, entropy = list[str](), metrics.get("entropy_nats", math.inf)
+    if learned is not None:
+        _report(step, config.steps, {}, learned)
+        scale = 1.0 if figures.measure == "success" else bounds[1] - bounds[0]
+        known, new = learned.mean, figures.mean
+        if known is not None and new is not None and (known - new) / scale > BY_HEART:
+            found.append("it does much better on training tasks than on held-out ones")
+    if entropy < CERTAIN_NATS:
+        found.append(f"its entropy is {entropy:.3f} nats a token, below {CERTAIN_NATS:g}")
+    if found:
+        log.warning(
+            "the policy is too certain for RL, where most groups would be flat: %s. Let the player play more different "
+            "tasks, or take fewer steps",
+            ", and ".join(found),
+        )  # fmt: skip
 
 
 def _report(step: int, steps: int, metrics: dict[str, Any], figures: Evaluation | None) -> None:

@@ -189,6 +189,16 @@ def test_arguments_that_do_not_fit_are_no_fault_of_a_line(write, make: str, args
     assert "source.py" not in str(caught.value) and " line " not in str(caught.value)
 
 
+def test_missing_arguments_of_a_data_set_name_its_class_and_the_run_file_that_has_them(write) -> None:
+    path = write(
+        "from shoal.envs.dataset import DatasetEnv\nclass Rows(DatasetEnv):\n    name = 'rows'\nenvironment = Rows\n"
+    )
+    with pytest.raises(ShoalError) as caught:
+        load_env(path, {})
+    assert "'path': Rows(path: " in str(caught.value) and " at 0x" not in str(caught.value)
+    assert "`shoal env check RUN.toml`" in str(caught.value)
+
+
 def test_a_type_error_within_environment_names_its_own_line(write) -> None:
     path = write(GOOD.replace("return Parrot(num_tasks)", "return Parrot(num_tasks + None)"))
     with pytest.raises(ShoalError, match=r"my_env\.py line 18: TypeError: unsupported operand"):

@@ -137,7 +137,7 @@ def test_a_stop_in_an_evaluation_repeats_it_and_loses_no_step(
     with caplog.at_level(logging.INFO, "sft"):
         sft.main(recipe, tmp_path / "out", ["eval_every=5"])
     assert "going on after step=5" in caplog.text
-    assert re.findall(r"step=(\d+)/12 .*wins", caplog.text) == ["5", "10", "12"]
+    assert re.findall(r"step=(\d+)/12 .*held-out", caplog.text) == ["5", "10", "12"]
 
 
 def test_another_recipe_does_not_go_on_with_what_was_stopped(
@@ -269,6 +269,32 @@ def test_a_share_that_is_never_reached_is_said(recipe: Path, tmp_path: Path, cap
         sft.main(recipe, tmp_path / "out", ["stop_at=1.0", "steps=2"])
     assert "stop_at=1 was not reached in 2 steps: raise steps" in caplog.text and weights(tmp_path / "out")
     assert "earns the lowest reward" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("known", "entropy", "said"),
+    [
+        (0.74, 0.155, r"64 episodes on training tasks\n.*much better on training tasks than on held-out ones\. Let"),
+        (0.5, 0.05, r"its entropy is 0\.050 nats a token, below 0\.1\. Let"),
+        (0.5, 0.155, ""),
+    ],
+)
+def test_a_policy_that_is_too_certain_for_rl_is_told_at_the_end(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    known: float, entropy: float, said: str,
+) -> None:  # fmt: skip
+    step, played = FineTuning.step, sft.evaluate
+
+    def scored(engine: Any, renderer: Any, env: Any, *rest: Any) -> Evaluation:
+        found = played(engine, renderer, env, *rest)
+        return replace_struct(found, mean=0.4 if found.tasks == "heldout" else known)
+
+    monkeypatch.setattr(FineTuning, "step", lambda tuning: step(tuning) | {"entropy_nats": entropy})
+    monkeypatch.setattr(sft, "evaluate", scored)
+    with caplog.at_level(logging.INFO, "sft"):
+        sft.main(recipe, tmp_path / "out", ["eval_every=12"])
+    assert re.search(said, caplog.text) if said else "too certain" not in caplog.text
+    assert caplog.text.count("on training tasks") >= 1
 
 
 SHOUT = """
