@@ -50,8 +50,8 @@ class TurnTokens:
         prompt = self._text(messages[:-1], arguments)
         if messages[-1].get("reasoning_content") and prompt.rstrip().endswith(reasoning_marks(self._notation)[1]):
             raise StateError(
-                "this prompt has closed the thought: leave the thought of the answer out, or turn thinking on by an argument "
-                "of the chat template"
+                "this prompt has closed the thought: leave the thought of the answer out, or turn thinking on by an "
+                "argument of the chat template"
             )
         if is_text and not self._around(json.dumps(arguments)).shows:
             return self._of_text(content, arguments)

@@ -32,6 +32,7 @@ from shoal.policy.render import Renderer
 from shoal.policy.spec import PolicySpec
 from shoal.policy.tokenizer_class import BUILD, FILE, class_of
 from tests.policy.odd_checkpoints import (
+    COUNT,
     END,
     HISTORIES,
     KINDS,
@@ -276,6 +277,24 @@ def test_a_history_whose_turns_cannot_be_found_is_refused_by_name() -> None:
         pytest.raises(StateError, match=r"turn 0.*not where the turn begins"),
     ):
         Renderer.from_directory(directory).history(items)
+
+
+REPEATED = "{% for q in messages %}{% if q.role == 'assistant' %}earlier: {{ q.content }}\n{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "after",
+    ["{% if loop.index0 == ns.last %}" + REPEATED + "{% endif %}", "{% if loop.last %}#" + REPEATED + "{% endif %}"],
+)
+@pytest.mark.parametrize("thinks", [False, True])
+def test_a_template_that_repeats_a_turn_later_is_refused_by_name(after: str, thinks: bool) -> None:
+    items: list[Any] = [USER, Written(0, thinks), USER, Written(1, thinks), USER]
+    with checkpoint(template=COUNT + talk_template(after + THOUGHT)) as directory:
+        renderer = Renderer.from_directory(directory)
+        with pytest.raises(StateError, match="again elsewhere"):
+            renderer.reply("higher")
+        with pytest.raises(StateError, match="turn 0 again elsewhere"):
+            renderer.history(items)
 
 
 # --- which class opens a tokenizer ---
