@@ -42,6 +42,10 @@ def places(dialect: Dialect, items: Sequence[Message | Written], arguments: Mapp
 
     Raises `StateError` if the template does not show a turn, and `BadMessage` for a malformed message.
     """
+    if dialect.varies(arguments):
+        raise StateError(
+            'the chat template writes other text around a turn for other words of it: use history = "append"'
+        )
     marks = _Marks(items)
     messages = _messages(dialect, items, marks, content=True)
     text = _shown(dialect, messages, arguments)

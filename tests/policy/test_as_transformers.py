@@ -297,6 +297,17 @@ def test_a_template_that_repeats_a_turn_later_is_refused_by_name(after: str, thi
             renderer.history(items)
 
 
+@pytest.mark.parametrize("after", ["[{{ m.content | length }}]", "{% if m.content | length > 9 %} REC{% endif %}"])
+def test_a_history_whose_text_follows_from_the_words_of_a_turn_is_refused_by_name(after: str) -> None:
+    with checkpoint(template=talk_template("", after)) as directory:
+        renderer = Renderer.from_directory(directory)
+        with pytest.raises(StateError, match='other words of it: use history = "append"'):
+            renderer.history([USER, Written(0), USER])
+    for kept in ("{{ m.content | trim }}", "{{ m.content.split('</think>')[-1].lstrip() }}"):
+        with checkpoint(template=talk_template().replace("{{ m.content }}", kept)) as directory:
+            assert Renderer.from_directory(directory).history([USER, Written(0), USER])
+
+
 # --- which class opens a tokenizer ---
 
 
