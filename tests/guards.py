@@ -1495,6 +1495,7 @@ GUARDS = [
         ("template-for-tools-not-lost", OFF, "test_what_cannot_be_read_as_transformers_does_is_refused_by_name"),
         ("turns-begin-where-the-template-opens-them", OFF,
          "test_a_history_whose_turns_cannot_be_found_is_refused_by_name"),
+        ("turns-are-shown-once", OFF, "test_a_template_that_repeats_a_turn_later_is_refused_by_name"),
     ),
     *_needed_by("tests/policy/test_auto_tokenizer.py",
         ("no-token-beyond-the-model", OFF, "test_a_token_that_the_model_lacks_is_refused_by_name"),

@@ -13,6 +13,7 @@ import sys
 import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -151,6 +152,14 @@ class Raised(Exception):
     """What an environment raised in another process, as one line that says where."""
 
 
+class NoText(ShoalError):
+    """A scripted player returned something else than a text."""
+
+
+_SAID = (Raised, MessagesRefused, Undecided, NoText)
+"""Their texts say all: the place in the code says no more."""
+
+
 def step_of(told: object) -> Step:
     """What an environment's `step` returned. Raises `TypeError` if it is no `Step`, or a tuple like one."""
     if not isinstance(told, tuple | list):
@@ -193,9 +202,19 @@ def task_of(env: Env, index: int, heldout: bool = False) -> Task:
 
 
 def players_of(env: Env) -> Mapping[str, Player]:
-    """The scripted players; empty if there are none."""
+    """The scripted players; empty if there are none. They raise `NoText`."""
     play = getattr(env, "players", None)
-    return {} if play is None else play()
+    return {} if play is None else {name: partial(_text_of, name, player) for name, player in play().items()}
+
+
+def _text_of(name: str, player: Player, state: State, rng: random.Random) -> str:
+    told: object = player(state, rng)
+    if not isinstance(told, str):
+        raise NoText(
+            f"a player returns a text, and the player {name} returned {type(told).__name__}: let it write tool calls and "
+            "thoughts as the policy writes them"
+        )
+    return told
 
 
 def solution_of(env: Env, task: Task) -> tuple[str, ...] | None:
@@ -233,7 +252,7 @@ def label_of(env: Any) -> str:
 
 def describe_fault(error: BaseException, source: Path | None) -> str:
     """One line: what an environment raised and where, at its deepest line in `source`, or else the deepest of all."""
-    if isinstance(error, Raised | MessagesRefused | Undecided):
+    if isinstance(error, _SAID):
         return str(error) or "it does not say why"  # guard: faults-are-said
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if source is not None and frame.filename == str(source)] or frames
@@ -246,11 +265,7 @@ def describe_fault_of_call(error: BaseException, env: Env, name: str, source: Pa
     Whoever shows it says the environment's label, which it does not know itself."""
     frames = traceback.extract_tb(error.__traceback__)
     is_ours = bool(frames) and HERE in Path(frames[-1].filename).parents
-    if (
-        isinstance(error, Raised | MessagesRefused | Undecided)
-        or not is_ours
-        or str(source) in {frame.filename for frame in frames}
-    ):
+    if isinstance(error, _SAID) or not is_ours or str(source) in {frame.filename for frame in frames}:
         return describe_fault(error, source)
     code = getattr(inspect.unwrap(getattr(getattr(env, "env", env), name, describe_fault)), "__code__", None)
     line = f"{source} line {code.co_firstlineno}: " if code is not None and code.co_filename == str(source) else ""

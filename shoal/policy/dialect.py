@@ -19,6 +19,8 @@ MARK = "\N{OBJECT REPLACEMENT CHARACTER}written\N{OBJECT REPLACEMENT CHARACTER}"
 
 _REASON, _RESULT = "reasonmark", "resultmark"
 
+_WORDS = ("wordmark", "another and longer wordmark")
+
 _ASK = {"role": "user", "content": "."}
 
 
@@ -81,6 +83,13 @@ class Dialect:
         """Whether the reasoning of a turn is still shown after the user has answered."""
         turn = self.with_reasoning(said(MARK, _REASON))
         return self._shows(self.present([_ASK, turn, _ASK]), _REASON, MARK, arguments=arguments)
+
+    def varies(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether what is written around a turn differs between turns of different words."""
+        told = [self._text(self.present([_ASK, said(words), _ASK]), True, arguments) or "" for words in _WORDS]
+        shown = all(words in text for words, text in zip(_WORDS, told, strict=True))
+        around = [text.replace(words, MARK) for words, text in zip(_WORDS, told, strict=True)]
+        return shown and around[0] != around[1]
 
     def missing_generation_prompt(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> str:
         """What is written before a turn of the assistant, if prompts end without it: the template ignores

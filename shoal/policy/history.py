@@ -42,12 +42,20 @@ def places(dialect: Dialect, items: Sequence[Message | Written], arguments: Mapp
 
     Raises `StateError` if the template does not show a turn, and `BadMessage` for a malformed message.
     """
+    if dialect.varies(arguments):
+        raise StateError(
+            'the chat template writes other text around a turn for other words of it: use history = "append"'
+        )
     marks = _Marks(items)
     messages = _messages(dialect, items, marks, content=True)
     text = _shown(dialect, messages, arguments)
     if text is None or any(_swapped(text, marks.of(item.turn)) for item in items if isinstance(item, Written)):
         messages = _messages(dialect, items, marks, content=False)
         text = dialect.text(messages, arguments)
+    for item in items:
+        if isinstance(item, Written):
+            for mark, most in zip(marks.of(item.turn), (1, 1, len(item.calls)), strict=True):
+                demand_once(text, mark, most, f"turn {item.turn}")
     found: list[Words | Place] = []
     begin: int = 0
     after: Literal["", "text", "calls"] = ""
@@ -85,6 +93,15 @@ def _shown(dialect: Dialect, messages: Sequence[Message], arguments: Mapping[str
         raise
     except StateError:
         return None
+
+
+def demand_once(text: str, mark: str, most: int, whose: str) -> None:
+    """Refuse a template that shows a mark of a turn in other places, too: none of them is where the turn ends."""
+    if text.count(mark) > most:  # guard: turns-are-shown-once
+        raise StateError(
+            f"the chat template shows a text of {whose} again elsewhere, so it does not show where the turn is: multi-turn "
+            "play is impossible"
+        )
 
 
 def _swapped(text: str, marks: tuple[str, str, str]) -> bool:

@@ -46,3 +46,10 @@ def leaves_reasoning_open(text: str, notation: str) -> bool:
     """Whether a prompt ends inside the policy's reasoning."""
     opening, closing = reasoning_marks(notation)
     return text.rstrip().endswith(opening) and text.rfind(opening) > text.rfind(closing)
+
+
+def without_thought(text: str, notation: str) -> str:
+    """A prompt without the thought that it opens, or opens and closes, at its end."""
+    opening, closing = reasoning_marks(notation)
+    begun, found, rest = text.rpartition(opening)
+    return begun if found and rest.strip() in ("", closing) else text

@@ -20,7 +20,7 @@ from shoal.policy.anyspec import AnySpec
 from shoal.policy.chat_templates import Where
 from shoal.policy.dialect import MARK, Dialect, calling, said
 from shoal.policy.ends import Ends, num_shared
-from shoal.policy.history import Part, Place, places
+from shoal.policy.history import Part, Place, demand_once, places
 from shoal.policy.kinds import spec_of
 from shoal.policy.messages import Message, Written, as_messages, normal, template_arguments
 from shoal.policy.notations import leaves_reasoning_open, notation_of
@@ -249,6 +249,7 @@ class Renderer:
                 continue
             _, found, rest = text.rpartition(mark)
             if found:
+                demand_once(text, mark, len(turn.get("tool_calls", ".")), "the assistant")
                 closing = self._text([_ASK, turn], arguments, prompt=False).rpartition(mark)[2]
                 ids = self._after(rest, closing, "calls" if "tool_calls" in turn else "text")
                 return Prompt(tuple(ids), leaves_reasoning_open(rest, self.notation))

@@ -13,7 +13,7 @@ from shoal.errors import Overreach, StateError
 from shoal.policy.dialect import MARK, Dialect, said
 from shoal.policy.ends import num_shared
 from shoal.policy.messages import Message
-from shoal.policy.notations import leaves_reasoning_open, reasoning_marks
+from shoal.policy.notations import leaves_reasoning_open, reasoning_marks, without_thought
 
 _ASK = {"role": "user", "content": "."}
 
@@ -47,31 +47,51 @@ class TurnTokens:
             return self._of_text(messages[-1], arguments)
         turn = self._dialect_for(arguments).with_reasoning(messages[-1])
         content, is_text = str(turn["content"]), turn.keys() == {"role", "content"}
+        prompt = self._text(messages[:-1], arguments)
+        if messages[-1].get("reasoning_content") and prompt.rstrip().endswith(reasoning_marks(self._notation)[1]):
+            raise StateError(
+                "this prompt has closed the thought: leave the thought of the answer out, or turn thinking on by an "
+                "argument of the chat template"
+            )
         if is_text and not self._around(json.dumps(arguments)).shows:
             return self._of_text(content, arguments)
-        text, prompt = self._text([*messages[:-1], turn], arguments, prompt=False), self._text(messages[:-1], arguments)
-        tail, begin = prompt.rpartition(_ASK["content"])[2], len(prompt)
-        if not text.startswith(prompt):  # a template may begin with the number of messages
-            at = text.rfind(tail, 0, text.rfind(content.strip())) if tail else -1
-            begin = at + len(tail) if at >= 0 else -1
-        if begin >= 0:
-            ids = self._continued(prompt, text[begin:])
-        else:
-            ids, begin = self._encode(text), num_shared(text, prompt)
-            shared = num_shared(ids, self._encode(prompt))
-            while len(self._encode(text[:begin])) > shared:  # a token of the turn may begin with a letter of the prompt
-                begin -= 1
-            ids = ids[shared:]
+        text = self._text([*messages[:-1], turn], arguments, prompt=False)
+        rest = self._rest(text, prompt)
+        if rest is None and is_text:
+            return self._of_text(content, arguments)
+        if rest is None:
+            raise StateError(
+                "the chat template does not show this answer as a continuation of its prompt: it ends in "
+                f"{prompt[-40:]!r}, and with the answer in {text[-80:]!r}. Write the answer as a text"
+            )
         parts = [content, turn.get("reasoning_content") or ""]
         parts += [call["function"]["name"] for call in turn.get("tool_calls") or ()]
-        lost = next((part for part in map(str.strip, parts) if not self._shows(text[begin:], part)), "")
+        lost = next((part for part in map(str.strip, parts) if not self._shows(rest, part)), "")
         if lost and not is_text:
             raise StateError(
                 f"the chat template leaves out {lost!r:.60} of a turn: leave it out, or put it into the content"
             )
         if lost:  # some templates take thoughts out of the content
             return self._of_text(content, arguments)
-        return self._ended(ids, text[begin:], prompt)
+        return self._ended(self._continued(prompt, rest), rest, prompt)
+
+    def _rest(self, text: str, prompt: str) -> str | None:
+        """What follows a prompt in a text, or follows it without the thought that it has begun; None if the text does not
+        continue it."""
+        if text.startswith(prompt):
+            return text[len(prompt) :]
+        bare, opening = without_thought(prompt, self._notation), reasoning_marks(self._notation)[0]
+        if not text.startswith(bare):
+            return None
+        rest = text[len(bare) :]
+        if leaves_reasoning_open(prompt, self._notation):
+            return self._without_opening(rest)
+        return None if rest.lstrip().startswith(opening) else rest
+
+    def _without_opening(self, text: str) -> str:
+        """A turn after a prompt that has opened its thought."""
+        opening = reasoning_marks(self._notation)[0]
+        return text.lstrip().removeprefix(opening).lstrip("\n") if text.lstrip().startswith(opening) else text
 
     def _shows(self, rest: str, part: str) -> bool:
         """Whether a turn has a part before the token that ends it. No ids are read back: a tokenizer may change texts."""
@@ -79,9 +99,9 @@ class TurnTokens:
         return part in rest and self._stop_ids.isdisjoint(self._encode(rest[:end])[:-1])
 
     def _of_text(self, text: str, arguments: Mapping[str, Any]) -> list[int]:
-        around, opening = self._around(json.dumps(arguments)), reasoning_marks(self._notation)[0]
-        if leaves_reasoning_open(around.prompt, self._notation) and text.lstrip().startswith(opening):
-            text = text.lstrip().removeprefix(opening).lstrip("\n")
+        around = self._around(json.dumps(arguments))
+        if leaves_reasoning_open(around.prompt, self._notation):
+            text = self._without_opening(text)
         rest = around.lead + text + around.closing
         return self._ended(self._continued(around.prompt, rest), rest, around.prompt)
 

@@ -114,7 +114,13 @@ def read_pairs(path: Path, start: Path, max_tokens: int) -> list[Pair]:
                 if not data.strip():
                     continue
                 line = msgspec.json.decode(data, type=_Line)
-                prompt = renderer.start(_messages(line.prompt, "user"))
+                messages = _messages(line.prompt, "user")
+                if messages and messages[-1].get("role") == "assistant":
+                    raise ValueError(
+                        "the prompt ends with a message of the assistant, after which the answer would be another: put its "
+                        "text at the beginning of both answers"
+                    )
+                prompt = renderer.start(messages)
                 rows = [_row(prompt, _answer(said), renderer) for said in (line.chosen, line.rejected)]
                 if rows[0] == rows[1]:
                     raise ValueError("chosen and rejected have the same tokens, so neither is preferred")

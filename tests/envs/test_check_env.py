@@ -155,6 +155,11 @@ class Generous(Count):
         return 1.0
 
 
+class Messaging(Count):
+    def players(self) -> Mapping[str, Player]:
+        return {**super().players(), "right": lambda state, rng: {"role": "assistant", "content": str(state[0])}}  # type: ignore[dict-item,return-value]
+
+
 class Stingy(Count):
     def score(self, state: Any) -> float:
         return super().score(state) / 2
@@ -193,6 +198,7 @@ class NoReply(Count):
         (OutOfBounds, "right player", "score() gives 2.0, not a number within reward_bounds 0 to 1"),
         (Generous, "wrong player", "scores too high"),
         (Stingy, "right player", "scores too low: mean score 50% of the range"),
+        (Messaging, "right player", "a player returns a text, and the player right returned dict"),
         (Endless, "right player", "did not end within 256 turns"),
         (NeedsNumber, "hostile actions", "action '': raised"),
         (NoReply, "right player", "not done but replies NoneType"),

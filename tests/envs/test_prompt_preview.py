@@ -173,6 +173,23 @@ def test_a_template_that_hides_turns_is_refused_where_an_environment_plays_more(
     assert "\nlater turns of short: the policy's chat template (" in text and "earlier thoughts" not in text
 
 
+@pytest.mark.parametrize(
+    ("shown", "histories"),
+    [
+        ("{% if loop.last %}{% for q in messages %}{{ q.content }}|{% endfor %}{% endif %}", ("append", "template")),
+        ("{{ m.content | length }}", ("template",)),
+    ],
+)
+def test_a_template_whose_turns_cannot_be_told_from_later_text_is_refused_at_the_start(
+    shown: str, histories: tuple[str, ...], tmp_path: Path
+) -> None:
+    template = CHATML.replace(" if WHICH", "").replace("{{ m.content }}", "{{ m.content }}" + shown)
+    env: Any = _Longer("hi")
+    for env.history in histories:
+        with pytest.raises(MessagesRefused, match=r"takes none after that: .*the chat template (shows|writes)"):
+            first_prompt("longer", env, _renderer_with(template, tmp_path), SAMPLING)
+
+
 class _Counting(_Saying):
     """Ends after so many turns."""
 

@@ -32,6 +32,7 @@ from shoal.policy.render import Renderer
 from shoal.policy.spec import PolicySpec
 from shoal.policy.tokenizer_class import BUILD, FILE, class_of
 from tests.policy.odd_checkpoints import (
+    COUNT,
     END,
     HISTORIES,
     KINDS,
@@ -40,10 +41,12 @@ from tests.policy.odd_checkpoints import (
     SAYS,
     TEMPLATES,
     TEXTS,
+    THOUGHT,
     TOKENS,
     Change,
     Files,
     plain,
+    talk_template,
 )
 from tests.policy.templates import ADD
 
@@ -151,6 +154,47 @@ def test_a_turn_is_never_lost(head: str, turn: str) -> None:
             assert "Four" in text and ids[-1] in renderer.stop_ids and "written" not in text
 
 
+OPENED, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
+CALL = [{"id": "abc", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+ANSWERS: list[tuple[dict[str, Any], str]] = [
+    ({"content": "<tip> 4"}, "<tip> 4"),
+    ({"content": "", "tool_calls": CALL}, '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'),
+    ({"content": "thin", "tool_calls": CALL}, 'thin<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'),
+]
+
+
+def thinking_template(opening: str, thought: str = THOUGHT) -> str:
+    """A template whose prompts end with `opening`."""
+    return talk_template(thought).replace("assistant\n{% endif %}", f"assistant\n{opening}{{% endif %}}")
+
+
+@pytest.mark.parametrize("opening", ["", OPENED, CLOSED])
+@pytest.mark.parametrize("thought", [THOUGHT, THOUGHT.replace("<think>\n", "<think>")])
+def test_a_turn_begins_where_its_prompt_ends_or_before_the_thought_there(opening: str, thought: str) -> None:
+    with checkpoint(template=thinking_template(opening, thought)) as directory:
+        peer, renderer = AutoTokenizer.from_pretrained(directory), Renderer.from_directory(directory)
+        for said, shown in ANSWERS:
+            for hm in ("", "hm"):
+                message = {"role": "assistant", **said, "reasoning_content": hm}
+                if hm and opening == CLOSED:
+                    with pytest.raises(StateError, match="this prompt has closed the thought"):
+                        renderer.written(message)
+                    continue
+                body = f"{hm}\n</think>\n\n" if opening == OPENED else ""
+                if hm and not opening:
+                    body = f"{thought.partition('{{')[0].rpartition('%}')[2]}hm\n</think>\n\n"
+                assert peer.decode(renderer.written(message)) == f"{body}{shown}{END}"
+
+
+@pytest.mark.parametrize("head", ["{{ messages | length }}\n", "{% if messages | length < 2 %}one{% endif %}"])
+def test_an_answer_that_does_not_continue_its_prompt_is_refused_by_name(head: str) -> None:
+    with checkpoint(template=head + talk_template()) as directory:
+        renderer = Renderer.from_directory(directory)
+        assert renderer.written({"role": "assistant", "content": "4"}) == renderer.written("4")
+        with pytest.raises(StateError, match="not show this answer as a continuation of its prompt"):
+            renderer.written({"role": "assistant", "content": "", "tool_calls": CALL})
+
+
 def test_a_turn_that_takes_a_token_of_the_prompt_repeats_nothing() -> None:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
     with checkpoint(template=template + "{{ 'assistant: ' if add_generation_prompt }}") as directory:
@@ -233,6 +277,35 @@ def test_a_history_whose_turns_cannot_be_found_is_refused_by_name() -> None:
         pytest.raises(StateError, match=r"turn 0.*not where the turn begins"),
     ):
         Renderer.from_directory(directory).history(items)
+
+
+REPEATED = "{% for q in messages %}{% if q.role == 'assistant' %}earlier: {{ q.content }}\n{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "after",
+    ["{% if loop.index0 == ns.last %}" + REPEATED + "{% endif %}", "{% if loop.last %}#" + REPEATED + "{% endif %}"],
+)
+@pytest.mark.parametrize("thinks", [False, True])
+def test_a_template_that_repeats_a_turn_later_is_refused_by_name(after: str, thinks: bool) -> None:
+    items: list[Any] = [USER, Written(0, thinks), USER, Written(1, thinks), USER]
+    with checkpoint(template=COUNT + talk_template(after + THOUGHT)) as directory:
+        renderer = Renderer.from_directory(directory)
+        with pytest.raises(StateError, match="again elsewhere"):
+            renderer.reply("higher")
+        with pytest.raises(StateError, match="turn 0 again elsewhere"):
+            renderer.history(items)
+
+
+@pytest.mark.parametrize("after", ["[{{ m.content | length }}]", "{% if m.content | length > 9 %} REC{% endif %}"])
+def test_a_history_whose_text_follows_from_the_words_of_a_turn_is_refused_by_name(after: str) -> None:
+    with checkpoint(template=talk_template("", after)) as directory:
+        renderer = Renderer.from_directory(directory)
+        with pytest.raises(StateError, match='other words of it: use history = "append"'):
+            renderer.history([USER, Written(0), USER])
+    for kept in ("{{ m.content | trim }}", "{{ m.content.split('</think>')[-1].lstrip() }}"):
+        with checkpoint(template=talk_template().replace("{{ m.content }}", kept)) as directory:
+            assert Renderer.from_directory(directory).history([USER, Written(0), USER])
 
 
 # --- which class opens a tokenizer ---

@@ -17,7 +17,7 @@ from msgspec.structs import replace as replace_struct
 
 from shoal import cli
 from shoal.envs.evaluate import Evaluation, evaluate
-from shoal.errors import StateError
+from shoal.errors import ShoalError, StateError
 from shoal.roles import sft
 from shoal.train.sft import FineTuning
 
@@ -322,6 +322,13 @@ def test_an_answer_that_the_tokenizer_changes_is_told(tmp_path: Path, caplog: py
     sft.main(tmp_path / "start.toml", tmp_path / "out", [])
     assert re.search("tokenizer makes '([a-d])' of '([A-D])', so it can never write", caplog.text)
     assert "the player right earns the lowest reward, 0, in all" in caplog.text
+
+
+def test_a_player_that_returns_a_message_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "shout.py").write_text(SHOUT.replace("state.upper()", "{'role': 'assistant', 'content': state}"))
+    (tmp_path / "start.toml").write_text(RECIPE.replace("../games/nim", "shout.py"))
+    with pytest.raises(ShoalError, match="a player returns a text, and the player right returned dict"):
+        sft.main(tmp_path / "start.toml", tmp_path / "out", [])
 
 
 @pytest.mark.parametrize(("heldout", "tasks", "both"), [("aybc", "training", "3 of 4"), ("wxyz", "training", ""),

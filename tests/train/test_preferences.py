@@ -181,6 +181,14 @@ def test_an_answer_that_an_end_token_would_cut_is_refused_with_the_token(tmp_pat
         prefer.read_pairs(path, start, 64)
 
 
+def test_a_prompt_that_ends_with_a_turn_of_the_assistant_is_refused(tmp_path: Path, start: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    prompt = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "par"}]
+    path.write_text(json.dumps({"prompt": prompt, "chosen": "b", "rejected": "c"}))
+    with pytest.raises(StateError, match="line 1: the prompt ends with a message of the assistant"):
+        prefer.read_pairs(path, start, 64)
+
+
 def test_pairs_of_another_tokenizer_and_only_long_pairs_are_refused(tmp_path: Path, start: Path) -> None:
     row = (b"\x03\0\0\0\x06\0\0\0\x07\0\0\0", b"\0\x01\x01")
     taken = Examples(tokenizer_digest(start), (row, row))

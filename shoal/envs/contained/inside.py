@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 
 from shoal.envs.action import Action
-from shoal.envs.base import Env, describe_fault, describe_fault_of_call, step_of
+from shoal.envs.base import Env, describe_fault, describe_fault_of_call, players_of, step_of
 from shoal.envs.contained import frames as f
 from shoal.envs.contained.stack_trace import write_stacks
 from shoal.envs.exceptions import is_unreachable
@@ -200,8 +200,7 @@ class Inside:
     def _play(self, request: f.Play) -> f.Answer:
         if (kept := self._kept.get(request.state)) is None:
             return f.Unknown([request.state])
-        players: Mapping[str, Any] = self.env.players()  # type: ignore[attr-defined]
-        return f.Said(str(players[request.player](kept.state, random.Random(request.seed))))
+        return f.Said(str(players_of(self.env)[request.player](kept.state, random.Random(request.seed))))
 
     def _solve(self, request: f.Solve) -> f.Answer:
         turns = self.env.solution(self._task(request.index, request.heldout))  # type: ignore[attr-defined]
