@@ -226,6 +226,7 @@ GUARDS = [
     ),
     *_needed_by("tests/envs/contained/test_processes.py",
         ("alarm-of-one-call", GONE, "test_an_alarm_that_is_left_on_fails_no_later_call"),
+        ("alarm-in-a-wait-is-silence", OFF, "test_an_endpoint_that_does_not_answer_is_no_fault"),
         ("silence-is-no-fault", GONE, "test_an_endpoint_that_does_not_answer_is_no_fault"),
         ("lost-is-not-repeated", OFF, "test_a_lost_episode_of_an_environment_that_is_not_reproducible_is_undecided"),
         ("other-environment-answers-nothing", OFF, "test_a_process_with_another_environment_answers_nothing"),

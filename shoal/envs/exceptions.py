@@ -5,8 +5,10 @@ Used wherever a call of an environment may fail. A fault that every replay of th
 evidence against nobody, so it is raised to the role.
 """
 
+import dis
 import re
 import socket
+import traceback
 from pathlib import Path
 
 from shoal.errors import Overreach
@@ -21,15 +23,38 @@ UNREACHABLE: tuple[type[BaseException], ...] = (TimeoutError, ConnectionError, s
 """What Python raises for an endpoint that does not answer. HTTP clients raise their own errors while they handle these."""
 
 
-def is_unreachable(error: BaseException) -> bool:
-    """Whether an error of an environment began with an endpoint that did not answer, which a replay may find otherwise."""
+_ASKS = frozenset({
+    "aiohttp", "anyio", "asyncio", "concurrent", "grpc", "http", "httpcore", "httpx", "requests", "select", "selectors",
+    "socket", "ssl", "threading", "urllib", "urllib3", "websockets",
+})  # fmt: skip
+"""Modules in which code waits for an endpoint, or for a thread that does. An alarm may ring there."""
+
+
+def is_unreachable(error: BaseException, source: Path | None) -> bool:
+    """Whether an error of an environment began with an endpoint that did not answer, which a replay may find otherwise.
+    `source` is the environment's file: a TimeoutError that this raises itself, as at an alarm, is a fault like others."""
     seen: set[int] = set()
     while id(error) not in seen:
-        if isinstance(error, UNREACHABLE):
+        if isinstance(error, UNREACHABLE) and not _is_own_timeout(error, source):
             return True
         seen.add(id(error))
         error = error.__cause__ or error.__context__ or error
     return False
+
+
+def _is_own_timeout(error: BaseException, source: Path | None) -> bool:
+    """Whether a `raise` of the environment's file is where a TimeoutError began, and no wait for an endpoint led there."""
+    trace = error.__traceback__
+    if not isinstance(error, TimeoutError) or trace is None:
+        return False
+    rooms = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in traceback.walk_tb(trace)}
+    if rooms & _ASKS:  # guard: alarm-in-a-wait-is-silence
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    is_raise = code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]  # and no call, as of a socket
+    return code.co_filename == str(source) and is_raise
 
 
 class RewardOutOfBounds(ValueError):

@@ -146,7 +146,7 @@ class Inside:
             name = _CALLS.get(type(request)) or str(getattr(request, "how", ""))
             said = describe_fault_of_call(error, self.env, name, self._path)
             line, trace = _line(error, said, self._hidden), _trace(error)
-            return _encode(f.Fault(line, trace, usual, is_unreachable(error)))
+            return _encode(f.Fault(line, trace, usual, is_unreachable(error, self._path)))
 
     def _pose(self, request: f.Pose) -> f.Answer:
         text = repr(self._task(request.index, request.heldout))

@@ -266,7 +266,7 @@ def _printing(act: Callable[..., Any], source: Path | None, time_left: TimeLeft)
                 raise  # its traceback was shown already
             except Exception as error:
                 _print(error)
-                pause_s = next(pauses_s, None) if is_unreachable(error) else None
+                pause_s = next(pauses_s, None) if is_unreachable(error, source) else None
                 if pause_s is None:  # guard: silence-is-tried-again
                     raise
                 if time.monotonic() - began + pause_s > time_left():  # guard: tries-end-within-the-turn

@@ -147,7 +147,7 @@ def test_waits_double_and_tries_end(openai: Make) -> None:
     waits: list[float] = []
     with pytest.raises(NoAnswer, match="4 tries failed, the last with status 503") as found:
         openai("down", sleep=waits.append)([{"role": "user", "content": "x"}])
-    assert waits == [1.0, 2.0, 4.0] and is_unreachable(found.value)
+    assert waits == [1.0, 2.0, 4.0] and is_unreachable(found.value, None)
 
 
 def test_a_server_that_is_not_there_is_undecided() -> None:

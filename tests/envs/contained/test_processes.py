@@ -184,7 +184,12 @@ def test_an_import_that_takes_long_is_told_with_its_file(
 
 
 SILENT = {
-    "a timeout": "raise TimeoutError('the judge')",
+    "a timeout": "import socket\nhere = socket.create_server(('127.0.0.1', 0))\nhere.settimeout(0.01)\nhere.accept()",
+    "an own timeout of one": "try:\n    raise ConnectionError\nexcept OSError:\n    raise TimeoutError('the judge')",
+    "a raw socket": "a, b = __import__('socket').socketpair()\na.settimeout(0.01)\na.recv(1)",
+    "an alarm while it waits": "import signal\nimport concurrent.futures as later\n"
+    "def late(*_): raise TimeoutError('late')\n"
+    "signal.signal(signal.SIGALRM, late)\nsignal.setitimer(signal.ITIMER_REAL, 0.1)\nlater.Future().result(1)",
     "a refused connection": "__import__('socket').create_connection(('127.0.0.1', 1), 1)",
     "an unknown host": "__import__('urllib.request').request.urlopen('http://judge.invalid/')",
     "an error of a client": "__import__('httpx').get('http://127.0.0.1:1')",
@@ -198,6 +203,15 @@ def test_an_endpoint_that_does_not_answer_is_no_fault(name: str, tmp_path: Path,
     talk = Conversation(env, renderer, env.task(0), SAMPLING)
     with pytest.raises(Undecided, match="did not answer"):
         write(talk, "a")
+
+
+def test_an_alarm_of_the_environment_is_a_fault_like_any_other(tmp_path: Path, renderer: Renderer) -> None:
+    code = "import signal\ndef late(*_): raise TimeoutError('late')\n"
+    code += "signal.signal(signal.SIGALRM, late)\nsignal.setitimer(signal.ITIMER_REAL, 0.05)\ntime.sleep(5)"
+    env = played_by(tmp_path / "alarm.py", acting(code))
+    talk = Conversation(env, renderer, env.task(0), SAMPLING)
+    write(talk, "a")
+    assert talk.ending == "error" and talk.left_out and "TimeoutError: late" in talk.fault
 
 
 def test_an_alarm_that_is_left_on_fails_no_later_call(tmp_path: Path, renderer: Renderer) -> None:
