@@ -49,6 +49,8 @@ class NodeStep:
     leases: int = 0
     lapsed: int = 0
     """Leases, at a deadline or given back or held."""
+    stopped: int = 0
+    """Of these, those that it gave back because an environment was stopped, as it says."""
     late: int = 0
     """Leases that others overtook, or whose version became too old, at no cost."""
     submissions: int = 0
@@ -171,6 +173,7 @@ class Digest:
             case LeaseLapsed(lease=lease, cause=cause) if lease in self._leases:
                 worker, _ = self._leases.pop(lease)
                 self.now.of(worker).lapsed += cause in LAPSES
+                self.now.of(worker).stopped += cause == "stopped"
                 self.now.of(worker).late += cause in ("overtaken", "stale")
             case SubmissionReceived(lease=lease, worker=worker, digest=digest, groups=groups, created=created):
                 node = self.now.of(worker)

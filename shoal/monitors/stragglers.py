@@ -19,6 +19,10 @@ REMEDY = (
     "Ask its owner what else the machine does, or kick it. If many lapse, raise rollouts.lease_s, or make blocks smaller "
     "(rollouts.block_rollouts)"
 )
+ENVIRONMENT_REMEDY = (
+    "logs/coordinator.log has the calls: correct the environment, which `shoal env check` tries. If no other worker meets "
+    "them, ask its owner what else the machine does"
+)
 
 
 def look(view: View) -> Iterator[Finding]:
@@ -39,7 +43,8 @@ def look(view: View) -> Iterator[Finding]:
         if (leases := sum(one.leases for one in done)) >= LEAST_LAPSES
     }
     for key, done in nodes.items():
-        leases, lapsed = sum(one.leases for one in done), sum(one.lapsed for one in done)
+        leases, stopped = sum(one.leases for one in done), sum(one.stopped for one in done)
+        lapsed = sum(one.lapsed for one in done) - stopped
         share, most = lapsed / max(1, leases), view.limit("stragglers.lapsed")
         late = late_shares.get(key, 0.0)
         usual = [one for other, one in late_shares.items() if other != key]
@@ -48,6 +53,9 @@ def look(view: View) -> Iterator[Finding]:
         if lapsed >= LEAST_LAPSES and share > most:
             what = f"{view.name_of(key)} let {lapsed} of its {leases} leases lapse"
             yield Finding("warning", what, REMEDY, (measured("lapsed share", share, most),), key)
+        elif lapsed + stopped >= LEAST_LAPSES and (both := (lapsed + stopped) / max(1, leases)) > most:
+            what = f"{view.name_of(key)} gave back {stopped} of its {leases} leases because an environment was stopped"
+            yield Finding("warning", what, ENVIRONMENT_REMEDY, (measured("lapsed share", both, most),), key)
         elif len(usual) >= LEAST_OTHERS and late > too_late:
             what = f"{late:.0%} of the leases of {view.name_of(key)} were filled by others first, or became too old"
             yield Finding("notice", what, REMEDY, (measured("late share", late, too_late),), key)

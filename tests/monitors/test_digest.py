@@ -2,7 +2,7 @@
 
 from shoal.ledger.entry import Entry
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
-from shoal.ledger.facts.leases import LeaseGranted
+from shoal.ledger.facts.leases import LeaseGranted, LeaseLapsed
 from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.ledger.facts.versions import CheckpointPublished
 from shoal.monitors.digest import Digest
@@ -53,6 +53,12 @@ def test_a_block_that_was_there_before_the_version_held_up_nobody():
     ]
     digest = told(*early, published(100.0), (100.0, BatchFormed(0, ((0, 0), (0, 1)))))
     assert digest.now.of(SLOW).held_s == 0.0
+
+
+def test_lapses_for_a_stopped_environment_are_counted_apart():
+    gone = [(30.0, LeaseLapsed("1", "stopped")), (31.0, LeaseLapsed("2", "deadline"))]
+    node = told(leased(10.0, "a", 0, "1"), leased(20.0, "a", 1, "2"), *gone).now.of("a")
+    assert (node.lapsed, node.stopped) == (2, 1)
 
 
 def test_whose_open_leases_are_the_oldest_is_known():

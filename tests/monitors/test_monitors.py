@@ -253,6 +253,14 @@ def test_a_worker_that_lets_leases_lapse_is_named_and_so_is_one_that_is_far_slow
         assert with_fault(fault).keys() == {("stragglers", WORKERS[0])}
 
 
+def test_a_worker_whose_environment_is_stopped_is_not_to_be_kicked():
+    def stop(digest):
+        digest.of(WORKERS[0]).lapsed = digest.of(WORKERS[0]).stopped = 2
+
+    (found,) = with_fault(stop).values()
+    assert found.cause == "stragglers" and "kick" not in str(found) and "shoal env check" in str(found)
+
+
 def test_a_slow_worker_of_quick_steps_is_named_if_batches_waited_for_it():
     def slow(seconds, held_s):
         def change(digest):

@@ -336,6 +336,26 @@ def test_a_wait_for_workers_says_how_many_are_quarantined_or_that_all_left(tmp_p
     assert waiting_for(world.state).endswith("; all workers have left or were removed")
 
 
+def test_a_wait_for_workers_says_how_many_wait_after_lapses(tmp_path):
+    world = World(tmp_path)
+    town = Town(tmp_path / "run", tiny_run(), clock=lambda: world.now)
+    board = Board(town.desk)
+    for key in ("a" * 64, "b" * 64):
+        world.enter(key)
+    world.publish()
+    town.desk.book, member = world.book, world.state.members["a" * 64]
+    member.dropped, member.dropped_at = 1, world.now
+    assert "lapsed" not in board.status().waiting_for, "the first lapse makes no wait"
+    member.dropped = 2
+    first_s = world.state.rules.lease_s
+    assert (
+        f"; 1 of 2 workers waits for a lease, because theirs lapsed in a row: the first {first_s:.0f} s more at most"
+        in (board.status().waiting_for)
+    )
+    world.now += first_s
+    assert "lapsed" not in board.status().waiting_for
+
+
 def test_a_wait_for_workers_names_the_one_that_is_silent_also_after_its_lease_lapsed(tmp_path):
     now = [1000.0]
     town = Town(tmp_path / "run", tiny_run(), clock=lambda: now[0])

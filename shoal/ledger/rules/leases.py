@@ -325,7 +325,8 @@ def _wait_after_lapses(state: State, member: Member, others: Sequence[Member], n
     left_s = member.dropped_at + min(most_s, wait_s) - now
     if left_s > 0:
         raise Wait(
-            f"{member.dropped} of your leases lapsed in a row: the next one comes in {math.ceil(left_s)} s", left_s
+            f"{member.dropped} of your leases lapsed in a row: the next one comes in {math.ceil(left_s)} s at most",
+            left_s,
         )
 
 

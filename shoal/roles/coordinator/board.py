@@ -162,6 +162,7 @@ class Board:
             if quiet:  # guard: silent-worker-is-told
                 who, _, rest = reason.partition(": ")
                 reason, remedy = f"{who}: {quiet}; {rest}", remedy or ("" if may_end else WORKER_REMEDY)
+            reason = f"{reason}{_waiting_after_lapses(state, self._desk.clock())}"
         if stopped := self._desk.stop_reports.waited_for(state, state.main):  # guard: stops-are-told
             reason = f"{reason}; {stopped}"
         if state.phase == "running" and (slow := self._desk.stage.slow_turn()):
@@ -233,6 +234,20 @@ def _out_of_work(state: State) -> str:
         return "; all workers have left or were removed"
     out = sum(node.standing == "quarantined" for node in here)
     return f"; {out} of {len(here)} workers {'is' if out == 1 else 'are'} quarantined" if out else ""
+
+
+def _waiting_after_lapses(state: State, now: float) -> str:
+    """What is said of workers that get no lease yet because theirs lapsed in a row, if there are any."""
+    held, first_s = {state.leases[name].worker for name in state.open_leases}, state.rules.lease_s
+    here = [one for one in state.members.values() if one.role == "worker" and not one.left and one.standing != "kicked"]
+    ends = [one.dropped_at + state.law.lapse_wait_s(one.dropped, first_s) for one in here if one.key not in held]
+    if not (left_s := [end - now for end in ends if end > now]):
+        return ""
+    num = len(left_s)
+    return (
+        f"; {num} of {len(here)} workers {'waits' if num == 1 else 'wait'} for a lease, because theirs lapsed in a row: "
+        f"the first {duration_text(min(left_s))} more at most"
+    )
 
 
 def _awaited(state: State) -> str:
