@@ -68,7 +68,8 @@ def plain_end(end: RunEnd) -> str:
             lines += [f"{where}, {printable(name)}: {mean:.3f}" for name, mean in _named(one)]
     for name, entry in summary["credits"].items():
         share = summary["influence"][name]
-        lines.append(f"credits {printable(name)} ({entry['role']}): {entry['credits']:,}, influence {share:.1%}")
+        role = f" ({entry['role']})" if entry["role"] else ""
+        lines.append(f"credits {printable(name)}{role}: {entry['credits']:,}, influence {share:.1%}")
     lines += [*_refusals(end), *_unbegun(end)]
     for i, (label, game) in enumerate(end.games):
         of = f"{printable(label)}, " if len(end.envs) > 1 else ""
@@ -149,7 +150,9 @@ def _named(found: dict[str, Any]) -> list[tuple[str, float]]:
 def _credits(end: RunEnd) -> RenderableType:
     table = Table(title="credits: policy tokens accepted", box=box.ROUNDED, min_width=60, title_style="bold")
     table.add_column("worker")
-    table.add_column("role")
+    known = ["role"] if any(entry["role"] for entry in end.summary["credits"].values()) else []
+    for heading in known:
+        table.add_column(heading)
     for heading in ("accepted", "refused", "credits", "influence"):
         table.add_column(heading, justify="right")
     roles = end.summary["credits"]
@@ -158,7 +161,7 @@ def _credits(end: RunEnd) -> RenderableType:
             cheats = roles[node.name]["role"] == "cheating"
             row = (
                 Text(printable(node.name)),  # guard: name-is-no-markup
-                roles[node.name]["role"],
+                *(roles[node.name][heading] for heading in known),
                 f"{node.accepted:,}",
                 f"{node.refused:,}",
                 f"{node.credits:,}",

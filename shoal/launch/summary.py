@@ -128,7 +128,7 @@ def write_summary(folder: RunFolder, config: RunConfig, snapshot: Snapshot, usag
         "unbegun": unbegun,
         "unbegun_cause": why,
         "credits": {
-            node.name: {"credits": node.credits, "role": "cheating" if node.name in snapshot.cheaters else "honest"}
+            node.name: {"credits": node.credits, "role": _role(node.name, config, snapshot.cheaters)}
             for node in snapshot.nodes
             if node.role == "worker"
         },
@@ -153,6 +153,12 @@ def write_summary(folder: RunFolder, config: RunConfig, snapshot: Snapshot, usag
         _diagnosis(folder, config, snapshot, after),
         fault=fault,
     )
+
+
+def _role(name: str, config: RunConfig, cheaters: frozenset[str]) -> str:
+    """Of a worker that the run file starts, in a run that also starts cheaters; of others nothing is known."""
+    own = {f"worker-{i}" for i in range(config.workers.count)} if cheaters else ()
+    return "cheating" if name in cheaters else "honest" if name in own else ""
 
 
 def _troubles(log: Path) -> tuple[int, str, str]:

@@ -21,7 +21,7 @@ from shoal.launch.finale import plain_end, render_end
 from shoal.launch.snapshot import Snapshot
 from shoal.launch.summary import UsageBook, write_summary
 from shoal.policy.tiny import make_tiny
-from shoal.protocol.types import Sampling
+from shoal.protocol.types import NodeState, Sampling
 from shoal.roles import evaluate
 from shoal.weights.manifest import weights_root
 from tests.hub.author import Author
@@ -79,6 +79,17 @@ def test_an_environment_has_its_own_number_of_episodes_or_none(evaluated):
     write_summary(folder, folder.config(), Snapshot("town", "x", 3), UsageBook(folder.root / "usage.json"))
     summary = msgspec.json.decode(folder.summary.read_bytes())
     assert summary["heldout"]["after"]["envs"].keys() == {"hard", "wordle"}
+
+
+def test_only_workers_of_a_run_file_that_also_starts_cheaters_are_called_honest(evaluated):
+    folder = evaluated(HARD)
+    names = ("cheater-0", "worker-0", "stranger")
+    nodes = tuple(NodeState(name, "worker", name, "good", 0, 0, 0, 0, {}, "") for name in names)
+    for cheaters, roles in ((("cheater-0",), ["cheating", "honest", ""]), ((), ["", "", ""])):
+        seen = Snapshot("town", "x", 3, nodes=nodes, cheaters=frozenset(cheaters))
+        end = write_summary(folder, folder.config(), seen, UsageBook(folder.root / "usage.json"))
+        assert [end.summary["credits"][name]["role"] for name in names] == roles
+        assert ("(honest)" in plain_end(end)) == bool(cheaters)
 
 
 def test_a_run_of_several_environments_names_the_one_that_it_evaluates(evaluated, tmp_path):
