@@ -19,7 +19,7 @@ import pytest
 
 from shoal import __version__, cli
 from shoal.commands import machine, role
-from shoal.config import TinyPolicy, load_run
+from shoal.config import TinyPolicy, load_run, node_home
 from shoal.errors import ConfigError, PeerError, StateError
 from shoal.folder import RunFolder
 from shoal.launch import doctor
@@ -437,6 +437,15 @@ def test_a_second_node_in_one_home_is_refused_in_one_line(
     said = capsys.readouterr().err
     assert f"{tmp_path} is in use by another shoal (process {os.getpid()})" in said and "--home" in said
     assert said.count("\n") == 1 and not (tmp_path / "node.key").exists()
+
+
+@pytest.mark.parametrize("command", ["join", "validate"])
+def test_a_home_that_is_named_is_also_where_packages_are(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "other"))
+    assert cli.main([command, "not a url", "--home", str(tmp_path / "mine")]) != 0
+    assert node_home() == tmp_path / "mine"
 
 
 def test_doctor_measures_this_machine() -> None:

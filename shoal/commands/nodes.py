@@ -231,11 +231,12 @@ def _share_port(args: argparse.Namespace) -> int | None:
 def _home(args: argparse.Namespace) -> Iterator[tuple[Path, int]]:
     """The folder of the node's key and weights, for this process alone: two with one key would end each other's leases.
     With it comes the descriptor of its lock."""
-    from shoal.config import node_home
+    from shoal.config import node_home, set_node_home
     from shoal.launch.lock import locked
 
     home = args.home or node_home()
     with locked(home, "give this node another folder with --home") as lock_fd:  # guard: one-node-in-a-home
+        set_node_home(home)  # what it installs, and what decides that, is there, too
         yield home, lock_fd
 
 

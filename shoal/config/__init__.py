@@ -9,6 +9,7 @@ from shoal.config.environ import (
     node_home,
     rank_here,
     repeatable_cuda,
+    set_node_home,
     settle_loggers,
     settle_vllm,
     settle_vllm_runner,
@@ -49,7 +50,7 @@ __all__ = [
     "LoggingConfig", "MonitorsConfig", "PolicyConfig", "RolloutsConfig", "RunConfig", "SamplingConfig", "SftConfig",
     "StorageConfig", "TinyPolicy", "TrainConfig", "ValidatorsConfig", "VerifyConfig", "WorkersConfig", "check_run",
     "child_environment", "difficulty_of", "is_loopback", "load_run", "load_sft", "node_home", "notes_of",
-    "preset_imitation_lr", "preset_lr", "rank_here",
-    "repeatable_cuda", "sampling_of", "settle_loggers", "settle_vllm", "settle_vllm_runner", "stay_on_this_machine",
+    "preset_imitation_lr", "preset_lr", "rank_here", "repeatable_cuda", "sampling_of", "set_node_home",
+    "settle_loggers", "settle_vllm", "settle_vllm_runner", "stay_on_this_machine",
     "unsafe_changes", "wait_without_spinning", "wire_bounds", "without_hub",
 ]  # fmt: skip

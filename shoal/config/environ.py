@@ -29,6 +29,11 @@ def node_home() -> Path:
     return Path(os.environ.get("SHOAL_HOME", "") or Path.home() / ".shoal")
 
 
+def set_node_home(home: Path) -> None:
+    """From now on, `node_home` is this folder, as for processes that this one starts."""
+    os.environ["SHOAL_HOME"] = str(home.absolute())
+
+
 def child_environment(threads: int) -> dict[str, str]:
     """Environment of a role's process: threads pinned, OpenMP waiting without spinning, one heap.
 

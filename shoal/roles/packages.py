@@ -8,6 +8,7 @@ noted in the run's registry that it passes its check. Whatever plays, plays insi
 import asyncio
 import contextlib
 import logging
+import shlex
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -152,9 +153,10 @@ class Volunteered:
     def _install_from_the_run(self, spec: EnvSpec, home: Path) -> Installed:
         registry, consent = open_registry(self._registry), self._consent()
         if consent.policy is None and consent.ask is None:
+            there = "" if home == Path.home() / ".shoal" else f"SHOAL_HOME={shlex.quote(str(home))} "
             raise ConfigError(
-                f"this run plays {spec.name}, which is not installed here, and nobody can be asked: `shoal env install "
-                f"{spec.name} --registry {self._registry}`, or write install.toml in {home}"
+                f"this run plays {spec.name}, which is not installed here, and nobody can be asked: `{there}shoal env "
+                f"install {spec.name} --registry {self._registry}`, or write install.toml in {home}"
             )
         package = install(
             read_reference(spec.name), registry, home, consent, start=try_code,
