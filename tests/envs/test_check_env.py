@@ -77,6 +77,15 @@ def test_environment_without_players_gets_the_other_checks_and_is_told_what_was_
     assert outcomes(solves(), "skipped")["leaks"].endswith("solution(task) gives several turns, or too few")
 
 
+class PaysNan(Count):
+    def step(self, state: Any, action: str) -> Step:
+        return super().step(state, action)._replace(reward=float("nan"))
+
+
+def test_a_reward_of_a_step_that_is_no_number_names_step() -> None:
+    assert "step() gives the reward nan" in str(outcomes(PaysNan(), "failed"))
+
+
 class Boundless(Count):
     reward_bounds = (0.0, 2e6)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from shoal.envs.action import Action
 from shoal.envs.base import Env, Player, State, Task, players_of, step_of, success_of
 from shoal.envs.check.finding import Broken, Differs, reproducible
-from shoal.envs.score import earned
+from shoal.envs.score import earned, finite_rewards
 from shoal.envs.steps import marks_of
 from shoal.policy.messages import BadMessage, Written, as_messages, normal
 
@@ -91,6 +91,10 @@ def stepwise(
             marks = marks_of(step.steps, action)
         except (TypeError, ValueError) as problem:
             raise Broken(f"step() marks steps that are none: {problem}") from None
+        try:
+            finite_rewards([step.reward])
+        except (TypeError, ValueError) as problem:
+            raise Broken(f"step() gives the reward {step.reward!r:.60}: {problem}") from None
         earned_so_far += [step.reward, *(reward for _, reward in marks)]
         earned_by.append((step.reward, *(number for mark in marks for number in mark)))
         if not done:
