@@ -36,11 +36,12 @@ class Standing:
         self._asked_at, before = time.monotonic(), self.state
         with contextlib.suppress(NothingYet, PeerError):
             self.state = await self._client.get_json(f"/v1/nodes/{self._key}", t.NodeState, deadline_s=ANSWER_S)
-        now = self.state
+        now, paid = self.state, self.state.credits - before.credits
         if now.accepted > before.accepted:
             log.info(
-                "accepted groups=%d credits=+%d total=%d speed=%.0f tokens/s",
-                now.accepted - before.accepted, now.credits - before.credits, now.credits, tokens_per_s,
+                "accepted groups=%d credits=%+d%s total=%d speed=%.0f tokens/s",
+                now.accepted - before.accepted, paid, "" if paid > 0 else " (lapsed leases took pay)", now.credits,
+                tokens_per_s,
             )  # fmt: skip
         if now.refused > before.refused:
             log.warning("refused groups=%d reason=%r", now.refused - before.refused, now.last_reason)
