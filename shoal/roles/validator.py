@@ -199,6 +199,7 @@ class Validator:
             self.took_s = self.doing.clock() - began
             await self._give(verdict)
             self.in_hand = ""
+            self.doing.now("waiting for a submission to judge")
 
     async def _join(self) -> bool:
         """Join the run; returns True when done."""
