@@ -51,7 +51,7 @@ from shoal.roles.coordinator.env_hang_reports import StopReports
 from shoal.roles.coordinator.kept import Kept
 from shoal.roles.coordinator.public import origin_of
 from shoal.roles.coordinator.relays import RelayList
-from shoal.roles.coordinator.stage import StageDoor
+from shoal.roles.coordinator.stage import StageDoor, tasks_text
 
 FULL = (
     f"{QUOTA}: {{}} MB are needed now, and storage.quota_mb = {{}}. If that lasts, the host raises it "
@@ -211,8 +211,7 @@ class Desk:
         for lease in self.state.open_leases_of(key):
             if lease.id in request.returning and request.stopped in lease.blocks:
                 block = next(one for one in self.wire_lease(lease).blocks if one.index == request.stopped)
-                first, *more = dict.fromkeys((slot.task, slot.env) for slot in block.slots)
-                return lease, f"task {first[0]} of {first[1][:150]}{f' and {len(more)} more' if more else ''}"
+                return lease, tasks_text(block)
         return None, ""
 
     def _most_blocks(self) -> int:

@@ -83,6 +83,12 @@ class StageTime:
         return now - (self.until if goes_on else max(began, self.until))
 
 
+def tasks_text(block: t.Block) -> str:
+    """What to call the tasks of a block: the first, and how many more."""
+    first, *more = dict.fromkeys((slot.task, slot.env) for slot in block.slots)
+    return f"task {first[0]} of {first[1][:150]}{f' and {len(more)} more' if more else ''}"
+
+
 class StageDoor:
     """Requests to the stage, signed with the run key."""
 
@@ -93,8 +99,8 @@ class StageDoor:
         self._client: Client | None = None
         self._asking: Counter[str] = Counter()
         self._trouble = ""
-        self._turns = dict[tuple[str, int], tuple[float, float]]()
-        """Of turns without an answer, by lease and block: when they were asked for first, and last."""
+        self._turns = dict[tuple[str, int], tuple[float, float, str]]()
+        """Of turns without an answer, by lease and block: when they were asked for first, and last, and their tasks."""
         self._spent: dict[str, dict[int, StageTime]] = {}
         """By lease, and then by block; -1 is the record."""
         self._last_s = dict[str, float]()
@@ -106,7 +112,7 @@ class StageDoor:
         """The answer to a turn. Raises `RequestRefused` as the stage does, and 503 if it is not there."""
         now, place = time.monotonic(), (asked.lease, asked.blocks[0].index)
         self._turns = {one: times for one, times in self._turns.items() if now - times[1] < 60.0}
-        self._turns[place] = (self._turns.get(place, (now, now))[0], now)
+        self._turns[place] = (self._turns[place][0] if place in self._turns else now, now, tasks_text(asked.blocks[0]))
         try:
             with self._timed(*place):
                 answer = await self._ask("/v1/turns", asked, t.TurnAnswer, cap)
@@ -120,12 +126,13 @@ class StageDoor:
     def slow_turn(self) -> str:
         """What to say of the turn that the stage has played for longest; empty if none takes long."""
         now = time.monotonic()
-        times = [now - first for first, last in self._turns.values() if now - last < 60.0]
-        if not times or max(times) < SLOW_TURN_S:
+        times = [(now - first, tasks) for first, last, tasks in self._turns.values() if now - last < 60.0]
+        longest_s, tasks = max(times, default=(0.0, ""))
+        if not times or longest_s < SLOW_TURN_S:
             return ""
         return (
-            f"the host's stage: one answer takes {max(times):.0f} s so far, with all its tries. An environment or the "
-            "machine is slow, or a call hangs: logs/stage.log names each call that it ends"
+            f"the host's stage: one answer takes {longest_s:.0f} s so far, with all its tries, in {tasks}. An environment "
+            "or the machine is slow, or a call hangs: logs/stage.log names each call that it ends"
         )
 
     async def record(self, asked: t.Staged) -> t.Record:
