@@ -2017,6 +2017,8 @@ GUARDS = [
         ("lost-with-the-process", OFF, "test_a_process_that_was_killed_changes_no_reply"),
         ("one-place-fills-no-log", ("_seen[place].bit_count() == 1", "True"),
          "test_a_traceback_that_repeats_itself_is_printed_less_and_less"),
+        ("one-fault-fills-no-log", ("(times := self._faults[kind]).bit_count() == 1", "(times := self._faults[kind])"),
+         "test_a_fault_that_repeats_itself_is_logged_less_and_less"),
         ("child-ends-with-its-parent", GONE, "test_an_environment_that_lets_no_thread_run_ends_with_the_stage"),
         ("no-process-fails-no-rollout", ("StateError", "Gone"),
          "test_a_system_without_room_for_a_process_fails_no_rollout"),

@@ -209,6 +209,14 @@ def test_an_environment_that_fails_ends_its_rollout_by_error_with_the_lowest_rew
     assert theatre.played(0).ending == "environment"
 
 
+def test_a_fault_that_repeats_itself_is_logged_less_and_less(theatre, caplog) -> None:
+    theatre.write = lambda: np.asarray([word, theatre.renderer.eos_id], dtype="<i4").tobytes()
+    for word in range(40, 49):
+        theatre.played(7, str(word))
+    faults = [record.getMessage() for record in caplog.records if record.getMessage().startswith("fault ")]
+    assert len(faults) == 4 and faults[-1].endswith(", 8 times so far"), "1, 2, 4 and 8"
+
+
 def test_a_traceback_that_repeats_itself_is_printed_less_and_less(capfd) -> None:
     env = loud(load_env(str(Path(__file__).parents[1] / "envs" / "rivals.py"), {}))
     for _ in range(20):

@@ -55,7 +55,7 @@ def in_process(path: Path, args: Mapping[str, Any], function: str, processes: Pr
 
 def show(trace: str) -> None:
     """A `tell` for who may be the author: on standard error."""
-    print(printable(trace, keep="\n"), file=sys.stderr)
+    sys.stderr.write(printable(trace, keep="\n") + "\n")  # at once: other processes write into the same log
 
 
 def demand_sandbox(what: str) -> None:

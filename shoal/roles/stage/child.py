@@ -289,9 +289,8 @@ def _print(error: BaseException) -> None:
     place = (deepest.filename, deepest.lineno or 0)
     _seen[place] += 1
     if _seen[place].bit_count() == 1:  # guard: one-place-fills-no-log
-        traceback.print_exc()
-        if _seen[place] > 1:
-            print(f"the same place, {_seen[place]} times so far", file=sys.stderr)
+        often = f"the same place, {_seen[place]} times so far\n" if _seen[place] > 1 else ""
+        sys.stderr.write(traceback.format_exc() + often)  # at once: other processes write into the same log
 
 
 def _pipes() -> tuple["SimpleQueue[bytes]", int]:

@@ -9,12 +9,13 @@ import contextlib
 import itertools
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -53,6 +54,9 @@ SLOW_S = 0.25
 OTHER_WORDS = "it gives other words for the same actions (set reproducible = false)"
 
 MAX_FRAME_BYTES = 4 * MAX_ROLLOUT_TOKENS + (1 << 20)
+
+MAX_KINDS, MAX_KIND_CHARS = 1000, 200
+"""Of faults that are counted, and the beginning of a fault that names its kind."""
 
 T = TypeVar("T")
 
@@ -101,6 +105,8 @@ class Shard:
         """Numbers of conversations by path; the one that was idle longest comes first."""
         self._forget: list[int] = []
         self._generation = -1
+        self._faults = Counter[tuple[str, str]]()
+        """How often each fault came, by environment and kind."""
         self._thread = ThreadPoolExecutor(1, "player")
         self._counting, self._waiting = threading.Lock(), 0
         """Turns that are not done."""
@@ -232,8 +238,20 @@ class Shard:
         if answer.ending == "void":
             report_unbegun(slot.env, slot.task, answer.fault)
         elif answer.fault:
-            log.warning("fault env=%s task=%d ending=%s fault=%s", slot.env, slot.task, answer.ending, answer.fault)
+            self._report(slot, answer)
         return answer
+
+    def _report(self, slot: Slot, answer: Answer) -> None:
+        """Log a fault; one of the same place and kind at the first time, the second, the fourth, the eighth and so on."""
+        kind = slot.env, re.sub(r"[\d.]+", "#", answer.fault)[:MAX_KIND_CHARS]
+        if len(self._faults) >= MAX_KINDS and kind not in self._faults:
+            self._faults.clear()
+        self._faults[kind] += 1
+        if (times := self._faults[kind]).bit_count() == 1:  # guard: one-fault-fills-no-log
+            often = f", {times} times so far" if times > 1 else ""
+            log.warning(
+                "fault env=%s task=%d ending=%s fault=%s%s", slot.env, slot.task, answer.ending, answer.fault, often
+            )
 
     def _failed(self, ask: Ask, why: str) -> Reply:
         """The reply for an environment that gave none: an error, or void if it could not begin."""
