@@ -210,7 +210,7 @@ class LocalRun:
         self._notice = "reading the first prompts of the environments"
         while self._prompts.is_awaited() and not self.stop_requests:
             for line in self._prompts.look():
-                self._view.say(line)
+                self._view.say(line, passes=True)
             self._look()
             time.sleep(TICK_S)
 
@@ -358,7 +358,7 @@ class LocalRun:
             return
         try:
             for sample in flat_samples(self._folder):
-                self._view.say(sample)
+                self._view.say(sample, passes=True)
         except (ShoalError, OSError) as error:
             self._view.say(f"No rollout can be shown: {error}")
         if why := why_flat(self._folder):
