@@ -1,6 +1,7 @@
 """Why the reward did not rise: what a run's metrics show, and what to change, in the order in which to try it.
 
-Pure: metrics, evaluations and settings in, sentences out. The page that `PAGE` names has the same order.
+Pure: metrics, evaluations and settings in, sentences out. The page that `PAGE` names has the same order. Of a run
+whose reward fell, the rate is named first.
 """
 
 import math
