@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from shoal.config import RunConfig, preset_lr
+from shoal.config import RunConfig, WorkersConfig, preset_lr
 from shoal.config.optimiser import MIN_STEP_ROLLOUTS, lr_misfit
 from shoal.heldout import Heldout, why_not_comparable
 from shoal.ledger.algorithm import masks_overlong
@@ -69,8 +69,16 @@ def config_warnings(config: RunConfig, learned_parameters: int) -> list[str]:
 
 
 def role_warnings(config: RunConfig, with_workers: bool, url: str, run_dir: Path) -> list[str]:
-    """Advice for a run that starts no validator, or no honest worker though it is on this machine."""
+    """Advice for a run that starts no validator, or not the workers that its run file asks for."""
     lines = list[str]()
+    asked = {"cheating": config.workers.cheating, "count": config.workers.count}
+    usual = {"cheating": 0, "count": WorkersConfig().count}
+    if not with_workers:
+        lines += [
+            f"`shoal host` starts no workers of its own, so workers.{key} = {asked[key]} adds none"
+            for key in asked
+            if asked[key] not in (0, usual[key])
+        ]
     if not config.validators.count:
         admit = command("admin", "admit", str(run_dir), "KEY")
         lines.append(

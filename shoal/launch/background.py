@@ -137,7 +137,7 @@ class _News:
             self._waits = waits
             log.info("waiting %.0f s for %s", status.waiting_s, printable(status.waiting_for))
 
-    def say(self, line: str) -> None:
+    def say(self, line: str, passes: bool = False) -> None:
         if line:
             log.warning("%s", printable(line, keep="\n"))
 

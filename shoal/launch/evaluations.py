@@ -63,6 +63,10 @@ class Evaluations:
         """Whether the first version's evaluation is done, has failed, or is turned off."""
         return not self._wanted or (self._known(BEFORE) and self.idle())
 
+    def last_is_done(self) -> bool:
+        """Whether the final policy's evaluation is done, has failed, or is turned off."""
+        return not self._wanted or (self._known(AFTER) and self.idle())
+
     def given_up(self) -> RoleProcess | None:
         """An evaluation that failed, if any."""
         return next((process for process in self.processes if process.state == "given up"), None)

@@ -45,6 +45,7 @@ from shoal.ledger.facts.run import NO_SIGNAL
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.hints import IN_A_NEW_RUN, no_signal_remedy
 from shoal.ledger.log.creation import creation_of
+from shoal.monitors.no_signal import FALLEN, is_symptom
 from shoal.policy.hub import Hub
 from shoal.policy.render import Renderer
 from shoal.protocol.constants import COMPLETIONS
@@ -106,8 +107,6 @@ def _crew_of(folder: RunFolder, lock_fd: int, with_workers: bool, make_view: Cal
                 first_policy(folder, config), config, (config.workers if with_workers else config.train).device
             )
         folder.keep_found(config)
-    if config.workers.cheating and not with_workers:
-        found = (*found, "`shoal host` starts no workers of its own, so workers.cheating adds no cheater")
     if spec is not None:
         found = (*found, *advice.config_warnings(config, learned_parameters_of(spec, config)))
     return LocalRun(folder, lock_fd, with_workers, make_view(), shifts_of(config, folder, spec, with_workers), found)
@@ -195,6 +194,8 @@ class LocalRun:
                 self._stop_roles()
                 self._evaluations.start_last()
             self._wait("evaluating the final policy on held-out tasks", until=self._evaluations.idle)
+            if not self.stop_requests:
+                self._notice = "the run has ended"
         finally:
             self._view.lost(self._onlookers, at_end=True)
             self._stop_roles((self._onlookers, LOGGER_STOP_S))
@@ -210,7 +211,7 @@ class LocalRun:
         self._notice = "reading the first prompts of the environments"
         while self._prompts.is_awaited() and not self.stop_requests:
             for line in self._prompts.look():
-                self._view.say(line)
+                self._view.say(line, passes=True)
             self._look()
             time.sleep(TICK_S)
 
@@ -338,7 +339,7 @@ class LocalRun:
         lines = self._trainer is None and not self._draws
         shot = replace(self._snapshot, metrics=()) if lines else self._snapshot
         phase, waiting_for = shot.status.phase, as_called(shot.status.waiting_for, self._folder.root)
-        phase = "evaluating" if phase == "ended" and not self._evaluations.idle() else phase
+        phase = "evaluating" if phase == "ended" and not self._evaluations.last_is_done() else phase
         return replace(shot, status=msgspec.structs.replace(shot.status, phase=phase, waiting_for=waiting_for))
 
     def _explain_pause(self) -> None:
@@ -358,11 +359,12 @@ class LocalRun:
             return
         try:
             for sample in flat_samples(self._folder):
-                self._view.say(sample)
+                self._view.say(sample, passes=True)
         except (ShoalError, OSError) as error:
             self._view.say(f"No rollout can be shown: {error}")
         if why := why_flat(self._folder):
-            self._view.say(as_called(f"{why}.", self._folder.root))
+            is_result = is_symptom(why, self._snapshot.metrics, status.flat_reward)
+            self._view.say(as_called(f"{FALLEN if is_result else why}.", self._folder.root))
         resume, drain = (command("admin", action, str(self._folder.root)) for action in ("resume", "drain"))
         self._view.say(
             f"Accepted work stays paid. `{drain}` ends the run"

@@ -28,6 +28,8 @@ MAX_CHART_WIDTH, CHART_HEIGHT = 72, 7
 FIGURES_WIDTH = 34
 WIDE = 72
 """Cells inside the frame from which there is room for the curve beside the figures."""
+LAUNCHER_LOG = "logs/launcher.log"
+"""Where the host of a run finds whole what was said. See `launch/told`."""
 LOG_LINES = 4
 """Lines for why the log of a run cannot be read, and what to do."""
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
@@ -207,13 +209,13 @@ def _in_two_lines(cause: str, remedy: str, width: int) -> str:
     """Cause and remedy in two lines of a terminal, broken between words as the terminal view breaks it. If they do not fit,
     each has a line."""
 
-    def lines(text: str, most: int) -> list[str]:
-        return textwrap.wrap(text, width, max_lines=most, placeholder=" …", break_on_hyphens=False)
+    def lines(text: str, most: int, end: str = " …") -> list[str]:
+        return textwrap.wrap(text, width, max_lines=most, placeholder=end, break_on_hyphens=False)
 
     whole = f"{cause}. {remedy}" if remedy else cause
     if not remedy or len(textwrap.wrap(whole, width, break_on_hyphens=False)) <= 2:
         return "\n".join(lines(whole, 2))
-    return "\n".join(lines(cause, 1) + lines(remedy, 1))
+    return "\n".join(lines(cause, 1) + lines(remedy, 1, f" … ({LAUNCHER_LOG})"))
 
 
 def _waits(snapshot: Snapshot, in_flight: bool = True) -> Text:

@@ -36,9 +36,9 @@ class Told:
             self._phase = snapshot.status.phase
             self._keep(logging.INFO, "phase=%s step=%d", self._phase, snapshot.step)
 
-    def say(self, line: str) -> None:
+    def say(self, line: str, passes: bool = False) -> None:
         """See `View`."""
-        self._view.say(line)
+        self._view.say(line, passes)
         if line.strip():
             self._keep(logging.INFO, "%s", line.strip("\n"))
 

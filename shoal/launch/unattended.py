@@ -102,9 +102,9 @@ class UnattendedView:
             )
         return ""
 
-    def say(self, line: str) -> None:
+    def say(self, line: str, passes: bool = False) -> None:
         if line:
-            self._view.say(line)
+            self._view.say(line, passes)
 
     def end(self, picture: RenderableType, text: str) -> None:
         self._view.end(picture, text)

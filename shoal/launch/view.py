@@ -9,11 +9,12 @@ and what the run waits for. `launch/finale` shows the end of a run.
 import re
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
-from rich import box
+from rich import box, get_console
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.control import Control
 from rich.panel import Panel
@@ -23,7 +24,7 @@ from rich.text import Text
 from shoal.heldout import Heldout, format_of, interval_of
 from shoal.launch import panels
 from shoal.launch.nodes_table import in_trouble, nodes_table, workers
-from shoal.launch.panels import WATCHDOG_S, duration, format_figure
+from shoal.launch.panels import LAUNCHER_LOG, WATCHDOG_S, duration, format_figure
 from shoal.launch.remaining import left_label, seconds_left
 from shoal.launch.snapshot import STARTING, Snapshot
 from shoal.ledger.hints import split_remedy
@@ -37,6 +38,8 @@ LEAST_LINES_WITH_LEAD = 20
 """Lines inside the frame from which one is always free above the table of workers."""
 LARGE_LINES = 34
 """Lines inside the frame from which an alarm that stands is also shown in full when it is new."""
+LEAST_LINES_WITH_MORE = 3
+"""Lines for messages from which one says how many are left out."""
 TURN_S = 10.0
 """Where there is no room for both, a conversation is shown for so long, then the curve and more workers."""
 
@@ -53,17 +56,20 @@ MOST_HELD_LINES = 200
 """What is said while the picture fills the screen is printed after it; so much of it is kept."""
 
 
-def render(snapshot: Snapshot, height: int | None = None, said: str = "", talks: bool = False) -> RenderableType:
+def render(
+    snapshot: Snapshot, height: int | None = None, said: Sequence[str] = (), talks: bool = False
+) -> RenderableType:
     """The whole picture, in at most `height` lines: progress, workers, reward curve and figures, what is waited for.
 
-    `said` is the newest message to the user. A smaller terminal shows fewer figures and fewer workers without refusals.
+    `said` are the messages to the user, the newest last. A smaller terminal shows fewer figures, fewer messages, and fewer
+    workers without refusals.
     `talks`: where there is no room for a conversation, it takes that of the curve and of workers without refusals.
     """
     return _Picture(snapshot, height, said, talks)
 
 
 class _Picture:
-    def __init__(self, snapshot: Snapshot, height: int | None, said: str, talks: bool) -> None:
+    def __init__(self, snapshot: Snapshot, height: int | None, said: Sequence[str], talks: bool) -> None:
         self._snapshot, self._height, self._said, self._talks = snapshot, height, said, talks
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -85,16 +91,18 @@ def _height(console: Console, options: ConsoleOptions, parts: list[RenderableTyp
 
 
 def _parts(
-    snapshot: Snapshot, width: int, body: int | None, said: str, talk_lines: int = 0
+    snapshot: Snapshot, width: int, body: int | None, said: Sequence[str], talk_lines: int = 0
 ) -> tuple[list[RenderableType], bool]:
     """What is inside the frame, from the top, and whether a conversation is among it. Lines are given out by importance:
-    what is waited for, workers in trouble, the message, the figures, the other workers, a conversation. `talk_lines` are
+    what is waited for, workers in trouble, the messages, the figures, the other workers, a conversation. `talk_lines` are
     kept free for it before figures and other workers get theirs."""
     watched = panels.watchdog(snapshot, width, 3 if body is None else 2)
     is_small = body is not None and body < LARGE_LINES
     waits = snapshot.status.waiting_for
-    repeats = is_small and any(said.startswith(alarm.heading) for alarm in snapshot.alarms)
-    repeats = repeats or (bool(split_remedy(waits)[1]) and waits in said)
+    # What stands on the screen already is not said again.
+    headings = tuple(alarm.heading for alarm in snapshot.alarms) if is_small else ()
+    has_remedy = bool(split_remedy(waits)[1])
+    said = [one for one in said if not (one.startswith(headings) or (has_remedy and waits in one))]
     found = workers(snapshot)
     if body is None:
         body = 1000
@@ -102,7 +110,7 @@ def _parts(
     troubled = sum(in_trouble(node, snapshot) for node in found)
     least = 1 + min(len(found), max(3, min(troubled, body // 3))) + 1  # a heading, and the line about the others
     left = body - 1 - lead - _lines(watched)
-    message = _message("" if repeats else said, width, 8 if body == 1000 else max(1, min(body // 4, left - least - 1)))
+    message = _messages(said, width, 8 if body == 1000 else max(1, min(body // 4, left - least - 1)))
     left -= _lines(message)
     figures = len(panels.figures(snapshot)) if width >= panels.WIDE else COMPACT_LINES
     room = left - least - 2 - talk_lines
@@ -134,11 +142,28 @@ def _parts(
     return parts, bool(talk)
 
 
-def _message(said: str, width: int, lines: int) -> Text:
-    """The first lines of a message. What does not fit is printed when the picture ends."""
-    lines_of_it = [brief(line, 400) for line in said.splitlines() if line.strip()]
-    text = Text("\n".join(lines_of_it[:20]), style="bold")
-    return panels.cropped(text, width, lines) if lines_of_it and lines else Text()
+def _messages(said: Sequence[str], width: int, lines: int) -> Text:
+    """The newest messages, in so many lines. If not all fit whole, each has at most half of the lines, or two, and a line
+    before them says how many more there are, and where. All are printed when the picture ends."""
+    texts = [text for one in said if (text := _message(one))]
+    heights = [len(text.wrap(get_console(), width)) for text in texts]
+    if sum(heights) <= lines:
+        return Text("\n").join(texts)
+    room = lines - (lines >= LEAST_LINES_WITH_MORE)
+    most, shown = room if len(texts) == 1 else max(2, lines // 2), list[Text]()
+    for text, height in zip(reversed(texts), reversed(heights), strict=True):
+        if shown and room < min(2, height):
+            break
+        shown.insert(0, panels.cropped(text, width, min(most, room)))
+        room -= min(most, room, height)
+    if lines >= LEAST_LINES_WITH_MORE:
+        left_out = len(texts) - len(shown)
+        shown.insert(0, Text(f"{f'{left_out} more' if left_out else 'whole'} in {LAUNCHER_LOG}", style="dim"))
+    return Text("\n").join(shown)
+
+
+def _message(said: str) -> Text:
+    return Text("\n".join([brief(line, 400) for line in said.splitlines() if line.strip()][:20]), style="bold")
 
 
 def _lines(text: Text) -> int:
@@ -232,8 +257,8 @@ class View(Protocol):
         """The run as it is now; called about once a second."""
         ...
 
-    def say(self, line: str) -> None:
-        """Something that a person should read."""
+    def say(self, line: str, passes: bool = False) -> None:
+        """Something that a person should read. What `passes` makes room for what does not, such as a warning."""
         ...
 
     def end(self, picture: RenderableType, text: str) -> None:
@@ -272,7 +297,8 @@ class LiveView:
         self._said_wait = 0.0
         self._waits, self._wait_lines = "", 0
         """The wait that was said last, without its numbers, and in how many lines: the more, the longer until the next."""
-        self._said = ""
+        self._said: list[str] = []
+        """What the picture shows of what was said, the most important last."""
         self._long = ""
         """The newest lines that were printed and would fill a terminal if they were repeated."""
         self._held: deque[str] = deque(maxlen=MOST_HELD_LINES)
@@ -314,14 +340,14 @@ class LiveView:
             self._said_wait, self._wait_lines = now, min(self._wait_lines + 1, 16)
             self.say(line)
 
-    def say(self, line: str) -> None:
+    def say(self, line: str, passes: bool = False) -> None:
         """A line that stays. While the picture is shown it is a part of it, and it is printed when the picture is gone."""
         if self._live is None:
             if len(line) > LONG_CHARS:
                 self._long = f"{self._long}\n{line}"[-MOST_LONG_CHARS:]
             print_lines(self._console, line)
         elif line.strip():
-            self._said = line
+            self._said = [line, *self._said] if passes else [*self._said, line][-MOST_HELD_LINES:]
             self._held.append(line)
 
     def end(self, picture: RenderableType, text: str) -> None:

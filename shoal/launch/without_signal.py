@@ -23,6 +23,7 @@ from shoal.ledger.facts.verdicts import Decision, VerdictGiven
 from shoal.ledger.hints import IN_A_NEW_RUN
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.table import read_entry
+from shoal.monitors.no_signal import BY_LIMIT
 from shoal.policy.render import Renderer
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.continuations import is_continued_slot
@@ -77,7 +78,7 @@ def why_flat(folder: RunFolder) -> str:
     if len(cut) > rollouts / 2:
         [(limit, _)] = Counter(_limit_of(created, *one) for one in cut).most_common(1)
         change = f"raise {limit} if answers need more, or take a cold start (`shoal sft`) if the policy never ends them"
-        return f"A token limit ended {len(cut)} {of_them}: {change}{IN_A_NEW_RUN}"
+        return f"{BY_LIMIT} {len(cut)} {of_them}: {change}{IN_A_NEW_RUN}"
     if len(failed) > rollouts / 2:
         role = "stage" if any(env.kind == COMPLETIONS for env in created.envs) else "worker"
         where = f"{folder.logs}/{role}*.log, or the log of the worker's machine, has each as environment_error"

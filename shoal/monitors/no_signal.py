@@ -5,7 +5,8 @@ answer.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from shoal.monitors.view import Finding, View, is_number, measured
 from shoal.protocol.rollouts import unbegun_remedy
@@ -16,13 +17,16 @@ HARD = (
     "See that `shoal env check` passes; then use easier tasks, larger groups (rollouts.group_size), or a better first "
     "policy: `shoal sft`"
 )
+BY_LIMIT = "A token limit ended"
 CUT = (
-    "A token limit ended {:.0%} of the rollouts of the step: if answers need more, raise sampling.max_turn_tokens or "
+    BY_LIMIT + " {:.0%} of the rollouts of the step: if answers need more, raise sampling.max_turn_tokens or "
     "sampling.max_tokens"
 )
 UNBEGUN = "The tasks of {count} of them can never begin; the last: {cause}. {remedy}"
 FALLEN = "Rewards fell: begin anew from an earlier one of the run's checkpoints, with a smaller train.lr"
 
+FEW_CUT = 0.1
+"""Share of a step's rollouts that a token limit ended, below which it was no limit to the policy of then."""
 MIN_BEST_RATE, MAX_LEFT = 0.25, 0.25
 """A policy that solved more than this share of a step's rollouts has collapsed if this share of its best reward is left."""
 
@@ -39,8 +43,11 @@ def look(view: View) -> Iterator[Finding]:
             least = max(least, MAX_LEFT * best)
         if view.machine.flat_reward < least:
             remedy = FALLEN
-        if remedy != EASY and view.machine.why_flat:
-            remedy = view.machine.why_flat if remedy == HARD else f"{view.machine.why_flat}. {FALLEN}"
+        why = view.machine.why_flat
+        if remedy == FALLEN and is_symptom(why, view.lines, view.machine.flat_reward):
+            why = ""
+        if remedy != EASY and why:
+            remedy = why if remedy == HARD else f"{why}. {FALLEN}"
         if view.machine.unbegun_groups > view.machine.flat_groups / 2:  # no larger group would help
             remedy = UNBEGUN.format(
                 count=view.machine.unbegun_groups, cause=view.machine.unbegun_cause,
@@ -62,3 +69,15 @@ def look(view: View) -> Iterator[Finding]:
     if share >= limit:
         what = f"{share:.1%} of accepted groups have no signal"
         yield Finding("warning", what, remedy, (measured(METRIC, share, limit),))
+
+
+def began_below_limit(lines: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a token limit ended few rollouts of the first step. If rewards fell since, that it ends many is a symptom."""
+    first = lines[0].get("overlong_share") if lines else None
+    return is_number(first) and first < FEW_CUT
+
+
+def is_symptom(why: str, lines: Sequence[Mapping[str, Any]], flat_reward: float) -> bool:
+    """Whether what ended most rollouts is a token limit that ended few of the first step, and rewards fell since."""
+    best = max((line["reward_all_mean"] for line in lines if is_number(line.get("reward_all_mean"))), default=0.0)
+    return why.startswith(BY_LIMIT) and began_below_limit(lines) and flat_reward < MAX_LEFT * best

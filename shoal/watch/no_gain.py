@@ -1,6 +1,7 @@
 """Why the reward did not rise: what a run's metrics show, and what to change, in the order in which to try it.
 
-Pure: metrics, evaluations and settings in, sentences out. The page that `PAGE` names has the same order.
+Pure: metrics, evaluations and settings in, sentences out. The page that `PAGE` names has the same order. Of a run
+whose reward fell, the rate is named first.
 """
 
 import math
@@ -12,6 +13,7 @@ from typing import Any
 
 from shoal.config.optimiser import MIN_STEP_ROLLOUTS, lr_misfit
 from shoal.heldout import Heldout, interval_of, why_not_comparable
+from shoal.monitors.no_signal import began_below_limit
 from shoal.monitors.view import is_number
 from shoal.terminal import docs_page
 
@@ -130,8 +132,8 @@ def _causes(
             f"{skipped:.0f} of {len(lines)} steps were skipped, because their gradient was not finite",
             "lower train.lr",
         )
-    yield from _of_tasks(lines, setup, endings)
-    yield from _of_rate(lines, setup)
+    tasks, rate = _of_tasks(lines, setup, endings, fell), _of_rate(lines, setup)
+    yield from (*rate, *tasks) if fell else (*tasks, *rate)
     yield from _of_entropy(_series(lines, "entropy_nats"))
     stale = [age for line in lines if (age := _age(line.get("staleness_rollouts"))) is not None]
     if stale and fmean(stale) >= STALE:
@@ -150,7 +152,7 @@ def _causes(
 
 
 def _of_tasks(
-    lines: Sequence[Mapping[str, Any]], setup: LearningSetup, endings: Mapping[str, int]
+    lines: Sequence[Mapping[str, Any]], setup: LearningSetup, endings: Mapping[str, int], fell: bool
 ) -> Iterator[tuple[str, str]]:
     solved, flat = _series(lines, "solve_rate"), _series(lines, "zero_signal_share")
     share = f"{fmean(flat):.0%} of groups were flat (all rewards equal)" if flat else ""
@@ -175,7 +177,7 @@ def _of_tasks(
     failed, cut = (endings.get(name, 0) / max(1, episodes) for name in ("error", "length"))
     if failed >= CUT_OFF:
         yield f"the environment failed in {failed:.0%} of held-out episodes", "run `shoal env check` and repair it"
-    if cut >= CUT_OFF:
+    if cut >= CUT_OFF and not (fell and began_below_limit(lines)):
         yield (
             f"a token limit ended {cut:.0%} of held-out episodes",
             "raise sampling.max_turn_tokens and sampling.max_tokens, or teach the policy to be brief",

@@ -37,6 +37,13 @@ def test_a_run_without_validators_is_told_how_one_is_admitted() -> None:
     assert advice.role_warnings(SMALL, True, "http://h:1", Path("runs/r")) == []
 
 
+@pytest.mark.parametrize(("key", "count", "words"), [("count", 1, 1), ("count", 2, 0), ("cheating", 1, 1)])
+def test_a_host_is_told_that_it_starts_no_workers(key: str, count: int, words: int) -> None:
+    config = msgspec.structs.replace(SMALL, workers=msgspec.structs.replace(SMALL.workers, **{key: count}))
+    told = advice.role_warnings(config, False, "http://h:1", Path("runs/r"))
+    assert len(told) == words and all(f"workers.{key} = {count}" in line for line in told)
+
+
 def with_rollouts(**changes: int) -> RunConfig:
     return msgspec.structs.replace(SMALL, rollouts=msgspec.structs.replace(SMALL.rollouts, **changes))
 

@@ -81,8 +81,8 @@ def begins(text: str) -> str:
 def test_a_text_stays_text_in_the_view_of_a_run(snapshot: Snapshot, place: int, width: int, height: int) -> None:
     evil = TEXTS[place]
     seen = said_by_strangers(snapshot, evil)
-    assert_framed(shown(render(seen, height, said=evil, talks=True), width), width, height)
-    lines = shown(render(seen, height, said=evil), width)
+    assert_framed(shown(render(seen, height, said=[evil], talks=True), width), width, height)
+    lines = shown(render(seen, height, said=[evil]), width)
     assert_framed(lines, width, height)
     text = "\n".join(lines)
     assert "\u0301" * 3 not in text and "\ufe0f" not in text

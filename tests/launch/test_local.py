@@ -28,8 +28,9 @@ from shoal.launch.snapshot import NO_STATUS
 from shoal.launch.told import Told
 from shoal.launch.view import LiveView, render
 from shoal.launch.watching import FolderWatch
-from shoal.ledger.facts.run import Admin
+from shoal.ledger.facts.run import NO_SIGNAL, Admin
 from shoal.ledger.fault_rate import FAULTS
+from shoal.monitors.no_signal import BY_LIMIT, FALLEN
 from tests.roles.town import Town
 
 STEPS = "steps = 30"
@@ -276,9 +277,27 @@ def test_a_run_whose_final_policy_is_evaluated_is_not_shown_as_ended(tmp_path: P
     run = LocalRun(folder, 0, False, LiveView(Console(file=io.StringIO())), shifts_of(config, folder, None, False))
     run._look()
     run._snapshot = replace(run._snapshot, status=msgspec.structs.replace(run._snapshot.status, phase="ended"))
-    assert run._shown().status.phase == "ended"
-    run._evaluations.processes.append(RoleProcess("evaluate", ["true"], tmp_path / "evaluate.log", 1, None))
+    assert run._shown().status.phase == "evaluating", "its evaluation is not begun"
+    run._evaluations.processes.append(RoleProcess("evaluate-after", ["true"], tmp_path / "evaluate.log", 1, None))
     assert run._shown().status.phase == "evaluating" and run._snapshot.status.phase == "ended"
+    run._evaluations.processes[0].state = "done"
+    assert run._shown().status.phase == "ended"
+
+
+@pytest.mark.parametrize(("at_first", "is_cause"), [(0.0, False), (0.9, True)])
+def test_a_pause_blames_no_limit_that_a_run_came_to_while_it_fell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_first: float, is_cause: bool
+) -> None:
+    folder, config = RunFolder(tmp_path), load_run(Path("recipes/wordle.toml"))
+    monkeypatch.setattr("shoal.launch.local.flat_samples", lambda folder: [])
+    monkeypatch.setattr("shoal.launch.local.why_flat", lambda folder: f"{BY_LIMIT} 62 of the 64 rollouts")
+    view = LiveView(Console(file=(told := io.StringIO()), width=300))
+    run = LocalRun(folder, 0, False, view, shifts_of(config, folder, None, False))
+    status = msgspec.structs.replace(run._snapshot.status, phase="paused", pause_cause=NO_SIGNAL, flat_reward=0.0)
+    metrics = ({"step": 0, "reward_all_mean": 0.3, "overlong_share": at_first},)
+    run._snapshot = replace(run._snapshot, status=status, metrics=metrics)
+    run._explain_pause()
+    assert (BY_LIMIT in told.getvalue()) is is_cause and (FALLEN in told.getvalue()) is not is_cause
 
 
 @pytest.mark.parametrize("change", ["steps=40", "storage.quota_mb=0"])

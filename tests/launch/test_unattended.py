@@ -26,7 +26,7 @@ class Heard:
 
     def show(self, snapshot: Snapshot) -> None: ...
 
-    def say(self, line: str) -> None:
+    def say(self, line: str, passes: bool = False) -> None:
         self.lines.append(line)
 
     def end(self, picture: object, text: str) -> None: ...

@@ -2,6 +2,7 @@
 
 import io
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +43,9 @@ from shoal.watch.index.look import _speed
 SIZES = [(60, 24), (80, 24), (100, 30), (140, 40)]
 
 
-def lines_of(snapshot: Snapshot, width: int, height: int | None, said: str = "", talks: bool = False) -> list[str]:
+def lines_of(
+    snapshot: Snapshot, width: int, height: int | None, said: Sequence[str] = (), talks: bool = False
+) -> list[str]:
     """What the terminal shows."""
     console = Console(file=io.StringIO(), width=width, height=height or 100, force_terminal=True, color_system=None)
     console.print(render(snapshot, height, said, talks))
@@ -59,7 +62,7 @@ def crowd(snapshot: Snapshot, honest: int) -> Snapshot:
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_who_was_refused_by_which_check_is_seen_at_every_size(snapshot: Snapshot, width: int, height: int) -> None:
-    lines = lines_of(crowd(snapshot, 40), width, height, said="Others join with:\n\n    shoal join http://host:8470")
+    lines = lines_of(crowd(snapshot, 40), width, height, said=["Others join with:\n\n    shoal join http://host:8470"])
     assert len(lines) <= height and max(map(cell_len, lines)) <= width
     refused = next(line for line in lines if "cheater-0" in line)
     assert "sampling 40x" in refused and "quarantined" in refused
@@ -95,11 +98,12 @@ def test_an_alarm_takes_two_lines_of_a_small_terminal(snapshot: Snapshot, cause:
     summary = "worker-7 (3b6a27bcceb6) had 75.0% of its blocks refused, and 0.0% of the influence on batches"
     remedy = "Look at its refusals (`shoal credits RUN 3b6a27bcceb6`) and audit its groups (`shoal audit RUN`). " * 2
     alarm = Alarm(cause, "critical", 21, 24, summary, remedy)
-    said = in_words(Change("raised", alarm))
+    said = [in_words(Change("raised", alarm))]
     for width, height in ((80, 24), (60, 20), (120, 24)):
         shown = lines_of(replace(snapshot, alarms=[alarm]), width, height, said)
         first = next(i for i, line in enumerate(shown) if f"alarm {cause} since step 21: worker-7" in line)
-        assert shown[first + 2].startswith("╰") and shown[first + 1].rstrip("│ ").endswith("…"), shown
+        assert shown[first + 2].startswith("╰"), shown
+        assert shown[first + 1].rstrip("│ ").endswith("… (logs/launcher.log)"), "it says where the rest is"
         assert "ALARM" not in "".join(shown)
     large = "\n".join(lines_of(replace(snapshot, alarms=[alarm]), 120, 45, said))
     assert "ALARM" in large and "shoal audit RUN" in large, "where there is room, what to do is shown too"
@@ -177,7 +181,7 @@ def test_the_table_of_workers_keeps_its_place(snapshot: Snapshot, width: int, he
     faults = msgspec.structs.replace(snapshot.status, phase="paused", waiting_for=f"the host: {cause}. {FAULT_REMEDY}")
     worst = replace(crowd(talking, 40), alarms=alarms, status=faults)
     runs = (snapshot, talking, early, crowd(talking, 40), replace(talking, alarms=alarms), worst)
-    for said in ("", "Others join with:\n\n    shoal join http://host:8470\n" + "more\n" * 9):
+    for said in ([], ["Others join with:\n\n    shoal join http://host:8470\n" + "more\n" * 9, "a warning " * 30] * 3):
         for run in runs:
             for talks in (False, True):
                 lines = lines_of(run, width, height, said, talks)
@@ -265,6 +269,34 @@ def test_what_is_said_during_the_picture_is_printed_after_it(snapshot: Snapshot)
     assert after.strip().endswith("shoal join http://host:8470") and "step" not in after
 
 
+PROMPTS = "first prompt of wordle:\n" + "a line of the prompt\n" * 20
+WARNINGS = [f"{key} = 1e-09, and the preset is 0.0005: the policy may learn slowly. Leave it out" for key in "abcdef"]
+
+
+@pytest.mark.parametrize(("width", "height", "shows"), [(80, 24, "ef"), (60, 20, "f"), (140, 50, "abcdef")])
+def test_warnings_of_the_start_stay_in_the_picture(snapshot: Snapshot, width: int, height: int, shows: str) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None,
+                      _environ={"TERM": "xterm"})  # fmt: skip
+    view = LiveView(console)
+    for line in WARNINGS:
+        view.say(line)
+    view.say(PROMPTS, passes=True)
+    for _ in range(2):
+        view.show(snapshot)
+    picture = console.file.getvalue().split("step 37/90")[-1]  # type: ignore[attr-defined]
+    view.close()
+    text = re.sub(r"\s+", " ", picture.replace("│", " "))
+    for key, line in zip("abcdef", WARNINGS, strict=True):
+        assert (line in text) is (key in shows), (key, picture)
+    left_out = 1 + len(WARNINGS) - len(shows)
+    assert shows == "abcdef" or f"{left_out} more in logs/launcher.log" in text
+    assert "first prompt of wordle" in text or shows != "abcdef", "where there is room"
+
+
+def test_a_message_that_does_not_fit_says_where_it_is_whole(snapshot: Snapshot) -> None:
+    assert "whole in logs/launcher.log" in "\n".join(lines_of(snapshot, 80, 24, ["a word " * 100]))
+
+
 @pytest.mark.parametrize("error", ["KeyError: 'no answer such as 5'", "KeyError: " + "no such answer " * 12])
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_a_pause_by_environment_faults_says_what_to_do_at_every_size(
@@ -274,7 +306,7 @@ def test_a_pause_by_environment_faults_says_what_to_do_at_every_size(
     waits = f"the host: {cause}. {FAULT_REMEDY}"
     status = msgspec.structs.replace(snapshot.status, phase="paused", waiting_for=waits, pause_cause=cause)
     lines = lines_of(
-        replace(snapshot, status=status), width, height, said=f"The run has paused itself and waits for {waits}"
+        replace(snapshot, status=status), width, height, said=[f"The run has paused itself and waits for {waits}"]
     )
     assert len(lines) <= height and max(map(cell_len, lines)) <= width
     text = re.sub(r"\s+", " ", " ".join(line.strip("│ ") for line in lines))

@@ -498,6 +498,11 @@ def test_the_remedy_for_groups_without_signal_is_what_ended_their_rollouts():
     solved = [line | {"solve_rate": 0.9} for line in honest_lines(8, 20)]
     (found,) = no_signal.look(View(lines=solved, machine=machine, max_flat_groups=64))
     assert found.remedy == f"{why}. {no_signal.FALLEN}"
+    for ended, remedy in ((why, no_signal.FALLEN), ("Errors of it", f"Errors of it. {no_signal.FALLEN}")):
+        machine = Machine(now=1.0, flat_groups=60, why_flat=ended)
+        grown = [line | {"overlong_share": share} for share, line in zip((0.0, *[0.9] * 19), solved, strict=False)]
+        (found,) = no_signal.look(View(lines=grown, machine=machine, max_flat_groups=64))
+        assert found.remedy == remedy, "a limit that ended none of the first step is a symptom"
     line = {"step": 9, "zero_signal_share": 0.95, "solve_rate": 0.1}
     (found,) = no_signal.look(View(lines=[line | {"overlong_share": 0.8}]))
     assert "A token limit ended 80%" in found.remedy and "sampling.max_turn_tokens" in found.remedy

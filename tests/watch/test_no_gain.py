@@ -123,6 +123,17 @@ def test_how_held_out_episodes_ended_is_a_cause(ending: str, saw: str, change: s
     assert len(said) == 2 and re.search(f"{saw}.*: .*{change}", said[1]), said
 
 
+@pytest.mark.parametrize(("at_first", "after", "causes"), [
+    (0.0, 0.0, ["train.lr was"]),
+    (0.4, 0.0, ["train.lr was", "a token limit ended 40%"]),
+    (0.0, 0.3, ["a token limit ended 40%", "train.lr was"]),
+])  # fmt: skip
+def test_a_limit_that_a_run_came_to_while_it_fell_is_no_cause(at_first: float, after: float, causes: list[str]) -> None:
+    lines = run(lr=0.02, overlong_share=[at_first, *[0.9] * 59])
+    said = diagnose(lines, SETUP, heldout(0.3), heldout(after), {"environment": 60, "length": 40})
+    assert [cause in line for cause, line in zip(causes, said[1:], strict=True)] == [True] * len(causes), said
+
+
 def test_the_learning_rate_is_named_as_the_run_file_says_it_and_not_of_a_warm_up() -> None:
     warm_up = run(clip_share=0.3, lr=1.2e-4)
     assert "was 0.0002)" in diagnose(warm_up, replace(SETUP, preset_lr=2e-4, lr=2e-4))[1]

@@ -348,7 +348,11 @@ def test_many_alarms_fill_no_overview_and_come_page_by_page(town, copied, tmp_pa
     log = AlarmsLog(RunFolder(copied).alarms)
     for worker in range(60):
         level = "critical" if worker == 7 else "notice"
-        log.write("raised", Alarm("stragglers", level, 1, 1, f"w{worker} is slow.", "Ask.", node=f"w{worker}"), 1.0)
+        log.write(
+            "raised",
+            Alarm("stragglers", level, 1, 1, f"w{worker} is slow.", "Ask. " * 200 + "End.", node=f"w{worker}"),
+            1.0,
+        )
     shelf = Shelf(tmp_path / "index.sqlite", [str(copied)])
     while shelf.step():
         pass
@@ -357,6 +361,7 @@ def test_many_alarms_fill_no_overview_and_come_page_by_page(town, copied, tmp_pa
     page = client.get("/1/").text
     assert page.count("is slow.") == 5 and page.index("w7 is slow") < page.index("55 more alarms")
     first = client.get("/1/alarms")
+    assert first.text.count("Ask. End.") == 50, "its host reads whole what to do"
     assert first.text.count("is slow.") == 50 and client.get("/1/alarms?at=50").text.count("is slow.") == 10
     assert any(link.endswith("/1/alarms?at=50") for link in links_of(first))
     assert "There are no more alarms." in client.get("/1/alarms?at=60").text

@@ -193,6 +193,8 @@ def test_the_labels_of_an_axis_have_the_digits_that_its_steps_need(url, browser,
     page.route("**/chart.json*", lambda route: route.fulfill(json=told))
     page.goto(f"{url}/1/figure?name=reward_mean")
     page.locator("figure.chart canvas").wait_for()
+    steps = {text for text in page.evaluate("drawn") if text.startswith("1,00")}
+    assert steps == {"1,001", "1,002", "1,003"}, "a step is whole"
     seen = [text for text in page.evaluate("drawn") if not text.startswith("1,00")]
     assert labels <= set(seen) and len(seen) == len(set(seen)), seen
     assert complaints == []

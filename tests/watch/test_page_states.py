@@ -278,6 +278,9 @@ def test_the_start_page_says_which_log_is_broken_and_which_is_still_read(town, c
     shelf.catch_up()
     words = words_of(shelf, "/compare")
     assert words.count("log broken") == 1 and "reading the log" not in words
+    refused = TestClient(page_app(shelf, TOKEN)).get("/3/csv/metrics.csv")
+    assert refused.status_code == 503 and shelf.fault(3) not in refused.text, "it may name the host's folders"
+    assert "cannot be read to its end" in refused.text and "reading" not in refused.text.lower()
     tell(shelf, phase="paused", waiting_for="the host: the run is paused")
     assert words_of(shelf, "/compare").count("paused") == 4, "not twice, as phase and as time left, of both whole runs"
     shelf.close()

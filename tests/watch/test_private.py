@@ -55,7 +55,9 @@ def test_held_out_episodes_of_an_environment_are_chosen_and_come_page_by_page(ho
     shelf.runs[0].builder.note_condition()
     shelf.change += 1
     page = host.get("/1/heldout?name=after&env=sums").text
-    assert "1 to 10 of 12" in page and "task 9<" in page and "task 10<" not in page and "<script>alert" not in page
+    assert (
+        "1 to 10 of 12 kept." in page and "task 9<" in page and "task 10<" not in page and "<script>alert" not in page
+    )
     assert "11 to 12 of 12" in host.get("/1/heldout?name=after&env=sums&at=10").text
     assert "a secret" in host.get("/1/heldout?name=before").text
     assert host.get("/1/heldout?name=nothing&at=999").status_code == 200

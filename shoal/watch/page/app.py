@@ -189,6 +189,9 @@ class _Page:
         asked = self._asked(request, self._viewer(request))
         shelf, table, seq = self._shelf, request.path_params["table"], asked.one()["seq"]
         shown = shelf.of(asked.run) if table != "runs" else None
+        if shown and (fault := shelf.fault(shown.number)):
+            why = "The log of this run cannot be read to its end, so no table of it is whole.\n"
+            return PlainTextResponse(f"{why}{fault}\n" if asked.is_host else why, 503)
         if shown and (unread := shelf.being_read(shown.number)):
             late = f"{unread.capitalize()}: ask for this table once it is whole.\n"
             return PlainTextResponse(late, 503, {"retry-after": "5"})

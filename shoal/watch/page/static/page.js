@@ -20,6 +20,9 @@
     return show ? null : values.flatMap((_, i) => (there(i) && !there(i - 1) && !there(i + 1) ? [i] : []));
   }
 
+  // Steps of an axis of whole numbers.
+  const WHOLE = [0, 1, 2, 3, 4, 5, 6, 7, 8].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
+
   // Of an axis: the digits that its steps need, or an exponent if all values are very small.
   function labels(chart, splits, axis, space, step) {
     let digits = 0;
@@ -48,7 +51,7 @@
     const axis = { stroke: quiet, font: "12px system-ui, sans-serif", grid: { stroke: rule, width: 1 }, ticks: { show: false } };
     const options = {
       width: plot.clientWidth, height: figure.closest(".large") ? 340 : 190, legend: { show: false }, cursor: { y: false },
-      hooks: { setCursor: [(chart) => read(figure, told, chart.cursor.idx)] }, scales: { x: { time: false } }, series: [{ label: told.x_label }, ...series], axes: [{ ...axis, size: 30 }, { ...axis, size: 56, values: labels }],
+      hooks: { setCursor: [(chart) => read(figure, told, chart.cursor.idx)] }, scales: { x: { time: false } }, series: [{ label: told.x_label }, ...series], axes: [{ ...axis, size: 30, ...(told.x.every(Number.isInteger) ? { incrs: WHOLE } : {}) }, { ...axis, size: 56, values: labels }],
       bands: edges.length === 2 ? [{ series: edges, fill: css("--band") }] : [],
     };
     const data = [told.x, ...told.lines.map((line) => line.values)];
