@@ -1492,6 +1492,7 @@ GUARDS = [
     ),
     *_needed_by("tests/policy/test_as_transformers.py",
         ("tokenizer-as-transformers-builds-it", OFF, "test_what_cannot_be_read_as_transformers_does_is_refused_by_name"),
+        ("tokens-are-distinct", OFF, "test_what_cannot_be_read_as_transformers_does_is_refused_by_name"),
         ("tokens-not-random", OFF, "test_what_cannot_be_read_as_transformers_does_is_refused_by_name"),
         ("template-for-tools-not-lost", OFF, "test_what_cannot_be_read_as_transformers_does_is_refused_by_name"),
         ("turns-begin-where-the-template-opens-them", OFF,

@@ -102,6 +102,7 @@ def open_tokenizer(directory: Path) -> OpenTokenizer:
         raise
     except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for a file that it cannot parse
         raise StateError(f"{path} is damaged: {error}. Download the model again") from None
+    _demand_distinct(path, tokenizer)
     tokenizer.no_truncation()  # a file may say to cut texts or to fill them up: transformers does so only if a call asks
     tokenizer.no_padding()
     anyway = config.get("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output")
@@ -270,6 +271,20 @@ def _demand_readable(
             f"{path.parent}: transformers opens its tokenizer by {kind}, which makes BPE of it, and tokenizer.json has "
             f"{parts.setting('type')!r:.40}: {as_the_file_is(model)}, or give it a tokenizer of BPE"
         )
+
+
+def _demand_distinct(path: Path, tokenizer: Tokenizer) -> None:
+    """Refuse added tokens of which the normaliser makes one text: a text has the id of another of them each time."""
+    normaliser, read = tokenizer.normalizer, dict[str, str]()
+    for token in tokenizer.get_added_tokens_decoder().values():
+        if normaliser is None or not token.normalized:
+            continue
+        other = read.setdefault(normaliser.normalize_str(token.content), token.content)
+        if other != token.content:  # guard: tokens-are-distinct
+            raise StateError(
+                f"{path.parent}: the tokenizer reads its added tokens {other!r:.40} and {token.content!r:.40} as one text, "
+                "with the id of either. Leave one out"
+            )
 
 
 def _demand_tokens(path: Path, found: Mapping[str, Any]) -> None:

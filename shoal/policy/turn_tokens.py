@@ -94,9 +94,12 @@ class TurnTokens:
         return text.lstrip().removeprefix(opening).lstrip("\n") if text.lstrip().startswith(opening) else text
 
     def _shows(self, rest: str, part: str) -> bool:
-        """Whether a turn has a part before the token that ends it. No ids are read back: a tokenizer may change texts."""
-        end = rest.find(part) + len(part)
-        return part in rest and self._stop_ids.isdisjoint(self._encode(rest[:end])[:-1])
+        """Whether a turn has a part before the token that ends it, with whatever white space. No ids are read back: a
+        tokenizer may change texts."""
+        written, wanted = [i for i, sign in enumerate(rest) if not sign.isspace()], "".join(part.split())
+        at = "".join(rest.split()).find(wanted)
+        end = written[at + len(wanted) - 1] + 1 if wanted else 0
+        return at >= 0 and self._stop_ids.isdisjoint(self._encode(rest[:end])[:-1])
 
     def _of_text(self, text: str, arguments: Mapping[str, Any]) -> list[int]:
         around = self._around(json.dumps(arguments))

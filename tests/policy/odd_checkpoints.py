@@ -421,7 +421,18 @@ TEMPLATES: dict[str, Change] = {
     ),
 }  # fmt: skip
 
+
+def _twins(files: Files) -> None:
+    """Added tokens of which a normaliser makes one."""
+    added, vocabulary = files.tokenizer["added_tokens"], files.tokenizer["model"]["vocab"]
+    files.tokenizer["normalizer"] = {"type": "Lowercase"}
+    rules = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False) | {"normalized": True}
+    first = max(len(vocabulary), *(token["id"] + 1 for token in added))
+    added += [{"id": first + i, "content": content, **rules} for i, content in enumerate(("<|TWIN|>", "<|twin|>"))]
+
+
 REFUSED: dict[str, Change] = {
+    "two added tokens for one text": _twins,
     "dropout": lambda files: files.tokenizer["model"].update(dropout=0.1),
     "split special tokens": _config(split_special_tokens=True),
     "a folder of templates": _file("additional_chat_templates/tool_use.jinja", "TOOLS " + CHATML),
@@ -435,6 +446,7 @@ REFUSED: dict[str, Change] = {
 """Properties of checkpoints that cannot be read as transformers reads them."""
 
 SAYS = {
+    "two added tokens for one text": r"<\|TWIN\|>' and '<\|twin\|>' as one text",
     "dropout": "dropout = 0.1",
     "split special tokens": "split_special_tokens = true",
     "a folder of templates": "additional_chat_templates/tool_use.jinja",

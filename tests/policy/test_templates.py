@@ -317,3 +317,8 @@ def test_a_contained_renderer_gives_the_same(name: str, tmp_path: Path) -> None:
     assert here.keeps_thinking() == apart.keeps_thinking()
     items = [USER, Written(0, True), USER, Written(1, True, (("call00000", "add"),)), RESULT]
     assert here.history(items, TOOLS) == apart.history(items, TOOLS)
+
+
+def test_an_answer_whose_white_space_the_template_changes_is_written_as_it_shows_it() -> None:
+    told = renderer_of("qwen3").written({"role": "assistant", "content": "<think>hm  so</think>3"})
+    assert renderer_of("qwen3").decode(told) == "<think>\nhm  so\n</think>\n\n3"
