@@ -250,13 +250,14 @@ def stay(
 
 
 def _family(pid: int) -> dict[int, int]:
-    """Resident bytes of a process and its children."""
+    """Bytes of a process and its children. Pages that they share count once: a child has those of its parent until it is
+    another program."""
     taken = {}
     with contextlib.suppress(psutil.NoSuchProcess):
         node = psutil.Process(pid)
         for process in (node, *node.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):
-                taken[process.pid] = process.memory_info().rss
+                taken[process.pid] = process.memory_full_info().pss
     return taken
 
 
