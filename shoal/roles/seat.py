@@ -23,10 +23,10 @@ from shoal.envs.contained.line import LIMITS
 from shoal.envs.contained.open import in_process
 from shoal.envs.contained.pool import MAX_PROCESSES, Processes
 from shoal.envs.load import load_run_envs
-from shoal.errors import Overreach, PeerError
+from shoal.errors import Overreach, PeerError, Superseded
 from shoal.folder import RunFolder
 from shoal.ledger.law import RULES_VERSION
-from shoal.net.client import Client, PeerRefused
+from shoal.net.client import LONGEST_RETRY_S, Client, PeerRefused
 from shoal.net.stopping import Stopping
 from shoal.policy.contained import Limits
 from shoal.policy.device import CPU
@@ -51,6 +51,7 @@ from shoal.roles.sharing import SHARED_PART, SharedVersions
 from shoal.sandbox.limits import Limits as SandboxLimits
 from shoal.weights.fetch import fetch
 from shoal.weights.manifest import content_of, open_manifest, signer_of
+from shoal.weights.pieces import NoSpace
 from shoal.weights.relays import Relays
 from shoal.weights.room import disk_limit, room_for_version
 from shoal.weights.sources import HostAway, sources_of
@@ -217,7 +218,7 @@ class Seat:
         manifest = self._open(signed, version, most_bytes, self.clock())
         self.issued[version] = manifest.issued
         self._demand_granted(grant, manifest, signed)
-        started = self.clock()
+        started, is_told = self.clock(), False
         while True:
             sources = self.relays.usable(sources_of(self.info, self.client, await self.relays.sources()))
             try:
@@ -234,6 +235,13 @@ class Seat:
                 newest = (await self.client.get_json("/v1/status", t.Status)).version  # once the host is back
                 if newest - version > self.info.rules.max_staleness:  # guard: weights-outlast-an-outage
                     raise
+            except NoSpace as error:
+                if not is_told:
+                    log.warning("waiting for space on the disk, and trying again by itself: %s", error)
+                is_told = True
+                await asyncio.sleep(LONGEST_RETRY_S)
+                if (await self.client.get_json("/v1/status", t.Status)).phase == "ended":
+                    raise Superseded(str(error)) from None
             finally:
                 self.relays.learn(sources)
 
