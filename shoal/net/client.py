@@ -61,6 +61,11 @@ NEVER_ANSWERED = "It has not answered before: check the URL, and that the host i
 log = logging.getLogger(__name__)
 
 
+def warn_of_wait(line: str) -> None:
+    """For `on_wait` of a node, which waits for its host without end."""
+    log.warning("%s. It asks again; Ctrl-C ends it", line)
+
+
 class PeerRefused(PeerError):
     """The server refused the call. `status`, `code` and `reason` are as in its `Refusal`."""
 

@@ -71,8 +71,8 @@ ASK_S = 2.0
 LAST_S = 2.0
 """What a node whose host is gone takes at most to end, once it has left its work."""
 
-ADMISSION_POLL_S = 5.0
-"""How often a validator asks whether it was admitted."""
+ADMISSION_POLL_S = 0.5
+"""How often a validator asks whether it was admitted. A host whose run has ended goes after one look, a second, or more."""
 
 SOONEST_S = 0.1
 """A node that got nothing to do waits at least this long before it asks again, however quickly the host answers."""

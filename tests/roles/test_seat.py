@@ -11,6 +11,7 @@ import pytest
 
 from shoal.engine.local import LocalEngine
 from shoal.errors import PeerError, Superseded
+from shoal.launch.local import LOOK_EVERY_S
 from shoal.ledger.facts.leases import LeaseLapsed
 from shoal.ledger.facts.run import Admin
 from shoal.protocol.constants import MAX_GROUP_ROLLOUTS, MAX_LEASE_BLOCKS, MAX_ROLLOUT_TOKENS
@@ -105,6 +106,10 @@ def test_a_node_that_starts_again_waits_out_another_program_where_it_joined_befo
     (home / "evidence" / town.desk.state.run / "url").write_text("http://elsewhere")
     with pytest.raises(PeerError, match="is not a shoal node"):
         asyncio.run(join(3))
+
+
+def test_a_validator_that_is_not_admitted_asks_more_often_than_a_host_looks_whether_its_run_has_ended():
+    assert 2 * seat.ADMISSION_POLL_S <= LOOK_EVERY_S
 
 
 def test_a_validator_that_was_admitted_says_so_at_once(tmp_path, monkeypatch):
