@@ -42,7 +42,7 @@ from shoal.protocol.promises import is_promised, terms_of
 from shoal.protocol.sizes import BYTES_PER_TOKEN
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.engines import demand_engine_fits
-from shoal.roles.evidence import DISK_PART, Evidence, joined_before
+from shoal.roles.evidence import DISK_PART, Evidence, joined_before, once_there_is_space
 from shoal.roles.loading import Loaded, contained
 from shoal.roles.memory import Memory, needs_of, share_of_free_mb
 from shoal.roles.packages import NoPackages, OnTheHost, Packages, aside, room_of
@@ -182,13 +182,13 @@ class Seat:
         """
         if self.manifest is not None and self.engine.version == version:
             self._demand_granted(grant, self.manifest, b"")
-            self._keep(grant, b"")
+            await once_there_is_space(self._keep, grant, b"")
             return
         brought = await self.bring(version, keep=keep, max_bytes=max_bytes, grant=grant)
         self._in_use = brought.directory  # a tokenizer that is started again reads its files
         await self._load(brought)
         self.manifest, self.client.manifest, self._brought = brought.manifest, digest(brought.signed), None
-        self._keep(grant, brought.signed)
+        await once_there_is_space(self._keep, grant, brought.signed)
 
     async def bring(
         self, version: int, *, keep: int = 2, max_bytes: int | None = None, grant: t.Grant | None = None
