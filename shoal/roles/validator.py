@@ -19,7 +19,7 @@ from shoal.envs.contained.pool import Processes
 from shoal.envs.replay import Replay, replay_group
 from shoal.errors import Interrupted, NothingYet, Overreach, PeerError
 from shoal.folder import RunFolder
-from shoal.net.client import Client, warn_of_wait
+from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import Stopping
 from shoal.policy.device import CPU, demand_device
@@ -78,7 +78,7 @@ def main(
     limit_mb = 0 if own_files else limit_of(max_memory_mb)
     make = make_engine if own_files else enforced(make_engine, limit_mb, threads)
     validator = Validator(
-        Client(url, key, on_wait=warn_of_wait), home, make, own_files,
+        Client(url, key), home, make, own_files,
         max_disk_mb=max_disk_mb, max_memory_mb=limit_mb, packages=packages,
         name="" if own_files else name or platform.node(),
     )  # fmt: skip

@@ -21,7 +21,7 @@ from shoal.engine.open import EngineSpec, demand_kind, open_engine
 from shoal.envs.contained.pool import Processes
 from shoal.envs.continuing import OtherStart
 from shoal.errors import Interrupted, NothingYet, Overreach, PeerError, Superseded, Undecided
-from shoal.net.client import Client, PeerRefused, warn_of_wait
+from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_or_make_key
 from shoal.net.stopping import Stopping
 from shoal.policy.device import CPU, demand_device
@@ -105,7 +105,7 @@ def main(
     limit_mb = 0 if own_files else limit_of(max_memory_mb)
     make = make_engine if own_files else enforced(make_engine, limit_mb, threads)
     worker = Worker(
-        Client(url, key, on_wait=warn_of_wait), key.public, home, make, limit_mb, t.fact(name or platform.node()),
+        Client(url, key), key.public, home, make, limit_mb, t.fact(name or platform.node()),
         own_files, max_disk_mb=max_disk_mb, packages=packages,
     )  # fmt: skip
     worker.chosen, worker.shift, worker.allowance, worker.leave_at_once = engine, shift, allowed, end_soon

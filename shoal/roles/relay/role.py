@@ -13,7 +13,7 @@ from pathlib import Path
 import uvloop
 
 from shoal.errors import PeerError
-from shoal.net.client import Client, warn_of_wait
+from shoal.net.client import Client
 from shoal.net.connections import Limits, connections_that_fit
 from shoal.net.keys import load_or_make_key
 from shoal.net.listening import listen
@@ -44,7 +44,7 @@ def main(url: str, home: Path, bind: str, port: int, public_url: str = "", max_d
 
 async def _run(url: str, key: Key, home: Path, bind: str, port: int, public_url: str, max_disk_mb: int) -> None:
     stopping = Stopping()
-    async with Client(url, key, on_wait=warn_of_wait) as client:
+    async with Client(url, key) as client:
         with stopping.at_signals(), listen(bind, port) as listener:
             log.info("asking %s for its run", client.base_url)
             info = await stopping.unless(_info(client))
