@@ -52,6 +52,11 @@ class Alarm(msgspec.Struct, frozen=True):
         return f"ALARM {self.cause} ({self.severity}) at step {self.since}: "
 
     @property
+    def in_words(self) -> str:
+        """It as one line. A remote host tells no remedy."""
+        return f"{self.heading}{self.summary}" + (f". {self.remedy}" if self.remedy else "")
+
+    @property
     def evidence(self) -> AlarmEvidence:
         """What a host's request says of it."""
         return AlarmEvidence(self.cause, self.since, self.step, self.measured, self.node)

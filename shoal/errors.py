@@ -18,7 +18,10 @@ EXIT_TRY_AGAIN if another node could not be reached, so that starting again may 
 NOT_A_FOLDER = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
 """System errors of a file in the place of a folder, or the reverse: only the user knows which is meant."""
 
-USER_MUST_FIX = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""System errors that end when somebody frees some space."""
+
+USER_MUST_FIX = (*DISK_FULL, errno.EROFS, errno.EACCES, errno.EPERM)
 """System errors that only the user can fix: a full disk, a read-only disk, missing permissions."""
 
 

@@ -338,4 +338,4 @@ def in_words(change: Change) -> str:
     alarm = change.alarm
     if change.change == "cleared":
         return f"alarm cleared: {alarm.cause}, raised at step {alarm.since} ({alarm.summary})"
-    return f"{alarm.heading}{alarm.summary}. {alarm.remedy}"
+    return alarm.in_words

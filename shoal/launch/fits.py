@@ -21,7 +21,8 @@ from shoal.engine.needs import Needs, adapter_bytes, played_on_gpu, scored_on_gp
 from shoal.envs.evaluate import BATCH
 from shoal.errors import StateError
 from shoal.folder import free_below, held_below
-from shoal.plan.sizes import QUOTA_TIMES, sizes_of
+from shoal.plan import words
+from shoal.plan.sizes import quota_mb_of, sizes_of
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.device import AUTO, CPU, MPS, take_device
 from shoal.policy.kinds import sized_spec_of
@@ -213,9 +214,9 @@ def demand_quota(config: RunConfig) -> None:
     kept = "of all versions" if storage.retain == "all" else "that its nodes may still need"
     instead = ', or storage.retain = "window"' if storage.retain == "all" else ""
     raise StateError(
-        f"storage.quota_mb = {storage.quota_mb}, and this run keeps {amount(sizes.least_blobs)} of weights {kept} "
-        f"({amount(sizes.version)} each): above the quota no worker gets a lease, so it would wait for ever. Set "
-        f"storage.quota_mb = {math.ceil(QUOTA_TIMES * sizes.needed_blobs / 1e6)} or more{instead}"
+        f"storage.quota_mb = {storage.quota_mb}, and this run keeps {words.amount(sizes.needed_blobs)}, of which "
+        f"{words.amount(sizes.least_blobs)} are weights {kept} ({words.amount(sizes.version)} each): above the quota no "
+        f"worker gets a lease, so it would wait for ever. Set storage.quota_mb = {quota_mb_of(sizes)} or more{instead}"
     )
 
 

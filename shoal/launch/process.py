@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -27,6 +27,7 @@ import psutil
 from shoal.config import child_environment
 from shoal.errors import EXIT_DONE, EXIT_USER_ERROR
 from shoal.launch.logfiles import LogFile
+from shoal.ledger.hints import split_remedy
 
 MAX_QUICK_DEATHS = 5
 """A role is given up after this many deaths in a row, each less than QUICK_DEATH_S after its start."""
@@ -257,3 +258,14 @@ def suspended_process(pid: int | None) -> str:
         if pid and psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
             return f"its process {pid} is stopped (SIGSTOP or a debugger): `kill -CONT {pid}`"
     return ""
+
+
+def with_suspended(waiting_for: str, processes: Iterable[RoleProcess]) -> str:
+    """What a run waits for, with those processes of its role that were stopped by a signal."""
+    found = [
+        f"{process.name}: {said}"
+        for process in processes
+        if process.name.partition("-")[0] in waiting_for.partition(":")[0] and (said := suspended_process(process.pid))
+    ]
+    cause, remedy = split_remedy(waiting_for)
+    return ". ".join(filter(None, ("; ".join((cause, *found)), remedy))) if found else waiting_for

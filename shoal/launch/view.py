@@ -47,7 +47,7 @@ MOST_WAIT_LINE_S = 300.0
 """Between two lines about one wait, when piped: twice as long after each."""
 
 LONG_CHARS, MOST_LONG_CHARS = 200, 20_000
-"""A longer line about a wait is printed once, and cut short when it is repeated."""
+"""A longer line about a wait is printed once, and repeated without what the host may do."""
 
 MOST_NEW_LINES = 100
 """Steps that come at once get at most so many lines, the newest."""
@@ -231,14 +231,15 @@ def _word(label: str) -> str:
 
 
 def plain_wait(snapshot: Snapshot, said: str = "") -> str:
-    """The line about a long wait, or "" if there is none. What it waits for is cut short if the text `said` has it."""
+    """The line about a long wait, or "" if there is none. What the host may do is left out if the text `said` has
+    it."""
     status = snapshot.status
     if snapshot.notice:
-        return f"{brief(snapshot.notice, 400)}  elapsed={duration(snapshot.elapsed_s)}"
+        return f"{brief(snapshot.notice, 2000)}  elapsed={duration(snapshot.elapsed_s)}"
     if not status.waiting_for or status.waiting_s < WATCHDOG_S or status.waiting_for.startswith("nothing"):
         return ""
     waits = brief(status.waiting_for, 2000)
-    waits = brief(waits, 80) if waits in said else waits
+    waits = split_remedy(waits)[0] if waits in said else waits
     return f"waiting {status.waiting_s:.0f} s for {waits}  in_flight={status.in_flight}"
 
 

@@ -220,7 +220,9 @@ def watch(source: str, console: Console, once: bool = False) -> int:
         if console.is_terminal and not console.is_dumb_terminal and snapshot.has_counts:
             console.print(render(replace(snapshot, hint=snapshot.out)))
         else:
-            for line in filter(None, (plain(replace(snapshot, notice="")), snapshot.notice or plain_pause(snapshot))):
+            alarms = [alarm.in_words for alarm in snapshot.alarms]
+            said = plain(replace(snapshot, notice="")), snapshot.notice or plain_pause(snapshot), *alarms
+            for line in filter(None, said):
                 print_lines(console, printable(line))
         return code
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)

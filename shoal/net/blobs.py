@@ -6,13 +6,12 @@ repairs it.
 """
 
 import contextlib
-import errno
 import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from shoal.errors import NothingYet, StateError, cause_of
+from shoal.errors import DISK_FULL, NothingYet, StateError, cause_of
 from shoal.folder import name_file, sync_folder
 from shoal.net.file_answer import FileAnswer
 from shoal.protocol import wire
@@ -190,6 +189,6 @@ class Upload:
 
 
 def _cannot_write(folder: Path, error: OSError) -> StateError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = error.errno in DISK_FULL
     remedy = "Free some space there or lower storage.quota_mb; nothing" if full else "Nothing"
     return StateError(f"cannot store blobs in {folder}: {cause_of(error)}. {remedy} that was answered is lost")

@@ -61,6 +61,11 @@ NEVER_ANSWERED = "It has not answered before: check the URL, and that the host i
 log = logging.getLogger(__name__)
 
 
+def warn_of_wait(line: str) -> None:
+    """What a client says of a wait unless it is told otherwise."""
+    log.warning("%s. It asks again; Ctrl-C ends it", line)
+
+
 class PeerRefused(PeerError):
     """The server refused the call. `status`, `code` and `reason` are as in its `Refusal`."""
 
@@ -84,7 +89,7 @@ class Client:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         monotonic: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
-        on_wait: Callable[[str], None] = log.warning,
+        on_wait: Callable[[str], None] = warn_of_wait,
     ) -> None:
         """`run`, `head` and `manifest` are sent with each call that `key` signs; set these attributes once they are known.
 

@@ -1,6 +1,5 @@
 """A forecast as text, for `shoal plan` and for the summary of `shoal host`."""
 
-import math
 from collections.abc import Iterator
 
 from shoal.plan.forecast import (
@@ -14,7 +13,7 @@ from shoal.plan.forecast import (
 )
 from shoal.plan.machines import Machines
 from shoal.plan.setting import Outcome
-from shoal.plan.sizes import QUOTA_TIMES
+from shoal.plan.sizes import quota_mb_of
 from shoal.plan.words import amount, count, duration, link
 
 
@@ -120,7 +119,7 @@ def _quota_note(found: Forecast) -> str:
         return ""
     return (
         f"the host must keep {amount(needed)} for its nodes, and storage.quota_mb is {found.quota_mb}: above it, no worker "
-        f"gets work. Set it to {math.ceil(QUOTA_TIMES * needed / 1e6)} or more"
+        f"gets work. Set it to {quota_mb_of(found.sizes)} or more"
     )
 
 

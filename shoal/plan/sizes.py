@@ -3,6 +3,7 @@
 Used by `forecast`. All results are bytes. A worker's memory is that of the embedded engine, as `engine/needs` has it.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,10 +41,6 @@ TOKEN_BYTES = 16.0
 """Of a submission, for each policy token: its id and its log-prob."""
 
 
-QUOTA_TIMES = 1.2
-"""What is recommended of a disk quota, of what must fit into it."""
-
-
 class UnknownShape(ConfigError):
     """The run file's model is not here, or its shape is none that shoal knows."""
 
@@ -71,6 +68,11 @@ class Sizes:
     """What the versions of a run of adapters belong to, which a node gets once; 0 if versions are whole."""
     is_exact: bool
     """Whether the model's shape was known; if not, memory is of the weights alone."""
+
+
+def quota_mb_of(sizes: Sizes) -> int:
+    """The least `storage.quota_mb` that holds what a run needs."""
+    return math.ceil(max(sizes.needed_blobs, sizes.least_blobs) / 1e6)
 
 
 def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0, patch_share: float = -1.0) -> Sizes:

@@ -4,18 +4,25 @@ Workers and validators write it; `shoal audit --evidence` reads it. Each file is
 its ending says what it is. It is bounded: the oldest files make room. It does not deal with HTTP, and judges nothing.
 """
 
+import asyncio
 import contextlib
+import logging
 import os
 import re
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
 
-from shoal.errors import PeerError, StateError, cause_of
+from shoal.errors import DISK_FULL, PeerError, StateError, cause_of
 from shoal.folder import write_atomically
+from shoal.net.client import LONGEST_RETRY_S
 from shoal.protocol.types import Receipt
 from shoal.protocol.wire import WireError, digest, from_json
+from shoal.weights.pieces import NoSpace
+
+log = logging.getLogger(__name__)
 
 Kind = Literal["manifest", "grant", "submission", "receipt"]
 """A signed manifest, a signed lease, the bytes of a submission, or a signed receipt."""
@@ -148,7 +155,21 @@ class Evidence:
         return self.most_bytes // PARTS
 
     def _cannot_write(self, error: OSError) -> StateError:
-        return StateError(f"cannot keep evidence in {self.folder}: {cause_of(error)}. Free some space")
+        kind = NoSpace if error.errno in DISK_FULL else StateError
+        return kind(f"cannot keep evidence in {self.folder}: {cause_of(error)}. Free some space")
+
+
+async def once_there_is_space(write: Callable[..., None], *given: object) -> None:
+    """Call what keeps evidence, in a thread, and while the disk is full call it again."""
+    is_told = False
+    while True:
+        try:
+            return await asyncio.to_thread(write, *given)
+        except NoSpace as error:
+            if not is_told:
+                log.warning("waiting for space on the disk, and trying again by itself: %s", error)
+            is_told = True
+            await asyncio.sleep(LONGEST_RETRY_S)
 
 
 def joined_before(home: Path, url: str) -> bool:

@@ -23,10 +23,10 @@ from shoal.envs.contained.line import LIMITS
 from shoal.envs.contained.open import in_process
 from shoal.envs.contained.pool import MAX_PROCESSES, Processes
 from shoal.envs.load import load_run_envs
-from shoal.errors import Overreach, PeerError
+from shoal.errors import Overreach, PeerError, Superseded
 from shoal.folder import RunFolder
 from shoal.ledger.law import RULES_VERSION
-from shoal.net.client import Client, PeerRefused
+from shoal.net.client import LONGEST_RETRY_S, Client, PeerRefused
 from shoal.net.stopping import Stopping
 from shoal.policy.contained import Limits
 from shoal.policy.device import CPU
@@ -42,7 +42,7 @@ from shoal.protocol.promises import is_promised, terms_of
 from shoal.protocol.sizes import BYTES_PER_TOKEN
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.engines import demand_engine_fits
-from shoal.roles.evidence import DISK_PART, Evidence, joined_before
+from shoal.roles.evidence import DISK_PART, Evidence, joined_before, once_there_is_space
 from shoal.roles.loading import Loaded, contained
 from shoal.roles.memory import Memory, needs_of, share_of_free_mb
 from shoal.roles.packages import NoPackages, OnTheHost, Packages, aside, room_of
@@ -51,6 +51,7 @@ from shoal.roles.sharing import SHARED_PART, SharedVersions
 from shoal.sandbox.limits import Limits as SandboxLimits
 from shoal.weights.fetch import fetch
 from shoal.weights.manifest import content_of, open_manifest, signer_of
+from shoal.weights.pieces import NoSpace
 from shoal.weights.relays import Relays
 from shoal.weights.room import disk_limit, room_for_version
 from shoal.weights.sources import HostAway, sources_of
@@ -70,8 +71,8 @@ ASK_S = 2.0
 LAST_S = 2.0
 """What a node whose host is gone takes at most to end, once it has left its work."""
 
-ADMISSION_POLL_S = 5.0
-"""How often a validator asks whether it was admitted."""
+ADMISSION_POLL_S = 0.5
+"""How often a validator asks whether it was admitted. A host whose run has ended goes after one look, a second, or more."""
 
 SOONEST_S = 0.1
 """A node that got nothing to do waits at least this long before it asks again, however quickly the host answers."""
@@ -181,13 +182,13 @@ class Seat:
         """
         if self.manifest is not None and self.engine.version == version:
             self._demand_granted(grant, self.manifest, b"")
-            self._keep(grant, b"")
+            await once_there_is_space(self._keep, grant, b"")
             return
         brought = await self.bring(version, keep=keep, max_bytes=max_bytes, grant=grant)
         self._in_use = brought.directory  # a tokenizer that is started again reads its files
         await self._load(brought)
         self.manifest, self.client.manifest, self._brought = brought.manifest, digest(brought.signed), None
-        self._keep(grant, brought.signed)
+        await once_there_is_space(self._keep, grant, brought.signed)
 
     async def bring(
         self, version: int, *, keep: int = 2, max_bytes: int | None = None, grant: t.Grant | None = None
@@ -217,7 +218,7 @@ class Seat:
         manifest = self._open(signed, version, most_bytes, self.clock())
         self.issued[version] = manifest.issued
         self._demand_granted(grant, manifest, signed)
-        started = self.clock()
+        started, is_told = self.clock(), False
         while True:
             sources = self.relays.usable(sources_of(self.info, self.client, await self.relays.sources()))
             try:
@@ -234,6 +235,13 @@ class Seat:
                 newest = (await self.client.get_json("/v1/status", t.Status)).version  # once the host is back
                 if newest - version > self.info.rules.max_staleness:  # guard: weights-outlast-an-outage
                     raise
+            except NoSpace as error:
+                if not is_told:
+                    log.warning("waiting for space on the disk, and trying again by itself: %s", error)
+                is_told = True
+                await asyncio.sleep(LONGEST_RETRY_S)
+                if (await self.client.get_json("/v1/status", t.Status)).phase == "ended":
+                    raise Superseded(str(error)) from None
             finally:
                 self.relays.learn(sources)
 

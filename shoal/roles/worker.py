@@ -37,6 +37,7 @@ from shoal.roles.allowance import Allowance, BoundedEngine
 from shoal.roles.completions import AHEAD, Hands, Table, TooLate, Use, play_blocks
 from shoal.roles.continuing import Parents, fetch_parents, play_leased, to_prove
 from shoal.roles.doing import Doing
+from shoal.roles.evidence import once_there_is_space
 from shoal.roles.leases import Leases
 from shoal.roles.loading import loaded_in_time
 from shoal.roles.memory import enforced, limit_of, memory_mb
@@ -104,8 +105,8 @@ def main(
     limit_mb = 0 if own_files else limit_of(max_memory_mb)
     make = make_engine if own_files else enforced(make_engine, limit_mb, threads)
     worker = Worker(
-        Client(url, key), key.public, home, make, limit_mb, t.fact(name or platform.node()), own_files,
-        max_disk_mb=max_disk_mb, packages=packages,
+        Client(url, key), key.public, home, make, limit_mb, t.fact(name or platform.node()),
+        own_files, max_disk_mb=max_disk_mb, packages=packages,
     )  # fmt: skip
     worker.chosen, worker.shift, worker.allowance, worker.leave_at_once = engine, shift, allowed, end_soon
     if doing is not None:
@@ -396,7 +397,7 @@ class Worker:
         forgotten is given back."""
         self.doing.now(f"sending a lease of version {lease.version}")
         body = commit(self.seat.info.run, lease, groups, self.seat.engine.facts, proofs)
-        await asyncio.to_thread(self.seat.evidence.keep, "submission", body)  # guard: body-is-kept
+        await once_there_is_space(self.seat.evidence.keep, "submission", body)  # guard: body-is-kept
         try:
             receipt = await self.client.put_bytes(f"/v1/leases/{lease.id}/submission", body, t.Receipt)
         except Superseded as reason:
@@ -413,7 +414,7 @@ class Worker:
                 "the coordinator's receipt is for other bytes than we sent, or not signed by the run key: leave this run"
             )
         self.client.head = receipt.head
-        self.seat.evidence.note_receipt(to_json(receipt))
+        await once_there_is_space(self.seat.evidence.note_receipt, to_json(receipt))
         self.leases.demand_same_time(receipt.time)  # guard: receipt-from-the-future
 
 

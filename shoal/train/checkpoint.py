@@ -32,7 +32,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from shoal.errors import StateError, cause_of
+from shoal.errors import DISK_FULL, StateError, cause_of
 from shoal.folder import name_folder
 from shoal.train.shard_files import is_shard, joined
 from shoal.train.step import Learner, LearnerState
@@ -248,7 +248,7 @@ def _write(path: Path, pieces: Iterator[memoryview | bytes]) -> tuple[str, str]:
 
 def _write_fault(folder: Path, version: int, size: int, error: OSError) -> str:
     fault = f"cannot save the trainer's state of version {version} ({size / 1e6:.1f} MB) under {folder}: "
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in DISK_FULL:
         free_mb = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 1e6
         return fault + (
             f"the disk is full ({free_mb:.1f} MB free). Free at least {KEPT + 1} times that and start again: "

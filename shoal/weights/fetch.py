@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from shoal.errors import NothingYet, PeerError, StateError, cause_of
+from shoal.errors import DISK_FULL, NothingYet, PeerError, StateError, cause_of
 from shoal.policy.hub import Hub
 from shoal.protocol.constants import MAX_PATCH_CHAIN
 from shoal.protocol.types import Manifest, Patch, Publishers
@@ -30,6 +30,7 @@ from shoal.weights.manifest import open_manifest
 from shoal.weights.pieces import (
     MANIFEST_FILE,
     UNFINISHED,
+    NoSpace,
     NotStored,
     Piece,
     Wanted,
@@ -142,8 +143,9 @@ async def fetch(
     by default; `on_lie` the source of each wrong chunk; `shared` is told which chunks are here, verified. `rng` decides the
     order of the chunks and who is asked. The sources are closed at the end.
 
-    Raises `PeerError`, naming each source's fault, if the sources together cannot serve everything. Raises `NotStored` if
-    the disk is full, `StateError` if the chunks do not make the weights that the manifest promises.
+    Raises `PeerError`, naming each source's fault, if the sources together cannot serve everything. Raises `NoSpace` if
+    the disk is full, `NotStored` if it takes nothing for another reason, `StateError` if the chunks do not make the weights
+    that the manifest promises.
     """
 
     def log_progress(line: str) -> None:
@@ -167,7 +169,7 @@ async def fetch(
         )
         directory = await fetched.version(manifest)
     except OSError as error:
-        raise NotStored(
+        raise (NoSpace if error.errno in DISK_FULL else NotStored)(
             f"cannot store version {manifest.version} in {folder}: {cause_of(error)}. Free some space or use "
             "another folder; what was fetched is kept"
         ) from None

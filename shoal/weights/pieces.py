@@ -30,6 +30,10 @@ class NotStored(StateError):
     """The disk could not take a version. Nothing is wrong with the version."""
 
 
+class NoSpace(NotStored):
+    """The disk is full: once there is space, the same call works."""
+
+
 class Place(NamedTuple):
     """Where a chunk goes."""
 
@@ -238,7 +242,7 @@ def prepare(
 ) -> list[Piece]:
     """Make the unfinished directory, copy in the chunks that this machine has, and return the missing pieces.
 
-    `store` is a folder of blobs that also has chunks, such as that of a coordinator on this machine. Raises `NotStored` if
+    `store` is a folder of blobs that also has chunks, such as that of a coordinator on this machine. Raises `NoSpace` if
     the rest and `extra_bytes` do not fit on the disk.
     """
     pieces = pieces_of(files, partial, version)
@@ -269,7 +273,7 @@ def prepare(
     need_bytes = sum(piece.size * len(piece.places) for piece in missing) + extra_bytes
     free_bytes = shutil.disk_usage(partial).free
     if need_bytes > free_bytes:
-        raise NotStored(
+        raise NoSpace(
             f"version {version} needs {need_bytes} more bytes in {folder}, {free_bytes} are free: free some "
             "space or use another folder"
         )

@@ -2,6 +2,8 @@
 
 import io
 import json
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,8 @@ from shoal.launch.fits import fits as fit_of
 from shoal.launch.local import LocalRun
 from shoal.launch.shifts import shifts_of
 from shoal.launch.view import LiveView
-from shoal.plan.sizes import spec_of
+from shoal.plan.sizes import sizes_of, spec_of
+from shoal.plan.words import amount
 from shoal.policy.adapterspec import CONFIG, AdapterSpec
 from shoal.policy.files import demand_weights
 from shoal.policy.filling import demand_finite
@@ -341,8 +344,13 @@ def test_a_quota_that_does_not_hold_the_weights_a_run_needs_starts_no_role(
         return load_run(RECIPES / "arithmetic.toml", [*WIDE, *changes, f"storage.quota_mb={quota_mb}"])
 
     demand_quota(config_of(least_mb))
-    with pytest.raises(StateError, match=rf"storage\.quota_mb = {least_mb - 1}, and .* Set storage\.quota_mb = \d+"):
+    with pytest.raises(
+        StateError, match=rf"storage\.quota_mb = {least_mb - 1}, and .*keeps .* Set storage\.quota_mb"
+    ) as e:
         demand_quota(config_of(least_mb - 1))
+    needs = sizes_of(config_of(least_mb), RECIPES).needed_blobs
+    asked_mb = int(re.findall(r"quota_mb = (\d+) or more", str(e.value))[0])
+    assert f"keeps {amount(needs)}" in str(e.value) and asked_mb == max(least_mb, math.ceil(needs / 1e6))
     sets = [word for change in [*WIDE, *changes, f"storage.quota_mb={least_mb - 1}"] for word in ("--set", change)]
     assert cli.main(["run", str(RECIPES / "arithmetic.toml"), "--out", str(tmp_path / "run"), *sets]) == 2
     assert "so it would wait for ever" in capsys.readouterr().err

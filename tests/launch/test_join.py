@@ -190,7 +190,7 @@ def test_a_signal_ends_a_node_that_is_still_looking_for_its_run(tmp_path: Path) 
         try:
             for (command, number), process in nodes.items():
                 name = f"{command}-{number.name}"
-                said(tmp_path, name, f"waiting for {url} .*Check that it is running")
+                said(tmp_path, name, f"waiting for {url} .*Check that it is running.* It asks again; Ctrl-C ends it")
                 process.send_signal(number)
                 assert process.wait(timeout=10) == 0
                 assert "stopped before" in (tmp_path / f"{name}.txt").read_text().splitlines()[-1]

@@ -22,7 +22,7 @@ from shoal.errors import StateError
 from shoal.folder import RunFolder
 from shoal.launch.local import LocalRun
 from shoal.launch.lock import locked
-from shoal.launch.process import RoleProcess
+from shoal.launch.process import RoleProcess, suspended_process, with_suspended
 from shoal.launch.shifts import shifts_of
 from shoal.launch.snapshot import NO_STATUS
 from shoal.launch.told import Told
@@ -199,6 +199,24 @@ def test_a_coordinator_that_does_not_answer_is_what_the_run_waits_for(tmp_path: 
     run._answered -= 9.0
     run._look(0.0)
     assert "the coordinator has not answered for 9 s" in told.getvalue()
+
+
+def test_a_wait_names_the_processes_of_its_role_that_were_stopped() -> None:
+    stopped = subprocess.Popen(["sleep", "60"])
+    try:
+        roles = [RoleProcess(name, [], Path(f"{name}.log"), 1) for name in ("trainer", "worker-0")]
+        for role in roles:
+            role._process = stopped  # type: ignore[assignment]
+        waits = "the trainer: the next step"
+        assert with_suspended(waits, roles) == waits
+        os.kill(stopped.pid, signal.SIGSTOP)
+        while not suspended_process(stopped.pid):
+            time.sleep(0.01)
+        assert f"{waits}; trainer: its process {stopped.pid} is stopped" in with_suspended(waits, roles)
+        assert "worker-0" not in with_suspended(waits, roles) and with_suspended("", roles) == ""
+    finally:
+        stopped.kill()
+        stopped.wait()
 
 
 @pytest.mark.parametrize("phase", ["running", "paused", "draining", "ended"])

@@ -204,7 +204,7 @@ def test_only_long_waits_are_reported(snapshot: Snapshot) -> None:
     assert plain_wait(replace(snapshot, status=ended)) == "", "an older host counts on"
 
 
-def test_a_piped_view_says_the_cause_of_a_pause_once_and_then_in_short(snapshot: Snapshot) -> None:
+def test_a_piped_view_says_the_remedy_of_a_pause_once_and_cuts_nothing(snapshot: Snapshot) -> None:
     waits = f"the host: {FAULTS}words fails on 40 of its newest 400 rollouts: {'no answer ' * 20}. {FAULT_REMEDY}"
     view = LiveView(Console(file=(file := io.StringIO()), width=80), wait_line_every_s=0.0)
     paused = replace(snapshot, status=msgspec.structs.replace(snapshot.status, phase="paused", waiting_for=waits))
@@ -212,7 +212,7 @@ def test_a_piped_view_says_the_cause_of_a_pause_once_and_then_in_short(snapshot:
         view.show(paused)
     text = file.getvalue()
     assert text.count(FAULT_REMEDY) == 1 and text.count("waiting 8 s for the host: environment faults: words") == 3
-    assert all(len(line) < 130 for line in text.splitlines()[-2:])
+    assert text.count("no answer " * 20) == 3 and "…" not in text
 
 
 def test_lines_about_one_wait_come_ever_less_often_when_piped(

@@ -292,6 +292,18 @@ def test_a_paused_run_that_nobody_hosts_says_both_and_why(tmp_path: Path, cause:
     assert "once its host is started again" in shown and (FAULT_REMEDY in shown) == bool(cause)
 
 
+@pytest.mark.parametrize("remedy", ["Start more workers", ""])
+def test_a_look_at_a_run_says_each_alarm_that_stands(tmp_path: Path, remedy: str) -> None:
+    town = Town(tmp_path / "run", tiny_run())
+    starved = Alarm("starved", "warning", 3, 3, "workers: w1 silent", remedy)
+    for alarm in (starved, msgspec.structs.replace(starved, cause="disk", severity="critical")):
+        AlarmsLog(town.folder.alarms).write("raised", alarm, 0.0)
+    watch(str(town.folder.root), console := Console(file=io.StringIO(), width=80), once=True)
+    lines = [line for line in console.file.getvalue().splitlines() if line.startswith("ALARM")]  # type: ignore[attr-defined]
+    assert [line.split()[1] for line in lines] == ["starved", "disk"]
+    assert lines[1].endswith(f"silent. {remedy}" if remedy else "silent")
+
+
 def test_a_look_at_a_paused_run_says_why_and_what_to_do_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     town = Town(tmp_path / "run", tiny_run())
     cause = f"{FAULTS}words fails on 4 of its newest 9 rollouts: KeyError"

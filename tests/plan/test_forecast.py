@@ -182,7 +182,7 @@ def test_what_stops_a_run_is_told():
     large = dataclasses.replace(GIVEN, parameters=7e9, patch_share=-1.0)
     found = of(large, "arithmetic.toml", 'policy.dtype="bfloat16"')
     assert found.sizes.needed_blobs == pytest.approx(3 * 14e9, rel=0.01)
-    assert "storage.quota_mb is 2048: above it, no worker gets work. Set it to 50" in report(found, large)
+    assert "storage.quota_mb is 2048: above it, no worker gets work. Set it to 42" in report(found, large)
     assert "storage.quota_mb is 2048" in summary(found, large)
     roomy = of(large, "arithmetic.toml", 'policy.dtype="bfloat16"', "storage.quota_mb=60000")
     assert "quota_mb" not in report(roomy, large)

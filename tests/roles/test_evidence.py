@@ -2,6 +2,7 @@
 public log. An honest run's evidence accuses nobody."""
 
 import asyncio
+import errno
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -548,6 +549,22 @@ def test_the_evidence_of_all_runs_stays_within_its_share_of_the_disk(tmp_path):
     assert [path.name[-1] for path in sorted((tmp_path / "evidence").iterdir())] == ["6", "7"]
     lines = (tmp_path / "receipts.jsonl").read_bytes().splitlines()
     assert 4 < len(lines) <= 10 and lines == [b"%03d" % (400 - len(lines) + i) * 33 for i in range(len(lines))]
+
+
+def test_evidence_is_kept_once_a_full_disk_has_space(tmp_path, monkeypatch, caplog):
+    write, faults = evidence.write_atomically, [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))] * 2
+
+    def full(path, data):
+        if faults:
+            raise faults.pop()
+        write(path, data)
+
+    monkeypatch.setattr(evidence, "LONGEST_RETRY_S", 0.0)
+    monkeypatch.setattr(evidence, "write_atomically", full)
+    kept = Evidence(tmp_path, RUN)
+    asyncio.run(evidence.once_there_is_space(kept.keep, "grant", b"one"))
+    assert [path.read_bytes() for path in kept.folder.glob("*.grant")] == [b"one"]
+    assert caplog.text.count("Free some space") == 1
 
 
 def test_a_receipt_after_one_that_a_full_disk_cut_off_can_be_read(tmp_path):

@@ -1,6 +1,8 @@
 """Taking a seat in a run: a node refuses a run that it does not support, in one line and before it joins."""
 
 import asyncio
+import errno
+import os
 import time
 
 import httpx
@@ -8,7 +10,8 @@ import msgspec
 import pytest
 
 from shoal.engine.local import LocalEngine
-from shoal.errors import PeerError
+from shoal.errors import PeerError, Superseded
+from shoal.launch.local import LOOK_EVERY_S
 from shoal.ledger.facts.leases import LeaseLapsed
 from shoal.ledger.facts.run import Admin
 from shoal.protocol.constants import MAX_GROUP_ROLLOUTS, MAX_LEASE_BLOCKS, MAX_ROLLOUT_TOKENS
@@ -21,6 +24,7 @@ from shoal.roles.leases import demand_sound
 from shoal.roles.seat import take_seat
 from shoal.roles.worker import LATE
 from shoal.weights import transfer
+from shoal.weights.pieces import Part
 from tests.roles.forgery import bodies
 from tests.roles.town import Town, tiny_run
 
@@ -102,6 +106,10 @@ def test_a_node_that_starts_again_waits_out_another_program_where_it_joined_befo
     (home / "evidence" / town.desk.state.run / "url").write_text("http://elsewhere")
     with pytest.raises(PeerError, match="is not a shoal node"):
         asyncio.run(join(3))
+
+
+def test_a_validator_that_is_not_admitted_asks_more_often_than_a_host_looks_whether_its_run_has_ended():
+    assert 2 * seat.ADMISSION_POLL_S <= LOOK_EVERY_S
 
 
 def test_a_validator_that_was_admitted_says_so_at_once(tmp_path, monkeypatch):
@@ -273,6 +281,41 @@ def test_weights_are_waited_for_while_another_program_answers_in_the_hosts_place
     assert worker.seat.engine.version == 0
     assert f"another program answers there now, with HTTP {status}" in caplog.text
     assert "waiting for the weights of version=0 for " in caplog.text
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_node_whose_disk_is_full_waits_for_space_until_the_run_ends(tmp_path, monkeypatch, caplog, is_over):
+    monkeypatch.setattr(seat, "LONGEST_RETRY_S", 0.01)
+    town, place, tried = Town(tmp_path / "run", tiny_run(steps=1)), Part.place, []
+
+    def full(part, piece):
+        tried.append(piece)
+        if len(tried) < 3 or is_over:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        place(part, piece)
+
+    monkeypatch.setattr(Part, "place", full)
+    worker = town.worker("worker")
+
+    async def story():
+        trainer = asyncio.create_task(town.trainer().run())
+        async with worker.client:
+            await worker._join()
+            worker.seat.store = None
+            while town.desk.state.main.version < 0:
+                await asyncio.sleep(0.05)
+            if is_over:
+                monkeypatch.setattr(town.desk.state, "phase", "ended")
+            await worker.seat.load(0)
+        trainer.cancel()
+
+    if is_over:
+        with pytest.raises(Superseded, match="Free some space"):
+            asyncio.run(asyncio.wait_for(story(), 60.0))
+    else:
+        asyncio.run(asyncio.wait_for(story(), 60.0))
+        assert worker.seat.engine.version == 0
+    assert caplog.text.count("waiting for space on the disk") == 1 and "Free some space" in caplog.text
 
 
 def test_a_chunk_that_the_host_itself_lacks_ends_the_fetch(tmp_path):

@@ -44,7 +44,7 @@ def main(url: str, home: Path, bind: str, port: int, public_url: str = "", max_d
 
 async def _run(url: str, key: Key, home: Path, bind: str, port: int, public_url: str, max_disk_mb: int) -> None:
     stopping = Stopping()
-    async with Client(url, key, on_wait=lambda line: log.warning("%s. It asks again; Ctrl-C ends it", line)) as client:
+    async with Client(url, key) as client:
         with stopping.at_signals(), listen(bind, port) as listener:
             log.info("asking %s for its run", client.base_url)
             info = await stopping.unless(_info(client))
