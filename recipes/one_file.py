@@ -126,7 +126,7 @@ def steps(
     ]
     table: DrawTable = first_table
     difficulty, records = difficulty_of(config), Records()
-    failing = FaultsRecord()
+    failing, lowest = FaultsRecord(), {env.label for env in config.envs if env.on_fault}
 
     start = first_policy(config, folder)
     demand_computable(start, config)
@@ -177,7 +177,7 @@ def steps(
                     flat, unbegun, why_unbegun = flat + 1, unbegun + 1, f"{group.env}, task {group.task}: {why}"
                     continue
                 rewards, by_step, faults = recomputed(group, envs, renderer, sampling, config.train.algorithm)
-                failing.count(group.env, GroupOutcome.of(rewards, faults), LAW.fault_window)
+                failing.count(group.env, GroupOutcome.of(rewards, faults, group.env in lowest), LAW.fault_window)
                 # A rollout on which its environment fails counts in nothing.
                 failed = fault_indices(faults)
                 left = without_faults(rewards, failed)
@@ -263,7 +263,8 @@ def with_continuations(
     for group in found:
         if group.slot in earned:
             rewards, faults = earned[group.slot]
-            failing.count(group.env, GroupOutcome.of(rewards, faults), LAW.fault_window)
+            lowest = any(env.on_fault and env.label == group.env for env in config.envs)
+            failing.count(group.env, GroupOutcome.of(rewards, faults, lowest), LAW.fault_window)
     return [
         replace(
             member, continuations=earned[member.slot][0], faulted_continuations=fault_indices(earned[member.slot][1])

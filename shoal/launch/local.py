@@ -40,12 +40,11 @@ from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import USAGE, UsageBook, write_summary
 from shoal.launch.told import Told
 from shoal.launch.view import LiveView, View, render
-from shoal.launch.without_signal import flat_samples, newest_refusal, why_flat
+from shoal.launch.without_signal import flat_samples, newest_refusal, why_flat, why_paused
 from shoal.ledger.facts.run import NO_SIGNAL
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.hints import IN_A_NEW_RUN, no_signal_remedy
 from shoal.ledger.log.creation import creation_of
-from shoal.monitors.no_signal import FALLEN, is_symptom
 from shoal.policy.hub import Hub
 from shoal.policy.render import Renderer
 from shoal.protocol.constants import COMPLETIONS
@@ -363,9 +362,8 @@ class LocalRun:
                 self._view.say(sample, passes=True)
         except (ShoalError, OSError) as error:
             self._view.say(f"No rollout can be shown: {error}")
-        if why := why_flat(self._folder):
-            is_result = is_symptom(why, self._snapshot.metrics, status.flat_reward)
-            self._view.say(as_called(f"{FALLEN if is_result else why}.", self._folder.root))
+        if why := why_paused(self._folder, self._snapshot.metrics, status.flat_reward):
+            self._view.say(as_called(f"{why}.", self._folder.root))
         resume, drain = (command("admin", action, str(self._folder.root)) for action in ("resume", "drain"))
         self._view.say(
             f"Accepted work stays paid. `{drain}` ends the run"

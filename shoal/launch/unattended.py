@@ -5,8 +5,9 @@ itself before goes on when it is started again, for as many groups as it had. A 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, RenderableType
 
@@ -17,7 +18,7 @@ from shoal.launch.local import open_crew
 from shoal.launch.process import counted_signals
 from shoal.launch.snapshot import CoordinatorWatch, Snapshot
 from shoal.launch.view import LiveView, View
-from shoal.launch.without_signal import why_flat
+from shoal.launch.without_signal import why_paused
 from shoal.ledger.facts.run import NO_SIGNAL
 from shoal.ledger.fault_rate import FAULTS, fault_remedy
 from shoal.ledger.hints import IN_A_NEW_RUN
@@ -60,7 +61,7 @@ class UnattendedView:
 
     def show(self, snapshot: Snapshot) -> None:
         self._view.show(snapshot)
-        cause = self._cause(snapshot.status)
+        cause = self._cause(snapshot.status, snapshot.metrics)
         if not cause:
             self._shown_with_cause = 0
             return
@@ -70,7 +71,7 @@ class UnattendedView:
         ):  # after the first the launcher shows rollouts, after this one it stops the roles
             raise StateError(cause)
 
-    def _cause(self, status: Status) -> str:
+    def _cause(self, status: Status, lines: Sequence[Mapping[str, Any]]) -> str:
         """Why the run cannot go on by itself; empty if it can."""
         paused = status.phase == "paused" and status.pause_cause and status.accepted > self._resumed_at
         if paused and status.pause_cause.startswith(FAULTS):
@@ -82,7 +83,7 @@ class UnattendedView:
                 "figures. Change what led to it and begin anew, or type the same command again, which goes on"
             )
         if paused:  # guard: unattended-run-ends-when-paused
-            why = why_flat(self._folder).replace(IN_A_NEW_RUN, ", in a new run")
+            why = why_paused(self._folder, lines, status.flat_reward).replace(IN_A_NEW_RUN, ", in a new run")
             change = why or "Start from a better policy, or change the task"
             if status.unbegun_groups > status.flat_groups / 2:
                 change = f"{unbegun_remedy(status.unbegun_cause)}, in a new run"

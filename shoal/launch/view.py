@@ -148,7 +148,7 @@ def _messages(said: Sequence[str], width: int, lines: int) -> Text:
     texts = [text for one in said if (text := _message(one))]
     heights = [len(text.wrap(get_console(), width)) for text in texts]
     if sum(heights) <= lines:
-        return Text("\n").join(texts)
+        return panels.cropped(Text("\n").join(texts), width, lines)
     room = lines - (lines >= LEAST_LINES_WITH_MORE)
     most, shown = room if len(texts) == 1 else max(2, lines // 2), list[Text]()
     for text, height in zip(reversed(texts), reversed(heights), strict=True):

@@ -7,8 +7,10 @@ is paused, and decides nothing.
 
 import contextlib
 from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from shoal.envs.base import task_of
 from shoal.envs.evaluate import as_text, transcript_of
@@ -23,7 +25,7 @@ from shoal.ledger.facts.verdicts import Decision, VerdictGiven
 from shoal.ledger.hints import IN_A_NEW_RUN
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.table import read_entry
-from shoal.monitors.no_signal import BY_LIMIT
+from shoal.monitors.no_signal import BY_LIMIT, unless_fallen
 from shoal.policy.render import Renderer
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.continuations import is_continued_slot
@@ -53,6 +55,12 @@ def flat_samples(folder: RunFolder) -> list[str]:
             talk = retell(env, renderer, task_of(env, group.task), group.rollouts[0], created.sampling)
             samples += [as_text(transcript_of(talk))] if talk is not None else []
     return samples
+
+
+def why_paused(folder: RunFolder, lines: Sequence[Mapping[str, Any]], flat_reward: float) -> str:
+    """As `why_flat`; for a run whose rewards fell, by the lines of its metrics, that."""
+    difficulty = folder.config().difficulty
+    return unless_fallen(why_flat(folder), lines, flat_reward, difficulty.curriculum or difficulty.pools)
 
 
 def why_flat(folder: RunFolder) -> str:

@@ -12,7 +12,7 @@ Validators derive a prompt from their own copies of the data. If they refuse a p
 their data differ, and nobody knows whose is right. So two refusals of a prompt agree only if they name the same one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec import UNSET, UnsetType
@@ -79,10 +79,12 @@ def weigh(
             sum(_is_hard(groups, with_model) for key, groups in of_block.items() if meanings[key] == agreed) >= 2
             for with_model in (True, False)
         )
-        # guard: stopped-replay-abstains
-        voted = {key: meaning for key, meaning in meanings.items() if not _abstains(of_block[key], meaning)}
-        if len(said) > 2 and agreed in voted.values():
-            outvoted |= {key for key, meaning in voted.items() if meaning != agreed}  # guard: outvoted
+        # guard: stopped-replay-agrees-with-nobody, refusal-is-no-abstention
+        sure = [
+            of_block[key] for key in of_block if meanings[key] == agreed and (refusal or not _stopped(of_block[key]))
+        ]
+        if len(said) > 2 and len(sure) > 1:
+            outvoted |= {key for key in of_block if _contradicts(of_block[key], sure, version)}  # guard: outvoted
     return Weighed(accepted, tuple(refused), tuple(disputed), slash, tuple(sorted(outvoted)))
 
 
@@ -103,11 +105,16 @@ def _meaning(groups: Sequence[GroupVerdict], version: int) -> tuple[object, ...]
     )
 
 
-def _abstains(groups: Sequence[GroupVerdict], meaning: tuple[object, ...]) -> bool:
-    """Whether a validator could not replay all of a block, which a worker can cause on a slow machine. It may still refuse
-    the block for another group."""
-    # guard: refusal-is-no-abstention
-    return meaning[:1] != _REFUSED and any(group.check == REPLAY for group in groups)
+def _stopped(groups: Sequence[GroupVerdict]) -> set[int]:
+    """Slots that a validator could not replay, which a worker can cause on a slow machine."""
+    return {group.slot for group in groups if group.check == REPLAY}
+
+
+def _contradicts(groups: Sequence[GroupVerdict], others: Iterable[Sequence[GroupVerdict]], version: int) -> bool:
+    """Whether a verdict says of the slots that it replayed what others do not say of these."""
+    stopped = _stopped(groups)  # guard: stopped-replay-abstains
+    told, *said = (_meaning([one for one in block if one.slot not in stopped], version) for block in (groups, *others))
+    return any(meaning != told for meaning in said)
 
 
 def auditor_of(verdicts: Mapping[str, Sequence[GroupVerdict]], group: GroupVerdict) -> str | UnsetType:

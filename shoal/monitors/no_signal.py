@@ -38,13 +38,10 @@ def look(view: View) -> Iterator[Finding]:
     if view.machine is not None:
         rewards = view.series("reward_all_mean")
         least = rewards[-1] if remedy == EASY and rewards else -math.inf
-        best = max(rewards, default=0.0)
-        if max(solved, default=0.0) > MIN_BEST_RATE and best > 0.0 and not view.moving_tasks:
-            least = max(least, MAX_LEFT * best)
-        if view.machine.flat_reward < least:
+        if view.machine.flat_reward < least or has_collapsed(view.lines, view.machine.flat_reward, view.moving_tasks):
             remedy = FALLEN
         why = view.machine.why_flat
-        if remedy == FALLEN and is_symptom(why, view.lines, view.machine.flat_reward):
+        if remedy == FALLEN and why.startswith(BY_LIMIT) and began_below_limit(view.lines):
             why = ""
         if remedy != EASY and why:
             remedy = why if remedy == HARD else f"{why}. {FALLEN}"
@@ -77,7 +74,17 @@ def began_below_limit(lines: Sequence[Mapping[str, Any]]) -> bool:
     return is_number(first) and first < FEW_CUT
 
 
-def is_symptom(why: str, lines: Sequence[Mapping[str, Any]], flat_reward: float) -> bool:
-    """Whether what ended most rollouts is a token limit that ended few of the first step, and rewards fell since."""
-    best = max((line["reward_all_mean"] for line in lines if is_number(line.get("reward_all_mean"))), default=0.0)
-    return why.startswith(BY_LIMIT) and began_below_limit(lines) and flat_reward < MAX_LEFT * best
+def has_collapsed(lines: Sequence[Mapping[str, Any]], flat_reward: float, moving_tasks: bool) -> bool:
+    """Whether little is left of the best reward of a policy that solved some tasks. Never where tasks become harder."""
+    solved, best = (
+        max((line[name] for line in lines if is_number(line.get(name))), default=0.0)
+        for name in ("solve_rate", "reward_all_mean")
+    )
+    return solved > MIN_BEST_RATE and best > 0.0 and not moving_tasks and flat_reward < MAX_LEFT * best
+
+
+def unless_fallen(why: str, lines: Sequence[Mapping[str, Any]], flat_reward: float, moving_tasks: bool) -> str:
+    """What to say of the flat groups that paused a run. `why` is what ended them; a limit that ended few rollouts of the
+    first step is a symptom if rewards fell since."""
+    is_symptom = why.startswith(BY_LIMIT) and began_below_limit(lines)
+    return FALLEN if is_symptom and has_collapsed(lines, flat_reward, moving_tasks) else why

@@ -53,7 +53,7 @@ def look(view: View) -> Iterator[Finding]:
         if lapsed >= LEAST_LAPSES and share > most:
             what = f"{view.name_of(key)} let {lapsed} of its {leases} leases lapse"
             yield Finding("warning", what, REMEDY, (measured("lapsed share", share, most),), key)
-        elif lapsed + stopped >= LEAST_LAPSES and (both := (lapsed + stopped) / max(1, leases)) > most:
+        elif stopped >= max(lapsed, LEAST_LAPSES - lapsed) and (both := (lapsed + stopped) / max(1, leases)) > most:
             what = f"{view.name_of(key)} gave back {stopped} of its {leases} leases because an environment was stopped"
             yield Finding("warning", what, ENVIRONMENT_REMEDY, (measured("lapsed share", both, most),), key)
         elif len(usual) >= LEAST_OTHERS and late > too_late:

@@ -186,7 +186,15 @@ def test_a_replay_that_was_stopped_contradicts_nobody_and_nobody_contradicts_it(
     assert weighed(GOOD, STOPPED, STOPPED).outvoted == ()
     refusing = (HARD[0], STOPPED[1])
     assert weighed(refusing, GOOD, GOOD).outvoted == ("a",), "who refuses the block has judged it"
-    assert weighed(STOPPED, HARD, HARD) == ({}, (0,), (), True, ())
+    assert weighed(STOPPED, HARD, HARD).outvoted == ("a",), "it accepts the group that they refuse"
+    late = (GroupVerdict(0, False, "void", REPLAY), GOOD[1])
+    assert weighed(late, HARD, HARD) == ({}, (0,), (), True, ())
+    false = (verdict("accept", "accept", rewards=(1.0, 0.0))[0], STOPPED[1])
+    assert weighed(false, GOOD, GOOD).outvoted == ("a",), "what it did replay is its word"
+    void = (GOOD[0], GroupVerdict(1, False, "void", "environment"))
+    assert weighed(void, STOPPED, GOOD).outvoted == (), "a stopped replay agrees with nobody"
+    refused = (HARD[0], STOPPED[1])
+    assert weighed(refused, refused, GOOD).outvoted == ("c",)
 
 
 def test_a_disputed_block_costs_the_pay_and_nothing_else():

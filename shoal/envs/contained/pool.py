@@ -395,7 +395,7 @@ class ProcessPool:
 
     def _most_tries(self, process: EnvProcess, job: PendingCall[Any]) -> int:
         """One for a call that was stopped before, that took what is left of the time, or whose states are lost."""
-        late = self._left_s() < time.monotonic() - process.busy_since  # guard: call-beyond-the-lease
+        late = self._left_s() < 2 * (time.monotonic() - process.busy_since)  # guard: call-beyond-the-lease
         lost = job.states and not self.reproducible
         return 1 if late or lost or (self._stopped and job.retry_key() in self._stopped) else TRIES
 
@@ -410,10 +410,10 @@ class ProcessPool:
             except Undecided:
                 raise
             except Gone as gone:
-                most = self._most_tries(process, job)
-                why = self._tell(job, gone, tries < most)
                 if tries == most and len(self._stopped) < MAX_STOPPED:
                     self._stopped.add(job.retry_key())
+                most = self._most_tries(process, job)
+                why = self._tell(job, gone, tries < most)
             except (ShoalError, OSError) as error:  # no new process starts
                 why = str(error)
         raise Undecided(f"{self.called}: {why}")  # guard: stopped-is-no-verdict

@@ -219,8 +219,9 @@ class Look:
     def refusal_counts(self, run: int, limit: int = 100) -> list[Row]:
         """Refusals by check and reason: how many groups, of how many workers, and the newest event."""
         return self.rows(
-            'SELECT "check", reason, outcome, count(DISTINCT submission || slot) AS groups, count(DISTINCT worker) AS workers, max(seq) AS seq, '
-            'max(time_s) AS time_s FROM refusals WHERE run = ? GROUP BY "check", reason, outcome '
+            'SELECT "check", reason, outcome, count(DISTINCT submission || slot) AS groups, '
+            "count(DISTINCT worker) AS workers, max(seq) AS seq, max(time_s) AS time_s FROM refusals "
+            'WHERE run = ? GROUP BY "check", reason, outcome '
             "ORDER BY groups DESC LIMIT ?", run, limited(limit),
         )  # fmt: skip
 
