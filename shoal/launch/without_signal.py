@@ -59,8 +59,10 @@ def flat_samples(folder: RunFolder) -> list[str]:
 
 def why_paused(folder: RunFolder, lines: Sequence[Mapping[str, Any]], flat_reward: float) -> str:
     """As `why_flat`; for a run whose rewards fell, by the lines of its metrics, that."""
+    if not (why := why_flat(folder)):
+        return ""
     difficulty = folder.config().difficulty
-    return unless_fallen(why_flat(folder), lines, flat_reward, difficulty.curriculum or difficulty.pools)
+    return unless_fallen(why, lines, flat_reward, difficulty.curriculum or difficulty.pools)
 
 
 def why_flat(folder: RunFolder) -> str:

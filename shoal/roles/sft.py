@@ -32,7 +32,7 @@ from shoal.envs.evaluate import Evaluation, evaluate
 from shoal.envs.load import env_of
 from shoal.envs.play import play_scripted
 from shoal.envs.source import make_env
-from shoal.errors import ConfigError, StateError
+from shoal.errors import ConfigError, ShoalError, StateError
 from shoal.folder import COLD_START_RECIPE, cold_start_folder, write_atomically
 from shoal.heldout import interval_of, why_not_comparable
 from shoal.net.stopping import stop_requested
@@ -480,8 +480,11 @@ def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int
 
 
 def _tell_overlap(env: Env, learned: Sequence[Task]) -> None:
-    """Say how many held-out tasks are among those that are learned from."""
-    heldout = [task_of(env, i, heldout=True) for i in range(min(env.num_heldout, MAX_COMPARED))]
+    """Say how many held-out tasks are among those that are learned from. One that cannot be made is compared with none."""
+    heldout = []
+    for index in range(min(env.num_heldout, MAX_COMPARED)):
+        with contextlib.suppress(ShoalError):
+            heldout.append(task_of(env, index, heldout=True))
     found = set(map(repr, heldout)).intersection(map(repr, learned))
     if both := sum(repr(task) in found for task in heldout):
         log.warning(

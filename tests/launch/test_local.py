@@ -308,11 +308,12 @@ def test_a_pause_blames_no_limit_that_a_run_came_to_while_it_fell(
 ) -> None:
     folder, config = RunFolder(tmp_path), load_run(Path("recipes/wordle.toml"))
     monkeypatch.setattr("shoal.launch.local.flat_samples", lambda folder: [])
-    monkeypatch.setattr("shoal.launch.local.why_flat", lambda folder: f"{BY_LIMIT} 62 of the 64 rollouts")
+    monkeypatch.setattr("shoal.launch.without_signal.why_flat", lambda folder: f"{BY_LIMIT} 62 of the 64 rollouts")
+    monkeypatch.setattr(RunFolder, "config", lambda folder: config)
     view = LiveView(Console(file=(told := io.StringIO()), width=300))
     run = LocalRun(folder, 0, False, view, shifts_of(config, folder, None, False))
     status = msgspec.structs.replace(run._snapshot.status, phase="paused", pause_cause=NO_SIGNAL, flat_reward=0.0)
-    metrics = ({"step": 0, "reward_all_mean": 0.3, "overlong_share": at_first},)
+    metrics = ({"step": 0, "reward_all_mean": 0.3, "solve_rate": 0.3, "overlong_share": at_first},)
     run._snapshot = replace(run._snapshot, status=status, metrics=metrics)
     run._explain_pause()
     assert (BY_LIMIT in told.getvalue()) is is_cause and (FALLEN in told.getvalue()) is not is_cause
