@@ -382,7 +382,7 @@ GUARDS = [
          "test_a_replay_that_was_stopped_contradicts_nobody_and_nobody_contradicts_it"),
         ("stopped-replay-agrees-with-nobody", ("not _stopped(of_block[key])", "True"),
          "test_a_replay_that_was_stopped_contradicts_nobody_and_nobody_contradicts_it"),
-        ("refusal-is-no-abstention", ("refusal or ", ""),
+        ("refusal-is-no-abstention", ("refusal or not _stopped(of_block[key])", "not _stopped(of_block[key])"),
          "test_a_replay_that_was_stopped_contradicts_nobody_and_nobody_contradicts_it"),
         ("whole-blocks", ("all", "any"), "test_one_verdict_accepts_and_a_refusal_waits_for_a_second"),
         ("same-rewards", ("group.rewards", "None"), "test_verdicts_that_accept_at_different_rewards_do_not_agree"),
