@@ -299,7 +299,7 @@ class LiveView:
         self._waits, self._wait_lines = "", 0
         """The wait that was said last, without its numbers, and in how many lines: the more, the longer until the next."""
         self._said: list[str] = []
-        """What the picture shows of what was said, the most important last."""
+        """The messages to show, with the most important last."""
         self._long = ""
         """The newest lines that were printed and would fill a terminal if they were repeated."""
         self._held: deque[str] = deque(maxlen=MOST_HELD_LINES)

@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 
 def warn_of_wait(line: str) -> None:
-    """What a client says of a wait unless it is told otherwise."""
+    """The advice in a line about a wait, by default."""
     log.warning("%s. It asks again; Ctrl-C ends it", line)
 
 

@@ -109,7 +109,7 @@ class TurnTokens:
         return self._ended(self._continued(around.prompt, rest), rest, around.prompt)
 
     def _continued(self, prompt: str, rest: str) -> list[int]:
-        """Token ids of what follows a prompt; as those of a text by itself if its first one takes some of the prompt."""
+        """Token ids of the text after a prompt. It is encoded by itself if otherwise a token would span both."""
         begun, ids = self._encode(prompt), self._encode(prompt + rest)
         return ids[len(begun) :] if num_shared(ids, begun) == len(begun) else self._encode(rest)
 

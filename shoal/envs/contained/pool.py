@@ -43,7 +43,7 @@ SLOW_S = 0.1
 """If a call takes longer, or what waits for a process is expected to, other processes take what waits."""
 
 STOP_S = 1.0
-"""When the node is told to stop, a call that has taken this long is left alone."""
+"""A node that was told to stop ends calls that have taken this long."""
 
 MAX_STOPPED = 1000
 """Calls that were stopped, of which a pool remembers that."""
