@@ -11,18 +11,20 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
-from shoal.errors import DISK_FULL, PeerError, StateError, cause_of
+from shoal.errors import DISK_FULL, PeerError, StateError, Superseded, cause_of
 from shoal.folder import write_atomically
-from shoal.net.client import LONGEST_RETRY_S
-from shoal.protocol.types import Receipt
+from shoal.net.client import LONGEST_RETRY_S, Client
+from shoal.protocol.types import Receipt, Status
 from shoal.protocol.wire import WireError, digest, from_json
 from shoal.weights.pieces import NoSpace
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Kind = Literal["manifest", "grant", "submission", "receipt"]
 """A signed manifest, a signed lease, the bytes of a submission, or a signed receipt."""
@@ -159,17 +161,19 @@ class Evidence:
         return kind(f"cannot keep evidence in {self.folder}: {cause_of(error)}. Free some space")
 
 
-async def once_there_is_space(write: Callable[..., None], *given: object) -> None:
-    """Call what keeps evidence, in a thread, and while the disk is full call it again."""
+async def once_there_is_space(client: Client, write: Callable[[], Awaitable[T]]) -> T:
+    """Write to the disk, and while it is full try again. Raises `Superseded` if the run ends meanwhile."""
     is_told = False
     while True:
         try:
-            return await asyncio.to_thread(write, *given)
+            return await write()
         except NoSpace as error:
             if not is_told:
                 log.warning("waiting for space on the disk, and trying again by itself: %s", error)
             is_told = True
             await asyncio.sleep(LONGEST_RETRY_S)
+            if (await client.get_json("/v1/status", Status)).phase == "ended":
+                raise Superseded(str(error)) from None
 
 
 def joined_before(home: Path, url: str) -> bool:

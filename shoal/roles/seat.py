@@ -23,10 +23,10 @@ from shoal.envs.contained.line import LIMITS
 from shoal.envs.contained.open import in_process
 from shoal.envs.contained.pool import MAX_PROCESSES, Processes
 from shoal.envs.load import load_run_envs
-from shoal.errors import Overreach, PeerError, Superseded
+from shoal.errors import Overreach, PeerError
 from shoal.folder import RunFolder
 from shoal.ledger.law import RULES_VERSION
-from shoal.net.client import LONGEST_RETRY_S, Client, PeerRefused
+from shoal.net.client import Client, PeerRefused
 from shoal.net.stopping import Stopping
 from shoal.policy.contained import Limits
 from shoal.policy.device import CPU
@@ -51,7 +51,6 @@ from shoal.roles.sharing import SHARED_PART, SharedVersions
 from shoal.sandbox.limits import Limits as SandboxLimits
 from shoal.weights.fetch import fetch
 from shoal.weights.manifest import content_of, open_manifest, signer_of
-from shoal.weights.pieces import NoSpace
 from shoal.weights.relays import Relays
 from shoal.weights.room import disk_limit, room_for_version
 from shoal.weights.sources import HostAway, sources_of
@@ -182,13 +181,13 @@ class Seat:
         """
         if self.manifest is not None and self.engine.version == version:
             self._demand_granted(grant, self.manifest, b"")
-            await once_there_is_space(self._keep, grant, b"")
+            await once_there_is_space(self.client, lambda: asyncio.to_thread(self._keep, grant, b""))
             return
         brought = await self.bring(version, keep=keep, max_bytes=max_bytes, grant=grant)
         self._in_use = brought.directory  # a tokenizer that is started again reads its files
         await self._load(brought)
         self.manifest, self.client.manifest, self._brought = brought.manifest, digest(brought.signed), None
-        await once_there_is_space(self._keep, grant, brought.signed)
+        await once_there_is_space(self.client, lambda: asyncio.to_thread(self._keep, grant, brought.signed))
 
     async def bring(
         self, version: int, *, keep: int = 2, max_bytes: int | None = None, grant: t.Grant | None = None
@@ -218,32 +217,29 @@ class Seat:
         manifest = self._open(signed, version, most_bytes, self.clock())
         self.issued[version] = manifest.issued
         self._demand_granted(grant, manifest, signed)
-        started, is_told = self.clock(), False
-        while True:
-            sources = self.relays.usable(sources_of(self.info, self.client, await self.relays.sources()))
-            try:
-                directory = await fetch(
-                    manifest, sources, self.shared.folder, keep=keep, max_bytes=most_bytes, manifest_of=earlier,
-                    in_use=self._in_use, store=self.store, on_lie=self.relays.lied,
-                    shared=self.shared if self.shared.is_on else None,
-                )  # fmt: skip
-                return Brought(manifest, signed, directory)
-            except HostAway as error:
-                log.warning(
-                    "waiting for the weights of version=%d for %.0f s: %s", version, self.clock() - started, error
-                )
-                newest = (await self.client.get_json("/v1/status", t.Status)).version  # once the host is back
-                if newest - version > self.info.rules.max_staleness:  # guard: weights-outlast-an-outage
-                    raise
-            except NoSpace as error:
-                if not is_told:
-                    log.warning("waiting for space on the disk, and trying again by itself: %s", error)
-                is_told = True
-                await asyncio.sleep(LONGEST_RETRY_S)
-                if (await self.client.get_json("/v1/status", t.Status)).phase == "ended":
-                    raise Superseded(str(error)) from None
-            finally:
-                self.relays.learn(sources)
+        started = self.clock()
+
+        async def fetched() -> Brought:
+            while True:
+                sources = self.relays.usable(sources_of(self.info, self.client, await self.relays.sources()))
+                try:
+                    directory = await fetch(
+                        manifest, sources, self.shared.folder, keep=keep, max_bytes=most_bytes, manifest_of=earlier,
+                        in_use=self._in_use, store=self.store, on_lie=self.relays.lied,
+                        shared=self.shared if self.shared.is_on else None,
+                    )  # fmt: skip
+                    return Brought(manifest, signed, directory)
+                except HostAway as error:
+                    log.warning(
+                        "waiting for the weights of version=%d for %.0f s: %s", version, self.clock() - started, error
+                    )
+                    newest = (await self.client.get_json("/v1/status", t.Status)).version  # once the host is back
+                    if newest - version > self.info.rules.max_staleness:  # guard: weights-outlast-an-outage
+                        raise
+                finally:
+                    self.relays.learn(sources)
+
+        return await once_there_is_space(self.client, fetched)
 
     def _demand_granted(self, grant: t.Grant | None, manifest: t.Manifest, signed: bytes) -> None:
         """Raise `Contradiction` if a grant names other weights or files than the manifest."""

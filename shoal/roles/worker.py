@@ -12,6 +12,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -397,8 +398,9 @@ class Worker:
         forgotten is given back."""
         self.doing.now(f"sending a lease of version {lease.version}")
         body = commit(self.seat.info.run, lease, groups, self.seat.engine.facts, proofs)
-        await once_there_is_space(self.seat.evidence.keep, "submission", body)  # guard: body-is-kept
         try:
+            keep = partial(asyncio.to_thread, self.seat.evidence.keep, "submission", body)
+            await once_there_is_space(self.client, keep)  # guard: body-is-kept
             receipt = await self.client.put_bytes(f"/v1/leases/{lease.id}/submission", body, t.Receipt)
         except Superseded as reason:
             log.warning("dropped lease=%s reason=%r", lease.id, str(reason))
@@ -414,7 +416,9 @@ class Worker:
                 "the coordinator's receipt is for other bytes than we sent, or not signed by the run key: leave this run"
             )
         self.client.head = receipt.head
-        await once_there_is_space(self.seat.evidence.note_receipt, to_json(receipt))
+        await once_there_is_space(
+            self.client, partial(asyncio.to_thread, self.seat.evidence.note_receipt, to_json(receipt))
+        )
         self.leases.demand_same_time(receipt.time)  # guard: receipt-from-the-future
 
 

@@ -6,7 +6,9 @@ import errno
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import msgspec
@@ -562,7 +564,9 @@ def test_evidence_is_kept_once_a_full_disk_has_space(tmp_path, monkeypatch, capl
     monkeypatch.setattr(evidence, "LONGEST_RETRY_S", 0.0)
     monkeypatch.setattr(evidence, "write_atomically", full)
     kept = Evidence(tmp_path, RUN)
-    asyncio.run(evidence.once_there_is_space(kept.keep, "grant", b"one"))
+    client = SimpleNamespace(get_json=lambda path, kind: asyncio.sleep(0, SimpleNamespace(phase="running")))
+    keep = partial(asyncio.to_thread, kept.keep, "grant", b"one")
+    asyncio.run(evidence.once_there_is_space(client, keep))
     assert [path.read_bytes() for path in kept.folder.glob("*.grant")] == [b"one"]
     assert caplog.text.count("Free some space") == 1
 

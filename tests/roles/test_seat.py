@@ -17,7 +17,7 @@ from shoal.ledger.facts.run import Admin
 from shoal.protocol.constants import MAX_GROUP_ROLLOUTS, MAX_LEASE_BLOCKS, MAX_ROLLOUT_TOKENS
 from shoal.protocol.types import Block, Join, Lease, Sampling, Slot
 from shoal.protocol.wire import from_json, to_json
-from shoal.roles import seat
+from shoal.roles import evidence, seat
 from shoal.roles.coordinator import desk
 from shoal.roles.coordinator.board import Board
 from shoal.roles.leases import demand_sound
@@ -285,7 +285,7 @@ def test_weights_are_waited_for_while_another_program_answers_in_the_hosts_place
 
 @pytest.mark.parametrize("is_over", [False, True])
 def test_a_node_whose_disk_is_full_waits_for_space_until_the_run_ends(tmp_path, monkeypatch, caplog, is_over):
-    monkeypatch.setattr(seat, "LONGEST_RETRY_S", 0.01)
+    monkeypatch.setattr(evidence, "LONGEST_RETRY_S", 0.01)
     town, place, tried = Town(tmp_path / "run", tiny_run(steps=1)), Part.place, []
 
     def full(part, piece):
