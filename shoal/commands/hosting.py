@@ -104,11 +104,11 @@ def host_overrides(args: argparse.Namespace) -> list[str]:
 
 def _launch(args: argparse.Namespace, overrides: list[str], with_workers: bool) -> int:
     from shoal.config import load_run
-    from shoal.launch.lock import demand_listening, locked_run
+    from shoal.launch.lock import demand_free_ports, locked_run
 
     config = load_run(args.recipe, overrides, args.quick, args.random_policy)
     out = args.out or Path("runs") / config.name
-    for line in demand_listening(out, config.host, hosts=not with_workers):
+    for line in demand_free_ports(out, config.host, hosts=not with_workers):
         say(line)
     demand_torch()  # else each role would fail, and say why only in its log
     demand_environments(config, args.recipe.parent)

@@ -16,7 +16,7 @@ import msgspec
 from shoal.engine.base import Engine
 from shoal.envs.base import Env, Task, is_decided, label_of, task_of
 from shoal.envs.conversation import Conversation
-from shoal.envs.play import Episode, NoTask, converse, why_unbegun
+from shoal.envs.play import Episode, NoTask, converse, why_task_cannot_begin
 from shoal.envs.replay import judge_talks
 from shoal.envs.second_opinion import opinions, tasks_of_judge
 from shoal.errors import ConfigError, Interrupted, ShoalError, Undecided
@@ -270,7 +270,7 @@ def _require_room(env: Env, talks: Sequence[Conversation], sampling: Sampling) -
     begun = [talk for talk in talks if talk.tokens]
     unbegun = [talk for talk in begun if not talk.logprobs and not talk.fault]
     for talk in unbegun:
-        talk.fault = why_unbegun(talk, sampling)
+        talk.fault = why_task_cannot_begin(talk, sampling)
     if unbegun and len(unbegun) == len(begun):
         why = unbegun[0].fault
         raise ShoalError(

@@ -83,10 +83,10 @@ def begin(env: Env, renderer: Renderer, index: int, sampling: Sampling) -> tuple
         raise  # guard: overreach-is-not-void
     except ShoalError as fault:
         return None, str(fault).removeprefix(begins)
-    return (opened, "") if opened.ending is None else (None, why_unbegun(opened, sampling))
+    return (opened, "") if opened.ending is None else (None, why_task_cannot_begin(opened, sampling))
 
 
-def why_unbegun(opened: Conversation, sampling: Sampling) -> str:
+def why_task_cannot_begin(opened: Conversation, sampling: Sampling) -> str:
     """Why the policy writes nothing in a conversation that has ended already."""
     room = no_room(getattr(opened.env, "max_tokens", 0), sampling, len(opened.tokens))
     return room or f"it ends by {opened.ending} before the policy writes"

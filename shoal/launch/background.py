@@ -23,7 +23,7 @@ from shoal.errors import ShoalError, StateError, fault_of_user, no_torch
 from shoal.folder import RunFolder
 from shoal.launch.hosting import shared_url
 from shoal.launch.local import open_crew
-from shoal.launch.lock import demand_listening, locked_run
+from shoal.launch.lock import demand_free_ports, locked_run
 from shoal.launch.snapshot import Snapshot
 from shoal.launch.view import WATCHDOG_S
 from shoal.metrics import read_metrics
@@ -39,7 +39,7 @@ class BackgroundRun:
         """Lock and prepare the folder, then start. Raises `ShoalError` as `shoal run` does."""
         if find_spec("torch") is None:
             raise ShoalError(no_torch())
-        for line in demand_listening(out, config.host, hosts=not with_workers):
+        for line in demand_free_ports(out, config.host, hosts=not with_workers):
             log.warning("%s", line)
         RunFolder(out).demand_own()
         self.out = out

@@ -62,7 +62,7 @@ def _open(run_dir: Path, instead: str) -> int:
         raise StateError(f"cannot write to {run_dir}: {cause_of(error)}. Free some space, or {instead}") from None
 
 
-def demand_listening(run_dir: Path, host: HostConfig, hosts: bool) -> list[str]:
+def demand_free_ports(run_dir: Path, host: HostConfig, hosts: bool) -> list[str]:
     """Raise `StateError` if a process of a run could not listen at its port. Called before anything is made. Returns what
     to say of ports of the last start that others have taken. `hosts`: the page has a process, too."""
     if is_locked(run_dir):

@@ -25,7 +25,7 @@ from shoal.ledger.facts.verdicts import Decision, VerdictGiven
 from shoal.ledger.hints import IN_A_NEW_RUN
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.table import read_entry
-from shoal.monitors.no_signal import BY_LIMIT, unless_fallen
+from shoal.monitors.no_signal import BY_LIMIT, cause_or_collapse
 from shoal.policy.render import Renderer
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.continuations import is_continued_slot
@@ -62,7 +62,7 @@ def why_paused(folder: RunFolder, lines: Sequence[Mapping[str, Any]], flat_rewar
     if not (why := why_flat(folder)):
         return ""
     difficulty = folder.config().difficulty
-    return unless_fallen(why, lines, flat_reward, difficulty.curriculum or difficulty.pools)
+    return cause_or_collapse(why, lines, flat_reward, difficulty.curriculum or difficulty.pools)
 
 
 def why_flat(folder: RunFolder) -> str:

@@ -83,7 +83,7 @@ def has_collapsed(lines: Sequence[Mapping[str, Any]], flat_reward: float, moving
     return solved > MIN_BEST_RATE and best > 0.0 and not moving_tasks and flat_reward < MAX_LEFT * best
 
 
-def unless_fallen(why: str, lines: Sequence[Mapping[str, Any]], flat_reward: float, moving_tasks: bool) -> str:
+def cause_or_collapse(why: str, lines: Sequence[Mapping[str, Any]], flat_reward: float, moving_tasks: bool) -> str:
     """What to say of the flat groups that paused a run. `why` is what ended them; a limit that ended few rollouts of the
     first step is a symptom if rewards fell since."""
     is_symptom = why.startswith(BY_LIMIT) and began_below_limit(lines)

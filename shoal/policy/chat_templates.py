@@ -23,7 +23,7 @@ IN_FOLDER = {f"{FOLDER}/{name}.jinja": name for name in (DEFAULT, TOOL_USE)}
 """Files of a folder of templates that are read; transformers takes others only by name."""
 
 
-class Where(NamedTuple):
+class TemplateSource(NamedTuple):
     """Where a template is: a file, and if it is a part of that, the key."""
 
     file: str = ""
@@ -42,12 +42,12 @@ class ChatTemplates(NamedTuple):
     plain: str | None
     """None if conversations without tools have no template."""
     tools: str | None = None
-    where: Where = Where()
+    where: TemplateSource = TemplateSource()
 
 
 def chat_templates(directory: Path, config: Mapping[str, Any]) -> ChatTemplates:
     """The templates of a checkpoint. `config` is the content of its `tokenizer_config.json`. Raises `StateError`."""
-    path, where = directory / FILE, Where(str(directory / "tokenizer_config.json"), "chat_template")
+    path, where = directory / FILE, TemplateSource(str(directory / "tokenizer_config.json"), "chat_template")
     for name in IN_FOLDER:
         if (directory / name).exists():  # guard: template-for-tools-not-lost
             raise StateError(
@@ -57,7 +57,7 @@ def chat_templates(directory: Path, config: Mapping[str, Any]) -> ChatTemplates:
             )
     found = config.get("chat_template")
     if path.exists():
-        found, where = _text_of(path), Where(str(path))
+        found, where = _text_of(path), TemplateSource(str(path))
     else:
         _demand_texts(directory / "tokenizer_config.json", found)
     if isinstance(found, list):

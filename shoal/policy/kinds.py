@@ -13,7 +13,7 @@ from shoal.errors import StateError
 from shoal.policy.adapterspec import AdapterSpec, Base, has_adapter
 from shoal.policy.anyspec import AnySpec, read_config
 from shoal.policy.nf4spec import NF4, is_coded
-from shoal.policy.spec import ARCHITECTURES, Foreign, PolicySpec
+from shoal.policy.spec import ARCHITECTURES, PolicySpec, UnsupportedModel
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ def spec_of(directory: Path) -> PolicySpec | AnySpec:
         try:
             return AnySpec.from_directory(directory)
         except StateError as other:
-            known = is_of_ours(directory) and not isinstance(refused, Foreign)
+            known = is_of_ours(directory) and not isinstance(refused, UnsupportedModel)
             raise (refused if known else other) from None
 
 

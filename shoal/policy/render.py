@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from shoal.errors import StateError
 from shoal.policy import auto_tokenizer, chat_templates
 from shoal.policy.anyspec import AnySpec
-from shoal.policy.chat_templates import Where
+from shoal.policy.chat_templates import TemplateSource
 from shoal.policy.dialect import MARK, Dialect, calling, said
 from shoal.policy.ends import Ends, num_shared
 from shoal.policy.history import Part, Place, demand_once, places
@@ -27,7 +27,7 @@ from shoal.policy.notations import leaves_reasoning_open, notation_of
 from shoal.policy.pieces import pieces_of
 from shoal.policy.spec import PolicySpec
 from shoal.policy.template import Template
-from shoal.policy.turn_tokens import TurnTokens
+from shoal.policy.turn_encoder import TurnEncoder
 from shoal.protocol.constants import CONTROL_STOPS, MODEL_STOPS
 
 _TEXTS = (*auto_tokenizer.FILES, chat_templates.FILE)
@@ -76,7 +76,7 @@ class Renderer:
         stops: str = MODEL_STOPS,
         tool_template: str = "",
         cleans_up: bool = False,
-        template_in: Where = Where(),
+        template_in: TemplateSource = TemplateSource(),
     ) -> None:
         """`tokens` maps the template's names of special tokens, such as eos_token, to their texts. `stops` is the rule
         that says which tokens end a turn. `tool_template` shows conversations with tools, where that is another template;
@@ -119,7 +119,7 @@ class Renderer:
         skipped = {index for index in self._special if self._is_skipped(index)}
         self._hidden = self.stop_ids | (skipped - self._inner)
         """Tokens that have no text."""
-        self._turns = TurnTokens(self._dialect_for, self._encode, self.notation, self.stop_ids, self.eos_id)
+        self._turns = TurnEncoder(self._dialect_for, self._encode, self.notation, self.stop_ids, self.eos_id)
         self._remember()
 
     def _remember(self) -> None:

@@ -35,7 +35,7 @@ AUTO_REMEDY = 'Choose another model, or set policy.implementation = "auto", whic
 """What to do about a model that our own code does not compute."""
 
 
-class Foreign(StateError):
+class UnsupportedModel(StateError):
     """A model that our own code does not compute."""
 
 
@@ -122,7 +122,7 @@ class PolicySpec:
         family = decode_strictly(data, _Family, path, NO_CONFIG).model_type
         if family not in ARCHITECTURES:  # which has other keys, and lacks some of ours
             known = ", ".join(ARCHITECTURES)
-            raise Foreign(f"{path}: model_type is {family[:40]!r}; known: {known}. {AUTO_REMEDY}")
+            raise UnsupportedModel(f"{path}: model_type is {family[:40]!r}; known: {known}. {AUTO_REMEDY}")
         config = decode_strictly(data, _HfConfig, path, NO_CONFIG)
         spec = _from_hf(config, turn_ends_of(Path(directory) / "generation_config.json", config.vocab_size), path)
         if spec.tied:
@@ -287,7 +287,7 @@ def _from_hf(config: _HfConfig, turn_ends: tuple[int, ...], path: Path) -> Polic
     )
     for holds, fault in _foreign(config):
         if not holds:
-            raise Foreign(f"{path}: {fault}. {AUTO_REMEDY}")
+            raise UnsupportedModel(f"{path}: {fault}. {AUTO_REMEDY}")
     for holds, fault in _demands(config, spec, scaling):
         if not holds:
             raise StateError(f"{path}: {fault}. Choose another model, or fix the file")

@@ -18,7 +18,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from shoal.errors import Overreach, StateError
-from shoal.policy.chat_templates import Where
+from shoal.policy.chat_templates import TemplateSource
 
 DATE = "2024-07-26"
 """What templates get as today's date, unless the argument `date` gives another. It is the default of Llama's
@@ -37,7 +37,7 @@ _UNNAMED = "<template>"
 class Template:
     """A compiled template, and the texts of the special tokens that it may use."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str], where: Where = Where()) -> None:
+    def __init__(self, source: str, tokens: Mapping[str, str], where: TemplateSource = TemplateSource()) -> None:
         """Raises `StateError` if the template is malformed."""
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
         environment.filters |= {"tojson": _tojson, "random": _refuse_random}

@@ -161,7 +161,7 @@ class Evidence:
         return kind(f"cannot keep evidence in {self.folder}: {cause_of(error)}. Free some space")
 
 
-async def once_there_is_space(client: Client, write: Callable[[], Awaitable[T]]) -> T:
+async def retry_while_disk_full(client: Client, write: Callable[[], Awaitable[T]]) -> T:
     """Write to the disk, and while it is full try again. Raises `Superseded` if the run ends meanwhile."""
     is_told = False
     while True:

@@ -42,7 +42,7 @@ from shoal.protocol.promises import is_promised, terms_of
 from shoal.protocol.sizes import BYTES_PER_TOKEN
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.engines import demand_engine_fits
-from shoal.roles.evidence import DISK_PART, Evidence, joined_before, once_there_is_space
+from shoal.roles.evidence import DISK_PART, Evidence, joined_before, retry_while_disk_full
 from shoal.roles.loading import Loaded, contained
 from shoal.roles.memory import Memory, needs_of, share_of_free_mb
 from shoal.roles.packages import NoPackages, OnTheHost, Packages, aside, room_of
@@ -181,13 +181,13 @@ class Seat:
         """
         if self.manifest is not None and self.engine.version == version:
             self._demand_granted(grant, self.manifest, b"")
-            await once_there_is_space(self.client, lambda: asyncio.to_thread(self._keep, grant, b""))
+            await retry_while_disk_full(self.client, lambda: asyncio.to_thread(self._keep, grant, b""))
             return
         brought = await self.bring(version, keep=keep, max_bytes=max_bytes, grant=grant)
         self._in_use = brought.directory  # a tokenizer that is started again reads its files
         await self._load(brought)
         self.manifest, self.client.manifest, self._brought = brought.manifest, digest(brought.signed), None
-        await once_there_is_space(self.client, lambda: asyncio.to_thread(self._keep, grant, brought.signed))
+        await retry_while_disk_full(self.client, lambda: asyncio.to_thread(self._keep, grant, brought.signed))
 
     async def bring(
         self, version: int, *, keep: int = 2, max_bytes: int | None = None, grant: t.Grant | None = None
@@ -239,7 +239,7 @@ class Seat:
                 finally:
                     self.relays.learn(sources)
 
-        return await once_there_is_space(self.client, fetched)
+        return await retry_while_disk_full(self.client, fetched)
 
     def _demand_granted(self, grant: t.Grant | None, manifest: t.Manifest, signed: bytes) -> None:
         """Raise `Contradiction` if a grant names other weights or files than the manifest."""
@@ -463,7 +463,7 @@ async def unless_gone(
         await asyncio.wait({doing, gone}, timeout=GOODBYE_S)
 
 
-def end_soon() -> None:
+def exit_after_timeout() -> None:
     """End this process, also if a thread is still at work that nobody will take."""
     timer = threading.Timer(LAST_S, os._exit, (130,))
     timer.daemon = True

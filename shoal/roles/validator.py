@@ -37,7 +37,7 @@ from shoal.roles.loading import loaded_in_time
 from shoal.roles.memory import enforced, limit_of, memory_mb
 from shoal.roles.packages import Packages
 from shoal.roles.scores import ScoreFile, Tally
-from shoal.roles.seat import GOODBYE_S, SOONEST_S, Seat, end_soon, say_goodbye, take_seat, unless_gone
+from shoal.roles.seat import GOODBYE_S, SOONEST_S, Seat, exit_after_timeout, say_goodbye, take_seat, unless_gone
 from shoal.roles.sharing import Share, sharing
 from shoal.roles.shifts import Alone, Shift, load_on_shift, shift_of
 
@@ -88,7 +88,7 @@ def main(
     validator.doing.key, validator.doing.answered_at = key.public, lambda: validator.client.answered_at
     log.info("validating url=%s key=%s", url, key.public)
     validator.share = None if share_port is None else Share(key, share_port, url=share_url)
-    validator.leave_at_once = end_soon
+    validator.leave_at_once = exit_after_timeout
     asyncio.run(validator.run())
 
 

@@ -38,12 +38,21 @@ from shoal.roles.allowance import Allowance, BoundedEngine
 from shoal.roles.completions import AHEAD, Hands, Table, TooLate, Use, play_blocks
 from shoal.roles.continuing import Parents, fetch_parents, play_leased, to_prove
 from shoal.roles.doing import Doing
-from shoal.roles.evidence import once_there_is_space
+from shoal.roles.evidence import retry_while_disk_full
 from shoal.roles.leases import Leases
 from shoal.roles.loading import loaded_in_time
 from shoal.roles.memory import enforced, limit_of, memory_mb
 from shoal.roles.packages import Packages
-from shoal.roles.seat import GOODBYE_S, SOONEST_S, Contradiction, Seat, end_soon, say_goodbye, take_seat, unless_gone
+from shoal.roles.seat import (
+    GOODBYE_S,
+    SOONEST_S,
+    Contradiction,
+    Seat,
+    exit_after_timeout,
+    say_goodbye,
+    take_seat,
+    unless_gone,
+)
 from shoal.roles.sharing import Share, sharing
 from shoal.roles.shifts import Alone, Shift, load_on_shift, shift_of
 from shoal.roles.standing import Standing
@@ -109,7 +118,7 @@ def main(
         Client(url, key), key.public, home, make, limit_mb, t.fact(name or platform.node()),
         own_files, max_disk_mb=max_disk_mb, packages=packages,
     )  # fmt: skip
-    worker.chosen, worker.shift, worker.allowance, worker.leave_at_once = engine, shift, allowed, end_soon
+    worker.chosen, worker.shift, worker.allowance, worker.leave_at_once = engine, shift, allowed, exit_after_timeout
     if doing is not None:
         doing.stopping, worker.doing = worker.doing.stopping, doing
         doing.answered_at = lambda: worker.client.answered_at
@@ -400,7 +409,7 @@ class Worker:
         body = commit(self.seat.info.run, lease, groups, self.seat.engine.facts, proofs)
         try:
             keep = partial(asyncio.to_thread, self.seat.evidence.keep, "submission", body)
-            await once_there_is_space(self.client, keep)  # guard: body-is-kept
+            await retry_while_disk_full(self.client, keep)  # guard: body-is-kept
             receipt = await self.client.put_bytes(f"/v1/leases/{lease.id}/submission", body, t.Receipt)
         except Superseded as reason:
             log.warning("dropped lease=%s reason=%r", lease.id, str(reason))
@@ -416,7 +425,7 @@ class Worker:
                 "the coordinator's receipt is for other bytes than we sent, or not signed by the run key: leave this run"
             )
         self.client.head = receipt.head
-        await once_there_is_space(
+        await retry_while_disk_full(
             self.client, partial(asyncio.to_thread, self.seat.evidence.note_receipt, to_json(receipt))
         )
         self.leases.demand_same_time(receipt.time)  # guard: receipt-from-the-future

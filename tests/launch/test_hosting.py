@@ -22,7 +22,7 @@ from shoal.errors import ConfigError, PeerError, StateError
 from shoal.folder import RunFolder, is_locked, write_atomically
 from shoal.launch.background import _News
 from shoal.launch.hosting import NodesWatch, administer, hosted_url, invitation
-from shoal.launch.lock import demand_listening, locked, locked_run
+from shoal.launch.lock import demand_free_ports, locked, locked_run
 from shoal.launch.process import RoleProcess, suspended_process
 from shoal.launch.rotation import rotate_publisher
 from shoal.launch.snapshot import CoordinatorWatch
@@ -218,11 +218,11 @@ def test_a_start_that_is_refused_leaves_no_folder_behind_but_what_was_there_befo
         port = other.getsockname()[1]
         for key in ("port", "origin_port", "dashboard_port"):
             with pytest.raises(StateError, match=f"port {port}: .* set host.{key} to another port"):
-                demand_listening(out, HostConfig(**{key: port}), hosts=True)
+                demand_free_ports(out, HostConfig(**{key: port}), hosts=True)
         for refused in (HostConfig(bind="192.0.2.1"), HostConfig(bind="no host")):
             with pytest.raises(StateError, match="cannot listen on"):
-                demand_listening(out, refused, hosts=False)
-        assert demand_listening(out, HostConfig(dashboard_port=port), hosts=False) == [], "there is no page"
+                demand_free_ports(out, refused, hosts=False)
+        assert demand_free_ports(out, HostConfig(dashboard_port=port), hosts=False) == [], "there is no page"
 
     def refuse(said: str, *made: str) -> bool:
         with pytest.raises(StateError), locked_run(out):
@@ -245,9 +245,9 @@ def test_a_start_says_which_port_of_the_last_start_is_taken(tmp_path: Path) -> N
         ended.close()
         folder.address.write_text(json.dumps({"port": free}))
         folder.origin_address.write_text(json.dumps({"port": port}))
-        (line,) = demand_listening(tmp_path, HostConfig(), hosts=True)
+        (line,) = demand_free_ports(tmp_path, HostConfig(), hosts=True)
     assert f"{port}, at which the origin" in line and "host.origin_port" in line
-    assert demand_listening(tmp_path, HostConfig(), hosts=True) == []
+    assert demand_free_ports(tmp_path, HostConfig(), hosts=True) == []
 
 
 def test_a_host_is_not_told_done_for_what_was_so_before_or_cannot_be(

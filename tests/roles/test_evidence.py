@@ -566,7 +566,7 @@ def test_evidence_is_kept_once_a_full_disk_has_space(tmp_path, monkeypatch, capl
     kept = Evidence(tmp_path, RUN)
     client = SimpleNamespace(get_json=lambda path, kind: asyncio.sleep(0, SimpleNamespace(phase="running")))
     keep = partial(asyncio.to_thread, kept.keep, "grant", b"one")
-    asyncio.run(evidence.once_there_is_space(client, keep))
+    asyncio.run(evidence.retry_while_disk_full(client, keep))
     assert [path.read_bytes() for path in kept.folder.glob("*.grant")] == [b"one"]
     assert caplog.text.count("Free some space") == 1
 

@@ -29,7 +29,7 @@ class _Around(NamedTuple):
     shows: bool = False
 
 
-class TurnTokens:
+class TurnEncoder:
     """The turns of one tokenizer with its chat template."""
 
     def __init__(
