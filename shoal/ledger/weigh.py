@@ -12,7 +12,7 @@ Validators derive a prompt from their own copies of the data. If they refuse a p
 their data differ, and nobody knows whose is right. So two refusals of a prompt agree only if they name the same one.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec import UNSET, UnsetType
@@ -79,12 +79,10 @@ def weigh(
             sum(_is_hard(groups, with_model) for key, groups in of_block.items() if meanings[key] == agreed) >= 2
             for with_model in (True, False)
         )
-        # guard: stopped-replay-agrees-with-nobody, refusal-is-no-abstention
-        sure = [
-            of_block[key] for key in of_block if meanings[key] == agreed and (refusal or not _stopped(of_block[key]))
-        ]
-        if len(said) > 2 and len(sure) > 1:
-            outvoted |= {key for key in of_block if _contradicts(of_block[key], sure, version)}  # guard: outvoted
+        for key, groups in of_block.items():
+            others = [of_block[other] for other, meaning in meanings.items() if meaning == agreed != meanings[key]]
+            if sum(_contradict(groups, other, version) for other in others) > 1:  # guard: outvoted-by-two
+                outvoted.add(key)  # guard: outvoted
     return Weighed(accepted, tuple(refused), tuple(disputed), slash, tuple(sorted(outvoted)))
 
 
@@ -105,16 +103,12 @@ def _meaning(groups: Sequence[GroupVerdict], version: int) -> tuple[object, ...]
     )
 
 
-def _stopped(groups: Sequence[GroupVerdict]) -> set[int]:
-    """Slots that a validator could not replay, which a worker can cause on a slow machine."""
-    return {group.slot for group in groups if group.check == REPLAY}
-
-
-def _contradicts(groups: Sequence[GroupVerdict], others: Iterable[Sequence[GroupVerdict]], version: int) -> bool:
-    """Whether a verdict says of the slots that it replayed what others do not say of these."""
-    stopped = _stopped(groups)  # guard: stopped-replay-abstains
-    told, *said = (_meaning([one for one in block if one.slot not in stopped], version) for block in (groups, *others))
-    return any(meaning != told for meaning in said)
+def _contradict(ours: Sequence[GroupVerdict], theirs: Sequence[GroupVerdict], version: int) -> bool:
+    """Whether two verdicts differ on groups that both replayed: a worker can cause that a slow machine stops a replay."""
+    # guard: stopped-replay-abstains
+    stopped = {group.slot for group in (*ours, *theirs) if group.check == REPLAY}
+    said = [_meaning([group for group in groups if group.slot not in stopped], version) for groups in (ours, theirs)]
+    return said[0] != said[1]
 
 
 def auditor_of(verdicts: Mapping[str, Sequence[GroupVerdict]], group: GroupVerdict) -> str | UnsetType:

@@ -1,5 +1,7 @@
 """The audit policy's rules: rates, influence, draws, turns, and what verdicts add up to."""
 
+from itertools import product
+
 import msgspec
 import pytest
 
@@ -195,6 +197,24 @@ def test_a_replay_that_was_stopped_contradicts_nobody_and_nobody_contradicts_it(
     assert weighed(void, STOPPED, GOOD).outvoted == (), "a stopped replay agrees with nobody"
     refused = (HARD[0], STOPPED[1])
     assert weighed(refused, refused, GOOD).outvoted == ("c",)
+
+
+def test_no_honest_validator_is_outvoted_and_no_liar_goes_free_of_two():
+    """Each block of two groups, two honest validators whose machines stop any of the replays, and any third verdict."""
+    kinds = [
+        [*verdict(*2 * ("accept",))], [*verdict(*2 * ("accept",), rewards=(1.0, 0.0))], [*verdict(*2 * ("hard",))],
+        [GroupVerdict(slot, False, "void", "environment") for slot in (0, 1)],
+        [GroupVerdict(slot, False, "void", REPLAY) for slot in (0, 1)],
+    ]  # fmt: skip
+    *facts, stop = kinds
+    blocks = list(product(*zip(*kinds, strict=True)))
+    for truth in product(*zip(*facts, strict=True)):
+        honest = list(product(*zip(truth, stop, strict=True)))
+        for first, second, third in product(honest, honest, blocks):
+            end = weighed(first, second, third)
+            assert set(end.outvoted) <= ({"c"} if third not in honest else set()), (truth, first, second, third)
+            if first == second == truth and "hard" not in {group.outcome for group in third}:
+                assert bool(end.outvoted) is (third not in honest), (truth, third)
 
 
 def test_a_disputed_block_costs_the_pay_and_nothing_else():

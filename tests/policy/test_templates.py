@@ -8,7 +8,7 @@ from tokenizers import normalizers
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from shoal.errors import StateError
-from shoal.policy.chat_templates import Where
+from shoal.policy.chat_templates import TemplateSource
 from shoal.policy.contained import ContainedRenderer
 from shoal.policy.dialect import MARK
 from shoal.policy.messages import BadMessage, Written
@@ -188,7 +188,7 @@ def test_a_template_has_no_clock_but_an_argument(name: str, day: str) -> None:
 )
 def test_a_template_that_differs_on_each_machine_is_refused(source: str, says: str) -> None:
     with pytest.raises(StateError, match=says):
-        Template(source, {}, Where("/models/x/chat_template.jinja")).text([{"role": "user", "content": "hi"}], {})
+        Template(source, {}, TemplateSource("/models/x/chat_template.jinja")).text([{"role": "user", "content": "hi"}], {})
 
 
 def test_a_template_may_show_an_address_that_a_message_has() -> None:
