@@ -98,7 +98,8 @@ class Seat:
     clock: Callable[[], float]
     evidence: Evidence
     max_disk_mb: int | None = 0
-    """Limit of all versions and evidence on disk. 0 is a share of the disk; None means no limit, for the host's nodes."""
+    """Limit of all versions and evidence on disk. 0 is a share of the disk when the node starts; None means no limit, for
+    the host's nodes."""
     memory: Memory | None = None
     """Limit of memory. None means no limit, for the host's own nodes."""
     needs: "Needs | AnyNeeds | None" = None
@@ -124,9 +125,11 @@ class Seat:
 
     def __post_init__(self) -> None:
         self.relays = Relays(self.client, but=self.client.key.public if self.client.key else "")
-        folder = self.home / "weights"
-        most_bytes = 0 if self.max_disk_mb is None else disk_limit(folder, self.max_disk_mb) // SHARED_PART
-        self.shared = SharedVersions(folder, most_bytes)
+        folder, most_bytes = self.home / "weights", 0
+        if self.max_disk_mb is not None:  # a share of the disk is settled now: it may fill up
+            most_bytes = disk_limit(folder, self.max_disk_mb)
+            self.max_disk_mb = max(1, most_bytes // 1_000_000)
+        self.shared = SharedVersions(folder, most_bytes // SHARED_PART)
 
     @property
     def engine(self) -> Engine:
@@ -197,7 +200,7 @@ class Seat:
         async with self._bringing:
             known = self._brought
             if known is None or known.manifest.version != version or not known.directory.exists():
-                known = await self._fetch(version, keep, max_bytes, grant)
+                known = await retry_while_disk_full(self.client, partial(self._fetch, version, keep, max_bytes, grant))
             self._demand_granted(grant, known.manifest, known.signed)
             self._brought = known
             return known
@@ -218,28 +221,24 @@ class Seat:
         self.issued[version] = manifest.issued
         self._demand_granted(grant, manifest, signed)
         started = self.clock()
-
-        async def fetched() -> Brought:
-            while True:
-                sources = self.relays.usable(sources_of(self.info, self.client, await self.relays.sources()))
-                try:
-                    directory = await fetch(
-                        manifest, sources, self.shared.folder, keep=keep, max_bytes=most_bytes, manifest_of=earlier,
-                        in_use=self._in_use, store=self.store, on_lie=self.relays.lied,
-                        shared=self.shared if self.shared.is_on else None,
-                    )  # fmt: skip
-                    return Brought(manifest, signed, directory)
-                except HostAway as error:
-                    log.warning(
-                        "waiting for the weights of version=%d for %.0f s: %s", version, self.clock() - started, error
-                    )
-                    newest = (await self.client.get_json("/v1/status", t.Status)).version  # once the host is back
-                    if newest - version > self.info.rules.max_staleness:  # guard: weights-outlast-an-outage
-                        raise
-                finally:
-                    self.relays.learn(sources)
-
-        return await retry_while_disk_full(self.client, fetched)
+        while True:
+            sources = self.relays.usable(sources_of(self.info, self.client, await self.relays.sources()))
+            try:
+                directory = await fetch(
+                    manifest, sources, self.shared.folder, keep=keep, max_bytes=most_bytes, manifest_of=earlier,
+                    in_use=self._in_use, store=self.store, on_lie=self.relays.lied,
+                    shared=self.shared if self.shared.is_on else None,
+                )  # fmt: skip
+                return Brought(manifest, signed, directory)
+            except HostAway as error:
+                log.warning(
+                    "waiting for the weights of version=%d for %.0f s: %s", version, self.clock() - started, error
+                )
+                newest = (await self.client.get_json("/v1/status", t.Status)).version  # once the host is back
+                if newest - version > self.info.rules.max_staleness:  # guard: weights-outlast-an-outage
+                    raise
+            finally:
+                self.relays.learn(sources)
 
     def _demand_granted(self, grant: t.Grant | None, manifest: t.Manifest, signed: bytes) -> None:
         """Raise `Contradiction` if a grant names other weights or files than the manifest."""

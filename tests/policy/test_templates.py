@@ -188,7 +188,9 @@ def test_a_template_has_no_clock_but_an_argument(name: str, day: str) -> None:
 )
 def test_a_template_that_differs_on_each_machine_is_refused(source: str, says: str) -> None:
     with pytest.raises(StateError, match=says):
-        Template(source, {}, TemplateSource("/models/x/chat_template.jinja")).text([{"role": "user", "content": "hi"}], {})
+        Template(source, {}, TemplateSource("/models/x/chat_template.jinja")).text(
+            [{"role": "user", "content": "hi"}], {}
+        )
 
 
 def test_a_template_may_show_an_address_that_a_message_has() -> None:
