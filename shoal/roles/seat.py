@@ -97,9 +97,8 @@ class Seat:
     """What the coordinator reported of the node when it joined."""
     clock: Callable[[], float]
     evidence: Evidence
-    max_disk_mb: int | None = 0
-    """Limit of all versions and evidence on disk. 0 is a share of the disk when the node starts; None means no limit, for
-    the host's nodes."""
+    max_disk_bytes: int | None
+    """Limit of all versions and evidence on disk. None means no limit, for the host's nodes."""
     memory: Memory | None = None
     """Limit of memory. None means no limit, for the host's own nodes."""
     needs: "Needs | AnyNeeds | None" = None
@@ -125,11 +124,7 @@ class Seat:
 
     def __post_init__(self) -> None:
         self.relays = Relays(self.client, but=self.client.key.public if self.client.key else "")
-        folder, most_bytes = self.home / "weights", 0
-        if self.max_disk_mb is not None:  # a share of the disk is settled now: it may fill up
-            most_bytes = disk_limit(folder, self.max_disk_mb)
-            self.max_disk_mb = max(1, most_bytes // 1_000_000)
-        self.shared = SharedVersions(folder, most_bytes // SHARED_PART)
+        self.shared = SharedVersions(self.home / "weights", (self.max_disk_bytes or 0) // SHARED_PART)
 
     @property
     def engine(self) -> Engine:
@@ -179,8 +174,8 @@ class Seat:
     ) -> None:
         """Fetch, verify and load a version, unless the engine has it already; arguments as for `fetch_version`.
 
-        The versions on disk stay within `max_disk_mb`. Raises `Overreach` if the policy does not fit into the memory, and
-        `Contradiction` if a grant names other weights or files.
+        The versions on disk stay within `max_disk_bytes`. Raises `Overreach` if the policy does not fit into the memory,
+        and `Contradiction` if a grant names other weights or files.
         """
         if self.manifest is not None and self.engine.version == version:
             self._demand_granted(grant, self.manifest, b"")
@@ -260,9 +255,9 @@ class Seat:
 
     def _most_bytes(self, keep: int, max_bytes: int | None) -> int | None:
         """The most bytes that a version may have here."""
-        if self.max_disk_mb is not None:  # guard: disk-of-strangers
+        if self.max_disk_bytes is not None:  # guard: disk-of-strangers
             other_bytes = self.evidence.most_bytes + (self.shared.most_bytes if self.shared.is_on else 0)
-            room = room_for_version(self.home / "weights", keep, self.max_disk_mb, other_bytes)
+            room = room_for_version(self.max_disk_bytes - other_bytes, keep)
             max_bytes = room if max_bytes is None else min(room, max_bytes)
         if self.memory is not None:  # a weight takes at least the bytes in memory that it takes in its file
             max_bytes = min(self.memory.left_bytes, self.memory.left_bytes if max_bytes is None else max_bytes)
@@ -374,8 +369,11 @@ async def take_seat(
             info.rules_version, RULES_VERSION,
         )  # fmt: skip
     demand_engine_fits(info, chosen)  # guard: unfit-engines-stay-closed
+    max_disk_bytes = (
+        None if own_files else disk_limit(home / "weights", max_disk_mb)
+    )  # settled now: the disk may fill up
     # guard: evidence-of-strangers
-    most_bytes = None if own_files else disk_limit(home / "weights", max_disk_mb) // DISK_PART
+    most_bytes = None if max_disk_bytes is None else max_disk_bytes // DISK_PART
     evidence = Evidence(home, info.run, most_bytes)
     evidence.demand_same_host(info.run_key)  # before anything is signed
     publishers = take_publishers(evidence.publishers, info)
@@ -404,7 +402,7 @@ async def take_seat(
             client, home, info, envs, policy, node, clock, evidence, None,
             publishers=publishers, store=store,
         )  # fmt: skip
-    return Seat(client, home, info, envs, policy, node, clock, evidence, max_disk_mb, memory, publishers=publishers)
+    return Seat(client, home, info, envs, policy, node, clock, evidence, max_disk_bytes, memory, publishers=publishers)
 
 
 async def join_run(client: Client, join: t.Join, now: Callable[[str], None]) -> t.NodeState:

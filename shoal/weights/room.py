@@ -10,13 +10,13 @@ from pathlib import Path
 from shoal.folder import free_below, held_below
 
 
-def room_for_version(folder: Path, keep: int, max_disk_mb: int = 0, other_bytes: int = 0) -> int:
+def room_for_version(limit_bytes: int, keep: int) -> int:
     """Bytes that one version may have, so that `keep` versions and one that is being made with its patches stay within the
-    limit, beside what else the node keeps."""
-    return max(0, disk_limit(folder, max_disk_mb) - other_bytes) // (keep + 2)
+    limit."""
+    return max(0, limit_bytes) // (keep + 2)
 
 
-def disk_limit(folder: Path, max_disk_mb: int) -> int:
+def disk_limit(folder: Path, max_disk_mb: int = 0) -> int:
     """Bytes that a node may take: `max_disk_mb`; if it is 0, half of what is free or taken by the versions in `folder`."""
     if max_disk_mb:
         return max_disk_mb * 1_000_000

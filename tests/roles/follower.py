@@ -27,7 +27,7 @@ async def story(url: str, home: Path, versions: list[int], port: int, public_url
         info = await client.get_json("/v1/run", RunInfo)
         client.run = info.run
         evidence = Evidence(home, info.run)
-        seat = Seat(client, home, info, {}, None, None, time.time, evidence, max_disk_mb=2000)  # type: ignore[arg-type]
+        seat = Seat(client, home, info, {}, None, None, time.time, evidence, 2_000_000_000)  # type: ignore[arg-type]
         if port:  # behind a link: at another URL than its own port
             share = sharing.Share(key, port, "127.0.0.1", public_url)
             await stack.enter_async_context(sharing.sharing(share, client, seat.shared))

@@ -11,7 +11,7 @@ from shoal.errors import Overreach, PeerError
 from shoal.policy import tiny
 from shoal.policy.contained import ContainedRenderer, start_here
 from shoal.sandbox import tokenizer
-from shoal.weights.room import room_for_version
+from shoal.weights.room import disk_limit, room_for_version
 from tests.roles.town import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
@@ -89,6 +89,6 @@ def test_a_node_keeps_a_share_of_its_disk_free(tmp_path, monkeypatch, role):
 def test_a_node_keeps_to_the_disk_that_it_was_given(tmp_path):
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "file").write_bytes(bytes(1000))
-    assert room_for_version(tmp_path / "weights", 2, max_disk_mb=40) == 10_000_000
-    assert room_for_version(tmp_path / "weights", 2, max_disk_mb=40, other_bytes=4_000_000) == 9_000_000
-    assert room_for_version(tmp_path / "none" / "weights", 1) > 0
+    assert room_for_version(disk_limit(tmp_path / "weights", max_disk_mb=40), 2) == 10_000_000
+    assert room_for_version(disk_limit(tmp_path / "weights", max_disk_mb=40) - 4_000_000, 2) == 9_000_000
+    assert room_for_version(disk_limit(tmp_path / "none" / "weights"), 1) > 0

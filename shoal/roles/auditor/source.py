@@ -27,7 +27,7 @@ from shoal.weights.demands import ManifestError
 from shoal.weights.fetch import fetch_version
 from shoal.weights.manifest import open_manifest
 from shoal.weights.pieces import NotStored
-from shoal.weights.room import room_for_version
+from shoal.weights.room import disk_limit, room_for_version
 
 Rows = list[tuple[bytes, str]]
 """Stored events with their hashes, in order."""
@@ -301,7 +301,7 @@ async def fetch_weights(run: PublicRun, state: State, version: int, into: Path) 
         gone = isinstance(error, NothingYet)
         raise Unavailable(_gone(version) if gone else f"cannot fetch version {version}: {error}", gone) from None
     open_manifest(data, run=state.run, keys=state.publishers, now=None, version=version)
-    room_bytes = room_for_version(into, 1)
+    room_bytes = room_for_version(disk_limit(into), 1)
     try:
         # guard: room-for-audited-weights
         return await fetch_version(
