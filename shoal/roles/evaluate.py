@@ -128,6 +128,8 @@ def planned(
     """
     of_run = run_at(place)
     if of_run is None:
+        if not (place / "config.json").is_file():
+            raise StateError(f"{place} is neither a run's folder nor a model's directory")
         sampling = _sampling(place, max_tokens)
         kept = cold_start_env(place)
         if not env and kept is None:

@@ -149,6 +149,8 @@ def test_the_newest_policy_of_a_run_is_taken(evaluated):
     assert evaluate.planned(folder.root).checkpoint == newer
     assert evaluate.planned(older).checkpoint == older and evaluate.planned(older).envs[0].label == "easy"
     shutil.rmtree(folder.checkpoints)
+    with pytest.raises(StateError, match="neither a run's folder nor a model's"):
+        evaluate.planned(folder.root.parent)
     with pytest.raises(StateError, match="has made no policy yet"):
         evaluate.planned(folder.root)
 
