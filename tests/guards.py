@@ -1497,6 +1497,8 @@ GUARDS = [
         ("turns-begin-where-the-template-opens-them", OFF,
          "test_a_history_whose_turns_cannot_be_found_is_refused_by_name"),
         ("turns-are-shown-once", OFF, "test_a_template_that_repeats_a_turn_later_is_refused_by_name"),
+        ("turns-end-where-they-were-written", OFF, "test_a_template_that_adds_to_earlier_turns_is_refused_by_name"),
+        ("turns-keep-their-words", OFF, "test_a_template_that_adds_to_earlier_turns_is_refused_by_name"),
     ),
     *_needed_by("tests/policy/test_auto_tokenizer.py",
         ("no-token-beyond-the-model", OFF, "test_a_token_that_the_model_lacks_is_refused_by_name"),

@@ -91,6 +91,15 @@ class Dialect:
         around = [text.replace(words, MARK) for words, text in zip(_WORDS, told, strict=True)]
         return shown and around[0] != around[1]
 
+    def lead(self, arguments: Mapping[str, Any]) -> str:
+        """What is written between a prompt and the words of the newest turn, which the policy writes itself."""
+        prompt, told = (
+            self._text(self.present(one), asked, arguments) or ""
+            for one, asked in (([_ASK], True), ([_ASK, said(MARK)], False))
+        )
+        begun, found, _ = told.partition(MARK)
+        return begun.removeprefix(prompt) if found and begun.startswith(prompt) else ""
+
     def missing_generation_prompt(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> str:
         """What is written before a turn of the assistant, if prompts end without it: the template ignores
         `add_generation_prompt`. Else empty."""

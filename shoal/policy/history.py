@@ -13,6 +13,7 @@ from shoal.errors import Overreach, StateError
 from shoal.policy.dialect import Dialect, calling, said
 from shoal.policy.ends import num_shared
 from shoal.policy.messages import BadMessage, Message, Written, normal
+from shoal.policy.notations import reasoning_marks
 
 Part = Literal["reasoning", "visible"]
 
@@ -72,7 +73,7 @@ def places(dialect: Dialect, items: Sequence[Message | Written], arguments: Mapp
             last = marks.last_of(text[:begin])
             prompted = _after(dialect.text(messages[:index], arguments), last)
             if reasoning < 0 <= visible:  # the template shows where the turn's text begins
-                prompted = prompted if words.startswith(prompted) else None
+                prompted = _seen(dialect, words, prompted, arguments) if visible == min(shown) else prompted
             elif not words.startswith(prompted):
                 bare = _after(dialect.text(messages[:index], arguments, prompt=False), last)
                 prompted = _up_to_turn(words, prompted, bare, item.turn)
@@ -115,6 +116,19 @@ def _after(text: str, last: str) -> str:
     if not last:
         return text
     return text[text.rfind(last) + len(last) :] if last in text else ""
+
+
+def _seen(dialect: Dialect, words: str, prompted: str, arguments: Mapping[str, Any]) -> str | None:
+    """Of the words before a turn without a thought those that the policy saw; None if it is all of them, or if the template
+    has put an empty thought before the turn. Any other text is the beginning of a turn, which the policy has written."""
+    added = words.removeprefix(prompted)
+    if not words.startswith(prompted) or "".join(added.split()) == "".join(reasoning_marks(dialect.notation)):
+        return None
+    if added.strip() and added != dialect.lead(arguments):  # guard: turns-keep-their-words
+        raise StateError(
+            f'the chat template adds {added.strip()!r:.40} to a turn when it is shown again: use history = "append"'
+        )
+    return prompted
 
 
 def _up_to_turn(words: str, prompted: str, bare: str, turn: int) -> str:

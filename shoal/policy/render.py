@@ -290,7 +290,7 @@ class Renderer:
         ends the last turn of a conversation."""
         ids = self._encode_after_end(rest)
         common = rest[: num_shared(rest, closing)]
-        closed = bool(self.stop_ids.intersection(self._encode(common)))
+        closed = self._ends(common)
         if kind == "text" and self._stands_for_end(ids, closing) and not (closed and self._by_model):
             return ids[1:]
         ends = [i for i, token in enumerate(ids) if token in self.stop_ids]
@@ -299,6 +299,9 @@ class Renderer:
         if kind == "calls":
             ids = self._encode_after_end(rest[len(common) :])
             return ids[1:] if self._stands_for_end(ids, closing) else ids
+        added = self._decode_whole(ids[: ends[0]]).strip() if ends and self._ends(closing) else ""
+        if added and self._special.keys().isdisjoint(ids[: ends[0]]):  # guard: turns-end-where-they-were-written
+            raise StateError(f"the chat template adds {added!r:.40} to earlier turns: multi-turn play is impossible")
         return ids
 
     def _stands_for_end(self, ids: list[int], closing: str) -> bool:
@@ -306,8 +309,11 @@ class Renderer:
         have another, if it ends turns at all."""
         if not ids or ids[0] in self.stop_ids:
             return bool(ids)
-        ends = not self._by_model or bool(self.stop_ids.intersection(self._encode(closing)))
-        return ends and ids[0] in self._special
+        return (not self._by_model or self._ends(closing)) and ids[0] in self._special
+
+    def _ends(self, text: str) -> bool:
+        """Whether a token that ends a turn is in a text."""
+        return not self.stop_ids.isdisjoint(self._encode(text))
 
     def _prompt(self, text: str) -> Prompt:
         return Prompt(tuple(self._encode(text)), leaves_reasoning_open(text, self.notation))

@@ -73,7 +73,7 @@ class TurnEncoder:
             )
         if lost:  # some templates take thoughts out of the content
             return self._of_text(content, arguments)
-        return self._ended(self._continued(prompt, rest), rest, prompt)
+        return self._ended(prompt, rest)
 
     def _rest(self, text: str, prompt: str) -> str | None:
         """What follows a prompt in a text, or follows it without the thought that it has begun; None if the text does not
@@ -105,13 +105,16 @@ class TurnEncoder:
         around = self._around(json.dumps(arguments))
         if leaves_reasoning_open(around.prompt, self._notation):
             text = self._without_opening(text)
-        rest = around.lead + text + around.closing
-        return self._ended(self._continued(around.prompt, rest), rest, around.prompt)
+        return self._ended(around.prompt, around.lead + text + around.closing)
 
     def _continued(self, prompt: str, rest: str) -> list[int]:
-        """Token ids of the text after a prompt. It is encoded by itself if otherwise a token would span both."""
-        begun, ids = self._encode(prompt), self._encode(prompt + rest)
-        return ids[len(begun) :] if num_shared(ids, begun) == len(begun) else self._encode(rest)
+        """Token ids of the text after a prompt; if a token would span both, those after a new line: some tokenizers put a
+        space before a text of its own."""
+        for before in (prompt, "\n"):
+            begun, ids = self._encode(before), self._encode(before + rest)
+            if num_shared(ids, begun) == len(begun):
+                return ids[len(begun) :]
+        return self._encode(rest)
 
     def _text_around(self, key: str) -> _Around:
         arguments = json.loads(key)
@@ -126,12 +129,13 @@ class TurnEncoder:
         is_ended = found and self._stop_ids.intersection(self._encode(closing))
         return _Around(prompt, "" if lead.strip() else lead, closing if is_ended else "", bool(found))
 
-    def _ended(self, ids: list[int], rest: str, prompt: str) -> list[int]:
-        """The ids of a turn, whose text is `rest`, after a prompt, whose thought they close, up to the first token that
+    def _ended(self, prompt: str, rest: str) -> list[int]:
+        """Token ids of a turn, whose text is `rest`, after a prompt, whose thought they close, up to the first token that
         ends it or with one."""
         closing = reasoning_marks(self._notation)[1]
         if leaves_reasoning_open(prompt, self._notation) and closing not in rest:
-            ids = [*self._encode(f"\n{closing}\n\n"), *ids]
+            rest = f"\n{closing}\n\n{rest}"
+        ids = self._continued(prompt, rest)
         ends = [i for i, token in enumerate(ids) if token in self._stop_ids]
         return ids[: ends[0] + 1] if ends else [*ids, self._eos_id]
 

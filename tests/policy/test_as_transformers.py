@@ -195,16 +195,25 @@ def test_an_answer_that_does_not_continue_its_prompt_is_refused_by_name(head: st
             renderer.written({"role": "assistant", "content": "", "tool_calls": CALL})
 
 
-def test_a_turn_that_takes_a_token_of_the_prompt_repeats_nothing() -> None:
+@pytest.mark.parametrize("kind", ["qwen class", "sentencepiece", "unigram"])
+def test_a_turn_that_takes_a_token_of_the_prompt_repeats_nothing_and_adds_no_space(kind: str) -> None:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
-    with checkpoint(template=template + "{{ 'assistant: ' if add_generation_prompt }}") as directory:
+    with checkpoint(kind, template=template + "{{ 'assistant: ' if add_generation_prompt }}") as directory:
         renderer = Renderer.from_directory(directory)
         words = [word for text in TEXTS for word in text.split() if word.isascii() and word.isalpha()]
-        merged = [word for word in words if renderer.encode(f" {word}")[0] != renderer.encode(" ")[0]]
+        merged = [word for word in words if renderer.encode(f": {word}")[:2] != renderer.encode(": ")]
         assert merged, "these words begin with the prompt's space"
         for word in merged:
             row = [*renderer.start([USER]), *renderer.written({"role": "assistant", "content": word})]
             assert renderer._decode_whole(row).endswith(f"assistant: {word}{END}")
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"no config", "wordpiece"}))
+def test_a_thought_is_closed_without_more_white_space_than_the_template_writes(kind: str) -> None:
+    with checkpoint(kind, template=thinking_template(OPENED)) as directory:
+        renderer = Renderer.from_directory(directory)
+        text = renderer._decode_whole([*renderer.start([USER]), *renderer.written("king")])
+        assert text.endswith(f"{OPENED}\n</think>\n\nking{END}")
 
 
 def test_enough_combinations_are_compared_and_few_are_refused() -> None:
@@ -295,6 +304,40 @@ def test_a_template_that_repeats_a_turn_later_is_refused_by_name(after: str, thi
             renderer.reply("higher")
         with pytest.raises(StateError, match="turn 0 again elsewhere"):
             renderer.history(items)
+
+
+EARLIER = "{% if m.role == 'assistant' and not loop.last %}"
+
+
+@pytest.mark.parametrize("thought", ["<think></think>", "<think>\n\n</think>\n\n"])
+def test_a_history_has_the_empty_thoughts_that_the_template_writes_into_it(thought: str) -> None:
+    for before in (f"{EARLIER}{thought}{{% endif %}}", f"{{% if m.role == 'assistant' %}}{thought}{{% endif %}}"):
+        with checkpoint(template=talk_template(before)) as directory:
+            renderer, peer = Renderer.from_directory(directory), AutoTokenizer.from_pretrained(directory)
+            segments = renderer.history([USER, Written(0), USER, Written(1), USER])
+            ours = "".join(f"yes{END}" if one.turn >= 0 else peer.decode(one.token_ids) for one in segments)
+            said = {"role": "assistant", "content": "yes"}
+            assert ours == peer.apply_chat_template(
+                [USER, said, USER, said, USER], add_generation_prompt=True, tokenize=False
+            )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (EARLIER + "(earlier) {% endif %}", "", r"adds '\(earlier\)' to a turn when it is shown again"),
+        ("{% if m.role == 'assistant' %}#{{ loop.index }} {% endif %}", "", "adds '#4' to a turn when"),
+        ("", EARLIER + " [seen]{% endif %}", r"adds '\[seen\]' to earlier turns"),
+    ],
+)
+def test_a_template_that_adds_to_earlier_turns_is_refused_by_name(before: str, after: str, says: str) -> None:
+    with checkpoint(template=talk_template(before, after)) as directory:
+        renderer = Renderer.from_directory(directory)
+        with pytest.raises(StateError, match=says):
+            renderer.history([USER, Written(0), USER, Written(1), USER])
+        if after:
+            with pytest.raises(StateError, match=says):
+                renderer.reply("more")
 
 
 @pytest.mark.parametrize("after", ["[{{ m.content | length }}]", "{% if m.content | length > 9 %} REC{% endif %}"])
