@@ -503,7 +503,7 @@ def test_missing_or_binary_run_file_is_one_line(tmp_path: Path) -> None:
 
 def test_the_preset_of_the_learning_rate_falls_with_the_size_of_the_policy() -> None:
     assert [preset_lr(size) for size in (1, 100_000, 804_224, 10_000_000, 600_000_000, 8 * 10**9)] == [
-        1e-3, 1e-3, 6.2e-4, 5e-5, 1e-6, 1e-6,
+        5e-4, 5e-4, 5e-4, 5e-5, 1e-6, 1e-6,
     ]  # fmt: skip
     assert [preset_imitation_lr(size) for size in (800_000, 10_000_000, 600_000_000)] == [3e-3, 5e-4, 1e-5]
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from shoal.config.sections import PRESET_LR, SftConfig, TrainConfig
 
-MIN_PRESET_LR, MAX_PRESET_LR = 1e-6, 1e-3
+MIN_PRESET_LR, MAX_PRESET_LR = 1e-6, 5e-4
 
 MAX_LR_DIVISOR, MAX_LR_FACTOR = 5.0, 3.0
 """Of a preset, to the rates that fit. `recipes/arithmetic.toml` learns with a fifth; far above, the reward falls again."""
@@ -24,7 +24,7 @@ IMITATION_TIMES, MAX_IMITATION_LR = 10, 3e-3
 def preset_lr(parameters: int) -> float:
     """Learning rate of RL for a policy with so many parameters that learn: 500 divided by their number, within limits.
 
-    1e-6 from 500 million on, which is usual for pretrained models; 6e-4 for 0.8 million. An adapter has fewer parameters
+    1e-6 from 500 million on, which is usual for pretrained models; 5e-4 up to one million. An adapter has fewer parameters
     that learn, and so a higher rate.
     """
     return _rounded(min(MAX_PRESET_LR, max(MIN_PRESET_LR, 500 / max(1, parameters))))

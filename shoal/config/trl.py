@@ -15,6 +15,7 @@ _BATCH_STD = '"mean" with train.algorithm.batch_std = true'
 _SCALES = 'group is "mean_std", none is "mean", batch is nearly ' + _BATCH_STD
 _WEIGHTED = '"weighted_loss", which is the default of TRL'
 _CISPO = "that of TRL's cispo is train.algorithm.loss.most"
+_VLLM_MOST = 'each of the list has "most", and "icepop" has "least", too'
 _VLLM_MASK = 'TRL with vLLM has "sequence_mask" with most = 3, none is the default here'
 _COMPLETIONS = "completions alone are learned from"
 _LONGEST = "of the whole rollout with its prompt"
@@ -124,9 +125,9 @@ TRL_KEYS = {
     "top_entropy_quantile": ("", "all tokens are learned from"),
     "vllm_importance_sampling_correction": ("train.algorithm.corrections", _VLLM_MASK),
     "vllm_importance_sampling_mode": ("train.algorithm.corrections", _VLLM_MASK),
-    "vllm_importance_sampling_cap": ("train.algorithm.corrections.most", ""),
-    "vllm_importance_sampling_clip_max": ("train.algorithm.corrections.most", ""),
-    "vllm_importance_sampling_clip_min": ("train.algorithm.corrections.least", ""),
+    "vllm_importance_sampling_cap": ("train.algorithm.corrections", _VLLM_MOST),
+    "vllm_importance_sampling_clip_max": ("train.algorithm.corrections", _VLLM_MOST),
+    "vllm_importance_sampling_clip_min": ("train.algorithm.corrections", _VLLM_MOST),
     "use_vllm": ("", _VLLM),
     "vllm_mode": ("", _VLLM),
     "vllm_gpu_memory_utilization": ("", _VLLM),
@@ -203,6 +204,8 @@ TRL_SFT_KEYS = (
         "per_device_eval_batch_size": ("eval_episodes", "how many are played"),
         "eval_steps": ("eval_every", ""),
         "eval_strategy": ("eval_every", "in steps"),
+        "save_steps": ("eval_every", "each evaluation keeps the policy"),
+        "save_strategy": ("eval_every", "in steps: each evaluation keeps the policy"),
         "max_length": ("max_tokens", "longer episodes are left out, not cut"),
         "train_dataset": ("env.name", "of an environment, whose scripted player is imitated"),
         "bf16": ("publish_dtype", '"bfloat16", of the files'),

@@ -72,13 +72,12 @@ def demand_free_ports(run_dir: Path, host: HostConfig, hosts: bool) -> list[str]
     asked += [("page", "dashboard_port", folder.dashboard_address)] * (hosts and host.dashboard)
     for what, key, address in asked:
         port, last = getattr(host, key), port_of_last_start(address)
-        setting = "--port, or host.port" if key == "port" else f"host.{key}"
-        with listen(host.bind, port, last, setting) as listener:
+        with listen(host.bind, port, last, f"host.{key}") as listener:
             found = listener.getsockname()[1]
         if last and not port and found != last:
             said.append(
                 f"Port {last}, at which the {what} of this run was before, is taken, so it gets a free one: stop what "
-                f"listens there and start again, or set {setting}"
+                f"listens there and start again, or set host.{key}"
             )
     return said
 

@@ -52,19 +52,19 @@ def with_rollouts(**changes: int) -> RunConfig:
     ("lr", "words"),
     [
         (
-            1e-4,
-            "train.lr = 0.0001, and the preset for 800,000 parameters that learn is 0.00063: the policy may learn slowly",
+            9e-5,
+            "train.lr = 9e-05, and the preset for 800,000 parameters that learn is 0.0005: the policy may learn slowly",
         ),
         (
             4e-3,
-            "train.lr = 0.004, and the preset for 800,000 parameters that learn is 0.00063: the policy may learn unstably",
+            "train.lr = 0.004, and the preset for 800,000 parameters that learn is 0.0005: the policy may learn unstably",
         ),
         (
             2e-3,
-            "train.lr = 0.002, and the preset for 800,000 parameters that learn is 0.00063: the policy may learn unstably",
+            "train.lr = 0.002, and the preset for 800,000 parameters that learn is 0.0005: the policy may learn unstably",
         ),
-        (2e-4, ""),
-        (1.8e-3, ""),
+        (1e-4, ""),
+        (1.5e-3, ""),
         (0.0, ""),
     ],
 )

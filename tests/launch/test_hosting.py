@@ -217,7 +217,7 @@ def test_a_start_that_is_refused_leaves_no_folder_behind_but_what_was_there_befo
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         for key in ("port", "origin_port", "dashboard_port"):
-            with pytest.raises(StateError, match=f"port {port}: .* set .*host.{key} to another port"):
+            with pytest.raises(StateError, match=f"port {port}: .* set host.{key} to another port"):
                 demand_free_ports(out, HostConfig(**{key: port}), hosts=True)
         for refused in (HostConfig(bind="192.0.2.1"), HostConfig(bind="no host")):
             with pytest.raises(StateError, match="cannot listen on"):

@@ -171,11 +171,11 @@ def test_a_run_file_without_a_learning_rate_gets_that_of_the_policys_size_which_
     crew = open_crew(folder.root, 0, True, lambda: view)
     crew.stop_requests = 1  # before it starts anything
     crew.run(None)
-    assert "The learning rate is 0.00062 in this run: the preset for 804,224 parameters that learn" in told.getvalue()
-    assert folder.config().train.lr == 6.2e-4
+    assert "The learning rate is 0.0005 in this run: the preset for 804,224 parameters that learn" in told.getvalue()
+    assert folder.config().train.lr == 5e-4
     folder.log.touch()
     folder.prepare(load_run(path), tmp_path)
-    assert folder.config().train.lr == 6.2e-4
+    assert folder.config().train.lr == 5e-4
     with pytest.raises(StateError, match=r"train\.lr"):
         folder.prepare(load_run(path, ["train.lr=0.0"]), tmp_path)
 

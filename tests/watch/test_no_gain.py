@@ -178,6 +178,9 @@ def test_a_reward_that_fell_is_said_to_fall_and_more_steps_are_no_remedy(
 ) -> None:
     said = diagnose(run(rewards, steps=20), SETUP, heldout(0.3), heldout(after))
     assert "fell beyond chance" in said[0] and "raise steps" not in " ".join(said)
+    assert f"train.lr = {SETUP.preset_lr:g}: halve it" in said[1], "the preset is too high, if nothing else explains it"
+    cut = diagnose(run(rewards, steps=20), SETUP, heldout(0.3), heldout(after), {"error": 9})
+    assert len(cut) == 2 and "`shoal env check`" in cut[1]
 
 
 def test_a_reward_that_rose_and_fell_is_a_cause() -> None:
