@@ -68,6 +68,8 @@ class Run:
 
     path: Path
     config: RunConfig = field(repr=False)
+    overrides: tuple[str, ...] = field(default=(), repr=False)
+    """The changes, as `--set` has them."""
 
     def train(self, out: str | PathLike[str] | None = None) -> Generator[Step, None, None]:
         """Do the whole run on this machine, as `shoal run`: yields each step when it is done, and ends with the run.
@@ -120,7 +122,7 @@ class Run:
         from shoal.launch.background import BackgroundRun
 
         folder = Path("runs") / self.config.name if out is None else Path(out)
-        return BackgroundRun(self.config, self.path.parent, folder, with_workers)
+        return BackgroundRun(self.config, self.path.parent, folder, with_workers, self.overrides)
 
 
 class Hosted:
@@ -187,8 +189,8 @@ class Policy:
 
 def open_recipe(path: str | PathLike[str], quick: bool, changes: Mapping[str, Setting]) -> Run:
     """`shoal.recipe`."""
-    found = _find(Path(path))
-    return Run(found, load_run(found, list(_settings(changes)), quick))
+    found, overrides = _find(Path(path)), [*_settings(changes)]
+    return Run(found, load_run(found, overrides, quick), tuple(overrides))
 
 
 def open_policy(checkpoint: str | PathLike[str]) -> Policy:

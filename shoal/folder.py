@@ -7,17 +7,18 @@ room.
 
 import contextlib
 import fcntl
+import operator
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import msgspec
 
-from shoal.config import PRESET_LR, EnvConfig, RunConfig, unsafe_changes
+from shoal.config import PRESET_LR, EnvConfig, RunConfig, keys_that_keep_less, unsafe_changes
 from shoal.config.paths import with_absolute_paths, with_digests
 from shoal.errors import StateError, cause_of
 from shoal.protocol.tasklists import TaskList, read_task_list
@@ -186,15 +187,15 @@ class RunFolder:
 
     def prepare(
         self, config: RunConfig, recipe_dir: Path, *, for_others: bool = False,
-        repeatable: Callable[[EnvConfig], bool] = lambda env: True,
+        repeatable: Callable[[EnvConfig], bool] = lambda env: True, overrides: Iterable[str] = (),
     ) -> bool:  # fmt: skip
         """Make the folder, or open it again. Returns whether the run is resumed. `for_others`: strangers will join.
         `repeatable`: whether an environment says that others can repeat its answers. It is asked where that decides who
-        plays.
+        plays. `overrides`: what --set said of the run file; a resumed run keeps less only by such words.
 
         A run of this machine alone derives its secret from the run file's `seed`, so that it can be repeated; any other
         gets 32 random bytes. Raises `StateError` if a run that began the first way is to be opened to others, or, naming
-        the keys, if the run file changed in a way that is not allowed during a run.
+        the keys, if the run file changed in a way that is not allowed during a run, or would delete what is kept.
         """
         for_others = for_others or config.host.is_reached_by_others  # guard: reachable-is-for-others
         resumed = self.run_file.exists()
@@ -211,6 +212,7 @@ class RunFolder:
                     f"the run file differs from the one that {self.root} was started with, in {', '.join(changed)}: "
                     "undo that to resume, or give --out for a new run"
                 )
+            self._demand_kept(whole, overrides)
         try:
             for folder in (self.root, self.keys, self.logs, self.nodes, self.evaluations, self.checkpoints):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -236,6 +238,19 @@ class RunFolder:
                 f"cannot write to {self.root}: {cause_of(error)}. Free some space, or give another --out"
             ) from None
         return resumed
+
+    def _demand_kept(self, config: RunConfig, overrides: Iterable[str]) -> None:
+        """Raise `StateError` if a resume would delete what the run kept, and no override asks for that."""
+        if not self.log.exists():
+            return
+        before, asked = self.config(), {override.partition("=")[0].strip() for override in overrides}
+        for key in keys_that_keep_less(before.storage, config.storage):
+            old, new = map(operator.attrgetter(key), (before, config))
+            if key not in asked:  # guard: kept-until-told
+                raise StateError(
+                    f"{key} = {new}, and the run in {self.root} keeps by {key} = {old}: what is above that would be "
+                    f"deleted. Set --set {key}={old}, as before; to let it be deleted, say --set {key}={new}"
+                )
 
     def keep_found(self, config: RunConfig) -> None:
         """Keep what the launcher found where the run file leaves it open. Raises `StateError`."""

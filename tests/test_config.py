@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,12 +17,14 @@ from shoal.config import (
     EnvConfig,
     RunConfig,
     SftConfig,
+    StorageConfig,
     check_run,
     child_environment,
     critic,
     difficulty,
     envs,
     host,
+    keys_that_keep_less,
     load_run,
     load_sft,
     logs,
@@ -86,6 +89,21 @@ def test_every_key_has_a_sentence(kind: type[Section]) -> None:
     for field in kind.__struct_fields__:
         is_section = inspect.isclass(hints[field]) and issubclass(hints[field], Section)
         assert field in explained or is_section or field == "envs", f"{kind.__name__}.{field} has no sentence"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "keys"),
+    [
+        ({"retain": "all"}, {}, ["storage.retain"]),
+        ({"retain": "all"}, {"retain": "batches"}, ["storage.retain"]),
+        ({"retain": "batches"}, {}, ["storage.retain"]),
+        ({"window_steps": 99, "quota_mb": 9999}, {}, ["storage.window_steps", "storage.quota_mb"]),
+        ({"retain": "all", "window_steps": 99}, {"retain": "all"}, []),
+        ({}, {"retain": "all", "window_steps": 99, "quota_mb": 9999, "state_every": 9, "checkpoint_every": 99}, []),
+    ],
+)
+def test_the_keys_that_keep_less(before: dict[str, Any], after: dict[str, Any], keys: list[str]) -> None:
+    assert keys_that_keep_less(StorageConfig(**before), StorageConfig(**after)) == keys
 
 
 def test_the_keys_that_a_resumed_run_may_change_exist() -> None:

@@ -126,7 +126,9 @@ def _launch(args: argparse.Namespace, overrides: list[str], with_workers: bool) 
     with locked_run(out) as lock_fd:
         if args.random_policy:
             say(random_policy(config, args.recipe.parent, RunFolder(out), with_workers))
-        RunFolder(out).prepare(config, args.recipe.parent, for_others=not with_workers, repeatable=is_repeatable)
+        RunFolder(out).prepare(
+            config, args.recipe.parent, for_others=not with_workers, repeatable=is_repeatable, overrides=overrides
+        )
         if not with_workers and args.root and (told := take_root(RunFolder(out), args.root)):
             say(told)
         if not with_workers:

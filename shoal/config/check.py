@@ -20,7 +20,7 @@ from shoal.config.host import HostConfig
 from shoal.config.monitors import monitors_fit
 from shoal.config.optimiser import optimiser_fits
 from shoal.config.policies import AdapterConfig
-from shoal.config.sections import RunConfig, SamplingConfig, VerifyConfig
+from shoal.config.sections import RETAINED, RunConfig, SamplingConfig, StorageConfig, VerifyConfig
 from shoal.config.uses import uses_fit
 from shoal.errors import ConfigError
 from shoal.protocol.algorithms import narrowest_bound
@@ -392,6 +392,16 @@ def unsafe_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         for key in changed_keys(_compared(before), _compared(after))
         if not any(key == safe or key.startswith(safe + ".") for safe in SAFE_TO_CHANGE)
     ]
+
+
+def keys_that_keep_less(before: StorageConfig, after: StorageConfig) -> list[str]:
+    """Keys with which a resumed run would delete what it kept before."""
+    lowered = {
+        "storage.retain": RETAINED.index(after.retain) < RETAINED.index(before.retain),
+        "storage.window_steps": after.window_steps < before.window_steps and after.retain != "all",
+        "storage.quota_mb": after.quota_mb < before.quota_mb,
+    }
+    return [key for key, is_lower in lowered.items() if is_lower]
 
 
 def _compared(tree: dict[str, Any]) -> dict[str, Any]:

@@ -239,6 +239,10 @@ class EvalConfig(Section, frozen=True):
     judge: JudgeConfig = JudgeConfig()
 
 
+RETAINED = ("window", "batches", "all")
+"""Values of `storage.retain`; each keeps what those before it keep."""
+
+
 class StorageConfig(Section, frozen=True):
     """The run's folder."""
 

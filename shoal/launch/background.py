@@ -35,8 +35,11 @@ log = logging.getLogger("shoal")
 class BackgroundRun:
     """A run that has been started, until it has ended or `stop` ends it."""
 
-    def __init__(self, config: RunConfig, recipe_dir: Path, out: Path, with_workers: bool) -> None:
-        """Lock and prepare the folder, then start. Raises `ShoalError` as `shoal run` does."""
+    def __init__(
+        self, config: RunConfig, recipe_dir: Path, out: Path, with_workers: bool, overrides: tuple[str, ...] = ()
+    ) -> None:
+        """Lock and prepare the folder, then start. `overrides` are as of `RunFolder.prepare`. Raises `ShoalError` as
+        `shoal run` does."""
         if find_spec("torch") is None:
             raise ShoalError(no_torch())
         for line in demand_free_ports(out, config.host, hosts=not with_workers):
@@ -51,7 +54,9 @@ class BackgroundRun:
         with contextlib.ExitStack() as stack:
             lock_fd = stack.enter_context(locked_run(out))
             folder = RunFolder(out)
-            folder.prepare(config, recipe_dir, for_others=not with_workers, repeatable=is_repeatable)
+            folder.prepare(
+                config, recipe_dir, for_others=not with_workers, repeatable=is_repeatable, overrides=overrides
+            )
             done = read_metrics(folder.metrics)
             self._news.next_step = int(done[-1]["step"]) + 1 if done else 0
             self._crew = open_crew(out, lock_fd, with_workers, lambda: self._news)

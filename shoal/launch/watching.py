@@ -21,7 +21,7 @@ from rich.console import Console
 
 from shoal.alarms import Alarm, standing_alarms
 from shoal.config.monitors import said_of
-from shoal.errors import EXIT_DONE, EXIT_NO, ShoalError
+from shoal.errors import EXIT_DONE, EXIT_NO, EXIT_USER_ERROR, ShoalError
 from shoal.folder import RunFolder, is_locked, is_url
 from shoal.launch.evaluations import results_in
 from shoal.launch.keyboard import Keyboard, keyboard
@@ -32,6 +32,7 @@ from shoal.launch.samples import NewestSample, Samples
 from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
 from shoal.launch.summary import USAGE, wall_s_before
 from shoal.launch.view import LiveView, draws_on, plain, plain_pause, print_lines, render
+from shoal.ledger.log.book import BrokenLog, UnknownRules
 from shoal.metrics import read_metrics
 from shoal.net.client import Client
 from shoal.net.listening import living_pid, port_of_living
@@ -83,9 +84,9 @@ class FolderWatch:
         return await asyncio.to_thread(self._look)
 
     @property
-    def has_broken_log(self) -> bool:
-        """Whether its log has a fault, or cannot be read."""
-        return self._log is not None and bool(self._log.trouble) and not self._log.is_reading
+    def exit_code(self) -> int:
+        """EXIT_NO if its log has a fault, EXIT_USER_ERROR if it cannot be read."""
+        return EXIT_DONE if self._log is None or self._log.is_reading else self._log.exit_code
 
     @property
     def is_reading(self) -> bool:
@@ -162,7 +163,7 @@ class _Log:
 
     def __init__(self, root: Path) -> None:
         self._said: tuple[Status, tuple[NodeState, ...]] | None = None
-        self.trouble = READING
+        self.trouble, self.exit_code = READING, EXIT_DONE
         self._thread = threading.Thread(target=self._read, args=(root,), name="log", daemon=True)
         self._thread.start()
         self._thread.join(LOG_WAIT_S)
@@ -190,6 +191,8 @@ class _Log:
                 self.trouble = ""
         except ShoalError as error:
             self.trouble = f"Its log {fault}: {error}"
+            is_read = fault == "is not whole" or isinstance(error, BrokenLog | UnknownRules)
+            self.exit_code = EXIT_NO if is_read else EXIT_USER_ERROR
 
 
 def _cleaned(path: Path) -> Iterator[dict[str, Any]]:
@@ -211,7 +214,7 @@ async def opened(source: str, with_talk: bool = False) -> AsyncIterator[Watched]
 
 def watch(source: str, console: Console, once: bool = False) -> int:
     """Show the run until a key or Ctrl-C; piped, a line for each step until the run ends. `once`: as it is now. Returns the
-    exit code: EXIT_NO if the run's log is broken.
+    exit code: EXIT_NO if the run's log is broken, EXIT_USER_ERROR if it cannot be read.
 
     Raises `StateError`, and `PeerError` if the run's host does not answer.
     """
@@ -247,7 +250,7 @@ async def _look_once(source: str) -> tuple[Snapshot, int]:
 
 
 def _code(run: Watched) -> int:
-    return EXIT_NO if isinstance(run, FolderWatch) and run.has_broken_log else EXIT_DONE
+    return run.exit_code if isinstance(run, FolderWatch) else EXIT_DONE
 
 
 async def _watch(source: str, console: Console) -> int:

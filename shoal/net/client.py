@@ -273,6 +273,7 @@ class Client:
         started = self._monotonic()
         pause_s, say_after_s = FIRST_RETRY_S, PATIENCE_S if self._reached else FIRST_PATIENCE_S
         end = math.inf if call.deadline_s is None else started + call.deadline_s
+        failing_since = math.inf if self._reached else started  # an answer may have been held before it failed
         while True:
             try:
                 limit_s = call.timeout_s + len(call.body) / SLOWEST_BYTES_PER_S
@@ -284,10 +285,11 @@ class Client:
                     raise PeerError(
                         f"{self.base_url} gave no usable answer to {call.name} in {waited_s:.1f} s: {trouble}"
                     ) from None
-                if waited_s >= say_after_s:
-                    say_after_s = 2 * waited_s
+                failing_since = min(failing_since, self._monotonic())
+                if (failing_s := self._monotonic() - failing_since) >= say_after_s:
+                    say_after_s = 2 * failing_s
                     first = "" if self._reached else f". {self._advice(str(trouble))}"
-                    self._on_wait(f"waiting for {self.base_url} ({call.name}) for {waited_s:.0f} s: {trouble}{first}")
+                    self._on_wait(f"waiting for {self.base_url} ({call.name}) for {failing_s:.0f} s: {trouble}{first}")
                 await self._sleep(delay_s)
                 pause_s = min(2 * pause_s, LONGEST_RETRY_S)
             else:

@@ -56,18 +56,23 @@ class Limits:
 
 def http_server(app: ASGIApp, limits: Limits) -> uvicorn.Server:
     """A server for an application, with these limits. It believes `X-Forwarded-For` only from trusted addresses."""
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http=Connections(limits).protocol,  # type: ignore[arg-type]  # uvicorn calls it with keywords, like a class
-            ws="none",
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=2,
-            forwarded_allow_ips=list(limits.trusted),
-        )
+    config = uvicorn.Config(
+        app,
+        http=Connections(limits).protocol,  # type: ignore[arg-type]  # uvicorn calls it with keywords, like a class
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=2,
+        forwarded_allow_ips=list(limits.trusted),
     )
+    logging.getLogger("uvicorn.error").addFilter(_is_no_stop)
+    return uvicorn.Server(config)
+
+
+def _is_no_stop(record: logging.LogRecord) -> bool:
+    """Whether a line of uvicorn is not about polls that were open at a stop: those are told to ask again."""
+    return "timeout graceful shutdown exceeded" not in record.msg
 
 
 def connections_that_fit(wanted: int = constants.MAX_CONNECTIONS) -> int:

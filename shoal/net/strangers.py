@@ -13,6 +13,7 @@ import httpcore
 import httpx
 
 from shoal.net.forward_proxy import open_tunnel, proxy_error, redacted
+from shoal.net.trouble import PROXY
 
 MOST_HEAD_BYTES = 16 << 10
 """Of interim answers and headers before the body of an answer."""
@@ -96,15 +97,13 @@ class _Backend(httpcore.AsyncNetworkBackend):
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
         at = (host, port) if self._proxy is None else (self._proxy.host, self._proxy.port or 80)
-        unreached = ""
         try:
             stream = _Stream(await self._inner.connect_tcp(*at, timeout, local_address, socket_options))
         except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
             if self._proxy is None:
                 raise
             unreached = str(error) or type(error).__name__
-        if unreached:  # not below `except`: a name that was not found is the proxy's
-            raise httpcore.ConnectError(f"the proxy {redacted(self._proxy)} does not answer: {unreached}")  # type: ignore[arg-type]
+            raise httpcore.ConnectError(f"{PROXY} {redacted(self._proxy)} does not answer: {unreached}") from error
         if self._proxy is not None and self._tunnels:
             is_connected = False
             try:

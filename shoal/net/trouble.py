@@ -17,6 +17,10 @@ MOST_RETRY_S = 60.0
 """Longest wait that a server may ask for; if it asks for more, we wait this long."""
 
 
+PROXY = "the proxy"
+"""How an error of a proxy's connection begins."""
+
+
 class Trouble(Exception):
     """An attempt failed in a way that may pass."""
 
@@ -56,6 +60,8 @@ def troubles(base_url: str, limit_s: float, reached: Callable[[], bool]) -> Iter
         if isinstance(cause, ssl.SSLCertVerificationError) or (isinstance(cause, ssl.SSLError) and not reached()):
             raise PeerError(_explain_tls(base_url, cause)) from None
         if isinstance(cause, socket.gaierror) and not reached():
+            if str(error).startswith(PROXY):
+                raise PeerError(f"{cause_of(error)}. Check the address of the proxy") from None
             host = httpx.URL(base_url).host
             raise PeerError(f"there is no host named {host} ({cause_of(cause)}): check the URL {base_url}") from None
         if isinstance(error, httpx.RemoteProtocolError) and not reached() and "disconnected" not in str(error):

@@ -422,7 +422,9 @@ async def join_run(client: Client, join: t.Join, now: Callable[[str], None]) -> 
             told = True
             waiting.info("this validator waits until the host admits it. Send the host this key:")
             waiting.info("%s", client.key.public)
-            waiting.info("The host types, with the run's folder: shoal admin admit RUN_DIR KEY. Ctrl-C ends this")
+            waiting.info(
+                "The host types, with the run's folder: shoal admin admit RUN_DIR KEY (all keys at once). Ctrl-C ends this"
+            )
         now("waiting: the host has not admitted this validator's key")
         await asyncio.sleep(ADMISSION_POLL_S)
         if (await client.get_json("/v1/status", t.Status)).phase == "ended":

@@ -340,6 +340,18 @@ def test_a_refused_resume_leaves_the_run_as_it_was_and_a_watch_follows_one_that_
     assert asyncio.run(watched.look()).steps == 9 and folder.start_config().steps == 9
 
 
+def test_a_resume_deletes_what_was_kept_only_where_set_says_so(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(RUN_FILE)
+    folder, run_file = RunFolder(tmp_path / "run"), tmp_path / "small.toml"
+    Town(folder.root, load_run(run_file, ["storage.retain=all"])).desk.book.store.close()
+    command = [sys.executable, "-m", "shoal.cli", "run", "small.toml", "--out", "run"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and not folder.start_file.exists(), result.stderr
+    assert "--set storage.retain=all" in result.stderr and "--set storage.retain=window" in result.stderr
+    folder.prepare(load_run(run_file), tmp_path, overrides=["storage.retain = window"])
+    assert folder.start_config().storage.retain == "window"
+
+
 def test_a_run_without_workers_of_its_own_says_how_one_joins(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(RUN_FILE)
     command = [sys.executable, "-m", "shoal.cli", "run", "small.toml", "--set", "workers.count=0"]

@@ -27,7 +27,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from shoal.alarms import Alarm, AlarmsLog
-from shoal.errors import EXIT_DONE, EXIT_NO, PeerError, StateError
+from shoal.errors import EXIT_DONE, EXIT_NO, EXIT_USER_ERROR, PeerError, StateError
 from shoal.folder import RunFolder
 from shoal.launch.keyboard import Keyboard
 from shoal.launch.lock import locked
@@ -413,7 +413,7 @@ def test_a_log_that_was_deleted_is_told_and_not_made_again(tmp_path: Path, termi
     for file in folder.root.glob("log.sqlite*"):
         file.unlink()
     console = Console(file=io.StringIO(), width=80, height=30, force_terminal=terminal)
-    assert watch(str(folder.root), console, once=True) == EXIT_NO
+    assert watch(str(folder.root), console, once=True) == EXIT_USER_ERROR
     said = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
     assert "is missing or empty, though the run has begun" in said and "accepted=" not in said
     with pytest.raises(StateError, match="there is no log"):

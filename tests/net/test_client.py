@@ -129,6 +129,18 @@ def test_a_server_that_answered_before_is_waited_for_longer_and_its_url_is_not_d
     assert re.search(r"for [5-9] s: refused", said[0]) and "check the URL" not in said[0]
 
 
+def test_the_time_of_a_poll_before_an_outage_is_none_of_it(time):
+    def held() -> httpx.Response:
+        time.now += 12.0
+        raise httpx.RemoteProtocolError("Server disconnected")
+
+    said: list[str] = []
+    client = scripted(time, ours(), held, ours(), ours(), on_wait=said.append)
+    get(client)
+    get(client)
+    assert said == []
+
+
 def test_an_address_that_says_nothing_at_all_is_told_in_seconds():
     """Something accepts the connection, and never answers: an attempt alone takes a minute."""
 

@@ -146,6 +146,16 @@ def test_a_run_with_tls_is_joined_by_a_name_that_the_proxy_alone_knows(tmp_path,
         told(story)
 
 
+def test_a_proxy_whose_name_is_not_known_is_no_matter_of_waiting():
+    async def story():
+        use_proxy("http://nosuch.invalid:80")
+        async with Client("https://10.9.9.9:8470") as client:
+            with pytest.raises(PeerError, match=r"the proxy nosuch.invalid:80.* Check the address of the proxy"):
+                await client.get("/v1/run")
+
+    told(story)
+
+
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_a_proxy_that_refuses_is_named_and_not_the_server(scheme):
     async def story():

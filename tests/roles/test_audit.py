@@ -504,6 +504,11 @@ def test_what_a_host_does_not_serve_is_left_out_and_the_rest_is_audited(run_dir)
     assert any("cannot fetch version 0: no answer in 30 s" in reason for reason in found.left_out)
 
 
+def test_a_run_without_rollouts_has_nothing_yet(tmp_path):
+    found = audit(Town(tmp_path / "run", tiny_run()).folder.root, Choice(sample=3))
+    assert found.exit_code() == UNAVAILABLE and "no rollout" in summary(found)[-1]
+
+
 def test_a_version_whose_link_is_not_revealed_cannot_be_recomputed(run_dir, tmp_path):
     def before_the_last_version(lines):
         return lines[: max(i for i, (_, body) in enumerate(lines) if isinstance(body, CheckpointPublished))]

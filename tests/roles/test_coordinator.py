@@ -31,7 +31,7 @@ from shoal.protocol.constants import MANIFEST_LIFETIME_S, MAX_FACT_CHARS, MAX_JS
 from shoal.protocol.noise import PHILOX
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.coordinator.api import application
-from shoal.roles.coordinator.board import Board, waiting_for
+from shoal.roles.coordinator.board import ALL_GONE, Board, waiting_for
 from shoal.roles.coordinator.role import demand_steps, demand_whole_log, env_specs, open_run, public_run_file, rules_of
 from shoal.roles.coordinator.versions import admit_trainer, put_chunk, signed_manifest, take_checkpoint
 from shoal.tree import to_tree
@@ -333,7 +333,22 @@ def test_a_wait_for_workers_says_how_many_are_quarantined_or_that_all_left(tmp_p
     assert waiting_for(world.state).endswith("; 1 of 2 workers is quarantined")
     for key in ("a" * 64, "b" * 64):
         world.do(Leave(key, world.now))
-    assert waiting_for(world.state).endswith("; all workers have left or were removed")
+    assert waiting_for(world.state).endswith(ALL_GONE)
+
+
+def test_workers_that_left_before_the_host_started_are_not_back_yet(tmp_path):
+    world, worker = World(tmp_path), "a" * 64
+    town = Town(tmp_path / "run", tiny_run(), clock=lambda: world.now)
+    board = Board(town.desk)
+    world.enter(worker)
+    world.publish()
+    world.do(Leave(worker, world.now))
+    town.desk.book = world.book
+    assert board.status().waiting_for.endswith("; no worker has come back since the host started")
+    town.desk.heard["d" * 64] = world.now
+    assert ALL_GONE not in board.status().waiting_for, "a validator is none"
+    town.desk.heard[worker] = world.now
+    assert board.status().waiting_for.endswith(ALL_GONE)
 
 
 def test_a_wait_for_workers_says_how_many_wait_after_lapses(tmp_path):

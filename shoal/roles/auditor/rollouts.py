@@ -166,7 +166,11 @@ def summary(found: Findings) -> list[str]:
         AGREE: f"the log agrees with what was recomputed{part}",
         DISAGREE: "the log does NOT agree with what was recomputed",
         CANNOT: "nothing could be recomputed",
-        UNAVAILABLE: "nothing was available: the run does not serve what you chose, or not yet",
+        UNAVAILABLE: (
+            "nothing was available: the run does not serve what you chose, or not yet"
+            if found.left_out or found.expired or found.undrawn
+            else "there is nothing yet: no rollout that you chose is judged"
+        ),
         PARTLY: "the log agrees with what was recomputed, but NOT all that you chose could be: see what is left out",
     }
     return [*lines, results[found.exit_code()]]

@@ -43,6 +43,8 @@ NOT_WAITING = "nothing: the run has ended"
 WORKERS = "workers: ", "other workers: "
 """How a wait for workers begins."""
 
+ALL_GONE = "; all workers have left or were removed"
+
 SILENT_AFTER_S = 2 * LONG_POLL_S + 5.0
 """A worker that waits for a lease asks again after a long poll, and at most as long a wait that its answer names. One that
 asked for nothing for longer is silent."""
@@ -162,6 +164,8 @@ class Board:
             if quiet:  # guard: silent-worker-is-told
                 who, _, rest = reason.partition(": ")
                 reason, remedy = f"{who}: {quiet}; {rest}", remedy or ("" if may_end else WORKER_REMEDY)
+            if not any(one.role == "worker" for key in self._desk.heard if (one := state.members.get(key))):
+                reason = reason.replace(ALL_GONE, "; no worker has come back since the host started")
             reason = f"{reason}{_waiting_after_lapses(state, self._desk.clock())}"
         if stopped := self._desk.stop_reports.waited_for(state, state.main):  # guard: stops-are-told
             reason = f"{reason}; {stopped}"
@@ -231,7 +235,7 @@ def _out_of_work(state: State) -> str:
     workers = [node for node in state.members.values() if node.role == "worker"]
     here = [node for node in workers if not node.left and node.standing != "kicked"]
     if workers and not here:
-        return "; all workers have left or were removed"
+        return ALL_GONE
     out = sum(node.standing == "quarantined" for node in here)
     return f"; {out} of {len(here)} workers {'is' if out == 1 else 'are'} quarantined" if out else ""
 

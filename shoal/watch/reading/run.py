@@ -18,7 +18,7 @@ from shoal.envs.base import Env
 from shoal.envs.load import files_needed
 from shoal.errors import ConfigError, NothingYet, Overreach, StateError
 from shoal.ledger.entry import GENESIS, Entry, event_hash
-from shoal.ledger.log.book import checked_entry
+from shoal.ledger.log.book import BrokenLog, checked_entry
 from shoal.ledger.log.redecide import FAULTS
 from shoal.ledger.rules.verdicts import is_final
 from shoal.ledger.state import State
@@ -180,7 +180,7 @@ class Reading:
         try:
             apply(self.state, entry)
         except FAULTS as fault:
-            raise StateError(
+            raise BrokenLog(
                 f"the log of {self.name} is broken at event {entry.seq}: {entry.kind} speaks of something that the log "
                 f"does not hold ({type(fault).__name__}). No coordinator wrote this; ask for the log elsewhere"
             ) from None
