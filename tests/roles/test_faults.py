@@ -22,6 +22,7 @@ from shoal.protocol.types import Faults, GroupRecord, GroupVerdict, Record, Roll
 from shoal.protocol.wire import to_json, to_msgpack
 from shoal.roles.coordinator.board import Board, batch_of
 from shoal.roles.coordinator.judging import MAX_REPORTED, _demand_recorded_faults, _is_new
+from shoal.roles.seat import SOONEST_S
 from tests.envs import brittle
 from tests.roles.town import Town, tiny_run
 
@@ -79,7 +80,7 @@ def test_with_lowest_a_run_learns_from_failed_rollouts_and_counts_them(tmp_path,
     ("episodes", {"every": 0, "outside": 4}, OUTSIDE), ("completions", {"every": 0, "outside": 4}, OUTSIDE),
 ], ids=["raises", "raises-at-the-host", "outside", "outside-at-the-host"])  # fmt: skip
 @pytest.mark.parametrize("tasks", [(), (3,)], ids=["tasks", "one-task"])
-def test_a_run_whose_environment_fails_often_pauses_and_says_why(tmp_path, kind, args, why, tasks):
+def test_a_run_whose_environment_fails_often_pauses_and_says_why(tmp_path, kind, args, why, tasks, caplog):
     """If all of it is in one task, the sentence names the task. Where the host plays, its only validator is another's."""
     config = replace(brittle_run(kind, **args), validators=ValidatorsConfig(count=int(kind == "episodes")))
     if tasks:
@@ -89,14 +90,22 @@ def test_a_run_whose_environment_fails_often_pauses_and_says_why(tmp_path, kind,
         one_file.train(config, tmp_path / "one", tmp_path)
     town = Town(tmp_path / "run", config)
     validator = town.validator()
+    caplog.set_level("INFO", "validator")
     if kind == "completions":
         town.desk.book.write(Admin("admit", validator.client.key.public, town.clock()), town.clock())
+
+    def told():
+        return [one.getMessage() for one in caplog.records if one.name == "validator"]
 
     async def story():
         roles = [asyncio.create_task(role.run()) for role in (town.trainer(), validator, town.worker("w"))]
         async with asyncio.timeout(60):
             while town.desk.state.phase == "running":
                 await asyncio.sleep(0.02)
+            while not any(line.startswith("waiting reason=") and why in line for line in told()):
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(3 * SOONEST_S)
+        assert len([line for line in told() if line.startswith("waiting reason=")]) == 1
         status = Board(town.desk).status()
         for role in roles:
             role.cancel()
