@@ -31,7 +31,7 @@ from shoal.launch.hosting import NodesWatch
 from shoal.launch.loggers import STOP_S as LOGGER_STOP_S
 from shoal.launch.loggers import demand_loggers, onlookers
 from shoal.launch.panels import WATCHDOG_S
-from shoal.launch.process import RoleProcess, counted_signals, suspended_process, with_suspended
+from shoal.launch.process import RoleProcess, counted_signals, suspended_process, with_ended_call, with_suspended
 from shoal.launch.prompt_preview import PromptPreview
 from shoal.launch.room import first_spec, learned_parameters_of, sized
 from shoal.launch.samples import NewestSample, Samples
@@ -338,7 +338,7 @@ class LocalRun:
         lines = self._trainer is None and not self._draws
         shot = replace(self._snapshot, metrics=()) if lines else self._snapshot
         phase, waiting_for = shot.status.phase, as_called(shot.status.waiting_for, self._folder.root)
-        waiting_for = with_suspended(waiting_for, self._processes())
+        waiting_for = with_suspended(with_ended_call(waiting_for, self._processes()), self._processes())
         phase = "evaluating" if phase == "ended" and not self._evaluations.last_is_done() else phase
         return replace(shot, status=msgspec.structs.replace(shot.status, phase=phase, waiting_for=waiting_for))
 

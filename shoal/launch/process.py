@@ -27,7 +27,7 @@ import psutil
 from shoal.config import child_environment
 from shoal.errors import EXIT_DONE, EXIT_USER_ERROR
 from shoal.launch.logfiles import LogFile
-from shoal.ledger.hints import split_remedy
+from shoal.ledger.hints import ENDED_CALLS, split_remedy
 
 MAX_QUICK_DEATHS = 5
 """A role is given up after this many deaths in a row, each less than QUICK_DEATH_S after its start."""
@@ -269,3 +269,12 @@ def with_suspended(waiting_for: str, processes: Iterable[RoleProcess]) -> str:
     ]
     cause, remedy = split_remedy(waiting_for)
     return ". ".join(filter(None, ("; ".join((cause, *found)), remedy))) if found else waiting_for
+
+
+def with_ended_call(waiting_for: str, processes: Iterable[RoleProcess]) -> str:
+    """What a run waits for; if that is a turn of the stage, with the call of an environment that the stage ended last."""
+    log = next((process.log for process in processes if process.name == "stage"), None)
+    if log is None or ENDED_CALLS not in waiting_for:
+        return waiting_for
+    ended = [line.partition("reason=")[2] for line in tail(log, 100) if "killed env=" in line]
+    return waiting_for.replace(ENDED_CALLS, f"{ENDED_CALLS}, last {ended[-1]}") if ended else waiting_for

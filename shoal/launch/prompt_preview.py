@@ -3,15 +3,20 @@
 Called by `launch/local` when a run begins, and by `shoal doctor --recipe`.
 """
 
+import re
 import sys
 import time
 
 from shoal.errors import StateError
 from shoal.folder import RunFolder
 from shoal.launch.process import RoleProcess
+from shoal.terminal import brief
 
 PREVIEW_S = 120.0
 """An environment that takes longer to begin has no prompt shown."""
+
+MAX_WHY_CHARS = 400
+"""Of the log's last line, which may hold an environment's words."""
 
 
 class PromptPreview:
@@ -37,8 +42,11 @@ class PromptPreview:
             self._role = None
             return [self._folder.first_prompts.read_text()] if self._folder.first_prompts.exists() else []
         if role.restarts or time.monotonic() - self._begun > PREVIEW_S:
+            said = role.last_words(1)  # before another start
             self.end()
-            return [f"the first prompts cannot be shown: {role.log} says why. The run goes on"]
+            last = re.sub(r"^[-\d]+ [:\d]+ [A-Z]+ +\w+ +", "", said[0]) if said else "nothing was logged"
+            why = f"{brief(last, MAX_WHY_CHARS)}. {role.log} may say more"
+            return [f"the first prompts cannot be shown: {why}. The run goes on"]
         return []
 
     def is_awaited(self) -> bool:

@@ -2,7 +2,8 @@
 
 A record of the state, changed by `facts/` through its methods; `rules/run` asks it for a cause. recipes/one_file.py counts
 with it, too. Pure: it knows no state. Every rollout of a group counts once the group is accepted; a group with faults
-counts only once they are confirmed, so that no single worker and no single validator of others can pause a run.
+counts only once they are confirmed, so that no single worker and no single validator of others can pause a run. What the
+host's own stage played and recorded is confirmed by any validator that no other can check.
 """
 
 import math

@@ -24,6 +24,7 @@ SAYS_FORK = (
     "run from the newest checkpoint. If not, this node lies, and there is nothing to do"
 )
 """After the name of a node."""
+ENDED_CALLS = "logs/stage.log names each call that it ends"
 NO_LEASE = "no lease is granted"
 """Of a wait for workers: the host keeps them waiting."""
 QUOTA = "the host's disk quota is used up"

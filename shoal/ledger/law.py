@@ -48,7 +48,7 @@ WHAT_CHANGED = {
     "those of which none was due bring neither trust nor stake, and the others are audited as their parents at least; "
     "the host may quarantine a worker and lower the learning rate, and its requests may hold the evidence of an alarm; "
     "rollouts on which the environment fails count in nothing that is learned, their groups are always audited and "
-    "rechecked, and a run in which many fail pauses; "
+    "rechecked, and a run in which many fail pauses, once two validators or the host found it; "
     "slots whose task cannot begin count among the groups without signal; "
     "a lease may be given back because an environment was stopped, and a block that was stopped everywhere is void; "
     "the only worker waits at most `least_soft_s` after its lapses, and so does one whose every lease of a block ended "

@@ -124,6 +124,10 @@ class State(msgspec.Struct, dict=True):
         validators = (member for member in self.members.values() if member.role == "validator")
         return sorted(member.key for member in validators if member.standing not in ("kicked", "suspended"))
 
+    def has_hosts_word(self, submission: SubmissionRecord, validators: Iterable[str]) -> bool:
+        """Whether faults that these validators name are the host's finding, too: they are its own, or its stage played."""
+        return bool(submission.record) or {*validators} <= {*(self.host_validators or ())}
+
     def maker_of(self, stream: StreamRecord, place: tuple[int, int]) -> str:
         """Key of the worker that made the group at a (version, slot)."""
         version, slot = place

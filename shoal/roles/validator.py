@@ -123,6 +123,8 @@ class Validator:
         """What the newest submission took to judge."""
         self.in_hand = ""
         """The submission that is being judged."""
+        self.paused = ""
+        """That the run is paused, and why, as it was logged last; empty while it goes on."""
         self.leave_at_once: Callable[[], None] = lambda: None
         """As of a worker."""
         self.seat: Seat
@@ -229,9 +231,11 @@ class Validator:
                 log.info("the run has ended")
                 return None
             why = f": {status.pause_cause}" if status.pause_cause else ""
-            paused = f"the run is paused until its host resumes it{why}"
-            nothing = paused if status.phase == "paused" else "nothing is for this validator to judge now"
-            self.doing.now(f"waiting: {nothing}")
+            paused = f"the run is paused until its host resumes it{why}" if status.phase == "paused" else ""
+            if paused and paused != self.paused:
+                log.info("waiting reason=%.400r", paused)
+            self.paused = paused
+            self.doing.now(f"waiting: {paused or 'nothing is for this validator to judge now'}")
             await self.stopping.unless(asyncio.sleep(SOONEST_S))
         return None
 

@@ -22,7 +22,7 @@ from shoal.errors import StateError
 from shoal.folder import RunFolder
 from shoal.launch.local import LocalRun
 from shoal.launch.lock import locked
-from shoal.launch.process import RoleProcess, suspended_process, with_suspended
+from shoal.launch.process import RoleProcess, suspended_process, with_ended_call, with_suspended
 from shoal.launch.shifts import shifts_of
 from shoal.launch.snapshot import NO_STATUS
 from shoal.launch.told import Told
@@ -30,6 +30,7 @@ from shoal.launch.view import LiveView, render
 from shoal.launch.watching import FolderWatch
 from shoal.ledger.facts.run import NO_SIGNAL, Admin
 from shoal.ledger.fault_rate import FAULTS
+from shoal.ledger.hints import ENDED_CALLS
 from shoal.monitors.no_signal import BY_LIMIT, FALLEN
 from tests.roles.town import Town
 
@@ -199,6 +200,15 @@ def test_a_coordinator_that_does_not_answer_is_what_the_run_waits_for(tmp_path: 
     run._answered -= 9.0
     run._look(0.0)
     assert "the coordinator has not answered for 9 s" in told.getvalue()
+
+
+def test_a_wait_for_a_slow_answer_names_the_call_that_the_stage_ended_last(tmp_path: Path) -> None:
+    roles, waits = [RoleProcess("stage", [], tmp_path / "stage.log", 1)], f"a slow answer: {ENDED_CALLS}; workers: ..."
+    assert with_ended_call(waits, roles) == waits == with_ended_call(waits, [])
+    lines = ("killed env=own task=3 reason='step() line 1'", "killed env=own task=5 reason='step() line 9'", "other")
+    roles[0].log.write_text("\n".join(lines))
+    assert with_ended_call(waits, roles) == f"a slow answer: {ENDED_CALLS}, last 'step() line 9'; workers: ..."
+    assert with_ended_call("workers: 0 of 8", roles) == "workers: 0 of 8"
 
 
 def test_a_wait_names_the_processes_of_its_role_that_were_stopped() -> None:

@@ -218,6 +218,21 @@ def test_a_validator_that_does_not_come_hides_no_faults_from_the_hosts_own(tmp_p
     assert served == 6 and world.state.phase == "paused"
 
 
+@pytest.mark.parametrize("absent", [False, True], ids=["alone", "other-stays-away"])
+def test_one_validator_of_others_is_enough_where_the_hosts_stage_recorded_the_faults(tmp_path, absent):
+    world, served = admitted(world_of(tmp_path, ()), SECOND, *((THIRD,) if absent else ())), 0
+    while world.state.phase == "running" and served < 20:
+        name = world.submit(WORKER, world.lease(WORKER), recheck=0.999, record="f" * 64)
+        world.judge(name, faults=ONE, audited=True, by=SECOND)
+        assert absent <= (world.state.phase == "running"), "the other may still look"
+        served += 1
+        world.now += 2 * LAW.dispute_s * absent
+        for _ in range(3 * absent):
+            world.do(Tick(world.now))
+    assert served == 6 and world.state.phase == "paused"
+    assert world.audit().findings == []
+
+
 def test_a_run_of_several_environments_counts_each_by_itself(tmp_path):
     world = world_of(tmp_path, envs=(WORDS, SUMS))
     for _ in range(8):

@@ -80,10 +80,11 @@ class World:
         self.do(AskLease(key, tuple(holding), 0.0, self.now))
         return next(lease for lease in self.state.open_leases_of(key) if lease.id not in holding)
 
-    def submit(self, key, lease, salt="", draw=0.0, recheck=1.0, order=()):
+    def submit(self, key, lease, salt="", draw=0.0, recheck=1.0, order=(), record=UNSET):
         groups = tuple(digest(f"{lease.id}/{i}/{salt}".encode()) for i in range(len(self.state.slots_of(lease))))
         name = digest("".join(groups).encode())
-        self.do(Submit(key, lease.id, name, 100, groups, tuple(draw for _ in groups), order, self.now, int(self.now)))
+        self.do(Submit(key, lease.id, name, 100, groups, tuple(draw for _ in groups), order, self.now, int(self.now),
+                       record=record))  # fmt: skip
         self.rechecks[name] = recheck
         return name
 

@@ -2,25 +2,34 @@
 
 import asyncio
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
+from shoal.config import ValidatorsConfig
 from shoal.envs.load import env_digest
 from shoal.errors import StateError
+from shoal.ledger.answers import Refused
 from shoal.ledger.facts.batches import GroupAccepted
+from shoal.ledger.facts.run import Admin
 from shoal.ledger.facts.verdicts import VerdictGiven
 from shoal.metrics import read_metrics
 from shoal.protocol.tasklists import TaskList
-from shoal.protocol.wire import to_json
+from shoal.protocol.types import Faults, GroupRecord, GroupVerdict, Record, RolloutRecord, Verdict
+from shoal.protocol.wire import to_json, to_msgpack
 from shoal.roles.coordinator.board import Board, batch_of
-from shoal.roles.coordinator.judging import MAX_REPORTED, _is_new
+from shoal.roles.coordinator.judging import MAX_REPORTED, _demand_recorded_faults, _is_new
+from shoal.roles.seat import SOONEST_S
 from tests.envs import brittle
 from tests.roles.town import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import one_file
+
+OUTSIDE = "environment faults: brittle gives a score of 2.0, outside its reward_bounds"
 
 
 def brittle_run(kind="episodes", algorithm=None, on_fault="", **args):
@@ -68,24 +77,35 @@ def test_with_lowest_a_run_learns_from_failed_rollouts_and_counts_them(tmp_path,
 @pytest.mark.parametrize(("kind", "args", "why"), [
     ("episodes", {"every": 2}, "environment faults: brittle fails on "),
     ("completions", {"every": 2}, "environment faults: brittle fails on "),
-    ("episodes", {"every": 0, "outside": 4}, "environment faults: brittle gives a score of 2.0, outside its reward_bounds"),
-], ids=["raises", "raises-at-the-host", "outside"])  # fmt: skip
+    ("episodes", {"every": 0, "outside": 4}, OUTSIDE), ("completions", {"every": 0, "outside": 4}, OUTSIDE),
+], ids=["raises", "raises-at-the-host", "outside", "outside-at-the-host"])  # fmt: skip
 @pytest.mark.parametrize("tasks", [(), (3,)], ids=["tasks", "one-task"])
-def test_a_run_whose_environment_fails_often_pauses_and_says_why(tmp_path, kind, args, why, tasks):
-    """If all of it is in one task, the sentence names the task."""
-    config = brittle_run(kind, **args)
+def test_a_run_whose_environment_fails_often_pauses_and_says_why(tmp_path, kind, args, why, tasks, caplog):
+    """If all of it is in one task, the sentence names the task. Where the host plays, its only validator is another's."""
+    config = replace(brittle_run(kind, **args), validators=ValidatorsConfig(count=int(kind == "episodes")))
     if tasks:
         (tmp_path / "tasks.json").write_bytes(to_json(TaskList(env_digest(brittle.__file__), args, 16, tasks)))
         config = replace(config, envs=(replace(config.envs[0], tasks=str(tmp_path / "tasks.json")),))
     with pytest.raises(StateError, match=why):
         one_file.train(config, tmp_path / "one", tmp_path)
     town = Town(tmp_path / "run", config)
+    validator = town.validator()
+    caplog.set_level("INFO", "validator")
+    if kind == "completions":
+        town.desk.book.write(Admin("admit", validator.client.key.public, town.clock()), town.clock())
+
+    def told():
+        return [one.getMessage() for one in caplog.records if one.name == "validator"]
 
     async def story():
-        roles = [asyncio.create_task(role.run()) for role in (town.trainer(), town.validator(), town.worker("w"))]
+        roles = [asyncio.create_task(role.run()) for role in (town.trainer(), validator, town.worker("w"))]
         async with asyncio.timeout(60):
             while town.desk.state.phase == "running":
                 await asyncio.sleep(0.02)
+            while not any(line.startswith("waiting reason=") and why in line for line in told()):
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(3 * SOONEST_S)
+        assert len([line for line in told() if line.startswith("waiting reason=")]) == 1
         status = Board(town.desk).status()
         for role in roles:
             role.cancel()
@@ -100,6 +120,21 @@ def test_a_run_whose_environment_fails_often_pauses_and_says_why(tmp_path, kind,
         assert "brittle.py line" in status.pause_cause and "KeyError" in status.pause_cause
     again = town.audit()
     assert again.findings == [] and (again.state.phase, again.state.pause_cause) == ("paused", status.pause_cause)
+
+
+@pytest.mark.parametrize(("faults", "slot", "refused"), [
+    (Faults((1,)), 7, False), (Faults(outside=(2,), score=9.0), 7, False), (Faults((1,), (2,), 2.0), 7, False),
+    (Faults((0, 1)), 7, True), (Faults((1,), (1,)), 7, True), (Faults((1,)), 6, True),
+])  # fmt: skip
+def test_a_verdict_names_no_fault_that_the_hosts_stage_did_not_record(faults, slot, refused):
+    """Else one validator alone could pause the run."""
+    played = (RolloutRecord("a", "environment", 1.0), RolloutRecord("b", "error", 0.0, fault="KeyError"),
+              RolloutRecord("c", "environment", 0.0, outside=2.0))  # fmt: skip
+    blobs = {"r": to_msgpack(Record("run", "lease", 0, (GroupRecord(7, played),)))}
+    submission = SimpleNamespace(record="r", decided=False, digest="s")
+    verdict = Verdict("s", (GroupVerdict(slot, True, "accept", faults=faults), GroupVerdict(8, True, "accept")))
+    with pytest.raises(Refused, match="did not record") if refused else nullcontext():
+        _demand_recorded_faults(SimpleNamespace(state=None, blobs=blobs), submission, verdict)
 
 
 def test_a_coordinator_remembers_a_bounded_number_of_causes_of_void_slots() -> None:

@@ -41,8 +41,8 @@ class GroupAccepted(Message, frozen=True):
     env: str | UnsetType = UNSET
     """Label of its environment, in runs with several."""
     confirmed: bool | UnsetType = UNSET
-    """Of a group with faults: whether two validators found them, or one of the host's that no other can check. Only then
-    can they pause the run."""
+    """Of a group with faults: whether two validators found them, or one that no other can check and that is the host's or
+    has the record of its stage. Only then can they pause the run."""
 
     @property
     def has_signal(self) -> bool:

@@ -207,7 +207,7 @@ def apply_rechecked(body: Rechecked, state: State, entry: Entry) -> None:
     submission = state.submissions[body.submission]
     if state.faults:
         # guard: absent-judge-hides-no-faults
-        alone = len(submission.verdicts) == 1 and {*submission.verdicts} <= {*(state.host_validators or ())}
+        alone = len(submission.verdicts) == 1 and state.has_hosts_word(submission, submission.verdicts)
         state.faults.rechecked(body.submission, body.outcome == "confirmed" or alone, state.law.fault_window)
     first, groups = next(iter(submission.verdicts.items()))
     accused = any(first in pair for pair in submission.differs)

@@ -249,7 +249,7 @@ def _decide(
                 lease.version, group.slot, submission.digest, index, submission.groups[index], group.tokens,
                 group.rewards, signal, lease.stream, auditor_of(verdicts, group) if stream.uses and signal else UNSET,
                 group.steps, group.faults, (envs or {}).get(group.slot, UNSET),
-                _is_confirmed(state, group, verdicts, recheck) if group.faults else UNSET,
+                _is_confirmed(state, submission, group, verdicts, recheck) if group.faults else UNSET,
             )  # fmt: skip
             pay = pay_of(group, state.rules)
             paid += staked(state, pay)
@@ -273,16 +273,17 @@ def _decide(
 
 
 def _is_confirmed(
-    state: State, group: GroupVerdict, verdicts: Mapping[str, Sequence[GroupVerdict]], recheck: bool
-) -> bool:
-    """Whether two validators found the same faults, or one of the host's own that nobody can check."""
+    state: State, submission: SubmissionRecord, group: GroupVerdict, verdicts: Mapping[str, Sequence[GroupVerdict]],
+    recheck: bool,
+) -> bool:  # fmt: skip
+    """Whether two validators found the same faults, or one that nobody can check and that has the host's word."""
     same = [
         key
         for key, groups in verdicts.items()
         if any(one.slot == group.slot and fault_key(one) == fault_key(group) for one in groups)
     ]
     # guard: lone-validator-confirms-nothing
-    return len(same) > 1 or (not recheck and {*same} <= {*(state.host_validators or ())})
+    return len(same) > 1 or (not recheck and state.has_hosts_word(submission, same))
 
 
 def _end_recheck(

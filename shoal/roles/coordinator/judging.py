@@ -24,7 +24,7 @@ from shoal.ledger.state import State
 from shoal.ledger.state_records import SubmissionRecord
 from shoal.ledger.turns import silent, turn_s
 from shoal.protocol import types as t
-from shoal.protocol.wire import WireError, from_json, to_json
+from shoal.protocol.wire import WireError, from_json, from_msgpack, to_json
 from shoal.roles.coordinator.desk import Desk
 
 MAX_REPORTED = 1000
@@ -64,6 +64,7 @@ async def take_verdict(desk: Desk, key: str, verdict: t.Verdict) -> None:
     submission = desk.state.submissions.get(verdict.submission)
     if submission is None:
         raise Refused("unknown", f"no submission {verdict.submission[:12]}")
+    _demand_recorded_faults(desk, submission, verdict)
     projection, differs_from = _compare(desk, key, submission, verdict)
     bare = msgspec.structs.replace(verdict, projections={})
     lease = desk.state.lease_of(submission)
@@ -94,6 +95,23 @@ async def take_verdict(desk: Desk, key: str, verdict: t.Verdict) -> None:
                 pass
     for skipped in sorted(silent(desk.state, judged.now) - before):
         log.warning("validator=%s is not waited for: %s", skipped[:12], _why_skipped(desk.state, skipped))
+
+
+def _demand_recorded_faults(desk: Desk, submission: SubmissionRecord, verdict: t.Verdict) -> None:
+    """Where the host plays, a validator may name no fault that the host's stage did not record, because the ledger takes it
+    for the host's own finding. Raises `Refused`."""
+    named = {group.slot: group.faults for group in verdict.groups if group.faults is not msgspec.UNSET}
+    if not named or not submission.record or not is_open(desk.state, submission):
+        return
+    record = from_msgpack(desk.blobs.get(submission.record), t.Record)
+    played = {group.slot: group.rollouts for group in record.groups}
+    for slot, faults in named.items():
+        rollouts = played.get(slot, ())
+        failed = {index for index, one in enumerate(rollouts) if one.fault}
+        outside = {index for index, one in enumerate(rollouts) if one.outside is not msgspec.UNSET}
+        # guard: faults-as-recorded
+        if not (failed.issuperset(faults.rollouts) and outside.issuperset(faults.outside)):
+            raise Refused("malformed", f"slot {slot}: the verdict names faults that the host's stage did not record")
 
 
 def _why_skipped(state: State, key: str) -> str:

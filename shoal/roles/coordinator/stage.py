@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from shoal.errors import PeerError
 from shoal.ledger.answers import Refused
+from shoal.ledger.hints import ENDED_CALLS
 from shoal.ledger.state_records import LeaseRecord
 from shoal.net.client import Client, PeerRefused
 from shoal.net.listening import told_address
@@ -132,7 +133,7 @@ class StageDoor:
             return ""
         return (
             f"the host's stage: one answer takes {longest_s:.0f} s so far, with all its tries, in {tasks}. An environment "
-            "or the machine is slow, or a call hangs: logs/stage.log names each call that it ends"
+            f"or the machine is slow, or a call hangs: {ENDED_CALLS}"
         )
 
     async def record(self, asked: t.Staged) -> t.Record:
