@@ -315,10 +315,9 @@ class Checked:
             return Finding("time", "failed", f"{failed}: let it do less when it is imported")
         if failed.reason is Reason.TIMEOUT:
             return Finding("time", "failed", f"{failed}: every call must end soon, whatever the policy wrote")
+        has_code = "exit code" in str(failed) and "exit code None" not in str(failed)
         remedy = "raise an error instead"
-        if "exit code" not in str(failed) or "exit code None" in str(
-            failed
-        ):  # its pipe holds other bytes, or was closed
+        if not has_code:  # its pipe holds other bytes, or was closed
             remedy = "write to no file that the environment did not open, and close none"
         if "SIGALRM" in str(failed):
             remedy = "an alarm that it set itself went off there, and nothing handled it: call signal.signal before "
