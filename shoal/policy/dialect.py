@@ -6,6 +6,7 @@ messages in the form that one template takes. A template's name plays no part. I
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -91,14 +92,11 @@ class Dialect:
         around = [text.replace(words, MARK) for words, text in zip(_WORDS, told, strict=True)]
         return shown and around[0] != around[1]
 
-    def lead(self, arguments: Mapping[str, Any]) -> str:
-        """What is written between a prompt and the words of the newest turn, which the policy writes itself."""
-        prompt, told = (
-            self._text(self.present(one), asked, arguments) or ""
-            for one, asked in (([_ASK], True), ([_ASK, said(MARK)], False))
-        )
-        begun, found, _ = told.partition(MARK)
-        return begun.removeprefix(prompt) if found and begun.startswith(prompt) else ""
+    def empty_thought(self, text: str) -> str:
+        """The end of a thought without words at the beginning of a text, or a whole one, with the white space around it."""
+        opening, closing = map(re.escape, self._marks)
+        found = re.match(rf"\s*({opening}\s*)?{closing}\s*", text)
+        return found.group() if found else ""
 
     def missing_generation_prompt(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> str:
         """What is written before a turn of the assistant, if prompts end without it: the template ignores

@@ -13,9 +13,10 @@ from shoal.errors import Overreach, StateError
 from shoal.policy.dialect import Dialect, calling, said
 from shoal.policy.ends import num_shared
 from shoal.policy.messages import BadMessage, Message, Written, normal
-from shoal.policy.notations import reasoning_marks
 
 Part = Literal["reasoning", "visible"]
+
+_ASK = {"role": "user", "content": "."}
 
 
 class Words(NamedTuple):
@@ -48,10 +49,12 @@ def places(dialect: Dialect, items: Sequence[Message | Written], arguments: Mapp
             'the chat template writes other text around a turn for other words of it: use history = "append"'
         )
     marks = _Marks(items)
-    messages = _messages(dialect, items, marks, content=True)
+    content = True
+    messages = _messages(dialect, items, marks, content)
     text = _shown(dialect, messages, arguments)
     if text is None or any(_swapped(text, marks.of(item.turn)) for item in items if isinstance(item, Written)):
-        messages = _messages(dialect, items, marks, content=False)
+        content = False
+        messages = _messages(dialect, items, marks, content)
         text = dialect.text(messages, arguments)
     for item in items:
         if isinstance(item, Written):
@@ -72,9 +75,12 @@ def places(dialect: Dialect, items: Sequence[Message | Written], arguments: Mapp
         if not item.reasoning or reasoning >= 0 or visible < 0:
             last = marks.last_of(text[:begin])
             prompted = _after(dialect.text(messages[:index], arguments), last)
-            if reasoning < 0 <= visible:  # the template shows where the turn's text begins
-                prompted = _seen(dialect, words, prompted, arguments) if visible == min(shown) else prompted
-            elif not words.startswith(prompted):
+            if words.startswith(prompted):
+                newest = _messages(dialect, [_ASK, item], marks, content)
+                prompted = _seen(dialect, words, prompted, _opening(dialect, newest, marks.of(item.turn), arguments))
+            elif reasoning < 0 <= visible:  # the template shows where the turn's text begins
+                prompted = None
+            else:
                 bare = _after(dialect.text(messages[:index], arguments, prompt=False), last)
                 prompted = _up_to_turn(words, prompted, bare, item.turn)
         found.append(Words(words, after, prompted))
@@ -86,10 +92,12 @@ def places(dialect: Dialect, items: Sequence[Message | Written], arguments: Mapp
     return [*found, Words(text[begin:], after)]
 
 
-def _shown(dialect: Dialect, messages: Sequence[Message], arguments: Mapping[str, Any]) -> str | None:
+def _shown(
+    dialect: Dialect, messages: Sequence[Message], arguments: Mapping[str, Any], prompt: bool = True
+) -> str | None:
     """The messages as text; None if the template refuses them."""
     try:
-        return dialect.text(messages, arguments)
+        return dialect.text(messages, arguments, prompt)
     except Overreach:
         raise
     except StateError:
@@ -118,17 +126,29 @@ def _after(text: str, last: str) -> str:
     return text[text.rfind(last) + len(last) :] if last in text else ""
 
 
-def _seen(dialect: Dialect, words: str, prompted: str, arguments: Mapping[str, Any]) -> str | None:
-    """Of the words before a turn without a thought those that the policy saw; None if it is all of them, or if the template
-    has put an empty thought before the turn. Any other text is the beginning of a turn, which the policy has written."""
+def _seen(dialect: Dialect, words: str, prompted: str, opening: str | None) -> str:
+    """Of the words before a turn those that the policy saw, and an empty thought that the template has put there since. What
+    else is added must be `opening`, with which the template begins the newest turn: that is the policy's own."""
     added = words.removeprefix(prompted)
-    if not words.startswith(prompted) or "".join(added.split()) == "".join(reasoning_marks(dialect.notation)):
-        return None
-    if added.strip() and added != dialect.lead(arguments):  # guard: turns-keep-their-words
+    thought = dialect.empty_thought(added)
+    if thought and opening is not None:
+        opening = opening[len(dialect.empty_thought(opening)) :]
+    rest = added[len(thought) :]
+    if rest.strip() and opening is not None and rest != opening:  # guard: turns-keep-their-words
         raise StateError(
-            f'the chat template adds {added.strip()!r:.40} to a turn when it is shown again: use history = "append"'
+            f'the chat template adds {rest.strip()!r:.40} to a turn when it is shown again: use history = "append"'
         )
-    return prompted
+    return prompted + thought
+
+
+def _opening(
+    dialect: Dialect, newest: Sequence[Message], marks: tuple[str, str, str], arguments: Mapping[str, Any]
+) -> str | None:
+    """What the template writes between a prompt and the first mark of the turn after it; None if it shows that otherwise."""
+    prompt, text = _shown(dialect, newest[:1], arguments), _shown(dialect, newest, arguments, prompt=False)
+    if prompt is None or text is None or not text.startswith(prompt):
+        return None
+    return text[len(prompt) : min(at for mark in marks if (at := text.find(mark)) >= 0)]
 
 
 def _up_to_turn(words: str, prompted: str, bare: str, turn: int) -> str:

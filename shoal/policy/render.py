@@ -298,7 +298,9 @@ class Renderer:
             return ids[ends[0] + 1 :]
         if kind == "calls":
             ids = self._encode_after_end(rest[len(common) :])
-            return ids[1:] if self._stands_for_end(ids, closing) else ids
+            if self._stands_for_end(ids, closing):
+                return ids[1:]
+            ends = [i for i, token in enumerate(ids) if token in self.stop_ids]
         added = self._decode_whole(ids[: ends[0]]).strip() if ends and self._ends(closing) else ""
         if added and self._special.keys().isdisjoint(ids[: ends[0]]):  # guard: turns-end-where-they-were-written
             raise StateError(f"the chat template adds {added!r:.40} to earlier turns: multi-turn play is impossible")

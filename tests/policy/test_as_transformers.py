@@ -325,16 +325,21 @@ def test_a_history_has_the_empty_thoughts_that_the_template_writes_into_it(thoug
 @pytest.mark.parametrize(
     ("before", "after", "says"),
     [
-        (EARLIER + "(earlier) {% endif %}", "", r"adds '\(earlier\)' to a turn when it is shown again"),
-        ("{% if m.role == 'assistant' %}#{{ loop.index }} {% endif %}", "", "adds '#4' to a turn when"),
+        (EARLIER + "(earlier) {% endif %}", "", r"adds '\(earlier\)( <think>)?' to a turn when"),
+        ("{% if m.role == 'assistant' %}#{{ loop.index }} {% endif %}", "", "adds '#4( <think>)?' to a turn when"),
         ("", EARLIER + " [seen]{% endif %}", r"adds '\[seen\]' to earlier turns"),
     ],
 )
-def test_a_template_that_adds_to_earlier_turns_is_refused_by_name(before: str, after: str, says: str) -> None:
-    with checkpoint(template=talk_template(before, after)) as directory:
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize("calls", [(), (("abc", "add"),)])
+def test_a_template_that_adds_to_earlier_turns_is_refused_by_name(
+    before: str, after: str, says: str, thinks: bool, calls: tuple[tuple[str, str], ...]
+) -> None:
+    with checkpoint(template=talk_template(before + THOUGHT, after)) as directory:
         renderer = Renderer.from_directory(directory)
+        answer = {"role": "tool", "content": "4", "tool_call_id": "abc", "name": "add"} if calls else USER
         with pytest.raises(StateError, match=says):
-            renderer.history([USER, Written(0), USER, Written(1), USER])
+            renderer.history([USER, Written(0, thinks, calls), answer, Written(1, thinks, calls), answer])
         if after:
             with pytest.raises(StateError, match=says):
                 renderer.reply("more")

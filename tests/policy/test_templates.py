@@ -237,16 +237,30 @@ def test_a_history_of_plain_turns_is_the_conversation_so_far(name: str) -> None:
     renderer = renderer_of(name)
     opening = renderer.open([USER])
     closes = opening.thinking and not renderer.keeps_thinking()
+    thought = renderer.encode("</think>\n\n") if opening.thinking else []
     turns = [[*renderer.encode(text), renderer.eos_id] for text in ("ONE", "TWO")]
-    talk = [*opening.token_ids, *turns[0], *renderer.reply("GO ON"), *turns[1], *renderer.reply("AND")]
-    items = [USER, Written(0), {"role": "user", "content": "GO ON"}, Written(1), {"role": "user", "content": "AND"}]
-    told = filled(renderer.history(items), {(i, "visible"): turn for i, turn in enumerate(turns)})
+    written = [[*thought, *turn] for turn in turns]
+    talk = [*opening.token_ids, *written[0], *renderer.reply("GO ON"), *written[1], *renderer.reply("AND")]
+    first, second = (Written(i, opening.thinking) for i in range(2))
+    items = [USER, first, {"role": "user", "content": "GO ON"}, second, {"role": "user", "content": "AND"}]
+    parts = {(i, "visible"): turn for i, turn in enumerate(turns)} | {(i, "reasoning"): thought for i in range(2)}
+    told = filled(renderer.history(items), parts)
     if closes:
         assert "<think>" not in spell(renderer, told).split("AND")[0].replace("<think></think>", "")
     elif name in EMPTY_THOUGHTS:
         assert spell(renderer, told).replace("\n<think></think>\n", "") == spell(renderer, talk)
     else:
         assert told == talk
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - WITHOUT_CALLS))
+def test_a_history_shows_a_call_without_a_thought_once_and_closes_the_thought_of_its_prompt(name: str) -> None:
+    renderer = renderer_of(name)
+    items = [USER, Written(0, False, (("call00000", "add"),)), RESULT]
+    text = spell(renderer, filled(renderer.history(items, TOOLS), {(0, "visible"): renderer.encode("CALL-0;")}))
+    assert text.index("WHAT IS IT") < text.index("CALL-0;") < text.index("TOOLRESULT") and text.count("CALL-0;") == 1
+    before = text[: text.index("CALL-0;")]
+    assert before.rfind("<think>") <= before.rfind("</think>"), "the template closes it, the policy did not"
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - WITHOUT_CALLS))
