@@ -246,10 +246,10 @@ class RunFolder:
         before, asked = self.config(), {override.partition("=")[0].strip() for override in overrides}
         for key in keys_that_keep_less(before.storage, config.storage):
             old, new = map(operator.attrgetter(key), (before, config))
-            if key not in asked:  # guard: kept-until-told
+            if asked.isdisjoint((key, key.partition(".")[0])):  # guard: kept-until-told
                 raise StateError(
-                    f"{key} = {new}, and the run in {self.root} keeps by {key} = {old}: what is above that would be "
-                    f"deleted. Set --set {key}={old}, as before; to let it be deleted, say --set {key}={new}"
+                    f"{key} = {new}, and the run in {self.root} keeps by {key} = {old}: what only that keeps would be "
+                    f"deleted. Start with --set {key}={old}, as before, or let it be deleted by --set {key}={new}"
                 )
 
     def keep_found(self, config: RunConfig) -> None:

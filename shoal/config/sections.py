@@ -82,7 +82,7 @@ class TrainConfig(Section, frozen=True):
     """Which groups teach anything, what each rollout is worth, and the loss. Its arguments are in a table of their own."""
     lr: float = PRESET_LR
     """Learning rate at its highest. -1: 500 divided by the number of parameters that learn, but at least 1e-6 and at most
-    1e-3. The launcher says it, and stores it with the run."""
+    5e-4. The launcher says it, and stores it with the run."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After warm-up; linear and cosine fall to a tenth."""
     warmup_steps: int = 5

@@ -226,7 +226,8 @@ def demand_disk(config: RunConfig, root: Path, with_workers: bool) -> None:
     if need > free:
         raise StateError(
             f"this run needs about {amount(need)} of disk in {root}, and {amount(free)} are free: free some space, give "
-            "--out on another disk, lower storage.quota_mb or storage.window_steps, or raise storage.checkpoint_every"
+            "--out on another disk, lower storage.quota_mb or storage.window_steps by --set, or raise "
+            "storage.checkpoint_every"
         )
 
 

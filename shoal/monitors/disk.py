@@ -15,9 +15,10 @@ LEAST_SAMPLES, LEAST_S = 10, 600.0
 HELD_S = 300.0
 """The rate must hold for so long: what another program writes for some minutes fills no disk."""
 PARTS = 4
-REMEDY = "Free space, lower storage.window_steps or raise storage.checkpoint_every"
+REMEDY = "Free space, lower storage.window_steps by --set, or raise storage.checkpoint_every"
 QUOTA = (
-    "Raise storage.quota_mb, or lower storage.window_steps: if deleting what is old makes no room, no lease is granted"
+    "Raise storage.quota_mb, or lower storage.window_steps by --set: if deleting what is old makes no room, no lease is "
+    "granted"
 )
 
 

@@ -190,5 +190,5 @@ class Upload:
 
 def _cannot_write(folder: Path, error: OSError) -> StateError:
     full = error.errno in DISK_FULL
-    remedy = "Free some space there or lower storage.quota_mb; nothing" if full else "Nothing"
+    remedy = "Free some space there or lower storage.quota_mb by --set; nothing" if full else "Nothing"
     return StateError(f"cannot store blobs in {folder}: {cause_of(error)}. {remedy} that was answered is lost")

@@ -275,6 +275,7 @@ class Client:
         end = math.inf if call.deadline_s is None else started + call.deadline_s
         failing_since = math.inf if self._reached else started  # an answer may have been held before it failed
         while True:
+            attempted = self._monotonic()
             try:
                 limit_s = call.timeout_s + len(call.body) / SLOWEST_BYTES_PER_S
                 answer = await self._attempt(call, min(limit_s, end - self._monotonic()))
@@ -285,7 +286,7 @@ class Client:
                     raise PeerError(
                         f"{self.base_url} gave no usable answer to {call.name} in {waited_s:.1f} s: {trouble}"
                     ) from None
-                failing_since = min(failing_since, self._monotonic())
+                failing_since = min(failing_since, self._monotonic(), attempted + constants.LONG_POLL_S)
                 if (failing_s := self._monotonic() - failing_since) >= say_after_s:
                     say_after_s = 2 * failing_s
                     first = "" if self._reached else f". {self._advice(str(trouble))}"

@@ -72,7 +72,7 @@ def http_server(app: ASGIApp, limits: Limits) -> uvicorn.Server:
 
 def _is_no_stop(record: logging.LogRecord) -> bool:
     """Whether a line of uvicorn is not about polls that were open at a stop: those are told to ask again."""
-    return "timeout graceful shutdown exceeded" not in record.msg
+    return "timeout graceful shutdown exceeded" not in record.getMessage()
 
 
 def connections_that_fit(wanted: int = constants.MAX_CONNECTIONS) -> int:

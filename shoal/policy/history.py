@@ -127,8 +127,8 @@ def _after(text: str, last: str) -> str:
 
 
 def _seen(dialect: Dialect, words: str, prompted: str, opening: str | None) -> str:
-    """Of the words before a turn those that the policy saw, and an empty thought that the template has put there since. What
-    else is added must be `opening`, with which the template begins the newest turn: that is the policy's own."""
+    """Of the words before a turn those that the policy saw, and an empty thought that the template has put there since.
+    What else is added must be `opening`, with which the template begins the newest turn: that is the policy's own."""
     added = words.removeprefix(prompted)
     thought = dialect.empty_thought(added)
     if thought and opening is not None:
@@ -144,7 +144,8 @@ def _seen(dialect: Dialect, words: str, prompted: str, opening: str | None) -> s
 def _opening(
     dialect: Dialect, newest: Sequence[Message], marks: tuple[str, str, str], arguments: Mapping[str, Any]
 ) -> str | None:
-    """What the template writes between a prompt and the first mark of the turn after it; None if it shows that otherwise."""
+    """What the template writes between a prompt and the first mark of the turn after it; None if it shows another
+    prompt."""
     prompt, text = _shown(dialect, newest[:1], arguments), _shown(dialect, newest, arguments, prompt=False)
     if prompt is None or text is None or not text.startswith(prompt):
         return None

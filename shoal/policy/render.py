@@ -119,7 +119,9 @@ class Renderer:
         skipped = {index for index in self._special if self._is_skipped(index)}
         self._hidden = self.stop_ids | (skipped - self._inner)
         """Tokens that have no text."""
-        self._turns = TurnEncoder(self._dialect_for, self._encode, self.notation, self.stop_ids, self.eos_id)
+        self._turns = TurnEncoder(
+            self._dialect_for, self._encode, self._encode_after, self.notation, self.stop_ids, self.eos_id
+        )
         self._remember()
 
     def _remember(self) -> None:
@@ -338,6 +340,18 @@ class Renderer:
         """Token ids of a text that follows a turn's end token: some tokenizers begin a text in another way."""
         ids = self._encode(self._end_text + text) if self._end_text else []
         return ids[1:] if ids and ids[0] == self.eos_id else self._encode(text)
+
+    def _encode_after(self, prompt: str, rest: str) -> list[int]:
+        """Token ids of the text after a prompt; if a token would span both, those after a new line: some tokenizers put a
+        space before a text of its own."""
+        for before in (prompt, "\n"):
+            begun, ids = self._encode(before), self._encode(before + rest)
+            if num_shared(ids, begun) == len(begun):
+                spans = self._tokenizer.encode(before + rest, add_special_tokens=False).offsets[len(begun) :]
+                skipped = before + rest if not spans else rest[: max(0, spans[0][0] - len(before))]
+                if not skipped.strip():  # else a token of the prompt stands for a part of the rest, too
+                    return ids[len(begun) :]
+        return self._encode(rest)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

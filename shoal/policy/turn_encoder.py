@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from shoal.errors import Overreach, StateError
 from shoal.policy.dialect import MARK, Dialect, said
-from shoal.policy.ends import num_shared
 from shoal.policy.messages import Message
 from shoal.policy.notations import leaves_reasoning_open, reasoning_marks, without_thought
 
@@ -34,10 +33,10 @@ class TurnEncoder:
 
     def __init__(
         self, dialect_for: Callable[[Mapping[str, Any]], Dialect], encode: Callable[[str], list[int]],
-        notation: str, stop_ids: frozenset[int], eos_id: int,
+        encode_after: Callable[[str, str], list[int]], notation: str, stop_ids: frozenset[int], eos_id: int,
     ) -> None:  # fmt: skip
         """`dialect_for` gives that of the template for some arguments. The others are the renderer's."""
-        self._dialect_for, self._encode = dialect_for, encode
+        self._dialect_for, self._encode, self._encode_after = dialect_for, encode, encode_after
         self._notation, self._stop_ids, self._eos_id = notation, stop_ids, eos_id
         self._around = functools.lru_cache(self._text_around)
 
@@ -107,15 +106,6 @@ class TurnEncoder:
             text = self._without_opening(text)
         return self._ended(around.prompt, around.lead + text + around.closing)
 
-    def _continued(self, prompt: str, rest: str) -> list[int]:
-        """Token ids of the text after a prompt; if a token would span both, those after a new line: some tokenizers put a
-        space before a text of its own."""
-        for before in (prompt, "\n"):
-            begun, ids = self._encode(before), self._encode(before + rest)
-            if num_shared(ids, begun) == len(begun):
-                return ids[len(begun) :]
-        return self._encode(rest)
-
     def _text_around(self, key: str) -> _Around:
         arguments = json.loads(key)
         try:
@@ -135,7 +125,7 @@ class TurnEncoder:
         closing = reasoning_marks(self._notation)[1]
         if leaves_reasoning_open(prompt, self._notation) and closing not in rest:
             rest = f"\n{closing}\n\n{rest}"
-        ids = self._continued(prompt, rest)
+        ids = self._encode_after(prompt, rest)
         ends = [i for i, token in enumerate(ids) if token in self._stop_ids]
         return ids[: ends[0] + 1] if ends else [*ids, self._eos_id]
 

@@ -369,9 +369,8 @@ async def take_seat(
             info.rules_version, RULES_VERSION,
         )  # fmt: skip
     demand_engine_fits(info, chosen)  # guard: unfit-engines-stay-closed
-    max_disk_bytes = (
-        None if own_files else disk_limit(home / "weights", max_disk_mb)
-    )  # settled now: the disk may fill up
+    # A share is settled now: the disk may fill up.
+    max_disk_bytes = None if own_files else disk_limit(home / "weights", max_disk_mb)
     # guard: evidence-of-strangers
     most_bytes = None if max_disk_bytes is None else max_disk_bytes // DISK_PART
     evidence = Evidence(home, info.run, most_bytes)

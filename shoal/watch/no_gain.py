@@ -132,12 +132,13 @@ def _causes(
             f"{skipped:.0f} of {len(lines)} steps were skipped, because their gradient was not finite",
             "lower train.lr",
         )
-    tasks, rate = tuple(_of_tasks(lines, setup, endings, fell)), tuple(_of_rate(lines, setup))
+    tasks, rate = tuple(_of_tasks(lines, setup, endings, fell)), tuple(_of_rate(lines, setup, fell))
     entropy = tuple(_of_entropy(_series(lines, "entropy_nats")))
     yield from (*rate, *tasks) if fell else (*tasks, *rate)
     yield from entropy
-    if fell and not (skipped or tasks or rate or entropy):
-        yield f"the policy became worse at train.lr = {_lr(lines, setup):g}", "halve it, even if it is the preset"
+    lr = _lr(lines, setup)
+    if fell and lr and not (skipped or tasks or rate or entropy):
+        yield f"the policy became worse at train.lr = {lr:g}", "halve it, even if it is the preset"
     stale = [age for line in lines if (age := _age(line.get("staleness_rollouts"))) is not None]
     if stale and fmean(stale) >= STALE:
         yield (
@@ -197,14 +198,14 @@ def _lr(lines: Sequence[Mapping[str, Any]], setup: LearningSetup) -> float:
     return setup.lr or max(_series(lines, "lr"), default=0.0)
 
 
-def _of_rate(lines: Sequence[Mapping[str, Any]], setup: LearningSetup) -> Iterator[tuple[str, str]]:
+def _of_rate(lines: Sequence[Mapping[str, Any]], setup: LearningSetup, fell: bool) -> Iterator[tuple[str, str]]:
     """Whether the updates were too small or too large."""
     lr = _lr(lines, setup)
     clipped, rewards = _series(lines, "clip_share"), _rewards(lines)
     preset = setup.preset_lr
     much_clipped = bool(clipped) and fmean(clipped) >= CLIPPED
     misfit = lr_misfit(lr, preset)
-    if misfit == "high" or (misfit and not much_clipped):
+    if misfit == "high" or (misfit and not much_clipped and not fell):
         yield (
             f"train.lr was {lr:g}, and the preset for a policy of this size is {preset:g}",
             f"set train.lr = {preset:g}",

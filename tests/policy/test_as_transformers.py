@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 from transformers.models.auto import tokenization_auto
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -206,6 +207,19 @@ def test_a_turn_that_takes_a_token_of_the_prompt_repeats_nothing_and_adds_no_spa
         for word in merged:
             row = [*renderer.start([USER]), *renderer.written({"role": "assistant", "content": word})]
             assert renderer._decode_whole(row).endswith(f"assistant: {word}{END}")
+
+
+def test_a_turn_loses_no_word_that_has_one_token_with_the_end_of_its_prompt() -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{{ 'assistant:\\n' if add_generation_prompt }}"
+    )
+    with checkpoint(template=template) as directory:
+        words = {"[UNK]": 0, "<|im_end|>": 1, "<|endoftext|>": 2, "king": 3, "queen": 4}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+        tokenizer.add_special_tokens(["<|im_end|>", "<|endoftext|>"])
+        tokenizer.save(str(directory / "tokenizer.json"))
+        assert Renderer.from_directory(directory).written("king queen") == [3, 4, 1]
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"no config", "wordpiece"}))

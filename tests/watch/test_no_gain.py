@@ -179,6 +179,8 @@ def test_a_reward_that_fell_is_said_to_fall_and_more_steps_are_no_remedy(
     said = diagnose(run(rewards, steps=20), SETUP, heldout(0.3), heldout(after))
     assert "fell beyond chance" in said[0] and "raise steps" not in " ".join(said)
     assert f"train.lr = {SETUP.preset_lr:g}: halve it" in said[1], "the preset is too high, if nothing else explains it"
+    for lr, blamed in ((0.0, "no usual cause"), (SETUP.preset_lr / 9, "halve it")):
+        assert blamed in diagnose(run(rewards, steps=20, lr=lr), SETUP, heldout(0.3), heldout(after))[1]
     cut = diagnose(run(rewards, steps=20), SETUP, heldout(0.3), heldout(after), {"error": 9})
     assert len(cut) == 2 and "`shoal env check`" in cut[1]
 
