@@ -43,6 +43,7 @@ from shoal.envs.view import Next, TalkRow, Turn, View
 from shoal.errors import MessagesRefused, ShoalError, StateError
 from shoal.policy.messages import Written, arguments_of, as_messages, normal
 from shoal.policy.render import Renderer
+from shoal.policy.turn_encoder import ASK
 from shoal.protocol.constants import MAX_ROLLOUT_ROWS
 from shoal.protocol.env_faults import REPLY_REFUSED
 from shoal.protocol.types import ENVIRONMENT, POLICY, UNTRAINED, Ending, Rollout, Sampling, make_rollout
@@ -86,6 +87,9 @@ class Conversation:
         self._views: dict[int, View] = {}
         self._latest: dict[int, int] = {}
         """Each seat's latest turn."""
+        self._opened: Sequence[Message] = ()
+        self._replied: object = None
+        """The newest reply."""
         self.texts: list[tuple[str, str]] = []
         """Texts with the chat role of their author, for transcripts."""
         self.ending: Ending | None = None
@@ -117,6 +121,15 @@ class Conversation:
         limits, row = self.sampling, self.rows[self.row]
         in_turn = limits.max_turn_tokens - row.num_in_turn()  # guard: silence-shares-a-turn
         return min(in_turn, limits.max_tokens - len(row.tokens), limits.all_tokens - self._used)
+
+    def asked(self) -> list[Message]:
+        """Messages that end with those which the next turn answers."""
+        if not self._turns:
+            return list(self._opened)
+        reply = self._replied
+        if isinstance(reply, list | tuple):  # a history, too, may hold turns of the policy
+            reply = [item for item in reply if not isinstance(item, Written)]
+        return [ASK, {"role": "assistant", "content": "."}, *as_messages(reply)]
 
     @property
     def left_out(self) -> bool:
@@ -207,7 +220,7 @@ class Conversation:
         shown = False
         try:
             self.state, messages = yield EnvCall(self.env, "reset", (plain_task(self.env, self.task),))
-            messages = opening_of(self.env, messages, self.task)
+            messages = self._opened = opening_of(self.env, messages, self.task)
             self.texts.extend(_told(messages))
             view, shown = self._view(0), True
             opening = view.opening(messages)
@@ -255,6 +268,7 @@ class Conversation:
         except REPRODUCIBLE_ERRORS as error:
             self.fail(error, "step")
             return
+        self._replied = reply
         if not cut:
             self._tell(reply, done)
         if cut:

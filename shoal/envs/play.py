@@ -199,5 +199,5 @@ def play_scripted(
     talk = Conversation(env, renderer, task, sampling)
     arguments = arguments_of(env)
     while talk.ending is None:
-        talk.write(renderer.written(player(talk.state, rng), arguments)[: talk.room])
+        talk.write(renderer.written(player(talk.state, rng), arguments, talk.asked())[: talk.room])
     return talk

@@ -75,11 +75,12 @@ def places(dialect: Dialect, items: Sequence[Message | Written], arguments: Mapp
         if not item.reasoning or reasoning >= 0 or visible < 0:
             last = marks.last_of(text[:begin])
             prompted = _after(dialect.text(messages[:index], arguments), last)
+            newest = _messages(dialect, [_ASK, item], marks, content)
+            opening = _opening(dialect, newest, marks.of(item.turn), arguments)
             if words.startswith(prompted):
-                newest = _messages(dialect, [_ASK, item], marks, content)
-                prompted = _seen(dialect, words, prompted, _opening(dialect, newest, marks.of(item.turn), arguments))
+                prompted = _seen(dialect, words, prompted, opening)
             elif reasoning < 0 <= visible:  # the template shows where the turn's text begins
-                prompted = None
+                prompted = words.removesuffix(opening or "")
             else:
                 bare = _after(dialect.text(messages[:index], arguments, prompt=False), last)
                 prompted = _up_to_turn(words, prompted, bare, item.turn)
@@ -131,8 +132,6 @@ def _seen(dialect: Dialect, words: str, prompted: str, opening: str | None) -> s
     What else is added must be `opening`, with which the template begins the newest turn: that is the policy's own."""
     added = words.removeprefix(prompted)
     thought = dialect.empty_thought(added)
-    if thought and opening is not None:
-        opening = opening[len(dialect.empty_thought(opening)) :]
     rest = added[len(thought) :]
     if rest.strip() and opening is not None and rest != opening:  # guard: turns-keep-their-words
         raise StateError(
@@ -144,12 +143,13 @@ def _seen(dialect: Dialect, words: str, prompted: str, opening: str | None) -> s
 def _opening(
     dialect: Dialect, newest: Sequence[Message], marks: tuple[str, str, str], arguments: Mapping[str, Any]
 ) -> str | None:
-    """What the template writes between a prompt and the first mark of the turn after it; None if it shows another
-    prompt."""
+    """What the template writes between a prompt and the first mark of the turn after it, but for an empty thought; None if
+    it shows another prompt."""
     prompt, text = _shown(dialect, newest[:1], arguments), _shown(dialect, newest, arguments, prompt=False)
     if prompt is None or text is None or not text.startswith(prompt):
         return None
-    return text[len(prompt) : min(at for mark in marks if (at := text.find(mark)) >= 0)]
+    opening = text[len(prompt) : min(at for mark in marks if (at := text.find(mark)) >= 0)]
+    return opening[len(dialect.empty_thought(opening)) :]
 
 
 def _up_to_turn(words: str, prompted: str, bare: str, turn: int) -> str:

@@ -27,7 +27,7 @@ from shoal.policy.notations import leaves_reasoning_open, notation_of
 from shoal.policy.pieces import pieces_of
 from shoal.policy.spec import PolicySpec
 from shoal.policy.template import Template
-from shoal.policy.turn_encoder import TurnEncoder
+from shoal.policy.turn_encoder import ASK, TurnEncoder
 from shoal.protocol.constants import CONTROL_STOPS, MODEL_STOPS
 
 _TEXTS = (*auto_tokenizer.FILES, chat_templates.FILE)
@@ -40,8 +40,6 @@ FILES = {
 
 REMEMBERED = 256
 """Number of openings, and of replies, whose token ids are cached."""
-
-_ASK = {"role": "user", "content": "."}
 
 
 class Prompt(NamedTuple):
@@ -181,11 +179,13 @@ class Renderer:
         told = [list(item) if isinstance(item, Written) else dict(item) for item in items]
         return self._history(_key(told, arguments))
 
-    def written(self, turn: str | Message, arguments: Mapping[str, Any] | None = None) -> list[int]:
-        """Token ids with which the policy would write a turn, including the token with which the template ends it: a
-        message of the assistant as the template shows it, or a text as it is, with the white space that the template puts
-        around turns. A thought that the prompt has begun is closed before a text."""
-        messages = [turn] if isinstance(turn, str) else normal([_ASK, turn])
+    def written(
+        self, turn: str | Message, arguments: Mapping[str, Any] | None = None, before: Sequence[Message] = (ASK,)
+    ) -> list[int]:
+        """Token ids with which the policy would write a turn after these messages, including the token with which the
+        template ends it: a message of the assistant as the template shows it, or a text as it is, with the white space that
+        the template puts around turns. A thought that the prompt has begun is closed before a text."""
+        messages = [*normal(before), turn] if isinstance(turn, str) else normal([*before, turn])
         return self._written(_key(messages, arguments))
 
     def beyond_model(self) -> str:
@@ -245,14 +245,14 @@ class Renderer:
         error = None
         for turn in turns:
             try:
-                text = self._text([_ASK, turn, *messages], arguments)
+                text = self._text([ASK, turn, *messages], arguments)
             except StateError as refusal:
                 error = error or refusal
                 continue
             _, found, rest = text.rpartition(mark)
             if found:
                 demand_once(text, mark, len(turn.get("tool_calls", ".")), "the assistant")
-                closing = self._text([_ASK, turn], arguments, prompt=False).rpartition(mark)[2]
+                closing = self._text([ASK, turn], arguments, prompt=False).rpartition(mark)[2]
                 ids = self._after(rest, closing, "calls" if "tool_calls" in turn else "text")
                 return Prompt(tuple(ids), leaves_reasoning_open(rest, self.notation))
         raise error or StateError(
@@ -267,8 +267,8 @@ class Renderer:
         told, arguments = json.loads(key)
         items = [item if isinstance(item, dict) else msgspec.convert(item, Written) for item in told]
         closings = {
-            "text": lambda: self._text([_ASK, said(MARK)], arguments, prompt=False),
-            "calls": lambda: self._text([_ASK, calling("", 1)], arguments, prompt=False),
+            "text": lambda: self._text([ASK, said(MARK)], arguments, prompt=False),
+            "calls": lambda: self._text([ASK, calling("", 1)], arguments, prompt=False),
         }
         segments = []
         for piece in places(self._dialect_for(arguments), items, arguments):
@@ -280,7 +280,8 @@ class Renderer:
                 self._after(text, closing, piece.after) if piece.after else self._encode(text)
                 for text in (piece.text, piece.text if piece.prompted is None else piece.prompted)
             )
-            segments.append(Segment(tuple(ids[: num_shared(ids, prompted)])))
+            begins = piece.prompted is not None and piece.text.startswith(piece.prompted)
+            segments.append(Segment(tuple(prompted if begins else ids[: num_shared(ids, prompted)])))
         return segments
 
     def _written(self, key: str) -> list[int]:

@@ -14,7 +14,8 @@ from shoal.policy.dialect import MARK, Dialect, said
 from shoal.policy.messages import Message
 from shoal.policy.notations import leaves_reasoning_open, reasoning_marks, without_thought
 
-_ASK = {"role": "user", "content": "."}
+ASK = {"role": "user", "content": "."}
+"""Stands for a conversation of which no more is known."""
 
 
 class _Around(NamedTuple):
@@ -43,7 +44,7 @@ class TurnEncoder:
     def tokens(self, messages: Sequence[Any], arguments: Mapping[str, Any]) -> list[int]:
         """Of the last of these messages, or of a text. Messages are normal, and arguments are what a template takes."""
         if isinstance(messages[-1], str):
-            return self._of_text(messages[-1], arguments)
+            return self._of_text(messages, messages[-1], arguments)
         turn = self._dialect_for(arguments).with_reasoning(messages[-1])
         content, is_text = str(turn["content"]), turn.keys() == {"role", "content"}
         prompt = self._text(messages[:-1], arguments)
@@ -52,12 +53,12 @@ class TurnEncoder:
                 "this prompt has closed the thought: leave the thought of the answer out, or turn thinking on by an "
                 "argument of the chat template"
             )
-        if is_text and not self._around(json.dumps(arguments)).shows:
-            return self._of_text(content, arguments)
+        if is_text and not self._around(_key(messages, arguments)).shows:
+            return self._of_text(messages, content, arguments)
         text = self._text([*messages[:-1], turn], arguments, prompt=False)
         rest = self._rest(text, prompt)
         if rest is None and is_text:
-            return self._of_text(content, arguments)
+            return self._of_text(messages, content, arguments)
         if rest is None:
             raise StateError(
                 "the chat template does not show this answer as a continuation of its prompt: it ends in "
@@ -71,7 +72,7 @@ class TurnEncoder:
                 f"the chat template leaves out {lost!r:.60} of a turn: leave it out, or put it into the content"
             )
         if lost:  # some templates take thoughts out of the content
-            return self._of_text(content, arguments)
+            return self._of_text(messages, content, arguments)
         return self._ended(prompt, rest)
 
     def _rest(self, text: str, prompt: str) -> str | None:
@@ -97,23 +98,23 @@ class TurnEncoder:
         tokenizer may change texts."""
         written, wanted = [i for i, sign in enumerate(rest) if not sign.isspace()], "".join(part.split())
         at = "".join(rest.split()).find(wanted)
-        end = written[at + len(wanted) - 1] + 1 if wanted else 0
+        end = written[at + len(wanted) - 1] + 1 if wanted and at >= 0 else 0
         return at >= 0 and self._stop_ids.isdisjoint(self._encode(rest[:end])[:-1])
 
-    def _of_text(self, text: str, arguments: Mapping[str, Any]) -> list[int]:
-        around = self._around(json.dumps(arguments))
+    def _of_text(self, messages: Sequence[Any], text: str, arguments: Mapping[str, Any]) -> list[int]:
+        around = self._around(_key(messages, arguments))
         if leaves_reasoning_open(around.prompt, self._notation):
             text = self._without_opening(text)
         return self._ended(around.prompt, around.lead + text + around.closing)
 
     def _text_around(self, key: str) -> _Around:
-        arguments = json.loads(key)
+        before, arguments = json.loads(key)
         try:
-            prompt, turn = self._text([_ASK], arguments), self._text([_ASK, said(MARK)], arguments, prompt=False)
+            prompt, turn = self._text(before, arguments), self._text([*before, said(MARK)], arguments, prompt=False)
         except Overreach:
             raise
         except StateError:
-            return _Around()
+            return _Around() if before == [ASK] else self._around(_key([ASK, ""], arguments))
         begun, found, closing = turn.rpartition(MARK)
         lead = begun.removeprefix(prompt)
         is_ended = found and self._stop_ids.intersection(self._encode(closing))
@@ -131,3 +132,8 @@ class TurnEncoder:
 
     def _text(self, messages: Sequence[Message], arguments: Mapping[str, Any], prompt: bool = True) -> str:
         return self._dialect_for(arguments).text(messages, arguments, prompt)
+
+
+def _key(messages: Sequence[Any], arguments: Mapping[str, Any]) -> str:
+    """What is written around the last of these messages depends on this alone."""
+    return json.dumps([messages[:-1], arguments])

@@ -121,7 +121,7 @@ def read_pairs(path: Path, start: Path, max_tokens: int) -> list[Pair]:
                         "text at the beginning of both answers"
                     )
                 prompt = renderer.start(messages)
-                rows = [_row(prompt, _answer(said), renderer) for said in (line.chosen, line.rejected)]
+                rows = [_row(messages, prompt, _answer(said), renderer) for said in (line.chosen, line.rejected)]
                 if rows[0] == rows[1]:
                     raise ValueError("chosen and rejected have the same tokens, so neither is preferred")
             except ValueError as error:  # msgspec.DecodeError and ShoalError are
@@ -148,13 +148,15 @@ def _answer(said: str | list[dict[str, Any]]) -> Message:
     return messages[0]
 
 
-def _row(prompt: list[int], answer: Message, renderer: Renderer) -> tuple[list[int], list[int]]:
-    """Tokens and authors of a row: the prompt, and the answer with the token that ends it. Raises ValueError if the answer
-    has such a token within, where it would be cut."""
+def _row(
+    messages: list[Message], prompt: list[int], answer: Message, renderer: Renderer
+) -> tuple[list[int], list[int]]:
+    """Tokens and authors of a row: the prompt, which shows the messages, and the answer with the token that ends it. Raises
+    ValueError if the answer has such a token within, where it would be cut."""
     (said,) = normal([answer])
     calls = msgspec.json.encode(said.get("tool_calls")).decode()
     for text in (said["content"], said.get("reasoning_content", ""), calls):
         if ends := [token for token in renderer.encode(text) if token in renderer.stop_ids]:
             raise ValueError(f"an answer has {renderer.pieces([ends[:1]])[0][0]!r:.40} within, which ends a turn")
-    written = renderer.written(answer)
+    written = renderer.written(answer, before=messages)
     return prompt + written, [ENVIRONMENT] * len(prompt) + [POLICY] * len(written)

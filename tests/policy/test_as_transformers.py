@@ -6,6 +6,8 @@ Each property of `odd_checkpoints` is tried alone, and pairs of them. What canno
 import contextlib
 import datetime
 import itertools
+import json
+import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from transformers.utils import chat_template_utils
 
+from shoal.envs.base import Env, Step
+from shoal.envs.play import play_scripted
 from shoal.errors import StateError
 from shoal.policy.anymodel import _files_of
 from shoal.policy.auto_tokenizer import open_tokenizer
@@ -32,7 +36,10 @@ from shoal.policy.model import Transformer
 from shoal.policy.render import Renderer
 from shoal.policy.spec import PolicySpec
 from shoal.policy.tokenizer_class import BUILD, FILE, class_of
+from shoal.protocol.types import Sampling
+from shoal.roles.prefer import read_pairs
 from tests.policy.odd_checkpoints import (
+    CHATML,
     COUNT,
     END,
     HISTORIES,
@@ -318,6 +325,82 @@ def test_a_template_that_repeats_a_turn_later_is_refused_by_name(after: str, thi
             renderer.reply("higher")
         with pytest.raises(StateError, match="turn 0 again elsewhere"):
             renderer.history(items)
+
+
+LEADING = (
+    COUNT + "{% for m in messages %}{% if m.role == 'user' %}{% if loop.index0 == ns.last %}REM {% endif %}[{{ m.content }}]"
+    "{% else %}LEAD{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}OPEN{% endif %}"
+)
+
+
+@pytest.mark.parametrize("reminds", [True, False])
+@pytest.mark.parametrize("kind", ["qwen class", "sentencepiece"])
+@pytest.mark.parametrize(("lead", "prompt"), [(" ", ""), ("<a>", ""), ("AI: ", ""), ("<a>\n\n", "<a>\n"), ("<a>", "<a>")])
+def test_a_history_has_once_what_the_policy_wrote_before_its_words(
+    lead: str, prompt: str, kind: str, reminds: bool
+) -> None:
+    template = LEADING.replace("LEAD", lead).replace("OPEN", prompt).replace("REM ", "REM " if reminds else "")
+    with checkpoint(kind, template=template) as directory:
+        renderer, peer = Renderer.from_directory(directory), AutoTokenizer.from_pretrained(directory)
+        said = {"role": "assistant", "content": "42"}
+        turn = renderer.written(said)
+        segments = renderer.history([USER, Written(0), USER, Written(1), USER])
+        ours = [token for one in segments for token in (turn if one.turn >= 0 else one.token_ids)]
+        told = peer.apply_chat_template([USER, said, USER, said, USER], add_generation_prompt=True, tokenize=False)
+        assert renderer._decode_whole(ours) == renderer._decode_whole(renderer.encode(told))
+
+
+SWITCHED = (
+    "{% set ns = namespace(thinks=false) %}{% for m in messages %}{% if '/think' in m.content %}{% set ns.thinks = true %}"
+    "{% endif %}{% endfor %}" + CHATML[: CHATML.index("{% if add")] + "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if ns.thinks == OPENS %}<think>\n{% else %}<think></think>{% endif %}{% endif %}"
+)
+
+
+class Asking(Env):
+    """Asks twice: in its opening and in a reply."""
+
+    name = "asking"
+    num_tasks = 1
+
+    def __init__(self, opening: list[dict[str, Any]]) -> None:
+        self._opening = opening
+
+    def task(self, index: int, heldout: bool = False) -> int:
+        return 0
+
+    def reset(self, task: int) -> tuple[int, list[dict[str, Any]]]:
+        return 0, self._opening
+
+    def step(self, state: int, action: str) -> Step:
+        return Step(state + 1, "again", state > 0)
+
+    def score(self, state: int) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize("opens", ["true", "false"])
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_message_of_the_conversation_may_open_or_close_the_thought_before_an_answer(opens: str, asks: bool) -> None:
+    before = [{"role": "user", "content": "12+3= /think" if asks else "12+3="}]
+    with checkpoint(template=SWITCHED.replace("OPENS", opens)) as directory:
+        renderer = Renderer.from_directory(directory)
+        is_open = asks == (opens == "true")
+        assert renderer.open(before).thinking == is_open
+        for answer in ("15", {"role": "assistant", "content": "15"}):
+            text = renderer.decode(renderer.written(answer, before=before))
+            assert text == ("\n</think>\n\n15" if is_open else "15")
+        pairs = directory / "pairs.jsonl"
+        pairs.write_text(json.dumps({"prompt": before, "chosen": "15", "rejected": "16"}))
+        ((chosen, _),) = read_pairs(pairs, directory, 500)
+        closed = "<think>\n\n</think>\n\n" if is_open else "<think></think>"
+        assert renderer._decode_whole(chosen.tokens_T.tolist()).endswith(f"assistant\n{closed}15{END}")
+        talk = play_scripted(
+            Asking(before), renderer, 0, lambda state, rng: "15", random.Random(0), Sampling(1.0, 99, 999)
+        )
+        turns = renderer._decode_whole(talk.tokens).split("<|im_start|>assistant\n")[1:]
+        again = "" if opens == "true" else "<think>\n\n</think>\n\n"
+        assert [turn.split(END)[0] for turn in turns] == [f"{closed}15", f"{again or '<think></think>'}15"]
 
 
 EARLIER = "{% if m.role == 'assistant' and not loop.last %}"

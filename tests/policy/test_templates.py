@@ -253,6 +253,17 @@ def test_a_history_of_plain_turns_is_the_conversation_so_far(name: str) -> None:
         assert told == talk
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_long_thought_before_a_short_answer_is_written_or_refused_by_name(name: str) -> None:
+    renderer, said = renderer_of(name), {"role": "assistant", "content": "3", "reasoning_content": "HM " * 40}
+    try:
+        text = renderer.decode(renderer.written(said))
+    except StateError as refused:
+        assert "thought" in str(refused) or "leaves out 'HM" in str(refused)
+    else:
+        assert "HM HM" in text and text.index("HM") < text.rindex("3")
+
+
 @pytest.mark.parametrize("name", sorted(set(NAMES) - WITHOUT_CALLS))
 def test_a_history_shows_a_call_without_a_thought_once_and_closes_the_thought_of_its_prompt(name: str) -> None:
     renderer = renderer_of(name)
