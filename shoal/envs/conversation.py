@@ -43,7 +43,6 @@ from shoal.envs.view import Next, TalkRow, Turn, View
 from shoal.errors import MessagesRefused, ShoalError, StateError
 from shoal.policy.messages import Written, arguments_of, as_messages, normal
 from shoal.policy.render import Renderer
-from shoal.policy.turn_encoder import ASK
 from shoal.protocol.constants import MAX_ROLLOUT_ROWS
 from shoal.protocol.env_faults import REPLY_REFUSED
 from shoal.protocol.types import ENVIRONMENT, POLICY, UNTRAINED, Ending, Rollout, Sampling, make_rollout
@@ -129,7 +128,7 @@ class Conversation:
         reply = self._replied
         if isinstance(reply, list | tuple):  # a history, too, may hold turns of the policy
             reply = [item for item in reply if not isinstance(item, Written)]
-        return [ASK, {"role": "assistant", "content": "."}, *as_messages(reply)]
+        return [*self._opened, {"role": "assistant", "content": "."}, *as_messages(reply)]
 
     @property
     def left_out(self) -> bool:

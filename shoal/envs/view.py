@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from shoal.envs.action import Action, reasoning_length
 from shoal.policy.messages import BadMessage, Message, Written, as_messages
-from shoal.policy.render import Renderer
+from shoal.policy.render import Renderer, opening_key
 from shoal.protocol.types import ENVIRONMENT
 
 Item = Message | Written
@@ -71,15 +71,19 @@ class View:
         """The number of that row in the rollout."""
         self.items: list[Item] = []
         self._cuts: dict[int, int] = {}
+        self._opening: Sequence[Message] = ()
+        self._opening_key = ""
 
     def opening(self, messages: Sequence[Message]) -> Next:
         """The first row of the seat."""
         prompt = self.renderer.open(messages, self.arguments)
+        self._opening, self._opening_key = messages, ""
         return Next(prompt.token_ids, True, prompt.thinking, list(messages) if self.by_template else [])
 
     def after(self, reply: object, written: int) -> Next:
         """What follows turn number `written`, the seat's latest. Raises `BadMessage` and `StateError`."""
-        prompt = self.renderer.go_on(reply, self.arguments)
+        self._opening_key = self._opening_key or opening_key(self._opening)
+        prompt = self.renderer.go_on(reply, self.arguments, self._opening_key)
         if not self.by_template:
             return Next(prompt.token_ids, False, prompt.thinking, [])
         assert self.row is not None, "a seat opens its view before it acts"

@@ -6,6 +6,7 @@ clock: templates that ask for the date get the one in their arguments.
 """
 
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,9 @@ FILES = {
 
 REMEMBERED = 256
 """Number of openings, and of replies, whose token ids are cached."""
+
+
+_NO_OPENING = json.dumps([ASK])
 
 
 class Prompt(NamedTuple):
@@ -126,7 +130,9 @@ class Renderer:
         # A group's rollouts have the same opening and often the same replies: render and encode each text once.
         self._opening = functools.lru_cache(REMEMBERED)(self._render_opening)
         self._reply = functools.lru_cache(REMEMBERED)(self._render_reply)
-        self._answer = functools.lru_cache(REMEMBERED)(lambda text: self._reply(_key(as_messages(text), None)))
+        self._answer = functools.lru_cache(REMEMBERED)(
+            lambda text, opening: self._reply(_key(as_messages(text), None, opening))
+        )
         self._keeps = functools.lru_cache(REMEMBERED)(self._keeps_thinking)
 
     @staticmethod
@@ -159,11 +165,12 @@ class Renderer:
         """As `start`, and whether the template has begun the policy's reasoning."""
         return self._opening(_key(normal(messages), arguments))
 
-    def go_on(self, messages: object, arguments: Mapping[str, Any] | None = None) -> Prompt:
-        """As `reply`, and whether the template has begun the policy's reasoning."""
+    def go_on(self, messages: object, arguments: Mapping[str, Any] | None = None, opening: str = _NO_OPENING) -> Prompt:
+        """As `reply`, and whether the template has begun the policy's reasoning. `opening` is of the same conversation, as
+        `opening_key` gives it: a template may look for a word in it."""
         if isinstance(messages, str) and not arguments:  # the usual case, once for each turn of each rollout
-            return self._answer(messages)
-        return self._reply(_key(normal(as_messages(messages)), arguments))
+            return self._answer(messages, opening)
+        return self._reply(_key(normal(as_messages(messages)), arguments, opening))
 
     def keeps_thinking(self, arguments: Mapping[str, Any] | None = None) -> bool:
         """Whether the template still shows the reasoning of earlier turns. If not, an append-only conversation shows the
@@ -233,7 +240,7 @@ class Renderer:
         return self._prompt(self._text(messages, arguments))
 
     def _render_reply(self, key: str) -> Prompt:
-        messages, arguments = json.loads(key)
+        messages, arguments, opening = json.loads(key)
         results = [message for message in messages if message["role"] == "tool"]
         named = [(message.get("tool_call_id", "call00000"), message.get("name", "tool")) for message in results]
         # guard: reply-mark-not-forged
@@ -243,16 +250,16 @@ class Renderer:
             turns = [calling("", 0, named, mark), calling("", 0, named[:1], mark)]
             turns += [said(mark)] if dialect.results else []
         error = None
-        for turn in turns:
+        for before, turn in itertools.product((opening, [ASK]), turns):
             try:
-                text = self._text([ASK, turn, *messages], arguments)
+                text = self._text([*before, turn, *messages], arguments)
             except StateError as refusal:
                 error = error or refusal
                 continue
             _, found, rest = text.rpartition(mark)
             if found:
                 demand_once(text, mark, len(turn.get("tool_calls", ".")), "the assistant")
-                closing = self._text([ASK, turn], arguments, prompt=False).rpartition(mark)[2]
+                closing = self._text([*before, turn], arguments, prompt=False).rpartition(mark)[2]
                 ids = self._after(rest, closing, "calls" if "tool_calls" in turn else "text")
                 return Prompt(tuple(ids), leaves_reasoning_open(rest, self.notation))
         raise error or StateError(
@@ -364,9 +371,16 @@ class Renderer:
         return ids
 
 
-def _key(messages: Sequence[Any], arguments: Mapping[str, Any] | None) -> str:
-    """Messages and arguments as one text: the key of the cache. Raises ValueError for texts that cannot be encoded."""
+def opening_key(messages: Sequence[Message]) -> str:
+    """The opening of a conversation as one text. Raises as `normal`."""
+    return json.dumps(normal(messages), ensure_ascii=False)
+
+
+def _key(messages: Sequence[Any], arguments: Mapping[str, Any] | None, opening: str = "") -> str:
+    """Messages and arguments as one text, with the key of an opening: the key of the cache. Raises ValueError for texts
+    that cannot be encoded."""
     key = json.dumps([messages, template_arguments(arguments or {})], ensure_ascii=False)
+    key = f"{key[:-1]}, {opening}]" if opening else key
     key.encode()
     return key
 

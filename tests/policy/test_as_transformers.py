@@ -328,14 +328,17 @@ def test_a_template_that_repeats_a_turn_later_is_refused_by_name(after: str, thi
 
 
 LEADING = (
-    COUNT + "{% for m in messages %}{% if m.role == 'user' %}{% if loop.index0 == ns.last %}REM {% endif %}[{{ m.content }}]"
+    COUNT
+    + "{% for m in messages %}{% if m.role == 'user' %}{% if loop.index0 == ns.last %}REM {% endif %}[{{ m.content }}]"
     "{% else %}LEAD{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}OPEN{% endif %}"
 )
 
 
 @pytest.mark.parametrize("reminds", [True, False])
 @pytest.mark.parametrize("kind", ["qwen class", "sentencepiece"])
-@pytest.mark.parametrize(("lead", "prompt"), [(" ", ""), ("<a>", ""), ("AI: ", ""), ("<a>\n\n", "<a>\n"), ("<a>", "<a>")])
+@pytest.mark.parametrize(
+    ("lead", "prompt"), [(" ", ""), ("<a>", ""), ("AI: ", ""), ("<a>\n\n", "<a>\n"), ("<a>", "<a>")]
+)
 def test_a_history_has_once_what_the_policy_wrote_before_its_words(
     lead: str, prompt: str, kind: str, reminds: bool
 ) -> None:
@@ -352,7 +355,9 @@ def test_a_history_has_once_what_the_policy_wrote_before_its_words(
 
 SWITCHED = (
     "{% set ns = namespace(thinks=false) %}{% for m in messages %}{% if '/think' in m.content %}{% set ns.thinks = true %}"
-    "{% endif %}{% endfor %}" + CHATML[: CHATML.index("{% if add")] + "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% endif %}{% endfor %}"
+    + CHATML[: CHATML.index("{% if add")]
+    + "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if ns.thinks == OPENS %}<think>\n{% else %}<think></think>{% endif %}{% endif %}"
 )
 
@@ -399,8 +404,7 @@ def test_a_message_of_the_conversation_may_open_or_close_the_thought_before_an_a
             Asking(before), renderer, 0, lambda state, rng: "15", random.Random(0), Sampling(1.0, 99, 999)
         )
         turns = renderer._decode_whole(talk.tokens).split("<|im_start|>assistant\n")[1:]
-        again = "" if opens == "true" else "<think>\n\n</think>\n\n"
-        assert [turn.split(END)[0] for turn in turns] == [f"{closed}15", f"{again or '<think></think>'}15"]
+        assert [turn.split(END)[0] for turn in turns] == [f"{closed}15"] * 2, "the reply follows the same opening"
 
 
 EARLIER = "{% if m.role == 'assistant' and not loop.last %}"
