@@ -540,7 +540,7 @@ def test_an_sft_recipe_is_checked_like_a_run_file(tmp_path: Path) -> None:
     path.write_text('name = "start"\ncompletion_only_loss = true\n[env]\nname = "wordle"\n')
     with pytest.raises(ConfigError, match="completions alone are learned from"):
         load_sft(path)
-    path.write_text('name = "start"\n[policy]\ndtype = "bf16"\n[env]\nname = "wordle"\n')
+    path.write_text('name = "start"\npublish_dtype = "bf16"\n[env]\nname = "wordle"\n')
     with pytest.raises(ConfigError, match="'bf16'; here it is \"bfloat16\"; known: 'float32', "):
         load_sft(path)
     path.write_text('name = "start"\n[env]\nname = "wordle"\n')
@@ -548,6 +548,24 @@ def test_an_sft_recipe_is_checked_like_a_run_file(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="must be"):
             load_sft(path, [override])
     assert load_sft(path, ["steps=7"]) == SftConfig(name="start", env=EnvConfig("wordle"), steps=7)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("policy.adapter.rank=8", "unknown key policy.adapter; there is no key for it: all weights are learned"),
+        ("peft_config=1", "unknown key peft_config; there is no key for it: all weights are learned"),
+        ("lora_r=8", "unknown key lora_r; there is no key for it: all weights are learned"),
+        ("policy.dtype=bfloat16", "unknown key policy.dtype; did you mean publish_dtype?"),
+        ("policy.implementation=auto", "policy.implementation has no effect on policy.tiny: set policy.path"),
+    ],
+)
+def test_an_sft_recipe_refuses_what_has_no_effect_on_it(tmp_path: Path, override: str, message: str) -> None:
+    path = tmp_path / "sft.toml"
+    path.write_text('name = "start"\n[env]\nname = "wordle"\n')
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_sft(path, [override])
+    assert load_sft(path, ["policy.path=model", "policy.implementation=auto"]).policy.implementation == "auto"
 
 
 # --- quick runs ---

@@ -19,6 +19,7 @@ _VLLM_MOST = 'each of the list has "most", and "icepop" has "least", too'
 _VLLM_MASK = 'TRL with vLLM has "sequence_mask" with most = 3, none is the default here'
 _COMPLETIONS = "completions alone are learned from"
 _LONGEST = "of the whole rollout with its prompt"
+_WHOLE = "all weights are learned, so leave it out"
 _NONE = "shoal has no counterpart of this setting of TRL, so leave it out"
 _NO_VALUE = "it has no counterpart here"
 
@@ -192,8 +193,14 @@ TRL_KEYS |= {name: ("", _VLLM if name.startswith("vllm_") else _NONE) for name i
 
 TRL_SFT_KEYS = (
     dict.fromkeys(TRL_KEYS, ("", _NONE))
-    | {name: meant for name, meant in TRL_KEYS.items() if "policy." in name + meant[0]}
+    | {name: meant for name, meant in TRL_KEYS.items() if meant[0] == "policy.path"}
+    | {name: ("", _WHOLE) for name, meant in TRL_KEYS.items() if "policy.adapter" in meant[0]}
     | {
+        "adapter": ("", _WHOLE),
+        "dtype": ("publish_dtype", "of the files; it computes in float32"),
+        "torch_dtype": ("publish_dtype", "of the files; it computes in float32"),
+        "fp16": ("publish_dtype", "float32 or bfloat16, of the files"),
+        'publish_dtype = "bf16"': ("", 'here it is "bfloat16"'),
         "learning_rate": ("lr", ""),
         "lr_scheduler_type": ("", "the rate falls to a tenth along a cosine"),
         "warmup_ratio": ("warmup_steps", "in steps"),
