@@ -76,7 +76,7 @@ def from_tree(
     """Convert nested tables to a config. Raises a `ConfigError` that names the key and the nearest known one.
 
     `foreign` has names that other programs give to keys: for each, the key here, or "", and what else to say. The same of
-    values: `KEY = "VALUE"`.
+    values: `KEY = "VALUE"`, and of their types: `KEY = float`.
     """
     try:
         return msgspec.convert(tree, kind)
@@ -127,7 +127,8 @@ def _explain(message: str, kind: Any, tree: Any, foreign: Mapping[str, tuple[str
     if reason.startswith("Expected `object`") and section and "[" not in place:
         return f"{section}: {reason}; write it as a table, [{section}]"
     value = reason.partition("'")[2].removesuffix("'")
-    called = "".join(f"; {clause}" for _, clause in [foreign.get(f'{key} = "{value}"', ("", ""))] if clause)
+    named = f'"{value}"' if value else reason.partition("got `")[2].rstrip("`")
+    called = "".join(f"; {clause}" for _, clause in [foreign.get(f"{key} = {named}", ("", ""))] if clause)
     if reason.startswith("Invalid value"):
         return f"{section}: {reason}{called}; known: {', '.join(all_keys(kind)[key])}"
     if reason.startswith("Invalid enum value") and key in (keys := all_keys(kind)):
@@ -135,7 +136,7 @@ def _explain(message: str, kind: Any, tree: Any, foreign: Mapping[str, tuple[str
         words = get_args(words[0]) or words  # a list's are those of its items
         return f"{section}: {reason}{called}; known: {', '.join(map(repr, words))}"
     if not reason.startswith("Object contains unknown field"):
-        return f"{section or 'run file'}: {reason}"
+        return f"{section or 'run file'}: {reason}{called}"
     name = reason.split("`")[1]
     full, place = (f"{at}.{name}" if at else name for at in (section, key))
     return f"unknown key {full}{_hint(place, kind, tree, foreign)}"

@@ -428,6 +428,8 @@ def refused(run_file: Path, *overrides: str) -> str:
                 "train.remove_unused_columns",
             )
         ),
+        ("policy.adapter.r=8", "policy.adapter.r; did you mean policy.adapter.rank?"),
+        ("policy.adapter.lora_dropout=0.1", "there is no key for it: models learn without dropout"),
         ("train.optimizer=adam", "train.optimizer; known in train: algorithm, lr, schedule"),
         ("workers.gpu=1", "workers.gpu; known in workers: count"),
         ("batches=1", "batches; known: name, steps"),
@@ -466,6 +468,7 @@ def test_a_key_of_trl_is_answered_by_the_key_here_or_why_there_is_none(
             'here it is "truncate"; known: ',
             'name="composition" ratio_to="old" corrections=[{name="truncate"}]',
         ),
+        ("train.warmup_steps=0.1", "Expected `int`, got `float`; in TRL a value below 1 is a share of the steps", ""),
         ('train.schedule="fast"', "Invalid enum value 'fast'; known: 'constant', ", ""),
         ('logging.to=["all"]', "Invalid enum value 'all'; known: 'jsonl', ", ""),
     ],
@@ -486,6 +489,23 @@ def test_every_key_that_a_hint_names_exists_and_no_name_of_trl_is_a_key_here() -
             dotted = re.findall(r"\b[a-z]+(?:\.[a-z_]+)+", clause)
             assert (key or clause) and {*([key] if key else []), *dotted} <= keys.keys(), name
             assert name not in keys, "would never be looked up"
+
+
+def test_a_hint_says_the_default_here_where_that_of_trl_is_another() -> None:
+    told = {}
+    for kind, names in ((RunConfig, TRL_KEYS), (SftConfig, TRL_SFT_KEYS)):
+        keys = all_keys(kind)
+        for name, (key, clause) in names.items():
+            if key and (here := re.search(r"\bin TRL, ([\w.]+) here\b", clause)):
+                told[kind, name] = here[1], keys[key].default
+    for said, default in told.values():
+        assert type(default)(said) == default
+    expected = ["lr_scheduler_type", "num_generations", "max_completion_length", "adam_beta2", "lora_alpha"]
+    in_recipe = ["per_device_train_batch_size", "max_length"]
+    assert set(told) == {*((RunConfig, name) for name in expected), *((SftConfig, name) for name in in_recipe)}
+    assert all(
+        "in TRL, by the size of the policy here" in names["learning_rate"][1] for names in (TRL_KEYS, TRL_SFT_KEYS)
+    )
 
 
 @pytest.mark.parametrize(
@@ -540,7 +560,7 @@ def test_an_sft_recipe_is_checked_like_a_run_file(tmp_path: Path) -> None:
     path.write_text('name = "start"\ncompletion_only_loss = true\n[env]\nname = "wordle"\n')
     with pytest.raises(ConfigError, match="completions alone are learned from"):
         load_sft(path)
-    path.write_text('name = "start"\n[policy]\ndtype = "bf16"\n[env]\nname = "wordle"\n')
+    path.write_text('name = "start"\npublish_dtype = "bf16"\n[env]\nname = "wordle"\n')
     with pytest.raises(ConfigError, match="'bf16'; here it is \"bfloat16\"; known: 'float32', "):
         load_sft(path)
     path.write_text('name = "start"\n[env]\nname = "wordle"\n')
@@ -548,6 +568,27 @@ def test_an_sft_recipe_is_checked_like_a_run_file(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="must be"):
             load_sft(path, [override])
     assert load_sft(path, ["steps=7"]) == SftConfig(name="start", env=EnvConfig("wordle"), steps=7)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("policy.adapter.rank=8", "unknown key policy.adapter; there is no key for it: all weights are learned"),
+        ("peft_config=1", "unknown key peft_config; there is no key for it: all weights are learned"),
+        ("lora_r=8", "unknown key lora_r; there is no key for it: all weights are learned"),
+        ("warmup_steps=0.1", "Expected `int`, got `float`; in TRL a value below 1 is a share of the steps"),
+        ("policy.dtype=bfloat16", "unknown key policy.dtype; did you mean publish_dtype?"),
+        ("policy.implementation=auto", "policy.implementation has no effect on policy.tiny: set policy.path"),
+    ],
+)
+def test_an_sft_recipe_refuses_what_has_no_effect_or_another_meaning_in_trl(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    path = tmp_path / "sft.toml"
+    path.write_text('name = "start"\n[env]\nname = "wordle"\n')
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_sft(path, [override])
+    assert load_sft(path, ["policy.path=model", "policy.implementation=auto"]).policy.implementation == "auto"
 
 
 # --- quick runs ---

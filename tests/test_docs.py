@@ -749,6 +749,16 @@ def test_own_environment_fits_on_a_screen() -> None:
     assert len(text.splitlines()) <= 40
 
 
+def test_the_wrapped_reward_function_gives_rewards_within_bounds_of_its_own(tmp_path: Path) -> None:
+    page, found = ROOT / "docs/how-to/coming-from-trl.md", dict[str, Any]()
+    (tmp_path / "sums.jsonl").write_text(next(fence.text for fence in fences(page) if fence.info == "json"))
+    exec(named_files(page)["wrapped_env.py"], found)
+    env = found["environment"](tmp_path / "sums.jsonl")
+    low, high = vars(type(env))["reward_bounds"]
+    task = env.task(0)
+    assert [env.score((task, answer)) for answer in (str(task["answer"]), "none")] == [high, low]
+
+
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as after a first run: recipes, environments, and runs/wordle with a begun log and a tiny checkpoint."""

@@ -57,19 +57,21 @@ def load_sft(path: Path, overrides: list[str] | None = None) -> SftConfig:
     config = _convert(tree, overrides or [], SftConfig, path)
     if config.env.tasks:
         raise ConfigError(f"{path}: env.tasks has no effect on scripted games: leave it out")
-    for holds, message in (*optimiser_fits(config), *_evaluations_fit(config)):
+    for holds, message in (*optimiser_fits(config), *_sft_fits(config)):
         if not holds:
             raise ConfigError(f"{path}: {message}")
     return config
 
 
-def _evaluations_fit(config: SftConfig) -> Iterator[tuple[bool, str]]:
+def _sft_fits(config: SftConfig) -> Iterator[tuple[bool, str]]:
     """What must hold, each with what to say if it does not."""
     for key in ("episodes", "steps", "batch"):
         yield getattr(config, key) >= 1, f"{key} = {getattr(config, key)}: must be at least 1"
     yield config.eval_every >= 0, f"eval_every = {config.eval_every}: must be at least 0; 0 never evaluates"
     yield config.eval_episodes >= 1, f"eval_episodes = {config.eval_episodes}: must be at least 1"
     yield 0 <= config.stop_at <= 1, f"stop_at = {config.stop_at}: must be a share from 0 to 1, such as 0.4"
+    fits = bool(config.policy.path) or not config.policy.implementation
+    yield fits, "policy.implementation has no effect on policy.tiny: set policy.path, or leave it out"
 
 
 _KINDS = {

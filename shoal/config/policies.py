@@ -1,4 +1,4 @@
-"""The `[policy]` section of a run file: the language model, and what is learned of it.
+"""The `[policy]` section of a run file and of an SFT recipe: the language model, and what is learned of it.
 
 Part of `sections`. Light, as they are.
 """
@@ -64,3 +64,14 @@ class PolicyConfig(Section, frozen=True):
     def kept_dtype(self) -> str:
         """Precision of what the trainer starts from and keeps: int8 would lose what it learned."""
         return "float32" if self.dtype == "int8" else self.dtype
+
+
+class StartPolicy(Section, frozen=True):
+    """The language model of an SFT recipe, all of whose weights are learned in float32. Its keys are among those of
+    `PolicyConfig`."""
+
+    path: str = ""
+    """Model to start from, as in a run file."""
+    implementation: Literal["", "auto"] = ""
+    """What computes the model."""
+    tiny: TinyPolicy = TinyPolicy()

@@ -14,7 +14,7 @@ from shoal.config.envs import EnvConfig, JudgeConfig
 from shoal.config.host import HostConfig
 from shoal.config.logs import LoggingConfig
 from shoal.config.monitors import MonitorsConfig
-from shoal.config.policies import PolicyConfig
+from shoal.config.policies import PolicyConfig, StartPolicy
 from shoal.protocol.algorithms import Algorithm, Grpo
 from shoal.protocol.bounds import MEAN_OF_LOGPROB, Dtype
 from shoal.protocol.difficulty import Difficulty
@@ -312,7 +312,7 @@ class SftConfig(Section, frozen=True, kw_only=True):
     """Names the recipe in its output."""
     seed: int = 0
     """Fixes the first weights, the games and their order."""
-    policy: PolicyConfig = PolicyConfig()
+    policy: StartPolicy = StartPolicy()
     env: EnvConfig
     """Whose scripted right player is imitated."""
     player: str = "right"

@@ -19,6 +19,8 @@ _VLLM_MOST = 'each of the list has "most", and "icepop" has "least", too'
 _VLLM_MASK = 'TRL with vLLM has "sequence_mask" with most = 3, none is the default here'
 _COMPLETIONS = "completions alone are learned from"
 _LONGEST = "of the whole rollout with its prompt"
+_WHOLE = "all weights are learned, so leave it out"
+_SHARE = "in TRL a value below 1 is a share of the steps, here it is their number"
 _NONE = "shoal has no counterpart of this setting of TRL, so leave it out"
 _NO_VALUE = "it has no counterpart here"
 
@@ -54,8 +56,8 @@ _SCHEDULES = (
 )  # fmt: skip
 
 TRL_KEYS = {
-    "learning_rate": ("train.lr", ""),
-    "lr_scheduler_type": ("train.schedule", ""),
+    "learning_rate": ("train.lr", "1e-6 in TRL, by the size of the policy here"),
+    "lr_scheduler_type": ("train.schedule", "linear in TRL, constant here"),
     "lr_scheduler_kwargs": ("", "train.schedule is one word"),
     "warmup_ratio": ("train.warmup_steps", "in steps"),
     "adam_beta1": ("train.beta1", ""),
@@ -72,11 +74,14 @@ TRL_KEYS = {
     "generation_batch_size": ("rollouts.batch_groups", "in groups: divide by num_generations"),
     "steps_per_generation": ("train.minibatches", "divide by gradient_accumulation_steps"),
     "num_iterations": ("train.updates_per_batch", ""),
-    "num_generations": ("rollouts.group_size", ""),
+    "num_generations": ("rollouts.group_size", "8 in TRL, 16 here"),
     "num_generations_eval": ("eval.episodes", "episodes of each environment"),
     "completion_only_loss": ("", _COMPLETIONS),
     "assistant_only_loss": ("", _COMPLETIONS),
-    "max_completion_length": ("sampling.max_turn_tokens", "of one turn; sampling.max_tokens is with the prompt"),
+    "max_completion_length": (
+        "sampling.max_turn_tokens",
+        "of one turn: 512 in TRL, 64 here; sampling.max_tokens is with the prompt",
+    ),
     "max_new_tokens": ("sampling.max_turn_tokens", "of one turn"),
     "max_prompt_length": ("", "sampling.max_tokens is for the prompt and what is written together"),
     "max_model_length": ("sampling.max_tokens", _LONGEST),
@@ -139,8 +144,10 @@ TRL_KEYS = {
     "bf16": ("policy.dtype", '"bfloat16"'),
     "fp16": ("policy.dtype", "float32, bfloat16 or int8"),
     "peft_config": ("policy.adapter", ""),
+    "r": ("policy.adapter.rank", ""),
     "lora_r": ("policy.adapter.rank", ""),
-    "lora_alpha": ("policy.adapter.alpha", ""),
+    "lora_alpha": ("policy.adapter.alpha", "8 in TRL, 16 here"),
+    "lora_dropout": ("", "models learn without dropout"),
     "lora_target_modules": ("policy.adapter.targets", ""),
     "disable_dropout": ("", "models learn without dropout"),
     "gradient_checkpointing": ("train.recompute", '"layers"'),
@@ -166,11 +173,12 @@ TRL_KEYS = {
     "push_to_hub": ("", _FINAL),
     "hub_model_id": ("", _FINAL),
 }
-"""For each name the key here, or "", and what else to say; also for a value, as KEY = "VALUE". A test demands that every
-dotted key in it exists."""
+"""For each name the key here, or "", and what else to say. Also for a value, as KEY = "VALUE", or for its type, as
+KEY = float. A test demands that every dotted key in it exists."""
 
 
 TRL_KEYS |= {
+    "train.warmup_steps = float": ("", _SHARE),
     'policy.dtype = "bf16"': ("", 'here it is "bfloat16"'),
     'train.schedule = "constant_with_warmup"': ("", 'here it is "constant" with train.warmup_steps'),
     'train.schedule = "cosine_with_min_lr"': ("", 'here it is "cosine", which falls to a tenth'),
@@ -192,26 +200,33 @@ TRL_KEYS |= {name: ("", _VLLM if name.startswith("vllm_") else _NONE) for name i
 
 TRL_SFT_KEYS = (
     dict.fromkeys(TRL_KEYS, ("", _NONE))
-    | {name: meant for name, meant in TRL_KEYS.items() if "policy." in name + meant[0]}
+    | {name: meant for name, meant in TRL_KEYS.items() if meant[0] == "policy.path"}
+    | {name: ("", _WHOLE) for name, meant in TRL_KEYS.items() if "policy.adapter" in meant[0]}
     | {
-        "learning_rate": ("lr", ""),
-        "lr_scheduler_type": ("", "the rate falls to a tenth along a cosine"),
+        "adapter": ("", _WHOLE),
+        "dtype": ("publish_dtype", "of the files; it computes in float32"),
+        "torch_dtype": ("publish_dtype", "of the files; it computes in float32"),
+        "fp16": ("publish_dtype", "float32 or bfloat16, of the files"),
+        'publish_dtype = "bf16"': ("", 'here it is "bfloat16"'),
+        "learning_rate": ("lr", "2e-5 in TRL, by the size of the policy here"),
+        "lr_scheduler_type": ("", "the rate falls to a tenth along a cosine, not linearly to 0 as in TRL"),
+        "warmup_steps = float": ("", _SHARE),
         "warmup_ratio": ("warmup_steps", "in steps"),
         "max_steps": ("steps", ""),
         "num_train_epochs": ("steps", "each of `batch` episodes"),
-        "per_device_train_batch_size": ("batch", ""),
+        "per_device_train_batch_size": ("batch", "8 for each device in TRL, 128 here"),
         "gradient_accumulation_steps": ("batch", "episodes of a step, however they are cut"),
         "per_device_eval_batch_size": ("eval_episodes", "how many are played"),
         "eval_steps": ("eval_every", ""),
         "eval_strategy": ("eval_every", "in steps"),
         "save_steps": ("eval_every", "each evaluation keeps the policy"),
         "save_strategy": ("eval_every", "in steps: each evaluation keeps the policy"),
-        "max_length": ("max_tokens", "longer episodes are left out, not cut"),
+        "max_length": ("max_tokens", "1024 in TRL, 512 here; longer episodes are left out, not cut"),
         "train_dataset": ("env.name", "of an environment, whose scripted player is imitated"),
         "bf16": ("publish_dtype", '"bfloat16", of the files'),
         "completion_only_loss": ("", _COMPLETIONS),
         "assistant_only_loss": ("", _COMPLETIONS),
-        "adam_beta2": ("", "it is 0.95"),
+        "adam_beta2": ("", "it is 0.95, and 0.999 in TRL"),
         "adam_beta1": ("", "it is 0.9"),
         "weight_decay": ("", "there is none"),
         "run_name": ("name", ""),
