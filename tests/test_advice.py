@@ -55,6 +55,8 @@ SAID_BY: dict[str, tuple[str, ...]] = {
     "launch/shaped.py": ("run", "host"),
     "launch/steering.py": ("node",),
     "ledger/rules/run.py --factor": ("admin",),
+    "monitors/disk.py": ("run", "host"),
+    "net/blobs.py": ("run", "host"),
     "net/forward_proxy.py": ("join", "validate"),
     "net/listening.py": ("host", "relay"),
     "plan/forecast.py": ("plan",),
