@@ -21,8 +21,8 @@ from shoal.monitors.view import (
 )
 
 REMEDY = (
-    "Pause the run and look at rollouts. Resume from an earlier checkpoint (policy.path) with a smaller train.lr, or lower "
-    "it now with `shoal admin rate`"
+    "Pause, read rollouts, resume with a smaller train.lr from an earlier checkpoint (policy.path); or lower it now with "
+    "`shoal admin rate`"
 )
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from shoal.monitors.view import LEAST_STEPS, Finding, View, measured, now_of, start_of
 
 REMEDY = (
-    "Resume from an earlier checkpoint with a smaller train.lr, a higher sampling.temperature, or an entropy bonus or "
-    "decoupled clipping in train.algorithm"
+    "Resume with a smaller train.lr, a higher sampling.temperature, or an entropy bonus or decoupled clipping in "
+    "train.algorithm, from an earlier checkpoint"
 )
 
 

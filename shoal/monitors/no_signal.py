@@ -19,11 +19,11 @@ HARD = (
 )
 BY_LIMIT = "A token limit ended"
 CUT = (
-    BY_LIMIT + " {:.0%} of the rollouts of the step: if answers need more, raise sampling.max_turn_tokens or "
-    "sampling.max_tokens"
+    "If answers need more, raise sampling.max_turn_tokens or sampling.max_tokens: a token limit ended {:.0%} of the "
+    "rollouts of the step"
 )
 UNBEGUN = "The tasks of {count} of them can never begin; the last: {cause}. {remedy}"
-FALLEN = "Rewards fell: begin anew from an earlier one of the run's checkpoints, with a smaller train.lr"
+FALLEN = "Rewards fell: begin anew with a smaller train.lr, from an earlier checkpoint"
 
 FEW_CUT = 0.1
 """Share of a step's rollouts that a token limit ended, below which it was no limit to the policy of then."""

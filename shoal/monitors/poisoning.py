@@ -33,7 +33,7 @@ def remedy(key: str) -> str:
     """What to do about a worker."""
     node = key[:NAMED_BY]
     return (
-        f"Look at its refusals (`shoal credits RUN {node}`) and audit its groups (`shoal audit RUN`). "
+        f"See its refusals (`shoal credits RUN {node}`) and audit its groups (`shoal audit RUN`). "
         f"`shoal admin quarantine RUN {node}` stops it for an hour, `shoal admin kick RUN {node}` for good"
     )
 

@@ -20,7 +20,7 @@ REMEDY = (
     "(rollouts.block_rollouts)"
 )
 ENVIRONMENT_REMEDY = (
-    "logs/coordinator.log has the calls: correct the environment, which `shoal env check` tries. If no other worker meets "
+    "Correct the environment, which `shoal env check` tries: logs/coordinator.log has the calls. If no other worker meets "
     "them, ask its owner what else the machine does"
 )
 

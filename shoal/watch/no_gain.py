@@ -210,7 +210,7 @@ def _of_rate(lines: Sequence[Mapping[str, Any]], setup: LearningSetup, fell: boo
             f"train.lr was {lr:g}, and the preset for a policy of this size is {preset:g}",
             f"set train.lr = {preset:g}",
         )
-    if much_clipped:
+    if much_clipped and misfit != "high":
         yield (
             f"{fmean(clipped):.1%} of tokens were clipped, usual are below {CLIPPED:.0%}",
             f"halve train.lr (was {lr:g}), or set rollouts.max_staleness = 0",
@@ -224,7 +224,8 @@ def _of_rate(lines: Sequence[Mapping[str, Any]], setup: LearningSetup, fell: boo
             step = means.index(best) + size
             yield (
                 f"the reward rose to {best:.3f} until step {step}, and fell to {end:.3f}",
-                "start from the checkpoint nearest to that step with half of train.lr",
+                "start from the checkpoint nearest to that step"
+                + (" with half of train.lr" if misfit != "high" else ""),
             )
 
 
@@ -243,7 +244,7 @@ def _of_entropy(entropy: Sequence[float]) -> Iterator[tuple[str, str]]:
             "lower train.lr, or add an entropy bonus (train.algorithm.entropy_bonus)",
         )
     elif end > start / ENTROPY_SHARE:
-        yield f"the entropy rose from {start:.3f} to {end:.3f} nats a token", "halve train.lr: the policy falls apart"
+        yield f"the entropy rose from {start:.3f} to {end:.3f} nats a token", "lower train.lr: the policy falls apart"
 
 
 def _rewards(lines: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -33,6 +33,19 @@ from shoal.ledger.hints import (
     SILENT_REMEDY,
     split_remedy,
 )
+from shoal.monitors import (
+    clock,
+    collapse,
+    disk,
+    drift,
+    entropy,
+    hacking,
+    no_signal,
+    poisoning,
+    publishing,
+    stragglers,
+    validators,
+)
 from shoal.monitors.raising import Change
 from shoal.monitors.starved import LEASED, UNLEASED
 from shoal.protocol.env_faults import REPLY_REFUSED
@@ -96,7 +109,7 @@ def test_three_alarms_do_not_hide_what_the_run_waits_for(snapshot: Snapshot, wid
 def test_an_alarm_takes_two_lines_of_a_small_terminal(snapshot: Snapshot, cause: str) -> None:
     """Also while it is the newest message, which says the same once more."""
     summary = "worker-7 (3b6a27bcceb6) had 75.0% of its blocks refused, and 0.0% of the influence on batches"
-    remedy = "Look at its refusals (`shoal credits RUN 3b6a27bcceb6`) and audit its groups (`shoal audit RUN`). " * 2
+    remedy = "See its refusals (`shoal credits RUN 3b6a27bcceb6`) and audit its groups (`shoal audit RUN`). " * 2
     alarm = Alarm(cause, "critical", 21, 24, summary, remedy)
     said = [in_words(Change("raised", alarm))]
     for width, height in ((80, 24), (60, 20), (120, 24)):
@@ -116,6 +129,24 @@ def test_what_to_do_about_an_alarm_is_whole_beside_a_long_cause(snapshot: Snapsh
     shown = lines_of(replace(snapshot, alarms=[alarm]), 80, 24)
     first = next(i for i, line in enumerate(shown) if "alarm starved since step 21: no step for 300 s" in line)
     assert remedy[:70] in shown[first + 1] and "…" not in shown[first + 1], shown
+
+
+@pytest.mark.parametrize(
+    ("remedy", "core"),
+    [
+        (clock.REMEDY, "by NTP"), (collapse.REMEDY, "a smaller train.lr"), (disk.REMEDY, "storage.window_steps"),
+        (disk.QUOTA, "storage.quota_mb"), (drift.REMEDY, "Lower train.lr"), (entropy.REMEDY, "a smaller train.lr"),
+        (hacking.REMEDY, "Read rollouts"), (no_signal.EASY, "harder tasks"), (no_signal.HARD, "`shoal env check`"),
+        (no_signal.CUT.format(0.6), "sampling.max_turn_tokens"), (no_signal.FALLEN, "a smaller train.lr"),
+        (poisoning.remedy("3b6a27bcceb6"), "`shoal credits RUN 3b6a27bcceb6`"), (publishing.REMEDY, "policy.adapter"),
+        (stragglers.REMEDY, "kick it"), (stragglers.ENVIRONMENT_REMEDY, "Correct the environment"),
+        (validators.REMEDY, "`shoal audit RUN`"),
+    ],
+)  # fmt: skip
+def test_the_core_of_a_remedy_comes_before_a_small_terminal_cuts_it(snapshot: Snapshot, remedy: str, core: str) -> None:
+    alarm = Alarm("no_signal", "critical", 21, 24, "the last 64 groups have no signal; at 128 the run pauses", remedy)
+    shown = lines_of(replace(snapshot, alarms=[alarm]), 80, 24)
+    assert any(core in line for line in shown), shown
 
 
 def test_the_curve_spans_the_steps_that_were_done(snapshot: Snapshot) -> None:

@@ -505,7 +505,7 @@ def test_the_remedy_for_groups_without_signal_is_what_ended_their_rollouts():
         assert found.remedy == remedy, "a limit that ended none of the first step is a symptom"
     line = {"step": 9, "zero_signal_share": 0.95, "solve_rate": 0.1}
     (found,) = no_signal.look(View(lines=[line | {"overlong_share": 0.8}]))
-    assert "A token limit ended 80%" in found.remedy and "sampling.max_turn_tokens" in found.remedy
+    assert "a token limit ended 80%" in found.remedy and "sampling.max_turn_tokens" in found.remedy
     assert [one.remedy for one in no_signal.look(View(lines=[line | {"overlong_share": 0.2}]))] == [no_signal.HARD]
 
 

@@ -101,7 +101,7 @@ def test_small_groups_are_named_where_groups_were_flat():
         ({"clip_share": 0.08}, "8.0% of tokens were clipped", r"halve train\.lr"),
         ({"entropy_nats": 0.02}, "entropy was 0.020 nats a token from the start", "cold start earlier"),
         ({"entropy_nats": [0.8] * 20 + [0.1] * 40}, "entropy fell from 0.800 to 0.100", "entropy bonus"),
-        ({"entropy_nats": [0.5] * 20 + [2.5] * 40}, "entropy rose from 0.500 to 2.500", r"halve train\.lr"),
+        ({"entropy_nats": [0.5] * 20 + [2.5] * 40}, "entropy rose from 0.500 to 2.500", r"lower train\.lr"),
         ({"staleness_rollouts": {"1": 100, "3": 100}}, "2.0 versions old", "max_staleness = 0"),
         ({"update_skipped": [0] * 30 + [1] * 30}, "30 of 60 steps were skipped", r"lower train\.lr"),
     ],
@@ -138,6 +138,12 @@ def test_the_learning_rate_is_named_as_the_run_file_says_it_and_not_of_a_warm_up
     warm_up = run(clip_share=0.3, lr=1.2e-4)
     assert "was 0.0002)" in diagnose(warm_up, replace(SETUP, preset_lr=2e-4, lr=2e-4))[1]
     assert "train.lr was 1e-05" in diagnose(run(lr=2e-6), replace(SETUP, lr=1e-5))[1]
+
+
+def test_a_rate_far_above_the_preset_is_not_to_be_halved_as_well() -> None:
+    rewards = [0.2 + 0.001 * (i % 3) + 0.4 * (20 < i < 40) for i in range(60)]
+    said = " ".join(diagnose(run(rewards, lr=0.03, clip_share=0.3), SETUP))
+    assert "set train.lr = 0.0005" in said and "start from the checkpoint" in said and "hal" not in said
 
 
 def test_an_evaluation_without_a_mean_says_nothing_of_a_gain() -> None:

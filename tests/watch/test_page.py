@@ -10,6 +10,7 @@ import json
 import re
 from collections import Counter
 from html.parser import HTMLParser
+from statistics import pstdev
 from types import SimpleNamespace
 from urllib.parse import urljoin
 
@@ -660,7 +661,25 @@ def test_figures_of_the_log_have_an_address_with_their_rows(anyone, shelf):
     assert f'href="/1/groups?version=1">1</a></th><td class="n">{row["groups"]}</td>' in page
     assert 'data-point="/1/groups?version="' in page and 'data-point="/1/steps/"' in anyone.get("/1/").text
     assert float(table_of(anyone, "rewards.csv")[1]["spread"]) == pytest.approx(row["spread"])
-    assert f"± {row['spread']:.2g}" in anyone.get("/1/").text
+
+
+def test_the_spread_beside_a_reward_is_of_the_groups_behind_it(host, anyone, shelf):
+    marks, versions = shelf.runs[0].reading.marks, shelf.runs[0].reading.state.main.versions
+    behind = [
+        versions[version].slots[slot].rewards
+        for (version, slot), seq in marks.finals.items()
+        if marks.batches[0] < seq < marks.batches[1] and versions[version].slots[slot].rewards
+    ]
+    told = shelf.look().overview(1)["metrics"]["reward_all_mean"]
+    assert sum(map(sum, behind)) / sum(map(len, behind)) == pytest.approx(told)
+    expected = f"± {number(sum(pstdev(rewards) for rewards in behind) / len(behind), 2)}"
+    for viewer in (host, anyone):
+        figures = {name: text.split(" at step")[0] for name, text, _ in figures_of(viewer.get("/1/").text)}
+        assert expected in figures["Reward"]
+
+
+def words_of_figures(page):
+    return {name: text.split() for name, text, _ in figures_of(page)}
 
 
 def test_a_run_of_several_environments_has_the_reward_and_spread_of_each(town, tmp_path):
@@ -674,9 +693,10 @@ def test_a_run_of_several_environments_has_the_reward_and_spread_of_each(town, t
     line = json.dumps({"step": 1, "reward_mean": 0.5, "reward_mean/one": 0.25, "reward_mean/<b>two": 0.75})
     db.execute("UPDATE metrics SET line = ? WHERE step = 1", (line,))
     db.execute("UPDATE facts SET told = json_set(told, '$.envs', json(?))", (json.dumps(labels),))
-    client = TestClient(page_app(shelf, ""))
+    client, host = TestClient(page_app(shelf, TOKEN)), TestClient(page_app(shelf, TOKEN))
+    host.get(f"/?token={TOKEN}")
     page = client.get("/1/").text
-    told = {name: text.split() for name, text, _ in figures_of(page)}
+    told = words_of_figures(page)
     assert "Of groups with a signal" in told
     assert told["one"] == ["0.25", "±", "0.25"] and told["&lt;b&gt;two"] == ["0.75", "±", "0.5"]
     assert "Reward and spread, one" in page and "Reward and spread, &lt;b&gt;two" in page
@@ -684,6 +704,12 @@ def test_a_run_of_several_environments_has_the_reward_and_spread_of_each(town, t
     assert [line["edge"] for line in lines] == [False, True, True]
     assert lines[1]["values"][-1] - lines[0]["values"][-1] == pytest.approx(0.25)
     assert client.get("/1/figure?name=by-version/%3Cb%3Etwo").status_code == 200
+    db.execute("UPDATE groups SET public = 0 WHERE id = (SELECT max(id) FROM groups WHERE step = 1)")
+    shelf.change += 1
+    assert words_of_figures(client.get("/1/").text)["one"] == ["0.25"], (
+        "and of an unknown part of a batch nothing is said"
+    )
+    assert words_of_figures(host.get("/1/").text)["one"] == told["one"]
     db.execute("UPDATE groups SET public = 0")
     shelf.change += 1
     assert "Reward and spread, one" not in client.get("/1/").text, "which environment a private group is of is private"

@@ -179,6 +179,7 @@ def test_a_figure_that_was_smoothed_has_an_address(url, browser, complaints):
     [
         (0.01, {"0", "0.002", "0.01"}), (0.02, {"0", "0.0025", "0.02"}), (2e-4, {"0", "2.5e-5", "2e-4"}),
         (2e-6, {"0", "5e-7", "1.5e-6", "2e-6"}), (400_000, {"0", "100,000", "200,000", "300,000", "400,000"}),
+        (0.0, {"0", "0.2", "0.4", "0.6", "0.8", "1"}),
     ],
 )  # fmt: skip
 def test_the_labels_of_an_axis_have_the_digits_that_its_steps_need(url, browser, complaints, highest, labels):

@@ -167,6 +167,12 @@ def test_a_chart_of_one_point_is_a_dot_with_its_value():
     assert longer is not None and longer.only == ""
 
 
+@pytest.mark.parametrize(("value", "edges"), [(0.0, (0, 1)), (0.25, (0, 0.5)), (3.0, (0, 6)), (-1.0, (-2, 0))])
+def test_the_axis_of_equal_values_reaches_to_0(value, edges):
+    drawn = picture_of(Chart("clip_share", "", "share", "", "step", [0, 1], [Line("all", [value, value])]))
+    assert drawn is not None and (drawn.low, drawn.high) == edges
+
+
 def test_the_page_shows_a_single_evaluation_with_its_value_and_version(shelf):
     for address in ("/1/", "/1/heldout", "/1/figure?name=heldout"):
         page = TestClient(page_app(shelf, TOKEN)).get(address).text

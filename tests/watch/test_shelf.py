@@ -418,3 +418,12 @@ def test_each_change_of_a_condition_is_news_but_the_time_that_it_lasts(shelf, no
     assert later() == before + 1
     shelf.runs[0].reading.state.pause_cause = "no signal"
     assert later() == before + 2
+
+
+def test_an_evaluation_is_news(shelf, copied, now):
+    indexed(shelf, now), indexed(shelf, now)
+    page = TestClient(page_app(shelf, "")).get
+    assert "version 2 has no evaluation yet" in page("/1/").text
+    evaluate_last(copied)
+    indexed(shelf, now)
+    assert "has no evaluation yet" not in page("/1/").text

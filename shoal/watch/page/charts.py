@@ -241,7 +241,7 @@ def picture_of(chart: Chart) -> Picture | None:
         return None
     low, high = min(found), max(found)
     if low == high:
-        low, high = low - 0.5, high + 0.5
+        low, high = sorted((0.0, 2 * low or 1.0))
     left, right = chart.x[0], chart.x[-1]
 
     def at(x: int, y: float) -> str:

@@ -74,7 +74,7 @@ class Shown:
     is_live: bool = False
     """Whether its coordinator answered then."""
     told: object = None
-    """Condition and alarms as they were noted last."""
+    """Condition, alarms and evaluations as they were noted last."""
     address: str = ""
     """Its URL, as others know it; empty if there is none."""
     is_whole: bool = False
@@ -402,18 +402,18 @@ class Shelf:
             reading.close()
 
     def _note(self, shown: Shown) -> None:
-        """Note how a run does, and its alarms. Raises `ShoalError`."""
+        """Note how a run does, its evaluations and alarms. Raises `ShoalError`."""
         if shown.builder is None or shown.reading is None:
             return
         shown.asked_at, shown.asked_of = self._clock(), _moment(shown.reading)
         if not shown.is_whole:
             shown.newest = shown.reading.source.newest()
         shown.builder.note_condition()
-        alarms = self.look().alarms(shown.number)
+        found = repr((self.look().alarms(shown.number), self.look().heldout(shown.number)))
         row = self.look().rows("SELECT told, is_live FROM conditions WHERE run = ?", shown.number)
         told = (_without_clock(row[0]["told"]), row[0]["is_live"]) if row else None
         shown.is_live = bool(row and row[0]["is_live"])
-        before, shown.told = shown.told, (told, repr(alarms))
+        before, shown.told = shown.told, (told, found)
         if shown.told != before:
             self._is_news = True
 

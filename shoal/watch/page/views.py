@@ -45,11 +45,10 @@ def overview(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     """How the run does."""
     look, run = asked.look, asked.run
     found = look.overview(run)
-    spread_version, spreads = _spreads(asked, found["metrics_step"])
     raised = sorted(asked.alarms(only_open=True), key=lambda alarm: alarm["level"] != "critical")
     return "overview.html", {
-        "spread_version": spread_version, "spreads": spreads,
-        **found, "trouble": asked.shelf.trouble(run),
+        **found, "spreads": _spreads(asked, found["metrics_step"], found["metrics"]),
+        "trouble": asked.shelf.trouble(run),
         "alarms": raised[:MOST_ALARMS], "more_alarms": len(raised[MOST_ALARMS:]),
         "charts": _charts(asked, overview_charts(look, run)),
         "refused": look.refusal_counts(run, 5), "ages": look.ages(run, 5),
@@ -305,18 +304,23 @@ def _drawn(found: Chart) -> dict[str, Any]:
     return {"chart": found, "picture": picture_of(found)}
 
 
-def _spreads(asked: Asked, step: int | None) -> tuple[int, dict[str, float]]:
-    """The version of the newest step, or the newest with rewards before there is one; and how far the rewards of a group
-    differ, the mean over its groups: of all by the empty label, and by environment where bodies are public."""
+def _spreads(asked: Asked, step: int | None, metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """How far the rewards of a group differ, the mean over the groups behind a reward of the newest step: of all by the
+    empty label; by environment over the groups of its batch, if the viewer may know of which environment each is."""
     look, run = asked.look, asked.run
-    newest = "SELECT max(version) AS version FROM groups WHERE run = ? AND reward IS NOT NULL"
-    version = step if step is not None else look.rows(newest, run)[0]["version"] or 0
-    mean = "SELECT avg(spread) AS spread FROM groups WHERE run = ? AND version = ?"
-    by_env = (
-        "SELECT env, avg(spread) AS spread FROM groups WHERE run = ? AND version = ? AND public = 1 AND env NOT NULL "
-    )
-    rows = look.rows(f"{by_env} GROUP BY env", run, version)
-    return version, {"": look.rows(mean, run, version)[0]["spread"], **{row["env"]: row["spread"] for row in rows}}
+    if step is None:
+        return {}
+    mean = "avg(spread) AS spread FROM groups WHERE run = ?"
+    batch = look.rows(f"SELECT env, min(public) AS public, {mean} AND step = ? GROUP BY env", run, step)
+    are_known = all(row["env"] is not None and (row["public"] or asked.is_host) for row in batch)
+    spreads = {row["env"]: row["spread"] for row in batch if are_known}
+    if metrics.get(REWARDS[0]) is None:
+        return spreads | {"": look.rows(f"SELECT {mean} AND step = ?", run, step)[0]["spread"]}
+    ends = {row["version"]: row["batch_seq"] for row in look.rows(
+        "SELECT version, batch_seq FROM versions WHERE run = ? AND version IN (?, ?)", run, step - 1, step
+    )} | ({-1: -1} if step == 0 else {})  # fmt: skip
+    since = f"SELECT {mean} AND status IN ('signal', 'flat') AND seq > ? AND seq < ?"
+    return spreads | {"": look.rows(since, run, ends.get(step - 1), ends.get(step))[0]["spread"]}
 
 
 def _newest(line: Mapping[str, Any], names: Sequence[str]) -> Any:

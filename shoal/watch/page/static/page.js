@@ -33,6 +33,11 @@
     return splits.map((value) => (isTiny && value ? Number(value.toPrecision(9)).toExponential() : plain.format(value)));
   }
 
+  // Of the axis of values: where all are 0, from 0 to 1.
+  function range(chart, low, high) {
+    return low === null ? [null, null] : low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
+  }
+
   async function draw(figure, smooth) {
     const address = figure.dataset.chart + (smooth ? "&smooth=" + smooth : "");
     const answer = await fetch(address);
@@ -51,7 +56,7 @@
     const axis = { stroke: quiet, font: "12px system-ui, sans-serif", grid: { stroke: rule, width: 1 }, ticks: { show: false } };
     const options = {
       width: plot.clientWidth, height: figure.closest(".large") ? 340 : 190, legend: { show: false }, cursor: { y: false },
-      hooks: { setCursor: [(chart) => read(figure, told, chart.cursor.idx)] }, scales: { x: { time: false } }, series: [{ label: told.x_label }, ...series], axes: [{ ...axis, size: 30, ...(told.x.every(Number.isInteger) ? { incrs: WHOLE } : {}) }, { ...axis, size: 56, values: labels }],
+      hooks: { setCursor: [(chart) => read(figure, told, chart.cursor.idx)] }, scales: { x: { time: false }, y: { range } }, series: [{ label: told.x_label }, ...series], axes: [{ ...axis, size: 30, ...(told.x.every(Number.isInteger) ? { incrs: WHOLE } : {}) }, { ...axis, size: 56, values: labels }],
       bands: edges.length === 2 ? [{ series: edges, fill: css("--band") }] : [],
     };
     const data = [told.x, ...told.lines.map((line) => line.values)];
