@@ -11,7 +11,7 @@ from pathlib import Path
 from shoal.errors import StateError
 from shoal.folder import held
 
-VERSION = 7
+VERSION = 8
 """Of the tables. Another one makes the index anew."""
 
 MOST_ROLLOUTS = 4096
@@ -55,6 +55,8 @@ CREATE INDEX groups_by_slot ON groups (run, version, slot);
 CREATE INDEX groups_by_worker ON groups (run, worker, id);
 CREATE INDEX groups_by_task ON groups (run, env, task, version);
 CREATE INDEX groups_by_status ON groups (run, status, id);
+CREATE INDEX groups_by_step ON groups (run, step);
+CREATE INDEX groups_by_seq ON groups (run, seq);
 CREATE TABLE rollouts (id INTEGER PRIMARY KEY, run INTEGER, reward REAL, advantage REAL, failed INTEGER, ending TEXT,
   tokens INTEGER, policy_tokens INTEGER, logprob REAL, turns INTEGER, flaw TEXT);
 CREATE TABLE bodies (run INTEGER, submission TEXT, seq INTEGER, state TEXT, why TEXT, PRIMARY KEY (run, submission))
