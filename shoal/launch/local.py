@@ -289,12 +289,13 @@ class LocalRun:
         now = time.monotonic()
         if now - self._looked < every_s:
             return
-        self._looked = now
+        self._looked, status = now, self._watch.status()
+        waiting_for = with_suspended(with_ended_call(status.waiting_for, self._processes()), self._processes())
         self._snapshot = Snapshot(
             name=self._config.name,
             out=str(self._folder.root),
             steps=self._config.steps,
-            status=self._watch.status(),
+            status=msgspec.structs.replace(status, waiting_for=waiting_for),
             url=self._watch.url(),
             elapsed_s=self._usage.wall_s(),
             metrics=self._metrics.read(),
@@ -338,7 +339,6 @@ class LocalRun:
         lines = self._trainer is None and not self._draws
         shot = replace(self._snapshot, metrics=()) if lines else self._snapshot
         phase, waiting_for = shot.status.phase, as_called(shot.status.waiting_for, self._folder.root)
-        waiting_for = with_suspended(with_ended_call(waiting_for, self._processes()), self._processes())
         phase = "evaluating" if phase == "ended" and not self._evaluations.last_is_done() else phase
         return replace(shot, status=msgspec.structs.replace(shot.status, phase=phase, waiting_for=waiting_for))
 
