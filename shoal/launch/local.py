@@ -471,8 +471,9 @@ class LocalRun:
     def _say_stopped(self) -> int:
         done, steps, folder = self._snapshot.step, self._config.steps, str(self._folder.root)
         resume = command("admin", "resume", folder)
+        missing = "" if self._folder.summary.exists() else ". The same command makes the missing evaluation and summary"
         after = {
-            "ended": "The run has ended. The same command makes the missing evaluation and summary",
+            "ended": f"The run has ended{missing}",
             "draining": "The same command drains the run to its end",
             "paused": f"The same command starts its host again. The run stays paused until\n`{resume}`",
         }.get(self._snapshot.status.phase, "The same command resumes the run")

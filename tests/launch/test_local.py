@@ -272,6 +272,10 @@ def test_what_is_said_of_a_stopped_run_follows_from_its_phase(tmp_path: Path, ph
     run._snapshot = replace(run._snapshot, status=msgspec.structs.replace(NO_STATUS, phase=phase))
     assert run._say_stopped() == 130 and says in told.getvalue()
     assert ("resumes the run" in told.getvalue()) == (phase == "running")
+    assert ("missing" in told.getvalue()) == (phase == "ended")
+    folder.summary.write_text("{}")
+    told.truncate(0)
+    assert run._say_stopped() == 130 and "missing" not in told.getvalue()
     run._look()
     assert "Ctrl-C" not in run._snapshot.hint and "stopping" in run._snapshot.hint
 
