@@ -34,7 +34,7 @@ def look(view: View) -> Iterator[Finding]:
             what = f"the disk of the run's folder has {free_mb:.0f} MB free"
             yield Finding("critical", what, REMEDY, (measured("free MB", free_mb, least_mb),))
         elif hours < least:
-            what = f"the run's disk is full in {hours:.1f} h at this rate"
+            what = f"its disk is full in {hours:.1f} h at this rate"
             yield Finding("warning", what, REMEDY, (measured("hours", hours, least),))
     share, most = machine.quota_share, view.limit("disk.quota")
     if share >= most:
