@@ -23,7 +23,7 @@ from shoal.heldout import Heldout, interval_of, version_of, why_not_comparable
 from shoal.launch.hosting import call
 from shoal.launch.snapshot import STARTING, CoordinatorWatch, Snapshot
 from shoal.launch.without_signal import why_flat
-from shoal.ledger.hints import NO_LEASE, split_remedy
+from shoal.ledger.hints import IS_STOPPED, NO_LEASE, split_remedy
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.table import read_entry
 from shoal.monitors.follow import Follower, Setting
@@ -256,7 +256,8 @@ class _WaitTimes:
             self._took_s[self._now] = self._took_s.get(self._now, 0.0) + max(0.0, now - self._seen)
         said = snapshot.status.waiting_for
         self._now, self._seen = f"{said.partition(':')[0]} {NO_LEASE in said}", now
-        if split_remedy(said)[1] or not split_remedy(self._said.get(self._now, ""))[1]:  # it names who
+        before = self._said.get(self._now, "")
+        if split_remedy(said)[1] or not split_remedy(before)[1] or IS_STOPPED in before:  # it names who, as it is now
             self._said[self._now] = said
 
     def longest(self) -> tuple[str, float]:

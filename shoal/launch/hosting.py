@@ -147,12 +147,11 @@ async def call(
             raise
         nodes = await client.get_json("/v1/nodes", list[NodeState], deadline_s=ADMIN_DEADLINE_S)
     # an admitted one judges once it has joined
-    admitted = {request.node, *request.also} if action == "admit" else set[str]()
-    judging, judged = {*_judging(nodes)} | admitted, {*_judging(before)}
+    judging, judged = {*_judging(nodes), *status.unjoined}, {*_judging(before), *was.unjoined}
     return (
         status,
         len(judging) == 2 and judging != judged,
-        _nothing_to_do(action, request, before, was) or _what_was_done(action, request, before),
+        _nothing_to_do(action, request, before, was) or _what_was_done(action, request, before, was),
     )
 
 
@@ -207,13 +206,21 @@ class NodesWatch:
         return [f"{'Warning: ' if num < 3 else ''}validator {what}: {left}"]
 
 
-def _what_was_done(action: str, request: AdminRequest, nodes: Sequence[NodeState]) -> str:
+def _what_was_done(action: str, request: AdminRequest, nodes: Sequence[NodeState], was: Status) -> str:
     """To whom an action was done."""
     if action == "admit":
-        keys = ", ".join(key[:12] for key in dict.fromkeys((request.node, *request.also)))
-        return f"done: {keys} may judge"
+        before = _admitted_before((request.node, *request.also), nodes, was)
+        keys = ", ".join(key[:12] for key in dict.fromkeys((request.node, *request.also)) if key not in before)
+        return "; ".join((f"done: {keys} may judge", *before.values()))
     whom = ", ".join(_called(node) for node in _matching(request.node, nodes)) if request.node else ""
     return f"done: {whom}" + (f", {KICKED}" if action == "kick" else "") if whom else "done"
+
+
+def _admitted_before(keys: Iterable[str], nodes: Sequence[NodeState], was: Status) -> dict[str, str]:
+    """That keys needed no admission, by key."""
+    said = {key: f"{key[:12]} was admitted before, and has not joined yet" for key in was.unjoined}
+    said |= {node.key: f"{_called(node)} was admitted before" for node in nodes if node.role == "validator"}
+    return {key: said[key] for key in keys if key in said}
 
 
 def _matching(name: str, nodes: Sequence[NodeState]) -> list[NodeState]:
@@ -229,14 +236,12 @@ def _nothing_to_do(action: str, request: AdminRequest, nodes: Sequence[NodeState
         return f"nothing to do: the learning rate was multiplied by {factor:g} before"
     if phase == {"pause": "paused", "resume": "running", "drain": "draining"}.get(action):
         return f"nothing to do: the run was {phase} before"
-    why = dict[str, str]()
+    why = _admitted_before(names, nodes, was) if action == "admit" else {}
     out = {"kick": ("kicked",), "quarantine": ("kicked", "suspended")}.get(action, ())
     for name in names:
         for node in _matching(name, nodes):
             whose = _called(node)
-            if action == "admit" and node.role == "validator":
-                why[name] = f"{whose} was admitted before"
-            elif node.standing in out:
+            if node.standing in out:
                 why[name] = f"{whose} was {node.standing} before, so it gets no leases anyway"
             elif action == "quarantine" and node.standing == "quarantined":
                 return f"{whose} was quarantined before: if less than half an hour was left, it is an hour now"

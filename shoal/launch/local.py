@@ -289,12 +289,13 @@ class LocalRun:
         now = time.monotonic()
         if now - self._looked < every_s:
             return
-        self._looked = now
+        self._looked, status = now, self._watch.status()
+        waiting_for = with_suspended(with_ended_call(status.waiting_for, self._processes()), self._processes())
         self._snapshot = Snapshot(
             name=self._config.name,
             out=str(self._folder.root),
             steps=self._config.steps,
-            status=self._watch.status(),
+            status=msgspec.structs.replace(status, waiting_for=waiting_for),
             url=self._watch.url(),
             elapsed_s=self._usage.wall_s(),
             metrics=self._metrics.read(),
@@ -338,7 +339,6 @@ class LocalRun:
         lines = self._trainer is None and not self._draws
         shot = replace(self._snapshot, metrics=()) if lines else self._snapshot
         phase, waiting_for = shot.status.phase, as_called(shot.status.waiting_for, self._folder.root)
-        waiting_for = with_suspended(with_ended_call(waiting_for, self._processes()), self._processes())
         phase = "evaluating" if phase == "ended" and not self._evaluations.last_is_done() else phase
         return replace(shot, status=msgspec.structs.replace(shot.status, phase=phase, waiting_for=waiting_for))
 
@@ -471,8 +471,9 @@ class LocalRun:
     def _say_stopped(self) -> int:
         done, steps, folder = self._snapshot.step, self._config.steps, str(self._folder.root)
         resume = command("admin", "resume", folder)
+        missing = "" if self._folder.summary.exists() else ". The same command makes the missing evaluation and summary"
         after = {
-            "ended": "The run has ended. The same command makes the missing evaluation and summary",
+            "ended": f"The run has ended{missing}",
             "draining": "The same command drains the run to its end",
             "paused": f"The same command starts its host again. The run stays paused until\n`{resume}`",
         }.get(self._snapshot.status.phase, "The same command resumes the run")

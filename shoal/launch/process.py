@@ -27,7 +27,7 @@ import psutil
 from shoal.config import child_environment
 from shoal.errors import EXIT_DONE, EXIT_USER_ERROR
 from shoal.launch.logfiles import LogFile
-from shoal.ledger.hints import ENDED_CALLS, split_remedy
+from shoal.ledger.hints import CONTINUE_REMEDY, ENDED_CALLS, IS_STOPPED, split_remedy
 
 MAX_QUICK_DEATHS = 5
 """A role is given up after this many deaths in a row, each less than QUICK_DEATH_S after its start."""
@@ -256,19 +256,22 @@ def suspended_process(pid: int | None) -> str:
     """That a process was stopped by a signal, and how it goes on; empty if it was not."""
     with contextlib.suppress(psutil.Error):
         if pid and psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-            return f"its process {pid} is stopped (SIGSTOP or a debugger): `kill -CONT {pid}`"
+            return f"its process {pid} {IS_STOPPED}: `kill -CONT {pid}`"
     return ""
 
 
 def with_suspended(waiting_for: str, processes: Iterable[RoleProcess]) -> str:
-    """What a run waits for, with those processes of its role that were stopped by a signal."""
-    found = [
-        f"{process.name}: {said}"
+    """What a run waits for, with those processes of its role that were stopped by a signal, and only how these go on."""
+    found = {
+        process.name: process.pid
         for process in processes
-        if process.name.partition("-")[0] in waiting_for.partition(":")[0] and (said := suspended_process(process.pid))
-    ]
-    cause, remedy = split_remedy(waiting_for)
-    return ". ".join(filter(None, ("; ".join((cause, *found)), remedy))) if found else waiting_for
+        if process.name.partition("-")[0] in waiting_for.partition(":")[0] and suspended_process(process.pid)
+    }
+    if not found:
+        return waiting_for
+    stopped = (f"{name}: its process {pid} {IS_STOPPED}" for name, pid in found.items())
+    remedy = CONTINUE_REMEDY.replace("PID", " ".join(map(str, found.values())))
+    return f"{'; '.join((split_remedy(waiting_for)[0], *stopped))}. {remedy}"
 
 
 def with_ended_call(waiting_for: str, processes: Iterable[RoleProcess]) -> str:

@@ -20,7 +20,6 @@ import msgspec
 from rich.console import Console
 
 from shoal.alarms import Alarm, standing_alarms
-from shoal.config.monitors import said_of
 from shoal.errors import EXIT_DONE, EXIT_NO, EXIT_USER_ERROR, ShoalError
 from shoal.folder import RunFolder, is_locked, is_url
 from shoal.launch.evaluations import results_in
@@ -129,14 +128,15 @@ class FolderWatch:
             elapsed_s=wall_s_before(folder.root / USAGE), metrics=self._metrics.read(),
             nodes=nodes, cheaters=frozenset(f"cheater-{i}" for i in range(config.workers.cheating)),
             heldout=results_in(folder.evaluations), sample=self._samples.latest(),
-            notice=notice, alarms=[without_stale_figures(alarm) for alarm in standing_alarms(folder.alarms)],
+            notice=notice, alarms=[with_dated_figures(alarm) for alarm in standing_alarms(folder.alarms)],
             has_counts=self._log is None or self._log.said() is not None,
         )  # fmt: skip
 
 
-def without_stale_figures(alarm: Alarm) -> Alarm:
-    """An alarm without the figures of when it was raised, if the status has these as they are now."""
-    return msgspec.structs.replace(alarm, summary=said_of(alarm.cause)) if alarm.cause in IN_STATUS else alarm
+def with_dated_figures(alarm: Alarm) -> Alarm:
+    """An alarm whose figures are said to be those of when it was raised, if the status has these as they are now."""
+    dated = f"when it was raised: {alarm.summary}"
+    return msgspec.structs.replace(alarm, summary=dated) if alarm.cause in IN_STATUS else alarm
 
 
 def _silence(folder: RunFolder) -> str:

@@ -13,6 +13,9 @@ from shoal.protocol.rollouts import ENV_REMEDY, MODEL_REMEDY, ROOM_REMEDY, unbeg
 ALARM_REMEDY = "Look into it, then `shoal admin resume` or `shoal admin drain`"
 NO_SIGNAL_REMEDY = "Look at some of them, then `shoal admin resume` or `shoal admin drain`"
 SILENT_REMEDY = "Start it again (`shoal validate URL`), or admit another: `shoal admin admit RUN_DIR KEY`"
+CONTINUE_REMEDY = "It goes on with `kill -CONT PID`"
+IS_STOPPED = "is stopped (SIGSTOP or a debugger)"
+"""Of a process of the host: then nothing else need be done."""
 WORKER_REMEDY = "Start a silent worker again, or let others join: `shoal join URL`"
 ADMIT_REMEDY = (
     "`shoal validate URL` prints its key: type `shoal admin admit RUN_DIR KEY`, or set validators.count = 1 and start the "
@@ -57,7 +60,8 @@ _REMEDY = re.compile(
             _with_any_command,
             (
                 FAULT_REMEDY, BOUNDS_REMEDY, NUMBER_REMEDY, HANG_REMEDY, TEMPLATE_REMEDY,
-                ALARM_REMEDY, NO_SIGNAL_REMEDY, SILENT_REMEDY, WORKER_REMEDY, ADMIT_REMEDY, ROOM_REMEDY + IN_A_NEW_RUN,
+                ALARM_REMEDY, NO_SIGNAL_REMEDY, SILENT_REMEDY, CONTINUE_REMEDY, WORKER_REMEDY, ADMIT_REMEDY,
+                ROOM_REMEDY + IN_A_NEW_RUN,
                 ENV_REMEDY + IN_A_NEW_RUN, MODEL_REMEDY + IN_A_NEW_RUN,
             ),
         )

@@ -41,7 +41,7 @@ def look(view: View) -> Iterator[Finding]:
         since_s = view.machine.now - view.machine.step_began
         if view.machine.running and view.machine.step_began and since_s > limit:
             cause = view.machine.notice or _waits(view, view.machine)
-            what = f"no step for {since_s:.0f} s, usually {median(times_s):.0f} s"
+            what = f"no step for {since_s:.0f} s, usually {_brief_s(median(times_s))} s"
             # who is waited for comes first: it is what a small terminal has room for
             what = f"{what}: {cause}" if _is_past(view.machine) else f"{cause}; {what}"
             yield Finding(
@@ -56,6 +56,10 @@ def look(view: View) -> Iterator[Finding]:
         what = f"a step took {times_s[-1]:.0f} s, of which the trainer waited {waiting:.0%}{_meanwhile(view)}"
         facts = measured("step_s", times_s[-1], limit), measured("waiting_share", waiting, view.limit("starved.share"))
         yield Finding("warning", what, PAST, facts)
+
+
+def _brief_s(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds >= 1 else f"{seconds:.1g}"
 
 
 def _is_past(machine: Machine) -> bool:

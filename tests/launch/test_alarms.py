@@ -16,7 +16,7 @@ from shoal.launch.alarms import AlarmWatch, _WaitTimes, evaluation
 from shoal.launch.snapshot import Snapshot
 from shoal.launch.view import render
 from shoal.ledger.facts.run import Admin
-from shoal.ledger.hints import SILENT_REMEDY
+from shoal.ledger.hints import CONTINUE_REMEDY, IS_STOPPED, SILENT_REMEDY
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import verify
@@ -448,6 +448,9 @@ def test_a_wait_is_blamed_on_what_took_longest_since_the_last_step(tmp_path, pub
     assert (machine.longest, machine.longest_s) == (silent, 30.0)
     assert after("workers: 1 of 4", full, full, "workers: 2 of 4").longest == full
     assert after("workers: 1 of 4").longest == ""
+    stopped, goes_on = f"validators: v: its process 7 {IS_STOPPED}. {CONTINUE_REMEDY}", "validators: 1 to judge"
+    assert after(stopped, stopped, "workers: 1 of 4").longest == stopped
+    assert after(stopped, stopped, goes_on).longest == goes_on, "it is stopped no longer"
 
 
 def test_an_alarm_that_the_file_says_stands_and_nobody_finds_is_cleared_after_some_looks(tmp_path, published):

@@ -145,6 +145,9 @@ def test_host_is_warned_when_an_admission_or_a_removal_leaves_two_validators(
         assert tell("admit", load_or_make_key(key_file).public) is warned
         asyncio.run(take_seat(key_file))
     assert not tell("pause", "") and tell("kick", "guest-1")
+    town.desk.book.write(Leave(load_or_make_key(tmp_path / "guest-2.key").public, town.clock()), town.clock())
+    assert tell("admit", load_or_make_key(tmp_path / "guest-3.key").public), "the one that left does not count"
+    asyncio.run(take_seat(tmp_path / "guest-2.key"))
     worker = t.Join("worker", "alice", 0.0, "test", "float32", "cpu")
     town.desk.book.write(Enter("aa" * 32, worker, town.clock()), town.clock())
     assert not tell("kick", "alice") and not tell("kick", "guest-1"), "it changes nothing for who judges"
@@ -156,7 +159,7 @@ def test_host_is_warned_when_an_admission_or_a_removal_leaves_two_validators(
     assert "two validators" not in administer("admit", "http://host", more[0], key_file, also=(more[1], more[0]))
     assert town.desk.state.validators[-2:] == tuple(more) and town.desk.state.seq == seq + 2
     town.desk.book.write(Leave(load_or_make_key(tmp_path / "guest-2.key").public, town.clock()), town.clock())
-    assert tell("admit", load_or_make_key(tmp_path / "guest-3.key").public), "the one that left does not count"
+    assert not tell("admit", more[0]), "several may judge, though they have not joined yet"
 
 
 def test_a_host_is_told_when_a_validator_leaves_and_what_that_leaves_the_run_with() -> None:
@@ -276,6 +279,10 @@ def test_a_host_is_not_told_done_for_what_was_so_before_or_cannot_be(
     assert "validator-0" in said("admit", validator) and f"admit: done: {stranger[:12]}" in said(
         "admit", stranger, validator
     )
+    again = f"{stranger[:12]} was admitted before, and has not joined yet"
+    assert f"admit: nothing to do: {again}" in said("admit", stranger)
+    newer = load_or_make_key(tmp_path / "newer.key").public
+    assert f"admit: done: {newer[:12]} may judge; {again}. The run" in said("admit", newer, stranger)
     for action in ("kick", "quarantine"):
         with pytest.raises(PeerError, match="0 nodes match 'worker-3'"):
             said(action, "worker-3")

@@ -30,7 +30,7 @@ from shoal.launch.view import LiveView, render
 from shoal.launch.watching import FolderWatch
 from shoal.ledger.facts.run import NO_SIGNAL, Admin
 from shoal.ledger.fault_rate import FAULTS
-from shoal.ledger.hints import ENDED_CALLS
+from shoal.ledger.hints import ENDED_CALLS, SILENT_REMEDY, split_remedy
 from shoal.monitors.no_signal import BY_LIMIT, FALLEN
 from tests.roles.town import Town
 
@@ -211,7 +211,9 @@ def test_a_wait_for_a_slow_answer_names_the_call_that_the_stage_ended_last(tmp_p
     assert with_ended_call("workers: 0 of 8", roles) == "workers: 0 of 8"
 
 
-def test_a_wait_names_the_processes_of_its_role_that_were_stopped() -> None:
+def test_a_wait_names_the_processes_of_its_role_that_were_stopped_and_the_monitors_know_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stopped = subprocess.Popen(["sleep", "60"])
     try:
         roles = [RoleProcess(name, [], Path(f"{name}.log"), 1) for name in ("trainer", "worker-0")]
@@ -222,8 +224,18 @@ def test_a_wait_names_the_processes_of_its_role_that_were_stopped() -> None:
         os.kill(stopped.pid, signal.SIGSTOP)
         while not suspended_process(stopped.pid):
             time.sleep(0.01)
-        assert f"{waits}; trainer: its process {stopped.pid} is stopped" in with_suspended(waits, roles)
-        assert "worker-0" not in with_suspended(waits, roles) and with_suspended("", roles) == ""
+        said = with_suspended(f"{waits}. {SILENT_REMEDY}", roles)
+        cause, remedy = split_remedy(said)
+        assert f"{waits}; trainer: its process {stopped.pid} is stopped" in cause and "worker-0" not in cause
+        assert f"`kill -CONT {stopped.pid}`" in remedy and "validate" not in said and with_suspended("", roles) == ""
+        folder, config = RunFolder(tmp_path), load_run(Path("recipes/wordle.toml"))
+        run = LocalRun(folder, 0, False, LiveView(Console(file=io.StringIO())), shifts_of(config, folder, None, False))
+        run._trainer, seen = roles[0], list[str]()
+        status = msgspec.structs.replace(NO_STATUS, phase="running", waiting_for=waits)
+        monkeypatch.setattr(run._watch, "status", lambda: status)
+        monkeypatch.setattr(run._alarms, "look", lambda snapshot: seen.append(snapshot.status.waiting_for) or [])
+        run._look()
+        assert seen == [with_suspended(waits, roles)] == [run._shown().status.waiting_for]
     finally:
         stopped.kill()
         stopped.wait()
@@ -260,6 +272,10 @@ def test_what_is_said_of_a_stopped_run_follows_from_its_phase(tmp_path: Path, ph
     run._snapshot = replace(run._snapshot, status=msgspec.structs.replace(NO_STATUS, phase=phase))
     assert run._say_stopped() == 130 and says in told.getvalue()
     assert ("resumes the run" in told.getvalue()) == (phase == "running")
+    assert ("missing" in told.getvalue()) == (phase == "ended")
+    folder.summary.write_text("{}")
+    told.truncate(0)
+    assert run._say_stopped() == 130 and "missing" not in told.getvalue()
     run._look()
     assert "Ctrl-C" not in run._snapshot.hint and "stopping" in run._snapshot.hint
 

@@ -398,6 +398,8 @@ def test_a_run_without_steps_is_told_though_no_step_ends():
     late = Machine(now=lines[-1]["time_s"] + 300.0, step_began=lines[-1]["time_s"], waiting_for="workers")
     assert between([late] * 3, lines).keys() == {"starved"}
     assert between([Machine(now=late.now, step_began=late.step_began, running=False)] * 3, lines) == {}
+    quick = [line | {"step_s": 0.42} for line in lines]
+    assert "usually 0.4 s" in between([late] * 3, quick)["starved"].summary
 
 
 @pytest.mark.parametrize(

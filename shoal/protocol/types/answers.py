@@ -80,6 +80,8 @@ class Status(Answer, frozen=True):
     # guard: few-standing-alarms
     alarms: Annotated[tuple[StandingAlarm, ...], msgspec.Meta(max_length=MAX_STANDING_ALARMS)] = ()
     """Those that stand now."""
+    unjoined: tuple[str, ...] = ()
+    """Keys of validators that were admitted and have never joined."""
 
 
 class StateHash(Answer, frozen=True):
