@@ -86,9 +86,6 @@ class Conversation:
         self._views: dict[int, View] = {}
         self._latest: dict[int, int] = {}
         """Each seat's latest turn."""
-        self._opened: Sequence[Message] = ()
-        self._replied: object = None
-        """The newest reply."""
         self.texts: list[tuple[str, str]] = []
         """Texts with the chat role of their author, for transcripts."""
         self.ending: Ending | None = None
@@ -123,12 +120,7 @@ class Conversation:
 
     def asked(self) -> list[Message]:
         """Messages that end with those which the next turn answers."""
-        if not self._turns:
-            return list(self._opened)
-        reply = self._replied
-        if isinstance(reply, list | tuple):  # a history, too, may hold turns of the policy
-            reply = [item for item in reply if not isinstance(item, Written)]
-        return [*self._opened, {"role": "assistant", "content": "."}, *as_messages(reply)]
+        return self._view(self.seat).asked()
 
     @property
     def left_out(self) -> bool:
@@ -219,7 +211,7 @@ class Conversation:
         shown = False
         try:
             self.state, messages = yield EnvCall(self.env, "reset", (plain_task(self.env, self.task),))
-            messages = self._opened = opening_of(self.env, messages, self.task)
+            messages = opening_of(self.env, messages, self.task)
             self.texts.extend(_told(messages))
             view, shown = self._view(0), True
             opening = view.opening(messages)
@@ -267,7 +259,6 @@ class Conversation:
         except REPRODUCIBLE_ERRORS as error:
             self.fail(error, "step")
             return
-        self._replied = reply
         if not cut:
             self._tell(reply, done)
         if cut:

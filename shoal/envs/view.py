@@ -73,26 +73,30 @@ class View:
         self._cuts: dict[int, int] = {}
         self._opening: Sequence[Message] = ()
         self._opening_key = ""
+        self._replied: object = None
+        """What the seat was told last, since its opening."""
 
     def opening(self, messages: Sequence[Message]) -> Next:
         """The first row of the seat."""
         prompt = self.renderer.open(messages, self.arguments)
-        self._opening, self._opening_key = messages, ""
+        self._begin(messages)
         return Next(prompt.token_ids, True, prompt.thinking, list(messages) if self.by_template else [])
 
     def after(self, reply: object, written: int) -> Next:
         """What follows turn number `written`, the seat's latest. Raises `BadMessage` and `StateError`."""
-        self._opening_key = self._opening_key or opening_key(self._opening)
-        prompt = self.renderer.go_on(reply, self.arguments, self._opening_key)
+        self._replied = reply
         if not self.by_template:
+            self._opening_key = self._opening_key or opening_key(self._opening)
+            prompt = self.renderer.go_on(reply, self.arguments, self._opening_key)
             return Next(prompt.token_ids, False, prompt.thinking, [])
         assert self.row is not None, "a seat opens its view before it acts"
         told = as_messages(reply)
         items = [*self.items, self._written(written, told), *told]
         token_ids = self._filled(items)
+        thinking = self.renderer.opens_thought(token_ids)
         if token_ids[: len(self.row.tokens)] == self.row.tokens:
-            return Next(token_ids[len(self.row.tokens) :], False, prompt.thinking, items)
-        return Next(token_ids, True, prompt.thinking, items)
+            return Next(token_ids[len(self.row.tokens) :], False, thinking, items)
+        return Next(token_ids, True, thinking, items)
 
     def anew(self, reply: object) -> Next:
         """A new row, with the whole history that the environment gives. Raises `BadMessage` and `StateError`."""
@@ -108,8 +112,17 @@ class View:
         if last < 0:
             return self.opening(tail)
         named = [self._named(item) if isinstance(item, Written) else item for item in items]
-        thinking = self.renderer.go_on(tail, self.arguments).thinking
-        return Next(self._filled(named), True, thinking, named if self.by_template else [])
+        self._begin([item for item in items if not isinstance(item, Written)])
+        token_ids = self._filled(named)
+        return Next(token_ids, True, self.renderer.opens_thought(token_ids), named if self.by_template else [])
+
+    def asked(self) -> list[Message]:
+        """Messages that end with those which the next turn answers."""
+        told = () if self._replied is None else ({"role": "assistant", "content": "."}, *as_messages(self._replied))
+        return [*self._opening, *told]
+
+    def _begin(self, messages: Sequence[Message]) -> None:
+        self._opening, self._opening_key, self._replied = messages, "", None
 
     def _filled(self, items: Sequence[Item]) -> list[int]:
         """Token ids of a history. The policy's turns have the tokens that it wrote."""

@@ -75,7 +75,9 @@ def places(dialect: Dialect, items: Sequence[Message | Written], arguments: Mapp
         if not item.reasoning or reasoning >= 0 or visible < 0:
             last = marks.last_of(text[:begin])
             prompted = _after(dialect.text(messages[:index], arguments), last)
-            newest = _messages(dialect, [_ASK, item], marks, content)
+            newest = _messages(
+                dialect, [_ASK, item._replace(reasoning=reasoning >= 0)], marks, content and visible >= 0
+            )
             opening = _opening(dialect, newest, marks.of(item.turn), arguments)
             if words.startswith(prompted):
                 prompted = _seen(dialect, words, prompted, opening)

@@ -43,6 +43,9 @@ REMEMBERED = 256
 """Number of openings, and of replies, whose token ids are cached."""
 
 
+TAIL_TOKENS, TAIL_CHARS = 32, 1024
+"""Of a prompt, which say how it ends."""
+
 _NO_OPENING = json.dumps([ASK])
 
 
@@ -176,6 +179,10 @@ class Renderer:
         """Whether the template still shows the reasoning of earlier turns. If not, an append-only conversation shows the
         policy more than the template would."""
         return self._keeps(_key([], arguments))
+
+    def opens_thought(self, token_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends inside the policy's reasoning."""
+        return leaves_reasoning_open("".join(self.pieces([token_ids[-TAIL_TOKENS:]])[0]), self.notation)
 
     def missing_generation_prompt(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> str:
         """What the template writes before a turn of the policy, if it leaves that out of a prompt; else empty."""
@@ -352,7 +359,7 @@ class Renderer:
     def _encode_after(self, prompt: str, rest: str) -> list[int]:
         """Token ids of the text after a prompt; if a token would span both, those after a new line: some tokenizers put a
         space before a text of its own."""
-        for before in (prompt, "\n"):
+        for before in (prompt[-TAIL_CHARS:], "\n"):
             begun, ids = self._encode(before), self._encode(before + rest)
             if num_shared(ids, begun) == len(begun):
                 spans = self._tokenizer.encode(before + rest, add_special_tokens=False).offsets[len(begun) :]

@@ -48,7 +48,11 @@ class TurnEncoder:
         turn = self._dialect_for(arguments).with_reasoning(messages[-1])
         content, is_text = str(turn["content"]), turn.keys() == {"role", "content"}
         prompt = self._text(messages[:-1], arguments)
-        if messages[-1].get("reasoning_content") and prompt.rstrip().endswith(reasoning_marks(self._notation)[1]):
+        opening, closing = reasoning_marks(self._notation)
+        thought, found, words = content.partition(closing)
+        thought = thought.strip().removeprefix(opening) if found and thought.lstrip().startswith(opening) else ""
+        is_closed = prompt.rstrip().endswith(closing)
+        if is_closed and (messages[-1].get("reasoning_content") or thought):
             raise StateError(
                 "this prompt has closed the thought: leave the thought of the answer out, or turn thinking on by an "
                 "argument of the chat template"
@@ -72,6 +76,8 @@ class TurnEncoder:
                 f"the chat template leaves out {lost!r:.60} of a turn: leave it out, or put it into the content"
             )
         if lost:  # some templates take thoughts out of the content
+            if is_closed and found and self._shows(rest, words.strip()):
+                return self._ended(prompt, rest)
             return self._of_text(messages, content, arguments)
         return self._ended(prompt, rest)
 
@@ -85,13 +91,14 @@ class TurnEncoder:
             return None
         rest = text[len(bare) :]
         if leaves_reasoning_open(prompt, self._notation):
-            return self._without_opening(rest)
+            return self._without_opening(rest, prompt)
         return None if rest.lstrip().startswith(opening) else rest
 
-    def _without_opening(self, text: str) -> str:
+    def _without_opening(self, text: str, prompt: str) -> str:
         """A turn after a prompt that has opened its thought."""
         opening = reasoning_marks(self._notation)[0]
-        return text.lstrip().removeprefix(opening).lstrip("\n") if text.lstrip().startswith(opening) else text
+        begun = prompt[prompt.rfind(opening) + len(opening) :]  # such as a new line
+        return text.lstrip().removeprefix(opening).removeprefix(begun) if text.lstrip().startswith(opening) else text
 
     def _shows(self, rest: str, part: str) -> bool:
         """Whether a turn has a part before the token that ends it, with whatever white space. No ids are read back: a
@@ -104,7 +111,7 @@ class TurnEncoder:
     def _of_text(self, messages: Sequence[Any], text: str, arguments: Mapping[str, Any]) -> list[int]:
         around = self._around(_key(messages, arguments))
         if leaves_reasoning_open(around.prompt, self._notation):
-            text = self._without_opening(text)
+            text = self._without_opening(text, around.prompt)
         return self._ended(around.prompt, around.lead + text + around.closing)
 
     def _text_around(self, key: str) -> _Around:

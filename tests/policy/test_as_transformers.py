@@ -354,11 +354,9 @@ def test_a_history_has_once_what_the_policy_wrote_before_its_words(
 
 
 SWITCHED = (
-    "{% set ns = namespace(thinks=false) %}{% for m in messages %}{% if '/think' in m.content %}{% set ns.thinks = true %}"
-    "{% endif %}{% endfor %}"
-    + CHATML[: CHATML.index("{% if add")]
-    + "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if ns.thinks == OPENS %}<think>\n{% else %}<think></think>{% endif %}{% endif %}"
+    "{% set ns = namespace(thinks=false) %}{% for m in messages if m.role == 'user' and '/think' in m.content %}"
+    "{% set ns.thinks = true %}{% endfor %}" + CHATML[: CHATML.index("{% if add")] + "{% if add_generation_prompt %}"
+    "<|im_start|>assistant\n{% if ns.thinks == OPENS %}<think>\n{% else %}<think></think>{% endif %}{% endif %}"
 )
 
 
@@ -368,8 +366,8 @@ class Asking(Env):
     name = "asking"
     num_tasks = 1
 
-    def __init__(self, opening: list[dict[str, Any]]) -> None:
-        self._opening = opening
+    def __init__(self, opening: list[dict[str, Any]], history: str = "append") -> None:
+        self._opening, self.history = opening, history
 
     def task(self, index: int, heldout: bool = False) -> int:
         return 0
@@ -400,11 +398,12 @@ def test_a_message_of_the_conversation_may_open_or_close_the_thought_before_an_a
         ((chosen, _),) = read_pairs(pairs, directory, 500)
         closed = "<think>\n\n</think>\n\n" if is_open else "<think></think>"
         assert renderer._decode_whole(chosen.tokens_T.tolist()).endswith(f"assistant\n{closed}15{END}")
-        talk = play_scripted(
-            Asking(before), renderer, 0, lambda state, rng: "15", random.Random(0), Sampling(1.0, 99, 999)
-        )
-        turns = renderer._decode_whole(talk.tokens).split("<|im_start|>assistant\n")[1:]
-        assert [turn.split(END)[0] for turn in turns] == [f"{closed}15"] * 2, "the reply follows the same opening"
+        for history in ("append", "template"):
+            talk = play_scripted(
+                Asking(before, history), renderer, 0, lambda state, rng: "15", random.Random(0), Sampling(1.0, 99, 999)
+            )
+            last = renderer._decode_whole(talk.rows[-1].tokens).split("<|im_start|>assistant\n")[-1]
+            assert last.split(END)[0] == f"{closed}15", "the reply follows the same opening"
 
 
 EARLIER = "{% if m.role == 'assistant' and not loop.last %}"

@@ -253,6 +253,28 @@ def test_a_history_of_plain_turns_is_the_conversation_so_far(name: str) -> None:
         assert told == talk
 
 
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize("name", sorted(set(NAMES) - WITHOUT_CALLS - {"diffusion_gemma"}))
+def test_a_history_after_a_call_and_its_answer_is_shown(name: str, thinks: bool) -> None:
+    """The template may drop the thoughts of both when the user speaks again."""
+    renderer, call = renderer_of(name), Written(0, thinks, (("call00000", "add"),))
+    segments = renderer.history([USER, call, RESULT, Written(1, thinks), USER], TOOLS)
+    assert [one.turn for one in segments if one.turn >= 0 and one.part == "visible"] == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "qwen3_6", "qwen3_5_nothink"])
+@pytest.mark.parametrize("thinks", [False, True])
+def test_a_thought_in_a_text_follows_a_prompt_that_has_begun_or_closed_it(name: str, thinks: bool) -> None:
+    renderer, arguments = renderer_of(name), {"enable_thinking": thinks}
+    prompt = spell(renderer, renderer.start([USER], arguments))
+    said = {"role": "assistant", "content": "<think>\n\n</think>\n\n4"}
+    text = prompt + spell(renderer, renderer.written(said, arguments))
+    assert text.count("<think>") == 1 and "<think>\n\n</think>\n\n4" in text
+    if prompt.rstrip().endswith("</think>"):
+        with pytest.raises(StateError, match="closed the thought"):
+            renderer.written({**said, "content": "<think>\nHM\n</think>\n\n4"}, arguments)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_long_thought_before_a_short_answer_is_written_or_refused_by_name(name: str) -> None:
     renderer, said = renderer_of(name), {"role": "assistant", "content": "3", "reasoning_content": "HM " * 40}
