@@ -1497,6 +1497,7 @@ GUARDS = [
         ("turns-begin-where-the-template-opens-them", OFF,
          "test_a_history_whose_turns_cannot_be_found_is_refused_by_name"),
         ("turns-are-shown-once", OFF, "test_a_template_that_repeats_a_turn_later_is_refused_by_name"),
+        ("limits-choose-no-tokens", "continue", "test_a_limit_of_this_machine_is_no_refusal_of_an_opening"),
         ("turns-end-where-they-were-written", OFF, "test_a_template_that_adds_to_earlier_turns_is_refused_by_name"),
         ("turns-keep-their-words", OFF, "test_a_template_that_adds_to_earlier_turns_is_refused_by_name"),
     ),

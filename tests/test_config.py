@@ -500,7 +500,7 @@ def test_a_hint_says_the_default_here_where_that_of_trl_is_another() -> None:
                 told[kind, name] = here[1], keys[key].default
     for said, default in told.values():
         assert type(default)(said) == default
-    expected = ["lr_scheduler_type", "num_generations", "max_completion_length", "adam_beta2", "lora_alpha"]
+    expected = ["lr_scheduler_type", "num_generations", "max_completion_length", "adam_beta2"]
     in_recipe = ["per_device_train_batch_size", "max_length"]
     assert set(told) == {*((RunConfig, name) for name in expected), *((SftConfig, name) for name in in_recipe)}
     assert all(

@@ -89,9 +89,9 @@ def test_the_steps_are_those_of_one_file_and_their_metrics_are_kept(run_file, tm
 def test_a_learning_rate_that_is_left_out_is_that_of_the_size_and_is_kept(run_file, tmp_path):
     out = tmp_path / "here"
     in_a_notebook(lambda: list(shoal.recipe(run_file, steps=1).train_here(out)))
-    assert RunFolder(out).config().train.lr == 1e-3
+    assert RunFolder(out).config().train.lr == 5e-4
     (line,) = read_metrics(RunFolder(out).metrics)
-    assert line["lr"] == pytest.approx(1e-3 / 5), "the first of five steps of warm-up"
+    assert line["lr"] == pytest.approx(5e-4 / 5), "the first of five steps of warm-up"
 
 
 def test_an_environment_and_a_loss_of_the_program_are_trained_with_and_evaluated(run_file, tmp_path):

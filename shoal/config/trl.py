@@ -146,7 +146,7 @@ TRL_KEYS = {
     "peft_config": ("policy.adapter", ""),
     "r": ("policy.adapter.rank", ""),
     "lora_r": ("policy.adapter.rank", ""),
-    "lora_alpha": ("policy.adapter.alpha", "8 in TRL, 16 here"),
+    "lora_alpha": ("policy.adapter.alpha", "8 in PEFT, 16 here"),
     "lora_dropout": ("", "models learn without dropout"),
     "lora_target_modules": ("policy.adapter.targets", ""),
     "disable_dropout": ("", "models learn without dropout"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shoal.envs.action import Action, reasoning_length
+from shoal.policy.dialect import said
 from shoal.policy.messages import BadMessage, Message, Written, as_messages
 from shoal.policy.render import Renderer, opening_key
 from shoal.protocol.types import ENVIRONMENT
@@ -117,9 +118,10 @@ class View:
         return Next(token_ids, True, self.renderer.opens_thought(token_ids), named if self.by_template else [])
 
     def asked(self) -> list[Message]:
-        """Messages that end with those which the next turn answers."""
-        told = () if self._replied is None else ({"role": "assistant", "content": "."}, *as_messages(self._replied))
-        return [*self._opening, *told]
+        """Messages of which the prompt of the next turn is made, with "." for what the policy wrote."""
+        if self.by_template:
+            return [said(".") if isinstance(item, Written) else item for item in self.items]
+        return [*self._opening, *(() if self._replied is None else (said("."), *as_messages(self._replied)))]
 
     def _begin(self, messages: Sequence[Message]) -> None:
         self._opening, self._opening_key, self._replied = messages, "", None

@@ -146,11 +146,12 @@ async def call(
                 raise PeerError(f"the run at {url} has ended: nothing of it can be steered any more") from None
             raise
         nodes = await client.get_json("/v1/nodes", list[NodeState], deadline_s=ADMIN_DEADLINE_S)
-    # an admitted one judges once it has joined
-    judging, judged = {*_judging(nodes), *status.unjoined}, {*_judging(before), *was.unjoined}
+    joined, judged = {*_judging(nodes)}, {*_judging(before), *was.unjoined}
+    judging = joined | {*status.unjoined}  # an admitted one judges once it has joined, which it may never do
+    left = {len(judging)} if action == "admit" else {len(judging), len(joined)}
     return (
         status,
-        len(judging) == 2 and judging != judged,
+        2 in left and judging != judged,
         _nothing_to_do(action, request, before, was) or _what_was_done(action, request, before, was),
     )
 

@@ -8,6 +8,7 @@ clock: templates that ask for the date get the one in their arguments.
 import functools
 import itertools
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -15,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from tokenizers import Tokenizer
 
-from shoal.errors import StateError
+from shoal.errors import Overreach, StateError
 from shoal.policy import auto_tokenizer, chat_templates
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.chat_templates import TemplateSource
@@ -44,7 +45,7 @@ REMEMBERED = 256
 
 
 TAIL_TOKENS, TAIL_CHARS = 32, 1024
-"""Of a prompt, which say how it ends."""
+"""The end of a prompt that decides whether a thought is open, and how the text after it is split into tokens."""
 
 _NO_OPENING = json.dumps([ASK])
 
@@ -132,9 +133,11 @@ class Renderer:
     def _remember(self) -> None:
         # A group's rollouts have the same opening and often the same replies: render and encode each text once.
         self._opening = functools.lru_cache(REMEMBERED)(self._render_opening)
-        self._reply = functools.lru_cache(REMEMBERED)(self._render_reply)
+        self._reply = functools.lru_cache(REMEMBERED)(
+            lambda key, opening: self._render_reply(f"{key[:-1]}, {opening}]")
+        )
         self._answer = functools.lru_cache(REMEMBERED)(
-            lambda text, opening: self._reply(_key(as_messages(text), None, opening))
+            lambda text, opening: self._reply(_key(as_messages(text), None), opening)
         )
         self._keeps = functools.lru_cache(REMEMBERED)(self._keeps_thinking)
 
@@ -173,7 +176,7 @@ class Renderer:
         `opening_key` gives it: a template may look for a word in it."""
         if isinstance(messages, str) and not arguments:  # the usual case, once for each turn of each rollout
             return self._answer(messages, opening)
-        return self._reply(_key(normal(as_messages(messages)), arguments, opening))
+        return self._reply(_key(normal(as_messages(messages)), arguments), opening)
 
     def keeps_thinking(self, arguments: Mapping[str, Any] | None = None) -> bool:
         """Whether the template still shows the reasoning of earlier turns. If not, an append-only conversation shows the
@@ -260,6 +263,8 @@ class Renderer:
         for before, turn in itertools.product((opening, [ASK]), turns):
             try:
                 text = self._text([*before, turn, *messages], arguments)
+            except Overreach:
+                raise  # guard: limits-choose-no-tokens
             except StateError as refusal:
                 error = error or refusal
                 continue
@@ -379,15 +384,13 @@ class Renderer:
 
 
 def opening_key(messages: Sequence[Message]) -> str:
-    """The opening of a conversation as one text. Raises as `normal`."""
-    return json.dumps(normal(messages), ensure_ascii=False)
+    """The opening of a conversation as one text, of which caches keep one copy. Raises as `normal`."""
+    return sys.intern(json.dumps(normal(messages), ensure_ascii=False))
 
 
-def _key(messages: Sequence[Any], arguments: Mapping[str, Any] | None, opening: str = "") -> str:
-    """Messages and arguments as one text, with the key of an opening: the key of the cache. Raises ValueError for texts
-    that cannot be encoded."""
+def _key(messages: Sequence[Any], arguments: Mapping[str, Any] | None) -> str:
+    """Messages and arguments as one text: the key of the cache. Raises ValueError for texts that cannot be encoded."""
     key = json.dumps([messages, template_arguments(arguments or {})], ensure_ascii=False)
-    key = f"{key[:-1]}, {opening}]" if opening else key
     key.encode()
     return key
 

@@ -50,7 +50,7 @@ class TurnEncoder:
         prompt = self._text(messages[:-1], arguments)
         opening, closing = reasoning_marks(self._notation)
         thought, found, words = content.partition(closing)
-        thought = thought.strip().removeprefix(opening) if found and thought.lstrip().startswith(opening) else ""
+        thought = thought.strip().removeprefix(opening) if found else ""
         is_closed = prompt.rstrip().endswith(closing)
         if is_closed and (messages[-1].get("reasoning_content") or thought):
             raise StateError(

@@ -25,7 +25,7 @@ from transformers.utils import chat_template_utils
 
 from shoal.envs.base import Env, Step
 from shoal.envs.play import play_scripted
-from shoal.errors import StateError
+from shoal.errors import Overreach, StateError
 from shoal.policy.anymodel import _files_of
 from shoal.policy.auto_tokenizer import open_tokenizer
 from shoal.policy.contained import ContainedRenderer
@@ -33,7 +33,7 @@ from shoal.policy.files import Snapshot, save_policy
 from shoal.policy.kinds import OURS, kind_of
 from shoal.policy.messages import Written
 from shoal.policy.model import Transformer
-from shoal.policy.render import Renderer
+from shoal.policy.render import Renderer, opening_key
 from shoal.policy.spec import PolicySpec
 from shoal.policy.tokenizer_class import BUILD, FILE, class_of
 from shoal.protocol.types import Sampling
@@ -360,14 +360,30 @@ SWITCHED = (
 )
 
 
+def test_a_limit_of_this_machine_is_no_refusal_of_an_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise nodes with other limits would read another reply."""
+    with checkpoint() as directory:
+        renderer, opening = Renderer.from_directory(directory), [{"role": "user", "content": "long"}]
+        text = renderer._text
+
+        def limited(messages: Any, *more: Any, **given: Any) -> str:
+            if messages[0]["content"] == "long":
+                raise Overreach("took too long")
+            return text(messages, *more, **given)
+
+        monkeypatch.setattr(renderer, "_text", limited)
+        with pytest.raises(Overreach):
+            renderer.go_on("more", None, opening_key(opening))
+
+
 class Asking(Env):
-    """Asks twice: in its opening and in a reply."""
+    """Asks again in each reply."""
 
     name = "asking"
     num_tasks = 1
 
-    def __init__(self, opening: list[dict[str, Any]], history: str = "append") -> None:
-        self._opening, self.history = opening, history
+    def __init__(self, opening: list[dict[str, Any]], history: str, *replies: str) -> None:
+        self._opening, self.history, self._replies = opening, history, replies
 
     def task(self, index: int, heldout: bool = False) -> int:
         return 0
@@ -376,7 +392,7 @@ class Asking(Env):
         return 0, self._opening
 
     def step(self, state: int, action: str) -> Step:
-        return Step(state + 1, "again", state > 0)
+        return Step(state + 1, (*self._replies, "end")[state], state >= len(self._replies))
 
     def score(self, state: int) -> float:
         return 1.0
@@ -400,10 +416,15 @@ def test_a_message_of_the_conversation_may_open_or_close_the_thought_before_an_a
         assert renderer._decode_whole(chosen.tokens_T.tolist()).endswith(f"assistant\n{closed}15{END}")
         for history in ("append", "template"):
             talk = play_scripted(
-                Asking(before, history), renderer, 0, lambda state, rng: "15", random.Random(0), Sampling(1.0, 99, 999)
+                Asking(before, history, "again"), renderer, 0, lambda *_: "15", random.Random(0), Sampling(1.0, 99, 999)
             )
             last = renderer._decode_whole(talk.rows[-1].tokens).split("<|im_start|>assistant\n")[-1]
             assert last.split(END)[0] == f"{closed}15", "the reply follows the same opening"
+        again = Asking(before, "template", "now /think", "again")
+        talk = play_scripted(again, renderer, 0, lambda *_: "15", random.Random(0), Sampling(1.0, 99, 999))
+        last = renderer._decode_whole(talk.rows[-1].tokens).split("<|im_start|>assistant\n")[-1]
+        closed = "<think>\n\n</think>\n\n" if opens == "true" else "<think></think>"
+        assert last.split(END)[0] == f"{closed}15", "it follows all replies"
 
 
 EARLIER = "{% if m.role == 'assistant' and not loop.last %}"
