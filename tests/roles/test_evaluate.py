@@ -171,7 +171,7 @@ def test_the_end_of_a_run_says_why_it_gained_nothing(evaluated):
     end = write_summary(folder, config, Snapshot("town", "x", 50, metrics=lines), UsageBook(folder.root / "u"))
     text = plain_end(end)
     assert "The reward did not rise beyond chance: held-out tasks" in text and "90% of groups were flat" in text
-    assert "train.lr was 1e-06, and the preset for a policy of this size is 0.001: set train.lr = 0.001" in text
+    assert "train.lr was 1e-06, and the preset for a policy of this size is 0.0005: set train.lr = 0.0005" in text
     assert "rollouts, so gradients were noisy: raise rollouts.batch_groups" in text
 
 
