@@ -280,19 +280,23 @@ class Client:
                 limit_s = call.timeout_s + len(call.body) / SLOWEST_BYTES_PER_S
                 answer = await self._attempt(call, min(limit_s, end - self._monotonic()))
             except Trouble as trouble:
-                waited_s = self._monotonic() - started
                 delay_s = max(pause_s * (0.5 + 0.5 * self._rng.random()), trouble.retry_s)
-                if self._monotonic() + delay_s >= end:
-                    raise PeerError(
-                        f"{self.base_url} gave no usable answer to {call.name} in {waited_s:.1f} s: {trouble}"
-                    ) from None
-                failing_since = min(failing_since, self._monotonic(), attempted + constants.LONG_POLL_S)
-                if (failing_s := self._monotonic() - failing_since) >= say_after_s:
-                    say_after_s = 2 * failing_s
-                    first = "" if self._reached else f". {self._advice(str(trouble))}"
-                    self._on_wait(f"waiting for {self.base_url} ({call.name}) for {failing_s:.0f} s: {trouble}{first}")
-                await self._sleep(delay_s)
-                pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+                if self._monotonic() + delay_s < end:
+                    failing_since = min(failing_since, self._monotonic(), attempted + constants.LONG_POLL_S)
+                    if (failing_s := self._monotonic() - failing_since) >= say_after_s:
+                        say_after_s = 2 * failing_s
+                        first = "" if self._reached else f". {self._advice(str(trouble))}"
+                        self._on_wait(
+                            f"waiting for {self.base_url} ({call.name}) for {failing_s:.0f} s: {trouble}{first}"
+                        )
+                    await self._sleep(delay_s)
+                    pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+                    if self._monotonic() < end:  # a busy machine sleeps longer
+                        continue
+                waited_s = self._monotonic() - started
+                raise PeerError(
+                    f"{self.base_url} gave no usable answer to {call.name} in {waited_s:.1f} s: {trouble}"
+                ) from None
             else:
                 self._reached = True
                 return answer

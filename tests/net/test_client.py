@@ -344,6 +344,17 @@ def test_what_a_connection_says_by_itself_ends_with_one_full_stop(time):
     assert "without sending a response. Check that it is running" in str(fails(client, deadline_s=1.0))
 
 
+def test_a_deadline_that_passes_in_a_long_sleep_is_told_with_the_trouble_before_it(time):
+    async def overslept(seconds: float) -> None:
+        await time.sleep(seconds + 9.0)
+
+    def gone(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    client = Client("http://toy", KEY, transport=httpx.MockTransport(gone), clock=time, sleep=overslept, monotonic=time)
+    assert "refused" in str(fails(client, deadline_s=2.0)) and len(time.slept) == 1
+
+
 def test_another_run_at_the_url_is_waited_out_by_a_node_that_worked_in_this_one(time):
     said, other = [], ours(409, wire.to_json({"error": "this is run b", "code": "wrong_run"}))
     client = scripted(time, ours(), *[other] * 9, ours(), on_wait=said.append)
