@@ -22,7 +22,8 @@ _REASON, _RESULT = "reasonmark", "resultmark"
 
 _WORDS = ("wordmark", "another and longer wordmark")
 
-_ASK = {"role": "user", "content": "."}
+ASK = {"role": "user", "content": "."}
+"""Stands for a conversation of which no more is known."""
 
 
 class CallStyle(NamedTuple):
@@ -54,15 +55,15 @@ class Dialect:
     @cached_property
     def system(self) -> bool:
         """Whether a system message is shown. True also if the template refuses even a message of the user."""
-        messages = [{"role": "system", "content": MARK}, _ASK]
-        return self._shows(self._parted(messages), MARK) or self._text(self._parted([_ASK])) is None
+        messages = [{"role": "system", "content": MARK}, ASK]
+        return self._shows(self._parted(messages), MARK) or self._text(self._parted([ASK])) is None
 
     @cached_property
     def calls(self) -> CallStyle | None:
         """How tool calls and their results are shown; None if they are not."""
         for style in (CallStyle(False, False), CallStyle(True, False), CallStyle(False, True), CallStyle(True, True)):
             result = {"role": "tool", "content": _RESULT, "tool_call_id": "call00000", "name": "tool"}
-            messages = self._parted([_ASK, self._styled(calling("", 1), style), result])
+            messages = self._parted([ASK, self._styled(calling("", 1), style), result])
             if self._shows(messages, MARK, _RESULT):
                 return style
         return None
@@ -70,7 +71,7 @@ class Dialect:
     @cached_property
     def results(self) -> bool:
         """Whether the result of a tool is shown after a turn of text only."""
-        return self._shows(self._parted([_ASK, said(MARK), {"role": "tool", "content": _RESULT}]), _RESULT)
+        return self._shows(self._parted([ASK, said(MARK), {"role": "tool", "content": _RESULT}]), _RESULT)
 
     @cached_property
     def reasoning(self) -> bool:
@@ -78,16 +79,16 @@ class Dialect:
         turns = [said(MARK, _REASON)]
         if self.calls is not None:  # some templates show it beside tool calls only
             turns.append({**calling("", 1), "reasoning_content": _REASON})
-        return any(self._shows(self.present([_ASK, turn]), _REASON, prompt=False) for turn in turns)
+        return any(self._shows(self.present([ASK, turn]), _REASON, prompt=False) for turn in turns)
 
     def keeps_thinking(self, arguments: Mapping[str, Any]) -> bool:
         """Whether the reasoning of a turn is still shown after the user has answered."""
         turn = self.with_reasoning(said(MARK, _REASON))
-        return self._shows(self.present([_ASK, turn, _ASK]), _REASON, MARK, arguments=arguments)
+        return self._shows(self.present([ASK, turn, ASK]), _REASON, MARK, arguments=arguments)
 
     def varies(self, arguments: Mapping[str, Any]) -> bool:
         """Whether what is written around a turn differs between turns of different words."""
-        told = [self._text(self.present([_ASK, said(words), _ASK]), True, arguments) or "" for words in _WORDS]
+        told = [self._text(self.present([ASK, said(words), ASK]), True, arguments) or "" for words in _WORDS]
         shown = all(words in text for words, text in zip(_WORDS, told, strict=True))
         around = [text.replace(words, MARK) for words, text in zip(_WORDS, told, strict=True)]
         return shown and around[0] != around[1]

@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from shoal.errors import StateError
-from shoal.policy.dialect import MARK, calling, said
+from shoal.policy.dialect import ASK, MARK, calling, said
 from shoal.policy.messages import Message
 from shoal.policy.notations import WITHIN, reasoning_marks
-
-_ASK = {"role": "user", "content": "."}
 
 
 class Ends:
@@ -47,7 +45,7 @@ class Ends:
         if not self._shown:
             return frozenset(ends)
         found = set(ends)
-        closing, followed = self._after_mark(said(MARK)), self._after_mark(said(MARK), _ASK)
+        closing, followed = self._after_mark(said(MARK)), self._after_mark(said(MARK), ASK)
         closed = closing[: num_shared(closing, followed)] if followed else closing
         common = self._control_in(closed) or [self._plain_ids[match[0]] for match in _matches(self._plain_ids, closed)]
         if not found.intersection(common):
@@ -73,7 +71,7 @@ class Ends:
         ]
         for turn in turns:
             try:
-                text, prompt = self._render([_ASK, turn], {}, False), self._render([_ASK], {}, True)
+                text, prompt = self._render([ASK, turn], {}, False), self._render([ASK], {}, True)
             except StateError:
                 continue  # the template refuses such turns: it writes nothing within them
             begin, end = num_shared(text, prompt), text.rfind(MARK)
@@ -87,7 +85,7 @@ class Ends:
     def _after_mark(self, turn: Message, *after: Message, part: int = -1) -> str:
         """What the template writes after the last mark of a turn, or between the last two; empty if it refuses the turn."""
         try:
-            parts = self._render([_ASK, turn, *after], {}, False).split(MARK)
+            parts = self._render([ASK, turn, *after], {}, False).split(MARK)
         except StateError:
             return ""
         return parts[part] if len(parts) > -part else ""

@@ -10,13 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from shoal.errors import Overreach, StateError
-from shoal.policy.dialect import Dialect, calling, said
+from shoal.policy.dialect import ASK, Dialect, calling, said
 from shoal.policy.ends import num_shared
 from shoal.policy.messages import BadMessage, Message, Written, normal
 
 Part = Literal["reasoning", "visible"]
-
-_ASK = {"role": "user", "content": "."}
 
 
 class Words(NamedTuple):
@@ -75,9 +73,7 @@ def places(dialect: Dialect, items: Sequence[Message | Written], arguments: Mapp
         if not item.reasoning or reasoning >= 0 or visible < 0:
             last = marks.last_of(text[:begin])
             prompted = _after(dialect.text(messages[:index], arguments), last)
-            newest = _messages(
-                dialect, [_ASK, item._replace(reasoning=reasoning >= 0)], marks, content and visible >= 0
-            )
+            newest = _messages(dialect, [ASK, item._replace(reasoning=reasoning >= 0)], marks, content and visible >= 0)
             opening = _opening(dialect, newest, marks.of(item.turn), arguments)
             if words.startswith(prompted):
                 prompted = _seen(dialect, words, prompted, opening)

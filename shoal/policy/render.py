@@ -20,7 +20,7 @@ from shoal.errors import Overreach, StateError
 from shoal.policy import auto_tokenizer, chat_templates
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.chat_templates import TemplateSource
-from shoal.policy.dialect import MARK, Dialect, calling, said
+from shoal.policy.dialect import ASK, MARK, Dialect, calling, said
 from shoal.policy.ends import Ends, num_shared
 from shoal.policy.history import Part, Place, demand_once, places
 from shoal.policy.kinds import spec_of
@@ -29,7 +29,7 @@ from shoal.policy.notations import leaves_reasoning_open, notation_of
 from shoal.policy.pieces import pieces_of
 from shoal.policy.spec import PolicySpec
 from shoal.policy.template import Template
-from shoal.policy.turn_encoder import ASK, TurnEncoder
+from shoal.policy.turn_encoder import TurnEncoder
 from shoal.protocol.constants import CONTROL_STOPS, MODEL_STOPS
 
 _TEXTS = (*auto_tokenizer.FILES, chat_templates.FILE)
@@ -369,7 +369,7 @@ class Renderer:
             if num_shared(ids, begun) == len(begun):
                 spans = self._tokenizer.encode(before + rest, add_special_tokens=False).offsets[len(begun) :]
                 skipped = before + rest if not spans else rest[: max(0, spans[0][0] - len(before))]
-                if not skipped.strip():  # else a token of the prompt stands for a part of the rest, too
+                if not skipped.strip():  # no word of the rest is in a token of the prompt
                     return ids[len(begun) :]
         return self._encode(rest)
 

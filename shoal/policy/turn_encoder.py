@@ -10,12 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shoal.errors import Overreach, StateError
-from shoal.policy.dialect import MARK, Dialect, said
+from shoal.policy.dialect import ASK, MARK, Dialect, said
 from shoal.policy.messages import Message
 from shoal.policy.notations import leaves_reasoning_open, reasoning_marks, without_thought
-
-ASK = {"role": "user", "content": "."}
-"""Stands for a conversation of which no more is known."""
 
 
 class _Around(NamedTuple):
