@@ -107,7 +107,8 @@ def test_a_folder_whose_run_is_not_up_is_steered_by_nobody(tmp_path: Path) -> No
 
 
 def test_a_copy_of_a_hosted_folder_is_not_hosted_and_a_moved_one_is(tmp_path: Path) -> None:
-    folder = Town(tmp_path / "run", tiny_run()).folder
+    town = Town(tmp_path / "run", tiny_run())  # it lives as long as the test, so no file of its log vanishes
+    folder = town.folder
     tell_address(folder.address, 8470, "http://127.0.0.1:8470")
     copied = RunFolder(shutil.copytree(folder.root, tmp_path / "copy", ignore=shutil.ignore_patterns("*-shm")))
     for is_reader in (True, False):
