@@ -34,6 +34,8 @@ class Pipes:
         """`look` is called from time to time while we wait. What it raises ends the waiting."""
         assert process.stdin is not None and process.stdout is not None
         self._to, self._from, self._look = process.stdin.fileno(), process.stdout.fileno(), look
+        self._come = bytearray()
+        """Bytes that came with those that were asked for."""
         os.set_blocking(self._to, False)
         self._readable, self._writable = select.poll(), select.poll()  # `select.select` fails above descriptor 1023
         self._readable.register(self._from, select.POLLIN)
@@ -54,14 +56,15 @@ class Pipes:
 
     def read(self, size: int, until: float) -> bytes:
         """The next bytes. Raises `Late`, and `EOFError` if the child has closed its pipe."""
-        data = bytearray()
-        while len(data) < size:
+        while len(self._come) < size:
             self._wait(self._readable, until)
-            piece = os.read(self._from, min(size - len(data), 1 << 20))
+            piece = os.read(self._from, min(max(size - len(self._come), _PIECE_BYTES), 1 << 20))
             if not piece:
                 raise EOFError
-            data += piece
-        return bytes(data)
+            self._come += piece
+        data = bytes(self._come[:size])
+        del self._come[:size]
+        return data
 
     def _wait(self, ready: "select.poll", until: float) -> None:
         most_s = LONGEST_WAIT_S if self._look is None else LOOK_S
