@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -247,8 +247,9 @@ class Watch:
         cpu: Counter[str] = Counter()
         jobs: Counter[str] = Counter()
         for role, process in self._processes():
-            times = process.cpu_times()
-            cpu[role] += times.user + times.system
+            with suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                cpu[role] += times.user + times.system + times.children_user + times.children_system
             if self.tally is not None and (self.tally / f"{process.pid}.json").exists():
                 jobs.update(json.loads((self.tally / f"{process.pid}.json").read_text()))
         return Look(self._steps(), cpu, jobs)
@@ -261,15 +262,20 @@ class Watch:
 
     def _watch_memory(self) -> None:
         for role, process in self._processes():
-            rss_mb = process.memory_info().rss / 2**20
-            self.peak_rss_mb[role] = max(self.peak_rss_mb.get(role, 0.0), rss_mb)
+            with suppress(psutil.NoSuchProcess):
+                rss_mb = process.memory_info().rss / 2**20
+                self.peak_rss_mb[role] = max(self.peak_rss_mb.get(role, 0.0), rss_mb)
 
     def _processes(self) -> Iterator[tuple[str, psutil.Process]]:
+        """All processes of the run. One that a role has started, as for an environment, counts as the role's."""
+        roles = {self.launcher.pid: "launcher"}
         yield "launcher", self.launcher
-        for process in self.launcher.children(recursive=True):
-            words = process.cmdline()
-            if "role" in words:
-                yield words[words.index("role") + 1], process
+        for process in self.launcher.children(recursive=True):  # parents come before their children
+            with suppress(psutil.Error):
+                words = process.cmdline()
+                parents = roles.get(process.ppid(), "launcher")
+                roles[process.pid] = role = words[words.index("role") + 1] if "role" in words else parents
+                yield role, process
 
 
 @contextmanager
