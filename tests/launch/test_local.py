@@ -376,6 +376,9 @@ def test_a_resume_deletes_what_was_kept_only_where_set_says_so(tmp_path: Path) -
     assert "--set storage.retain=all" in result.stderr and "--set storage.retain=window" in result.stderr
     folder.prepare(load_run(run_file), tmp_path, overrides=["storage.retain = window"])
     assert folder.start_config().storage.retain == "window"
+    folder.summary.write_text("{}")  # it has ended
+    folder.prepare(load_run(run_file), tmp_path)
+    assert folder.start_config().storage.retain == "all"
 
 
 def test_a_run_without_workers_of_its_own_says_how_one_joins(tmp_path: Path) -> None:
