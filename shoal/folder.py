@@ -202,6 +202,8 @@ class RunFolder:
         whole, lists = with_digests(with_absolute_paths(config, recipe_dir))
         old = {env.label: env.kind for env in self.config().envs} if resumed else {}
         found = _as_found(whole, self.config()) if resumed else whole
+        if resumed and self.summary.exists():  # it has ended, and deletes nothing more
+            found = msgspec.structs.replace(found, storage=self.config().storage)
         tree = to_tree(_with_kinds(found, for_others, old, repeatable))
         if resumed:
             changed = unsafe_changes(to_tree(self.config()), tree)  # keys added since then get their defaults
@@ -212,7 +214,7 @@ class RunFolder:
                     f"the run file differs from the one that {self.root} was started with, in {', '.join(changed)}: "
                     "undo that to resume, or give --out for a new run"
                 )
-            self._demand_kept(whole, overrides)
+            self._demand_kept(found, overrides)
         try:
             for folder in (self.root, self.keys, self.logs, self.nodes, self.evaluations, self.checkpoints):
                 folder.mkdir(parents=True, exist_ok=True)

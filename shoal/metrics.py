@@ -338,6 +338,8 @@ class MetricsTail:
         """Offset and size of each step's newest line."""
         self._steps: list[int] = []
         """Ascending."""
+        self.unread = 0
+        """Lines so far that cannot be read, or have no step."""
 
     def read(self, most: int = 1000) -> list[dict[str, Any]]:
         """New lines in the order of the file, at most so many. A step that was repeated comes again."""
@@ -382,7 +384,9 @@ class MetricsTail:
                     self._places[step] = (offset, len(line))
                     most -= 1
                     yield line
+                else:
+                    self.unread += line.endswith(b"\n")  # of a line that is too long, the last part counts
 
     def _begin_again(self, file_number: int) -> None:
-        self._file_number, self._read_bytes = file_number, 0
+        self._file_number, self._read_bytes, self.unread = file_number, 0, 0
         self._places, self._steps = {}, []

@@ -349,6 +349,7 @@ GUARDS = [
         ("cleaned-files", "yield from read_metrics(path)", "test_files_of_a_strangers_folder_are_cleaned_and_stop_no_view"),
         ("few-standing-alarms", ("MAX_STANDING_ALARMS", "None"),
          "test_alarms_of_a_url_are_shown_by_their_cause_and_too_many_are_refused"),
+        ("few-unjoined", ("MAX_NODES", "None"), "test_too_many_keys_that_never_joined_are_refused"),
     ),
     *_needed_by("tests/launch/test_public_samples.py",
         ("glanced-group-of-its-digest", OFF, "test_a_group_that_the_log_does_not_name_is_not_shown"),

@@ -4,6 +4,7 @@ Called by `cli`. What they make is in `watch`, imported when a command runs.
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ def plot(args: argparse.Namespace) -> None:
     for where in args.runs:
         with open_run(where) as run:
             runs.append(read_run(run))
+            if run.fault:
+                say(f"{where}: {run.fault}. What is beside its log is drawn", sys.stderr)
     picture = picture_of(runs, args.metric, args.x, args.smooth, args.apart)
     names = {run.name for run in runs}
     write_atomically(args.out, draw(picture, args.out.suffix[1:], brief(runs[0].name) if len(names) == 1 else ""))

@@ -15,6 +15,7 @@ from shoal.heldout import Heldout, why_not_comparable
 from shoal.ledger.algorithm import masks_overlong
 from shoal.ledger.facts.run import RunCreated
 from shoal.monitors.view import is_number
+from shoal.protocol.rollouts import unbegun_remedy
 from shoal.terminal import command, printable
 from shoal.watch.no_gain import MIN_GROUP_ROLLOUTS, SOLVED, UNSOLVED
 
@@ -135,6 +136,8 @@ class StartWarnings:
         """Whether a group was accepted, or it was said that none is."""
         self._refused = 0
         """Groups that were refused when the log was read."""
+        self._unbegun = set[str]()
+        """What to change so that tasks can begin, as far as it was said."""
 
     def look(
         self, before: Heldout | None, metrics: Sequence[Mapping[str, Any]], flat_groups: int, flat_reward: float,
@@ -151,6 +154,15 @@ class StartWarnings:
             lines += [line] if line else []
             self._played = bool(line or metrics)
         return lines
+
+    def look_at_unbegun(self, groups: int, cause: str) -> list[str]:
+        """New advice on tasks that can never begin, the last of them for this cause: once for each thing to change."""
+        remedy = unbegun_remedy(cause)
+        if not groups or remedy in self._unbegun:
+            return []
+        self._unbegun.add(remedy)
+        last = printable(cause)[:MAX_REASON_CHARS]
+        return [f"Not played, because their tasks can never begin: {groups} groups so far; the last: {last}. {remedy}"]
 
     def look_at_refusals(
         self, accepted: int, refused: Mapping[str, int], newest_refusal: Callable[[], tuple[int, str]]

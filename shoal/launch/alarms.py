@@ -23,6 +23,7 @@ from shoal.heldout import Heldout, interval_of, version_of, why_not_comparable
 from shoal.launch.hosting import call
 from shoal.launch.snapshot import STARTING, CoordinatorWatch, Snapshot
 from shoal.launch.without_signal import why_flat
+from shoal.ledger.facts.batches import BY_ENVIRONMENT, SlotVoid
 from shoal.ledger.hints import IS_STOPPED, NO_LEASE, split_remedy
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.table import read_entry
@@ -81,6 +82,8 @@ class AlarmWatch:
         """The newest two: after one look, the coordinator may still delete what it need not keep."""
         self._looked = self._measured = -1e9
         self._looks = 0
+        self.unbegun = 0, ""
+        """Groups so far whose tasks can never begin, and why the last of them cannot."""
         self._behind = False
         """Whether the log has more events than were read: alarms of the past are no reason to act, and whether the host
         has acted on an alarm may be in the rest."""
@@ -146,6 +149,8 @@ class AlarmWatch:
                 entry, _ = read_entry(data)
                 entries.append(entry)
                 self._seq = entry.seq
+                if isinstance(void := entry.body, SlotVoid) and void.cause.startswith(BY_ENVIRONMENT):
+                    self.unbegun = self.unbegun[0] + len(void.slots), void.cause.removeprefix(BY_ENVIRONMENT)
         except (ShoalError, WireError) as error:
             self._behind = True  # guard: unread-events-lead-to-nothing
             if snapshot.status.phase != STARTING:  # a coordinator that cannot read it says so itself

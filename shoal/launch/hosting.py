@@ -21,7 +21,8 @@ from shoal.ledger.rules.run import surplus_of
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_key
 from shoal.net.listening import living_pid, port_of_living
-from shoal.protocol.constants import MIN_LR_FACTOR
+from shoal.protocol.constants import EPISODES, MIN_LR_FACTOR
+from shoal.protocol.needs import kind_of
 from shoal.protocol.types import AdminRequest, NodeState, RunInfo, Status
 from shoal.terminal import command
 
@@ -31,7 +32,11 @@ TWO_VALIDATORS_RISK = (
     "If one of two lies, forging costs nothing: admit a third, or keep one. Several keys are admitted at once: "
     "`shoal admin admit RUN KEY KEY`"
 )
-TWO_VALIDATORS = f"Warning: this gives the run two validators. {TWO_VALIDATORS_RISK}"
+LONE_VALIDATOR_RISK = (
+    "Faults of an environment pause this run only if two validators find them: admit two more, "
+    "`shoal admin admit RUN KEY KEY`"
+)
+"""Of a validator that is not the host's, in a run whose workers play."""
 KICKED = "for good: its owner can only join with a new key, as a newcomer"
 
 
@@ -101,11 +106,11 @@ def administer(
         if stopped := suspended_process(living_pid(folder.address)):
             raise PeerError(f"the coordinator of {folder.root} does not answer: {stopped}")
     request = AdminRequest(node, UNSET if lr_factor is None else lr_factor, also=also)
-    status, makes_two, done = asyncio.run(call(url, key_file, action, request, is_known=not is_url(run)))
+    status, warning, done = asyncio.run(call(url, key_file, action, request, is_known=not is_url(run)))
     version = f"version {status.version} of {status.steps}"
     said_phase = done.endswith(f"the run was {status.phase} before")
     done = f"{action}: {done}, {version}" if said_phase else f"{action}: {done}. The run is {status.phase}, {version}"
-    return f"{done}. {TWO_VALIDATORS}" if makes_two else done
+    return f"{done}. {warning}" if warning else done
 
 
 def hosted_url(folder: RunFolder) -> str:
@@ -130,13 +135,14 @@ def hosted_url(folder: RunFolder) -> str:
 
 async def call(
     url: str, key_file: Path, action: str, request: AdminRequest, is_known: bool = True
-) -> tuple[Status, bool, str]:
-    """What the coordinator answers, whether this gives the run two validators, and what was done, or was so before.
-    `is_known`: the URL is of a coordinator that has answered before."""
+) -> tuple[Status, str, str]:
+    """What the coordinator answers, a warning if this gives the run too few validators, and what was done, or was so
+    before. `is_known`: the URL is of a coordinator that has answered before."""
     async with Client(url, load_key(key_file)) as client:
         if is_known:
             client.expect_run()
-        client.run = (await client.get_json("/v1/run", RunInfo, deadline_s=ADMIN_DEADLINE_S)).run
+        info = await client.get_json("/v1/run", RunInfo, deadline_s=ADMIN_DEADLINE_S)
+        client.run = info.run
         was = await client.get_json("/v1/status", Status, deadline_s=ADMIN_DEADLINE_S)
         before = await client.get_json("/v1/nodes", list[NodeState], deadline_s=ADMIN_DEADLINE_S)
         try:
@@ -147,13 +153,27 @@ async def call(
             raise
         nodes = await client.get_json("/v1/nodes", list[NodeState], deadline_s=ADMIN_DEADLINE_S)
     joined, judged = {*_judging(nodes)}, {*_judging(before), *was.unjoined}
-    judging = joined | {*status.unjoined}  # an admitted one judges once it has joined, which it may never do
-    left = {len(judging)} if action == "admit" else {len(judging), len(joined)}
+    warning = ""
+    if joined | {*status.unjoined} != judged:
+        warning = _too_few(action, joined, status.unjoined, info)
     return (
         status,
-        2 in left and judging != judged,
+        warning,
         _nothing_to_do(action, request, before, was) or _what_was_done(action, request, before, was),
     )
+
+
+def _too_few(action: str, joined: set[str], unjoined: Sequence[str], info: RunInfo) -> str:
+    """A warning if an admission, or the removal of a node, leaves a run with two validators, or with one of others."""
+    num = len({*joined, *unjoined})
+    once = f", once {', '.join(key[:12] for key in unjoined)} {'joins' if len(unjoined) == 1 else 'join'}"
+    if action != "admit" and len(joined) == 2:
+        return f"Warning: this leaves the run with two validators. {TWO_VALIDATORS_RISK}"
+    if num == 2:
+        return f"Warning: this gives the run two validators{once if unjoined else ''}. {TWO_VALIDATORS_RISK}"
+    if action == "admit" and num == 1 and kind_of(info.envs) == EPISODES:  # the host's own needed no admission
+        return f"Warning: this gives the run one validator{once if unjoined else ''}. {LONE_VALIDATOR_RISK}"
+    return ""
 
 
 def _judging(nodes: Iterable[NodeState]) -> dict[str, str]:

@@ -381,6 +381,8 @@ class LocalRun:
                 newest = partial(newest_refusal, self._folder.log)
                 for line in self._first.look_at_refusals(shot.status.accepted, shot.status.refused, newest):
                     self._view.say(line)
+        for line in self._first.look_at_unbegun(*self._alarms.unbegun):
+            self._view.say(line)
         before = next((figures for name, figures in shot.heldout if name == BEFORE), None)
         flat = shot.status.flat_groups - shot.status.unbegun_groups
         why = partial(why_flat, self._folder)

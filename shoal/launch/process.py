@@ -10,6 +10,7 @@ launcher, which stops the roles in order.
 
 import contextlib
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -260,8 +261,13 @@ def suspended_process(pid: int | None) -> str:
     return ""
 
 
+_SILENT = re.compile(r"(\S+) \([0-9a-f]{12}\) (?:silent for|left)")
+"""The name of a node that a wait blames."""
+
+
 def with_suspended(waiting_for: str, processes: Iterable[RoleProcess]) -> str:
-    """What a run waits for, with those processes of its role that were stopped by a signal, and only how these go on."""
+    """What a run waits for, with those processes of its role that were stopped by a signal, and how these go on. What to do
+    about other nodes that it names stays."""
     found = {
         process.name: process.pid
         for process in processes
@@ -271,7 +277,11 @@ def with_suspended(waiting_for: str, processes: Iterable[RoleProcess]) -> str:
         return waiting_for
     stopped = (f"{name}: its process {pid} {IS_STOPPED}" for name, pid in found.items())
     remedy = CONTINUE_REMEDY.replace("PID", " ".join(map(str, found.values())))
-    return f"{'; '.join((split_remedy(waiting_for)[0], *stopped))}. {remedy}"
+    cause, before = split_remedy(waiting_for)
+    others = [name for name in _SILENT.findall(cause) if name not in found]
+    if others and before:
+        remedy = f"{remedy}. For {', '.join(others)}: {before[0].lower()}{before[1:]}"
+    return f"{'; '.join((cause, *stopped))}. {remedy}"
 
 
 def with_ended_call(waiting_for: str, processes: Iterable[RoleProcess]) -> str:

@@ -18,6 +18,7 @@ from typing import Literal, TypeVar, get_args
 from shoal.errors import DISK_FULL, PeerError, StateError, Superseded, cause_of
 from shoal.folder import write_atomically
 from shoal.net.client import LONGEST_RETRY_S, Client
+from shoal.net.stopping import Stopping
 from shoal.protocol.types import Receipt, Status
 from shoal.protocol.wire import WireError, digest, from_json
 from shoal.weights.pieces import NoSpace
@@ -161,8 +162,11 @@ class Evidence:
         return kind(f"cannot keep evidence in {self.folder}: {cause_of(error)}. Free some space")
 
 
-async def retry_while_disk_full(client: Client, write: Callable[[], Awaitable[T]]) -> T:
-    """Write to the disk, and while it is full try again. Raises `Superseded` if the run ends meanwhile."""
+async def retry_while_disk_full(
+    client: Client, write: Callable[[], Awaitable[T]], stopping: Stopping | None = None
+) -> T:
+    """Write to the disk, and while it is full try again. Raises `Superseded` if the run ends meanwhile, and `NoSpace` once
+    `stopping` is set: without it, the caller cancels the wait."""
     is_told = False
     while True:
         try:
@@ -171,7 +175,10 @@ async def retry_while_disk_full(client: Client, write: Callable[[], Awaitable[T]
             if not is_told:
                 log.warning("waiting for space on the disk, and trying again by itself: %s", error)
             is_told = True
-            await asyncio.sleep(LONGEST_RETRY_S)
+            later = asyncio.sleep(LONGEST_RETRY_S)
+            await (later if stopping is None else stopping.unless(later))
+            if stopping:
+                raise
             if (await client.get_json("/v1/status", Status)).phase == "ended":
                 raise Superseded(str(error)) from None
 

@@ -6,12 +6,13 @@ and after that only what the root signed: a coordinator can neither name a publi
 
 from pathlib import Path
 
-from shoal.errors import PeerError, StateError, cause_of
+from shoal.errors import DISK_FULL, PeerError, StateError, cause_of
 from shoal.folder import write_atomically
 from shoal.protocol.constants import MAIN_STREAM
 from shoal.protocol.publishers import chain_flaw
 from shoal.protocol.types import Message, Publishers, RunInfo
 from shoal.protocol.wire import WireError, from_json, to_json
+from shoal.weights.pieces import NoSpace
 
 
 class Pinned(Message, frozen=True):
@@ -44,7 +45,8 @@ def take_publishers(path: Path, info: RunInfo) -> Publishers:
         if new != known:
             write_atomically(path, to_json(new))
     except OSError as error:
-        raise StateError(f"cannot keep the run's publishers in {path}: {cause_of(error)}. Free some space") from None
+        kind = NoSpace if error.errno in DISK_FULL else StateError
+        raise kind(f"cannot keep the run's publishers in {path}: {cause_of(error)}. Free some space") from None
     except WireError as error:
         raise StateError(f"{path} is damaged ({error}): restore it, or delete {path.parent} to begin anew") from None
     return told

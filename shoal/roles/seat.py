@@ -373,9 +373,8 @@ async def take_seat(
     max_disk_bytes = None if own_files else disk_limit(home / "weights", max_disk_mb)
     # guard: evidence-of-strangers
     most_bytes = None if max_disk_bytes is None else max_disk_bytes // DISK_PART
-    evidence = Evidence(home, info.run, most_bytes)
-    evidence.demand_same_host(info.run_key)  # before anything is signed
-    publishers = take_publishers(evidence.publishers, info)
+    known = partial(asyncio.to_thread, _known_host, home, info, most_bytes)
+    evidence, publishers = await retry_while_disk_full(client, known)  # before anything is signed
     client.run, client.head = info.run, evidence.last_seen_head() or info.head  # guard: forks-are-met-again
     limit_mb = max_memory_mb or share_of_free_mb()
     sandboxes, most, reserved_mb = (LIMITS, MAX_PROCESSES, 0) if own_files else room_of(info.envs, limit_mb)
@@ -387,7 +386,7 @@ async def take_seat(
     demand_engine_fits(info, facts.implementation)
     join = t.Join(role, name, 0.0, facts.implementation, facts.dtype, facts.device)
     node = await join_run(client, join, now)
-    evidence.note_url(client.base_url)
+    await retry_while_disk_full(client, partial(asyncio.to_thread, evidence.note_url, client.base_url))
     ours = CPU if chosen == VLLM else facts.device  # vLLM takes a share of a GPU when it starts
     memory = Memory.of(limit_mb, reserved_mb, ours)  # guard: packages-take-memory
     limits = Limits.within(memory.limit_mb)
@@ -439,6 +438,13 @@ def _load(
     return load_run_envs(
         info.envs, own_files, packages.open(processes, sandboxes), partial(in_process, processes=processes)
     )
+
+
+def _known_host(home: Path, info: t.RunInfo, most_bytes: int | None) -> tuple[Evidence, t.Publishers]:
+    """The evidence of a run, and its publishers, if its host is that of before. Raises `PeerError`, `StateError`."""
+    evidence = Evidence(home, info.run, most_bytes)
+    evidence.demand_same_host(info.run_key)
+    return evidence, take_publishers(evidence.publishers, info)
 
 
 async def unless_gone(

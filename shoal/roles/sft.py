@@ -256,9 +256,13 @@ class SftCheckpoints:
                     f"and {name} now gives other games: its file, its data, or the version of a package or of shoal has "
                     "changed"
                 )
+            # What a recipe of this version has or lacks by itself, nobody can restore.
+            own = [key for key in named if not key.startswith("env.args")]
+            is_of_version = any("missing" in (_value(before, key), _value(self._recipe, key)) for key in own)
+            restore = f"Restore {'it' if len(named) == 1 else 'them'} to go on, or delete"
             raise StateError(
-                f"{self._folder} is of a cold start that was stopped, {differs}. Restore "
-                f"{'it' if len(named) == 1 else 'them'} to go on, or delete {self._folder} to begin anew"
+                f"{self._folder} is of a cold start that was stopped, {differs}. "
+                f"{'Delete' if is_of_version else restore} {self._folder} to begin anew"
             )
         tuning.resume(self._state)
         log.info("going on after step=%d, saved in %s", tuning.steps_done, self._state)

@@ -56,6 +56,7 @@ from shoal.roles.seat import (
 from shoal.roles.sharing import Share, sharing
 from shoal.roles.shifts import Alone, Shift, load_on_shift, shift_of
 from shoal.roles.standing import Standing
+from shoal.weights.pieces import NoSpace
 
 log = logging.getLogger("worker")
 
@@ -409,10 +410,14 @@ class Worker:
         body = commit(self.seat.info.run, lease, groups, self.seat.engine.facts, proofs)
         try:
             keep = partial(asyncio.to_thread, self.seat.evidence.keep, "submission", body)
-            await retry_while_disk_full(self.client, keep)  # guard: body-is-kept
+            await retry_while_disk_full(self.client, keep, self.stopping)  # guard: body-is-kept
             receipt = await self.client.put_bytes(f"/v1/leases/{lease.id}/submission", body, t.Receipt)
         except Superseded as reason:
             log.warning("dropped lease=%s reason=%r", lease.id, str(reason))
+            return
+        except NoSpace as full:
+            log.warning("dropped lease=%s, told to stop while the disk is full reason=%r", lease.id, str(full))
+            await self.leases.give_back(lease)
             return
         except PeerRefused as refused:
             if refused.code != "conflict" or self.seat.kind != COMPLETIONS:  # guard: forgotten-turns-are-given-back
@@ -425,9 +430,9 @@ class Worker:
                 "the coordinator's receipt is for other bytes than we sent, or not signed by the run key: leave this run"
             )
         self.client.head = receipt.head
-        await retry_while_disk_full(
-            self.client, partial(asyncio.to_thread, self.seat.evidence.note_receipt, to_json(receipt))
-        )
+        note = partial(asyncio.to_thread, self.seat.evidence.note_receipt, to_json(receipt))
+        with contextlib.suppress(NoSpace):  # told to stop: the log of the run has the submission
+            await retry_while_disk_full(self.client, note, self.stopping)
         self.leases.demand_same_time(receipt.time)  # guard: receipt-from-the-future
 
 

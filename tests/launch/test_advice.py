@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from shoal.config import EnvConfig, RunConfig, TrainConfig, ValidatorsConfig, load_run, preset_lr
+from shoal.folder import RunFolder
 from shoal.heldout import Heldout
 from shoal.launch import advice
 from shoal.launch.advice import (
@@ -18,13 +19,17 @@ from shoal.launch.advice import (
     token_limit_warning,
     zero_signal_warning,
 )
+from shoal.launch.alarms import AlarmWatch
+from shoal.launch.snapshot import Snapshot
 from shoal.launch.without_signal import newest_refusal
 from shoal.ledger.facts.run import RunCreated
 from shoal.protocol.compositions import Dapo
+from shoal.protocol.rollouts import ROOM_REMEDY
 from shoal.protocol.tasklists import TaskList
 from shoal.protocol.types import EnvSpec, Rules, Sampling
 from shoal.watch.no_gain import LearningSetup, diagnose
 from tests.launch.test_fits import RECIPES
+from tests.ledger.test_no_signal import JUDGES, LONG, WORKER, serve_void, world_of
 from tests.ledger.world import World
 
 SMALL = RunConfig(name="r", steps=100, envs=(EnvConfig("words"),), train=TrainConfig(lr=6e-4))
@@ -165,6 +170,20 @@ def test_each_advice_on_the_first_policy_is_said_once() -> None:
     assert first.look(wins(0.97), [flat, flat], 90, 1.0) == []
     late = StartWarnings()
     assert late.look(None, [{"zero_signal_share": 0.2}], 0, 0.0) == late.look(None, [flat, flat], 99, 0.0) == []
+
+
+def test_tasks_that_can_never_begin_are_told_while_the_run_goes_on_once_for_each_key(tmp_path: Path) -> None:
+    world = world_of(tmp_path, validators=JUDGES)
+    watch, first = AlarmWatch(RunFolder(tmp_path), load_run(Path("recipes/wordle.toml"))), StartWarnings()
+    assert first.look_at_unbegun(*watch.unbegun) == []
+    serve_void(world)
+    world.serve(WORKER, by=JUDGES[0])
+    watch.look(Snapshot("small", "", 30))
+    assert not world.state.main.unbegun and watch.unbegun[0] > 0, "a group with signal does not hide them"
+    (line,) = first.look_at_unbegun(*watch.unbegun)
+    assert LONG in line and ROOM_REMEDY in line and "sampling.max_tokens = 64" in line
+    assert first.look_at_unbegun(watch.unbegun[0] + 1, LONG.replace("90", "91")) == []
+    assert len(first.look_at_unbegun(9, "task 8 of long cannot begin: task() raised")) == 1
 
 
 def test_a_run_of_which_all_groups_are_refused_is_told_why_once(tmp_path: Path) -> None:

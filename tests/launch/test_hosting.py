@@ -21,7 +21,7 @@ from shoal.config import HostConfig
 from shoal.errors import ConfigError, PeerError, StateError
 from shoal.folder import RunFolder, is_locked, write_atomically
 from shoal.launch.background import _News
-from shoal.launch.hosting import NodesWatch, administer, hosted_url, invitation
+from shoal.launch.hosting import LONE_VALIDATOR_RISK, NodesWatch, administer, hosted_url, invitation
 from shoal.launch.lock import demand_free_ports, locked, locked_run
 from shoal.launch.process import RoleProcess, suspended_process
 from shoal.launch.rotation import rotate_publisher
@@ -120,6 +120,22 @@ def test_a_copy_of_a_hosted_folder_is_not_hosted_and_a_moved_one_is(tmp_path: Pa
         administer("pause", str(copied.root), "", None)
     moved = RunFolder(folder.root.rename(tmp_path / "moved"))
     assert hosted_url(moved) == "http://127.0.0.1:8470"
+
+
+@pytest.mark.parametrize("host_plays", [False, True])
+def test_the_host_is_told_that_one_validator_of_others_cannot_pause_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host_plays: bool
+) -> None:
+    config = tiny_run(validators={"count": 0})
+    envs = tuple(replace(env, kind="completions" if host_plays else "") for env in config.envs)
+    town = Town(tmp_path / "run", replace(config, envs=envs))
+    transport = httpx.ASGITransport(town.app)
+    monkeypatch.setattr("shoal.launch.hosting.Client", lambda url, key: Client(url, key, transport=transport))
+    first, second = (load_or_make_key(tmp_path / f"{i}.key").public for i in range(2))
+    said = administer("admit", "http://host", first, tmp_path / "run/keys/run.key")
+    assert (LONE_VALIDATOR_RISK in said, f"one validator, once {first[:12]} joins" in said) == (not host_plays,) * 2
+    said = administer("admit", "http://host", second, tmp_path / "run/keys/run.key")
+    assert f"two validators, once {first[:12]}, {second[:12]} join" in said and LONE_VALIDATOR_RISK not in said
 
 
 def test_host_is_warned_when_an_admission_or_a_removal_leaves_two_validators(

@@ -228,6 +228,12 @@ def test_a_wait_names_the_processes_of_its_role_that_were_stopped_and_the_monito
         cause, remedy = split_remedy(said)
         assert f"{waits}; trainer: its process {stopped.pid} is stopped" in cause and "worker-0" not in cause
         assert f"`kill -CONT {stopped.pid}`" in remedy and "validate" not in said and with_suspended("", roles) == ""
+        roles[1].name, own, other = "validator-0", f"validator-0 ({'a' * 12}) silent for 40 s", f"bob ({'b' * 12}) left"
+        for silent, is_kept in ((own, False), (f"{own}, {other}", True)):
+            cause, remedy = split_remedy(with_suspended(f"validators: {silent}. {SILENT_REMEDY}", roles))
+            assert silent in cause and "kill -CONT" in remedy
+            assert ("bob" in remedy, "shoal admin admit" in remedy) == (is_kept, is_kept)
+        roles[1].name = "worker-0"
         folder, config = RunFolder(tmp_path), load_run(Path("recipes/wordle.toml"))
         run = LocalRun(folder, 0, False, LiveView(Console(file=io.StringIO())), shifts_of(config, folder, None, False))
         run._trainer, seen = roles[0], list[str]()
@@ -376,6 +382,9 @@ def test_a_resume_deletes_what_was_kept_only_where_set_says_so(tmp_path: Path) -
     assert "--set storage.retain=all" in result.stderr and "--set storage.retain=window" in result.stderr
     folder.prepare(load_run(run_file), tmp_path, overrides=["storage.retain = window"])
     assert folder.start_config().storage.retain == "window"
+    folder.summary.write_text("{}")  # it has ended
+    folder.prepare(load_run(run_file), tmp_path)
+    assert folder.start_config().storage.retain == "all"
 
 
 def test_a_run_without_workers_of_its_own_says_how_one_joins(tmp_path: Path) -> None:

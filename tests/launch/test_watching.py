@@ -226,6 +226,16 @@ def test_alarms_of_a_url_are_shown_by_their_cause_and_too_many_are_refused(snaps
         looked(remote(host(MAX_STANDING_ALARMS + 1)))
 
 
+def test_too_many_keys_that_never_joined_are_refused(snapshot: Snapshot) -> None:
+    def host(keys: int) -> Host:
+        unjoined = tuple(f"{i:064x}" for i in range(keys))
+        return host_of(replace(snapshot, status=msgspec.structs.replace(snapshot.status, unjoined=unjoined)), None)
+
+    assert len(looked(remote(host(MAX_NODES))).status.unjoined) == MAX_NODES
+    with pytest.raises(PeerError):
+        looked(remote(host(MAX_NODES + 1)))
+
+
 def test_a_list_of_nodes_without_end_is_left_when_nothing_new_comes(snapshot: Snapshot) -> None:
     asked: list[str] = []
     page = [msgspec.structs.replace(snapshot.nodes[0], key=f"{i:064x}", name="n") for i in range(MAX_NODES)]

@@ -27,7 +27,7 @@ from shoal.protocol import types as t
 from shoal.protocol.noise import KEYED_32
 from shoal.protocol.promises import sign_promise
 from shoal.protocol.wire import digest, from_json, to_json
-from shoal.roles import evidence
+from shoal.roles import evidence, pinned
 from shoal.roles.auditor.rollouts import AGREE, CANNOT, DISAGREE, Choice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
 from shoal.roles.coordinator.board import Board
@@ -569,6 +569,56 @@ def test_evidence_is_kept_once_a_full_disk_has_space(tmp_path, monkeypatch, capl
     asyncio.run(evidence.retry_while_disk_full(client, keep))
     assert [path.read_bytes() for path in kept.folder.glob("*.grant")] == [b"one"]
     assert caplog.text.count("Free some space") == 1
+
+
+@pytest.mark.parametrize("kind", ["submission", "receipt"])
+def test_a_stop_ends_a_wait_for_space_and_gives_the_lease_back(tmp_path, monkeypatch, kind):
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    write = evidence.write_atomically
+
+    def full(path, data):
+        if path.suffix == f".{kind}":
+            loops[0].call_soon_threadsafe(worker.stopping.set)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, data)
+
+    monkeypatch.setattr(evidence, "write_atomically", full)
+    worker, loops = town.worker("alice"), []
+
+    async def story():
+        loops.append(asyncio.get_running_loop())
+        trainer = asyncio.create_task(town.trainer().run())
+        await asyncio.wait_for(worker.run(), 30.0)
+        trainer.cancel()
+
+    asyncio.run(story())
+    state = town.desk.state
+    assert not state.open_leases
+    assert next(iter(state.leases.values())).status == ("lapsed" if kind == "submission" else "submitted")
+
+
+def test_a_full_disk_is_waited_for_when_a_run_is_joined(tmp_path, monkeypatch):
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    write, full = evidence.write_atomically, {"run.key": 2, "publishers.json": 2, "url": 2}
+
+    def written(path, data):
+        if full.get(path.name):
+            full[path.name] -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, data)
+
+    for module in (evidence, pinned):
+        monkeypatch.setattr(module, "write_atomically", written)
+    monkeypatch.setattr(evidence, "LONGEST_RETRY_S", 0.0)
+    worker = town.worker("alice")
+
+    async def story():
+        async with worker.client:
+            await worker._join()
+
+    asyncio.run(story())
+    assert full == {"run.key": 0, "publishers.json": 0, "url": 0}
+    assert (worker.seat.evidence.folder / "url").exists()
 
 
 def test_a_receipt_after_one_that_a_full_disk_cut_off_can_be_read(tmp_path):

@@ -18,6 +18,7 @@ from msgspec.structs import replace as replace_struct
 from shoal import cli
 from shoal.envs.evaluate import Evaluation, evaluate
 from shoal.errors import ShoalError, StateError
+from shoal.folder import COLD_START_RECIPE
 from shoal.roles import sft
 from shoal.train.sft import FineTuning
 
@@ -155,6 +156,13 @@ def test_another_recipe_does_not_go_on_with_what_was_stopped(
     ):
         with pytest.raises(StateError, match=f"{said}.*delete .*out-checkpoints to begin anew"):
             sft.main(recipe, tmp_path / "out", [change])
+    of = tmp_path / "out-checkpoints" / COLD_START_RECIPE
+    saved = json.loads(of.read_text())
+    for other in (saved | {"removed": 1}, {key: saved[key] for key in saved if key != "lr"}):  # of another version
+        of.write_text(json.dumps(other))
+        with pytest.raises(StateError, match=r"missing.*\. Delete .*out-checkpoints to begin anew"):
+            sft.main(recipe, tmp_path / "out", [])
+    of.write_text(json.dumps(saved))
     sft.main(recipe, tmp_path / "out", ["eval_every=6", "stop_at=1.0", "eval_episodes=8"])
 
 

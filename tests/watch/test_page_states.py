@@ -13,7 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from shoal.launch.lock import locked
-from shoal.ledger.facts.batches import GroupAccepted
+from shoal.ledger.facts.batches import BY_ENVIRONMENT, GroupAccepted, SlotVoid
 from shoal.ledger.fault_rate import FAULT_REMEDY, FAULTS
 from shoal.watch.page import Shelf, page_app
 from shoal.watch.page.charts import OVERVIEW, TITLES, Chart, Line, chart_of, overview_charts, picture_of
@@ -257,6 +257,14 @@ def test_a_host_whose_run_paused_by_environment_faults_reads_the_whole_remedy(sh
     assert "Start its host again first, because nobody answers. Correct the environment" in words
     others = words_of(shelf, "/1/")
     assert "Its host resumes it" in others and "Correct the environment" not in others
+
+
+def test_the_overview_says_why_tasks_cannot_begin_while_the_run_goes_on(shelf):
+    why, at = "its prompt takes 90 tokens, and sampling.max_tokens = 64 leaves no room for a turn", 10**6
+    for cause, is_told in (("stale", False), (BY_ENVIRONMENT + why, True)):
+        row = (1, at := at + 1, "slot_void", sentence_of(SlotVoid(0, (1,), cause)))
+        shelf.runs[0].builder._db.execute("INSERT INTO events (run, seq, kind, words) VALUES (?, ?, ?, ?)", row)
+        assert (why in words_of(shelf, "/1/")) == is_told
 
 
 def test_the_overview_and_the_report_count_the_rollouts_on_which_the_environment_failed(brittle_shelf, shelf):

@@ -1,5 +1,7 @@
 """Pictures of runs: which lines they have, what is drawn as a band, and the files."""
 
+import contextlib
+import sqlite3
 import sys
 import time
 from xml.etree import ElementTree
@@ -12,6 +14,7 @@ from shoal.heldout import Judged
 from shoal.metrics import METRICS
 from shoal.watch.pictures.curves import EVALUATED, USUAL, ReadRun, picture_of
 from shoal.watch.pictures.draw import draw, draw_inline, thinned
+from shoal.watch.reading import open_run
 from shoal.watch.reading.heldout import HeldOut
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -165,6 +168,20 @@ def test_the_command_writes_a_picture_of_a_folder(town, tmp_path, capsys):
     assert main(["plot", str(town.folder.root), "--out", str(out)]) == 0
     assert ElementTree.fromstring(out.read_bytes()).tag == f"{SVG}svg"
     assert "reward_all_mean, heldout" in capsys.readouterr().out
+
+
+def test_the_command_says_what_of_a_folder_it_could_not_read(copied, tmp_path, capsys, caplog):
+    with (copied / "metrics.jsonl").open("ab") as file:
+        file.write(b'half\n{"no step": 1}\nits end is still to come')
+    with contextlib.closing(sqlite3.connect(copied / "log.sqlite")) as log, log:
+        log.execute("UPDATE events SET hash = printf('%064d', 0) WHERE seq = 3")
+    assert main(["plot", str(copied), "--out", str(tmp_path / "a.svg")]) == 0
+    assert [record.args for record in caplog.records] == [(2, copied / "metrics.jsonl")]
+    assert "event 3" in (said := capsys.readouterr().err) and said.count(str(copied)) == said.count("\n") == 1
+    caplog.clear()
+    with open_run(copied) as run:
+        assert run.new_metrics() and not run.new_metrics() and run.metrics()
+    assert [record.args[0] for record in caplog.records] == [2], "once"
 
 
 def test_faults_of_the_command_are_one_line(town, tmp_path, capsys, monkeypatch):

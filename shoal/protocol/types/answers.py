@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from shoal.protocol.constants import MAX_STANDING_ALARMS
+from shoal.protocol.constants import MAX_NODES, MAX_STANDING_ALARMS
 from shoal.protocol.types.judgement import Check
-from shoal.protocol.types.message import Answer, Message
+from shoal.protocol.types.message import Answer, Fact, Message
 from shoal.protocol.types.steering import Cause, LrFactor
 
 
@@ -80,8 +80,9 @@ class Status(Answer, frozen=True):
     # guard: few-standing-alarms
     alarms: Annotated[tuple[StandingAlarm, ...], msgspec.Meta(max_length=MAX_STANDING_ALARMS)] = ()
     """Those that stand now."""
-    unjoined: tuple[str, ...] = ()
-    """Keys of validators that were admitted and have never joined."""
+    # guard: few-unjoined
+    unjoined: Annotated[tuple[Fact, ...], msgspec.Meta(max_length=MAX_NODES)] = ()
+    """Keys of validators that were admitted and have never joined: the last of them."""
 
 
 class StateHash(Answer, frozen=True):

@@ -185,7 +185,7 @@ class Board:
             flat_groups=state.main.flat, flat_reward=state.main.mean_flat_reward,
             no_signal=flat, unbegun_groups=state.main.unbegun or 0, unbegun_cause=state.main.unbegun_cause or "",
             pause_cause=state.pause_cause, alarms=self.alarms(), lr_factor=state.main.lr_factor(len(state.main.batches)),
-            unjoined=tuple(key for key in state.validators if key not in state.members),
+            unjoined=tuple(key for key in state.validators if key not in state.members)[-MAX_NODES:],
         )  # fmt: skip
 
     def _faulted_task(self) -> str:

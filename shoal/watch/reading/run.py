@@ -192,6 +192,11 @@ class Reading:
         """Whether the page read last was the last one then, and whole."""
         return self._reaches_end and self._broken is None
 
+    @property
+    def fault(self) -> str:
+        """Why the log cannot be read beyond the state; empty as far as is known."""
+        return str(self._broken or "")
+
     def catch_up(self) -> int:
         """Read all events that there are; returns how many were new."""
         news = 0

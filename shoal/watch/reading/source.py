@@ -7,6 +7,8 @@ hashes of blobs; whether events follow each other is for `run` to see.
 
 import asyncio
 import contextlib
+import logging
+import sys
 import tempfile
 import threading
 from collections.abc import Coroutine, Iterable, Sequence
@@ -20,7 +22,7 @@ from shoal.alarms import AlarmLine, read_alarms
 from shoal.errors import ConfigError, NothingYet, PeerError, ShoalError, StateError
 from shoal.folder import RunFolder, is_locked, is_url
 from shoal.ledger.state import State
-from shoal.metrics import MAX_LINE_BYTES, MetricsTail, read_metrics
+from shoal.metrics import MAX_LINE_BYTES, MetricsTail
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_key
 from shoal.net.listening import reader_url
@@ -32,6 +34,8 @@ from shoal.protocol.wire import digest
 from shoal.roles.auditor.source import ANSWER_S, FolderRun, Rows, UrlRun, demand_log
 from shoal.roles.loading import contained
 from shoal.weights.manifest import open_manifest
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -131,6 +135,7 @@ class FolderSource:
         if not (self.folder.log.is_file() or self.folder.run_file.is_file()):
             raise ConfigError(f"{root} holds no run: give a run's folder, such as runs/wordle, or its URL")
         self._tail = MetricsTail(self.folder.metrics)
+        self._told_unread = False
         self._transport = transport
         self._asking = _Asking()
 
@@ -157,16 +162,21 @@ class FolderSource:
         return self.blob(name)
 
     def new_metrics(self) -> list[dict[str, Value]]:
-        try:
-            return clean(self._tail.read())
-        except OSError as error:
-            raise StateError(f"{self.folder.metrics} cannot be read: {error}. Check the disk") from None
+        return self._lines(self._tail, 1000)
 
     def all_metrics(self) -> list[dict[str, Value]]:
+        by_step = {step_of(line): line for line in self._lines(MetricsTail(self.folder.metrics), sys.maxsize)}
+        return [by_step[step] for step in sorted(by_step)]
+
+    def _lines(self, tail: MetricsTail, most: int) -> list[dict[str, Value]]:
         try:
-            return clean(read_metrics(self.folder.metrics))
+            lines = clean(tail.read(most))
         except OSError as error:
             raise StateError(f"{self.folder.metrics} cannot be read: {error}. Check the disk") from None
+        if tail.unread and not self._told_unread:
+            self._told_unread = True
+            log.warning("not shown: %d lines of %s that cannot be read", tail.unread, self.folder.metrics)
+        return lines
 
     def status(self) -> t.Status | None:
         with contextlib.suppress(ShoalError):
