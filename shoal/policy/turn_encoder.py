@@ -43,7 +43,7 @@ class TurnEncoder:
         if isinstance(messages[-1], str):
             return self._of_text(messages, messages[-1], arguments)
         turn = self._dialect_for(arguments).with_reasoning(messages[-1])
-        content, is_text = str(turn["content"]), turn.keys() == {"role", "content"}
+        content, is_text = str(turn.get("content", "")), not (turn.get("reasoning_content") or turn.get("tool_calls"))
         prompt = self._text(messages[:-1], arguments)
         opening, closing = reasoning_marks(self._notation)
         thought, found, words = content.partition(closing)

@@ -1,8 +1,10 @@
 """The renderer on the 41 real chat templates of TRL 1.16: openings, replies, tool calls, thinking and histories."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 from tokenizers import normalizers
 from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -11,9 +13,9 @@ from shoal.errors import StateError
 from shoal.policy.chat_templates import TemplateSource
 from shoal.policy.contained import ContainedRenderer
 from shoal.policy.dialect import MARK
-from shoal.policy.messages import BadMessage, Written
+from shoal.policy.messages import BadMessage, Written, normal
 from shoal.policy.render import Renderer, Segment
-from shoal.policy.template import Template
+from shoal.policy.template import Template, _Day
 from tests.policy.templates import ADD, FOLDER, NAMES, directory_of, renderer_of, spell
 
 SYSTEM, USER = {"role": "system", "content": "BE BRIEF"}, {"role": "user", "content": "WHAT IS IT"}
@@ -27,7 +29,7 @@ RESULT = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content":
 
 WITHOUT_RESULTS = {"cohere", "cohere2", "gemma", "gemma3", "llava_next", "phi3", "phi3_5"}
 """Templates that refuse tool results, or do not show them."""
-WITHOUT_CALLS = WITHOUT_RESULTS | {"idefics3", "lfm2", "llama3", "qwen2_5_vl", "smolvlm"}
+WITHOUT_CALLS = WITHOUT_RESULTS | {"deepseek_r1_distill", "idefics3", "lfm2", "llama3", "qwen2_5_vl", "smolvlm"}
 """Templates that show no tool calls. A policy may write them as text."""
 DROPPING = {
     "deepseek_r1_distill", "deepseekv3", "diffusion_gemma", "gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5",
@@ -64,6 +66,44 @@ def test_openings_are_those_of_transformers(name: str) -> None:
         eos_token=renderer._template._tokens["eos_token"], **arguments,
     )  # fmt: skip
     assert spell(renderer, renderer.start(messages, arguments)) == text
+
+
+CALLED: list[Any] = [{"function": {"name": "add", "arguments": arguments}} for arguments in ({"a": 3}, '{"a":3}')]
+INLINE = "<think>\nHM\n</think>\n\n4"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("idefics3", "llava_next", "smolvlm")])
+@pytest.mark.parametrize(
+    "said",
+    [
+        *({"content": content, "tool_calls": [call]} for content in ("", None, "HM") for call in CALLED),
+        *({"tool_calls": [call]} for call in CALLED),
+        *({"content": content, "reasoning_content": thought} for content in ("4", INLINE) for thought in ("", None)),
+    ],
+)
+def test_a_message_of_the_assistant_is_shown_as_by_transformers_or_in_a_form_that_the_template_takes(
+    said: dict[str, Any], name: str
+) -> None:
+    """Three templates want contents that are lists."""
+    renderer, told = renderer_of(name), {key: value for key, value in said.items() if value is not None}
+    template = _compile_jinja_template((FOLDER / f"{name}.jinja").read_text())
+    calls = [{"id": "call00000", "type": "function", **call} for call in said.get("tool_calls", ())]
+    told |= {"thinking": told["reasoning_content"]} if "reasoning_content" in told else {}
+    told |= {"tool_calls": calls} if calls else {}
+    turn, day = {"role": "assistant", **told}, renderer._template._tokens | {"strftime_now": _Day("2024-07-26")}
+    for after, prompt in itertools.product(([], [RESULT] if calls else [USER]), (True, False)):
+        messages = normal([USER, {"role": "assistant", **said}, *after])
+        if calls and name in WITHOUT_CALLS:
+            with pytest.raises(StateError, match="shows no tool calls"):
+                renderer._text(messages, TOOLS, prompt)
+            continue
+        ours = renderer._text(messages, TOOLS, prompt)
+        try:
+            theirs = template.render(messages=[USER, turn, *after], add_generation_prompt=prompt, **TOOLS, **day)
+        except (jinja2.TemplateError, TypeError):
+            assert calls and "add" in ours, "it refuses this form: ours is another"
+        else:
+            assert ours == theirs
 
 
 @pytest.mark.parametrize("name", NAMES)
