@@ -97,6 +97,10 @@ class Dialect:
         found = re.match(rf"\s*({opening}\s*)?{closing}\s*", text)
         return found.group() if found else ""
 
+    def ends_thought(self, text: str) -> bool:
+        """Whether a text ends with the end of a thought, and white space."""
+        return text.rstrip().endswith(self._marks[1])
+
     def missing_generation_prompt(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> str:
         """What is written before a turn of the assistant, if prompts end without it: the template ignores
         `add_generation_prompt`. Else empty."""

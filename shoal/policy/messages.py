@@ -52,6 +52,8 @@ class Written(NamedTuple):
     """Whether the turn contains reasoning, which a template may leave out of later prompts."""
     calls: tuple[tuple[str, str], ...] = ()
     """Id and function name of each tool call in the turn."""
+    empty: bool = False
+    """Whether the reasoning has no words. A template may show none then."""
 
 
 def normal(messages: Sequence[Message]) -> list[dict[str, Any]]:
