@@ -47,12 +47,8 @@ def places(dialect: Dialect, items: Sequence[Message | Written], arguments: Mapp
             'the chat template writes other text around a turn for other words of it: use history = "append"'
         )
     for before, item in itertools.pairwise(items):
-        if (
-            isinstance(before, Written)
-            and not before.calls
-            and not isinstance(item, Written)
-            and item.get("role") == "tool"
-        ):
+        is_result = not isinstance(item, Written) and item.get("role") == "tool"
+        if is_result and isinstance(before, Written) and not before.calls:
             demand_results(dialect)
     marks = _Marks(items)
     items = _without_hidden(dialect, items, marks, arguments)
@@ -217,11 +213,8 @@ def _without_hidden(
         return list(items)
     told: list[Message | Written] = []
     for item, plain in zip(items, bare, strict=True):
-        first = (
-            min((at for mark in marks.of(item.turn) if (at := text.find(mark)) >= 0), default=0)
-            if isinstance(item, Written)
-            else 0
-        )
+        found = [text.find(mark) for mark in marks.of(item.turn)] if isinstance(item, Written) else []
+        first = min((at for at in found if at >= 0), default=0)
         told.append(item if dialect.ends_thought(text[:first]) else plain)
     return told
 

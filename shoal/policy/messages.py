@@ -171,7 +171,7 @@ def _call(call: object) -> dict[str, Any]:
         raise BadMessage(
             f'a tool call is {call!r:.80}: write {{"id": ..., "function": {{"name": ..., "arguments": {{...}}}}}}'
         )
-    given = function.get("arguments") or {}
+    given = {} if function.get("arguments", "") == "" else function["arguments"]
     try:
         read = json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError) as error:

@@ -39,6 +39,7 @@ def test_results_take_the_id_and_the_name_of_their_call() -> None:
         ({"role": "user", "content": [{"type": "text", "text": 3}]}, "write .*type"),
         ({"role": "assistant", "tool_calls": [{"name": "add"}]}, "a tool call is .*write"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "not JSON"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": []}}]}, "are list: give an"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 9999}}]}, "not JSON"),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
