@@ -360,7 +360,7 @@ def _told(messages: Sequence[Message]) -> list[tuple[str, str]]:
     return [
         (
             message["role"],
-            message["content"] or ", ".join(call["function"]["name"] for call in message.get("tool_calls", ())),
+            message.get("content") or ", ".join(call["function"]["name"] for call in message.get("tool_calls", ())),
         )
         for message in normal(messages)
     ]

@@ -168,7 +168,8 @@ def _refusal_of_replies(
     """Why the chat template takes no reply of an environment, or not so many as MAX_TURNS; empty if it does. With
     `by_template`, it shows the whole history again after each."""
     try:
-        texts = (".", "other", *(str(message["content"]) for message in messages))  # some tokenizers know few words
+        said = (str(message.get("content", "")) for message in messages)
+        texts = (".", "other", *said)  # some tokenizers know few words
         if len({tuple(renderer.go_on(text, arguments)) for text in texts}) == 1:
             return HIDES_REPLIES
         told: list[Message | Written] = [*messages]

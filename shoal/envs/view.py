@@ -8,9 +8,10 @@ tokens that it wrote; they are never tokenised again. It does not deal with limi
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from shoal.envs.action import Action, reasoning_length
+from shoal.envs.parse import NOTATIONS
 from shoal.policy.dialect import said
 from shoal.policy.messages import BadMessage, Message, Written, as_messages
 from shoal.policy.render import Renderer, opening_key
@@ -88,7 +89,7 @@ class View:
         self._replied = reply
         if not self.by_template:
             self._opening_key = self._opening_key or opening_key(self._opening)
-            prompt = self.renderer.go_on(reply, self.arguments, self._opening_key)
+            prompt = self.renderer.go_on(reply, self.arguments, self._opening_key, self._kind(written))
             return Next(prompt.token_ids, False, prompt.thinking, [])
         assert self.row is not None, "a seat opens its view before it acts"
         told = as_messages(reply)
@@ -144,19 +145,29 @@ class View:
             self._cuts[number] = reasoning_length(turn.token_ids, turn.action, self.renderer.decode)
         return self._cuts[number]
 
+    def _kind(self, number: int) -> Literal["", "text", "calls"]:
+        """Whether a turn called tools; empty if that is not known, as of a malformed call."""
+        if not self.arguments.get("tools"):
+            return ""
+        action = self.turns[number].action
+        if action.tool_calls:
+            return "calls"
+        return "" if action.problems or self.renderer.notation not in NOTATIONS else "text"
+
     def _named(self, item: Written) -> Written:
-        """A turn that an environment put into a history. We, not the environment, say whether it contains reasoning."""
-        return item._replace(reasoning=self._thought(item.turn) > 0)
+        """A turn of a history, with whether it contains reasoning: we, not the environment, say so."""
+        empty = not self.turns[item.turn].action.reasoning
+        return item._replace(reasoning=self._thought(item.turn) > 0, empty=empty)
 
     def _written(self, number: int, told: Sequence[Message]) -> Written:
         """The turn that the messages answer. Its tool calls have the ids and names that the results use."""
         turn = self.turns[number]
         results = [message for message in told if message.get("role") == "tool"]
-        calls = [call.name for call in turn.action.tool_calls] or [
-            str(result.get("name") or "tool") for result in results
-        ]
+        calls = [call.name for call in turn.action.tool_calls]
+        if not calls and self._kind(number) != "text":
+            calls = [str(result.get("name") or "tool") for result in results]
         ids = [str(result.get("tool_call_id") or "") for result in results]
         named = [
             (ids[i] if i < len(ids) and ids[i] else f"t{number:03d}c{i:04d}", name) for i, name in enumerate(calls)
         ]
-        return Written(number, self._thought(number) > 0, tuple(named))
+        return self._named(Written(number, calls=tuple(named)))

@@ -27,12 +27,12 @@ ASK = {"role": "user", "content": "."}
 
 
 class CallStyle(NamedTuple):
-    """How a template wants a message with tool calls."""
+    """A form of a message with tool calls."""
 
     as_json: bool
     """Arguments are JSON text, not an object."""
     no_content: bool
-    """Empty content is None."""
+    """There is no content; transformers drops one that is None."""
 
 
 class Dialect:
@@ -59,14 +59,12 @@ class Dialect:
         return self._shows(self._parted(messages), MARK) or self._text(self._parted([ASK])) is None
 
     @cached_property
-    def calls(self) -> CallStyle | None:
-        """How tool calls and their results are shown; None if they are not."""
-        for style in (CallStyle(False, False), CallStyle(True, False), CallStyle(False, True), CallStyle(True, True)):
-            result = {"role": "tool", "content": _RESULT, "tool_call_id": "call00000", "name": "tool"}
-            messages = self._parted([ASK, self._styled(calling("", 1), style), result])
-            if self._shows(messages, MARK, _RESULT):
-                return style
-        return None
+    def calls(self) -> list[CallStyle]:
+        """The forms in which tool calls and their results are shown."""
+        result = {"role": "tool", "content": _RESULT, "tool_call_id": "call00000", "name": "tool"}
+        styles = (CallStyle(False, False), CallStyle(True, False), CallStyle(False, True), CallStyle(True, True))
+        turns = [(style, self._parted([ASK, _styled(calling("", 1), [style]), result])) for style in styles]
+        return [style for style, messages in turns if self._shows(messages, MARK, _RESULT)]
 
     @cached_property
     def results(self) -> bool:
@@ -77,7 +75,7 @@ class Dialect:
     def reasoning(self) -> bool:
         """Whether the reasoning of the last turn is shown if it is passed as a separate field."""
         turns = [said(MARK, _REASON)]
-        if self.calls is not None:  # some templates show it beside tool calls only
+        if self.calls:  # some templates show it beside tool calls only
             turns.append({**calling("", 1), "reasoning_content": _REASON})
         return any(self._shows(self.present([ASK, turn]), _REASON, prompt=False) for turn in turns)
 
@@ -99,6 +97,10 @@ class Dialect:
         found = re.match(rf"\s*({opening}\s*)?{closing}\s*", text)
         return found.group() if found else ""
 
+    def ends_thought(self, text: str) -> bool:
+        """Whether a text ends with the end of a thought, and white space."""
+        return text.rstrip().endswith(self._marks[1])
+
     def missing_generation_prompt(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> str:
         """What is written before a turn of the assistant, if prompts end without it: the template ignores
         `add_generation_prompt`. Else empty."""
@@ -117,8 +119,8 @@ class Dialect:
         if not reasoning or self.reasoning:
             return dict(turn)
         opening, closing = self._marks
-        text = {"content": f"{opening}\n{reasoning}\n{closing}\n\n{turn['content']}"}
-        return {key: value for key, value in turn.items() if key != "reasoning_content"} | text
+        text = {"content": f"{opening}\n{reasoning}\n{closing}\n\n{turn.get('content', '')}"}
+        return _without(turn, "reasoning_content") | text
 
     def present(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Normal messages in the form that this template takes."""
@@ -126,29 +128,21 @@ class Dialect:
         if any(message["role"] == "system" for message in told) and not self.system:
             told = _folded(told)
         for i, message in enumerate(told):
-            if reasoning := message.get("reasoning_content"):
-                told[i] = {**message, "reasoning": reasoning, "thinking": reasoning}
+            if (reasoning := message.get("reasoning_content")) is not None:
+                told[i] = {**message, "thinking": reasoning} | ({"reasoning": reasoning} if reasoning else {})
             if "tool_calls" in message:
-                if self.calls is None:
+                if not self.calls:
                     raise StateError("the chat template shows no tool calls: use a model that was trained with tools")
-                told[i] = self._styled(told[i], self.calls)
+                told[i] = _styled(told[i], self.calls)
+            elif "content" not in message:
+                told[i]["content"] = ""
         return self._parted(told)
-
-    def _styled(self, message: Mapping[str, Any], style: CallStyle) -> dict[str, Any]:
-        calls = []
-        for call in message["tool_calls"]:
-            function = dict(call["function"])
-            if style.as_json:
-                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-            calls.append({**call, "function": function})
-        content = None if style.no_content and not message["content"] else message["content"]
-        return {**message, "content": content, "tool_calls": calls}
 
     def _parted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """With content as lists of parts, if the template wants them. `parts` itself does not call this."""
         told = [dict(message) for message in messages]
         for message in told:
-            if self.parts and isinstance(message["content"], str):
+            if self.parts and isinstance(message.get("content"), str):
                 message["content"] = [{"type": "text", "text": message["content"]}]
         return told
 
@@ -185,6 +179,26 @@ def calling(content: str, count: int, names: Sequence[tuple[str, str]] = (), mar
         {"id": key, "type": "function", "function": {"name": name, "arguments": {"value": mark}}} for key, name in named
     ]
     return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def _styled(message: Mapping[str, Any], styles: Sequence[CallStyle]) -> dict[str, Any]:
+    """A message with tool calls as it is, but for what these forms lack."""
+    calls, as_json = [], {style.as_json for style in styles}
+    for call in message["tool_calls"]:
+        function = dict(call["function"])
+        arguments, is_json = function["arguments"], isinstance(function["arguments"], str)
+        if is_json not in as_json:
+            function["arguments"] = json.loads(arguments) if is_json else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": function})
+    told = {**message, "tool_calls": calls}
+    lacks = {style.no_content for style in styles}
+    if not told.get("content") and ("content" not in told) not in lacks:
+        told = {**told, "content": ""} if "content" not in told else _without(told, "content")
+    return told
+
+
+def _without(table: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if name != key}
 
 
 def _folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

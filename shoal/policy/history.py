@@ -46,7 +46,12 @@ def places(dialect: Dialect, items: Sequence[Message | Written], arguments: Mapp
         raise StateError(
             'the chat template writes other text around a turn for other words of it: use history = "append"'
         )
+    for before, item in itertools.pairwise(items):
+        is_result = not isinstance(item, Written) and item.get("role") == "tool"
+        if is_result and isinstance(before, Written) and not before.calls:
+            demand_results(dialect)
     marks = _Marks(items)
+    items = _without_hidden(dialect, items, marks, arguments)
     content = True
     messages = _messages(dialect, items, marks, content)
     text = _shown(dialect, messages, arguments)
@@ -109,6 +114,15 @@ def demand_once(text: str, mark: str, most: int, whose: str) -> None:
         raise StateError(
             f"the chat template shows a text of {whose} again elsewhere, so it does not show where the turn is: multi-turn "
             "play is impossible"
+        )
+
+
+def demand_results(dialect: Dialect) -> None:
+    """Refuse the result of a tool after a turn that calls none, if the template shows it only after calls."""
+    if not dialect.results:
+        raise StateError(
+            "the environment answers a turn that calls no tool with the result of one (role tool), and the chat template "
+            "shows none there: let it answer as the user"
         )
 
 
@@ -184,6 +198,25 @@ class _Marks:
         """The mark at the end of a text; empty if there is none."""
         at = text.rfind(self._name)
         return text[at:] if at >= 0 else ""
+
+
+def _without_hidden(
+    dialect: Dialect, items: Sequence[Message | Written], marks: _Marks, arguments: Mapping[str, Any]
+) -> list[Message | Written]:
+    """The conversation without the empty thoughts that the template does not show."""
+    bare = [
+        item._replace(reasoning=False) if isinstance(item, Written) and item.empty and dialect.reasoning else item
+        for item in items
+    ]
+    text = None if bare == list(items) else _shown(dialect, _messages(dialect, bare, marks, True), arguments)
+    if text is None:
+        return list(items)
+    told: list[Message | Written] = []
+    for item, plain in zip(items, bare, strict=True):
+        found = [text.find(mark) for mark in marks.of(item.turn)] if isinstance(item, Written) else []
+        first = min((at for at in found if at >= 0), default=0)
+        told.append(item if dialect.ends_thought(text[:first]) else plain)
+    return told
 
 
 def _messages(

@@ -3,7 +3,8 @@
 Called by the renderer, and by the checks of environments and of run files. The format is OpenAI's: each message has
 `role` and `content`, the assistant's also `reasoning_content` and `tool_calls`, a tool's also `tool_call_id` and
 `name`. Content is a text, or a list of text parts that are joined. A key whose value is None is absent, as columns of a
-table give it to rows that lack it. It does not deal with templates or tokens.
+table give it to rows that lack it, and as transformers drops it; an empty text stays. It does not deal with templates or
+tokens.
 """
 
 import json
@@ -51,10 +52,13 @@ class Written(NamedTuple):
     """Whether the turn contains reasoning, which a template may leave out of later prompts."""
     calls: tuple[tuple[str, str], ...] = ()
     """Id and function name of each tool call in the turn."""
+    empty: bool = False
+    """Whether the reasoning has no words. A template may show none then."""
 
 
 def normal(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages in one form: content is text, arguments are objects, and each call and result has an id and a name.
+    """The messages in one form: content is text, which only turns that call or think may lack, arguments are an object or
+    its JSON text, and each call and result has an id and a name.
 
     Raises `BadMessage` if a message cannot be brought into this form.
     """
@@ -128,8 +132,8 @@ def _normal(message: Message) -> dict[str, Any]:
     content = message.get("content")
     if content is None and not (calls or reasoning):
         raise BadMessage(f"a message of role {role} has no content: give a text, which may be empty")
-    clean = {"role": role, "content": "" if content is None else _text(content, role)}
-    if reasoning:
+    clean = {"role": role} if content is None else {"role": role, "content": _text(content, role)}
+    if "reasoning_content" in message:  # an empty one may hide a thought in the content
         clean["reasoning_content"] = reasoning
     if calls:
         clean["tool_calls"] = calls
@@ -167,16 +171,15 @@ def _call(call: object) -> dict[str, Any]:
         raise BadMessage(
             f'a tool call is {call!r:.80}: write {{"id": ..., "function": {{"name": ..., "arguments": {{...}}}}}}'
         )
-    given = function.get("arguments", {})
-    if isinstance(given, str):
-        try:
-            given = json.loads(given or "{}")
-        except (ValueError, RecursionError) as error:
-            raise BadMessage(f"the arguments of a call of {name:.40} are not JSON ({error}): give an object") from None
-    if not isinstance(given, Mapping):
-        raise BadMessage(f"the arguments of a call of {name:.40} are {type(given).__name__}: give an object")
-    arguments = plain(given, f"the arguments of a call of {name:.40}")  # None stays: it may be an argument's value
-    shown = {"name": name, "arguments": arguments}
+    given = {} if function.get("arguments", "") == "" else function["arguments"]
+    try:
+        read = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError) as error:
+        raise BadMessage(f"the arguments of a call of {name:.40} are not JSON ({error}): give an object") from None
+    if not isinstance(read, Mapping):
+        raise BadMessage(f"the arguments of a call of {name:.40} are {type(read).__name__}: give an object")
+    arguments = plain(read, f"the arguments of a call of {name:.40}")  # None stays: it may be an argument's value
+    shown = {"name": name, "arguments": given if isinstance(given, str) else arguments}
     in_order = {key: shown[key] for key in [*(key for key in function if key in shown), *shown]}
     return {"id": _optional(call, "id"), "type": "function", "function": in_order}
 

@@ -24,6 +24,7 @@ REASONING = {"gemma": ("<|channel>thought", "<channel|>")}
 THINK = ("<think>", "</think>")
 
 WITHIN = {
+    "deepseek": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
     "harmony": ("<|constrain|>",),
     "lfm": ("<|tool_call_start|>", "<|tool_call_end|>"),
     "llama": ("<|python_tag|>",),

@@ -22,7 +22,7 @@ from shoal.policy.anyspec import AnySpec
 from shoal.policy.chat_templates import TemplateSource
 from shoal.policy.dialect import ASK, MARK, Dialect, calling, said
 from shoal.policy.ends import Ends, num_shared
-from shoal.policy.history import Part, Place, demand_once, places
+from shoal.policy.history import Part, Place, demand_once, demand_results, places
 from shoal.policy.kinds import spec_of
 from shoal.policy.messages import Message, Written, as_messages, normal, template_arguments
 from shoal.policy.notations import leaves_reasoning_open, notation_of
@@ -134,10 +134,10 @@ class Renderer:
         # A group's rollouts have the same opening and often the same replies: render and encode each text once.
         self._opening = functools.lru_cache(REMEMBERED)(self._render_opening)
         self._reply = functools.lru_cache(REMEMBERED)(
-            lambda key, opening: self._render_reply(f"{key[:-1]}, {opening}]")
+            lambda key, opening, after: self._render_reply(f"{key[:-1]}, {opening}, {json.dumps(after)}]")
         )
         self._answer = functools.lru_cache(REMEMBERED)(
-            lambda text, opening: self._reply(_key(as_messages(text), None), opening)
+            lambda text, opening: self._reply(_key(as_messages(text), None), opening, "")
         )
         self._keeps = functools.lru_cache(REMEMBERED)(self._keeps_thinking)
 
@@ -171,12 +171,17 @@ class Renderer:
         """As `start`, and whether the template has begun the policy's reasoning."""
         return self._opening(_key(normal(messages), arguments))
 
-    def go_on(self, messages: object, arguments: Mapping[str, Any] | None = None, opening: str = _NO_OPENING) -> Prompt:
+    def go_on(
+        self, messages: object, arguments: Mapping[str, Any] | None = None, opening: str = _NO_OPENING,
+        after: Literal["", "text", "calls"] = "",
+    ) -> Prompt:  # fmt: skip
         """As `reply`, and whether the template has begun the policy's reasoning. `opening` is of the same conversation, as
-        `opening_key` gives it: a template may look for a word in it."""
+        `opening_key` gives it: a template may look for a word in it. `after` says whether the turn called tools, if that is
+        known. A verifier replays a reply's tokens as a function of these four alone, so no other turn or reply, no limit
+        and no state of a node may decide them."""
         if isinstance(messages, str) and not arguments:  # the usual case, once for each turn of each rollout
             return self._answer(messages, opening)
-        return self._reply(_key(normal(as_messages(messages)), arguments), opening)
+        return self._reply(_key(normal(as_messages(messages)), arguments), opening, after)
 
     def keeps_thinking(self, arguments: Mapping[str, Any] | None = None) -> bool:
         """Whether the template still shows the reasoning of earlier turns. If not, an append-only conversation shows the
@@ -250,13 +255,17 @@ class Renderer:
         return self._prompt(self._text(messages, arguments))
 
     def _render_reply(self, key: str) -> Prompt:
-        messages, arguments, opening = json.loads(key)
+        messages, arguments, opening, after = json.loads(key)
         results = [message for message in messages if message["role"] == "tool"]
         named = [(message.get("tool_call_id", "call00000"), message.get("name", "tool")) for message in results]
         # guard: reply-mark-not-forged
         mark = next(mark for i in range(len(key)) if (mark := MARK + "." * i) not in key)
         turns, dialect = [said(mark)], self._dialect_for(arguments)
-        if results:  # some templates show only one call of a turn, others none: there a call is text
+        if results and after == "text":
+            demand_results(dialect)
+        elif after == "calls" and not results:
+            turns = [calling("", 1, mark=mark), said(mark)]
+        elif results:  # some templates show only one call of a turn, others none: there a call is text
             turns = [calling("", 0, named, mark), calling("", 0, named[:1], mark)]
             turns += [said(mark)] if dialect.results else []
         error = None

@@ -18,6 +18,8 @@ from shoal.policy.notations import leaves_reasoning_open, reasoning_marks, witho
 class _Around(NamedTuple):
     """What the template writes around a turn of the policy; empty if it shows none."""
 
+    before: Sequence[Message] = (ASK,)
+    """The messages before it: those that were asked for, unless the template refuses them."""
     prompt: str = ""
     lead: str = ""
     """White space between the prompt and the turn."""
@@ -43,8 +45,9 @@ class TurnEncoder:
         if isinstance(messages[-1], str):
             return self._of_text(messages, messages[-1], arguments)
         turn = self._dialect_for(arguments).with_reasoning(messages[-1])
-        content, is_text = str(turn["content"]), turn.keys() == {"role", "content"}
-        prompt = self._text(messages[:-1], arguments)
+        content, is_text = str(turn.get("content", "")), not (turn.get("reasoning_content") or turn.get("tool_calls"))
+        around = self._around(_key(messages, arguments))
+        prompt = around.prompt
         opening, closing = reasoning_marks(self._notation)
         thought, found, words = content.partition(closing)
         thought = thought.strip().removeprefix(opening) if found else ""
@@ -54,9 +57,9 @@ class TurnEncoder:
                 "this prompt has closed the thought: leave the thought of the answer out, or turn thinking on by an "
                 "argument of the chat template"
             )
-        if is_text and not self._around(_key(messages, arguments)).shows:
+        if is_text and not around.shows:
             return self._of_text(messages, content, arguments)
-        text = self._text([*messages[:-1], turn], arguments, prompt=False)
+        text = self._text([*around.before, turn], arguments, prompt=False)
         rest = self._rest(text, prompt)
         if rest is None and is_text:
             return self._of_text(messages, content, arguments)
@@ -122,7 +125,7 @@ class TurnEncoder:
         begun, found, closing = turn.rpartition(MARK)
         lead = begun.removeprefix(prompt)
         is_ended = found and self._stop_ids.intersection(self._encode(closing))
-        return _Around(prompt, "" if lead.strip() else lead, closing if is_ended else "", bool(found))
+        return _Around(before, prompt, "" if lead.strip() else lead, closing if is_ended else "", bool(found))
 
     def _ended(self, prompt: str, rest: str) -> list[int]:
         """Token ids of a turn, whose text is `rest`, after a prompt, whose thought they close, up to the first token that

@@ -155,7 +155,7 @@ def _row(
     ValueError if the answer has such a token within, where it would be cut."""
     (said,) = normal([answer])
     calls = msgspec.json.encode(said.get("tool_calls")).decode()
-    for text in (said["content"], said.get("reasoning_content", ""), calls):
+    for text in (said.get("content", ""), said.get("reasoning_content", ""), calls):
         if ends := [token for token in renderer.encode(text) if token in renderer.stop_ids]:
             raise ValueError(f"an answer has {renderer.pieces([ends[:1]])[0][0]!r:.40} within, which ends a turn")
     written = renderer.written(answer, before=messages)

@@ -216,7 +216,7 @@ def test_a_task_that_can_never_begin_is_reported_once_with_its_length_and_the_ke
 def test_a_reply_that_the_chat_template_refuses_ends_the_rollout_in_the_words_of_the_template(
     saying: Any, renderer: Renderer, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(messages: object, arguments: object = None, opening: str = "") -> Any:
+    def refuse(messages: object, arguments: object = None, *more: object) -> Any:
         raise StateError("the chat template refuses these messages: roles must\nalternate")
 
     monkeypatch.setattr(renderer, "go_on", refuse)

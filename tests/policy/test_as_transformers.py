@@ -25,6 +25,7 @@ from transformers.utils import chat_template_utils
 
 from shoal.envs.base import Env, Step
 from shoal.envs.play import play_scripted
+from shoal.envs.replay import replay_group
 from shoal.errors import Overreach, StateError
 from shoal.policy.anymodel import _files_of
 from shoal.policy.auto_tokenizer import open_tokenizer
@@ -420,6 +421,9 @@ def test_a_message_of_the_conversation_may_open_or_close_the_thought_before_an_a
             )
             last = renderer._decode_whole(talk.rows[-1].tokens).split("<|im_start|>assistant\n")[-1]
             assert last.split(END)[0] == f"{closed}15", "the reply follows the same opening"
+            other, rollout = Renderer.from_directory(directory), talk.rollout(0)
+            again = Asking(before, history, "again")
+            assert not replay_group(again, other, 0, [rollout], Sampling(1.0, 99, 999))[0].problem, "verifiers agree"
         again = Asking(before, "template", "now /think", "again")
         talk = play_scripted(again, renderer, 0, lambda *_: "15", random.Random(0), Sampling(1.0, 99, 999))
         last = renderer._decode_whole(talk.rows[-1].tokens).split("<|im_start|>assistant\n")[-1]

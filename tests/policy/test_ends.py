@@ -26,8 +26,9 @@ BESIDE = {
 }  # fmt: skip
 """What ends a turn that calls a tool, where it is not the end token."""
 
-BEFORE_THERE_WERE_TWO_RULES = "e0baaec03c6b8b9e61db880a946a4ed75023c050057ac5990c109e67aed7906b"
-"""SHA-256 of what 41 templates gave then, but that `written` closes thoughts. Logs from then are replayed by this rule."""
+BEFORE_THERE_WERE_TWO_RULES = "aca8d8e1fd39a5cfb0f2f32f886a8bfbc2a8eca7fdfdb8223b0cb0af62f6d02b"
+"""SHA-256 of what 41 templates gave then, but that `written` closes thoughts, and refuses calls that transformers does not
+show. Logs from then are replayed by this rule."""
 
 
 def _stops(renderer: Renderer) -> set[str]:

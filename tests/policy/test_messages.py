@@ -9,12 +9,13 @@ from shoal.policy.messages import MAX_CALLS, BadMessage, as_messages, normal, pl
 ADD = {"function": {"name": "add", "arguments": '{"a": 1}'}}
 
 
-def test_content_becomes_text_and_arguments_become_objects() -> None:
+def test_content_becomes_text_and_calls_stay_as_they_are() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    told = normal([{"role": "user", "content": parts}, {"role": "assistant", "content": None, "tool_calls": [ADD]}])
+    asked = {"role": "assistant", "content": None, "reasoning_content": "", "tool_calls": [ADD]}
+    told = normal([{"role": "user", "content": parts}, asked])
     assert told[0] == {"role": "user", "content": "one two"}
-    call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    assert told[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+    call = {"id": "call00000", "type": "function", **ADD}
+    assert told[1] == {"role": "assistant", "reasoning_content": "", "tool_calls": [call]}
 
 
 def test_results_take_the_id_and_the_name_of_their_call() -> None:
@@ -38,6 +39,7 @@ def test_results_take_the_id_and_the_name_of_their_call() -> None:
         ({"role": "user", "content": [{"type": "text", "text": 3}]}, "write .*type"),
         ({"role": "assistant", "tool_calls": [{"name": "add"}]}, "a tool call is .*write"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "not JSON"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": []}}]}, "are list: give an"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 9999}}]}, "not JSON"),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},

@@ -1,8 +1,10 @@
 """The renderer on the 41 real chat templates of TRL 1.16: openings, replies, tool calls, thinking and histories."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 from tokenizers import normalizers
 from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -11,9 +13,9 @@ from shoal.errors import StateError
 from shoal.policy.chat_templates import TemplateSource
 from shoal.policy.contained import ContainedRenderer
 from shoal.policy.dialect import MARK
-from shoal.policy.messages import BadMessage, Written
+from shoal.policy.messages import BadMessage, Written, normal
 from shoal.policy.render import Renderer, Segment
-from shoal.policy.template import Template
+from shoal.policy.template import Template, _Day
 from tests.policy.templates import ADD, FOLDER, NAMES, directory_of, renderer_of, spell
 
 SYSTEM, USER = {"role": "system", "content": "BE BRIEF"}, {"role": "user", "content": "WHAT IS IT"}
@@ -27,7 +29,7 @@ RESULT = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content":
 
 WITHOUT_RESULTS = {"cohere", "cohere2", "gemma", "gemma3", "llava_next", "phi3", "phi3_5"}
 """Templates that refuse tool results, or do not show them."""
-WITHOUT_CALLS = WITHOUT_RESULTS | {"idefics3", "lfm2", "llama3", "qwen2_5_vl", "smolvlm"}
+WITHOUT_CALLS = WITHOUT_RESULTS | {"deepseek_r1_distill", "idefics3", "lfm2", "llama3", "qwen2_5_vl", "smolvlm"}
 """Templates that show no tool calls. A policy may write them as text."""
 DROPPING = {
     "deepseek_r1_distill", "deepseekv3", "diffusion_gemma", "gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5",
@@ -64,6 +66,44 @@ def test_openings_are_those_of_transformers(name: str) -> None:
         eos_token=renderer._template._tokens["eos_token"], **arguments,
     )  # fmt: skip
     assert spell(renderer, renderer.start(messages, arguments)) == text
+
+
+CALLED: list[Any] = [{"function": {"name": "add", "arguments": arguments}} for arguments in ({"a": 3}, '{"a":3}')]
+INLINE = "<think>\nHM\n</think>\n\n4"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("idefics3", "llava_next", "smolvlm")])
+@pytest.mark.parametrize(
+    "said",
+    [
+        *({"content": content, "tool_calls": [call]} for content in ("", None, "HM") for call in CALLED),
+        *({"tool_calls": [call]} for call in CALLED),
+        *({"content": content, "reasoning_content": thought} for content in ("4", INLINE) for thought in ("", None)),
+    ],
+)
+def test_a_message_of_the_assistant_is_shown_as_by_transformers_or_in_a_form_that_the_template_takes(
+    said: dict[str, Any], name: str
+) -> None:
+    """Three templates want contents that are lists."""
+    renderer, told = renderer_of(name), {key: value for key, value in said.items() if value is not None}
+    template = _compile_jinja_template((FOLDER / f"{name}.jinja").read_text())
+    calls = [{"id": "call00000", "type": "function", **call} for call in said.get("tool_calls", ())]
+    told |= {"thinking": told["reasoning_content"]} if "reasoning_content" in told else {}
+    told |= {"tool_calls": calls} if calls else {}
+    turn, day = {"role": "assistant", **told}, renderer._template._tokens | {"strftime_now": _Day("2024-07-26")}
+    for after, prompt in itertools.product(([], [RESULT] if calls else [USER]), (True, False)):
+        messages = normal([USER, {"role": "assistant", **said}, *after])
+        if calls and name in WITHOUT_CALLS:
+            with pytest.raises(StateError, match="shows no tool calls"):
+                renderer._text(messages, TOOLS, prompt)
+            continue
+        ours = renderer._text(messages, TOOLS, prompt)
+        try:
+            theirs = template.render(messages=[USER, turn, *after], add_generation_prompt=prompt, **TOOLS, **day)
+        except (jinja2.TemplateError, TypeError):
+            assert calls and "add" in ours, "it refuses this form: ours is another"
+        else:
+            assert ours == theirs
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -117,6 +157,13 @@ def test_a_message_of_which_the_template_leaves_out_a_part_is_refused(name: str,
     said = {"reasoning_content": {"role": "assistant", "content": "4"}, "content": CALL}[part]
     with pytest.raises(StateError, match="leaves out 'GOOD' of a turn"):
         renderer_of(name).written({**said, part: "GOOD"}, TOOLS)
+
+
+def test_a_message_after_a_conversation_that_the_template_refuses_is_written_as_after_another() -> None:
+    renderer = renderer_of("gptoss")
+    refused = [USER, {"role": "assistant", "content": "."}, RESULT]
+    for said in (CALL, {"role": "assistant", "content": "4"}, "4"):
+        assert renderer.written(said, TOOLS, before=refused) == renderer.written(said, TOOLS)
 
 
 def test_a_turn_keeps_its_parts_where_the_tokenizer_changes_the_text() -> None:
@@ -254,12 +301,47 @@ def test_a_history_of_plain_turns_is_the_conversation_so_far(name: str) -> None:
 
 
 @pytest.mark.parametrize("thinks", [False, True])
-@pytest.mark.parametrize("name", sorted(set(NAMES) - WITHOUT_CALLS - {"diffusion_gemma"}))
+@pytest.mark.parametrize("name", sorted(set(NAMES) - WITHOUT_CALLS))
 def test_a_history_after_a_call_and_its_answer_is_shown(name: str, thinks: bool) -> None:
     """The template may drop the thoughts of both when the user speaks again."""
     renderer, call = renderer_of(name), Written(0, thinks, (("call00000", "add"),))
-    segments = renderer.history([USER, call, RESULT, Written(1, thinks), USER], TOOLS)
+    items = [USER, call, RESULT, Written(1, thinks), USER]
+    if name == "diffusion_gemma" and not thinks:  # its prompt after a result does not begin a turn, its history does
+        with pytest.raises(StateError, match=r"adds '<\|turn>model' to a turn when"):
+            renderer.history(items, TOOLS)
+        return
+    segments = renderer.history(items, TOOLS)
     assert [one.turn for one in segments if one.turn >= 0 and one.part == "visible"] == [0, 1]
+
+
+GEMMA4 = ["diffusion_gemma", "gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5"]
+
+
+@pytest.mark.parametrize("name", [*GEMMA4, "gptoss"])
+def test_the_result_of_a_tool_that_no_turn_called_is_refused_by_name_where_none_is_shown(name: str) -> None:
+    renderer = renderer_of(name)
+    with pytest.raises(StateError, match="calls no tool with the result of one"):
+        renderer.go_on([RESULT], TOOLS, after="text")
+    with pytest.raises(StateError, match="calls no tool with the result of one"):
+        renderer.history([USER, Written(0), RESULT], TOOLS)
+    assert renderer.go_on([RESULT], TOOLS, after="calls") == renderer.go_on([RESULT], TOOLS)
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - WITHOUT_CALLS))
+def test_what_the_user_says_after_a_call_is_read_as_in_a_history(name: str) -> None:
+    renderer = renderer_of(name)
+    *_, last = renderer.history([USER, Written(0, False, (("call00000", "add"),)), USER], TOOLS)
+    assert renderer.go_on([USER], TOOLS, after="calls").token_ids == last.token_ids
+
+
+@pytest.mark.parametrize("name", ["qwen3", "lfm2_2_5", "gemma4_v5", "qwen3_5_think", "nemotron_3_nano", "qwen2_5"])
+def test_an_empty_thought_stays_where_the_template_shows_one_or_reads_it_as_text(name: str) -> None:
+    renderer, calls = renderer_of(name), (("call00000", "add"),)
+    for words in (True, False):
+        told = renderer.history([USER, Written(0, True, calls, empty=not words), RESULT], TOOLS)
+        shown = [one.part for one in told if one.turn == 0]
+        stays = words or name in ("qwen3_5_think", "nemotron_3_nano", "qwen2_5")
+        assert shown == (["reasoning", "visible"] if stays else ["visible"])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "qwen3_6", "qwen3_5_nothink"])

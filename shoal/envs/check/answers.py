@@ -93,7 +93,7 @@ def leaks(env: Env, picked: Sequence[int], seed: int) -> str:
     form = before, _ = _form(list(known.values()))
     contexts: Counter[str] = Counter()
     for index, answer in known.items():
-        opening = " ".join("\n".join(m["content"] for m in normal(env.reset(env.task(index))[1])).split())
+        opening = " ".join("\n".join(m.get("content", "") for m in normal(env.reset(env.task(index))[1])).split())
         core = " ".join(_core(answer, form).split())
         copies = {place.group() for place in _places(opening, core)} - {core}
         rewarded = {core, *(copy for copy in copies if _is_right(env, index, form[0] + copy + form[1]))}
@@ -276,7 +276,7 @@ def _mixed(env: Env, index: int, known: Mapping[int, str]) -> Iterator[tuple[str
     own, others = known.get(index), _others(index, known)
     if own is None:
         return
-    for told in dict.fromkeys((messages[-1]["content"], "\n".join(message["content"] for message in messages))):
+    for told in dict.fromkeys((messages[-1]["content"], "\n".join(message.get("content", "") for message in messages))):
         if _plain(own) != _plain(told) and not getattr(env, "answer_in_prompt", False):
             yield "a copy of the prompt", told
     if len(others) < 2:

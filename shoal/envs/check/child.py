@@ -236,7 +236,7 @@ def _texts(messages: Any) -> list[str]:
     for message in normal(messages):
         more = {key: value for key, value in message.items() if key not in ("role", "content")}
         told.append(
-            _short(f"{message['role']}: {message['content']}{json.dumps(more, sort_keys=True) if more else ''}")
+            _short(f"{message['role']}: {message.get('content', '')}{json.dumps(more, sort_keys=True) if more else ''}")
         )
     return told
 
