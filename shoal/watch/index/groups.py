@@ -25,7 +25,7 @@ class Filter(NamedTuple):
     version: int | None = None
     status: str = ""
     step: int | None = None
-    """The newest batch that took it."""
+    """Of a batch that took it."""
     task: int | None = None
     reward_from: float | None = None
     reward_to: float | None = None
@@ -69,6 +69,11 @@ def groups(
     return {"rows": found, "next": None}
 
 
+OF_A_BATCH = (
+    "status IN ('signal', 'flat') AND (version, slot) IN (SELECT version, slot FROM batches WHERE run = ? AND step = ?)"
+)
+"""That a group is of a step's batch, also if a later batch took it again. A copy of it is not."""
+
 _ORDERS = {"best": "reward DESC, id DESC", "worst": "reward IS NULL, reward, id DESC"}
 """SQLite takes NULL, a group without rewards, for the lowest value; it comes last in both."""
 
@@ -91,13 +96,15 @@ def _matches(look: Look, asked: str, after: int | None) -> Iterator[int | None]:
 def _where(run: int, only: Filter, private: bool) -> tuple[str, list[Any]]:
     where, values = ["run = ?"], list[Any]([run])
     equal = {"env": only.env, "worker": only.worker, "status": only.status}
-    numbers = {"version": only.version, "step": only.step, "task": only.task}
+    numbers = {"version": only.version, "task": only.task}
     for name, value in equal.items():
         if value:
             where, values = [*where, f"{name} = ?"], [*values, value]
     for name, number in numbers.items():
         if number is not None:
             where, values = [*where, f"{name} = ?"], [*values, number]
+    if only.step is not None:
+        where, values = [*where, OF_A_BATCH], [*values, run, only.step]
     if only.reward_from is not None:
         where, values = [*where, "reward >= ?"], [*values, only.reward_from]
     if only.reward_to is not None:
