@@ -136,6 +136,10 @@ def group(look: Look, run: int, number: int, private: bool = False) -> Row | Non
     body = look.rows("SELECT state, why FROM bodies WHERE run = ? AND submission = ?", run, submission)
     return {
         **row, "rollouts": [{**rollout, "rollout": rollout["id"] - first} for rollout in rollouts],
+        "steps": [found["step"] for found in look.rows(
+            "SELECT step FROM batches WHERE run = ? AND version = ? AND slot = ? ORDER BY step",
+            run, row["version"], row["slot"],
+        )] if row["status"] in ("signal", "flat") else [],
         "body": body[0] if body else None,
         "verdicts": look.rows("SELECT * FROM verdicts WHERE run = ? AND submission = ? ORDER BY seq", run, submission),
         "findings": look.rows(
