@@ -108,7 +108,8 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 
 def read_pairs(path: Path, start: Path, max_tokens: int) -> list[Pair]:
     """Pairs from a file with a JSON object in each line: `prompt`, `chosen` and `rejected`, each a text or chat messages.
-    `tools` and `chat_template_kwargs` reach the chat template. Pairs with a longer row are left out. Raises `StateError` that names the line."""
+    `tools` and `chat_template_kwargs` reach the chat template. Pairs with a longer row are left out. Raises `StateError`
+    that names the line."""
     renderer, found = Renderer.from_directory(start), list[Pair]()
     with path.open("rb") as file:
         for number, data in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
