@@ -70,9 +70,11 @@ def groups(
 
 
 OF_A_BATCH = (
-    "status IN ('signal', 'flat') AND (version, slot) IN (SELECT version, slot FROM batches WHERE run = ? AND step = ?)"
+    "+status IN ('signal', 'flat') AND id IN (SELECT id FROM batches CROSS JOIN groups USING (run, version, slot) "
+    "WHERE run = ? AND batches.step = ?)"
 )
-"""That a group is of a step's batch, also if a later batch took it again. A copy of it is not."""
+"""That a group is of a step's batch, also if a later batch took it again. A copy of it is not. The plus and
+CROSS JOIN keep SQLite from looking at all groups of the run."""
 
 _ORDERS = {"best": "reward DESC, id DESC", "worst": "reward IS NULL, reward, id DESC"}
 """SQLite takes NULL, a group without rewards, for the lowest value; it comes last in both."""
