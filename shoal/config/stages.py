@@ -137,7 +137,7 @@ class DpoStage(Section, frozen=True, kw_only=True, tag="dpo", tag_field="kind"):
     """stage:NAME, an rl stage: of each group, the best and the worst rollout by reward are a pair."""
     pairs: str = ""
     """In the place of rollouts: a file, relative to the stages file, with a JSON object in each line: `prompt`, `chosen`
-    and `rejected`, each a text or chat messages."""
+    and `rejected`, each a text or chat messages. `tools` and `chat_template_kwargs` reach the chat template."""
     last_steps: int = 0
     """Groups of so many last steps of the run only; 0 is all."""
     beta: float = 0.1

@@ -92,7 +92,7 @@ def why_flat(folder: RunFolder) -> str:
     if len(failed) > rollouts / 2:
         role = "stage" if any(env.kind == COMPLETIONS for env in created.envs) else "worker"
         where = f"{folder.logs}/{role}*.log, or the log of the worker's machine, has each as environment_error"
-        return f"Errors of the environment ended {len(failed)} {of_them}: correct it; {where}"
+        return f"Errors of the environment ended {len(failed)} {of_them}: correct the environment; {where}"
     return ""
 
 

@@ -44,7 +44,7 @@ def look(view: View) -> Iterator[Finding]:
         if remedy == FALLEN and why.startswith(BY_LIMIT) and began_below_limit(view.lines):
             why = ""
         if remedy != EASY and why:
-            remedy = why if remedy == HARD else f"{why}. {FALLEN}"
+            remedy = _change_first(why) + (f". {FALLEN}" if remedy == FALLEN else "")
         if view.machine.unbegun_groups > view.machine.flat_groups / 2:  # no larger group would help
             remedy = UNBEGUN.format(
                 count=view.machine.unbegun_groups, cause=view.machine.unbegun_cause,
@@ -81,6 +81,12 @@ def has_collapsed(lines: Sequence[Mapping[str, Any]], flat_reward: float, moving
         for name in ("solve_rate", "reward_all_mean")
     )
     return solved > MIN_BEST_RATE and best > 0.0 and not moving_tasks and flat_reward < MAX_LEFT * best
+
+
+def _change_first(why: str) -> str:
+    """What `why_flat` says, with what to change before the cause: little room shows the beginning alone."""
+    cause, _, change = why.partition(": ")
+    return f"{change[0].upper()}{change[1:]}. {cause}" if change else why
 
 
 def cause_or_collapse(why: str, lines: Sequence[Mapping[str, Any]], flat_reward: float, moving_tasks: bool) -> str:

@@ -100,11 +100,16 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
     prompt: str | list[dict[str, Any]]
     chosen: str | list[dict[str, Any]]
     rejected: str | list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    """What the chat template shows of tools."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Other arguments of the chat template."""
 
 
 def read_pairs(path: Path, start: Path, max_tokens: int) -> list[Pair]:
     """Pairs from a file with a JSON object in each line: `prompt`, `chosen` and `rejected`, each a text or chat messages.
-    Pairs with a longer row are left out. Raises `StateError` that names the line."""
+    `tools` and `chat_template_kwargs` reach the chat template. Pairs with a longer row are left out. Raises `StateError`
+    that names the line."""
     renderer, found = Renderer.from_directory(start), list[Pair]()
     with path.open("rb") as file:
         for number, data in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
@@ -120,8 +125,11 @@ def read_pairs(path: Path, start: Path, max_tokens: int) -> list[Pair]:
                         "the prompt ends with a message of the assistant, after which the answer would be another: put its "
                         "text at the beginning of both answers"
                     )
-                prompt = renderer.start(messages)
-                rows = [_row(messages, prompt, _answer(said), renderer) for said in (line.chosen, line.rejected)]
+                arguments = _arguments(line, messages, renderer)
+                prompt = renderer.start(messages, arguments)
+                rows = [
+                    _row(messages, prompt, _answer(said), renderer, arguments) for said in (line.chosen, line.rejected)
+                ]
                 if rows[0] == rows[1]:
                     raise ValueError("chosen and rejected have the same tokens, so neither is preferred")
             except ValueError as error:  # msgspec.DecodeError and ShoalError are
@@ -148,8 +156,16 @@ def _answer(said: str | list[dict[str, Any]]) -> Message:
     return messages[0]
 
 
+def _arguments(line: _Line, messages: list[Message], renderer: Renderer) -> dict[str, Any]:
+    """What the chat template gets beside the messages. Raises ValueError if it does not show the tools."""
+    arguments = {**(line.chat_template_kwargs or {}), **({} if line.tools is None else {"tools": line.tools})}
+    if line.tools and renderer.start(messages, arguments) == renderer.start(messages, {**arguments, "tools": []}):
+        raise ValueError("tools: the chat template does not show them")
+    return arguments
+
+
 def _row(
-    messages: list[Message], prompt: list[int], answer: Message, renderer: Renderer
+    messages: list[Message], prompt: list[int], answer: Message, renderer: Renderer, arguments: dict[str, Any]
 ) -> tuple[list[int], list[int]]:
     """Tokens and authors of a row: the prompt, which shows the messages, and the answer with the token that ends it. Raises
     ValueError if the answer has such a token within, where it would be cut."""
@@ -158,5 +174,5 @@ def _row(
     for text in (said.get("content", ""), said.get("reasoning_content", ""), calls):
         if ends := [token for token in renderer.encode(text) if token in renderer.stop_ids]:
             raise ValueError(f"an answer has {renderer.pieces([ends[:1]])[0][0]!r:.40} within, which ends a turn")
-    written = renderer.written(answer, before=messages)
+    written = renderer.written(answer, arguments, messages)
     return prompt + written, [ENVIRONMENT] * len(prompt) + [POLICY] * len(written)

@@ -496,10 +496,11 @@ def test_the_remedy_for_groups_without_signal_is_what_ended_their_rollouts():
     why = "A token limit ended 64 of the 64 rollouts: raise sampling.max_turn_tokens = 4"
     machine = Machine(now=1.0, flat_groups=60, why_flat=why)
     (found,) = no_signal.look(View(machine=machine, max_flat_groups=64))
-    assert found.remedy == why
+    said = "Raise sampling.max_turn_tokens = 4. A token limit ended 64 of the 64 rollouts"
+    assert found.remedy == said, "what to change comes before what a small terminal cuts"
     solved = [line | {"solve_rate": 0.9} for line in honest_lines(8, 20)]
     (found,) = no_signal.look(View(lines=solved, machine=machine, max_flat_groups=64))
-    assert found.remedy == f"{why}. {no_signal.FALLEN}"
+    assert found.remedy == f"{said}. {no_signal.FALLEN}"
     for ended, remedy in ((why, no_signal.FALLEN), ("Errors of it", f"Errors of it. {no_signal.FALLEN}")):
         machine = Machine(now=1.0, flat_groups=60, why_flat=ended)
         grown = [line | {"overlong_share": share} for share, line in zip((0.0, *[0.9] * 19), solved, strict=False)]

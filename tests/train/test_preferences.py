@@ -160,6 +160,23 @@ def test_a_thought_in_an_answer_is_learned_as_the_template_writes_it(tmp_path: P
     assert texts[0] == texts[1].removesuffix("a") + "<think>\nb\n</think>\n\na"
 
 
+def test_tools_and_arguments_of_the_chat_template_reach_it(tmp_path: Path, start: Path) -> None:
+    path, place = tmp_path / "pairs.jsonl", start / "tokenizer_config.json"
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    line = {"prompt": "a", "chosen": "b", "rejected": "c", "tools": tools, "chat_template_kwargs": {"mood": "merry "}}
+    path.write_text(json.dumps(line))
+    with pytest.raises(StateError, match="line 1: tools: the chat template does not show them"):
+        prefer.read_pairs(path, start, 500)
+    told = json.loads(place.read_text())
+    template = "{{ mood or '' }}{% if tools %}{{ tools[0].function.name }} {% endif %}" + told["chat_template"]
+    place.write_text(json.dumps(told | {"chat_template": template}))
+    ((chosen, _),) = prefer.read_pairs(path, start, 500)
+    path.write_text(json.dumps(line | {"tools": None, "chat_template_kwargs": None}))
+    ((plain, _),) = prefer.read_pairs(path, start, 500)
+    shown, bare = (Renderer.from_directory(start).decode(row.tokens_T.tolist()) for row in (chosen, plain))
+    assert shown == "merry add " + bare
+
+
 @pytest.mark.parametrize(
     "line", ['{"prompt": "a", "chosen": "b"}', '{"prompt": 1, "chosen": "b", "rejected": "c"}', "nonsense",
              '{"prompt": "a", "chosen": [], "rejected": "c"}', '{"prompt": "a", "chosen": "b", "rejected": "c", "x": 1}',

@@ -26,6 +26,7 @@ from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import verify
 from shoal.metrics import METRICS
 from shoal.proofs.checks import sampling
+from shoal.watch.index.groups import Filter, groups
 from shoal.watch.page import Shelf, downloads, page_app
 from shoal.watch.page.app import HEADERS
 from shoal.watch.page.asked import Asked
@@ -704,7 +705,21 @@ def test_a_run_of_several_environments_has_the_reward_and_spread_of_each(town, t
     assert [line["edge"] for line in lines] == [False, True, True]
     assert lines[1]["values"][-1] - lines[0]["values"][-1] == pytest.approx(0.25)
     assert client.get("/1/figure?name=by-version/%3Cb%3Etwo").status_code == 200
-    db.execute("UPDATE groups SET public = 0 WHERE id = (SELECT max(id) FROM groups WHERE step = 1)")
+    columns = [name for _, name, *_ in db.execute("PRAGMA table_info(groups)") if name not in ("id", "place")]
+    copied = ", ".join({"status": "'copied'", "spread": "9.0"}.get(name, name) for name in columns)
+    db.execute(
+        f"INSERT INTO groups ({', '.join(columns)}, place) SELECT {copied}, 999 FROM groups WHERE step = 1 LIMIT 1"
+    )
+    db.execute("UPDATE groups SET step = 2 WHERE step = 1")  # a later batch takes them again
+    db.execute("INSERT INTO batches SELECT run, 2, version, slot FROM batches WHERE step = 1")
+    shelf.change += 1
+    assert words_of_figures(client.get("/1/").text)["one"] == told["one"]
+    assert len(groups(shelf.look(), 1, Filter(step=1))["rows"]) == len(shelf.runs[0].reading.state.main.batches[1])
+    again = groups(shelf.look(), 1, Filter(step=1))["rows"][0]["id"]
+    assert set(re.findall(r"groups\?step=(\d)", client.get(f"/1/groups/{again}").text)) == {"1", "2"}
+    db.execute(
+        "UPDATE groups SET public = 0 WHERE id = (SELECT max(id) FROM groups WHERE step = 2 AND status = 'signal')"
+    )
     shelf.change += 1
     assert words_of_figures(client.get("/1/").text)["one"] == ["0.25"], (
         "and of an unknown part of a batch nothing is said"

@@ -12,8 +12,10 @@ from shoal.cli import main
 from shoal.errors import ConfigError, NothingYet, how_to_install
 from shoal.heldout import Judged
 from shoal.metrics import METRICS
+from shoal.watch.page.charts import Chart, Line
+from shoal.watch.page.charts import picture_of as chart_picture
 from shoal.watch.pictures.curves import EVALUATED, USUAL, ReadRun, picture_of
-from shoal.watch.pictures.draw import draw, draw_inline, thinned
+from shoal.watch.pictures.draw import _panel, draw, draw_inline, thinned
 from shoal.watch.reading import open_run
 from shoal.watch.reading.heldout import HeldOut
 
@@ -154,6 +156,19 @@ def test_ten_thousand_steps_are_drawn_in_time_and_keep_their_extremes():
     assert time.process_time() - started < 2 and len(drawn) < 200_000
     kept = [point.y for point in thinned(picture.panels[0].curves[0].points)]
     assert len(kept) <= 1600 and {9.0, -9.0} <= set(kept)
+
+
+@pytest.mark.parametrize("metric", ["reward_mean", "clip_share"])
+@pytest.mark.parametrize("value", [0.0, 2.0, -2.0])
+def test_a_series_of_one_value_has_the_axis_of_the_pages_chart(value, metric):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    picture = picture_of([read(rewards=(value, value), clip_share=value)], [metric])
+    _panel(axes := Figure().subplots(), picture.panels[0], picture)
+    on_page = chart_picture(Chart("x", "x", "", "", "step", [0, 1], [Line("x", [value, value])]))
+    margin = 0.05 * (on_page.high - on_page.low)
+    assert axes.get_ylim() == pytest.approx((on_page.low - margin, on_page.high + margin))
 
 
 def test_an_inline_panel_follows_the_ink_of_its_page():

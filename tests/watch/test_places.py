@@ -98,6 +98,7 @@ def test_errors_tell_the_public_no_path(shelf, town, monkeypatch, caplog):
     shelf.step()
     page = anyone.get("/1/").text
     assert "cannot be read now" in page and "the log of RUN_FOLDER" in page and root not in page
+    assert "ask the run's host" in page and "ask the run's host" not in host.get("/1/").text
     assert root in caplog.text
     monkeypatch.setattr(shelf, "look", lambda look=shelf.look(): look)
     monkeypatch.setattr(shelf.look(), "alarms", broken)

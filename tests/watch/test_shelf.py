@@ -152,6 +152,7 @@ def test_a_broken_log_is_told_and_stays_told_while_it_is_read_again(copied, tmp_
         for _ in range(8):
             page = words(shelf)
             assert page.count("cannot be read now") == 1 and f"broken at event {last - 5}" in page
+            assert page.count("ask the run's host") == 1
             assert "Reading the log" not in page and evaluated(shelf) == {("before", 0)}
             now[0] += MOST_AGAIN_S
             shelf.step()

@@ -25,7 +25,7 @@ class Filter(NamedTuple):
     version: int | None = None
     status: str = ""
     step: int | None = None
-    """The newest batch that took it."""
+    """Of a batch that took it."""
     task: int | None = None
     reward_from: float | None = None
     reward_to: float | None = None
@@ -69,6 +69,13 @@ def groups(
     return {"rows": found, "next": None}
 
 
+OF_A_BATCH = (
+    "+status IN ('signal', 'flat') AND id IN (SELECT id FROM batches CROSS JOIN groups USING (run, version, slot) "
+    "WHERE run = ? AND batches.step = ?)"
+)
+"""That a group is of a step's batch, also if a later batch took it again. A copy of it is not. The plus and
+CROSS JOIN keep SQLite from looking at all groups of the run."""
+
 _ORDERS = {"best": "reward DESC, id DESC", "worst": "reward IS NULL, reward, id DESC"}
 """SQLite takes NULL, a group without rewards, for the lowest value; it comes last in both."""
 
@@ -91,13 +98,15 @@ def _matches(look: Look, asked: str, after: int | None) -> Iterator[int | None]:
 def _where(run: int, only: Filter, private: bool) -> tuple[str, list[Any]]:
     where, values = ["run = ?"], list[Any]([run])
     equal = {"env": only.env, "worker": only.worker, "status": only.status}
-    numbers = {"version": only.version, "step": only.step, "task": only.task}
+    numbers = {"version": only.version, "task": only.task}
     for name, value in equal.items():
         if value:
             where, values = [*where, f"{name} = ?"], [*values, value]
     for name, number in numbers.items():
         if number is not None:
             where, values = [*where, f"{name} = ?"], [*values, number]
+    if only.step is not None:
+        where, values = [*where, OF_A_BATCH], [*values, run, only.step]
     if only.reward_from is not None:
         where, values = [*where, "reward >= ?"], [*values, only.reward_from]
     if only.reward_to is not None:
@@ -129,6 +138,10 @@ def group(look: Look, run: int, number: int, private: bool = False) -> Row | Non
     body = look.rows("SELECT state, why FROM bodies WHERE run = ? AND submission = ?", run, submission)
     return {
         **row, "rollouts": [{**rollout, "rollout": rollout["id"] - first} for rollout in rollouts],
+        "steps": [found["step"] for found in look.rows(
+            "SELECT step FROM batches WHERE run = ? AND version = ? AND slot = ? ORDER BY step",
+            run, row["version"], row["slot"],
+        )] if row["status"] in ("signal", "flat") else [],
         "body": body[0] if body else None,
         "verdicts": look.rows("SELECT * FROM verdicts WHERE run = ? AND submission = ? ORDER BY seq", run, submission),
         "findings": look.rows(

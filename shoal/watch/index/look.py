@@ -205,8 +205,9 @@ class Look:
             "SELECT * FROM spread WHERE run = ? AND worker = ? ORDER BY version DESC LIMIT 20", run, key
         )
         steps = self.rows(
-            "SELECT step, count(*) AS groups FROM groups WHERE run = ? AND worker = ? AND step >= 0 GROUP BY step "
-            "ORDER BY step DESC LIMIT 20", run, key,
+            "SELECT batches.step, count(*) AS groups FROM groups JOIN batches USING (run, version, slot) WHERE run = ? "
+            "AND worker = ? AND status IN ('signal', 'flat') GROUP BY batches.step ORDER BY batches.step DESC LIMIT 20",
+            run, key,
         )  # fmt: skip
         return {
             **row, "rank": better + 1, "share": row["credits"] / total if total else 0.0,

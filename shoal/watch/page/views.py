@@ -12,6 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from shoal.metrics import mean_of_counts, meaning_of
+from shoal.watch.index.groups import OF_A_BATCH
 from shoal.watch.index.look import PAGE, RANKINGS
 from shoal.watch.index.plain import values_of
 from shoal.watch.page.asked import Asked, NotHere, View, asked_nodes, asked_refusals
@@ -315,11 +316,12 @@ def _spreads(asked: Asked, step: int | None, metrics: Mapping[str, Any]) -> dict
     if step is None:
         return {}
     mean = "avg(spread) AS spread FROM groups WHERE run = ?"
-    batch = look.rows(f"SELECT env, min(public) AS public, {mean} AND step = ? GROUP BY env", run, step)
+    of_batch = f"avg(spread) AS spread FROM groups WHERE {OF_A_BATCH}"
+    batch = look.rows(f"SELECT env, min(public) AS public, {of_batch} GROUP BY env", run, step)
     are_known = all(row["env"] is not None and (row["public"] or asked.is_host) for row in batch)
     spreads = {row["env"]: row["spread"] for row in batch if are_known}
     if metrics.get(REWARDS[0]) is None:
-        return spreads | {"": look.rows(f"SELECT {mean} AND step = ?", run, step)[0]["spread"]}
+        return spreads | {"": look.rows(f"SELECT {of_batch}", run, step)[0]["spread"]}
     ends = {row["version"]: row["batch_seq"] for row in look.rows(
         "SELECT version, batch_seq FROM versions WHERE run = ? AND version IN (?, ?)", run, step - 1, step
     )} | ({-1: -1} if step == 0 else {})  # fmt: skip
