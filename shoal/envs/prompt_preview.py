@@ -1,12 +1,13 @@
-"""The first prompt of an environment, for a person who looks at what the policy reads before it learns from it.
+"""The first prompt of an environment, or the first row of training, for a person who looks at what the policy learns from.
 
-Called by `roles/prompt_preview` and recipes/one_file.py. Each control token is in double brackets, so that one which the
-tokenizer splits into pieces looks like any other text. Nothing is played, but empty turns if the chat template may take no
-later ones.
+Called by `prompt_preview`, `sft` and `prefer` of roles, and recipes/one_file.py. Each control token is in double brackets,
+so that one which the tokenizer splits into pieces looks like any other text. Nothing is played, but empty turns if the
+chat template may take no later ones.
 """
 
+import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from shoal.envs.base import Env, task_of
@@ -42,13 +43,8 @@ def first_prompt(label: str, env: Env, renderer: Renderer, sampling: Sampling, i
     token_ids = talk.context
     arguments = arguments_of(env)
     _demand_shown(label, talk, renderer, arguments)
-    added = renderer.added_ids
-    pieces = [
-        _in_brackets(piece or f"token {token}") if token in added else piece
-        for token, piece in zip(token_ids, renderer.pieces([token_ids])[0], strict=True)
-    ]
-    shown = _without_middle("".join(pieces))
-    count = sum(token in added for token in token_ids)
+    shown = _without_middle("".join(_pieces(token_ids, renderer)))
+    count = sum(token in renderer.added_ids for token in token_ids)
     most = limits_of(env, sampling).max_tokens
     head = f"first prompt of {label}, task {index}: {len(token_ids)} tokens of at most {most}"
     lines = [f"{head}, {count} of them control tokens, in [[ ]]", *(f"  | {line}" for line in shown.split("\n"))]
@@ -74,6 +70,19 @@ def first_prompt(label: str, env: Env, renderer: Renderer, sampling: Sampling, i
                 f"each later turn reads {repeated} tokens again that the chat template would show once: see envs.history"
             )
     return printable("\n".join(lines), keep="\n")
+
+
+def learned_row(token_ids: Sequence[int], learned: Container[int], renderer: Renderer) -> str:
+    """Lines with a row of training, of which tokens at some indices are learned."""
+    shown, count = "", sum(i in learned for i in range(len(token_ids)))
+    pieces = enumerate(_pieces(token_ids, renderer))
+    for is_learned, run in itertools.groupby(pieces, key=lambda piece: piece[0] in learned):
+        lines = "".join(text for _, text in run).split("\n")
+        shown += "".join(f"\n  {'>' if is_learned else '|'} {line}" for line in lines)
+    head = (
+        f"first row of training: {len(token_ids)} tokens, {count} of them learned, after >; control tokens are in [[ ]]"
+    )
+    return printable(head + _without_middle(shown), keep="\n")
 
 
 def odd_prompts(label: str, env: Env, renderer: Renderer, sampling: Sampling, tasks: Sequence[int]) -> str:
@@ -215,6 +224,14 @@ def _later_turn(label: str, talk: Conversation, renderer: Renderer, refused: str
 def _template(renderer: Renderer) -> str:
     """The chat template, with its file."""
     return f"the policy's chat template{f' ({renderer.template_in.text()})' if renderer.template_in.file else ''}"
+
+
+def _pieces(token_ids: Sequence[int], renderer: Renderer) -> list[str]:
+    """Texts of tokens, with control tokens in double brackets."""
+    return [
+        _in_brackets(piece or f"token {token}") if token in renderer.added_ids else piece
+        for token, piece in zip(token_ids, renderer.pieces([token_ids])[0], strict=True)
+    ]
 
 
 def _in_brackets(piece: str) -> str:

@@ -22,9 +22,10 @@ from shoal.errors import StateError, cause_of, how_to_install
 from shoal.policy.anyspec import AnySpec, read_config, text_config, untied, without_own_keys
 from shoal.policy.base import Published
 from shoal.policy.files import find_tensors, read_tensors
-from shoal.policy.filling import cause_of_missing, cause_of_size, demand_finite_logits
+from shoal.policy.filling import cause_of_missing, cause_of_size, demand_finite_logits, demand_shape
 from shoal.policy.packed import Family
 from shoal.policy.rope import ORIGINAL, longrope_of, short_rotation
+from shoal.policy.spec import HEAD
 from shoal.policy.stored import bad_value, read_capped
 from shoal.protocol.constants import MAX_JSON_BYTES
 
@@ -254,6 +255,10 @@ def load_any(directory: Path, dtype: torch.dtype = torch.float32) -> AnyModel:
         lacking = sorted(named - stored.keys())
         lacking = lacking if 2 * len(lacking) < len(named) else []  # else its files have other names, such as old ones
         _demand_size(empty, sum(_count(tensor.shape) for tensor in stored.values()), directory, lacking)
+        if (
+            HEAD in stored and (head := empty.get_output_embeddings()) is not None
+        ):  # transformers does not name it if tied
+            demand_shape(stored[HEAD], HEAD, tuple(head.weight.shape), directory)
         whole, info = type(empty).from_pretrained(
             None, config=empty.config, state_dict=read_tensors(directory, dtype), dtype=dtype, output_loading_info=True,
             ignore_mismatched_sizes=True, local_files_only=True, use_safetensors=True, trust_remote_code=False,

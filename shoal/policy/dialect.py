@@ -21,6 +21,8 @@ MARK = "\N{OBJECT REPLACEMENT CHARACTER}written\N{OBJECT REPLACEMENT CHARACTER}"
 _REASON, _RESULT = "reasonmark", "resultmark"
 
 _WORDS = ("wordmark", "another and longer wordmark")
+_AS_WRITTEN = ('A <b>Word</b> & "more"', "it's 2 × {Twice}\\n,\nas it is")
+"""Turns whose signs templates may change."""
 
 ASK = {"role": "user", "content": "."}
 """Stands for a conversation of which no more is known."""
@@ -50,7 +52,7 @@ class Dialect:
     def parts(self) -> bool:
         """Whether content must be a list of parts."""
         plain, listed = ([{"role": "user", "content": c}] for c in (MARK, [{"type": "text", "text": MARK}]))
-        return not self._shows(plain, MARK) and self._shows(listed, MARK)
+        return not self._shows(plain, MARK) and self._shows(listed, MARK) and not self._shows(listed, "'type'")
 
     @cached_property
     def system(self) -> bool:
@@ -83,6 +85,12 @@ class Dialect:
         """Whether the reasoning of a turn is still shown after the user has answered."""
         turn = self.with_reasoning(said(MARK, _REASON))
         return self._shows(self.present([ASK, turn, ASK]), _REASON, MARK, arguments=arguments)
+
+    @cached_property
+    def changes(self) -> bool:
+        """Whether the template writes a turn, but not in its own words."""
+        told = [self._text(self.present([ASK, said(words)]), prompt=False) or "" for words in _AS_WRITTEN]
+        return told[0] != told[1] and not all(words in text for words, text in zip(_AS_WRITTEN, told, strict=True))
 
     def varies(self, arguments: Mapping[str, Any]) -> bool:
         """Whether what is written around a turn differs between turns of different words."""

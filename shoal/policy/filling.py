@@ -51,9 +51,14 @@ def demand_same_shapes(
         fault = "lacks tensor" if name in shapes else "has a tensor that its config does not explain,"
         raise StateError(f"{directory} {fault} {name}: {cause_of_missing(name)}")
     for name, shape in shapes.items():
-        if stored[name].shape != shape:
-            found = f"{directory}: {name} is {list(stored[name].shape)}, config.json asks for {list(shape)}"
-            raise StateError(f"{found}: {cause_of_size(name, directory)}")
+        demand_shape(stored[name], name, shape, directory)
+
+
+def demand_shape(stored: StoredTensor, name: str, shape: tuple[int, ...], directory: Path) -> None:
+    """Refuse a tensor of another shape than its config asks for. Raises `StateError`."""
+    if tuple(stored.shape) != shape:
+        found = f"{directory}: {name} is {list(stored.shape)}, config.json asks for {list(shape)}"
+        raise StateError(f"{found}: {cause_of_size(name, directory)}")
 
 
 def cause_of_missing(name: str) -> str:

@@ -357,13 +357,13 @@ class Renderer:
     def _dialect_for(self, arguments: Mapping[str, Any]) -> Dialect:
         """That of the template which transformers picks for a conversation with these arguments."""
         if arguments.get("tools") is not None:
-            return self._tool_dialect
+            return _unchanging(self._tool_dialect)
         if self._only_tools:
             raise StateError(
                 "the model has a chat template for conversations with tools, named tool_use, and no default one: give the "
                 "environment tools, or name a template default"
             )
-        return self._dialect
+        return _unchanging(self._dialect)
 
     def _encode_after_end(self, text: str) -> list[int]:
         """Token ids of a text that follows a turn's end token: some tokenizers begin a text in another way."""
@@ -402,6 +402,15 @@ def _key(messages: Sequence[Any], arguments: Mapping[str, Any] | None) -> str:
     key = json.dumps([messages, template_arguments(arguments or {})], ensure_ascii=False)
     key.encode()
     return key
+
+
+def _unchanging(dialect: Dialect) -> Dialect:
+    if dialect.changes:
+        raise StateError(
+            "the chat template changes the words of the assistant's turns, as a filter like upper or tojson does: let it "
+            "show them as they are"
+        )
+    return dialect
 
 
 def _one_notation(dialects: Sequence[Dialect]) -> str:

@@ -116,8 +116,9 @@ class TurnEncoder:
 
     def _text_around(self, key: str) -> _Around:
         before, arguments = json.loads(key)
+        dialect = self._dialect_for(arguments)  # what it refuses for all turns is refused here, too
         try:
-            prompt, turn = self._text(before, arguments), self._text([*before, said(MARK)], arguments, prompt=False)
+            prompt, turn = dialect.text(before, arguments), dialect.text([*before, said(MARK)], arguments, prompt=False)
         except Overreach:
             raise
         except StateError:

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from shoal.envs.base import Message
+from shoal.envs.prompt_preview import learned_row
 from shoal.errors import StateError
 from shoal.policy.files import save_policy
 from shoal.policy.kinds import open_policy
@@ -33,6 +34,16 @@ MAX_LINE_BYTES = 1 << 20
 """Limit on a line of a file of pairs."""
 
 
+def _parted(pairs: Sequence[Pair], start: Path, settings: PairSettings) -> tuple[list[Pair], list[Pair]]:
+    """Pairs to learn from, and held-out ones. The first one is shown."""
+    learned, measured = held_out(pairs)
+    renderer = Renderer.from_directory(start)
+    for name, row in zip(("chosen", "rejected"), learned[0], strict=True):
+        log.info("%s: %s", name, learned_row(row.tokens_T.tolist(), row.positions_P.tolist(), renderer))
+    log.info("pairs=%d held out=%d; learning for %d steps", len(learned), len(measured), settings.steps)
+    return learned, measured
+
+
 @dataclass(frozen=True)
 class Preferred:
     """What came of it."""
@@ -48,8 +59,7 @@ def improve(
     """Train the policy in `start` on pairs by DPO, and write it to `out`."""
     torch.set_num_threads(threads)
     model = open_policy(start, torch.float32)
-    learned, measured = held_out(pairs)
-    log.info("pairs=%d held out=%d; learning for %d steps", len(learned), len(measured), settings.steps)
+    learned, measured = _parted(pairs, start, settings)
     found, tokens = prefer_policy(model, learned, measured, beta, settings, _told(settings.steps))
     save_policy(model, out, dtype, tokenizer_from=start)
     return Preferred(tokens, {"learned_pairs": len(learned)} | asdict(found))
@@ -61,8 +71,7 @@ def make_judge(
     """Train a reward model on pairs, beginning with the layers of the policy in `start`, and write it to `out`."""
     torch.set_num_threads(threads)
     model = begin_valued(start)
-    learned, measured = held_out(pairs)
-    log.info("pairs=%d held out=%d; learning for %d steps", len(learned), len(measured), settings.steps)
+    learned, measured = _parted(pairs, start, settings)
     score = row_scores(model)
     before = measure_scores(score, measured)
     found, tokens = prefer_scores(model.train().trainable(), score, learned, measured, settings, _told(settings.steps))

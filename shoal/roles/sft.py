@@ -31,6 +31,7 @@ from shoal.envs.check.promises import MAX_COMPARED
 from shoal.envs.evaluate import Evaluation, evaluate
 from shoal.envs.load import env_of
 from shoal.envs.play import play_scripted
+from shoal.envs.prompt_preview import learned_row
 from shoal.envs.source import make_env
 from shoal.errors import ConfigError, ShoalError, StateError
 from shoal.folder import COLD_START_RECIPE, cold_start_folder, write_atomically
@@ -121,6 +122,8 @@ def _fine_tune(config: SftConfig, start: Path, out: Path, given: Examples | None
     config = tuning.config
     checkpoints = SftCheckpoints(out, config, start, games)
     checkpoints.resume(tuning)
+    tokens, author = games[0]
+    log.info("%s", learned_row(tokens, [i for i, who in enumerate(author) if who == POLICY], renderer))
     log.info("%s=%d; learning for %d steps", what, len(games), config.steps - tuning.steps_done)
     evaluation = SftEvaluation(config, renderer, _sampling(config, games, model))
     metrics, reached, share = dict[str, Any](), False, 0.0

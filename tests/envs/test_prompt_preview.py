@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from shoal.envs.base import Env, Step
 from shoal.envs.check.apart import prompt_lengths
 from shoal.envs.check.frames import Recorded
-from shoal.envs.prompt_preview import MAX_CHARS, first_prompt, odd_prompts
+from shoal.envs.prompt_preview import MAX_CHARS, first_prompt, learned_row, odd_prompts
 from shoal.errors import MessagesRefused, PromptsTooLong, ShoalError
 from shoal.policy.render import Renderer
 from shoal.protocol.rollouts import MODEL_REMEDY, unbegun_remedy
@@ -56,6 +56,15 @@ def test_every_control_token_is_in_brackets_and_the_tokens_are_counted() -> None
     assert lines[2:4] == ["  | [[<|im_start|>]]assistant", "  | "]
     assert lines[4].startswith("later turns also read earlier thoughts"), "Qwen3 leaves them out"
     assert "earlier thoughts" not in first_prompt("sums", _Saying("hi"), renderer_of("qwen2_5"), SAMPLING)
+
+
+def test_a_row_of_training_shows_what_is_learned_and_how_it_ends() -> None:
+    renderer = renderer_of("qwen2_5")
+    prompt, answer = renderer.start([{"role": "user", "content": "2 + 2?"}]), renderer.written("4\nindeed")
+    learned = range(len(prompt), len(prompt) + len(answer))
+    head, *lines = learned_row([*prompt, *answer], learned, renderer).split("\n")
+    assert f"{len(prompt) + len(answer)} tokens, {len(answer)} of them learned" in head
+    assert lines[-4:] == ["  | [[<|im_start|>]]assistant", "  | ", "  > 4", "  > indeed[[<|im_end|>]]"]
 
 
 def test_what_would_act_on_a_terminal_is_escaped_and_each_line_is_marked_as_the_prompts() -> None:

@@ -376,6 +376,9 @@ def test_what_a_resumed_run_already_holds_is_not_asked_for_again(
     here = replace_path(config)
     with pytest.raises(StateError, match="of disk"):
         demand_disk(here, tmp_path / "new", with_workers=True)
+    (tmp_path / "dashboard.sqlite-wal").write_bytes(bytes(1000))
+    with pytest.raises(StateError, match="of disk"):
+        demand_disk(here, tmp_path, with_workers=True)
     (tmp_path / "blob").write_bytes(bytes(1000))
     (tmp_path / "the same").hardlink_to(tmp_path / "blob")
     demand_disk(here, tmp_path, with_workers=True)

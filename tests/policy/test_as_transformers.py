@@ -204,6 +204,19 @@ def test_an_answer_that_does_not_continue_its_prompt_is_refused_by_name(head: st
             renderer.written({"role": "assistant", "content": "", "tool_calls": CALL})
 
 
+@pytest.mark.parametrize(
+    "words",
+    [*(f"m.content | {name}" for name in ("upper", "title", "tojson", "e", "wordwrap(3)", "replace('<', '(')")),
+     "m.content[:4]"],
+)  # fmt: skip
+def test_a_template_that_changes_the_words_of_a_turn_is_refused_by_name(words: str) -> None:
+    """The policy would learn other words than it writes, and no end of its turns could be seen."""
+    with checkpoint(template=talk_template().replace("m.content", words)) as directory:
+        for act in (lambda one: one.written("4"), lambda one: one.start([USER]), lambda one: one.reply("more")):
+            with pytest.raises(StateError, match="changes the words"):
+                act(Renderer.from_directory(directory))
+
+
 @pytest.mark.parametrize("kind", ["qwen class", "sentencepiece", "unigram"])
 def test_a_turn_that_takes_a_token_of_the_prompt_repeats_nothing_and_adds_no_space(kind: str) -> None:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"

@@ -245,7 +245,7 @@ def test_what_goes_beyond_a_limit_is_neither_a_void_slot_nor_a_failed_rollout(ho
     """A faster machine would stay within the limit, so it must never decide what a submission or a verdict says."""
     env, sampling = load_env("arithmetic", {}), Sampling(1.0, 4, 48)
     renderer = ContainedRenderer(
-        hostile("{% if messages|length > 1 %}" + LOOP + "{% endif %}{{ messages[0].content }}"), QUICK
+        hostile("{% if messages|length > 2 %}" + LOOP + "{% endif %}{{ messages[0].content }}"), QUICK
     )
     talk = Conversation(load_env("wordle", {}), renderer, load_env("wordle", {}).task(0), Sampling(1.0, 8, 512))
     with pytest.raises(Overreach):

@@ -283,7 +283,10 @@ def report(audit: Audit) -> str:
         lines.append(f"{audit.later} receipts are newer than the log that was read: ask again in ten minutes")
     most = state.rules.group_uses
     used = "paid or used twice" if most == 1 else f"paid twice or used more than {most} times"
-    lines.append(f"the log holds: nothing lost, nothing {used}" if not audit.findings else "the log does NOT hold")
+    unread = f", as far as it was read: {audit.later} receipts are newer" if audit.later else ""
+    lines.append(
+        f"the log holds: nothing lost, nothing {used}{unread}" if not audit.findings else "the log does NOT hold"
+    )
     return "\n".join(lines)
 
 
