@@ -417,6 +417,8 @@ def refused(run_file: Path, *overrides: str) -> str:
         ("max_length=64", "did you mean sampling.max_tokens?"),
         ("train.use_cpu=true", 'did you mean train.device? ("cpu"'),
         ("train.cliprange=0.2", "did you mean train.algorithm.loss.eps_low?"),
+        ("bf16=true", 'did you mean policy.dtype? ("bfloat16", for train.dtype, too)'),
+        ("loss_type=sapo", 'did you mean train.algorithm.name? ("sapo" has no counterpart here)'),
         ("scale_rewards=batch", 'batch is nearly "mean" with train.algorithm.batch_std = true'),
         ("vllm_server_port=8000", "there is no key for it: each worker chooses what it samples with"),
         *(
