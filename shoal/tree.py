@@ -7,7 +7,7 @@ keys alike.
 import difflib
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args
@@ -19,8 +19,8 @@ from shoal.errors import ConfigError, cause_of
 T = TypeVar("T")
 
 NEAR = {True: 0.66, False: 0.8}
-"""How alike two names must be for one to be suggested for the other, in the same section and elsewhere: 1 is the same, and
-`gpa` for `gap` is 0.67. A hint that is far off is worse than none."""
+"""How alike two names must be for one to be suggested for the other, in the same section and elsewhere, and two values as
+elsewhere: 1 is the same, and `gpa` for `gap` is 0.67. A hint that is far off is worse than none."""
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,7 +76,7 @@ def from_tree(
     """Convert nested tables to a config. Raises a `ConfigError` that names the key and the nearest known one.
 
     `foreign` has names that other programs give to keys: for each, the key here, or "", and what else to say. The same of
-    values: `KEY = "VALUE"`, and of their types: `KEY = float`.
+    values, of keys here and of such names: `KEY = "VALUE"`, and of the types of values here: `KEY = float`.
     """
     try:
         return msgspec.convert(tree, kind)
@@ -130,11 +130,12 @@ def _explain(message: str, kind: Any, tree: Any, foreign: Mapping[str, tuple[str
     named = f'"{value}"' if value else reason.partition("got `")[2].rstrip("`")
     called = "".join(f"; {clause}" for _, clause in [foreign.get(f"{key} = {named}", ("", ""))] if clause)
     if reason.startswith("Invalid value"):
-        return f"{section}: {reason}{called}; known: {', '.join(all_keys(kind)[key])}"
+        words = all_keys(kind)[key]
+        return f"{section}: {reason}{called or _nearest(value, words)}; known: {', '.join(words)}"
     if reason.startswith("Invalid enum value") and key in (keys := all_keys(kind)):
         words = get_args(keys[key].type)
         words = get_args(words[0]) or words  # a list's are those of its items
-        return f"{section}: {reason}{called}; known: {', '.join(map(repr, words))}"
+        return f"{section}: {reason}{called or _nearest(value, words)}; known: {', '.join(map(repr, words))}"
     if not reason.startswith("Object contains unknown field"):
         return f"{section or 'run file'}: {reason}{called}"
     name = reason.split("`")[1]
@@ -142,12 +143,21 @@ def _explain(message: str, kind: Any, tree: Any, foreign: Mapping[str, tuple[str
     return f"unknown key {full}{_hint(place, kind, tree, foreign)}"
 
 
+def _nearest(value: str, words: Iterable[object]) -> str:
+    """Which known word may have been meant by another."""
+    near = difflib.get_close_matches(value, map(str, words), 1, NEAR[False])
+    return f' (did you mean "{near[0]}"?)' if near else ""
+
+
 def _hint(refused: str, kind: Any, tree: Any, foreign: Mapping[str, tuple[str, str]]) -> str:
     """Which key may have been meant by one that is refused: one of its name elsewhere, what it is called here if another
     program calls it so, itself under another tag, or one spelt much like it. Else the keys of its section."""
     section, _, name = refused.rpartition(".")
     known = [key for key in all_keys(kind, tree=tree) if key != refused]
-    meant, clause = foreign.get(name, ("", ""))
+    given = tree
+    for part in refused.split("."):
+        given = given.get(part) if isinstance(given, dict) else None
+    meant, clause = foreign.get(f'{name} = "{given}"') or foreign.get(name, ("", ""))
     also = clause and f" ({clause})"
     if same_name := [key for key in known if key.rsplit(".", 1)[-1] == name]:
         return f"; did you mean {same_name[0]}?{also if meant == same_name[0] else ''}"

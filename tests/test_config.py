@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks.losses.agree import LONGEST, MEAN_STD, PAGE
 from shoal.config import (
     BOUNDS,
     SAFE_TO_CHANGE,
@@ -41,6 +42,7 @@ from shoal.config.paths import with_absolute_paths
 from shoal.config.trl import TRL_KEYS, TRL_SFT_KEYS
 from shoal.errors import ConfigError
 from shoal.protocol.algorithms import Grpo
+from shoal.protocol.compositions import Composition
 from shoal.tree import Section, all_keys, changed_keys, from_tree, to_tree
 
 SMALL = 'name = "small"\nsteps = 3\n[[envs]]\nname = "arithmetic"\n'
@@ -415,6 +417,8 @@ def refused(run_file: Path, *overrides: str) -> str:
         ("max_length=64", "did you mean sampling.max_tokens?"),
         ("train.use_cpu=true", 'did you mean train.device? ("cpu"'),
         ("train.cliprange=0.2", "did you mean train.algorithm.loss.eps_low?"),
+        ("bf16=true", 'did you mean policy.dtype? ("bfloat16", for train.dtype, too)'),
+        ("loss_type=sapo", 'did you mean train.algorithm.name? ("sapo" has no counterpart here)'),
         ("scale_rewards=batch", 'batch is nearly "mean" with train.algorithm.batch_std = true'),
         ("vllm_server_port=8000", "there is no key for it: each worker chooses what it samples with"),
         *(
@@ -454,6 +458,13 @@ def test_a_key_of_trl_is_answered_by_the_key_here_or_why_there_is_none(
             '"gspo" with average = "constant" and divisor_tokens = 1',
             'name="gspo" average="constant" divisor_tokens=1 loss.by_token=false',
         ),
+        ("train.algorithm.name=dr-grpo", '(did you mean "dr_grpo"?); known: ', "name=dr_grpo"),
+        (
+            'train.algorithm={name="ppo", average="token"}',
+            '(did you mean "tokens"?); known: ',
+            'name="ppo" average="tokens"',
+        ),
+        ('train.schedule="linear_with_warmup"', 'here it is "linear" with train.warmup_steps; known: ', ""),
         ('train.algorithm.advantage="group"', 'here it is "mean_std"; known: ', 'advantage="mean_std"'),
         (
             'train.algorithm.advantage="batch"',
@@ -465,8 +476,8 @@ def test_a_key_of_trl_is_answered_by_the_key_here_or_why_there_is_none(
         ('train.schedule="polynomial"', "it has no counterpart here; known: ", ""),
         (
             'train.algorithm={name="composition", corrections=[{name="token_truncate"}]}',
-            'here it is "truncate"; known: ',
-            'name="composition" ratio_to="old" corrections=[{name="truncate"}]',
+            'here it is "truncate" with most = 3, and train.algorithm.ratio_to = "old"; known: ',
+            'name="composition" ratio_to="old" corrections=[{name="truncate",most=3.0}]',
         ),
         ("train.warmup_steps=0.1", "Expected `int`, got `float`; in TRL a value below 1 is a share of the steps", ""),
         ('train.schedule="fast"', "Invalid enum value 'fast'; known: 'constant', ", ""),
@@ -480,6 +491,38 @@ def test_a_value_of_trl_is_answered_by_the_setting_here(
         load_run(run_file, [refused_value])
     assert hint in str(error.value) and "\n" not in str(error.value)
     load_run(run_file, [f"train.algorithm.{one}" for one in settings.split()])
+
+
+LUSPO, DR_GRPO = PAGE["page: luspo"][0], PAGE["page: dr_grpo"][0]
+ROLLOUTS = msgspec.structs.replace(MEAN_STD, average="rollouts")
+
+
+@pytest.mark.parametrize(
+    ("refused_value", "own", "algorithm"),
+    [
+        ("loss_type=dapo", "", MEAN_STD),
+        ("train.loss_type=bnpo", "", MEAN_STD),
+        ("loss_type=grpo", "", ROLLOUTS),
+        ("loss_type=dr_grpo", str(LONGEST), DR_GRPO),
+        ("loss_type=cispo", "5.0", PAGE["page: cispo"][0]),
+        ("loss_type=luspo", "", LUSPO),
+        ("importance_sampling_level=sequence", "", PAGE["page: sequence"][0]),
+        ("train.algorithm.name=bnpo", "", MEAN_STD),
+        ("train.algorithm.name=luspo", "", LUSPO),
+        ("train.algorithm.name=token", "", MEAN_STD),
+        ("train.algorithm.name=sequence", "", PAGE["page: sequence"][0]),
+    ],
+)
+def test_what_a_hint_says_is_the_algorithm_that_is_compared_with_that_of_trl(
+    run_file: Path, refused_value: str, own: str, algorithm: Composition
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_run(run_file, [refused_value])
+    name, settings = re.findall(r'"(\w+)" with (.*)', str(error.value))[0]
+    settings = re.sub(r"your \w+", own, settings)
+    given = re.findall(r'([a-z][\w.]+) = (".*?"|\d[\d.]*)', settings)
+    told = [f"train.algorithm.{key.removeprefix('train.algorithm.')}={value}" for key, value in given]
+    assert load_run(run_file, [f"train.algorithm.name={name}", *told]).train.algorithm == algorithm
 
 
 def test_every_key_that_a_hint_names_exists_and_no_name_of_trl_is_a_key_here() -> None:

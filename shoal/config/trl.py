@@ -14,6 +14,11 @@ _SHARDS = "train.processes divides the weights of a trainer"
 _BATCH_STD = '"mean" with train.algorithm.batch_std = true'
 _SCALES = 'group is "mean_std", none is "mean", batch is nearly ' + _BATCH_STD
 _WEIGHTED = '"weighted_loss", which is the default of TRL'
+_MEAN_STD = '"composition" with advantage = "mean_std"'
+_CLIP = "train.algorithm.loss.eps_low = 0.2 and train.algorithm.loss.eps_high = 0.2"
+_GSPO = '"gspo" with average = "tokens", and ' + _CLIP
+_LUSPO = '"gspo" with average = "constant" and divisor_tokens = 1, and ' + _CLIP
+_TO_OLD = 'most = 3, and train.algorithm.ratio_to = "old"'
 _CISPO = "that of TRL's cispo is train.algorithm.loss.most"
 _VLLM_MOST = 'each of the list has "most", and "icepop" has "least", too'
 _VLLM_MASK = 'TRL with vLLM has "sequence_mask" with most = 3, none is the default here'
@@ -112,12 +117,9 @@ TRL_KEYS = {
     "delta": ("train.algorithm.loss.delta", ""),
     "loss_type": (
         "train.algorithm.name",
-        '"composition" with advantage = "mean_std" is TRL\'s dapo, the default, and bnpo; its dr_grpo has that advantage',
+        f"{_MEAN_STD} is TRL's dapo, the default, and bnpo; its dr_grpo has that advantage",
     ),
-    "importance_sampling_level": (
-        "train.algorithm.name",
-        '"sequence" is "gspo" with average = "tokens", and train.algorithm.loss.eps_low and eps_high of 0.2',
-    ),
+    "importance_sampling_level": ("train.algorithm.name", f'"sequence" is {_GSPO}'),
     "scale_rewards": ("train.algorithm.advantage", _SCALES),
     "mask_truncated_completions": ("train.algorithm.mask_overlong", ""),
     "entropy_coef": ("train.algorithm.entropy_bonus", "of entropies averaged as train.algorithm.average says"),
@@ -141,7 +143,7 @@ TRL_KEYS = {
     "model_name_or_path": ("policy.path", ""),
     "model_init_kwargs": ("", "[policy] has all settings of the model"),
     "torch_dtype": ("policy.dtype", ""),
-    "bf16": ("policy.dtype", '"bfloat16"'),
+    "bf16": ("policy.dtype", '"bfloat16", for train.dtype, too'),
     "fp16": ("policy.dtype", "float32, bfloat16 or int8"),
     "peft_config": ("policy.adapter", ""),
     "r": ("policy.adapter.rank", ""),
@@ -173,27 +175,42 @@ TRL_KEYS = {
     "push_to_hub": ("", _FINAL),
     "hub_model_id": ("", _FINAL),
 }
-"""For each name the key here, or "", and what else to say. Also for a value, as KEY = "VALUE", or for its type, as
-KEY = float. A test demands that every dotted key in it exists."""
+"""For each name the key here, or "", and what else to say. Also for a value, of a key here or of a name, as KEY = "VALUE",
+or for its type, as KEY = float. A test demands that every dotted key in it exists."""
 
 
 TRL_KEYS |= {
     "train.warmup_steps = float": ("", _SHARE),
     'policy.dtype = "bf16"': ("", 'here it is "bfloat16"'),
     'train.schedule = "constant_with_warmup"': ("", 'here it is "constant" with train.warmup_steps'),
+    'train.schedule = "linear_with_warmup"': ("", 'here it is "linear" with train.warmup_steps'),
     'train.schedule = "cosine_with_min_lr"': ("", 'here it is "cosine", which falls to a tenth'),
     'train.schedule = "cosine_warmup_with_min_lr"': ("", 'here it is "cosine", which falls to a tenth'),
-    'train.algorithm.name = "bnpo"': ("", 'here it is "composition" with advantage = "mean_std"'),
-    'train.algorithm.name = "luspo"': ("", 'here it is "gspo" with average = "constant" and divisor_tokens = 1'),
-    'train.algorithm.name = "token"': ("", 'here it is "composition"'),
-    'train.algorithm.name = "sequence"': ("", 'here it is "gspo"'),
+    'train.algorithm.name = "bnpo"': ("", f"here it is {_MEAN_STD}"),
+    'train.algorithm.name = "luspo"': ("", f"here it is {_LUSPO}"),
+    'train.algorithm.name = "token"': ("", f"here it is {_MEAN_STD}"),
+    'train.algorithm.name = "sequence"': ("", f"here it is {_GSPO}"),
     'train.algorithm.advantage = "group"': ("", 'here it is "mean_std"'),
     'train.algorithm.advantage = "none"': ("", 'here it is "mean"'),
     'train.algorithm.advantage = "batch"': ("", f"here it is nearly {_BATCH_STD}"),
-    'train.algorithm.corrections.name = "token_truncate"': ("", 'here it is "truncate"'),
-    'train.algorithm.corrections.name = "sequence_truncate"': ("", 'here it is "truncate" with level = "row"'),
-    'train.algorithm.corrections.name = "token_mask"': ("", 'here it is "icepop"'),
+    'train.algorithm.corrections.name = "token_truncate"': ("", f'here it is "truncate" with {_TO_OLD}'),
+    'train.algorithm.corrections.name = "sequence_truncate"': (
+        "",
+        f'here it is "truncate" with level = "row", {_TO_OLD}',
+    ),
+    'train.algorithm.corrections.name = "token_mask"': ("", f'here it is "icepop" with least = 0, {_TO_OLD}'),
 }
+_LOSS_TYPES = {
+    "dapo": _MEAN_STD,
+    "bnpo": _MEAN_STD,
+    "grpo": f'{_MEAN_STD} and average = "rollouts"',
+    "dr_grpo": '"dr_grpo" with advantage = "mean_std" and divisor_tokens = your max_completion_length',
+    "cispo": '"cispo" with train.algorithm.loss.most = your epsilon_high',
+    "luspo": _LUSPO,
+    "sapo": '"sapo" has no counterpart here',
+    "vespo": '"vespo" has no counterpart here',
+}
+TRL_KEYS |= {f'loss_type = "{name}"': ("train.algorithm.name", here) for name, here in _LOSS_TYPES.items()}
 TRL_KEYS |= dict.fromkeys((f'train.algorithm.name = "{name}"' for name in ("sapo", "vespo")), ("", _NO_VALUE))
 TRL_KEYS |= dict.fromkeys((f'train.schedule = "{name}"' for name in _SCHEDULES), ("", _NO_VALUE))
 TRL_KEYS |= {name: ("", _VLLM if name.startswith("vllm_") else _NONE) for name in _WITHOUT_COUNTERPART.split()}

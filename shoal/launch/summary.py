@@ -27,6 +27,7 @@ from shoal.ledger.fault_rate import most_frequent_error
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.table import read_entry
 from shoal.protocol.types import NodeState
+from shoal.terminal import as_called
 from shoal.watch.no_gain import LearningSetup, diagnose
 from shoal.weights.manifest import weights_root
 
@@ -197,7 +198,7 @@ def _diagnosis(
     endings = Counter[str]()
     for one in (after or {}).get("envs", {"": after or {}}).values():
         endings.update(one.get("endings", {}))
-    return diagnose(snapshot.metrics, setup, first, last, endings)
+    return tuple(as_called(line, folder.root) for line in diagnose(snapshot.metrics, setup, first, last, endings))
 
 
 def influence_shares(nodes: Sequence[NodeState]) -> dict[str, float]:

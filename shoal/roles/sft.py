@@ -68,6 +68,9 @@ BY_HEART, CERTAIN_NATS = 0.2, 0.1
 """Difference of the shares on training and held-out tasks, hardly chance in so few episodes, and entropy per token, from
 which most groups of RL would be flat."""
 
+FIRST_STEPS = 10
+"""Each of so many steps is reported, then one of twenty."""
+
 SHORTEST_OF, MOST_TOKENS = 64, 1 << 16
 """Games, and tokens of each, that are played to say how long they are."""
 
@@ -146,7 +149,7 @@ def _fine_tune(config: SftConfig, start: Path, out: Path, given: Examples | None
                 figures = evaluation.of(checkpoints.place(done), lambda episodes: stop_if_asked())
                 share = evaluation.share(figures) if config.stop_at else 0.0
                 reached = bool(config.stop_at) and share >= config.stop_at
-            if figures or (metrics and (done == 1 or done % 20 == 0 or done == config.steps)):
+            if figures or (metrics and (done <= FIRST_STEPS or done % 20 == 0 or done == config.steps)):
                 _report(done, config.steps, metrics, figures)
             if reached or done == config.steps:
                 if figures:

@@ -21,6 +21,9 @@ PAGE = "docs/how-to/the-reward-does-not-rise.md"
 
 MIN_STEPS, WINDOW_STEPS = 6, 20
 """Fewer steps show no trend; the means of at most so many steps are compared, those of the start and of the end."""
+UNEVALUATED = (
+    "held-out tasks were not evaluated before and after: compare `shoal eval RUN/policy` with `shoal eval RUN`"
+)
 
 UNSOLVED, SOLVED = 0.02, 0.9
 """Solve rates at the start below which nothing is found, and above which little is left to find."""
@@ -29,7 +32,7 @@ MIN_GROUP_ROLLOUTS = 8
 FLAT = 0.5
 """Share of groups without signal from which most of the work teaches nothing."""
 CUT_OFF = 0.1
-"""Share of held-out episodes that a token limit or a fault ended."""
+"""Share of held-out episodes, or else of rollouts, that a token limit or a fault ended."""
 CLIPPED = 0.05
 """Share of tokens. Runs that learn stay below 0.03."""
 LOST = 0.5
@@ -65,9 +68,9 @@ def diagnose(
 ) -> tuple[str, ...]:
     """Sentences about a run that ended without a gain: what it reached, then each cause that shows with its remedy.
 
-    `lines` are the run's metrics, oldest first; `endings` counts how the episodes of the last evaluation ended. Empty if
-    held-out results or the reward of training rose, or if too little is known to say: held-out results with many faults
-    say nothing.
+    `lines` are the run's metrics, oldest first; `endings` counts how the episodes of the last evaluation ended. RUN in
+    commands is the run's folder. Empty if held-out results or the reward of training rose, or if too little is known to
+    say: held-out results with many faults say nothing.
     """
     outcomes = [one for one in (_heldout(before, after), None if setup.moving_tasks else _reward(lines)) if one]
     if not outcomes or any(trend > 0 for trend, _ in outcomes):
@@ -76,11 +79,14 @@ def diagnose(
     causes = [f"- {saw}: {change}" for saw, change in _causes(lines, setup, endings or {}, fell)]
     if not causes:
         causes = [f"- no usual cause shows in its metrics: read what the policy writes, and see {docs_page(PAGE)}"]
-    why = why_not_comparable(before, after) if before and after else ""
-    said = "; ".join([*(words for _, words in outcomes), *([f"held-out tasks: {why}"] if why else [])])
+    said = [words for _, words in outcomes]
+    if not (before and after):
+        said.append(UNEVALUATED)
+    elif why := why_not_comparable(before, after):
+        said.append(f"held-out tasks: {why}")
     moved = "fell" if fell else "did not rise"
     return (
-        f"The reward {moved} beyond chance: {said}. What the run saw, and what to change ({docs_page(PAGE)}):",
+        f"The reward {moved} beyond chance: {'; '.join(said)}. What the run saw, and what to change ({docs_page(PAGE)}):",
         *causes,
     )
 
@@ -99,15 +105,19 @@ def _heldout(before: Heldout | None, after: Heldout | None) -> tuple[int, str] |
 
 
 def _reward(lines: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:
-    """The same of the reward of training."""
+    """The same of the reward of training: of the line through all steps, if the means of start and end move as it does."""
     rewards = _rewards(lines)
     if len(rewards) < MIN_STEPS:
         return None
     size = min(WINDOW_STEPS, len(rewards) // 3)
     first, last = rewards[:size], rewards[-size:]
-    noise = 2 * math.sqrt((_variance(first) + _variance(last)) / size)
+    from_middle = [i - (len(rewards) - 1) / 2 for i in range(len(rewards))]
+    spread = sum(x * x for x in from_middle)
+    slope = sum(x * reward for x, reward in zip(from_middle, rewards, strict=True)) / spread
+    noise = 2 * math.sqrt(_variance_of_neighbours(rewards) / spread)
+    trend = _trend(slope, noise, noise)
     words = f"reward {fmean(first):.3f} in the first {size} steps, {fmean(last):.3f} in the last"
-    return _trend(fmean(last) - fmean(first), noise, noise), words
+    return trend if trend * (fmean(last) - fmean(first)) > 0 else 0, words
 
 
 def _trend(gain: float, noise_up: float, noise_down: float) -> int:
@@ -177,13 +187,15 @@ def _of_tasks(
         size = setup.group_size
         larger = f"to {MIN_GROUP_ROLLOUTS} or more (was {size})" if size < MIN_GROUP_ROLLOUTS else f"above {size}"
         yield share, f"raise rollouts.group_size {larger}, or draw tasks by solve rate ([difficulty])"
-    episodes = sum(endings.values())
+    episodes, of = sum(endings.values()), "held-out episodes"
     failed, cut = (endings.get(name, 0) / max(1, episodes) for name in ("error", "length"))
+    if not episodes and (overlong := _series(lines, "overlong_share")):
+        cut, of = fmean(overlong), "rollouts"
     if failed >= CUT_OFF:
         yield f"the environment failed in {failed:.0%} of held-out episodes", "run `shoal env check` and repair it"
     if cut >= CUT_OFF and not (fell and began_below_limit(lines)):
         yield (
-            f"a token limit ended {cut:.0%} of held-out episodes",
+            f"a token limit ended {cut:.0%} of {of}",
             "raise sampling.max_turn_tokens and sampling.max_tokens, or teach the policy to be brief",
         )
 
@@ -253,11 +265,6 @@ def _rewards(lines: Sequence[Mapping[str, Any]]) -> list[float]:
 
 def _series(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     return [float(line[name]) for line in lines if is_number(line.get(name))]
-
-
-def _variance(values: Sequence[float]) -> float:
-    mean = fmean(values)
-    return sum((value - mean) ** 2 for value in values) / (len(values) - 1)
 
 
 def _variance_of_neighbours(values: Sequence[float]) -> float:

@@ -1,7 +1,11 @@
 """Evaluation of a run: each environment of a mix gets the figures that `shoal eval` gives it alone."""
 
 import io
+import re
+import shlex
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -173,6 +177,20 @@ def test_the_end_of_a_run_says_why_it_gained_nothing(evaluated):
     assert "The reward did not rise beyond chance: held-out tasks" in text and "90% of groups were flat" in text
     assert "train.lr was 1e-06, and the preset for a policy of this size is 0.0005: set train.lr = 0.0005" in text
     assert "rollouts, so gradients were noisy: raise rollouts.batch_groups" in text
+
+
+def test_the_end_of_a_run_without_evaluations_names_commands_whose_results_compare(tmp_path):
+    config = tiny_run(envs=[EASY], eval={"episodes": 0})
+    folder = RunFolder(tmp_path / "a run")
+    folder.prepare(config, tmp_path)
+    for place in (folder.policy, folder.checkpoints / "final"):
+        make_tiny(TinyPolicy(width=16, layers=1, heads=2, kv_heads=1, mlp_width=32), place, 1, "float32")
+    lines = tuple({"step": step, "reward_all_mean": 0.3} for step in range(50))
+    end = write_summary(folder, config, Snapshot("town", "x", 50, metrics=lines), UsageBook(folder.root / "u"))
+    places = [shlex.split(one)[-1] for one in re.findall("`([^`]* eval [^`]*)`", plain_end(end))]
+    before, after = (evaluate.planned(Path(place)) for place in places)
+    assert (before.checkpoint, after.checkpoint) == (folder.policy, folder.checkpoints / "final")
+    assert sum(before.episodes) > 0 and replace(before, checkpoint=after.checkpoint) == after
 
 
 PARTS = """

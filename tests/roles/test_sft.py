@@ -220,6 +220,7 @@ def test_wins_are_shown_beside_the_loss_and_are_those_of_the_command_that_is_pri
     with caplog.at_level(logging.INFO, "sft"):
         words = ["--eval-every", "4", "--set", "stop_at=0.0", "--set", "seed=3", "--set", 'env.system="3 4 5"']
         assert cli.main(["sft", str(recipe), "--out", str(out), *words]) == 0
+    assert re.findall(r"step=(\d+)/12 loss=", caplog.text) == [str(step) for step in range(1, 13) if step != 11]
     lines = re.findall(r"step=(\d+)/12 loss=\S+ nats wins=([\d.]+)%", caplog.text)
     assert [step for step, _ in lines] == ["4", "8", "12"]
     assert {path.name for path in out.with_name("out-checkpoints").iterdir()} == {

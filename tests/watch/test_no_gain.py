@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace as replace_struct
 
 from shoal.heldout import Heldout, why_not_comparable
-from shoal.watch.no_gain import PAGE, LearningSetup, diagnose
+from shoal.watch.no_gain import PAGE, UNEVALUATED, LearningSetup, diagnose
 
 SETUP = LearningSetup(preset_lr=5e-4, group_size=16, batch_groups=16, max_staleness=1)
 HEALTHY = {
@@ -42,6 +42,26 @@ def test_nothing_is_said_of_a_run_whose_reward_rose() -> None:
     assert diagnose(run(rising, **bad), SETUP, heldout(0.3), heldout(0.3)) == ()
     assert diagnose(run(**bad), SETUP, heldout(0.3), heldout(0.4)) == ()
     assert diagnose(run([0.1] * 20 + [0.5] * 20), SETUP) == ()
+
+
+def test_a_steady_rise_within_few_steps_is_a_rise_and_noise_is_none() -> None:
+    noise, chance = random.Random(1), {}
+    for steps in (8, 12, 20, 60, 100):
+        flat = [run([noise.gauss(0.3, 0.05) for _ in range(steps)]) for _ in range(1000)]
+        chance[steps] = sum(diagnose(lines, SETUP) == () for lines in flat) / len(flat)
+        saturating = [0.3 + 0.2 * (1 - 0.001 ** (i / steps)) + noise.gauss(0.0, 0.02) for i in range(steps)]
+        assert diagnose(run(saturating), SETUP) == ()
+    assert max(chance.values()) <= 0.065, chance  # 5 %, and two standard errors of a thousand runs
+    steady = [0.2 + 0.0045 * i + (0.04 if i % 4 < 2 else -0.04) for i in range(20)]
+    assert diagnose(run(steady), SETUP) == (), "the means of six steps differ by less than their noise"
+    hill = [0.3] * 20 + [0.9 - 0.009 * i for i in range(65)]
+    assert "fell" not in diagnose(run(hill), SETUP)[0], "the end is above the start"
+
+
+def test_held_out_tasks_that_were_not_evaluated_are_named_first() -> None:
+    for before, after in ((None, None), (heldout(0.3), None), (None, heldout(0.3))):
+        assert UNEVALUATED in diagnose(run(), SETUP, before, after)[0]
+    assert UNEVALUATED not in diagnose(run(), SETUP, heldout(0.3), heldout(0.3))[0]
 
 
 def test_nothing_is_said_where_nothing_is_known() -> None:
@@ -121,6 +141,13 @@ def test_each_cause_is_named_with_its_remedy(changed: dict[str, Any], saw: str, 
 def test_how_held_out_episodes_ended_is_a_cause(ending: str, saw: str, change: str) -> None:
     said = diagnose(run(), SETUP, heldout(0.3), heldout(0.3), {"environment": 60, ending: 40})
     assert len(said) == 2 and re.search(f"{saw}.*: .*{change}", said[1]), said
+
+
+def test_a_token_limit_is_a_cause_without_an_evaluation() -> None:
+    said = diagnose(run(overlong_share=[0.06, 0.5] * 30), SETUP)
+    assert len(said) == 2 and re.search("a token limit ended 28% of rollouts: raise .*max_turn_tokens", said[1]), said
+    evaluated = diagnose(run(overlong_share=0.5), SETUP, heldout(0.3), heldout(0.3), {"environment": 100})
+    assert "no usual cause" in evaluated[1]
 
 
 @pytest.mark.parametrize(("at_first", "after", "causes"), [
