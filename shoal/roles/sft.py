@@ -68,9 +68,6 @@ BY_HEART, CERTAIN_NATS = 0.2, 0.1
 """Difference of the shares on training and held-out tasks, hardly chance in so few episodes, and entropy per token, from
 which most groups of RL would be flat."""
 
-FIRST_STEPS = 10
-"""Each of so many steps is reported, then one of twenty."""
-
 SHORTEST_OF, MOST_TOKENS = 64, 1 << 16
 """Games, and tokens of each, that are played to say how long they are."""
 
@@ -125,8 +122,7 @@ def _fine_tune(config: SftConfig, start: Path, out: Path, given: Examples | None
     config = tuning.config
     checkpoints = SftCheckpoints(out, config, start, games)
     checkpoints.resume(tuning)
-    tokens, author = games[0]
-    log.info("%s", learned_row(tokens, [i for i, who in enumerate(author) if who == POLICY], renderer))
+    log.info("%s", learned_row(games[0][0], [i for i, who in enumerate(games[0][1]) if who == POLICY], renderer))
     log.info("%s=%d; learning for %d steps", what, len(games), config.steps - tuning.steps_done)
     evaluation = SftEvaluation(config, renderer, _sampling(config, games, model))
     metrics, reached, share = dict[str, Any](), False, 0.0
@@ -149,7 +145,7 @@ def _fine_tune(config: SftConfig, start: Path, out: Path, given: Examples | None
                 figures = evaluation.of(checkpoints.place(done), lambda episodes: stop_if_asked())
                 share = evaluation.share(figures) if config.stop_at else 0.0
                 reached = bool(config.stop_at) and share >= config.stop_at
-            if figures or (metrics and (done <= FIRST_STEPS or done % 20 == 0 or done == config.steps)):
+            if figures or (metrics and (done <= 10 or done % 20 == 0 or done == config.steps)):
                 _report(done, config.steps, metrics, figures)
             if reached or done == config.steps:
                 if figures:
