@@ -192,7 +192,7 @@ def test_a_signal_ends_a_node_that_is_still_looking_for_its_run(tmp_path: Path) 
                 name = f"{command}-{number.name}"
                 said(tmp_path, name, f"waiting for {url} .*Check that it is running.* It asks again; Ctrl-C ends it")
                 process.send_signal(number)
-                assert process.wait(timeout=10) == 0
+                assert process.wait(timeout=30) == 0
                 assert "stopped before" in (tmp_path / f"{name}.txt").read_text().splitlines()[-1]
         finally:
             for process in nodes.values():
