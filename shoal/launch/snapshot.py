@@ -5,6 +5,7 @@ something is not there yet: a run that is starting has no metrics, a coordinator
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from shoal.net.listening import local_url, reader_url, told_address
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_NODES
 from shoal.protocol.types import NodeState, Status
 from shoal.protocol.wire import WireError, from_json
+from shoal.terminal import brief
 
 T = TypeVar("T")
 
@@ -102,6 +104,20 @@ class Snapshot:
     def tokens_per_s(self) -> float | None:
         """Policy tokens that were learned from, per second of the newest steps' wall time."""
         return pace_of(self.metrics, 0).tokens_per_s
+
+
+def names_apart(nodes: Iterable[NodeState], most: int = 0) -> dict[str, str]:
+    """What each of these nodes is called, by key: its name, with the start of its key if another one could be meant. No two
+    are called the same. `most`: characters that there is room for; 0: the whole name."""
+
+    def ways(node: NodeState) -> tuple[str, str, str]:
+        short, long = (brief(node.name, room) if most else node.name for room in (max(4, most - 15), most))
+        return long, f"{short} ({node.key[:12]})", node.key
+
+    named = {node.key: ways(node) for node in nodes}
+    times = Counter(name for names in named.values() for name in {*names})
+    # guard: name-means-one-node
+    return {key: next((name for name in names if times[name] == 1), key) for key, names in named.items()}
 
 
 class MetricsWatch:

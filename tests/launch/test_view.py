@@ -393,6 +393,12 @@ def test_name_of_a_worker_cannot_steer_the_terminal(snapshot: Snapshot, end: Run
         assert "\x1b[2J" not in text and "\x07" not in text
 
 
+def test_two_workers_of_one_name_are_told_apart_in_the_table(snapshot: Snapshot) -> None:
+    nodes = tuple(msgspec.structs.replace(node, name="a-machine-with-a-long-name") for node in snapshot.nodes)
+    text = shown(render(replace(snapshot, nodes=nodes)), 80)
+    assert "a-machine… (aaaaaaaaaaaa)" in text and "a-machine… (bbbbbbbbbbbb)" in text
+
+
 def test_names_are_not_read_as_markup(snapshot: Snapshot, end: RunEnd) -> None:
     name = "[/x]\x9b\u202e"
     node = msgspec.structs.replace(next(n for n in snapshot.nodes if n.role == "worker"), name=name, last_reason=name)

@@ -69,7 +69,9 @@ def lines_of(
 def crowd(snapshot: Snapshot, honest: int) -> Snapshot:
     """The run with more honest workers, whose names come first in the alphabet and whose credits are higher."""
     good = next(node for node in snapshot.nodes if node.name == "worker-0")
-    more = tuple(msgspec.structs.replace(good, name=f"a-{i:03}", credits=10**6 + i) for i in range(honest))
+    more = tuple(
+        msgspec.structs.replace(good, key=f"{i:064}", name=f"a-{i:03}", credits=10**6 + i) for i in range(honest)
+    )
     return replace(snapshot, nodes=more + snapshot.nodes)
 
 
@@ -169,15 +171,18 @@ def test_a_small_table_says_who_is_silent_and_whose_leases_lapsed(snapshot: Snap
         row = next(line for line in lines_of(replace(snapshot, nodes=(alice,)), width, 24) if " alice " in line)
         assert said in row, row
     crowded = replace(
-        snapshot, nodes=tuple(msgspec.structs.replace(alice, name=f"w-{i}", silent_s=0.0) for i in range(99))
+        snapshot,
+        nodes=tuple(msgspec.structs.replace(alice, key=f"{i:064}", name=f"w-{i}", silent_s=0.0) for i in range(99)),
     )
-    crowded = replace(crowded, nodes=(*crowded.nodes, msgspec.structs.replace(alice, name="zoe", credits=0)))
+    crowded = replace(
+        crowded, nodes=(*crowded.nodes, msgspec.structs.replace(alice, key="zz" * 32, name="zoe", credits=0))
+    )
     assert any(" zoe " in line and "silent" in line for line in lines_of(crowded, 80, 24))
 
 
 def test_workers_in_trouble_come_first_and_are_counted_when_there_is_no_room(snapshot: Snapshot) -> None:
     bad = next(node for node in snapshot.nodes if node.name == "cheater-0")
-    cheats = tuple(msgspec.structs.replace(bad, name=f"z-{i:02}", refused=i + 1) for i in range(30))
+    cheats = tuple(msgspec.structs.replace(bad, key=f"z{i:063}", name=f"z-{i:02}", refused=i + 1) for i in range(30))
     lines = lines_of(replace(crowd(snapshot, 10), nodes=crowd(snapshot, 10).nodes + cheats), 80, 24)
     rows = [line for line in lines if "sampling 40x" in line]
     assert "cheater-0" in rows[0] and " z-29 " in rows[1] and not any(" a-0" in line for line in lines)
