@@ -87,19 +87,22 @@ class Snapshot:
         return int(self.metrics[-1]["step"]) + 1 if self.metrics else max(0, self.status.version)
 
     def latest(self, name: str) -> float | None:
-        """The newest value of a metric."""
-        values = self.series(name)
-        return values[-1] if values else None
+        """A metric's value in the newest step; None if that step lacks it."""
+        value = self.metrics[-1].get(name) if self.metrics else None
+        return float(value) if isinstance(value, int | float) else None
 
     def series(self, name: str) -> list[float]:
         """All values of a metric, oldest first; steps without it are left out."""
         return [float(line[name]) for line in self.metrics if isinstance(line.get(name), int | float)]
 
     def by_env(self, name: str) -> dict[str, float]:
-        """The newest value of a metric for each environment, by label; empty where a run has one environment."""
-        keys = dict.fromkeys(key for line in self.metrics for key in line if key.startswith(f"{name}/"))
-        newest = {key.removeprefix(f"{name}/"): self.latest(key) for key in keys}
-        return {label: value for label, value in newest.items() if value is not None}
+        """The newest value of a metric for each environment, by label: a batch may have none of one. Empty where a run
+        has one environment, or the newest step lacks the metric."""
+        start = f"{name}/"
+        if not self.metrics or not any(key.startswith(start) for key in self.metrics[-1]):
+            return {}
+        keys = dict.fromkeys(key for line in self.metrics for key in line if key.startswith(start))
+        return {key.removeprefix(start): values[-1] for key in keys if (values := self.series(key))}
 
     def tokens_per_s(self) -> float | None:
         """Policy tokens that were learned from, per second of the newest steps' wall time."""

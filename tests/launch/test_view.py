@@ -16,7 +16,7 @@ from shoal.commands.hosting import recipe_as_typed
 from shoal.config import EnvConfig
 from shoal.heldout import Heldout
 from shoal.launch.finale import plain_end, render_end, save_picture
-from shoal.launch.panels import chart, duration
+from shoal.launch.panels import chart, duration, figures, figures_table
 from shoal.launch.snapshot import Sample, Snapshot
 from shoal.launch.summary import RunEnd
 from shoal.launch.view import LiveView, plain, plain_wait, render
@@ -391,6 +391,16 @@ def test_name_of_a_worker_cannot_steer_the_terminal(snapshot: Snapshot, end: Run
     evil = replace(snapshot, nodes=nodes)
     for text in (shown(render(evil)), shown(render_end(replace(end, snapshot=evil)))):
         assert "\x1b[2J" not in text and "\x07" not in text
+
+
+def test_a_figure_that_the_newest_step_lacks_is_not_that_of_an_older_one(snapshot: Snapshot) -> None:
+    known = {"step": 37, "reward_all_mean": 0.5, "solve_rate": 0.477, "solve_rate/easy": 0.7, "draw_weight/easy": 1.0}
+    after = {"step": 38, "reward_all_mean": 0.5}
+    for lines, is_known in (((known,), True), ((known, after), False)):
+        seen = replace(snapshot, metrics=(*snapshot.metrics, *lines))
+        value = next(value for label, value in figures(seen) if label.plain == "solved")
+        assert value == ("47.7%" if is_known else "-") and ("solved=" in plain(seen)) == is_known
+        assert ("solved_easy=" in plain(seen)) == is_known and ("  easy" in shown(figures_table(seen))) == is_known
 
 
 def test_two_workers_of_one_name_are_told_apart_in_the_table(snapshot: Snapshot) -> None:
