@@ -257,7 +257,7 @@ def _next_steps(end: RunEnd) -> tuple[str, ...]:
         f"  {command('eval', str(end.run_dir), '--samples', '3')}",
         "Replay the log and check every credit:",
         f"  {command('ledger', 'verify', str(end.run_dir))}",
-        *(() if end.hosted else _how_to_host(end)),
+        *(() if end.hosted or end.advice else _how_to_host(end)),  # not with settings that the advice changes
     )
 
 

@@ -311,8 +311,8 @@ def test_the_last_table_says_how_to_host_the_same_run(end: RunEnd) -> None:
         line = next(line for line in text.splitlines() if "shoal host" in line)
         assert shlex.split(line) == ["shoal", "host", *command[1:], "--out", "runs/my run-hosted"]
         assert "Host a run of its own" in text
-    hosted = replace(ended, hosted=True)
-    assert all("shoal host" not in text for text in (shown(render_end(hosted), width=200), plain_end(hosted)))
+    for without in (replace(ended, hosted=True), replace(ended, advice=("Change this first: train.lr = 1e-4",))):
+        assert all("shoal host" not in text for text in (shown(render_end(without), width=200), plain_end(without)))
 
 
 @pytest.mark.parametrize("width", [30, 60, 80, 200])
