@@ -195,11 +195,14 @@ def watchdog(snapshot: Snapshot, width: int, lines: int) -> Text:
 
 
 def cropped(text: Text, width: int, lines: int) -> Text:
-    """The first lines of a text, broken as the terminal breaks them. Its last one ends by … if there were more."""
+    """The first lines of a text, broken as the terminal breaks them. Its last one ends by … if there were more, unless it
+    is a whole command in a line of its own, whose last word the … would seem to cut."""
     whole = list(text.wrap(get_console(), width))
     if len(whole) > lines > 0:
         whole[lines - 1].rstrip()
-        if not whole[lines - 1].plain.endswith("…"):
+        last = whole[lines - 1].plain
+        is_command = last.startswith("    ") and last in text.plain.splitlines()
+        if not last.endswith("…") and not is_command:
             whole[lines - 1].truncate(width - 2)
             whole[lines - 1].append(" …")
     return Text("\n").join(whole[:lines])

@@ -10,9 +10,11 @@ import msgspec
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
+from rich.text import Text
 
 from shoal.alarms import Alarm
 from shoal.launch.alarms import in_words
+from shoal.launch.panels import cropped
 from shoal.launch.remaining import seconds_left
 from shoal.launch.snapshot import Sample, Snapshot
 from shoal.launch.view import LiveView, plain, render
@@ -327,6 +329,23 @@ def test_warnings_of_the_start_stay_in_the_picture(snapshot: Snapshot, width: in
     left_out = 1 + len(WARNINGS) - len(shows)
     assert shows == "abcdef" or f"{left_out} more in logs/launcher.log" in text
     assert "first prompt of wordle" in text or shows != "abcdef", "where there is room"
+
+
+def test_a_command_before_what_is_left_out_keeps_its_last_word_and_gets_more_room_before_the_first_step(
+    snapshot: Snapshot,
+) -> None:
+    said = [
+        "a prompt of wordle",
+        "evaluated: 0.3",
+        f"Others join with:\n\n    shoal join http://host:8470\n{'more ' * 99}",
+    ]
+    lines = lines_of(snapshot, 80, 24, said)
+    assert any(line.strip("│ ") == "shoal join http://host:8470" for line in lines)
+    assert not any(" more " in line for line in lines) and "whole in logs/launcher.log" in "\n".join(lines)
+    at_first = lines_of(replace(snapshot, metrics=(), heldout=()), 80, 24, said)
+    assert len(at_first) <= 24 and sum(" more " in line for line in at_first) > 1
+    far = "    shoal join http://host.of.a.long.name:8470/below/a/path/that/is/as/long"
+    assert cropped(Text(f"{far}\n{far}"), 40, 2).plain.endswith("…"), "half of a command is marked"
 
 
 def test_a_message_that_does_not_fit_says_where_it_is_whole(snapshot: Snapshot) -> None:
