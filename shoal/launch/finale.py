@@ -158,7 +158,7 @@ def _credits(end: RunEnd) -> RenderableType:
         table.add_column(heading, justify="right")
     roles, called = end.summary["credits"], _called(end)
     for node in end.snapshot.nodes:
-        if (name := called.get(node.key)) in roles:
+        if (name := called.get(node.key, "")) in roles:
             cheats = roles[name]["role"] == "cheating"
             row = (
                 Text(printable(name)),  # guard: name-is-no-markup
