@@ -153,6 +153,17 @@ def test_the_core_of_a_remedy_comes_before_a_small_terminal_cuts_it(snapshot: Sn
     assert any(core in line for line in shown), shown
 
 
+def test_the_alarm_of_a_pause_leaves_its_cause_to_the_wait_and_has_its_remedy_whole(snapshot: Snapshot) -> None:
+    summary = "the last 512 groups have no signal; at 500 the run pauses"
+    alarm = Alarm("no_signal", "critical", 12, 13, summary, no_signal.FALLEN)
+    for phase in ("running", "paused"):
+        status = msgspec.structs.replace(snapshot.status, phase=phase, pause_cause="no signal")
+        lines = lines_of(replace(snapshot, status=status, alarms=[alarm]), 80, 24)
+        text = " ".join(line.strip("│ ") for line in lines)
+        assert (f"the run has paused. {no_signal.FALLEN}" in text) == (phase == "paused")
+        assert ("512 groups" in text) == (phase == "running")
+
+
 def test_the_curve_spans_the_steps_that_were_done(snapshot: Snapshot) -> None:
     for done in (3, 20, 37):
         lines = lines_of(replace(snapshot, metrics=snapshot.metrics[:done]), 120, 40)
