@@ -52,7 +52,7 @@ METRICS: dict[str, Metric] = {
     "solve_rate": Metric(
         "share",
         "Share of the rollouts accepted since the batch of the last step that are solved: whose reward is at least "
-        "envs.solved. Missing in the first step after a restart of the coordinator.",
+        "envs.solved. Missing if some were accepted before a restart of the coordinator.",
     ),
     "solve_rate/LABEL": Metric(
         "share", "The same for one environment, if a run has several; null if no group of it was accepted."

@@ -24,6 +24,7 @@ from shoal.heldout import Heldout, format_of, why_no_mean, why_not_comparable
 from shoal.launch.nodes_table import last_reason, reasons
 from shoal.launch.panels import BLANK, duration
 from shoal.launch.samples import SPEAKERS
+from shoal.launch.snapshot import names_apart
 from shoal.launch.summary import RunEnd
 from shoal.ledger.rules.members import ASKED_BY_HOST
 from shoal.terminal import command, printable
@@ -155,17 +156,17 @@ def _credits(end: RunEnd) -> RenderableType:
         table.add_column(heading)
     for heading in ("accepted", "refused", "credits", "influence"):
         table.add_column(heading, justify="right")
-    roles = end.summary["credits"]
+    roles, called = end.summary["credits"], _called(end)
     for node in end.snapshot.nodes:
-        if node.role == "worker" and node.name in roles:
-            cheats = roles[node.name]["role"] == "cheating"
+        if (name := called.get(node.key, "")) in roles:
+            cheats = roles[name]["role"] == "cheating"
             row = (
-                Text(printable(node.name)),  # guard: name-is-no-markup
-                *(roles[node.name][heading] for heading in known),
+                Text(printable(name)),  # guard: name-is-no-markup
+                *(roles[name][heading] for heading in known),
                 f"{node.accepted:,}",
                 f"{node.refused:,}",
                 f"{node.credits:,}",
-                f"{end.summary['influence'][node.name]:.1%}",
+                f"{end.summary['influence'][name]:.1%}",
             )
             table.add_row(*row, style="red" if cheats else "")
     return Group(
@@ -173,10 +174,16 @@ def _credits(end: RunEnd) -> RenderableType:
     )
 
 
+def _called(end: RunEnd) -> dict[str, str]:
+    """What summary.json calls each worker, by key."""
+    return names_apart(node for node in end.snapshot.nodes if node.role == "worker")
+
+
 def _refusals(end: RunEnd) -> list[str]:
     """A line for each worker that had groups refused: by which checks, and the last refusal in full."""
+    called = _called(end)
     return [
-        f"{printable(node.name)}: {node.refused:,} groups refused, by {reasons(node)}. "
+        f"{printable(called[node.key])}: {node.refused:,} groups refused, by {reasons(node)}. "
         + (
             f"The last: {printable(node.last_reason)}"
             if node.last_reason != ASKED_BY_HOST
@@ -250,7 +257,7 @@ def _next_steps(end: RunEnd) -> tuple[str, ...]:
         f"  {command('eval', str(end.run_dir), '--samples', '3')}",
         "Replay the log and check every credit:",
         f"  {command('ledger', 'verify', str(end.run_dir))}",
-        *(() if end.hosted else _how_to_host(end)),
+        *(() if end.hosted or end.advice else _how_to_host(end)),  # not with settings that the advice changes
     )
 
 

@@ -364,13 +364,9 @@ class LocalRun:
             self._view.say(f"No rollout can be shown: {error}")
         if why := why_paused(self._folder, self._snapshot.metrics, status.flat_reward):
             self._view.say(as_called(f"{why}.", self._folder.root))
-        resume, drain = (command("admin", action, str(self._folder.root)) for action in ("resume", "drain"))
-        self._view.say(
-            f"Accepted work stays paid. `{drain}` ends the run"
-            if IN_A_NEW_RUN in no_signal_remedy(status.flat_groups, status.unbegun_groups, status.unbegun_cause)
-            else f"Accepted work stays paid. `{resume}` continues and restarts the count; `{drain}` ends the run. The "
-            "limit is rollouts.max_flat_groups"
-        )
+        remedy = no_signal_remedy(status.flat_groups, status.unbegun_groups, status.unbegun_cause)
+        again = "" if IN_A_NEW_RUN in remedy else "Resume restarts the count up to rollouts.max_flat_groups. "
+        self._view.say(f"Accepted work stays paid. {again}Drain ends the run")
 
     def _advise(self) -> None:
         """Say what is unusual about the policy that the run began with, that all work is refused, or that token limits end

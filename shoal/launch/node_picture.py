@@ -18,7 +18,7 @@ from shoal.launch.agreement import Agreement
 from shoal.launch.nodes_table import last_reason
 from shoal.launch.panels import duration
 from shoal.launch.remaining import left_label, seconds_left
-from shoal.launch.snapshot import Snapshot
+from shoal.launch.snapshot import Snapshot, names_apart
 from shoal.ledger.law import LAW, LAWS
 from shoal.protocol import types as t
 from shoal.roles.doing import Judged
@@ -201,7 +201,7 @@ def validator_lines(now: NodeNow) -> list[str]:
     ]
     if judged.last_reason:
         lines.append(f"last refusal: {brief(judged.last_reason, 240)}")
-    names = {node.key: node.name for node in now.snapshot.nodes}
+    names = names_apart((node for node in now.snapshot.nodes if node.role == "validator"), 30)
     if differed := agreement.differed.most_common(3):
         who = ", ".join(f"{brief(names.get(key, key[:12]), 30)} {count}x" for key, count in differed)
         lines.append(f"differs from others on {agreement.differed.total():,} of {agreement.compared:,} groups: {who}")

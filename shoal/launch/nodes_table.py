@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.launch.panels import duration
-from shoal.launch.snapshot import STARTING, Snapshot
+from shoal.launch.snapshot import STARTING, Snapshot, names_apart
 from shoal.ledger.rules.members import ASKED_BY_HOST
 from shoal.protocol.types import NodeState
 from shoal.terminal import brief
@@ -53,7 +53,8 @@ def nodes_table(snapshot: Snapshot, width: int, lines: int | None = None) -> Ren
         return Text("no worker has joined yet" if is_known else "the workers are not known", style="dim")
     rows = (MOST_ROWS if lines is None else max(2, lines)) - 1
     shown = found if len(found) <= rows else found[: max(1, rows - 1)]
-    columns = _columns(width, max(len(brief(node.name, NAME_CELLS)) for node in shown))
+    called = names_apart(found, min(NAME_CELLS, width // 3))
+    columns = _columns(width, max(len(brief(called[node.key], NAME_CELLS)) for node in shown))
     table = Table(box=None, expand=True, pad_edge=False, padding=(0, 1), header_style="dim")
     for heading, cells in columns.items():
         right = cells is not None and heading not in ("worker", "standing")
@@ -63,7 +64,7 @@ def nodes_table(snapshot: Snapshot, width: int, lines: int | None = None) -> Ren
         )  # fmt: skip
     room = width - sum(cells or 0 for cells in columns.values()) - 2 * (len(columns) - 1)
     for node in shown:
-        row = _cells(node, snapshot, width, room)
+        row = _cells(node, called[node.key], snapshot, width, room)
         table.add_row(*(row[heading] for heading in columns))
     left_out = found[len(shown) :]
     return Group(table, Text(_others(left_out, snapshot), style="dim")) if left_out else table
@@ -87,7 +88,7 @@ def last_reason(node: NodeState) -> str:
     return f"last refusal: {brief(node.last_reason, 240)}" if node.last_reason else ""
 
 
-def _cells(node: NodeState, snapshot: Snapshot, width: int, room: int) -> dict[str, Text]:
+def _cells(node: NodeState, called: str, snapshot: Snapshot, width: int, room: int) -> dict[str, Text]:
     """What each column says; `room` are the cells of the last one, where the standing is where it has no column."""
     cheats = node.name in snapshot.cheaters
     standing = brief(node.standing, 12) + (", left" if node.left else "")
@@ -106,7 +107,7 @@ def _cells(node: NodeState, snapshot: Snapshot, width: int, room: int) -> dict[s
     if width >= WITH_REASON and node.last_reason:
         why.append(f" · {brief(node.last_reason, 200)}", style="dim")
     return {
-        "worker": Text(brief(node.name, NAME_CELLS) + (" (cheats)" if cheats else ""), style="red" if cheats else ""),
+        "worker": Text(brief(called, NAME_CELLS) + (" (cheats)" if cheats else ""), style="red" if cheats else ""),
         "standing": Text(standing, style=_STANDING_STYLE.get(node.standing, "")),
         "accepted": Text(f"{node.accepted:,}"),
         "refused": Text(f"{node.refused:,}", style="red" if node.refused else ""),

@@ -175,13 +175,13 @@ def solved(snapshot: Snapshot) -> dict[str, str]:
 def watchdog(snapshot: Snapshot, width: int, lines: int) -> Text:
     """What the run waits for, and since when, or in its place the launcher's own notice, in so many lines; what the host
     may do about environment faults, whole; then up to two alarms, each with what to do about it in two lines."""
-    waits = _waits(snapshot, in_flight=snapshot.has_counts)
+    status, waits = snapshot.status, _waits(snapshot, in_flight=snapshot.has_counts)
     lines = lines if snapshot.has_counts else LOG_LINES
     if len(waits.wrap(get_console(), width)) > lines:
         waits = _waits(snapshot, in_flight=False)  # no half of it behind a long cause
     text = cropped(waits, width, lines)
     most = lines + 2 * min(len(snapshot.alarms), 2)
-    if remedy := split_remedy(snapshot.notice or snapshot.status.waiting_for)[1]:
+    if remedy := split_remedy(snapshot.notice or status.waiting_for)[1]:
         advice = Text("\n").join(Text(brief(remedy, 1000), style="bold").wrap(get_console(), width))
         text.append("\n").append_text(advice)
         most += advice.plain.count("\n") + 1
@@ -189,17 +189,23 @@ def watchdog(snapshot: Snapshot, width: int, lines: int) -> Text:
         style = _SEVERITY_STYLE[alarm.severity]
         named = f"alarm {brief(alarm.cause)} since step {alarm.since}: "
         text.append(f"\n{named}", style=f"bold {style}")
-        said = _in_two_lines(named + brief(alarm.summary, 400), brief(alarm.remedy, 400), width)
+        # Of what it paused for, the wait says more.
+        is_paused_for = status.phase == "paused" and status.pause_cause == alarm.cause.replace("_", " ")
+        summary = "the run has paused" if is_paused_for else brief(alarm.summary, 400)
+        said = _in_two_lines(named + summary, brief(alarm.remedy, 400), width)
         text.append(said[len(named) :], style=style)
     return cropped(text, width, most)
 
 
 def cropped(text: Text, width: int, lines: int) -> Text:
-    """The first lines of a text, broken as the terminal breaks them. Its last one ends by … if there were more."""
+    """The first lines of a text, broken as the terminal breaks them. Its last one ends by … if there were more, unless it
+    is a whole command in a line of its own, whose last word the … would seem to cut."""
     whole = list(text.wrap(get_console(), width))
     if len(whole) > lines > 0:
         whole[lines - 1].rstrip()
-        if not whole[lines - 1].plain.endswith("…"):
+        last = whole[lines - 1].plain
+        is_command = last.startswith("    ") and last in text.plain.splitlines()
+        if not last.endswith("…") and not is_command:
             whole[lines - 1].truncate(width - 2)
             whole[lines - 1].append(" …")
     return Text("\n").join(whole[:lines])

@@ -5,6 +5,7 @@ something is not there yet: a run that is starting has no metrics, a coordinator
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from shoal.net.listening import local_url, reader_url, told_address
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_NODES
 from shoal.protocol.types import NodeState, Status
 from shoal.protocol.wire import WireError, from_json
+from shoal.terminal import brief
 
 T = TypeVar("T")
 
@@ -85,23 +87,40 @@ class Snapshot:
         return int(self.metrics[-1]["step"]) + 1 if self.metrics else max(0, self.status.version)
 
     def latest(self, name: str) -> float | None:
-        """The newest value of a metric."""
-        values = self.series(name)
-        return values[-1] if values else None
+        """A metric's value in the newest step; None if that step lacks it."""
+        value = self.metrics[-1].get(name) if self.metrics else None
+        return float(value) if isinstance(value, int | float) else None
 
     def series(self, name: str) -> list[float]:
         """All values of a metric, oldest first; steps without it are left out."""
         return [float(line[name]) for line in self.metrics if isinstance(line.get(name), int | float)]
 
     def by_env(self, name: str) -> dict[str, float]:
-        """The newest value of a metric for each environment, by label; empty where a run has one environment."""
-        keys = dict.fromkeys(key for line in self.metrics for key in line if key.startswith(f"{name}/"))
-        newest = {key.removeprefix(f"{name}/"): self.latest(key) for key in keys}
-        return {label: value for label, value in newest.items() if value is not None}
+        """The newest value of a metric for each environment, by label: a batch may have none of one. Empty where a run
+        has one environment, or the newest step lacks the metric."""
+        start = f"{name}/"
+        if not self.metrics or not any(key.startswith(start) for key in self.metrics[-1]):
+            return {}
+        keys = dict.fromkeys(key for line in self.metrics for key in line if key.startswith(start))
+        return {key.removeprefix(start): values[-1] for key in keys if (values := self.series(key))}
 
     def tokens_per_s(self) -> float | None:
         """Policy tokens that were learned from, per second of the newest steps' wall time."""
         return pace_of(self.metrics, 0).tokens_per_s
+
+
+def names_apart(nodes: Iterable[NodeState], most: int = 0) -> dict[str, str]:
+    """What each of these nodes is called, by key: its name, with the start of its key if another one could be meant. No two
+    are called the same. `most`: characters that there is room for; 0: the whole name."""
+
+    def ways(node: NodeState) -> tuple[str, str, str]:
+        short, long = (brief(node.name, room) if most else node.name for room in (max(4, most - 15), most))
+        return long, f"{short} ({node.key[:12]})", node.key
+
+    named = {node.key: ways(node) for node in nodes}
+    times = Counter(name for names in named.values() for name in {*names})
+    # guard: name-means-one-node
+    return {key: next((name for name in names if times[name] == 1), key) for key, names in named.items()}
 
 
 class MetricsWatch:

@@ -21,7 +21,7 @@ from shoal.folder import RunFolder, write_atomically
 from shoal.heldout import AFTER, BEFORE, read_heldout
 from shoal.launch.process import Use, own_use
 from shoal.launch.room import first_spec, learned_parameters_of
-from shoal.launch.snapshot import Snapshot
+from shoal.launch.snapshot import Snapshot, names_apart
 from shoal.ledger.facts.batches import BY_ENVIRONMENT, GroupAccepted, SlotVoid
 from shoal.ledger.fault_rate import most_frequent_error
 from shoal.ledger.log.store import Store, sqlite_url
@@ -119,6 +119,8 @@ def write_summary(folder: RunFolder, config: RunConfig, snapshot: Snapshot, usag
         ages = line.get("staleness_rollouts")
         staleness.update(ages if isinstance(ages, dict) else {})
     unbegun, why, fault = _troubles(folder.log)
+    workers = [node for node in snapshot.nodes if node.role == "worker"]
+    called = names_apart(workers)
     summary = {
         "heldout": {"before": _interval(before), "after": _interval(after)},
         "steps": snapshot.step,
@@ -129,9 +131,8 @@ def write_summary(folder: RunFolder, config: RunConfig, snapshot: Snapshot, usag
         "unbegun": unbegun,
         "unbegun_cause": why,
         "credits": {
-            node.name: {"credits": node.credits, "role": _role(node.name, config, snapshot.cheaters)}
-            for node in snapshot.nodes
-            if node.role == "worker"
+            called[node.key]: {"credits": node.credits, "role": _role(called[node.key], config, snapshot.cheaters)}
+            for node in workers
         },
         "influence": influence_shares(snapshot.nodes),
         "staleness": dict(sorted(staleness.items(), key=lambda item: int(item[0]))),
@@ -202,10 +203,10 @@ def _diagnosis(
 
 
 def influence_shares(nodes: Sequence[NodeState]) -> dict[str, float]:
-    """Each worker's share of what the trainer learned from, by name, see `protocol.audits.influence`."""
+    """Each worker's share of what the trainer learned from, by what it is called, see `protocol.audits.influence`."""
     workers = [node for node in nodes if node.role == "worker"]
-    total = sum(node.influence for node in workers)
-    return {node.name: node.influence / total if total else 0.0 for node in workers}
+    total, called = sum(node.influence for node in workers), names_apart(workers)
+    return {called[node.key]: node.influence / total if total else 0.0 for node in workers}
 
 
 def _evaluation(path: Path) -> dict[str, Any] | None:

@@ -110,7 +110,8 @@ def _parts(
     troubled = sum(in_trouble(node, snapshot) for node in found)
     least = 1 + min(len(found), max(3, min(troubled, body // 3))) + 1  # a heading, and the line about the others
     left = body - 1 - lead - _lines(watched)
-    message = _messages(said, width, 8 if body == 1000 else max(1, min(body // 4, left - least - 1)))
+    most_said = body // (4 if snapshot.metrics else 2)  # before the first step there are no figures
+    message = _messages(said, width, 8 if body == 1000 else max(1, min(most_said, left - least - 1)))
     left -= _lines(message)
     figures = len(panels.figures(snapshot)) if width >= panels.WIDE else COMPACT_LINES
     room = left - least - 2 - talk_lines

@@ -34,6 +34,7 @@ def test_a_run_without_signal_shows_its_host_two_rollouts_and_ends_when_drained(
     assert "The run has paused itself and waits for the host: the last " in text
     assert "have no signal: within each all rewards are equal, 0.5 on average" in text
     assert "then `shoal admin resume runs/small` or `shoal admin drain runs/small`" in text
+    assert "shoal admin" not in text.split("Accepted work stays paid. ")[1].splitlines()[0], "said above"
     assert text.count("reward 0.50 · ended by") == 2 and text.count("policy |") >= 2
     drained = subprocess.run([*shoal, "admin", "drain", "runs/small"], cwd=tmp_path, capture_output=True, text=True)
     assert drained.returncode == 0, drained.stderr

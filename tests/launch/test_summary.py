@@ -10,7 +10,7 @@ import pytest
 
 from shoal.folder import RunFolder
 from shoal.launch.process import Use
-from shoal.launch.snapshot import NO_STATUS, CoordinatorWatch, MetricsWatch, Snapshot
+from shoal.launch.snapshot import NO_STATUS, CoordinatorWatch, MetricsWatch, Snapshot, names_apart
 from shoal.launch.summary import UsageBook, _troubles, influence_shares
 from shoal.ledger.facts.batches import GroupAccepted
 from shoal.ledger.log.store import Store, sqlite_url
@@ -67,13 +67,31 @@ def test_usage_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -> N
 
 def test_influence_is_each_workers_share_of_everything_learned() -> None:
     def node(name: str, role: str, influence: float) -> NodeState:
-        return NodeState("aa" * 32, role, name, "good", 0, 0, 0, 0, {}, "", influence=influence)  # type: ignore[arg-type]
+        return NodeState(name.encode().hex() * 32, role, name, "good", 0, 0, 0, 0, {}, "", influence=influence)  # type: ignore[arg-type]
 
     nodes = [node("a", "worker", 30.0), node("v", "validator", 0.0), node("b", "worker", 10.0)]
     assert influence_shares(nodes) == {"a": 0.75, "b": 0.25}
     shares = influence_shares([node("a", "worker", 50352.0), node("b", "worker", 49648.0)])
     assert f"{shares['a']:.1%}".replace("%", " %") == share(0.50352) == "50.4 %", "rounded once, and as in the report"
     assert influence_shares(nodes[:0]) == {} and influence_shares([node("a", "worker", 0.0)]) == {"a": 0.0}
+
+
+def test_no_two_nodes_are_called_the_same() -> None:
+    def called(*named: tuple[str, str], most: int = 0) -> list[str]:
+        nodes = [NodeState(key, "worker", name, "good", 0, 0, 0, 0, {}, "") for key, name in named]
+        found = names_apart(nodes, most)
+        assert [*found] == [node.key for node in nodes] and len({*found.values()}) == len(nodes)
+        return [*found.values()]
+
+    a, b, same_start = "a" * 64, "b" * 64, "a" * 63 + "b"
+    assert called((a, "vm"), (b, "box")) == ["vm", "box"]
+    assert called((a, "vm"), (b, "vm")) == [f"vm ({a[:12]})", f"vm ({b[:12]})"]
+    assert called((a, "vm"), (same_start, "vm")) == [a, same_start]
+    imitated = f"vm ({a[:12]})"
+    assert called((a, "vm"), (b, "vm"), ("c" * 64, imitated)) == [a, f"vm ({b[:12]})", f"{imitated} (cccccccccccc)"]
+    called((a, "vm"), (b, "vm"), ("c" * 64, a), ("d" * 64, imitated))
+    long = "gpu-of-the-cluster-in-hall-"
+    assert called((a, f"{long}1"), (b, f"{long}2"), most=25) == [f"gpu-of-th… ({key[:12]})" for key in (a, b)]
 
 
 def test_metrics_are_read_as_the_file_grows(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from shoal.commands.hosting import recipe_as_typed
 from shoal.config import EnvConfig
 from shoal.heldout import Heldout
 from shoal.launch.finale import plain_end, render_end, save_picture
-from shoal.launch.panels import chart, duration
+from shoal.launch.panels import chart, duration, figures, figures_table
 from shoal.launch.snapshot import Sample, Snapshot
 from shoal.launch.summary import RunEnd
 from shoal.launch.view import LiveView, plain, plain_wait, render
@@ -311,8 +311,8 @@ def test_the_last_table_says_how_to_host_the_same_run(end: RunEnd) -> None:
         line = next(line for line in text.splitlines() if "shoal host" in line)
         assert shlex.split(line) == ["shoal", "host", *command[1:], "--out", "runs/my run-hosted"]
         assert "Host a run of its own" in text
-    hosted = replace(ended, hosted=True)
-    assert all("shoal host" not in text for text in (shown(render_end(hosted), width=200), plain_end(hosted)))
+    for without in (replace(ended, hosted=True), replace(ended, advice=("Change this first: train.lr = 1e-4",))):
+        assert all("shoal host" not in text for text in (shown(render_end(without), width=200), plain_end(without)))
 
 
 @pytest.mark.parametrize("width", [30, 60, 80, 200])
@@ -391,6 +391,22 @@ def test_name_of_a_worker_cannot_steer_the_terminal(snapshot: Snapshot, end: Run
     evil = replace(snapshot, nodes=nodes)
     for text in (shown(render(evil)), shown(render_end(replace(end, snapshot=evil)))):
         assert "\x1b[2J" not in text and "\x07" not in text
+
+
+def test_a_figure_that_the_newest_step_lacks_is_not_that_of_an_older_one(snapshot: Snapshot) -> None:
+    known = {"step": 37, "reward_all_mean": 0.5, "solve_rate": 0.477, "solve_rate/easy": 0.7, "draw_weight/easy": 1.0}
+    after = {"step": 38, "reward_all_mean": 0.5}
+    for lines, is_known in (((known,), True), ((known, after), False)):
+        seen = replace(snapshot, metrics=(*snapshot.metrics, *lines))
+        value = next(value for label, value in figures(seen) if label.plain == "solved")
+        assert value == ("47.7%" if is_known else "-") and ("solved=" in plain(seen)) == is_known
+        assert ("solved_easy=" in plain(seen)) == is_known and ("  easy" in shown(figures_table(seen))) == is_known
+
+
+def test_two_workers_of_one_name_are_told_apart_in_the_table(snapshot: Snapshot) -> None:
+    nodes = tuple(msgspec.structs.replace(node, name="a-machine-with-a-long-name") for node in snapshot.nodes)
+    text = shown(render(replace(snapshot, nodes=nodes)), 80)
+    assert "a-machine… (aaaaaaaaaaaa)" in text and "a-machine… (bbbbbbbbbbbb)" in text
 
 
 def test_names_are_not_read_as_markup(snapshot: Snapshot, end: RunEnd) -> None:

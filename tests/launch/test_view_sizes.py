@@ -10,9 +10,11 @@ import msgspec
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
+from rich.text import Text
 
 from shoal.alarms import Alarm
 from shoal.launch.alarms import in_words
+from shoal.launch.panels import cropped
 from shoal.launch.remaining import seconds_left
 from shoal.launch.snapshot import Sample, Snapshot
 from shoal.launch.view import LiveView, plain, render
@@ -69,7 +71,9 @@ def lines_of(
 def crowd(snapshot: Snapshot, honest: int) -> Snapshot:
     """The run with more honest workers, whose names come first in the alphabet and whose credits are higher."""
     good = next(node for node in snapshot.nodes if node.name == "worker-0")
-    more = tuple(msgspec.structs.replace(good, name=f"a-{i:03}", credits=10**6 + i) for i in range(honest))
+    more = tuple(
+        msgspec.structs.replace(good, key=f"{i:064}", name=f"a-{i:03}", credits=10**6 + i) for i in range(honest)
+    )
     return replace(snapshot, nodes=more + snapshot.nodes)
 
 
@@ -149,6 +153,17 @@ def test_the_core_of_a_remedy_comes_before_a_small_terminal_cuts_it(snapshot: Sn
     assert any(core in line for line in shown), shown
 
 
+def test_the_alarm_of_a_pause_leaves_its_cause_to_the_wait_and_has_its_remedy_whole(snapshot: Snapshot) -> None:
+    summary = "the last 512 groups have no signal; at 500 the run pauses"
+    alarm = Alarm("no_signal", "critical", 12, 13, summary, no_signal.FALLEN)
+    for phase in ("running", "paused"):
+        status = msgspec.structs.replace(snapshot.status, phase=phase, pause_cause="no signal")
+        lines = lines_of(replace(snapshot, status=status, alarms=[alarm]), 80, 24)
+        text = " ".join(line.strip("│ ") for line in lines)
+        assert (f"the run has paused. {no_signal.FALLEN}" in text) == (phase == "paused")
+        assert ("512 groups" in text) == (phase == "running")
+
+
 def test_the_curve_spans_the_steps_that_were_done(snapshot: Snapshot) -> None:
     for done in (3, 20, 37):
         lines = lines_of(replace(snapshot, metrics=snapshot.metrics[:done]), 120, 40)
@@ -169,15 +184,18 @@ def test_a_small_table_says_who_is_silent_and_whose_leases_lapsed(snapshot: Snap
         row = next(line for line in lines_of(replace(snapshot, nodes=(alice,)), width, 24) if " alice " in line)
         assert said in row, row
     crowded = replace(
-        snapshot, nodes=tuple(msgspec.structs.replace(alice, name=f"w-{i}", silent_s=0.0) for i in range(99))
+        snapshot,
+        nodes=tuple(msgspec.structs.replace(alice, key=f"{i:064}", name=f"w-{i}", silent_s=0.0) for i in range(99)),
     )
-    crowded = replace(crowded, nodes=(*crowded.nodes, msgspec.structs.replace(alice, name="zoe", credits=0)))
+    crowded = replace(
+        crowded, nodes=(*crowded.nodes, msgspec.structs.replace(alice, key="zz" * 32, name="zoe", credits=0))
+    )
     assert any(" zoe " in line and "silent" in line for line in lines_of(crowded, 80, 24))
 
 
 def test_workers_in_trouble_come_first_and_are_counted_when_there_is_no_room(snapshot: Snapshot) -> None:
     bad = next(node for node in snapshot.nodes if node.name == "cheater-0")
-    cheats = tuple(msgspec.structs.replace(bad, name=f"z-{i:02}", refused=i + 1) for i in range(30))
+    cheats = tuple(msgspec.structs.replace(bad, key=f"z{i:063}", name=f"z-{i:02}", refused=i + 1) for i in range(30))
     lines = lines_of(replace(crowd(snapshot, 10), nodes=crowd(snapshot, 10).nodes + cheats), 80, 24)
     rows = [line for line in lines if "sampling 40x" in line]
     assert "cheater-0" in rows[0] and " z-29 " in rows[1] and not any(" a-0" in line for line in lines)
@@ -322,6 +340,23 @@ def test_warnings_of_the_start_stay_in_the_picture(snapshot: Snapshot, width: in
     left_out = 1 + len(WARNINGS) - len(shows)
     assert shows == "abcdef" or f"{left_out} more in logs/launcher.log" in text
     assert "first prompt of wordle" in text or shows != "abcdef", "where there is room"
+
+
+def test_a_command_before_what_is_left_out_keeps_its_last_word_and_gets_more_room_before_the_first_step(
+    snapshot: Snapshot,
+) -> None:
+    said = [
+        "a prompt of wordle",
+        "evaluated: 0.3",
+        f"Others join with:\n\n    shoal join http://host:8470\n{'more ' * 99}",
+    ]
+    lines = lines_of(snapshot, 80, 24, said)
+    assert any(line.strip("│ ") == "shoal join http://host:8470" for line in lines)
+    assert not any(" more " in line for line in lines) and "whole in logs/launcher.log" in "\n".join(lines)
+    at_first = lines_of(replace(snapshot, metrics=(), heldout=()), 80, 24, said)
+    assert len(at_first) <= 24 and sum(" more " in line for line in at_first) > 1
+    far = "    shoal join http://host.of.a.long.name:8470/below/a/path/that/is/as/long"
+    assert cropped(Text(f"{far}\n{far}"), 40, 2).plain.endswith("…"), "half of a command is marked"
 
 
 def test_a_message_that_does_not_fit_says_where_it_is_whole(snapshot: Snapshot) -> None:

@@ -96,6 +96,25 @@ def test_only_workers_of_a_run_file_that_also_starts_cheaters_are_called_honest(
         assert ("(honest)" in plain_end(end)) == bool(cheaters)
 
 
+def test_a_worker_that_takes_the_name_of_another_takes_neither_its_credits_nor_its_role(evaluated):
+    folder = evaluated(HARD)
+    nodes = tuple(
+        NodeState(key * 64, "worker", "worker-0", "good", credits, 0, 0, 0, {}, "", influence=credits)
+        for key, credits in (("a", 36364), ("b", 63636))
+    )
+    seen = Snapshot("town", "x", 3, nodes=nodes, cheaters=frozenset({"cheater-0"}))
+    end = write_summary(folder, folder.config(), seen, UsageBook(folder.root / "usage.json"))
+    found = msgspec.json.decode(folder.summary.read_bytes())
+    names = [f"worker-0 ({key * 12})" for key in "ab"]
+    assert [found["credits"][name] for name in names] == [{"credits": c, "role": ""} for c in (36364, 63636)]
+    assert [found["influence"][name] for name in names] == [0.36364, 0.63636]
+    console = Console(file=io.StringIO(), width=120)
+    console.print(render_end(end))
+    for text in (plain_end(end), console.file.getvalue()):
+        for said in (*names, "36,364", "63,636", "36.4%", "63.6%"):
+            assert said in text, said
+
+
 def test_a_run_of_several_environments_names_the_one_that_it_evaluates(evaluated, tmp_path):
     folder = evaluated(EASY | {"eval_episodes": 0}, HARD)
     found = msgspec.json.decode((folder.evaluations / "after.json").read_bytes(), type=MixedEvaluation)

@@ -608,7 +608,7 @@ def test_each_figure_of_cards_and_tiles_leads_to_what_says_it(host, shelf):
     ]
     names = {name for _, name, _, _ in found}
     assert {"Version", "Time of a step", "Reward", "Held-out", "Accepted", "Share of credits", "Leases"} <= names
-    of_here = ("Free disk", "Disk used")  # measured by the page, so nothing of the run says it
+    of_here = ("Free disk", "Blobs")  # measured by the page, so nothing of the run says it
     bare = [figure for figure in found if re.search(r"\d", figure[2]) and not figure[3] and figure[1] not in of_here]
     assert bare == []
     links = {name: links for view, name, _, links in found if view == ""}
@@ -620,11 +620,11 @@ def test_each_figure_of_cards_and_tiles_leads_to_what_says_it(host, shelf):
 
 
 def test_the_host_sees_how_much_of_the_quota_its_blobs_take(host, anyone, town):
-    told = {name: text for name, text, _ in figures_of(host.get("/1/").text)}["Disk used"]
+    told = {name: text for name, text, _ in figures_of(host.get("/1/").text)}["Blobs"]
     held = sum(file.stat().st_size for file in town.folder.blobs.rglob("*") if file.is_file())
     quota = town.folder.config().storage.quota_mb * 1_000_000
     assert told == f"{number(held / 1e9, 3)} of {number(quota / 1e9, 3)} GB, {percent(held / quota)}" and held > 0
-    assert "Disk used" not in anyone.get("/1/").text
+    assert ">Blobs<" not in anyone.get("/1/").text
 
 
 def test_the_counts_of_a_node_and_a_validator_are_the_rows_that_they_lead_to(anyone, shelf):

@@ -245,15 +245,14 @@ def test_a_rollout_on_which_the_environment_failed_says_so_and_what_was_raised(b
     )
 
 
-def test_a_host_whose_run_paused_by_environment_faults_reads_the_whole_remedy(shelf):
+def test_a_host_whose_run_paused_by_environment_faults_reads_the_whole_remedy(shelf, town):
     cause = f"{FAULTS}words fails on 40 of its newest 400 rollouts: words.py line 7: KeyError: {'no such answer ' * 12}"
     tell(shelf, phase="paused", pause_cause=cause, waiting_for=f"the host: {cause}. {FAULT_REMEDY}")
-    words = words_of(shelf, "/1/", is_host=True)
-    assert (
-        f"{FAULT_REMEDY}: shoal admin resume" in words
-        and "words fails on 40" in words
-        and "Resume it with" not in words
-    )
+    words, folder = words_of(shelf, "/1/", is_host=True), town.folder.root
+    assert "which shoal env check tries; where" in words.replace(" ;", ";") and "words fails on 40" in words
+    for action in ("resume", "drain"):  # once here, once in the list of commands below
+        assert words.count(f"shoal admin {action} {folder}") == words.count(f"shoal admin {action}") == 2
+    assert "`" not in words and "Resume it with" not in words
     assert "Start its host again first, because nobody answers. Correct the environment" in words
     others = words_of(shelf, "/1/")
     assert "Its host resumes it" in others and "Correct the environment" not in others

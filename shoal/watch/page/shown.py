@@ -18,7 +18,7 @@ from jinja2.environment import TemplateModule
 from starlette.datastructures import QueryParams
 
 from shoal.ledger.hints import split_remedy
-from shoal.terminal import brief, printable
+from shoal.terminal import as_called, brief, printable
 from shoal.watch.words import KEY_CHARS
 
 HERE = Path(__file__).parent
@@ -37,6 +37,7 @@ def templates() -> Environment:
         "number": number, "whole": whole, "percent": percent, "when": when, "iso": iso, "span": span,
         "cut": cut, "shown": shown, "said": said, "query": query, "after": after, "day": day, "clock": clock,
         "kind_class": kind_class, "quoted": shlex.quote, "split_remedy": split_remedy,
+        "at_commands": at_commands,
     }  # fmt: skip
     env.globals |= {"dash": NONE, "asset": _assets().__getitem__}
     return env
@@ -65,6 +66,11 @@ def said(text: object, most: int = 20_000) -> str:
     whole_text = str(text)
     rest = len(whole_text) - most
     return printable(whole_text[:most], keep="\n\t") + (f"\n[{rest} more characters]" if rest > 0 else "")
+
+
+def at_commands(text: str, run: str) -> list[str]:
+    """A text for the host of the run in a folder, cut at its commands: every second part is one, with that folder."""
+    return as_called(text, Path(run)).split("`")
 
 
 def number(value: Any, digits: int = 4) -> str:
