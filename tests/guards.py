@@ -1516,6 +1516,8 @@ GUARDS = [
         ("marks-not-forged", "self._name = '\N{OBJECT REPLACEMENT CHARACTER}0.'",
          "test_marks_cannot_be_forged_by_a_message"),
         ("reply-mark-not-forged", "mark = MARK", "test_marks_cannot_be_forged_by_a_message"),
+        ("arguments-hide-no-text", "as_text = isinstance(given, str)",
+         "test_nothing_is_hidden_in_the_json_text_of_arguments"),
     ),
     *_needed_by("tests/train/test_rows.py",
         ("masked-turns-teach-nothing", ("author_T[written_P] == POLICY", "author_T[written_P] > 0"),

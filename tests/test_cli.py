@@ -165,6 +165,7 @@ def check_one_line(result: subprocess.CompletedProcess[str], *expected: str) -> 
         ),
         (["ledger", "verify", "nowhere"], "holds no log"),
         (["ledger", "show", "nowhere"], "holds no log"),
+        (["ledger", "show", "http://host:8470"], "reads a run's folder only"),
         (["admin", "pause", "nowhere"], "holds no run"),
         (["admin", "pause", "good.toml"], "good.toml is a file"),
         (["admin", "kick", "nowhere"], "say which node"),

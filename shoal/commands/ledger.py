@@ -10,7 +10,8 @@ from typing import Any
 
 from shoal.commands.grammar import add_command, add_group, device_argument, positive, run_source, source_argument
 from shoal.commands.process import cores
-from shoal.errors import EXIT_NO
+from shoal.errors import EXIT_NO, ConfigError
+from shoal.folder import is_url
 
 
 def add_commands(commands: Any) -> None:
@@ -114,6 +115,10 @@ def ledger_verify(args: argparse.Namespace) -> int:
 def ledger_show(args: argparse.Namespace) -> None:
     from shoal.roles import auditor
 
+    if is_url(args.run_dir):
+        raise ConfigError(
+            "`shoal ledger show` reads a run's folder only: `shoal dashboard URL` shows the events of a URL"
+        )
     auditor.show(args.run_dir, args.kind, args.tail)
 
 

@@ -7,7 +7,7 @@ chat template may take no later ones.
 
 import itertools
 import random
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shoal.envs.base import Env, task_of
@@ -72,15 +72,15 @@ def first_prompt(label: str, env: Env, renderer: Renderer, sampling: Sampling, i
     return printable("\n".join(lines), keep="\n")
 
 
-def learned_row(token_ids: Sequence[int], learned: Container[int], renderer: Renderer) -> str:
-    """Lines with a row of training, of which tokens at some indices are learned."""
-    shown, count = "", sum(i in learned for i in range(len(token_ids)))
+def learned_row(token_ids: Sequence[int], positions: Iterable[int], renderer: Renderer) -> str:
+    """Lines with a row of training, of which the tokens at these positions are learned."""
+    shown, learned = "", {*positions}
     pieces = enumerate(_pieces(token_ids, renderer))
     for is_learned, run in itertools.groupby(pieces, key=lambda piece: piece[0] in learned):
         lines = "".join(text for _, text in run).split("\n")
         shown += "".join(f"\n  {'>' if is_learned else '|'} {line}" for line in lines)
     head = (
-        f"first row of training: {len(token_ids)} tokens, {count} of them learned, after >; control tokens are in [[ ]]"
+        f"first row of training: {len(token_ids)} tokens, {len(learned)} of them learned (>), control tokens in [[ ]]"
     )
     return printable(head + _without_middle(shown), keep="\n")
 

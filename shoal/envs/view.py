@@ -152,7 +152,7 @@ class View:
         action = self.turns[number].action
         if action.tool_calls:
             return "calls"
-        return "" if action.problems or self.renderer.notation not in NOTATIONS else "text"
+        return "" if action.problems or action._notation not in NOTATIONS else "text"
 
     def _named(self, item: Written) -> Written:
         """A turn of a history, with whether it contains reasoning: we, not the environment, say so."""

@@ -193,6 +193,8 @@ def _diagnosis(
         rollouts.batch_groups,
         rollouts.max_staleness,
         config.train.lr or preset,
+        config.steps,
+        config.train.updates_per_batch,
         bool(moving),
     )
     first, last = (read_heldout(folder.evaluations / f"{when}.json") for when in (BEFORE, AFTER))

@@ -255,9 +255,8 @@ def load_any(directory: Path, dtype: torch.dtype = torch.float32) -> AnyModel:
         lacking = sorted(named - stored.keys())
         lacking = lacking if 2 * len(lacking) < len(named) else []  # else its files have other names, such as old ones
         _demand_size(empty, sum(_count(tensor.shape) for tensor in stored.values()), directory, lacking)
-        if (
-            HEAD in stored and (head := empty.get_output_embeddings()) is not None
-        ):  # transformers does not name it if tied
+        head = empty.get_output_embeddings()  # a tied one has no name of its own
+        if HEAD in stored and head is not None:
             demand_shape(stored[HEAD], HEAD, tuple(head.weight.shape), directory)
         whole, info = type(empty).from_pretrained(
             None, config=empty.config, state_dict=read_tensors(directory, dtype), dtype=dtype, output_loading_info=True,

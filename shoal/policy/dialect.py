@@ -21,6 +21,8 @@ MARK = "\N{OBJECT REPLACEMENT CHARACTER}written\N{OBJECT REPLACEMENT CHARACTER}"
 _REASON, _RESULT = "reasonmark", "resultmark"
 
 _WORDS = ("wordmark", "another and longer wordmark")
+_ENCLOSED = re.compile(r'\\"value|["{]\{"value')
+"""JSON text of arguments within something else."""
 _AS_WRITTEN = ('A <b>Word</b> & "more"', "it's 2 × {Twice}\\n,\nas it is")
 """Turns whose signs templates may change."""
 
@@ -57,8 +59,8 @@ class Dialect:
     @cached_property
     def system(self) -> bool:
         """Whether a system message is shown. True also if the template refuses even a message of the user."""
-        messages = [{"role": "system", "content": MARK}, ASK]
-        return self._shows(self._parted(messages), MARK) or self._text(self._parted([ASK])) is None
+        told = {self._text(self._parted([{"role": "system", "content": words}, ASK])) for words in _WORDS}
+        return len(told) > 1 or self._text(self._parted([ASK])) is None
 
     @cached_property
     def calls(self) -> list[CallStyle]:
@@ -66,7 +68,11 @@ class Dialect:
         result = {"role": "tool", "content": _RESULT, "tool_call_id": "call00000", "name": "tool"}
         styles = (CallStyle(False, False), CallStyle(True, False), CallStyle(False, True), CallStyle(True, True))
         turns = [(style, self._parted([ASK, _styled(calling("", 1), [style]), result])) for style in styles]
-        return [style for style, messages in turns if self._shows(messages, MARK, _RESULT)]
+        shown = [style for style, messages in turns if self._shows(messages, MARK, _RESULT)]
+        objects = [style for style in shown if not style.as_json]
+        texts = [self._text(messages) or "" for style, messages in turns if style in shown and style.as_json]
+        # some put the text in quotes, or in more braces: no call that anybody reads
+        return objects if objects and any(_ENCLOSED.search(text) for text in texts) else shown
 
     @cached_property
     def results(self) -> bool:

@@ -8,6 +8,7 @@ looks at the control tokens around the marks. It reads no text of the policy.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from shoal.errors import StateError
@@ -40,21 +41,39 @@ class Ends:
         return frozenset((self._control.keys() | ends) - (self.within() - ends))
 
     def model(self, ends: set[int]) -> frozenset[int]:
-        """`ends`, which the model's files name, and the control token with which the template ends a turn, if none of
-        those does."""
+        """`ends`, which the model's files name, and the control tokens with which the template ends the last turn and
+        earlier ones, if none of those does."""
         if not self._shown:
             return frozenset(ends)
-        found = set(ends)
-        closing, followed = self._after_mark(said(MARK)), self._after_mark(said(MARK), ASK)
-        closed = closing[: num_shared(closing, followed)] if followed else closing
-        common = self._control_in(closed) or [self._plain_ids[match[0]] for match in _matches(self._plain_ids, closed)]
-        if not found.intersection(common):
-            found.update(common[:1])
+        found, (last, earlier) = set(ends), self._closings
+        if found.isdisjoint([*last, *earlier]):
+            found.update([*last[:1], *earlier[:1]])
         between = self._control_in(self._after_mark(calling("", 2), part=-2))  # of two calls, so the turn goes on
         last = [token for token in self._control_in(self._after_mark(calling("", 1))) if token not in between]
         if not found.intersection(last):
             found.update(last[-1:])
         return frozenset(found)
+
+    def at_last(self, eos: int) -> int:
+        """The token that ends the last turn of a conversation: `eos`, unless the template ends earlier turns alone."""
+        last, earlier = self._closings if self._shown else ([], [])
+        return earlier[0] if earlier and not last else eos
+
+    @cached_property
+    def _closings(self) -> tuple[list[int], list[int]]:
+        """Control tokens with which the template ends the last turn of a conversation, and an earlier one."""
+        closing, followed = self._after_mark(said(MARK)), self._after_mark(said(MARK), ASK)
+        closed = closing[: num_shared(closing, followed)] if followed else closing
+        if both := self._control_in(closed) or [
+            self._plain_ids[match[0]] for match in _matches(self._plain_ids, closed)
+        ]:
+            return both, both
+        # What the next message begins with is no end, nor what a turn begins with, where a template always opens one.
+        shared = num_shared(followed[::-1], self._rendered([ASK])[::-1])
+        begun = self._control_in(self._rendered([ASK, said(MARK)]).partition(MARK)[0])
+        return [one for one in self._control_in(closing) if one not in begun], self._control_in(
+            followed[: len(followed) - shared]
+        )
 
     def within(self, whole: bool = False) -> set[int]:
         """Control tokens that the template writes between the beginning of a turn and its end; if `whole`, also the last
@@ -84,11 +103,14 @@ class Ends:
 
     def _after_mark(self, turn: Message, *after: Message, part: int = -1) -> str:
         """What the template writes after the last mark of a turn, or between the last two; empty if it refuses the turn."""
+        parts = self._rendered([ASK, turn, *after]).split(MARK)
+        return parts[part] if len(parts) > -part else ""
+
+    def _rendered(self, messages: Sequence[Message]) -> str:
         try:
-            parts = self._render([ASK, turn, *after], {}, False).split(MARK)
+            return self._render(messages, {}, False)
         except StateError:
             return ""
-        return parts[part] if len(parts) > -part else ""
 
     def _control_in(self, text: str) -> list[int]:
         return [self._ids[match[0]] for match in _matches(self._ids, text)]

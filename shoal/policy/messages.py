@@ -179,7 +179,9 @@ def _call(call: object) -> dict[str, Any]:
     if not isinstance(read, Mapping):
         raise BadMessage(f"the arguments of a call of {name:.40} are {type(read).__name__}: give an object")
     arguments = plain(read, f"the arguments of a call of {name:.40}")  # None stays: it may be an argument's value
-    shown = {"name": name, "arguments": given if isinstance(given, str) else arguments}
+    # A template may get text as an object. What is escaped in it would escape a look for what it holds.
+    as_text = isinstance(given, str) and "\\u" not in given  # guard: arguments-hide-no-text
+    shown = {"name": name, "arguments": given if as_text else arguments}
     in_order = {key: shown[key] for key in [*(key for key in function if key in shown), *shown]}
     return {"id": _optional(call, "id"), "type": "function", "function": in_order}
 

@@ -126,8 +126,9 @@ class Renderer:
         self._hidden = self.stop_ids | (skipped - self._inner)
         """Tokens that have no text."""
         self._turns = TurnEncoder(
-            self._dialect_for, self._encode, self._encode_after, self.notation, self.stop_ids, self.eos_id
-        )
+            self._dialect_for, self._encode, self._encode_after, self.notation, self.stop_ids,
+            ends[0].at_last(self.eos_id),
+        )  # fmt: skip
         self._remember()
 
     def _remember(self) -> None:

@@ -33,11 +33,12 @@ class TurnEncoder:
 
     def __init__(
         self, dialect_for: Callable[[Mapping[str, Any]], Dialect], encode: Callable[[str], list[int]],
-        encode_after: Callable[[str, str], list[int]], notation: str, stop_ids: frozenset[int], eos_id: int,
+        encode_after: Callable[[str, str], list[int]], notation: str, stop_ids: frozenset[int], end_id: int,
     ) -> None:  # fmt: skip
-        """`dialect_for` gives that of the template for some arguments. The others are the renderer's."""
+        """`dialect_for` gives that of the template for some arguments, and `end_id` ends a turn that the template leaves
+        open. The others are the renderer's."""
         self._dialect_for, self._encode, self._encode_after = dialect_for, encode, encode_after
-        self._notation, self._stop_ids, self._eos_id = notation, stop_ids, eos_id
+        self._notation, self._stop_ids, self._end_id = notation, stop_ids, end_id
         self._around = functools.lru_cache(self._text_around)
 
     def tokens(self, messages: Sequence[Any], arguments: Mapping[str, Any]) -> list[int]:
@@ -136,7 +137,7 @@ class TurnEncoder:
             rest = f"\n{closing}\n\n{rest}"
         ids = self._encode_after(prompt, rest)
         ends = [i for i, token in enumerate(ids) if token in self._stop_ids]
-        return ids[: ends[0] + 1] if ends else [*ids, self._eos_id]
+        return ids[: ends[0] + 1] if ends else [*ids, self._end_id]
 
     def _text(self, messages: Sequence[Message], arguments: Mapping[str, Any], prompt: bool = True) -> str:
         return self._dialect_for(arguments).text(messages, arguments, prompt)

@@ -34,16 +34,6 @@ MAX_LINE_BYTES = 1 << 20
 """Limit on a line of a file of pairs."""
 
 
-def _parted(pairs: Sequence[Pair], start: Path, settings: PairSettings) -> tuple[list[Pair], list[Pair]]:
-    """Pairs to learn from, and held-out ones. The first one is shown."""
-    learned, measured = held_out(pairs)
-    renderer = Renderer.from_directory(start)
-    for name, row in zip(("chosen", "rejected"), learned[0], strict=True):
-        log.info("%s: %s", name, learned_row(row.tokens_T.tolist(), row.positions_P.tolist(), renderer))
-    log.info("pairs=%d held out=%d; learning for %d steps", len(learned), len(measured), settings.steps)
-    return learned, measured
-
-
 @dataclass(frozen=True)
 class Preferred:
     """What came of it."""
@@ -59,7 +49,7 @@ def improve(
     """Train the policy in `start` on pairs by DPO, and write it to `out`."""
     torch.set_num_threads(threads)
     model = open_policy(start, torch.float32)
-    learned, measured = _parted(pairs, start, settings)
+    learned, measured = _begin(pairs, start, settings)
     found, tokens = prefer_policy(model, learned, measured, beta, settings, _told(settings.steps))
     save_policy(model, out, dtype, tokenizer_from=start)
     return Preferred(tokens, {"learned_pairs": len(learned)} | asdict(found))
@@ -71,7 +61,7 @@ def make_judge(
     """Train a reward model on pairs, beginning with the layers of the policy in `start`, and write it to `out`."""
     torch.set_num_threads(threads)
     model = begin_valued(start)
-    learned, measured = _parted(pairs, start, settings)
+    learned, measured = _begin(pairs, start, settings)
     score = row_scores(model)
     before = measure_scores(score, measured)
     found, tokens = prefer_scores(model.train().trainable(), score, learned, measured, settings, _told(settings.steps))
@@ -101,6 +91,16 @@ def pairs_of_examples(given: Examples, start: Path, max_tokens: int) -> list[Pai
         if max(len(chosen[0]), len(rejected[0])) <= max_tokens
     ]
     return _some(found, max_tokens)
+
+
+def _begin(pairs: Sequence[Pair], start: Path, settings: PairSettings) -> tuple[list[Pair], list[Pair]]:
+    """Pairs to learn from, and held-out ones. The first one is shown."""
+    learned, measured = held_out(pairs)
+    renderer = Renderer.from_directory(start)
+    for name, row in zip(("chosen", "rejected"), learned[0], strict=True):
+        log.info("%s: %s", name, learned_row(row.tokens_T.tolist(), row.positions_P.tolist(), renderer))
+    log.info("pairs=%d held out=%d; learning for %d steps", len(learned), len(measured), settings.steps)
+    return learned, measured
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):

@@ -41,7 +41,7 @@ CERTAIN_NATS, ENTROPY_SHARE = 0.1, 0.3
 """Entropy per token of a policy that always writes the same; share of the entropy at the start that is left."""
 STALE = 1.5
 """Versions, mean age of the rollouts: one version, the default of a run, costs nothing that shows."""
-FEW_STEPS = 40
+FEW_STEPS, MANY_STEPS = 40, 100
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,10 @@ class LearningSetup:
     max_staleness: int
     lr: float = 0.0
     """As the run file says, which a schedule may never reach; 0: the highest of the metrics stands for it."""
+    steps: int = 0
+    """That the run was to take; 0: not known."""
+    updates: int = 1
+    """Of a batch."""
     moving_tasks: bool = False
     """Whether tasks become harder as the policy improves, so that the reward alone shows nothing."""
 
@@ -162,7 +166,12 @@ def _causes(
             f"raise rollouts.batch_groups to {math.ceil(2 * MIN_STEP_ROLLOUTS / setup.group_size)}",
         )
     if len(lines) < FEW_STEPS and not fell:
-        yield f"the run took {len(lines)} steps", "raise steps to 100 or more"
+        stopped = len(lines) < setup.steps
+        enough = "" if setup.steps >= MANY_STEPS else f"raise steps to {MANY_STEPS} or more"
+        yield (
+            f"the run took {len(lines)}{f' of its {setup.steps}' if stopped else ''} steps",
+            enough or "start it anew, and let it take them all",
+        )
 
 
 def _of_tasks(
@@ -223,9 +232,11 @@ def _of_rate(lines: Sequence[Mapping[str, Any]], setup: LearningSetup, fell: boo
             f"set train.lr = {preset:g}",
         )
     if much_clipped and misfit != "high":
+        other = ", or set rollouts.max_staleness = 0" if setup.max_staleness else ""
+        other = f", or lower train.updates_per_batch (was {setup.updates})" if setup.updates > 1 else other
         yield (
-            f"{fmean(clipped):.1%} of tokens were clipped, usual are below {CLIPPED:.0%}",
-            f"halve train.lr (was {lr:g}), or set rollouts.max_staleness = 0",
+            f"{fmean(clipped):.1%} of tokens were clipped, and runs that learn stay below 3%",
+            f"halve train.lr (was {lr:g}){other}",
         )
     size = min(WINDOW_STEPS, len(rewards) // 6)
     if size >= 2 and misfit != "low":

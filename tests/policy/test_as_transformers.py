@@ -10,6 +10,7 @@ import json
 import random
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ from tests.policy.odd_checkpoints import (
     REFUSED,
     SAYS,
     TEMPLATES,
+    TEXT_END,
     TEXTS,
     THOUGHT,
     TOKENS,
@@ -89,10 +91,11 @@ def _one_day(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def checkpoint(*names: str, template: str = "") -> Iterator[Path]:
+def checkpoint(*names: str, template: str = "", change: Change = lambda files: None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as directory:
         files: Files = plain()
         files.template = template or files.template
+        change(files)
         for name in names:
             PROPERTIES[name](files)
         files.write(Path(directory))
@@ -249,6 +252,50 @@ def test_a_thought_is_closed_without_more_white_space_than_the_template_writes(k
         renderer = Renderer.from_directory(directory)
         text = renderer._decode_whole([*renderer.start([USER]), *renderer.written("king")])
         assert text.endswith(f"{OPENED}\n</think>\n\nking{END}")
+
+
+LEFT_OPEN = CHATML.replace("<|im_end|>", "{% if not loop.last or add_generation_prompt %}<|im_end|>{% endif %}")
+
+
+def _id_of(files: Files, text: str) -> int:
+    return next(int(token["id"]) for token in files.tokenizer["added_tokens"] if token["content"] == text)
+
+
+def _ends_by(ends: tuple[str, ...], files: Files) -> None:
+    """Let the files name other ends than the template's."""
+    files.config["eos_token"], ids = ends[0], [_id_of(files, end) for end in ends]
+    files.model["eos_token_id"] = ids if len(ids) > 1 else ids[0]
+
+
+@pytest.mark.parametrize("ends", [(TEXT_END,), (TEXT_END, END)])
+def test_the_last_turn_of_a_template_that_leaves_it_open_ends_as_earlier_ones_do(ends: tuple[str, ...]) -> None:
+    """As Qwen1.5's first template does, whose eos is another."""
+    with checkpoint(template=LEFT_OPEN, change=partial(_ends_by, ends)) as directory:
+        renderer, peer = Renderer.from_directory(directory), AutoTokenizer.from_pretrained(directory)
+        assert renderer.stop_ids == {peer.convert_tokens_to_ids(end) for end in (TEXT_END, END)}
+        history = [USER, {"role": "assistant", "content": "4"}, {"role": "user", "content": "more"}]
+        for answer in ("4", history[1]):
+            told = [*renderer.start([USER]), *renderer.written(answer), *renderer.reply("more")]
+            assert told == ids_of(peer, history)
+
+
+def test_a_turn_that_ends_otherwise_at_last_is_written_so() -> None:
+    end = "{{ '<|tool|>' if loop.last and not add_generation_prompt else '<|im_end|>' }}"
+    template = CHATML.replace("<|im_end|>", end)
+    with checkpoint("additional_special_tokens", template=template, change=partial(_ends_by, (TEXT_END,))) as directory:
+        renderer = Renderer.from_directory(directory)
+        for answer in ("4", {"role": "assistant", "content": "4"}):
+            assert renderer._decode_whole(renderer.written(answer)) == "4<|tool|>"
+
+
+@pytest.mark.parametrize("name", ["upper", "trim", "tojson"])
+def test_a_system_message_is_shown_as_the_template_shows_it(name: str) -> None:
+    shown = "{{ m.content if m.role != 'system' else m.content | " + name + " }}"
+    with checkpoint(template=CHATML.replace("{{ m.content }}", shown)) as directory:
+        messages = [{"role": "system", "content": "be the king"}, USER]
+        assert Renderer.from_directory(directory).start(messages) == ids_of(
+            AutoTokenizer.from_pretrained(directory), messages
+        )
 
 
 def test_enough_combinations_are_compared_and_few_are_refused() -> None:

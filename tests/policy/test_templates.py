@@ -1,6 +1,7 @@
 """The renderer on the 41 real chat templates of TRL 1.16: openings, replies, tool calls, thinking and histories."""
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ def test_a_message_of_the_assistant_is_shown_as_by_transformers_or_in_a_form_tha
     calls = [{"id": "call00000", "type": "function", **call} for call in said.get("tool_calls", ())]
     told |= {"thinking": told["reasoning_content"]} if "reasoning_content" in told else {}
     told |= {"tool_calls": calls} if calls else {}
+    objects = [{**call, "function": CALLED[0]["function"]} for call in calls]
     turn, day = {"role": "assistant", **told}, renderer._template._tokens | {"strftime_now": _Day("2024-07-26")}
     for after, prompt in itertools.product(([], [RESULT] if calls else [USER]), (True, False)):
         messages = normal([USER, {"role": "assistant", **said}, *after])
@@ -100,6 +102,9 @@ def test_a_message_of_the_assistant_is_shown_as_by_transformers_or_in_a_form_tha
         ours = renderer._text(messages, TOOLS, prompt)
         try:
             theirs = template.render(messages=[USER, turn, *after], add_generation_prompt=prompt, **TOOLS, **day)
+            if any(enclosed in theirs for enclosed in ('\\"a', '{{"a', '"{"a')):  # what nobody would read as a call
+                told_so = [USER, turn | {"tool_calls": objects}, *after]
+                theirs = template.render(messages=told_so, add_generation_prompt=prompt, **TOOLS, **day)
         except (jinja2.TemplateError, TypeError):
             assert calls and "add" in ours, "it refuses this form: ours is another"
         else:
@@ -438,6 +443,23 @@ def test_marks_cannot_be_forged_by_a_message() -> None:
     assert spell(renderer, renderer.reply([forged])).count("0.0v;") == 1
     with pytest.raises(BadMessage, match="turn twice"):
         renderer.history([USER, Written(0), USER, Written(0)])
+
+
+def test_nothing_is_hidden_in_the_json_text_of_arguments() -> None:
+    """This template gets it as an object, in which what was escaped is a mark, or no text."""
+    renderer = renderer_of("glm4moe")
+    replies = []
+    for arguments in ({"a": MARK}, json.dumps({"a": MARK})):
+        call = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "add", "arguments": arguments}}],
+        }
+        replies.append(renderer.reply([USER, call, RESULT, USER], TOOLS))
+    assert replies[0] == replies[1]
+    call["tool_calls"][0]["function"]["arguments"] = '{"a": "\\ud800"}'
+    with pytest.raises(ValueError, match="surrogates"):
+        renderer.start([USER, call, RESULT], TOOLS)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gptoss", "gemma4_v5"])

@@ -201,6 +201,21 @@ def test_too_few_rollouts_and_steps_are_causes() -> None:
     small = replace(SETUP, group_size=8, batch_groups=8)
     assert "8 x 8 = 64 rollouts" in diagnose(run(), small)[1] and "batch_groups to 32" in diagnose(run(), small)[1]
     assert "the run took 20 steps: raise steps" in diagnose(run(steps=20), SETUP)[1]
+    drained = diagnose(run(steps=20), replace(SETUP, steps=200))[1]
+    assert "20 of its 200 steps" in drained and "raise steps" not in drained
+
+
+@pytest.mark.parametrize(
+    ("setup", "named", "not_named"),
+    [
+        (SETUP, "max_staleness", "updates_per_batch"),
+        (replace(SETUP, max_staleness=0), "halve train.lr", "max_staleness"),
+        (replace(SETUP, max_staleness=0, updates=2), "updates_per_batch (was 2)", "max_staleness"),
+    ],
+)
+def test_what_is_already_set_is_no_remedy_of_clipped_tokens(setup: LearningSetup, named: str, not_named: str) -> None:
+    said = " ".join(diagnose(run(clip_share=0.08), setup))
+    assert named in said and not_named not in said
 
 
 @pytest.mark.parametrize(

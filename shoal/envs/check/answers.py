@@ -258,7 +258,7 @@ def _demand_own_answers(env: Env, indices: Sequence[int], known: Mapping[int, st
 
 def _demand_no_copies(env: Env, indices: Sequence[int]) -> None:
     """Where no answers are known, a copy of the prompt may win a game by chance, but not nearly every one."""
-    rewards = [share_of(env, _given(env, i, normal(env.reset(env.task(i))[1])[-1]["content"])) for i in indices]
+    rewards = [share_of(env, _given(env, i, normal(env.reset(env.task(i))[1])[-1].get("content", ""))) for i in indices]
     if len(rewards) >= 2 and (mean := sum(rewards) / len(rewards)) >= RIGHT_AT_LEAST:
         raise Broken(f"a copy of the prompt earns {mean:.0%} of the range on average: reward right answers only")
 
@@ -273,10 +273,11 @@ def _mixed(env: Env, index: int, known: Mapping[int, str]) -> Iterator[tuple[str
     """Answers to a task that hold the right one among other words. It is neither the first nor the last of them, because
     some environments rightly take the first or the last answer of a text."""
     messages = normal(env.reset(env.task(index))[1])
+    texts = [message.get("content", "") for message in messages]
     own, others = known.get(index), _others(index, known)
     if own is None:
         return
-    for told in dict.fromkeys((messages[-1]["content"], "\n".join(message.get("content", "") for message in messages))):
+    for told in dict.fromkeys((texts[-1], "\n".join(texts))):
         if _plain(own) != _plain(told) and not getattr(env, "answer_in_prompt", False):
             yield "a copy of the prompt", told
     if len(others) < 2:
