@@ -95,6 +95,8 @@ class Desk:
         """Members that have seen an event which this log lacks."""
         self.stop_reports = StopReports()
         self.stage = StageDoor(folder.stage_address, key, book.state.run)
+        self._forgers = set[str]()
+        """Workers that sent another rollout than the stage recorded, each told in the log once."""
 
     @property
     def state(self) -> State:
@@ -352,6 +354,9 @@ class Desk:
         for encoded, recorded in zip(submission.groups, record.groups, strict=True):
             differs = difference(from_msgpack(encoded, t.Group), recorded)
             if differs is not None:  # guard: submission-as-recorded
+                if lease.worker not in self._forgers:
+                    self._forgers.add(lease.worker)
+                    log.warning("refused worker=%s lease=%s reason=%r", lease.worker[:12], lease.id, differs.detail)
                 raise WireError(f"slot {recorded.slot}, rollout {differs.rollout}: {differs.detail}")
         name = self.blobs.put(to_msgpack(record))
         self.kept.expect(name)
