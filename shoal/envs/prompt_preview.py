@@ -86,17 +86,17 @@ def learned_row(token_ids: Sequence[int], positions: Iterable[int], renderer: Re
 
 
 def odd_prompts(label: str, env: Env, renderer: Renderer, sampling: Sampling, tasks: Sequence[int]) -> str:
-    """Lines about the prompts that are refused or leave the policy no room, of up to MAX_PROMPTS_MEASURED tasks; empty if
-    none is. Raises `PromptsTooLong` if all leave no room, and `MessagesRefused` if all are one prompt."""
+    """Lines about the prompts that are refused, fail or leave the policy no room, of up to MAX_PROMPTS_MEASURED tasks;
+    empty if none is. Raises `PromptsTooLong` if all leave no room, and `MessagesRefused` if all are one prompt."""
     tasks = _sample(tasks)
-    begun, refused = list[Conversation](), list[str]()
+    begun, refused, failed = list[Conversation](), list[str](), list[str]()
     for index in tasks:
         try:
             begun.append(Conversation(env, renderer, task_of(env, index), sampling))
         except MessagesRefused as error:
             refused.append(str(error))
-        except ShoalError:
-            continue  # the run reports a task that the environment cannot begin
+        except ShoalError as error:
+            failed.append(str(error))
     # guard: tasks-are-told-apart
     if len({str(talk.texts) for talk in begun}) > 1 == len({tuple(talk.context) for talk in begun}):
         raise MessagesRefused(
@@ -109,6 +109,11 @@ def odd_prompts(label: str, env: Env, renderer: Renderer, sampling: Sampling, ta
         found.append(
             f"prompts of {label}: {len(refused)} of {len(tasks)} that were looked at are refused, and their tasks never "
             f"begin; the first: {printable(' '.join(refused[0].split()))}"
+        )
+    if failed:
+        found.append(
+            f"tasks of {label}: {len(failed)} of {len(tasks)} that were looked at did not begin here; the first: "
+            f"{printable(' '.join(failed[0].split()))}"
         )
     most = getattr(env, "max_tokens", 0)
     long = [length for length in lengths if no_room(most, sampling, length)]

@@ -108,6 +108,19 @@ def test_prompts_that_are_too_long_are_told_with_their_share_and_the_key() -> No
     assert "envs.max_tokens = 50 leaves no room" in odd_prompts("words", env, renderer, SAMPLING, range(300))
 
 
+class _Failing(_Uneven):
+    """Every third task cannot begin."""
+
+    def reset(self, task: int) -> Any:
+        return (1 // (task % 3), [{"role": "user", "content": f"word {task}"}])
+
+
+def test_tasks_that_do_not_begin_are_told_with_their_share_and_the_first_cause() -> None:
+    told = odd_prompts("words", _Failing(""), renderer_of("qwen3"), SAMPLING, range(300))
+    share = re.search(r"tasks of words: (\d+) of 64 .* the first: .*ZeroDivisionError", told)
+    assert share and 10 < int(share[1]) < 35
+
+
 def test_tasks_that_take_turns_are_all_looked_at() -> None:
     told = odd_prompts("words", _Uneven(""), renderer_of("qwen3"), Sampling(1.0, 20, 60), range(63 * 64))
     assert "are too long" in told, "each 63rd task is long, and a third of all"
