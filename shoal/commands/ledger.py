@@ -11,7 +11,6 @@ from typing import Any
 from shoal.commands.grammar import add_command, add_group, device_argument, positive, run_source, source_argument
 from shoal.commands.process import cores
 from shoal.errors import EXIT_NO, ConfigError
-from shoal.folder import is_url
 
 
 def add_commands(commands: Any) -> None:
@@ -113,6 +112,7 @@ def ledger_verify(args: argparse.Namespace) -> int:
 
 
 def ledger_show(args: argparse.Namespace) -> None:
+    from shoal.folder import is_url
     from shoal.roles import auditor
 
     if is_url(args.run_dir):
