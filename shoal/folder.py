@@ -13,6 +13,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -396,12 +397,14 @@ def free_below(folder: Path) -> int:
     return shutil.disk_usage(existing(folder)).free
 
 
-def held_below(folder: Path) -> int:
+def held_below(folder: Path, without: str = "") -> int:
     """Bytes of all files below a folder, which may change meanwhile. A file of several names, such as the base of adapters,
-    counts once."""
+    counts once. `without` is the pattern of names that do not count."""
     sizes = {}
     for above, _, files in os.walk(folder):
         for name in files:
+            if fnmatchcase(name, without):
+                continue
             with contextlib.suppress(FileNotFoundError):
                 found = (Path(above) / name).lstat()
                 sizes[found.st_dev, found.st_ino] = found.st_size
