@@ -23,7 +23,7 @@ from shoal.heldout import Heldout, interval_of, version_of, why_not_comparable
 from shoal.launch.hosting import call
 from shoal.launch.snapshot import STARTING, CoordinatorWatch, Snapshot
 from shoal.launch.without_signal import why_flat
-from shoal.ledger.facts.batches import BY_ENVIRONMENT, SlotVoid
+from shoal.ledger.facts.batches import SlotVoid
 from shoal.ledger.hints import IS_STOPPED, NO_LEASE, split_remedy
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.table import read_entry
@@ -149,8 +149,8 @@ class AlarmWatch:
                 entry, _ = read_entry(data)
                 entries.append(entry)
                 self._seq = entry.seq
-                if isinstance(void := entry.body, SlotVoid) and void.cause.startswith(BY_ENVIRONMENT):
-                    self.unbegun = self.unbegun[0] + len(void.slots), void.cause.removeprefix(BY_ENVIRONMENT)
+                if isinstance(entry.body, SlotVoid) and (why := entry.body.unbegun()):
+                    self.unbegun = self.unbegun[0] + len(entry.body.slots), why
         except (ShoalError, WireError) as error:
             self._behind = True  # guard: unread-events-lead-to-nothing
             if snapshot.status.phase != STARTING:  # a coordinator that cannot read it says so itself

@@ -174,8 +174,8 @@ def _troubles(log: Path) -> tuple[int, str, str]:
             if b"faults" not in data and BY_ENVIRONMENT.encode() not in data:  # most entries, which need not be read
                 continue
             body = read_entry(data)[0].body
-            if isinstance(body, SlotVoid) and body.cause.startswith(BY_ENVIRONMENT):
-                count, why = count + len(body.slots), body.cause.removeprefix(BY_ENVIRONMENT)
+            if isinstance(body, SlotVoid) and body.unbegun():
+                count, why = count + len(body.slots), body.unbegun()
             elif isinstance(body, GroupAccepted) and body.faults is not UNSET and body.faults.said:
                 said.append(body.faults.said)
     return count, why, most_frequent_error(said) if said else ""
