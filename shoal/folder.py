@@ -7,6 +7,7 @@ room.
 
 import contextlib
 import fcntl
+import logging
 import operator
 import os
 import secrets
@@ -25,6 +26,8 @@ from shoal.errors import StateError, cause_of
 from shoal.protocol.tasklists import TaskList, read_task_list
 from shoal.protocol.wire import WireError, domain_hash, to_json
 from shoal.tree import from_tree, to_tree
+
+log = logging.getLogger(__name__)
 
 FOUND = (("train", "microbatch_tokens", 0), ("train", "lr", PRESET_LR), ("eval", "rows", 0))
 """Keys of a run file with the value that leaves them to the launcher; see `launch/room`."""
@@ -204,6 +207,8 @@ class RunFolder:
         old = {env.label: env.kind for env in self.config().envs} if resumed else {}
         found = _as_found(whole, self.config()) if resumed else whole
         if resumed and self.summary.exists():  # it has ended, and deletes nothing more
+            if asked := [word for word in overrides if word.strip().startswith("storage")]:
+                log.warning("the run in %s has ended, so --set %s changes nothing", self.root, " ".join(asked))
             found = msgspec.structs.replace(found, storage=self.config().storage)
         tree = to_tree(_with_kinds(found, for_others, old, repeatable))
         if resumed:

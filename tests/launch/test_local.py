@@ -380,7 +380,9 @@ def test_a_refused_resume_leaves_the_run_as_it_was_and_a_watch_follows_one_that_
     assert asyncio.run(watched.look()).steps == 9 and folder.start_config().steps == 9
 
 
-def test_a_resume_deletes_what_was_kept_only_where_set_says_so(tmp_path: Path) -> None:
+def test_a_resume_deletes_what_was_kept_only_where_set_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "small.toml").write_text(RUN_FILE)
     folder, run_file = RunFolder(tmp_path / "run"), tmp_path / "small.toml"
     Town(folder.root, load_run(run_file, ["storage.retain=all"])).desk.book.store.close()
@@ -392,7 +394,10 @@ def test_a_resume_deletes_what_was_kept_only_where_set_says_so(tmp_path: Path) -
     assert folder.start_config().storage.retain == "window"
     folder.summary.write_text("{}")  # it has ended
     folder.prepare(load_run(run_file), tmp_path)
-    assert folder.start_config().storage.retain == "all"
+    assert folder.start_config().storage.retain == "all" and not caplog.messages
+    folder.prepare(load_run(run_file), tmp_path, overrides=["storage.retain=window", "steps=30"])
+    (line,) = caplog.messages
+    assert folder.start_config().storage.retain == "all" and "--set storage.retain=window changes" in line
 
 
 def test_a_run_without_workers_of_its_own_says_how_one_joins(tmp_path: Path) -> None:
