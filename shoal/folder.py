@@ -7,12 +7,14 @@ room.
 
 import contextlib
 import fcntl
+import logging
 import operator
 import os
 import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -24,6 +26,8 @@ from shoal.errors import StateError, cause_of
 from shoal.protocol.tasklists import TaskList, read_task_list
 from shoal.protocol.wire import WireError, domain_hash, to_json
 from shoal.tree import from_tree, to_tree
+
+log = logging.getLogger(__name__)
 
 FOUND = (("train", "microbatch_tokens", 0), ("train", "lr", PRESET_LR), ("eval", "rows", 0))
 """Keys of a run file with the value that leaves them to the launcher; see `launch/room`."""
@@ -203,6 +207,8 @@ class RunFolder:
         old = {env.label: env.kind for env in self.config().envs} if resumed else {}
         found = _as_found(whole, self.config()) if resumed else whole
         if resumed and self.summary.exists():  # it has ended, and deletes nothing more
+            if asked := [word for word in overrides if word.strip().startswith("storage")]:
+                log.warning("the run in %s has ended, so --set %s changes nothing", self.root, " ".join(asked))
             found = msgspec.structs.replace(found, storage=self.config().storage)
         tree = to_tree(_with_kinds(found, for_others, old, repeatable))
         if resumed:
@@ -396,12 +402,14 @@ def free_below(folder: Path) -> int:
     return shutil.disk_usage(existing(folder)).free
 
 
-def held_below(folder: Path) -> int:
+def held_below(folder: Path, without: str = "") -> int:
     """Bytes of all files below a folder, which may change meanwhile. A file of several names, such as the base of adapters,
-    counts once."""
+    counts once. `without` is the pattern of names that do not count."""
     sizes = {}
     for above, _, files in os.walk(folder):
         for name in files:
+            if fnmatchcase(name, without):
+                continue
             with contextlib.suppress(FileNotFoundError):
                 found = (Path(above) / name).lstat()
                 sizes[found.st_dev, found.st_ino] = found.st_size

@@ -165,6 +165,14 @@ def test_a_file_of_two_names_counts_once_in_the_size_of_a_folder(tmp_path):
     assert held_below(tmp_path) == 1010
 
 
+def test_files_of_a_pattern_do_not_count_in_the_size_of_a_folder_and_may_vanish(tmp_path, monkeypatch):
+    for name in ("log.sqlite", "dashboard.sqlite-wal", "weights"):
+        (tmp_path / name).write_bytes(bytes(10))
+    walked = [(str(tmp_path), [], ["log.sqlite", "dashboard.sqlite-wal", "dashboard.sqlite-shm", "weights", "gone"])]
+    monkeypatch.setattr(os, "walk", lambda folder: walked)
+    assert held_below(tmp_path, "*.sqlite*") == 10 and held_below(tmp_path) == 30
+
+
 def test_what_names_a_run_is_a_url_or_a_folder():
     assert all(map(is_url, ("http://host:8470", "https://host", "http:/host")))
     assert not any(map(is_url, ("runs/wordle", "/srv/http://x", "httpd", "", Path("runs/http"))))

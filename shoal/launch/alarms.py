@@ -6,7 +6,6 @@ host has acted.
 """
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
@@ -17,13 +16,13 @@ from threading import Thread
 
 from shoal.alarms import Alarm, AlarmsLog, standing_alarms
 from shoal.config import RunConfig
-from shoal.errors import ShoalError, StateError
+from shoal.errors import ShoalError
 from shoal.folder import RunFolder, free_below, held_below
 from shoal.heldout import Heldout, interval_of, version_of, why_not_comparable
 from shoal.launch.hosting import call
-from shoal.launch.snapshot import STARTING, CoordinatorWatch, Snapshot
+from shoal.launch.snapshot import STARTING, CoordinatorWatch, Snapshot, own_keys
 from shoal.launch.without_signal import why_flat
-from shoal.ledger.facts.batches import BY_ENVIRONMENT, SlotVoid
+from shoal.ledger.facts.batches import SlotVoid
 from shoal.ledger.hints import IS_STOPPED, NO_LEASE, split_remedy
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.table import read_entry
@@ -31,7 +30,6 @@ from shoal.monitors.follow import Follower, Setting
 from shoal.monitors.raising import BETWEEN, Change
 from shoal.monitors.view import Evaluation, Machine
 from shoal.net.client import PeerRefused
-from shoal.net.keys import load_key
 from shoal.protocol.types import AdminRequest
 from shoal.protocol.wire import WireError
 
@@ -142,15 +140,15 @@ class AlarmWatch:
             if not self._folder.log.exists():
                 return []
             self._store = Store(sqlite_url(self._folder.log), read_only=True)
-        self._follower.announced = self._announced()
+        self._follower.announced = self.announced()
         entries = []
         try:
             for data, _ in self._store.read(self._seq, READ_EVENTS):
                 entry, _ = read_entry(data)
                 entries.append(entry)
                 self._seq = entry.seq
-                if isinstance(void := entry.body, SlotVoid) and void.cause.startswith(BY_ENVIRONMENT):
-                    self.unbegun = self.unbegun[0] + len(void.slots), void.cause.removeprefix(BY_ENVIRONMENT)
+                if isinstance(entry.body, SlotVoid) and (why := entry.body.unbegun()):
+                    self.unbegun = self.unbegun[0] + len(entry.body.slots), why
         except (ShoalError, WireError) as error:
             self._behind = True  # guard: unread-events-lead-to-nothing
             if snapshot.status.phase != STARTING:  # a coordinator that cannot read it says so itself
@@ -165,14 +163,10 @@ class AlarmWatch:
             self._behind, self._unreadable = len(entries) == READ_EVENTS, ""
         return self._follower.see(entries, snapshot.metrics, evaluations(snapshot))
 
-    def _announced(self) -> frozenset[str]:
-        """Keys of the workers that the run file starts to cheat. A name could be a stranger's, so the folder says it."""
-        if len(self._cheats) < self._config.workers.cheating:
-            homes = (self._folder.nodes / f"cheater-{i}" for i in range(self._config.workers.cheating))
-            with contextlib.suppress(StateError):
-                self._cheats = frozenset(
-                    load_key(path).public for home in homes if (path := home / "node.key").exists()
-                )
+    def announced(self) -> frozenset[str]:
+        """Keys of the workers that the run file starts to cheat."""
+        if len(self._cheats) < (count := self._config.workers.cheating):
+            self._cheats = frozenset(own_keys(self._folder, (f"cheater-{i}" for i in range(count))).values())
         return self._cheats
 
     def _machine(self, snapshot: Snapshot, now: float) -> Machine:

@@ -24,7 +24,6 @@ from shoal.heldout import Heldout, format_of, why_no_mean, why_not_comparable
 from shoal.launch.nodes_table import last_reason, reasons
 from shoal.launch.panels import BLANK, duration
 from shoal.launch.samples import SPEAKERS
-from shoal.launch.snapshot import names_apart
 from shoal.launch.summary import RunEnd
 from shoal.ledger.rules.members import ASKED_BY_HOST
 from shoal.terminal import command, printable
@@ -156,9 +155,9 @@ def _credits(end: RunEnd) -> RenderableType:
         table.add_column(heading)
     for heading in ("accepted", "refused", "credits", "influence"):
         table.add_column(heading, justify="right")
-    roles, called = end.summary["credits"], _called(end)
+    roles = end.summary["credits"]
     for node in end.snapshot.nodes:
-        if (name := called.get(node.key, "")) in roles:
+        if (name := end.called.get(node.key, "")) in roles:
             cheats = roles[name]["role"] == "cheating"
             row = (
                 Text(printable(name)),  # guard: name-is-no-markup
@@ -174,16 +173,10 @@ def _credits(end: RunEnd) -> RenderableType:
     )
 
 
-def _called(end: RunEnd) -> dict[str, str]:
-    """What summary.json calls each worker, by key."""
-    return names_apart(node for node in end.snapshot.nodes if node.role == "worker")
-
-
 def _refusals(end: RunEnd) -> list[str]:
     """A line for each worker that had groups refused: by which checks, and the last refusal in full."""
-    called = _called(end)
     return [
-        f"{printable(called[node.key])}: {node.refused:,} groups refused, by {reasons(node)}. "
+        f"{printable(end.called[node.key])}: {node.refused:,} groups refused, by {reasons(node)}. "
         + (
             f"The last: {printable(node.last_reason)}"
             if node.last_reason != ASKED_BY_HOST

@@ -222,8 +222,8 @@ def demand_quota(config: RunConfig) -> None:
 
 def demand_disk(config: RunConfig, root: Path, with_workers: bool) -> None:
     """Raise `StateError` if the run's folder may grow by more than is free on its disk. The config's paths are absolute."""
-    unplanned = sum(path.lstat().st_size for path in root.glob("*.sqlite*"))  # the log, and the page's index
-    need, free = disk_of(config, Path(), with_workers) - held_below(root) + unplanned, free_below(root)
+    held = held_below(root, without="*.sqlite*")  # the log, the page's index and the stage's memo are not planned
+    need, free = disk_of(config, Path(), with_workers) - held, free_below(root)
     if need > free:
         raise StateError(
             f"this run needs about {amount(need)} of disk in {root}, and {amount(free)} are free: free some space, give "

@@ -36,7 +36,7 @@ from shoal.launch.prompt_preview import PromptPreview
 from shoal.launch.room import first_spec, learned_parameters_of, sized
 from shoal.launch.samples import NewestSample, Samples
 from shoal.launch.shifts import Shifts, shifts_of
-from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
+from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot, own_keys
 from shoal.launch.summary import USAGE, UsageBook, write_summary
 from shoal.launch.told import Told
 from shoal.launch.view import LiveView, View, render
@@ -290,7 +290,8 @@ class LocalRun:
         if now - self._looked < every_s:
             return
         self._looked, status = now, self._watch.status()
-        waiting_for = with_suspended(with_ended_call(status.waiting_for, self._processes()), self._processes())
+        waiting_for = with_ended_call(status.waiting_for, self._processes())
+        waiting_for = with_suspended(waiting_for, self._processes(), partial(own_keys, self._folder))
         self._snapshot = Snapshot(
             name=self._config.name,
             out=str(self._folder.root),
@@ -300,7 +301,7 @@ class LocalRun:
             elapsed_s=self._usage.wall_s(),
             metrics=self._metrics.read(),
             nodes=tuple(sorted(self._watch.nodes(), key=lambda node: node.name)),
-            cheaters=frozenset(p.name for p in self._workers if p.name.startswith("cheater")),
+            cheaters=self._alarms.announced(),
             heldout=self._evaluations.results(),
             restarts={p.name: p.restarts for p in self._processes() if p.restarts},
             notice=self._notice or full_disk(self._folder.root) or self._silence(),

@@ -42,7 +42,7 @@ def workers(snapshot: Snapshot) -> list[NodeState]:
 
 def in_trouble(node: NodeState, snapshot: Snapshot) -> bool:
     """Whether a reader should look at this worker."""
-    return bool(node.refused) or node.standing in _IN_TROUBLE or node.name in snapshot.cheaters
+    return bool(node.refused) or node.standing in _IN_TROUBLE or node.key in snapshot.cheaters
 
 
 def nodes_table(snapshot: Snapshot, width: int, lines: int | None = None) -> RenderableType:
@@ -90,7 +90,7 @@ def last_reason(node: NodeState) -> str:
 
 def _cells(node: NodeState, called: str, snapshot: Snapshot, width: int, room: int) -> dict[str, Text]:
     """What each column says; `room` are the cells of the last one, where the standing is where it has no column."""
-    cheats = node.name in snapshot.cheaters
+    cheats = node.key in snapshot.cheaters
     standing = brief(node.standing, 12) + (", left" if node.left else "")
     said = "not proven yet" + standing.removeprefix("new") if node.standing == "new" else standing
     said = said if width < ALL_COLUMNS and standing != "good" else ""

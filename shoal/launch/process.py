@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -261,13 +261,15 @@ def suspended_process(pid: int | None) -> str:
     return ""
 
 
-_SILENT = re.compile(r"(\S+) \([0-9a-f]{12}\) (?:silent for|left)")
-"""The name of a node that a wait blames."""
+_SILENT = re.compile(r"([^,;:]+) \(([0-9a-f]{12})\) (?:silent for|left)")
+"""Name and start of the key of a node that a wait blames."""
 
 
-def with_suspended(waiting_for: str, processes: Iterable[RoleProcess]) -> str:
+def with_suspended(
+    waiting_for: str, processes: Iterable[RoleProcess], keys_of: Callable[[Iterable[str]], Mapping[str, str]]
+) -> str:
     """What a run waits for, with those processes of its role that were stopped by a signal, and how these go on. What to do
-    about other nodes that it names stays."""
+    about other nodes that it names stays. `keys_of`: keys of the host's own nodes by the names of their processes."""
     found = {
         process.name: process.pid
         for process in processes
@@ -278,7 +280,8 @@ def with_suspended(waiting_for: str, processes: Iterable[RoleProcess]) -> str:
     stopped = (f"{name}: its process {pid} {IS_STOPPED}" for name, pid in found.items())
     remedy = CONTINUE_REMEDY.replace("PID", " ".join(map(str, found.values())))
     cause, before = split_remedy(waiting_for)
-    others = [name for name in _SILENT.findall(cause) if name not in found]
+    own = {key[:12] for key in keys_of(found).values()}
+    others = [name.strip() for name, key in _SILENT.findall(cause) if key not in own]  # guard: name-is-no-process
     if others and before:
         remedy = f"{remedy}. For {', '.join(others)}: {before[0].lower()}{before[1:]}"
     return f"{'; '.join((cause, *stopped))}. {remedy}"

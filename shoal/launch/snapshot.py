@@ -4,6 +4,7 @@ Called by `launch/local` a few times a second and by the tests of the view. It o
 something is not there yet: a run that is starting has no metrics, a coordinator that restarts gives no answer.
 """
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -14,8 +15,11 @@ from typing import Any, TypeVar
 import httpx
 
 from shoal.alarms import Alarm
+from shoal.errors import StateError
+from shoal.folder import RunFolder
 from shoal.heldout import Heldout
 from shoal.metrics import pace_of, read_metrics
+from shoal.net.keys import load_key
 from shoal.net.listening import local_url, reader_url, told_address
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_NODES
 from shoal.protocol.types import NodeState, Status
@@ -28,6 +32,9 @@ ANSWER_TIMEOUT_S = 2.0
 PAGING_SHARE = 0.1
 """Largest fraction of time spent on asking for nodes, if a run has more than fit into one answer."""
 
+
+MOST_SHOWN = 4096
+"""More characters than a name has, also once those that do not print are escaped."""
 
 STARTING = "starting"
 """The phase of a run whose coordinator has not answered yet."""
@@ -63,7 +70,7 @@ class Snapshot:
     """One table for each training step so far."""
     nodes: tuple[NodeState, ...] = ()
     cheaters: frozenset[str] = frozenset()
-    """Names of the workers that were started to cheat."""
+    """Keys of the workers that were started to cheat."""
     heldout: tuple[tuple[str, Heldout], ...] = ()
     """Evaluations so far, oldest first, each with its policy version."""
     restarts: dict[str, int] = field(default_factory=dict)
@@ -109,12 +116,24 @@ class Snapshot:
         return pace_of(self.metrics, 0).tokens_per_s
 
 
+def own_keys(folder: RunFolder, names: Iterable[str]) -> dict[str, str]:
+    """Public keys of those of the host's nodes that have one, by the names under which the host starts them. What a node
+    calls itself could be a stranger's."""
+    found = dict[str, str]()
+    for name in names:
+        for path in (folder.nodes / name / "node.key", folder.keys / f"{name}.key"):
+            with contextlib.suppress(StateError):
+                found[name] = load_key(path).public
+    return found
+
+
 def names_apart(nodes: Iterable[NodeState], most: int = 0) -> dict[str, str]:
     """What each of these nodes is called, by key: its name, with the start of its key if another one could be meant. No two
-    are called the same. `most`: characters that there is room for; 0: the whole name."""
+    look the same. `most`: characters that there is room for; 0: the whole name."""
+    most = most or MOST_SHOWN
 
     def ways(node: NodeState) -> tuple[str, str, str]:
-        short, long = (brief(node.name, room) if most else node.name for room in (max(4, most - 15), most))
+        short, long = (brief(node.name, room) for room in (max(4, most - 15), most))
         return long, f"{short} ({node.key[:12]})", node.key
 
     named = {node.key: ways(node) for node in nodes}

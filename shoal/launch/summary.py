@@ -8,7 +8,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from shoal.folder import RunFolder, write_atomically
 from shoal.heldout import AFTER, BEFORE, read_heldout
 from shoal.launch.process import Use, own_use
 from shoal.launch.room import first_spec, learned_parameters_of
-from shoal.launch.snapshot import Snapshot, names_apart
+from shoal.launch.snapshot import Snapshot, names_apart, own_keys
 from shoal.ledger.facts.batches import BY_ENVIRONMENT, GroupAccepted, SlotVoid
 from shoal.ledger.fault_rate import most_frequent_error
 from shoal.ledger.log.store import Store, sqlite_url
@@ -101,6 +101,8 @@ class RunEnd:
     envs: tuple[EnvConfig, ...]
     games: tuple[tuple[str, dict[str, Any]], ...]
     """Sample episodes of the final policy, each with the label of its environment."""
+    called: Mapping[str, str]
+    """What summary.json calls each worker, by key."""
     advice: tuple[str, ...] = ()
     """If the run ended without a gain: what it saw, and what to change."""
     recipe: str = "RECIPE"
@@ -121,6 +123,8 @@ def write_summary(folder: RunFolder, config: RunConfig, snapshot: Snapshot, usag
     unbegun, why, fault = _troubles(folder.log)
     workers = [node for node in snapshot.nodes if node.role == "worker"]
     called = names_apart(workers)
+    own = own_keys(folder, (f"worker-{i}" for i in range(config.workers.count))).values()  # guard: role-by-key
+    roles = dict.fromkeys(own if snapshot.cheaters else (), "honest") | dict.fromkeys(snapshot.cheaters, "cheating")
     summary = {
         "heldout": {"before": _interval(before), "after": _interval(after)},
         "steps": snapshot.step,
@@ -130,11 +134,8 @@ def write_summary(folder: RunFolder, config: RunConfig, snapshot: Snapshot, usag
         "env_faults": sum(int(count) for count in snapshot.series("fault_rollouts")),
         "unbegun": unbegun,
         "unbegun_cause": why,
-        "credits": {
-            called[node.key]: {"credits": node.credits, "role": _role(called[node.key], config, snapshot.cheaters)}
-            for node in workers
-        },
-        "influence": influence_shares(snapshot.nodes),
+        "credits": {called[node.key]: {"credits": node.credits, "role": roles.get(node.key, "")} for node in workers},
+        "influence": influence_shares(workers, called),
         "staleness": dict(sorted(staleness.items(), key=lambda item: int(item[0]))),
         "wall_s": round(usage.wall_s(), 3),
         "cpu_s": {role: round(use.cpu_s, 3) for role, use in sorted(usage.by_role().items())},
@@ -152,15 +153,10 @@ def write_summary(folder: RunFolder, config: RunConfig, snapshot: Snapshot, usag
         snapshot,
         config.envs,
         _games(after or {}, config),
+        called,
         _diagnosis(folder, config, snapshot, after),
         fault=fault,
     )
-
-
-def _role(name: str, config: RunConfig, cheaters: frozenset[str]) -> str:
-    """Of a worker that the run file starts, in a run that also starts cheaters; of others nothing is known."""
-    own = {f"worker-{i}" for i in range(config.workers.count)} if cheaters else ()
-    return "cheating" if name in cheaters else "honest" if name in own else ""
 
 
 def _troubles(log: Path) -> tuple[int, str, str]:
@@ -174,8 +170,8 @@ def _troubles(log: Path) -> tuple[int, str, str]:
             if b"faults" not in data and BY_ENVIRONMENT.encode() not in data:  # most entries, which need not be read
                 continue
             body = read_entry(data)[0].body
-            if isinstance(body, SlotVoid) and body.cause.startswith(BY_ENVIRONMENT):
-                count, why = count + len(body.slots), body.cause.removeprefix(BY_ENVIRONMENT)
+            if isinstance(body, SlotVoid) and body.unbegun():
+                count, why = count + len(body.slots), body.unbegun()
             elif isinstance(body, GroupAccepted) and body.faults is not UNSET and body.faults.said:
                 said.append(body.faults.said)
     return count, why, most_frequent_error(said) if said else ""
@@ -204,10 +200,9 @@ def _diagnosis(
     return tuple(as_called(line, folder.root) for line in diagnose(snapshot.metrics, setup, first, last, endings))
 
 
-def influence_shares(nodes: Sequence[NodeState]) -> dict[str, float]:
+def influence_shares(workers: Sequence[NodeState], called: Mapping[str, str]) -> dict[str, float]:
     """Each worker's share of what the trainer learned from, by what it is called, see `protocol.audits.influence`."""
-    workers = [node for node in nodes if node.role == "worker"]
-    total, called = sum(node.influence for node in workers), names_apart(workers)
+    total = sum(node.influence for node in workers)
     return {called[node.key]: node.influence / total if total else 0.0 for node in workers}
 
 

@@ -28,7 +28,7 @@ from shoal.launch.process import suspended_process
 from shoal.launch.public_samples import EVERY_S, PublicSample
 from shoal.launch.remote import RemoteRun, cleaned_metrics
 from shoal.launch.samples import NewestSample, Samples
-from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot
+from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot, own_keys
 from shoal.launch.summary import USAGE, wall_s_before
 from shoal.launch.view import LiveView, draws_on, plain, plain_pause, print_lines, render
 from shoal.ledger.log.book import BrokenLog, UnknownRules
@@ -123,10 +123,12 @@ class FolderWatch:
                 notice = f"{self._log.trouble}. {notice.capitalize()}"
             phase = "ended" if folder.summary.exists() else "silent" if silent else "not hosted"
             status = msgspec.structs.replace(status, phase=phase, waiting_for="", in_flight=0)
+        names = {f"cheater-{i}" for i in range(config.workers.cheating)}
+        cheaters = own_keys(folder, names).values() or {node.key for node in nodes if node.name in names}
         return Snapshot(
             name=config.name, out=str(folder.root), steps=config.steps, status=status, url=self._coordinator.url(),
             elapsed_s=wall_s_before(folder.root / USAGE), metrics=self._metrics.read(),
-            nodes=nodes, cheaters=frozenset(f"cheater-{i}" for i in range(config.workers.cheating)),
+            nodes=nodes, cheaters=frozenset(cheaters),
             heldout=results_in(folder.evaluations), sample=self._samples.latest(),
             notice=notice, alarms=[with_dated_figures(alarm) for alarm in standing_alarms(folder.alarms)],
             has_counts=self._log is None or self._log.said() is not None,

@@ -431,8 +431,12 @@ class Worker:
             )
         self.client.head = receipt.head
         note = partial(asyncio.to_thread, self.seat.evidence.note_receipt, to_json(receipt))
-        with contextlib.suppress(NoSpace):  # told to stop: the log of the run has the submission
+        try:
             await retry_while_disk_full(self.client, note, self.stopping)
+        except NoSpace as full:
+            log.warning(
+                "told to stop while the disk is full reason=%r receipt=%s", str(full), to_json(receipt).decode()
+            )
         self.leases.demand_same_time(receipt.time)  # guard: receipt-from-the-future
 
 

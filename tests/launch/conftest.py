@@ -39,7 +39,7 @@ def snapshot() -> Snapshot:
             NodeState("cc" * 32, "validator", "validator-0", "good", 0, 0, 0, 0, {}, ""),
             NodeState("bb" * 32, "worker", "worker-0", "good", 81234, 611, 0, 0, {}, ""),
         ),
-        cheaters=frozenset({"cheater-0"}),
+        cheaters=frozenset({"aa" * 32}),
         heldout=(("before", Heldout(0.29, 0.25, 0.33, 512)), ("v25", Heldout(0.41, 0.33, 0.5, 128))),
         restarts={"trainer": 1},
     )
@@ -68,5 +68,10 @@ def end(snapshot: Snapshot) -> RunEnd:
         "wall_s": 400.0,
     }
     return RunEnd(
-        summary, Path("runs/wordle"), snapshot, (EnvConfig("wordle", args={"num_words": 64}),), (("wordle", game),)
+        summary,
+        Path("runs/wordle"),
+        snapshot,
+        (EnvConfig("wordle", args={"num_words": 64}),),
+        (("wordle", game),),
+        {"aa" * 32: "cheater-0", "bb" * 32: "worker-0"},
     )

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ from shoal.launch.local import LocalRun
 from shoal.launch.lock import locked
 from shoal.launch.process import RoleProcess, suspended_process, with_ended_call, with_suspended
 from shoal.launch.shifts import shifts_of
-from shoal.launch.snapshot import NO_STATUS
+from shoal.launch.snapshot import NO_STATUS, own_keys
 from shoal.launch.told import Told
 from shoal.launch.view import LiveView, render
 from shoal.launch.watching import FolderWatch
@@ -32,6 +33,7 @@ from shoal.ledger.facts.run import NO_SIGNAL, Admin
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.hints import ENDED_CALLS, SILENT_REMEDY, split_remedy
 from shoal.monitors.no_signal import BY_LIMIT, FALLEN
+from shoal.net.keys import load_or_make_key
 from tests.roles.town import Town
 
 STEPS = "steps = 30"
@@ -219,29 +221,35 @@ def test_a_wait_names_the_processes_of_its_role_that_were_stopped_and_the_monito
         roles = [RoleProcess(name, [], Path(f"{name}.log"), 1) for name in ("trainer", "worker-0")]
         for role in roles:
             role._process = stopped  # type: ignore[assignment]
+        keys_of = partial(own_keys, folder := RunFolder(tmp_path))
+        own_key = load_or_make_key(folder.keys / "validator-0.key").public
         waits = "the trainer: the next step"
-        assert with_suspended(waits, roles) == waits
+        assert with_suspended(waits, roles, keys_of) == waits
         os.kill(stopped.pid, signal.SIGSTOP)
         while not suspended_process(stopped.pid):
             time.sleep(0.01)
-        said = with_suspended(f"{waits}. {SILENT_REMEDY}", roles)
+        said = with_suspended(f"{waits}. {SILENT_REMEDY}", roles, keys_of)
         cause, remedy = split_remedy(said)
         assert f"{waits}; trainer: its process {stopped.pid} is stopped" in cause and "worker-0" not in cause
-        assert f"`kill -CONT {stopped.pid}`" in remedy and "validate" not in said and with_suspended("", roles) == ""
-        roles[1].name, own, other = "validator-0", f"validator-0 ({'a' * 12}) silent for 40 s", f"bob ({'b' * 12}) left"
-        for silent, is_kept in ((own, False), (f"{own}, {other}", True)):
-            cause, remedy = split_remedy(with_suspended(f"validators: {silent}. {SILENT_REMEDY}", roles))
+        assert f"`kill -CONT {stopped.pid}`" in remedy and "validate" not in said
+        assert with_suspended("", roles, keys_of) == ""
+        roles[1].name, own = "validator-0", f"validator-0 ({own_key[:12]}) silent for 40 s"
+        others = [f"{name} ({'b' * 12}) left" for name in ("big box", "validator-0")]
+        for other in ("", *others):
+            silent = f"{own}, {other}" if other else own
+            cause, remedy = split_remedy(with_suspended(f"validators: {silent}. {SILENT_REMEDY}", roles, keys_of))
             assert silent in cause and "kill -CONT" in remedy
-            assert ("bob" in remedy, "shoal admin admit" in remedy) == (is_kept, is_kept)
+            assert "shoal admin admit" in remedy if other else "shoal admin admit" not in remedy
+            assert (f"For {other.partition(' (')[0]}: " in remedy) == bool(other)
         roles[1].name = "worker-0"
-        folder, config = RunFolder(tmp_path), load_run(Path("recipes/wordle.toml"))
+        config = load_run(Path("recipes/wordle.toml"))
         run = LocalRun(folder, 0, False, LiveView(Console(file=io.StringIO())), shifts_of(config, folder, None, False))
         run._trainer, seen = roles[0], list[str]()
         status = msgspec.structs.replace(NO_STATUS, phase="running", waiting_for=waits)
         monkeypatch.setattr(run._watch, "status", lambda: status)
         monkeypatch.setattr(run._alarms, "look", lambda snapshot: seen.append(snapshot.status.waiting_for) or [])
         run._look()
-        assert seen == [with_suspended(waits, roles)] == [run._shown().status.waiting_for]
+        assert seen == [with_suspended(waits, roles, keys_of)] == [run._shown().status.waiting_for]
     finally:
         stopped.kill()
         stopped.wait()
@@ -372,7 +380,9 @@ def test_a_refused_resume_leaves_the_run_as_it_was_and_a_watch_follows_one_that_
     assert asyncio.run(watched.look()).steps == 9 and folder.start_config().steps == 9
 
 
-def test_a_resume_deletes_what_was_kept_only_where_set_says_so(tmp_path: Path) -> None:
+def test_a_resume_deletes_what_was_kept_only_where_set_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "small.toml").write_text(RUN_FILE)
     folder, run_file = RunFolder(tmp_path / "run"), tmp_path / "small.toml"
     Town(folder.root, load_run(run_file, ["storage.retain=all"])).desk.book.store.close()
@@ -384,7 +394,10 @@ def test_a_resume_deletes_what_was_kept_only_where_set_says_so(tmp_path: Path) -
     assert folder.start_config().storage.retain == "window"
     folder.summary.write_text("{}")  # it has ended
     folder.prepare(load_run(run_file), tmp_path)
-    assert folder.start_config().storage.retain == "all"
+    assert folder.start_config().storage.retain == "all" and not caplog.messages
+    folder.prepare(load_run(run_file), tmp_path, overrides=["storage.retain=window", "steps=30"])
+    (line,) = caplog.messages
+    assert folder.start_config().storage.retain == "all" and "--set storage.retain=window changes" in line
 
 
 def test_a_run_without_workers_of_its_own_says_how_one_joins(tmp_path: Path) -> None:

@@ -69,11 +69,12 @@ def test_influence_is_each_workers_share_of_everything_learned() -> None:
     def node(name: str, role: str, influence: float) -> NodeState:
         return NodeState(name.encode().hex() * 32, role, name, "good", 0, 0, 0, 0, {}, "", influence=influence)  # type: ignore[arg-type]
 
-    nodes = [node("a", "worker", 30.0), node("v", "validator", 0.0), node("b", "worker", 10.0)]
-    assert influence_shares(nodes) == {"a": 0.75, "b": 0.25}
-    shares = influence_shares([node("a", "worker", 50352.0), node("b", "worker", 49648.0)])
+    nodes = [node("a", "worker", 30.0), node("b", "worker", 10.0)]
+    called = names_apart(nodes)
+    assert influence_shares(nodes, called) == {"a": 0.75, "b": 0.25}
+    shares = influence_shares([node("a", "worker", 50352.0), node("b", "worker", 49648.0)], called)
     assert f"{shares['a']:.1%}".replace("%", " %") == share(0.50352) == "50.4 %", "rounded once, and as in the report"
-    assert influence_shares(nodes[:0]) == {} and influence_shares([node("a", "worker", 0.0)]) == {"a": 0.0}
+    assert influence_shares([], {}) == {} and influence_shares([node("a", "worker", 0.0)], called) == {"a": 0.0}
 
 
 def test_no_two_nodes_are_called_the_same() -> None:
@@ -90,6 +91,8 @@ def test_no_two_nodes_are_called_the_same() -> None:
     imitated = f"vm ({a[:12]})"
     assert called((a, "vm"), (b, "vm"), ("c" * 64, imitated)) == [a, f"vm ({b[:12]})", f"{imitated} (cccccccccccc)"]
     called((a, "vm"), (b, "vm"), ("c" * 64, a), ("d" * 64, imitated))
+    for most in (0, 28):  # composed or not, they look the same
+        assert called((a, "a\u0301b"), (b, "\u00e1b"), most=most) == [f"\u00e1b ({key[:12]})" for key in (a, b)]
     long = "gpu-of-the-cluster-in-hall-"
     assert called((a, f"{long}1"), (b, f"{long}2"), most=25) == [f"gpu-of-th… ({key[:12]})" for key in (a, b)]
 

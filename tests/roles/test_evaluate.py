@@ -24,6 +24,7 @@ from shoal.hub.registry import FolderRegistry
 from shoal.launch.finale import plain_end, render_end
 from shoal.launch.snapshot import Snapshot
 from shoal.launch.summary import UsageBook, write_summary
+from shoal.net.keys import load_or_make_key
 from shoal.policy.tiny import make_tiny
 from shoal.protocol.types import NodeState, Sampling
 from shoal.roles import evaluate
@@ -88,8 +89,11 @@ def test_an_environment_has_its_own_number_of_episodes_or_none(evaluated):
 def test_only_workers_of_a_run_file_that_also_starts_cheaters_are_called_honest(evaluated):
     folder = evaluated(HARD)
     names = ("cheater-0", "worker-0", "stranger")
-    nodes = tuple(NodeState(name, "worker", name, "good", 0, 0, 0, 0, {}, "") for name in names)
-    for cheaters, roles in ((("cheater-0",), ["cheating", "honest", ""]), ((), ["", "", ""])):
+    keys = [load_or_make_key(folder.nodes / name / "node.key").public for name in names]
+    nodes = tuple(
+        NodeState(key, "worker", name, "good", 0, 0, 0, 0, {}, "") for key, name in zip(keys, names, strict=True)
+    )
+    for cheaters, roles in ((keys[:1], ["cheating", "honest", ""]), ((), ["", "", ""])):
         seen = Snapshot("town", "x", 3, nodes=nodes, cheaters=frozenset(cheaters))
         end = write_summary(folder, folder.config(), seen, UsageBook(folder.root / "usage.json"))
         assert [end.summary["credits"][name]["role"] for name in names] == roles
@@ -98,15 +102,17 @@ def test_only_workers_of_a_run_file_that_also_starts_cheaters_are_called_honest(
 
 def test_a_worker_that_takes_the_name_of_another_takes_neither_its_credits_nor_its_role(evaluated):
     folder = evaluated(HARD)
+    keys = [load_or_make_key(folder.nodes / "worker-0" / "node.key").public, "b" * 64]
     nodes = tuple(
-        NodeState(key * 64, "worker", "worker-0", "good", credits, 0, 0, 0, {}, "", influence=credits)
-        for key, credits in (("a", 36364), ("b", 63636))
+        NodeState(key, "worker", "worker-0", "good", credits, 0, 0, 0, {}, "", influence=credits)
+        for key, credits in zip(keys, (36364, 63636), strict=True)
     )
-    seen = Snapshot("town", "x", 3, nodes=nodes, cheaters=frozenset({"cheater-0"}))
+    seen = Snapshot("town", "x", 3, nodes=nodes, cheaters=frozenset({"c" * 64}))
     end = write_summary(folder, folder.config(), seen, UsageBook(folder.root / "usage.json"))
     found = msgspec.json.decode(folder.summary.read_bytes())
-    names = [f"worker-0 ({key * 12})" for key in "ab"]
-    assert [found["credits"][name] for name in names] == [{"credits": c, "role": ""} for c in (36364, 63636)]
+    names = [f"worker-0 ({key[:12]})" for key in keys]
+    pay = [{"credits": 36364, "role": "honest"}, {"credits": 63636, "role": ""}]
+    assert [found["credits"][name] for name in names] == pay
     assert [found["influence"][name] for name in names] == [0.36364, 0.63636]
     console = Console(file=io.StringIO(), width=120)
     console.print(render_end(end))

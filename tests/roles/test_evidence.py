@@ -25,7 +25,7 @@ from shoal.net.keys import load_or_make_key
 from shoal.policy.tiny import make_tiny
 from shoal.protocol import types as t
 from shoal.protocol.noise import KEYED_32
-from shoal.protocol.promises import sign_promise
+from shoal.protocol.promises import is_promised, sign_promise
 from shoal.protocol.wire import digest, from_json, to_json
 from shoal.roles import evidence, pinned
 from shoal.roles.auditor.rollouts import AGREE, CANNOT, DISAGREE, Choice, audit_rollouts
@@ -572,7 +572,7 @@ def test_evidence_is_kept_once_a_full_disk_has_space(tmp_path, monkeypatch, capl
 
 
 @pytest.mark.parametrize("kind", ["submission", "receipt"])
-def test_a_stop_ends_a_wait_for_space_and_gives_the_lease_back(tmp_path, monkeypatch, kind):
+def test_a_stop_ends_a_wait_for_space_and_gives_the_lease_back_or_logs_the_receipt(tmp_path, monkeypatch, caplog, kind):
     town = Town(tmp_path / "run", tiny_run(steps=1))
     write = evidence.write_atomically
 
@@ -595,6 +595,10 @@ def test_a_stop_ends_a_wait_for_space_and_gives_the_lease_back(tmp_path, monkeyp
     state = town.desk.state
     assert not state.open_leases
     assert next(iter(state.leases.values())).status == ("lapsed" if kind == "submission" else "submitted")
+    logged = [line.partition("receipt=")[2] for line in caplog.messages if "receipt=" in line]
+    receipts = [from_json(line.encode(), t.Receipt) for line in logged]
+    assert [one.digest for one in receipts] == [*state.submissions]
+    assert all(is_promised(one, worker.seat.info.run_key) for one in receipts)
 
 
 def test_a_full_disk_is_waited_for_when_a_run_is_joined(tmp_path, monkeypatch):

@@ -225,6 +225,15 @@ def test_groups_are_filtered_and_paged_and_found_by_their_words(look, run):
     assert filters(look, 1)["envs"][0]["env"] == "arithmetic"
 
 
+def test_groups_of_a_step_and_steps_of_a_worker_are_found_without_a_look_at_all_of_the_run(look, run):
+    asked, worker = list[str](), next(node.key for node in run.nodes() if node.name == "honest")
+    look.db.set_trace_callback(asked.append)
+    assert groups(look, 1, Filter(step=0))["rows"] and look.node(1, worker)["steps"]
+    look.db.set_trace_callback(None)
+    plans = [[row["detail"] for row in look.rows(f"EXPLAIN QUERY PLAN {one}")] for one in asked if "batches" in one]
+    assert len(plans) == 2 and not [row for plan in plans for row in plan if "(run=?)" in row or "status=?" in row]
+
+
 def test_an_index_of_the_url_holds_the_same(index, town, tmp_path):
     far = built(tmp_path / "far.sqlite", URL, transport=httpx.ASGITransport(town.app))
     assert contents(far, ("conditions", "heldout")) == contents(index, ("conditions", "heldout"))

@@ -13,8 +13,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from shoal.launch.lock import locked
-from shoal.ledger.facts.batches import BY_ENVIRONMENT, GroupAccepted, SlotVoid
+from shoal.ledger.facts.batches import GroupAccepted
 from shoal.ledger.fault_rate import FAULT_REMEDY, FAULTS
+from shoal.protocol.audits import REPLAY
 from shoal.watch.page import Shelf, page_app
 from shoal.watch.page.charts import OVERVIEW, TITLES, Chart, Line, chart_of, overview_charts, picture_of
 from shoal.watch.reading import open_run
@@ -22,6 +23,7 @@ from shoal.watch.report.page import report_of
 from shoal.watch.rows import node_note
 from shoal.watch.words import sentence_of
 from tests.envs import brittle
+from tests.ledger.test_no_signal import JUDGES, LONG, WORKER, serve_void, world_of
 from tests.roles.town import Town, tiny_run
 
 TOKEN = "t" * 43
@@ -258,12 +260,21 @@ def test_a_host_whose_run_paused_by_environment_faults_reads_the_whole_remedy(sh
     assert "Its host resumes it" in others and "Correct the environment" not in others
 
 
-def test_the_overview_says_why_tasks_cannot_begin_while_the_run_goes_on(shelf):
-    why, at = "its prompt takes 90 tokens, and sampling.max_tokens = 64 leaves no room for a turn", 10**6
-    for cause, is_told in (("stale", False), (BY_ENVIRONMENT + why, True)):
-        row = (1, at := at + 1, "slot_void", sentence_of(SlotVoid(0, (1,), cause)))
-        shelf.runs[0].builder._db.execute("INSERT INTO events (run, seq, kind, words) VALUES (?, ?, ?, ?)", row)
-        assert (why in words_of(shelf, "/1/")) == is_told
+@pytest.mark.parametrize(("check", "is_told"), [("environment", True), (REPLAY, False)])
+def test_the_overview_says_why_tasks_cannot_begin_while_the_run_goes_on(tmp_path, check, is_told):
+    world = world_of(tmp_path, validators=JUDGES)
+    serve_void(world, check=check)
+    world.serve(WORKER, by=JUDGES[0])
+    world.book.store.close()
+    (tmp_path / "run.json").write_text("{}")
+    shelf = Shelf(tmp_path / "index.sqlite", [str(tmp_path)])
+    while shelf.step():
+        pass
+    for is_new in (True, False):
+        assert (LONG in words_of(shelf, "/1/")) == is_told, is_new
+        shelf.close()
+        shelf = Shelf(tmp_path / "index.sqlite", [str(tmp_path)])
+    shelf.close()
 
 
 def test_the_overview_and_the_report_count_the_rollouts_on_which_the_environment_failed(brittle_shelf, shelf):

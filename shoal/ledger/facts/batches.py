@@ -61,6 +61,10 @@ class SlotVoid(Message, frozen=True):
     asynchronous run was drained."""
     stream: str = MAIN_STREAM
 
+    def unbegun(self) -> str:
+        """Why the tasks of these slots can never begin; empty if something else left them void."""
+        return self.cause.removeprefix(BY_ENVIRONMENT) if self.cause.startswith(BY_ENVIRONMENT) else ""
+
 
 class BatchFormed(Message, frozen=True):
     step: int
@@ -133,8 +137,8 @@ def apply_slot_void(body: SlotVoid, state: State, entry: Entry) -> None:
     size = state.rules.block_groups
     count = sum(not is_continued_slot(slot, size) for slot in body.slots)
     # guard: unbegun-counts-as-flat
-    if count and body.cause.startswith(BY_ENVIRONMENT) and state.law.version >= 3:
-        stream.count_unbegun(count, body.cause.removeprefix(BY_ENVIRONMENT))
+    if count and body.unbegun() and state.law.version >= 3:
+        stream.count_unbegun(count, body.unbegun())
     if count and body.cause == "stopped":  # guard: stopped-counts-as-flat
         stops = version.blocks[body.slots[-1] // size].stopped
         stream.count_stopped(count, stops.tasks if stops else "")

@@ -89,6 +89,8 @@ class Builder:
         self._quota = Quota()
         self._acts = list[dict[str, Any]]()
         """What alarms led to: the number of each event, and its evidence."""
+        self._unbegun = ""
+        """Why the newest task that can never begin cannot."""
 
     def close(self) -> None:
         """Close the index, not the reading."""
@@ -182,6 +184,8 @@ class Builder:
         elif isinstance(entry.body, RulesChanged) and entry.body.evidence:
             act = {"seq": entry.seq, **structs.asdict(entry.body.evidence)}
             self._acts = [*self._acts[1 - MOST_ACTS :], act]
+        elif isinstance(entry.body, SlotVoid):
+            self._unbegun = entry.body.unbegun() or self._unbegun
 
     def _is_other(self, entry: Entry) -> bool:
         """Whether an event shows that what is indexed was another log."""
@@ -195,7 +199,7 @@ class Builder:
             self._db.execute("BEGIN IMMEDIATE")
             forget(self._db, self.number)
         self._id, self._seq, self._head, self._nodes = "", -1, "", {}
-        self._by_version, self._withheld, self._acts = {}, {}, []
+        self._by_version, self._withheld, self._acts, self._unbegun = {}, {}, [], ""
         self._index_again()
         self._metrics = MetricsIndex(self._db, self.number)
         self._later_metrics = self.reading.metrics()
@@ -382,7 +386,7 @@ class Builder:
             "waiting_for": waiting_for(state), "envs": [env.label for env in state.envs],
             "group_size": state.rules.group_size,
             "batch_groups": state.rules.batch_groups, "max_staleness": state.rules.max_staleness, "acts": self._acts,
-            "usual_pace_s": usual_pace_s(state),
+            "usual_pace_s": usual_pace_s(state), "unbegun": self._unbegun,
         }, default=structs.asdict)  # fmt: skip
 
     def _put(self, table: str, values: Sequence[Any]) -> None:

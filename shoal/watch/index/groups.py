@@ -73,8 +73,8 @@ OF_A_BATCH = (
     "+status IN ('signal', 'flat') AND id IN (SELECT id FROM batches CROSS JOIN groups USING (run, version, slot) "
     "WHERE run = ? AND batches.step = ?)"
 )
-"""That a group is of a step's batch, also if a later batch took it again. A copy of it is not. The plus and
-CROSS JOIN keep SQLite from looking at all groups of the run."""
+"""That a group is of a step's batch of a run, also if a later batch took it again. A copy of it is not. The plus and
+CROSS JOIN keep SQLite from looking at all groups of the run, which it does if `run = ?` stands beside this."""
 
 _ORDERS = {"best": "reward DESC, id DESC", "worst": "reward IS NULL, reward, id DESC"}
 """SQLite takes NULL, a group without rewards, for the lowest value; it comes last in both."""
@@ -97,6 +97,8 @@ def _matches(look: Look, asked: str, after: int | None) -> Iterator[int | None]:
 
 def _where(run: int, only: Filter, private: bool) -> tuple[str, list[Any]]:
     where, values = ["run = ?"], list[Any]([run])
+    if only.step is not None:
+        where, values = [OF_A_BATCH], [run, only.step]
     equal = {"env": only.env, "worker": only.worker, "status": only.status}
     numbers = {"version": only.version, "task": only.task}
     for name, value in equal.items():
@@ -105,8 +107,6 @@ def _where(run: int, only: Filter, private: bool) -> tuple[str, list[Any]]:
     for name, number in numbers.items():
         if number is not None:
             where, values = [*where, f"{name} = ?"], [*values, number]
-    if only.step is not None:
-        where, values = [*where, OF_A_BATCH], [*values, run, only.step]
     if only.reward_from is not None:
         where, values = [*where, "reward >= ?"], [*values, only.reward_from]
     if only.reward_to is not None:

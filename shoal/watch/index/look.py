@@ -30,7 +30,8 @@ RATE_STEPS = 20
 """Newest steps from which speed and the time left are computed."""
 
 SCANNED = 20_000
-"""Most matches of a search that one page looks at. A page that stops there says where to continue."""
+"""Most matches of a search that one page looks at. A page that stops there says where to continue. Of a node's groups, the
+newest ones that lead to its steps."""
 
 _TOGETHER = 500
 """Events that one query asks for."""
@@ -204,10 +205,12 @@ class Look:
         versions = self.rows(
             "SELECT * FROM spread WHERE run = ? AND worker = ? ORDER BY version DESC LIMIT 20", run, key
         )
+        # The plus and CROSS JOIN keep SQLite from looking at the groups of other workers.
         steps = self.rows(
-            "SELECT batches.step, count(*) AS groups FROM groups JOIN batches USING (run, version, slot) WHERE run = ? "
-            "AND worker = ? AND status IN ('signal', 'flat') GROUP BY batches.step ORDER BY batches.step DESC LIMIT 20",
-            run, key,
+            "SELECT step, count(*) AS groups FROM (SELECT run, version, slot FROM groups WHERE run = ? AND worker = ? "
+            "AND +status IN ('signal', 'flat') ORDER BY id DESC LIMIT ?) CROSS JOIN batches USING (run, version, slot) "
+            "GROUP BY step ORDER BY step DESC LIMIT 20",
+            run, key, SCANNED,
         )  # fmt: skip
         return {
             **row, "rank": better + 1, "share": row["credits"] / total if total else 0.0,

@@ -11,7 +11,7 @@ from pathlib import Path
 from shoal.errors import StateError
 from shoal.folder import held
 
-VERSION = 9
+VERSION = 10
 """Of the tables. Another one makes the index anew."""
 
 MOST_ROLLOUTS = 4096

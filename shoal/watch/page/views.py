@@ -59,10 +59,6 @@ def overview(asked: Asked) -> tuple[str, Mapping[str, Any]]:
         "reward": _newest(found["metrics"], REWARDS), "first_reward": _first_reward(asked), "trend": _trend(asked),
         "last_verdict": _last_verdict(asked),
         "failed": look.rows("SELECT total(faults) AS rollouts FROM groups WHERE run = ?", run)[0]["rollouts"],
-        "unbegun": look.rows(
-            "SELECT max(seq), words FROM events WHERE run = ? AND kind = 'slot_void' AND words LIKE '%: environment: %'",
-            run,
-        )[0]["words"],
         "per_env": {name.partition("/")[2]: value for name, value in sorted(values_of(found["metrics"]))
                     if name.startswith("reward_mean/")},
     }  # fmt: skip
