@@ -157,7 +157,8 @@ def _hint(refused: str, kind: Any, tree: Any, foreign: Mapping[str, tuple[str, s
     given = tree
     for part in refused.split("."):
         given = given.get(part) if isinstance(given, dict) else None
-    meant, clause = foreign.get(f'{name} = "{given}"') or foreign.get(name, ("", ""))
+    value = f'{name} = "{given}"' if isinstance(given, str) else name
+    meant, clause = foreign.get(value) or foreign.get(name, ("", ""))
     also = clause and f" ({clause})"
     if same_name := [key for key in known if key.rsplit(".", 1)[-1] == name]:
         return f"; did you mean {same_name[0]}?{also if meant == same_name[0] else ''}"

@@ -57,7 +57,7 @@ def test_a_part_with_another_name_replaces_the_whole_part(load):
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        ('name = "dapo"\nloss.name = "clp"', "train.algorithm.loss.name: Invalid value 'clp'; known: clip, gspo, cispo"),
+        ('name = "dapo"\nloss.name = "clp"', '(did you mean "clip"?); known: clip, gspo, cispo'),
         ('name = "ppo"\ncorrections = [{name = "tis"}]', "corrections[0].name: Invalid value 'tis'; known: truncate"),
         ('name = "dapo"\nloss.eps_hi = 1', "did you mean train.algorithm.loss.eps_high?"),
         ('name = "dapo"\naverage = "token"', "known: 'tokens', 'rollouts', 'prompts', 'constant'"),
