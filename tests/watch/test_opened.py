@@ -37,7 +37,8 @@ def test_every_table_of_a_run_is_a_property(opened):
 
 
 def test_a_rollout_has_its_tokens_with_claims_and_advantages(opened, rollout):
-    row = next(row for row in opened.rollouts if (row["slot"], row["rollout"]) == (rollout.group.slot, 0))
+    named = rollout.group.version, rollout.group.slot, 0
+    row = next(row for row in opened.rollouts if (row["version"], row["slot"], row["rollout"]) == named)
     tokens = rollout.tokens
     assert len(tokens) == row["tokens"] and [token["position"] for token in tokens] == list(range(len(tokens)))
     own = [token for token in tokens if token["author"] == "policy"]
