@@ -88,10 +88,8 @@ def test_a_log_that_is_half_read_is_not_shown_as_the_present(copied, tmp_path, n
             [row] = csv.DictReader(io.StringIO(client.get("/1/csv/runs.csv").text))
             assert row["phase"] == f"reading the log, {percent} %", "other runs of this page may be whole"
             refused = sum(found["facts"]["refused"].values())
-            assert (
-                refused == sum(row["groups"] for row in shelf.look().refusal_counts(1))
-                and f"Refused {refused} " in tells
-            )
+            found_in = sum(row["groups"] for row in shelf.look().refusal_counts(1))
+            assert refused <= found_in and f"Refused {refused} " in tells, "a verdict may be read before its decision"
             of_read = {("before", 0), *([("v000001", 1)] if found["facts"]["version"] >= 1 else [])}
             assert evaluated(shelf) <= of_read, "and the version of the final policy is not known"
             seen.append(percent)
