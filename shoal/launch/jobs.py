@@ -66,7 +66,9 @@ class Made(msgspec.Struct, frozen=True):
 
 def job_of(stage: Stage, settings: RunConfig | SftConfig | None, beside: Path, inputs: dict[str, Input]) -> Job:
     """The job of a stage of a file in `beside`. Raises `ConfigError` if something that its recipe names is not there."""
-    kind, beside, own = kind_of(stage), (beside / getattr(stage, "recipe", "")).parent, to_settings(stage)
+    kind, own = kind_of(stage), to_settings(stage)
+    recipe: str = getattr(stage, "recipe", "")
+    beside = (beside / recipe).parent if recipe else beside
     digests = {key: found.digest for key, found in inputs.items()}
     places = {key: str(found.place) for key, found in inputs.items()}
     if settings is None:

@@ -18,7 +18,7 @@ from shoal.envs.base import Message
 from shoal.envs.prompt_preview import learned_row
 from shoal.errors import StateError
 from shoal.policy.files import save_policy
-from shoal.policy.kinds import open_policy
+from shoal.policy.kinds import AUTO, open_policy
 from shoal.policy.messages import normal
 from shoal.policy.render import Renderer
 from shoal.policy.valued import begin_valued, save_valued
@@ -48,7 +48,7 @@ def improve(
 ) -> Preferred:
     """Train the policy in `start` on pairs by DPO, and write it to `out`."""
     torch.set_num_threads(threads)
-    model = open_policy(start, torch.float32)
+    model = open_policy(start, torch.float32, AUTO)
     learned, measured = _begin(pairs, start, settings)
     found, tokens = prefer_policy(model, learned, measured, beta, settings, _told(settings.steps))
     save_policy(model, out, dtype, tokenizer_from=start)

@@ -413,8 +413,7 @@ def _sampling(config: SftConfig, games: Sequence[Example], model: PolicyModel) -
 
 
 def chosen_rows(given: Examples, start: Path, max_tokens: int) -> list[tuple[list[int], list[int]]]:
-    """The rows of chosen rollouts that teach, without longer ones. Raises `StateError` if there are none, or if they were
-    written with another tokenizer."""
+    """Rows of chosen rollouts that teach, without longer ones. Raises `StateError` for none, or another tokenizer's."""
     if given.tokenizer != tokenizer_digest(start):  # guard: chosen-with-one-tokenizer
         raise StateError(
             "the chosen rollouts have another tokenizer than the policy that is to learn them: start from the run's own "
@@ -438,9 +437,8 @@ def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int
         raise ConfigError(
             f"player = {config.player}: environment {env.name} has no such scripted player; it has {known}"
         )
-    tasks = [env.task(i) for i in range(env.num_tasks)]
-    if config.tasks == "all":
-        tasks += [env.task(i, heldout=True) for i in range(env.num_heldout)]
+    num_heldout = env.num_heldout if config.tasks == "all" else 0
+    tasks = [*map(env.task, range(env.num_tasks)), *(env.task(i, heldout=True) for i in range(num_heldout))]
 
     changed, rewards = list[tuple[str, str]](), list[float]()
 
@@ -454,11 +452,17 @@ def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int
         rng, sampling, games = random.Random(config.seed), Sampling(1.0, max_tokens, max_tokens), list[Example]()
         for _ in range(episodes):
             talk = play_scripted(env, renderer, rng.choice(tasks), player, rng, sampling)
+            if talk.ending == "length":
+                continue  # what was cut teaches no end
             rewards.append(talk.reward)
             games += [(list(row.tokens), list(row.author)) for row in talk.rows if POLICY in row.author]
         return games
 
     games = played(config.episodes, config.max_tokens)
+    if games and (cut := config.episodes - len(rewards)):
+        log.warning(
+            "%d of %d games are longer than max_tokens = %d, and left out", cut, config.episodes, config.max_tokens
+        )
     if games and max(rewards) <= min(env.reward_bounds):
         log.warning(
             "the player %s earns the lowest reward, %g, in all %d games that will be learned from: see that `shoal env "
@@ -493,7 +497,4 @@ def _tell_overlap(env: Env, learned: Sequence[Task]) -> None:
             heldout.append(task_of(env, index, heldout=True))
     found = set(map(repr, heldout)).intersection(map(repr, learned))
     if both := sum(repr(task) in found for task in heldout):
-        log.warning(
-            "%d of %d held-out tasks are among the training tasks: an evaluation on them also counts what was memorised",
-            both, len(heldout),
-        )  # fmt: skip
+        log.warning("%d of %d held-out tasks are among the training tasks: results count memory", both, len(heldout))

@@ -256,6 +256,18 @@ def test_a_filter_says_which_policy_it_needs_and_which_environments_there_are(fi
             demand_doable(able, settings_of(able, files.parent), files.parent)
 
 
+@pytest.mark.parametrize("kind", ["dpo", "reward_model"])
+def test_a_file_of_pairs_is_looked_for_beside_the_stages_file_and_nowhere_else(files: Path, kind: str) -> None:
+    files.write_text(
+        STAGES + f'[[stages]]\nname = "pairs"\nkind = "{kind}"\npolicy = "stage:start"\npairs = "p.jsonl"\n'
+    )
+    (files.parent.parent / "p.jsonl").write_text("those of somebody else")
+    with pytest.raises(ConfigError, match="no file at"):
+        job_named(files, "pairs", {})
+    (files.parent / "p.jsonl").write_text("ours")
+    assert job_named(files, "pairs", {}).settings["pairs"] == str(files.parent / "p.jsonl")
+
+
 # --- what decides a stage's folder ---
 
 

@@ -19,6 +19,9 @@ from shoal import cli
 from shoal.envs.evaluate import Evaluation, evaluate
 from shoal.errors import ShoalError, StateError
 from shoal.folder import COLD_START_RECIPE
+from shoal.policy.render import Renderer
+from shoal.policy.tiny import make_tiny
+from shoal.protocol.types import POLICY
 from shoal.roles import sft
 from shoal.train.sft import FineTuning
 
@@ -488,6 +491,26 @@ def test_max_tokens_is_lowered_only_to_what_holds_each_prompt_and_an_answer(tmp_
         sft.main(recipe, tmp_path / "out", ["policy.tiny.max_positions=380"])
     sft.main(recipe, tmp_path / "out", ["policy.tiny.max_positions=380", "max_tokens=380"])
     assert weights(tmp_path / "out")
+
+
+def test_games_that_are_too_long_are_left_out_whole_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first words of a game that was cut would teach an answer without its end."""
+    nim = shutil.copytree(ROOT / "environments" / "nim", tmp_path / "nim")
+    (tmp_path / "small.toml").write_text(
+        RECIPE.replace("../games/nim", str(nim)).replace("episodes = 4", "episodes = 40")
+    )
+    config = sft.load_sft(tmp_path / "small.toml")
+    make_tiny(config.policy.tiny, tmp_path / "tiny", 0, "float32")
+    renderer = Renderer.from_directory(tmp_path / "tiny")
+    for most, all_fit in ((4000, True), (400, False)):
+        caplog.clear()
+        games = sft.scripted_games(replace_struct(config, max_tokens=most), renderer)
+        left = [int(number) for number in re.findall(r"(\d+) of 40 games are longer than max_tokens", caplog.text)]
+        assert len(games) + sum(left) == 40 and (not left) == all_fit
+        for tokens, author in games:
+            assert [token for token, who in zip(tokens, author, strict=True) if who == POLICY][-1] in renderer.stop_ids
 
 
 def test_a_start_that_another_recipe_makes_is_refused_with_the_command(recipe: Path, tmp_path: Path) -> None:
