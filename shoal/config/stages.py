@@ -89,7 +89,7 @@ class EvalStage(Section, frozen=True, kw_only=True, tag="eval", tag_field="kind"
     set: tuple[str, ...] = ()
     """Overrides of the run file's keys, such as "eval.episodes=64"."""
     policy: str
-    """stage:NAME: the policy to evaluate."""
+    """stage:NAME: the policy to evaluate; or a directory, relative to the stages file."""
 
 
 class MergeStage(Section, frozen=True, kw_only=True, tag="merge", tag_field="kind"):
@@ -98,7 +98,7 @@ class MergeStage(Section, frozen=True, kw_only=True, tag="merge", tag_field="kin
     name: str
     """Names the stage. Letters, digits, - and _."""
     policy: str
-    """stage:NAME: the policy to merge."""
+    """stage:NAME: the policy to merge; or a directory, relative to the stages file."""
     dtype: Literal["", "float32", "bfloat16"] = ""
     """Precision of the files; empty is the base's."""
     threads: int = 1
@@ -132,7 +132,7 @@ class DpoStage(Section, frozen=True, kw_only=True, tag="dpo", tag_field="kind"):
     name: str
     """Names the stage. Letters, digits, - and _."""
     policy: str
-    """stage:NAME: the policy to start from."""
+    """stage:NAME: the policy to start from; or a directory, relative to the stages file."""
     rollouts: str = ""
     """stage:NAME, an rl stage: of each group, the best and the worst rollout by reward are a pair."""
     pairs: str = ""
@@ -170,7 +170,8 @@ class RewardModelStage(Section, frozen=True, kw_only=True, tag="reward_model", t
     name: str
     """Names the stage. Letters, digits, - and _."""
     policy: str
-    """stage:NAME: the policy whose layers it starts from. It must be a whole model."""
+    """stage:NAME: the policy whose layers it starts from; or a directory, relative to the stages file. It must be a whole
+    model."""
     rollouts: str = ""
     """stage:NAME, an rl stage: of each group, the best and the worst rollout by reward are a pair."""
     pairs: str = ""
@@ -272,9 +273,16 @@ def kind_of(stage: Stage) -> str:
     return str(stage.__struct_config__.tag)
 
 
+def own_policy(stage: Stage) -> str:
+    """The directory that a stage begins with which is no other stage's and no recipe's; empty if there is none."""
+    if not isinstance(stage, EvalStage | MergeStage | DpoStage | RewardModelStage):
+        return ""  # of others, the recipe says it
+    return "" if stage.policy.startswith(FROM) else stage.policy
+
+
 def taken_by(stage: Stage) -> dict[str, str]:
     """Names of the stages that a stage takes something from, by the key that says so."""
-    taken = {key: getattr(stage, key, "") for key in GIVES}
+    taken = {key: getattr(stage, key, "") for key in GIVES if not (key == "policy" and own_policy(stage))}
     return {key: value.removeprefix(FROM) for key, value in taken.items() if value and isinstance(value, str)}
 
 
@@ -343,6 +351,8 @@ def _check(config: StagesConfig, path: Path) -> None:
             )
         if isinstance(stage, DpoStage | RewardModelStage):
             _check_pairs(stage, path)
+        if (own := own_policy(stage)) in by_name:
+            raise ConfigError(f'{path}: stage {stage.name}: policy = {own}: for that stage, write "{FROM}{own}"')
         for key in taken_by(stage):
             _check_taken(stage, key, by_name, before, path)
         before.add(stage.name)

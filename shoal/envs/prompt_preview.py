@@ -56,6 +56,8 @@ def first_prompt(label: str, env: Env, renderer: Renderer, sampling: Sampling, i
             f"no turn of {label} is opened: {_template(renderer)} ignores add_generation_prompt, so the policy has to "
             f"write {missing!r} by itself. Take the model's own chat template, unless the policy was trained like that"
         )
+    if any(message["role"] == "system" for message in messages) and renderer.moves_system(arguments):
+        lines.append("the chat template shows no system message, so its text comes before the user's")
     if refused := _refusal_of_replies(renderer, messages, arguments, by_template):
         lines += filter(None, [_later_turn(label, talk, renderer, refused)])
     elif not by_template:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from shoal.config import RunConfig, SftConfig
-from shoal.config.stages import EvalStage, FilterStage, RlStage, Stage, kind_of, taken_by, to_settings
+from shoal.config.stages import EvalStage, FilterStage, RlStage, Stage, kind_of, own_policy, taken_by, to_settings
 from shoal.envs.load import env_digest, is_file
 from shoal.errors import ConfigError, StateError
 from shoal.launch.outputs import digest_below
@@ -68,6 +68,9 @@ def job_of(stage: Stage, settings: RunConfig | SftConfig | None, beside: Path, i
     """The job of a stage of a file in `beside`. Raises `ConfigError` if something that its recipe names is not there."""
     kind, own = kind_of(stage), to_settings(stage)
     recipe: str = getattr(stage, "recipe", "")
+    if policy := own_policy(stage):
+        own_place = _own_directory(stage, "policy", policy, beside)
+        inputs = inputs | {"policy": Input(own_place, digest_below(own_place))}
     beside = (beside / recipe).parent if recipe else beside
     digests = {key: found.digest for key, found in inputs.items()}
     places = {key: str(found.place) for key, found in inputs.items()}
@@ -94,9 +97,7 @@ def _resolved(
     if "policy" in inputs:
         tree["policy"] = tree["policy"] | {"path": str(inputs["policy"].place)}
     elif path and not is_hub(path):
-        own = (beside / path).resolve()
-        if not own.is_dir():
-            raise ConfigError(f"stage {stage.name}: policy.path = {path}: no directory at {own}")
+        own = _own_directory(stage, "policy.path", path, beside)
         tree["policy"], digests["policy"] = tree["policy"] | {"path": str(own)}, digest_below(own)
     if "policy" in digests:
         known["policy"] = known["policy"] | {"path": ""}
@@ -127,11 +128,16 @@ def _judges_at(
         if key in inputs:
             train = train | {key: str(inputs[key].place)}
         elif path := train[key]:
-            own = (beside / path).resolve()
-            if not own.is_dir():
-                raise ConfigError(f"stage {stage.name}: train.{key} = {path}: no directory at {own}")
+            own = _own_directory(stage, f"train.{key}", path, beside)
             train, digests[key] = train | {key: str(own)}, digest_below(own)
     return train, digests
+
+
+def _own_directory(stage: Stage, key: str, path: str, beside: Path) -> Path:
+    own = (beside / path).resolve()
+    if not own.is_dir():
+        raise ConfigError(f"stage {stage.name}: {key} = {path}: no directory at {own}")
+    return own
 
 
 def demand_same_inputs(job: Job, name: str, folder: Path) -> None:
@@ -160,7 +166,7 @@ def demand_doable(stage: Stage, settings: RunConfig | SftConfig | None, beside: 
         missing = [key for key in ("workers", "validators") if not getattr(settings, key).count]
         if isinstance(stage, RlStage) and missing:  # guard: stage-needs-nobody-else
             raise ConfigError(f"{what}: {missing[0]}.count = 0: a stage is a run of this machine alone: set at least 1")
-    if settings is not None or bool(getattr(stage, "pairs", "")):
+    if settings is not None or own_policy(stage) or bool(getattr(stage, "pairs", "")):
         job_of(stage, settings, beside, {key: Input(Path(), "") for key in taken_by(stage)})
 
 

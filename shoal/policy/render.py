@@ -197,6 +197,10 @@ class Renderer:
         """What the template writes before a turn of the policy, if it leaves that out of a prompt; else empty."""
         return self._dialect_for(arguments or {}).missing_generation_prompt(normal(messages), arguments or {})
 
+    def moves_system(self, arguments: Mapping[str, Any] | None = None) -> bool:
+        """Whether a system message is written before the user's text, because the template refuses it or leaves it out."""
+        return not self._dialect_for(arguments or {}).system
+
     def history(self, items: Sequence[Message | Written], arguments: Mapping[str, Any] | None = None) -> list[Segment]:
         """A whole conversation as the template shows it now, with a place for the tokens of each turn of the policy."""
         told = [list(item) if isinstance(item, Written) else dict(item) for item in items]

@@ -243,6 +243,20 @@ def test_a_template_that_opens_no_turn_for_the_policy_is_noted(tmp_path: Path) -
     assert "\nno turn of saying is opened: " in text and "has to write '<|im_start|>assistant' by itself" in text
 
 
+class _Told(_Saying):
+    """Begins with a system message."""
+
+    def reset(self, task: int) -> Any:
+        return 0, [{"role": "system", "content": "Be brief"}, {"role": "user", "content": self.text}]
+
+
+def test_a_system_message_that_moves_into_the_users_turn_is_noted(tmp_path: Path) -> None:
+    env = _Told("hi")
+    for which, is_noted in (("True", False), ("m.role != 'system'", True)):
+        text = first_prompt("saying", env, _renderer_with(CHATML.replace("WHICH", which), tmp_path), SAMPLING)
+        assert "Be brief" in text and ("\nthe chat template shows no system message" in text) == is_noted
+
+
 def test_what_a_template_shows_once_and_replies_repeat_is_counted(tmp_path: Path) -> None:
     reminding = CHATML.replace(" if WHICH", "").replace(
         "{{ m.content }}", "{{ m.content }}{% if loop.last %} Do remember the tools that there are{% endif %}"

@@ -20,7 +20,7 @@ from shoal.errors import ConfigError, StateError
 from shoal.folder import RunFolder
 from shoal.heldout import Heldout
 from shoal.launch.chosen import choose, choose_pairs, digest_of, learned_groups
-from shoal.launch.jobs import Input, Job, demand_doable, job_of
+from shoal.launch.jobs import Input, Job, demand_doable, demand_same_inputs, job_of
 from shoal.launch.outputs import digest_below
 from shoal.launch.process import RoleProcess
 from shoal.launch.samples import group_of
@@ -184,6 +184,7 @@ REFUSED = {
     "there is no stage c; stages: a, b": 'kind = "sft"\nrecipe = "start.toml"\npolicy = "stage:c"',
     "that comes later: move it up": 'kind = "sft"\nrecipe = "start.toml"\npolicy = "stage:b"',
     'write it as "stage:NAME"': 'kind = "sft"\nrecipe = "start.toml"\npolicy = "models/tiny"',
+    'for that stage, write "stage:b"': 'kind = "merge"\npolicy = "b"',
     "two stages are named b": 'kind = "sft"\nrecipe = "start.toml"\n' + SECOND,
     "low and high from 0 to 1, low not above high": 'kind = "filter"\nrecipe = "rl.toml"\nlow = 0.9',
     "itself takes from it: a loop": 'kind = "merge"\npolicy = "stage:a"',
@@ -266,6 +267,37 @@ def test_a_file_of_pairs_is_looked_for_beside_the_stages_file_and_nowhere_else(f
         job_named(files, "pairs", {})
     (files.parent / "p.jsonl").write_text("ours")
     assert job_named(files, "pairs", {}).settings["pairs"] == str(files.parent / "p.jsonl")
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        'kind = "dpo"\npairs = "p.jsonl"',
+        'kind = "reward_model"\npairs = "p.jsonl"',
+        'kind = "merge"',
+        'kind = "eval"\nrecipe = "below/rl.toml"\nset = ["eval.episodes=1"]',
+    ],
+)
+def test_a_stage_without_a_policy_in_a_recipe_may_begin_with_a_directory_beside_the_file(
+    files: Path, stage: str
+) -> None:
+    files.write_text(f'name = "own"\n[[stages]]\nname = "first"\npolicy = "mine"\n{stage}\n')
+    here = files.parent
+    (here / "below").mkdir()
+    (here / "below" / "rl.toml").write_text(RL.replace("vowels.py", "../vowels.py"))
+    (here / "p.jsonl").write_text("pairs")
+    first = load_stages(files).stages[0]
+    with pytest.raises(ConfigError, match=r"policy = mine: no directory at"):
+        demand_doable(first, settings_of(first, here), here)
+    (here / "mine").mkdir()
+    (here / "mine" / "model.safetensors").write_bytes(b"weights")
+    demand_doable(first, settings_of(first, here), here)
+    job = job_named(files, "first", {})
+    assert job.inputs["policy"] == str(here / "mine")
+    (here / "mine" / "model.safetensors").write_bytes(b"others")
+    assert job_named(files, "first", {}).key != job.key
+    with pytest.raises(StateError, match=r"its policy at .* changed"):
+        demand_same_inputs(job, "first", here)
 
 
 # --- what decides a stage's folder ---
