@@ -7,7 +7,8 @@ import bisect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shoal.envs.parse import Parsed, ToolCall, parse
+from shoal.envs.parse import CHANNELS, Parsed, ToolCall, parse
+from shoal.policy.notations import reasoning_marks
 
 
 class Action(str):
@@ -55,9 +56,17 @@ class Action(str):
 
 
 def reasoning_length(token_ids: Sequence[int], action: Action, decode: Callable[[Sequence[int]], str]) -> int:
-    """How many of a turn's tokens are its reasoning. A token on the border counts as reasoning.
+    """How many of a turn's tokens are its reasoning. A token on the border counts as reasoning. One that is not
+    closed has none: chat templates take it for text.
 
     This splits a turn's tokens over the places of `Renderer.history`, so that the policy's text is never tokenised again.
     """
-    begins = action.parsed.begins
+    closed = action._notation in CHANNELS or reasoning_marks(action._notation)[1] in action
+    begins = action.parsed.begins if closed else 0
     return bisect.bisect_left(range(len(token_ids)), begins, key=lambda count: len(decode(token_ids[:count])))
+
+
+def gap_after_reasoning(action: Action) -> str:
+    """White space between a turn's reasoning and what follows it."""
+    text = str(action)[: action.parsed.begins]
+    return text[len(text.rstrip()) :]

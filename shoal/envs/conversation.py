@@ -41,7 +41,7 @@ from shoal.envs.settings import LOWEST, limits_of, opening_of, plain_task, shape
 from shoal.envs.steps import Mark, Played, marks_of
 from shoal.envs.view import Next, TalkRow, Turn, View
 from shoal.errors import MessagesRefused, ShoalError, StateError
-from shoal.policy.messages import Written, arguments_of, as_messages, normal
+from shoal.policy.messages import Written, arguments_of, as_messages, normal, text_of
 from shoal.policy.render import Renderer
 from shoal.protocol.constants import MAX_ROLLOUT_ROWS
 from shoal.protocol.env_faults import REPLY_REFUSED
@@ -360,7 +360,7 @@ def _told(messages: Sequence[Message]) -> list[tuple[str, str]]:
     return [
         (
             message["role"],
-            message.get("content") or ", ".join(call["function"]["name"] for call in message.get("tool_calls", ())),
+            text_of(message) or ", ".join(call["function"]["name"] for call in message.get("tool_calls", ())),
         )
         for message in normal(messages)
     ]

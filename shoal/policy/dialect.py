@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from shoal.errors import Overreach, StateError
+from shoal.policy.messages import completed, text_of
 from shoal.policy.notations import reasoning_marks
 from shoal.policy.template import Template
 
@@ -21,6 +22,8 @@ MARK = "\N{OBJECT REPLACEMENT CHARACTER}written\N{OBJECT REPLACEMENT CHARACTER}"
 _REASON, _RESULT = "reasonmark", "resultmark"
 
 _WORDS = ("wordmark", "another and longer wordmark")
+_AS_DATA = re.compile(r"""['"]type['"]:""")
+"""A part of a content, printed and not read."""
 _ENCLOSED = re.compile(r'\\"value|["{]\{"value')
 """JSON text of arguments within something else."""
 _AS_WRITTEN = ('A <b>Word</b> & "more"', "it's 2 × {Twice}\\n,\nas it is")
@@ -45,10 +48,20 @@ class Dialect:
     def __init__(self, template: Template, notation: str) -> None:
         self.template, self.notation = template, notation
         self._marks = reasoning_marks(notation)
+        self._read_in_parts: dict[str, bool] = {}
 
     def text(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], prompt: bool = True) -> str:
-        """Normal messages as the template shows them. Raises `StateError` if it refuses them."""
-        return self.template.text(self.present(messages), arguments, prompt)
+        """Normal messages as the template shows them, completed if it refuses them as they are. Raises `StateError` if it
+        refuses both."""
+        try:
+            return self.template.text(self.present(messages), arguments, prompt)
+        except Overreach:
+            raise
+        except StateError:
+            whole = completed(messages)
+            if whole == list(messages):
+                raise
+            return self.template.text(self.present(whole), arguments, prompt)
 
     @cached_property
     def parts(self) -> bool:
@@ -126,14 +139,14 @@ class Dialect:
         begun, found, _ = full.partition(MARK)
         return begun.removeprefix(prompt).strip() if found and prompt == bare and begun.startswith(prompt) else ""
 
-    def with_reasoning(self, turn: Mapping[str, Any]) -> dict[str, Any]:
+    def with_reasoning(self, turn: Mapping[str, Any], gap: str = "\n\n") -> dict[str, Any]:
         """A turn of the policy, with its reasoning as the policy writes it: in the text, unless the template shows it as a
         separate field."""
         reasoning = turn.get("reasoning_content")
         if not reasoning or self.reasoning:
             return dict(turn)
         opening, closing = self._marks
-        text = {"content": f"{opening}\n{reasoning}\n{closing}\n\n{turn.get('content', '')}"}
+        text = {"content": f"{opening}\n{reasoning}\n{closing}{gap}{text_of(turn)}"}
         return _without(turn, "reasoning_content") | text
 
     def present(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -144,7 +157,7 @@ class Dialect:
         for i, message in enumerate(told):
             if (reasoning := message.get("reasoning_content")) is not None:
                 told[i] = {**message, "thinking": reasoning} | ({"reasoning": reasoning} if reasoning else {})
-            if "tool_calls" in message:
+            if message.get("tool_calls"):
                 if not self.calls:
                     raise StateError("the chat template shows no tool calls: use a model that was trained with tools")
                 told[i] = _styled(told[i], self.calls)
@@ -153,12 +166,27 @@ class Dialect:
         return self._parted(told)
 
     def _parted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """With content as lists of parts, if the template wants them. `parts` itself does not call this."""
+        """With content as lists of parts where the template wants them, and joined where it reads none. `parts` itself does
+        not call this."""
         told = [dict(message) for message in messages]
         for message in told:
+            if isinstance(message.get("content"), list) and not self._reads_parts(message["role"]):
+                message["content"] = text_of(message)
             if self.parts and isinstance(message.get("content"), str):
                 message["content"] = [{"type": "text", "text": message["content"]}]
         return told
+
+    def _reads_parts(self, role: str) -> bool:
+        """Whether the template takes a list of parts as the content of such a message."""
+        if role not in self._read_in_parts:
+            message = {"role": role, "content": [{"type": "text", "text": MARK}]}
+            before, after = [] if role in ("system", "user") else [ASK], [ASK] if role == "system" else []
+            if role == "tool":
+                message |= {"tool_call_id": "call00000", "name": "tool"}
+                before.append(_styled(calling("", 1, mark="."), self.calls) if self.calls else said("."))
+            text = self._text([*self._parted(before), message, *self._parted(after)]) or ""
+            self._read_in_parts[role] = MARK in text and not _AS_DATA.search(text)
+        return self._read_in_parts[role]
 
     def _text(
         self, messages: Sequence[Mapping[str, Any]], prompt: bool = True, arguments: Mapping[str, Any] | None = None
@@ -200,9 +228,13 @@ def _styled(message: Mapping[str, Any], styles: Sequence[CallStyle]) -> dict[str
     calls, as_json = [], {style.as_json for style in styles}
     for call in message["tool_calls"]:
         function = dict(call["function"])
-        arguments, is_json = function["arguments"], isinstance(function["arguments"], str)
-        if is_json not in as_json:
-            function["arguments"] = json.loads(arguments) if is_json else json.dumps(arguments, ensure_ascii=False)
+        arguments = function.get("arguments")
+        if arguments is not None and isinstance(arguments, str) not in as_json:
+            function["arguments"] = (
+                json.loads(arguments or "{}")
+                if isinstance(arguments, str)
+                else json.dumps(arguments, ensure_ascii=False)
+            )
         calls.append({**call, "function": function})
     told = {**message, "tool_calls": calls}
     lacks = {style.no_content for style in styles}
@@ -221,9 +253,9 @@ def _folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     waiting: list[str] = []
     for message in messages:
         if message["role"] == "system":
-            waiting.append(message["content"])
+            waiting.append(text_of(message))
         elif message["role"] == "user" and waiting:
-            told.append({**message, "content": "\n\n".join([*waiting, message["content"]])})
+            told.append({**message, "content": "\n\n".join([*waiting, text_of(message)])})
             waiting = []
         else:
             told.append(message)

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from shoal.errors import Overreach, StateError
-from shoal.policy.dialect import ASK, Dialect, calling, said
+from shoal.policy.dialect import ASK, MARK, Dialect, calling, said
 from shoal.policy.ends import num_shared
 from shoal.policy.messages import BadMessage, Message, Written, normal
+from shoal.protocol.wire import digest
 
 Part = Literal["reasoning", "visible"]
 
@@ -186,10 +187,9 @@ class _Marks:
 
     def __init__(self, items: Sequence[Message | Written]) -> None:
         said = repr([item for item in items if not isinstance(item, Written)])
-        # guard: marks-not-forged
-        self._name = next(
-            name for i in itertools.count() if (name := f"\N{OBJECT REPLACEMENT CHARACTER}{i}.") not in said
-        )
+        # No text holds its own digest, nor do parts of one that the template joins.
+        own = digest(said.encode()) if MARK[0] in said else ""  # guard: marks-not-forged
+        self._name = f"{MARK[0]}{own}."
 
     def of(self, turn: int) -> tuple[str, str, str]:
         return f"{self._name}{turn}r;", f"{self._name}{turn}v;", f"{self._name}{turn}c;"
@@ -228,7 +228,9 @@ def _messages(
         if isinstance(item, Written):
             reasoning, visible, called = marks.of(item.turn)
             turn = calling(visible if content else "", 0, item.calls, called) if item.calls else said(visible)
-            told.append(dialect.with_reasoning({**turn, "reasoning_content": reasoning}) if item.reasoning else turn)
+            if item.reasoning:
+                turn = dialect.with_reasoning({**turn, "reasoning_content": reasoning}, item.gap)
+            told.append(turn)
         else:
             told.append(item)
     if len({item.turn for item in items if isinstance(item, Written)}) < sum(isinstance(i, Written) for i in items):

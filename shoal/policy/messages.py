@@ -2,7 +2,7 @@
 
 Called by the renderer, and by the checks of environments and of run files. The format is OpenAI's: each message has
 `role` and `content`, the assistant's also `reasoning_content` and `tool_calls`, a tool's also `tool_call_id` and
-`name`. Content is a text, or a list of text parts that are joined. A key whose value is None is absent, as columns of a
+`name`. Content is a text, or a list of text parts. A key whose value is None is absent, as columns of a
 table give it to rows that lack it, and as transformers drops it; an empty text stays. It does not deal with templates or
 tokens.
 """
@@ -54,17 +54,51 @@ class Written(NamedTuple):
     """Id and function name of each tool call in the turn."""
     empty: bool = False
     """Whether the reasoning has no words. A template may show none then."""
+    gap: str = "\n\n"
+    """White space between the reasoning and the text, as the policy wrote it."""
 
 
 def normal(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages in one form: content is text, which only turns that call or think may lack, arguments are an object or
-    its JSON text, and each call and result has an id and a name.
+    """The messages in one form: content is a text or a list of text parts, which only turns that call or think may lack,
+    and arguments are an object or its JSON text. Nothing is added: see `completed`.
 
     Raises `BadMessage` if a message cannot be brought into this form.
     """
-    clean = [_normal(message) for message in messages]
-    _pair(clean)
-    return clean
+    return [_normal(message) for message in messages]
+
+
+def text_of(message: Message) -> str:
+    """The content of a normal message, its parts joined; empty if it has none."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def completed(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Normal messages with what some templates do not do without: each call has an id, a type and arguments, each result
+    the id and the name of its call, and no list of calls is empty. Results without an id answer the calls in order."""
+    whole = [dict(message) for message in messages]
+    named: dict[str, str] = {}
+    waiting: list[str] = []
+    for message in whole:
+        if message["role"] == "assistant":
+            waiting = []
+        calls = []
+        for call in message.pop("tool_calls", ()):
+            function = call["function"]
+            number, arguments = call.get("id") or f"call{len(named):05d}", function.get("arguments") or {}
+            calls.append(call | {"id": number, "type": "function", "function": function | {"arguments": arguments}})
+            named[number] = function["name"]
+            waiting.append(number)
+        if calls:
+            message["tool_calls"] = calls
+        if message["role"] == "tool":
+            if "tool_call_id" not in message and waiting:
+                message["tool_call_id"] = waiting[0]
+            if message.get("tool_call_id") in waiting:
+                waiting.remove(message["tool_call_id"])
+            if "name" not in message and message.get("tool_call_id") in named:
+                message["name"] = named[message["tool_call_id"]]
+    return whole
 
 
 def as_messages(reply: object) -> list[Message]:
@@ -132,10 +166,10 @@ def _normal(message: Message) -> dict[str, Any]:
     content = message.get("content")
     if content is None and not (calls or reasoning):
         raise BadMessage(f"a message of role {role} has no content: give a text, which may be empty")
-    clean = {"role": role} if content is None else {"role": role, "content": _text(content, role)}
+    clean = {"role": role} if content is None else {"role": role, "content": _content(content, role)}
     if "reasoning_content" in message:  # an empty one may hide a thought in the content
         clean["reasoning_content"] = reasoning
-    if calls:
+    if "tool_calls" in message:
         clean["tool_calls"] = calls
     for key in ("tool_call_id", "name"):
         if value := _optional(message, key):
@@ -143,15 +177,15 @@ def _normal(message: Message) -> dict[str, Any]:
     return clean
 
 
-def _text(content: object, role: str) -> str:
-    """A content as text. Raises `BadMessage` if a part of it is not text."""
+def _content(content: object, role: str) -> str | list[dict[str, str]]:
+    """A content as a text or as text parts. Raises `BadMessage` if a part of it is not text."""
     if isinstance(content, str):
         return content
-    texts = []
+    parts = []
     for part in map(_without_none, _listed(content, f"the content of a message of role {role}")):
         kind = part if isinstance(part, str) else part.get("type") if isinstance(part, Mapping) else None
         if isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
+            parts.append({"type": "text", "text": part["text"]})
             continue
         media = next((name for name in _MEDIA if isinstance(part, Mapping) and name in str(kind)), None)
         if media:  # guard: text-only
@@ -160,7 +194,7 @@ def _text(content: object, role: str) -> str:
                 "Describe it in a text part, or leave the task out"
             )
         raise BadMessage(f'a part of a message of role {role} is {part!r:.60}: write {{"type": "text", "text": ...}}')
-    return "".join(texts)
+    return parts or ""
 
 
 def _call(call: object) -> dict[str, Any]:
@@ -171,9 +205,9 @@ def _call(call: object) -> dict[str, Any]:
         raise BadMessage(
             f'a tool call is {call!r:.80}: write {{"id": ..., "function": {{"name": ..., "arguments": {{...}}}}}}'
         )
-    given = {} if function.get("arguments", "") == "" else function["arguments"]
+    given = function.get("arguments", "")
     try:
-        read = json.loads(given) if isinstance(given, str) else given
+        read = json.loads(given or "{}") if isinstance(given, str) else given
     except (ValueError, RecursionError) as error:
         raise BadMessage(f"the arguments of a call of {name:.40} are not JSON ({error}): give an object") from None
     if not isinstance(read, Mapping):
@@ -182,29 +216,9 @@ def _call(call: object) -> dict[str, Any]:
     # A template may get text as an object. What is escaped in it would escape a look for what it holds.
     as_text = isinstance(given, str) and "\\u" not in given  # guard: arguments-hide-no-text
     shown = {"name": name, "arguments": given if as_text else arguments}
-    in_order = {key: shown[key] for key in [*(key for key in function if key in shown), *shown]}
-    return {"id": _optional(call, "id"), "type": "function", "function": in_order}
-
-
-def _pair(messages: list[dict[str, Any]]) -> None:
-    """Give each call an id, and each result the id and the name of its call. Results without an id answer the calls in
-    order."""
-    named: dict[str, str] = {}
-    waiting: list[str] = []
-    for message in messages:
-        if message["role"] == "assistant":
-            waiting = []
-        for call in message.get("tool_calls", ()):
-            call["id"] = call["id"] or f"call{len(named):05d}"
-            named[call["id"]] = call["function"]["name"]
-            waiting.append(call["id"])
-        if message["role"] == "tool":
-            if "tool_call_id" not in message and waiting:
-                message["tool_call_id"] = waiting[0]
-            if message.get("tool_call_id") in waiting:
-                waiting.remove(message["tool_call_id"])
-            if "name" not in message and message.get("tool_call_id") in named:
-                message["name"] = named[message["tool_call_id"]]
+    told = {key: _optional(call, key) for key in ("id", "type")}
+    whole = {**told, "function": {key: shown[key] for key in function if key in shown}}
+    return {key: whole[key] for key in call if whole.get(key)}
 
 
 def _optional(message: Message, key: str) -> str:

@@ -31,6 +31,7 @@ from shoal.policy.spec import PolicySpec
 from shoal.policy.template import Template
 from shoal.policy.turn_encoder import TurnEncoder
 from shoal.protocol.constants import CONTROL_STOPS, MODEL_STOPS
+from shoal.protocol.wire import digest
 
 _TEXTS = (*auto_tokenizer.FILES, chat_templates.FILE)
 
@@ -263,8 +264,8 @@ class Renderer:
         messages, arguments, opening, after = json.loads(key)
         results = [message for message in messages if message["role"] == "tool"]
         named = [(message.get("tool_call_id", "call00000"), message.get("name", "tool")) for message in results]
-        # guard: reply-mark-not-forged
-        mark = next(mark for i in range(len(key)) if (mark := MARK + "." * i) not in key)
+        # No text holds its own digest, nor do parts of one that the template joins.
+        mark = MARK if MARK[0] not in key else f"{MARK}{digest(key.encode())}"  # guard: reply-mark-not-forged
         turns, dialect = [said(mark)], self._dialect_for(arguments)
         if results and after == "text":
             demand_results(dialect)

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from shoal.errors import Overreach, StateError
 from shoal.policy.dialect import ASK, MARK, Dialect, said
-from shoal.policy.messages import Message
+from shoal.policy.ends import num_shared
+from shoal.policy.messages import Message, text_of
 from shoal.policy.notations import leaves_reasoning_open, reasoning_marks, without_thought
 
 
@@ -21,6 +22,8 @@ class _Around(NamedTuple):
     before: Sequence[Message] = (ASK,)
     """The messages before it: those that were asked for, unless the template refuses them."""
     prompt: str = ""
+    shown: str = ""
+    """The prompt as the template shows it before a written turn, which may be another; empty if it does not end alike."""
     lead: str = ""
     """White space between the prompt and the turn."""
     closing: str = ""
@@ -46,7 +49,7 @@ class TurnEncoder:
         if isinstance(messages[-1], str):
             return self._of_text(messages, messages[-1], arguments)
         turn = self._dialect_for(arguments).with_reasoning(messages[-1])
-        content, is_text = str(turn.get("content", "")), not (turn.get("reasoning_content") or turn.get("tool_calls"))
+        content, is_text = text_of(turn), not (turn.get("reasoning_content") or turn.get("tool_calls"))
         around = self._around(_key(messages, arguments))
         prompt = around.prompt
         opening, closing = reasoning_marks(self._notation)
@@ -62,6 +65,8 @@ class TurnEncoder:
             return self._of_text(messages, content, arguments)
         text = self._text([*around.before, turn], arguments, prompt=False)
         rest = self._rest(text, prompt)
+        if rest is None and around.shown and text.startswith(around.shown):
+            rest = text[len(around.shown) :]
         if rest is None and is_text:
             return self._of_text(messages, content, arguments)
         if rest is None:
@@ -69,7 +74,7 @@ class TurnEncoder:
                 "the chat template does not show this answer as a continuation of its prompt: it ends in "
                 f"{prompt[-40:]!r}, and with the answer in {text[-80:]!r}. Write the answer as a text"
             )
-        parts = [content, turn.get("reasoning_content") or ""]
+        parts = [*_texts_of(turn), turn.get("reasoning_content") or ""]
         parts += [call["function"]["name"] for call in turn.get("tool_calls") or ()]
         lost = next((part for part in map(str.strip, parts) if not self._shows(rest, part)), "")
         if lost and not is_text:
@@ -125,9 +130,14 @@ class TurnEncoder:
         except StateError:
             return _Around() if before == [ASK] else self._around(_key([ASK, ""], arguments))
         begun, found, closing = turn.rpartition(MARK)
-        lead = begun.removeprefix(prompt)
+        shown = prompt
+        if not begun.startswith(prompt):
+            bare = dialect.text(before, arguments, prompt=False)
+            at = num_shared(prompt, bare) if prompt != bare else prompt.rfind(text_of(before[-1]).strip())
+            shown = _up_to(begun, prompt[at:] if at >= 0 else "")
+        lead = begun.removeprefix(shown) if shown else ""
         is_ended = found and self._stop_ids.intersection(self._encode(closing))
-        return _Around(before, prompt, "" if lead.strip() else lead, closing if is_ended else "", bool(found))
+        return _Around(before, prompt, shown, "" if lead.strip() else lead, closing if is_ended else "", bool(found))
 
     def _ended(self, prompt: str, rest: str) -> list[int]:
         """Token ids of a turn, whose text is `rest`, after a prompt, whose thought they close, up to the first token that
@@ -141,6 +151,19 @@ class TurnEncoder:
 
     def _text(self, messages: Sequence[Message], arguments: Mapping[str, Any], prompt: bool = True) -> str:
         return self._dialect_for(arguments).text(messages, arguments, prompt)
+
+
+def _texts_of(turn: Mapping[str, Any]) -> list[str]:
+    """The texts of a turn that stand by themselves."""
+    content = turn.get("content") or ""
+    return [content] if isinstance(content, str) else [part["text"] for part in content]
+
+
+def _up_to(text: str, opening: str) -> str:
+    """A text without the white space after the opening of a turn; empty if it does not end with that opening."""
+    words, opened = text.rstrip(), opening.rstrip()
+    begun = words + opening[len(opened) :]
+    return begun if opened and words.endswith(opened) and text.startswith(begun) else ""
 
 
 def _key(messages: Sequence[Any], arguments: Mapping[str, Any]) -> str:

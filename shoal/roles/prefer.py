@@ -19,7 +19,7 @@ from shoal.envs.prompt_preview import learned_row
 from shoal.errors import StateError
 from shoal.policy.files import save_policy
 from shoal.policy.kinds import AUTO, open_policy
-from shoal.policy.messages import normal
+from shoal.policy.messages import normal, text_of
 from shoal.policy.render import Renderer
 from shoal.policy.valued import begin_valued, save_valued
 from shoal.protocol.types import ENVIRONMENT, POLICY
@@ -180,7 +180,7 @@ def _row(
     ValueError if the answer has such a token within, where it would be cut."""
     (said,) = normal([answer])
     calls = msgspec.json.encode(said.get("tool_calls")).decode()
-    for text in (said.get("content", ""), said.get("reasoning_content", ""), calls):
+    for text in (text_of(said), said.get("reasoning_content", ""), calls):
         if ends := [token for token in renderer.encode(text) if token in renderer.stop_ids]:
             raise ValueError(f"an answer has {renderer.pieces([ends[:1]])[0][0]!r:.40} within, which ends a turn")
     written = renderer.written(answer, arguments, messages)

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 import torch
 import transformers
@@ -25,12 +26,14 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from transformers.utils import chat_template_utils
 
 from shoal.envs.base import Env, Step
+from shoal.envs.conversation import Conversation
 from shoal.envs.play import play_scripted
 from shoal.envs.replay import replay_group
 from shoal.errors import Overreach, StateError
 from shoal.policy.anymodel import _files_of
 from shoal.policy.auto_tokenizer import open_tokenizer
 from shoal.policy.contained import ContainedRenderer
+from shoal.policy.dialect import MARK
 from shoal.policy.files import Snapshot, save_policy
 from shoal.policy.kinds import OURS, kind_of
 from shoal.policy.messages import Written
@@ -41,6 +44,8 @@ from shoal.policy.tokenizer_class import BUILD, FILE, class_of
 from shoal.protocol.types import Sampling
 from shoal.roles.prefer import read_pairs
 from tests.policy.odd_checkpoints import (
+    AT_LAST,
+    CALLS,
     CHATML,
     COUNT,
     END,
@@ -199,12 +204,134 @@ def test_a_turn_begins_where_its_prompt_ends_or_before_the_thought_there(opening
 
 
 @pytest.mark.parametrize("head", ["{{ messages | length }}\n", "{% if messages | length < 2 %}one{% endif %}"])
-def test_an_answer_that_does_not_continue_its_prompt_is_refused_by_name(head: str) -> None:
+def test_an_answer_whose_prompt_is_shown_in_another_way_goes_on_where_that_ends(head: str) -> None:
     with checkpoint(template=head + talk_template()) as directory:
+        peer, renderer = AutoTokenizer.from_pretrained(directory), Renderer.from_directory(directory)
+        assert renderer.written({"role": "assistant", "content": "4"}) == renderer.written("4")
+        answer = {"role": "assistant", "content": "", "tool_calls": CALL}
+        told = peer.apply_chat_template([USER, answer], tokenize=False)
+        assert told.endswith(f"assistant\n{peer.decode(renderer.written(answer, before=[USER]))}\n")
+
+
+def test_an_answer_that_does_not_continue_its_prompt_is_refused_by_name() -> None:
+    with checkpoint(template=talk_template().replace("<|im_start|>assistant", "<|im_start|>bot")) as directory:
         renderer = Renderer.from_directory(directory)
         assert renderer.written({"role": "assistant", "content": "4"}) == renderer.written("4")
         with pytest.raises(StateError, match="not show this answer as a continuation of its prompt"):
             renderer.written({"role": "assistant", "content": "", "tool_calls": CALL})
+
+
+def _parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+OPENED_TURN = "<|im_start|>assistant\n"
+
+
+def _in_parts(part: str) -> str:
+    shown = "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}PART{% endfor %}{% endif %}"
+    return CHATML.replace("{{ m.content }}", shown.replace("PART", part))
+
+
+LATE_SYSTEM = (
+    "{{ bos_token }}{% set s = messages[0].content if messages[0].role == 'system' %}"
+    "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' or m.role == 'tool' %}"
+    "{{ '[INST] ' + (s + '\n\n' if s and loop.last else '') + m.content + '[/INST]' }}"
+    "{% else %} {{ m.content | trim }}" + CALLS + "<|im_end|>{% endif %}{% endfor %}"
+)
+"""Puts the system message into the user's last one, as Mistral's templates do."""
+IDS = "{% for c in m.tool_calls or [] %}{{ c.id }}{{ c.type }}{% endfor %}"
+AS_TEXT = (
+    "c.function.name + (c.function.arguments if c.function.arguments is string else c.function.arguments | tojson)"
+)
+SHAPES = {
+    "parts trimmed": (_in_parts("{{ p.text | trim }}"), OPENED_TURN),
+    "parts numbered": (_in_parts("{{ loop.index }}:{{ p.text }};"), OPENED_TURN),
+    "parts alone": (CHATML.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}"), OPENED_TURN),
+    "a system message late": (LATE_SYSTEM, "[/INST]"),
+    "the user's last message in other words": (COUNT + talk_template(AT_LAST), OPENED_TURN),
+    "ids and names": (talk_template("{{ m.name }}|{{ m.tool_call_id }}|" + IDS), OPENED_TURN),
+    "arguments as text": (talk_template(IDS).replace("c.function | tojson", AS_TEXT), OPENED_TURN),
+    "one call at most": (
+        talk_template("{% if 'tool_calls' in m and m.tool_calls | length != 1 %}{{ raise_exception('one') }}{% endif %}"),
+        OPENED_TURN,
+    ),
+}  # fmt: skip
+"""Templates, and how each begins a turn of the policy. They show messages as their keys and parts are."""
+
+BARE = {"function": {"name": "add", "arguments": {}}}
+EMPTY = {"function": {"name": "add", "arguments": ""}}
+SHOWN: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "count 1"}],
+    [{"role": "user", "content": _parts("count ", " 1")}],
+    [{"role": "system", "content": "Be kind."}, {"role": "user", "content": _parts("count 1")}],
+    [{"role": "system", "content": _parts("Be ", " kind.")}, {"role": "user", "content": "count 1"}],
+    *(
+        [
+            {"role": "system", "content": "Be kind."}, {"role": "user", "content": "count 1"},
+            {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5", **named},
+        ]
+        for call in (BARE, EMPTY, {**BARE, "id": "abc"}, *CALL) for named in ({}, {"name": "add"}, {"tool_call_id": "abc"})
+    ),
+    [{"role": "user", "content": "count 1"}, {"role": "assistant", "content": "1", "tool_calls": []}, USER],
+]  # fmt: skip
+SAID: list[dict[str, Any]] = [
+    {"content": "3"}, {"content": " 3 "}, {"content": _parts("3")}, {"content": _parts("3 ", " 4")},
+    {"content": "", "tool_calls": CALL}, {"content": "", "tool_calls": [BARE]},
+    {"content": "", "tool_calls": [EMPTY]}, {"content": "3", "tool_calls": []},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_keys_and_parts_of_messages_are_shown_as_transformers_shows_them(shape: str) -> None:
+    template, opening = SHAPES[shape]
+    equal = 0
+    with checkpoint(template=template, change=lambda files: files.config.update(bos_token=TEXT_END)) as directory:
+        peer, renderer = AutoTokenizer.from_pretrained(directory), Renderer.from_directory(directory)
+        for talk in SHOWN:
+            theirs = _shown_by(peer, talk, add_generation_prompt=True)
+            if theirs:
+                assert peer.decode(renderer.start(talk)) == theirs, talk
+            for said in SAID:
+                answer = {"role": "assistant", **said}
+                whole = _shown_by(peer, [*talk, answer])
+                if theirs and whole:
+                    written = peer.decode(renderer.written(answer, before=talk))
+                    assert written == f"{whole.rpartition(opening)[2].partition(END)[0]}{END}", (talk, answer)
+                    equal += 1
+    assert equal >= 2
+
+
+def _shown_by(peer: Any, messages: list[dict[str, Any]], **arguments: Any) -> str:
+    """What transformers shows; empty if the template refuses the messages, prints lists as data or leaves out a text."""
+    try:
+        text: str = peer.apply_chat_template(messages, tokenize=False, **arguments)
+    except (TypeError, jinja2.TemplateError):
+        return ""
+    return (
+        ""
+        if "'type':" in text
+        or '"arguments": ""' in text
+        or not all(part in text for m in messages for part in _texts_of(m))
+        else text
+    )
+
+
+def _texts_of(message: dict[str, Any]) -> list[str]:
+    content, calls = message["content"], [call["function"]["name"] for call in message.get("tool_calls", ())]
+    return calls + ([content.strip()] if isinstance(content, str) else [part["text"].strip() for part in content])
+
+
+def test_a_mark_is_not_forged_by_parts_that_a_template_joins() -> None:
+    with checkpoint(template=SHAPES["parts alone"][0]) as directory:
+        peer, renderer = AutoTokenizer.from_pretrained(directory), Renderer.from_directory(directory)
+        for mark in (MARK, MARK[0] + "0v;"):
+            for parts in (_parts(mark), _parts(mark[:3], mark[3:])):
+                reply = [{"role": "user", "content": parts}]
+                text = peer.decode(renderer.reply(reply))
+                assert text.count(mark) == 1 and text.startswith("\n<|im_start|>user")
+                segments = renderer.history([{"role": "user", "content": "a"}, Written(0), *reply])
+                assert peer.decode(segments[-1].token_ids) == text
 
 
 @pytest.mark.parametrize(
@@ -489,6 +616,23 @@ def test_a_message_of_the_conversation_may_open_or_close_the_thought_before_an_a
         last = renderer._decode_whole(talk.rows[-1].tokens).split("<|im_start|>assistant\n")[-1]
         closed = "<think>\n\n</think>\n\n" if opens == "true" else "<think></think>"
         assert last.split(END)[0] == f"{closed}15", "it follows all replies"
+
+
+SPLIT = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
+
+
+@pytest.mark.parametrize("opening", ["", OPENED])
+@pytest.mark.parametrize("action", ["<think>\na\n<think>\n\n6", "hm\nhm\n3", "<think>\na</think>6", "a</think>\n\n6"])
+def test_a_thought_that_is_not_closed_stays_in_a_history(opening: str, action: str) -> None:
+    template = SPLIT.replace("assistant\n{% endif %}", f"assistant\n{opening}{{% endif %}}")
+    with checkpoint(template=template) as directory:
+        renderer, peer = Renderer.from_directory(directory), AutoTokenizer.from_pretrained(directory)
+        talk = Conversation(Asking([USER], "template", "again"), renderer, 0, Sampling(1.0, 99, 999))
+        talk.write([*renderer.encode(action), renderer.eos_id])
+        history = [USER, {"role": "assistant", "content": action}, {"role": "user", "content": "again"}]
+        shown = peer.apply_chat_template(history, add_generation_prompt=True, tokenize=False)
+        kept_space = shown.replace("<|im_start|>assistant\n\n\n", "<|im_start|>assistant\n")
+        assert renderer._decode_whole(talk.rows[-1].tokens) in (shown, kept_space)
 
 
 EARLIER = "{% if m.role == 'assistant' and not loop.last %}"

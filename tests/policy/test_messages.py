@@ -4,25 +4,40 @@ from typing import Any
 
 import pytest
 
-from shoal.policy.messages import MAX_CALLS, BadMessage, as_messages, normal, plain, template_arguments
+from shoal.policy.messages import (
+    MAX_CALLS,
+    BadMessage,
+    as_messages,
+    completed,
+    normal,
+    plain,
+    template_arguments,
+    text_of,
+)
 
 ADD = {"function": {"name": "add", "arguments": '{"a": 1}'}}
 
 
-def test_content_becomes_text_and_calls_stay_as_they_are() -> None:
+def test_content_and_calls_stay_as_they_are() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     asked = {"role": "assistant", "content": None, "reasoning_content": "", "tool_calls": [ADD]}
     told = normal([{"role": "user", "content": parts}, asked])
-    assert told[0] == {"role": "user", "content": "one two"}
-    call = {"id": "call00000", "type": "function", **ADD}
-    assert told[1] == {"role": "assistant", "reasoning_content": "", "tool_calls": [call]}
+    assert told[0] == {"role": "user", "content": parts} and text_of(told[0]) == "one two"
+    assert told[1] == {"role": "assistant", "reasoning_content": "", "tool_calls": [ADD]} and text_of(told[1]) == ""
 
 
-def test_results_take_the_id_and_the_name_of_their_call() -> None:
-    asked = {"role": "assistant", "tool_calls": [ADD, {"id": "x", "function": {"name": "mul", "arguments": {}}}]}
-    told = normal([asked, {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}])
-    assert [(m["tool_call_id"], m["name"]) for m in told[1:]] == [("call00000", "add"), ("x", "mul")]
-    told = normal([asked, {"role": "tool", "content": "2", "tool_call_id": "x"}, {"role": "tool", "content": "1"}])
+def test_completed_results_have_the_id_and_the_name_of_their_call() -> None:
+    bare = {"function": {"name": "mul", "arguments": ""}}
+    asked = {"role": "assistant", "tool_calls": [ADD, {"id": "x", **bare}]}
+    none = {"role": "assistant", "content": "done", "tool_calls": []}
+    told = completed([asked, {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}, none])
+    assert told[0]["tool_calls"] == [
+        {"id": "call00000", "type": "function", **ADD},
+        {"id": "x", "type": "function", "function": {"name": "mul", "arguments": {}}},
+    ]
+    assert [(m["tool_call_id"], m["name"]) for m in told[1:3]] == [("call00000", "add"), ("x", "mul")]
+    assert "tool_calls" not in told[3]
+    told = completed([asked, {"role": "tool", "content": "2", "tool_call_id": "x"}, {"role": "tool", "content": "1"}])
     assert [m["name"] for m in told[1:]] == ["mul", "add"]
 
 
@@ -69,12 +84,12 @@ def test_keys_that_are_none_are_absent() -> None:
         {"role": "assistant", "content": "four"} | none,
     ]
     bare = [
-        {"role": "user", "content": "hi"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
         {"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]},
         {"role": "tool", "content": "4"},
         {"role": "assistant", "content": "four"},
     ]
-    assert normal(rows) == normal(bare)
+    assert normal(rows) == normal(bare) and "tool_calls" not in normal(rows)[3]
     given = {"function": {"arguments": {"unit": None}, "name": "add"}}
     shown = normal([{"role": "assistant", "tool_calls": [given]}])[0]["tool_calls"][0]["function"]
     assert list(shown) == ["arguments", "name"] and shown["arguments"] == {"unit": None}, "as it was given"

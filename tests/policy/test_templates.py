@@ -49,9 +49,6 @@ def test_an_opening_shows_the_system_prompt_and_the_question(name: str) -> None:
     renderer = renderer_of(name)
     text = spell(renderer, renderer.start([SYSTEM, USER]))
     assert text.index("BE BRIEF") < text.index("WHAT IS IT")
-    assert renderer.start(
-        [SYSTEM, {"role": "user", "content": [{"type": "text", "text": "WHAT IS"}, {"type": "text", "text": " IT"}]}]
-    ) == renderer.start([SYSTEM, USER])
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gptoss", "muse_glimmer", "llama3_2")])
@@ -67,6 +64,21 @@ def test_openings_are_those_of_transformers(name: str) -> None:
         eos_token=renderer._template._tokens["eos_token"], **arguments,
     )  # fmt: skip
     assert spell(renderer, renderer.start(messages, arguments)) == text
+    for texts in (["WHAT IS IT"], ["WHAT IS ", " IT"]):
+        split = {"role": "user", "content": [{"type": "text", "text": text} for text in texts]}
+        told = (parted if renderer._dialect.parts else messages)[:-1]
+        try:
+            text = template.render(
+                messages=[*told, split], add_generation_prompt=True, bos_token="<bos>",
+                eos_token=renderer._template._tokens["eos_token"], **arguments,
+            )  # fmt: skip
+        except (TypeError, jinja2.TemplateError):
+            text = ""
+        if "WHAT" not in text or "'type'" in text or '"text", "text"' in text:
+            text = spell(
+                renderer, renderer.start([*messages[:-1], {"role": "user", "content": "".join(texts)}], arguments)
+            )
+        assert spell(renderer, renderer.start([*messages[:-1], split], arguments)) == text
 
 
 CALLED: list[Any] = [{"function": {"name": "add", "arguments": arguments}} for arguments in ({"a": 3}, '{"a":3}')]

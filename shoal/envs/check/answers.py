@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from shoal.envs.base import Env, players_of, solution_of
 from shoal.envs.check.finding import Broken, Missing, reproducible
 from shoal.envs.check.walk import HOSTILE, MAX_TURNS, Walk, perform, played, recite, share_of, while_time
-from shoal.policy.messages import normal
+from shoal.policy.messages import normal, text_of
 
 RIGHT_AT_LEAST, WRONG_AT_MOST = 0.9, 0.5
 """Limits on the scripted players' mean score, as a fraction of the range from the lowest reward to the highest. From
@@ -93,7 +93,7 @@ def leaks(env: Env, picked: Sequence[int], seed: int) -> str:
     form = before, _ = _form(list(known.values()))
     contexts: Counter[str] = Counter()
     for index, answer in known.items():
-        opening = " ".join("\n".join(m.get("content", "") for m in normal(env.reset(env.task(index))[1])).split())
+        opening = " ".join("\n".join(text_of(m) for m in normal(env.reset(env.task(index))[1])).split())
         core = " ".join(_core(answer, form).split())
         copies = {place.group() for place in _places(opening, core)} - {core}
         rewarded = {core, *(copy for copy in copies if _is_right(env, index, form[0] + copy + form[1]))}
@@ -258,7 +258,7 @@ def _demand_own_answers(env: Env, indices: Sequence[int], known: Mapping[int, st
 
 def _demand_no_copies(env: Env, indices: Sequence[int]) -> None:
     """Where no answers are known, a copy of the prompt may win a game by chance, but not nearly every one."""
-    rewards = [share_of(env, _given(env, i, normal(env.reset(env.task(i))[1])[-1].get("content", ""))) for i in indices]
+    rewards = [share_of(env, _given(env, i, text_of(normal(env.reset(env.task(i))[1])[-1]))) for i in indices]
     if len(rewards) >= 2 and (mean := sum(rewards) / len(rewards)) >= RIGHT_AT_LEAST:
         raise Broken(f"a copy of the prompt earns {mean:.0%} of the range on average: reward right answers only")
 
@@ -273,7 +273,7 @@ def _mixed(env: Env, index: int, known: Mapping[int, str]) -> Iterator[tuple[str
     """Answers to a task that hold the right one among other words. It is neither the first nor the last of them, because
     some environments rightly take the first or the last answer of a text."""
     messages = normal(env.reset(env.task(index))[1])
-    texts = [message.get("content", "") for message in messages]
+    texts = [text_of(message) for message in messages]
     own, others = known.get(index), _others(index, known)
     if own is None:
         return

@@ -27,7 +27,7 @@ from shoal.envs.check.watch import MEMORY_MB, Watch, Watched
 from shoal.envs.load import load_env
 from shoal.envs.settings import opening_of, with_settings
 from shoal.errors import ShoalError
-from shoal.policy.messages import arguments_of, as_messages, normal
+from shoal.policy.messages import arguments_of, as_messages, normal, text_of
 from shoal.tree import from_tree
 
 RECORDED = 12
@@ -235,9 +235,7 @@ def _texts(messages: Any) -> list[str]:
     told = []
     for message in normal(messages):
         more = {key: value for key, value in message.items() if key not in ("role", "content")}
-        told.append(
-            _short(f"{message['role']}: {message.get('content', '')}{json.dumps(more, sort_keys=True) if more else ''}")
-        )
+        told.append(_short(f"{message['role']}: {text_of(message)}{json.dumps(more, sort_keys=True) if more else ''}"))
     return told
 
 

@@ -1,5 +1,5 @@
 """What the policy wrote, taken apart: reasoning, visible text and tool calls."""
 
-from shoal.envs.parse.turn import NOTATIONS, PARSERS, Parsed, ToolCall, parse
+from shoal.envs.parse.turn import CHANNELS, NOTATIONS, PARSERS, Parsed, ToolCall, parse
 
-__all__ = ["NOTATIONS", "PARSERS", "Parsed", "ToolCall", "parse"]
+__all__ = ["CHANNELS", "NOTATIONS", "PARSERS", "Parsed", "ToolCall", "parse"]
