@@ -325,7 +325,7 @@ def _texts_of(message: dict[str, Any]) -> list[str]:
 def test_a_mark_is_not_forged_by_parts_that_a_template_joins() -> None:
     with checkpoint(template=SHAPES["parts alone"][0]) as directory:
         peer, renderer = AutoTokenizer.from_pretrained(directory), Renderer.from_directory(directory)
-        for mark in (MARK, MARK[0] + "0v;"):
+        for mark in (MARK, MARK[0] + ".0v;"):
             for parts in (_parts(mark), _parts(mark[:3], mark[3:])):
                 reply = [{"role": "user", "content": parts}]
                 text = peer.decode(renderer.reply(reply))
