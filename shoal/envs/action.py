@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.envs.parse import CHANNELS, Parsed, ToolCall, parse
+from shoal.policy.messages import GAP
 from shoal.policy.notations import reasoning_marks
 
 
@@ -68,5 +69,7 @@ def reasoning_length(token_ids: Sequence[int], action: Action, decode: Callable[
 
 def gap_after_reasoning(action: Action) -> str:
     """White space between a turn's reasoning and what follows it."""
+    if action._notation in CHANNELS:
+        return GAP
     text = str(action)[: action.parsed.begins]
     return text[len(text.rstrip()) :]

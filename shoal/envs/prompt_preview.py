@@ -14,7 +14,7 @@ from shoal.envs.base import Env, task_of
 from shoal.envs.conversation import Conversation
 from shoal.envs.settings import limits_of
 from shoal.errors import MessagesRefused, Overreach, PromptsTooLong, ShoalError, StateError
-from shoal.policy.messages import Message, Written, arguments_of
+from shoal.policy.messages import Message, Written, arguments_of, text_of
 from shoal.policy.render import Renderer
 from shoal.protocol.env_faults import REPLY_REFUSED
 from shoal.protocol.rollouts import ROOM_REMEDY, no_room
@@ -184,7 +184,7 @@ def _refusal_of_replies(
     """Why the chat template takes no reply of an environment, or not so many as MAX_TURNS; empty if it does. With
     `by_template`, it shows the whole history again after each."""
     try:
-        said = (str(message.get("content", "")) for message in messages)
+        said = map(text_of, messages)
         texts = (".", "other", *said)  # some tokenizers know few words
         if len({tuple(renderer.go_on(text, arguments)) for text in texts}) == 1:
             return HIDES_REPLIES

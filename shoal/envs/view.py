@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from shoal.envs.action import Action, gap_after_reasoning, reasoning_length
-from shoal.envs.parse import CHANNELS, NOTATIONS
+from shoal.envs.parse import NOTATIONS
 from shoal.policy.dialect import said
 from shoal.policy.messages import BadMessage, Message, Written, as_messages
 from shoal.policy.render import Renderer, opening_key
@@ -157,8 +157,9 @@ class View:
     def _named(self, item: Written) -> Written:
         """A turn of a history, with whether it contains reasoning: we, not the environment, say so."""
         action = self.turns[item.turn].action
-        named = item._replace(reasoning=self._thought(item.turn) > 0, empty=not action.reasoning)
-        return named if action._notation in CHANNELS else named._replace(gap=gap_after_reasoning(action))
+        return item._replace(
+            reasoning=self._thought(item.turn) > 0, empty=not action.reasoning, gap=gap_after_reasoning(action)
+        )
 
     def _written(self, number: int, told: Sequence[Message]) -> Written:
         """The turn that the messages answer. Its tool calls have the ids and names that the results use."""

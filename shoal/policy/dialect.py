@@ -12,9 +12,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from shoal.errors import Overreach, StateError
-from shoal.policy.messages import completed, text_of
+from shoal.policy.messages import GAP, ROLES, completed, text_of
 from shoal.policy.notations import reasoning_marks
 from shoal.policy.template import Template
+from shoal.protocol.wire import digest
 
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}written\N{OBJECT REPLACEMENT CHARACTER}"
 """Replaces the policy's words in a rendered turn. What the template puts after it is the text that follows the turn."""
@@ -22,7 +23,7 @@ MARK = "\N{OBJECT REPLACEMENT CHARACTER}written\N{OBJECT REPLACEMENT CHARACTER}"
 _REASON, _RESULT = "reasonmark", "resultmark"
 
 _WORDS = ("wordmark", "another and longer wordmark")
-_AS_DATA = re.compile(r"""['"]type['"]:""")
+_AS_DATA = re.compile(rf"""['"]text\\*['"]: ?\\*['"]{MARK}""")
 """A part of a content, printed and not read."""
 _ENCLOSED = re.compile(r'\\"value|["{]\{"value')
 """JSON text of arguments within something else."""
@@ -31,6 +32,11 @@ _AS_WRITTEN = ('A <b>Word</b> & "more"', "it's 2 × {Twice}\\n,\nas it is")
 
 ASK = {"role": "user", "content": "."}
 """Stands for a conversation of which no more is known."""
+
+
+def mark_of(key: str) -> str:
+    """A mark that is in no text of this key. No text holds its own digest, nor do parts of one that a template joins."""
+    return MARK if MARK[0] not in key else f"{MARK}{digest(key.encode())}"  # guard: mark-not-forged
 
 
 class CallStyle(NamedTuple):
@@ -48,11 +54,10 @@ class Dialect:
     def __init__(self, template: Template, notation: str) -> None:
         self.template, self.notation = template, notation
         self._marks = reasoning_marks(notation)
-        self._read_in_parts: dict[str, bool] = {}
 
     def text(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], prompt: bool = True) -> str:
-        """Normal messages as the template shows them, completed if it refuses them as they are. Raises `StateError` if it
-        refuses both."""
+        """Normal messages as the template shows them, completed if it refuses them as they are: so a template that takes
+        some messages without an id may show it with others. Raises `StateError` if it refuses both."""
         try:
             return self.template.text(self.present(messages), arguments, prompt)
         except Overreach:
@@ -62,6 +67,17 @@ class Dialect:
             if whole == list(messages):
                 raise
             return self.template.text(self.present(whole), arguments, prompt)
+
+    def shown(
+        self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], prompt: bool = True
+    ) -> str | None:
+        """As `text`; None if the template refuses the messages."""
+        try:
+            return self.text(messages, arguments, prompt)
+        except Overreach:
+            raise
+        except StateError:
+            return None
 
     @cached_property
     def parts(self) -> bool:
@@ -139,7 +155,7 @@ class Dialect:
         begun, found, _ = full.partition(MARK)
         return begun.removeprefix(prompt).strip() if found and prompt == bare and begun.startswith(prompt) else ""
 
-    def with_reasoning(self, turn: Mapping[str, Any], gap: str = "\n\n") -> dict[str, Any]:
+    def with_reasoning(self, turn: Mapping[str, Any], gap: str = GAP) -> dict[str, Any]:
         """A turn of the policy, with its reasoning as the policy writes it: in the text, unless the template shows it as a
         separate field."""
         reasoning = turn.get("reasoning_content")
@@ -170,23 +186,27 @@ class Dialect:
         not call this."""
         told = [dict(message) for message in messages]
         for message in told:
-            if isinstance(message.get("content"), list) and not self._reads_parts(message["role"]):
+            if isinstance(message.get("content"), list) and message["role"] not in self._read_in_parts:
                 message["content"] = text_of(message)
             if self.parts and isinstance(message.get("content"), str):
                 message["content"] = [{"type": "text", "text": message["content"]}]
         return told
 
-    def _reads_parts(self, role: str) -> bool:
-        """Whether the template takes a list of parts as the content of such a message."""
-        if role not in self._read_in_parts:
-            message = {"role": role, "content": [{"type": "text", "text": MARK}]}
-            before, after = [] if role in ("system", "user") else [ASK], [ASK] if role == "system" else []
-            if role == "tool":
-                message |= {"tool_call_id": "call00000", "name": "tool"}
-                before.append(_styled(calling("", 1, mark="."), self.calls) if self.calls else said("."))
-            text = self._text([*self._parted(before), message, *self._parted(after)]) or ""
-            self._read_in_parts[role] = MARK in text and not _AS_DATA.search(text)
-        return self._read_in_parts[role]
+    @cached_property
+    def _read_in_parts(self) -> frozenset[str]:
+        """The roles whose content the template takes as a list of parts."""
+        asked, called = self._parted([ASK]), calling("", 1, mark=".")
+        called = _styled(called, self.calls) if self.calls else said(".")
+        before = {"assistant": asked, "tool": [*asked, *self._parted([called])]}
+        found = set()
+        for role in ROLES:
+            named = {"tool_call_id": "call00000", "name": "tool"} if role == "tool" else {}
+            message = {"role": role, "content": [{"type": "text", "text": MARK}], **named}
+            told = [*before.get(role, ()), message, *(asked if role == "system" else ())]
+            text = self._text(told, role != "assistant") or ""
+            if MARK in text and not _AS_DATA.search(text):
+                found.add(role)
+        return frozenset(found)
 
     def _text(
         self, messages: Sequence[Mapping[str, Any]], prompt: bool = True, arguments: Mapping[str, Any] | None = None

@@ -9,11 +9,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from shoal.errors import Overreach, StateError
-from shoal.policy.dialect import ASK, MARK, Dialect, calling, said
+from shoal.errors import StateError
+from shoal.policy.dialect import ASK, Dialect, calling, said
 from shoal.policy.ends import num_shared
 from shoal.policy.messages import BadMessage, Message, Written, normal
-from shoal.protocol.wire import digest
 
 Part = Literal["reasoning", "visible"]
 
@@ -38,7 +37,9 @@ class Place(NamedTuple):
     """"visible" is the turn without its reasoning, or the whole turn if it has none. It includes the stop token."""
 
 
-def places(dialect: Dialect, items: Sequence[Message | Written], arguments: Mapping[str, Any]) -> list[Words | Place]:
+def places(
+    dialect: Dialect, items: Sequence[Message | Written], arguments: Mapping[str, Any], mark: str
+) -> list[Words | Place]:
     """The parts of the conversation in order, up to where the policy begins its next turn.
 
     Raises `StateError` if the template does not show a turn, and `BadMessage` for a malformed message.
@@ -51,11 +52,11 @@ def places(dialect: Dialect, items: Sequence[Message | Written], arguments: Mapp
         is_result = not isinstance(item, Written) and item.get("role") == "tool"
         if is_result and isinstance(before, Written) and not before.calls:
             demand_results(dialect)
-    marks = _Marks(items)
+    marks = _Marks(mark)
     items = _without_hidden(dialect, items, marks, arguments)
     content = True
     messages = _messages(dialect, items, marks, content)
-    text = _shown(dialect, messages, arguments)
+    text = dialect.shown(messages, arguments)
     if text is None or any(_swapped(text, marks.of(item.turn)) for item in items if isinstance(item, Written)):
         content = False
         messages = _messages(dialect, items, marks, content)
@@ -95,18 +96,6 @@ def places(dialect: Dialect, items: Sequence[Message | Written], arguments: Mapp
         last = marks.of(item.turn)[2 if called >= 0 else 1]
         begin, after = text.rfind(last) + len(last), "calls" if called >= 0 else "text"
     return [*found, Words(text[begin:], after)]
-
-
-def _shown(
-    dialect: Dialect, messages: Sequence[Message], arguments: Mapping[str, Any], prompt: bool = True
-) -> str | None:
-    """The messages as text; None if the template refuses them."""
-    try:
-        return dialect.text(messages, arguments, prompt)
-    except Overreach:
-        raise
-    except StateError:
-        return None
 
 
 def demand_once(text: str, mark: str, most: int, whose: str) -> None:
@@ -158,7 +147,7 @@ def _opening(
 ) -> str | None:
     """What the template writes between a prompt and the first mark of the turn after it, but for an empty thought; None if
     it shows another prompt."""
-    prompt, text = _shown(dialect, newest[:1], arguments), _shown(dialect, newest, arguments, prompt=False)
+    prompt, text = dialect.shown(newest[:1], arguments), dialect.shown(newest, arguments, prompt=False)
     if prompt is None or text is None or not text.startswith(prompt):
         return None
     opening = text[len(prompt) : min(at for mark in marks if (at := text.find(mark)) >= 0)]
@@ -185,11 +174,8 @@ def _up_to_turn(words: str, prompted: str, bare: str, turn: int) -> str:
 class _Marks:
     """Texts that occur in no message: for each turn one for its reasoning, its visible text and its tool calls."""
 
-    def __init__(self, items: Sequence[Message | Written]) -> None:
-        said = repr([item for item in items if not isinstance(item, Written)])
-        # No text holds its own digest, nor do parts of one that the template joins.
-        own = digest(said.encode()) if MARK[0] in said else ""  # guard: marks-not-forged
-        self._name = f"{MARK[0]}{own}."
+    def __init__(self, mark: str) -> None:
+        self._name = f"{mark}."
 
     def of(self, turn: int) -> tuple[str, str, str]:
         return f"{self._name}{turn}r;", f"{self._name}{turn}v;", f"{self._name}{turn}c;"
@@ -208,7 +194,7 @@ def _without_hidden(
         item._replace(reasoning=False) if isinstance(item, Written) and item.empty and dialect.reasoning else item
         for item in items
     ]
-    text = None if bare == list(items) else _shown(dialect, _messages(dialect, bare, marks, True), arguments)
+    text = None if bare == list(items) else dialect.shown(_messages(dialect, bare, marks, True), arguments)
     if text is None:
         return list(items)
     told: list[Message | Written] = []

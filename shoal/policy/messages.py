@@ -3,10 +3,11 @@
 Called by the renderer, and by the checks of environments and of run files. The format is OpenAI's: each message has
 `role` and `content`, the assistant's also `reasoning_content` and `tool_calls`, a tool's also `tool_call_id` and
 `name`. Content is a text, or a list of text parts. A key whose value is None is absent, as columns of a
-table give it to rows that lack it, and as transformers drops it; an empty text stays. It does not deal with templates or
-tokens.
+table give it to rows that lack it, also in calls, where transformers keeps it; an empty text stays. It does not deal with
+templates or tokens.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,9 @@ ROLES = ("system", "user", "assistant", "tool")
 MAX_CALLS = 128
 """Limit on the tool calls of one message."""
 
+MAX_PARTS = 128
+"""Limit on the parts of one content."""
+
 MAX_DEPTH = 64
 """Limit on the nesting of lists and tables in the arguments of a call or of a template."""
 
@@ -34,6 +38,9 @@ _KEYS = {
 
 _MEDIA = ("image", "audio", "video", "file", "document")
 """Words in the types of parts that a text policy cannot read: `image_url` and `input_image` are images."""
+
+GAP = "\n\n"
+"""White space after the reasoning of a turn, where the policy's own is not known."""
 
 RESERVED = ("messages", "add_generation_prompt", "strftime_now")
 """Names that we give to a template, and that no setting may replace."""
@@ -54,7 +61,7 @@ class Written(NamedTuple):
     """Id and function name of each tool call in the turn."""
     empty: bool = False
     """Whether the reasoning has no words. A template may show none then."""
-    gap: str = "\n\n"
+    gap: str = GAP
     """White space between the reasoning and the text, as the policy wrote it."""
 
 
@@ -77,6 +84,8 @@ def completed(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Normal messages with what some templates do not do without: each call has an id, a type and arguments, each result
     the id and the name of its call, and no list of calls is empty. Results without an id answer the calls in order."""
     whole = [dict(message) for message in messages]
+    given = {call.get("id") for message in whole for call in message.get("tool_calls", ())}
+    free = (number for i in itertools.count() if (number := f"call{i:05d}") not in given)
     named: dict[str, str] = {}
     waiting: list[str] = []
     for message in whole:
@@ -85,7 +94,7 @@ def completed(messages: Sequence[Message]) -> list[dict[str, Any]]:
         calls = []
         for call in message.pop("tool_calls", ()):
             function = call["function"]
-            number, arguments = call.get("id") or f"call{len(named):05d}", function.get("arguments") or {}
+            number, arguments = call.get("id") or next(free), function.get("arguments") or {}
             calls.append(call | {"id": number, "type": "function", "function": function | {"arguments": arguments}})
             named[number] = function["name"]
             waiting.append(number)
@@ -181,8 +190,10 @@ def _content(content: object, role: str) -> str | list[dict[str, str]]:
     """A content as a text or as text parts. Raises `BadMessage` if a part of it is not text."""
     if isinstance(content, str):
         return content
-    parts = []
-    for part in map(_without_none, _listed(content, f"the content of a message of role {role}")):
+    parts, listed = [], _listed(content, f"the content of a message of role {role}")
+    if len(listed) > MAX_PARTS:
+        raise BadMessage(f"a message of role {role} has {len(listed)} parts, limit {MAX_PARTS}: join them")
+    for part in map(_without_none, listed):
         kind = part if isinstance(part, str) else part.get("type") if isinstance(part, Mapping) else None
         if isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str):
             parts.append({"type": "text", "text": part["text"]})
@@ -216,9 +227,14 @@ def _call(call: object) -> dict[str, Any]:
     # A template may get text as an object. What is escaped in it would escape a look for what it holds.
     as_text = isinstance(given, str) and "\\u" not in given  # guard: arguments-hide-no-text
     shown = {"name": name, "arguments": given if as_text else arguments}
-    told = {key: _optional(call, key) for key in ("id", "type")}
-    whole = {**told, "function": {key: shown[key] for key in function if key in shown}}
-    return {key: whole[key] for key in call if whole.get(key)}
+    told = {key: _optional(call, key) for key in ("id", "type")} | {
+        "function": {key: shown[key] if key in shown else _plain(function[key], key) for key in function}
+    }
+    return {key: told[key] if key in told else _plain(call[key], key) for key in call if told.get(key) != ""}
+
+
+def _plain(value: Any, key: str) -> Any:
+    return plain(value, f"{key:.40} of a tool call")
 
 
 def _optional(message: Message, key: str) -> str:

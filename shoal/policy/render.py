@@ -20,7 +20,7 @@ from shoal.errors import Overreach, StateError
 from shoal.policy import auto_tokenizer, chat_templates
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.chat_templates import TemplateSource
-from shoal.policy.dialect import ASK, MARK, Dialect, calling, said
+from shoal.policy.dialect import ASK, MARK, Dialect, calling, mark_of, said
 from shoal.policy.ends import Ends, num_shared
 from shoal.policy.history import Part, Place, demand_once, demand_results, places
 from shoal.policy.kinds import spec_of
@@ -31,7 +31,6 @@ from shoal.policy.spec import PolicySpec
 from shoal.policy.template import Template
 from shoal.policy.turn_encoder import TurnEncoder
 from shoal.protocol.constants import CONTROL_STOPS, MODEL_STOPS
-from shoal.protocol.wire import digest
 
 _TEXTS = (*auto_tokenizer.FILES, chat_templates.FILE)
 
@@ -204,7 +203,7 @@ class Renderer:
 
     def history(self, items: Sequence[Message | Written], arguments: Mapping[str, Any] | None = None) -> list[Segment]:
         """A whole conversation as the template shows it now, with a place for the tokens of each turn of the policy."""
-        told = [list(item) if isinstance(item, Written) else dict(item) for item in items]
+        told = [list(item) if isinstance(item, Written) else normal([item])[0] for item in items]
         return self._history(_key(told, arguments))
 
     def written(
@@ -264,9 +263,8 @@ class Renderer:
         messages, arguments, opening, after = json.loads(key)
         results = [message for message in messages if message["role"] == "tool"]
         named = [(message.get("tool_call_id", "call00000"), message.get("name", "tool")) for message in results]
-        # No text holds its own digest, nor do parts of one that the template joins.
-        mark = MARK if MARK[0] not in key else f"{MARK}{digest(key.encode())}"  # guard: reply-mark-not-forged
-        turns, dialect = [said(mark)], self._dialect_for(arguments)
+        mark, dialect = mark_of(key), self._dialect_for(arguments)
+        turns = [said(mark)]
         if results and after == "text":
             demand_results(dialect)
         elif after == "calls" and not results:
@@ -305,7 +303,7 @@ class Renderer:
             "calls": lambda: self._text([ASK, calling("", 1)], arguments, prompt=False),
         }
         segments = []
-        for piece in places(self._dialect_for(arguments), items, arguments):
+        for piece in places(self._dialect_for(arguments), items, arguments, mark_of(key)):
             if isinstance(piece, Place):
                 segments.append(Segment((), piece.turn, piece.part))
                 continue

@@ -77,7 +77,7 @@ class TurnEncoder:
         parts = [*_texts_of(turn), turn.get("reasoning_content") or ""]
         parts += [call["function"]["name"] for call in turn.get("tool_calls") or ()]
         lost = next((part for part in map(str.strip, parts) if not self._shows(rest, part)), "")
-        if lost and not is_text:
+        if lost and not (is_text and isinstance(turn["content"], str)):
             raise StateError(
                 f"the chat template leaves out {lost!r:.60} of a turn: leave it out, or put it into the content"
             )
@@ -112,7 +112,7 @@ class TurnEncoder:
         written, wanted = [i for i, sign in enumerate(rest) if not sign.isspace()], "".join(part.split())
         at = "".join(rest.split()).find(wanted)
         end = written[at + len(wanted) - 1] + 1 if wanted and at >= 0 else 0
-        return at >= 0 and self._stop_ids.isdisjoint(self._encode(rest[:end])[:-1])
+        return at >= 0 and self._stop_ids.isdisjoint(self._encode(rest[:end]))
 
     def _of_text(self, messages: Sequence[Any], text: str, arguments: Mapping[str, Any]) -> list[int]:
         around = self._around(_key(messages, arguments))
@@ -133,8 +133,11 @@ class TurnEncoder:
         shown = prompt
         if not begun.startswith(prompt):
             bare = dialect.text(before, arguments, prompt=False)
-            at = num_shared(prompt, bare) if prompt != bare else prompt.rfind(text_of(before[-1]).strip())
-            shown = _up_to(begun, prompt[at:] if at >= 0 else "")
+            opening = prompt[num_shared(prompt, bare) :]
+            if not opening and before:
+                last = {**before[-1], "content": MARK}
+                opening = (dialect.shown([*before[:-1], last], arguments) or "").rpartition(MARK)[2]
+            shown = _up_to(begun, opening)
         lead = begun.removeprefix(shown) if shown else ""
         is_ended = found and self._stop_ids.intersection(self._encode(closing))
         return _Around(before, prompt, shown, "" if lead.strip() else lead, closing if is_ended else "", bool(found))

@@ -29,7 +29,7 @@ from shoal.envs.base import Env, Step
 from shoal.envs.conversation import Conversation
 from shoal.envs.play import play_scripted
 from shoal.envs.replay import replay_group
-from shoal.errors import Overreach, StateError
+from shoal.errors import Overreach, ShoalError, StateError
 from shoal.policy.anymodel import _files_of
 from shoal.policy.auto_tokenizer import open_tokenizer
 from shoal.policy.contained import ContainedRenderer
@@ -302,6 +302,64 @@ def test_keys_and_parts_of_messages_are_shown_as_transformers_shows_them(shape: 
     assert equal >= 2
 
 
+def test_a_mark_is_not_forged_by_arguments_of_calls_or_of_the_template() -> None:
+    """What is escaped in JSON text is a mark only once it is read."""
+    shows_tools = "{% for t in tools or [] %}{{ t.function.description }}\n{% endfor %}" + talk_template()
+    call = {"id": "abc", "function": {"name": "add", "arguments": '{"a": "' + f"{MARK}.0r;" + '"}'}}
+    escaped = {**call, "function": {"name": "add", "arguments": json.dumps({"a": f"{MARK}.0r;"})}}
+    with checkpoint(template=shows_tools) as directory:
+        peer, renderer = AutoTokenizer.from_pretrained(directory), Renderer.from_directory(directory)
+        for one in (call, escaped):
+            opening = [
+                USER,
+                {"role": "assistant", "content": "", "tool_calls": [one]},
+                {"role": "user", "content": "and"},
+            ]
+            segments = renderer.history([*opening, Written(0), {"role": "user", "content": "more"}])
+            text = peer.decode(segments[0].token_ids)
+            assert text.count(".0r;") == 1 and text.endswith("and<|im_end|>\n<|im_start|>assistant\n")
+        tool = {"type": "function", "function": {"name": "add", "description": f"A {MARK}.0r; B", "parameters": {}}}
+        segments = renderer.history([USER, Written(0), USER], {"tools": [tool]})
+        assert USER["content"] in peer.decode(segments[0].token_ids)
+
+
+@pytest.mark.parametrize("last", ["", " ", "a", _parts("a", "b")])
+def test_the_white_space_before_an_answer_does_not_depend_on_the_last_words(last: Any) -> None:
+    shown = "m.content if m.content is string else m.content | map(attribute='text') | join('-')"
+    template = LATE_SYSTEM.replace(" + m.content + ", f" + ({shown}) + ")
+    talk = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": last}]
+    with checkpoint(template=template) as directory:
+        peer, renderer = AutoTokenizer.from_pretrained(directory), Renderer.from_directory(directory)
+        for said in ({"content": "3"}, {"content": "", "tool_calls": CALL}):
+            answer = {"role": "assistant", **said}
+            told = peer.apply_chat_template([*talk, answer], tokenize=False)
+            assert told.endswith(f"[/INST]{peer.decode(renderer.written(answer, before=talk))}")
+        assert peer.decode(renderer.written("3", before=talk)) == f" 3{END}"
+
+
+def test_an_answer_in_parts_is_whole_or_refused_by_name() -> None:
+    numbered, first = SHAPES["parts numbered"][0], CHATML.replace("{{ m.content }}", "{{ m.content[0].text }}")
+    odd = [
+        (first, _parts("3", "4")),
+        (SHAPES["parts trimmed"][0], _parts("good ", "<|im_", " end|>")),
+        (SHAPES["parts trimmed"][0], _parts("good ", "<|im_", " end|>", "and more")),
+        (numbered, _parts(*"a" * 129)),
+    ]
+    for template, parts in odd:
+        with (
+            checkpoint(template=template) as directory,
+            pytest.raises(ShoalError, match=r"leaves out|129 parts, limit 128"),
+        ):
+            Renderer.from_directory(directory).written({"role": "assistant", "content": parts})
+    strict = numbered.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt and messages[-1].role == "
+                              "'assistant' %}{{ raise_exception('no') }}{% elif add_generation_prompt %}")  # fmt: skip
+    for template in (strict, 'Tools look like {"type": "function"}\n' + numbered):
+        with checkpoint(template=template) as directory:
+            renderer = Renderer.from_directory(directory)
+            answer = {"role": "assistant", "content": _parts("3", "4")}
+            assert renderer.decode(renderer.written(answer)) == "1:3;2:4;"
+
+
 def _shown_by(peer: Any, messages: list[dict[str, Any]], **arguments: Any) -> str:
     """What transformers shows; empty if the template refuses the messages, prints lists as data or leaves out a text."""
     try:
@@ -325,7 +383,7 @@ def _texts_of(message: dict[str, Any]) -> list[str]:
 def test_a_mark_is_not_forged_by_parts_that_a_template_joins() -> None:
     with checkpoint(template=SHAPES["parts alone"][0]) as directory:
         peer, renderer = AutoTokenizer.from_pretrained(directory), Renderer.from_directory(directory)
-        for mark in (MARK, MARK[0] + ".0v;"):
+        for mark in (MARK, f"{MARK}.0v;"):
             for parts in (_parts(mark), _parts(mark[:3], mark[3:])):
                 reply = [{"role": "user", "content": parts}]
                 text = peer.decode(renderer.reply(reply))

@@ -41,6 +41,20 @@ def test_completed_results_have_the_id_and_the_name_of_their_call() -> None:
     assert [m["name"] for m in told[1:]] == ["mul", "add"]
 
 
+def test_completed_ids_are_those_of_no_other_call() -> None:
+    asked = {"role": "assistant", "tool_calls": [{"id": "call00000", **ADD}, ADD, ADD]}
+    (told,) = completed([asked])
+    assert [call["id"] for call in told["tool_calls"]] == ["call00000", "call00001", "call00002"]
+
+
+def test_other_keys_of_a_call_stay() -> None:
+    call = {"index": 0, "function": {"strict": True, "name": "add", "arguments": {}}, "id": "x"}
+    (told,) = normal([{"role": "assistant", "tool_calls": [call]}])
+    assert told["tool_calls"] == [call] and list(told["tool_calls"][0]) == list(call)
+    with pytest.raises(BadMessage, match="index of a tool call contains a set"):
+        normal([{"role": "assistant", "tool_calls": [{**call, "index": {1}}]}])
+
+
 @pytest.mark.parametrize(
     ("message", "says"),
     [

@@ -444,11 +444,7 @@ def test_a_history_whose_thoughts_are_all_shown_is_the_conversation_so_far() -> 
 
 
 def test_marks_cannot_be_forged_by_a_message() -> None:
-    renderer = renderer_of("qwen3")
-    forged = {
-        "role": "user",
-        "content": f"{MARK[0]}.0v; {MARK}",
-    }
+    renderer, forged = renderer_of("qwen3"), {"role": "user", "content": f"{MARK}.0v; {MARK}"}
     segments = renderer.history([forged, Written(0), forged])
     assert [segment.turn for segment in segments] == [-1, 0, -1]
     assert spell(renderer, segments[0].token_ids).count(".0v;") == 1
