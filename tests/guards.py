@@ -2191,6 +2191,7 @@ GUARDS = [
     *_needed_by("tests/roles/test_sft.py",
         ("stop-above-guessing", ("0 < config.stop_at < share + GUESS_MARGIN", "False"),
          "test_a_share_that_the_most_frequent_answer_would_reach_is_refused"),
+        ("failed-games-teach-nothing", OFF, "test_games_that_fail_teach_nothing_and_are_counted_with_their_cause"),
     ),
     *_needed_by("tests/launch/test_local.py",
         ("name-is-no-process", ("key not in own", "name.strip() not in found"),

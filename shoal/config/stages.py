@@ -127,7 +127,8 @@ class RejectStage(Section, frozen=True, kw_only=True, tag="reject", tag_field="k
 
 class DpoStage(Section, frozen=True, kw_only=True, tag="dpo", tag_field="kind"):
     """Direct preference optimisation (arXiv:2305.18290): from pairs of answers, of which one is preferred. It makes a
-    policy. The reference is the policy that it starts from. One pair in eight is not learned from, but measured."""
+    policy. The reference is the policy that it starts from. One pair in eight is not learned from, but measured;
+    of fewer than 16, all are both."""
 
     name: str
     """Names the stage. Letters, digits, - and _."""
@@ -153,7 +154,7 @@ class DpoStage(Section, frozen=True, kw_only=True, tag="dpo", tag_field="kind"):
     max_grad_norm: float = 1.0
     """A longer gradient is scaled down to this norm."""
     max_tokens: int = 512
-    """Pairs with a longer row are left out, tokens."""
+    """Pairs with a longer row are left out and counted, tokens. So are those with more than the model's positions."""
     seed: int = 0
     """Fixes the order of the pairs."""
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -165,7 +166,7 @@ class DpoStage(Section, frozen=True, kw_only=True, tag="dpo", tag_field="kind"):
 class RewardModelStage(Section, frozen=True, kw_only=True, tag="reward_model", tag_field="kind"):
     """A reward model: the layers of a policy below a head of one number, trained on pairs of answers, of which one is
     preferred (Bradley and Terry 1952; arXiv:2203.02155, equation 1). One pair in eight is not learned from, but
-    measured."""
+    measured; of fewer than 16, all are both."""
 
     name: str
     """Names the stage. Letters, digits, - and _."""
@@ -189,7 +190,7 @@ class RewardModelStage(Section, frozen=True, kw_only=True, tag="reward_model", t
     max_grad_norm: float = 1.0
     """A longer gradient is scaled down to this norm."""
     max_tokens: int = 512
-    """Pairs with a longer row are left out, tokens."""
+    """Pairs with a longer row are left out and counted, tokens. So are those with more than the model's positions."""
     seed: int = 0
     """Fixes the order of the pairs."""
     publish_dtype: Literal["float32", "bfloat16"] = "float32"

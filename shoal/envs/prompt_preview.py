@@ -62,7 +62,10 @@ def first_prompt(label: str, env: Env, renderer: Renderer, sampling: Sampling, i
         lines += filter(None, [_later_turn(label, talk, renderer, refused)])
     elif not by_template:
         if not renderer.keeps_thinking(arguments):
-            lines.append("later turns also read earlier thoughts, which the chat template leaves out: see envs.history")
+            lines.append(
+                "later turns, if there are any, also read earlier thoughts, which the chat template leaves out: see "
+                "envs.history"
+            )
         elif alone := _refusal_of_replies(renderer, messages, arguments, by_template=True):
             lines.append(
                 f"later turns are appended, which the chat template alone would not do: {alone}. See envs.history"

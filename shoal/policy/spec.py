@@ -38,6 +38,10 @@ AUTO_REMEDY = 'Choose another model, or set policy.implementation = "auto", whic
 class UnsupportedModel(StateError):
     """A model that our own code does not compute."""
 
+    def __init__(self, cause: str, remedy: str = AUTO_REMEDY) -> None:
+        super().__init__(f"{cause}. {remedy}")
+        self.cause = cause
+
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -122,7 +126,7 @@ class PolicySpec:
         family = decode_strictly(data, _Family, path, NO_CONFIG).model_type
         if family not in ARCHITECTURES:  # which has other keys, and lacks some of ours
             known = ", ".join(ARCHITECTURES)
-            raise UnsupportedModel(f"{path}: model_type is {family[:40]!r}; known: {known}. {AUTO_REMEDY}")
+            raise UnsupportedModel(f"{path}: model_type is {family[:40]!r}; known: {known}")
         config = decode_strictly(data, _HfConfig, path, NO_CONFIG)
         spec = _from_hf(config, turn_ends_of(Path(directory) / "generation_config.json", config.vocab_size), path)
         if spec.tied:
@@ -287,7 +291,7 @@ def _from_hf(config: _HfConfig, turn_ends: tuple[int, ...], path: Path) -> Polic
     )
     for holds, fault in _foreign(config):
         if not holds:
-            raise UnsupportedModel(f"{path}: {fault}. {AUTO_REMEDY}")
+            raise UnsupportedModel(f"{path}: {fault}")
     for holds, fault in _demands(config, spec, scaling):
         if not holds:
             raise StateError(f"{path}: {fault}. Choose another model, or fix the file")

@@ -98,6 +98,8 @@ def _remedy(path: Path, error: OSError) -> str:
     directory = path.parent
     if not isinstance(error, FileNotFoundError):
         return f"{directory} must be a model's directory that you may read"
+    if path.name == "config.json" and (directory / "adapter_config.json").exists():
+        return "It holds an adapter alone: `shoal policy merge` makes a whole model of it and its base"
     if not (directory / "config.json").exists():
         return f"{directory} must be a model's directory"
     if path.name == WEIGHTS and any(directory.glob("*.bin")):

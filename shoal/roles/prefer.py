@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -18,9 +18,10 @@ from shoal.envs.base import Message
 from shoal.envs.prompt_preview import learned_row
 from shoal.errors import StateError
 from shoal.policy.files import save_policy
-from shoal.policy.kinds import AUTO, open_policy
+from shoal.policy.kinds import AUTO, open_policy, spec_of
 from shoal.policy.messages import normal, text_of
 from shoal.policy.render import Renderer
+from shoal.policy.spec import UnsupportedModel
 from shoal.policy.valued import begin_valued, save_valued
 from shoal.protocol.types import ENVIRONMENT, POLICY
 from shoal.train.chosen import Examples, tokenizer_digest
@@ -60,7 +61,10 @@ def make_judge(
 ) -> Preferred:
     """Train a reward model on pairs, beginning with the layers of the policy in `start`, and write it to `out`."""
     torch.set_num_threads(threads)
-    model = begin_valued(start)
+    try:
+        model = begin_valued(start)
+    except UnsupportedModel as refused:
+        raise UnsupportedModel(refused.cause, "A reward model is made of these alone: choose another model") from None
     learned, measured = _begin(pairs, start, settings)
     score = row_scores(model)
     before = measure_scores(score, measured)
@@ -85,12 +89,7 @@ def pairs_of_examples(given: Examples, start: Path, max_tokens: int) -> list[Pai
             "the pairs have another tokenizer than the policy that is to learn from them: start from the run's own policy"
         )
     rows = given.read()
-    found = [
-        Pair(example_row(*chosen), example_row(*rejected))
-        for chosen, rejected in zip(rows[::2], rows[1::2], strict=True)
-        if max(len(chosen[0]), len(rejected[0])) <= max_tokens
-    ]
-    return _some(found, max_tokens)
+    return _fitting(list(zip(rows[::2], rows[1::2], strict=True)), start, max_tokens)
 
 
 def _begin(pairs: Sequence[Pair], start: Path, settings: PairSettings) -> tuple[list[Pair], list[Pair]]:
@@ -99,8 +98,13 @@ def _begin(pairs: Sequence[Pair], start: Path, settings: PairSettings) -> tuple[
     renderer = Renderer.from_directory(start)
     for name, row in zip(("chosen", "rejected"), learned[0], strict=True):
         log.info("%s: %s", name, learned_row(row.tokens_T.tolist(), row.positions_P.tolist(), renderer))
-    log.info("pairs=%d held out=%d; learning for %d steps", len(learned), len(measured), settings.steps)
+    held = len(measured) if len(measured) < len(learned) else "0, too few, so all are measured"
+    log.info("pairs=%d held out=%s; learning for %d steps", len(learned), held, settings.steps)
     return learned, measured
+
+
+_Row: TypeAlias = tuple[list[int], list[int]]
+"""Token ids and authors."""
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
@@ -119,7 +123,7 @@ def read_pairs(path: Path, start: Path, max_tokens: int) -> list[Pair]:
     """Pairs from a file with a JSON object in each line: `prompt`, `chosen` and `rejected`, each a text or chat messages.
     `tools` and `chat_template_kwargs` reach the chat template. Pairs with a longer row are left out. Raises `StateError`
     that names the line."""
-    renderer, found = Renderer.from_directory(start), list[Pair]()
+    renderer, pairs = Renderer.from_directory(start), list[tuple[_Row, _Row]]()
     with path.open("rb") as file:
         for number, data in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
             try:
@@ -136,22 +140,32 @@ def read_pairs(path: Path, start: Path, max_tokens: int) -> list[Pair]:
                     )
                 arguments = _arguments(line, messages, renderer)
                 prompt = renderer.start(messages, arguments)
-                rows = [
+                chosen, rejected = (
                     _row(messages, prompt, _answer(said), renderer, arguments) for said in (line.chosen, line.rejected)
-                ]
-                if rows[0] == rows[1]:
+                )
+                if chosen == rejected:
                     raise ValueError("chosen and rejected have the same tokens, so neither is preferred")
             except ValueError as error:  # msgspec.DecodeError and ShoalError are
                 raise StateError(f"{path}, line {number}: {error}. Correct it, or take it out") from None
-            if max(len(tokens) for tokens, _ in rows) <= max_tokens:
-                found.append(Pair(*(example_row(tokens, author) for tokens, author in rows)))
-    return _some(found, max_tokens)
+            pairs.append((chosen, rejected))
+    return _fitting(pairs, start, max_tokens)
 
 
-def _some(found: list[Pair], max_tokens: int) -> list[Pair]:
+def _fitting(pairs: Sequence[tuple[_Row, _Row]], start: Path, max_tokens: int) -> list[Pair]:
+    """Pairs whose rows are not too long for the settings or the policy; the others are counted. Raises `StateError` if none
+    is left."""
+    positions = spec_of(start).max_positions
+    most = min(max_tokens, positions)
+    found = [pair for pair in pairs if max(len(tokens) for tokens, _ in pair) <= most]
+    limit = f"max_tokens = {max_tokens}" if max_tokens <= positions else f"the model's {positions} positions"
+    remedy = "raise max_tokens" if max_tokens <= positions else "take a model with more"
+    if pairs and not found:
+        raise StateError(f"in every pair, a row is longer than {limit}: {remedy}")
     if not found:
-        raise StateError(f"in every pair, a row is longer than max_tokens = {max_tokens}: raise max_tokens")
-    return found
+        raise StateError("there are no pairs to learn from: give some")
+    if left := len(pairs) - len(found):
+        log.warning("%d of %d pairs have a row longer than %s, and are left out: %s", left, len(pairs), limit, remedy)
+    return [Pair(*(example_row(*row) for row in pair)) for pair in found]
 
 
 def _messages(said: str | list[dict[str, Any]], role: str) -> list[Message]:
@@ -161,7 +175,7 @@ def _messages(said: str | list[dict[str, Any]], role: str) -> list[Message]:
 def _answer(said: str | list[dict[str, Any]]) -> Message:
     messages = _messages(said, "assistant")
     if len(messages) != 1 or messages[0].get("role") != "assistant":
-        raise ValueError("an answer is a text, or one message of the assistant")
+        raise ValueError("an answer is a text, or one message of the assistant: what comes before it is the prompt")
     return messages[0]
 
 

@@ -54,7 +54,7 @@ def test_every_control_token_is_in_brackets_and_the_tokens_are_counted() -> None
     assert head == f"first prompt of sums, task 2: {count} tokens of at most 4000, 3 of them control tokens, in [[ ]]"
     assert lines[:2] == ["  | [[<|im_start|>]]user", "  | What is <|im_end 2[[<|im_end|>]]"]
     assert lines[2:4] == ["  | [[<|im_start|>]]assistant", "  | "]
-    assert lines[4].startswith("later turns also read earlier thoughts"), "Qwen3 leaves them out"
+    assert lines[4].startswith("later turns, if there are any, also read earlier thoughts"), "Qwen3 leaves them out"
     assert "earlier thoughts" not in first_prompt("sums", _Saying("hi"), renderer_of("qwen2_5"), SAMPLING)
 
 

@@ -27,7 +27,7 @@ from shoal.protocol.constants import MAX_ROLLOUT_ROWS
 from shoal.protocol.randomness import row_seed, sample_seed
 from shoal.protocol.types import Block, Rollout, Sampling, Slot, make_rollout
 from shoal.protocol.wire import digest, to_msgpack
-from shoal.roles.sft import scripted_games
+from shoal.roles.sft_examples import scripted_games
 from tests.envs import musing, pile
 from tests.envs.lies import LIES
 from tests.policy.templates import ADD, renderer_of, spell

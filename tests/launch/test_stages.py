@@ -32,7 +32,7 @@ from shoal.ledger.log.verify import verify
 from shoal.policy.adapterspec import has_adapter
 from shoal.policy.valued import load_valued
 from shoal.protocol.tasklists import read_task_list
-from shoal.roles.sft import chosen_rows
+from shoal.roles.sft_examples import chosen_rows
 from shoal.train.chosen import read_examples
 from shoal.weights.manifest import weights_root
 

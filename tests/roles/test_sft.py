@@ -23,6 +23,7 @@ from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
 from shoal.protocol.types import POLICY
 from shoal.roles import sft
+from shoal.roles.sft_examples import scripted_games
 from shoal.train.sft import FineTuning
 
 ROOT = Path(__file__).parents[2]
@@ -506,11 +507,53 @@ def test_games_that_are_too_long_are_left_out_whole_and_counted(
     renderer = Renderer.from_directory(tmp_path / "tiny")
     for most, all_fit in ((4000, True), (400, False)):
         caplog.clear()
-        games = sft.scripted_games(replace_struct(config, max_tokens=most), renderer)
+        games = scripted_games(replace_struct(config, max_tokens=most), renderer)
         left = [int(number) for number in re.findall(r"(\d+) of 40 games are longer than max_tokens", caplog.text)]
         assert len(games) + sum(left) == 40 and (not left) == all_fit
         for tokens, author in games:
             assert [token for token, who in zip(tokens, author, strict=True) if who == POLICY][-1] in renderer.stop_ids
+
+
+FAILS = """
+from shoal.envs.base import Env, Step
+class Odd(Env):
+    name, num_tasks, num_heldout = "odd", 2, 0
+    def __init__(self, failing=()):
+        self.failing = failing
+    def task(self, index, heldout=False):
+        return index
+    def reset(self, task):
+        return task, "task"
+    def step(self, state, action):
+        if state in self.failing:
+            raise ValueError("no reply to that")
+        return Step(state, None, True)
+    def score(self, state):
+        return 1.0
+    def players(self):
+        return {"one": lambda state, rng: str(state)}
+environment = Odd
+"""
+
+
+def test_games_that_fail_teach_nothing_and_are_counted_with_their_cause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "odd.py").write_text(FAILS.replace('"task"', '[{"role": "user", "content": "task"}]'))
+    recipe = RECIPE.replace("../games/nim", str(tmp_path / "odd.py")).replace(
+        "episodes = 4", 'player = "one"\nepisodes = 40'
+    )
+    (tmp_path / "odd.toml").write_text(recipe)
+    for failing, fails in (((), False), ((1,), True)):
+        caplog.clear()
+        config = sft.load_sft(tmp_path / "odd.toml", [f"env.args.failing={list(failing)}"])
+        make_tiny(config.policy.tiny, tmp_path / f"tiny{len(failing)}", 0, "float32")
+        with caplog.at_level("INFO", "sft"):
+            games = scripted_games(config, Renderer.from_directory(tmp_path / f"tiny{len(failing)}"))
+        said = re.findall(r"(\d+) of 40 games fail, and are left out; the first: .*no reply to that", caplog.text)
+        assert len(said) == fails and len(games) + sum(map(int, said)) == 40 and f"games={len(games)}" in caplog.text
+    with pytest.raises(sft.ConfigError, match=r"each game of the player one fails; the first: .*no reply to that"):
+        sft.main(tmp_path / "odd.toml", tmp_path / "out", ["env.args.failing=[0, 1]"])
 
 
 def test_a_start_that_another_recipe_makes_is_refused_with_the_command(recipe: Path, tmp_path: Path) -> None:

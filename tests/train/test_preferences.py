@@ -5,12 +5,14 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from shoal.config import TinyPolicy
 from shoal.errors import StateError
 from shoal.policy.files import load_policy
+from shoal.policy.kinds import spec_of
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
 from shoal.policy.valued import begin_valued, load_valued
@@ -214,3 +216,27 @@ def test_pairs_of_another_tokenizer_and_only_long_pairs_are_refused(tmp_path: Pa
         prefer.pairs_of_examples(Examples("00" * 32, (row, row)), start, 64)
     with pytest.raises(StateError, match="longer than max_tokens = 2: raise max_tokens"):
         prefer.pairs_of_examples(taken, start, 2)
+
+
+def test_pairs_that_are_too_long_for_the_settings_or_the_policy_are_left_out_and_counted(
+    start: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    positions = spec_of(start).max_positions
+    short, exact, long = (
+        (np.full(length, 3, "<u4").tobytes(), bytes([0, *[1] * (length - 1)]))
+        for length in (3, positions, positions + 1)
+    )
+    taken = Examples(tokenizer_digest(start), (short, exact, short, long, short, short))
+    for most, num_left, limit in ((9999, 2, f"the model's {positions} positions"), (3, 1, "max_tokens = 3")):
+        caplog.clear()
+        assert len(prefer.pairs_of_examples(taken, start, most)) == num_left
+        assert f"{3 - num_left} of 3 pairs have a row longer than {limit}" in caplog.text
+    with pytest.raises(StateError, match=f"longer than the model's {positions} positions: take a model with more"):
+        prefer.pairs_of_examples(Examples(taken.tokenizer, (short, long)), start, 9999)
+
+
+def test_a_reward_model_of_another_architecture_is_refused_without_a_key_that_no_stage_has(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    settings = PairSettings(1, 1, 1e-3, 0, 1.0, 0)
+    with pytest.raises(StateError, match=r"model_type is 'gpt2'.* choose another model$"):
+        prefer.make_judge(tmp_path, [], settings, tmp_path / "out", "float32", 1)
