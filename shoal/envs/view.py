@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from shoal.envs.action import Action, gap_after_reasoning, reasoning_length
 from shoal.envs.parse import NOTATIONS
+from shoal.errors import Overreach, StateError
 from shoal.policy.dialect import said
 from shoal.policy.messages import BadMessage, Message, Written, as_messages
 from shoal.policy.render import Renderer, opening_key
@@ -86,10 +87,22 @@ class View:
 
     def after(self, reply: object, written: int) -> Next:
         """What follows turn number `written`, the seat's latest. Raises `BadMessage` and `StateError`."""
+        named = self._with_ids(reply, written)
+        try:
+            return self._after(named, written)
+        except Overreach:
+            raise
+        except StateError:
+            if named is reply:
+                raise
+            return self._after(reply, written)  # the template refuses the ids that the policy wrote
+
+    def _after(self, reply: object, written: int) -> Next:
         self._replied = reply
         if not self.by_template:
             self._opening_key = self._opening_key or opening_key(self._opening)
-            prompt = self.renderer.go_on(reply, self.arguments, self._opening_key, self._kind(written))
+            kind, end = self._kind(written), self._end(written)
+            prompt = self.renderer.go_on(reply, self.arguments, self._opening_key, kind, end)
             return Next(prompt.token_ids, False, prompt.thinking, [])
         assert self.row is not None, "a seat opens its view before it acts"
         told = as_messages(reply)
@@ -158,8 +171,26 @@ class View:
         """A turn of a history, with whether it contains reasoning: we, not the environment, say so."""
         action = self.turns[item.turn].action
         return item._replace(
-            reasoning=self._thought(item.turn) > 0, empty=not action.reasoning, gap=gap_after_reasoning(action)
-        )
+            reasoning=self._thought(item.turn) > 0, empty=not action.reasoning, gap=gap_after_reasoning(action),
+            end=self._end(item.turn),
+        )  # fmt: skip
+
+    def _end(self, number: int) -> int:
+        """The token that ended a turn; -1 if it was cut."""
+        last = self.turns[number].token_ids[-1]
+        return last if last in self.renderer.stop_ids else -1
+
+    def _with_ids(self, reply: object, number: int) -> object:
+        """A reply whose results without an id have those that the policy wrote in its calls, in order; the reply itself if
+        it wrote none."""
+        ids = [call.id for call in self.turns[number].action.tool_calls] if self.arguments.get("tools") else []
+        if not any(ids) or isinstance(reply, str):
+            return reply
+        told, left = [], iter(ids)
+        for message in as_messages(reply):
+            own = next(left, "") if message.get("role") == "tool" else ""
+            told.append({**message, "tool_call_id": own} if own and not message.get("tool_call_id") else message)
+        return told
 
     def _written(self, number: int, told: Sequence[Message]) -> Written:
         """The turn that the messages answer. Its tool calls have the ids and names that the results use."""

@@ -54,6 +54,21 @@ class Ends:
             found.update(last[-1:])
         return frozenset(found)
 
+    @cached_property
+    def leaves_open(self) -> bool:
+        """Whether the template ends turns by no control token. Then the one that begins the next message may end them, as
+        in GLM's."""
+        return self._shown and self._closings == ([], [])
+
+    def between(self, turn: Message, answer: Message) -> list[int]:
+        """Control tokens that the template writes between the words of a turn and those of its answer."""
+        return self._control_in(self._after_mark(turn, answer))
+
+    def call_closing(self) -> str:
+        """The last tag of a turn that calls tools, such as </tool_call>; empty if there is none."""
+        text = self._after_mark(calling("", 1)).rstrip()
+        return text[text.rfind("<") :] if "<" in text else ""
+
     def at_last(self, eos: int) -> int:
         """The token that ends the last turn of a conversation: `eos`, unless the template ends earlier turns alone."""
         last, earlier = self._closings if self._shown else ([], [])

@@ -88,7 +88,10 @@ def places(
                 prompted = words.removesuffix(opening or "")
             else:
                 bare = _after(dialect.text(messages[:index], arguments, prompt=False), last)
-                prompted = _up_to_turn(words, prompted, bare, item.turn)
+                if prompted == bare and opening and words.endswith(opening):  # prompts end with the last message
+                    prompted = words.removesuffix(opening)
+                else:
+                    prompted = _up_to_turn(words, prompted, bare, item.turn)
         found.append(Words(words, after, prompted))
         if item.reasoning and reasoning >= 0:
             found.append(Place(item.turn, "reasoning"))

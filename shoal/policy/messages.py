@@ -63,6 +63,8 @@ class Written(NamedTuple):
     """Whether the reasoning has no words. A template may show none then."""
     gap: str = GAP
     """White space between the reasoning and the text, as the policy wrote it."""
+    end: int = -1
+    """The token that ends the turn; -1 if that is not known."""
 
 
 def normal(messages: Sequence[Message]) -> list[dict[str, Any]]:

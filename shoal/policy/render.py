@@ -125,9 +125,15 @@ class Renderer:
         skipped = {index for index in self._special if self._is_skipped(index)}
         self._hidden = self.stop_ids | (skipped - self._inner)
         """Tokens that have no text."""
+        self._leaves_open = all(one.leaves_open for one in ends)
+        usual = ends[0].at_last(self.eos_id)
+        result = {"role": "tool", "content": ".", "tool_call_id": "call00000", "name": "tool"}
+        end_ids = (
+            self._end_before(ends[0], said(MARK), ASK, usual), self._end_before(ends[-1], calling("", 1), result, usual)
+        )  # fmt: skip
         self._turns = TurnEncoder(
-            self._dialect_for, self._encode, self._encode_after, self.notation, self.stop_ids,
-            ends[0].at_last(self.eos_id),
+            self._dialect_for, self._encode, self._encode_after, self.notation, self.stop_ids, end_ids,
+            ends[-1].call_closing() if len(set(end_ids)) > 1 else "",
         )  # fmt: skip
         self._remember()
 
@@ -135,10 +141,10 @@ class Renderer:
         # A group's rollouts have the same opening and often the same replies: render and encode each text once.
         self._opening = functools.lru_cache(REMEMBERED)(self._render_opening)
         self._reply = functools.lru_cache(REMEMBERED)(
-            lambda key, opening, after: self._render_reply(f"{key[:-1]}, {opening}, {json.dumps(after)}]")
+            lambda key, opening, after, end: self._render_reply(f"{key[:-1]}, {opening}, {json.dumps(after)}, {end}]")
         )
         self._answer = functools.lru_cache(REMEMBERED)(
-            lambda text, opening: self._reply(_key(as_messages(text), None), opening, "")
+            lambda text, opening, end: self._reply(_key(as_messages(text), None), opening, "", end)
         )
         self._keeps = functools.lru_cache(REMEMBERED)(self._keeps_thinking)
 
@@ -174,15 +180,15 @@ class Renderer:
 
     def go_on(
         self, messages: object, arguments: Mapping[str, Any] | None = None, opening: str = _NO_OPENING,
-        after: Literal["", "text", "calls"] = "",
+        after: Literal["", "text", "calls"] = "", end: int = -1,
     ) -> Prompt:  # fmt: skip
         """As `reply`, and whether the template has begun the policy's reasoning. `opening` is of the same conversation, as
         `opening_key` gives it: a template may look for a word in it. `after` says whether the turn called tools, if that is
-        known. A verifier replays a reply's tokens as a function of these four alone, so no other turn or reply, no limit
-        and no state of a node may decide them."""
+        known, and `end` by which token it ended. A verifier replays a reply's tokens as a function of these five alone, so
+        no other turn or reply, no limit and no state of a node may decide them."""
         if isinstance(messages, str) and not arguments:  # the usual case, once for each turn of each rollout
-            return self._answer(messages, opening)
-        return self._reply(_key(normal(as_messages(messages)), arguments), opening, after)
+            return self._answer(messages, opening, end)
+        return self._reply(_key(normal(as_messages(messages)), arguments), opening, after, end)
 
     def keeps_thinking(self, arguments: Mapping[str, Any] | None = None) -> bool:
         """Whether the template still shows the reasoning of earlier turns. If not, an append-only conversation shows the
@@ -260,7 +266,7 @@ class Renderer:
         return self._prompt(self._text(messages, arguments))
 
     def _render_reply(self, key: str) -> Prompt:
-        messages, arguments, opening, after = json.loads(key)
+        messages, arguments, opening, after, end = json.loads(key)
         results = [message for message in messages if message["role"] == "tool"]
         named = [(message.get("tool_call_id", "call00000"), message.get("name", "tool")) for message in results]
         mark, dialect = mark_of(key), self._dialect_for(arguments)
@@ -285,7 +291,7 @@ class Renderer:
             if found:
                 demand_once(text, mark, len(turn.get("tool_calls", ".")), "the assistant")
                 closing = self._text([*before, turn], arguments, prompt=False).rpartition(mark)[2]
-                ids = self._after(rest, closing, "calls" if "tool_calls" in turn else "text")
+                ids = self._after(rest, closing, "calls" if "tool_calls" in turn else "text", end)
                 return Prompt(tuple(ids), leaves_reasoning_open(rest, self.notation))
         raise error or StateError(
             "the chat template does not show the assistant's turns: multi-turn play is impossible"
@@ -298,18 +304,21 @@ class Renderer:
     def _history(self, key: str) -> list[Segment]:
         told, arguments = json.loads(key)
         items = [item if isinstance(item, dict) else msgspec.convert(item, Written) for item in told]
-        closings = {
-            "text": lambda: self._text([ASK, said(MARK)], arguments, prompt=False),
-            "calls": lambda: self._text([ASK, calling("", 1)], arguments, prompt=False),
-        }
-        segments = []
+        written = {item.turn: item for item in items if isinstance(item, Written)}
+
+        def closing_of(turn: int, kind: str) -> str:
+            alone = said(MARK) if kind == "text" else calling("", 1, written[turn].calls)
+            return self._text([ASK, alone], arguments, prompt=False).rpartition(MARK)[2]
+
+        segments, turn = list[Segment](), -1
         for piece in places(self._dialect_for(arguments), items, arguments, mark_of(key)):
             if isinstance(piece, Place):
-                segments.append(Segment((), piece.turn, piece.part))
+                turn = piece.turn
+                segments.append(Segment((), turn, piece.part))
                 continue
-            closing = closings[piece.after]().rpartition(MARK)[2] if piece.after else ""
+            closing = closing_of(turn, piece.after) if piece.after else ""
             ids, prompted = (
-                self._after(text, closing, piece.after) if piece.after else self._encode(text)
+                self._after(text, closing, piece.after, written[turn].end) if piece.after else self._encode(text)
                 for text in (piece.text, piece.text if piece.prompted is None else piece.prompted)
             )
             begins = piece.prompted is not None and piece.text.startswith(piece.prompted)
@@ -320,20 +329,26 @@ class Renderer:
         messages, arguments = json.loads(key)
         return self._turns.tokens(messages, arguments)
 
-    def _after(self, rest: str, closing: str, kind: Literal["text", "calls"]) -> list[int]:
-        """Token ids of the text after a turn, without the end token that the policy wrote. `closing` is the text that
+    def _end_before(self, ends: Ends, turn: Message, answer: Message, usual: int) -> int:
+        """The token that ends a turn which the template leaves open: that with which the answer begins, if that ends
+        turns."""
+        between = ends.between(turn, answer) if self._leaves_open else ()
+        return next((token for token in between if token in self.stop_ids), usual)
+
+    def _after(self, rest: str, closing: str, kind: Literal["text", "calls"], end: int) -> list[int]:
+        """Token ids of the text after a turn, without `end`, with which the policy ended it. `closing` is the text that
         ends the last turn of a conversation."""
         ids = self._encode_after_end(rest)
         common = rest[: num_shared(rest, closing)]
         closed = self._ends(common)
-        if kind == "text" and self._stands_for_end(ids, closing) and not (closed and self._by_model):
+        if kind == "text" and self._stands_for_end(ids, closing, end) and not (closed and self._by_model):
             return ids[1:]
         ends = [i for i, token in enumerate(ids) if token in self.stop_ids]
         if closed and ends:  # an end token may be one only between spaces
             return ids[ends[0] + 1 :]
         if kind == "calls":
             ids = self._encode_after_end(rest[len(common) :])
-            if self._stands_for_end(ids, closing):
+            if self._stands_for_end(ids, closing, end):
                 return ids[1:]
             ends = [i for i, token in enumerate(ids) if token in self.stop_ids]
         added = self._decode_whole(ids[: ends[0]]).strip() if ends and self._ends(closing) else ""
@@ -341,11 +356,13 @@ class Renderer:
             raise StateError(f"the chat template adds {added!r:.40} to earlier turns: multi-turn play is impossible")
         return ids
 
-    def _stands_for_end(self, ids: list[int], closing: str) -> bool:
+    def _stands_for_end(self, ids: list[int], closing: str, end: int) -> bool:
         """Whether a text begins with a control token in the place of the end token that the policy wrote. The template may
         have another, if it ends turns at all."""
-        if not ids or ids[0] in self.stop_ids:
-            return bool(ids)
+        if not ids:
+            return False
+        if ids[0] in self.stop_ids:
+            return ids[0] == end or not self._leaves_open  # guard: next-message-keeps-its-beginning
         return (not self._by_model or self._ends(closing)) and ids[0] in self._special
 
     def _ends(self, text: str) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shoal.errors import Overreach, StateError
-from shoal.policy.dialect import ASK, MARK, Dialect, said
+from shoal.policy.dialect import ASK, MARK, Dialect, calling, said
 from shoal.policy.ends import num_shared
 from shoal.policy.messages import Message, text_of
 from shoal.policy.notations import leaves_reasoning_open, reasoning_marks, without_thought
@@ -36,13 +36,16 @@ class TurnEncoder:
 
     def __init__(
         self, dialect_for: Callable[[Mapping[str, Any]], Dialect], encode: Callable[[str], list[int]],
-        encode_after: Callable[[str, str], list[int]], notation: str, stop_ids: frozenset[int], end_id: int,
+        encode_after: Callable[[str, str], list[int]], notation: str, stop_ids: frozenset[int],
+        end_ids: tuple[int, int], call_closing: str,
     ) -> None:  # fmt: skip
-        """`dialect_for` gives that of the template for some arguments, and `end_id` ends a turn that the template leaves
-        open. The others are the renderer's."""
+        """`dialect_for` gives that of the template for some arguments. `end_ids` end turns that the template leaves open:
+        those of text, and those that call tools, whose text ends with `call_closing`. The others are the renderer's."""
         self._dialect_for, self._encode, self._encode_after = dialect_for, encode, encode_after
-        self._notation, self._stop_ids, self._end_id = notation, stop_ids, end_id
+        self._notation, self._stop_ids = notation, stop_ids
+        self._end_ids, self._call_closing = end_ids, call_closing
         self._around = functools.lru_cache(self._text_around)
+        self._call_opening = functools.lru_cache(self._opening_of_calls)
 
     def tokens(self, messages: Sequence[Any], arguments: Mapping[str, Any]) -> list[int]:
         """Of the last of these messages, or of a text. Messages are normal, and arguments are what a template takes."""
@@ -118,7 +121,25 @@ class TurnEncoder:
         around = self._around(_key(messages, arguments))
         if leaves_reasoning_open(around.prompt, self._notation):
             text = self._without_opening(text, around.prompt)
-        return self._ended(around.prompt, around.lead + text + around.closing)
+        lead = around.lead and self._lead_of_calls(json.dumps(arguments), text, around.lead)
+        return self._ended(around.prompt, lead + text + around.closing)
+
+    def _lead_of_calls(self, arguments: str, text: str, lead: str) -> str:
+        """White space before a text: that of a turn which only calls tools, if the text begins as such, else `lead`."""
+        white, opening = self._call_opening(arguments)
+        return white if opening and text.lstrip().startswith(opening) else lead
+
+    def _opening_of_calls(self, arguments: str) -> tuple[str, str]:
+        """White space, and the first word, of a turn that only calls tools; empty if the template shows none."""
+        given = json.loads(arguments)
+        dialect = self._dialect_for(given)
+        prompt = dialect.shown([ASK], given) or ""
+        turns = [calling("", 0, [("call00000", name)]) for name in ("tool", "other")]
+        one, other = (dialect.shown([ASK, turn], given, prompt=False) or "" for turn in turns)
+        begun = one[: num_shared(one, other)]
+        rest = begun.removeprefix(prompt) if dialect.calls and begun.startswith(prompt) else ""
+        words = rest.split(maxsplit=1)
+        return (rest[: len(rest) - len(rest.lstrip())], words[0]) if words else ("", "")
 
     def _text_around(self, key: str) -> _Around:
         before, arguments = json.loads(key)
@@ -150,7 +171,8 @@ class TurnEncoder:
             rest = f"\n{closing}\n\n{rest}"
         ids = self._encode_after(prompt, rest)
         ends = [i for i, token in enumerate(ids) if token in self._stop_ids]
-        return ids[: ends[0] + 1] if ends else [*ids, self._end_id]
+        calls = self._call_closing and rest.rstrip().endswith(self._call_closing)
+        return ids[: ends[0] + 1] if ends else [*ids, self._end_ids[1 if calls else 0]]
 
     def _text(self, messages: Sequence[Message], arguments: Mapping[str, Any], prompt: bool = True) -> str:
         return self._dialect_for(arguments).text(messages, arguments, prompt)

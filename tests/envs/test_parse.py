@@ -143,7 +143,7 @@ def test_other_notations_of_a_notation() -> None:
         ToolCall("f", {"a": 1}),
         ToolCall("g", {}),
     )
-    assert parse('ok[TOOL_CALLS]f[CALL_ID]abc[ARGS]{"a": 1}', "mistral").calls == (ToolCall("f", {"a": 1}),)
+    assert parse('ok[TOOL_CALLS]f[CALL_ID]abc[ARGS]{"a": 1}', "mistral").calls == (ToolCall("f", {"a": 1}, "abc"),)
     assert parse('<|python_tag|>{"name": "f", "parameters": {"a": "b"}}', "llama").calls == (ToolCall("f", {"a": "b"}),)
     assert parse("<|python_tag|>print(1)", "llama").calls == (ToolCall("code_interpreter", {"code": "print(1)"}),)
     assert parse('{"answer": 4}', "llama")[1:4] == ('{"answer": 4}', (), ())

@@ -693,6 +693,88 @@ def test_a_thought_that_is_not_closed_stays_in_a_history(opening: str, action: s
         assert renderer._decode_whole(talk.rows[-1].tokens) in (shown, kept_space)
 
 
+GLM = (
+    "{% for m in messages %}{{ '<|tool|>' if m.role == 'tool' else '<|think|>' if m.role == 'user' else '<|im_start|>' }}\n"
+    "{{ m.content }}" + CALLS + "{% endfor %}{% if add_generation_prompt %}<|im_start|>\n{% endif %}"
+)
+"""Ends no turn: the model ends it with what begins the next message. As in GLM's templates."""
+CALL_TEXT = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+def _ends_with_markers(files: Files) -> None:
+    PROPERTIES["normalized control"](files)
+    files.config["eos_token"] = TEXT_END
+    files.model["eos_token_id"] = [_id_of(files, text) for text in (TEXT_END, "<|tool|>", "<|think|>")]
+
+
+class _Tools(Asking):
+    tools = (ADD,)
+
+
+@pytest.mark.parametrize("history", ["append", "template"])
+@pytest.mark.parametrize("calls", [False, True])
+def test_what_begins_the_next_message_may_end_a_turn_and_is_never_lost(history: str, calls: bool) -> None:
+    answer = {"role": "tool", "content": "5"} if calls else {"role": "user", "content": "again"}
+    said = {"role": "assistant", "content": "", "tool_calls": CALL} if calls else {"role": "assistant", "content": "4"}
+    with checkpoint(template=GLM, change=_ends_with_markers) as directory:
+        renderer, peer = Renderer.from_directory(directory), AutoTokenizer.from_pretrained(directory)
+        theirs = peer.apply_chat_template([USER, said, answer], add_generation_prompt=True, tokenize=False)
+        marker = "<|tool|>" if calls else "<|think|>"
+        text = CALL_TEXT if calls else "4"
+        assert peer.decode(renderer.written(said)) == peer.decode(renderer.written(text)) == f"{text}{marker}"
+        for end in (TEXT_END, "<|tool|>", "<|think|>"):
+            talk = Conversation(_Tools([USER], history, [answer]), renderer, 0, Sampling(1.0, 99, 999))
+            talk.write([*renderer.encode(text), peer.convert_tokens_to_ids(end)])
+            shown = theirs if end == marker else theirs.replace(f"{text}{marker}", f"{text}{end}{marker}")
+            assert renderer._decode_whole(talk.rows[-1].tokens) == shown
+
+
+MISTRAL_CALLS = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% elif m.role == 'tool' %}"
+    "{% if m.tool_call_id | length != 9 %}{{ raise_exception('nine') }}{% endif %}"
+    '[TOOL_RESULTS] {"content": {{ m.content }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]'
+    "{% elif m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
+    "{% endfor %}]<|im_end|>{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("history", ["append", "template"])
+@pytest.mark.parametrize("number", ["abcdef123", "short", "", "<|tool|>9"])
+def test_calls_keep_the_ids_that_the_policy_wrote_and_the_white_space_of_the_template(
+    history: str, number: str
+) -> None:
+    called = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}' + (f', "id": "{number}"' if number else "") + "}]"
+    call = {"id": number, "function": {"name": "add", "arguments": {"a": 1}}}
+    with checkpoint(template=MISTRAL_CALLS) as directory:
+        renderer, peer = Renderer.from_directory(directory), AutoTokenizer.from_pretrained(directory)
+        message = {"role": "assistant", "tool_calls": [call]}
+        assert peer.decode(renderer.written(called)) == f"{called}{END}"
+        assert not number or renderer.written(message) == renderer.written(called)
+        assert peer.decode(renderer.written("4")) == f" 4{END}"
+        env = _Tools([USER], history, [{"role": "tool", "content": "5"}])
+        talk = Conversation(env, renderer, 0, Sampling(1.0, 199, 999))
+        talk.write(renderer.written(called))
+        shown = renderer._decode_whole(talk.rows[-1].tokens)
+        own = number if number == "abcdef123" else "t000c0000" if history == "template" else "call00000"
+        assert shown.endswith(f'{called}{END}[TOOL_RESULTS] {{"content": 5, "call_id": "{own}"}}[/TOOL_RESULTS]')
+
+
+def test_a_history_finds_a_call_where_the_template_opens_no_turn_and_moves_its_tools() -> None:
+    moved = "{% if m.role == 'user' %}{% if loop.index0 == ns.last %}[TOOLS]{% endif %}"
+    template = COUNT + MISTRAL_CALLS.replace("{% if m.role == 'user' %}", moved, 1)
+    call = {"id": "abcdef123", "function": {"name": "add", "arguments": {"a": 1}}}
+    result = {"role": "tool", "content": "5", "tool_call_id": "abcdef123"}
+    with checkpoint(template=template) as directory:
+        renderer, peer = Renderer.from_directory(directory), AutoTokenizer.from_pretrained(directory)
+        turns = [{"role": "assistant", "tool_calls": [call]}, {"role": "assistant", "content": "4"}]
+        written = [peer.decode(renderer.written(turn)) for turn in turns]
+        items = [USER, Written(0, calls=(("abcdef123", "add"),)), result, Written(1), USER]
+        segments = renderer.history(items)
+        ours = "".join(written[one.turn] if one.turn >= 0 else peer.decode(one.token_ids) for one in segments)
+        assert ours == peer.apply_chat_template([USER, turns[0], result, turns[1], USER], tokenize=False)
+
+
 EARLIER = "{% if m.role == 'assistant' and not loop.last %}"
 
 

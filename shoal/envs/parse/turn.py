@@ -23,6 +23,8 @@ class ToolCall(NamedTuple):
 
     name: str
     arguments: dict[str, Any]
+    id: str = ""
+    """As the policy wrote it; empty in notations without ids."""
 
 
 class Parsed(NamedTuple):
@@ -123,6 +125,9 @@ def _name(text: str) -> str:
     return text
 
 
+_ID = re.compile(r"[\w.:\-]{1,64}", re.ASCII)
+
+
 def _named(value: Any) -> ToolCall:
     """A call as an object with a name and arguments."""
     name = value.get("name") if isinstance(value, dict) else None
@@ -131,7 +136,9 @@ def _named(value: Any) -> ToolCall:
     arguments = read_object(given) if isinstance(given, str) else given
     if not isinstance(arguments, dict):
         raise Malformed(f"arguments of {name[:40]} are {type(arguments).__name__}, not an object")
-    return ToolCall(name, arguments)
+    number = value.get("id")
+    is_id = isinstance(number, str) and _ID.fullmatch(number)  # guard: ids-of-calls-are-words
+    return ToolCall(name, arguments, number if is_id else "")
 
 
 # --- notations with calls between marks ---
@@ -220,8 +227,9 @@ def _mistral(text: str, tools: Tools) -> Calls:
     for piece in pieces:
         name, marked, given = piece.partition("[ARGS]")
         if marked:
-            name = name.partition("[CALL_ID]")[0]
-            yield _attempt(lambda given, name=name: _named({"name": name.strip(), "arguments": given}), given)  # type: ignore[misc]
+            name, _, number = (part.strip() for part in name.partition("[CALL_ID]"))
+            called = {"name": name, "id": number}
+            yield _attempt(lambda given, called=called: _named({**called, "arguments": given}), given)  # type: ignore[misc]
             continue
         try:
             listed = read_json(piece)
