@@ -2192,6 +2192,8 @@ GUARDS = [
         ("stop-above-guessing", ("0 < config.stop_at < share + GUESS_MARGIN", "False"),
          "test_a_share_that_the_most_frequent_answer_would_reach_is_refused"),
         ("failed-games-teach-nothing", OFF, "test_games_that_fail_teach_nothing_and_are_counted_with_their_cause"),
+        ("players-write-whole-turns", OFF,
+         "test_an_end_token_at_the_end_of_an_answer_is_that_of_its_turn_and_one_within_is_refused"),
     ),
     *_needed_by("tests/launch/test_local.py",
         ("name-is-no-process", ("key not in own", "name.strip() not in found"),
