@@ -2147,6 +2147,7 @@ GUARDS = [
         ("key-follows-the-judge", GONE, "test_the_key_of_a_run_follows_its_judge_and_not_where_that_is"),
         ("stage-takes-what-is-given", OFF, "test_a_stage_takes_only_what_the_other_gives"),
         ("stage-needs-nobody-else", OFF, "test_what_no_stage_could_do_is_said_before_the_first_begins"),
+        ("pairs-are-read-first", GONE, "test_lines_that_are_no_pairs_are_refused_before_the_first_stage"),
         ("stage-is-given-up", OFF, "test_a_stage_whose_process_dies_again_and_again_is_given_up"),
         ("one-shoal-a-folder-of-stages", ("locked(out)", "contextlib.nullcontext(-1)"),
          "test_one_shoal_at_a_time_has_the_folder"),
