@@ -333,7 +333,7 @@ class SftConfig(Section, frozen=True, kw_only=True):
     max_grad_norm: float = 1.0
     """A longer gradient is scaled down to this norm."""
     max_tokens: int = 512
-    """Longer episodes are left out, tokens."""
+    """Games with a longer row, which is usually the whole game, are left out, tokens."""
     eval_every: int = 0
     """Steps between evaluations on held-out tasks, each of a checkpoint that is kept beside the result; 0 is never, or with
     `stop_at` a twentieth of the steps. They change no weights."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from shoal.envs.base import Env, task_of
 from shoal.envs.conversation import Conversation
+from shoal.envs.parse.turn import NOTATIONS
 from shoal.envs.settings import limits_of
 from shoal.errors import MessagesRefused, Overreach, PromptsTooLong, ShoalError, StateError
 from shoal.policy.messages import Message, Written, arguments_of, text_of
@@ -51,6 +52,7 @@ def first_prompt(label: str, env: Env, renderer: Renderer, sampling: Sampling, i
     if room := no_room(getattr(env, "max_tokens", 0), sampling, len(token_ids)):
         lines.insert(1, f"too long: {room}. {ROOM_REMEDY}")
     messages, by_template = _messages(talk), getattr(env, "history", "append") == "template"
+    lines += filter(None, [unread_calls(label, env, renderer)])
     if missing := renderer.missing_generation_prompt(messages, arguments):
         lines.append(
             f"no turn of {label} is opened: {_template(renderer)} ignores add_generation_prompt, so the policy has to "
@@ -75,6 +77,18 @@ def first_prompt(label: str, env: Env, renderer: Renderer, sampling: Sampling, i
                 f"each later turn reads {repeated} tokens again that the chat template would show once: see envs.history"
             )
     return printable("\n".join(lines), keep="\n")
+
+
+def unread_calls(label: str, env: Env, renderer: Renderer, key: str = "envs.parser") -> str:
+    """A line about an environment with tools of whose calls none is read: neither the chat template nor `key` shows their
+    notation. Empty if they are read, or if `key` says that there are none."""
+    notation = getattr(env, "parser", "") or renderer.notation
+    if notation or not arguments_of(env).get("tools"):
+        return ""
+    return (
+        f"tool calls of {label} are not read: {_template(renderer)} writes them in no notation that is known. Set {key} to "
+        f"one of {', '.join(NOTATIONS)}; or to none, where the environment reads the text itself"
+    )
 
 
 def learned_row(token_ids: Sequence[int], positions: Iterable[int], renderer: Renderer) -> str:

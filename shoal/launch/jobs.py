@@ -19,6 +19,7 @@ from shoal.launch.outputs import digest_below
 from shoal.protocol.hubref import is_hub
 from shoal.protocol.tasklists import read_task_list
 from shoal.protocol.wire import digest, to_json
+from shoal.train.pair_lines import demand_pairs
 from shoal.tree import to_tree
 
 JUDGES = ("teacher", "reward_model")
@@ -155,8 +156,8 @@ def demand_same_inputs(job: Job, name: str, folder: Path) -> None:
 
 
 def demand_doable(stage: Stage, settings: RunConfig | SftConfig | None, beside: Path) -> None:
-    """Raise `ConfigError` if something that a recipe names is not there, or if the stage would wait for others. Called for
-    all stages before the first begins."""
+    """Raise `ConfigError` if something that a recipe names is not there, if a file of pairs has a line that is none, or if
+    the stage would wait for others. Called for all stages before the first begins."""
     what = f"stage {stage.name}"
     if isinstance(settings, RunConfig):
         if isinstance(stage, EvalStage) and not any(settings.eval_episodes(env) for env in settings.envs):
@@ -167,7 +168,16 @@ def demand_doable(stage: Stage, settings: RunConfig | SftConfig | None, beside: 
         if isinstance(stage, RlStage) and missing:  # guard: stage-needs-nobody-else
             raise ConfigError(f"{what}: {missing[0]}.count = 0: a stage is a run of this machine alone: set at least 1")
     if settings is not None or own_policy(stage) or bool(getattr(stage, "pairs", "")):
-        job_of(stage, settings, beside, {key: Input(Path(), "") for key in taken_by(stage)})
+        job = job_of(stage, settings, beside, {key: Input(Path(), "") for key in taken_by(stage)})
+        if pairs := job.settings.get("pairs"):
+            _demand_pairs(stage, Path(pairs))
+
+
+def _demand_pairs(stage: Stage, pairs: Path) -> None:
+    try:
+        demand_pairs(pairs)  # guard: pairs-are-read-first
+    except StateError as error:
+        raise ConfigError(f"stage {stage.name}: pairs: {error}") from None
 
 
 def demand_measurable(stage: FilterStage, settings: RunConfig) -> None:

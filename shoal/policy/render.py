@@ -237,6 +237,15 @@ class Renderer:
         """Token ids of a text by itself: some tokenizers begin a text in another way than they go on."""
         return self._encode(text)
 
+    def parted_at_end(self, text: str) -> tuple[str, str, str]:
+        """A text up to the first token that ends a turn, that token, and what follows it. The last two are empty if there
+        is none; all follows if the tokenizer reads it from other signs."""
+        end = next((token for token in self._encode(text) if token in self.stop_ids), None)
+        if end is None:
+            return text, "", ""
+        (piece,) = self.pieces([[end]])[0]
+        return text.partition(piece) if piece in text else ("", piece, text)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The policy's text, without tokens that end a turn. Bytes that are not text become U+FFFD."""
         shown = token_ids[:-1] if token_ids and token_ids[-1] in self._hidden else token_ids

@@ -25,14 +25,12 @@ from shoal.policy.spec import UnsupportedModel
 from shoal.policy.valued import begin_valued, save_valued
 from shoal.protocol.types import ENVIRONMENT, POLICY
 from shoal.train.chosen import Examples, tokenizer_digest
+from shoal.train.pair_lines import PairLine, no_pair, pair_lines
 from shoal.train.preferences import Pair, PairSettings, held_out, measure_scores, prefer_policy, prefer_scores
 from shoal.train.rows import example_row
 from shoal.train.scores import row_scores
 
 log = logging.getLogger("prefer")
-
-MAX_LINE_BYTES = 1 << 20
-"""Limit on a line of a file of pairs."""
 
 
 @dataclass(frozen=True)
@@ -107,47 +105,22 @@ _Row: TypeAlias = tuple[list[int], list[int]]
 """Token ids and authors."""
 
 
-class _Line(msgspec.Struct, forbid_unknown_fields=True):
-    """A line of a file of pairs, in the form that TRL reads, too."""
-
-    prompt: str | list[dict[str, Any]]
-    chosen: str | list[dict[str, Any]]
-    rejected: str | list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    """What the chat template shows of tools."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Other arguments of the chat template."""
-
-
 def read_pairs(path: Path, start: Path, max_tokens: int) -> list[Pair]:
     """Pairs from a file with a JSON object in each line: `prompt`, `chosen` and `rejected`, each a text or chat messages.
     `tools` and `chat_template_kwargs` reach the chat template. Pairs with a longer row are left out. Raises `StateError`
     that names the line."""
     renderer, pairs = Renderer.from_directory(start), list[tuple[_Row, _Row]]()
-    with path.open("rb") as file:
-        for number, data in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
-            try:
-                if len(data) > MAX_LINE_BYTES:
-                    raise ValueError(f"longer than {MAX_LINE_BYTES} bytes")
-                if not data.strip():
-                    continue
-                line = msgspec.json.decode(data, type=_Line)
-                messages = _messages(line.prompt, "user")
-                if messages and messages[-1].get("role") == "assistant":
-                    raise ValueError(
-                        "the prompt ends with a message of the assistant, after which the answer would be another: put its "
-                        "text at the beginning of both answers"
-                    )
-                arguments = _arguments(line, messages, renderer)
-                prompt = renderer.start(messages, arguments)
-                chosen, rejected = (
-                    _row(messages, prompt, _answer(said), renderer, arguments) for said in (line.chosen, line.rejected)
-                )
-                if chosen == rejected:
-                    raise ValueError("chosen and rejected have the same tokens, so neither is preferred")
-            except ValueError as error:  # msgspec.DecodeError and ShoalError are
-                raise StateError(f"{path}, line {number}: {error}. Correct it, or take it out") from None
-            pairs.append((chosen, rejected))
+    for number, line in pair_lines(path):
+        try:
+            messages = line.messages()
+            arguments = _arguments(line, messages, renderer)
+            prompt = renderer.start(messages, arguments)
+            chosen, rejected = (_row(messages, prompt, answer, renderer, arguments) for answer in line.answers())
+            if chosen == rejected:
+                raise ValueError("chosen and rejected have the same tokens, so neither is preferred")
+        except ValueError as error:  # ShoalError is
+            raise no_pair(path, number, error) from None
+        pairs.append((chosen, rejected))
     return _fitting(pairs, start, max_tokens)
 
 
@@ -168,18 +141,7 @@ def _fitting(pairs: Sequence[tuple[_Row, _Row]], start: Path, max_tokens: int) -
     return [Pair(*(example_row(*row) for row in pair)) for pair in found]
 
 
-def _messages(said: str | list[dict[str, Any]], role: str) -> list[Message]:
-    return [{"role": role, "content": said}] if isinstance(said, str) else list(said)
-
-
-def _answer(said: str | list[dict[str, Any]]) -> Message:
-    messages = _messages(said, "assistant")
-    if len(messages) != 1 or messages[0].get("role") != "assistant":
-        raise ValueError("an answer is a text, or one message of the assistant: what comes before it is the prompt")
-    return messages[0]
-
-
-def _arguments(line: _Line, messages: list[Message], renderer: Renderer) -> dict[str, Any]:
+def _arguments(line: PairLine, messages: list[Message], renderer: Renderer) -> dict[str, Any]:
     """What the chat template gets beside the messages. Raises ValueError if it does not show the tools."""
     arguments = {**(line.chat_template_kwargs or {}), **({} if line.tools is None else {"tools": line.tools})}
     if line.tools and renderer.start(messages, arguments) == renderer.start(messages, {**arguments, "tools": []}):
@@ -190,12 +152,23 @@ def _arguments(line: _Line, messages: list[Message], renderer: Renderer) -> dict
 def _row(
     messages: list[Message], prompt: list[int], answer: Message, renderer: Renderer, arguments: dict[str, Any]
 ) -> tuple[list[int], list[int]]:
-    """Tokens and authors of a row: the prompt, which shows the messages, and the answer with the token that ends it. Raises
-    ValueError if the answer has such a token within, where it would be cut."""
-    (said,) = normal([answer])
+    """Tokens and authors of a row: the prompt, which shows the messages, and the answer with the token that ends it, which
+    its text may have, too. Raises ValueError if the answer has such a token within, where it would be cut."""
+    (whole,) = normal([answer])
+    said = whole if whole.get("tool_calls") else _without_end(whole, renderer)
     calls = msgspec.json.encode(said.get("tool_calls")).decode()
     for text in (text_of(said), said.get("reasoning_content", ""), calls):
-        if ends := [token for token in renderer.encode(text) if token in renderer.stop_ids]:
-            raise ValueError(f"an answer has {renderer.pieces([ends[:1]])[0][0]!r:.40} within, which ends a turn")
-    written = renderer.written(answer, arguments, messages)
+        if end := renderer.parted_at_end(text)[1]:
+            raise ValueError(f"an answer has {end!r:.40} within, which ends a turn")
+    written = renderer.written(said, arguments, messages)
     return prompt + written, [ENVIRONMENT] * len(prompt) + [POLICY] * len(written)
+
+
+def _without_end(said: dict[str, Any], renderer: Renderer) -> dict[str, Any]:
+    """A normal answer without the token at the end of its text that ends a turn."""
+    content = said.get("content") or ""
+    last = content if isinstance(content, str) else content[-1]["text"]
+    words, end, rest = renderer.parted_at_end(last)
+    if not end or rest.strip():
+        return said
+    return {**said, "content": words if isinstance(content, str) else [*content[:-1], {**content[-1], "text": words}]}

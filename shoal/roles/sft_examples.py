@@ -17,9 +17,11 @@ from shoal.envs.base import Env, State, Task, players_of, task_of
 from shoal.envs.check.promises import MAX_COMPARED
 from shoal.envs.load import env_of
 from shoal.envs.play import play_scripted
+from shoal.envs.prompt_preview import unread_calls
 from shoal.envs.source import make_env
 from shoal.errors import ConfigError, ShoalError, StateError
 from shoal.policy.render import Renderer
+from shoal.protocol.constants import MAX_ROLLOUT_ROWS
 from shoal.protocol.types import POLICY, Sampling
 from shoal.terminal import printable
 from shoal.train.chosen import Examples, tokenizer_digest
@@ -47,17 +49,26 @@ def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int
         )
     num_heldout = env.num_heldout if config.tasks == "all" else 0
     tasks = [*map(env.task, range(env.num_tasks)), *(env.task(i, heldout=True) for i in range(num_heldout))]
+    if unread := unread_calls(env.name, env, renderer, "env.parser"):
+        log.warning("%s", unread)
 
     changed, rewards, faults = list[tuple[str, str]](), list[float](), list[str]()
 
     def player(state: State, rng: random.Random) -> str:
         text = players[config.player](state, rng)
-        if not changed and (read := renderer.decode(renderer.encode(text))).split() != text.split():
-            changed.append((text, read))
+        said, end, rest = renderer.parted_at_end(text)
+        if rest.strip():  # guard: players-write-whole-turns
+            raise ConfigError(
+                f"player = {config.player}: it writes {text!r:.60} with {end!r:.40} within, which ends a turn, so the rest "
+                "would be cut off: let it write one turn at a time"
+            )
+        if not changed and (read := renderer.decode(renderer.encode(said))).split() != said.split():
+            changed.append((said, read))
         return text
 
-    def played(episodes: int, max_tokens: int) -> list[Example]:
-        rng, sampling, games = random.Random(config.seed), Sampling(1.0, max_tokens, max_tokens), list[Example]()
+    def played(episodes: int, max_tokens: int) -> list[list[Example]]:
+        rng, games = random.Random(config.seed), list[list[Example]]()
+        sampling = Sampling(1.0, max_tokens, max_tokens, MAX_ROLLOUT_ROWS * max_tokens)
         for _ in range(episodes):
             talk = play_scripted(env, renderer, rng.choice(tasks), player, rng, sampling)
             if talk.ending == "length":
@@ -66,10 +77,10 @@ def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int
                 faults.append(printable(" ".join(talk.fault.split())))
                 continue
             rewards.append(talk.reward)
-            games += [(list(row.tokens), list(row.author)) for row in talk.rows if POLICY in row.author]
+            games.append([(list(row.tokens), list(row.author)) for row in talk.rows if POLICY in row.author])
         return games
 
-    games = played(config.episodes, config.max_tokens)
+    games = [row for game in played(config.episodes, config.max_tokens) for row in game]
     if len(faults) == config.episodes:
         raise ConfigError(f"each game of the player {config.player} fails; the first: {faults[0]}")
     log.info("played games=%d", len(rewards))
@@ -92,7 +103,8 @@ def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int
             changed[0][1][:60], changed[0][0][:60],
         )  # fmt: skip
     if not games:
-        least = min((len(tokens) for tokens, _ in played(min(config.episodes, SHORTEST_OF), MOST_TOKENS)), default=0)
+        longer = played(min(config.episodes, SHORTEST_OF), MOST_TOKENS)
+        least = min((max(len(tokens) for tokens, _ in game) for game in longer if game), default=0)
         positions = 0 if config.policy.path else config.policy.tiny.max_positions
         more = f", and policy.tiny.max_positions (now {positions}), too" if 0 < positions < least else ""
         raise ConfigError(

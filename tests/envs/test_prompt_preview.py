@@ -13,12 +13,13 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from shoal.envs.base import Env, Step
 from shoal.envs.check.apart import prompt_lengths
 from shoal.envs.check.frames import Recorded
+from shoal.envs.parse.turn import NOTATIONS
 from shoal.envs.prompt_preview import MAX_CHARS, first_prompt, learned_row, odd_prompts
 from shoal.errors import MessagesRefused, PromptsTooLong, ShoalError
 from shoal.policy.render import Renderer
 from shoal.protocol.rollouts import MODEL_REMEDY, unbegun_remedy
 from shoal.protocol.types import Sampling
-from tests.policy.templates import NAMES, directory_of, renderer_of
+from tests.policy.templates import ADD, NAMES, directory_of, renderer_of
 
 SAMPLING = Sampling(1.0, 200, 4000, 9000)
 
@@ -338,3 +339,26 @@ def test_tokens_that_the_model_lacks_are_told_and_the_tasks_with_them_counted(tm
     told = odd_prompts("rare", Rare("say"), smaller, SAMPLING, range(3))
     assert told.startswith("prompts of rare: 1 of 3 that were looked at are refused, and their tasks never begin; ")
     assert unbegun_remedy(told.partition("the first: ")[2]) == MODEL_REMEDY
+
+
+class _Calling(_Saying):
+    """Has a tool."""
+
+    tools = (ADD,)
+
+
+def test_tools_whose_calls_nobody_reads_are_noted_until_a_parser_is_named(tmp_path: Path) -> None:
+    tools = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
+    unknown, known = (
+        _renderer_with(tools + marks + CHATML.replace(" if WHICH", ""), tmp_path) for marks in ("", "<tool_call>")
+    )
+    env: Any = _Calling("hi")
+    text = first_prompt("calling", env, unknown, SAMPLING)
+    assert (
+        "\ntool calls of calling are not read: the policy's chat template (" in text and "chat_template.jinja)" in text
+    )
+    assert "Set envs.parser to one of hermes, " in text
+    for renderer, game, parser in ((known, env, ""), (unknown, _Saying("hi"), ""), (unknown, env, "none"),
+                                   *((unknown, env, name) for name in NOTATIONS)):  # fmt: skip
+        game.parser = parser
+        assert "tool calls of" not in first_prompt("calling", game, renderer, SAMPLING)

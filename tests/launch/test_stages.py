@@ -270,6 +270,29 @@ def test_a_file_of_pairs_is_looked_for_beside_the_stages_file_and_nowhere_else(f
 
 
 @pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ('{"prompt": "1", "chosen": "2"}', r"p\.jsonl, line 1: .*`rejected`"),
+        ('{"prompt": "1", "chosen": "2", "rejected": "3"}\n\nnonsense\n', r"p\.jsonl, line 3: "),
+        (
+            '{"prompt": "1", "chosen": [{"role": "user", "content": "2"}], "rejected": "3"}',
+            r"line 1: an answer is a text",
+        ),
+        ('{"prompt": [{"role": "robot", "content": "1"}], "chosen": "2", "rejected": "3"}', r"line 1: .*robot"),
+        ("\n", "no pairs to learn from"),
+    ],
+)
+def test_lines_that_are_no_pairs_are_refused_before_the_first_stage(files: Path, lines: str, said: str) -> None:
+    files.write_text(STAGES + '[[stages]]\nname = "pairs"\nkind = "dpo"\npolicy = "stage:start"\npairs = "p.jsonl"\n')
+    (files.parent / "p.jsonl").write_text(lines)
+    stage = load_stages(files).stages[-1]
+    with pytest.raises(ConfigError, match=f"^stage pairs: pairs: .*{said}"):
+        demand_doable(stage, None, files.parent)
+    (files.parent / "p.jsonl").write_text('{"prompt": "1", "chosen": "2", "rejected": "3", "tools": null}')
+    demand_doable(stage, None, files.parent)
+
+
+@pytest.mark.parametrize(
     "stage",
     [
         'kind = "dpo"\npairs = "p.jsonl"',
@@ -285,7 +308,7 @@ def test_a_stage_without_a_policy_in_a_recipe_may_begin_with_a_directory_beside_
     here = files.parent
     (here / "below").mkdir()
     (here / "below" / "rl.toml").write_text(RL.replace("vowels.py", "../vowels.py"))
-    (here / "p.jsonl").write_text("pairs")
+    (here / "p.jsonl").write_text('{"prompt": "1", "chosen": "2", "rejected": "3"}')
     first = load_stages(files).stages[0]
     with pytest.raises(ConfigError, match=r"policy = mine: no directory at"):
         demand_doable(first, settings_of(first, here), here)

@@ -25,6 +25,7 @@ from shoal.protocol.types import POLICY
 from shoal.roles import sft
 from shoal.roles.sft_examples import scripted_games
 from shoal.train.sft import FineTuning
+from tests.envs import musing
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -335,6 +336,51 @@ def test_an_answer_that_the_tokenizer_changes_is_told(tmp_path: Path, caplog: py
     sft.main(tmp_path / "start.toml", tmp_path / "out", [])
     assert re.search("tokenizer makes '([a-d])' of '([A-D])', so it can never write", caplog.text)
     assert "the player right earns the lowest reward, 0, in all" in caplog.text
+
+
+def test_tools_whose_calls_nobody_reads_are_told_with_the_key_of_the_recipe(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tools = '"shout", 4\n    tools = ({"type": "function", "function": {"name": "add", "parameters": {}}},)'
+    (tmp_path / "shout.py").write_text(SHOUT.replace('"shout", 4', tools).replace("state.upper()", "state"))
+    (tmp_path / "start.toml").write_text(RECIPE.replace("../games/nim", "shout.py"))
+    for parser, is_told in (("", True), ("hermes", False), ("none", False)):
+        caplog.clear()
+        sft.main(tmp_path / "start.toml", tmp_path / f"out{parser}", [f"env.parser={parser}"] if parser else [])
+        found = re.findall(r"tool calls of shout are not read: .* Set env\.parser to one of hermes, ", caplog.text)
+        assert len(found) == is_told
+
+
+def test_an_end_token_at_the_end_of_an_answer_is_that_of_its_turn_and_one_within_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "start.toml").write_text(RECIPE.replace("../games/nim", "shout.py"))
+    made = []
+    for ending in ("", "<|end|>", "<|end|>\\n"):
+        (tmp_path / "shout.py").write_text(SHOUT.replace("state.upper()", f'state + "{ending}"'))
+        config = sft.load_sft(tmp_path / "start.toml")
+        config = replace_struct(config, env=sft.env_at(config.env, tmp_path))
+        make_tiny(config.policy.tiny, tmp_path / "tiny", 0, "float32")
+        made.append(scripted_games(config, Renderer.from_directory(tmp_path / "tiny")))
+    assert made[0] == made[1] == made[2] and "can never write" not in caplog.text
+    (tmp_path / "shout.py").write_text(SHOUT.replace("state.upper()", 'state + "<|end|>b"'))
+    with pytest.raises(sft.ConfigError, match=r"player = right: it writes '[a-d]<\|end\|>b' with '<\|end\|>' within"):
+        sft.main(tmp_path / "start.toml", tmp_path / "out", [])
+
+
+def test_max_tokens_limits_each_row_of_a_game_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "musing.toml").write_text(RECIPE.replace("../games/nim", str(Path(musing.__file__))))
+    config = sft.load_sft(tmp_path / "musing.toml")
+    make_tiny(config.policy.tiny, tmp_path / "tiny", 0, "float32")
+    renderer = Renderer.from_directory(musing.with_template(tmp_path / "tiny"))
+    rows = scripted_games(config, renderer)
+    longest = max(len(tokens) for tokens, _ in rows)
+    assert len(rows) == 3 * config.episodes and sum(len(tokens) for tokens, _ in rows[:3]) > longest
+    assert scripted_games(replace_struct(config, max_tokens=longest), renderer) == rows
+    with pytest.raises(
+        sft.ConfigError, match=rf"no game fits in max_tokens = {longest - 1}: the shortest takes {longest}"
+    ):
+        scripted_games(replace_struct(config, max_tokens=longest - 1), renderer)
 
 
 def test_a_player_that_returns_a_message_is_refused(tmp_path: Path) -> None:

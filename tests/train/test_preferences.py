@@ -200,6 +200,21 @@ def test_an_answer_that_an_end_token_would_cut_is_refused_with_the_token(tmp_pat
         prefer.read_pairs(path, start, 64)
 
 
+@pytest.mark.parametrize(
+    "answer", ["b<|end|>", "b<|end|>\n", [{"role": "assistant", "content": "b<|end|>"}],
+               [{"role": "assistant", "content": [{"type": "text", "text": "b<|end|>"}]}]],
+)  # fmt: skip
+def test_an_end_token_at_the_end_of_an_answer_is_that_of_its_turn(tmp_path: Path, start: Path, answer: object) -> None:
+    path = tmp_path / "pairs.jsonl"
+    bare, ended = (json.dumps({"prompt": "a", "chosen": said, "rejected": "c"}) for said in ("b", answer))
+    path.write_text(f"{bare}\n{ended}\n")
+    first, second = prefer.read_pairs(path, start, 64)
+    for row, other in zip(first, second, strict=True):
+        assert (
+            row.tokens_T.tolist() == other.tokens_T.tolist() and row.positions_P.tolist() == other.positions_P.tolist()
+        )
+
+
 def test_a_prompt_that_ends_with_a_turn_of_the_assistant_is_refused(tmp_path: Path, start: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     prompt = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "par"}]

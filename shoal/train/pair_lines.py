@@ -1,0 +1,80 @@
+"""Lines of a file of pairs: the form that each must have, whatever the policy.
+
+Read by `roles/prefer`, and by `launch/jobs` before the first stage begins. Light: it knows no tokenizer.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.errors import StateError
+from shoal.policy.messages import Message, normal
+
+MAX_LINE_BYTES = 1 << 20
+"""Limit on a line of a file of pairs."""
+
+
+class PairLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A line of a file of pairs, in the form that TRL reads, too."""
+
+    prompt: str | list[dict[str, Any]]
+    chosen: str | list[dict[str, Any]]
+    rejected: str | list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    """What the chat template shows of tools."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Other arguments of the chat template."""
+
+    def messages(self) -> list[Message]:
+        """The prompt. Raises ValueError if an answer cannot follow it."""
+        messages = _messages(self.prompt, "user")
+        if messages and messages[-1].get("role") == "assistant":
+            raise ValueError(
+                "the prompt ends with a message of the assistant, after which the answer would be another: put its "
+                "text at the beginning of both answers"
+            )
+        return messages
+
+    def answers(self) -> tuple[Message, Message]:
+        """The chosen one and the rejected one. Raises ValueError if one of them is none."""
+        return _answer(self.chosen), _answer(self.rejected)
+
+
+def pair_lines(path: Path) -> Iterator[tuple[int, PairLine]]:
+    """Each line that is not empty, with its number. Raises `StateError` that names the line."""
+    with path.open("rb") as file:
+        for number, data in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
+            try:
+                if len(data) > MAX_LINE_BYTES:
+                    raise ValueError(f"longer than {MAX_LINE_BYTES} bytes")
+                if not data.strip():
+                    continue
+                line = msgspec.json.decode(data, type=PairLine)
+                normal([*line.messages(), *line.answers()])
+            except ValueError as error:  # msgspec.DecodeError and ShoalError are
+                raise no_pair(path, number, error) from None
+            yield number, line
+
+
+def no_pair(path: Path, number: int, error: ValueError) -> StateError:
+    """What is wrong with a line."""
+    return StateError(f"{path}, line {number}: {error}. Correct it, or take it out")
+
+
+def demand_pairs(path: Path) -> None:
+    """Raise `StateError` if the file has no line, or one that is no pair."""
+    if not sum(1 for _ in pair_lines(path)):
+        raise StateError(f"{path}: there are no pairs to learn from: give some")
+
+
+def _messages(said: str | list[dict[str, Any]], role: str) -> list[Message]:
+    return [{"role": role, "content": said}] if isinstance(said, str) else list(said)
+
+
+def _answer(said: str | list[dict[str, Any]]) -> Message:
+    messages = _messages(said, "assistant")
+    if len(messages) != 1 or messages[0].get("role") != "assistant":
+        raise ValueError("an answer is a text, or one message of the assistant: what comes before it is the prompt")
+    return messages[0]
