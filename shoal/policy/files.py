@@ -20,7 +20,7 @@ from shoal.policy import adapterspec
 from shoal.policy.anyspec import AnySpec, read_config
 from shoal.policy.filling import demand_floats, demand_same_shapes, fill_all, without_scales
 from shoal.policy.nf4spec import demand_coded, has_codes, is_coded
-from shoal.policy.spec import HEAD, PolicySpec, write_json
+from shoal.policy.spec import HEAD, PolicySpec, kept_generation, write_json
 from shoal.policy.stored import ITEM_BYTES, StoredTensor, find_whole, read_header
 
 if TYPE_CHECKING:
@@ -204,10 +204,11 @@ def save_policy(
     shard_bytes: int = SHARD_BYTES,
     durable: bool = True,
 ) -> None:
-    """Write a checkpoint directory in `dtype` (float32, bfloat16 or int8), with the tokenizer files of another directory.
+    """Write a checkpoint directory in `dtype` (float32, bfloat16 or int8), with the tokenizer files of another directory
+    and, but for end tokens, its `generation_config.json`.
 
     The directory appears whole or not at all, if it is `durable` even if the machine dies. It replaces an older one of the
-    same name. Raises `StateError` if writing fails.
+    same name. Raises `StateError` if writing fails, or if a file of the other directory is damaged.
     """
     from shoal.policy.stream import write_weights, written_dtype
 
@@ -221,6 +222,7 @@ def save_policy(
             for name, content in published.files.items():
                 more = _tokenizer_keys(tokenizer_from) | {"dtype": dtype} if name == "config.json" else {}
                 write_json(scratch / name, content | more)
+            _keep_generation(published.files, scratch, tokenizer_from)
             for name in TOKENIZER_FILES:
                 if tokenizer_from is not None and (Path(tokenizer_from) / name).exists():
                     shutil.copyfile(Path(tokenizer_from) / name, scratch / name)
@@ -228,6 +230,13 @@ def save_policy(
         raise StateError(
             f"cannot write checkpoint {directory}: {cause_of(error)}. Free space, or give another"
         ) from None
+
+
+def _keep_generation(files: Mapping[str, Any], directory: Path, start: Path | None) -> None:
+    """Write the `generation_config.json` of the model that a policy began from over the one among its files, if any."""
+    name = "generation_config.json"
+    if start is not None and name in files and (Path(start) / name).exists():
+        (directory / name).write_bytes(kept_generation(Path(start) / name, files[name].get("eos_token_id")))
 
 
 def _tokenizer_keys(directory: Path | None) -> dict[str, Any]:

@@ -171,7 +171,7 @@ class PolicySpec:
         return config
 
     def generation_to_hf(self) -> dict[str, Any]:
-        """The `generation_config.json` beside it."""
+        """The `generation_config.json` beside it, if the model that it began from has none."""
         config = self.to_hf() | ({"eos_token_id": list(self.turn_ends)} if self.turn_ends else {})
         if (self.pad_id or 0) < 0:  # no token to pad with
             config["pad_token_id"] = None
@@ -246,6 +246,18 @@ def turn_ends_of(path: Path, vocab_size: int) -> tuple[int, ...]:
     if fault := token_id_fault(ids, vocab_size):
         raise StateError(f"{path}: eos_token_id = {[*ids]}: {fault}. Choose another model, or fix the file")
     return ids
+
+
+def kept_generation(path: Path, ends: int | list[int] | None) -> bytes:
+    """A `generation_config.json` as it is, but for end tokens: if it names others than `ends`, those take their place.
+    Raises `StateError`."""
+    data = read_capped(path, MAX_JSON_BYTES)
+    if _ids(decode_strictly(data, _Generation, path).eos_token_id) == _ids(ends):
+        return data
+    values = decode_strictly(data, dict[str, msgspec.Raw], path)
+    values["eos_token_id"] = msgspec.Raw(msgspec.json.encode(ends))
+    lines = (b"  %b: %b" % (msgspec.json.encode(key), bytes(value)) for key, value in values.items())
+    return b"{\n%b\n}\n" % b",\n".join(lines)
 
 
 def token_id_fault(ids: tuple[int, ...], vocab_size: int) -> str:

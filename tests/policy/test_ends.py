@@ -13,10 +13,11 @@ from shoal.config import TinyPolicy
 from shoal.envs.action import Action
 from shoal.errors import Overreach, StateError
 from shoal.policy.contained import ContainedRenderer
-from shoal.policy.files import load_policy, save_policy
+from shoal.policy.files import load_policy, save_policy, snapshot
 from shoal.policy.render import Renderer
-from shoal.policy.spec import PolicySpec, write_json
+from shoal.policy.spec import ARCHITECTURES, PolicySpec, write_json
 from shoal.policy.tiny import TURN_ENDS, make_tiny, tiny_spec
+from shoal.protocol.constants import MAX_JSON_BYTES
 from tests.policy.templates import ADD, NAMES, directory_of, end_of, renderer_of, spell, tokenizer_of
 from tests.policy.test_templates import CALL, RESULT, TOOLS, WITHOUT_CALLS
 
@@ -190,6 +191,82 @@ def test_published_versions_keep_the_end_tokens_of_the_first(tmp_path: Path) -> 
     plain = dataclasses.replace(load_policy(tmp_path / "one").spec, turn_ends=())
     write_json(tmp_path / "two" / name, {"eos_token_id": 5})
     assert PolicySpec.from_directory(tmp_path / "two") == plain
+
+
+SAMPLING = {"top_k": 20, "do_sample": True, "pad_token_id": 3, "temperature": 0.6, "top_p": 0.95, "own": {"é": [1e-7]}}
+"""What a model says of sampling; shoal's tiny ones have another temperature, and another token to pad with."""
+
+
+def _started(directory: Path, family: str = "qwen3", **generation: Any) -> Path:
+    """A tiny policy whose config.json names 5 as its end, with a `generation_config.json` as other programs write it."""
+    tiny = TinyPolicy(family=family, width=16, layers=1, heads=2, kv_heads=1, mlp_width=16)  # type: ignore[arg-type]
+    make_tiny(tiny, directory, seed=0, dtype="float32")
+    text = json.dumps(SAMPLING | generation, ensure_ascii=False)
+    (directory / "generation_config.json").write_text(text, encoding="utf-8")
+    return directory
+
+
+def _generation(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "generation_config.json").read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("named", "kept"),
+    [
+        ({"eos_token_id": 5}, 5),
+        ({"eos_token_id": [5]}, [5]),
+        ({"eos_token_id": [4, 5]}, [4, 5]),
+        ({"eos_token_id": 2}, 2),
+        ({"eos_token_id": None}, 5),
+        ({}, 5),
+    ],
+)
+def test_published_versions_keep_what_the_first_says_of_sampling(
+    named: dict[str, Any], kept: object, family: str, tmp_path: Path
+) -> None:
+    one, two, three = _started(tmp_path / "one", family, **named), tmp_path / "two", tmp_path / "three"
+    save_policy(load_policy(one), two, "float32", tokenizer_from=one)
+    assert _generation(two) == SAMPLING | {"eos_token_id": kept}
+    assert PolicySpec.from_directory(two) == PolicySpec.from_directory(one)
+    save_policy(snapshot(load_policy(two), "float32"), three, "float32", tokenizer_from=two)
+    name = "generation_config.json"
+    assert (three / name).read_bytes() == (two / name).read_bytes()
+
+
+def test_the_end_tokens_of_a_policy_go_before_those_beside_its_tokenizer(tmp_path: Path) -> None:
+    one, other = _started(tmp_path / "one", eos_token_id=[4, 5]), _started(tmp_path / "other", eos_token_id=[3])
+    save_policy(load_policy(one), tmp_path / "two", "float32", tokenizer_from=other)
+    assert _generation(tmp_path / "two") == SAMPLING | {"eos_token_id": [4, 5]}
+    assert PolicySpec.from_directory(tmp_path / "two").turn_ends == (4, 5)
+
+
+def test_a_policy_that_began_without_a_generation_config_has_that_of_its_spec(tmp_path: Path) -> None:
+    one = _started(tmp_path / "one")
+    (one / "generation_config.json").unlink()
+    model = load_policy(one)
+    save_policy(model, tmp_path / "two", "float32", tokenizer_from=one)
+    expected = {"do_sample": True, "temperature": 1.0, "eos_token_id": 5, "pad_token_id": 0}
+    assert _generation(tmp_path / "two") == model.spec.generation_to_hf() == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"eos_token_id": 5, "own": "' + MAX_JSON_BYTES * "x" + '"}', "is larger than 1048576 bytes"),
+        (9999 * "[", "is damaged"),
+        ("[5]", "is damaged"),
+        ('{"eos_token_id": [5, "5"]}', "must be a whole number"),
+        ("<html>", "is a web page"),
+    ],
+)
+def test_a_generation_config_that_was_damaged_since_is_not_published(text: str, says: str, tmp_path: Path) -> None:
+    model = load_policy(_started(tmp_path / "one"))
+    (tmp_path / "one" / "generation_config.json").write_text(text)
+    with pytest.raises(StateError, match=says):
+        save_policy(model, tmp_path / "two", "float32", tokenizer_from=tmp_path / "one")
+    assert {path.name for path in tmp_path.iterdir()} == {"one"}
 
 
 @pytest.mark.parametrize("rule", ["control", "model"])

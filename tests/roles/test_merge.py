@@ -14,17 +14,19 @@ from shoal.errors import ConfigError, StateError
 from shoal.policy.adapters import begin_adapter
 from shoal.policy.adapterspec import AdapterSpec
 from shoal.policy.files import load_policy, save_policy
-from shoal.policy.spec import PolicySpec
+from shoal.policy.spec import PolicySpec, write_json
 from shoal.policy.tiny import make_tiny
 from shoal.roles import merge as role
 from shoal.weights.bases import base_of, link_from
 
 TINY = TinyPolicy(width=32, layers=2, heads=4, kv_heads=2, mlp_width=48, max_positions=64)
+GENERATION = {"eos_token_id": [5, 0], "pad_token_id": 3, "top_k": 20}
 
 
 def model_with(tmp_path: Path, size: float, dtype: str = "float32") -> Path:
     """The directory of an adapter alone, whose base is in `base` beside it."""
     make_tiny(TINY, tmp_path / "base", 3, dtype)
+    write_json(tmp_path / "base" / "generation_config.json", GENERATION)
     model = load_policy(tmp_path / "base")
     begin_adapter(model, AdapterSpec(4, 8.0), 1, base_of(tmp_path / "base"))
     generator = torch.Generator().manual_seed(5)
@@ -52,6 +54,7 @@ def test_the_merged_model_computes_what_the_adapter_over_its_base_does(tmp_path,
         "config.json",
         "tokenizer.json",
     }
+    assert json.loads((tmp_path / "merged" / "generation_config.json").read_text()) == GENERATION
     assert not list((tmp_path / "merged").glob("adapter*"))
     link_from(tmp_path / "base", adapter)
     assert torch.allclose(logits(tmp_path / "merged"), logits(adapter), atol=1e-4)

@@ -16,10 +16,12 @@ import pytest
 from msgspec.structs import replace as replace_struct
 
 from shoal import cli
+from shoal.config import TinyPolicy
 from shoal.envs.evaluate import Evaluation, evaluate
 from shoal.errors import ShoalError, StateError
 from shoal.folder import COLD_START_RECIPE
 from shoal.policy.render import Renderer
+from shoal.policy.spec import write_json
 from shoal.policy.tiny import make_tiny
 from shoal.protocol.types import POLICY
 from shoal.roles import sft
@@ -608,3 +610,15 @@ def test_a_start_that_another_recipe_makes_is_refused_with_the_command(recipe: P
     with pytest.raises(StateError) as refused:
         sft.main(later, tmp_path / "out", [])
     assert f"shoal sft {recipe} --out {tmp_path / 'sums'}" in str(refused.value)
+
+
+def test_a_cold_start_keeps_the_generation_config_of_the_model_that_it_begins_with(tmp_path: Path) -> None:
+    generation = {"eos_token_id": [5], "pad_token_id": 3, "temperature": 0.6, "top_k": 20}
+    tiny = TinyPolicy(width=16, layers=1, heads=2, kv_heads=1, mlp_width=16, max_positions=32)
+    make_tiny(tiny, tmp_path / "own", 1, "float32")
+    write_json(tmp_path / "own" / "generation_config.json", generation)
+    recipe = tmp_path / "later.toml"
+    recipe.write_text(re.sub(r"\[policy.tiny\](.|\n)*(?=\[env\])", '[policy]\npath = "own"\n', SUMS))
+    sft.main(recipe, tmp_path / "out", ["steps=3", "eval_every=2"])
+    for directory in (tmp_path / "out", tmp_path / "out-checkpoints" / "step000002"):
+        assert json.loads((directory / "generation_config.json").read_text()) == generation

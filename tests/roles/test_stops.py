@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import one_file
 
 END = 5
+GENERATION = {"eos_token_id": END, "pad_token_id": 3, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
 HOSTED = [{"name": "arithmetic", "kind": "completions"}]
 
 
@@ -39,7 +40,7 @@ def own(tmp_path: Path) -> Path:
     directory = tmp_path / "policy"
     tiny = TinyPolicy(width=32, layers=2, heads=2, kv_heads=1, mlp_width=64, max_positions=64)
     make_tiny(tiny, directory, seed=3, dtype="float32")
-    write_json(directory / "generation_config.json", {"eos_token_id": END})
+    write_json(directory / "generation_config.json", GENERATION)
     return directory
 
 
@@ -76,7 +77,7 @@ def test_turns_end_where_the_policy_says_and_the_log_names_the_rule(tmp_path: Pa
     out = tmp_path / "one"
     assert town.weights() == one_file.train(config, out, out.parent)
     kept = json.loads((town.folder.checkpoints / "final" / "generation_config.json").read_text())
-    assert kept["eos_token_id"] == END
+    assert kept == GENERATION
 
 
 @pytest.mark.parametrize(("envs", "last"), [([{"name": "arithmetic"}], "/submission"), (HOSTED, "/turns")])

@@ -14,6 +14,7 @@ from shoal.errors import StateError
 from shoal.policy.files import load_policy
 from shoal.policy.kinds import spec_of
 from shoal.policy.render import Renderer
+from shoal.policy.spec import write_json
 from shoal.policy.tiny import make_tiny
 from shoal.policy.valued import begin_valued, load_valued
 from shoal.roles import prefer
@@ -40,6 +41,7 @@ SETTINGS = PairSettings(steps=20, batch=8, lr=3e-3, warmup_steps=2, max_grad_nor
 def start(tmp_path: Path) -> Path:
     tiny = TinyPolicy(width=16, layers=1, heads=2, kv_heads=1, mlp_width=32, max_positions=64)
     make_tiny(tiny, tmp_path / "start", 1, "float32")
+    write_json(tmp_path / "start" / "generation_config.json", {"eos_token_id": [5, 0], "temperature": 0.6, "top_k": 20})
     return tmp_path / "start"
 
 
@@ -60,6 +62,8 @@ def test_dpo_learns_which_answers_are_preferred_and_the_same_pairs_give_the_same
     assert said["accuracy"] == 1.0 and said["margin"] > 0.05
     one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
     assert one.read_bytes() == two.read_bytes() != (start / "model.safetensors").read_bytes()
+    name = "generation_config.json"
+    assert (tmp_path / "one" / name).read_bytes() == (start / name).read_bytes()
     before, after = load_policy(start), load_policy(tmp_path / "one")
     raised = [[new - old for old, new in zip(pair_sums(before, p), pair_sums(after, p), strict=True)] for p in pairs]
     assert all(chosen > rejected for chosen, rejected in raised)
