@@ -186,10 +186,13 @@ class View:
         ids = [call.id for call in self.turns[number].action.tool_calls] if self.arguments.get("tools") else []
         if not any(ids) or isinstance(reply, str):
             return reply
-        told, left = [], iter(ids)
-        for message in as_messages(reply):
-            own = next(left, "") if message.get("role") == "tool" else ""
-            told.append({**message, "tool_call_id": own} if own and not message.get("tool_call_id") else message)
+        messages = as_messages(reply)
+        given = [message.get("tool_call_id") for message in messages if message.get("role") == "tool"]
+        told, left = [], (one for one in ids if not one or one not in given)
+        for message in messages:
+            lacks = message.get("role") == "tool" and not message.get("tool_call_id")
+            own = next(left, "") if lacks else ""
+            told.append({**message, "tool_call_id": own} if own else message)
         return told
 
     def _written(self, number: int, told: Sequence[Message]) -> Written:

@@ -60,9 +60,10 @@ class Ends:
         in GLM's."""
         return self._shown and self._closings == ([], [])
 
-    def between(self, turn: Message, answer: Message) -> list[int]:
-        """Control tokens that the template writes between the words of a turn and those of its answer."""
-        return self._control_in(self._after_mark(turn, answer))
+    def begins(self, turn: Message, answer: Message) -> int:
+        """The first control token after a turn that the template writes only because of its answer; -1 if there is none."""
+        closing, followed = self._after_mark(turn), self._after_mark(turn, answer)
+        return next(iter(self._control_in(followed[num_shared(closing, followed) :])), -1)
 
     def call_closing(self) -> str:
         """The last tag of a turn that calls tools, such as </tool_call>; empty if there is none."""

@@ -125,7 +125,7 @@ class Renderer:
         skipped = {index for index in self._special if self._is_skipped(index)}
         self._hidden = self.stop_ids | (skipped - self._inner)
         """Tokens that have no text."""
-        self._leaves_open = all(one.leaves_open for one in ends)
+        self._leaves_open = self._by_model and all(one.leaves_open for one in ends)
         usual = ends[0].at_last(self.eos_id)
         result = {"role": "tool", "content": ".", "tool_call_id": "call00000", "name": "tool"}
         end_ids = (
@@ -244,7 +244,7 @@ class Renderer:
         if end is None:
             return text, "", ""
         (piece,) = self.pieces([[end]])[0]
-        return text.partition(piece) if piece in text else ("", piece, text)
+        return text.partition(piece) if piece and piece in text else ("", piece, text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The policy's text, without tokens that end a turn. Bytes that are not text become U+FFFD."""
@@ -313,14 +313,14 @@ class Renderer:
     def _history(self, key: str) -> list[Segment]:
         told, arguments = json.loads(key)
         items = [item if isinstance(item, dict) else msgspec.convert(item, Written) for item in told]
-        written = {item.turn: item for item in items if isinstance(item, Written)}
+        written, mark = {item.turn: item for item in items if isinstance(item, Written)}, mark_of(key)
 
         def closing_of(turn: int, kind: str) -> str:
-            alone = said(MARK) if kind == "text" else calling("", 1, written[turn].calls)
-            return self._text([ASK, alone], arguments, prompt=False).rpartition(MARK)[2]
+            alone = said(mark) if kind == "text" else calling("", 1, written[turn].calls, mark)
+            return self._text([ASK, alone], arguments, prompt=False).rpartition(mark)[2]
 
         segments, turn = list[Segment](), -1
-        for piece in places(self._dialect_for(arguments), items, arguments, mark_of(key)):
+        for piece in places(self._dialect_for(arguments), items, arguments, mark):
             if isinstance(piece, Place):
                 turn = piece.turn
                 segments.append(Segment((), turn, piece.part))
@@ -341,8 +341,8 @@ class Renderer:
     def _end_before(self, ends: Ends, turn: Message, answer: Message, usual: int) -> int:
         """The token that ends a turn which the template leaves open: that with which the answer begins, if that ends
         turns."""
-        between = ends.between(turn, answer) if self._leaves_open else ()
-        return next((token for token in between if token in self.stop_ids), usual)
+        first = ends.begins(turn, answer) if self._leaves_open else -1
+        return first if first in self.stop_ids else usual
 
     def _after(self, rest: str, closing: str, kind: Literal["text", "calls"], end: int) -> list[int]:
         """Token ids of the text after a turn, without `end`, with which the policy ended it. `closing` is the text that
@@ -350,6 +350,10 @@ class Renderer:
         ids = self._encode_after_end(rest)
         common = rest[: num_shared(rest, closing)]
         closed = self._ends(common)
+        if self._leaves_open and not closed:  # white space may stand before what begins the next message
+            begun = self._encode_after_end(rest[len(common) if kind == "calls" else 0 :].lstrip())
+            if begun and begun[0] == end:
+                return begun[1:]
         if kind == "text" and self._stands_for_end(ids, closing, end) and not (closed and self._by_model):
             return ids[1:]
         ends = [i for i, token in enumerate(ids) if token in self.stop_ids]

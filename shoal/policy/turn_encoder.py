@@ -86,9 +86,9 @@ class TurnEncoder:
             )
         if lost:  # some templates take thoughts out of the content
             if is_closed and found and self._shows(rest, words.strip()):
-                return self._ended(prompt, rest)
+                return self._ended(prompt, rest, bool(turn.get("tool_calls")))
             return self._of_text(messages, content, arguments)
-        return self._ended(prompt, rest)
+        return self._ended(prompt, rest, bool(turn.get("tool_calls")))
 
     def _rest(self, text: str, prompt: str) -> str | None:
         """What follows a prompt in a text, or follows it without the thought that it has begun; None if the text does not
@@ -163,7 +163,7 @@ class TurnEncoder:
         is_ended = found and self._stop_ids.intersection(self._encode(closing))
         return _Around(before, prompt, shown, "" if lead.strip() else lead, closing if is_ended else "", bool(found))
 
-    def _ended(self, prompt: str, rest: str) -> list[int]:
+    def _ended(self, prompt: str, rest: str, calls: bool = False) -> list[int]:
         """Token ids of a turn, whose text is `rest`, after a prompt, whose thought they close, up to the first token that
         ends it or with one."""
         closing = reasoning_marks(self._notation)[1]
@@ -171,8 +171,8 @@ class TurnEncoder:
             rest = f"\n{closing}\n\n{rest}"
         ids = self._encode_after(prompt, rest)
         ends = [i for i, token in enumerate(ids) if token in self._stop_ids]
-        calls = self._call_closing and rest.rstrip().endswith(self._call_closing)
-        return ids[: ends[0] + 1] if ends else [*ids, self._end_ids[1 if calls else 0]]
+        calls = calls or bool(self._call_closing and rest.rstrip().endswith(self._call_closing))
+        return ids[: ends[0] + 1] if ends else [*ids, self._end_ids[calls]]
 
     def _text(self, messages: Sequence[Message], arguments: Mapping[str, Any], prompt: bool = True) -> str:
         return self._dialect_for(arguments).text(messages, arguments, prompt)

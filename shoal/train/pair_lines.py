@@ -53,12 +53,12 @@ def pair_lines(path: Path) -> Iterator[tuple[int, PairLine]]:
                     continue
                 line = msgspec.json.decode(data, type=PairLine)
                 normal([*line.messages(), *line.answers()])
-            except ValueError as error:  # msgspec.DecodeError and ShoalError are
+            except (ValueError, RecursionError) as error:  # msgspec.DecodeError and ShoalError are
                 raise no_pair(path, number, error) from None
             yield number, line
 
 
-def no_pair(path: Path, number: int, error: ValueError) -> StateError:
+def no_pair(path: Path, number: int, error: Exception) -> StateError:
     """What is wrong with a line."""
     return StateError(f"{path}, line {number}: {error}. Correct it, or take it out")
 

@@ -8,6 +8,7 @@ import datetime
 import itertools
 import json
 import random
+import re
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -727,6 +728,32 @@ def test_what_begins_the_next_message_may_end_a_turn_and_is_never_lost(history: 
             talk.write([*renderer.encode(text), peer.convert_tokens_to_ids(end)])
             shown = theirs if end == marker else theirs.replace(f"{text}{marker}", f"{text}{end}{marker}")
             assert renderer._decode_whole(talk.rows[-1].tokens) == shown
+
+
+@pytest.mark.parametrize("history", ["append", "template"])
+def test_white_space_before_the_next_message_doubles_nothing(history: str) -> None:
+    spaced = GLM.replace(CALLS, CALLS.replace("<tool_call>", "[CALLS] ").replace("</tool_call>", "") + "{{ '\\n' }}")
+    with checkpoint(template=spaced, change=_ends_with_markers) as directory:
+        renderer, peer = Renderer.from_directory(directory), AutoTokenizer.from_pretrained(directory)
+        said, answer = {"role": "assistant", "content": "4"}, {"role": "user", "content": "again"}
+        talk = Conversation(_Tools([USER], history, [answer]), renderer, 0, Sampling(1.0, 99, 999))
+        talk.write([*renderer.encode("4\n"), peer.convert_tokens_to_ids("<|think|>")])
+        theirs = peer.apply_chat_template([USER, said, answer], add_generation_prompt=True, tokenize=False)
+        assert renderer._decode_whole(talk.rows[-1].tokens) == theirs
+        called = renderer.written({"role": "assistant", "content": "", "tool_calls": CALL})
+        assert called[-1] == peer.convert_tokens_to_ids("<|tool|>"), "also without a tag that closes it"
+
+
+def test_results_without_an_id_take_those_of_calls_that_have_no_result() -> None:
+    numbers = ("aaaaaaaaa", "bbbbbbbbb")
+    called = ", ".join(f'{{"name": "add", "arguments": {{}}, "id": "{number}"}}' for number in numbers)
+    results = [{"role": "tool", "content": "1", "tool_call_id": numbers[1]}, {"role": "tool", "content": "2"}]
+    with checkpoint(template=MISTRAL_CALLS) as directory:
+        renderer = Renderer.from_directory(directory)
+        talk = Conversation(_Tools([USER], "append", results), renderer, 0, Sampling(1.0, 199, 999))
+        talk.write(renderer.written(f"[TOOL_CALLS] [{called}]"))
+        shown = renderer._decode_whole(talk.rows[-1].tokens).partition("[TOOL_RESULTS]")[2]
+        assert re.findall(r'"call_id": "(\w+)"', shown) == [*reversed(numbers)]
 
 
 MISTRAL_CALLS = (

@@ -24,9 +24,8 @@ def said(action: str, first_call: int, inline: bool = False) -> Said:
     """
     if not isinstance(action, Action):
         return Said(action, "", ())
-    ids = [call.id or f"call{first_call + i:05d}" for i, call in enumerate(action.tool_calls)]
     calls = tuple(
-        (key, call.name, json.dumps(call.arguments)) for key, call in zip(ids, action.tool_calls, strict=True)
+        (f"call{first_call + i:05d}", call.name, json.dumps(call.arguments)) for i, call in enumerate(action.tool_calls)
     )
     content = action.visible if calls or not action.problems else str(action)[action.parsed.begins :].strip()
     if inline and action.reasoning:
