@@ -82,7 +82,7 @@ class TurnEncoder:
         lost = next((part for part in map(str.strip, parts) if not self._shows(rest, part)), "")
         if lost and not (is_text and isinstance(turn["content"], str)):
             raise StateError(
-                f"the chat template leaves out {lost!r:.60} of a turn: leave it out, or put it into the content"
+                f"the chat template leaves out {lost!r:.60} of a turn: leave it out, or write the whole answer as one text"
             )
         if lost:  # some templates take thoughts out of the content
             if is_closed and found and self._shows(rest, words.strip()):

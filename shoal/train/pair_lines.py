@@ -60,7 +60,9 @@ def pair_lines(path: Path) -> Iterator[tuple[int, PairLine]]:
 
 def no_pair(path: Path, number: int, error: Exception) -> StateError:
     """What is wrong with a line."""
-    return StateError(f"{path}, line {number}: {error}. Correct it, or take it out")
+    is_unknown = isinstance(error, msgspec.ValidationError) and "unknown field" in str(error)
+    known = f"; known are {', '.join(PairLine.__struct_fields__)}" if is_unknown else ""
+    return StateError(f"{path}, line {number}: {error}{known}. Correct it, or take it out")
 
 
 def demand_pairs(path: Path) -> None:

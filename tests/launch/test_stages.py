@@ -279,6 +279,10 @@ def test_a_file_of_pairs_is_looked_for_beside_the_stages_file_and_nowhere_else(f
             r"line 1: an answer is a text",
         ),
         ('{"prompt": [{"role": "robot", "content": "1"}], "chosen": "2", "rejected": "3"}', r"line 1: .*robot"),
+        (
+            '{"prompt": "1", "chosen": "2", "rejected": "3", "id": 7}',
+            r"`id`; known are prompt, chosen, rejected, tools",
+        ),
         ("\n", "no pairs to learn from"),
     ],
 )
