@@ -57,13 +57,11 @@ class Action(str):
 
 
 def reasoning_length(token_ids: Sequence[int], action: Action, decode: Callable[[Sequence[int]], str]) -> int:
-    """How many of a turn's tokens are its reasoning. A token on the border counts as reasoning. One that is not
-    closed has none: chat templates take it for text.
+    """How many of a turn's tokens are its reasoning. A token on the border counts as reasoning.
 
     This splits a turn's tokens over the places of `Renderer.history`, so that the policy's text is never tokenised again.
     """
-    closed = action._notation in CHANNELS or reasoning_marks(action._notation)[1] in action
-    begins = action.parsed.begins if closed else 0
+    begins = len(_reasoning_of(action))
     return bisect.bisect_left(range(len(token_ids)), begins, key=lambda count: len(decode(token_ids[:count])))
 
 
@@ -71,5 +69,22 @@ def gap_after_reasoning(action: Action) -> str:
     """White space between a turn's reasoning and what follows it."""
     if action._notation in CHANNELS:
         return GAP
-    text = str(action)[: action.parsed.begins]
-    return text[len(text.rstrip()) :]
+    text = _reasoning_of(action)
+    return text[len(text.rstrip("\n")) :]
+
+
+def has_thought(action: Action) -> bool:
+    """Whether a turn's reasoning has words."""
+    if action._notation in CHANNELS:
+        return bool(action.reasoning)
+    opening, closing = reasoning_marks(action._notation)
+    return bool(_reasoning_of(action).replace(opening, "").replace(closing, "").strip())
+
+
+def _reasoning_of(action: Action) -> str:
+    """The text of a turn up to where its reasoning ends, with the new lines after it: as chat templates take it, that is
+    the last mark which closes one, unless the turn calls tools, whose arguments may have such a mark."""
+    if action._notation in CHANNELS or action.tool_calls:
+        return str(action)[: action.parsed.begins]
+    before, closing, rest = action.rpartition(reasoning_marks(action._notation)[1])
+    return before + closing + rest[: len(rest) - len(rest.lstrip("\n"))] if closing else ""

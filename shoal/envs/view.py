@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from shoal.envs.action import Action, gap_after_reasoning, reasoning_length
+from shoal.envs.action import Action, gap_after_reasoning, has_thought, reasoning_length
 from shoal.envs.parse import NOTATIONS
 from shoal.errors import Overreach, StateError
 from shoal.policy.dialect import said
@@ -171,7 +171,7 @@ class View:
         """A turn of a history, with whether it contains reasoning: we, not the environment, say so."""
         action = self.turns[item.turn].action
         return item._replace(
-            reasoning=self._thought(item.turn) > 0, empty=not action.reasoning, gap=gap_after_reasoning(action),
+            reasoning=self._thought(item.turn) > 0, empty=not has_thought(action), gap=gap_after_reasoning(action),
             end=self._end(item.turn),
         )  # fmt: skip
 

@@ -107,6 +107,7 @@ def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int
         least = min((max(len(tokens) for tokens, _ in game) for game in longer if game), default=0)
         positions = 0 if config.policy.path else config.policy.tiny.max_positions
         more = f", and policy.tiny.max_positions (now {positions}), too" if 0 < positions < least else ""
+        more = more or (", if the model has so many positions" if config.policy.path else "")
         raise ConfigError(
             f"no game fits in max_tokens = {config.max_tokens}: the shortest takes {least}. Raise max_tokens to at least "
             f"that{more}"

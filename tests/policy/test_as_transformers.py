@@ -681,7 +681,17 @@ SPLIT = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
 
 
 @pytest.mark.parametrize("opening", ["", OPENED])
-@pytest.mark.parametrize("action", ["<think>\na\n<think>\n\n6", "hm\nhm\n3", "<think>\na</think>6", "a</think>\n\n6"])
+@pytest.mark.parametrize(
+    "action",
+    [
+        "<think>\na\n<think>\n\n6",
+        "hm\nhm\n3",
+        "<think>\na</think>6",
+        "a</think>\n\n6",
+        "Sure. <think>\na\n</think>\n\n6",
+        "a</think>b</think>6",
+    ],
+)
 def test_a_thought_that_is_not_closed_stays_in_a_history(opening: str, action: str) -> None:
     template = SPLIT.replace("assistant\n{% endif %}", f"assistant\n{opening}{{% endif %}}")
     with checkpoint(template=template) as directory:
