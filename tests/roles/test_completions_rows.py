@@ -36,7 +36,7 @@ def test_rows_settings_and_comparisons_give_the_bytes_of_episodes(tmp_path):
         TinyPolicy(width=32, layers=2, heads=2, kv_heads=1, mlp_width=64, max_positions=128), policy, 5, "float32"
     )
     config = tiny_run(
-        envs=ENVS, steps=2, policy={"path": str(musing.with_template(policy))}, verify={"proofs": "toploc"},
+        envs=ENVS, seed=7, steps=2, policy={"path": str(musing.with_template(policy))}, verify={"proofs": "toploc"},
         sampling={"max_turn_tokens": 6, "max_tokens": 120, "max_rollout_tokens": 300}, storage={"retain": "all"},
         rollouts={"batch_groups": 6},
     )  # fmt: skip
