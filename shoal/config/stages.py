@@ -274,7 +274,7 @@ def kind_of(stage: Stage) -> str:
     return str(stage.__struct_config__.tag)
 
 
-def own_policy(stage: Stage) -> str:
+def policy_directory(stage: Stage) -> str:
     """The directory that a stage begins with which is no other stage's and no recipe's; empty if there is none."""
     if not isinstance(stage, EvalStage | MergeStage | DpoStage | RewardModelStage):
         return ""  # of others, the recipe says it
@@ -283,7 +283,7 @@ def own_policy(stage: Stage) -> str:
 
 def taken_by(stage: Stage) -> dict[str, str]:
     """Names of the stages that a stage takes something from, by the key that says so."""
-    taken = {key: getattr(stage, key, "") for key in GIVES if not (key == "policy" and own_policy(stage))}
+    taken = {key: getattr(stage, key, "") for key in GIVES if not (key == "policy" and policy_directory(stage))}
     return {key: value.removeprefix(FROM) for key, value in taken.items() if value and isinstance(value, str)}
 
 
@@ -352,7 +352,7 @@ def _check(config: StagesConfig, path: Path) -> None:
             )
         if isinstance(stage, DpoStage | RewardModelStage):
             _check_pairs(stage, path)
-        if (own := own_policy(stage)) in by_name:
+        if (own := policy_directory(stage)) in by_name:
             raise ConfigError(f'{path}: stage {stage.name}: policy = {own}: for that stage, write "{FROM}{own}"')
         for key in taken_by(stage):
             _check_taken(stage, key, by_name, before, path)

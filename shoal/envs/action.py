@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.envs.parse import CHANNELS, Parsed, ToolCall, parse
-from shoal.policy.messages import GAP
+from shoal.policy.messages import REASONING_SEPARATOR
 from shoal.policy.notations import reasoning_marks
 
 
@@ -65,15 +65,15 @@ def reasoning_length(token_ids: Sequence[int], action: Action, decode: Callable[
     return bisect.bisect_left(range(len(token_ids)), begins, key=lambda count: len(decode(token_ids[:count])))
 
 
-def gap_after_reasoning(action: Action) -> str:
+def reasoning_separator(action: Action) -> str:
     """White space between a turn's reasoning and what follows it."""
     if action._notation in CHANNELS:
-        return GAP
+        return REASONING_SEPARATOR
     text = _reasoning_of(action)
     return text[len(text.rstrip("\n")) :]
 
 
-def has_thought(action: Action) -> bool:
+def has_reasoning(action: Action) -> bool:
     """Whether a turn's reasoning has words."""
     if action._notation in CHANNELS:
         return bool(action.reasoning)

@@ -52,7 +52,9 @@ def first_prompt(label: str, env: Env, renderer: Renderer, sampling: Sampling, i
     if room := no_room(getattr(env, "max_tokens", 0), sampling, len(token_ids)):
         lines.insert(1, f"too long: {room}. {ROOM_REMEDY}")
     messages, by_template = _messages(talk), getattr(env, "history", "append") == "template"
-    lines += filter(None, [unread_calls(label, env, renderer)])
+    lines += filter(None, [unparsed_calls(label, env, renderer)])
+    if arguments.get("tools") and not renderer.shows_tools(messages, arguments):
+        lines.append(f"the tools of {label} are not shown: {_template(renderer)} takes none from its arguments")
     if missing := renderer.missing_generation_prompt(messages, arguments):
         lines.append(
             f"no turn of {label} is opened: {_template(renderer)} ignores add_generation_prompt, so the policy has to "
@@ -79,7 +81,7 @@ def first_prompt(label: str, env: Env, renderer: Renderer, sampling: Sampling, i
     return printable("\n".join(lines), keep="\n")
 
 
-def unread_calls(label: str, env: Env, renderer: Renderer, key: str = "envs.parser") -> str:
+def unparsed_calls(label: str, env: Env, renderer: Renderer, key: str = "envs.parser") -> str:
     """A line about an environment with tools of whose calls none is read: neither the chat template nor `key` shows their
     notation. Empty if they are read, or if `key` says that there are none."""
     notation = getattr(env, "parser", "") or renderer.notation

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from shoal.envs.action import Action, gap_after_reasoning, has_thought, reasoning_length
+from shoal.envs.action import Action, has_reasoning, reasoning_length, reasoning_separator
 from shoal.envs.parse import NOTATIONS
 from shoal.errors import Overreach, StateError
 from shoal.policy.dialect import said
@@ -87,7 +87,7 @@ class View:
 
     def after(self, reply: object, written: int) -> Next:
         """What follows turn number `written`, the seat's latest. Raises `BadMessage` and `StateError`."""
-        named = self._with_ids(reply, written)
+        named = self._with_call_ids(reply, written)
         try:
             return self._after(named, written)
         except Overreach:
@@ -170,17 +170,19 @@ class View:
     def _named(self, item: Written) -> Written:
         """A turn of a history, with whether it contains reasoning: we, not the environment, say so."""
         action = self.turns[item.turn].action
-        return item._replace(
-            reasoning=self._thought(item.turn) > 0, empty=not has_thought(action), gap=gap_after_reasoning(action),
-            end=self._end(item.turn),
-        )  # fmt: skip
+        reasoning, empty, separator = (
+            self._thought(item.turn) > 0,
+            not has_reasoning(action),
+            reasoning_separator(action),
+        )
+        return item._replace(reasoning=reasoning, empty=empty, separator=separator, end=self._end(item.turn))
 
     def _end(self, number: int) -> int:
         """The token that ended a turn; -1 if it was cut."""
         last = self.turns[number].token_ids[-1]
         return last if last in self.renderer.stop_ids else -1
 
-    def _with_ids(self, reply: object, number: int) -> object:
+    def _with_call_ids(self, reply: object, number: int) -> object:
         """A reply whose results without an id have those that the policy wrote in its calls, in order; the reply itself if
         it wrote none."""
         ids = [call.id for call in self.turns[number].action.tool_calls] if self.arguments.get("tools") else []

@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 
 from shoal.config import RunConfig, SftConfig
-from shoal.config.stages import EvalStage, FilterStage, RlStage, Stage, kind_of, own_policy, taken_by, to_settings
+from shoal.config.stages import EvalStage, FilterStage, RlStage, Stage, kind_of, policy_directory, taken_by, to_settings
 from shoal.envs.load import env_digest, is_file
 from shoal.errors import ConfigError, StateError
 from shoal.launch.outputs import digest_below
 from shoal.protocol.hubref import is_hub
 from shoal.protocol.tasklists import read_task_list
 from shoal.protocol.wire import digest, to_json
-from shoal.train.pair_lines import demand_pairs
+from shoal.train.preference_data import demand_preference_pairs
 from shoal.tree import to_tree
 
 JUDGES = ("teacher", "reward_model")
@@ -69,7 +69,7 @@ def job_of(stage: Stage, settings: RunConfig | SftConfig | None, beside: Path, i
     """The job of a stage of a file in `beside`. Raises `ConfigError` if something that its recipe names is not there."""
     kind, own = kind_of(stage), to_settings(stage)
     recipe: str = getattr(stage, "recipe", "")
-    if policy := own_policy(stage):
+    if policy := policy_directory(stage):
         own_place = _own_directory(stage, "policy", policy, beside)
         inputs = inputs | {"policy": Input(own_place, digest_below(own_place))}
     beside = (beside / recipe).parent if recipe else beside
@@ -167,7 +167,7 @@ def demand_doable(stage: Stage, settings: RunConfig | SftConfig | None, beside: 
         missing = [key for key in ("workers", "validators") if not getattr(settings, key).count]
         if isinstance(stage, RlStage) and missing:  # guard: stage-needs-nobody-else
             raise ConfigError(f"{what}: {missing[0]}.count = 0: a stage is a run of this machine alone: set at least 1")
-    if settings is not None or own_policy(stage) or bool(getattr(stage, "pairs", "")):
+    if settings is not None or policy_directory(stage) or bool(getattr(stage, "pairs", "")):
         job = job_of(stage, settings, beside, {key: Input(Path(), "") for key in taken_by(stage)})
         if pairs := job.settings.get("pairs"):
             _demand_pairs(stage, Path(pairs))
@@ -175,7 +175,7 @@ def demand_doable(stage: Stage, settings: RunConfig | SftConfig | None, beside: 
 
 def _demand_pairs(stage: Stage, pairs: Path) -> None:
     try:
-        demand_pairs(pairs)  # guard: pairs-are-read-first
+        demand_preference_pairs(pairs)  # guard: pairs-are-read-first
     except StateError as error:
         raise ConfigError(f"stage {stage.name}: pairs: {error}") from None
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from shoal.errors import Overreach, StateError
-from shoal.policy.messages import GAP, ROLES, completed, text_of
+from shoal.policy.messages import REASONING_SEPARATOR, ROLES, text_of, with_defaults
 from shoal.policy.notations import reasoning_marks
 from shoal.policy.template import Template
 from shoal.protocol.wire import digest
@@ -33,8 +33,11 @@ _AS_WRITTEN = ('A <b>Word</b> & "more"', "it's 2 × {Twice}\\n,\nas it is")
 ASK = {"role": "user", "content": "."}
 """Stands for a conversation of which no more is known."""
 
+RESULT = {"role": "tool", "content": ".", "tool_call_id": "call00000", "name": "tool"}
+"""Stands for what the first call of `calling` gives."""
 
-def mark_of(key: str) -> str:
+
+def unique_mark(key: str) -> str:
     """A mark that is in no text of this key. No text holds its own digest, nor do parts of one that a template joins."""
     return MARK if MARK[0] not in key else f"{MARK}{digest(key.encode())}"  # guard: mark-not-forged
 
@@ -63,7 +66,7 @@ class Dialect:
         except Overreach:
             raise
         except StateError:
-            whole = completed(messages)
+            whole = with_defaults(messages)
             if whole == list(messages):
                 raise
             return self.template.text(self.present(whole), arguments, prompt)
@@ -94,7 +97,7 @@ class Dialect:
     @cached_property
     def calls(self) -> list[CallStyle]:
         """The forms in which tool calls and their results are shown."""
-        result = {"role": "tool", "content": _RESULT, "tool_call_id": "call00000", "name": "tool"}
+        result = {**RESULT, "content": _RESULT}
         styles = (CallStyle(False, False), CallStyle(True, False), CallStyle(False, True), CallStyle(True, True))
         turns = [(style, self._parted([ASK, _styled(calling("", 1), [style]), result])) for style in styles]
         shown = [style for style, messages in turns if self._shows(messages, MARK, _RESULT)]
@@ -155,14 +158,14 @@ class Dialect:
         begun, found, _ = full.partition(MARK)
         return begun.removeprefix(prompt).strip() if found and prompt == bare and begun.startswith(prompt) else ""
 
-    def with_reasoning(self, turn: Mapping[str, Any], gap: str = GAP) -> dict[str, Any]:
+    def with_reasoning(self, turn: Mapping[str, Any], separator: str = REASONING_SEPARATOR) -> dict[str, Any]:
         """A turn of the policy, with its reasoning as the policy writes it: in the text, unless the template shows it as a
         separate field."""
         reasoning = turn.get("reasoning_content")
         if not reasoning or self.reasoning:
             return dict(turn)
         opening, closing = self._marks
-        text = {"content": f"{opening}\n{reasoning}\n{closing}{gap}{text_of(turn)}"}
+        text = {"content": f"{opening}\n{reasoning}\n{closing}{separator}{text_of(turn)}"}
         return _without(turn, "reasoning_content") | text
 
     def present(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -186,22 +189,21 @@ class Dialect:
         not call this."""
         told = [dict(message) for message in messages]
         for message in told:
-            if isinstance(message.get("content"), list) and message["role"] not in self._read_in_parts:
+            if isinstance(message.get("content"), list) and message["role"] not in self._roles_with_parts:
                 message["content"] = text_of(message)
             if self.parts and isinstance(message.get("content"), str):
                 message["content"] = [{"type": "text", "text": message["content"]}]
         return told
 
     @cached_property
-    def _read_in_parts(self) -> frozenset[str]:
+    def _roles_with_parts(self) -> frozenset[str]:
         """The roles whose content the template takes as a list of parts."""
         asked, called = self._parted([ASK]), calling("", 1, mark=".")
         called = _styled(called, self.calls) if self.calls else said(".")
         before = {"assistant": asked, "tool": [*asked, *self._parted([called])]}
         found = set()
         for role in ROLES:
-            named = {"tool_call_id": "call00000", "name": "tool"} if role == "tool" else {}
-            message = {"role": role, "content": [{"type": "text", "text": MARK}], **named}
+            message = {**(RESULT if role == "tool" else {"role": role}), "content": [{"type": "text", "text": MARK}]}
             told = [*before.get(role, ()), message, *(asked if role == "system" else ())]
             text = self._text(told, role != "assistant") or ""
             if MARK in text and not _AS_DATA.search(text):

@@ -55,15 +55,17 @@ class Ends:
         return frozenset(found)
 
     @cached_property
-    def leaves_open(self) -> bool:
+    def ends_no_turn(self) -> bool:
         """Whether the template ends turns by no control token. Then the one that begins the next message may end them, as
         in GLM's."""
         return self._shown and self._closings == ([], [])
 
-    def begins(self, turn: Message, answer: Message) -> int:
-        """The first control token after a turn that the template writes only because of its answer; -1 if there is none."""
+    def end_before(self, turn: Message, answer: Message, stop_ids: frozenset[int], usual: int) -> int:
+        """The token that ends a turn which the template leaves open: the control token with which the answer begins, if
+        that is a stop, else `usual`."""
         closing, followed = self._after_mark(turn), self._after_mark(turn, answer)
-        return next(iter(self._control_in(followed[num_shared(closing, followed) :])), -1)
+        begins = self._control_in(followed[num_shared(closing, followed) :])[:1]
+        return begins[0] if stop_ids.intersection(begins) else usual
 
     def call_closing(self) -> str:
         """The last tag of a turn that calls tools, such as </tool_call>; empty if there is none."""

@@ -20,7 +20,7 @@ from shoal.policy import adapterspec
 from shoal.policy.anyspec import AnySpec, read_config
 from shoal.policy.filling import demand_floats, demand_same_shapes, fill_all, without_scales
 from shoal.policy.nf4spec import demand_coded, has_codes, is_coded
-from shoal.policy.spec import HEAD, PolicySpec, kept_generation, write_json
+from shoal.policy.spec import HEAD, PolicySpec, merged_generation_config, write_json
 from shoal.policy.stored import ITEM_BYTES, StoredTensor, find_whole, read_header
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def _keep_generation(files: Mapping[str, Any], directory: Path, start: Path | No
     """Write the `generation_config.json` of the model that a policy began from over the one among its files, if any."""
     name = "generation_config.json"
     if start is not None and name in files and (Path(start) / name).exists():
-        (directory / name).write_bytes(kept_generation(Path(start) / name, files[name].get("eos_token_id")))
+        (directory / name).write_bytes(merged_generation_config(Path(start) / name, files[name].get("eos_token_id")))
 
 
 def _tokenizer_keys(directory: Path | None) -> dict[str, Any]:

@@ -218,7 +218,7 @@ def _messages(
             reasoning, visible, called = marks.of(item.turn)
             turn = calling(visible if content else "", 0, item.calls, called) if item.calls else said(visible)
             if item.reasoning:
-                turn = dialect.with_reasoning({**turn, "reasoning_content": reasoning}, item.gap)
+                turn = dialect.with_reasoning({**turn, "reasoning_content": reasoning}, item.separator)
             told.append(turn)
         else:
             told.append(item)

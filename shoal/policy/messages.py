@@ -39,7 +39,7 @@ _KEYS = {
 _MEDIA = ("image", "audio", "video", "file", "document")
 """Words in the types of parts that a text policy cannot read: `image_url` and `input_image` are images."""
 
-GAP = "\n\n"
+REASONING_SEPARATOR = "\n\n"
 """White space after the reasoning of a turn, where the policy's own is not known."""
 
 RESERVED = ("messages", "add_generation_prompt", "strftime_now")
@@ -61,7 +61,7 @@ class Written(NamedTuple):
     """Id and function name of each tool call in the turn."""
     empty: bool = False
     """Whether the reasoning has no words. A template may show none then."""
-    gap: str = GAP
+    separator: str = REASONING_SEPARATOR
     """White space between the reasoning and the text, as the policy wrote it."""
     end: int = -1
     """The token that ends the turn; -1 if that is not known."""
@@ -69,7 +69,7 @@ class Written(NamedTuple):
 
 def normal(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The messages in one form: content is a text or a list of text parts, which only turns that call or think may lack,
-    and arguments are an object or its JSON text. Nothing is added: see `completed`.
+    and arguments are an object or its JSON text. Nothing is added: see `with_defaults`.
 
     Raises `BadMessage` if a message cannot be brought into this form.
     """
@@ -82,7 +82,7 @@ def text_of(message: Message) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
-def completed(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def with_defaults(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Normal messages with what some templates do not do without: each call has an id, a type and arguments, each result
     the id and the name of its call, and no list of calls is empty. Results without an id answer the calls in order."""
     whole = [dict(message) for message in messages]

@@ -20,7 +20,7 @@ from shoal.errors import Overreach, StateError
 from shoal.policy import auto_tokenizer, chat_templates
 from shoal.policy.anyspec import AnySpec
 from shoal.policy.chat_templates import TemplateSource
-from shoal.policy.dialect import ASK, MARK, Dialect, calling, mark_of, said
+from shoal.policy.dialect import ASK, MARK, RESULT, Dialect, calling, said, unique_mark
 from shoal.policy.ends import Ends, num_shared
 from shoal.policy.history import Part, Place, demand_once, demand_results, places
 from shoal.policy.kinds import spec_of
@@ -125,12 +125,12 @@ class Renderer:
         skipped = {index for index in self._special if self._is_skipped(index)}
         self._hidden = self.stop_ids | (skipped - self._inner)
         """Tokens that have no text."""
-        self._leaves_open = self._by_model and all(one.leaves_open for one in ends)
-        usual = ends[0].at_last(self.eos_id)
-        result = {"role": "tool", "content": ".", "tool_call_id": "call00000", "name": "tool"}
-        end_ids = (
-            self._end_before(ends[0], said(MARK), ASK, usual), self._end_before(ends[-1], calling("", 1), result, usual)
-        )  # fmt: skip
+        self._ends_no_turn = self._by_model and all(one.ends_no_turn for one in ends)
+        end = ends[0].at_last(self.eos_id)
+        end_ids = (end, end)
+        if self._ends_no_turn:
+            of_text = ends[0].end_before(said(MARK), ASK, self.stop_ids, end)
+            end_ids = of_text, ends[-1].end_before(calling("", 1), RESULT, self.stop_ids, end)
         self._turns = TurnEncoder(
             self._dialect_for, self._encode, self._encode_after, self.notation, self.stop_ids, end_ids,
             ends[-1].call_closing() if len(set(end_ids)) > 1 else "",
@@ -203,6 +203,16 @@ class Renderer:
         """What the template writes before a turn of the policy, if it leaves that out of a prompt; else empty."""
         return self._dialect_for(arguments or {}).missing_generation_prompt(normal(messages), arguments or {})
 
+    def shows_tools(self, messages: Sequence[Message], arguments: Mapping[str, Any]) -> bool:
+        """Whether an opening with the tools of these arguments differs from one without, which the template may refuse."""
+        shown = self.start(messages, arguments)
+        try:
+            return shown != self.start(messages, {**arguments, "tools": []})
+        except Overreach:
+            raise
+        except StateError:
+            return True
+
     def moves_system(self, arguments: Mapping[str, Any] | None = None) -> bool:
         """Whether a system message is written before the user's text, because the template refuses it or leaves it out."""
         return not self._dialect_for(arguments or {}).system
@@ -237,7 +247,7 @@ class Renderer:
         """Token ids of a text by itself: some tokenizers begin a text in another way than they go on."""
         return self._encode(text)
 
-    def parted_at_end(self, text: str) -> tuple[str, str, str]:
+    def split_at_stop(self, text: str) -> tuple[str, str, str]:
         """A text up to the first token that ends a turn, that token, and what follows it. The last two are empty if there
         is none; all follows if the tokenizer reads it from other signs."""
         end = next((token for token in self._encode(text) if token in self.stop_ids), None)
@@ -278,7 +288,7 @@ class Renderer:
         messages, arguments, opening, after, end = json.loads(key)
         results = [message for message in messages if message["role"] == "tool"]
         named = [(message.get("tool_call_id", "call00000"), message.get("name", "tool")) for message in results]
-        mark, dialect = mark_of(key), self._dialect_for(arguments)
+        mark, dialect = unique_mark(key), self._dialect_for(arguments)
         turns = [said(mark)]
         if results and after == "text":
             demand_results(dialect)
@@ -313,7 +323,7 @@ class Renderer:
     def _history(self, key: str) -> list[Segment]:
         told, arguments = json.loads(key)
         items = [item if isinstance(item, dict) else msgspec.convert(item, Written) for item in told]
-        written, mark = {item.turn: item for item in items if isinstance(item, Written)}, mark_of(key)
+        written, mark = {item.turn: item for item in items if isinstance(item, Written)}, unique_mark(key)
 
         def closing_of(turn: int, kind: str) -> str:
             alone = said(mark) if kind == "text" else calling("", 1, written[turn].calls, mark)
@@ -338,19 +348,13 @@ class Renderer:
         messages, arguments = json.loads(key)
         return self._turns.tokens(messages, arguments)
 
-    def _end_before(self, ends: Ends, turn: Message, answer: Message, usual: int) -> int:
-        """The token that ends a turn which the template leaves open: that with which the answer begins, if that ends
-        turns."""
-        first = ends.begins(turn, answer) if self._leaves_open else -1
-        return first if first in self.stop_ids else usual
-
     def _after(self, rest: str, closing: str, kind: Literal["text", "calls"], end: int) -> list[int]:
         """Token ids of the text after a turn, without `end`, with which the policy ended it. `closing` is the text that
         ends the last turn of a conversation."""
         ids = self._encode_after_end(rest)
         common = rest[: num_shared(rest, closing)]
         closed = self._ends(common)
-        if self._leaves_open and not closed:  # white space may stand before what begins the next message
+        if self._ends_no_turn and not closed:  # white space may stand before what begins the next message
             begun = self._encode_after_end(rest[len(common) if kind == "calls" else 0 :].lstrip())
             if begun and begun[0] == end:
                 return begun[1:]
@@ -375,7 +379,7 @@ class Renderer:
         if not ids:
             return False
         if ids[0] in self.stop_ids:
-            return ids[0] == end or not self._leaves_open  # guard: next-message-keeps-its-beginning
+            return ids[0] == end or not self._ends_no_turn  # guard: next-message-keeps-its-beginning
         return (not self._by_model or self._ends(closing)) and ids[0] in self._special
 
     def _ends(self, text: str) -> bool:

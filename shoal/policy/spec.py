@@ -248,7 +248,7 @@ def turn_ends_of(path: Path, vocab_size: int) -> tuple[int, ...]:
     return ids
 
 
-def kept_generation(path: Path, ends: int | list[int] | None) -> bytes:
+def merged_generation_config(path: Path, ends: int | list[int] | None) -> bytes:
     """A `generation_config.json` as it is, but for end tokens: if it names others than `ends`, those take their place.
     Raises `StateError`."""
     data = read_capped(path, MAX_JSON_BYTES)

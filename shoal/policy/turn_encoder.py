@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shoal.errors import Overreach, StateError
+from shoal.errors import StateError
 from shoal.policy.dialect import ASK, MARK, Dialect, calling, said
 from shoal.policy.ends import num_shared
 from shoal.policy.messages import Message, text_of
@@ -121,10 +121,10 @@ class TurnEncoder:
         around = self._around(_key(messages, arguments))
         if leaves_reasoning_open(around.prompt, self._notation):
             text = self._without_opening(text, around.prompt)
-        lead = around.lead and self._lead_of_calls(json.dumps(arguments), text, around.lead)
+        lead = around.lead and self._space_before(json.dumps(arguments), text, around.lead)
         return self._ended(around.prompt, lead + text + around.closing)
 
-    def _lead_of_calls(self, arguments: str, text: str, lead: str) -> str:
+    def _space_before(self, arguments: str, text: str, lead: str) -> str:
         """White space before a text: that of a turn which only calls tools, if the text begins as such, else `lead`."""
         white, opening = self._call_opening(arguments)
         return white if opening and text.lstrip().startswith(opening) else lead
@@ -144,11 +144,8 @@ class TurnEncoder:
     def _text_around(self, key: str) -> _Around:
         before, arguments = json.loads(key)
         dialect = self._dialect_for(arguments)  # what it refuses for all turns is refused here, too
-        try:
-            prompt, turn = dialect.text(before, arguments), dialect.text([*before, said(MARK)], arguments, prompt=False)
-        except Overreach:
-            raise
-        except StateError:
+        prompt, turn = dialect.shown(before, arguments), dialect.shown([*before, said(MARK)], arguments, prompt=False)
+        if prompt is None or turn is None:
             return _Around() if before == [ASK] else self._around(_key([ASK, ""], arguments))
         begun, found, closing = turn.rpartition(MARK)
         shown = prompt

@@ -25,7 +25,7 @@ from shoal.policy.spec import UnsupportedModel
 from shoal.policy.valued import begin_valued, save_valued
 from shoal.protocol.types import ENVIRONMENT, POLICY
 from shoal.train.chosen import Examples, tokenizer_digest
-from shoal.train.pair_lines import PairLine, no_pair, pair_lines
+from shoal.train.preference_data import PreferencePair, pair_error, preference_pairs
 from shoal.train.preferences import Pair, PairSettings, held_out, measure_scores, prefer_policy, prefer_scores
 from shoal.train.rows import example_row
 from shoal.train.scores import row_scores
@@ -87,7 +87,7 @@ def pairs_of_examples(given: Examples, start: Path, max_tokens: int) -> list[Pai
             "the pairs have another tokenizer than the policy that is to learn from them: start from the run's own policy"
         )
     rows = given.read()
-    return _fitting(list(zip(rows[::2], rows[1::2], strict=True)), start, max_tokens)
+    return _within_limit(list(zip(rows[::2], rows[1::2], strict=True)), start, max_tokens)
 
 
 def _begin(pairs: Sequence[Pair], start: Path, settings: PairSettings) -> tuple[list[Pair], list[Pair]]:
@@ -110,7 +110,7 @@ def read_pairs(path: Path, start: Path, max_tokens: int) -> list[Pair]:
     `tools` and `chat_template_kwargs` reach the chat template. Pairs with a longer row are left out. Raises `StateError`
     that names the line."""
     renderer, pairs = Renderer.from_directory(start), list[tuple[_Row, _Row]]()
-    for number, line in pair_lines(path):
+    for number, line in preference_pairs(path):
         try:
             messages = line.messages()
             arguments = _arguments(line, messages, renderer)
@@ -119,12 +119,12 @@ def read_pairs(path: Path, start: Path, max_tokens: int) -> list[Pair]:
             if chosen == rejected:
                 raise ValueError("chosen and rejected have the same tokens, so neither is preferred")
         except ValueError as error:  # ShoalError is
-            raise no_pair(path, number, error) from None
+            raise pair_error(path, number, error) from None
         pairs.append((chosen, rejected))
-    return _fitting(pairs, start, max_tokens)
+    return _within_limit(pairs, start, max_tokens)
 
 
-def _fitting(pairs: Sequence[tuple[_Row, _Row]], start: Path, max_tokens: int) -> list[Pair]:
+def _within_limit(pairs: Sequence[tuple[_Row, _Row]], start: Path, max_tokens: int) -> list[Pair]:
     """Pairs whose rows are not too long for the settings or the policy; the others are counted. Raises `StateError` if none
     is left."""
     positions = spec_of(start).max_positions
@@ -141,10 +141,10 @@ def _fitting(pairs: Sequence[tuple[_Row, _Row]], start: Path, max_tokens: int) -
     return [Pair(*(example_row(*row) for row in pair)) for pair in found]
 
 
-def _arguments(line: PairLine, messages: list[Message], renderer: Renderer) -> dict[str, Any]:
+def _arguments(line: PreferencePair, messages: list[Message], renderer: Renderer) -> dict[str, Any]:
     """What the chat template gets beside the messages. Raises ValueError if it does not show the tools."""
     arguments = {**(line.chat_template_kwargs or {}), **({} if line.tools is None else {"tools": line.tools})}
-    if line.tools and renderer.start(messages, arguments) == renderer.start(messages, {**arguments, "tools": []}):
+    if line.tools and not renderer.shows_tools(messages, arguments):
         raise ValueError("tools: the chat template does not show them")
     return arguments
 
@@ -158,7 +158,7 @@ def _row(
     said = whole if whole.get("tool_calls") else _without_end(whole, renderer)
     calls = msgspec.json.encode(said.get("tool_calls")).decode()
     for text in (text_of(said), said.get("reasoning_content", ""), calls):
-        if end := renderer.parted_at_end(text)[1]:
+        if end := renderer.split_at_stop(text)[1]:
             raise ValueError(f"an answer has {end!r:.40} within, which ends a turn")
     written = renderer.written(said, arguments, messages)
     return prompt + written, [ENVIRONMENT] * len(prompt) + [POLICY] * len(written)
@@ -168,7 +168,7 @@ def _without_end(said: dict[str, Any], renderer: Renderer) -> dict[str, Any]:
     """A normal answer without the token at the end of its text that ends a turn."""
     content = said.get("content") or ""
     last = content if isinstance(content, str) else content[-1]["text"]
-    words, end, rest = renderer.parted_at_end(last)
+    words, end, rest = renderer.split_at_stop(last)
     if not end or rest.strip():
         return said
     return {**said, "content": words if isinstance(content, str) else [*content[:-1], {**content[-1], "text": words}]}

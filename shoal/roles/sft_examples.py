@@ -17,7 +17,7 @@ from shoal.envs.base import Env, State, Task, players_of, task_of
 from shoal.envs.check.promises import MAX_COMPARED
 from shoal.envs.load import env_of
 from shoal.envs.play import play_scripted
-from shoal.envs.prompt_preview import unread_calls
+from shoal.envs.prompt_preview import unparsed_calls
 from shoal.envs.source import make_env
 from shoal.errors import ConfigError, ShoalError, StateError
 from shoal.policy.render import Renderer
@@ -49,14 +49,14 @@ def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int
         )
     num_heldout = env.num_heldout if config.tasks == "all" else 0
     tasks = [*map(env.task, range(env.num_tasks)), *(env.task(i, heldout=True) for i in range(num_heldout))]
-    if unread := unread_calls(env.name, env, renderer, "env.parser"):
+    if unread := unparsed_calls(env.name, env, renderer, "env.parser"):
         log.warning("%s", unread)
 
     changed, rewards, faults = list[tuple[str, str]](), list[float](), list[str]()
 
     def player(state: State, rng: random.Random) -> str:
         text = players[config.player](state, rng)
-        said, end, rest = renderer.parted_at_end(text)
+        said, end, rest = renderer.split_at_stop(text)
         if rest.strip():  # guard: players-write-whole-turns
             raise ConfigError(
                 f"player = {config.player}: it writes {text!r:.60} with {end!r:.40} within, which ends a turn, so the rest "

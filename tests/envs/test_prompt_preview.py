@@ -357,7 +357,10 @@ def test_tools_whose_calls_nobody_reads_are_noted_until_a_parser_is_named(tmp_pa
     assert (
         "\ntool calls of calling are not read: the policy's chat template (" in text and "chat_template.jinja)" in text
     )
-    assert "Set envs.parser to one of hermes, " in text
+    assert "Set envs.parser to one of hermes, " in text and "\nthe tools of" not in text
+    hidden = _renderer_with(CHATML.replace(" if WHICH", ""), tmp_path)
+    assert "\nthe tools of calling are not shown: " in first_prompt("calling", env, hidden, SAMPLING)
+    assert "\nthe tools of" not in first_prompt("calling", _Saying("hi"), hidden, SAMPLING)
     for renderer, game, parser in ((known, env, ""), (unknown, _Saying("hi"), ""), (unknown, env, "none"),
                                    *((unknown, env, name) for name in NOTATIONS)):  # fmt: skip
         game.parser = parser

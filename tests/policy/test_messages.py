@@ -8,11 +8,11 @@ from shoal.policy.messages import (
     MAX_CALLS,
     BadMessage,
     as_messages,
-    completed,
     normal,
     plain,
     template_arguments,
     text_of,
+    with_defaults,
 )
 
 ADD = {"function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -30,20 +30,22 @@ def test_completed_results_have_the_id_and_the_name_of_their_call() -> None:
     bare = {"function": {"name": "mul", "arguments": ""}}
     asked = {"role": "assistant", "tool_calls": [ADD, {"id": "x", **bare}]}
     none = {"role": "assistant", "content": "done", "tool_calls": []}
-    told = completed([asked, {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}, none])
+    told = with_defaults([asked, {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}, none])
     assert told[0]["tool_calls"] == [
         {"id": "call00000", "type": "function", **ADD},
         {"id": "x", "type": "function", "function": {"name": "mul", "arguments": {}}},
     ]
     assert [(m["tool_call_id"], m["name"]) for m in told[1:3]] == [("call00000", "add"), ("x", "mul")]
     assert "tool_calls" not in told[3]
-    told = completed([asked, {"role": "tool", "content": "2", "tool_call_id": "x"}, {"role": "tool", "content": "1"}])
+    told = with_defaults(
+        [asked, {"role": "tool", "content": "2", "tool_call_id": "x"}, {"role": "tool", "content": "1"}]
+    )
     assert [m["name"] for m in told[1:]] == ["mul", "add"]
 
 
 def test_completed_ids_are_those_of_no_other_call() -> None:
     asked = {"role": "assistant", "tool_calls": [{"id": "call00000", **ADD}, ADD, ADD]}
-    (told,) = completed([asked])
+    (told,) = with_defaults([asked])
     assert [call["id"] for call in told["tool_calls"]] == ["call00000", "call00001", "call00002"]
 
 

@@ -16,7 +16,7 @@ MAX_LINE_BYTES = 1 << 20
 """Limit on a line of a file of pairs."""
 
 
-class PairLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PreferencePair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A line of a file of pairs, in the form that TRL reads, too."""
 
     prompt: str | list[dict[str, Any]]
@@ -42,7 +42,7 @@ class PairLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return _answer(self.chosen), _answer(self.rejected)
 
 
-def pair_lines(path: Path) -> Iterator[tuple[int, PairLine]]:
+def preference_pairs(path: Path) -> Iterator[tuple[int, PreferencePair]]:
     """Each line that is not empty, with its number. Raises `StateError` that names the line."""
     with path.open("rb") as file:
         for number, data in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
@@ -51,23 +51,23 @@ def pair_lines(path: Path) -> Iterator[tuple[int, PairLine]]:
                     raise ValueError(f"longer than {MAX_LINE_BYTES} bytes")
                 if not data.strip():
                     continue
-                line = msgspec.json.decode(data, type=PairLine)
+                line = msgspec.json.decode(data, type=PreferencePair)
                 normal([*line.messages(), *line.answers()])
             except (ValueError, RecursionError) as error:  # msgspec.DecodeError and ShoalError are
-                raise no_pair(path, number, error) from None
+                raise pair_error(path, number, error) from None
             yield number, line
 
 
-def no_pair(path: Path, number: int, error: Exception) -> StateError:
+def pair_error(path: Path, number: int, error: Exception) -> StateError:
     """What is wrong with a line."""
     is_unknown = isinstance(error, msgspec.ValidationError) and "unknown field" in str(error)
-    known = f"; known are {', '.join(PairLine.__struct_fields__)}" if is_unknown else ""
+    known = f"; known are {', '.join(PreferencePair.__struct_fields__)}" if is_unknown else ""
     return StateError(f"{path}, line {number}: {error}{known}. Correct it, or take it out")
 
 
-def demand_pairs(path: Path) -> None:
+def demand_preference_pairs(path: Path) -> None:
     """Raise `StateError` if the file has no line, or one that is no pair."""
-    if not sum(1 for _ in pair_lines(path)):
+    if not sum(1 for _ in preference_pairs(path)):
         raise StateError(f"{path}: there are no pairs to learn from: give some")
 
 
