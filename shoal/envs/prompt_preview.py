@@ -15,7 +15,7 @@ from shoal.envs.conversation import Conversation
 from shoal.envs.parse.turn import NOTATIONS
 from shoal.envs.settings import limits_of
 from shoal.errors import MessagesRefused, Overreach, PromptsTooLong, ShoalError, StateError
-from shoal.policy.messages import Message, Written, arguments_of, text_of
+from shoal.policy.messages import Message, Written, arguments_of, normal, text_of
 from shoal.policy.render import Renderer
 from shoal.protocol.env_faults import REPLY_REFUSED
 from shoal.protocol.rollouts import ROOM_REMEDY, no_room
@@ -51,7 +51,7 @@ def first_prompt(label: str, env: Env, renderer: Renderer, sampling: Sampling, i
     lines = [f"{head}, {count} of them control tokens, in [[ ]]", *(f"  | {line}" for line in shown.split("\n"))]
     if room := no_room(getattr(env, "max_tokens", 0), sampling, len(token_ids)):
         lines.insert(1, f"too long: {room}. {ROOM_REMEDY}")
-    messages, by_template = _messages(talk), getattr(env, "history", "append") == "template"
+    messages, by_template = talk.asked(), getattr(env, "history", "append") == "template"
     lines += filter(None, [unparsed_calls(label, env, renderer)])
     if arguments.get("tools") and not renderer.shows_tools(messages, arguments):
         lines.append(f"the tools of {label} are not shown: {_template(renderer)} takes none from its arguments")
@@ -175,7 +175,7 @@ def _sample(tasks: Sequence[int]) -> Sequence[int]:
 def _demand_shown(label: str, talk: Conversation, renderer: Renderer, arguments: Mapping[str, Any]) -> None:
     """Refuse a chat template whose prompt is the same when the last message of the user, or all messages, have other texts:
     no policy sees a task."""
-    messages = _messages(talk)
+    messages = talk.asked()
     users = [place for place, message in enumerate(messages) if message["role"] == "user"]
     for places, what in ((range(len(messages)), "any messages"), (users[-1:], "any text of the user")):
         others = [
@@ -193,17 +193,13 @@ def _demand_shown(label: str, talk: Conversation, renderer: Renderer, arguments:
             )
 
 
-def _messages(talk: Conversation) -> list[Message]:
-    return [{"role": role, "content": text} for role, text in talk.texts]
-
-
 def _refusal_of_replies(
     renderer: Renderer, messages: Sequence[Message], arguments: Mapping[str, Any], by_template: bool
 ) -> str:
     """Why the chat template takes no reply of an environment, or not so many as MAX_TURNS; empty if it does. With
     `by_template`, it shows the whole history again after each."""
     try:
-        said = map(text_of, messages)
+        said = map(text_of, normal(messages))
         texts = (".", "other", *said)  # some tokenizers know few words
         if len({tuple(renderer.go_on(text, arguments)) for text in texts}) == 1:
             return HIDES_REPLIES

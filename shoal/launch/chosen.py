@@ -103,7 +103,10 @@ def choose_pairs(folder: RunFolder, last_steps: int, expected: str) -> Examples:
         if all(len(found) == 1 for found in both):
             rows += [found[0] for found in both]
     if not rows:
-        raise StateError("the run has no group of rollouts of one row with different rewards: there are no pairs in it")
+        raise StateError(
+            "the run has no group of rollouts of one row with different rewards: there are no pairs in it. With "
+            'envs.history = "template", several turns make several rows: take "append", or name a file of pairs (pairs)'
+        )
     return Examples(tokenizer_digest(folder.policy), tuple(rows))
 
 

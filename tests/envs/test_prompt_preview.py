@@ -238,6 +238,44 @@ def test_a_template_that_forgets_old_turns_is_refused_where_an_environment_plays
     assert "turns of" not in first_prompt("counting", env, renderer, SAMPLING)
 
 
+class _Recalling(_Counting):
+    """Begins with a call of a tool and its result."""
+
+    turns = 2
+
+    def reset(self, task: int) -> Any:
+        called = {"id": "abcDEF123", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+        opening = [
+            {"role": "user", "content": "Add."},
+            {"role": "assistant", "tool_calls": [called]},
+            {"role": "tool", "content": "1", "tool_call_id": "abcDEF123"},
+            {"role": "assistant", "content": "It is one."},
+        ]
+        return 0, [*opening, {"role": "user", "content": f"{self.text} {task}"}]
+
+
+ALTERNATING = (
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role != 'tool' and not m.tool_calls %}"
+    "{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set ns.n = ns.n + 1 %}{% endif %}{% endfor %}{{ tools | default([], true) | length }}"
+)
+"""As in Mistral's templates: users and answers take turns, and calls of tools with their results are no turns."""
+
+
+@pytest.mark.parametrize("history", ["append", "template"])
+@pytest.mark.parametrize("tools", [(), (ADD,)])
+def test_an_opening_that_calls_tools_is_judged_as_the_environment_gives_it(
+    tools: tuple[Any, ...], history: str, tmp_path: Path
+) -> None:
+    env: Any = _Recalling("hi")
+    env.tools, env.history, env.parser = tools, history, "hermes"
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+    shown = CHATML.replace(" if WHICH", "").replace("{{ m.content }}", calls + "{{ m.content or '' }}")
+    renderer = _renderer_with(ALTERNATING + shown, tmp_path)
+    text = first_prompt("recalling", env, renderer, SAMPLING)
+    assert "| hi 0[[<|im_end|>]]" in text and "later turns of" not in text and "not shown" not in text
+
+
 def test_a_template_that_opens_no_turn_for_the_policy_is_noted(tmp_path: Path) -> None:
     bare = CHATML.replace(" if WHICH", "").partition("{% if add_generation_prompt")[0]
     text = first_prompt("saying", _Saying("hi"), _renderer_with(bare, tmp_path), SAMPLING)
