@@ -2228,6 +2228,7 @@ GUARDS = [
     ),
     *_needed_by("tests/train/test_preferences.py",
         ("pairs-with-one-tokenizer", OFF, "test_pairs_of_another_tokenizer_and_only_long_pairs_are_refused"),
+        ("prompts-of-pairs-are-shown", OFF, "test_a_template_that_makes_one_prompt_of_all_pairs_is_refused"),
     ),
     *_needed_by("tests/train/test_masters.py",
         ("state-of-this-layout", OFF, "test_a_state_of_another_layout_is_refused_by_name"),

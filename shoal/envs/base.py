@@ -9,10 +9,12 @@ and the same actions must give everyone the same replies and the same score; oth
 
 import inspect
 import random
+import re
 import sys
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -187,18 +189,22 @@ def require_index(index: int, count: int) -> None:
 
 
 def task_of(env: Env, index: int, heldout: bool = False) -> Task:
-    """The task with this index. Raises a one-line `ShoalError` for anything that the environment raises, but
-    what says something about this machine alone as it is."""
-    try:
+    """The task with this index. Raises as `faults_in_one_line`."""
+    kind = "held-out task" if heldout else "task"
+    with faults_in_one_line(env, f"environment {label_of(env)} cannot make {kind} {index}", "Fix it, or num_tasks"):
         return env.task(index, heldout=True) if heldout else env.task(index)
+
+
+@contextmanager
+def faults_in_one_line(env: Env, what: str, remedy: str) -> Iterator[None]:
+    """Raise a one-line `ShoalError` for anything that the environment's code raises, but what says something about this
+    machine alone as it is."""
+    try:
+        yield
     except LOCAL_ERRORS:
         raise  # guard: overreach-fails-no-task
-    except Exception as error:  # noqa: BLE001  foreign code may raise anything: its user gets one line
-        place = describe_fault(error, source_of(env))
-        kind = "held-out task" if heldout else "task"
-        raise ShoalError(
-            f"environment {label_of(env)} cannot make {kind} {index}: {place}. Fix it, or num_tasks"
-        ) from None
+    except (Exception, SystemExit) as error:  # noqa: BLE001  foreign code may raise anything: its user gets one line
+        raise ShoalError(f"{what}: {describe_fault(error, source_of(env))}. {remedy}") from None
 
 
 def players_of(env: Env) -> Mapping[str, Player]:
@@ -214,6 +220,8 @@ def _text_of(name: str, player: Player, state: State, rng: random.Random) -> str
             f"a player returns a text, and the player {name} returned {type(told).__name__}: let it write tool calls and "
             "thoughts as the policy writes them"
         )
+    if re.search("[\ud800-\udfff]", told):
+        raise NoText(f"a player returns a text, and the player {name} returned half of a surrogate pair: {told!r:.60}")
     return told
 
 
@@ -273,5 +281,8 @@ def describe_fault_of_call(error: BaseException, env: Env, name: str, source: Pa
 
 
 def _in_one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except Exception as second:  # noqa: BLE001  foreign code may raise anything
+        text = f"its text raises {type(second).__name__}"
     return f"{type(error).__name__}{': ' + text if text else ''}"

@@ -43,7 +43,7 @@ def first_prompt(label: str, env: Env, renderer: Renderer, sampling: Sampling, i
     talk = Conversation(env, renderer, task_of(env, index), sampling)
     token_ids = talk.context
     arguments = arguments_of(env)
-    _demand_shown(label, talk, renderer, arguments)
+    demand_shown(label, talk, renderer)
     shown = _without_middle("".join(_pieces(token_ids, renderer)))
     count = sum(token in renderer.added_ids for token in token_ids)
     most = limits_of(env, sampling).max_tokens
@@ -172,10 +172,10 @@ def _sample(tasks: Sequence[int]) -> Sequence[int]:
     return random.Random(len(tasks)).sample(tasks, min(len(tasks), MAX_PROMPTS_MEASURED))
 
 
-def _demand_shown(label: str, talk: Conversation, renderer: Renderer, arguments: Mapping[str, Any]) -> None:
+def demand_shown(label: str, talk: Conversation, renderer: Renderer) -> None:
     """Refuse a chat template whose prompt is the same when the last message of the user, or all messages, have other texts:
-    no policy sees a task."""
-    messages = talk.asked()
+    no policy sees a task. The conversation has just begun."""
+    messages, arguments = talk.asked(), arguments_of(talk.env)
     users = [place for place, message in enumerate(messages) if message["role"] == "user"]
     for places, what in ((range(len(messages)), "any messages"), (users[-1:], "any text of the user")):
         others = [

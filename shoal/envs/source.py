@@ -37,7 +37,7 @@ def make_env(path: Path, args: Mapping[str, Any], function: str = "environment")
         raise
     except SyntaxError as error:
         raise ShoalError(f"{error.filename} line {error.lineno}: {error.msg}. Fix it and try again") from None
-    except Exception as error:  # noqa: BLE001  a user's file may raise anything: report it in one line
+    except (Exception, SystemExit) as error:  # noqa: BLE001  a user's file may raise anything: report it in one line
         place = describe_fault(error, path)
         raise ShoalError(f"cannot load environment {path}: {place}. Fix it and try again") from None
     missing = [member for member in MEMBERS if not hasattr(env, member)]

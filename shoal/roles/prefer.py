@@ -110,6 +110,7 @@ def read_pairs(path: Path, start: Path, max_tokens: int) -> list[Pair]:
     `tools` and `chat_template_kwargs` reach the chat template. Pairs with a longer row are left out. Raises `StateError`
     that names the line."""
     renderer, pairs = Renderer.from_directory(start), list[tuple[_Row, _Row]]()
+    told, prompts = set[str](), set[tuple[int, ...]]()
     for number, line in preference_pairs(path):
         try:
             messages = line.messages()
@@ -121,6 +122,13 @@ def read_pairs(path: Path, start: Path, max_tokens: int) -> list[Pair]:
         except ValueError as error:  # ShoalError is
             raise pair_error(path, number, error) from None
         pairs.append((chosen, rejected))
+        told.add(str(messages))
+        prompts.add(tuple(prompt))
+    if len(told) > 1 == len(prompts):  # guard: prompts-of-pairs-are-shown
+        raise StateError(
+            f"{path}: the chat template makes one prompt of all {len(pairs)} pairs, though their messages differ: take the "
+            "model's own chat template, or use another model"
+        )
     return _within_limit(pairs, start, max_tokens)
 
 
@@ -159,7 +167,7 @@ def _row(
     calls = msgspec.json.encode(said.get("tool_calls")).decode()
     for text in (text_of(said), said.get("reasoning_content", ""), calls):
         if end := renderer.split_at_stop(text)[1]:
-            raise ValueError(f"an answer has {end!r:.40} within, which ends a turn")
+            raise ValueError(f"in an answer the tokenizer reads {end!r:.40}, which ends a turn")
     written = renderer.written(said, arguments, messages)
     return prompt + written, [ENVIRONMENT] * len(prompt) + [POLICY] * len(written)
 

@@ -10,14 +10,15 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 from shoal.config import SftConfig
-from shoal.envs.base import Env, State, Task, players_of, task_of
+from shoal.envs.base import Env, State, Task, faults_in_one_line, players_of, task_of
 from shoal.envs.check.promises import MAX_COMPARED
+from shoal.envs.conversation import Conversation
 from shoal.envs.load import env_of
 from shoal.envs.play import play_scripted
-from shoal.envs.prompt_preview import unparsed_calls
+from shoal.envs.prompt_preview import demand_shown, unparsed_calls
 from shoal.envs.source import make_env
 from shoal.errors import ConfigError, ShoalError, StateError
 from shoal.policy.render import Renderer
@@ -32,6 +33,8 @@ Example: TypeAlias = tuple[list[int], list[int]]
 GUESS_MARGIN = 0.1
 """Least difference between stop_at and the share of games with the most frequent answer."""
 
+FIX = "Fix it, then run shoal env check"
+
 SHORTEST_OF, MOST_TOKENS = 64, 1 << 16
 """Games, and tokens of each, that are played to say how long they are."""
 
@@ -41,26 +44,31 @@ log = logging.getLogger("sft")
 def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int], list[int]]]:
     """Play the recipe's games with its scripted player; gives token ids and authors of each row that teaches."""
     env = env_of(config.env, own=make_env)  # a scripted player draws from one generator for all games
-    players = players_of(env)
+    with faults_in_one_line(env, f"players() of {env.name} fails", FIX):
+        players = players_of(env)
     if config.player not in players:
         known = ", ".join(players) or "none: give it players()"
         raise ConfigError(
             f"player = {config.player}: environment {env.name} has no such scripted player; it has {known}"
         )
     num_heldout = env.num_heldout if config.tasks == "all" else 0
-    tasks = [*map(env.task, range(env.num_tasks)), *(env.task(i, heldout=True) for i in range(num_heldout))]
+    tasks = [task_of(env, i) for i in range(env.num_tasks)] + [
+        task_of(env, i, heldout=True) for i in range(num_heldout)
+    ]
     if unread := unparsed_calls(env.name, env, renderer, "env.parser"):
         log.warning("%s", unread)
+    _demand_task_shown(env, renderer, tasks[0])
 
     changed, rewards, faults = list[tuple[str, str]](), list[float](), list[str]()
 
     def player(state: State, rng: random.Random) -> str:
-        text = players[config.player](state, rng)
+        with faults_in_one_line(env, f"player = {config.player} fails", FIX):
+            text = players[config.player](state, rng)
         said, end, rest = renderer.split_at_stop(text)
         if rest.strip():  # guard: players-write-whole-turns
             raise ConfigError(
-                f"player = {config.player}: it writes {text!r:.60} with {end!r:.40} within, which ends a turn, so the rest "
-                "would be cut off: let it write one turn at a time"
+                f"player = {config.player}: it writes {text!r:.60}, in which the tokenizer reads {end!r:.40}. That ends a "
+                "turn, so the rest would be cut off: let it write one turn at a time, in characters that the tokenizer has"
             )
         if not changed and (read := renderer.decode(renderer.encode(said))).split() != said.split():
             changed.append((said, read))
@@ -68,7 +76,7 @@ def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int
 
     def played(episodes: int, max_tokens: int) -> list[list[Example]]:
         rng, games = random.Random(config.seed), list[list[Example]]()
-        sampling = Sampling(1.0, max_tokens, max_tokens, MAX_ROLLOUT_ROWS * max_tokens)
+        sampling = _sampling(max_tokens)
         for _ in range(episodes):
             talk = play_scripted(env, renderer, rng.choice(tasks), player, rng, sampling)
             if talk.ending == "length":
@@ -103,19 +111,41 @@ def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int
             changed[0][1][:60], changed[0][0][:60],
         )  # fmt: skip
     if not games:
-        longer = played(min(config.episodes, SHORTEST_OF), MOST_TOKENS)
-        least = min((max(len(tokens) for tokens, _ in game) for game in longer if game), default=0)
-        positions = 0 if config.policy.path else config.policy.tiny.max_positions
-        more = f", and policy.tiny.max_positions (now {positions}), too" if 0 < positions < least else ""
-        more = more or (", if the model has so many positions" if config.policy.path else "")
-        raise ConfigError(
-            f"no game fits in max_tokens = {config.max_tokens}: the shortest takes {least}. Raise max_tokens to at least "
-            f"that{more}"
-            if least
-            else f"the player {config.player} writes nothing in any game of environment {env.name}"
-        )
+        _refuse_without_games(config, env, played(min(config.episodes, SHORTEST_OF), MOST_TOKENS))
     _tell_overlap(env, tasks)
     return games
+
+
+def _refuse_without_games(config: SftConfig, env: Env, longer: Sequence[Sequence[Example]]) -> NoReturn:
+    """Raise `ConfigError`: no game teaches. `longer` are some with MOST_TOKENS."""
+    if not longer:
+        raise ConfigError(
+            f"no game of environment {env.name} fits in {MOST_TOKENS} tokens: shorten its prompts and answers"
+        )
+    least = min((max(len(tokens) for tokens, _ in game) for game in longer if game), default=0)
+    if not least:
+        raise ConfigError(f"the player {config.player} writes nothing in any game of environment {env.name}")
+    positions = 0 if config.policy.path else config.policy.tiny.max_positions
+    more = f", and policy.tiny.max_positions (now {positions}), too" if 0 < positions < least else ""
+    more = more or (", if the model has so many positions" if config.policy.path else "")
+    raise ConfigError(
+        f"no game fits in max_tokens = {config.max_tokens}: the shortest takes {least}. Raise max_tokens to at least "
+        f"that{more}"
+    )
+
+
+def _demand_task_shown(env: Env, renderer: Renderer, task: Task) -> None:
+    """As `demand_shown`. A task that cannot begin is left to its game, which says why."""
+    try:
+        talk = Conversation(env, renderer, task, _sampling(MOST_TOKENS))
+    except ShoalError:
+        return
+    demand_shown(env.name, talk, renderer)
+
+
+def _sampling(max_tokens: int) -> Sampling:
+    """Limits of games whose rows have at most so many tokens."""
+    return Sampling(1.0, max_tokens, max_tokens, MAX_ROLLOUT_ROWS * max_tokens)
 
 
 def _tell_overlap(env: Env, learned: Sequence[Task]) -> None:

@@ -18,13 +18,13 @@ from msgspec.structs import replace as replace_struct
 from shoal import cli
 from shoal.config import TinyPolicy
 from shoal.envs.evaluate import Evaluation, evaluate
-from shoal.errors import ShoalError, StateError
+from shoal.errors import MessagesRefused, ShoalError, StateError
 from shoal.folder import COLD_START_RECIPE
 from shoal.policy.render import Renderer
 from shoal.policy.spec import write_json
 from shoal.policy.tiny import make_tiny
 from shoal.protocol.types import POLICY
-from shoal.roles import sft
+from shoal.roles import sft, sft_examples
 from shoal.roles.sft_examples import scripted_games
 from shoal.train.sft import FineTuning
 from tests.envs import musing
@@ -366,7 +366,7 @@ def test_an_end_token_at_the_end_of_an_answer_is_that_of_its_turn_and_one_within
         made.append(scripted_games(config, Renderer.from_directory(tmp_path / "tiny")))
     assert made[0] == made[1] == made[2] and "can never write" not in caplog.text
     (tmp_path / "shout.py").write_text(SHOUT.replace("state.upper()", 'state + "<|end|>b"'))
-    with pytest.raises(sft.ConfigError, match=r"player = right: it writes '[a-d]<\|end\|>b' with '<\|end\|>' within"):
+    with pytest.raises(sft.ConfigError, match=r"player = right: it writes '[a-d]<\|end\|>b', .* reads '<\|end\|>'"):
         sft.main(tmp_path / "start.toml", tmp_path / "out", [])
 
 
@@ -390,6 +390,59 @@ def test_a_player_that_returns_a_message_is_refused(tmp_path: Path) -> None:
     (tmp_path / "start.toml").write_text(RECIPE.replace("../games/nim", "shout.py"))
     with pytest.raises(ShoalError, match="a player returns a text, and the player right returned dict"):
         sft.main(tmp_path / "start.toml", tmp_path / "out", [])
+
+
+@pytest.mark.parametrize(
+    ("now", "then", "says"),
+    [
+        ("from shoal", "import sys; sys.exit(0)\nfrom shoal", r"cannot load .*: SystemExit: 0"),
+        ('return "abcd"[index]', 'return "ab"[index]', r"cannot make task 2: .*line 7: IndexError"),
+        ('return "abcd"[index]', "raise SystemExit", r"cannot make task 0: .*line 7: SystemExit"),
+        (
+            'return {"right": lambda',
+            '1 / 0; return {"right": lambda',
+            r"players\(\) of shout fails: .*ZeroDivisionError",
+        ),
+        ("state.upper()", "__import__('sys').exit(0)", r"player = right fails: .*line 15: SystemExit: 0"),
+        ("state.upper()", "next(iter(()))", r"player = right fails: .*line 15: StopIteration"),
+        ("state.upper()", "'\\ud800'", "half of a surrogate pair"),
+        ("state, None, True", "type('Mute', (str,), {'__str__': len})(), 1", "each game of the player right fails"),
+        (
+            "return Step(",
+            "raise type('Mute', (Exception,), {'__str__': len})\n        (",
+            "fails; .*Mute: its text raises",
+        ),
+    ],
+)
+def test_code_that_raises_is_named_in_one_line(now: str, then: str, says: str, tmp_path: Path) -> None:
+    """None ends the command by itself: a shell would go on without the model."""
+    (tmp_path / "shout.py").write_text(SHOUT.replace(now, then, 1))
+    (tmp_path / "start.toml").write_text(RECIPE.replace("../games/nim", "shout.py"))
+    with pytest.raises(ShoalError, match=says) as refused:
+        sft.main(tmp_path / "start.toml", tmp_path / "out", [])
+    assert "\n" not in str(refused.value)
+
+
+def test_games_that_no_row_can_hold_are_told_from_a_player_that_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sft_examples, "MOST_TOKENS", 8)
+    (tmp_path / "start.toml").write_text(RECIPE.replace("../games/nim", "shout.py"))
+    (tmp_path / "shout.py").write_text(SHOUT.replace('"content": task', '"content": task * 20'))
+    with pytest.raises(sft.ConfigError, match="no game of environment shout fits in 8 tokens"):
+        sft.main(tmp_path / "start.toml", tmp_path / "out", ["max_tokens=7"])
+
+
+@pytest.mark.parametrize("template", ["", "always the same", "{{ messages | length }}"])
+def test_a_template_that_shows_no_task_is_refused(template: str, tmp_path: Path) -> None:
+    (tmp_path / "shout.py").write_text(SHOUT.replace("state.upper()", "state"))
+    (tmp_path / "start.toml").write_text(RECIPE.replace("../games/nim", "shout.py"))
+    config = sft.load_sft(tmp_path / "start.toml")
+    start = tmp_path / "tiny"
+    make_tiny(config.policy.tiny, start, 0, "float32")
+    (start / "chat_template.jinja").write_text(template)
+    with pytest.raises(MessagesRefused, match=r"one prompt of any messages, so no task is shown"):
+        scripted_games(replace_struct(config, env=sft.env_at(config.env, tmp_path)), Renderer.from_directory(start))
 
 
 @pytest.mark.parametrize(("heldout", "tasks", "both"), [("aybc", "training", "3 of 4"), ("wxyz", "training", ""),

@@ -197,10 +197,19 @@ def test_a_line_that_is_no_pair_is_named(tmp_path: Path, start: Path, line: str)
     assert "\n" not in str(refused.value)
 
 
+def test_a_template_that_makes_one_prompt_of_all_pairs_is_refused(tmp_path: Path, start: Path) -> None:
+    path = lines(tmp_path / "pairs.jsonl", 3)
+    assert len(prefer.read_pairs(path, start, 64)) == 3
+    shown = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}<|end|>{% endfor %}"
+    (start / "chat_template.jinja").write_text(f"always the same{shown}")
+    with pytest.raises(StateError, match="makes one prompt of all 3 pairs"):
+        prefer.read_pairs(path, start, 64)
+
+
 def test_an_answer_that_an_end_token_would_cut_is_refused_with_the_token(tmp_path: Path, start: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"prompt": "a<|end|>", "chosen": "b<|end|>c", "rejected": "c"}))
-    with pytest.raises(StateError, match=r"line 1: .*'<\|end\|>' within"):
+    with pytest.raises(StateError, match=r"line 1: .*'<\|end\|>', which ends a turn"):
         prefer.read_pairs(path, start, 64)
 
 
