@@ -29,7 +29,7 @@ from shoal.envs.base import Env
 from shoal.envs.evaluate import Evaluation, evaluate
 from shoal.envs.load import env_of
 from shoal.envs.prompt_preview import learned_row
-from shoal.errors import ConfigError, StateError
+from shoal.errors import ConfigError, StateError, cause_of, remedy_of
 from shoal.folder import COLD_START_RECIPE, cold_start_folder, write_atomically
 from shoal.heldout import interval_of, why_not_comparable
 from shoal.net.stopping import stop_requested
@@ -105,6 +105,11 @@ def _scratch(beside: Path) -> Iterator[Path]:
     mine = beside / f"start-{os.getpid()}"
     try:
         mine.mkdir(parents=True)
+    except OSError as error:
+        raise StateError(
+            f"cannot make {mine}: {cause_of(error)}. {remedy_of(error)}, or choose another --out"
+        ) from None
+    try:
         yield mine
     finally:
         shutil.rmtree(mine, ignore_errors=True)

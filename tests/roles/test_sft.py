@@ -703,3 +703,9 @@ def test_a_cold_start_keeps_the_generation_config_of_the_model_that_it_begins_wi
     sft.main(recipe, tmp_path / "out", ["steps=3", "eval_every=2"])
     for directory in (tmp_path / "out", tmp_path / "out-checkpoints" / "step000002"):
         assert json.loads((directory / "generation_config.json").read_text()) == generation
+
+
+def test_a_result_that_no_folder_can_hold_is_refused_at_once(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StateError, match=r"Not a directory.* or choose another --out"):
+        sft.main(recipe, tmp_path / "file" / "out", [])
