@@ -20,6 +20,9 @@ from shoal.protocol.wire import digest
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}written\N{OBJECT REPLACEMENT CHARACTER}"
 """Replaces the policy's words in a rendered turn. What the template puts after it is the text that follows the turn."""
 
+MAX_CUTS, MAX_CUT_CHARS = 256, 256
+"""Texts of a template's code that are tried as marks by which it cuts turns, and characters of each."""
+
 _REASON, _RESULT = "reasonmark", "resultmark"
 
 _WORDS = ("wordmark", "another and longer wordmark")
@@ -129,6 +132,23 @@ class Dialect:
         """Whether the template writes a turn, but not in its own words."""
         told = [self._text(self.present([ASK, said(words)]), prompt=False) or "" for words in _AS_WRITTEN]
         return told[0] != told[1] and not all(words in text for words, text in zip(_AS_WRITTEN, told, strict=True))
+
+    @cached_property
+    def cuts(self) -> str:
+        """A text that makes the template change an earlier turn which has it, but for the marks of thoughts that are known;
+        empty if there is none. Those are looked for that the template's code names, each alone and all together."""
+        strings = [one for one in self.template.strings if one.strip() and len(one) <= MAX_CUT_CHARS]
+        found = [one for one in strings if not any(one in mark or mark in one for mark in self._marks)][:MAX_CUTS]
+        together = [_WORDS[0].join(order) for order in (found, reversed(found))]
+        if all(self._shows_turn(text) for text in together):
+            return ""
+        return next((one for one in (*found, *together) if self._shows_turn(one) is False), "")
+
+    def _shows_turn(self, text: str) -> bool | None:
+        """Whether the template shows an earlier turn with this text in its own words; None if it refuses the turn."""
+        words = f"{_WORDS[0]}{text}{_WORDS[0]}"
+        shown = self._text(self.present([ASK, said(words), ASK]))
+        return None if shown is None else words in shown
 
     def varies(self, arguments: Mapping[str, Any]) -> bool:
         """Whether what is written around a turn differs between turns of different words."""

@@ -48,6 +48,11 @@ def places(
         raise StateError(
             'the chat template writes other text around a turn for other words of it: use history = "append"'
         )
+    if dialect.cuts and any(isinstance(item, Written) for item in items):  # guard: turns-are-not-cut
+        raise StateError(
+            f"the chat template leaves out parts of earlier turns at {dialect.cuts!r:.60}, which is no known mark of "
+            'thoughts: use history = "append"'
+        )
     for before, item in itertools.pairwise(items):
         is_result = not isinstance(item, Written) and item.get("role") == "tool"
         if is_result and isinstance(before, Written) and not before.calls:

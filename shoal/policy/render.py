@@ -213,6 +213,10 @@ class Renderer:
         except StateError:
             return True
 
+    def cuts(self, arguments: Mapping[str, Any] | None = None) -> str:
+        """A text at which the template cuts earlier turns, but for the marks of thoughts that are known; empty if none."""
+        return self._dialect_for(arguments or {}).cuts
+
     def moves_system(self, arguments: Mapping[str, Any] | None = None) -> bool:
         """Whether a system message is written before the user's text, because the template refuses it or leaves it out."""
         return not self._dialect_for(arguments or {}).system

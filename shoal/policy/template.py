@@ -45,7 +45,8 @@ class Template:
         self.source, self._tokens, self._where = source, dict(tokens), where
         try:
             self._template = environment.from_string(source)
-            random_nodes = _random_nodes(environment.parse(source))
+            tree = environment.parse(source)
+            random_nodes = _random_nodes(tree)
         except (RecursionError, SyntaxError, *_ERRORS) as error:
             line = (
                 f"line {error.lineno}: {_said(error)}"
@@ -61,6 +62,10 @@ class Template:
             raise StateError(
                 f"the chat template cannot be used: {place} {_CHANCE}. Take that out of the template, or use another model"
             )
+
+        strings = (node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str))
+        self.strings = tuple(dict.fromkeys(strings))
+        """Those that its code names, in their order."""
 
     def text(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], prompt: bool = True) -> str:
         """The conversation as text. With `prompt`, it ends where the policy begins to write.

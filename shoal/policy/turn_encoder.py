@@ -156,6 +156,12 @@ class TurnEncoder:
                 last = {**before[-1], "content": MARK}
                 opening = (dialect.shown([*before[:-1], last], arguments) or "").rpartition(MARK)[2]
             shown = _up_to(begun, opening)
+            # guard: unknown-thoughts-are-not-begun
+            if found and not shown and dialect.cuts and not leaves_reasoning_open(prompt, self._notation):
+                raise StateError(
+                    f"the chat template begins turns with {prompt[-20:]!r} and cuts them at {dialect.cuts!r:.60}, which is "
+                    "no known mark of thoughts: no turn can be written after this prompt"
+                )
         lead = begun.removeprefix(shown) if shown else ""
         is_ended = found and self._stop_ids.intersection(self._encode(closing))
         return _Around(before, prompt, shown, "" if lead.strip() else lead, closing if is_ended else "", bool(found))

@@ -211,7 +211,9 @@ def main(
     elif as_json:
         print(json.dumps(msgspec.to_builtins(whole), indent=1))
     else:
-        print("\n".join(in_words(one, games[label].name) for label, one in figures.items()))
+        print(
+            "\n".join(in_words(one, label if len(games) > 1 else games[label].name) for label, one in figures.items())
+        )
     if noted is not None:
         registry, name, release = noted
         said = _solved(figures[plan.envs[0].label], plan.checkpoint)

@@ -15,7 +15,7 @@ from shoal.envs.check.apart import prompt_lengths
 from shoal.envs.check.frames import Recorded
 from shoal.envs.parse.turn import NOTATIONS
 from shoal.envs.prompt_preview import MAX_CHARS, first_prompt, learned_row, odd_prompts
-from shoal.errors import MessagesRefused, PromptsTooLong, ShoalError
+from shoal.errors import MessagesRefused, PromptsTooLong, ShoalError, StateError
 from shoal.policy.render import Renderer
 from shoal.protocol.rollouts import MODEL_REMEDY, unbegun_remedy
 from shoal.protocol.types import Sampling
@@ -309,13 +309,41 @@ def test_what_a_template_shows_once_and_replies_repeat_is_counted(tmp_path: Path
     )
 
 
+CUTTING = [
+    "{% set c = m.content.split('</thought>')[-1].lstrip() %}",
+    "{% set c = m.content.split('<answer>')[1].split('</answer>')[0] if '<answer>' in m.content else m.content %}",
+    "{% set c = m.content %}{% if '{{' in c and '}}' in c %}{% set c = c.split('}}')[1] %}{% endif %}",
+    "{% set c = m.content.replace('[[', '[') %}",
+]
+"""Templates that leave out parts of a turn at marks of their own."""
+
+
+@pytest.mark.parametrize("cut", CUTTING)
+def test_a_template_that_cuts_turns_at_marks_of_its_own_shows_no_history(cut: str, tmp_path: Path) -> None:
+    """transformers would show a part of the turn; we keep its tokens, so it is refused. Appended turns need no cut."""
+    template = (
+        CHATML.replace(" if WHICH", "").replace("{{ m.content }}", "{{ c }}").replace("%}<|im", f"%}}{cut}<|im", 1)
+    )
+    renderer, env = _renderer_with(template, tmp_path), _Counting("hi")
+    with pytest.raises(
+        MessagesRefused, match=r"counting plays more than one turn, .* leaves out parts of earlier turns"
+    ):
+        first_prompt("counting", env, renderer, SAMPLING)
+    env.history = "append"
+    text = first_prompt("counting", env, renderer, SAMPLING)
+    assert "cuts earlier turns at '" in text and "the chat template alone would not do" in text
+    opened = template.replace("assistant\n{% endif", "assistant\n<thought>\n{% endif")
+    with pytest.raises(StateError, match=r"begins turns with .*<thought>.* and cuts them at"):
+        _renderer_with(opened, tmp_path).written("hi")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_real_templates_open_turns_and_repeat_little(name: str) -> None:
     """Nor does one repeat much, but where it would leave out thoughts, which is another note."""
     renderer, env = renderer_of(name), _Counting("hi")
     env.history = "append"
     text = first_prompt("counting", env, renderer, SAMPLING)
-    assert "no turn of" not in text and "each later turn" not in text
+    assert "no turn of" not in text and "each later turn" not in text and "cuts earlier turns" not in text
 
 
 def test_a_template_that_hides_later_replies_is_refused_where_an_environment_gives_some(tmp_path: Path) -> None:
