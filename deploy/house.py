@@ -16,7 +16,7 @@ SMALL_LINES, MAX_PARAMETERS = 150, 7
 GOALS = {
     "files in shoal/": 430,
     "lines in shoal/": 72_000,
-    "statements in shoal/": None,
+    "statements in shoal/": 39_200,
     "class names defined in more than one file": None,
     "file names twice in a room": None,
     f"files of fewer than {SMALL_LINES} lines with one importer": None,
