@@ -20,7 +20,6 @@ CLAIMS: dict[str, Callable[[], dict[str, Any]]] = {
     "turns": credit.turns,
     "preferences": pairs.preferences,
     "selection": pairs.selection,
-    "best_of_n": pairs.best_of_n,
     "distillation": pairs.distillation,
 }
 

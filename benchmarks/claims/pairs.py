@@ -25,7 +25,6 @@ from benchmarks.claims.tabular import (
     rewards_by,
     right_ones,
 )  # fmt: skip
-from shoal.algos.best_of_n import best_of, expected_best, kl_of_best
 from shoal.algos.bradley_terry import bradley_terry_loss
 from shoal.algos.distillation import distillation_advantages, reverse_kl
 from shoal.algos.dpo import dpo_loss
@@ -115,25 +114,6 @@ def selection() -> dict[str, Any]:
         "cosines": {name: cosine(update, wanted) for name, update in updates.items()},
         "holds": off(updates["star"], 2.0 * wanted) < NONE and off(updates["raft"], 2.0 * (1.0 - p) * wanted) < NONE,
     }
-
-
-def best_of_n() -> dict[str, Any]:
-    """The estimate of the best of n from three rollouts has no bias, and the best of n is at most log n - (n - 1) / n nats
-    from the policy (arXiv:2401.01879)."""
-    policy, rewards_R = policy_of(7), rewards_by(8)
-    groups, p_M = policy.groups(3)
-    found: dict[str, Any] = {"n": [1, 2, 3], "estimate": [], "truth": [], "kl": [], "kl_bound": []}
-    for n in found["n"]:
-        found["estimate"].append(float(p_M @ [expected_best(rewards_R[group].tolist(), n) for group in groups]))
-        chosen_MG, p_of_M = policy.groups(n)
-        best_R = np.zeros(len(ROLLOUTS))
-        for group, chance in zip(chosen_MG, p_of_M, strict=True):
-            best_R[group[best_of(rewards_R[group].tolist())]] += chance
-        found["truth"].append(float(best_R @ rewards_R))
-        found["kl"].append(float(best_R @ (np.log(best_R) - policy.logp_R)))
-        found["kl_bound"].append(kl_of_best(n))
-    below = all(kl <= bound + NONE for kl, bound in zip(found["kl"], found["kl_bound"], strict=True))
-    return {**found, "holds": below and off(found["estimate"], found["truth"]) < NONE}
 
 
 def distillation() -> dict[str, Any]:

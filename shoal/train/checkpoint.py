@@ -35,7 +35,6 @@ from shoal.errors import DISK_FULL, StateError, cause_of, remedy_of
 from shoal.folder import name_folder
 from shoal.train.shard_files import is_shard, joined
 from shoal.train.step import Learner, LearnerState
-from shoal.train.straight import StraightFile
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -239,10 +238,12 @@ def _safetensors(tensors: dict[str, Tensor]) -> Iterator[memoryview | bytes]:
 
 def _write(path: Path, pieces: Iterator[memoryview | bytes]) -> tuple[str, str]:
     """Write a file. Returns its CRC-32 in hex and its name."""
-    with StraightFile(path) as file:
+    crc32 = 0
+    with path.open("xb") as file:
         for piece in pieces:
             file.write(piece)
-    return f"{file.crc32:08x}", path.name
+            crc32 = zlib.crc32(piece, crc32)
+    return f"{crc32:08x}", path.name
 
 
 def _write_fault(folder: Path, version: int, size: int, error: OSError) -> str:

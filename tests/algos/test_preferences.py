@@ -1,12 +1,10 @@
 """Losses of pairs and of a teacher, and selection by reward, against numbers worked by hand."""
 
-import itertools
 import math
 
 import pytest
 import torch
 
-from shoal.algos.best_of_n import best_of, expected_best, kl_of_best
 from shoal.algos.bradley_terry import bradley_terry_loss
 from shoal.algos.distillation import distillation_advantages, reverse_kl
 from shoal.algos.dpo import dpo_loss
@@ -126,20 +124,3 @@ def test_raft_keeps_the_best_and_ties_go_to_the_first():
     assert raft([0.5, 0.5]) == [] == raft([]) and raft([0.0, 1.0], keep=9) == [0, 1]
     with pytest.raises(ValueError, match="keep = 0"):
         raft([0.0, 1.0], keep=0)
-
-
-def test_the_expected_best_is_the_mean_over_all_sets():
-    rewards = [0.5, 0.0, 1.0, 0.5, 0.25]
-    for n in range(1, 6):
-        sets = [max(chosen) for chosen in itertools.combinations(rewards, n)]
-        assert expected_best(rewards, n) == pytest.approx(sum(sets) / len(sets))
-    for n in (0, 6):
-        with pytest.raises(ValueError, match=f"n = {n}"):
-            expected_best(rewards, n)
-
-
-def test_with_rewards_of_0_and_1_it_is_pass_at_n():
-    # 2 of 5 right: 1 - C(3, 2) / C(5, 2) = 0.7
-    assert expected_best([0, 1, 0, 0, 1], 2) == pytest.approx(0.7)
-    assert best_of([0, 1, 0, 1]) == 1 and best_of([-2.0, -1.0]) == 1
-    assert kl_of_best(1) == 0.0 and kl_of_best(4) == pytest.approx(math.log(4) - 0.75)
