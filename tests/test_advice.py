@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).parent.parent / "shoal"
 OTHER_PROGRAMS = (
     "hub/lock.py", "hub/wheels.py", "launch/prompt_preview.py", "launch/local.py", "launch/shifts.py",
     "roles/trainer/processes.py",
-    "sandbox/bubblewrap.py", "sandbox/gvisor.py", "sandbox/selftest.py", "watch/pictures/draw.py",
+    "sandbox/bubblewrap.py", "sandbox/selftest.py", "watch/pictures/draw.py",
 )  # fmt: skip
 """Files that write the command lines of pip, of sandboxes and of roles, or properties of CSS."""
 

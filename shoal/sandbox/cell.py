@@ -16,20 +16,18 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import StateError
-from shoal.sandbox import bubblewrap, gvisor
+from shoal.sandbox import bubblewrap
 from shoal.sandbox.filter import snippet_filter, zygote_filter
 from shoal.sandbox.groups import Group
 from shoal.sandbox.layout import ENVIRONMENT, INSIDE, INTERPRETER_FLAGS, Shown, interpreter, shown
 from shoal.sandbox.limits import NO_LIMIT, Ended, Limits, Outcome, Reason, Stopped
 from shoal.sandbox.memory import exceeds, taken_bytes
 from shoal.sandbox.spent import Spent
-from shoal.sandbox.started import START_S, Started
+from shoal.sandbox.started import START_S
 
 _LOOK_S = 0.025
 """Time between two checks of what a busy sandbox takes."""
@@ -42,19 +40,8 @@ _START_MB = 64
 """Extra memory for the processes that start a sandbox."""
 
 
-class Kind(Enum):
-    """What separates foreign code from this machine."""
-
-    BUBBLEWRAP = "bubblewrap"
-    """Namespaces and a filter of system calls; the kernel is shared."""
-    GVISOR = "gvisor"
-    """A separate kernel, written in Go, so foreign code cannot use faults of this machine's kernel. A start takes half
-    a second."""
-
-
-OWN_PROCESSES = {Kind.BUBBLEWRAP: 16, Kind.GVISOR: 512}
-"""Processes and threads that the sandbox itself needs in its control group. gVisor needs some for each foreign
-process."""
+OWN_PROCESSES = 16
+"""Processes and threads that the sandbox itself needs in its control group."""
 
 
 class Gone(Exception):
@@ -69,29 +56,24 @@ class Gone(Exception):
 class Cell:
     """A running sandbox. It ends on `end()`, when this object is freed, and when this process ends."""
 
-    def __init__(self, kind: Kind, limits: Limits, task: dict[str, Any], packages: Sequence[Path | Shown] = ()) -> None:
+    def __init__(self, limits: Limits, task: dict[str, Any], packages: Sequence[Path | Shown] = ()) -> None:
         """Start it and give it its first frame. Raises `StateError` if it cannot be started."""
         self.limits = limits
         if sys.platform != "linux":
             raise StateError(f"the sandbox needs Linux; this is {sys.platform}")
         self._group = Group.make()
-        self._processes = limits.processes + OWN_PROCESSES[kind]
+        self._processes = limits.processes + OWN_PROCESSES
         self._group.limit((limits.memory_mb + 2 * limits.scratch_mb + _START_MB) * _MB, self._processes)
         self._base_bytes, self._looked_s = 0, time.monotonic()
         self._spent: Spent | None = None
-        first = task | {
-            "limits": vars(limits), "filter": snippet_filter().hex(), "environment": ENVIRONMENT,
-            "linux": kind is Kind.BUBBLEWRAP,
-        }  # fmt: skip
+        first = task | {"limits": vars(limits), "filter": snippet_filter().hex(), "environment": ENVIRONMENT}
         program = [str(interpreter()), *INTERPRETER_FLAGS, INSIDE]
         sources, first_process = shown(packages), task["kind"] == "zygote"
         allowed = zygote_filter() if first_process else snippet_filter()
         with contextlib.ExitStack() as undo:
             undo.callback(self._group.remove)
-            start: Callable[..., Started] = gvisor.start
-            if kind is Kind.BUBBLEWRAP:
-                start = partial(bubblewrap.start, filter_program=allowed, first=first_process)
-            self.process, self.init, clean = _starter().submit(start, sources, limits, program, self._group).result()
+            start = _starter().submit(bubblewrap.start, sources, limits, program, self._group, allowed, first_process)
+            self.process, self.init = start.result()
             undo.pop_all()
         assert self.process.stdin and self.process.stdout and self.process.stderr
         self._to, self._from = self.process.stdin.fileno(), self.process.stdout.fileno()
@@ -100,7 +82,7 @@ class Cell:
         if not first_process and limits.cpu_s < NO_LIMIT:  # a zygote's snippets have limits of their own
             self._spent = Spent(self.init, self._group)
         self._watched = _watched(self.init)
-        self.end: Callable[[], object] = weakref.finalize(self, _end, self.process, self._watched, self._group, clean)
+        self.end: Callable[[], object] = weakref.finalize(self, _end, self.process, self._watched, self._group)
         try:
             self.send(json.dumps(first).encode())
         except Gone:
@@ -209,7 +191,7 @@ class Cell:
 
 
 def exit_code(code: int | None) -> int | None:
-    """The exit code of the program inside, negative for a signal. Bubblewrap and gVisor give 128 + signal instead."""
+    """The exit code of the program inside, negative for a signal. Bubblewrap gives 128 + signal instead."""
     return 128 - code if code is not None and code > 128 else code
 
 
@@ -225,7 +207,7 @@ def _watched(init: int) -> int:
         return -1
 
 
-def _end(process: "subprocess.Popen[bytes]", watched: int, group: Group, clean: Callable[[], None]) -> None:
+def _end(process: "subprocess.Popen[bytes]", watched: int, group: Group) -> None:
     """Kill the first process of the sandbox: the kernel then kills all others. Wait until they are gone."""
     if watched >= 0:
         with contextlib.suppress(OSError):
@@ -241,7 +223,6 @@ def _end(process: "subprocess.Popen[bytes]", watched: int, group: Group, clean: 
     for pipe in (process.stdin, process.stdout, process.stderr):
         assert pipe is not None
         pipe.close()
-    clean()
     group.remove()
 
 

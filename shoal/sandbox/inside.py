@@ -62,8 +62,7 @@ def main() -> None:
     requests, answers = os.dup(0), os.dup(1)
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
     most = task["limits"]["processes"] + OWN_PROCESSES
-    if task["linux"]:
-        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))  # imported modules are foreign code, too
+    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))  # imported modules are foreign code, too
     silence(0)
     silence(1)
     silence(2)
@@ -123,7 +122,7 @@ def become_resident(task: dict[str, Any]) -> NoReturn:
     """Set the limits and run the program in this process. Its standard input and output are the pipes to the node."""
     silence(2)
     os.closerange(3, 1 << 16)
-    take_limits(task["limits"], task["linux"])
+    take_limits(task["limits"])
     os.execve(task["program"][0], task["program"], task["environment"])
 
 
@@ -226,7 +225,7 @@ def open_world(
     keeper, reason = 0, b""
     try:
         user, group = os.getuid(), os.getgid()
-        check(libc.unshare(NESTED if task["linux"] else NESTED & ~CLONE_NEWNS), "unshare")
+        check(libc.unshare(NESTED), "unshare")
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with contextlib.suppress(PermissionError), open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
@@ -243,8 +242,7 @@ def keep(task: dict[str, Any], limits: dict[str, Any], source: bytes, pipes: dic
     """The keeper: mount the file systems, start the snippet, reap its orphans, and report how it ended."""
     told = pipes["told"][1]
     try:
-        if task["linux"]:
-            furnish(limits["scratch_mb"])
+        furnish(limits["scratch_mb"])
         check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")  # the snippet has our user id, and must not trace us
         os.setsid()  # `kill(0, ...)` in the snippet must not reach the zygote
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -286,7 +284,7 @@ def obey(task: dict[str, Any], limits: dict[str, Any], source: bytes) -> NoRetur
         check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "dumpable")
         drop_rights()
         os.chdir("/tmp")
-        take_limits(limits, task["linux"])
+        take_limits(limits)
         load_filter(bytes.fromhex(task["filter"]))
     except Exception as error:  # noqa: BLE001  a fault of ours, which must not look like the snippet's
         os.write(2, str(error).encode())
@@ -347,8 +345,8 @@ def exit_code(asked: object) -> int:
 # --- rights and limits ---
 
 
-def take_limits(limits: dict[str, Any], linux: bool) -> None:
-    """Limit what this process and its children may take. gVisor has only some of these limits."""
+def take_limits(limits: dict[str, Any]) -> None:
+    """Limit what this process and its children may take."""
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     data = resource.getrlimit(resource.RLIMIT_DATA)[1]
@@ -366,11 +364,7 @@ def take_limits(limits: dict[str, Any], linux: bool) -> None:
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_SIGPENDING, 256),
     ):
-        try:
-            resource.setrlimit(which, (most, most))
-        except ValueError:
-            if linux:
-                raise
+        resource.setrlimit(which, (most, most))
     resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"] + 1))  # guard: time-of-a-processor
 
 

@@ -1,4 +1,4 @@
-"""Our last program outside a sandbox: it gives up root, and becomes bubblewrap or gVisor.
+"""Our last program outside a sandbox: it gives up root, and becomes bubblewrap.
 
 `sandbox/started` starts it as a file, in a separate process, because the node could not undo these changes in its own.
 It imports the standard library only. Its argument is JSON: `groups` (files of control groups to enter), `user` (which

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import StateError
-from shoal.sandbox.cell import Cell, Gone, Kind
+from shoal.sandbox.cell import Cell, Gone
 from shoal.sandbox.layout import outside, standard_paths
 from shoal.sandbox.limits import Ended, Limits, Outcome, Reason, Stopped
 from shoal.sandbox.started import START_S
@@ -37,12 +37,10 @@ class Pool:
 
     def __init__(
         self, size: int = 0, limits: Limits = Limits(), imports: Sequence[str] = (), packages: Sequence[Path] = (),
-        kind: Kind = Kind.BUBBLEWRAP,
     ) -> None:  # fmt: skip
         """`size` is the number of places, 0 for one per core. A place starts when it is first needed, and does the
         `imports` once. `packages` are directories that the sandbox shows, and searches for imports."""
         self.size = size or len(os.sched_getaffinity(0))
-        self.kind = kind
         self._limits, self._packages = limits, [path.absolute() for path in packages]
         paths = [*standard_paths(), *(str(outside(package)) for package in self._packages)]
         self._task = {"kind": "zygote", "imports": list(imports), "paths": paths}
@@ -97,7 +95,7 @@ class Pool:
         self.close()
 
     def _open(self) -> Cell:
-        cell = Cell(self.kind, self._limits, self._task, self._packages)
+        cell = Cell(self._limits, self._task, self._packages)
         try:
             started = json.loads(cell.receive(time.monotonic() + START_S, MAX_REPORT_BYTES))
         except Gone as gone:
@@ -138,10 +136,7 @@ class _Place:
         until = time.monotonic() + limits.wall_s + GRACE_S
         report = json.loads(cell.receive(until, MAX_REPORT_BYTES))
         stdout, stderr = (cell.receive(until, limits.output_bytes) for _ in range(2))
-        outcome = _outcome(report, stdout, stderr, limits, cell.memory_kills() > kills)
-        if self._pool.kind is Kind.GVISOR:
-            self.close()
-        return outcome
+        return _outcome(report, stdout, stderr, limits, cell.memory_kills() > kills)
 
     def close(self) -> None:
         if self._cell is not None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.sandbox.cell import Cell, Gone, Kind
+from shoal.sandbox.cell import Cell, Gone
 from shoal.sandbox.layout import Shown
 from shoal.sandbox.limits import Limits, Outcome, Reason, Stopped
 from shoal.sandbox.memory import taken_bytes
@@ -23,7 +23,6 @@ class Resident:
 
     def __init__(
         self, program: Sequence[str], limits: Limits = Limits(), packages: Sequence[Path | Shown] = (),
-        kind: Kind = Kind.BUBBLEWRAP,
     ) -> None:  # fmt: skip
         """`program` is a command, with `interpreter()` as its first word; `packages` are paths that it may read, each
         at `outside(path)` or at the place named.
@@ -32,7 +31,7 @@ class Resident:
         catches its own `MemoryError` reports it by sending itself the signal SIGRTMAX. Raises `StateError`.
         """
         self.limits = limits
-        self._cell = Cell(kind, limits, {"kind": "resident", "program": list(program)}, packages)
+        self._cell = Cell(limits, {"kind": "resident", "program": list(program)}, packages)
         self._ended: Outcome | None = None
 
     def ask(self, request: bytes, limit_s: float = 0.0, most_bytes: int = MAX_ANSWER_BYTES) -> bytes | Outcome:

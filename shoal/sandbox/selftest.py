@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.errors import StateError
-from shoal.sandbox import bubblewrap, gvisor
-from shoal.sandbox.cell import Kind
+from shoal.sandbox import bubblewrap
 from shoal.sandbox.limits import Ended, Limits, Outcome, Reason, Stopped
 from shoal.sandbox.memory import processes_of
 from shoal.sandbox.pool import Pool
@@ -38,18 +37,18 @@ class Report(NamedTuple):
     """In one line: what would let foreign code run here. Empty if it may."""
 
 
-def examine(kind: Kind = Kind.BUBBLEWRAP) -> Report:
+def examine() -> Report:
     """Test the sandbox. This takes about a second, and leaves nothing behind."""
     try:
-        with Pool(1, LIMITS, kind=kind) as pool:
+        with Pool(1, LIMITS) as pool:
             found = {name: probe(pool) for name, probe in _PROBES.items()}
     except (StateError, OSError) as error:
         return Report(False, " ".join(str(error).split())[:300], remedy(str(error)))
     failed = {name: seen for name, seen in found.items() if seen}
     if failed:
         told = ", ".join(f"{name} ({seen})" for name, seen in failed.items())
-        return Report(False, f"{kind.value} starts, but does not keep its promises: {told}", _remedy_of(failed))
-    return Report(True, f"{_version(kind)}: {', '.join(_PROBES)}")
+        return Report(False, f"bubblewrap starts, but does not keep its promises: {told}", _remedy_of(failed))
+    return Report(True, f"{_version()}: {', '.join(_PROBES)}")
 
 
 @cache
@@ -78,9 +77,9 @@ def _root(pool: Pool) -> str:
 
 
 def _processes(pool: Pool) -> str:
-    """A snippet sees itself and its keeper; in gVisor also the zygote, but no process of the host."""
-    source = "import os; print(len([p for p in os.listdir('/proc') if p.isdigit()]) <= {})"
-    return _prints(pool, source.format(2 if pool.kind is Kind.BUBBLEWRAP else 5), "True")
+    """A snippet sees itself and its keeper, and no process of the host."""
+    source = "import os; print(len([p for p in os.listdir('/proc') if p.isdigit()]) <= 2)"
+    return _prints(pool, source, "True")
 
 
 def _rights(pool: Pool) -> str:
@@ -91,8 +90,6 @@ def _rights(pool: Pool) -> str:
     )
     outcome = pool.run(source)
     told = outcome.stdout.split() if isinstance(outcome, Ended) else []
-    if pool.kind is Kind.GVISOR:  # it shows less, and starts as root to give up its rights itself
-        return "" if len(told) > 0 and told[1] == b"0" else _seen(outcome)
     if told != [b"0", b"0", b"0", b"1", b"2"]:
         return _seen(outcome)
     owners = {os.stat(f"/proc/{pid}").st_uid for pid in processes_of(pool.peek())}
@@ -122,7 +119,7 @@ def _time(pool: Pool) -> str:
     ended = pool.run(source, limits=replace(LIMITS, wall_s=0.5))
     now = processes_of(pool.peek())
     left = [pid for pid in before if Path(f"/proc/{pid}").exists() and pid not in now]
-    if left or (pool.kind is Kind.BUBBLEWRAP and len(now) != 1):
+    if left or len(now) != 1:
         return "processes are left"
     return _not(ended, Reason.TIMEOUT)
 
@@ -184,9 +181,8 @@ def remedy(error: str) -> str:
     """What to change on this machine, in one line, given the sandbox's error."""
     if sys.platform != "linux":
         return "run the node on Linux: in a virtual machine, or on another computer"
-    for program, install in ((bubblewrap.PROGRAM, bubblewrap.INSTALL), (gvisor.PROGRAM, gvisor.INSTALL)):
-        if install in error and shutil.which(program) is None:
-            return install
+    if bubblewrap.INSTALL in error and shutil.which(bubblewrap.PROGRAM) is None:
+        return bubblewrap.INSTALL
     for name, value, change in _SYSCTLS:
         file = Path("/proc/sys") / name
         if file.exists() and file.read_text().strip() == value:
@@ -202,7 +198,8 @@ def _in_container() -> bool:
     return any(line.startswith("Seccomp:\t2") for line in Path("/proc/self/status").read_text().splitlines())
 
 
-def _version(kind: Kind) -> str:
-    program = bubblewrap.PROGRAM if kind is Kind.BUBBLEWRAP else gvisor.PROGRAM
-    said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=10).stdout
+def _version() -> str:
+    said = subprocess.run(
+        [bubblewrap.PROGRAM, "--version"], capture_output=True, text=True, check=False, timeout=10
+    ).stdout
     return " ".join(said.split()[:3])

@@ -1,9 +1,9 @@
-"""The process of a sandbox that has started, which `sandbox/bubblewrap` and `sandbox/gvisor` give to `sandbox/cell`."""
+"""The process of a sandbox that has started, which `sandbox/bubblewrap` gives to `sandbox/cell`."""
 
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +17,6 @@ class Started(NamedTuple):
     process: "subprocess.Popen[bytes]"
     init: int
     """The id, on this machine, of the process whose end ends all others."""
-    clean: Callable[[], None] = lambda: None
-    """To be called when all of them have ended."""
 
 
 def launch(task: dict[str, Any], pass_fds: Sequence[int] = ()) -> "subprocess.Popen[bytes]":

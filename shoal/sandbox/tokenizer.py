@@ -17,7 +17,7 @@ from typing import cast
 
 from shoal.errors import Overreach, StateError
 from shoal.sandbox.bubblewrap import unreadable
-from shoal.sandbox.cell import Cell, Kind, exit_code
+from shoal.sandbox.cell import Cell, exit_code
 from shoal.sandbox.layout import OUTSIDE, Shown, interpreter, outside, standard_paths
 from shoal.sandbox.limits import NO_LIMIT, Limits
 from shoal.sandbox.selftest import examine
@@ -65,7 +65,7 @@ def start(program: str, arguments: Sequence[str], files: Sequence[Path]) -> "tup
     task = {"kind": "resident", "program": command}
     checkpoint = [Shown(file.resolve(), PLACE / file.name) for file in _there(files)]
     try:
-        cell = Cell(Kind.BUBBLEWRAP, LIMITS, task, [package, *packages, *checkpoint])
+        cell = Cell(LIMITS, task, [package, *packages, *checkpoint])
     except StateError as error:
         # guard: unstarted-refuses-no-text
         raise Overreach(f"the tokenizer of the policy cannot be opened: {error}") from None

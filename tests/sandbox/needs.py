@@ -10,4 +10,3 @@ from shoal.sandbox.bubblewrap import INSTALL
 MISSING = "" if sys.platform == "linux" and shutil.which("bwrap") else f"bubblewrap is not installed: {INSTALL}"
 
 needs_bubblewrap = pytest.mark.skipif(bool(MISSING), reason=MISSING)
-needs_gvisor = pytest.mark.skipif(shutil.which("runsc") is None, reason="gVisor is not installed: apt install runsc")

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.sandbox.cell import Kind
 from shoal.sandbox.groups import Group
 from shoal.sandbox.layout import interpreter, outside
 from shoal.sandbox.limits import Ended, Limits, Reason, Stopped
 from shoal.sandbox.resident import Resident, ask_all
-from tests.sandbox.needs import needs_bubblewrap, needs_gvisor
+from tests.sandbox.needs import needs_bubblewrap
 
 ANSWERS = """
 import os, signal, socket, sys, time
@@ -37,10 +36,8 @@ while True:
 """
 
 
-def opened(
-    limits: Limits = Limits(wall_s=2.0), kind: Kind = Kind.BUBBLEWRAP, packages: tuple[Path, ...] = ()
-) -> Resident:
-    return Resident([str(interpreter()), "-c", ANSWERS], limits, packages, kind)
+def opened(limits: Limits = Limits(wall_s=2.0), packages: tuple[Path, ...] = ()) -> Resident:
+    return Resident([str(interpreter()), "-c", ANSWERS], limits, packages)
 
 
 @needs_bubblewrap
@@ -149,12 +146,3 @@ def test_many_residents_are_asked_at_once() -> None:
     assert ask_all(residents, [b"run time.sleep(0.5)"] * 4) == [b"None"] * 4
     assert time.monotonic() - began < 1.5
     assert ask_all(residents, [b"a", b"run os._exit(1)", b"c", b"d"]) == [b"a", Ended(1), b"c", b"d"]
-
-
-@pytest.mark.slow
-@needs_gvisor
-def test_a_resident_lives_in_gvisor_too() -> None:
-    resident = opened(Limits(wall_s=5.0), Kind.GVISOR)
-    assert resident.ask(b"hello") == b"hello"
-    assert resident.ask(b"run os.path.exists('/home')") == b"False"
-    assert resident.ask(b"run os._exit(3)") == Ended(3)

@@ -10,8 +10,7 @@ import pytest
 
 from shoal.sandbox import bubblewrap, selftest
 from shoal.sandbox.bubblewrap import INSTALL
-from shoal.sandbox.cell import Kind
-from tests.sandbox.needs import needs_bubblewrap, needs_gvisor
+from tests.sandbox.needs import needs_bubblewrap
 
 PROGRAM = "from shoal.sandbox.selftest import examine; print(*examine(), sep=chr(10))"
 
@@ -95,10 +94,3 @@ def test_only_a_missing_limit_of_processes_is_blamed_on_the_kernel(monkeypatch: 
     monkeypatch.setattr(selftest, "_PROBES", {"processes limited": lambda pool: "32 processes, limit 8"})
     report = selftest.examine()
     assert not report.works and "(32 processes, limit 8)" in report.found and "Linux 5.14" in report.remedy
-
-
-@pytest.mark.slow
-@needs_gvisor
-def test_gvisor_keeps_the_same_promises() -> None:
-    report = selftest.examine(Kind.GVISOR)
-    assert report.works, report
