@@ -55,8 +55,8 @@ def first_prompt(label: str, env: Env, renderer: Renderer, sampling: Sampling, i
     lines += filter(None, [unparsed_calls(label, env, renderer)])
     if cut := renderer.cuts(arguments):
         lines.append(
-            f"{_template(renderer)} cuts earlier turns at {cut!r:.60}, which is no known mark of thoughts: the "
-            "environment reads all of a turn in action.visible"
+            f"{_template(renderer)} cuts earlier turns at {cut!r:.60}, which is no known mark of thoughts: what "
+            "it cuts there is in action.visible"
         )
     if arguments.get("tools") and not renderer.shows_tools(messages, arguments):
         lines.append(f"the tools of {label} are not shown: {_template(renderer)} takes none from its arguments")

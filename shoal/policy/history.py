@@ -48,9 +48,9 @@ def places(
         raise StateError(
             'the chat template writes other text around a turn for other words of it: use history = "append"'
         )
-    if dialect.cuts and any(isinstance(item, Written) for item in items):  # guard: turns-are-not-cut
+    if cuts := dialect.cuts(arguments):  # guard: turns-are-not-cut
         raise StateError(
-            f"the chat template leaves out parts of earlier turns at {dialect.cuts!r:.60}, which is no known mark of "
+            f"the chat template leaves out parts of earlier turns at {cuts!r:.60}, which is no known mark of "
             'thoughts: use history = "append"'
         )
     for before, item in itertools.pairwise(items):
