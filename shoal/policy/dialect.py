@@ -179,6 +179,11 @@ class Dialect:
         found = re.match(rf"\s*({opening}\s*)?{closing}\s*", text)
         return found.group() if found else ""
 
+    def opening_of_thought(self, text: str) -> int:
+        """Where the mark begins with which a text ends, but for white space, if it opens a thought; else -1."""
+        opening, bare = self._marks[0], text.rstrip()
+        return len(bare) - len(opening) if bare.endswith(opening) else -1
+
     def ends_thought(self, text: str) -> bool:
         """Whether a text ends with the end of a thought, and white space."""
         return text.rstrip().endswith(self._marks[1])

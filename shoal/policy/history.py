@@ -87,7 +87,12 @@ def places(
             prompted = _after(dialect.text(messages[:index], arguments), last)
             newest = _messages(dialect, [ASK, item._replace(reasoning=reasoning >= 0)], marks, content and visible >= 0)
             opening = _opening(dialect, newest, marks.of(item.turn), arguments)
-            if words.startswith(prompted):
+            opened = dialect.opening_of_thought(words) if reasoning >= 0 and item.opens is not None else -1
+            own = words[len(prompted) : opened] if words.startswith(prompted) and len(prompted) <= opened else None
+            adds = dialect.reasoning and not item.opens  # the mark is the template's, not the turn's
+            if opened >= 0 and (own is None or adds):
+                prompted = words if adds else words[:opened]
+            elif words.startswith(prompted):
                 prompted = _seen(dialect, words, prompted, opening)
             elif reasoning < 0 <= visible:  # the template shows where the turn's text begins
                 prompted = words.removesuffix(opening or "")

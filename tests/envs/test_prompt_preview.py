@@ -352,6 +352,16 @@ def test_arguments_of_a_template_decide_whether_it_cuts_turns(tmp_path: Path) ->
     assert (renderer.cuts({}), renderer.cuts({"drop": True})) == ("", "</thought>")
 
 
+def test_a_template_that_counts_turns_is_noted_where_turns_are_appended(tmp_path: Path) -> None:
+    counting = CHATML.replace(" if WHICH", "").replace(
+        "{{ m.content }}", "{% if m.role == 'user' %}{{ loop.index }}: {% endif %}{{ m.content }}"
+    )
+    renderer, env = _renderer_with(counting, tmp_path), _Counting("hi")
+    assert "such as another number" not in first_prompt("counting", env, renderer, SAMPLING)
+    env.history = "append"
+    assert "such as another number: see envs.history" in first_prompt("counting", env, renderer, SAMPLING)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_real_templates_open_turns_and_repeat_little(name: str) -> None:
     """Nor does one repeat much, but where it would leave out thoughts, which is another note."""
