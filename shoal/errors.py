@@ -125,7 +125,10 @@ def remedy_of(error: OSError) -> str:
     """What the user does so that a file can be written."""
     if error.errno in DISK_FULL:
         return "Free some space on that disk"
-    return "Raise the limit of file sizes (ulimit -f)" if error.errno == errno.EFBIG else "Make the folder writable"
+    if error.errno == errno.EFBIG:
+        return "Raise the limit of file sizes (ulimit -f)"
+    is_forbidden = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    return "Make the folder writable" if is_forbidden else "Correct its path"
 
 
 def fault_of_user(error: BaseException) -> ShoalError | None:

@@ -22,6 +22,8 @@ def place_at(key: str, path: str, beside: Path) -> Path:
     try:
         place = (beside / path).resolve()
         place.exists()
+    except PermissionError as error:
+        raise ConfigError(f"{key} = {brief(path)}: cannot be read: {cause_of(error)}. Make it readable") from None
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{key} = {brief(path)}: cannot be a path: {cause_of(error)}. Correct it") from None
     return place

@@ -81,6 +81,11 @@ def has_reasoning(action: Action) -> bool:
     return bool(_reasoning_of(action).replace(opening, "").replace(closing, "").strip())
 
 
+def opens_reasoning(action: Action) -> bool:
+    """Whether a turn begins with the mark that opens reasoning."""
+    return action.lstrip().startswith(reasoning_marks(action._notation)[0])
+
+
 def _reasoning_of(action: Action) -> str:
     """The text of a turn up to where its reasoning ends, with the new lines after it: as chat templates take it, that is
     the last mark which closes one, unless the turn calls tools, whose arguments may have such a mark."""

@@ -55,8 +55,8 @@ def first_prompt(label: str, env: Env, renderer: Renderer, sampling: Sampling, i
     lines += filter(None, [unparsed_calls(label, env, renderer)])
     if cut := renderer.cuts(arguments):
         lines.append(
-            f"{_template(renderer)} cuts earlier turns at {cut!r:.60}, which is no known mark of thoughts: the "
-            "environment reads all of a turn in action.visible"
+            f"{_template(renderer)} cuts earlier turns at {cut!r:.60}, which is no known mark of thoughts: what "
+            "it cuts there is in action.visible"
         )
     if arguments.get("tools") and not renderer.shows_tools(messages, arguments):
         lines.append(f"the tools of {label} are not shown: {_template(renderer)} takes none from its arguments")
@@ -82,6 +82,11 @@ def first_prompt(label: str, env: Env, renderer: Renderer, sampling: Sampling, i
         elif repeated := _repeated(renderer, messages, arguments):
             lines.append(
                 f"each later turn reads {repeated} tokens again that the chat template would show once: see envs.history"
+            )
+        elif _counts_turns(renderer, messages, arguments):
+            lines.append(
+                "each later turn reads what stands around the first reply, and the chat template writes something else "
+                "around the next, such as another number: see envs.history"
             )
     return printable("\n".join(lines), keep="\n")
 
@@ -226,6 +231,17 @@ def _repeated(renderer: Renderer, messages: Sequence[Message], arguments: Mappin
         return 0
     more = appended - sum(len(segment.token_ids) for segment in shown)
     return more if more >= MIN_REPEATED else 0
+
+
+def _counts_turns(renderer: Renderer, messages: Sequence[Message], arguments: Mapping[str, Any]) -> bool:
+    """Whether a template shows the same reply in two ways after one turn and after two."""
+    reply = {"role": "user", "content": "."}
+    items: list[Message | Written] = [*messages, Written(0), reply]
+    try:
+        first, second = (renderer.history(told, arguments)[-1] for told in (items, [*items, Written(1), reply]))
+    except ShoalError:
+        return False
+    return first.token_ids != second.token_ids
 
 
 def _later_turn(label: str, talk: Conversation, renderer: Renderer, refused: str) -> str:

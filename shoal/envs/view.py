@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from shoal.envs.action import Action, has_reasoning, reasoning_length, reasoning_separator
+from shoal.envs.action import Action, has_reasoning, opens_reasoning, reasoning_length, reasoning_separator
 from shoal.envs.parse import NOTATIONS
 from shoal.errors import Overreach, StateError
 from shoal.policy.dialect import said
@@ -175,7 +175,8 @@ class View:
             not has_reasoning(action),
             reasoning_separator(action),
         )
-        return item._replace(reasoning=reasoning, empty=empty, separator=separator, end=self._end(item.turn))
+        opens, end = opens_reasoning(action), self._end(item.turn)
+        return item._replace(reasoning=reasoning, empty=empty, separator=separator, end=end, opens=opens)
 
     def _end(self, number: int) -> int:
         """The token that ended a turn; -1 if it was cut."""

@@ -28,7 +28,7 @@ from shoal.envs.load import env_digest, is_file
 from shoal.errors import ConfigError, ShoalError, StateError
 from shoal.launch.computable import demand_computable
 from shoal.launch.outputs import digest_below
-from shoal.policy.adapterspec import AdapterSpec, has_adapter
+from shoal.policy.adapterspec import AdapterSpec, demand_adapter, has_adapter
 from shoal.policy.kinds import spec_of
 from shoal.policy.render import Renderer
 from shoal.protocol.hubref import is_hub
@@ -200,11 +200,11 @@ def _demand_models(stage: Stage, settings: RunConfig | SftConfig | None, job: Jo
     path = job.inputs["policy"] if named else job.settings.get("policy", {}).get("path", "")
     try:
         if path and not is_hub(path) and "policy" not in taken:
-            Renderer.from_directory(Path(path))  # guard: policies-of-stages-are-read-first
-            if isinstance(stage, RlStage) and isinstance(settings, RunConfig):
-                demand_computable(Path(path), settings)
-            if isinstance(stage, MergeStage) and not has_adapter(Path(path)):
-                raise StateError(f"{path} holds no adapter (adapter_config.json): there is nothing to merge")
+            if isinstance(stage, MergeStage):
+                demand_adapter(Path(path))
+                spec_of(Path(path))
+            else:
+                Renderer.from_directory(Path(path))  # guard: policies-of-stages-are-read-first
             if has_adapter(Path(path)):
                 AdapterSpec.from_directory(Path(path))
         for judge in JUDGES if isinstance(stage, RlStage) else ():
@@ -213,6 +213,12 @@ def _demand_models(stage: Stage, settings: RunConfig | SftConfig | None, job: Jo
                 spec_of(Path(train[judge]))  # guard: judges-of-stages-are-read-first
     except ShoalError as error:
         raise ConfigError(f"stage {stage.name}: {key}: {error}") from None
+    if path and not is_hub(path) and "policy" not in taken and isinstance(stage, RlStage):
+        assert isinstance(settings, RunConfig), "an rl stage has a run file"
+        try:
+            demand_computable(Path(path), settings)
+        except ShoalError as error:
+            raise ConfigError(f"stage {stage.name}: {error}") from None
 
 
 def _demand_pairs(stage: Stage, pairs: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.errors import StateError
+from shoal.errors import ConfigError, StateError
 from shoal.policy.spec import PolicySpec
 from shoal.policy.stored import ADAPTER_WEIGHTS, read_capped
 from shoal.protocol.constants import MAX_ADAPTER_RANK, MAX_JSON_BYTES
@@ -126,6 +126,12 @@ class Base:
 def has_adapter(directory: Path) -> bool:
     """Whether a directory holds an adapter, alone or beside its base."""
     return (Path(directory) / CONFIG).exists() or (Path(directory) / WEIGHTS).exists()
+
+
+def demand_adapter(directory: Path) -> None:
+    """Raise `ConfigError` if a directory that is to be merged holds no adapter."""
+    if not has_adapter(directory):
+        raise ConfigError(f"{directory} holds no adapter (adapter_config.json): there is nothing to merge")
 
 
 def stored_name(parameter: str) -> str:

@@ -21,7 +21,7 @@ MARK = "\N{OBJECT REPLACEMENT CHARACTER}written\N{OBJECT REPLACEMENT CHARACTER}"
 """Replaces the policy's words in a rendered turn. What the template puts after it is the text that follows the turn."""
 
 MAX_CUTS, MAX_CUT_CHARS = 256, 256
-"""Texts of a template's code that are tried as marks by which it cuts turns, and characters of each."""
+"""Texts of a template that are tried as marks by which it cuts turns, and characters of each: others are not found."""
 
 _REASON, _RESULT = "reasonmark", "resultmark"
 
@@ -60,6 +60,7 @@ class Dialect:
     def __init__(self, template: Template, notation: str) -> None:
         self.template, self.notation = template, notation
         self._marks = reasoning_marks(notation)
+        self._cuts: dict[str, str] = {}
 
     def text(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], prompt: bool = True) -> str:
         """Normal messages as the template shows them, completed if it refuses them as they are: so a template that takes
@@ -133,22 +134,37 @@ class Dialect:
         told = [self._text(self.present([ASK, said(words)]), prompt=False) or "" for words in _AS_WRITTEN]
         return told[0] != told[1] and not all(words in text for words, text in zip(_AS_WRITTEN, told, strict=True))
 
-    @cached_property
-    def cuts(self) -> str:
-        """A text that makes the template change an earlier turn which has it, but for the marks of thoughts that are known;
-        empty if there is none. Those are looked for that the template's code names, each alone and all together."""
-        strings = [one for one in self.template.strings if one.strip() and len(one) <= MAX_CUT_CHARS]
-        found = [one for one in strings if not any(one in mark or mark in one for mark in self._marks)][:MAX_CUTS]
-        together = [_WORDS[0].join(order) for order in (found, reversed(found))]
-        if all(self._shows_turn(text) for text in together):
-            return ""
-        return next((one for one in (*found, *together) if self._shows_turn(one) is False), "")
+    def cuts(self, arguments: Mapping[str, Any]) -> str:
+        """Texts that make the template change an earlier turn which has them, but for the marks of thoughts that are known;
+        empty if there are none. Those that the template names are tried: each at the ends of a turn, and all within one."""
+        key = json.dumps(arguments, sort_keys=True, default=str)
+        if key not in self._cuts:
+            self._cuts[key] = self._find_cuts(arguments)
+        return self._cuts[key]
 
-    def _shows_turn(self, text: str) -> bool | None:
-        """Whether the template shows an earlier turn with this text in its own words; None if it refuses the turn."""
-        words = f"{_WORDS[0]}{text}{_WORDS[0]}"
-        shown = self._text(self.present([ASK, said(words), ASK]))
-        return None if shown is None else words in shown
+    def _find_cuts(self, arguments: Mapping[str, Any]) -> str:
+        def is_cut(text: str) -> bool | None:
+            shown = self._text(self.present([ASK, said(text), ASK]), True, arguments)
+            return None if shown is None else text not in shown
+
+        word, end = _WORDS[0], (self._text(self.present([ASK, said(MARK)]), False) or "").rpartition(MARK)[2]
+        texts = [text for text in self.template.texts if text.strip() and len(text) <= MAX_CUT_CHARS]
+        known = [*self._marks, end]
+        texts = [text for text in texts if not any(text.strip() in one or one in text for one in known if one)][
+            :MAX_CUTS
+        ]
+        for text in map(str.strip, texts):
+            if is_cut(text + word) or is_cut(word + text):
+                return text
+        for left in (texts, texts[::-1]):
+            if is_cut(word + word.join(left) + word) is False:
+                continue
+            for text in left:  # leave out what is not needed for a cut
+                fewer = [other for other in left if other is not text]
+                left = fewer if is_cut(word + word.join(fewer) + word) else left
+            if is_cut(word + word.join(left) + word):
+                return " ... ".join(left)
+        return ""
 
     def varies(self, arguments: Mapping[str, Any]) -> bool:
         """Whether what is written around a turn differs between turns of different words."""
@@ -162,6 +178,11 @@ class Dialect:
         opening, closing = map(re.escape, self._marks)
         found = re.match(rf"\s*({opening}\s*)?{closing}\s*", text)
         return found.group() if found else ""
+
+    def opening_of_thought(self, text: str) -> int:
+        """Where the mark begins with which a text ends, but for white space, if it opens a thought; else -1."""
+        opening, bare = self._marks[0], text.rstrip()
+        return len(bare) - len(opening) if bare.endswith(opening) else -1
 
     def ends_thought(self, text: str) -> bool:
         """Whether a text ends with the end of a thought, and white space."""

@@ -8,7 +8,7 @@ draws nothing at random, and writes no address of memory: every machine must mak
 import datetime
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -63,9 +63,8 @@ class Template:
                 f"the chat template cannot be used: {place} {_CHANCE}. Take that out of the template, or use another model"
             )
 
-        strings = (node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str))
-        self.strings = tuple(dict.fromkeys(strings))
-        """Those that its code names, in their order."""
+        self.texts = tuple(dict.fromkeys(_texts(tree)))
+        """Those that it names or writes, in their order."""
 
     def text(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], prompt: bool = True) -> str:
         """The conversation as text. With `prompt`, it ends where the policy begins to write.
@@ -128,6 +127,17 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if isinstance(found, set):  # guard: no-set-in-a-template
             raise jinja2.TemplateRuntimeError("it makes a set, whose order differs on each machine")
         return found
+
+
+def _texts(tree: jinja2.nodes.Template) -> Iterator[str]:
+    """The texts of a template: constants, those that it joins, and what stands outside its expressions."""
+    for node in tree.find_all((jinja2.nodes.Const, jinja2.nodes.TemplateData, jinja2.nodes.Concat, jinja2.nodes.Add)):
+        try:
+            value = node.as_const()
+        except jinja2.nodes.Impossible:
+            continue
+        if isinstance(value, str):
+            yield value
 
 
 def _random_nodes(tree: jinja2.nodes.Template) -> list[Any]:

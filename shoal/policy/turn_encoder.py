@@ -156,10 +156,11 @@ class TurnEncoder:
                 last = {**before[-1], "content": MARK}
                 opening = (dialect.shown([*before[:-1], last], arguments) or "").rpartition(MARK)[2]
             shown = _up_to(begun, opening)
+            cuts = dialect.cuts(arguments)
             # guard: unknown-thoughts-are-not-begun
-            if found and not shown and dialect.cuts and not leaves_reasoning_open(prompt, self._notation):
+            if found and not shown and cuts and without_thought(prompt, self._notation) == prompt:
                 raise StateError(
-                    f"the chat template begins turns with {prompt[-20:]!r} and cuts them at {dialect.cuts!r:.60}, which is "
+                    f"the chat template begins turns with {prompt[-20:]!r} and cuts them at {cuts!r:.60}, which is "
                     "no known mark of thoughts: no turn can be written after this prompt"
                 )
         lead = begun.removeprefix(shown) if shown else ""

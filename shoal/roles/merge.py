@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.errors import ConfigError, StateError
 from shoal.plan.words import amount
 from shoal.policy.adapters import decode, load_adapter, merge
-from shoal.policy.adapterspec import AdapterSpec, Base, has_adapter
+from shoal.policy.adapterspec import AdapterSpec, Base, demand_adapter, has_adapter
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.model import Transformer
 from shoal.policy.nf4spec import PARTS
@@ -64,8 +64,7 @@ def main(adapter: Path, base: Path | None, out: Path, dtype: str, threads: int) 
     base's.
     """
     torch.set_num_threads(threads)
-    if not has_adapter(adapter):
-        raise ConfigError(f"{adapter} holds no adapter (adapter_config.json): there is nothing to merge")
+    demand_adapter(adapter)
     if out.exists():
         raise ConfigError(f"{out} exists already: give another --out")
     if base is None and not files_of_base(adapter):

@@ -122,8 +122,9 @@ def read_pairs(path: Path, start: Path, max_tokens: int) -> list[Pair]:
         except ValueError as error:  # ShoalError is
             raise pair_error(path, number, error) from None
         pairs.append((chosen, rejected))
-        told.add(str(messages))
-        prompts.add(tuple(prompt))
+        if len(prompts) < 2:
+            told.add(str([(message["role"], text_of(message).strip()) for message in normal(messages)]))
+            prompts.add(tuple(prompt))
     if len(told) > 1 == len(prompts):  # guard: prompts-of-pairs-are-shown
         raise StateError(
             f"{path}: the chat template makes one prompt of all {len(pairs)} pairs, though their messages differ: take the "

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -82,14 +83,14 @@ def make(config: SftConfig, beside: Path, out: Path, examples: Examples | None =
     """
     torch.set_num_threads(config.threads)
     config = msgspec.structs.replace(config, env=env_at(config.env, beside))
-    if config.policy.path and not is_hub(config.policy.path):
-        place_at("policy.path", config.policy.path, beside)
-        demand_start(beside / config.policy.path)
-        return _fine_tune(config, beside / config.policy.path, out, examples)
     with _scratch(cold_start_folder(out)) as scratch:
         start = scratch / "model"
-        if config.policy.path:
+        if is_hub(config.policy.path):
             Hub().bring(config.policy.path, start)
+        elif config.policy.path:
+            place_at("policy.path", config.policy.path, beside)
+            start = beside / config.policy.path
+            demand_start(start)
         else:
             make_tiny(config.policy.tiny, start, config.seed, "float32")
         return _fine_tune(config, start, out, examples)
@@ -97,12 +98,13 @@ def make(config: SftConfig, beside: Path, out: Path, examples: Examples | None =
 
 @contextlib.contextmanager
 def _scratch(beside: Path) -> Iterator[Path]:
-    """A folder for the policy to start from. Those that killed processes left are deleted."""
-    for left in beside.glob("start-*"):
-        number = left.name.removeprefix("start-")
-        if number.isdecimal() and (int(number) == os.getpid() or not psutil.pid_exists(int(number))):
+    """A folder for the policy to start from. Those that killed processes of this machine left are deleted."""
+    name = f".start-{re.sub(r'[^A-Za-z0-9]', '_', socket.gethostname())}-"
+    for left in beside.glob(f"{name}*"):
+        number = left.name.removeprefix(name)
+        if re.fullmatch(r"\d{1,9}", number) and (int(number) == os.getpid() or not psutil.pid_exists(int(number))):
             shutil.rmtree(left, ignore_errors=True)
-    mine = beside / f"start-{os.getpid()}"
+    mine = beside / f"{name}{os.getpid()}"
     try:
         mine.mkdir(parents=True)
     except OSError as error:

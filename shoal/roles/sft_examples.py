@@ -55,6 +55,8 @@ def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int
     tasks = [task_of(env, i) for i in range(env.num_tasks)] + [
         task_of(env, i, heldout=True) for i in range(num_heldout)
     ]
+    if not tasks:
+        raise ConfigError(f"environment {env.name} has no task to play: see num_tasks")
     if unread := unparsed_calls(env.name, env, renderer, "env.parser"):
         log.warning("%s", unread)
     _demand_task_shown(env, renderer, tasks[0])

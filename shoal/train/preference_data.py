@@ -16,7 +16,7 @@ from shoal.policy.messages import Message, normal
 MAX_LINE_BYTES = 1 << 20
 """Limit on a line of a file of pairs."""
 
-_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 class PreferencePair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,8 +49,8 @@ def preference_pairs(path: Path) -> Iterator[tuple[int, PreferencePair]]:
     """Each line that is not empty, with its number. Raises `StateError` that names the line."""
     with path.open("rb") as file:
         start = file.read(4)
-        if start.startswith(_MARKS) or b"\0" in start:
-            what = "begins with a byte order mark" if start.startswith(codecs.BOM_UTF8) else "is in UTF-16"
+        if start.startswith(BYTE_ORDER_MARKS) or b"\0" in start:
+            what = "begins with a byte order mark" if start.startswith(codecs.BOM_UTF8) else "is not UTF-8"
             raise StateError(f"{path} {what}: save it as UTF-8 without a byte order mark")
         file.seek(0)
         for number, data in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):

@@ -309,17 +309,20 @@ def test_what_a_template_shows_once_and_replies_repeat_is_counted(tmp_path: Path
     )
 
 
-CUTTING = [
-    "{% set c = m.content.split('</thought>')[-1].lstrip() %}",
-    "{% set c = m.content.split('<answer>')[1].split('</answer>')[0] if '<answer>' in m.content else m.content %}",
-    "{% set c = m.content %}{% if '{{' in c and '}}' in c %}{% set c = c.split('}}')[1] %}{% endif %}",
-    "{% set c = m.content.replace('[[', '[') %}",
-]
-"""Templates that leave out parts of a turn at marks of their own."""
+CUTTING = {
+    "</thought>": "{% set c = m.content.split('</thought>')[-1].lstrip() %}",
+    "<answer>": "{% set c = m.content.split('<answer>')[-1].split('</answer>')[0] %}",
+    "{{ ... }}": "{% set c = m.content %}{% if '{{' in c and '}}' in c %}{% set c = c.split('}}')[1] %}{% endif %}",
+    "[[": "{% set c = m.content.replace('[[', '[') %}",
+    "[/THINK]": "{% set t %}[/THINK]{% endset %}{% set c = m.content.split(t)[-1] %}",
+    "</th>": "{% set c = m.content.split('</' ~ 'th>')[-1] %}",
+    "<note>": "{% set c = m.content[8:] if m.content.startswith('<note>') else m.content %}",
+}
+"""Templates that leave out parts of a turn at marks of their own, by these marks."""
 
 
-@pytest.mark.parametrize("cut", CUTTING)
-def test_a_template_that_cuts_turns_at_marks_of_its_own_shows_no_history(cut: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("marks", "cut"), CUTTING.items())
+def test_a_template_that_cuts_turns_at_marks_of_its_own_shows_no_history(marks: str, cut: str, tmp_path: Path) -> None:
     """transformers would show a part of the turn; we keep its tokens, so it is refused. Appended turns need no cut."""
     template = (
         CHATML.replace(" if WHICH", "").replace("{{ m.content }}", "{{ c }}").replace("%}<|im", f"%}}{cut}<|im", 1)
@@ -331,10 +334,32 @@ def test_a_template_that_cuts_turns_at_marks_of_its_own_shows_no_history(cut: st
         first_prompt("counting", env, renderer, SAMPLING)
     env.history = "append"
     text = first_prompt("counting", env, renderer, SAMPLING)
-    assert "cuts earlier turns at '" in text and "the chat template alone would not do" in text
+    assert f"cuts earlier turns at '{marks}'" in text and "the chat template alone would not do" in text
     opened = template.replace("assistant\n{% endif", "assistant\n<thought>\n{% endif")
     with pytest.raises(StateError, match=r"begins turns with .*<thought>.* and cuts them at"):
         _renderer_with(opened, tmp_path).written("hi")
+    closed = template.replace("assistant\n{% endif", "assistant\n<think>\n\n</think>\n\n{% endif")
+    renderer = _renderer_with(closed, tmp_path)
+    assert renderer.decode(renderer.written("hi")) == "hi", "a thought that is known and closed"
+
+
+def test_arguments_of_a_template_decide_whether_it_cuts_turns(tmp_path: Path) -> None:
+    cut = "{% set c = m.content.split('</thought>')[-1] if drop else m.content %}"
+    template = (
+        CHATML.replace(" if WHICH", "").replace("{{ m.content }}", "{{ c }}").replace("%}<|im", f"%}}{cut}<|im", 1)
+    )
+    renderer = _renderer_with(template, tmp_path)
+    assert (renderer.cuts({}), renderer.cuts({"drop": True})) == ("", "</thought>")
+
+
+def test_a_template_that_counts_turns_is_noted_where_turns_are_appended(tmp_path: Path) -> None:
+    counting = CHATML.replace(" if WHICH", "").replace(
+        "{{ m.content }}", "{% if m.role == 'user' %}{{ loop.index }}: {% endif %}{{ m.content }}"
+    )
+    renderer, env = _renderer_with(counting, tmp_path), _Counting("hi")
+    assert "such as another number" not in first_prompt("counting", env, renderer, SAMPLING)
+    env.history = "append"
+    assert "such as another number: see envs.history" in first_prompt("counting", env, renderer, SAMPLING)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -300,7 +300,7 @@ PAIR = '{"prompt": "1", "chosen": "2", "rejected": "3", "tools": null}'
             '\ufeff{"prompt": "1", "chosen": "2", "rejected": "3"}',
             "begins with a byte order mark: save it as UTF-8 without",
         ),
-        ("UTF-16", "is in UTF-16: save it as UTF-8 without"),
+        ("UTF-16", "is not UTF-8: save it as UTF-8 without"),
     ],
 )
 def test_lines_that_are_no_pairs_are_refused_before_the_first_stage(files: Path, lines: str, said: str) -> None:
@@ -377,22 +377,25 @@ def key_and_stage(files: Path, kind: str, path: str) -> tuple[str, Any]:
 KINDS = ["sft", "rl", "dpo", "reward_model", "merge", "eval"]
 
 
+DAMAGES = [("config.json", b'{"a": "\xe9\xff"}')]
+OF_ADAPTERS = [("adapter_config.json", b"["), ("adapter_config.json", b'{"a": "\xe9\xff"}')]
+OF_TEXTS = [
+    ("generation_config.json", b"\x0d\xfc"),
+    ("generation_config.json", b'{"a": "\xe9\xff"}'),
+    ("tokenizer_config.json", b"\x0d\xfc"),
+    ("tokenizer_config.json", b'{"a":' * 20000 + b"1" + b"}" * 20000),
+    ("chat_template.jinja", b"{{ {% "),
+]
+"""Files of a model, and what no stage can begin with; a merge reads neither tokenizer nor chat template."""
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_damaged_model_is_refused_before_the_first_stage(files: Path, kind: str) -> None:
     here = files.parent
     own_policy(here / "mine", kind)
     key, stage = key_and_stage(files, kind, "mine")
     demand_doable(stage, settings_of(stage, here), here)
-    deep = b'{"a":' * 20000 + b"1" + b"}" * 20000
-    for name, data in (
-        ("generation_config.json", b"\x0d\xfc"),
-        ("generation_config.json", b'{"a": "\xe9\xff"}'),
-        ("tokenizer_config.json", b"\x0d\xfc"),
-        ("tokenizer_config.json", deep),
-        ("chat_template.jinja", b"{{ {% "),
-        ("config.json", b'{"a": "\xe9\xff"}'),
-        *([("adapter_config.json", b"[")] if kind == "merge" else []),
-    ):
+    for name, data in (*DAMAGES, *(OF_ADAPTERS if kind == "merge" else OF_TEXTS)):
         path = here / "mine" / name
         before = path.read_bytes() if path.exists() else None
         path.write_bytes(data)

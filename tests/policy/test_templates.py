@@ -427,6 +427,22 @@ def test_each_template_shows_a_history_with_thoughts_in_order(name: str) -> None
     assert places == sorted(places) and ("reasoning-0;" in text) == renderer.keeps_thinking()
 
 
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3_5_nothink", "qwen3_6", "qwen3_8", "nemotron_3_nano", "nemotron_3_super"]
+)
+@pytest.mark.parametrize("thought", ["<think>\nHM\n</think>\n\n", "HM\n</think>\n\n"])
+@pytest.mark.parametrize("switch", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+def test_a_history_has_the_mark_of_a_thought_once_whether_the_prompt_or_the_turn_or_neither_opens_it(
+    name: str, thought: str, switch: dict[str, bool]
+) -> None:
+    """A prompt may have opened a thought, or closed one that the policy opens again."""
+    renderer, arguments = renderer_of(name), TOOLS | switch
+    items = [USER, Written(0, True, (("call00000", "add"),), opens=thought.startswith("<think>")), RESULT]
+    parts = {(0, "reasoning"): renderer.encode(thought), (0, "visible"): renderer.encode("CALL")}
+    text = "".join(spell(renderer, filled(renderer.history(items, arguments), parts)).split())
+    assert "assistant<think>HM</think>CALL" in text and text.count("HM") == 1
+
+
 def test_a_history_whose_thoughts_are_all_shown_is_the_conversation_so_far() -> None:
     """Since the user spoke last, Qwen3 shows what was thought between tool calls."""
     renderer = renderer_of("qwen3")

@@ -546,9 +546,13 @@ def test_a_killed_cold_start_leaves_nothing_outside_its_folder_and_the_next_clea
     process.kill()
     process.communicate()
     beside = cold_start_folder(out)
-    assert [path.name for path in beside.iterdir()] == [f"start-{process.pid}"] and not any(temporary.glob("shoal*"))
+    (left,) = beside.iterdir()
+    assert left.name.endswith(f"-{process.pid}") and not any(temporary.glob("shoal*"))
+    others = [beside / "start-20240601", left.with_name(f"{left.name}0123456789"), left.with_name(".start-host-9")]
+    for other in others:
+        other.mkdir()
     subprocess.run([*command, "steps=1"], check=True, env=environ, capture_output=True)
-    assert [path.name for path in beside.iterdir()] == ["recipe.json"] and (out / "model.safetensors").exists()
+    assert {*beside.iterdir()} == {*others, beside / "recipe.json"} and (out / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("path", ["a\0b", "x" * 5000])
@@ -705,7 +709,12 @@ def test_a_cold_start_keeps_the_generation_config_of_the_model_that_it_begins_wi
         assert json.loads((directory / "generation_config.json").read_text()) == generation
 
 
-def test_a_result_that_no_folder_can_hold_is_refused_at_once(recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("own_model", [False, True])
+def test_a_result_that_no_folder_can_hold_is_refused_at_once(recipe: Path, tmp_path: Path, own_model: bool) -> None:
     (tmp_path / "file").touch()
+    if own_model:
+        sft.main(recipe, tmp_path / "model", ["steps=1"])
+        tiny, env = SUMS.index("[policy.tiny]"), SUMS.index("[env]")
+        recipe.write_text(f'{SUMS[:tiny]}[policy]\npath = "{tmp_path / "model"}"\n{SUMS[env:]}')
     with pytest.raises(StateError, match=r"Not a directory.* or choose another --out"):
         sft.main(recipe, tmp_path / "file" / "out", [])
