@@ -684,7 +684,7 @@ GUARDS = [
          "test_an_old_resume_does_not_continue_a_run_that_has_paused_itself"),
     ),
     *_needed_by("tests/ledger/test_rules.py",
-        ("signal-fills-batches", ("body.has_signal", "True"),
+        ("signal-fills-batches", ("body.signal", "True"),
          "test_a_group_without_signal_is_paid_but_does_not_fill_a_batch"),
         ("quarantine-grows", ("first_s * 2.0 ** min(failures - 1, 20)", "first_s"),
          "test_quarantine_grows_with_each_failure"),
