@@ -121,6 +121,13 @@ def cause_of(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
+def remedy_of(error: OSError) -> str:
+    """What the user does so that a file can be written."""
+    if error.errno in DISK_FULL:
+        return "Free some space on that disk"
+    return "Raise the limit of file sizes (ulimit -f)" if error.errno == errno.EFBIG else "Make the folder writable"
+
+
 def fault_of_user(error: BaseException) -> ShoalError | None:
     """The fault that the user must fix, if there is one. Tasks that ran side by side wrap it in groups."""
     if isinstance(error, ShoalError):

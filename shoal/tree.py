@@ -15,6 +15,7 @@ from typing import Any, TypeVar, get_args
 import msgspec
 
 from shoal.errors import ConfigError, cause_of
+from shoal.terminal import printable
 
 T = TypeVar("T")
 
@@ -31,11 +32,12 @@ def read_toml(path: Path, what: str = "a run file") -> dict[str, Any]:
     """Read a TOML file as nested tables. Raises `ConfigError`; `what` says what the file should be."""
     try:
         return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {cause_of(error)}. Give the path of {what} (.toml)") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         hint = "" if path.suffix == ".toml" else f". Give the path of {what} (.toml)"
         raise ConfigError(f"{path} is not valid TOML: {error}{hint}") from None
+    except (OSError, ValueError) as error:  # of a path with a NUL
+        named = printable(str(path))
+        raise ConfigError(f"cannot read {named}: {cause_of(error)}. Give the path of {what} (.toml)") from None
 
 
 def merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

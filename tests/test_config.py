@@ -767,6 +767,21 @@ def test_a_judge_that_is_not_there_is_told_before_the_run(run_file: Path) -> Non
     assert found.name == str(run_file.parent / "judge.py")
 
 
+@pytest.mark.parametrize("path", ["a\0b", "x" * 5000, "x/" * 3000])
+@pytest.mark.parametrize("key", ["policy.path", "train.teacher", "eval.judge.name", "envs.name", "envs.tasks"])
+def test_what_no_path_can_be_is_refused_with_its_key(run_file: Path, key: str, path: str) -> None:
+    """Such as one with a NUL."""
+    config = load_run(run_file)
+    tree, (section, *inner) = to_tree(config), key.split(".")
+    table = tree[section][0] if section == "envs" else tree[section]
+    for name in inner[:-1]:
+        table = table[name]
+    table[inner[-1]] = f"./{path}"
+    with pytest.raises(ConfigError, match=rf"^{key} = ") as refused:
+        with_absolute_paths(from_tree(tree, RunConfig, ""), run_file.parent)
+    assert "\0" not in str(refused.value) and len(str(refused.value)) < 200
+
+
 def test_key_that_only_starts_like_a_safe_one_is_unsafe() -> None:
     assert unsafe_changes({"steps_more": 1}, {"steps_more": 2}) == ["steps_more"]
 

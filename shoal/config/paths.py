@@ -14,13 +14,24 @@ from shoal.errors import ConfigError, cause_of
 from shoal.protocol.hubref import is_hub
 from shoal.protocol.tasklists import TaskList, read_task_list
 from shoal.protocol.wire import WireError
+from shoal.terminal import brief
+
+
+def place_at(key: str, path: str, beside: Path) -> Path:
+    """A path that a key names, made absolute. Raises `ConfigError` if no file or folder can have it."""
+    try:
+        place = (beside / path).resolve()
+        place.exists()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{key} = {brief(path)}: cannot be a path: {cause_of(error)}. Correct it") from None
+    return place
 
 
 def with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
     """Make all paths of a run file absolute. Raises `ConfigError` if no model is where it names one."""
     policy = config.policy
     if policy.path and not is_hub(policy.path):
-        path = (recipe_dir / policy.path).resolve()
+        path = place_at("policy.path", policy.path, recipe_dir)
         if not path.is_dir():
             raise ConfigError(
                 f"policy.path = {policy.path}: no directory at {path}. Give one with a Hugging Face model; "
@@ -36,7 +47,7 @@ def _eval_at(asked: EvalConfig, recipe_dir: Path) -> EvalConfig:
     """With the path of the held-out judge. Evaluations run beside training, so a judge that is not there is told now."""
     if not is_path(asked.judge.name):
         return asked
-    path = (recipe_dir / asked.judge.name).resolve()
+    path = place_at("eval.judge.name", asked.judge.name, recipe_dir)
     if not path.exists():
         raise ConfigError(
             f"eval.judge.name = {asked.judge.name}: nothing at {path}. Give an environment's file or folder"
@@ -47,9 +58,9 @@ def _eval_at(asked: EvalConfig, recipe_dir: Path) -> EvalConfig:
 def env_at(env: EnvConfig, recipe_dir: Path) -> EnvConfig:
     """An environment with absolute paths."""
     if is_path(env.name):
-        env = msgspec.structs.replace(env, name=str((recipe_dir / env.name).resolve()))
+        env = msgspec.structs.replace(env, name=str(place_at("envs.name", env.name, recipe_dir)))
     if env.tasks:
-        env = msgspec.structs.replace(env, tasks=str((recipe_dir / env.tasks).resolve()))
+        env = msgspec.structs.replace(env, tasks=str(place_at("envs.tasks", env.tasks, recipe_dir)))
     return env
 
 
@@ -63,7 +74,7 @@ def with_judge_at(config: RunConfig, recipe_dir: Path) -> RunConfig:
     train = config.train
     for key in ("teacher", "reward_model"):
         if given := getattr(train, key):
-            path = (recipe_dir / given).resolve()
+            path = place_at(f"train.{key}", given, recipe_dir)
             if not path.is_dir():
                 raise ConfigError(f"train.{key} = {given}: no directory at {path}. Give one with a Hugging Face model")
             train = msgspec.structs.replace(train, **{key: str(path)})

@@ -218,6 +218,14 @@ MODELS = {"policy": "policy.path", "teacher": "train.teacher", "reward_model": "
 """Keys of a recipe that another stage's model takes the place of, by the key of the stage that names it."""
 
 
+NEEDED = {
+    "recipe": "write its path",
+    "policy": f'write "{FROM}NAME", or a directory',
+    "rollouts": f'write "{FROM}NAME"',
+}
+"""What to write for keys that some kinds of stages need."""
+
+
 class StagesConfig(Section, frozen=True, kw_only=True):
     """A stages file."""
 
@@ -341,6 +349,10 @@ def _check(config: StagesConfig, path: Path) -> None:
         by_name[stage.name] = stage
     before: set[str] = set()
     for stage in config.stages:
+        needed = [field.name for field in msgspec.structs.fields(stage) if field.required and field.name in NEEDED]
+        for key in needed:
+            if not getattr(stage, key):  # guard: needed-keys-are-not-empty
+                raise ConfigError(f'{path}: stage {stage.name}: {key} = "": {NEEDED[key]}')
         if isinstance(stage, RejectStage) and (stage.keep < 1 or stage.most < 0 or stage.last_steps < 0):
             raise ConfigError(f"{path}: stage {stage.name}: keep must be at least 1, most and last_steps at least 0")
         if isinstance(stage, FilterStage) and not (

@@ -12,10 +12,25 @@ from typing import Any
 import msgspec
 
 from shoal.config import RunConfig, SftConfig
-from shoal.config.stages import EvalStage, FilterStage, RlStage, Stage, kind_of, policy_directory, taken_by, to_settings
+from shoal.config.paths import place_at
+from shoal.config.stages import (
+    EvalStage,
+    FilterStage,
+    MergeStage,
+    RlStage,
+    Stage,
+    kind_of,
+    policy_directory,
+    taken_by,
+    to_settings,
+)
 from shoal.envs.load import env_digest, is_file
-from shoal.errors import ConfigError, StateError
+from shoal.errors import ConfigError, ShoalError, StateError
+from shoal.launch.computable import demand_computable
 from shoal.launch.outputs import digest_below
+from shoal.policy.adapterspec import AdapterSpec, has_adapter
+from shoal.policy.kinds import spec_of
+from shoal.policy.render import Renderer
 from shoal.protocol.hubref import is_hub
 from shoal.protocol.tasklists import read_task_list
 from shoal.protocol.wire import digest, to_json
@@ -78,7 +93,7 @@ def job_of(stage: Stage, settings: RunConfig | SftConfig | None, beside: Path, i
     if settings is None:
         tree, known, own = own, own, {}
         if tree.get("pairs"):
-            pairs = (beside / tree["pairs"]).resolve()
+            pairs = place_at(f"stage {stage.name}: pairs", tree["pairs"], beside)
             if not pairs.is_file():
                 raise ConfigError(f"stage {stage.name}: pairs = {tree['pairs']}: no file at {pairs}")
             digests["pairs"] = digest_below(pairs)
@@ -135,9 +150,12 @@ def _judges_at(
 
 
 def _own_directory(stage: Stage, key: str, path: str, beside: Path) -> Path:
-    own = (beside / path).resolve()
+    what = f"stage {stage.name}: {key}"
+    own, give = place_at(what, path, beside), "Give one with a Hugging Face model"
     if not own.is_dir():
-        raise ConfigError(f"stage {stage.name}: {key} = {path}: no directory at {own}")
+        raise ConfigError(f"{what} = {path}: no directory at {own}. {give}")
+    if not any(file.is_file() for file in own.rglob("*")):
+        raise ConfigError(f"{what} = {path}: no file is in {own}. {give}")
     return own
 
 
@@ -156,8 +174,8 @@ def demand_same_inputs(job: Job, name: str, folder: Path) -> None:
 
 
 def demand_doable(stage: Stage, settings: RunConfig | SftConfig | None, beside: Path) -> None:
-    """Raise `ConfigError` if something that a recipe names is not there, if a file of pairs has a line that is none, or if
-    the stage would wait for others. Called for all stages before the first begins."""
+    """Raise `ConfigError` if something that a recipe names is not there, if a file of pairs has a line that is none, if a
+    model is damaged, or if the stage would wait for others. Called for all stages before the first begins."""
     what = f"stage {stage.name}"
     if isinstance(settings, RunConfig):
         if isinstance(stage, EvalStage) and not any(settings.eval_episodes(env) for env in settings.envs):
@@ -171,6 +189,30 @@ def demand_doable(stage: Stage, settings: RunConfig | SftConfig | None, beside: 
         job = job_of(stage, settings, beside, {key: Input(Path(), "") for key in taken_by(stage)})
         if pairs := job.settings.get("pairs"):
             _demand_pairs(stage, Path(pairs))
+        _demand_models(stage, settings, job)
+
+
+def _demand_models(stage: Stage, settings: RunConfig | SftConfig | None, job: Job) -> None:
+    """Raise `ConfigError` if a model that a stage begins with or asks, and no other stage makes, is damaged. Weights are
+    not read: the stage does that."""
+    named, taken, train = policy_directory(stage), taken_by(stage), job.settings.get("train", {})
+    key = "policy" if named else "policy.path"
+    path = job.inputs["policy"] if named else job.settings.get("policy", {}).get("path", "")
+    try:
+        if path and not is_hub(path) and "policy" not in taken:
+            Renderer.from_directory(Path(path))  # guard: policies-of-stages-are-read-first
+            if isinstance(stage, RlStage) and isinstance(settings, RunConfig):
+                demand_computable(Path(path), settings)
+            if isinstance(stage, MergeStage) and not has_adapter(Path(path)):
+                raise StateError(f"{path} holds no adapter (adapter_config.json): there is nothing to merge")
+            if has_adapter(Path(path)):
+                AdapterSpec.from_directory(Path(path))
+        for judge in JUDGES if isinstance(stage, RlStage) else ():
+            key = f"train.{judge}"
+            if train[judge] and judge not in taken:
+                spec_of(Path(train[judge]))  # guard: judges-of-stages-are-read-first
+    except ShoalError as error:
+        raise ConfigError(f"stage {stage.name}: {key}: {error}") from None
 
 
 def _demand_pairs(stage: Stage, pairs: Path) -> None:
@@ -198,8 +240,8 @@ def _environments(found: Any, beside: Path) -> tuple[Any, Any]:
         return [absolute for absolute, _ in pairs], [pinned for _, pinned in pairs]
     name = found["name"]
     if is_file(name):
-        name = str((beside / name).resolve())
-    tasks = str((beside / found["tasks"]).resolve()) if found["tasks"] else ""
+        name = str(place_at("envs.name", name, beside))
+    tasks = str(place_at("envs.tasks", found["tasks"], beside)) if found["tasks"] else ""
     if tasks and not Path(tasks).is_file():
         raise ConfigError(f"envs.tasks = {found['tasks']}: no file at {tasks}")
     pinned = {"name": Path(name).name, "source": env_digest(name), "tasks": digest_below(Path(tasks)) if tasks else ""}

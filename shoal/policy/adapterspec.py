@@ -89,7 +89,7 @@ class AdapterSpec:
         """Read `adapter_config.json`. Raises `StateError` if it is malformed, or asks for what we do not compute."""
         path = Path(directory) / CONFIG
         try:
-            config = msgspec.json.decode(read_capped(path, MAX_JSON_BYTES), type=_PeftConfig)
+            config = msgspec.json.decode(read_capped(path, MAX_JSON_BYTES).decode(), type=_PeftConfig)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise StateError(
                 f"{path} is not an adapter's config: {error}. Copy or download the adapter again"
@@ -118,7 +118,7 @@ class Base:
         if not path.exists():
             return None
         try:
-            return msgspec.json.decode(read_capped(path, MAX_JSON_BYTES), type=Base)
+            return msgspec.json.decode(read_capped(path, MAX_JSON_BYTES).decode(), type=Base)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise StateError(f"{path} is damaged: {error}. Copy the adapter again") from None
 

@@ -12,7 +12,7 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from shoal.errors import StateError
-from shoal.policy.stored import bad_value, read_capped
+from shoal.policy.stored import bad_value, decode_strictly, read_capped
 from shoal.policy.tokenizer_class import BUILD, FILE, Built, as_the_file_is, class_of, fix_mistral, with_parts
 from shoal.protocol.constants import MAX_JSON_BYTES
 
@@ -211,10 +211,8 @@ def read_object(path: Path, limit_bytes: int = MAX_CONFIG_BYTES) -> dict[str, An
     """A JSON object; empty if there is no such file. Raises `StateError`."""
     if not path.exists():
         return {}
-    try:
-        return msgspec.json.decode(read_capped(path, limit_bytes), type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise StateError(f"{path} is damaged: {error}. Download the model again") from None
+    found: dict[str, Any] = decode_strictly(read_capped(path, limit_bytes), dict[str, Any], path)
+    return found
 
 
 def clean_up(text: str) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.errors import StateError, cause_of
+from shoal.errors import StateError, cause_of, remedy_of
 from shoal.folder import replaced_folder
 from shoal.policy import adapterspec
 from shoal.policy.anyspec import AnySpec, read_config
@@ -228,7 +228,8 @@ def save_policy(
                     shutil.copyfile(Path(tokenizer_from) / name, scratch / name)
     except OSError as error:
         raise StateError(
-            f"cannot write checkpoint {directory}: {cause_of(error)}. Free space, or give another"
+            f"cannot write checkpoint {directory}: {cause_of(error)}. {remedy_of(error)}, or choose another folder, "
+            "then try again"
         ) from None
 
 

@@ -9,26 +9,27 @@ import contextlib
 import json
 import logging
 import math
+import os
 import re
 import shutil
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import psutil
 import torch
 
 from shoal.config import SftConfig, load_sft
-from shoal.config.paths import env_at
+from shoal.config.paths import env_at, place_at
 from shoal.engine.base import Engine
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.envs.base import Env
 from shoal.envs.evaluate import Evaluation, evaluate
 from shoal.envs.load import env_of
 from shoal.envs.prompt_preview import learned_row
-from shoal.errors import ConfigError, StateError
+from shoal.errors import ConfigError, StateError, cause_of, remedy_of
 from shoal.folder import COLD_START_RECIPE, cold_start_folder, write_atomically
 from shoal.heldout import interval_of, why_not_comparable
 from shoal.net.stopping import stop_requested
@@ -81,16 +82,39 @@ def make(config: SftConfig, beside: Path, out: Path, examples: Examples | None =
     """
     torch.set_num_threads(config.threads)
     config = msgspec.structs.replace(config, env=env_at(config.env, beside))
-    with tempfile.TemporaryDirectory(prefix="shoal-sft-") as scratch:
-        start = beside / config.policy.path if config.policy.path else Path(scratch) / "tiny"
-        if is_hub(config.policy.path):
-            start = Path(scratch) / "model"
+    if config.policy.path and not is_hub(config.policy.path):
+        place_at("policy.path", config.policy.path, beside)
+        demand_start(beside / config.policy.path)
+        return _fine_tune(config, beside / config.policy.path, out, examples)
+    with _scratch(cold_start_folder(out)) as scratch:
+        start = scratch / "model"
+        if config.policy.path:
             Hub().bring(config.policy.path, start)
-        elif config.policy.path:
-            demand_start(start)
         else:
             make_tiny(config.policy.tiny, start, config.seed, "float32")
         return _fine_tune(config, start, out, examples)
+
+
+@contextlib.contextmanager
+def _scratch(beside: Path) -> Iterator[Path]:
+    """A folder for the policy to start from. Those that killed processes left are deleted."""
+    for left in beside.glob("start-*"):
+        number = left.name.removeprefix("start-")
+        if number.isdecimal() and (int(number) == os.getpid() or not psutil.pid_exists(int(number))):
+            shutil.rmtree(left, ignore_errors=True)
+    mine = beside / f"start-{os.getpid()}"
+    try:
+        mine.mkdir(parents=True)
+    except OSError as error:
+        raise StateError(
+            f"cannot make {mine}: {cause_of(error)}. {remedy_of(error)}, or choose another --out"
+        ) from None
+    try:
+        yield mine
+    finally:
+        shutil.rmtree(mine, ignore_errors=True)
+        with contextlib.suppress(OSError):  # what was saved stays
+            beside.rmdir()
 
 
 def demand_start(start: Path) -> None:

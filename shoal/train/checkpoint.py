@@ -14,7 +14,6 @@ and the next save deletes them. The sums find damage of the disk; nobody else wr
 CPU time of SHA-256, which states of earlier versions of shoal have.
 """
 
-import errno
 import hashlib
 import json
 import logging
@@ -32,7 +31,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from shoal.errors import DISK_FULL, StateError, cause_of
+from shoal.errors import DISK_FULL, StateError, cause_of, remedy_of
 from shoal.folder import name_folder
 from shoal.train.shard_files import is_shard, joined
 from shoal.train.step import Learner, LearnerState
@@ -248,11 +247,9 @@ def _write(path: Path, pieces: Iterator[memoryview | bytes]) -> tuple[str, str]:
 
 def _write_fault(folder: Path, version: int, size: int, error: OSError) -> str:
     fault = f"cannot save the trainer's state of version {version} ({size / 1e6:.1f} MB) under {folder}: "
+    kept = ": the previous state is untouched, and the same command goes on from it" if _versions(folder) else ""
     if error.errno in DISK_FULL:
         free_mb = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 1e6
-        return fault + (
-            f"the disk is full ({free_mb:.1f} MB free). Free at least {KEPT + 1} times that and start again: "
-            "the previous state is untouched and the run resumes from it"
-        )
-    remedy = "Raise the limit of file sizes (ulimit -f)" if error.errno == errno.EFBIG else "Make the folder writable"
-    return fault + f"{cause_of(error)}. {remedy} and start again: the previous state is untouched"
+        room = f"the disk is full ({free_mb:.1f} MB free). Free at least {KEPT + 1} times that and start again"
+        return f"{fault}{room}{kept}"
+    return f"{fault}{cause_of(error)}. {remedy_of(error)} and start again{kept}"

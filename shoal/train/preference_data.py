@@ -3,6 +3,7 @@
 Read by `roles/prefer`, and by `launch/jobs` before the first stage begins. Light: it knows no tokenizer.
 """
 
+import codecs
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from shoal.policy.messages import Message, normal
 
 MAX_LINE_BYTES = 1 << 20
 """Limit on a line of a file of pairs."""
+
+_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 class PreferencePair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,14 +48,21 @@ class PreferencePair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def preference_pairs(path: Path) -> Iterator[tuple[int, PreferencePair]]:
     """Each line that is not empty, with its number. Raises `StateError` that names the line."""
     with path.open("rb") as file:
+        start = file.read(4)
+        if start.startswith(_MARKS) or b"\0" in start:
+            what = "begins with a byte order mark" if start.startswith(codecs.BOM_UTF8) else "is in UTF-16"
+            raise StateError(f"{path} {what}: save it as UTF-8 without a byte order mark")
+        file.seek(0)
         for number, data in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
             try:
                 if len(data) > MAX_LINE_BYTES:
                     raise ValueError(f"longer than {MAX_LINE_BYTES} bytes")
                 if not data.strip():
                     continue
-                line = msgspec.json.decode(data, type=PreferencePair)
+                line = msgspec.json.decode(data.decode(), type=PreferencePair)
                 normal([*line.messages(), *line.answers()])
+            except UnicodeDecodeError:
+                raise StateError(f"{path}, line {number} is not UTF-8: save the file as UTF-8") from None
             except (ValueError, RecursionError) as error:  # msgspec.DecodeError and ShoalError are
                 raise pair_error(path, number, error) from None
             yield number, line

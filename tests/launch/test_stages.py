@@ -15,6 +15,7 @@ import pytest
 
 from shoal.algos.rejection import raft
 from shoal.config import load_run
+from shoal.config.policies import TinyPolicy
 from shoal.config.stages import StagesConfig, load_stages, settings_of
 from shoal.errors import ConfigError, StateError
 from shoal.folder import RunFolder
@@ -29,7 +30,8 @@ from shoal.launch.stages_report import StageEnd, in_words
 from shoal.ledger.log.creation import creation_of
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import verify
-from shoal.policy.adapterspec import has_adapter
+from shoal.policy.adapterspec import AdapterSpec, has_adapter
+from shoal.policy.tiny import make_tiny
 from shoal.policy.valued import load_valued
 from shoal.protocol.tasklists import read_task_list
 from shoal.roles.sft_examples import chosen_rows
@@ -187,6 +189,9 @@ REFUSED = {
     'for that stage, write "stage:b"': 'kind = "merge"\npolicy = "b"',
     "two stages are named b": 'kind = "sft"\nrecipe = "start.toml"\n' + SECOND,
     "low and high from 0 to 1, low not above high": 'kind = "filter"\nrecipe = "rl.toml"\nlow = 0.9',
+    'stage a: policy = "": write "stage:NAME", or a directory': 'kind = "dpo"\npolicy = ""\npairs = "p.jsonl"',
+    'stage a: rollouts = "": write "stage:NAME"': 'kind = "reject"\nrollouts = ""',
+    'stage a: recipe = "": write its path': 'kind = "sft"\nrecipe = ""',
     "itself takes from it: a loop": 'kind = "merge"\npolicy = "stage:a"',
 }
 
@@ -269,6 +274,9 @@ def test_a_file_of_pairs_is_looked_for_beside_the_stages_file_and_nowhere_else(f
     assert job_named(files, "pairs", {}).settings["pairs"] == str(files.parent / "p.jsonl")
 
 
+PAIR = '{"prompt": "1", "chosen": "2", "rejected": "3", "tools": null}'
+
+
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
@@ -284,15 +292,25 @@ def test_a_file_of_pairs_is_looked_for_beside_the_stages_file_and_nowhere_else(f
             r"`id`; known are prompt, chosen, rejected, tools",
         ),
         ("\n", "no pairs to learn from"),
+        (
+            '{"prompt": "1", "chosen": "2", "rejected": "3"}\n{"prompt": "\udcff", "chosen": "2", "rejected": "3"}',
+            "line 2 is not UTF-8: save",
+        ),
+        (
+            '\ufeff{"prompt": "1", "chosen": "2", "rejected": "3"}',
+            "begins with a byte order mark: save it as UTF-8 without",
+        ),
+        ("UTF-16", "is in UTF-16: save it as UTF-8 without"),
     ],
 )
 def test_lines_that_are_no_pairs_are_refused_before_the_first_stage(files: Path, lines: str, said: str) -> None:
     files.write_text(STAGES + '[[stages]]\nname = "pairs"\nkind = "dpo"\npolicy = "stage:start"\npairs = "p.jsonl"\n')
-    (files.parent / "p.jsonl").write_text(lines)
+    coded = PAIR.encode("utf-16") if lines == "UTF-16" else lines.encode(errors="surrogateescape")
+    (files.parent / "p.jsonl").write_bytes(coded)
     stage = load_stages(files).stages[-1]
     with pytest.raises(ConfigError, match=f"^stage pairs: pairs: .*{said}"):
         demand_doable(stage, None, files.parent)
-    (files.parent / "p.jsonl").write_text('{"prompt": "1", "chosen": "2", "rejected": "3", "tools": null}')
+    (files.parent / "p.jsonl").write_text(PAIR)
     demand_doable(stage, None, files.parent)
 
 
@@ -317,7 +335,9 @@ def test_a_stage_without_a_policy_in_a_recipe_may_begin_with_a_directory_beside_
     with pytest.raises(ConfigError, match=r"policy = mine: no directory at"):
         demand_doable(first, settings_of(first, here), here)
     (here / "mine").mkdir()
-    (here / "mine" / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(ConfigError, match=r"stage first: policy = mine: no file is in "):
+        demand_doable(first, settings_of(first, here), here)
+    own_policy(here / "mine", "merge" if "merge" in stage else "")
     demand_doable(first, settings_of(first, here), here)
     job = job_named(files, "first", {})
     assert job.inputs["policy"] == str(here / "mine")
@@ -333,6 +353,91 @@ def test_a_stage_without_a_policy_in_a_recipe_may_begin_with_a_directory_beside_
 def key_of(files: Path, *overrides: str) -> str:
     stage = load_stages(files, overrides).stages[0]
     return job_of(stage, settings_of(stage, files.parent), files.parent, {}).key
+
+
+def key_and_stage(files: Path, kind: str, path: str) -> tuple[str, Any]:
+    """A stage whose policy has a path, and the key that says so."""
+    named = f"policy = {json.dumps(path)}"
+    more = {
+        "dpo": 'pairs = "p.jsonl"',
+        "reward_model": 'pairs = "p.jsonl"',
+        "eval": 'recipe = "rl.toml"\nset = ["eval.episodes=1"]',
+    }
+    if kind in ("sft", "rl"):
+        recipe = files.parent / f"{'start' if kind == 'sft' else 'rl'}.toml"
+        table = f"[policy]\npath = {json.dumps(path)}\n"
+        text = recipe.read_text().replace(TINY, "").replace("[policy.adapter]\nrank = 2\n", "")
+        recipe.write_text(text + table)
+        named, more[kind] = "", f'recipe = "{recipe.name}"'
+    (files.parent / "p.jsonl").write_text('{"prompt": "1", "chosen": "2", "rejected": "3"}')
+    files.write_text(f'name = "own"\n[[stages]]\nname = "first"\nkind = "{kind}"\n{named}\n{more.get(kind, "")}\n')
+    return "policy" if named else "policy.path", load_stages(files).stages[0]
+
+
+KINDS = ["sft", "rl", "dpo", "reward_model", "merge", "eval"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_model_is_refused_before_the_first_stage(files: Path, kind: str) -> None:
+    here = files.parent
+    own_policy(here / "mine", kind)
+    key, stage = key_and_stage(files, kind, "mine")
+    demand_doable(stage, settings_of(stage, here), here)
+    deep = b'{"a":' * 20000 + b"1" + b"}" * 20000
+    for name, data in (
+        ("generation_config.json", b"\x0d\xfc"),
+        ("generation_config.json", b'{"a": "\xe9\xff"}'),
+        ("tokenizer_config.json", b"\x0d\xfc"),
+        ("tokenizer_config.json", deep),
+        ("chat_template.jinja", b"{{ {% "),
+        ("config.json", b'{"a": "\xe9\xff"}'),
+        *([("adapter_config.json", b"[")] if kind == "merge" else []),
+    ):
+        path = here / "mine" / name
+        before = path.read_bytes() if path.exists() else None
+        path.write_bytes(data)
+        with pytest.raises(ConfigError, match=rf"^stage first: {key}: .*{name}"):
+            demand_doable(stage, settings_of(stage, here), here)
+        if before is None:
+            path.unlink()
+        else:
+            path.write_bytes(before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("path", ["a\0b", "x" * 5000, "x/" * 3000])
+def test_what_no_path_can_be_is_refused_in_one_line_with_stage_and_key(files: Path, kind: str, path: str) -> None:
+    key, stage = key_and_stage(files, kind, path)
+    with pytest.raises(ConfigError, match=rf"^stage first: {key} = ") as refused:
+        demand_doable(stage, settings_of(stage, files.parent), files.parent)
+    assert "\0" not in str(refused.value) and len(str(refused.value)) < 300
+
+
+def test_a_file_of_pairs_or_a_recipe_that_no_path_can_be_is_refused(files: Path) -> None:
+    files.write_text('name = "own"\n[[stages]]\nname = "first"\nkind = "dpo"\npolicy = "mine"\npairs = "a\\u0000b"\n')
+    own_policy(files.parent / "mine")
+    stage = load_stages(files).stages[0]
+    with pytest.raises(ConfigError, match=r"^stage first: pairs = "):
+        demand_doable(stage, None, files.parent)
+    files.write_text('name = "own"\n[[stages]]\nname = "first"\nkind = "sft"\nrecipe = "a\\u0000b"\n')
+    with pytest.raises(ConfigError, match=r"cannot read .*a\\u0000b"):
+        settings_of(load_stages(files).stages[0], files.parent)
+
+
+@pytest.mark.parametrize("judge", ["teacher", "reward_model"])
+def test_a_damaged_judge_is_refused_before_the_first_stage(files: Path, judge: str) -> None:
+    with_judge(files, judge)
+    rl = next(stage for stage in load_stages(files).stages if stage.name == "rl")
+    (files.parent / "judge" / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=rf"^stage rl: train\.{judge}: .*config\.json"):
+        demand_doable(rl, settings_of(rl, files.parent), files.parent)
+
+
+def own_policy(place: Path, kind: str = "") -> None:
+    """A model as a stage of the kind takes it: for merge, with an adapter."""
+    make_tiny(TinyPolicy(width=16, layers=1, heads=2, kv_heads=1, mlp_width=32, max_positions=64), place, 1, "float32")
+    if kind == "merge":
+        (place / "adapter_config.json").write_text(json.dumps(AdapterSpec(2, 4.0).to_peft()))
 
 
 def test_a_key_follows_settings_and_sources_but_not_names_and_places(files: Path, tmp_path: Path) -> None:

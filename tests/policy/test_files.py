@@ -181,14 +181,17 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(stream, "write_tensors", no_space)
-    with pytest.raises(StateError, match="No space left"):
+    with pytest.raises(StateError, match=r"No space left on device\. Free some space .*, or choose another folder"):
         save_policy(load_policy(checkpoint), checkpoint, "float32")
     assert tensors_of(checkpoint) == before
 
 
 def test_half_a_checkpoint_is_removed_when_the_disk_is_full(checkpoint: Path) -> None:
     before, model = tensors_of(checkpoint), load_policy(checkpoint)
-    with full_disk(4000), pytest.raises(StateError, match=r"cannot write checkpoint .*File too large"):
+    with (
+        full_disk(4000),
+        pytest.raises(StateError, match=r"cannot write checkpoint .*File too large\. Raise the limit"),
+    ):
         save_policy(model, checkpoint, "float32")
     assert tensors_of(checkpoint) == before
     assert [path.name for path in checkpoint.parent.iterdir()] == [checkpoint.name]
@@ -297,6 +300,15 @@ def test_a_chat_template_that_is_not_utf8_is_refused_as_by_transformers(checkpoi
     with pytest.raises(
         StateError, match=r"/chat_template\.jinja is not UTF-8 text: byte 14 is 0xff\. Write it in UTF-8"
     ):
+        Renderer.from_directory(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_a_json_file_is_utf8_also_in_texts_that_nobody_reads(name: str, checkpoint: Path) -> None:
+    path = checkpoint / name
+    begun = path.read_bytes().rstrip().removesuffix(b"}") + b', "a": "'
+    path.write_bytes(begun + b'\xe9\xff"}')
+    with pytest.raises(StateError, match=rf"/{name} is .*0xe9 in position {len(begun)}: "):
         Renderer.from_directory(checkpoint)
 
 

@@ -18,8 +18,8 @@ from msgspec.structs import replace as replace_struct
 from shoal import cli
 from shoal.config import TinyPolicy
 from shoal.envs.evaluate import Evaluation, evaluate
-from shoal.errors import MessagesRefused, ShoalError, StateError
-from shoal.folder import COLD_START_RECIPE
+from shoal.errors import ConfigError, MessagesRefused, ShoalError, StateError
+from shoal.folder import COLD_START_RECIPE, cold_start_folder
 from shoal.policy.render import Renderer
 from shoal.policy.spec import write_json
 from shoal.policy.tiny import make_tiny
@@ -532,6 +532,34 @@ def test_threads_of_a_command_that_computes_wait_without_spinning(
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
+def test_a_killed_cold_start_leaves_nothing_outside_its_folder_and_the_next_clears_that(
+    recipe: Path, tmp_path: Path
+) -> None:
+    (temporary := tmp_path / "tmp").mkdir()
+    out, environ = tmp_path / "out", os.environ | {"TMPDIR": str(temporary)}
+    command = [sys.executable, "-m", "shoal.cli", "sft", str(recipe), "--out", str(out), "--set"]
+    process = subprocess.Popen([*command, "steps=99999"], stderr=subprocess.PIPE, text=True, env=environ)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "step=1/" in line:
+            break
+    process.kill()
+    process.communicate()
+    beside = cold_start_folder(out)
+    assert [path.name for path in beside.iterdir()] == [f"start-{process.pid}"] and not any(temporary.glob("shoal*"))
+    subprocess.run([*command, "steps=1"], check=True, env=environ, capture_output=True)
+    assert [path.name for path in beside.iterdir()] == ["recipe.json"] and (out / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("path", ["a\0b", "x" * 5000])
+def test_what_no_path_can_be_is_refused_with_the_key(recipe: Path, tmp_path: Path, path: str) -> None:
+    tiny, env = SUMS.index("[policy.tiny]"), SUMS.index("[env]")
+    recipe.write_text(f"{SUMS[:tiny]}[policy]\npath = {json.dumps(path)}\n{SUMS[env:]}")
+    with pytest.raises(ConfigError, match=r"^policy\.path = "):
+        sft.main(recipe, tmp_path / "out", [])
+    assert not (tmp_path / "out-checkpoints").exists()
+
+
 def test_ctrl_c_ends_the_command_with_its_exit_code(recipe: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -675,3 +703,9 @@ def test_a_cold_start_keeps_the_generation_config_of_the_model_that_it_begins_wi
     sft.main(recipe, tmp_path / "out", ["steps=3", "eval_every=2"])
     for directory in (tmp_path / "out", tmp_path / "out-checkpoints" / "step000002"):
         assert json.loads((directory / "generation_config.json").read_text()) == generation
+
+
+def test_a_result_that_no_folder_can_hold_is_refused_at_once(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StateError, match=r"Not a directory.* or choose another --out"):
+        sft.main(recipe, tmp_path / "file" / "out", [])

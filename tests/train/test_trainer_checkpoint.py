@@ -237,7 +237,7 @@ def test_a_full_disk_says_what_to_do_and_loses_nothing(tmp_path, monkeypatch):
             save_state(folder, small_state(version))
         with monkeypatch.context() as patch:
             interrupt(patch, at, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-            with pytest.raises(StateError, match=r"version 3 .*the disk is full .*Free at least"):
+            with pytest.raises(StateError, match=r"version 3 .*the disk is full .*Free at least .*the previous state"):
                 save_state(folder, small_state(3))
         assert load_state(folder).version in (2, 3)
 
@@ -245,7 +245,7 @@ def test_a_full_disk_says_what_to_do_and_loses_nothing(tmp_path, monkeypatch):
 def test_a_limit_of_the_size_of_files_is_reported_as_one(tmp_path):
     with full_disk(100), pytest.raises(StateError, match=r"ulimit -f") as raised:
         save_state(tmp_path / "trainer", small_state(1))
-    assert "writable" not in str(raised.value)
+    assert "writable" not in str(raised.value) and "previous state" not in str(raised.value)
 
 
 def test_a_folder_that_cannot_be_written_is_reported_in_one_line(tmp_path):
