@@ -42,7 +42,7 @@ def turn_begins(state: State, submission: SubmissionRecord, ahead: Sequence[str]
     """When a validator with these ahead of it may judge."""
     begins = submission.judged_at
     for key in ahead:
-        begins = idle_since(state.members[key], submission, begins) + turn_s(state)
+        begins = idle_since(state.members[key], submission, begins) + turn_s(state)  # guard: turns
     return begins
 
 

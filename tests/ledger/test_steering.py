@@ -7,7 +7,7 @@ from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.facts.leases import AskLease, LeaseLapsed
 from shoal.ledger.facts.members import NodeQuarantined
 from shoal.ledger.facts.run import Admin, RulesChanged, Tick
-from shoal.ledger.law import LAW, as_version
+from shoal.ledger.law import LAW
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.credits import explain
 from shoal.ledger.log.store import Store, sqlite_url
@@ -123,16 +123,6 @@ def test_only_workers_are_quarantined(tmp_path):
     world = World(tmp_path)
     with pytest.raises(Refused, match="only workers are quarantined"):
         world.do(Admin("quarantine", VALIDATOR, world.now, 100))
-
-
-@pytest.mark.parametrize(
-    "asked", [{"action": "quarantine"}, {"action": "rate", "lr_factor": 0.5}, {"action": "pause", "evidence": FALL}]
-)
-def test_old_rules_know_neither_evidence_nor_quarantine_nor_rate(tmp_path, asked):
-    world = World(tmp_path, law=as_version(LAW, 2))
-    world.enter(WORKER)
-    with pytest.raises(Refused, match="version 2 of the rules"):
-        world.do(Admin(key=WORKER, now=world.now, created=100, **asked))
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_a_group_that_may_be_used_three_times_is_audited_at_three_times_the_rate
     body = desk.body()
     shown = desk.judge(body)[0]
     before = desk.tools.info.rules
-    usual = influence(shown.rewards, shown.tokens, before.algorithm, RULES_VERSION)
+    usual = influence(shown.rewards, shown.tokens, before.algorithm)
     for uses, draw, audited in ((UNSET, 0.14, False), (Uses(3, 2), 0.14, True), (Uses(3, 2), 0.16, False)):
         info = SimpleNamespace(
             run="run-1", rules=msgspec.structs.replace(before, uses=uses), rules_version=RULES_VERSION

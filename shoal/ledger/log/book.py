@@ -85,7 +85,7 @@ def _refuse_unknown_rules(first: Stored) -> None:
         )
 
 
-class _NamedVersion(msgspec.Struct):
+class _NamedVersion(msgspec.Struct, frozen=True):
     version: int = 0
 
 

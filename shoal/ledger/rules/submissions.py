@@ -107,9 +107,9 @@ def cause_of_submission_received(body: SubmissionReceived, here: Here) -> Cause:
     lease = here.state.leases[body.lease]
     if lease.version in here.links:
         link = bytes.fromhex(here.links[lease.version].audit_link)
-        draws = audit_draws(here.state, lease, body.digest, link)
-        order = turns(here.state, lease, body.digest, here.state.validators, link)
-        of_turns = turn_draws(here.state, lease, body.digest, here.state.validators, link)
+        draws = audit_draws(here.state, lease, link)
+        order = turns(lease, here.state.validators, link)
+        of_turns = turn_draws(lease, here.state.validators, link)
     else:
         (draws, order), of_turns = _said_draws(body, here), {}
     return Cause(

@@ -303,7 +303,7 @@ def _end_recheck(
     if blamed := set(weighed.refused) - set(weighed.disputed):
         yield Rechecked(submission.digest, "refused")
         yield from refusal_costs(state, member, lease, member.stake, len(blamed))  # guard: recheck-costs
-        yield from _failure(state, lease, submission, command)
+        yield from _failure(state, lease, submission, command)  # guard: recheck-quarantines
         return
     stopped = any(group.check == REPLAY for groups in weighed.accepted.values() for group in groups)
     # guard: doubted-is-open, stopped-recheck-confirms-nothing
@@ -339,7 +339,7 @@ def _recheck_draw(here: Here, submission: str) -> float:
     """The draw for a recheck; while its link is secret, what the decision says that it was."""
     lease = here.state.lease_of(here.state.submissions[submission])
     if lease.version in here.links:
-        return recheck_draw(here.state, lease, submission, bytes.fromhex(here.links[lease.version].audit_link))
+        return recheck_draw(lease, bytes.fromhex(here.links[lease.version].audit_link))
     for entry in here.entries[here.place + 1 :]:
         if isinstance(entry.body, VerdictGiven):
             break
