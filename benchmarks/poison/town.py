@@ -30,7 +30,7 @@ from shoal.ledger.facts.run import Create, RunCreated, Tick
 from shoal.ledger.facts.submissions import Submit
 from shoal.ledger.facts.verdicts import Judge
 from shoal.ledger.facts.versions import Publish
-from shoal.ledger.law import LAW, RULES_VERSION
+from shoal.ledger.law import LAW
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store
 from shoal.ledger.rules.verdicts import to_judge
@@ -224,9 +224,7 @@ class Town:
             submission.mean_influence,
             submission.mean_pay,
         )
-        info = SimpleNamespace(
-            run=self.state.run, rules=self.state.rules, rules_version=RULES_VERSION
-        )  # all that checks read of it
+        info = SimpleNamespace(run=self.state.run, rules=self.state.rules)  # all that checks read of it
         score = partial(self.engine.score, temperature=SAMPLING.temperature)
         tools = Tools(info, self.envs, self.renderer, replay_group, self.case.dtype, score)  # type: ignore[arg-type]
         return verify_submission(body, check, tools)

@@ -12,7 +12,7 @@ import msgspec
 
 from shoal.ledger.entry import GENESIS
 from shoal.ledger.fault_rate import FaultsRecord
-from shoal.ledger.law import LAW, Law
+from shoal.ledger.law import Law
 from shoal.ledger.state_records import LeaseRecord, Member, StreamRecord, SubmissionRecord
 from shoal.protocol.constants import MAIN_STREAM
 from shoal.protocol.difficulty import Difficulty
@@ -43,7 +43,7 @@ class State(msgspec.Struct, dict=True):
     sampling: Sampling = NO_SAMPLING
     rules: Rules = NO_RULES
     """What the run file fixes."""
-    law: Law = LAW
+    law: Law = Law()
     """What the project fixes: constants and version of the rules."""
     difficulty: Difficulty | None = None
     """How draws follow solve rates; None if they do not."""

@@ -82,7 +82,7 @@ def test_a_lower_rate_begins_with_the_next_batch_that_is_formed(tmp_path):
     assert state_hash(Book(Store(sqlite_url(world.path))).state) == state_hash(world.state)
 
 
-def test_a_run_whose_host_never_lowers_the_rate_has_the_bytes_of_before(tmp_path):
+def test_a_run_whose_host_never_lowers_the_rate_names_no_factor(tmp_path):
     world = World(tmp_path)
     assert b"lr_factor" not in to_json(msgspec.to_builtins(world.state, str_keys=True))
     assert b"evidence" not in to_json(RulesChanged(phase="paused")) and b"lr_factor" not in to_json(AdminRequest("x"))

@@ -300,10 +300,10 @@ def test_what_a_validator_accepts_for_three_uses_is_rechecked_three_times_as_oft
             assert (name in each.state.rechecks) == expected, draw
 
 
-# --- what stays as it was ---
+# --- runs that use each group once ---
 
 
-def test_rules_and_events_of_a_run_that_uses_each_group_once_have_the_bytes_of_before(tmp_path):
+def test_rules_and_events_of_a_run_that_uses_each_group_once_name_no_uses(tmp_path):
     assert b"uses" not in to_json(rules()) and rules().group_uses == 1 and rules().repeated_groups == 0
     world = World(tmp_path)
     world.enter(WORKER)

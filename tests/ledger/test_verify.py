@@ -1,6 +1,5 @@
 """Logs of a lying host, made by hand: every hash fits, and a finding names each event that no log may hold."""
 
-
 import msgspec
 import pytest
 

@@ -651,7 +651,7 @@ def credit_for_a_refused_group(lines):
     )
     at = next(i for i, (_, body) in enumerate(lines) if isinstance(body, Decision) and body.refused)
     slot = refused.groups[0].slot
-    paid = [GroupAccepted(0, slot, refused.submission, 0, "0" * 64, 50, (1.0,) * 8), Credit(worker, 0, slot, 50)]
+    paid = [GroupAccepted(0, slot, refused.submission, 0, "0" * 64, 50, (1.0,) * 8, False), Credit(worker, 0, slot, 50)]
     return [*lines[: at + 1], *((lines[at][0], body) for body in paid), *lines[at + 1 :]]
 
 

@@ -83,5 +83,5 @@ def test_the_divisor_stays_the_size_of_the_group():
 
 
 def test_rollouts_are_chosen_among_those_that_count():
-    accepted = GroupAccepted(0, 0, "", 0, "", 10, (0.0, 1.0, 0.5), faults=Faults((0,)))
+    accepted = GroupAccepted(0, 0, "", 0, "", 10, (0.0, 1.0, 0.5), True, faults=Faults((0,)))
     assert _left(accepted) == ([1, 2], [1.0, 0.5])

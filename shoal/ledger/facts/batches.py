@@ -107,7 +107,7 @@ def apply_group_accepted(body: GroupAccepted, state: State, entry: Entry) -> Non
 def _count_faults(body: GroupAccepted, state: State) -> None:
     """Count what the environment did on a group, for the run's pauses. Faults that nobody has confirmed yet wait."""
     label = body.env or (state.envs[0].label if len(state.envs) == 1 else "")
-    if not label:  # a log from before groups said it
+    if not label:  # nobody said it
         return
     state.faults = state.faults or FaultsRecord()
     lowest = any(env.label == label and env.on_fault == "lowest" for env in state.envs)

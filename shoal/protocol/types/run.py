@@ -48,7 +48,7 @@ class EnvSpec(Message, frozen=True, omit_defaults=True):
     """Share of the slots, relative to the weights of the other environments."""
     args: dict[str, Any]
     own_label: Fact = msgspec.field(default="", name="label")
-    """Sent only if it differs from the name: logs from before there were labels have none."""
+    """Sent only if it differs from the name."""
     system: str = ""
     """System prompt; empty leaves the environment's own."""
     examples: tuple[dict[str, Any], ...] = ()
