@@ -79,8 +79,7 @@ def apply_lease_granted(body: LeaseGranted, state: State, entry: Entry) -> None:
     )
     state.open_leases.append(body.lease)
     state.expect(body.deadline, "lease", body.lease)
-    if body.soft:
-        state.expect(body.soft, "soft", body.lease)
+    state.expect(body.soft, "soft", body.lease)
     member, stream = state.members[body.worker], state.streams[body.stream]
     member.leases, member.given = member.leases + 1, member.given + len(body.blocks)
     for number in body.blocks:
