@@ -27,7 +27,6 @@ from starlette.types import ASGIApp, Message
 from shoal.algos.projection import VALUES
 from shoal.config import RunConfig
 from shoal.folder import RunFolder
-from shoal.ledger.law import RULES_VERSION
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
 from shoal.protocol.algorithms import Grpo
@@ -207,7 +206,7 @@ class Town:
             if check is None:
                 continue
             slots = [slot.slot for block in check.lease.blocks for slot in block.slots]
-            weight, pay = influence(rewards, 10 * GROUP_SIZE, Grpo(), RULES_VERSION), 10 * GROUP_SIZE
+            weight, pay = influence(rewards, 10 * GROUP_SIZE, Grpo()), 10 * GROUP_SIZE
             groups = tuple(
                 t.GroupVerdict(
                     slot, must_audit(draw, check.rate, weight, check.mean_influence, pay, check.mean_pay), "accept",

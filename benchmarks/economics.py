@@ -2,8 +2,8 @@
 
     python benchmarks/economics.py
 
-`--quick` makes a twentieth of the runs. `--search VERSION` only searches for the best cheat (`benchmarks/search.py`),
-under the rules of a version. The last line is JSON.
+`--quick` makes a twentieth of the runs. `--search` only searches for the best cheat (`benchmarks/search.py`). The last line
+is JSON.
 
 Each strategy is compared with honesty in the same run by its profit: its pay, less what its groups cost.
 `benchmarks/market.py` is the model of a run. Detection is a parameter here; `benchmarks/detection.py` measures it.
@@ -24,7 +24,7 @@ from benchmarks.market import BLOCK_S, QUARANTINE_S, Outcome, play, play_beside_
 from benchmarks.pages.economics import tables
 from benchmarks.search import search
 from benchmarks.terms import ALL, HONEST, NONE, ONE, Draws, Move, Strategy, Terms
-from shoal.ledger.law import LAW, as_version
+from shoal.ledger.law import LAW
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
 
 PAY, HONEST_COST, CHEAT_COST, MILD_COST = 1.0, 0.7, 0.05, 0.35
@@ -288,16 +288,13 @@ def _beside_rival(terms: Terms, strategy: Strategy, runs: int) -> dict[str, Any]
     }  # fmt: skip
 
 
-def best_found(
-    rounds: int, runs: int, version: int = LAW.version, seats: Sequence[tuple[int, int]] = SEATS
-) -> list[dict[str, Any]]:
+def best_found(rounds: int, runs: int) -> list[dict[str, Any]]:
     """The best cheat that a search finds for each set of validators, and its profit as a share of honesty's."""
     rows = []
     heading("the search's best cheat against", "validators", "profit", "95 %", "forged", "slashes", "tried")
-    for validators, friends in seats:
+    for validators, friends in SEATS:
         for how, delay in BEHIND.items():
-            law = as_version(LAW, version)
-            terms = Terms(blocks=RIVAL_BLOCKS, validators=validators, friends=friends, delay=delay, law=law)
+            terms = Terms(blocks=RIVAL_BLOCKS, validators=validators, friends=friends, delay=delay)
             honest = honest_profit(terms)
             found = search(terms, lambda outcome, honest=honest: profit(outcome) / honest, rounds, runs)  # type: ignore[misc]
             made = estimate(profit(outcome) / honest for outcome in found.outcomes)
@@ -328,15 +325,14 @@ def row(first: object, *others: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=300, help="runs of each strategy (default: 300)")
-    parser.add_argument("--search", type=int, metavar="VERSION", help="only search, under the rules of this version")
+    parser.add_argument("--search", action="store_true", help="only search")
     parser.add_argument("--quick", action="store_true", help="a twentieth of the runs")
     args = parser.parse_args()
     runs = max(2, args.runs // 20 if args.quick else args.runs)
     began, terms = time.process_time(), Terms()
     rounds, fresh = (1, 8) if args.quick else (5, 40)
-    if args.search is not None:
-        rows = best_found(rounds, fresh, version=args.search)
-        print(json.dumps({"benchmark": "economics", "version": args.search, "best_found": rows}))
+    if args.search:
+        print(json.dumps({"benchmark": "economics", "best_found": best_found(rounds, fresh)}))
         return
     parameters = {
         "runs": runs, "blocks": terms.blocks, "groups_a_block": terms.groups, "validators": terms.validators,
@@ -350,8 +346,7 @@ def main() -> None:
     result = {
         "benchmark": "economics", "parameters": parameters, "cheating": cheating(runs),
         "best_response": best_responses(), "best_found": best_found(rounds, fresh),
-        "before_version_2": best_found(2, fresh, version=1, seats=SEATS[:3]), "honest": honesty(runs),
-        "collusion": collusion(runs),
+        "honest": honesty(runs), "collusion": collusion(runs),
         "cpu_minutes": round((time.process_time() - began) / 60, 1),
     }  # fmt: skip
     print(json.dumps(result | {"tables": tables(result)}))

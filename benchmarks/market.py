@@ -134,7 +134,7 @@ class Worker:
             return
         key.dropped = 0
         mean_pay = mean_newest_pay(self.terms, key.stake)
-        rate = self.bench.rate[min(key.valid, LAST)] if mean_pay or self.terms.law.version < 2 else 1.0
+        rate = self.bench.rate[min(key.valid, LAST)] if mean_pay else 1.0
         for first in range(turn, end, blocks):
             self._send(end + self.terms.delay, key, Sent(first, blocks, move.forged, pays, rate, mean_pay))
         if not self.terms.delay:
@@ -271,11 +271,11 @@ class Worker:
             _quarantine(key, quarantine_turns(key.failures + 1), now)
         elif blamed:
             self._refuse(key, blamed)
-            if is_quarantined(said[-1], key.failures) and self.terms.law.version >= 2:
+            if is_quarantined(said[-1], key.failures):
                 _quarantine(key, quarantine_turns(key.failures + 1), now)
         elif (weighed is None or weighed.refused) and any("hard" in verdict for verdict in said):
             key.valid = 0  # a forgery that could not be settled
-        if blamed and self.terms.law.version >= 2:
+        if blamed:
             key.valid, key.failures, self.refused = 0, key.failures + 1, self.refused + 1
 
     def _hear(self, case: Case, said: list[tuple[str, ...]], blocks: int) -> Weighed | None:
@@ -301,8 +301,7 @@ class Worker:
                 self._vest(key)
 
     def _refuse(self, key: Key, blocks: int) -> None:
-        each = LAW.refused_blocks * self.terms.groups
-        self._burn(key, each * (blocks if self.terms.law.version >= 2 else 1))
+        self._burn(key, LAW.refused_blocks * self.terms.groups * blocks)
 
     def _slash(self, key: Key) -> None:
         self._burn(key, len(key.stake))

@@ -101,13 +101,13 @@ def case_of(draws: Draws, sent: Sent, order: Sequence[int], friendly: bool) -> C
 def mean_newest_pay(terms: Terms, stake: Sequence[int]) -> float:
     """The mean pay with which a group's pay is compared, as in `ledger/rules/submissions`."""
     groups = LAW.refused_blocks * terms.groups
-    return sum(stake[-groups:]) / groups if terms.law.version >= 2 else 0.0
+    return sum(stake[-groups:]) / groups
 
 
 def recheck_rate(terms: Terms, stake: Sequence[int], sent: Sent) -> float:
     """Share of submissions like this one that are judged again, as in `ledger/rules/pay`."""
     pay, least = sum(sent.pays) * sent.blocks, terms.law.recheck_rate
-    return max(least, pay / (pay + sum(stake))) if terms.law.version >= 2 else least
+    return max(least, pay / (pay + sum(stake)))
 
 
 def is_quarantined(first: Sequence[str], failures: int) -> bool:

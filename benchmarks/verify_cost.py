@@ -43,7 +43,7 @@ from shoal.envs.base import Env
 from shoal.envs.load import load_env
 from shoal.envs.play import play_block
 from shoal.envs.replay import replay_group
-from shoal.ledger.law import LAW, RULES_VERSION
+from shoal.ledger.law import LAW
 from shoal.policy.files import save_policy
 from shoal.policy.model import Transformer
 from shoal.policy.render import Renderer
@@ -99,7 +99,7 @@ def measure(name: str, policy: Path, envs: Mapping[str, Env], knobs: SamplingCon
     lease = Lease("lease", "worker", 0, (Block(0, slots),), sampling, 0.0, 60.0)
     rules = Rules(GROUP_SIZE, GROUPS, GROUPS, 0, 1, 60.0, 1.0, "float32", BOUNDS)
     tools = Tools(
-        SimpleNamespace(run="run", rules=rules, rules_version=RULES_VERSION),  # type: ignore[arg-type]
+        SimpleNamespace(run="run", rules=rules),  # type: ignore[arg-type]
         envs,
         renderer,
         replay_group,

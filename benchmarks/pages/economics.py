@@ -14,7 +14,6 @@ def tables(result: dict[str, Any]) -> dict[str, str]:
         "best_plan": _best_plan([row for row in plans if row["case"] == "hard findings"]),
         "strategies": _strategies([row for row in cheating if row["findings"] == "common"]),
         "best_found": _found(result["best_found"]),
-        "before_version_2": _found(result["before_version_2"]),
         "own_findings": table(
             ("Strategy", "Over honesty"),
             [(row["strategy"], _over(row)) for row in cheating if row["findings"] == "own"],

@@ -30,7 +30,7 @@ from shoal.ledger.facts.run import Create, RunCreated, Tick
 from shoal.ledger.facts.submissions import Submit
 from shoal.ledger.facts.verdicts import Judge
 from shoal.ledger.facts.versions import Publish
-from shoal.ledger.law import LAW, RULES_VERSION
+from shoal.ledger.law import LAW
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store
 from shoal.ledger.rules.verdicts import to_judge
@@ -193,8 +193,8 @@ class Town:
         names = tuple(digest(to_msgpack(group)) for group in groups)
         self.bodies |= dict(zip(names, map(to_msgpack, groups), strict=True))
         held = self.state.leases[lease.id]
-        draws = audit_draws(self.state, held, name, link)
-        order = turns(self.state, held, name, self.state.judges(), link)
+        draws = audit_draws(self.state, held, link)
+        order = turns(held, self.state.judges(), link)
         self.do(Submit(worker, lease.id, name, len(body), names, draws, order, self.now, int(self.now)))
 
     def _judge(self, lease: Lease, groups: Sequence[Group], body: bytes) -> None:
@@ -204,7 +204,7 @@ class Town:
             if verdict is None:
                 verdict = self._verdict(name, lease, groups, body)
             held, link = self.state.leases[lease.id], self._link("chain/audits", lease.version)
-            again = recheck_draw(self.state, held, name, link)
+            again = recheck_draw(held, link)
             entries = self.do(Judge(judges[0], verdict, self.now, recheck=again))
             self.quarantines += sum(isinstance(entry.body, NodeQuarantined) for entry in entries)
 
@@ -224,9 +224,7 @@ class Town:
             submission.mean_influence,
             submission.mean_pay,
         )
-        info = SimpleNamespace(
-            run=self.state.run, rules=self.state.rules, rules_version=RULES_VERSION
-        )  # all that checks read of it
+        info = SimpleNamespace(run=self.state.run, rules=self.state.rules)  # all that checks read of it
         score = partial(self.engine.score, temperature=SAMPLING.temperature)
         tools = Tools(info, self.envs, self.renderer, replay_group, self.case.dtype, score)  # type: ignore[arg-type]
         return verify_submission(body, check, tools)
@@ -236,7 +234,7 @@ class Town:
         claimed_G = self.poison.get(digest(to_msgpack(group))) or self.rewards(group)
         tokens = sum(rollout.num_policy_tokens() for rollout in group.rollouts)
         pay = paid_tokens(tokens, self.state.rules)
-        weight = influence(claimed_G, tokens, self.state.rules.algorithm, self.state.law.version)
+        weight = influence(claimed_G, tokens, self.state.rules.algorithm)
         drawn = must_audit(draw, submission.rate, weight, submission.mean_influence, pay, submission.mean_pay)
         due = group.slot in submission.audited or drawn
         return GroupVerdict(group.slot, audited=due, outcome="accept", rewards=claimed_G, tokens=tokens)

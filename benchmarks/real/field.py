@@ -22,7 +22,6 @@ from shoal.engine.base import Engine, Score, ScoreRequest
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.envs.load import load_env
 from shoal.envs.replay import replay_group
-from shoal.ledger.law import RULES_VERSION
 from shoal.policy.files import save_policy
 from shoal.policy.kinds import AUTO, open_policy
 from shoal.policy.render import Renderer
@@ -88,7 +87,7 @@ class Field(Lab):
     def tools(self, engine: Engine | None = None) -> Tools:
         """The tools of a validator with this engine."""
         info, dtype = (
-            SimpleNamespace(run="run-1", rules=self.rules, rules_version=RULES_VERSION),
+            SimpleNamespace(run="run-1", rules=self.rules),
             (engine or self.engine).facts.dtype,
         )
         return Tools(info, self.envs, self.renderer, replay_group, dtype, lambda requests: self.score(requests, engine))  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from shoal.launch.nodes_table import last_reason
 from shoal.launch.panels import duration
 from shoal.launch.remaining import left_label, seconds_left
 from shoal.launch.snapshot import Snapshot, names_apart
-from shoal.ledger.law import LAW, LAWS
+from shoal.ledger.law import LAW
 from shoal.protocol import types as t
 from shoal.roles.doing import Judged
 from shoal.terminal import brief
@@ -177,7 +177,7 @@ def next_vesting(now: NodeNow) -> str:
     node, info = now.node, now.info
     if node is None or info is None or node.credits <= node.vested:
         return ""
-    window = LAWS.get(info.rules_version, LAW).vesting_blocks * info.rules.block_groups
+    window = LAW.vesting_blocks * info.rules.block_groups
     missing = window - node.accepted
     if node.vested or missing <= 0:
         return "each further accepted group makes the oldest unvested one safe"

@@ -128,7 +128,7 @@ def _limit_of(created: RunCreated, group: Group, rollout: Rollout) -> str:
 
 def _is_flat(accepted: GroupAccepted, created: RunCreated | None) -> bool:
     assert created is not None, "the first event creates the run"
-    return not (accepted.has_signal or is_continued_slot(accepted.slot, created.rules.block_groups))
+    return not (accepted.signal or is_continued_slot(accepted.slot, created.rules.block_groups))
 
 
 def _read_log(folder: RunFolder, most: int) -> tuple[RunCreated, deque[GroupAccepted]]:

@@ -1,15 +1,8 @@
 """The law: every constant of the rules that the project fixes, and the version of the rules themselves.
 
-The run's first event holds the law that the run was created with, and a replay uses that law, whatever this file says by
-then. Auditors compare it with `LAWS`, so that a host cannot use constants of its own unseen. So a changed constant needs a
-new `RULES_VERSION` with its law in `LAWS`. Old logs without a new constant take its default, so the default must do what
-the code did before.
-
-A changed formula needs a new `RULES_VERSION`, and the old formula stays selectable by `State.law.version`. This holds for
-all that decides or changes a state: `facts/`, `rules/`, `state`, `state_records`, `malformed`, `weigh`, `seeds`, `turns`,
-`algorithm`, `fault_rate`, `next_batch`, `supply`, `reassign`, `pace`, `pools`, `drawn`, `uses`, the methods of `Law`;
-`audits`, `bounds`, `constants`, `continuations`, `draws`, `env_faults`, `randomness` and `sizes` in `protocol/`;
-`sampling_evidence`, `claim_evidence` and the files of advantages in `algos/`.
+The run's first event holds the law that the run was created with, and a replay uses that law. Auditors compare it with
+`LAW`, so that a host cannot use constants of its own unseen. Whatever decides or changes a state in another way than the
+last release, or has other constants, needs a new `RULES_VERSION`: a log of another version is reported as not checked.
 
 The arithmetic behind the constants. Let p be the chance that a cheat is caught, G the gain of a cheat and S the stake.
 Cheating loses if (1 - p) G < p S. A trusted worker is audited at 5 %, so S must exceed 19 G. The stake is the pay that
@@ -20,48 +13,8 @@ import msgspec
 
 from shoal.protocol.types import Message
 
-WHAT_CHANGED = {
-    0: "the rules before logs held their law",
-    1: "a lease is closed when it becomes stale; what is learnable is stored with each accepted group",
-    2: "audits, rechecks and turns are drawn by lease and slot, not by the submission's digest; "
-    "a hard finding that stays disputed ends a worker's trust; "
-    "refusals of a prompt agree only if they name the same prompt, and one alone is soft; "
-    "joins, leaves and the host's requests store when they were signed, and older ones are refused; leaving is logged; "
-    "changed joins of one key are limited; "
-    "a group's pay above that of its worker's newest groups raises its audit rate; "
-    "a worker with nothing at stake is audited fully; "
-    "validators judge the oldest submissions first, keep their turns while they do, and are skipped for a while after "
-    "missed or late turns; turns last as long as the median validator's checks need; slow validators are seldom first; "
-    "rechecks wait for validators at work, and are drawn more often for validators with few confirmed verdicts; "
-    "event times do not fall; a submission stores when it was signed, which must be near the time of its event; "
-    "leases have a soft time, after which others may hold the same blocks; the last batch of a version waits for all of "
-    "its blocks; while nothing new can be leased, what is held for long is leased again; "
-    "deadlines and sizes of leases follow from the time that a worker took before; workers without accepted "
-    "work share a part of the blocks; a lapse without pay to lose is owed; "
-    "claimed log-probs that lean one way over time are evidence; "
-    "each refused block of a submission costs pay; what pays much compared with its worker's stake is rechecked more; "
-    "a refusal by a recheck ends trust and counts towards quarantines, as any refusal does",
-    3: "in runs whose rules say so, a batch may take groups that earlier batches had: audited ones, each in at most so "
-    "many batches; a group's influence then counts once for each batch that may take it; "
-    "as many times more submissions are rechecked; influence follows from what the run's algorithm makes of the rewards; "
-    "accepted groups are continued where the run's algorithm learns from that, and batches wait for the continuations; "
-    "those of which none was due bring neither trust nor stake, and the others are audited as their parents at least; "
-    "the host may quarantine a worker and lower the learning rate, and its requests may hold the evidence of an alarm; "
-    "rollouts on which the environment fails count in nothing that is learned, their groups are always audited and "
-    "rechecked, and a run in which many fail pauses, once two validators or the host found it; "
-    "slots whose task cannot begin count among the groups without signal; "
-    "a lease may be given back because an environment was stopped, and a block that was stopped everywhere is void; "
-    "the only worker waits at most `least_soft_s` after its lapses, and so does one whose every lease of a block ended "
-    "in a stop, if each other worker stopped the block since; it gets the block at once; "
-    "all wait as briefly once it is void; "
-    "what waited before a validator first joined is no part of the time of its check",
-}
-"""By version of the rules: how they differ from the version before. This code makes the events and decisions of each of
-these versions exactly as any release that wrote them. The newest version may change until a release has it, and logs of it
-from before hold no longer. Logs of other versions are reported as not checked."""
-
-RULES_VERSION = max(WHAT_CHANGED)
-"""The version that new runs begin with. Logs without a law are of version 0."""
+RULES_VERSION = 1
+"""Of this code. A release never changes what the version of an earlier release decides."""
 
 
 class Law(Message, frozen=True):
@@ -77,21 +30,20 @@ class Law(Message, frozen=True):
     """A worker with n valid blocks in a row is audited at trust / n, but never below the run's rate. A smaller number lets
     a sleeper reach the lowest rate sooner."""
     recheck_rate: float = 0.05
-    """Smallest share of accepted submissions that a second validator judges again; since version 2 it is more for those
-    that pay much compared with their worker's stake. At 0, nobody finds a lazy or bribed validator."""
+    """Smallest share of accepted submissions that a second validator judges again; it is more for those that pay
+    much compared with their worker's stake. At 0, nobody finds a lazy or bribed validator."""
     vesting_blocks: int = 40
     """Blocks of a worker's latest pay that have not vested, and that a slash takes. Keep within 19 to 48: below, cheating
     pays at 5 % audits; above, false alarms (one in 1,000 groups) cost honest nodes 1 % of their pay."""
     refused_blocks: int = 8
-    """Blocks' worth of the newest unvested pay that each refused block costs if nobody is slashed; before version 2, that
-    each refused submission costs. At 2, a worker gains if its cheats count as soft, or if its run has one validator."""
+    """Blocks' worth of the newest unvested pay that each refused block costs if nobody is slashed. At 2, a worker gains if
+    its cheats count as soft, or if its run has one validator."""
     turn_s: float = 30.0
     """A validator's turn lasts at least this many seconds without a verdict. Longer keeps work waiting for a dead
     validator; shorter than a prefill makes two validators do the same work."""
     missed_turns: int = 2
-    """A validator is skipped while this many of its missed turns count, and until it sends a verdict; before version 2,
-    after this many in a row. 1 would skip a mere restart; a large number lets a dead validator delay every submission that
-    long."""
+    """A validator is skipped while this many of its missed turns count, and until it sends a verdict. 1 would skip a mere
+    restart; a large number lets a dead validator delay every submission that long."""
     turn_checks: float = 5.0
     """A turn lasts at least this many checks of the median validator, and a verdict that takes longer counts as a missed
     turn. Less makes honest slow validators miss turns; more lets one validator hold up a run longer."""
@@ -184,38 +136,14 @@ class Law(Message, frozen=True):
         """Share of a validator's first verdicts that a second one judges again; so far `confirmed` were confirmed."""
         return max(self.recheck_rate, min(1.0, self.recheck_trust / (confirmed + 1)))  # guard: new-judge-is-rechecked
 
-    def turn_begins(self, since: float, place: int) -> float:
-        """When a validator with `place` others ahead of it may judge, before version 2 of the rules. `since` is the time of
-        the last verdict, or of the submission if there is none."""
-        return since + self.turn_s * place  # guard: turns
-
 
 LAW = Law()
 """The law of new runs."""
 
-BEFORE_LAWS = Law(
-    version=0, probation_blocks=10, trust=3.0, recheck_rate=0.05, vesting_blocks=40, refused_blocks=8, turn_s=30.0,
-    missed_turns=2, dispute_s=600.0, most_verdicts=3, soft_failures=3, validator_faults=3, max_quarantine_s=3600.0,
-    free_lapses=0.05, stale_margin=0.1, max_lapse_wait_s=3600.0, lease_target_s=20.0, soft_times=2.0, least_soft_s=5.0,
-    deadline_times=4.0, patience_times=6.0, block_workers=4, unfilled_share=0.1, stranger_share=0.125, turn_checks=5.0,
-    late_s=3.0, missed_counts_turns=20, recheck_trust=1.0, rejoins=10, rejoin_s=60.0,
-    fault_window=200, fault_share=0.05, outside_share=0.01,
-)  # fmt: skip
-"""The constants of logs that name no law, written out, because they must not follow the defaults of `Law`."""
-
-
-def as_version(law: Law, version: int) -> Law:
-    """The same constants under another version of the rules."""
-    return msgspec.structs.replace(law, version=version)
-
-
-LAWS = {version: as_version(BEFORE_LAWS, version) for version in WHAT_CHANGED}
-"""By version of the rules: the project's law, written out like `BEFORE_LAWS`, because the logs of a version keep it."""
-
 
 def law_difference(law: Law) -> str:
-    """Where a law is not the project's law of its version; empty if nowhere."""
-    ours, theirs = (msgspec.structs.asdict(known) for known in (LAWS.get(law.version, LAW), law))
+    """Where a law is not the project's; empty if nowhere."""
+    ours, theirs = (msgspec.structs.asdict(known) for known in (LAW, law))
     differs = [f"{name} = {theirs[name]}, not {ours[name]}" for name in ours if theirs[name] != ours[name]]
     if not differs:
         return ""

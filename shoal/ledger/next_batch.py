@@ -1,10 +1,10 @@
 """What the next batch would take, and which blocks it waits for. Pure: it reads a state.
 
 Used by the rules of batches and of leases. A group may be learned from until it is `max_staleness` versions old. So each
-version has a last batch. From version 2 of the rules on, that batch waits for every block of the version. Otherwise a
+version has a last batch, which waits for every block of the version. Otherwise a
 worker could keep a group that it does not like until it is too old.
 
-From version 3 of the rules on, a run may use groups again. Then some places of a batch are for repeated groups, which
+A run may use groups again. Then some places of a batch are for repeated groups, which
 earlier batches had. New groups fill the others, and those for which no repeated group is eligible.
 
 Where the run's algorithm learns from continuations, a batch takes a group once its continuations are final: accepted, or
@@ -56,7 +56,7 @@ def usable(state: State, stream: StreamRecord) -> list[Place]:
 def next_members(state: State, stream: StreamRecord) -> Members:
     """Groups that the next batch would take now, none beyond its worker's share.
 
-    New ones: the oldest version first, then by slot; before version 2 of the rules, in the order of acceptance. A batch has
+    New ones: the oldest version first, then by slot. A batch has
     at least `batch_groups - repeated_groups` of them. Then come repeated ones, and if too few of those are eligible,
     further new ones. So a batch with fewer members than `batch_groups` waits for new groups.
     """
@@ -71,8 +71,7 @@ def next_members(state: State, stream: StreamRecord) -> Members:
                 yield place
 
     size = state.rules.batch_groups
-    places = [place for place in usable(state, stream) if is_settled(state, stream, place)]
-    places = sorted(places) if state.law.version >= 2 else places  # guard: oldest-first
+    places = sorted(place for place in usable(state, stream) if is_settled(state, stream, place))  # guard: oldest-first
     if not stream.uses:
         return Members(list(take(places, size)), [])
     for_repeated = state.rules.repeated_groups
@@ -146,7 +145,7 @@ def blocks_in_the_way(state: State, stream: StreamRecord) -> list[tuple[int, int
     """(version, block) of the blocks that the next batch waits for, although other groups would fill it: those that are not
     final, of the version for which it is the last batch. Some of continuations may not be leased yet."""
     oldest = len(stream.batches) - state.rules.max_staleness
-    if state.law.version < 2 or not state.rules.max_staleness or oldest not in stream.versions:
+    if not state.rules.max_staleness or oldest not in stream.versions:
         return []
     if len(next_members(state, stream).all) < state.rules.batch_groups:
         return []

@@ -36,7 +36,7 @@ def usual_pace_s(state: State) -> float:
 
 def is_slow(state: State, member: Member) -> bool:
     """Whether a worker takes clearly longer than is usual. Others could make what it holds."""
-    return state.law.version >= 2 and member.pace_s > state.law.soft_times * usual_pace_s(state)
+    return member.pace_s > state.law.soft_times * usual_pace_s(state)
 
 
 def patience_ends(state: State, lease: LeaseRecord) -> float:
@@ -58,7 +58,7 @@ def blocks_for_speed(state: State, member: Member, tokens_per_s: float, continue
         return 1
     tokens_per_block = state.block_tokens / state.accepted_groups * state.rules.block_groups
     in_time = tokens_per_s * state.law.lease_target_s / max(1.0, tokens_per_block)
-    if state.law.version >= 2 and member.pace_s:
+    if member.pace_s:
         in_time = min(in_time, state.law.lease_target_s / member.pace_s)  # guard: measured-speed
     if continued:
         in_time /= work_of(state, (FIRST_BLOCK,))
@@ -67,10 +67,8 @@ def blocks_for_speed(state: State, member: Member, tokens_per_s: float, continue
 
 def lease_times(state: State, member: Member, blocks: Sequence[int], now: float) -> tuple[float, float]:
     """Soft time and deadline of a lease. A worker that was slow before gets more time. For a newcomer, the usual time in
-    the run counts. Before version 2 of the rules, there is no soft time."""
+    the run counts."""
     law, longest_s = state.law, state.rules.lease_s * work_of(state, blocks)
-    if law.version < 2:
-        return 0.0, now + longest_s
     in_hand = float_sum(
         work_of(state, held) for held in (blocks, *(x.blocks for x in state.open_leases_of(member.key)))
     )

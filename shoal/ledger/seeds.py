@@ -70,42 +70,30 @@ def solved_groups(state: State, stream: StreamRecord, version: int, link: bytes)
     return found
 
 
-def audit_draws(state: State, lease: LeaseRecord, submission: str, link: bytes) -> tuple[float, ...]:
+def audit_draws(state: State, lease: LeaseRecord, link: bytes) -> tuple[float, ...]:
     """One draw in [0, 1) for each group of a submission; `link` is that of the audit chain.
 
-    The draws follow from the lease and its slots, so nothing that a worker puts into its submission changes them. In logs
-    of rules before version 2 they follow from the digest of the submission instead.
+    The draws follow from the lease and its slots, so nothing that a worker puts into its submission changes them.
     """
-    slots = state.slots_of(lease)
-    if state.law.version < 2:  # guard: draws-of-the-lease
-        name = bytes.fromhex(submission)
-        return tuple(uniform("audit", link, name, i.to_bytes(8, "big")) for i in range(len(slots)))
-    return slot_draws(lease.id, slots, link)
+    return slot_draws(lease.id, state.slots_of(lease), link)
 
 
 def slot_draws(lease: str, slots: Sequence[int], link: bytes) -> tuple[float, ...]:
-    """The draws of `audit_draws` in today's rules, by the id of the lease."""
+    """The draws of `audit_draws`, by the id of the lease."""
     return tuple(uniform("audit/slot", link, lease.encode(), slot.to_bytes(8, "big")) for slot in slots)
 
 
-def recheck_draw(state: State, lease: LeaseRecord, submission: str, link: bytes) -> float:
-    """A draw in [0, 1) for judging a submission a second time; arguments as of `audit_draws`."""
-    if state.law.version < 2:  # guard: recheck-of-the-lease
-        return uniform("recheck", link, bytes.fromhex(submission))
+def recheck_draw(lease: LeaseRecord, link: bytes) -> float:
+    """A draw in [0, 1) for judging a submission a second time; `link` as of `audit_draws`."""
     return uniform("recheck/lease", link, lease.id.encode())
 
 
-def turns(state: State, lease: LeaseRecord, submission: str, validators: Sequence[str], link: bytes) -> tuple[str, ...]:
+def turns(lease: LeaseRecord, validators: Sequence[str], link: bytes) -> tuple[str, ...]:
     """Keys of validators in the order in which they may judge a submission: nobody picks whom to judge, or by whom."""
-    draws = turn_draws(state, lease, submission, validators, link)
+    draws = turn_draws(lease, validators, link)
     return tuple(sorted(validators, key=lambda key: (draws[key], key)))
 
 
-def turn_draws(
-    state: State, lease: LeaseRecord, submission: str, validators: Sequence[str], link: bytes
-) -> dict[str, float]:
+def turn_draws(lease: LeaseRecord, validators: Sequence[str], link: bytes) -> dict[str, float]:
     """The draws behind `turns`, in [0, 1), by validator: the smallest is first."""
-    purpose, name = "turn/lease", lease.id.encode()
-    if state.law.version < 2:  # guard: turns-of-the-lease
-        purpose, name = "turn", bytes.fromhex(submission)
-    return {key: uniform(purpose, link, name, bytes.fromhex(key)) for key in validators}
+    return {key: uniform("turn/lease", link, lease.id.encode(), bytes.fromhex(key)) for key in validators}

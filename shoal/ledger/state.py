@@ -12,7 +12,7 @@ import msgspec
 
 from shoal.ledger.entry import GENESIS
 from shoal.ledger.fault_rate import FaultsRecord
-from shoal.ledger.law import BEFORE_LAWS, Law
+from shoal.ledger.law import Law
 from shoal.ledger.state_records import LeaseRecord, Member, StreamRecord, SubmissionRecord
 from shoal.protocol.constants import MAIN_STREAM
 from shoal.protocol.difficulty import Difficulty
@@ -43,7 +43,7 @@ class State(msgspec.Struct, dict=True):
     sampling: Sampling = NO_SAMPLING
     rules: Rules = NO_RULES
     """What the run file fixes."""
-    law: Law = BEFORE_LAWS
+    law: Law = Law()
     """What the project fixes: constants and version of the rules."""
     difficulty: Difficulty | None = None
     """How draws follow solve rates; None if they do not."""
@@ -173,7 +173,7 @@ class State(msgspec.Struct, dict=True):
             del self.due[place]
 
     def due_by(self, now: float, what: str, among: Iterable[str]) -> list[str]:
-        """Of these, whose time has come, in their order: old logs were decided in it."""
+        """Of these, whose time has come, in their order."""
         reached = self.due[: bisect_left(self.due, (now, chr(0x10FFFF), ""))]
         found = {whose for _, kind, whose in reached if kind == what}
         return [whose for whose in among if whose in found] if found else []  # guard: due-in-order

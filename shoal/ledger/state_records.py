@@ -15,10 +15,10 @@ from shoal.protocol.types import GroupVerdict, StepRewards
 
 
 class TurnsRecord(msgspec.Struct):
-    """How a validator keeps its turns, since version 2 of the rules. Times are seconds since the epoch."""
+    """How a validator keeps its turns. Times are seconds since the epoch."""
 
     joined: float = 0.0
-    """When it first joined; 0 before version 3 of the rules."""
+    """When it first joined."""
     voted: float = 0.0
     """When it last gave a verdict; 0 before the first."""
     voted_on: int = -1
@@ -78,10 +78,6 @@ class Member(msgspec.Struct):
     """Times in a row that its leases lapsed or were given back, with nothing submitted since."""
     dropped_at: float = 0.0
     """The last of these times, seconds since the epoch."""
-    missed: int = 0
-    """Of a validator, before version 2 of the rules: turns in a row that it missed while another validator judged."""
-    heard: float = 0.0
-    """Likewise: when it last sent a verdict or missed a turn, seconds since the epoch. The next counts from then."""
     stale: int = 0
     """Leases closed at no cost: their version became too old, or the host's stage hung. Not counted in `lapsed`."""
     signed: int = 0
@@ -116,7 +112,7 @@ class LeaseRecord(msgspec.Struct):
     status: str = "open"
     submission: str = ""
     soft: float = 0.0
-    """When others may lease the same blocks, too, seconds since the epoch. 0, as before version 2 of the rules: never."""
+    """When others may lease the same blocks, too, seconds since the epoch."""
     unfilled: int = 0
     """Blocks that count as `Member.unfilled`."""
 
@@ -142,10 +138,8 @@ class BlockRecord(msgspec.Struct):
     """Key of each worker that was ever leased it, in that order."""
     free_since: float = 0.0
     """When it was last given back, seconds since the epoch."""
-    dropped_by: str = ""
-    """Key whose lease of it lapsed last; empty again once the block is submitted."""
     dropped_at: float = 0.0
-    """When that was, seconds since the epoch."""
+    """When a lease of it last lapsed, seconds since the epoch."""
     stopped: StopsRecord | msgspec.UnsetType = msgspec.UNSET
     """Who gave it back because an environment took too long, or ended its process, if anyone did."""
 

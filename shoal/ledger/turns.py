@@ -28,8 +28,6 @@ def in_order(state: State) -> list[str]:
     A recheck is placed by the age of its submission. So it comes before newer work, and is made in a busy run, too.
     """
     waiting = [*state.pending, *state.rechecks]
-    if state.law.version < 2:
-        return waiting
     return sorted(waiting, key=lambda name: state.submissions[name].seq)  # guard: oldest-submission-first
 
 
@@ -42,11 +40,9 @@ def may_judge(state: State, submission: SubmissionRecord, silent: set[str], key:
 
 def turn_begins(state: State, submission: SubmissionRecord, ahead: Sequence[str]) -> float:
     """When a validator with these ahead of it may judge."""
-    if state.law.version < 2:
-        return state.law.turn_begins(submission.judged_at, len(ahead))
     begins = submission.judged_at
     for key in ahead:
-        begins = idle_since(state.members[key], submission, begins) + turn_s(state)
+        begins = idle_since(state.members[key], submission, begins) + turn_s(state)  # guard: turns
     return begins
 
 
@@ -63,7 +59,7 @@ def turn_s(state: State) -> float:
     """Seconds for which a validator may give no verdict before its turn passes."""
     law = state.law
     # guard: turns-scale
-    return law.turn_s if law.version < 2 else max(law.turn_s, slack_s(state))
+    return max(law.turn_s, slack_s(state))
 
 
 @once_per_event
@@ -80,7 +76,7 @@ def by_speed(state: State, order: tuple[str, ...], draws: Mapping[str, float]) -
 
     Quick ones are first no more often than the median one: otherwise a liar that does not look would judge the most.
     """
-    if state.law.version < 2 or not draws:
+    if not draws:
         return order
     return tuple(sorted(order, key=lambda key: (draws[key] * _slowness(state, key), key)))  # guard: slow-is-first-less
 
@@ -95,7 +91,7 @@ def silent(state: State, now: float) -> set[str]:
     """Keys of the validators that are skipped: those that no longer judge, and those that missed turns. If all missed
     turns, only the former."""
     judges = state.judges()
-    gone = {key for key in state.validators if key not in judges and state.law.version >= 2}
+    gone = {key for key in state.validators if key not in judges}
     missing = {key for key in judges if _is_missing(state, state.members[key], now)}
     return gone | (
         missing if len(missing) < len(judges) else set()
@@ -103,8 +99,6 @@ def silent(state: State, now: float) -> set[str]:
 
 
 def _is_missing(state: State, member: Member, now: float) -> bool:
-    if state.law.version < 2:
-        return member.missed >= state.law.missed_turns
     return member.turns.counted >= state.law.missed_turns and misses_count(member, now)
 
 
@@ -117,7 +111,7 @@ def misses_count(member: Member, now: float) -> bool:
 def absent(state: State, now: float) -> str:
     """What to tell the host about validators that are skipped; empty if there are none."""
     skipped = [state.members[key] for key in state.judges() if key in silent(state, now)]
-    if state.law.version < 2 or not skipped:
+    if not skipped:
         return ""
     named = ", ".join(f"{m.name} ({m.key[:12]}), {m.turns.missed} times so far" for m in skipped)
     return f"missed turns or was late, and is not waited for: {named}"
@@ -128,7 +122,7 @@ def overdue_verdicts(state: State, now: float, since: float, entered: Mapping[st
     `since`: when the host was started, before which nobody could say anything. One that came back is silent from then:
     `entered` has, by key, also the joins that changed nothing and so are not in the log."""
     waiting = _oldest(state)
-    if state.law.version < 2 or not waiting:
+    if not waiting:
         return ""
     found = overdue(state, now, since, entered).items()
     named = [
@@ -141,7 +135,7 @@ def overdue_verdicts(state: State, now: float, since: float, entered: Mapping[st
 
 def overdue(state: State, now: float, since: float, entered: Mapping[str, float] | None = None) -> dict[str, float]:
     """For how long validators that are not skipped have owed a verdict, by key; as `overdue_verdicts`."""
-    waiting = _oldest(state) if state.law.version >= 2 else []
+    waiting = _oldest(state)
     skipped, found = silent(state, now), dict[str, float]()
     for key in state.judges():
         silences_s = (_silence_s(state, key, submission, skipped, now, since, entered or {}) for submission in waiting)
@@ -177,7 +171,7 @@ def slow_check(state: State, now: float, since: float, entered: Mapping[str, flo
     """Whose turn it is to check, and for how long, if that is longer than checks usually take; else empty.
     `since` and `entered` are as of `overdue_verdicts`, which names it once it owes a verdict."""
     waiting = in_order(state)
-    if state.law.version < 2 or not waiting:
+    if not waiting:
         return ""
     submission, skipped = state.submissions[waiting[0]], silent(state, now)
     turns = [

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from msgspec import UNSET, UnsetType
 
-from shoal.ledger.law import RULES_VERSION
 from shoal.protocol.audits import REPLAY
 from shoal.protocol.env_faults import fault_key
 from shoal.protocol.types import GroupVerdict
@@ -42,12 +41,11 @@ def weigh(
     blocks: Sequence[int],
     block_groups: int,
     more: bool,
-    version: int = RULES_VERSION,
 ) -> Weighed | None:
     """What the verdicts so far add up to; None while another one is needed and can come (`more`).
 
     `verdicts` are by validator, each with one group verdict for each slot of the lease, in order. A block was generated as
-    one batch, so it is accepted whole or not at all. `version` is that of the rules.
+    one batch, so it is accepted whole or not at all.
     """
     accepted: dict[int, tuple[GroupVerdict, ...]] = {}
     refused: list[int] = []
@@ -58,7 +56,7 @@ def weigh(
         of_block = {
             key: tuple(groups[place * block_groups : (place + 1) * block_groups]) for key, groups in verdicts.items()
         }
-        meanings = {key: _meaning(groups, version) for key, groups in of_block.items()}
+        meanings = {key: _meaning(groups) for key, groups in of_block.items()}
         said = list(meanings.values())
         # guard: third-verdict
         agreed = next((meaning for meaning in said if said.count(meaning) >= min(2, len(said))), None)
@@ -81,7 +79,7 @@ def weigh(
         )
         for key, groups in of_block.items():
             others = [of_block[other] for other, meaning in meanings.items() if meaning == agreed != meanings[key]]
-            if sum(_contradict(groups, other, version) for other in others) > 1:  # guard: outvoted-by-two
+            if sum(_contradict(groups, other) for other in others) > 1:  # guard: outvoted-by-two
                 outvoted.add(key)  # guard: outvoted
     return Weighed(accepted, tuple(refused), tuple(disputed), slash, tuple(sorted(outvoted)))
 
@@ -92,10 +90,10 @@ PROMPT = "prompt"
 """The check whose detail names the prompt that the validator derived."""
 
 
-def _meaning(groups: Sequence[GroupVerdict], version: int) -> tuple[object, ...]:
+def _meaning(groups: Sequence[GroupVerdict]) -> tuple[object, ...]:
     """What a verdict says about a block, so that two verdicts that mean the same are equal."""
     if not all(group.outcome in ("accept", "void") for group in groups):  # guard: whole-blocks
-        prompts = [(group.slot, group.detail) for group in groups if group.check == PROMPT] if version >= 2 else []
+        prompts = [(group.slot, group.detail) for group in groups if group.check == PROMPT]
         return (*_REFUSED, *prompts)  # guard: same-prompt
     # guard: same-rewards, same-lengths, same-steps, same-faults
     return tuple(
@@ -103,11 +101,11 @@ def _meaning(groups: Sequence[GroupVerdict], version: int) -> tuple[object, ...]
     )
 
 
-def _contradict(ours: Sequence[GroupVerdict], theirs: Sequence[GroupVerdict], version: int) -> bool:
+def _contradict(ours: Sequence[GroupVerdict], theirs: Sequence[GroupVerdict]) -> bool:
     """Whether two verdicts differ on groups that both replayed: a worker can cause that a slow machine stops a replay."""
     # guard: stopped-replay-abstains
     stopped = {group.slot for group in (*ours, *theirs) if group.check == REPLAY}
-    said = [_meaning([group for group in groups if group.slot not in stopped], version) for groups in (ours, theirs)]
+    said = [_meaning([group for group in groups if group.slot not in stopped]) for groups in (ours, theirs)]
     return said[0] != said[1]
 
 

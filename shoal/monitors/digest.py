@@ -114,7 +114,7 @@ class Digest:
         self._verdicts: OrderedDict[str, dict[str, tuple[bool, ...]]] = OrderedDict()
         self._sent_at: dict[str, float] = {}
         self._algorithm: Algorithm = Grpo()
-        self._version, self._block_groups, self._published = 0, 1, 0.0
+        self._block_groups, self._published = 1, 0.0
 
     @property
     def now(self) -> StepDigest:
@@ -136,8 +136,8 @@ class Digest:
         """Take one event."""
         self.time = entry.time
         match entry.body:
-            case RunCreated(rules=rules, law=law):
-                self._algorithm, self._version = rules.algorithm, law.version if law else 0
+            case RunCreated(rules=rules):
+                self._algorithm = rules.algorithm
                 self._block_groups = max(1, rules.block_groups)
             case CheckpointPublished(version=version) if version > self.now.step:
                 self._published = entry.time
@@ -198,12 +198,12 @@ class Digest:
                 node, left = self.now.of(worker), without_faults(rewards, faults)
                 if left or not rewards:
                     node.rewards.append(sum(left) / max(1, len(left)))
-                moved = influence(rewards, tokens, self._algorithm, self._version, steps=steps, faults=faults)
+                moved = influence(rewards, tokens, self._algorithm, steps=steps, faults=faults)
                 holder = self._holders.get((body.stream, body.version, body.slot // self._block_groups), worker)
                 place = body.stream, body.version, body.slot
                 _remember(self._groups, place, _Group(worker, moved, time, holder))
                 self.now.accepted += 1
-                self.now.flat = 0 if body.has_signal else self.now.flat + 1
+                self.now.flat = 0 if body.signal else self.now.flat + 1
             case BatchFormed(groups=places, stream=stream):
                 self.now.flat = 0
                 groups = [self._groups.get((stream, *place)) for place in places]

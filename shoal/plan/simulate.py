@@ -315,13 +315,13 @@ class _Run:
         self._next(worker)
 
     def _judge(self, judge: str, name: str, lease: LeaseRecord) -> None:
-        record, rules, version = self.state.submissions[name], self.s.rules, self.state.law.version
+        record, rules = self.state.submissions[name], self.s.rules
         tokens, groups = max(1, round(self.s.rollout_tokens * rules.group_size)), []
         for slot, draw in zip(self.state.slots_of(lease), record.draws, strict=True):
             teaches = self.rng.random() < self.s.signal_share
             rewards = tuple(float(teaches and i % 2) for i in range(rules.group_size))
             steps = tuple((StepReward(0, reward),) for reward in rewards) if step_credit_of(rules.algorithm) else UNSET
-            weight = influence(rewards, tokens, rules.algorithm, version, rules.group_uses, steps)
+            weight = influence(rewards, tokens, rules.algorithm, rules.group_uses, steps)
             shown = weight, record.mean_influence
             audited = must_audit(draw, record.rate, *shown, paid_tokens(tokens, rules), record.mean_pay)
             groups.append(

@@ -36,19 +36,16 @@ def influence(
     rewards: Sequence[float],
     tokens: int,
     algorithm: Algorithm,
-    version: int,
     uses: int = 1,
     steps: Sequence[StepRewards] | UnsetType = (),
     faults: Sequence[int] = (),
 ) -> float:
     """How far a group can move the policy: how far it can move the policy at one token, times its policy tokens, times the
-    batches that may take it. Rollouts with `faults` move nothing. Before version 3 of the rules, all algorithms counted as
-    GRPO with advantage = "mean"."""
+    batches that may take it. Rollouts with `faults` move nothing."""
     if not has_enough_rollouts(len(rewards), faults):
         return 0.0
     rewards, steps = without_faults(rewards, faults), without_faults(steps or (), faults)
-    weight = _advantage(rewards, algorithm if version >= 3 else Grpo(), steps)  # guard: old-logs-keep-their-influence
-    return weight * tokens * uses  # guard: each-use-counts
+    return _advantage(rewards, algorithm, steps) * tokens * uses  # guard: each-use-counts
 
 
 def _advantage(rewards: Sequence[float], algorithm: Algorithm, steps: Sequence[StepRewards]) -> float:
@@ -107,8 +104,8 @@ def must_audit(
 
     The draw, in [0, 1), was made before anyone knew the rewards or the length. `influence` is that of all uses which a
     group may have, and `mean_influence` that of one use: in a run that uses groups three times, a usual group is audited at
-    three times the rate. `mean_influence` is 0 before the first accepted group. `mean_pay` is 0 before version 2 of the
-    rules, and for a worker without unvested pay, whose rate is 1.
+    three times the rate. `mean_influence` is 0 before the first accepted group. `mean_pay` is 0 for a worker
+    without unvested pay, whose rate is 1.
     """
     # guard: influence-raises-the-rate, pay-raises-the-rate, influence-never-lowers-the-rate
     raised = max(1.0, _over(influence, mean_influence), _over(pay, mean_pay))

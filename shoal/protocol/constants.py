@@ -169,7 +169,7 @@ BODY_WINDOW_S, BODY_WINDOW_BYTES = 30.0, 256 << 10
 
 BOOKED_WITHIN_S = SIGNATURE_WINDOW_S + BODY_WINDOW_S
 """The time of an event and the time at which its request was signed differ by at most this, and by BODY_WINDOW_S more for
-each BODY_WINDOW_BYTES of the body. Changing breaks: logs of version 2 of the rules and later."""
+each BODY_WINDOW_BYTES of the body. Changing breaks: logs."""
 
 HEADER_TIMEOUT_S = 10.0
 """Headers must be complete this long after the connection was made; on a connection in use, after their first byte."""

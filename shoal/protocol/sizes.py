@@ -51,7 +51,7 @@ TURN_OVERHEAD_BYTES = 64
 """Lengths, ending and author of one rollout in a turn or its answer."""
 
 ENV_LABEL_BYTES = 256
-"""Room for an environment's label. In older logs that is its name; for an environment from a file, an absolute path."""
+"""Room for an environment's label."""
 
 REASON_BYTES = 512
 """Room for what a verdict says of a refused group."""

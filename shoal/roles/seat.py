@@ -363,11 +363,11 @@ async def take_seat(
     info = await client.get_json("/v1/run", t.RunInfo)
     if not groups_fit(info.rules):  # guard: group-size-of-the-run
         raise PeerError(f"the run has {NO_FIT}: tell the host")
-    if info.rules_version < RULES_VERSION:  # guard: old-rules-are-told
-        log.warning(
-            "this run follows version %d of the ledger's rules, and the newest is %d: it lacks what later versions added",
-            info.rules_version, RULES_VERSION,
-        )  # fmt: skip
+    if info.rules_version != RULES_VERSION:  # guard: rules-of-the-run
+        raise PeerError(
+            f"the run follows version {info.rules_version} of the ledger's rules, this shoal version {RULES_VERSION}: "
+            "install the host's version"
+        )
     demand_engine_fits(info, chosen)  # guard: unfit-engines-stay-closed
     # A share is settled now: the disk may fill up.
     max_disk_bytes = None if own_files else disk_limit(home / "weights", max_disk_mb)

@@ -74,7 +74,7 @@ def _of_work(body: Body) -> str:
         case GroupAccepted():
             left = without_faults(body.rewards, fault_indices(body.faults))
             mean = sum(left) / max(1, len(left))
-            flat = "" if body.has_signal else ", without signal"
+            flat = "" if body.signal else ", without signal"
             num = len(body.rewards) - len(left)
             failed = f", the environment fails on {num} rollout{'s' if num != 1 else ''}" if num else ""
             figures = f"mean reward {mean:.3g}, {body.tokens} tokens{flat}{failed}"

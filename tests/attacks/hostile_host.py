@@ -26,6 +26,7 @@ from starlette.routing import Route
 
 from shoal.envs.load import env_digest, load_env
 from shoal.errors import StateError
+from shoal.ledger.law import RULES_VERSION
 from shoal.net.server import answer, answer_bytes, application
 from shoal.protocol import types as t
 from shoal.protocol.constants import MAX_CHUNK_BYTES, PROTOCOL_VERSION
@@ -52,7 +53,7 @@ class HostileHost:
         )
         self.info = t.RunInfo(
             RUN, "hostile", PROTOCOL_VERSION, KEY.public, KEY.public, "00" * 32, "00" * 32, envs, SAMPLING,
-            msgspec.structs.replace(RULES, block_groups=1), "running", 0,
+            msgspec.structs.replace(RULES, block_groups=1), "running", 0, rules_version=RULES_VERSION,
         )  # fmt: skip
         self.lease = t.Lease("lease-0", "", 0, (self.block(),), SAMPLING, time.time(), time.time() + 60)
         self.manifest: Callable[[t.Manifest], t.Manifest] = lambda manifest: manifest

@@ -95,7 +95,7 @@ def test_a_forger_of_crashes_is_caught_at_least_as_often_as_one_of_rewards(world
     right = env.env.players()["right"](env.reset(env.task(group.task))[0], random.Random(0))
     crashes = written(world, group, dict.fromkeys(range(6), "x"))
     rewards = written(world, group, dict.fromkeys(range(2), right))
-    usual = influence((0.0, 1.0) * 4, group.rollouts[0].num_policy_tokens() * 8, world.rules.algorithm, 3)
+    usual = influence((0.0, 1.0) * 4, group.rollouts[0].num_policy_tokens() * 8, world.rules.algorithm)
     caught = {
         name: [
             verdict.outcome == "hard" and verdict.check == "sampling" for verdict in verdicts_on(world, forged, usual)

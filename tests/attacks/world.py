@@ -24,7 +24,6 @@ from shoal.envs.base import Env
 from shoal.envs.play import play_block
 from shoal.envs.replay import replay_group
 from shoal.envs.wordle import environment as wordle
-from shoal.ledger.law import RULES_VERSION
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.model import Transformer
 from shoal.policy.render import Renderer
@@ -252,7 +251,7 @@ class World:
     def tools(self, engine: Engine | None = None) -> Tools:
         """The tools of a validator."""
         dtype = engine.facts.dtype if isinstance(engine, LocalEngine) else self.engine.facts.dtype
-        info = SimpleNamespace(run="run-1", rules=self.rules, rules_version=RULES_VERSION)
+        info = SimpleNamespace(run="run-1", rules=self.rules)
         return Tools(info, self.envs, self.renderer, replay_group, dtype, lambda requests: self.score(requests, engine))  # type: ignore[arg-type]
 
     def judge(self, body: bytes, engine: Engine | None = None, audit: bool = True) -> list[GroupVerdict]:

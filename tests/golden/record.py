@@ -1,9 +1,9 @@
 """Records golden logs: runs of today's rules, kept so that later code must replay them to the same state.
 
-    python -m tests.golden.record tests/golden/v3
+    python -m tests.golden.record
 
-Run it after adding a kind of event, with the number after the newest folder's. Never record a folder again: what former
-code wrote is what the test is for.
+Run it once for each version of the rules, when that version is released, and not again: what former code wrote is what the
+test is for.
 
 The real roles make the first four: a short demo with a cheating worker, as processes over HTTP; three validators of which
 one refuses everything, and a worker that forges; a synchronous run whose processes are killed; and a synchronous run with
@@ -210,11 +210,11 @@ def facts_of(audit: Audit) -> dict[str, object]:
 
 
 def main() -> None:
-    """Record the logs that FOLDER lacks."""
-    folder = Path(sys.argv[1])
-    folder.mkdir(parents=True, exist_ok=True)
+    """Record the logs that the folder lacks."""
+    folder = Path(__file__).parent / "logs"
+    folder.mkdir(exist_ok=True)
     for name, record in LOGS.items():
-        if (folder / f"{name}.json").exists() or (sys.argv[2:] and name not in sys.argv[2:]):
+        if (folder / f"{name}.json").exists():
             continue
         with tempfile.TemporaryDirectory() as root:
             store = Store(sqlite_url(record(Path(root)) / "log.sqlite"))

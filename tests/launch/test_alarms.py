@@ -309,7 +309,7 @@ def test_a_request_that_is_refused_for_good_is_sent_once_and_told_in_one_line(tm
 
     def refuse(action, request):
         calls.append(action)
-        raise PeerRefused("the coordinator refused", 400, "malformed", "rate is unknown under version 3 of the rules")
+        raise PeerRefused("the coordinator refused", 400, "malformed", "rate is unknown under the rules of this run")
 
     watch = watching(town, refuse, lambda: now[0])
     said = look(watch)
@@ -318,7 +318,7 @@ def test_a_request_that_is_refused_for_good_is_sent_once_and_told_in_one_line(tm
         said += look(watch)
     assert calls == ["rate"] and [line for line in said if "failed" in line] == [
         "the alarm drift asks for `rate`, which failed: the coordinator refused (400 malformed): rate is unknown under "
-        "version 3 of the rules. It is not tried again: do it yourself with `shoal admin`, or look into what it says"
+        "the rules of this run. It is not tried again: do it yourself with `shoal admin`, or look into what it says"
     ]
 
 

@@ -108,7 +108,7 @@ def test_a_body_or_page_that_is_too_large_is_left(town: Town, monkeypatch: pytes
 
 def test_few_bodies_are_asked_for_and_older_ones_among_them() -> None:
     def accepted(number: int) -> GroupAccepted:
-        return GroupAccepted(0, number, f"{number:064}", 0, "d", 1, (1.0,))
+        return GroupAccepted(0, number, f"{number:064}", 0, "d", 1, (1.0,), False)
 
     found = [int(one.submission) for one in spread(accepted(i // 2) for i in range(200))]
     assert found == [99, 74, 49, 24] and len(found) == MOST_TRIES

@@ -28,7 +28,7 @@ def test_the_error_that_most_groups_share_is_in_the_log_of_a_run(tmp_path: Path)
     assert _troubles(RunFolder(tmp_path).log) == (0, "", ""), "there is no log"
     store = Store(sqlite_url(tmp_path / "log.sqlite"))
     for seq, error in enumerate(said):
-        group = GroupAccepted(0, seq, "s", 0, "d", 4, (0.0, 1.0), faults=Faults((0,), said=error))
+        group = GroupAccepted(0, seq, "s", 0, "d", 4, (0.0, 1.0), False, faults=Faults((0,), said=error))
         store.append([make_entry(seq, 1.0, group, "0" * 64)])
     store.close()
     assert _troubles(RunFolder(tmp_path).log) == (0, "", said[2])

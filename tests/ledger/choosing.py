@@ -17,7 +17,7 @@ from shoal.ledger.facts.run import Create, RunCreated, Tick
 from shoal.ledger.facts.submissions import Submit
 from shoal.ledger.facts.verdicts import Judge
 from shoal.ledger.facts.versions import Publish
-from shoal.ledger.law import LAW, LAWS
+from shoal.ledger.law import LAW
 from shoal.ledger.rules.run import follow
 from shoal.ledger.state import State
 from shoal.ledger.table import apply, decide, make_entry
@@ -340,15 +340,10 @@ PLANS = (
 
 def table():
     for staleness in (1, 2):
-        print(f"max_staleness {staleness:<34} unwanted groups of those trained, %     void slots, %     hours")
+        print(f"max_staleness {staleness:<34} unwanted groups of those trained, %   void slots, %   hours")
         for plan in (HONEST, *PLANS):
-            before, after = (
-                stage_of(law=law, staleness=staleness, plan=plan, steps=60).found() for law in (LAWS[1], LAW)
-            )
-            print(
-                f"{plan.name:<50} {before.unwanted:6.1f} -> {after.unwanted:<6.1f} {before.void:20.1f} -> "
-                f"{after.void:<6.1f} {before.hours:8.2f} -> {after.hours:.2f}"
-            )
+            found = stage_of(staleness=staleness, plan=plan, steps=60).found()
+            print(f"{plan.name:<50} {found.unwanted:33.1f} {found.void:15.1f} {found.hours:7.2f}")
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ class Panel:
     def due(self, name):
         """Which groups of a submission are audited, if all are accepted."""
         record = self.state.submissions[name]
-        weight = influence(REWARDS, TOKENS, self.state.rules.algorithm, self.state.law.version)
+        weight = influence(REWARDS, TOKENS, self.state.rules.algorithm)
         return [must_audit(draw, record.rate, weight, record.mean_influence) for draw in record.draws]
 
     def is_found(self, name):

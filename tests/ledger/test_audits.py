@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from shoal.ledger.answers import Refused
-from shoal.ledger.law import LAW, RULES_VERSION
+from shoal.ledger.law import LAW
 from shoal.ledger.state_records import SubmissionRecord
 from shoal.ledger.weigh import weigh
 from shoal.protocol.algorithms import Grpo
@@ -37,8 +37,8 @@ def test_all_is_audited_until_ten_valid_blocks_then_the_rate_falls_to_that_of_th
     assert LAW.audit_rate(10**6, 1.0) == 1.0
 
 
-def of(rewards, tokens=100, algorithm=Grpo(), version=RULES_VERSION):
-    return influence(rewards, tokens, algorithm, version)
+def of(rewards, tokens=100, algorithm=Grpo()):
+    return influence(rewards, tokens, algorithm)
 
 
 def test_influence_is_zero_without_signal_and_grows_with_length():
@@ -68,12 +68,6 @@ def test_influence_bounds_what_the_algorithm_makes_of_the_rewards():
     )
     assert of((0.0, 0.0), algorithm=Composition(advantage="maxrl")) == 0.0
     assert of(seldom, algorithm=Composition(advantage="rloo")) == of(often, algorithm=Composition(advantage="rloo"))
-
-
-def test_before_version_3_of_the_rules_equal_rewards_had_no_influence():
-    for algorithm in (Composition(advantage="reward"), Grpo("mean_std")):
-        assert of((1.0, 1.0), algorithm=algorithm, version=2) == 0.0
-        assert of((0.0, 1.0), algorithm=algorithm, version=2) == 50.0
 
 
 TRUSTING = msgspec.structs.replace(LAW, probation_blocks=1, trust=1e-9, refused_blocks=1)
@@ -151,7 +145,6 @@ def test_each_validator_waits_for_those_before_it_that_have_not_judged():
     assert ahead(order, set(), set(), "y") == ["x"]
     assert ahead(order, {"x"}, set(), "y") == []
     assert ahead(order, set(), set(), "late comer") == ["x", "y", "z"]
-    assert LAW.turn_begins(1000.0, 2) == 1000.0 + 2 * LAW.turn_s
 
 
 def test_nobody_waits_for_a_silent_validator_which_keeps_its_own_place():

@@ -3,7 +3,6 @@
 import msgspec
 import pytest
 
-from shoal.ledger.law import LAW, as_version
 from shoal.protocol.types import Bounds
 from tests.ledger.world import World
 
@@ -12,9 +11,9 @@ JUDGES = ("d" * 64, "e" * 64, "f" * 64)
 BOUNDS = Bounds(gap=1e-3, flipped=1e-4, mean_gap=1e-6, logprob=0.01, logprob_mean=2e-4)
 
 
-def world_of(tmp_path, judges=JUDGES, bounds=BOUNDS, law=LAW):
+def world_of(tmp_path, judges=JUDGES, bounds=BOUNDS):
     tmp_path.mkdir(exist_ok=True)
-    world = World(tmp_path, judges, law, steps=400, max_staleness=99, bounds={"float32/float32": bounds})
+    world = World(tmp_path, judges, steps=400, max_staleness=99, bounds={"float32/float32": bounds})
     world.enter(WORKER)
     world.publish()
     return world
@@ -39,12 +38,12 @@ def test_claims_that_lean_one_way_in_every_group_are_found(tmp_path, judges, cla
 
 
 @pytest.mark.parametrize(
-    ("law", "bounds", "leans"),
-    [(LAW, BOUNDS, 2e-3), (as_version(LAW, 1), BOUNDS, 0.9), (LAW, msgspec.structs.replace(BOUNDS, logprob_mean=0.0), 0.9)],
-    ids=["honest", "earlier rules", "bounds without a mean"],
-)  # fmt: skip
-def test_honest_claims_and_those_under_earlier_rules_or_bounds_are_no_evidence(tmp_path, law, bounds, leans):
-    world = world_of(tmp_path / "run", bounds=bounds, law=law)
+    ("bounds", "leans"),
+    [(BOUNDS, 2e-3), (msgspec.structs.replace(BOUNDS, logprob_mean=0.0), 0.9)],
+    ids=["honest", "bounds without a mean"],
+)
+def test_honest_claims_and_those_under_bounds_without_a_mean_are_no_evidence(tmp_path, bounds, leans):
+    world = world_of(tmp_path / "run", bounds=bounds)
     for _ in range(40):
         serve(world, JUDGES[0], off_sum=leans)
     node = world.state.members[WORKER]

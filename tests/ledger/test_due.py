@@ -1,4 +1,4 @@
-"""What is due at one tick is decided in one order, that of the log's first rules: old logs hold decisions in this order."""
+"""What is due at one tick is decided in one order, whatever the times at which each was due."""
 
 import pytest
 

@@ -7,7 +7,6 @@ from shoal.ledger.entry import GENESIS
 from shoal.ledger.facts.leases import LeaseGranted, LeaseLapsed
 from shoal.ledger.facts.run import Admin, Tick
 from shoal.ledger.facts.submissions import SubmissionReceived, Submit
-from shoal.ledger.law import LAW, as_version
 from shoal.ledger.log.verify import verify
 from shoal.ledger.table import make_entry
 from shoal.protocol.wire import digest
@@ -123,16 +122,6 @@ def test_an_upload_may_take_as_long_as_the_server_lets_it(world):
 def submit(world, lease, created, size_bytes=100):
     groups = tuple(digest(b"%d" % index) for index in range(2))
     return Submit(lease.worker, lease.id, "5" * 64, size_bytes, groups, (0.0, 0.0), (), world.now, int(created))
-
-
-def test_logs_of_older_rules_hold_no_time_of_signing_and_may_have_times_that_fall(tmp_path):
-    world = World(tmp_path, law=as_version(LAW, 1))
-    world.enter(RIVAL)
-    world.publish()
-    world.do(submit(world, world.lease(RIVAL), created=5))
-    assert next(body.created for _, body in lines_of(world) if isinstance(body, SubmissionReceived)) == 0
-    *lines, (time, last) = lines_of(world)
-    assert findings([*lines, (time - 2.0, last)]) == []
 
 
 # --- links; logs of real runs are in tests/roles/test_audit.py ---

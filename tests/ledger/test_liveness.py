@@ -1,12 +1,11 @@
 """Silent validators, and workers whose leases lapse: a run does not wait long, and honest slow nodes lose nothing."""
 
-import msgspec
 import pytest
 
 from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.facts.leases import ReturnLeases
 from shoal.ledger.facts.run import Tick
-from shoal.ledger.law import LAW, as_version
+from shoal.ledger.law import LAW
 from shoal.ledger.rules.verdicts import to_judge
 from shoal.ledger.state import state_hash
 from shoal.ledger.state_records import TurnsRecord
@@ -21,15 +20,6 @@ SILENT, QUICK, THIRD = JUDGES = ("d" * 64, "e" * 64, "f" * 64)
 def court(tmp_path):
     """A run with three validators and one worker."""
     world = World(tmp_path, JUDGES, steps=200, max_staleness=50)
-    world.enter(WORKER)
-    world.publish()
-    return world
-
-
-@pytest.fixture
-def old_court(tmp_path):
-    """The same under the rules before version 2."""
-    world = World(tmp_path, JUDGES, msgspec.structs.replace(LAW, version=1), steps=200, max_staleness=50)
     world.enter(WORKER)
     world.publish()
     return world
@@ -78,34 +68,6 @@ def test_submissions_that_wait_already_go_to_the_next_validator_when_the_first_f
     assert {later, newest} <= set(to_judge(court.state, QUICK, court.now))
 
 
-def test_in_old_logs_one_verdict_gives_a_silent_validator_its_turns_back(old_court):
-    make_silent(old_court)
-    name = submitted(old_court)
-    assert to_judge(old_court.state, SILENT, old_court.now) == to_judge(old_court.state, QUICK, old_court.now) == [name]
-    old_court.judge(name, by=SILENT)
-    assert silent(old_court.state, old_court.now) == set() and old_court.state.members[SILENT].missed == 0
-    with pytest.raises(Refused, match="is for dddddddddddd first"):
-        old_court.judge(submitted(old_court), by=QUICK)
-
-
-def test_in_old_logs_missed_turns_that_began_together_count_once(old_court):
-    """A liar waits until an honest one has missed several turns, and then judges all of those submissions at once."""
-    names = [submitted(old_court) for _ in range(5)]
-    old_court.now += LAW.turn_s
-    for name in names:
-        old_court.judge(name, by=QUICK)
-    assert old_court.state.members[SILENT].missed == 1 and silent(old_court.state, old_court.now) == set()
-
-
-def test_in_old_logs_a_turn_that_began_before_its_validators_last_verdict_is_not_missed(old_court):
-    first, second = submitted(old_court), submitted(old_court)
-    old_court.now += LAW.turn_s - 1
-    old_court.judge(first, by=SILENT)
-    old_court.now += 1
-    old_court.judge(second, by=QUICK)
-    assert old_court.state.members[SILENT].missed == 0
-
-
 def test_no_validator_takes_anothers_turn_by_judging_early_or_first(court):
     for _ in range(4):
         name = submitted(court)
@@ -145,17 +107,7 @@ LEASE_S = 10.0
 @pytest.fixture
 def run(tmp_path):
     """A synchronous run with one worker whose work was accepted and two without accepted work."""
-    return run_under(tmp_path, LAW)
-
-
-@pytest.fixture
-def old_run(tmp_path):
-    """The same under rules in which a worker gets no new block while a free one is withheld from it."""
-    return run_under(tmp_path, as_version(LAW, 1))
-
-
-def run_under(tmp_path, law):
-    world = World(tmp_path, steps=200, max_staleness=0, lease_s=LEASE_S, batch_groups=8, law=law)
+    world = World(tmp_path, steps=200, max_staleness=0, lease_s=LEASE_S, batch_groups=8)
     for key in (PROVEN, STRANGER, NEWCOMER):
         world.enter(key)
     world.publish()
@@ -220,38 +172,30 @@ def test_leases_given_back_at_the_same_moment_count_as_one_drop(run):
     assert (node.lapsed, node.dropped) == (2, 1)
 
 
-def test_a_block_that_a_newcomer_dropped_goes_to_a_worker_with_accepted_work(old_run):
-    lost = drop(old_run, STRANGER)
-    with pytest.raises(Wait, match="withheld for other workers"):
-        old_run.lease(NEWCOMER)
-    assert old_run.lease(PROVEN).blocks == lost.blocks
-    assert old_run.audit().findings == []
+def test_a_block_that_a_newcomer_dropped_goes_to_a_worker_with_accepted_work(run):
+    lost = drop(run, STRANGER)
+    assert run.lease(NEWCOMER).blocks != lost.blocks
+    assert run.lease(PROVEN).blocks == lost.blocks
+    assert run.audit().findings == []
 
 
-def test_a_block_that_no_proven_worker_takes_in_time_goes_to_a_newcomer(old_run):
-    lost = drop(old_run, STRANGER)
-    waited_s, lease = wait_of(old_run, NEWCOMER)
-    assert waited_s == LEASE_S and lease.blocks == lost.blocks
+def test_a_block_that_no_proven_worker_takes_in_time_goes_to_a_newcomer(run):
+    lost = drop(run, STRANGER)
+    run.now += LEASE_S
+    assert run.lease(NEWCOMER).blocks == lost.blocks
 
 
 @pytest.mark.parametrize("standing", ["kicked", "quarantined"])
-def test_no_block_is_kept_for_a_worker_that_gets_no_leases(old_run, standing):
-    lost = drop(old_run, STRANGER)
-    old_run.state.members[PROVEN].standing = standing
-    assert old_run.lease(NEWCOMER).blocks == lost.blocks
+def test_no_block_is_kept_for_a_worker_that_gets_no_leases(run, standing):
+    lost = drop(run, STRANGER)
+    run.state.members[PROVEN].standing = standing
+    assert run.lease(NEWCOMER).blocks == lost.blocks
 
 
-def test_a_dropped_block_is_withheld_from_the_worker_that_dropped_it(old_run):
-    lost = drop(old_run, PROVEN)
-    with pytest.raises(Wait, match="withheld for other workers"):
-        old_run.lease(PROVEN)
-    assert old_run.lease(NEWCOMER).blocks == lost.blocks, "not kept for the one that dropped it either"
-
-
-def test_a_refused_block_is_kept_for_nobody(old_run):
-    lease = drop(old_run, STRANGER)
-    old_run.judge(old_run.submit(STRANGER, lease), "soft")
-    assert old_run.lease(NEWCOMER).blocks == lease.blocks
+def test_a_dropped_block_is_withheld_from_the_worker_that_dropped_it(run):
+    lost = drop(run, PROVEN)
+    assert run.lease(PROVEN).blocks != lost.blocks
+    assert run.lease(NEWCOMER).blocks == lost.blocks, "not kept for the one that dropped it either"
 
 
 def test_a_newcomer_holds_one_lease_while_others_have_accepted_work(run):

@@ -6,7 +6,6 @@ from msgspec import UNSET
 from shoal.ledger.answers import Wait
 from shoal.ledger.facts.leases import ReturnLeases
 from shoal.ledger.facts.run import Admin, Reconfigure, RulesChanged
-from shoal.ledger.law import LAWS
 from shoal.ledger.rules.leases import without_signal
 from shoal.ledger.state import state_hash
 from shoal.proofs.verify import STOPPED
@@ -97,7 +96,6 @@ def test_a_run_that_its_host_paused_or_drained_is_left_as_it_is(tmp_path, action
 
 @pytest.mark.parametrize("limit", [0, 1000])
 def test_without_a_limit_or_below_it_the_run_goes_on(tmp_path, limit):
-    """Logs from before this rule have limit 0, so that they replay as they were made."""
     world = world_of(tmp_path, max_flat_groups=limit)
     for _ in range(20):
         world.serve(WORKER, rewards=FLAT)
@@ -195,9 +193,3 @@ def test_replays_that_are_stopped_are_no_tasks_that_cannot_begin(tmp_path):
         serve_void(world, STOPPED, "replay")
     assert world.state.phase == "running" and world.state.main.flat == 0
     assert_holds(world)
-
-
-def test_void_slots_did_not_count_before_version_3_of_the_rules(tmp_path):
-    world = world_of(tmp_path, validators=JUDGES, law=LAWS[2])
-    serve_void(world)
-    assert world.state.main.flat == 0 and world.state.main.unbegun is UNSET

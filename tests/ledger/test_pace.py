@@ -4,7 +4,7 @@ import pytest
 
 from shoal.ledger.answers import Wait
 from shoal.ledger.facts.leases import AskLease
-from shoal.ledger.law import LAW, as_version
+from shoal.ledger.law import LAW
 from shoal.ledger.pace import usual_pace_s
 from tests.ledger.test_reassign import ask, later
 from tests.ledger.world import World
@@ -35,12 +35,11 @@ def boast(world, key, holding=()):
     return next(lease for lease in world.state.open_leases_of(key) if lease.id not in holding)
 
 
-@pytest.mark.parametrize(("version", "blocks", "lasts_s"), [(1, 63, 7560.0), (2, 2, 120.0)])
-def test_a_worker_that_claims_to_be_fast_holds_no_more_than_it_has_shown(tmp_path, version, blocks, lasts_s):
+def test_a_worker_that_claims_to_be_fast_holds_no_more_than_it_has_shown(tmp_path):
     """The first accepted key claims any speed, and would hold all blocks for their deadlines together."""
-    world = world_of(tmp_path, 10.0, law=as_version(LAW, version))
+    world = world_of(tmp_path, 10.0)
     lease = boast(world, A)
-    assert (len(lease.blocks), lease.deadline - world.now) == (blocks, lasts_s)
+    assert (len(lease.blocks), lease.deadline - world.now) == (2, LEASE_S)
     assert world.audit().findings == []
 
 

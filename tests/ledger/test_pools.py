@@ -171,8 +171,8 @@ class Following(World):
     def fill(self, lease):
         link, groups = self.links[1][lease.version + 1], tuple(digest(b"%d" % n) for n in self.state.slots_of(lease))
         name = digest(f"{lease.id} {groups}".encode())
-        judges = self.state, lease, name, self.state.validators, link
-        draws = audit_draws(self.state, lease, name, link)
+        judges = lease, self.state.validators, link
+        draws = audit_draws(self.state, lease, link)
         order, of_turns = turns(*judges), turn_draws(*judges)
         self.do(
             Submit(lease.worker, lease.id, name, 100, groups, draws, order, self.now, int(self.now), of_turns)

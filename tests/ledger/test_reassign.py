@@ -9,7 +9,7 @@ from shoal.ledger.facts.batches import SlotVoid
 from shoal.ledger.facts.leases import AskLease, LeaseLapsed, ReturnLeases
 from shoal.ledger.facts.pay import Forfeited
 from shoal.ledger.facts.run import Admin, RulesChanged, Tick
-from shoal.ledger.law import LAW, as_version
+from shoal.ledger.law import LAW
 from shoal.ledger.log.redecide import redecide
 from shoal.ledger.next_batch import blocks_in_the_way
 from shoal.ledger.reassign import reliable
@@ -558,15 +558,14 @@ def lapse(world, key, times):
         later(world, 101.0)
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_lapses_without_pay_to_lose_are_owed_once_and_later_pay_settles_them(tmp_path, version):
-    world = World(tmp_path, steps=200, lease_s=100.0, law=as_version(LAW, version))
+def test_lapses_without_pay_to_lose_are_owed_once_and_later_pay_settles_them(tmp_path):
+    world = World(tmp_path, steps=200, lease_s=100.0)
     world.enter(STRANGER)
     world.publish()
     lapse(world, STRANGER, 4)
     node, said = world.state.members[STRANGER], [type(entry.body) for entry in world.audit().entries]
-    assert (node.lapsed, node.owes) == (4, 2 if version == 2 else 0), "it owes one lease, not three"
-    assert (Forfeited in said) == (version == 2)
+    assert (node.lapsed, node.owes) == (4, 2), "it owes one lease, not three"
+    assert Forfeited in said
     for _ in range(3):
         while ask(world, STRANGER) is None:
             later(world, 1.0)
@@ -574,7 +573,7 @@ def test_lapses_without_pay_to_lose_are_owed_once_and_later_pay_settles_them(tmp
         world.judge(world.submit(STRANGER, lease))
         if world.state.main.version in world.state.main.batches:
             world.publish()
-    assert node.credits == (40 if version == 2 else 60) and node.owes == 0
+    assert node.credits == 40 and node.owes == 0
     assert_holds(world)
 
 

@@ -157,7 +157,6 @@ def test_an_auditor_finds_a_publisher_that_the_root_did_not_name(world):
 
 
 def test_a_log_of_a_run_without_a_root_of_its_own_names_none(tmp_path):
-    """So its first event has the bytes that it had before there were root keys."""
     world = World(tmp_path)
     first, _ = next(iter(world.book.store.read()))
     assert b"root_key" not in first and read_entry(first)[0].body.root_key == ""

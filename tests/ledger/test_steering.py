@@ -7,7 +7,7 @@ from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.facts.leases import AskLease, LeaseLapsed
 from shoal.ledger.facts.members import NodeQuarantined
 from shoal.ledger.facts.run import Admin, RulesChanged, Tick
-from shoal.ledger.law import LAW, as_version
+from shoal.ledger.law import LAW
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.credits import explain
 from shoal.ledger.log.store import Store, sqlite_url
@@ -82,7 +82,7 @@ def test_a_lower_rate_begins_with_the_next_batch_that_is_formed(tmp_path):
     assert state_hash(Book(Store(sqlite_url(world.path))).state) == state_hash(world.state)
 
 
-def test_a_run_whose_host_never_lowers_the_rate_has_the_bytes_of_before(tmp_path):
+def test_a_run_whose_host_never_lowers_the_rate_names_no_factor(tmp_path):
     world = World(tmp_path)
     assert b"lr_factor" not in to_json(msgspec.to_builtins(world.state, str_keys=True))
     assert b"evidence" not in to_json(RulesChanged(phase="paused")) and b"lr_factor" not in to_json(AdminRequest("x"))
@@ -123,16 +123,6 @@ def test_only_workers_are_quarantined(tmp_path):
     world = World(tmp_path)
     with pytest.raises(Refused, match="only workers are quarantined"):
         world.do(Admin("quarantine", VALIDATOR, world.now, 100))
-
-
-@pytest.mark.parametrize(
-    "asked", [{"action": "quarantine"}, {"action": "rate", "lr_factor": 0.5}, {"action": "pause", "evidence": FALL}]
-)
-def test_old_rules_know_neither_evidence_nor_quarantine_nor_rate(tmp_path, asked):
-    world = World(tmp_path, law=as_version(LAW, 2))
-    world.enter(WORKER)
-    with pytest.raises(Refused, match="version 2 of the rules"):
-        world.do(Admin(key=WORKER, now=world.now, created=100, **asked))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from shoal.protocol.wire import digest
 from tests.ledger.panel import Colluding, Judging, Lazy, Panel, Rolling, Skipping, Worker, key_of
 from tests.ledger.world import World
 
-OLD = msgspec.structs.replace(LAW, version=1)
 FRIEND, LIAR = key_of("friend"), key_of("liar")
 HOUR_S = 3600.0
 
@@ -37,32 +36,29 @@ def workers(count, every_s):
 def test_a_colluder_gains_nothing_while_the_other_validators_are_busy(kind):
     """Honest checks take 20 s, and more arrives than they can judge. The friend forges all that it sends."""
 
-    def play(law):
-        judges = [kind("liar"), *honest(2)]
-        return Panel([Worker("friend", 60.0, forged=1.0), *workers(6, 40.0)], judges, law).run(2 * HOUR_S)
-
-    before, after = play(OLD), play(LAW)
-    assert len(before.passed) > 40 and before.counts["forged and refused"] < 5
-    assert len(after.passed) < 6 and after.counts["forged and refused"] > 8
-    assert after.state.members[FRIEND].credits == 0 < before.state.members[FRIEND].vested
-    assert len(after.faults[LIAR]) >= LAW.validator_faults and after.state.members[LIAR].standing == "suspended"
-    assert set(after.faults) == {LIAR} and after.decided > 1.4 * before.decided
+    judges = [kind("liar"), *honest(2)]
+    panel = Panel([Worker("friend", 60.0, forged=1.0), *workers(6, 40.0)], judges).run(2 * HOUR_S)
+    assert len(panel.passed) < 6 and panel.counts["forged and refused"] > 8
+    assert panel.state.members[FRIEND].credits == 0
+    assert len(panel.faults[LIAR]) >= LAW.validator_faults and panel.state.members[LIAR].standing == "suspended"
+    assert set(panel.faults) == {LIAR}
 
 
 @pytest.mark.parametrize("kind", [Skipping, Rolling])
 def test_a_validator_that_works_for_its_friend_alone_is_named_and_delays_little(kind):
     """It lets all other turns pass, or takes nearly the whole turn for each."""
 
-    def play(kind, law):
+    def play(kind, law=LAW):
         judges = [kind("liar", 0.5), *honest(2, 0.5)]
         panel = Panel(
             [Worker("friend", 4.0), *workers(3, 4.0)], judges, law, batch_groups=12, max_staleness=0, train_s=3.0
         )
         return panel.run(HOUR_S)
 
-    control = play(Judging, LAW).state.main.version
-    assert play(kind, OLD).state.main.version < 0.4 * control
-    panel = play(kind, LAW)
+    control = play(Judging).state.main.version
+    unskipped = msgspec.structs.replace(LAW, missed_turns=10**6)
+    assert play(kind, unskipped).state.main.version < 0.6 * control
+    panel = play(kind)
     assert panel.state.main.version > 0.85 * control
     assert panel.accepted[FRIEND] < 0.27 * sum(panel.accepted.values())
     assert panel.state.members[LIAR].turns.missed >= 6 and set(panel.faults) == set()
@@ -72,20 +68,18 @@ def test_a_validator_that_works_for_its_friend_alone_is_named_and_delays_little(
 def test_a_validator_that_accepts_without_looking_is_found_at_once_among_three():
     """From how many submissions its third fault follows."""
 
-    def found(law, seed):
-        panel = Panel(workers(4, 8.0), [Lazy("liar"), *honest(2, 1.0)], law, seed).run(1500.0)
+    def found(seed):
+        panel = Panel(workers(4, 8.0), [Lazy("liar"), *honest(2, 1.0)], seed=seed).run(1500.0)
         assert set(panel.faults) <= {LIAR}
         return [*(decided for _, decided in panel.faults.get(LIAR, [])), 10_000, 10_000, 10_000][2]
 
-    assert max(found(LAW, seed) for seed in range(5)) <= 20
-    assert sorted(found(OLD, seed) for seed in range(5))[2] > 50
+    assert max(found(seed) for seed in range(5)) <= 20
 
 
-@pytest.mark.parametrize(("law", "doubted"), [(LAW, True), (OLD, False)])
-def test_one_of_two_that_did_no_work_stays_without_trust(law, doubted):
+def test_one_of_two_that_did_no_work_stays_without_trust():
     """Nobody can tell which of the two, but the log shows that they differ, and all that either accepts is judged again."""
-    panel = Panel(workers(4, 8.0), [Lazy("liar"), *honest(1, 1.0)], law).run(600.0)
-    assert (panel.counts["rechecked: undecided"] > 30) is doubted and panel.faults == {}
+    panel = Panel(workers(4, 8.0), [Lazy("liar"), *honest(1, 1.0)]).run(600.0)
+    assert panel.counts["rechecked: undecided"] > 30 and panel.faults == {}
 
 
 # --- honest controls ---
@@ -94,14 +88,14 @@ def test_one_of_two_that_did_no_work_stays_without_trust(law, doubted):
 @pytest.mark.parametrize("load", [0.5, 2.0])
 @pytest.mark.parametrize("check_s", [5.0, 20.0])
 def test_an_honest_slow_validator_is_at_no_fault_and_does_not_hold_up_the_run(check_s, load):
-    def play(slowness, law):
+    def play(slowness):
         judges = [Judging("slow", slowness * check_s), *honest(2, check_s)]
-        return Panel(workers(6, 2 * check_s / load), judges, law, batch_groups=24).run(HOUR_S)
+        return Panel(workers(6, 2 * check_s / load), judges, batch_groups=24).run(HOUR_S)
 
-    alike, slow, before = play(1.0, LAW), play(4.0, LAW), play(4.0, OLD)
+    alike, slow = play(1.0), play(4.0)
     node = slow.state.members[key_of("slow")]
     assert slow.faults == {} and node.standing == "new" and slow.counts["rechecked: undecided"] == 0
-    assert slow.decided >= (0.95 if load < 1 else 0.65) * alike.decided and slow.decided >= 0.95 * before.decided
+    assert slow.decided >= (0.95 if load < 1 else 0.65) * alike.decided
     if load < 1:
         assert node.turns.missed <= 5 and key_of("slow") not in silent(slow.state, slow.now)
 
@@ -278,11 +272,9 @@ def test_turns_grow_with_the_checks_of_the_middle_validator(tmp_path):
     assert court.audit().findings == []
 
 
-def test_a_turn_is_never_longer_than_a_dispute_and_old_logs_have_their_constant(tmp_path):
+def test_a_turn_is_never_longer_than_a_dispute(tmp_path):
     court = court_of(tmp_path, lease_s=1e4)
     assert turn_s(court.state) == LAW.dispute_s, "nobody has judged yet, and a worker has hours for a block"
-    court.state.law = OLD
-    assert turn_s(court.state) == LAW.turn_s
 
 
 def test_a_late_verdict_counts_as_a_missed_turn(court):

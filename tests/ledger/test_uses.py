@@ -10,7 +10,7 @@ from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
 from shoal.ledger.facts.pay import Credit
 from shoal.ledger.facts.run import Admin, Tick
-from shoal.ledger.law import LAW, RULES_VERSION, as_version
+from shoal.ledger.law import LAW
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.credits import explain
 from shoal.ledger.log.store import Store, sqlite_url
@@ -261,7 +261,7 @@ def test_a_group_is_paid_once_and_its_influence_counts_each_use(tmp_path):
     member, taken = world.state.members[WORKER], uses(world)
     assert sum(taken.values()) == 16 and max(taken.values()) == 2
     assert member.credits == 10 * world.state.accepted_groups == 100
-    assert member.influence == pytest.approx(16 * influence((0.0, 1.0, 0.0, 1.0), 10, Grpo(), RULES_VERSION))
+    assert member.influence == pytest.approx(16 * influence((0.0, 1.0, 0.0, 1.0), 10, Grpo()))
     lines = [
         line for line in explain(world.audit().entries, world.state, WORKER) if "learned from again" in line.detail
     ]
@@ -270,8 +270,8 @@ def test_a_group_is_paid_once_and_its_influence_counts_each_use(tmp_path):
 
 
 def test_a_group_that_may_be_used_three_times_is_audited_three_times_as_often(tmp_path):
-    usual = influence((0.0, 1.0), 100, Grpo(), RULES_VERSION)
-    assert influence((0.0, 1.0), 100, Grpo(), RULES_VERSION, 3) == 3 * usual
+    usual = influence((0.0, 1.0), 100, Grpo())
+    assert influence((0.0, 1.0), 100, Grpo(), uses=3) == 3 * usual
     world = begun(tmp_path, law=TRUSTING, audit_rate=0.05)
     world.serve(WORKER)
     name = world.submit(WORKER, world.lease(WORKER), draw=0.14)
@@ -300,10 +300,10 @@ def test_what_a_validator_accepts_for_three_uses_is_rechecked_three_times_as_oft
             assert (name in each.state.rechecks) == expected, draw
 
 
-# --- what stays as it was ---
+# --- runs that use each group once ---
 
 
-def test_rules_and_events_of_a_run_that_uses_each_group_once_have_the_bytes_of_before(tmp_path):
+def test_rules_and_events_of_a_run_that_uses_each_group_once_name_no_uses(tmp_path):
     assert b"uses" not in to_json(rules()) and rules().group_uses == 1 and rules().repeated_groups == 0
     world = World(tmp_path)
     world.enter(WORKER)
@@ -315,12 +315,6 @@ def test_rules_and_events_of_a_run_that_uses_each_group_once_have_the_bytes_of_b
     assert from_json(to_json(rules(uses=Uses(3, 2))), Rules).group_uses == 3
     with pytest.raises(WireError):
         from_json(to_json(rules(uses=Uses(1, 2))), Rules)
-
-
-def test_rules_before_version_3_use_each_group_once(tmp_path):
-    world = begun(tmp_path, law=as_version(LAW, 2))
-    learn(world, 3)
-    assert max(uses(world).values()) == 1
 
 
 def test_a_synchronous_run_uses_each_group_once(tmp_path):

@@ -1,13 +1,9 @@
 """Logs of a lying host, made by hand: every hash fits, and a finding names each event that no log may hold."""
 
-import ast
-import inspect
-
 import msgspec
 import pytest
 
 from shoal.errors import StateError
-from shoal.ledger import law as law_file
 from shoal.ledger.entry import GENESIS
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
 from shoal.ledger.facts.leases import LeaseGranted
@@ -15,8 +11,8 @@ from shoal.ledger.facts.pay import Credit, Forfeited, Slash, Vested
 from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision, VerdictGiven
 from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed
-from shoal.ledger.law import LAW, LAWS, RULES_VERSION, WHAT_CHANGED, Law, as_version
-from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN, report, verify
+from shoal.ledger.law import LAW
+from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN, verify
 from shoal.ledger.table import make_entry, read_entry
 from shoal.protocol.compositions import Composition, Vine
 from shoal.protocol.constants import CHAIN_LENGTH, MAX_LEASE_BLOCKS
@@ -222,29 +218,6 @@ def test_a_law_of_the_hosts_own_is_named_with_each_constant(tmp_path):
         "the law differs from the project's in recheck_rate = 0.0, not 0.05; refused_blocks = 1000000, not 8; "
         "max_quarantine_s = 1000000000000.0, not 3600.0: the host chose constants of its own"
     ]
-
-
-@pytest.mark.parametrize("version", WHAT_CHANGED)
-def test_the_projects_law_of_each_version_is_no_finding_but_an_old_one_is_named(tmp_path, version):
-    audit = World(tmp_path, law=as_version(LAW, version)).audit()
-    assert audit.findings == []
-    assert (f"rules: version {version}; the newest is {RULES_VERSION}" in report(audit)) == (version < RULES_VERSION)
-
-
-def test_the_laws_of_released_rules_name_each_constant():
-    """One that they left out would change with its default, and the logs of its version would seem to have another law."""
-    (before,) = [
-        line.value
-        for line in ast.parse(inspect.getsource(law_file)).body
-        if isinstance(line, ast.Assign) and getattr(line.targets[0], "id", "") == "BEFORE_LAWS"
-    ]
-    assert {keyword.arg for keyword in before.keywords} == {*Law.__struct_fields__}
-
-
-def test_each_version_of_the_rules_has_its_law_and_new_runs_begin_with_the_newest():
-    """A changed constant needs a version of its own: strangers compare the law of a log with that of its version."""
-    assert LAWS.keys() == WHAT_CHANGED.keys() and LAWS[RULES_VERSION] == LAW
-    assert all(law.version == version for version, law in LAWS.items())
 
 
 # --- draws whose link is still secret ---

@@ -14,7 +14,6 @@ from shoal.envs.base import Env
 from shoal.envs.play import play_scripted
 from shoal.envs.replay import replay_group
 from shoal.envs.wordle import environment as wordle
-from shoal.ledger.law import RULES_VERSION
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
 from shoal.proofs.context import Context, Tools
@@ -63,7 +62,7 @@ class Desk:
             0,
             60,
         )
-        info = SimpleNamespace(run="run-1", rules=RULES, rules_version=RULES_VERSION)
+        info = SimpleNamespace(run="run-1", rules=RULES)
         self.prefills: list[int] = []
         self.gaps = lambda request: np.zeros(len(request.policy_positions), dtype=np.float32)
         self.logprobs = lambda request: np.full(len(request.policy_positions), -1.0, dtype=np.float32)

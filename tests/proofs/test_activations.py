@@ -13,7 +13,6 @@ from shoal.algos.toploc import Figures, prove
 from shoal.config import ACTIVATION_ERROR
 from shoal.engine.base import Score
 from shoal.errors import StateError
-from shoal.ledger.law import RULES_VERSION
 from shoal.proofs.checks.activations import judge, least_bound
 from shoal.proofs.commit import commit, largest_submission_bytes, prove_activations
 from shoal.proofs.context import policy_positions
@@ -43,9 +42,7 @@ def asking(desk):
         none = [np.zeros(rollout.num_policy_tokens(), np.float32) for rollout in of]
         return [Score(zeros - 1, zeros, states(rollout)) for zeros, rollout in zip(none, of, strict=True)]
 
-    desk.tools = replace(
-        desk.tools, info=SimpleNamespace(run="run-1", rules=ASKING, rules_version=RULES_VERSION), score=score
-    )
+    desk.tools = replace(desk.tools, info=SimpleNamespace(run="run-1", rules=ASKING), score=score)
     return desk
 
 

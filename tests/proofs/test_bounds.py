@@ -7,7 +7,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.ledger.law import RULES_VERSION
 from shoal.protocol.bounds import bounds_for, engine_kind
 from shoal.protocol.types import Bounds, EngineFacts
 from tests.proofs.conftest import RULES
@@ -60,9 +59,7 @@ def test_a_claim_tightens_value_by_value(rules):
 @pytest.mark.parametrize("claimed", [LOCAL, "shoal-loose/1", "unheard-of/9"])
 def test_a_forger_gains_nothing_by_claiming_an_engine_with_loose_bounds(desk, rules, claimed):
     """Its log-probs are 0.5 nats off and one token is 0.5 nats from the seed's choice: within the loose bounds."""
-    desk.tools = dataclasses.replace(
-        desk.tools, info=SimpleNamespace(run="run-1", rules=rules, rules_version=RULES_VERSION)
-    )
+    desk.tools = dataclasses.replace(desk.tools, info=SimpleNamespace(run="run-1", rules=rules))
     body = desk.resubmit(engine=EngineFacts(claimed, "float32", "cpu"))
     assert all(verdict.outcome == "accept" for verdict in desk.judge(body, audited=(0, 1, 2, 3)))
     desk.logprobs = lambda request: np.full(len(request.policy_positions), -1.5, dtype=np.float32)

@@ -12,7 +12,6 @@ from msgspec import UNSET
 
 from shoal.envs.load import env_digest, load_run_envs
 from shoal.errors import ShoalError, StateError, Undecided
-from shoal.ledger.law import RULES_VERSION
 from shoal.proofs.commit import commit
 from shoal.proofs.verify import verify_submission
 from shoal.protocol.audits import influence
@@ -99,11 +98,9 @@ def test_a_group_that_may_be_used_three_times_is_audited_at_three_times_the_rate
     body = desk.body()
     shown = desk.judge(body)[0]
     before = desk.tools.info.rules
-    usual = influence(shown.rewards, shown.tokens, before.algorithm, RULES_VERSION)
+    usual = influence(shown.rewards, shown.tokens, before.algorithm)
     for uses, draw, audited in ((UNSET, 0.14, False), (Uses(3, 2), 0.14, True), (Uses(3, 2), 0.16, False)):
-        info = SimpleNamespace(
-            run="run-1", rules=msgspec.structs.replace(before, uses=uses), rules_version=RULES_VERSION
-        )
+        info = SimpleNamespace(run="run-1", rules=msgspec.structs.replace(before, uses=uses))
         asked = Check(digest(body), desk.lease, (), 60.0, (draw, 1.0, 1.0, 1.0), 0.05, usual)
         verdict = verify_submission(body, asked, replace(desk.tools, info=info))
         assert verdict.groups[0].audited == audited

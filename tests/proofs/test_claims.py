@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from shoal.engine.base import Score
-from shoal.ledger.law import RULES_VERSION
 from tests.proofs.conftest import RULES
 
 BOUNDS = RULES.bounds["float32/float32"]
@@ -29,9 +28,7 @@ def judged(desk, shifts, bounds, gap=0.0):
         return scores
 
     rules = msgspec.structs.replace(RULES, bounds=RULES.bounds | {"float32/float32": bounds})
-    desk.tools = dataclasses.replace(
-        desk.tools, info=SimpleNamespace(run="run-1", rules=rules, rules_version=RULES_VERSION), score=score
-    )
+    desk.tools = dataclasses.replace(desk.tools, info=SimpleNamespace(run="run-1", rules=rules), score=score)
     return desk.judge(desk.body(), audited=(3,))[3]
 
 

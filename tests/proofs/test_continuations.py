@@ -13,7 +13,6 @@ from shoal.engine.cheats import OtherSeed
 from shoal.engine.local import LocalEngine
 from shoal.envs.continuing import OtherStart, continue_block, opened
 from shoal.envs.play import Episode
-from shoal.ledger.law import RULES_VERSION
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
 from shoal.proofs.context import score_requests
@@ -77,7 +76,7 @@ class Vines:
         groups = self.groups if groups is None else groups
         tools = dataclasses.replace(
             self.desk.tools,
-            info=SimpleNamespace(run="run-1", rules=self.rules, rules_version=RULES_VERSION),
+            info=SimpleNamespace(run="run-1", rules=self.rules),
             score=lambda requests: self.engine.score(requests, SAMPLING.temperature),
         )
         body = to_msgpack(

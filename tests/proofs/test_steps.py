@@ -10,7 +10,6 @@ import pytest
 
 from shoal.envs.conversation import Conversation
 from shoal.envs.load import load_env
-from shoal.ledger.law import RULES_VERSION
 from shoal.proofs.disagreement import differences
 from shoal.proofs.verify import verify_submission
 from shoal.protocol.algorithms import Algorithm
@@ -33,9 +32,7 @@ def desk_of(renderer, algorithm: Algorithm = TURNS, **args) -> Desk:
 
 def under(desk, algorithm):
     rules = msgspec.structs.replace(RULES, algorithm=algorithm)
-    desk.tools = dataclasses.replace(
-        desk.tools, info=SimpleNamespace(run="run-1", rules=rules, rules_version=RULES_VERSION)
-    )
+    desk.tools = dataclasses.replace(desk.tools, info=SimpleNamespace(run="run-1", rules=rules))
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ def plain(weights: list[float], sizes: list[int]) -> list[EnvDraw]:
     return [EnvDraw(str(i), weight, size) for i, (weight, size) in enumerate(zip(weights, sizes, strict=True))]
 
 
-def as_before(slot: bytes, weights: list[float], num_tasks: list[int]) -> tuple[int, int]:
-    """The draw of runs from before there were tables, as they had it."""
+def plain_draw(slot: bytes, weights: list[float], num_tasks: list[int]) -> tuple[int, int]:
+    """The draw of a run whose draws follow no solve rates."""
     bits = domain_hash("task", slot)
     point = int.from_bytes(bits[:8], "big") / 2**64 * float_sum(weights)
     env = 0
@@ -37,9 +37,11 @@ def test_environments_are_drawn_by_weight_and_tasks_evenly() -> None:
 
 
 @given(st.binary(min_size=32, max_size=32), st.lists(st.floats(0.01, 100), min_size=1, max_size=5))
-def test_a_table_without_pools_draws_as_before_there_were_tables(seed: bytes, weights: list[float]) -> None:
+def test_a_table_without_pools_draws_by_the_weights_and_numbers_of_tasks_alone(
+    seed: bytes, weights: list[float]
+) -> None:
     sizes = [index + 1 for index in range(len(weights))]
-    env, task = as_before(seed, weights, sizes)
+    env, task = plain_draw(seed, weights, sizes)
     assert draw_task(seed, plain(weights, sizes)) == (str(env), task)
     assert 0 <= task < sizes[env]
 

@@ -23,7 +23,6 @@ from shoal.ledger.facts.run import RunEnded
 from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision, VerdictGiven
 from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed
-from shoal.ledger.law import RULES_VERSION
 from shoal.ledger.log.book import replay
 from shoal.ledger.log.verify import verify
 from shoal.ledger.state import state_hash
@@ -525,7 +524,7 @@ def test_a_version_whose_link_is_not_revealed_cannot_be_recomputed(run_dir, tmp_
 
 def with_rewards_swapped(run_dir):
     """An edit that swaps the rewards of two rollouts of a group wherever the log has them, as if a validator had lied."""
-    weight_of = partial(influence, tokens=1, algorithm=Grpo(), version=RULES_VERSION)
+    weight_of = partial(influence, tokens=1, algorithm=Grpo())
     accepted, rewards = next(
         (body, swapped)
         for _, body in bodies(run_dir)
@@ -652,7 +651,7 @@ def credit_for_a_refused_group(lines):
     )
     at = next(i for i, (_, body) in enumerate(lines) if isinstance(body, Decision) and body.refused)
     slot = refused.groups[0].slot
-    paid = [GroupAccepted(0, slot, refused.submission, 0, "0" * 64, 50, (1.0,) * 8), Credit(worker, 0, slot, 50)]
+    paid = [GroupAccepted(0, slot, refused.submission, 0, "0" * 64, 50, (1.0,) * 8, False), Credit(worker, 0, slot, 50)]
     return [*lines[: at + 1], *((lines[at][0], body) for body in paid), *lines[at + 1 :]]
 
 

@@ -30,7 +30,7 @@ def test_a_run_with_a_critic_has_the_bytes_of_one_file_and_learns_from_every_gro
     lines = read_metrics(town.folder.metrics)
     assert ["loss" in line for line in lines] == [False, True, True] and all(line["value_loss"] > 0 for line in lines)
     accepted = [entry.body for entry in town.audit().entries if isinstance(entry.body, GroupAccepted)]
-    assert accepted and all(group.has_signal for group in accepted)
+    assert accepted and all(group.signal for group in accepted)
     assert not town.audit().findings
     published = {path.name for path in (town.folder.checkpoints / "final").glob("*.safetensors")}
     with safe_open(town.folder.checkpoints / "final" / published.pop(), "np") as file:

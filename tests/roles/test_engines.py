@@ -57,7 +57,7 @@ def test_a_worker_does_not_join_a_run_without_bounds_for_its_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     town = Town(tmp_path / "run", tiny_run(steps=1))
-    monkeypatch.setattr(api, "unmeasured", lambda rules, implementation: "")  # a host of an older version
+    monkeypatch.setattr(api, "unmeasured", lambda rules, implementation: "")  # a host that looks at nothing
     worker = _chosen(town)
     with pytest.raises(PeerError, match=UNMEASURED):
         _run(worker)

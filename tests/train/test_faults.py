@@ -38,9 +38,9 @@ def test_the_others_of_a_group_are_worth_what_they_are_without_it(algorithm, low
     worth_G = advantages(rewards.tolist(), algorithm, FAULTS)
     assert worth_G[[1, 2, 4, 6]].tolist() == advantages(LEFT, algorithm).tolist()
     assert worth_G[list(FAULTS)].tolist() == [0.0] * 3
-    assert influence(rewards.tolist(), 10, algorithm, 3, faults=FAULTS) == influence(LEFT, 10, algorithm, 3)
+    assert influence(rewards.tolist(), 10, algorithm, faults=FAULTS) == influence(LEFT, 10, algorithm)
     assert advantages(rewards.tolist(), algorithm, (0, 1, 2, 3)).tolist() == [0.0] * 7, "fewer than half are left"
-    assert influence(rewards.tolist(), 10, algorithm, 3, faults=(0, 1, 2, 3)) == 0.0
+    assert influence(rewards.tolist(), 10, algorithm, faults=(0, 1, 2, 3)) == 0.0
 
 
 @pytest.mark.parametrize("rule", [Turns(), Turns(discount=0.5), Steps()], ids=str)
@@ -83,5 +83,5 @@ def test_the_divisor_stays_the_size_of_the_group():
 
 
 def test_rollouts_are_chosen_among_those_that_count():
-    accepted = GroupAccepted(0, 0, "", 0, "", 10, (0.0, 1.0, 0.5), faults=Faults((0,)))
+    accepted = GroupAccepted(0, 0, "", 0, "", 10, (0.0, 1.0, 0.5), True, faults=Faults((0,)))
     assert _left(accepted) == ([1, 2], [1.0, 0.5])

@@ -26,10 +26,9 @@ class GroupAccepted(Message, frozen=True):
     tokens: int
     """Policy tokens."""
     rewards: tuple[float, ...]
-    signal: bool | None = None
+    signal: bool
     """Whether the run's algorithm can learn from it. It is decided once and stored, so replaying the state needs no
-    algorithm. Deciding it again, as `shoal ledger verify` does, needs the algorithm. False of continuations. None in logs
-    of version 0, which means: if rewards differ."""
+    algorithm. Deciding it again, as `shoal ledger verify` does, needs the algorithm. False of continuations."""
     stream: str = MAIN_STREAM
     auditor: str | UnsetType = UNSET
     """Key of the first validator whose accepting verdict audited it. Only in runs that use groups again, if one did, and if
@@ -43,10 +42,6 @@ class GroupAccepted(Message, frozen=True):
     confirmed: bool | UnsetType = UNSET
     """Of a group with faults: whether two validators found them, or one that no other can check and that is the host's or
     has the record of its stage. Only then can they pause the run."""
-
-    @property
-    def has_signal(self) -> bool:
-        return len(set(self.rewards)) > 1 if self.signal is None else self.signal
 
 
 class SlotVoid(Message, frozen=True):
@@ -82,7 +77,7 @@ BY_ENVIRONMENT = "environment: "
 def apply_group_accepted(body: GroupAccepted, state: State, entry: Entry) -> None:
     stream = state.streams[body.stream]
     continued = is_continued_slot(body.slot, state.rules.block_groups)
-    status = "continued" if continued else "signal" if body.has_signal else "flat"
+    status = "continued" if continued else "signal" if body.signal else "flat"
     faults = fault_indices(body.faults)
     stream.versions[body.version].slots[body.slot] = SlotRecord(
         status, body.submission, body.index, body.digest, body.rewards, body.tokens, steps=body.steps,
@@ -93,10 +88,8 @@ def apply_group_accepted(body: GroupAccepted, state: State, entry: Entry) -> Non
     state.members[worker].accepted += body.tokens > 0 or not continued  # guard: nothing-due-is-no-record
     if continued:  # guard: continuations-are-no-groups
         return  # no batch takes it, and what is usual for groups is not usual for it
-    state.influence += influence(
-        body.rewards, body.tokens, state.rules.algorithm, state.law.version, steps=body.steps, faults=faults
-    )
-    if body.has_signal:  # guard: signal-fills-batches
+    state.influence += influence(body.rewards, body.tokens, state.rules.algorithm, steps=body.steps, faults=faults)
+    if body.signal:  # guard: signal-fills-batches
         stream.pool.append((body.version, body.slot))
         if stream.uses and body.auditor:  # guard: only-audited-is-repeated
             stream.uses.audited((body.version, body.slot), body.auditor)
@@ -114,7 +107,7 @@ def apply_group_accepted(body: GroupAccepted, state: State, entry: Entry) -> Non
 def _count_faults(body: GroupAccepted, state: State) -> None:
     """Count what the environment did on a group, for the run's pauses. Faults that nobody has confirmed yet wait."""
     label = body.env or (state.envs[0].label if len(state.envs) == 1 else "")
-    if not label:  # a log from before groups said it
+    if not label:  # nobody said it
         return
     state.faults = state.faults or FaultsRecord()
     lowest = any(env.label == label and env.on_fault == "lowest" for env in state.envs)
@@ -137,7 +130,7 @@ def apply_slot_void(body: SlotVoid, state: State, entry: Entry) -> None:
     size = state.rules.block_groups
     count = sum(not is_continued_slot(slot, size) for slot in body.slots)
     # guard: unbegun-counts-as-flat
-    if count and body.unbegun() and state.law.version >= 3:
+    if count and body.unbegun():
         stream.count_unbegun(count, body.unbegun())
     if count and body.cause == "stopped":  # guard: stopped-counts-as-flat
         stops = version.blocks[body.slots[-1] // size].stopped
@@ -163,7 +156,7 @@ def apply_batch_formed(body: BatchFormed, state: State, entry: Entry) -> None:
         slot.step = body.step
         maker = state.members[state.maker_of(stream, (version, number))]
         maker.influence += influence(
-            slot.rewards, slot.tokens, state.rules.algorithm, state.law.version, steps=slot.steps,
+            slot.rewards, slot.tokens, state.rules.algorithm, steps=slot.steps,
             faults=slot.faults or (),
         )  # fmt: skip
 

@@ -24,8 +24,7 @@ class LeaseGranted(Message, frozen=True):
     """Seconds since the epoch."""
     stream: str = MAIN_STREAM
     soft: float = 0.0
-    """From then on, other workers may be leased the same blocks, seconds since the epoch; 0 before version 2 of the rules.
-    """
+    """From then on, other workers may be leased the same blocks, seconds since the epoch."""
 
 
 class LeaseLapsed(Message, frozen=True):
@@ -80,8 +79,7 @@ def apply_lease_granted(body: LeaseGranted, state: State, entry: Entry) -> None:
     )
     state.open_leases.append(body.lease)
     state.expect(body.deadline, "lease", body.lease)
-    if body.soft:
-        state.expect(body.soft, "soft", body.lease)
+    state.expect(body.soft, "soft", body.lease)
     member, stream = state.members[body.worker], state.streams[body.stream]
     member.leases, member.given = member.leases + 1, member.given + len(body.blocks)
     for number in body.blocks:
@@ -133,7 +131,7 @@ def _book_drop(state: State, lease: LeaseRecord, now: float) -> None:
     member.dropped_at = now
     for number in lease.blocks:
         block = state.stream_of(lease).versions[lease.version].blocks[number]
-        block.dropped_by, block.dropped_at = member.key, now
+        block.dropped_at = now
 
 
 EVENTS = {

@@ -16,7 +16,7 @@ class NodeJoined(Message, frozen=True):
     dtype: str
     device: str
     created: int = 0
-    """When the node signed it, seconds since the epoch by its own clock; 0 in logs from before version 2 of the rules."""
+    """When the node signed it, seconds since the epoch by its own clock."""
 
 
 class NodeLeft(Message, frozen=True):
@@ -77,11 +77,10 @@ def apply_node_joined(body: NodeJoined, state: State, entry: Entry) -> None:
         if facts[2:] != (member.implementation, member.dtype, member.device):
             member.valid_blocks = 0  # another engine has to prove itself first  # guard: new-engine-is-unproven
         member.role, member.name, member.implementation, member.dtype, member.device = facts
-        if state.law.version >= 2:
-            member.rejoins_until = max(member.rejoins_until, entry.time) + state.law.rejoin_s
+        member.rejoins_until = max(member.rejoins_until, entry.time) + state.law.rejoin_s
     else:
         member = state.members[body.key] = Member(body.key, *facts)
-        member.turns.joined = entry.time if state.law.version >= 3 else 0.0
+        member.turns.joined = entry.time
     member.signed, member.left = body.created or member.signed, False
 
 

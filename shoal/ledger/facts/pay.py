@@ -31,8 +31,8 @@ class Vested(Message, frozen=True):
 class Forfeited(Message, frozen=True):
     """Pay lost for a refused submission, or for a lapse beyond the free share: the newest groups that have not vested.
 
-    From version 2 of the rules on, a worker that has too little of it for a lapse owes the rest, and loses it of the next
-    pay. It never owes more than one lease.
+    A worker that has too little of it for a lapse owes the rest, and loses it of the next pay. It never owes more than one
+    lease.
     """
 
     node: str
@@ -54,7 +54,7 @@ class Slash(Message, frozen=True):
 def staked(state: State, tokens: int) -> list[int]:
     """What pay adds to the pay that a refusal or a lapse takes. Continuations that were not due bring nothing, so they take
     the place of none."""
-    return [tokens] if tokens or state.law.version < 3 else []  # guard: no-pay-is-no-stake
+    return [tokens] if tokens else []  # guard: no-pay-is-no-stake
 
 
 def apply_credit(body: Credit, state: State, entry: Entry) -> None:
@@ -75,7 +75,7 @@ def apply_forfeited(body: Forfeited, state: State, entry: Entry) -> None:
     member.paid_lapses += body.cause == "lapsed"
     if body.cause == "owed":
         member.owes -= body.groups
-    elif body.cause == "lapsed" and state.law.version >= 2:
+    elif body.cause == "lapsed":
         size = len(state.leases[body.lease].blocks) * state.rules.block_groups
         member.owes = max(member.owes, size - body.groups)  # guard: lapse-is-owed
     del member.stake[len(member.stake) - body.groups :]

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from shoal.ledger.entry import Entry
-from shoal.ledger.law import BEFORE_LAWS, Law
+from shoal.ledger.law import Law
 from shoal.ledger.state import State
 from shoal.ledger.uses import UsesRecord
 from shoal.protocol.difficulty import Difficulty
@@ -35,12 +35,12 @@ class RunCreated(Message, frozen=True, omit_defaults=True):
     rules: Rules
     config: dict[str, Any]
     """The resolved run file."""
-    law: Law | None = None
-    """Constants and version of the rules. Logs of version 0 name none."""
+    law: Law
+    """Constants and version of the rules."""
     difficulty: Difficulty | None = None
     """How draws follow solve rates. Only in logs of runs whose draws do."""
     root_key: str = ""
-    """The key that names publishers. Empty, as in older logs: the run key."""
+    """The key that names publishers. Empty: the run key."""
     task_lists: dict[str, TaskList] = {}
     """By label: the tasks that are drawn from, for environments whose run file names a list."""
 
@@ -59,10 +59,9 @@ class RulesChanged(Message, frozen=True):
     max_flat_groups: int = -1
     """-1 changes nothing."""
     quarantine_s: float = -1.0
-    """Changes with `config`; -1 means what `config` says, as in logs from before rules named it."""
+    """-1 changes nothing."""
     created: int = 0
-    """When the host signed the request that led to it, seconds since the epoch; 0 if none did, and in logs from before
-    version 2 of the rules."""
+    """When the host signed the request that led to it, seconds since the epoch; 0 if none did."""
     quarantined: str | msgspec.UnsetType = msgspec.UNSET
     """The worker that the host quarantined; the event before says until when."""
     lr_factor: LrFactor | msgspec.UnsetType = msgspec.UNSET
@@ -129,11 +128,11 @@ def apply_run_created(body: RunCreated, state: State, entry: Entry) -> None:
     state.run, state.name, state.run_key, state.trainer_key = body.run, body.name, body.run_key, body.trainer_key
     state.validators, state.envs, state.sampling = body.validators, body.envs, body.sampling
     state.chain_end, state.audit_chain_end, state.config = body.chain_end, body.audit_chain_end, body.config
-    state.rules = _with_quarantine(body.rules, body.rules.quarantine_s, body.config)
-    state.law = body.law or BEFORE_LAWS
+    state.rules = body.rules
+    state.law = body.law
     state.difficulty = body.difficulty
     state.root_key = body.root_key or msgspec.UNSET
-    if state.rules.group_uses > 1 and state.law.version >= 3:  # guard: old-rules-use-once
+    if state.rules.group_uses > 1:
         state.main.uses = UsesRecord()
     state.task_lists = body.task_lists or msgspec.UNSET
     state.host_validators = body.validators or msgspec.UNSET
@@ -164,18 +163,12 @@ def apply_rules_changed(body: RulesChanged, state: State, entry: Entry) -> None:
         state.rules = msgspec.structs.replace(state.rules, max_flat_groups=body.max_flat_groups)
     if body.config:
         state.config = body.config
-        state.rules = _with_quarantine(state.rules, body.quarantine_s, body.config)
+    if body.quarantine_s >= 0:
+        state.rules = msgspec.structs.replace(state.rules, quarantine_s=body.quarantine_s)
 
 
 def apply_run_ended(body: RunEnded, state: State, entry: Entry) -> None:
     state.phase = "ended"
-
-
-def _with_quarantine(rules: Rules, quarantine_s: float, config: dict[str, Any]) -> Rules:
-    """Rules with this length of a quarantine. Older events say -1: their length is in the run file that they log."""
-    if quarantine_s < 0:  # guard: old-logs-keep-their-quarantine
-        quarantine_s = float(config.get("verify", {}).get("quarantine_s", 30.0))
-    return msgspec.structs.replace(rules, quarantine_s=quarantine_s)
 
 
 EVENTS = {

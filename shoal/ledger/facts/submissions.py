@@ -21,7 +21,7 @@ class SubmissionReceived(Message, frozen=True):
     groups: tuple[str, ...]
     """Digest of each group, in the order of the lease's slots."""
     created: int = 0
-    """When the worker signed it, seconds since the epoch by its own clock; 0 in logs from before version 2 of the rules."""
+    """When the worker signed it, seconds since the epoch by its own clock."""
     record: str | UnsetType = UNSET
     """Digest of the host's `Record` of the lease; only where the host plays the environments."""
 
@@ -40,7 +40,7 @@ class AuditDrawn(Message, frozen=True):
     order: tuple[str, ...] = ()
     """Validators in the order of their turns."""
     mean_pay: float = 0.0
-    """Of the worker's newest groups that have not vested, tokens; those that a refusal takes. 0 before version 2."""
+    """Of the worker's newest groups that have not vested, tokens; those that a refusal takes."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def apply_submission_received(body: SubmissionReceived, state: State, entry: Ent
         block = stream.versions[lease.version].blocks[number]
         if block.status == "done":  # guard: copy-takes-no-block
             continue
-        block.status, block.dropped_by = "submitted", ""  # guard: submitted-is-not-withheld
+        block.status = "submitted"
         if late:
             block.claims = [*block.claims, lease.id]
     stream.take(lease.version, lease.blocks)

@@ -66,10 +66,7 @@ def apply_verdict_given(body: VerdictGiven, state: State, entry: Entry) -> None:
     submission = state.submissions[body.submission]
     member = state.members[state.lease_of(submission).worker]
     member.evidence = {**member.evidence, body.validator: evidence_after(state, body.validator, member, body.groups)}
-    if state.law.version < 2:
-        _count_missed_turns(state, submission, body.validator, entry.time)
-    else:
-        _book_turns(state, submission, body.validator, entry.time)
+    _book_turns(state, submission, body.validator, entry.time)
     submission.verdicts = {**submission.verdicts, body.validator: body.groups}
     submission.differs += [(body.validator, other) for other in body.differs_from]
     if body.projection:
@@ -82,16 +79,6 @@ def apply_verdict_given(body: VerdictGiven, state: State, entry: Entry) -> None:
             member.last_reason = f"{verdict.check}: {verdict.detail}"
             if verdict.bound:
                 member.last_reason += f" ({verdict.figure:.3g}, limit {verdict.bound:.3g})"
-
-
-def _count_missed_turns(state: State, submission: SubmissionRecord, judge: str, now: float) -> None:
-    """Validators whose turn came before this one's missed it. A turn that began before a validator was last heard says
-    nothing new about it."""
-    passed = submission.ahead_of(judge, silent(state, now))
-    for place, member in enumerate(state.members[key] for key in passed):
-        if state.law.turn_begins(submission.judged_at, place) >= member.heard:  # guard: missed-once
-            member.missed, member.heard = member.missed + 1, now  # guard: missed-turn
-    state.members[judge].missed, state.members[judge].heard = 0, now  # guard: verdict-ends-silence, verdict-is-heard
 
 
 def _book_turns(state: State, submission: SubmissionRecord, judge: str, now: float) -> None:
@@ -124,7 +111,7 @@ def evidence_after(state: State, validator: str, member: Member, groups: tuple[G
     for group in groups:
         if noise is not None and group.audited and group.outcome == "accept":  # guard: audited-is-evidence
             evidence = update(evidence, Figures(group.tokens, group.flipped, group.gap_sum), noise)
-            if state.law.version >= 2 and noise.logprob_mean:  # guard: old-claims-are-no-evidence
+            if noise.logprob_mean:
                 claims = grown(evidence.claims, group.off_sum, group.off_weighted, group.tokens, noise)
                 evidence = evidence._replace(claims=claims)
     return evidence
@@ -153,8 +140,8 @@ def apply_decision(body: Decision, state: State, entry: Entry) -> None:
         member.valid_blocks += len(made)
         if member.standing == "new" and made:
             member.standing = "good"
-        # guard: disputed-forgery-is-audited, old-disputes-keep-trust
-        if state.law.version >= 2 and _has_hard(state, lease, submission, body.disputed):
+        # guard: disputed-forgery-is-audited
+        if _has_hard(state, lease, submission, body.disputed):
             member.valid_blocks = 0
     if body.recheck:
         state.rechecks.append(body.submission)
@@ -219,11 +206,10 @@ def apply_rechecked(body: Rechecked, state: State, entry: Entry) -> None:
         state.members[first].turns.confirmed += 1
     lease = state.lease_of(submission)
     worker, refused = state.members[lease.worker], body.outcome in ("forged", "refused")
-    if state.law.version >= 2:
-        worker.failures += refused  # guard: recheck-is-counted
-        # guard: recheck-ends-trust, doubted-forgery-is-audited
-        if refused or (body.outcome == "undecided" and _has_hard(state, lease, submission, lease.blocks)):
-            worker.valid_blocks = 0
+    worker.failures += refused  # guard: recheck-is-counted
+    # guard: recheck-ends-trust, doubted-forgery-is-audited
+    if refused or (body.outcome == "undecided" and _has_hard(state, lease, submission, lease.blocks)):
+        worker.valid_blocks = 0
     stream = state.stream_of(lease)
     if stream.uses and body.outcome != "confirmed":  # guard: doubted-is-not-repeated
         slots = stream.versions[lease.version].slots

@@ -27,11 +27,7 @@ class LinkRevealed(Message, frozen=True):
 
 
 class PublisherChanged(Message, frozen=True):
-    """The root key named another publisher, from a version on: the fields of a `Rotation`, without the run.
-
-    It came after version 2 of the rules and needs no version of its own: only a new request leads to it, logs without it
-    are decided as before, and a shoal that does not know it refuses the log.
-    """
+    """The root key named another publisher, from a version on: the fields of a `Rotation`, without the run."""
 
     key: str
     since: int

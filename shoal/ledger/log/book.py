@@ -15,14 +15,12 @@ from shoal.errors import ShoalError, StateError
 from shoal.ledger.entry import Body, Entry, Stored, read_stored
 from shoal.ledger.facts.run import RunCreated
 from shoal.ledger.facts.versions import CheckpointPublished
-from shoal.ledger.law import WHAT_CHANGED, Law
+from shoal.ledger.law import RULES_VERSION
 from shoal.ledger.log.store import Store
 from shoal.ledger.rules.run import follow
 from shoal.ledger.state import State
 from shoal.ledger.table import apply, decide, make_entry, typed
 from shoal.protocol.continuations import NO_FIT, groups_fit
-from shoal.protocol.difficulty import Difficulty
-from shoal.protocol.types import Rules
 from shoal.protocol.wire import WireError, from_json
 
 
@@ -78,46 +76,23 @@ class UnknownRules(StateError):
 
 
 def _refuse_unknown_rules(first: Stored) -> None:
-    """A newer law may have fields that this code does not know, so its version and the names of the fields are read before
-    the rest is typed."""
-    version = from_json(bytes(first.body), _FirstBody).version
-    if version not in WHAT_CHANGED:
+    """Another law may have other fields, so its version is read before the rest is typed."""
+    version = from_json(bytes(first.body), _FirstBody).law.version
+    if version != RULES_VERSION:
         raise UnknownRules(
-            f"the log was written by version {version} of the rules, this shoal knows {max(WHAT_CHANGED)} and older: "
-            "install a newer shoal"
-        )
-    later = _fields_of_later(first) if first.kind == "run_created" else []
-    if later:  # guard: fields-of-a-later-shoal
-        raise UnknownRules(
-            f"the log was written by a later shoal: its first event holds {', '.join(later)}, which this shoal does not "
-            "know: install a newer shoal"
+            f"the log was written by version {version} of the rules, and this shoal knows {RULES_VERSION}: install the "
+            "version of shoal that wrote it"
         )
 
 
-def _fields_of_later(first: Stored) -> list[str]:
-    """Fields of the first event, its law and its rules that this code does not know."""
-    whole = from_json(bytes(first.body), dict[str, msgspec.Raw])
-    found = [name for name in whole if name not in RunCreated.__struct_fields__]
-    for part, known in (("law", Law), ("rules", Rules), ("difficulty", Difficulty)):
-        data = bytes(whole.get(part, b"null"))
-        fields = from_json(data, dict[str, msgspec.Raw]) if data != b"null" else {}
-        found += [f"{part}.{name}" for name in fields if name not in known.__struct_fields__]
-    return [ascii(name)[1:-1][:60] for name in found]  # they go to a terminal
-
-
-class _NamedVersion(msgspec.Struct):
+class _NamedVersion(msgspec.Struct, frozen=True):
     version: int = 0
 
 
 class _FirstBody(msgspec.Struct):
     """What every version of the first event has."""
 
-    law: _NamedVersion | None = None
-
-    @property
-    def version(self) -> int:
-        """Of the rules; logs without a law are of version 0."""
-        return self.law.version if self.law else 0
+    law: _NamedVersion = _NamedVersion()
 
 
 class Command(Protocol):

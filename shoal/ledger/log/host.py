@@ -53,12 +53,7 @@ class HostWatch:
                 pass
 
     def findings(self, state: State, now: float | None) -> list[str]:
-        """A sentence for each, of a log that ends with this state; `now` is the reader's time, None for that of the log.
-
-        Logs of older rules have no findings: their hosts did not keep times from falling.
-        """
-        if state.law.version < 2:
-            return []
+        """A sentence for each, of a log that ends with this state; `now` is the reader's time, None for that of the log."""
         found = []
         if self.falls:  # guard: falls-are-found
             seq, fall_s = self.falls[0]

@@ -17,7 +17,7 @@ from shoal.ledger.facts.run import RulesChanged
 from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision
 from shoal.ledger.facts.versions import LinkRevealed
-from shoal.ledger.law import RULES_VERSION, law_difference
+from shoal.ledger.law import law_difference
 from shoal.ledger.log.book import UnknownRules, broken_after, checked_entry, follows
 from shoal.ledger.log.fairness import Turns
 from shoal.ledger.log.host import HostWatch
@@ -274,10 +274,6 @@ def report(audit: Audit) -> str:
         *audit.turns.lines(state),
         *_alarms_in_words(audit.entries),
     ]
-    if state.law.version < RULES_VERSION:  # guard: old-rules-are-named
-        lines.append(
-            f"rules: version {state.law.version}; the newest is {RULES_VERSION}, so it lacks what later ones added"
-        )
     lines += [f"FINDING: {finding}" for finding in audit.findings]
     if audit.later:
         lines.append(f"{audit.later} receipts are newer than the log that was read: ask again in ten minutes")

@@ -29,7 +29,6 @@ from shoal.ledger.rules.members import (
     change_by_host,
     member_as,
     refuse_replayed,
-    signed_at,
 )
 from shoal.ledger.rules.pay import lapse_costs
 from shoal.ledger.state import State
@@ -67,7 +66,7 @@ def decide_ask_lease(command: AskLease, state: State) -> list[Body]:
         raise Wait("the trainer has not published the first version yet", 1.0)
     _wait_for_strangers(state, stream, member, others)
     room = groups_wanted(state, stream) - _free_groups(state, stream)
-    again = blocks_to_reassign(state, stream, member, others, command.now, room) if state.law.version >= 2 else []
+    again = blocks_to_reassign(state, stream, member, others, command.now, room)
     if again:  # guard: reassigned-before-new
         return [_granted(state, stream, member, command, again[0][0], _shared(state, member, command, again))]
     if begun := blocks_to_continue(state, stream):  # guard: continued-before-new
@@ -78,20 +77,15 @@ def decide_ask_lease(command: AskLease, state: State) -> list[Body]:
     room = min(room, share - supply(state, stream)[command.key])  # guard: full-share-waits
     if room <= 0:
         raise Wait(f"your share of the coming batches is full: {share} groups (verify.worker_share)", 1.0)
-    free = list[tuple[int, int]]()
-    if state.law.version < 2:
-        free = [place for place in stream.free if not _is_withheld(state, stream, place, member, others, command.now)]
-        if stream.free and not free:  # guard: withheld
-            raise Wait("the free blocks were dropped and are withheld for other workers for a while", 1.0)
-    version, blocks = _blocks_to_lease(state, stream, member, command, room, free)
-    return [_granted(state, stream, member, command, version, blocks)]
+    blocks = _new_blocks(state, stream, member, command, room)
+    return [_granted(state, stream, member, command, stream.version, blocks)]
 
 
 def decide_return_leases(command: ReturnLeases, state: State) -> list[Body]:
     member = member_as(state, command.key, "worker")
     mine = {lease.id: lease for lease in state.open_leases_of(member.key)}
     back = [mine[name] for name in dict.fromkeys(command.leases) if name in mine]
-    stopped = [lease for lease in back if command.stopped in lease.blocks] if state.law.version >= 3 else []
+    stopped = [lease for lease in back if command.stopped in lease.blocks]
     tasks = command.tasks or UNSET
     return [
         *(
@@ -126,11 +120,11 @@ def _pause_on_stops(state: State, lease: LeaseRecord, command: ReturnLeases) -> 
 
 
 def decide_leave(command: Leave, state: State) -> list[Body]:
-    """A node that leaves gives back what it holds, at the same costs. Rules before version 2 know no leaving."""
+    """A node that leaves gives back what it holds, at the same costs."""
     member = state.members.get(command.key)
     if member is None:
         raise Refused("not_joined", f"{command.key[:12]} has not joined this run")
-    gone, created = member.left or state.phase == "ended" or state.law.version < 2, signed_at(state, command.created)
+    gone, created = member.left or state.phase == "ended", command.created
     refuse_replayed(created, member.signed, changes=not gone)  # guard: old-leave
     if gone:
         return []
@@ -144,7 +138,7 @@ def lapse_late(state: State, now: float, host_hung: Sequence[str] = ()) -> list[
     half or more: they cost nothing, within the margin of stale ones, because a worker could make an environment hang."""
     reached = (state.leases[name] for name in state.due_by(now, "lease", state.open_leases))
     late = [lease for lease in reached if lease.deadline < now]
-    of_host = kind_of(state.envs) == COMPLETIONS and state.law.version >= 3  # guard: only-a-stage-hangs
+    of_host = kind_of(state.envs) == COMPLETIONS  # guard: only-a-stage-hangs
     excused = [lease for lease in late if of_host and lease.id in host_hung]
     often = _beyond_the_runs_share(state, excused)  # guard: habit-of-hung-leases
     causes = {lease.id: "host_hung" for lease in excused} | {lease.id: "host_hung_often" for lease in often}
@@ -159,8 +153,6 @@ def close_stale(state: State) -> list[Body]:
     It costs nothing up to the run's own share of such leases plus a margin, because versions come while a worker sleeps or
     is slow. A worker whose leases become stale more often than that is treated as one that lets them lapse.
     """
-    if state.law.version < 1:  # guard: old-logs-keep-stale-leases
-        return []
     ended, stale = state.phase == "ended", list[LeaseRecord]()
     for lease in map(state.leases.__getitem__, state.open_leases):
         # guard: stale-is-closed
@@ -205,13 +197,10 @@ def _beyond_the_runs_share(state: State, stale: list[LeaseRecord]) -> list[Lease
 def void_free(state: State, stream: StreamRecord) -> list[Body]:
     """Voids the slots of free blocks that will not be leased again: their version is too old, or as many workers gave them
     back as may be leased one block. At `max_staleness = 0`, only those that an environment stopped on all workers."""
-    size, most = state.rules.block_groups, max(1, state.rules.max_staleness)
-    if state.law.version < 2:
-        old, given_up, stopped = [place for place in stream.free if stream.version - place[0] >= most], [], []
-    else:
-        old = [place for place in stream.free if not is_fresh(state, stream, place[0])]
-        stopped = [place for place in stream.free if _is_stopped(state, stream, place)]
-        given_up = [place for place in stream.free if _is_given_up(state, stream, place)]
+    size = state.rules.block_groups
+    old = [place for place in stream.free if not is_fresh(state, stream, place[0])]
+    stopped = [place for place in stream.free if _is_stopped(state, stream, place)]
+    given_up = [place for place in stream.free if _is_given_up(state, stream, place)]
     for cause, places in (("stale", old), ("stopped", stopped), ("dropped", given_up)):
         for version, _ in places[:1]:
             blocks = [block for v, block in places if v == version]
@@ -321,7 +310,7 @@ def _wait_after_lapses(state: State, member: Member, others: Sequence[Member], n
     alone = not others or any(may_retry_stopped(member, others, block) for block in free)
     # guard: stopped-everywhere-waits-briefly
     alone = alone or (wait_s > 0 and _was_stopped_everywhere(state, member, others))
-    most_s = state.law.least_soft_s if alone and state.law.version >= 3 else wait_s  # guard: lone-worker-goes-on
+    most_s = state.law.least_soft_s if alone else wait_s  # guard: lone-worker-goes-on
     left_s = member.dropped_at + min(most_s, wait_s) - now
     if left_s > 0:
         raise Wait(
@@ -342,32 +331,13 @@ def _was_stopped_everywhere(state: State, member: Member, others: Sequence[Membe
     )
 
 
-def _is_withheld(
-    state: State, stream: StreamRecord, place: tuple[int, int], member: Member, others: Sequence[Member], now: float
-) -> bool:
-    """For `lease_s` after a drop, a block is withheld from the worker that dropped it (if there are others) and from
-    unproven workers (if there are proven ones). The limit is a time because nobody knows which of them still exist."""
-    block = stream.versions[place[0]].blocks[place[1]]
-    if not block.dropped_by or now >= block.dropped_at + state.rules.lease_s:  # guard: withheld-for-a-while
-        return False
-    if block.dropped_by == member.key:
-        return bool(others)  # guard: dropper-waits
-    # guard: dropper-is-no-heir, unproven-waits
-    return not member.accepted and any(other.accepted and other.key != block.dropped_by for other in others)
-
-
-def _blocks_to_lease(
-    state: State, stream: StreamRecord, member: Member, asked: AskLease, room: int, free: list[tuple[int, int]]
-) -> tuple[int, list[int]]:
-    """Blocks of one version, as many as the worker's speed allows: free ones first, then new ones."""
+def _new_blocks(state: State, stream: StreamRecord, member: Member, asked: AskLease, room: int) -> list[int]:
+    """Blocks of the newest version that nobody was leased, as many as the worker's speed allows."""
     most = _most_blocks(state, member, asked, room // state.rules.block_groups)
-    if free:
-        version = free[0][0]
-        return version, [block for v, block in free if v == version][:most]
     first = sum(not is_continued(block) for block in stream.versions[stream.version].blocks)
     if is_continued(first + most - 1):  # guard: numbers-do-not-meet
         raise Wait(f"version {stream.version} has {first} blocks, and no more are numbered", 60.0)
-    return stream.version, list(range(first, first + most))
+    return list(range(first, first + most))
 
 
 def _shared(state: State, member: Member, asked: AskLease, again: list[tuple[int, int]]) -> list[int]:
@@ -399,19 +369,19 @@ def blocks_to_give(state: State, stream: StreamRecord, now: float) -> int:
     if state.phase != "running" or stream.version < 0:
         return 0
     room = groups_wanted(state, stream) - _free_groups(state, stream)
-    again = num_to_reassign(state, stream, now, room) if state.law.version >= 2 else 0
+    again = num_to_reassign(state, stream, now, room)
     return max(0, -(-room // state.rules.block_groups)) + again + len(blocks_to_continue(state, stream))
 
 
 def _free_groups(state: State, stream: StreamRecord) -> int:
-    """Groups of free blocks: room that is not for new ones, from version 2 of the rules on."""
+    """Groups of free blocks: room that is not for new ones."""
     new = sum(not is_continued(block) for _, block in stream.free)
-    return new * state.rules.block_groups if state.law.version >= 2 else 0
+    return new * state.rules.block_groups
 
 
 def _wait_for_strangers(state: State, stream: StreamRecord, member: Member, others: Sequence[Member]) -> None:
     """Workers without accepted work hold a bounded share of the blocks in flight while there are others with some."""
-    if state.law.version < 2 or member.accepted or not any(other.accepted for other in others):
+    if member.accepted or not any(other.accepted for other in others):
         return
     held = in_flight(state, stream)
     theirs = sum(groups for key, groups in held.items() if not state.members[key].accepted)

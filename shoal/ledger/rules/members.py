@@ -31,7 +31,7 @@ def decide_enter(command: Enter, state: State) -> list[Body]:
         raise Refused("conflict", f"{command.key[:12]} joined as a {member.role}: for another role use another key")
     facts, created = (
         (join.role, join.name, join.implementation, join.dtype, join.device),
-        signed_at(state, command.created),
+        command.created,
     )
     if member:
         before = (member.role, member.name, member.implementation, member.dtype, member.device)
@@ -43,11 +43,6 @@ def decide_enter(command: Enter, state: State) -> list[Body]:
     if join.role == "worker" and join.dtype != state.rules.dtype:  # guard: worker-dtype
         raise Refused("wrong_dtype", f"this run samples in {state.rules.dtype}, the worker offers {join.dtype}")
     return [NodeJoined(command.key, *facts, created)]
-
-
-def signed_at(state: State, created: int) -> int:
-    """What the log stores of the time at which a request was signed: nothing under old rules."""
-    return created if state.law.version >= 2 else 0
 
 
 def refuse_replayed(created: int, latest: int, *, changes: bool) -> None:
@@ -65,7 +60,7 @@ def _refuse_frequent(member: Member, state: State, now: float) -> None:
     law = state.law
     wait_s = member.rejoins_until - now - (law.rejoins - 1) * law.rejoin_s
     # guard: changed-joins-are-limited
-    if law.version >= 2 and wait_s > 0:
+    if wait_s > 0:
         raise Refused("joins_too_often", f"{member.name} ({member.key[:12]}) has joined {law.rejoins} times in a short "
                       f"time, each time after it left or with another name or engine: join again in {wait_s:.0f} s, or "
                       "unchanged")  # fmt: skip

@@ -35,8 +35,7 @@ def refusal_costs(
 ) -> Iterator[Body]:
     """Each refused block of a submission that is not slashed costs the newest pay that has not vested."""
     each = state.law.refused_blocks * state.rules.block_groups  # guard: refusal-costs-no-more
-    times = blocks if state.law.version >= 2 else 1  # guard: each-refused-block-costs
-    groups = min(len(stake), times * each)
+    groups = min(len(stake), blocks * each)  # guard: each-refused-block-costs
     if groups:
         yield Forfeited(member.key, lease.id, groups, sum(stake[-groups:]), "refused")
 
@@ -46,22 +45,21 @@ def recheck_rate(state: State, member: Member, groups: Sequence[GroupVerdict]) -
     accepts gains nothing on average, because a recheck takes its pay and the worker's stake."""
     pay, stake = sum(pay_of(group, state.rules) for group in groups), sum(member.stake)
     least = state.law.recheck_rate
-    return max(least, pay / (pay + stake)) if pay and state.law.version >= 2 else least  # guard: risk-is-rechecked
+    return max(least, pay / (pay + stake)) if pay else least  # guard: risk-is-rechecked
 
 
 def lapse_costs(state: State, late: Sequence[LeaseRecord]) -> Iterator[Body]:
     """Each lapse beyond the free share costs a lease's worth of the newest pay that has not vested.
 
-    From version 2 of the rules on, the worker owes what is missing: the event says how much it could lose.
+    The worker owes what is missing: the event says how much it could lose.
     """
-    owed = state.law.version >= 2  # guard: old-lapses-are-not-owed
     unpaid, kept = Counter[str](), {lease.worker: list(state.members[lease.worker].stake) for lease in late}
     for lease in late:
         member, stake = state.members[lease.worker], kept[lease.worker]
         unpaid[member.key] += 1
         groups = min(len(stake), len(lease.blocks) * state.rules.block_groups)
         lapses = member.lapsed - member.paid_lapses + unpaid[member.key]
-        if (groups or owed) and lapses > 1 + state.law.free_lapses * member.leases:  # guard: free-lapses
+        if lapses > 1 + state.law.free_lapses * member.leases:  # guard: free-lapses
             unpaid[member.key] -= 1
             lost = stake[len(stake) - groups :]
             yield Forfeited(member.key, lease.id, groups, sum(lost), "lapsed")

@@ -11,7 +11,7 @@ from shoal.ledger.facts.run import NO_SIGNAL, Admin, Create, Reconfigure, RulesC
 from shoal.ledger.past import Cause, Here, Table, Told
 from shoal.ledger.rules.batches import form_batch
 from shoal.ledger.rules.leases import close_stale, lapse_late, void_free, void_unbegun
-from shoal.ledger.rules.members import quarantine_by_host, refuse_replayed, restore_served, signed_at
+from shoal.ledger.rules.members import quarantine_by_host, refuse_replayed, restore_served
 from shoal.ledger.rules.pay import vest_rest
 from shoal.ledger.rules.verdicts import end_overdue
 from shoal.ledger.rules.versions import reveal_rest
@@ -32,7 +32,7 @@ def decide_create(command: Create, state: State) -> list[Body]:
 def decide_admin(command: Admin, state: State) -> list[Body]:
     if state.phase == "ended":
         raise Refused("ended", "the run has ended")
-    events, created = _of_the_host(command, state), signed_at(state, command.created)
+    events, created = _of_the_host(command, state), command.created
     refuse_replayed(created, state.host_signed, changes=bool(events))  # guard: old-admin
     if created <= state.host_signed:
         return events
@@ -45,13 +45,6 @@ def decide_admin(command: Admin, state: State) -> list[Body]:
 def _of_the_host(command: Admin, state: State) -> list[Body]:
     """What an admin call leads to; nothing if it would change nothing."""
     action, key = command.action, command.key
-    asks_more = action in ("quarantine", "rate") or command.evidence or command.lr_factor
-    if asks_more and state.law.version < 3:  # guard: old-rules-have-no-evidence
-        raise Refused(
-            "malformed",
-            f"this run follows version {state.law.version} of the rules, in which the host gives no evidence, and neither "
-            "quarantines nor changes the learning rate: pause or drain it, or kick a node",
-        )
     if surplus := surplus_of(action, key, command.also, command.lr_factor):  # guard: admin-takes-no-more
         raise Refused("malformed", surplus)
     if action in PHASES:
@@ -82,7 +75,7 @@ def _of_the_host(command: Admin, state: State) -> list[Body]:
         return [*events, RulesChanged(quarantined=member.key)] if events else []
     if action == "kick":
         node = _node_named(key, state)
-        if state.law.version >= 2 and state.members[node].standing == "kicked":
+        if state.members[node].standing == "kicked":
             return []
         held = [LeaseLapsed(lease.id, "kicked") for lease in state.open_leases_of(node)]
         return [*held, RulesChanged(kicked=node)]

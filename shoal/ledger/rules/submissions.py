@@ -4,7 +4,7 @@ from shoal.ledger.answers import Refused
 from shoal.ledger.entry import Body
 from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived, Submit
 from shoal.ledger.past import Cause, Here, Table
-from shoal.ledger.rules.members import member_as, signed_at
+from shoal.ledger.rules.members import member_as
 from shoal.ledger.seeds import audit_draws, turn_draws, turns
 from shoal.ledger.state import State
 from shoal.ledger.state_records import LeaseRecord, Member
@@ -24,11 +24,11 @@ def decide_submit(command: Submit, state: State) -> list[Body]:
     refuse_other_time(state, command.created, command.now, command.size_bytes)  # guard: time-of-submission
     received = SubmissionReceived(
         command.lease, command.key, command.digest, command.size_bytes, command.groups,
-        signed_at(state, command.created), command.record,
+        command.created, command.record,
     )  # fmt: skip
     mean_pay = mean_newest_pay(state, state.members[command.key])
     rate = state.law.audit_rate(state.members[command.key].valid_blocks, state.rules.audit_rate)
-    if not mean_pay and state.law.version >= 2:  # guard: no-stake-no-trust
+    if not mean_pay:  # guard: no-stake-no-trust
         rate = 1.0
     mean_influence = state.influence / state.accepted_groups if state.accepted_groups else 0.0
     if mean_influence and is_continued(lease.blocks[0]):  # guard: continued-as-parents
@@ -43,15 +43,15 @@ def _influence_of_parents(state: State, lease: LeaseRecord) -> float:
     """The largest of the groups that a lease continues: continuations move the credit of their parents' tokens."""
     slots, size = state.stream_of(lease).versions[lease.version].slots, state.rules.block_groups
     parents = [slots[parent_slot(slot, size)] for slot in state.slots_of(lease)]
-    by, version = state.rules.algorithm, state.law.version
-    return max(influence(one.rewards, one.tokens, by, version, faults=one.faults or ()) for one in parents)
+    by = state.rules.algorithm
+    return max(influence(one.rewards, one.tokens, by, faults=one.faults or ()) for one in parents)
 
 
 def mean_newest_pay(state: State, member: Member) -> float:
     """Mean pay of a worker's newest groups, those that a refusal takes, tokens. Groups that are missing count as 0, so less
     at stake raises the rate, too."""
     groups = state.law.refused_blocks * state.rules.block_groups
-    return sum(member.stake[-groups:]) / groups if state.law.version >= 2 else 0.0  # guard: pay-at-stake
+    return sum(member.stake[-groups:]) / groups  # guard: pay-at-stake
 
 
 def lease_to_fill(state: State, key: str, lease_id: str, digest: str) -> LeaseRecord:
@@ -84,7 +84,7 @@ def _refuse_superseded(state: State, lease: LeaseRecord) -> None:
         raise Refused(
             "superseded", f"lease {lease.id} took long, and another worker was quicker: this costs you nothing"
         )
-    if lease.status == "open" and state.law.version >= 2:
+    if lease.status == "open":
         return  # others may hold the same blocks: the first that is accepted is paid
     blocks = stream.versions[lease.version].blocks
     # guard: leased-again
@@ -97,8 +97,6 @@ def refuse_other_time(state: State, created: int, now: float, size_bytes: int) -
 
     So a host that moves its clock far ahead, to end a lease early, can book no work until the true time has caught up.
     """
-    if state.law.version < 2:  # guard: old-logs-keep-their-times
-        return
     late_s, allowed_s = now - created, BOOKED_WITHIN_S + size_bytes // BODY_WINDOW_BYTES * BODY_WINDOW_S
     if not -BOOKED_WITHIN_S <= late_s <= allowed_s:
         raise Refused("replayed", f"the submission was signed at {created}, but the log is at {now:.0f}: it is "
@@ -109,9 +107,9 @@ def cause_of_submission_received(body: SubmissionReceived, here: Here) -> Cause:
     lease = here.state.leases[body.lease]
     if lease.version in here.links:
         link = bytes.fromhex(here.links[lease.version].audit_link)
-        draws = audit_draws(here.state, lease, body.digest, link)
-        order = turns(here.state, lease, body.digest, here.state.validators, link)
-        of_turns = turn_draws(here.state, lease, body.digest, here.state.validators, link)
+        draws = audit_draws(here.state, lease, link)
+        order = turns(lease, here.state.validators, link)
+        of_turns = turn_draws(lease, here.state.validators, link)
     else:
         (draws, order), of_turns = _said_draws(body, here), {}
     return Cause(

@@ -64,11 +64,11 @@ def decide_judge(command: Judge, state: State) -> list[Body]:
         events.append(ValidatorFault(validator, submission.digest, cause))  # guard: idle-is-named
     more = _more(state, verdicts)
     worked = {key: groups for key, groups in verdicts.items() if key not in idle}  # guard: idle-verdict-is-void
-    weighed = weigh(worked, lease.blocks, state.rules.block_groups, more, state.law.version)
+    weighed = weigh(worked, lease.blocks, state.rules.block_groups, more)
     if command.differs_from and more:  # guard: third-tells-who-is-idle
         weighed = None  # one of two did not do the work; a third will tell which
     if submission.decided:
-        doubted = state.law.version >= 2 and len(verdicts) == 2 and bool(command.differs_from)
+        doubted = len(verdicts) == 2 and bool(command.differs_from)
         return [*events, *_end_recheck(state, submission, lease, weighed, doubted, command)]
     if _is_noisy(state, state.members[lease.worker], command):  # guard: noise-over-time
         weighed = Weighed({}, lease.blocks, (), slash=False, outvoted=())
@@ -109,7 +109,7 @@ def end_overdue(state: State, now: float, envs: Mapping[str, Mapping[int, str]])
             yield Rechecked(name, "undecided")
             return
         lease = state.lease_of(submission)
-        weighed = weigh(submission.verdicts, lease.blocks, state.rules.block_groups, False, state.law.version)
+        weighed = weigh(submission.verdicts, lease.blocks, state.rules.block_groups, False)
         assert weighed is not None, "without more verdicts every submission ends"
         two_judged = len(submission.verdicts) > 1 and not submission.differs
         disputed = weighed.disputed if two_judged else weighed.refused  # guard: lone-refusal-is-no-fault
@@ -164,7 +164,7 @@ def _is_noisy(state: State, member: Member, command: Judge) -> bool:
 
 def _without_turn(state: State, names: list[str], now: float) -> list[str]:
     """Of these submissions, those for which nobody's turn is left: all that could judge let it pass, or are skipped."""
-    if state.law.version < 2 or not names:
+    if not names:
         return names
     skipped, records = silent(state, now), [state.submissions[name] for name in names]
     # guard: at-work-is-waited-for
@@ -174,8 +174,6 @@ def _without_turn(state: State, names: list[str], now: float) -> list[str]:
 def _is_rechecked(state: State, lease: LeaseRecord, command: Judge) -> bool:
     """Whether a recheck of what a validator accepts is drawn, and another validator can make it."""
     rate = recheck_rate(state, state.members[lease.worker], command.verdict.groups)
-    if state.law.version < 2:
-        return command.recheck < rate
     skipped = silent(state, command.now) & {*state.judges()}  # those that left may come back at any moment
     others = {*state.panel()} - {command.key} - skipped  # guard: left-may-recheck
     chance = max(rate, state.law.recheck_chance(state.members[command.key].turns.confirmed))
@@ -201,9 +199,8 @@ def _failure(state: State, lease: LeaseRecord, submission: SubmissionRecord, com
     """
     member = state.members[lease.worker]
     failed = [group for group in command.verdict.groups if group.outcome in ("soft", "hard")]
-    # guard: lone-prompt-is-soft, old-prompts-are-hard
-    lenient = state.law.version >= 2
-    hard = any(group.outcome == "hard" and not (lenient and group.check == PROMPT) for group in failed)
+    # guard: lone-prompt-is-soft
+    hard = any(group.outcome == "hard" and group.check != PROMPT for group in failed)
     # guard: hard-quarantines, soft-quarantines, soft-is-forgiven
     if hard or (failed and (member.failures + 1) % state.law.soft_failures == 0):
         yield from quarantine(state, member.key, submission, f"{failed[0].check}: {failed[0].detail}", command.now)
@@ -211,7 +208,7 @@ def _failure(state: State, lease: LeaseRecord, submission: SubmissionRecord, com
 
 def _is_at_large(state: State, lease: LeaseRecord, submission: SubmissionRecord) -> bool:
     """Whether the first verdict on a submission did not quarantine its worker."""
-    return state.law.version >= 2 and state.members[lease.worker].quarantined_for != submission.digest
+    return state.members[lease.worker].quarantined_for != submission.digest
 
 
 def _void_cause(group: GroupVerdict) -> str:
@@ -241,10 +238,8 @@ def _decide(
                 yield SlotVoid(lease.version, (group.slot,), _void_cause(group), lease.stream)
                 continue
             continued = is_continued_slot(group.slot, state.rules.block_groups)
-            signal = None
-            if state.law.version:
-                faults = fault_indices(group.faults)
-                signal = not continued and teaches(group.rewards, state.rules.algorithm, group.steps or (), faults)
+            faults = fault_indices(group.faults)
+            signal = not continued and teaches(group.rewards, state.rules.algorithm, group.steps or (), faults)
             yield GroupAccepted(
                 lease.version, group.slot, submission.digest, index, submission.groups[index], group.tokens,
                 group.rewards, signal, lease.stream, auditor_of(verdicts, group) if stream.uses and signal else UNSET,
@@ -308,8 +303,7 @@ def _end_recheck(
     if blamed := set(weighed.refused) - set(weighed.disputed):
         yield Rechecked(submission.digest, "refused")
         yield from refusal_costs(state, member, lease, member.stake, len(blamed))  # guard: recheck-costs
-        if state.law.version >= 2:  # guard: recheck-quarantines
-            yield from _failure(state, lease, submission, command)
+        yield from _failure(state, lease, submission, command)  # guard: recheck-quarantines
         return
     stopped = any(group.check == REPLAY for groups in weighed.accepted.values() for group in groups)
     # guard: doubted-is-open, stopped-recheck-confirms-nothing
@@ -345,7 +339,7 @@ def _recheck_draw(here: Here, submission: str) -> float:
     """The draw for a recheck; while its link is secret, what the decision says that it was."""
     lease = here.state.lease_of(here.state.submissions[submission])
     if lease.version in here.links:
-        return recheck_draw(here.state, lease, submission, bytes.fromhex(here.links[lease.version].audit_link))
+        return recheck_draw(lease, bytes.fromhex(here.links[lease.version].audit_link))
     for entry in here.entries[here.place + 1 :]:
         if isinstance(entry.body, VerdictGiven):
             break

@@ -48,7 +48,7 @@ class EnvSpec(Message, frozen=True, omit_defaults=True):
     """Share of the slots, relative to the weights of the other environments."""
     args: dict[str, Any]
     own_label: Fact = msgspec.field(default="", name="label")
-    """Sent only if it differs from the name: logs from before there were labels have none."""
+    """Sent only if it differs from the name."""
     system: str = ""
     """System prompt; empty leaves the environment's own."""
     examples: tuple[dict[str, Any], ...] = ()
@@ -110,8 +110,7 @@ class Bounds(Message, frozen=True):
     logprob: float
     """Largest |claimed - replayed| log-probability of a token that passes, nats."""
     logprob_mean: float = 0.0
-    """Largest mean of claimed - replayed log-probabilities of an honest node's tokens, nats. 0 judges no sums of them, as
-    in logs from before there were such bounds."""
+    """Largest mean of claimed - replayed log-probabilities of an honest node's tokens, nats. 0 judges no sums of them."""
     largest_logit: float = 0.0
     """Up to this largest |logit / temperature| at a token, `gap` and `logprob` hold as they are. Above it they grow in
     proportion, as rounding errors do. 0: they never grow."""
@@ -151,9 +150,9 @@ class Rules(Message, frozen=True):
     max_flat_groups: int = 0
     """Groups without signal in a row after which the run stops leasing and waits for its host; 0 never stops."""
     algorithm: Algorithm = Grpo()
-    """Decides which groups have signal, and what their rollouts are worth. Logs from before rules named it are of GRPO."""
+    """Decides which groups have signal, and what their rollouts are worth."""
     quarantine_s: float = -1.0
-    """Length of a worker's first quarantine, seconds. Logs from before rules named it have it in the run file alone."""
+    """Length of a worker's first quarantine, seconds."""
     uses: Uses | msgspec.UnsetType = msgspec.UNSET
     """Sent only if a group may be in more than one batch."""
 
@@ -198,7 +197,7 @@ class RunInfo(Answer, frozen=True, omit_defaults=True):
     needs: tuple[Fact, ...] = ()
     """What a node must support to join, such as "episodes" or "dtype:int8". A node that lacks one refuses."""
     rules_version: int = 0
-    """Version of the ledger's rules that the log follows, see `shoal/ledger/law.py`; 0 also if the host does not say."""
+    """Version of the ledger's rules that the log follows, see `shoal/ledger/law.py`. A node of another one refuses."""
     origin: str = ""
     """Below this URL chunks and manifests are named by their hashes; ":PORT/PATH" is on the host that was asked. Empty, and
     not sent: the coordinator itself serves them."""

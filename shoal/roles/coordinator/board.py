@@ -99,7 +99,7 @@ class Board:
     def _at_work(self) -> set[str]:
         """Workers with a lease that they may still be at work on."""
         leases, now = map(self._desk.state.leases.__getitem__, self._desk.state.open_leases), self._desk.clock()
-        return {lease.worker for lease in leases if (lease.soft or lease.deadline) > now}
+        return {lease.worker for lease in leases if lease.soft > now}
 
     def _punctual(self) -> set[str]:
         """Validators that owe no verdict and missed no turns."""

@@ -322,8 +322,8 @@ class Desk:
         submission = self._read_submission(lease, upload.read())
         groups, record = tuple(digest(group) for group in submission.groups), await self._keep_record(lease, submission)
         link = self.audit_links[lease.version + 1]
-        draws = audit_draws(self.state, lease, name, link)
-        judges = (self.state, lease, name, self.state.validators, link)
+        draws = audit_draws(self.state, lease, link)
+        judges = (lease, self.state.validators, link)
         order, of_turns = turns(*judges), turn_draws(*judges)
         self.kept.expect(name)
         upload.keep(name)

@@ -68,7 +68,7 @@ async def take_verdict(desk: Desk, key: str, verdict: t.Verdict) -> None:
     projection, differs_from = _compare(desk, key, submission, verdict)
     bare = msgspec.structs.replace(verdict, projections={})
     lease = desk.state.lease_of(submission)
-    again = recheck_draw(desk.state, lease, verdict.submission, desk.audit_links[lease.version + 1])
+    again = recheck_draw(lease, desk.audit_links[lease.version + 1])
     judged = Judge(key, bare, desk.clock(), projection, again, differs_from, desk.labels(lease))
     before = silent(desk.state, judged.now)
     try:

@@ -114,8 +114,8 @@ def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = 
             )
         if config.train.algorithm != book.state.rules.algorithm:  # guard: algorithm-of-the-log
             raise StateError(
-                f"the rules in the log name the algorithm {to_tree(book.state.rules.algorithm)} (an older log means the "
-                f"defaults), but train.algorithm in {folder.run_file} is {to_tree(config.train.algorithm)}: "
+                f"the rules in the log name the algorithm {to_tree(book.state.rules.algorithm)}, "
+                f"but train.algorithm in {folder.run_file} is {to_tree(config.train.algorithm)}: "
                 "restore that file to resume, or start a new run"
             )
         demand_judges(book.state, config.validators.count, folder)
@@ -249,8 +249,7 @@ def task_lists(folder: RunFolder, config: RunConfig, specs: Sequence[t.EnvSpec])
 
 
 def _sampling(folder: RunFolder, config: RunConfig) -> t.Sampling:
-    """The run file's sampling. It names the rule of the stop tokens only if the first policy has its own: others have the
-    log that they had before there were two rules."""
+    """The run file's sampling. It names the rule of the stop tokens only if the first policy has its own."""
     sampling = sampling_of(config)
     if config.policy.path:
         first = Renderer.from_directory(folder.policy if folder.policy.exists() else Path(config.policy.path))
@@ -268,7 +267,7 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
     """The resolved run file for the log, which anyone may read: without the seed if the secret follows from it."""
     tree = to_tree(config)
     del tree["logging"]  # the names of the host's projects are no part of the run
-    for env in tree["envs"]:  # a run without settings has the log of before there were any
+    for env in tree["envs"]:  # settings that are not made are not logged
         for name in ENV_SETTINGS:
             if not env[name]:
                 del env[name]
@@ -278,7 +277,7 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
         del tree["difficulty"]
     if config.monitors == MonitorsConfig():
         del tree["monitors"]
-    for name in ("origin_port", "origin_url"):  # a run without them has the log of before there was an origin
+    for name in ("origin_port", "origin_url"):
         if not tree["host"][name]:
             del tree["host"][name]
     for name in ("anchor_every", "state_every"):
@@ -298,7 +297,7 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
             del tree[section][name]
     if config.eval.judge == JudgeConfig():
         del tree["eval"]["judge"]
-    if config.eval.rows in (0, BATCH):  # as in old runs, whether it was found or not
+    if config.eval.rows in (0, BATCH):  # whether it was found or not
         del tree["eval"]["rows"]
     if not config.policy.implementation:
         del tree["policy"]["implementation"]
@@ -319,7 +318,7 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
     for name in ("teacher", "reward_model"):
         if not tree["train"][name]:
             del tree["train"][name]
-    for env in tree["envs"]:  # a run whose workers play has the log that it had before hosts could
+    for env in tree["envs"]:
         for name, value in STAGE_KEYS.items():
             if env[name] == value:
                 del env[name]
@@ -354,7 +353,7 @@ def _spec(e: EnvConfig, env: Declared, continued: bool = False) -> t.EnvSpec:
 
 
 def _unlabelled(specs: Iterable[t.EnvSpec]) -> list[t.EnvSpec]:
-    """Without labels: old logs have none. A changed label is found with the other keys of the run file."""
+    """Without labels: a changed label is found with the other keys of the run file."""
     return [replace(spec, own_label="") for spec in specs]
 
 

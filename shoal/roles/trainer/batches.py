@@ -109,7 +109,7 @@ class BatchReader:
                     break
         if not accepted:
             return {}
-        flat = sum(not group.has_signal for group in accepted)
+        flat = sum(not group.signal for group in accepted)
         rewards = [one for group in accepted for one in without_faults(group.rewards, fault_indices(group.faults))]
         figures: dict[str, Any] = {"zero_signal_share": flat / len(accepted)}
         if rewards:
