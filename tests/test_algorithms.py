@@ -11,9 +11,7 @@ from shoal.ledger.algorithm import advantages, teaches
 from shoal.protocol import compositions as c
 from shoal.protocol.algorithms import Algorithm, Grpo, defaults_of, narrowest_bound
 from shoal.protocol.bounds import claims_bend_ratios
-from shoal.protocol.needs import COMPOSITIONS, SUPPORTED, needs_of
 from shoal.tree import to_tree
-from tests.ledger.world import rules
 
 GAE = 'name = "ppo"\nadvantage = "gae"'
 RUN = 'name = "run"\nsteps = 4\n[[envs]]\nname = "arithmetic"\n'
@@ -176,11 +174,6 @@ def test_a_ratio_that_is_always_1_is_said(load):
         ("grpo", ""),
     ):
         assert notes_of(load(f'name = "{algorithm}"', train=train)) == []
-
-
-def test_nodes_that_know_no_compositions_are_told_before_they_read_the_rules():
-    composed = needs_of(rules(algorithm=c.Dapo()))
-    assert COMPOSITIONS in composed and COMPOSITIONS not in needs_of(rules()) and COMPOSITIONS in SUPPORTED
 
 
 @pytest.mark.parametrize(

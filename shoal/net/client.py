@@ -27,7 +27,7 @@ from shoal.net.trouble import Trouble, another_program, retry_after, troubles
 from shoal.net.urls import server_url
 from shoal.protocol import constants, wire
 from shoal.protocol.identity import Key, RequestLine, content_digest, sign_request
-from shoal.protocol.types import Refusal
+from shoal.protocol.types import Refusal, RunVersions
 
 T = TypeVar("T")
 
@@ -176,6 +176,16 @@ class Client:
     ) -> T:
         """The JSON message at a path. Raises as `get`, and `PeerError` if the answer is not a `kind`."""
         return self._decode(await self.get(path, cap=cap, deadline_s=deadline_s, timeout_s=timeout_s), kind, path)
+
+    async def demand_versions(self, rules_version: int) -> None:
+        """Raise `PeerError` if the run is of another version of shoal. Asked before what another version may not decode."""
+        run = await self.get_json("/v1/run", RunVersions)
+        theirs, ours = (run.protocol, run.rules_version), (constants.PROTOCOL_VERSION, rules_version)
+        if theirs != ours:  # guard: versions-of-the-run
+            told = (
+                f"version {protocol} of the protocol and {rules} of the rules" for protocol, rules in (theirs, ours)
+            )
+            raise PeerError(f"the run follows {next(told)}, this shoal {next(told)}: install the host's version")
 
     async def get_blob(self, digest: str, *, cap: int, deadline_s: float | None = None) -> bytes:
         """A blob by its SHA-256, verified. If the bytes are damaged on the way, they are fetched once more.

@@ -34,9 +34,9 @@ from shoal.policy.render import Renderer
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.protocol import types as t
 from shoal.protocol.bounds import TRANSFORMERS
-from shoal.protocol.constants import COMPLETIONS, MAX_MANIFEST_BYTES, PROTOCOL_VERSION, VLLM
+from shoal.protocol.constants import COMPLETIONS, MAX_MANIFEST_BYTES, VLLM
 from shoal.protocol.continuations import NO_FIT, groups_fit
-from shoal.protocol.needs import SUPPORTED, kind_of
+from shoal.protocol.needs import kind_of
 from shoal.protocol.noise import PHILOX
 from shoal.protocol.promises import is_promised, terms_of
 from shoal.protocol.sizes import BYTES_PER_TOKEN
@@ -350,24 +350,10 @@ async def take_seat(
     """
     if joined_before(home, client.base_url):  # guard: strangers-at-a-known-url
         client.expect_run()
-    run = await client.get_json("/v1/run", t.RunNeeds)  # first, because the rules of a later version may not decode
-    if run.protocol != PROTOCOL_VERSION:
-        raise PeerError(
-            f"the run speaks protocol {run.protocol}, this shoal speaks {PROTOCOL_VERSION}: install the host's version"
-        )
-    lacking = [need for need in run.needs if need not in SUPPORTED]
-    if lacking:  # guard: needs-of-the-run
-        raise PeerError(
-            f"the run needs {', '.join(lacking)}, which this version of shoal lacks: install the host's version"
-        )
+    await client.demand_versions(RULES_VERSION)
     info = await client.get_json("/v1/run", t.RunInfo)
     if not groups_fit(info.rules):  # guard: group-size-of-the-run
         raise PeerError(f"the run has {NO_FIT}: tell the host")
-    if info.rules_version != RULES_VERSION:  # guard: rules-of-the-run
-        raise PeerError(
-            f"the run follows version {info.rules_version} of the ledger's rules, this shoal version {RULES_VERSION}: "
-            "install the host's version"
-        )
     demand_engine_fits(info, chosen)  # guard: unfit-engines-stay-closed
     # A share is settled now: the disk may fill up.
     max_disk_bytes = None if own_files else disk_limit(home / "weights", max_disk_mb)

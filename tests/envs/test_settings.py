@@ -18,8 +18,6 @@ from shoal.envs.settings import limits_of, with_settings
 from shoal.errors import ShoalError
 from shoal.policy.messages import arguments_of
 from shoal.policy.render import Renderer
-from shoal.protocol.algorithms import Grpo
-from shoal.protocol.needs import SETTINGS, needs_of
 from shoal.protocol.types import EnvSpec, Sampling
 from shoal.protocol.wire import from_json, to_json
 from tests.policy.templates import ADD, renderer_of, spell
@@ -118,16 +116,11 @@ def test_settings_that_cannot_be_used_are_refused_in_one_line(settings: dict[str
     assert "\n" not in str(refused.value)
 
 
-def test_settings_are_on_the_wire_only_if_they_are_set_and_are_then_needed() -> None:
+def test_settings_are_on_the_wire_only_if_they_are_set() -> None:
     plain, set_ = spec(), spec(system="be brief", examples=EXAMPLES, template={"date": "2030-01-01"}, max_tokens=99)
     new = {"system", "examples", "template", "parser", "weights", "max_turn_tokens", "max_tokens", "shaping"}
     assert not new & msgspec.json.decode(to_json(plain)).keys()
     assert from_json(to_json(set_), EnvSpec) == set_
-
-    class Rules:
-        proofs, dtype, algorithm, uses = "none", "float32", Grpo(), None
-
-    assert SETTINGS not in needs_of(Rules(), [plain]) and SETTINGS in needs_of(Rules(), [plain, set_])  # type: ignore[arg-type]
 
 
 class Calculator(Asking):

@@ -19,8 +19,6 @@ from shoal.envs.settings import with_settings
 from shoal.envs.shaping import target_of
 from shoal.errors import ConfigError, ShoalError
 from shoal.policy.render import Renderer
-from shoal.protocol.algorithms import Grpo
-from shoal.protocol.needs import SETTINGS, SHAPING, needs_of
 from shoal.protocol.shaping import LengthTarget, OverlongPenalty, RepetitionPenalty, Shaping
 from shoal.protocol.types import EnvSpec, Sampling
 from shoal.protocol.wire import from_json, to_json
@@ -205,17 +203,12 @@ def test_a_run_file_names_the_terms_and_mistakes_name_the_key(tmp_path: Any) -> 
         load_run(path, ["envs.0.shaping.length.target=4"])
 
 
-def test_shaping_is_on_the_wire_only_if_it_is_set_and_is_then_needed() -> None:
+def test_shaping_is_on_the_wire_only_if_it_is_set() -> None:
     plain = EnvSpec("arithmetic", env_digest("arithmetic"), load_env("arithmetic", {}).num_tasks, 1.0, {})
     spec = msgspec.structs.replace(plain, shaping=ALL)
     assert b"shaping" not in to_json(plain) and from_json(to_json(spec), EnvSpec) == spec
     env = load_run_envs([spec], own_files=False)["arithmetic"]
     assert min(env.reward_bounds) < 0
-
-    class Rules:
-        proofs, dtype, algorithm, uses = "none", "float32", Grpo(), None
-
-    assert {SETTINGS, SHAPING} <= set(needs_of(Rules(), [spec])) and SHAPING not in needs_of(Rules(), [plain])  # type: ignore[arg-type]
 
 
 def test_a_shaped_environment_passes_its_checks() -> None:

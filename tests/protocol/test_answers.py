@@ -18,7 +18,7 @@ from shoal.protocol.wire import WireError, digest, from_json
 from tests.roles.town import Town, tiny_run
 
 OPEN_ENDED = {
-    types.RunInfo, types.RunNeeds, types.NodeState, types.LeaseAnswer, types.CheckAnswer, types.Status, types.StateHash,
+    types.RunInfo, types.RunVersions, types.NodeState, types.LeaseAnswer, types.CheckAnswer, types.Status, types.StateHash,
     types.Done, types.Refusal, accounts.CreditPage, accounts.CreditLine, types.RelayEntry, types.RelayStanding,
     types.RelayProof, types.StandingAlarm, Installed,
 }  # fmt: skip

@@ -20,7 +20,6 @@ from shoal.protocol.continuations import (
     seeds_of,
     whole_author,
 )
-from shoal.protocol.needs import SUPPORTED, needs_of
 from shoal.protocol.promises import terms_of
 from shoal.protocol.randomness import continuation_seed, sample_seed
 from shoal.protocol.types import BatchGroup, Group, Parent, Slot, make_rollout
@@ -108,10 +107,9 @@ def test_the_authors_of_a_whole_rollout_come_from_its_parent_and_a_turn_has_one(
     assert after_a_stop.tolist() == [0, 1, 2]
 
 
-def test_only_runs_with_vines_need_continuations_and_sign_for_them():
+def test_only_runs_with_vines_sign_for_continuations():
     plain, vines = rules(algorithm=Dapo()), rules(algorithm=Dapo(credit=VINE))
     assert vine_of(Grpo()) is vine_of(plain.algorithm) is None and vine_of(vines.algorithm) == VINE
-    assert set(needs_of(vines)) - set(needs_of(plain)) == {"continuations"} and set(needs_of(vines)) <= SUPPORTED
     other = rules(algorithm=Dapo(credit=msgspec.structs.replace(VINE, every=4)))
     assert len({terms_of((), plain), terms_of((), vines), terms_of((), other)}) == 3
     assert terms_of((), plain) == terms_of((), rules())

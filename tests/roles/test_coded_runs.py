@@ -18,11 +18,10 @@ from shoal.policy.hub import Hub
 from shoal.policy.nf4spec import is_coded
 from shoal.policy.tiny import make_tiny
 from shoal.protocol.constants import VLLM
-from shoal.protocol.needs import CODED_BASE, SUPPORTED
+from shoal.protocol.needs import ADAPTERS, CODED_BASE
 from shoal.protocol.types import AdapterBase
 from shoal.roles import merge
 from shoal.roles.coordinator.board import Board
-from shoal.roles.coordinator.role import public_run_file
 from shoal.roles.engines import demand_engine_fits
 from shoal.roles.trainer import first
 from shoal.weights import bases, fetch
@@ -127,22 +126,13 @@ def test_the_codes_of_a_hubs_model_are_published_as_bytes(tmp_path: Path, monkey
 def test_nodes_are_told_and_vllm_stays_away(tmp_path: Path) -> None:
     town = Town(tmp_path / "run", tiny_run(**CODED))
     run = Board(town.desk).info()
-    assert CODED_BASE in run.needs and CODED_BASE in SUPPORTED
+    assert run.needs == (ADAPTERS, CODED_BASE)
     bounds = run.rules.bounds | {"vllm:float32/float32": run.rules.bounds["float32/float32"]}
     measured = msgspec.structs.replace(run, rules=msgspec.structs.replace(run.rules, bounds=bounds))
     with pytest.raises(PeerError, match="adapters of a model in NF4, which only shoal's own engine reads"):
         demand_engine_fits(measured, VLLM)
     plain = {"policy": {"tiny": SHAPE, "adapter": {"rank": 2}}}
     assert CODED_BASE not in Board(Town(tmp_path / "plain", tiny_run(**plain)).desk).info().needs
-
-
-def test_the_log_of_a_run_names_the_base_only_if_it_is_coded(tmp_path: Path) -> None:
-    """A run of adapters without it has the log that it had before."""
-    named = []
-    for adapter in (ADAPTER, {"rank": 2}):
-        town = Town(tmp_path / f"{len(named)}", tiny_run(policy={"tiny": SHAPE, "adapter": adapter}))
-        named.append(public_run_file(town.folder, town.config)["policy"]["adapter"])
-    assert named[0]["base"] == "nf4" and "base" not in named[1]
 
 
 def test_codes_without_an_adapter_are_refused() -> None:

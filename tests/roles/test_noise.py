@@ -9,10 +9,8 @@ import pytest
 from shoal.config import RunConfig
 from shoal.engine.cheats import CHEATS
 from shoal.engine.local import LocalEngine
-from shoal.errors import PeerError
 from shoal.ledger.log.creation import creation_of
 from shoal.protocol.noise import KEYED_32, KEYED_64, NOISES
-from shoal.roles import seat
 from shoal.roles.auditor.rollouts import AGREE, Choice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
 from shoal.roles.coordinator.board import Board
@@ -68,19 +66,3 @@ def test_work_of_another_family_is_refused(tmp_path: Path, family: str) -> None:
     members = town.desk.state.members
     assert members[honest.key].credits > 0 == members[honest.key].refused
     assert members[mistaken.key].refused > 0 == members[mistaken.key].credits
-
-
-def test_a_run_of_philox_has_the_log_of_before(tmp_path: Path) -> None:
-    town = Town(tmp_path / "run", tiny_run())
-    (data, _) = next(iter(town.desk.book.store.read(limit=1)))
-    assert b"noise" not in data and not any("noise" in word for word in Board(town.desk).info().needs)
-
-
-def test_a_node_that_lacks_the_family_does_not_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its work would look forged, and its verdicts would call honest work so."""
-    town = Town(tmp_path / "run", _config(KEYED_64))
-    monkeypatch.setattr(seat, "SUPPORTED", seat.SUPPORTED - {f"noise:{KEYED_64}"})
-    for node in (town.worker("old"), town.validator()):
-        with pytest.raises(PeerError, match=f"needs noise:{KEYED_64}, which this version of shoal lacks"):
-            asyncio.run(node.run())
-    assert "old" not in {member.name for member in town.desk.state.members.values()}

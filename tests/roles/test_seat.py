@@ -48,27 +48,15 @@ def saying(town, monkeypatch, **changes):
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_run_of_another_protocol_is_refused(tmp_path, monkeypatch, role):
-    town = saying(Town(tmp_path / "run", tiny_run()), monkeypatch, protocol=2)
-    assert "the run speaks protocol 2, this shoal speaks 1" in refusal(town, role)
-
-
-@pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("need", ["preferences", "dtype:float4", "proofs:other"])
-def test_a_run_that_needs_what_a_node_lacks_is_refused_by_name(tmp_path, monkeypatch, role, need):
-    town = Town(tmp_path / "run", tiny_run())
-    town = saying(town, monkeypatch, needs=(*Board(town.desk).info().needs, need))
-    lacks = f"the run needs {need}, which this version of shoal lacks: install the host's version"
-    assert lacks in refusal(town, role)
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_what_a_run_needs_is_read_before_rules_that_a_node_cannot_read(tmp_path, monkeypatch, role):
+@pytest.mark.parametrize("key", ["protocol", "rules_version"])
+def test_the_versions_of_a_run_are_read_before_rules_that_a_node_cannot_read(tmp_path, monkeypatch, role, key):
     town = Town(tmp_path / "run", tiny_run())
     info = Board(town.desk).info()
     later = msgspec.structs.replace(info.rules, proofs="later", algorithm=Later())
-    town = saying(town, monkeypatch, rules=later, needs=(*info.needs, "proofs:later"))
-    assert "the run needs proofs:later, which this version of shoal lacks" in refusal(town, role)
+    town = saying(town, monkeypatch, rules=later, **{key: 7})
+    theirs = {"protocol": "version 7 of the protocol and 1", "rules_version": "version 1 of the protocol and 7"}[key]
+    ours = "version 1 of the protocol and 1 of the rules"
+    assert f"the run follows {theirs} of the rules, this shoal {ours}: install" in refusal(town, role)
 
 
 class Replaced(httpx.AsyncBaseTransport):
@@ -132,13 +120,6 @@ def test_a_validator_that_was_admitted_says_so_at_once(tmp_path, monkeypatch):
 
 class Later(msgspec.Struct, tag="later", tag_field="name"):
     """An algorithm that this version does not know."""
-
-
-def test_a_run_says_what_it_needs(tmp_path):
-    plain = Town(tmp_path / "plain", tiny_run())
-    assert Board(plain.desk).info().needs == ("episodes", "dtype:float32")
-    other = Town(tmp_path / "other", tiny_run(sampling={"dtype": "int8"}, verify={"proofs": "toploc"}))
-    assert Board(other.desk).info().needs == ("episodes", "dtype:int8", "proofs:toploc")
 
 
 LEASE = Lease("1", "w", 0, (Block(0, (Slot(0, "00" * 32, "easy", 0),)),), Sampling(1.0, 8, 64), 0.0, 1.0)

@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from shoal.config import RunConfig, TinyPolicy, sampling_of
-from shoal.errors import PeerError
 from shoal.ledger.log.creation import creation_of
 from shoal.net.client import Client
 from shoal.net.sided import SHOAL
@@ -184,16 +183,6 @@ def test_a_resumed_run_of_before_keeps_the_control_rule(
     assert all(token > END for tokens in _turns(town) for token in tokens[:-1])
     evaluate.for_run(town.folder.root, town.folder.checkpoints / "final", 4, tmp_path / "found.json", threads=1)
     assert json.loads((tmp_path / "found.json").read_text())["episodes"] >= evaluate.MIN_EPISODES
-
-
-def test_a_node_that_knows_only_the_control_rule_does_not_join(
-    tmp_path: Path, own: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its turns would look forged."""
-    town = Town(tmp_path / "run", _config(own))
-    monkeypatch.setattr(seat, "SUPPORTED", seat.SUPPORTED - {"model-stops"})
-    with pytest.raises(PeerError, match="needs model-stops"):
-        asyncio.run(town.worker("old").run())
 
 
 def test_a_worker_that_stops_at_every_control_token_is_refused(

@@ -16,7 +16,7 @@ from shoal.launch.hosting import invitation
 from shoal.launch.loggers import onlookers
 from shoal.net.listening import port_of_living
 from shoal.roles.coordinator.api import application
-from shoal.roles.coordinator.role import open_run, public_run_file
+from shoal.roles.coordinator.role import open_run
 from tests.roles.town import tiny_run
 
 BROWSER = {"accept": "text/html,*/*;q=0.8"}
@@ -94,11 +94,6 @@ def test_the_page_is_told_with_the_join_line(tmp_path):
     assert "dashboard.url" not in invitation(
         "http://127.0.0.1:8470", tiny_run(host={"dashboard": False}).host, tmp_path
     )
-
-
-def test_the_log_of_a_run_without_settings_of_the_page_is_as_before_there_was_one(tmp_path):
-    folder, _ = coordinator(tmp_path)
-    assert not [name for name in public_run_file(folder, tiny_run())["host"] if name.startswith("dashboard")]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from shoal.protocol.types.learning import (
 from shoal.protocol.types.message import Answer, Fact, Message, fact
 from shoal.protocol.types.publishers import Publishers, Rotation
 from shoal.protocol.types.relays import RelayEntry, RelayOffer, RelayProof, RelayStanding
-from shoal.protocol.types.run import Bounds, EnvSpec, Join, NodeState, Rules, RunInfo, RunNeeds, Sampling, Uses
+from shoal.protocol.types.run import Bounds, EnvSpec, Join, NodeState, Rules, RunInfo, RunVersions, Sampling, Uses
 from shoal.protocol.types.stage import (
     GroupRecord,
     Outcome,
@@ -100,7 +100,7 @@ __all__ = [
     "Rotation",
     "Rules",
     "RunInfo",
-    "RunNeeds",
+    "RunVersions",
     "Said",
     "Sampling",
     "SignedManifest",

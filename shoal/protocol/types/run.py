@@ -167,11 +167,11 @@ class Rules(Message, frozen=True):
         return min(self.uses.repeated, self.batch_groups - 1) if self.uses else 0
 
 
-class RunNeeds(Answer, frozen=True):
+class RunVersions(Answer, frozen=True):
     """What a node reads of `GET /v1/run` before it reads the rest, which it may not understand."""
 
     protocol: int
-    needs: tuple[Fact, ...] = ()
+    rules_version: int = 0
 
 
 class RunInfo(Answer, frozen=True, omit_defaults=True):
@@ -195,7 +195,7 @@ class RunInfo(Answer, frozen=True, omit_defaults=True):
     version: int
     """Latest published policy version, -1 before the first."""
     needs: tuple[Fact, ...] = ()
-    """What a node must support to join, such as "episodes" or "dtype:int8". A node that lacks one refuses."""
+    """What the run's versions ask of an engine, such as "adapters": see `shoal/protocol/needs.py`."""
     rules_version: int = 0
     """Version of the ledger's rules that the log follows, see `shoal/ledger/law.py`. A node of another one refuses."""
     origin: str = ""

@@ -77,10 +77,7 @@ class Board:
             trainer_key=state.trainer_key, head=state.head, chain_end=state.chain_end, envs=state.envs,
             sampling=state.sampling, rules=state.rules, phase=state.phase,  # type: ignore[arg-type]
             version=state.main.version, rules_version=state.law.version,
-            needs=needs_of(
-                state.rules, state.envs, state.sampling, self._desk.published_dtype, self._desk.needs_transformers,
-                self._desk.has_adapter, self._desk.has_coded_base,
-            ),
+            needs=needs_of(self._desk.needs_transformers, self._desk.has_adapter, self._desk.has_coded_base),
             origin=self._desk.origin(),
             root_key=state.root_key or "", publishers=state.named or None,
         )  # fmt: skip

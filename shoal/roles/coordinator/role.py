@@ -19,21 +19,13 @@ from starlette.applications import Starlette
 
 from shoal.config import (
     ACTIVATION_ERROR,
-    ENV_SETTINGS,
-    STAGE_KEYS,
-    AdapterConfig,
-    CriticConfig,
-    DifficultyConfig,
     EnvConfig,
-    JudgeConfig,
-    MonitorsConfig,
     RunConfig,
     difficulty_of,
     sampling_of,
     wire_bounds,
 )
 from shoal.envs.declared import Declared, declared
-from shoal.envs.evaluate import BATCH
 from shoal.envs.load import env_digest
 from shoal.errors import ConfigError, StateError
 from shoal.folder import RunFolder
@@ -51,7 +43,6 @@ from shoal.protocol import types as t
 from shoal.protocol.algorithms import vine_of
 from shoal.protocol.bounds import dtypes_of
 from shoal.protocol.constants import COMPLETIONS, EPISODES, MODEL_STOPS
-from shoal.protocol.noise import PHILOX
 from shoal.protocol.promises import is_promised
 from shoal.protocol.randomness import SecretChain
 from shoal.protocol.tasklists import TaskList
@@ -267,61 +258,7 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
     """The resolved run file for the log, which anyone may read: without the seed if the secret follows from it."""
     tree = to_tree(config)
     del tree["logging"]  # the names of the host's projects are no part of the run
-    for env in tree["envs"]:  # settings that are not made are not logged
-        for name in ENV_SETTINGS:
-            if not env[name]:
-                del env[name]
-        if env["solved"] == 1.0:
-            del env["solved"]
-    if config.difficulty == DifficultyConfig():
-        del tree["difficulty"]
-    if config.monitors == MonitorsConfig():
-        del tree["monitors"]
-    for name in ("origin_port", "origin_url"):
-        if not tree["host"][name]:
-            del tree["host"][name]
-    for name in ("anchor_every", "state_every"):
-        if tree["storage"][name] == 1:
-            del tree["storage"][name]
-    for name, default in (("dtype", ""), ("moments", "float32"), ("packing", "padded"), ("recompute", "none")):
-        if tree["train"][name] == default:
-            del tree["train"][name]
-    for section in ("train", "workers", "validators"):
-        if tree[section]["device"] == "cpu":
-            del tree[section]["device"]
-    for section, name, usual in (("host", "shifts", "auto"), ("host", "dashboard", True), ("host", "dashboard_port", 0),
-                                 ("host", "dashboard_url", ""), ("workers", "engine", ""), ("train", "minibatches", 1),
-                                 ("train", "group_uses", 1), ("train", "repeated_groups", 0),
-                                 ("eval", "dtype", "float32")):  # fmt: skip
-        if tree[section][name] == usual:
-            del tree[section][name]
-    if config.eval.judge == JudgeConfig():
-        del tree["eval"]["judge"]
-    if config.eval.rows in (0, BATCH):  # whether it was found or not
-        del tree["eval"]["rows"]
-    if not config.policy.implementation:
-        del tree["policy"]["implementation"]
-    if not config.sampling.max_rollout_tokens:
-        del tree["sampling"]["max_rollout_tokens"]
-    if config.sampling.noise == PHILOX:
-        del tree["sampling"]["noise"]
-    if config.policy.adapter == AdapterConfig():
-        del tree["policy"]["adapter"]
-    elif not config.policy.adapter.base:
-        del tree["policy"]["adapter"]["base"]
-    if config.train.processes == 1:
-        del tree["train"]["processes"]
-    if config.train.truncation < 0:
-        del tree["train"]["truncation"]
-    if config.train.critic == CriticConfig():
-        del tree["train"]["critic"]
-    for name in ("teacher", "reward_model"):
-        if not tree["train"][name]:
-            del tree["train"][name]
-    for env in tree["envs"]:
-        for name, value in STAGE_KEYS.items():
-            if env[name] == value:
-                del env[name]
+    del tree["eval"]["rows"]  # nor is what memory allowed
     if folder.has_public_secret(config):  # guard: no-seed-in-the-log
         del tree["seed"]
     return tree

@@ -13,14 +13,14 @@ from pathlib import Path
 import uvloop
 
 from shoal.errors import PeerError
+from shoal.ledger.law import RULES_VERSION
 from shoal.net.client import Client
 from shoal.net.connections import Limits, connections_that_fit
 from shoal.net.keys import load_or_make_key
 from shoal.net.listening import listen
 from shoal.net.stopping import Stopping
-from shoal.protocol.constants import PROTOCOL_VERSION
 from shoal.protocol.identity import Key
-from shoal.protocol.types import RunInfo, RunNeeds
+from shoal.protocol.types import RunInfo
 from shoal.roles.offering import application, serving
 from shoal.roles.relay.fill import Filler
 from shoal.roles.relay.store import ChunkStore
@@ -67,11 +67,7 @@ async def _run(url: str, key: Key, home: Path, bind: str, port: int, public_url:
 
 
 async def _info(client: Client) -> RunInfo:
-    run = await client.get_json("/v1/run", RunNeeds)
-    if run.protocol != PROTOCOL_VERSION:
-        raise PeerError(
-            f"the run speaks protocol {run.protocol}, this shoal speaks {PROTOCOL_VERSION}: install the host's version"
-        )
+    await client.demand_versions(RULES_VERSION)
     info = await client.get_json("/v1/run", RunInfo)
     if not RUN.fullmatch(info.run):  # guard: run-names-a-folder
         raise PeerError(f"the run has the id {info.run[:40]!r}, which is not 32 hex digits: tell the host")
