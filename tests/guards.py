@@ -616,6 +616,7 @@ GUARDS = [
         ("later-turns-are-shown", OFF, "test_a_template_that_hides_turns_is_refused_where_an_environment_plays_more"),
         ("tasks-are-told-apart", OFF, "test_a_template_that_shows_another_message_than_the_task_is_refused"),
         ("turns-are-not-cut", OFF, "test_a_template_that_cuts_turns_at_marks_of_its_own_shows_no_history"),
+        ("turns-have-their-header", OFF, "test_a_template_that_opens_no_turn_for_the_policy_is_noted"),
         ("unknown-thoughts-are-not-begun", OFF,
          "test_a_template_that_cuts_turns_at_marks_of_its_own_shows_no_history"),
     ),

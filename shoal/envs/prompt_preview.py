@@ -58,8 +58,7 @@ def first_prompt(label: str, env: Env, renderer: Renderer, sampling: Sampling, i
             f"{_template(renderer)} cuts earlier turns at {cut!r:.60}, which is no known mark of thoughts: what "
             "it cuts there is in action.visible"
         )
-    if arguments.get("tools") and not renderer.shows_tools(messages, arguments):
-        lines.append(f"the tools of {label} are not shown: {_template(renderer)} takes none from its arguments")
+    lines += filter(None, [hidden_tools(label, talk, renderer)])
     if missing := renderer.missing_generation_prompt(messages, arguments):
         lines.append(
             f"no turn of {label} is opened: {_template(renderer)} ignores add_generation_prompt, so the policy has to "
@@ -101,6 +100,14 @@ def unparsed_calls(label: str, env: Env, renderer: Renderer, key: str = "envs.pa
         f"tool calls of {label} are not read: {_template(renderer)} writes them in no notation that is known. Set {key} to "
         f"one of {', '.join(NOTATIONS)}; or to none, where the environment reads the text itself"
     )
+
+
+def hidden_tools(label: str, talk: Conversation, renderer: Renderer) -> str:
+    """A line about tools that the chat template does not show in the opening of a conversation; empty if it does."""
+    arguments = arguments_of(talk.env)
+    if not arguments.get("tools") or renderer.shows_tools(talk.asked(), arguments):
+        return ""
+    return f"the tools of {label} are not shown: {_template(renderer)} takes none from its arguments"
 
 
 def learned_row(token_ids: Sequence[int], positions: Iterable[int], renderer: Renderer) -> str:

@@ -43,7 +43,7 @@ ANSWER_S = 5.0
 
 _NOTES = (
     "first prompt of ", "prompts of ", "too long: ", "no turn of ", "later turns of ", "each later turn ", "tokenizer: ",
-    "tool calls of ",
+    "tool calls of ", "the tools of ", "the chat template ", "the policy's chat template ",
 )  # fmt: skip
 """How lines about first prompts begin that are worth a note."""
 

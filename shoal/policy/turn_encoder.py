@@ -29,6 +29,8 @@ class _Around(NamedTuple):
     closing: str = ""
     """From the turn on, if one of its tokens ends the turn."""
     shows: bool = False
+    header: str = ""
+    """What the template writes before a turn, and not at the end of a prompt: the policy has to write it."""
 
 
 class TurnEncoder:
@@ -119,6 +121,11 @@ class TurnEncoder:
 
     def _of_text(self, messages: Sequence[Any], text: str, arguments: Mapping[str, Any]) -> list[int]:
         around = self._around(_key(messages, arguments))
+        if around.header and not text.lstrip().startswith(around.header):  # guard: turns-have-their-header
+            raise StateError(
+                f"the chat template ignores add_generation_prompt, so a turn has to begin with {around.header!r:.40}: take "
+                "the model's own chat template, or let the text begin so"
+            )
         if leaves_reasoning_open(around.prompt, self._notation):
             text = self._without_opening(text, around.prompt)
         lead = around.lead and self._space_before(json.dumps(arguments), text, around.lead)
@@ -165,7 +172,9 @@ class TurnEncoder:
                 )
         lead = begun.removeprefix(shown) if shown else ""
         is_ended = found and self._stop_ids.intersection(self._encode(closing))
-        return _Around(before, prompt, shown, "" if lead.strip() else lead, closing if is_ended else "", bool(found))
+        header = dialect.missing_generation_prompt(before, arguments)
+        lead = "" if lead.strip() else lead
+        return _Around(before, prompt, shown, lead, closing if is_ended else "", bool(found), header)
 
     def _ended(self, prompt: str, rest: str, calls: bool = False) -> list[int]:
         """Token ids of a turn, whose text is `rest`, after a prompt, whose thought they close, up to the first token that

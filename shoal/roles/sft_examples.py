@@ -18,7 +18,7 @@ from shoal.envs.check.promises import MAX_COMPARED
 from shoal.envs.conversation import Conversation
 from shoal.envs.load import env_of
 from shoal.envs.play import play_scripted
-from shoal.envs.prompt_preview import demand_shown, unparsed_calls
+from shoal.envs.prompt_preview import demand_shown, hidden_tools, unparsed_calls
 from shoal.envs.source import make_env
 from shoal.errors import ConfigError, ShoalError, StateError
 from shoal.policy.render import Renderer
@@ -143,6 +143,8 @@ def _demand_task_shown(env: Env, renderer: Renderer, task: Task) -> None:
     except ShoalError:
         return
     demand_shown(env.name, talk, renderer)
+    if hidden := hidden_tools(env.name, talk, renderer):
+        log.warning("%s", hidden)
 
 
 def _sampling(max_tokens: int) -> Sampling:

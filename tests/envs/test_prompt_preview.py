@@ -280,6 +280,12 @@ def test_a_template_that_opens_no_turn_for_the_policy_is_noted(tmp_path: Path) -
     bare = CHATML.replace(" if WHICH", "").partition("{% if add_generation_prompt")[0]
     text = first_prompt("saying", _Saying("hi"), _renderer_with(bare, tmp_path), SAMPLING)
     assert "\nno turn of saying is opened: " in text and "has to write '<|im_start|>assistant' by itself" in text
+    renderer = _renderer_with(bare, tmp_path)
+    with pytest.raises(StateError, match=r"a turn has to begin with '<\|im_start\|>assistant'"):
+        renderer.written("hi")
+    assert (
+        renderer._decode_whole(renderer.written("<|im_start|>assistant\nhi")) == "<|im_start|>assistant\nhi<|im_end|>"
+    )
 
 
 class _Told(_Saying):
