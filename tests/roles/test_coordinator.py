@@ -9,7 +9,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from shoal.config import BOUNDS, ENV_SETTINGS, STAGE_KEYS
+from shoal.config import BOUNDS
 from shoal.errors import NothingYet, StateError
 from shoal.folder import RunFolder
 from shoal.ledger.answers import Refused
@@ -26,7 +26,6 @@ from shoal.protocol.algorithms import Grpo
 from shoal.protocol.audits import CHECKS, MAX_REASON_CHARS
 from shoal.protocol.bounds import bounds_for
 from shoal.protocol.constants import MANIFEST_LIFETIME_S, MAX_FACT_CHARS, MAX_JSON_BYTES, MAX_NODES
-from shoal.protocol.noise import PHILOX
 from shoal.protocol.wire import digest, to_json
 from shoal.roles.coordinator.api import application
 from shoal.roles.coordinator.board import ALL_GONE, Board, waiting_for
@@ -90,31 +89,9 @@ def test_log_holds_no_seed_of_the_run_file(town):
     assert [kind_of(body) for body in bodies] == ["run_created", "rules_changed"]
     assert town.config.seed == 5 and not any("seed" in body.config for body in bodies)
     told = {k: v for k, v in to_tree(replace(town.config, steps=4)).items() if k != "seed"}
-    assert told.pop("logging")["to"] == ["jsonl"]
-    for env in told["envs"]:  # settings that are empty are not logged
-        for name in ENV_SETTINGS:
-            assert not env.pop(name)
-        for name, usual in STAGE_KEYS.items():
-            assert env.pop(name) == usual
-        assert env.pop("solved") == 1.0
-    assert told["sampling"].pop("max_rollout_tokens") == 0 and told["policy"].pop("implementation") == ""  # the same
-    assert told["sampling"].pop("noise") == PHILOX and told["policy"].pop("adapter")["rank"] == 0
-    assert told["train"].pop("processes") == 1 and told["train"].pop("truncation") == -1
-    assert told["storage"].pop("anchor_every") == told["storage"].pop("state_every") == 1
-    for name, usual in (("dtype", ""), ("moments", "float32"), ("packing", "padded"), ("recompute", "none")):
-        assert told["train"].pop(name) == usual
-    assert [told[section].pop("device") for section in ("train", "workers", "validators")] == ["cpu"] * 3
-    assert told.pop("difficulty")["pools"] is False and told.pop("monitors")["actions"] == {}
-    assert told["host"].pop("origin_port") == 0 and told["host"].pop("origin_url") == ""
-    assert told["host"].pop("dashboard") is True and told["host"].pop("dashboard_url") == ""
-    assert told["host"].pop("dashboard_port") == 0
-    assert told["host"].pop("shifts") == "auto" and told["workers"].pop("engine") == ""
-    assert told["train"].pop("teacher") == told["train"].pop("reward_model") == ""
-    assert told["train"].pop("minibatches") == told["train"].pop("group_uses") == 1
-    assert told["train"].pop("repeated_groups") == 0 and told["train"].pop("critic")["lam"] == 0.95
-    assert told["eval"].pop("rows") == 0 and told["eval"].pop("dtype") == "float32"
-    assert told["eval"].pop("judge")["name"] == ""
-    assert bodies[1].config == told
+    assert told.pop("logging")["to"] == ["jsonl"] and "rows" in told["eval"]
+    del told["eval"]["rows"]
+    assert bodies[-1].config == told
 
 
 def test_unsigned_writes_are_refused(town):

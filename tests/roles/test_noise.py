@@ -13,7 +13,6 @@ from shoal.ledger.log.creation import creation_of
 from shoal.protocol.noise import KEYED_32, KEYED_64, NOISES
 from shoal.roles.auditor.rollouts import AGREE, Choice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
-from shoal.roles.coordinator.board import Board
 from tests.roles.town import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
@@ -35,7 +34,6 @@ def test_a_run_has_the_family_that_its_file_names(tmp_path: Path, family: str) -
     assert all(town.desk.state.members[worker.key].refused == 0 for worker in workers)
     assert town.audit().findings == []
     assert creation_of(town.folder.log).sampling.noise == family
-    assert f"noise:{family}" in Board(town.desk).info().needs
     assert town.weights() == one_file.train(config, tmp_path / "one", tmp_path)
     other = tiny_run(steps=2, storage={"retain": "all"})
     assert town.weights() != one_file.train(other, tmp_path / "other", tmp_path)

@@ -22,7 +22,6 @@ from shoal.protocol.identity import Key
 from shoal.protocol.wire import from_msgpack, to_json
 from shoal.roles import evaluate, seat, validator
 from shoal.roles.coordinator import role as coordinator
-from shoal.roles.coordinator.board import Board
 from tests.roles.town import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
@@ -72,7 +71,6 @@ def test_turns_end_where_the_policy_says_and_the_log_names_the_rule(tmp_path: Pa
     assert any(token < END for tokens in written for token in tokens[:-1])  # other control tokens end nothing
     assert any(END in tokens for tokens in written) and all(END not in tokens[:-1] for tokens in written)
     assert creation_of(town.folder.log).sampling.stops == MODEL_STOPS
-    assert "model-stops" in Board(town.desk).info().needs
     out = tmp_path / "one"
     assert town.weights() == one_file.train(config, out, out.parent)
     kept = json.loads((town.folder.checkpoints / "final" / "generation_config.json").read_text())
@@ -169,8 +167,7 @@ def test_a_run_whose_rules_are_the_same_has_the_log_of_before(tmp_path: Path, ow
     for place, config in (("path", _config(own)), ("tiny", tiny_run())):
         town = Town(tmp_path / place, config)
         (data, _) = next(iter(town.desk.book.store.read(limit=1)))
-        assert b'"stops"' not in data and "model-stops" not in Board(town.desk).info().needs
-        assert b'"packing"' not in data
+        assert b'"stops"' not in data
 
 
 def test_a_resumed_run_of_before_keeps_the_control_rule(
