@@ -17,7 +17,7 @@ from shoal.config.environ import (
     wait_without_spinning,
     without_hub,
 )
-from shoal.config.envs import ENV_SETTINGS, STAGE_KEYS, EnvConfig, JudgeConfig
+from shoal.config.envs import EnvConfig, JudgeConfig
 from shoal.config.host import HostConfig, is_loopback
 from shoal.config.load import load_run, load_sft
 from shoal.config.logs import LOGGERS, LoggingConfig
@@ -45,7 +45,7 @@ from shoal.config.sections import (
 )
 
 __all__ = [
-    "ACTIVATION_ERROR", "BOUNDS", "ENV_SETTINGS", "LOGGERS", "PRESET_LR", "SAFE_TO_CHANGE", "STAGE_KEYS", "AdapterConfig",
+    "ACTIVATION_ERROR", "BOUNDS", "LOGGERS", "PRESET_LR", "SAFE_TO_CHANGE", "AdapterConfig",
     "BoundsConfig", "CriticConfig", "DifficultyConfig", "EnvConfig", "EvalConfig", "HostConfig", "JudgeConfig",
     "LoggingConfig", "MonitorsConfig", "PolicyConfig", "RolloutsConfig", "RunConfig", "SamplingConfig", "SftConfig",
     "StorageConfig", "TinyPolicy", "TrainConfig", "ValidatorsConfig", "VerifyConfig", "WorkersConfig", "check_run",

@@ -11,15 +11,6 @@ import msgspec
 from shoal.protocol.shaping import Shaping
 from shoal.tree import Section
 
-ENV_SETTINGS = (
-    "system", "examples", "template", "parser", "weights", "max_turn_tokens", "max_tokens", "history", "shaping",
-    "tasks", "on_fault",
-)  # fmt: skip
-"""Keys of an environment that the log names only if they are set."""
-
-STAGE_KEYS = {"kind": "", "reproducible": True, "call_s": 10.0, "eval_episodes": -1}
-"""Keys of an environment that say how the host plays and evaluates it, with their defaults, which the log does not name."""
-
 
 class JudgeConfig(Section, frozen=True):
     """A held-out judge: another environment that scores the episodes of each evaluation again. Nothing is trained on it. An
