@@ -30,10 +30,9 @@ GOALS = {
 
 
 class File(NamedTuple):
-    """A Python file."""
+    """A Python file; `path` is from the root."""
 
     path: str
-    """From the root."""
     text: str
     tree: ast.Module
 
