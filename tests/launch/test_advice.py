@@ -23,6 +23,7 @@ from shoal.launch.alarms import AlarmWatch
 from shoal.launch.snapshot import Snapshot
 from shoal.launch.without_signal import newest_refusal
 from shoal.ledger.facts.run import RunCreated
+from shoal.ledger.law import LAW
 from shoal.protocol.compositions import Dapo
 from shoal.protocol.rollouts import ROOM_REMEDY
 from shoal.protocol.tasklists import TaskList
@@ -104,7 +105,7 @@ def test_recipes_that_learn_get_no_advice(recipe: str) -> None:
 
 def created(*envs: EnvSpec, **lists: TaskList) -> RunCreated:
     rules = Rules(16, 4, 16, 1, 100, 9.0, 1.0, "float32", {})
-    return RunCreated("r", "r", "k", "t", (), "", "", envs, Sampling(1.0, 9, 9), rules, {}, task_lists=lists)
+    return RunCreated("r", "r", "k", "t", (), "", "", envs, Sampling(1.0, 9, 9), rules, {}, LAW, task_lists=lists)
 
 
 def test_an_environment_with_few_tasks_for_the_length_of_the_run_is_named() -> None:

@@ -412,6 +412,9 @@ def test_the_folder_of_another_run_is_deleted_and_no_run_names_a_path(tmp_path):
     class Host:
         info: RunInfo
 
+        async def demand_versions(self, rules_version):
+            pass
+
         async def get_json(self, path, kind):
             return self.info
 

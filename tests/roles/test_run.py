@@ -67,7 +67,6 @@ def test_rollouts_with_several_rows_give_the_bytes_of_one_file(tmp_path):
             group = from_msgpack(data, t.Group)
             rows[group.env] = max(rows[group.env], *(len(rollout.rows()) for rollout in group.rollouts))
     assert rows == {"pile": 2, "musing": 3}
-    assert "rows" in Board(town.desk).info().needs
     out = tmp_path / "one"
     assert town.weights() == one_file.train(config, out, out.parent)
 

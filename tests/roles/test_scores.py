@@ -7,7 +7,6 @@ import pytest
 from shoal.envs.score import MAX_NAME, MAX_NAMED, Earned
 from shoal.metrics import read_metrics
 from shoal.roles import scores
-from shoal.roles.coordinator.board import Board
 from shoal.roles.scores import ScoreFile, Tally, means_of, take_scores
 from tests.roles.town import Town, tiny_run
 
@@ -64,7 +63,6 @@ def test_what_a_run_adds_to_rewards_is_judged_and_reported(tmp_path, kind):
     shaping = {"length": length, "repetition": {"size": 1, "weight": 0.125}}
     town, lines = lived(tmp_path, PLAIN, kind=kind, shaping=shaping)
     assert len(lines) == town.config.steps
-    assert "shaping" in Board(town.desk).info().needs
     for line in lines:
         assert -5.0 <= line["reward_part/shaping.length"] <= 0.0 >= line["reward_part/shaping.repetition"] >= -1.0
         if kind == "episodes":

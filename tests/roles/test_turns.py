@@ -27,7 +27,7 @@ from shoal.roles.coordinator import stage as door
 from shoal.roles.coordinator.board import Board
 from shoal.roles.stage import at_work
 from shoal.roles.stage import role as stage_role
-from tests.roles.town import URL, Town, tiny_run
+from tests.roles.town import Town, tiny_run
 
 HOSTED = [{"name": "arithmetic", "kind": "completions"}]
 LIMIT = 1 << 20
@@ -473,11 +473,5 @@ def test_what_can_still_be_leased_is_not_forgotten(world):
     assert asyncio.run(story()) is None
 
 
-def test_a_run_says_what_it_needs_and_asks_only_for_its_kind(world):
-    async def story():
-        async with Client(URL, transport=world.client()._http._transport) as client:
-            return await client.get_json("/v1/run", t.RunInfo)
-
-    info = asyncio.run(story())
-    assert COMPLETIONS in info.needs and "episodes" not in info.needs
+def test_a_run_that_plays_itself_asks_only_for_completions(world):
     assert {block.kind for lease in world.leases for block in lease.blocks} == {COMPLETIONS}
