@@ -1,9 +1,9 @@
 """Which blocks that were leased before are leased to other workers, to whom, and when. Pure: it reads a state.
 
-Used by the rules of leases. A worker knows the rewards of what it played. If nobody else
-made a block that it drops, it would decide what the policy learns. So a block that is given back, that is late, or that the
-next batch waits for goes to a worker with a good record, before any new block is leased. Its slots keep their seeds, so the
-policy learns from the same tokens, whichever worker makes them.
+A worker can compute its own rewards. If dropped blocks were not leased again, workers could bias training by dropping
+rollouts. So a block that is given back, that is late, or that the next batch waits for goes to a worker with a good record,
+before any new block is leased. Its slots keep their seeds, so the policy learns from the same tokens, whichever worker
+makes them.
 """
 
 from collections.abc import Iterator, Sequence

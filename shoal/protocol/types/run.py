@@ -151,7 +151,7 @@ class Rules(Message, frozen=True):
     """Groups without signal in a row after which the run stops leasing and waits for its host; 0 never stops."""
     algorithm: Algorithm = Grpo()
     """Decides which groups have signal, and what their rollouts are worth."""
-    quarantine_s: float = -1.0
+    quarantine_s: float = 30.0
     """Length of a worker's first quarantine, seconds."""
     uses: Uses | msgspec.UnsetType = msgspec.UNSET
     """Sent only if a group may be in more than one batch."""

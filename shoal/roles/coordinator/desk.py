@@ -103,10 +103,6 @@ class Desk:
         return self.book.state
 
     @property
-    def published_dtype(self) -> str:
-        return self._config.policy.dtype
-
-    @property
     def has_adapter(self) -> bool:
         """Whether the versions are adapters."""
         return self._config.policy.adapter.rank > 0
