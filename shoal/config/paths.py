@@ -17,7 +17,7 @@ from shoal.protocol.wire import WireError
 from shoal.terminal import brief
 
 
-def place_at(key: str, path: str, beside: Path) -> Path:
+def resolve_path(key: str, path: str, beside: Path) -> Path:
     """A path that a key names, made absolute. Raises `ConfigError` if no file or folder can have it."""
     try:
         place = (beside / path).resolve()
@@ -33,7 +33,7 @@ def with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
     """Make all paths of a run file absolute. Raises `ConfigError` if no model is where it names one."""
     policy = config.policy
     if policy.path and not is_hub(policy.path):
-        path = place_at("policy.path", policy.path, recipe_dir)
+        path = resolve_path("policy.path", policy.path, recipe_dir)
         if not path.is_dir():
             raise ConfigError(
                 f"policy.path = {policy.path}: no directory at {path}. Give one with a Hugging Face model; "
@@ -49,7 +49,7 @@ def _eval_at(asked: EvalConfig, recipe_dir: Path) -> EvalConfig:
     """With the path of the held-out judge. Evaluations run beside training, so a judge that is not there is told now."""
     if not is_path(asked.judge.name):
         return asked
-    path = place_at("eval.judge.name", asked.judge.name, recipe_dir)
+    path = resolve_path("eval.judge.name", asked.judge.name, recipe_dir)
     if not path.exists():
         raise ConfigError(
             f"eval.judge.name = {asked.judge.name}: nothing at {path}. Give an environment's file or folder"
@@ -60,9 +60,9 @@ def _eval_at(asked: EvalConfig, recipe_dir: Path) -> EvalConfig:
 def env_at(env: EnvConfig, recipe_dir: Path) -> EnvConfig:
     """An environment with absolute paths."""
     if is_path(env.name):
-        env = msgspec.structs.replace(env, name=str(place_at("envs.name", env.name, recipe_dir)))
+        env = msgspec.structs.replace(env, name=str(resolve_path("envs.name", env.name, recipe_dir)))
     if env.tasks:
-        env = msgspec.structs.replace(env, tasks=str(place_at("envs.tasks", env.tasks, recipe_dir)))
+        env = msgspec.structs.replace(env, tasks=str(resolve_path("envs.tasks", env.tasks, recipe_dir)))
     return env
 
 
@@ -76,7 +76,7 @@ def with_judge_at(config: RunConfig, recipe_dir: Path) -> RunConfig:
     train = config.train
     for key in ("teacher", "reward_model"):
         if given := getattr(train, key):
-            path = place_at(f"train.{key}", given, recipe_dir)
+            path = resolve_path(f"train.{key}", given, recipe_dir)
             if not path.is_dir():
                 raise ConfigError(f"train.{key} = {given}: no directory at {path}. Give one with a Hugging Face model")
             train = msgspec.structs.replace(train, **{key: str(path)})

@@ -189,14 +189,14 @@ def require_index(index: int, count: int) -> None:
 
 
 def task_of(env: Env, index: int, heldout: bool = False) -> Task:
-    """The task with this index. Raises as `faults_in_one_line`."""
+    """The task with this index. Raises as `wrap_env_errors`."""
     kind = "held-out task" if heldout else "task"
-    with faults_in_one_line(env, f"environment {label_of(env)} cannot make {kind} {index}", "Fix it, or num_tasks"):
+    with wrap_env_errors(env, f"environment {label_of(env)} cannot make {kind} {index}", "Fix it, or num_tasks"):
         return env.task(index, heldout=True) if heldout else env.task(index)
 
 
 @contextmanager
-def faults_in_one_line(env: Env, what: str, remedy: str) -> Iterator[None]:
+def wrap_env_errors(env: Env, what: str, remedy: str) -> Iterator[None]:
     """Raise a one-line `ShoalError` for anything that the environment's code raises, but what says something about this
     machine alone as it is."""
     try:

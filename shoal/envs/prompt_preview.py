@@ -53,7 +53,7 @@ def first_prompt(label: str, env: Env, renderer: Renderer, sampling: Sampling, i
         lines.insert(1, f"too long: {room}. {ROOM_REMEDY}")
     messages, by_template = talk.asked(), getattr(env, "history", "append") == "template"
     lines += filter(None, [unparsed_calls(label, env, renderer)])
-    if cut := renderer.cuts(arguments):
+    if cut := renderer.cut_marks(arguments):
         lines.append(
             f"{_template(renderer)} cuts earlier turns at {cut!r:.60}, which is no known mark of thoughts: what "
             "it cuts there is in action.visible"
@@ -82,7 +82,7 @@ def first_prompt(label: str, env: Env, renderer: Renderer, sampling: Sampling, i
             lines.append(
                 f"each later turn reads {repeated} tokens again that the chat template would show once: see envs.history"
             )
-        elif _counts_turns(renderer, messages, arguments):
+        elif _shows_turns_differently(renderer, messages, arguments):
             lines.append(
                 "each later turn reads what stands around the first reply, and the chat template writes something else "
                 "around the next, such as another number: see envs.history"
@@ -240,7 +240,7 @@ def _repeated(renderer: Renderer, messages: Sequence[Message], arguments: Mappin
     return more if more >= MIN_REPEATED else 0
 
 
-def _counts_turns(renderer: Renderer, messages: Sequence[Message], arguments: Mapping[str, Any]) -> bool:
+def _shows_turns_differently(renderer: Renderer, messages: Sequence[Message], arguments: Mapping[str, Any]) -> bool:
     """Whether a template shows the same reply in two ways after one turn and after two."""
     reply = {"role": "user", "content": "."}
     items: list[Message | Written] = [*messages, Written(0), reply]

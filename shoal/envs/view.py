@@ -176,7 +176,7 @@ class View:
             reasoning_separator(action),
         )
         opens, end = opens_reasoning(action), self._end(item.turn)
-        return item._replace(reasoning=reasoning, empty=empty, separator=separator, end=end, opens=opens)
+        return item._replace(reasoning=reasoning, empty=empty, separator=separator, end=end, opens_reasoning=opens)
 
     def _end(self, number: int) -> int:
         """The token that ended a turn; -1 if it was cut."""

@@ -23,7 +23,7 @@ import httpx
 import psutil
 
 from shoal.config import RunConfig, TinyPolicy, load_run, node_home
-from shoal.config.paths import is_hub, place_at, with_judge_at
+from shoal.config.paths import is_hub, resolve_path, with_judge_at
 from shoal.errors import ConfigError, StateError, cause_of, how_to_install
 from shoal.protocol.constants import SIGNATURE_WINDOW_S
 
@@ -142,7 +142,7 @@ def _first_policy(config: RunConfig, recipe: Path, spec: "PolicySpec | AnySpec")
 
     if is_hub(config.policy.path):
         return Line("note", "model", "its weights and tokenizer were not looked at: a run fetches them when it begins")
-    directory = place_at("policy.path", config.policy.path, recipe.parent)
+    directory = resolve_path("policy.path", config.policy.path, recipe.parent)
     try:
         Renderer.from_directory(directory)
         demand_computable(directory, config)

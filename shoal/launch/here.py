@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from shoal.config import EnvConfig, RunConfig, check_run, difficulty_of
-from shoal.config.paths import place_at
+from shoal.config.paths import resolve_path
 from shoal.envs.base import Env
 from shoal.envs.load import require_members
 from shoal.envs.own import OwnEnv
@@ -48,7 +48,7 @@ def steps_here(
     folder = RunFolder(out)
     if folder.log.exists():  # guard: runs-with-a-log-are-kept
         raise StateError(f"{out} holds a run with a log, which training in this process has not: give another out")
-    start = place_at("policy.path", config.policy.path, recipe_dir) if config.policy.path else None
+    start = resolve_path("policy.path", config.policy.path, recipe_dir) if config.policy.path else None
     if start is not None and out.resolve() in start.parents:  # guard: first-policy-is-kept
         raise ConfigError(f"policy.path = {config.policy.path} is in {out}, which is replaced: give another out")
     if resume:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from shoal.config import RunConfig, SftConfig
-from shoal.config.paths import place_at
+from shoal.config.paths import resolve_path
 from shoal.config.stages import (
     EvalStage,
     FilterStage,
@@ -93,7 +93,7 @@ def job_of(stage: Stage, settings: RunConfig | SftConfig | None, beside: Path, i
     if settings is None:
         tree, known, own = own, own, {}
         if tree.get("pairs"):
-            pairs = place_at(f"stage {stage.name}: pairs", tree["pairs"], beside)
+            pairs = resolve_path(f"stage {stage.name}: pairs", tree["pairs"], beside)
             if not pairs.is_file():
                 raise ConfigError(f"stage {stage.name}: pairs = {tree['pairs']}: no file at {pairs}")
             digests["pairs"] = digest_below(pairs)
@@ -151,7 +151,7 @@ def _judges_at(
 
 def _own_directory(stage: Stage, key: str, path: str, beside: Path) -> Path:
     what = f"stage {stage.name}: {key}"
-    own, give = place_at(what, path, beside), "Give one with a Hugging Face model"
+    own, give = resolve_path(what, path, beside), "Give one with a Hugging Face model"
     if not own.is_dir():
         raise ConfigError(f"{what} = {path}: no directory at {own}. {give}")
     if not any(file.is_file() for file in own.rglob("*")):
@@ -246,8 +246,8 @@ def _environments(found: Any, beside: Path) -> tuple[Any, Any]:
         return [absolute for absolute, _ in pairs], [pinned for _, pinned in pairs]
     name = found["name"]
     if is_file(name):
-        name = str(place_at("envs.name", name, beside))
-    tasks = str(place_at("envs.tasks", found["tasks"], beside)) if found["tasks"] else ""
+        name = str(resolve_path("envs.name", name, beside))
+    tasks = str(resolve_path("envs.tasks", found["tasks"], beside)) if found["tasks"] else ""
     if tasks and not Path(tasks).is_file():
         raise ConfigError(f"envs.tasks = {found['tasks']}: no file at {tasks}")
     pinned = {"name": Path(name).name, "source": env_digest(name), "tasks": digest_below(Path(tasks)) if tasks else ""}

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.config import RunConfig
-from shoal.config.paths import place_at
+from shoal.config.paths import resolve_path
 from shoal.errors import ConfigError, StateError
 from shoal.folder import RunFolder
 from shoal.launch.computable import demand_computable
@@ -29,7 +29,7 @@ def random_policy(config: RunConfig, recipe_dir: Path, folder: RunFolder, with_w
     The run file keeps the path of the shape, so the folder may be moved. Raises `ConfigError`, and `StateError` if the
     shape cannot be used or the run does not fit.
     """
-    shape = place_at("policy.path", config.policy.path, recipe_dir)
+    shape = resolve_path("policy.path", config.policy.path, recipe_dir)
     if not (shape / "config.json").is_file():
         raise ConfigError(
             f"policy.path = {config.policy.path}: --random-policy needs a model's shape, and {shape} has no config.json"

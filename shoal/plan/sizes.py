@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.config import RunConfig
-from shoal.config.paths import place_at
+from shoal.config.paths import resolve_path
 from shoal.engine.anyneeds import needs_of_spec
 from shoal.engine.needs import ITEM_BYTES as LOADED_BYTES
 from shoal.engine.needs import adapter_bytes
@@ -141,7 +141,7 @@ def _blobs(config: RunConfig, version: float, patch: float) -> tuple[float, floa
 def spec_of(config: RunConfig, recipe_dir: Path) -> PolicySpec | AnySpec:
     """The shape of a run's model. Raises `UnknownShape`."""
     if config.policy.path:
-        directory = place_at("policy.path", config.policy.path, recipe_dir)
+        directory = resolve_path("policy.path", config.policy.path, recipe_dir)
         try:
             if is_hub(config.policy.path):
                 directory = Hub().config(config.policy.path)

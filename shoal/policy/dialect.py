@@ -60,7 +60,7 @@ class Dialect:
     def __init__(self, template: Template, notation: str) -> None:
         self.template, self.notation = template, notation
         self._marks = reasoning_marks(notation)
-        self._cuts: dict[str, str] = {}
+        self._cut_marks: dict[str, str] = {}
 
     def text(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], prompt: bool = True) -> str:
         """Normal messages as the template shows them, completed if it refuses them as they are: so a template that takes
@@ -134,21 +134,21 @@ class Dialect:
         told = [self._text(self.present([ASK, said(words)]), prompt=False) or "" for words in _AS_WRITTEN]
         return told[0] != told[1] and not all(words in text for words, text in zip(_AS_WRITTEN, told, strict=True))
 
-    def cuts(self, arguments: Mapping[str, Any]) -> str:
+    def cut_marks(self, arguments: Mapping[str, Any]) -> str:
         """Texts that make the template change an earlier turn which has them, but for the marks of thoughts that are known;
         empty if there are none. Those that the template names are tried: each at the ends of a turn, and all within one."""
         key = json.dumps(arguments, sort_keys=True, default=str)
-        if key not in self._cuts:
-            self._cuts[key] = self._find_cuts(arguments)
-        return self._cuts[key]
+        if key not in self._cut_marks:
+            self._cut_marks[key] = self._find_cut_marks(arguments)
+        return self._cut_marks[key]
 
-    def _find_cuts(self, arguments: Mapping[str, Any]) -> str:
+    def _find_cut_marks(self, arguments: Mapping[str, Any]) -> str:
         def is_cut(text: str) -> bool | None:
             shown = self._text(self.present([ASK, said(text), ASK]), True, arguments)
             return None if shown is None else text not in shown
 
         word, end = _WORDS[0], (self._text(self.present([ASK, said(MARK)]), False) or "").rpartition(MARK)[2]
-        texts = [text for text in self.template.texts if text.strip() and len(text) <= MAX_CUT_CHARS]
+        texts = [text for text in self.template.literals if text.strip() and len(text) <= MAX_CUT_CHARS]
         known = [*self._marks, end]
         texts = [text for text in texts if not any(text.strip() in one or one in text for one in known if one)][
             :MAX_CUTS
@@ -179,7 +179,7 @@ class Dialect:
         found = re.match(rf"\s*({opening}\s*)?{closing}\s*", text)
         return found.group() if found else ""
 
-    def opening_of_thought(self, text: str) -> int:
+    def reasoning_start(self, text: str) -> int:
         """Where the mark begins with which a text ends, but for white space, if it opens a thought; else -1."""
         opening, bare = self._marks[0], text.rstrip()
         return len(bare) - len(opening) if bare.endswith(opening) else -1

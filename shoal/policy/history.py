@@ -48,7 +48,7 @@ def places(
         raise StateError(
             'the chat template writes other text around a turn for other words of it: use history = "append"'
         )
-    if cuts := dialect.cuts(arguments):  # guard: turns-are-not-cut
+    if cuts := dialect.cut_marks(arguments):  # guard: turns-are-not-cut
         raise StateError(
             f"the chat template leaves out parts of earlier turns at {cuts!r:.60}, which is no known mark of "
             'thoughts: use history = "append"'
@@ -87,9 +87,9 @@ def places(
             prompted = _after(dialect.text(messages[:index], arguments), last)
             newest = _messages(dialect, [ASK, item._replace(reasoning=reasoning >= 0)], marks, content and visible >= 0)
             opening = _opening(dialect, newest, marks.of(item.turn), arguments)
-            opened = dialect.opening_of_thought(words) if reasoning >= 0 and item.opens is not None else -1
+            opened = dialect.reasoning_start(words) if reasoning >= 0 and item.opens_reasoning is not None else -1
             own = words[len(prompted) : opened] if words.startswith(prompted) and len(prompted) <= opened else None
-            adds = dialect.reasoning and not item.opens  # the mark is the template's, not the turn's
+            adds = dialect.reasoning and not item.opens_reasoning  # the mark is the template's, not the turn's
             if opened >= 0 and (own is None or adds):
                 prompted = words if adds else words[:opened]
             elif words.startswith(prompted):

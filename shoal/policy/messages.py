@@ -65,7 +65,7 @@ class Written(NamedTuple):
     """White space between the reasoning and the text, as the policy wrote it."""
     end: int = -1
     """The token that ends the turn; -1 if that is not known."""
-    opens: bool | None = None
+    opens_reasoning: bool | None = None
     """Whether the turn's own text opens its reasoning, which its prompt may have done; None if that is not known."""
 
 

@@ -213,9 +213,9 @@ class Renderer:
         except StateError:
             return True
 
-    def cuts(self, arguments: Mapping[str, Any] | None = None) -> str:
+    def cut_marks(self, arguments: Mapping[str, Any] | None = None) -> str:
         """A text at which the template cuts earlier turns, but for the marks of thoughts that are known; empty if none."""
-        return self._dialect_for(arguments or {}).cuts(arguments or {})
+        return self._dialect_for(arguments or {}).cut_marks(arguments or {})
 
     def moves_system(self, arguments: Mapping[str, Any] | None = None) -> bool:
         """Whether a system message is written before the user's text, because the template refuses it or leaves it out."""

@@ -63,7 +63,7 @@ class Template:
                 f"the chat template cannot be used: {place} {_CHANCE}. Take that out of the template, or use another model"
             )
 
-        self.texts = tuple(dict.fromkeys(_texts(tree)))
+        self.literals = tuple(dict.fromkeys(_literals(tree)))
         """Those that it names or writes, in their order."""
 
     def text(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], prompt: bool = True) -> str:
@@ -129,7 +129,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return found
 
 
-def _texts(tree: jinja2.nodes.Template) -> Iterator[str]:
+def _literals(tree: jinja2.nodes.Template) -> Iterator[str]:
     """The texts of a template: constants, those that it joins, and what stands outside its expressions."""
     for node in tree.find_all((jinja2.nodes.Const, jinja2.nodes.TemplateData, jinja2.nodes.Concat, jinja2.nodes.Add)):
         try:

@@ -163,7 +163,7 @@ class TurnEncoder:
                 last = {**before[-1], "content": MARK}
                 opening = (dialect.shown([*before[:-1], last], arguments) or "").rpartition(MARK)[2]
             shown = _up_to(begun, opening)
-            cuts = dialect.cuts(arguments)
+            cuts = dialect.cut_marks(arguments)
             # guard: unknown-thoughts-are-not-begun
             if found and not shown and cuts and without_thought(prompt, self._notation) == prompt:
                 raise StateError(

@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from shoal.config import SftConfig, load_sft
-from shoal.config.paths import env_at, place_at
+from shoal.config.paths import env_at, resolve_path
 from shoal.engine.base import Engine
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.envs.base import Env
@@ -88,7 +88,7 @@ def make(config: SftConfig, beside: Path, out: Path, examples: Examples | None =
         if is_hub(config.policy.path):
             Hub().bring(config.policy.path, start)
         elif config.policy.path:
-            place_at("policy.path", config.policy.path, beside)
+            resolve_path("policy.path", config.policy.path, beside)
             start = beside / config.policy.path
             demand_start(start)
         else:

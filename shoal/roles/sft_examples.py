@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from shoal.config import SftConfig
-from shoal.envs.base import Env, State, Task, faults_in_one_line, players_of, task_of
+from shoal.envs.base import Env, State, Task, players_of, task_of, wrap_env_errors
 from shoal.envs.check.promises import MAX_COMPARED
 from shoal.envs.conversation import Conversation
 from shoal.envs.load import env_of
@@ -44,7 +44,7 @@ log = logging.getLogger("sft")
 def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int], list[int]]]:
     """Play the recipe's games with its scripted player; gives token ids and authors of each row that teaches."""
     env = env_of(config.env, own=make_env)  # a scripted player draws from one generator for all games
-    with faults_in_one_line(env, f"players() of {env.name} fails", FIX):
+    with wrap_env_errors(env, f"players() of {env.name} fails", FIX):
         players = players_of(env)
     if config.player not in players:
         known = ", ".join(players) or "none: give it players()"
@@ -64,7 +64,7 @@ def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int
     changed, rewards, faults = list[tuple[str, str]](), list[float](), list[str]()
 
     def player(state: State, rng: random.Random) -> str:
-        with faults_in_one_line(env, f"player = {config.player} fails", FIX):
+        with wrap_env_errors(env, f"player = {config.player} fails", FIX):
             text = players[config.player](state, rng)
         said, end, rest = renderer.split_at_stop(text)
         if rest.strip():  # guard: players-write-whole-turns

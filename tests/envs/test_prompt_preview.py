@@ -355,7 +355,7 @@ def test_arguments_of_a_template_decide_whether_it_cuts_turns(tmp_path: Path) ->
         CHATML.replace(" if WHICH", "").replace("{{ m.content }}", "{{ c }}").replace("%}<|im", f"%}}{cut}<|im", 1)
     )
     renderer = _renderer_with(template, tmp_path)
-    assert (renderer.cuts({}), renderer.cuts({"drop": True})) == ("", "</thought>")
+    assert (renderer.cut_marks({}), renderer.cut_marks({"drop": True})) == ("", "</thought>")
 
 
 def test_a_template_that_counts_turns_is_noted_where_turns_are_appended(tmp_path: Path) -> None:

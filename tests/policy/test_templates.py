@@ -437,7 +437,7 @@ def test_a_history_has_the_mark_of_a_thought_once_whether_the_prompt_or_the_turn
 ) -> None:
     """A prompt may have opened a thought, or closed one that the policy opens again."""
     renderer, arguments = renderer_of(name), TOOLS | switch
-    items = [USER, Written(0, True, (("call00000", "add"),), opens=thought.startswith("<think>")), RESULT]
+    items = [USER, Written(0, True, (("call00000", "add"),), opens_reasoning=thought.startswith("<think>")), RESULT]
     parts = {(0, "reasoning"): renderer.encode(thought), (0, "visible"): renderer.encode("CALL")}
     text = "".join(spell(renderer, filled(renderer.history(items, arguments), parts)).split())
     assert "assistant<think>HM</think>CALL" in text and text.count("HM") == 1
