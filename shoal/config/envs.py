@@ -1,4 +1,4 @@
-"""`[[envs]]` of a run file: one environment with its settings, who plays it, and which of its keys the log leaves out.
+"""`[[envs]]` of a run file: one environment with its settings, and who plays it.
 
 Imported by `sections` and `check`, and by those who handle one environment. It knows no environment: `envs/load` does.
 """

@@ -1,7 +1,7 @@
 """What a run asks of the engines of its nodes, and facts of its rules that both sides derive.
 
 The coordinator lists the words in `RunInfo.needs`. A node of another version of shoal is refused before, by
-`PROTOCOL_VERSION` and the version of the ledger's rules.
+`PROTOCOL_VERSION` and the version of the ledger's rules: raise the former for a new noise, dtype, proof, check or patch.
 """
 
 from collections.abc import Iterable

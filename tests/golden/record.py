@@ -2,8 +2,8 @@
 
     python -m tests.golden.record
 
-Run it once for each version of the rules, when that version is released, and not again: what former code wrote is what the
-test is for.
+Delete the logs and run it when `RULES_VERSION` is raised, and again when that version is released; not at other times: what
+former code wrote is what the test is for.
 
 The real roles make the first four: a short demo with a cheating worker, as processes over HTTP; three validators of which
 one refuses everything, and a worker that forges; a synchronous run whose processes are killed; and a synchronous run with

@@ -47,7 +47,7 @@ def test_in_a_synchronous_run_a_third_that_chooses_changes_no_batch(plan):
 def test_if_nobody_made_the_blocks_of_others_those_that_hold_would_move_the_mix(staleness):
     """So this world shows the attack."""
     found = stage_of(plan=HOLD, staleness=staleness, law=ALONE).found()
-    assert found.unwanted < 50.0 - 1.5 * ALLOWED and found.void > 5.0
+    assert found.unwanted < 50.0 - 1.75 * ALLOWED and found.void > 9.0
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,10 @@ def test_each_event_of_such_a_run_follows_from_the_rules(plan):
     assert redecide(stage.entries, {}) == []
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_an_honest_run_is_as_fast_as_if_nobody_made_the_blocks_of_others(staleness):
+@pytest.mark.parametrize(("staleness", "most_hours"), [(0, 0.61), (1, 0.30), (2, 0.29)])
+def test_an_honest_run_is_as_fast_as_if_nobody_made_the_blocks_of_others(staleness, most_hours):
     hours = [stage_of(staleness=staleness, law=law).found().hours for law in (ALONE, LAW)]
-    assert hours[1] <= 1.05 * hours[0]
+    assert hours[1] <= min(1.05 * hours[0], most_hours)
 
 
 @pytest.mark.parametrize("staleness", [1, 2])

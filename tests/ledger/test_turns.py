@@ -41,7 +41,7 @@ def test_a_colluder_gains_nothing_while_the_other_validators_are_busy(kind):
     assert len(panel.passed) < 6 and panel.counts["forged and refused"] > 8
     assert panel.state.members[FRIEND].credits == 0
     assert len(panel.faults[LIAR]) >= LAW.validator_faults and panel.state.members[LIAR].standing == "suspended"
-    assert set(panel.faults) == {LIAR}
+    assert set(panel.faults) == {LIAR} and panel.decided > 600
 
 
 @pytest.mark.parametrize("kind", [Skipping, Rolling])
@@ -95,7 +95,7 @@ def test_an_honest_slow_validator_is_at_no_fault_and_does_not_hold_up_the_run(ch
     alike, slow = play(1.0), play(4.0)
     node = slow.state.members[key_of("slow")]
     assert slow.faults == {} and node.standing == "new" and slow.counts["rechecked: undecided"] == 0
-    assert slow.decided >= (0.95 if load < 1 else 0.65) * alike.decided
+    assert slow.decided >= (0.95 if load < 1 else 0.7) * alike.decided
     if load < 1:
         assert node.turns.missed <= 5 and key_of("slow") not in silent(slow.state, slow.now)
 

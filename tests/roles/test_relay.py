@@ -14,11 +14,13 @@ import msgspec
 import pytest
 
 from shoal.errors import NothingYet, PeerError
+from shoal.ledger.law import RULES_VERSION
 from shoal.net.client import Client
 from shoal.net.connections import Limits
 from shoal.net.keys import load_or_make_key
 from shoal.net.shelf import shelf
 from shoal.protocol import wire
+from shoal.protocol.constants import PROTOCOL_VERSION
 from shoal.protocol.identity import Key
 from shoal.protocol.relays import is_proof
 from shoal.protocol.types import FileEntry, Manifest, RelayEntry, RunInfo, SignedManifest
@@ -413,7 +415,8 @@ def test_the_folder_of_another_run_is_deleted_and_no_run_names_a_path(tmp_path):
         info: RunInfo
 
         async def demand_versions(self, rules_version):
-            pass
+            if self.info.protocol != PROTOCOL_VERSION or rules_version != RULES_VERSION:
+                raise PeerError("another version")
 
         async def get_json(self, path, kind):
             return self.info
@@ -422,6 +425,8 @@ def test_the_folder_of_another_run_is_deleted_and_no_run_names_a_path(tmp_path):
         info = some_info(bad)
         with pytest.raises(PeerError, match="not 32 hex digits"):
             asyncio.run(role._info(Host(info)))
+    with pytest.raises(PeerError, match="another version"):
+        asyncio.run(role._info(Host(msgspec.structs.replace(some_info("b" * 32), protocol=PROTOCOL_VERSION + 1))))
 
 
 def test_a_plain_web_server_with_the_chunks_is_a_relay_too(ended, tmp_path):

@@ -258,7 +258,6 @@ def public_run_file(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
     """The resolved run file for the log, which anyone may read: without the seed if the secret follows from it."""
     tree = to_tree(config)
     del tree["logging"]  # the names of the host's projects are no part of the run
-    del tree["eval"]["rows"]  # nor is what memory allowed
     if folder.has_public_secret(config):  # guard: no-seed-in-the-log
         del tree["seed"]
     return tree
