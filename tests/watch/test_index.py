@@ -163,7 +163,7 @@ def test_the_timeline_is_read_by_kind_node_and_words(look, run):
     key = next(node.key for node in run.nodes() if node.name == "cheater")
     assert {row["kind"] for row in look.timeline(1, node=key, limit=500)["rows"]} >= {"node_joined", "node_quarantined"}
     found = {row["kind"] for row in look.timeline(1, search="quarantin*", limit=500)["rows"]}
-    assert {"node_quarantined"} <= found <= {"node_quarantined", "node_restored"}
+    assert {"node_quarantined"} <= found <= {"node_quarantined", "node_restored", "lease_lapsed"}
     assert look.timeline(1, search='" OR NEAR(')["rows"] == [] and look.event(1, 0)["kind"] == "run_created"
 
 
