@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.errors import StateError, cause_of, how_to_install
-from shoal.policy.anyspec import AnySpec, read_config, text_config, untied, without_own_keys
+from shoal.policy.anyspec import AnySpec, read_config, text_config, untied, with_floats, without_own_keys
 from shoal.policy.base import Published
 from shoal.policy.files import find_tensors, read_tensors
 from shoal.policy.filling import cause_of_missing, cause_of_size, demand_finite_logits, demand_shape
@@ -294,7 +294,7 @@ def _value_in(directory: Path, spec: AnySpec, error: Exception) -> StateError | 
     """The error about the value in a `config.json` for which transformers refused a model; None if it is not known."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    path, config = directory / "config.json", read_config(directory)
+    path, config = directory / "config.json", with_floats(read_config(directory))
     text = text_config(config)
     for key, kind in {"rope_scaling": dict, "rope_parameters": dict, "layer_types": list, "head_dim": int}.items():
         if not isinstance(text.get(key), kind | None):
@@ -352,7 +352,7 @@ def config_of(directory: Path, spec: AnySpec) -> tuple[Any, Any]:
             f"{own if 'auto_map' in config else ''}. Choose another model"
         )
     try:
-        made = CONFIG_MAPPING[spec.architecture].from_dict(without_own_keys(config))
+        made = CONFIG_MAPPING[spec.architecture].from_dict(with_floats(without_own_keys(config)))
     except Exception as error:  # noqa: BLE001 - a config that transformers refuses raises many things
         raise _value_in(directory, spec, error) or StateError(
             f"{directory / 'config.json'}: transformers refuses it: {_line(error)}. Correct it, or choose another model"

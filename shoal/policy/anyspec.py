@@ -5,6 +5,7 @@ transformers, so it knows no defaults of an architecture: what `config.json` lea
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,9 @@ OWN_KEYS = frozenset({
 })  # fmt: skip
 """Keys of a `config.json` that say how and from where to load, which a file may not decide; nor any that begins with _.
 And the labels of a classifier: a language model has none, and transformers makes a name for each of any number."""
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+"""What `{"__float__": ...}` stands for: transformers writes the floats so that JSON lacks."""
 
 
 @dataclass(frozen=True)
@@ -164,13 +168,28 @@ def untied(config: dict[str, Any]) -> dict[str, Any]:
 
 def without_own_keys(config: Any) -> Any:
     """A config without the keys that are not a file's to decide, at any depth."""
-    if not isinstance(config, dict):
+    if not isinstance(config, dict) or _non_finite(config) is not None:
         return config
     return {
         key: without_own_keys(value)
         for key, value in config.items()
         if key not in OWN_KEYS and not key.startswith("_")  # guard: config-says-no-loading
     }
+
+
+def with_floats(config: Any) -> Any:
+    """A config with floats in the place of `{"__float__": "Infinity"}` and the like, at any depth."""
+    if isinstance(config, list):
+        return [with_floats(value) for value in config]
+    if not isinstance(config, dict):
+        return config
+    found = _non_finite(config)
+    return {key: with_floats(value) for key, value in config.items()} if found is None else found
+
+
+def _non_finite(value: dict[str, Any]) -> float | None:
+    tag = value.get("__float__")
+    return _NON_FINITE.get(tag) if len(value) == 1 and isinstance(tag, str) else None
 
 
 def _number(text: dict[str, Any], name: str, path: Path) -> tuple[int, str]:

@@ -561,6 +561,25 @@ def test_a_config_cannot_say_how_it_is_loaded(models: dict[str, Path], tmp_path:
     assert not json.loads((tmp_path / "published" / "config.json").read_text()).keys() & loud.keys()
 
 
+def test_floats_that_json_lacks_are_read_and_published_as_transformers_writes_them(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.FalconH1Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, mamba_d_ssm=64, mamba_n_heads=8, mamba_d_head=8,
+        mamba_d_state=16, mamba_chunk_size=16, eos_token_id=5, pad_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    infinite = {"__float__": "Infinity"}
+    directory = _changed(write_config(config, tmp_path / "saved"), tmp_path / "here", initializer_range=infinite)
+    model = load_any(directory)
+    assert model.whole.config.time_step_limit[1] == model.whole.config.initializer_range == float("inf")
+    save_policy(model, tmp_path / "published", "float32")
+    for place in (directory, tmp_path / "published"):
+        told = json.loads((place / "config.json").read_text())
+        assert told["time_step_limit"] == [0.0, infinite] and told["initializer_range"] == infinite
+    load_any(tmp_path / "published")
+
+
 def test_no_kernel_is_fetched_from_a_hub_even_if_the_package_for_that_is_installed(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
