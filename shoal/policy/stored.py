@@ -10,11 +10,12 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 import numpy as np
@@ -116,10 +117,20 @@ def _remedy(path: Path, error: OSError) -> str:
     return "The model is not whole: download all its files again"
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """A file, open for reading. Raises OSError, and `StateError` for a pipe or a device, which may give bytes for ever or
+    none."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # guard: files-of-models-are-regular
+        file.close()
+        raise StateError(f"{path} is a pipe or a device in the place of a file: put the file itself there")
+    return file
+
+
 def read_capped(path: Path, limit_bytes: int) -> bytes:
     """Read a small file of a checkpoint. Raises `StateError` if it cannot be read or is larger than `limit_bytes`."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = file.read(limit_bytes + 1)
     except OSError as error:
         raise StateError(f"cannot read {path}: {cause_of(error)}. {_remedy(path, error)}") from None
@@ -281,7 +292,7 @@ def read_header(path: Path, masks: tuple[str, ...] = ()) -> dict[str, StoredTens
     Raises `StateError` if it is anything but a plain, whole file of tensors of these dtypes.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             begin = file.read(24)
             length = int.from_bytes(begin[:8], "little")

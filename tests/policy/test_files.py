@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
 import struct
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from shoal.config import TinyPolicy
 from shoal.errors import StateError
 from shoal.policy import stream
+from shoal.policy.adapterspec import AdapterSpec
 from shoal.policy.auto_tokenizer import open_tokenizer
 from shoal.policy.files import find_tensors, load_policy, read_header, save_policy, tensors_of
 from shoal.policy.filling import _fill
@@ -293,6 +295,22 @@ def test_a_web_page_is_named_in_the_place_of_a_small_file(name: str, checkpoint:
     (checkpoint / name).write_text("\n<!DOCTYPE html>\n<html><body>Access to model is restricted</body></html>\n")
     with pytest.raises(StateError, match=rf"/{name} is a web page \(HTML\) .*: download the file again$"):
         Renderer.from_directory(checkpoint)
+
+
+@pytest.mark.parametrize("name", [
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "model.safetensors", "model.safetensors.index.json", "adapter_config.json",
+])  # fmt: skip
+def test_a_pipe_is_refused_in_the_place_of_any_file_instead_of_waited_for(name: str, checkpoint: Path) -> None:
+    (checkpoint / name).unlink(missing_ok=True)
+    if name.endswith("index.json"):
+        (checkpoint / "model.safetensors").unlink()
+    os.mkfifo(checkpoint / name)
+    with pytest.raises(StateError, match=rf"/{name} is a pipe or a device in the place of a file: put the file itself"):
+        if name == "adapter_config.json":
+            AdapterSpec.from_directory(checkpoint)
+        Renderer.from_directory(checkpoint)
+        find_tensors(checkpoint)
 
 
 def test_a_chat_template_that_is_not_utf8_is_refused_as_by_transformers(checkpoint: Path) -> None:
