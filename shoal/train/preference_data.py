@@ -4,6 +4,8 @@ Read by `roles/prefer`, and by `launch/jobs` before the first stage begins. Ligh
 """
 
 import codecs
+import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ import msgspec
 
 from shoal.errors import StateError
 from shoal.policy.messages import Message, normal
+from shoal.policy.stored import open_regular
+from shoal.terminal import printable
 
 MAX_LINE_BYTES = 1 << 20
 """Limit on a line of a file of pairs."""
@@ -47,7 +51,7 @@ class PreferencePair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def preference_pairs(path: Path) -> Iterator[tuple[int, PreferencePair]]:
     """Each line that is not empty, with its number. Raises `StateError` that names the line."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         start = file.read(4)
         if start.startswith(BYTE_ORDER_MARKS) or b"\0" in start:
             what = "begins with a byte order mark" if start.startswith(codecs.BOM_UTF8) else "is not UTF-8"
@@ -60,12 +64,21 @@ def preference_pairs(path: Path) -> Iterator[tuple[int, PreferencePair]]:
                 if not data.strip():
                     continue
                 line = msgspec.json.decode(data.decode(), type=PreferencePair)
+                json.loads(data, object_pairs_hook=_demand_distinct)
                 normal([*line.messages(), *line.answers()])
             except UnicodeDecodeError:
                 raise StateError(f"{path}, line {number} is not UTF-8: save the file as UTF-8") from None
             except (ValueError, RecursionError) as error:  # msgspec.DecodeError and ShoalError are
                 raise pair_error(path, number, error) from None
             yield number, line
+
+
+def _demand_distinct(members: list[tuple[str, Any]]) -> None:
+    """Raise ValueError if an object has a key twice, of which a decoder takes the last one."""
+    keys = Counter(key for key, _ in members)
+    twice = [key for key, count in keys.items() if count > 1]
+    if twice:  # guard: keys-of-pairs-are-distinct
+        raise ValueError(f"the key {printable(twice[0])[:40]!r} occurs twice")
 
 
 def pair_error(path: Path, number: int, error: Exception) -> StateError:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -195,6 +196,26 @@ def test_a_line_that_is_no_pair_is_named(tmp_path: Path, start: Path, line: str)
     with pytest.raises(StateError, match=r"pairs\.jsonl, line 2: .*Correct it, or take it out") as refused:
         prefer.read_pairs(path, start, 64)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "key"), [
+        ('{"prompt": "a", "chosen": "b", "chosen": "d", "rejected": "c"}', "chosen"),
+        ('{"prompt": "a", "chosen": [{"role": "assistant", "content": "b", "content": "d"}], "rejected": "c"}', "content"),
+        ('{"prompt": "a", "chosen": "b", "rejected": "c", "chat_template_kwargs": {"": 1, "": 2}}', ""),
+    ],
+)  # fmt: skip
+def test_a_key_that_a_line_has_twice_is_named(tmp_path: Path, start: Path, line: str, key: str) -> None:
+    path = lines(tmp_path / "pairs.jsonl", 1)
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(StateError, match=rf"pairs\.jsonl, line 2: the key '{key}' occurs twice. Correct it"):
+        prefer.read_pairs(path, start, 64)
+
+
+def test_a_pipe_of_pairs_is_refused_instead_of_waited_for(tmp_path: Path, start: Path) -> None:
+    os.mkfifo(tmp_path / "pairs.jsonl")
+    with pytest.raises(StateError, match=r"/pairs\.jsonl is a pipe or a device in the place of a file"):
+        prefer.read_pairs(tmp_path / "pairs.jsonl", start, 64)
 
 
 def test_a_template_that_makes_one_prompt_of_all_pairs_is_refused(tmp_path: Path, start: Path) -> None:
