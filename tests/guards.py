@@ -2159,6 +2159,8 @@ GUARDS = [
          "test_printed_and_logged_lines_are_printable"),
     ),
     *_needed_by("tests/roles/test_sft.py",
+        ("no-thought-after-a-closed-one", OFF,
+         "test_a_player_thinks_only_where_the_prompt_has_not_closed_the_thought"),
         ("stop-above-guessing", ("0 < config.stop_at < share + GUESS_MARGIN", "False"),
          "test_a_share_that_the_most_frequent_answer_would_reach_is_refused"),
         ("failed-games-teach-nothing", OFF, "test_games_that_fail_teach_nothing_and_are_counted_with_their_cause"),

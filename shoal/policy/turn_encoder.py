@@ -33,6 +33,16 @@ class _Around(NamedTuple):
     """What the template writes before a turn, and not at the end of a prompt: the policy has to write it."""
 
 
+class ClosedThought(StateError):
+    """A turn has a thought, and its prompt has closed the thought already."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this prompt has closed the thought: leave the thought of the answer out, or turn thinking on by an argument of "
+            "the chat template"
+        )
+
+
 class TurnEncoder:
     """The turns of one tokenizer with its chat template."""
 
@@ -57,15 +67,9 @@ class TurnEncoder:
         content, is_text = text_of(turn), not (turn.get("reasoning_content") or turn.get("tool_calls"))
         around = self._around(_key(messages, arguments))
         prompt = around.prompt
-        opening, closing = reasoning_marks(self._notation)
-        thought, found, words = content.partition(closing)
-        thought = thought.strip().removeprefix(opening) if found else ""
-        is_closed = prompt.rstrip().endswith(closing)
+        is_closed, thought, words = self._closed_thought(prompt, content)
         if is_closed and (messages[-1].get("reasoning_content") or thought):
-            raise StateError(
-                "this prompt has closed the thought: leave the thought of the answer out, or turn thinking on by an "
-                "argument of the chat template"
-            )
+            raise ClosedThought()
         if is_text and not around.shows:
             return self._of_text(messages, content, arguments)
         text = self._text([*around.before, turn], arguments, prompt=False)
@@ -87,10 +91,18 @@ class TurnEncoder:
                 f"the chat template leaves out {lost!r:.60} of a turn: leave it out, or write the whole answer as one text"
             )
         if lost:  # some templates take thoughts out of the content
-            if is_closed and found and self._shows(rest, words.strip()):
+            if is_closed and words != content and self._shows(rest, words.strip()):
                 return self._ended(prompt, rest, bool(turn.get("tool_calls")))
             return self._of_text(messages, content, arguments)
         return self._ended(prompt, rest, bool(turn.get("tool_calls")))
+
+    def _closed_thought(self, prompt: str, text: str) -> tuple[bool, str, str]:
+        """Whether a prompt has closed the thought; the thought in a turn's text; and the text after it."""
+        opening, closing = reasoning_marks(self._notation)
+        thought, found, words = text.partition(closing)
+        if not found:
+            thought, words = (text, "") if text.lstrip().startswith(opening) else ("", text)
+        return prompt.rstrip().endswith(closing), thought.strip().removeprefix(opening), words
 
     def _rest(self, text: str, prompt: str) -> str | None:
         """What follows a prompt in a text, or follows it without the thought that it has begun; None if the text does not
@@ -126,6 +138,11 @@ class TurnEncoder:
                 f"the chat template ignores add_generation_prompt, so a turn has to begin with {around.header!r:.40}: take "
                 "the model's own chat template, or let the text begin so"
             )
+        is_closed, thought, words = self._closed_thought(around.prompt, text)
+        if is_closed and thought:  # guard: no-thought-after-a-closed-one
+            raise ClosedThought()
+        if is_closed and words != text:
+            text = words.lstrip()
         if leaves_reasoning_open(around.prompt, self._notation):
             text = self._without_opening(text, around.prompt)
         lead = around.lead and self._space_before(json.dumps(arguments), text, around.lead)

@@ -22,6 +22,7 @@ from shoal.envs.prompt_preview import demand_shown, hidden_tools, unparsed_calls
 from shoal.envs.source import make_env
 from shoal.errors import ConfigError, ShoalError, StateError
 from shoal.policy.render import Renderer
+from shoal.policy.turn_encoder import ClosedThought
 from shoal.protocol.constants import MAX_ROLLOUT_ROWS
 from shoal.protocol.types import POLICY, Sampling
 from shoal.terminal import printable
@@ -80,7 +81,10 @@ def scripted_games(config: SftConfig, renderer: Renderer) -> list[tuple[list[int
         rng, games = random.Random(config.seed), list[list[Example]]()
         sampling = _sampling(max_tokens)
         for _ in range(episodes):
-            talk = play_scripted(env, renderer, rng.choice(tasks), player, rng, sampling)
+            try:
+                talk = play_scripted(env, renderer, rng.choice(tasks), player, rng, sampling)
+            except ClosedThought as error:
+                raise ConfigError(f"player = {config.player}: {error} (env.template)") from None
             if talk.ending == "length":
                 continue  # what was cut teaches no end
             if talk.ending == "error":  # guard: failed-games-teach-nothing

@@ -340,6 +340,44 @@ def test_an_answer_that_the_tokenizer_changes_is_told(tmp_path: Path, caplog: py
     assert "the player right earns the lowest reward, 0, in all" in caplog.text
 
 
+THINKING = """{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}
+{%- if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("turn", "shown"), [
+        ("'<think>hm</think>' + state", None), ("'<think>hm ' + state", None), ("'hm</think>' + state", None),
+        ("'<think></think>' + state", "[abcd]"), ("state", "[abcd]"),
+    ],
+)  # fmt: skip
+def test_a_player_thinks_only_where_the_prompt_has_not_closed_the_thought(
+    tmp_path: Path, turn: str, shown: str | None
+) -> None:
+    (tmp_path / "shout.py").write_text(SHOUT.replace("state.upper()", turn))
+    make_tiny(
+        TinyPolicy(width=16, layers=1, heads=2, kv_heads=1, mlp_width=16, max_positions=400),
+        tmp_path / "m",
+        1,
+        "float32",
+    )
+    (tmp_path / "m" / "chat_template.jinja").write_text(THINKING)
+    (tmp_path / "start.toml").write_text(RECIPE.replace("../games/nim", "shout.py"))
+    config = sft.load_sft(
+        tmp_path / "start.toml", ["env.template={enable_thinking=false}", f"env.name={tmp_path}/shout.py"]
+    )
+    renderer = Renderer.from_directory(tmp_path / "m")
+    if shown is None:
+        with pytest.raises(
+            ConfigError, match=r"^player = right: this prompt has closed the thought: .*\(env\.template\)$"
+        ):
+            scripted_games(config, renderer)
+        return
+    for tokens, author in scripted_games(config, renderer):
+        written = [token for token, who in zip(tokens, author, strict=True) if who == POLICY]
+        assert re.fullmatch(shown, renderer.decode(written)) and renderer.decode(tokens).count("<think>") == 1
+
+
 def test_tools_whose_calls_nobody_reads_are_told_with_the_key_of_the_recipe(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
