@@ -1424,6 +1424,8 @@ GUARDS = [
         ("unread-texts-are-text", GONE, "test_a_json_file_is_utf8_also_in_texts_that_nobody_reads"),
         ("files-of-models-are-regular", OFF,
          "test_a_pipe_is_refused_in_the_place_of_any_file_instead_of_waited_for[config.json]"),
+        ("templates-are-short", OFF,
+         "test_a_chat_template_longer_than_any_models_is_refused[tokenizer_config.json]"),
         ("finite-weights", OFF, "test_weights_that_are_not_finite_are_refused_and_no_machine_is_blamed"),
         ("names-of-shards", OFF, "test_a_hostile_index_of_shards_is_refused"),
     ),

@@ -188,6 +188,7 @@ def _renderer(config: "RunConfig", beside: Path) -> "Renderer | None":
     import tempfile
 
     from shoal.launch.computable import demand_computable
+    from shoal.policy.contained import open_own
     from shoal.policy.render import Renderer
     from shoal.policy.tiny import tiny_spec, write_tokenizer
     from shoal.protocol.hubref import is_hub
@@ -197,7 +198,7 @@ def _renderer(config: "RunConfig", beside: Path) -> "Renderer | None":
         if is_hub(config.policy.path) or not place.is_dir():
             return None
         demand_computable(place, config)
-        return Renderer.from_directory(place)
+        return open_own(place)
     with tempfile.TemporaryDirectory() as scratch:
         write_tokenizer(Path(scratch), config.policy.tiny.max_positions)
         (Path(scratch) / "config.json").write_text(json.dumps(tiny_spec(config.policy.tiny).to_hf()))

@@ -136,15 +136,15 @@ def _first_policy(config: RunConfig, recipe: Path, spec: "PolicySpec | AnySpec")
     """Whether the model's tokenizer, template and weights are there and fit; values that are not finite are found."""
     from shoal.launch.computable import demand_computable, demand_examined
     from shoal.launch.fits import amount
+    from shoal.policy.contained import open_own
     from shoal.policy.files import demand_weights
-    from shoal.policy.render import Renderer
     from shoal.policy.spec import PolicySpec
 
     if is_hub(config.policy.path):
         return Line("note", "model", "its weights and tokenizer were not looked at: a run fetches them when it begins")
     directory = resolve_path("policy.path", config.policy.path, recipe.parent)
     try:
-        Renderer.from_directory(directory)
+        open_own(directory)
         demand_computable(directory, config)
         stored = demand_weights(directory, spec)
         held = sum(one.end - one.start for one in stored.values())

@@ -29,8 +29,8 @@ from shoal.errors import ConfigError, ShoalError, StateError
 from shoal.launch.computable import demand_computable
 from shoal.launch.outputs import digest_below
 from shoal.policy.adapterspec import AdapterSpec, demand_adapter, has_adapter
+from shoal.policy.contained import open_own
 from shoal.policy.kinds import spec_of
-from shoal.policy.render import Renderer
 from shoal.protocol.hubref import is_hub
 from shoal.protocol.tasklists import read_task_list
 from shoal.protocol.wire import digest, to_json
@@ -204,7 +204,7 @@ def _demand_models(stage: Stage, settings: RunConfig | SftConfig | None, job: Jo
                 demand_adapter(Path(path))
                 spec_of(Path(path))
             else:
-                Renderer.from_directory(Path(path))  # guard: policies-of-stages-are-read-first
+                open_own(Path(path))  # guard: policies-of-stages-are-read-first
             if has_adapter(Path(path)):
                 AdapterSpec.from_directory(Path(path))
         for judge in JUDGES if isinstance(stage, RlStage) else ():

@@ -45,8 +45,8 @@ from shoal.ledger.facts.run import NO_SIGNAL
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.hints import IN_A_NEW_RUN, no_signal_remedy
 from shoal.ledger.log.creation import creation_of
+from shoal.policy.contained import open_own
 from shoal.policy.hub import Hub
-from shoal.policy.render import Renderer
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.hubref import is_hub
 from shoal.protocol.wire import WireError
@@ -124,7 +124,7 @@ def check_first_policy(folder: RunFolder, config: RunConfig) -> None:
     """
     if config.policy.path:
         first = first_policy(folder, config)
-        Renderer.from_directory(first)
+        open_own(first)
         demand_computable(first, config)  # guard: first-policy-is-computable
 
 

@@ -13,7 +13,8 @@ import msgspec
 from shoal.errors import StateError
 from shoal.policy.stored import bad_value, read_capped
 
-MAX_TEMPLATE_BYTES = 1 << 20
+MAX_TEMPLATE_BYTES = 1 << 18
+"""Limit on the text of a template: those of common models have below 64 KiB."""
 
 FILE, FOLDER = "chat_template.jinja", "additional_chat_templates"
 
@@ -95,6 +96,11 @@ def _demand_texts(path: Path, found: object) -> None:
     right = isinstance(entries, list) and entries and all(isinstance(one, str) for one in entries)
     if found is not None and not right:
         raise bad_value(path, "chat_template", found, ["str", 'a list of tables with "name" and "template"'])
+    size = max(map(len, entries), default=0) if isinstance(entries, list) else 0
+    if size > MAX_TEMPLATE_BYTES:  # guard: templates-are-short
+        raise StateError(
+            f"{path}: chat_template has {size} characters, limit {MAX_TEMPLATE_BYTES}: take the model's own template"
+        )
 
 
 def with_folder(config: Mapping[str, Any], files: Mapping[str, Path]) -> bytes:

@@ -2,7 +2,8 @@
 
 Used by nodes that joined somebody's run, and by auditors. A template may loop, a tokenizer may abort its process, and
 both may take any amount of memory. Only the child has the limits, because torch needs address space. The child gives
-the same tokens as `Renderer` does in this process. It deals with neither runs nor the network.
+the same tokens as `Renderer` does in this process. A model of the user's own is tried in a child when it is opened, and
+then read in this process.
 
 Requests and answers are MessagePack. The child answers one request after another.
 """
@@ -29,6 +30,7 @@ import psutil
 from shoal.config.environ import child_environment
 from shoal.errors import Overreach, StateError
 from shoal.pipes import Late, Pipes, next_frame, write_frame
+from shoal.policy.dialect import ASK
 from shoal.policy.frames import Answer, Facts, Opened, batches, packed, unpacked
 from shoal.policy.render import FILES, Prompt, Renderer, Segment
 from shoal.protocol.constants import MAX_ROLLOUT_TOKENS, MODEL_STOPS
@@ -159,7 +161,7 @@ class ContainedRenderer(Renderer):
                             f"the chat template or the tokenizer of the policy {gone} (limits for each text: "
                             f"{self._limits.time_s:g} s, {self._limits.memory_mb} MB). The host of the run chose them: "
                             "leave this run, and tell the host"
-                        ) from None
+                        ) from gone
                     log.warning("tokenizer restarted=true reason=%r", str(gone))
         if answer.refused:
             raise StateError(answer.refused)
@@ -178,6 +180,27 @@ class ContainedRenderer(Renderer):
             )
         self._facts = opened.facts
         return child
+
+
+OWN_LIMITS = Limits(open_s=20.0)
+"""What a model of the user's own may take for its first texts."""
+
+
+def open_own(directory: Path) -> Renderer:
+    """The renderer of a model of the user's own, in this process, which has no limits: so a child with limits first renders
+    a prompt and a reply. Raises `StateError` if it cannot be opened, or not within the limits."""
+    try:
+        tried = ContainedRenderer(directory, OWN_LIMITS)
+        tried.start([ASK])
+        tried.reply([ASK])
+    except Overreach as error:
+        raise StateError(
+            f"the chat template or the tokenizer of {directory} {error.__cause__ or error} (limits for each text: "
+            f"{OWN_LIMITS.time_s:g} s, {OWN_LIMITS.memory_mb} MB): correct the template, or use another model"
+        ) from None
+    except StateError:
+        pass  # refused without delay: by the renderer below, too, or only these messages
+    return Renderer.from_directory(directory)
 
 
 class _Gone(Exception):

@@ -38,8 +38,8 @@ class ClosedThought(StateError):
 
     def __init__(self) -> None:
         super().__init__(
-            "this prompt has closed the thought: leave the thought of the answer out, or turn thinking on by an argument of "
-            "the chat template"
+            "this prompt has closed the thought: leave the thought of the answer out, or turn thinking on by an argument "
+            "of the chat template"
         )
 
 

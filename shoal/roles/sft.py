@@ -35,6 +35,7 @@ from shoal.folder import COLD_START_RECIPE, cold_start_folder, write_atomically
 from shoal.heldout import interval_of, why_not_comparable
 from shoal.net.stopping import stop_requested
 from shoal.policy.base import PolicyModel
+from shoal.policy.contained import open_own
 from shoal.policy.files import save_policy
 from shoal.policy.hub import Hub
 from shoal.policy.kinds import open_policy
@@ -132,7 +133,7 @@ def demand_start(start: Path) -> None:
 
 def _fine_tune(config: SftConfig, start: Path, out: Path, given: Examples | None) -> int:
     model = open_policy(start, torch.float32, config.policy.implementation)
-    renderer = Renderer.from_directory(start)
+    renderer = (open_own if config.policy.path else Renderer.from_directory)(start)
     games = scripted_games(config, renderer) if given is None else chosen_rows(given, start, config.max_tokens)
     demand_positions(config, games, model.spec.max_positions)
     demand_more_than_guessing(config, games)

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from shoal.algos.rejection import raft
-from shoal.config import load_run
+from shoal.config import SftConfig, load_run
 from shoal.config.policies import TinyPolicy
 from shoal.config.stages import StagesConfig, load_stages, settings_of
 from shoal.errors import ConfigError, StateError
@@ -22,6 +22,7 @@ from shoal.folder import RunFolder
 from shoal.heldout import Heldout
 from shoal.launch.chosen import choose, choose_pairs, digest_of, learned_groups
 from shoal.launch.jobs import Input, Job, demand_doable, demand_same_inputs, job_of
+from shoal.launch.local import check_first_policy
 from shoal.launch.outputs import digest_below
 from shoal.launch.process import RoleProcess
 from shoal.launch.samples import group_of
@@ -30,10 +31,12 @@ from shoal.launch.stages_report import StageEnd, in_words
 from shoal.ledger.log.creation import creation_of
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import verify
+from shoal.policy import contained
 from shoal.policy.adapterspec import AdapterSpec, has_adapter
 from shoal.policy.tiny import make_tiny
 from shoal.policy.valued import load_valued
 from shoal.protocol.tasklists import read_task_list
+from shoal.roles import sft
 from shoal.roles.sft_examples import chosen_rows
 from shoal.train.chosen import read_examples
 from shoal.weights.manifest import weights_root
@@ -405,6 +408,31 @@ def test_a_damaged_model_is_refused_before_the_first_stage(files: Path, kind: st
             path.unlink()
         else:
             path.write_bytes(before)
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ messages }}"
+
+
+def test_a_template_that_does_not_end_is_refused_by_stages_run_and_sft(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contained, "OWN_LIMITS", contained.Limits(time_s=0.5, open_s=9.0))
+    monkeypatch.setattr(contained, "GRACE_S", 0.1)
+    here = files.parent
+    monkeypatch.chdir(here)
+    own_policy(here / "mine", "sft")
+    (here / "mine" / "chat_template.jinja").write_text(ENDLESS)
+    says = r"template .* of \S*mine took too long \(limits for each text: 0.5 s, .*: correct the template, or use"
+    for kind in ("sft", "rl"):
+        key, stage = key_and_stage(files, kind, "mine")
+        settings = settings_of(stage, here)
+        with pytest.raises(ConfigError, match=rf"^stage first: {key}: the chat {says}"):
+            demand_doable(stage, settings, here)
+        with pytest.raises(StateError, match=says):
+            if isinstance(settings, SftConfig):
+                sft.make(settings, here, here / "out")
+            elif settings is not None:
+                check_first_policy(RunFolder(here / "run"), settings)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -28,7 +28,7 @@ from shoal.policy.files import find_tensors, load_policy, read_header, save_poli
 from shoal.policy.filling import _fill
 from shoal.policy.model import Transformer
 from shoal.policy.render import Renderer
-from shoal.policy.spec import PolicySpec
+from shoal.policy.spec import PolicySpec, write_json
 from shoal.policy.stored import find_whole
 from shoal.policy.tiny import initialise, make_tiny, tiny_spec
 from shoal.weights.demands import is_publishable
@@ -311,6 +311,19 @@ def test_a_pipe_is_refused_in_the_place_of_any_file_instead_of_waited_for(name: 
             AdapterSpec.from_directory(checkpoint)
         Renderer.from_directory(checkpoint)
         find_tensors(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_chat_template_longer_than_any_models_is_refused(name: str, checkpoint: Path) -> None:
+    config = checkpoint / "tokenizer_config.json"
+    told = json.loads(config.read_text())
+    text = told["chat_template"] + "{# " + "x" * (1 << 18) + " #}"
+    if name == config.name:
+        write_json(config, told | {"chat_template": [{"name": "default", "template": text}]})
+    else:
+        (checkpoint / name).write_text(text)
+    with pytest.raises(StateError, match=rf"/{name}.* 262144"):
+        Renderer.from_directory(checkpoint)
 
 
 def test_a_chat_template_that_is_not_utf8_is_refused_as_by_transformers(checkpoint: Path) -> None:

@@ -18,6 +18,7 @@ from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.envs.load import env_of
 from shoal.envs.play import play_block
 from shoal.errors import ConfigError, StateError
+from shoal.policy.contained import open_own
 from shoal.policy.device import CPU
 from shoal.policy.render import Renderer
 from shoal.proofs.commit import prove_activations
@@ -79,7 +80,7 @@ def play(config: RunConfig, policy: Path, episodes: int, device: str = CPU, kind
     """
     sampling = sampling_of(config)
     envs = {env.label: env_of(env) for env in config.envs}
-    renderer = Renderer.from_directory(policy)
+    renderer = open_own(policy)
     engine = open_engine(
         EngineSpec(kind or kind_for(policy), config.sampled_dtype, device=device, noise=sampling.noise)
     )
