@@ -87,7 +87,7 @@ class Conversation:
         self._latest: dict[int, int] = {}
         """Each seat's latest turn."""
         self.texts: list[tuple[str, str]] = []
-        """Texts with the chat role of their author, for transcripts."""
+        """Texts with their author, for transcripts: policy, a seat, or the chat role of a message of the environment."""
         self.ending: Ending | None = None
         self.reward = min(env.reward_bounds)
         self.parts: dict[str, float] = {}
@@ -179,7 +179,7 @@ class Conversation:
         row.append(token_ids, POLICY)
         row.logprobs.extend(logprobs)
         action = self.renderer.decode(list(token_ids)) if action is None else action
-        self.texts.append((f"seat {self.seat}" if self.seat else "assistant", action))
+        self.texts.append((f"seat {self.seat}" if self.seat else "policy", action))
         notation = getattr(self.env, "parser", "") or self.renderer.notation
         tools = self._arguments.get("tools", ())
         turn = Turn(tuple(token_ids), Action(action, notation, self._thinking, tools))

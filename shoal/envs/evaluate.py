@@ -59,7 +59,7 @@ class Transcript(msgspec.Struct, frozen=True):
 
     task: str
     turns: tuple[tuple[str, str], ...]
-    """Chat role and text."""
+    """Author and text: policy, a seat, or the chat role of a message of the environment."""
     score: float | None
     """None if the environment failed on it."""
     success: bool | None
@@ -184,8 +184,9 @@ def as_text(transcript: Transcript) -> str:
     score = "no score" if transcript.score is None else f"reward {transcript.score:.2f}"
     head = f"task {printable(transcript.task)} · {verdict}{score} · ended by {transcript.ending}"
     head += f" · the environment failed: {printable(transcript.fault)}" if transcript.fault else ""
-    names = {"assistant": "policy", "user": "env"}
-    return "\n".join([head, *(f"  {names.get(who, who):>6} | {_indented(text)}" for who, text in transcript.turns)])
+    return "\n".join(
+        [head, *(f"  {'env' if who == 'user' else who:>6} | {_indented(text)}" for who, text in transcript.turns)]
+    )
 
 
 def _indented(text: str) -> str:

@@ -28,7 +28,7 @@ from shoal.launch.summary import RunEnd
 from shoal.ledger.rules.members import ASKED_BY_HOST
 from shoal.terminal import command, printable
 
-_COLOURS = {"assistant": "bold cyan", "user": "white", "system": "dim"}
+_COLOURS = {"policy": "bold cyan", "user": "white", "system": "dim"}
 _FONT_FACE = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 _MARKS = {"=": "green", "+": "dark_goldenrod", "-": "grey35"}
 

@@ -39,7 +39,7 @@ SAMPLE_EVERY_S = 20.0
 MOST_CHARS = 4000
 """Of one turn of a conversation."""
 
-SPEAKERS = {"assistant": "policy", "user": "environment", "system": "rules"}
+SPEAKERS = {"user": "environment", "system": "rules"}
 
 UNDECODED = "as its tokens say: the environment is its host's file, which a watcher does not run"
 

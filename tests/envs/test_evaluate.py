@@ -20,6 +20,7 @@ from shoal.envs.own import OwnEnv
 from shoal.envs.settings import with_settings
 from shoal.errors import ConfigError, ShoalError
 from shoal.heldout import Heldout
+from shoal.launch.samples import sample_of
 from shoal.policy.render import Renderer
 from shoal.protocol.tasklists import TaskList
 from shoal.protocol.types import Sampling
@@ -248,6 +249,16 @@ def test_transcripts_are_written_to_json_and_read_as_text(answering_engine, rend
     assert f"policy | {env.words[0]}" in text and "lost, reward" in text and "user | wordle" not in text
 
 
+def test_an_assistants_turn_in_the_opening_is_not_shown_as_the_policys(answering_engine, renderer, sampling) -> None:
+    examples = ({"role": "user", "content": "one"}, {"role": "assistant", "content": "two"})
+    env = with_settings(Ask(), EnvConfig("ask", examples=examples))
+    (transcript,) = evaluate(answering_engine(lambda text: "yes"), renderer, env, 1, 0, sampling, samples=1).transcripts
+    assert [who for who, _ in transcript.turns] == ["user", "assistant", "user", "policy"]
+    assert "assistant | two" in as_text(transcript) and "policy | yes" in as_text(transcript)
+    shown = sample_of("", transcript.turns).turns
+    assert [who for who, _ in shown] == ["environment", "assistant", "environment", "policy"]
+
+
 def test_printed_text_cannot_steer_a_terminal() -> None:
-    told = as_text(Transcript("t\x1b", (("assistant", "one\ntwo\x07"),), 0.0, None, "length", 3))
+    told = as_text(Transcript("t\x1b", (("policy", "one\ntwo\x07"),), 0.0, None, "length", 3))
     assert "\x1b" not in told and "\x07" not in told and "two" in told.splitlines()[-1]

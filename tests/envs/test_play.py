@@ -67,7 +67,7 @@ def test_turns_are_written_and_answered_until_the_environment_is_done(saying: An
     parts = [(opening, 0), (turns[0], 1), (reply, 0), (turns[1], 1), (reply, 0), (turns[2], 1)]
     assert talk.author == [author for part, author in parts for _ in part]
     assert len(talk.logprobs) == sum(map(len, turns))
-    assert [who for who, _ in talk.texts] == ["user", "assistant"] * 2 + ["user", "assistant", "user"]
+    assert [who for who, _ in talk.texts] == ["user", "policy"] * 2 + ["user", "policy", "user"]
 
 
 def test_rollout_carries_the_conversation(saying: Any, renderer, sampling) -> None:

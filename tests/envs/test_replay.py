@@ -185,7 +185,7 @@ def test_what_the_real_engine_plays_passes_replay_and_its_own_prefill(tmp_path: 
     env = wordle.environment()
     episodes = [Episode(env, env.task(i), sample_seed(bytes(32), i)) for i in range(32)]
     talks = converse(engine, renderer, episodes, sampling)
-    assert max(len([who for who, _ in talk.texts if who == "assistant"]) for talk in talks) > 1
+    assert max(len([who for who, _ in talk.texts if who == "policy"]) for talk in talks) > 1
     for talk in talks:
         assert again(talk) == Replay(talk.reward, talk.ending)
     requests = [

@@ -91,11 +91,11 @@ def test_each_seat_has_a_row_and_only_the_one_that_learns_is_learned_from(render
     assert (talk.reward, talk.starts) == (1.0, (len(talk.rows[0].tokens),))
     assert [who for who, _ in talk.texts][:8] == [
         "user",
-        "assistant",
+        "policy",
         "user",
         "seat 1",
         "user",
-        "assistant",
+        "policy",
         "user",
         "seat 1",
     ]

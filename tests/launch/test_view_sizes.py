@@ -222,7 +222,7 @@ def test_what_is_left_out_of_the_checks_that_refused_a_worker_is_counted(
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (200, 60)])
 def test_the_table_of_workers_keeps_its_place(snapshot: Snapshot, width: int, height: int) -> None:
     """Whatever else comes and goes: conversations, messages, alarms, the first figures, workers."""
-    talk = Sample("a rollout of version 37, reward 0.25", (("user", "2 + 2 = ?"), ("assistant", "four")))
+    talk = Sample("a rollout of version 37, reward 0.25", (("user", "2 + 2 = ?"), ("policy", "four")))
     alarms = [Alarm(cause, "warning", 30, 37, "a long summary " * 20, "") for cause in ("drift", "clipping")]
     talking = replace(snapshot, sample=talk)
     early = replace(snapshot, metrics=(), heldout=(), elapsed_s=0.0)
@@ -240,7 +240,7 @@ def test_the_table_of_workers_keeps_its_place(snapshot: Snapshot, width: int, he
 
 
 def test_a_conversation_is_shown_where_there_is_room_and_only_there(snapshot: Snapshot) -> None:
-    sample = Sample("a rollout of version 37, reward 0.25", (("user", "2 + 2 = ?"), ("assistant", "four\nI think")))
+    sample = Sample("a rollout of version 37, reward 0.25", (("user", "2 + 2 = ?"), ("policy", "four\nI think")))
     talking = replace(snapshot, sample=sample)
     tall = "\n".join(lines_of(talking, 80, 40))
     for said in ("a rollout of version 37, reward 0.25", "2 + 2 = ?", "four", "I think"):
@@ -249,7 +249,7 @@ def test_a_conversation_is_shown_where_there_is_room_and_only_there(snapshot: Sn
 
 
 def test_at_80x24_a_conversation_takes_turns_with_the_curve_and_refusals_stay(snapshot: Snapshot) -> None:
-    talk = Sample("a rollout of version 37, reward 0.25", (("user", "2 + 2 = ?"), ("assistant", "four\nI think")))
+    talk = Sample("a rollout of version 37, reward 0.25", (("user", "2 + 2 = ?"), ("policy", "four\nI think")))
     talking = replace(snapshot, sample=talk)
     both = [lines_of(shown, 80, 24, talks=turn) for turn in (False, True) for shown in (talking, crowd(talking, 40))]
     for lines in both:

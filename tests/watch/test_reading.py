@@ -86,7 +86,7 @@ def test_a_group_is_played_again_for_the_parts_of_its_rewards(run):
     place = next(place for place in run.places() if run.group(place).status == "signal")
     found = run.replayed(place)
     for rollout, texts in zip(found.group.rollouts, found.texts, strict=True):
-        assert rollout.problem == "" and set(rollout.parts) >= set() and texts[-1][0] == "assistant"
+        assert rollout.problem == "" and set(rollout.parts) >= set() and texts[-1][0] == "policy"
         assert texts[-1][1] == rollout.turns[-1].text
     refused = next(place for place in run.places() if run.group(place).status == "refused")
     assert run.group(refused).rollouts[0].reward is None

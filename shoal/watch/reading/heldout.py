@@ -16,7 +16,7 @@ class ReadTranscript(msgspec.Struct, frozen=True):
 
     task: str
     turns: tuple[tuple[str, str], ...]
-    """Chat role and text."""
+    """Author and text: policy, a seat, or the chat role of a message of the environment."""
     score: float | None
     success: bool | None
     ending: str

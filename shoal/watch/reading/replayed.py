@@ -27,7 +27,7 @@ class Replayed(NamedTuple):
     group: ReadGroup
     """With parts, metrics and problems of its rollouts."""
     texts: tuple[tuple[tuple[str, str], ...], ...]
-    """Of each rollout, the chat role and text of each message; empty where the replay differs from the claim."""
+    """Of each rollout, the author and text of each message; empty where the replay differs from the claim."""
 
 
 def open_envs(state: State, own_files: bool) -> dict[str, Env]:
