@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
 import msgspec
 
@@ -41,14 +41,27 @@ def cold_start_folder(out: Path) -> Path:
     return out.absolute().parent / f"{out.absolute().name}-checkpoints"
 
 
-def cold_start_env(policy: Path) -> EnvConfig | None:
-    """The environment of the cold start that made a policy, or that kept it for an evaluation; None if no recipe beside it
-    says so."""
+class EpisodeLimits(msgspec.Struct, frozen=True):
+    """Tokens of an evaluated episode."""
+
+    max_turn_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    """Of the longest turn that a cold start learned from."""
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class ColdStart(msgspec.Struct, frozen=True):
+    """What a cold start's evaluations play."""
+
+    env: EnvConfig
+    limits: EpisodeLimits
+
+
+def cold_start_of(policy: Path) -> ColdStart | None:
+    """The cold start that made a policy, or that kept it for an evaluation; None if no recipe beside it says so."""
     for folder in (cold_start_folder(policy), policy.absolute().parent):
         if folder.name.endswith("-checkpoints"):
-            with contextlib.suppress(OSError, msgspec.MsgspecError, KeyError, TypeError):
-                tree = msgspec.json.decode((folder / COLD_START_RECIPE).read_bytes())
-                return msgspec.convert(tree["env"], EnvConfig)
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                return msgspec.json.decode((folder / COLD_START_RECIPE).read_bytes(), type=ColdStart)
     return None
 
 

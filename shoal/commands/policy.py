@@ -25,7 +25,7 @@ def add_commands(commands: Any) -> None:
         commands, "eval", evaluate, "how good a checkpoint is",
         "Plays sampled episodes on held-out tasks. You get the mean with its 95 % interval, and sample transcripts. "
         "Of a run, or of a checkpoint in its folder, it plays the run's environments, with the run's arguments and limits. "
-        "Of the result of `shoal sft`, it plays the recipe's environment.",
+        "Of the result of `shoal sft`, it plays the recipe's environment within its limits.",
         ("shoal eval runs/wordle", "the newest policy of a run, as the run evaluates it"),
         ("shoal eval runs/wordle/checkpoints/v000025 --episodes 64", "an earlier one"),
         ("shoal eval runs/wordle --env ./my_env.py --samples 3", "on your own environment"),
@@ -39,9 +39,9 @@ def add_commands(commands: Any) -> None:
     help_text = "the same seed plays the same tasks with the same noise (default: the run's, or 0)"
     p.add_argument("--seed", type=int, help=help_text)
     p.add_argument("--temperature", type=float, metavar="T", help="(default: the run's, or 1)")
-    help_text = "of one turn (default: the run's, or 64)"
+    help_text = "of one turn (default: the run's, of a cold start's the longest learned turn, or 64)"
     p.add_argument("--max-turn-tokens", type=positive, metavar="N", help=help_text)
-    help_text = "of an episode (default: the run's, or 512, or the policy's longest sequence if that is shorter)"
+    help_text = "of an episode (default: the run's or recipe's, or 512, or the policy's longest sequence if that is shorter)"
     p.add_argument("--max-tokens", type=positive, metavar="N", help=help_text)
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
     device_argument(p)

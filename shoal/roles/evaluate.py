@@ -23,7 +23,7 @@ from shoal.envs.contained.open import in_process, in_sandbox, show
 from shoal.envs.evaluate import BATCH, Evaluation, MixedEvaluation, as_text, eval_sampling, evaluate, mixed
 from shoal.envs.load import env_of, is_package, load_env
 from shoal.errors import ConfigError, StateError
-from shoal.folder import RunFolder, cold_start_env, write_atomically
+from shoal.folder import RunFolder, cold_start_of, write_atomically
 from shoal.heldout import interval_of
 from shoal.hub.catalogue import Release
 from shoal.hub.names import Reference, read_reference
@@ -122,19 +122,22 @@ def planned(
 ) -> EvalPlan:
     """What `shoal eval` plays: of a run its own evaluation, with what is given in the place of the run's values.
 
-    Of the result of a cold start it plays the recipe's environment. `env` is a label of these environments, or any other
-    environment. Raises `ConfigError` if it is not clear which one, or
-    `StateError` if there is no policy.
+    Of the result of a cold start it plays the recipe's environment within its limits. `env` is a label of these
+    environments, or any other environment. Raises `ConfigError` if it is not clear which one, or `StateError` if there is
+    no policy.
     """
     of_run = run_at(place)
     if of_run is None:
         if not (place / "config.json").is_file():
             raise StateError(f"{place} is neither a run's folder nor a model's directory")
         sampling = _sampling(place, max_tokens)
-        kept = cold_start_env(place)
-        if not env and kept is None:
+        cold_start = cold_start_of(place)
+        if not env and cold_start is None:
             raise ConfigError(f"{place} is not of a run that says what it plays: add --env NAME_OR_FILE")
-        played = kept if kept is not None and env in ("", kept.label) else EnvConfig(env)
+        played = EnvConfig(env)
+        if cold_start is not None and env in ("", cold_start.env.label):
+            played, limits = cold_start.env, cold_start.limits
+            sampling = Sampling(1.0, limits.max_turn_tokens, limits.max_tokens)
         plan = EvalPlan(
             place, (msgspec.structs.replace(played, args=env_args) if env_args else played,), (EPISODES,), sampling
         )
@@ -152,8 +155,8 @@ def planned(
         each = tuple(counts.get(one.label, EPISODES) for one in envs)
         plan = replace(plan, envs=envs, episodes=each, by_label=plan.by_label and not env)
     sampling = plan.sampling
-    limits = {"temperature": temperature, "max_turn_tokens": max_turn_tokens, "max_tokens": max_tokens}
-    sampling = msgspec.structs.replace(sampling, **{key: one for key, one in limits.items() if one is not None})
+    given = {"temperature": temperature, "max_turn_tokens": max_turn_tokens, "max_tokens": max_tokens}
+    sampling = msgspec.structs.replace(sampling, **{key: one for key, one in given.items() if one is not None})
     if sampling.max_turn_tokens > sampling.max_tokens:
         sampling = msgspec.structs.replace(sampling, max_turn_tokens=sampling.max_tokens)
     return replace(

@@ -31,7 +31,7 @@ from shoal.envs.evaluate import Evaluation, evaluate
 from shoal.envs.load import env_of
 from shoal.envs.prompt_preview import learned_row
 from shoal.errors import ConfigError, StateError, cause_of, remedy_of
-from shoal.folder import COLD_START_RECIPE, cold_start_folder, write_atomically
+from shoal.folder import COLD_START_RECIPE, EpisodeLimits, cold_start_folder, write_atomically
 from shoal.heldout import interval_of, why_not_comparable
 from shoal.net.stopping import stop_requested
 from shoal.policy.base import PolicyModel
@@ -139,11 +139,12 @@ def _fine_tune(config: SftConfig, start: Path, out: Path, given: Examples | None
     demand_more_than_guessing(config, games)
     tuning = FineTuning(model, games, config)
     config = tuning.config
-    checkpoints = SftCheckpoints(out, config, start, games)
+    sampling = _sampling(config, games, model)
+    checkpoints = SftCheckpoints(out, config, start, games, sampling)
     checkpoints.resume(tuning)
     log.info("%s", learned_row(games[0][0], [i for i, who in enumerate(games[0][1]) if who == POLICY], renderer))
     log.info("rows=%d; learning for %d steps", len(games), config.steps - tuning.steps_done)
-    evaluation = SftEvaluation(config, renderer, _sampling(config, games, model))
+    evaluation = SftEvaluation(config, renderer, sampling)
     metrics, reached, share = dict[str, Any](), False, 0.0
     with stop_requested() as stopping:
 
@@ -199,13 +200,15 @@ class SftCheckpoints:
     """What fine-tuning saves beside its result `OUT`: in `OUT-checkpoints`, a policy for each evaluation by its step,
     and in its folder `state` what the next start continues from, until all is done."""
 
-    def __init__(self, out: Path, config: SftConfig, start: Path, games: Sequence[Example]) -> None:
+    def __init__(self, out: Path, config: SftConfig, start: Path, games: Sequence[Example], sampling: Sampling) -> None:
+        """`sampling` has the limits of evaluated episodes, which `shoal eval` finds beside the recipe."""
         self._folder = cold_start_folder(out)
         self._state, self._of = self._folder / "state", self._folder / COLD_START_RECIPE
         self._start, self._dtype = start, config.publish_dtype
         recipe = to_tree(msgspec.structs.replace(config, eval_every=0, eval_episodes=1, stop_at=0.0))
         policy, env = recipe.pop("policy"), recipe.pop("env")
         rows = {"env": env, "games": digest(to_json([list(map(list, game)) for game in games]))}
+        self._limits = EpisodeLimits(sampling.max_turn_tokens, sampling.max_tokens)
         self._recipe = recipe | {"policy": policy, "policy's weights": weights_root(start)} | rows
 
     def place(self, step: int) -> Path:
@@ -220,6 +223,7 @@ class SftCheckpoints:
         except (OSError, ValueError):
             before = None
         before = before if isinstance(before, dict) else {}
+        before.pop("limits", None)  # follow from the games
         if not self._state.is_dir():
             steps = sorted(path for path in self._folder.glob("step*") if re.fullmatch(r"step\d{6,}", path.name))
             found = [*steps, *([self._of] if self._of.exists() else [])]
@@ -268,7 +272,8 @@ class SftCheckpoints:
 
     def _keep_recipe(self) -> None:
         if not self._of.exists():
-            write_atomically(self._of, json.dumps(self._recipe, indent=1).encode())
+            kept = self._recipe | {"limits": msgspec.to_builtins(self._limits)}
+            write_atomically(self._of, json.dumps(kept, indent=1).encode())
 
 
 def _value(tree: Any, key: str) -> str:

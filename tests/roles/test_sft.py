@@ -25,6 +25,7 @@ from shoal.policy.spec import write_json
 from shoal.policy.tiny import make_tiny
 from shoal.protocol.types import POLICY
 from shoal.roles import sft, sft_examples
+from shoal.roles.evaluate import planned
 from shoal.roles.sft_examples import scripted_games
 from shoal.train.sft import FineTuning
 from tests.envs import musing
@@ -238,6 +239,9 @@ def test_wins_are_shown_beside_the_loss_and_are_those_of_the_command_that_is_pri
     figures = tmp_path / "figures.json"
     for checkpoint, (_, wins) in ((out, lines[-1]), (out.with_name("out-checkpoints") / "step000004", lines[0])):
         assert cli.main([command[1], str(checkpoint), *command[3:], "--samples", "1", "--out", str(figures)]) == 0
+        told = dict(zip(command[3::2], map(int, command[4::2]), strict=True))
+        limits = planned(checkpoint).sampling  # without those that are printed
+        assert (limits.max_turn_tokens, limits.max_tokens) == (told["--max-turn-tokens"], told["--max-tokens"])
         found = json.loads(figures.read_text())
         assert f"{100 * found['mean']:.1f}" == wins and found["episodes"] == 32 and "3 4 5" in str(found["transcripts"])
 
