@@ -145,7 +145,7 @@ def _fine_tune(config: SftConfig, start: Path, out: Path, given: Examples | None
     log.info("%s", learned_row(games[0][0], [i for i, who in enumerate(games[0][1]) if who == POLICY], renderer))
     log.info("rows=%d; learning for %d steps", len(games), config.steps - tuning.steps_done)
     evaluation = SftEvaluation(config, renderer, sampling)
-    metrics, reached, share = dict[str, Any](), False, 0.0
+    metrics, reached, share, is_certain = dict[str, Any](), False, 0.0, False
     with stop_requested() as stopping:
 
         def stop_if_asked() -> None:
@@ -170,17 +170,21 @@ def _fine_tune(config: SftConfig, start: Path, out: Path, given: Examples | None
             if reached or done == config.steps:
                 if figures:
                     learned = evaluation.of_training(checkpoints.place(done), lambda episodes: stop_if_asked())
-                    _tell_certain(done, config, metrics, figures, learned, evaluation.bounds)
+                    falls_short = bool(config.stop_at) and not reached
+                    is_certain = _tell_certain(done, config, metrics, figures, learned, evaluation.bounds, falls_short)
                 break
             stop_if_asked()
             metrics = tuning.step()
     save_policy(model, out, config.publish_dtype, tokenizer_from=start)
     checkpoints.finish()
     if config.stop_at and not reached:
+        more = "episodes" if is_certain else "steps, episodes or lr"
         log.warning(
-            "stop_at=%g was not reached in %d steps: raise steps, episodes or lr, or take a larger policy",
-            config.stop_at, config.steps,
-        )  # fmt: skip
+            "stop_at=%g was not reached in %d steps: raise %s, or take a larger policy",
+            config.stop_at,
+            config.steps,
+            more,
+        )
     if reached and share >= config.stop_at + OVERSHOT:
         every = config.evaluates_every
         gap = tuning.steps_done % every or every
@@ -356,10 +360,10 @@ class _TrainingTasks:
 
 def _tell_certain(
     step: int, config: SftConfig, metrics: dict[str, Any], figures: Evaluation, learned: Evaluation | None,
-    bounds: tuple[float, float],
-) -> None:  # fmt: skip
-    """Say how the policy does on training tasks, and whether it is too certain for RL: it knows tasks by heart, or always
-    writes the same."""
+    bounds: tuple[float, float], falls_short: bool,
+) -> bool:  # fmt: skip
+    """Say how the policy does on training tasks, and whether it is too certain for RL, which is the result: it knows tasks
+    by heart, or always writes the same. One that also falls short of `stop_at` is not advised to take fewer steps."""
     found, entropy = list[str](), metrics.get("entropy_nats", math.inf)
     if learned is not None:
         _report(step, config.steps, {}, learned)
@@ -372,9 +376,10 @@ def _tell_certain(
     if found:
         log.warning(
             "the policy is too certain for RL, where most groups would be flat: %s. Let the player play more different "
-            "tasks, or take fewer steps",
-            ", and ".join(found),
+            "tasks%s",
+            ", and ".join(found), "" if falls_short else ", or take fewer steps",
         )  # fmt: skip
+    return bool(found)
 
 
 def _report(step: int, steps: int, metrics: dict[str, Any], figures: Evaluation | None) -> None:

@@ -315,6 +315,11 @@ def test_a_policy_that_is_too_certain_for_rl_is_told_at_the_end(
         sft.main(recipe, tmp_path / "out", ["eval_every=12"])
     assert re.search(said, caplog.text) if said else "too certain" not in caplog.text
     assert caplog.text.count("on training tasks") >= 1
+    caplog.clear()
+    sft.main(recipe, tmp_path / "short", ["stop_at=0.9", "eval_every=12"])
+    fewer, more = "take fewer steps" in caplog.text, "raise steps" in caplog.text
+    assert not fewer and more == (not said), "steps are not to be fewer and more at once"
+    assert "stop_at=0.9 was not reached in 12 steps: raise " in caplog.text
 
 
 SHOUT = """
