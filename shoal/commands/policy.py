@@ -41,9 +41,7 @@ def add_commands(commands: Any) -> None:
     p.add_argument("--temperature", type=float, metavar="T", help="(default: the run's, or 1)")
     help_text = "of one turn (default: the run's, of a cold start's the longest learned turn, or 64)"
     p.add_argument("--max-turn-tokens", type=positive, metavar="N", help=help_text)
-    help_text = (
-        "of an episode (default: the run's or recipe's, or 512, or the policy's longest sequence if shorter)"
-    )
+    help_text = "of an episode (default: the run's or recipe's, or 512, or the policy's longest sequence if shorter)"
     p.add_argument("--max-tokens", type=positive, metavar="N", help=help_text)
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
     device_argument(p)
