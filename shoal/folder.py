@@ -97,7 +97,7 @@ class RunFolder:
         self.logs = root / "logs"
         self.first_prompts = self.logs / "first-prompts.txt"
         self.loggers = root / "loggers"
-        """Files of W&B, trackio and TensorBoard, and what each of them was given."""
+        """Files of W&B, trackio and TensorBoard, and how far each has come."""
         self.nodes = root / "nodes"
         self.evaluations = root / "eval"
         self.shifts = root / "shifts"

@@ -1,4 +1,4 @@
-"""`shoal env init`, `check`, `push`, `install`, `note`, `add-note`, `list` and `show`: for authors and users.
+"""`shoal env init`, `check`, `push`, `install`, `attest`, `add-attestation`, `list` and `show`: for authors and users.
 
 Called by `cli`. It depends on no environment: these are loaded when a command runs. Nothing of a package that somebody
 else wrote runs here.
@@ -56,7 +56,7 @@ def add_commands(commands: Any) -> None:
     _registry_argument(q, required=False)
     q = add_command(
         p, "show", env_show, "what is known of a package",
-        "Prints author, versions, digests and sizes, and what others have noted about the newest or the named version.",
+        "Prints author, versions, digests and sizes, and whose check the newest or the named version has passed.",
         ("shoal env show ann/backwards --registry https://hub.example.org", ""),
     )  # fmt: skip
     q.add_argument("name", metavar="NAME[@VERSION]", help="OWNER/NAME, of its newest version if none is named")
@@ -103,31 +103,24 @@ def _add_sharing(p: Any) -> None:
         "--wheels", type=Path, metavar="DIR", help="take dependencies from this folder instead of pip's index"
     )
     q = add_command(
-        p, "note", env_note, "tell others what you know about a version",
-        "Writes a note, signed with this machine's node key, into the registry's folder; or with --out into a file, which "
-        "you send to the owner of the registry. A later note of the same kind replaces your earlier one.",
-        ("shoal env note ann/backwards@0.1.0 --registry /srv/hub --check", "check what is installed, note the result"),
-        ("shoal env note ann/backwards@0.1.0 --registry /srv/hub --issue 'task 3 has no answer'", ""),
-        ("shoal env note ann/backwards@0.1.0 --registry https://hub.example.org --good --out note.json", "send this file"),
+        p, "attest", env_attest, "tell others that a version passes its check here",
+        "Runs `shoal env check`. If all passes, it writes that, signed with this machine's node key, into the registry's "
+        "folder; or with --out into a file, which you send to the owner of the registry.",
+        ("shoal env attest ann/backwards@0.1.0 --registry /srv/hub", "check what is installed"),
+        ("shoal env attest ann/backwards@0.1.0 --registry https://hub.example.org --out passed.json", "send this file"),
     )  # fmt: skip
     q.add_argument("name", metavar="NAME@VERSION", help="OWNER/NAME@VERSION")
     q.add_argument("--registry", required=True, metavar="DIR", help="the registry's folder, or with --out also its URL")
-    q.add_argument("--out", type=Path, metavar="FILE", help="write the note into this file, and not into the registry")
-    said = q.add_mutually_exclusive_group(required=True)
-    said.add_argument(
-        "--check", nargs="?", const="", metavar="DIR",
-        help="run `shoal env check` and note the result: on the installed package, or on this folder with the version",
-    )  # fmt: skip
-    said.add_argument("--good", action="store_true", help="you recommend it")
-    said.add_argument("--bad", action="store_true", help="you advise against it")
-    said.add_argument("--issue", default="", metavar="TEXT", help="a known issue, in one line")
+    q.add_argument("--out", type=Path, metavar="FILE", help="write into this file, and not into the registry")
+    help_text = "check this folder with the version's files (default: what is installed)"
+    q.add_argument("--folder", default="", metavar="DIR", help=help_text)
     q = add_command(
-        p, "add-note", env_add_note, "put notes that others sent you into your registry",
-        "Each file is a note that `shoal env note --out` wrote. Its signature says who wrote it, and nothing else: a note "
-        "counts whether you like it or not, and a key has one note of each kind.",
-        ("shoal env add-note bobs-note.json --registry runs/wordle/hub", ""),
+        p, "add-attestation", env_add_attestation, "put attestations that others sent you into your registry",
+        "Each file is what `shoal env attest --out` wrote. Its signature says who wrote it, and nothing else. A key has "
+        "one attestation of a version.",
+        ("shoal env add-attestation passed.json --registry runs/wordle/hub", ""),
     )  # fmt: skip
-    q.add_argument("files", type=Path, nargs="+", metavar="FILE", help="a note")
+    q.add_argument("files", type=Path, nargs="+", metavar="FILE", help="an attestation")
     q.add_argument("--registry", required=True, metavar="DIR", help="the registry's folder")
 
 
@@ -242,9 +235,9 @@ def env_install(args: argparse.Namespace) -> None:
     from shoal.commands.consent import consent_here
     from shoal.config import node_home
     from shoal.envs.contained.open import try_code
+    from shoal.hub.attestations import num_witnesses
     from shoal.hub.install import by_pip, install
     from shoal.hub.names import read_reference
-    from shoal.hub.notes import checks_noted
     from shoal.hub.registry import open_registry
     from shoal.sandbox.selftest import examined
 
@@ -253,7 +246,7 @@ def env_install(args: argparse.Namespace) -> None:
     consent = consent_here(args.policy, args.yes, args.max_mb, args.heavy)
     result = install(
         read_reference(args.name), registry, node_home(), consent, start=try_code if examined().works else None,
-        downloader=downloader, checks=lambda name, release, author: checks_noted(registry, name, release, author),
+        downloader=downloader, checks=lambda name, release, author: num_witnesses(registry, name, release, author),
         tell=say,
     )  # fmt: skip
     package = result.package
@@ -265,67 +258,69 @@ def env_install(args: argparse.Namespace) -> None:
     print(f'in a run file: [[envs]] name = "{package.name}@{package.version}"')
 
 
-def env_note(args: argparse.Namespace) -> None:
+def env_attest(args: argparse.Namespace) -> None:
+    import platform
+
     from shoal.config import node_home
     from shoal.folder import write_atomically
+    from shoal.hub.attestations import find_release, make_attestation, put_attestation
     from shoal.hub.names import read_reference
-    from shoal.hub.notes import Issue, Rated, find_release, make_note, put_note
     from shoal.hub.registry import open_registry, own_registry
     from shoal.net.keys import load_or_make_key
+    from shoal.protocol.types.message import fact
     from shoal.protocol.wire import to_json
 
     reference, home = read_reference(args.name), node_home()
     release = find_release(open_registry(args.registry) if args.out else own_registry(args.registry), reference, home)
-    if args.check is not None:
-        said: Any = _checked(args.check, release.digest)
-    else:
-        said = Issue(args.issue) if args.issue else Rated(args.good)
-    note = make_note(reference.name, release, said, load_or_make_key(home / "node.key"), time.time())
+    num_checks = _num_passed(args.folder, release.digest)
+    machine = fact(f"{platform.system()} {platform.machine()} Python {platform.python_version()}")
+    signed = make_attestation(
+        reference.name, release, machine, num_checks, load_or_make_key(home / "node.key"), time.time()
+    )
     if args.out:
-        write_atomically(args.out, to_json(note))
-        print(
-            f"wrote {args.out}: send it to the owner of the registry, for `shoal env add-note {shlex.quote(str(args.out))}`"
-        )
+        write_atomically(args.out, to_json(signed))
+        file = shlex.quote(str(args.out))
+        print(f"wrote {args.out}: send it to the owner of the registry, for `shoal env add-attestation {file}`")
     else:
-        put_note(own_registry(args.registry), reference.name, release, note)
-        print(f"noted on {reference.name} {release.version}")
+        put_attestation(own_registry(args.registry), reference.name, release, signed)
+        print(f"attested {reference.name} {release.version}: passed {num_checks} checks")
 
 
-def env_add_note(args: argparse.Namespace) -> None:
+def _num_passed(folder: str, digest: str) -> int:
+    """Checks that pass on a folder, or on the installed package, which runs in the sandbox. Raises `ConfigError` if one
+    fails."""
+    from shoal.envs.check.apart import check
+    from shoal.envs.load import env_digest
+
+    path = str(Path(folder).absolute()) if folder else f"pkg:{digest}"
+    if env_digest(path) != digest:
+        raise ConfigError(f"{folder} does not have the files of this version: check the folder that was pushed")
+    findings = check(path, {})
+    if failed := [
+        finding.check for finding in findings if finding.outcome == "failed"
+    ]:  # guard: only-passes-are-attested
+        raise ConfigError(f"nothing is attested, because {', '.join(failed)} failed: `shoal env check` says why")
+    return sum(finding.outcome == "passed" for finding in findings)
+
+
+def env_add_attestation(args: argparse.Namespace) -> None:
     from shoal.config import node_home
+    from shoal.hub.attestations import find_release, open_attestation, put_attestation
     from shoal.hub.names import read_reference
-    from shoal.hub.notes import find_release, put_note, read_note
     from shoal.hub.registry import own_registry
 
     registry = own_registry(args.registry)
     for file in args.files:
         try:
             with file.open("rb") as opened:
-                signed, note = read_note(opened.read(1 << 16))
+                signed, found = open_attestation(opened.read(1 << 16))
         except OSError as error:
             raise ConfigError(f"cannot read {file}: {cause_of(error)}") from None
-        reference = read_reference(f"{note.name}@{note.version}")
-        release = find_release(registry, reference, node_home())
-        put_note(registry, note.name, release, signed)
-        say(f"{note.name} {note.version}, key {signed.key[:16]}…: {type(note.said).__name__.lower()}")
-
-
-def _checked(folder: str, digest: str) -> Any:
-    """The result of the check of a folder, or of the installed package, which runs in the sandbox."""
-    import platform
-
-    from shoal.envs.check.apart import check
-    from shoal.envs.load import env_digest
-    from shoal.hub.notes import Checked
-    from shoal.protocol.types.message import fact
-
-    path = str(Path(folder).absolute()) if folder else f"pkg:{digest}"
-    if env_digest(path) != digest:
-        raise ConfigError(f"{folder} does not have the files of this version: check the folder that was pushed")
-    findings = check(path, {})
-    failed = tuple(fact(finding.check) for finding in findings if finding.outcome == "failed")
-    machine = fact(f"{platform.system()} {platform.machine()} Python {platform.python_version()}")
-    return Checked(machine, sum(finding.outcome == "passed" for finding in findings), failed)
+        reference = read_reference(f"{found.name}@{found.version}")
+        put_attestation(registry, found.name, find_release(registry, reference, node_home()), signed)
+        say(
+            f"{found.name} {found.version}, key {signed.key[:16]}…: passed {found.num_checks} checks on {found.machine}"
+        )
 
 
 def env_list(args: argparse.Namespace) -> None:
@@ -348,8 +343,8 @@ def env_list(args: argparse.Namespace) -> None:
 
 def env_show(args: argparse.Namespace) -> None:
     from shoal.config import node_home
+    from shoal.hub.attestations import lines_of, read_attestations
     from shoal.hub.names import owner_of, read_reference
-    from shoal.hub.notes import lines_of_notes, read_notes
     from shoal.hub.publish import read_catalogue
     from shoal.hub.registry import open_registry
     from shoal.hub.trust import Trust
@@ -368,6 +363,6 @@ def env_show(args: argparse.Namespace) -> None:
         shown = opened.catalogue.releases[-1]
     if shown is None:
         raise ConfigError(opened.catalogue.lacks(reference.version))
-    print(f"notes on {shown.version}:")
-    for line in lines_of_notes(read_notes(registry, reference.name, shown), opened.key) or ["none"]:
+    print(f"attestations of {shown.version}:")
+    for line in lines_of(read_attestations(registry, reference.name, shown), opened.key) or ["none"]:
         print(f"  {printable(line)}")

@@ -81,8 +81,7 @@ def _add_others(commands: Any) -> None:
     p = add_command(
         commands, "validate", validate, "judge rollouts for a run",
         "Recomputes what workers claim. The host must admit this machine's key first: it prints the key, says what the "
-        "host types, and waits. Shows what it accepted and refused, by which checks, what share it audited, and where "
-        "other validators differ.",
+        "host types, and waits. Shows what it accepted and refused, by which checks, and what share it audited.",
         ("shoal validate http://host:8470", ""),
     )  # fmt: skip
     url_argument(p)

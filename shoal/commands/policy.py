@@ -47,9 +47,6 @@ def add_commands(commands: Any) -> None:
     device_argument(p)
     p.add_argument("--json", action="store_true", help="print the figures as JSON")
     p.add_argument("--out", type=Path, metavar="FILE", help="write the figures there instead")
-    p.add_argument(
-        "--note", default="", metavar="DIR", help="note the solve rates of a package in this registry's folder"
-    )
     p = add_command(
         commands, "sft", sft, "a cold start from scripted games",
         "Trains a policy to imitate an environment's scripted player, so that RL can start from it. You get a checkpoint "
@@ -104,7 +101,7 @@ def evaluate(args: argparse.Namespace) -> None:
         args.checkpoint, args.env, args.env_args, episodes=args.episodes, seed=args.seed, samples=args.samples,
         temperature=args.temperature, max_turn_tokens=args.max_turn_tokens, max_tokens=args.max_tokens,
     )  # fmt: skip
-    role.main(plan, args.out, args.json, args.threads or cores(), args.note, args.device)
+    role.main(plan, args.out, args.json, args.threads or cores(), args.device)
 
 
 def sft(args: argparse.Namespace) -> None:

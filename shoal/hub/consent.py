@@ -34,7 +34,7 @@ class Policy(Section, frozen=True):
     max_dependencies: int = 50
     """Dependencies of a package."""
     checks: int = 0
-    """Keys, other than the author's, that must have noted that the package passes its check. Keys are free, so this says
+    """Keys, other than the author's, that must attest that the package passes its check. Keys are free, so this says
     little of authors that are not listed."""
 
 
@@ -46,7 +46,7 @@ class Offer(NamedTuple):
     believed: Believed
     """The signed list that it is in."""
     checks: int
-    """Keys, other than the author's, that noted that it passes."""
+    """Keys, other than the author's, that attest that it passes."""
     registry: str
 
     @property

@@ -40,11 +40,11 @@ class Start(Protocol):
 
 
 Counter: TypeAlias = Callable[[str, Release, str], int]
-"""How many keys, other than the author's, noted that a release of a name passes its check."""
+"""How many keys, other than the author's, attest that a release of a name passes its check."""
 
 
 def nobody_checked(name: str, release: Release, author: str) -> int:
-    """The `Counter` where notes are not read."""
+    """The `Counter` where attestations are not read."""
     return 0
 
 
@@ -85,7 +85,7 @@ def install(
 ) -> Result:
     """Install a version of a package, or find it installed.
 
-    `checks` counts the keys that noted that a version passes. `tell` gets a line before each download. Raises
+    `checks` counts the keys that attest that a version passes. `tell` gets a line before each download. Raises
     `ConfigError` if the user, the policy file or this machine refuses, `PeerError` if the registry or the author is at
     fault, `StateError` if the disk is.
     """

@@ -25,7 +25,7 @@ _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", re.ASCII)
 
 _REGISTRY = re.compile(
     rf"names\.json|packages/[0-9a-f]{{64}}|names/{_WORD}/keys\.json|names/{_WORD}/{_WORD}/catalogue\.json"
-    rf"|names/{_WORD}/{_WORD}/{_NUMBER}\.{_NUMBER}\.{_NUMBER}/notes\.json",
+    rf"|names/{_WORD}/{_WORD}/{_NUMBER}\.{_NUMBER}\.{_NUMBER}/attestations\.json",
     re.ASCII,
 )
 

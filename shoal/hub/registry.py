@@ -1,10 +1,10 @@
 """A registry: signed lists and archives in a fixed layout, in a folder or behind any web server that serves this folder.
 
-    names.json                          names of all packages; unsigned, only for looking around
-    names/OWNER/keys.json               changes of the owner's key
-    names/OWNER/NAME/catalogue.json     all versions, signed
-    names/OWNER/NAME/VERSION/notes.json what others say about a version, each signed
-    packages/DIGEST                     archives
+    names.json                                  names of all packages; unsigned, only for looking around
+    names/OWNER/keys.json                       changes of the owner's key
+    names/OWNER/NAME/catalogue.json             all versions, signed
+    names/OWNER/NAME/VERSION/attestations.json  who says that a version passes its check, each signed
+    packages/DIGEST                             archives
 
 Called by `publish`, `install` and `show`. A registry is never trusted: it can only withhold. Paths are made here, from
 names and digests that were checked, so nothing that a registry says leads to another address or file.
@@ -90,9 +90,9 @@ def keys_path(name: str) -> str:
     return f"names/{owner_of(name)}/keys.json"
 
 
-def notes_path(name: str, version: str) -> str:
+def attestations_path(name: str, version: str) -> str:
     assert is_name(name) and is_version(version)
-    return f"names/{name}/{version}/notes.json"
+    return f"names/{name}/{version}/attestations.json"
 
 
 def archive_path(digest: str) -> str:

@@ -14,11 +14,10 @@ from rich.panel import Panel
 from rich.text import Text
 
 from shoal.launch import panels
-from shoal.launch.agreement import Agreement
 from shoal.launch.nodes_table import last_reason
 from shoal.launch.panels import duration
 from shoal.launch.remaining import left_label, seconds_left
-from shoal.launch.snapshot import Snapshot, names_apart
+from shoal.launch.snapshot import Snapshot
 from shoal.ledger.law import LAW
 from shoal.protocol import types as t
 from shoal.roles.doing import Judged
@@ -50,7 +49,6 @@ class NodeNow:
     """What the user allows, in words."""
     paused: bool = False
     judged: Judged = field(default_factory=Judged)
-    agreement: Agreement = field(default_factory=lambda: Agreement(""))
     unheard_s: float = 0.0
     """For how long the host has answered nothing; 0 if it does."""
     seen_s: float = 0.0
@@ -187,8 +185,8 @@ def next_vesting(now: NodeNow) -> str:
 
 
 def validator_lines(now: NodeNow) -> list[str]:
-    """What was judged, by which checks refused, and where others differ."""
-    judged, agreement = now.judged, now.agreement
+    """What was judged, and by which checks it was refused."""
+    judged = now.judged
     refused = ", ".join(f"{brief(check, 30)} {count}x" for check, count in judged.refused.most_common())
     groups = judged.accepted + judged.void + sum(judged.refused.values())
     share = f"{judged.audited / groups:.0%}" if groups else "none"
@@ -201,15 +199,6 @@ def validator_lines(now: NodeNow) -> list[str]:
     ]
     if judged.last_reason:
         lines.append(f"last refusal: {brief(judged.last_reason, 240)}")
-    names = names_apart((node for node in now.snapshot.nodes if node.role == "validator"), 30)
-    if differed := agreement.differed.most_common(3):
-        who = ", ".join(f"{brief(names.get(key, key[:12]), 30)} {count}x" for key, count in differed)
-        lines.append(f"differs from others on {agreement.differed.total():,} of {agreement.compared:,} groups: {who}")
-        lines.append(f"the newest difference: {brief(agreement.last, 200)}")
-    elif agreement.compared:
-        lines.append(f"agrees with the others on all {agreement.compared:,} groups that both judged")
-    if agreement.unknown:
-        lines.append(f"{agreement.unknown:,} events of a newer host are not compared: update shoal")
     return lines
 
 

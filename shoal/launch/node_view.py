@@ -18,22 +18,19 @@ from rich.control import Control
 from rich.live import Live
 
 from shoal.errors import PeerError
-from shoal.launch.agreement import Agreement
 from shoal.launch.keyboard import Keyboard, keyboard
 from shoal.launch.node_picture import NodeNow, picture, plain
 from shoal.launch.remote import RemoteRun
 from shoal.launch.snapshot import Snapshot
-from shoal.launch.view import print_lines
+from shoal.launch.view import draws_on, print_lines
 from shoal.net.client import Client
-from shoal.protocol.constants import MAX_EVENTS, MAX_SUBMISSION_BYTES
-from shoal.protocol.types import StateHash
 from shoal.roles.allowance import Allowance
 from shoal.roles.doing import Doing
 
 log = logging.getLogger("shoal")
 
 DRAW_EVERY_S, LOOK_EVERY_S, LINE_EVERY_S = 0.5, 5.0, 60.0
-METRICS_EVERY_S, NODES_EVERY_S, EVENTS_EVERY_S = 15.0, 60.0, 20.0
+METRICS_EVERY_S, NODES_EVERY_S = 15.0, 60.0
 KEY_WAIT_S = 0.1
 MOST_LOG_LINES = 200
 """Of the log while the picture is shown, so much is printed after it."""
@@ -61,9 +58,7 @@ class NodeView:
     def __init__(self, role: str, url: str, doing: Doing, allowance: Allowance | None = None) -> None:
         self.role, self.url, self.doing, self.allowance = role, url, doing, allowance
         self.snapshot = Snapshot("", url, 0, url=url)
-        self.agreement = Agreement(doing.key)
-        self._seq: int | None = None
-        self._events_at = self._looked_at = -1e9
+        self._looked_at = -1e9
         self._answered_at: float | None = None
         self._memory = (0, 0)
         self._accepted_before: int | None = None
@@ -81,12 +76,12 @@ class NodeView:
             key=doing.key, name=doing.name, info=doing.info, node=doing.node, tokens_per_s=doing.tokens_per_s,
             memory_mb=self._memory[0], gpu_mb=self._memory[1], up_s=doing.clock() - doing.started,
             accepted_before=self._accepted_before or 0, limits=limits_of(allowance),
-            paused=allowance is not None and allowance.paused, judged=doing.judged, agreement=self.agreement,
+            paused=allowance is not None and allowance.paused, judged=doing.judged,
             unheard_s=unheard_s if unheard_s > UNHEARD_AFTER_S else 0.0,
             seen_s=seen_s if seen_s > UNHEARD_AFTER_S else 0.0,
         )  # fmt: skip
 
-    async def look(self, run: RemoteRun, client: Client) -> None:
+    async def look(self, run: RemoteRun) -> None:
         """Ask the host, if it is time. A host that does not answer leaves what was known."""
         now = time.monotonic()
         if now - self._looked_at < LOOK_EVERY_S:
@@ -96,16 +91,6 @@ class NodeView:
         with contextlib.suppress(PeerError):
             self.snapshot = await run.look()
             self._answered_at = run.answered_at
-            if self.role == "validator" and self.doing.key and now - self._events_at >= EVENTS_EVERY_S:
-                self._events_at, self.agreement.key = now, self.doing.key
-                await self._read_events(client)
-
-    async def _read_events(self, client: Client) -> None:
-        """A page of the log's newest verdicts, from where the validator began to look."""
-        if self._seq is None:
-            self._seq = (await client.get_json("/v1/state", StateHash, deadline_s=ANSWER_S)).seq
-        page = await client.get(f"/v1/events?after={self._seq}", cap=MAX_SUBMISSION_BYTES, deadline_s=ANSWER_S)
-        self._seq += self.agreement.read(page.split(b"\n", MAX_EVENTS)[:MAX_EVENTS])
 
 
 def limits_of(allowance: Allowance | None) -> str:
@@ -136,14 +121,14 @@ async def _follow(view: NodeView, console: Console, ended: threading.Event) -> N
         return
     async with client:
         run = RemoteRun(client, metrics_every_s=METRICS_EVERY_S, nodes_every_s=NODES_EVERY_S)
-        if console.is_terminal and not console.is_dumb_terminal:
+        if draws_on(console):
             with _on_screen(console) as (live, lines), keyboard() as keys:
-                await _draw(view, run, client, live, lines, keys, ended)
-        await _log_lines(view, run, client, ended)
+                await _draw(view, run, live, lines, keys, ended)
+        await _log_lines(view, run, ended)
 
 
 async def _draw(
-    view: NodeView, run: RemoteRun, client: Client, live: Live, lines: LogLines, keys: Keyboard, ended: threading.Event
+    view: NodeView, run: RemoteRun, live: Live, lines: LogLines, keys: Keyboard, ended: threading.Event
 ) -> None:
     """Draw until the role has ended or is told to stop: a second Ctrl-C ends the process, and must find the terminal as it
     was."""
@@ -151,7 +136,7 @@ async def _draw(
     drawn_at = 0.0
     while not ended.is_set() and not view.doing.stopping():
         if looking is None or looking.done():
-            looking = asyncio.create_task(view.look(run, client))
+            looking = asyncio.create_task(view.look(run))
         if "p" in keys.pressed().lower() and view.allowance is not None:
             view.allowance.toggle()
             drawn_at = 0.0
@@ -164,7 +149,7 @@ async def _draw(
         looking.cancel()
 
 
-async def _log_lines(view: NodeView, run: RemoteRun, client: Client, ended: threading.Event) -> None:
+async def _log_lines(view: NodeView, run: RemoteRun, ended: threading.Event) -> None:
     """A line now and then, once the node has joined."""
     said_at = time.monotonic()
     while not ended.is_set() and not view.doing.stopping():
@@ -172,7 +157,7 @@ async def _log_lines(view: NodeView, run: RemoteRun, client: Client, ended: thre
         if view.doing.info is None or time.monotonic() - said_at < LINE_EVERY_S:
             continue
         said_at = time.monotonic()
-        await view.look(run, client)
+        await view.look(run)
         log.info("%s", plain(view.now()))
 
 

@@ -17,7 +17,6 @@ from shoal.alarms import Alarm
 from shoal.config.monitors import said_of
 from shoal.errors import NothingYet, PeerError
 from shoal.launch.panels import FIGURES
-from shoal.launch.samples import Samples
 from shoal.launch.snapshot import NO_STATUS, PAGING_SHARE, Snapshot
 from shoal.metrics import declared
 from shoal.net.client import Client, PeerRefused
@@ -56,11 +55,9 @@ class RemoteRun:
 
     def __init__(
         self, client: Client, monotonic: Callable[[], float] = time.monotonic, metrics_every_s: float = 0.0,
-        nodes_every_s: float = 0.0, samples: Samples | None = None,
+        nodes_every_s: float = 0.0,
     ) -> None:  # fmt: skip
-        """Metrics and nodes are asked for at most so often: a thousand workers must not cost their host much. `samples`
-        finds conversations."""
-        self._samples = samples
+        """Metrics and nodes are asked for at most so often: a thousand workers must not cost their host much."""
         self._client, self._monotonic = client, monotonic
         self._metrics_every_s, self._nodes_every_s, self._metrics_again_at = metrics_every_s, nodes_every_s, 0.0
         self._status, self._nodes = NO_STATUS, tuple[NodeState, ...]()
@@ -92,7 +89,6 @@ class RemoteRun:
             name=status.name, out=self._client.base_url, steps=status.steps, status=status, url=self._client.base_url,
             elapsed_s=self._elapsed_s(), times_steps=True, metrics=tuple(self._lines), nodes=self._nodes,
             notice=self.trouble,
-            sample=self._samples.latest() if self._samples is not None else None,
             alarms=[Alarm(one.cause, one.severity, one.since, one.since, said_of(one.cause), "") for one in status.alarms],
         )  # fmt: skip
 

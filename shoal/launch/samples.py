@@ -1,16 +1,14 @@
 """A rollout of a run's newest group as text, to look at now and then.
 
-Called by `launch/local` and `launch/watching`; `launch/remote` and `launch/public_samples` use parts of it, and what reads
-groups from a run's folder uses `group_of`. It reads the folder also while the coordinator writes to it, and asks no other
-process. It shows accepted rollouts. The environment's answers are computed here, not taken from the worker. A folder may be
-a stranger's: only the launcher of the run executes environment files that it names.
+It reads the run's folder, also while the coordinator writes to it, and asks no other process. It shows accepted rollouts.
+The environment's answers are computed here, not taken from the worker. A folder may be a stranger's: only the launcher of
+the run executes environment files that it names.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
 
 from shoal.envs.base import Env, task_of
 from shoal.envs.load import is_file, load_run_envs
@@ -44,18 +42,10 @@ SPEAKERS = {"user": "environment", "system": "rules"}
 UNDECODED = "as its tokens say: the environment is its host's file, which a watcher does not run"
 
 
-class Newest(Protocol):
-    """What finds a conversation."""
-
-    def read(self) -> Sample | None:
-        """A conversation; None if there is no new one. Raises `ShoalError` if it cannot be read."""
-        ...
-
-
 class Samples:
     """The newest conversation of a run, looked for in a thread of its own now and then."""
 
-    def __init__(self, newest: Newest, every_s: float = SAMPLE_EVERY_S) -> None:
+    def __init__(self, newest: "NewestSample", every_s: float = SAMPLE_EVERY_S) -> None:
         self._newest, self._every_s = newest, every_s
         self._sample: Sample | None = None
         self._thread: threading.Thread | None = None

@@ -25,7 +25,6 @@ from shoal.folder import RunFolder, is_locked, is_url
 from shoal.launch.evaluations import results_in
 from shoal.launch.keyboard import Keyboard, keyboard
 from shoal.launch.process import suspended_process
-from shoal.launch.public_samples import EVERY_S, PublicSample
 from shoal.launch.remote import RemoteRun, cleaned_metrics
 from shoal.launch.samples import NewestSample, Samples
 from shoal.launch.snapshot import CoordinatorWatch, MetricsWatch, Snapshot, own_keys
@@ -205,11 +204,11 @@ def _cleaned(path: Path) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.asynccontextmanager
-async def opened(source: str, with_talk: bool = False) -> AsyncIterator[Watched]:
-    """The run at a URL or in a folder. `with_talk`: also of a URL a conversation now and then. Raises `ShoalError`."""
+async def opened(source: str) -> AsyncIterator[Watched]:
+    """The run at a URL or in a folder. Raises `ShoalError`."""
     if is_url(source):
         async with Client(source, on_wait=lambda line: None) as client:
-            yield RemoteRun(client, samples=Samples(PublicSample(source), EVERY_S) if with_talk else None)
+            yield RemoteRun(client)
     else:
         yield FolderWatch(Path(source))
 
@@ -222,7 +221,7 @@ def watch(source: str, console: Console, once: bool = False) -> int:
     """
     if once:
         snapshot, code = asyncio.run(_look_once(source))
-        if console.is_terminal and not console.is_dumb_terminal and snapshot.has_counts:
+        if draws_on(console) and snapshot.has_counts:
             console.print(render(replace(snapshot, hint=snapshot.out)))
         else:
             alarms = [alarm.in_words for alarm in snapshot.alarms]
@@ -256,7 +255,7 @@ def _code(run: Watched) -> int:
 
 
 async def _watch(source: str, console: Console) -> int:
-    async with opened(source, with_talk=draws_on(console)) as run:
+    async with opened(source) as run:
         first = await run.look()
         view = LiveView(console)
         try:

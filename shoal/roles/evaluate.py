@@ -6,7 +6,6 @@ episodes; this role gives it the checkpoint, the environment and the threads.
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,34 +14,26 @@ from typing import Any
 
 import msgspec
 
-from shoal.config import EnvConfig, node_home, sampling_of
+from shoal.config import EnvConfig, sampling_of
 from shoal.config.envs import JudgeConfig
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.envs.base import Env
 from shoal.envs.contained.open import in_process, in_sandbox, show
 from shoal.envs.evaluate import BATCH, Evaluation, MixedEvaluation, as_text, eval_sampling, evaluate, mixed
-from shoal.envs.load import env_of, is_package, load_env
+from shoal.envs.load import env_of, load_env
 from shoal.errors import ConfigError, StateError
 from shoal.folder import RunFolder, cold_start_of, write_atomically
 from shoal.heldout import interval_of
-from shoal.hub.catalogue import Release
-from shoal.hub.names import Reference, read_reference
-from shoal.hub.notes import Solved, add_note, find_release, histogram_of
-from shoal.hub.registry import FolderRegistry, own_registry
-from shoal.hub.store import PackageStore
 from shoal.ledger.log.creation import creation_of
-from shoal.net.keys import load_or_make_key
 from shoal.policy.contained import Limits
 from shoal.policy.device import CPU, demand_device
 from shoal.policy.kinds import spec_of
 from shoal.policy.render import Renderer
 from shoal.protocol.constants import MODEL_STOPS
 from shoal.protocol.types import Sampling
-from shoal.protocol.types.message import fact
 from shoal.roles.loading import Loaded, contained
 from shoal.roles.shifts import Alone, Shift, shift_of
 from shoal.terminal import printable
-from shoal.weights.manifest import weights_root
 
 MIN_EPISODES = 32
 """Of each environment, in an evaluation with fewer episodes than the run file names."""
@@ -177,22 +168,15 @@ def main(
     out: Path | None = None,
     as_json: bool = False,
     threads: int = 1,
-    note: str = "",
     device: str = CPU,
 ) -> None:
-    """Evaluate a checkpoint; write the figures to `out` if given, and print them as text or JSON otherwise. `note` is a
-    registry's folder, where the solve rates are noted on the package that was played.
+    """Evaluate a checkpoint; write the figures to `out` if given, and print them as text or JSON otherwise.
 
     Raises `StateError` if the directory is not a checkpoint, `ConfigError` if the environment is unknown or the device is
     not there.
     """
     demand_device(device)
     games = {env.label: env_of(env, partial(in_sandbox, tell=show)) for env in plan.envs}
-    if note and len(plan.envs) != 1:
-        raise ConfigError(
-            f"--note is for one package, and {len(plan.envs)} environments are evaluated: add --env LABEL"
-        )
-    noted = _noted(plan.envs[0].name, note) if note else None
     shown = sys.stderr if sys.stderr.isatty() else None
     before, total = 0, sum(plan.episodes)
 
@@ -217,11 +201,6 @@ def main(
         print(
             "\n".join(in_words(one, label if len(games) > 1 else games[label].name) for label, one in figures.items())
         )
-    if noted is not None:
-        registry, name, release = noted
-        said = _solved(figures[plan.envs[0].label], plan.checkpoint)
-        add_note(registry, name, release, said, load_or_make_key(node_home() / "node.key"), time.time())
-        print(f"noted on {name} {release.version}", file=sys.stderr)
 
 
 def _play(
@@ -239,26 +218,6 @@ def _play(
 def _whole(plan: EvalPlan, figures: dict[str, Evaluation]) -> Evaluation | MixedEvaluation:
     by_label = plan.by_label or len(plan.envs) > 1
     return mixed(figures, [env.weight for env in plan.envs]) if by_label else figures[plan.envs[0].label]
-
-
-def _noted(env: str, place: str) -> tuple[FolderRegistry, str, Release]:
-    """What the solve rates of an environment are noted on. Raises `ConfigError` if it is not a version in the registry."""
-    if not is_package(env):
-        raise ConfigError(f"--note is for packages, and {env} is not one: write --env OWNER/NAME@VERSION")
-    registry, home = own_registry(place), node_home()
-    package = PackageStore(home / "envs").find(read_reference(env))
-    release = find_release(registry, Reference(package.name, package.version), home)
-    if release.digest != package.digest:  # guard: notes-on-what-was-played
-        raise ConfigError(f"{package.name} {package.version} in {place} is another package than the one installed here")
-    return registry, package.name, release
-
-
-def _solved(figures: Evaluation, checkpoint: Path) -> Solved:
-    rates = figures.solve_rates
-    if not rates:
-        raise StateError(f"the environment failed on all episodes, so nothing is noted: {figures.fault}")
-    policy = fact(f"{checkpoint.name[:40]} {weights_root(checkpoint)[:12]}")
-    return Solved(policy, figures.episodes - figures.faults, sum(rates) / len(rates), histogram_of(rates))
 
 
 def figures_of(

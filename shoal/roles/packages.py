@@ -2,7 +2,7 @@
 
 Used by workers, validators, auditors and the stage; it imports no role. On the host all packages play that the run file
 names. A volunteer's node plays a package only if its user agreed to install it, and if two keys other than the author's
-noted in the run's registry that it passes its check. Whatever plays, plays inside the sandbox.
+attest in the run's registry that it passes its check. Whatever plays, plays inside the sandbox.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ from shoal.envs.contained.open import demand_sandbox, in_sandbox, try_code
 from shoal.envs.contained.pool import MAX_PROCESSES, Processes
 from shoal.envs.load import Opener, is_own, is_package
 from shoal.errors import ConfigError, NothingYet, PeerError
+from shoal.hub.attestations import num_witnesses
 from shoal.hub.consent import Consent
 from shoal.hub.install import install, offer_of
 from shoal.hub.names import read_reference
-from shoal.hub.notes import checks_noted
 from shoal.hub.registry import open_registry
 from shoal.hub.store import Installed, PackageStore
 from shoal.protocol.constants import COMPLETIONS
@@ -35,8 +35,8 @@ from shoal.protocol.types import EnvSpec
 from shoal.sandbox.limits import Limits
 
 WITNESSES = 2
-"""Keys, other than the author's, that noted that a package passes its check on their machines. Keys are free, so more would
-not say more; fewer than two would let one machine's luck decide."""
+"""Keys, other than the author's, that attest that a package passes its check on their machines. Keys are free, so more
+would not say more; fewer than two would let one machine's luck decide."""
 
 PART = 4
 """The packages of a run may together take this part of the memory that a volunteer gives: as much as the tokenizer's
@@ -122,8 +122,8 @@ class Volunteered:
         passed = self._checks(spec, known)
         if passed < WITNESSES:  # guard: two-witnesses
             raise only_completions(
-                f"the run's registry has notes of {passed} machines, besides the author's, that {spec.name} passes its "
-                f"check, and {WITNESSES} are needed"
+                f"in the run's registry {passed} keys other than the author's attest that {spec.name} passes its check, "
+                f"and {WITNESSES} are needed"
             )
         if known is None:
             known = self._install_from_the_run(spec, home)
@@ -131,7 +131,7 @@ class Volunteered:
             raise only_completions(f"{spec.name} may answer otherwise on another machine, as its author says")
 
     def _checks(self, spec: EnvSpec, known: Installed | None) -> int:
-        """Keys other than the author's that noted that it passes. Raises `PeerError` if the registry lies."""
+        """Keys other than the author's that attest that it passes. Raises `PeerError` if the registry lies."""
         name, version = (known.name, known.version) if known else read_reference(spec.name)[:2]
         if not name:
             raise ConfigError(
@@ -148,7 +148,7 @@ class Volunteered:
                 f"{spec.name} in the run's registry is another package ({offer.release.digest[:16]}…) than the run's "
                 f"({spec.digest[:16]}…): tell the host"
             )
-        return checks_noted(registry, name, offer.release, offer.author)
+        return num_witnesses(registry, name, offer.release, offer.author)
 
     def _install_from_the_run(self, spec: EnvSpec, home: Path) -> Installed:
         registry, consent = open_registry(self._registry), self._consent()
@@ -160,7 +160,7 @@ class Volunteered:
             )
         package = install(
             read_reference(spec.name), registry, home, consent, start=try_code,
-            checks=lambda name, release, author: checks_noted(registry, name, release, author), tell=log.info,
+            checks=lambda name, release, author: num_witnesses(registry, name, release, author), tell=log.info,
         ).package  # fmt: skip
         log.info("installed package=%s@%s digest=%s", package.name, package.version, package.digest[:16])
         return package

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shoal.hub.attestations import make_attestation, put_attestation
+from shoal.hub.catalogue import Release
 from shoal.hub.publish import Pushed, push
 from shoal.hub.registry import FolderRegistry
 from shoal.protocol.identity import Key
@@ -60,3 +62,10 @@ class Author:
 
     def push(self, registry: FolderRegistry, name: str = "ann/parrot", version: str = "0.1.0", **other: str) -> Pushed:
         return push(self.folder(name, version, **other), registry, self.key, self.home, clock=lambda: 1_700_000_000.0)
+
+
+def attest(
+    registry: FolderRegistry, name: str, release: Release, key: Key, machine: str = "Linux", created: float = 1.0
+) -> None:
+    """Sign that a version passes its check, and put that into a registry."""
+    put_attestation(registry, name, release, make_attestation(name, release, machine, 9, key, created))

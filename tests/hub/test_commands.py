@@ -1,4 +1,4 @@
-"""`shoal env init, check, push, note, show, list, install`: what an author and a user type, from start to end."""
+"""`shoal env init, check, push, attest, show, list, install`: what an author and a user type, from start to end."""
 
 import os
 from pathlib import Path
@@ -36,10 +36,9 @@ def test_a_new_package_passes_its_check_and_is_shared(shoal, tmp_path: Path, mon
     assert "already published" in shoal("push", "backwards", "--registry", "hub")[1]
 
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "bob"))
-    assert shoal("note", f"{NAME}@0.1.0", "--registry", "hub", "--check", "backwards")[0] == 0
-    assert shoal("note", f"{NAME}@0.1.0", "--registry", "hub", "--issue", "only sixteen words")[0] == 0
+    assert shoal("attest", f"{NAME}@0.1.0", "--registry", "hub", "--folder", "backwards")[0] == 0
     code, said = shoal("show", NAME, "--registry", "hub")
-    assert code == 0 and "0.1.0 " in said and "check    passed" in said and "issue    only sixteen words" in said
+    assert code == 0 and "0.1.0 " in said and "  passed " in said
     assert shoal("list", "--registry", "hub") == (0, "ann/backwards\n")
     code, said = shoal("install", NAME, "--registry", "hub")
     assert code == 2 and "nobody can be asked" in said
@@ -47,39 +46,51 @@ def test_a_new_package_passes_its_check_and_is_shared(shoal, tmp_path: Path, mon
     assert code == 0 and 'name = "ann/backwards@0.1.0"' in said
     assert "already installed" in shoal("install", NAME, "--registry", "hub", "--yes")[1]
     assert f"{NAME}@0.1.0" in shoal("list")[1]
-    assert shoal("note", f"{NAME}@0.1.0", "--registry", "hub", "--check")[0] == 0
+    assert shoal("attest", f"{NAME}@0.1.0", "--registry", "hub")[0] == 0
     code, said = shoal("check", f"{NAME}@0.1.0")
     assert code == 0 and "failed" not in said, said
 
 
-def test_a_note_is_sent_as_a_file_to_the_owner_of_the_registry(
+def test_an_attestation_is_sent_as_a_file_to_the_owner_of_the_registry(
     shoal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shoal("init", NAME)
     shoal("push", "backwards", "--registry", "hub")
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "bob"))
-    code, said = shoal("note", f"{NAME}@0.1.0", "--registry", "hub", "--issue", "too short", "--out", "note.json")
+    to_file = ("--registry", "hub", "--folder", "backwards", "--out", "passed.json")
+    code, said = shoal("attest", f"{NAME}@0.1.0", *to_file)
     assert code == 0 and "send it to the owner of the registry" in said
-    assert "too short" not in shoal("show", NAME, "--registry", "hub")[1]
+    assert shoal("show", NAME, "--registry", "hub")[1].endswith("attestations of 0.1.0:\n  none\n")
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "ann"))
-    code, said = shoal("add-note", "note.json", "--registry", "hub")
-    assert code == 0 and said.startswith("ann/backwards 0.1.0, key ") and said.endswith("issue\n")
-    assert "issue    too short  (key" in shoal("show", NAME, "--registry", "hub")[1]
+    code, said = shoal("add-attestation", "passed.json", "--registry", "hub")
+    assert code == 0 and said.startswith("ann/backwards 0.1.0, key ") and ": passed " in said
+    assert "(key " in shoal("show", NAME, "--registry", "hub")[1]
 
     (tmp_path / "forged.json").write_text(
-        (tmp_path / "note.json").read_text().replace('"signature":"', '"signature":"0')
+        (tmp_path / "passed.json").read_text().replace('"signature":"', '"signature":"0')
     )
     (tmp_path / "words.json").write_text("[]")
     (tmp_path / "backwards" / "words.txt").write_text("other words " * 8)
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "carl"))
     shoal("push", "backwards", "--registry", "other")
     for file, registry, why in (
-        ("forged.json", "hub", "does not verify"), ("words.json", "hub", "this is not a note"),
-        ("none.json", "hub", "cannot read none.json"), ("note.json", "none", "there is no registry"),
-        ("note.json", "other", "on another package than ann/backwards 0.1.0"),
+        ("forged.json", "hub", "does not verify"), ("words.json", "hub", "this is not an attestation"),
+        ("none.json", "hub", "cannot read none.json"), ("passed.json", "none", "there is no registry"),
+        ("passed.json", "other", "of another package than ann/backwards 0.1.0"),
     ):  # fmt: skip
-        code, said = shoal("add-note", file, "--registry", registry)
+        code, said = shoal("add-attestation", file, "--registry", registry)
         assert code == 2 and why in said and said.count("\n") == 1, said
+
+
+def test_what_fails_its_check_is_not_attested(shoal, tmp_path: Path) -> None:
+    shoal("init", NAME)
+    code = tmp_path / "backwards" / "environment.py"
+    code.write_text(code.read_text() + "\nimport random\n\nrandom.seed(0)\n")
+    assert "failed" in shoal("check", "./backwards")[1]
+    shoal("push", "backwards", "--registry", "hub")
+    code, said = shoal("attest", f"{NAME}@0.1.0", "--registry", "hub", "--folder", "backwards")
+    assert code == 2 and "nothing is attested, because" in said and said.count("\n") == 1
+    assert shoal("show", NAME, "--registry", "hub")[1].endswith("  none\n")
 
 
 def test_mistakes_are_one_line(shoal, tmp_path: Path) -> None:
@@ -93,8 +104,8 @@ def test_mistakes_are_one_line(shoal, tmp_path: Path) -> None:
         (("show", NAME, "--registry", "backwards"), "has no package ann/backwards: `shoal env list"),
         (("push", "backwards", "--registry", "http://hub.example"), "is written in its folder, not over HTTP"),
         (("push", "backwards", "--registry", "hub", "--withdraw", ""), "there is no registry at hub"),
-        (("note", f"{NAME}@0.1.0", "--registry", "hub", "--good"), "there is no registry at hub"),
-        (("note", "pkg:" + "a" * 64, "--registry", "backwards", "--good"), "owner/name here, not by its digest"),
+        (("attest", f"{NAME}@0.1.0", "--registry", "hub"), "there is no registry at hub"),
+        (("attest", "pkg:" + "a" * 64, "--registry", "backwards"), "owner/name here, not by its digest"),
         (("show", "pkg:" + "a" * 64, "--registry", "backwards"), "owner/name here, not by its digest"),
         (("install", "pkg:" + "a" * 64, "--registry", "backwards"), f"pkg:{'a' * 64} is not installed"),
     ):
@@ -144,11 +155,11 @@ def test_a_changed_folder_needs_a_new_version_and_a_version_can_be_withdrawn(sho
     (tmp_path / "backwards" / "words.txt").write_text("other words " * 8)
     code, said = shoal("push", "backwards", "--registry", "hub")
     assert code == 2 and "raise version in environment.toml" in said
-    code, said = shoal("note", f"{NAME}@0.1.0", "--registry", "hub", "--check", "backwards")
+    code, said = shoal("attest", f"{NAME}@0.1.0", "--registry", "hub", "--folder", "backwards")
     assert code == 2 and "does not have the files of this version" in said
     assert shoal("push", "backwards", "--registry", "hub", "--withdraw", "too easy")[0] == 0
     code, said = shoal("show", NAME, "--registry", "hub")
-    assert code == 0 and "withdrawn: too easy" in said and "notes on 0.1.0" in said
+    assert code == 0 and "withdrawn: too easy" in said and "attestations of 0.1.0" in said
     code, said = shoal("install", NAME, "--registry", "hub", "--yes")
     assert code == 2 and "withdrew all versions of ann/backwards: name one of 0.1.0" in said
     assert "has no version 0.2.0: it has 0.1.0" in shoal("show", f"{NAME}@0.2.0", "--registry", "hub")[1]

@@ -9,7 +9,7 @@ from shoal.config import EnvConfig, EvalConfig, RunConfig
 from shoal.folder import RunFolder
 from shoal.launch.evaluations import Evaluations, results_in
 from shoal.launch.process import RoleProcess
-from shoal.roles.logger.rows import Rows
+from shoal.roles.logger.rows import Given, Rows
 from shoal.watch.reading.heldout import read_heldout
 
 FIGURES = {"mean": 0.5, "low95": 0.4, "high95": 0.6, "episodes": 8}
@@ -115,7 +115,9 @@ def test_a_stray_file_or_folder_stops_nothing(bench: Bench) -> None:
     for name in ("vX", "v", "v1.bak", "v²", "v-3", "v1_0", "v" + "1" * 200, "v000025"):
         (folder.evaluations / f"{name}.json").write_text(json.dumps(FIGURES))
     assert [name for name, _ in results_in(folder.evaluations)] == ["v25"]
-    assert [row.name for row in Rows(folder).new()] == ["heldout v000025"]
+    folder.metrics.write_text('{"step": 25}\n{"step": 26}\n{"step": 27}\n')
+    given = [row.evaluation.name if row.evaluation else "" for row in Rows(folder, Given()).new()]
+    assert given == ["v000025", ""]
     files = {path.stem: path.read_bytes() for path in folder.evaluations.glob("*.json")}
     assert [one.version for one in read_heldout(files, 30, private=True)] == [25]
     bench.publish(0)

@@ -16,7 +16,6 @@ from rich.console import Console, RenderableType
 from shoal.alarms import Alarm
 from shoal.config import EnvConfig
 from shoal.heldout import Heldout
-from shoal.launch.agreement import Agreement
 from shoal.launch.finale import plain_end, render_end
 from shoal.launch.node_picture import NodeNow, picture
 from shoal.launch.node_picture import plain as plain_node
@@ -129,11 +128,9 @@ def test_a_text_stays_text_in_the_view_of_a_node(snapshot: Snapshot, info: t.Run
     envs = tuple(msgspec.structs.replace(env, name=evil) for env in info.envs)
     judged = Judged(3, 2, 0, 1, last_reason=evil)
     judged.refused[evil] = 1
-    agreement = Agreement(seen.nodes[1].key, compared=3, last=evil)
-    agreement.differed[seen.nodes[0].key] = agreement.differed[evil] = 1
     now = NodeNow(
         role, seen, f"waiting: {evil}", 3.0, seen.nodes[0].key, evil, msgspec.structs.replace(info, envs=envs),
-        seen.nodes[0], judged=judged, agreement=agreement,
+        seen.nodes[0], judged=judged,
     )  # fmt: skip
     for height in (12, 24, 40):
         lines = shown(picture(now, 80, height, (evil, "a line of the log")))

@@ -15,14 +15,11 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from shoal.alarms import Alarm
-from shoal.launch.agreement import Agreement
 from shoal.launch.node_picture import NodeNow, at, next_vesting, picture, plain
 from shoal.launch.node_view import NodeView, _draw, _on_screen, limits_of, shown
 from shoal.launch.remote import RemoteRun
 from shoal.launch.snapshot import Snapshot
-from shoal.ledger.facts.verdicts import VerdictGiven
 from shoal.ledger.rules.members import ASKED_BY_HOST
-from shoal.ledger.table import make_entry
 from shoal.net.client import Client, PeerRefused
 from shoal.protocol import types as t
 from shoal.roles.allowance import Allowance, Hours
@@ -115,7 +112,7 @@ def test_a_host_that_stops_answering_is_silent_from_its_last_answer(
         view, run = NodeView("worker", "http://host", Doing()), RemoteRun(client, lambda: now[0])
         found = list[float]()
         for answers[0], now[0] in ((True, 1000.0), (False, 1010.0), (False, 1060.0), (True, 1070.0)):
-            await view.look(run, client)
+            await view.look(run)
             found.append(view.now().unheard_s)
         return found
 
@@ -134,7 +131,7 @@ def test_a_host_is_silent_from_its_last_answer_to_the_node_and_not_to_its_view(
         refuses = httpx.MockTransport(lambda request: told({"error": "enough groups", "code": "not_yours"}, 403))
         node = Client("http://host", transport=refuses, monotonic=lambda: now[0])
         view = NodeView("worker", "http://host", Doing(answered_at=lambda: node.answered_at))
-        await view.look(RemoteRun(client, lambda: now[0]), client)
+        await view.look(RemoteRun(client, lambda: now[0]))
         now[0] += 147.0
         with pytest.raises(PeerRefused):
             await node.get("/v1/leases", cap=1000)
@@ -196,69 +193,16 @@ def verdict_of(*outcomes: str) -> tuple[t.GroupVerdict, ...]:
     )
 
 
-def event(submission: str, validator: str, *outcomes: str) -> bytes:
-    return make_entry(1, 0.0, VerdictGiven(submission, validator, verdict_of(*outcomes)), "00" * 32).data
-
-
-def test_a_validator_sees_what_it_judged_and_where_others_differ(worker: NodeNow) -> None:
+def test_a_validator_sees_what_it_judged(worker: NodeNow) -> None:
     judged = Judged()
     judged.add(t.Verdict("s1", verdict_of("", "sampling")), 2.0)
     judged.add(t.Verdict("s2", verdict_of("", "")), 1.0)
-    other = "cc" * 32
-    agreement = Agreement(ME)
-    lines = [
-        event("s1", ME, "", "sampling"), event("s1", other, "", ""), event("s2", other, "", ""), event("s2", ME, "", ""),
-        event("s3", other, "commit"), event("s3", "ee" * 32, ""),
-    ]  # fmt: skip
-    assert agreement.read(lines) == 6
-    now = replace(worker, role="validator", judged=judged, agreement=agreement, node=None)
+    now = replace(worker, role="validator", judged=judged, node=None)
     for said in (
         "judging for wordle", "judged 2 submissions · 1.5 s each: 3 groups accepted, 1 refused (sampling 1x)",
         "audited with the model: 50% of the groups", "2 submissions wait to be judged",
-        "differs from others on 1 of 4 groups: validator-0 1x", "group 1 of s1: you refused by sampling, it accepted",
     ):  # fmt: skip
         assert said in text_of(now), said
-    assert "agrees with the others on all 2 groups" in text_of(replace(now, agreement=Agreement(ME, compared=2))), (
-        "without differences"
-    )
-
-
-def test_an_event_of_a_newer_host_is_left_out_and_what_follows_is_compared(worker: NodeNow) -> None:
-    newer = event("s1", ME, "").replace(b"verdict_given", b"verdict_newer")
-    assert newer != event("s1", ME, "")
-    agreement = Agreement(ME)
-    assert agreement.read([event("s1", ME, ""), newer, event("s1", "cc" * 32, "")]) == 3
-    assert agreement.compared == agreement.unknown == 1
-    now = replace(worker, role="validator", agreement=agreement, node=None)
-    assert "1 events of a newer host are not compared" in text_of(now)
-
-
-def kept(agreement: Agreement) -> int:
-    return sum(1 + len(slots) for of_one in agreement._verdicts.values() for slots in of_one.values())
-
-
-def test_a_long_run_and_a_host_that_lies_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists, names and validators are the host's word."""
-    monkeypatch.setattr("shoal.launch.agreement.MOST_GROUPS", 60)
-    monkeypatch.setattr("shoal.launch.agreement.MOST_NAMED", 3)
-    agreement = Agreement(ME)
-    for i in range(30):
-        agreement.read([event(f"s{i}", ME, "", "sampling"), event(f"s{i}", f"{i:064}", "", "")])
-        assert kept(agreement) == agreement._kept <= 60
-    assert agreement.compared == 60 and len(agreement.differed) == 4 and agreement.differed["others"] == 27
-    agreement.read([event("one", f"{i:064}", "") for i in range(200)])
-    assert kept(agreement) == agreement._kept <= 60
-    agreement.read([event(f"{i}", "nobody") for i in range(200)] + [event("x" * 10**6, "y" * 10**6, "z" * 10**6)])
-    assert kept(agreement) == agreement._kept <= 60
-    assert all(len(name) <= 64 and all(len(key) <= 64 for key in of) for name, of in agreement._verdicts.items())
-    assert {check for of in agreement._verdicts["x" * 64].values() for check in of.values()} == {"another check"}
-    agreement.read([event("s", ME, *[""] * 100)])
-    assert kept(agreement) == agreement._kept == 0
-
-
-def test_events_that_cannot_be_read_end_the_page() -> None:
-    agreement = Agreement(ME)
-    assert agreement.read([b"{}", event("s1", ME, "")]) == 0 and agreement.read([]) == 0
 
 
 def test_a_wait_goes_on_where_only_its_numbers_change() -> None:
@@ -308,7 +252,7 @@ def test_p_pauses_and_a_stop_gives_the_terminal_back_at_once(snapshot: Snapshot)
     async def story() -> None:
         with _on_screen(console) as (live, lines):
             logging.getLogger("worker").warning("a line of the log")
-            await _draw(view, RemoteRun(client), client, live, lines, Presses(presses), threading.Event())
+            await _draw(view, RemoteRun(client), live, lines, Presses(presses), threading.Event())
 
     asyncio.run(story())
     assert allowance.paused and view.snapshot.status.phase == "running"

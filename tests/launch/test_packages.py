@@ -2,18 +2,17 @@
 
 import os
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from shoal.hub.catalogue import Release
-from shoal.hub.notes import Checked, add_note
 from shoal.hub.publish import Pushed, push
 from shoal.hub.registry import FolderRegistry
 from shoal.hub.store import PackageStore
 from shoal.net.keys import save_key
 from shoal.protocol.identity import Key
+from tests.hub.author import attest
 from tests.hub.wheels import lock_of, make_wheel
 from tests.launch.test_join import SHOAL, begin, said
 from tests.launch.test_local import RUN_FILE
@@ -81,9 +80,9 @@ class Place:
         )  # fmt: skip
         assert done.returncode == 0 and "tried inside the sandbox: loads" in done.stdout, done.stdout + done.stderr
 
-    def note(self, keys: int) -> Release:
+    def attest(self, keys: int) -> Release:
         for _ in range(keys):
-            add_note(self.registry, NAME, self.pushed.release, Checked("Linux", 9), Key.generate(), time.time())
+            attest(self.registry, NAME, self.pushed.release, Key.generate())
         return self.pushed.release
 
     def policy(self, who: str, text: str) -> None:
@@ -107,7 +106,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 
 def test_a_stranger_installs_by_policy_and_plays_a_package_in_the_sandbox(place: Place) -> None:
-    release = place.note(2)
+    release = place.attest(2)
     place.policy("worker", f'authors = ["{place.ann.public}"]\nchecks = 2\n')
     host, url = place.host("episodes")
     worker = begin(place.folder, "worker", "join", url, "--threads", "1", "--name", "worker")
@@ -160,11 +159,11 @@ def test_a_stranger_who_does_not_play_a_package_is_told_why_in_one_line(place: P
 
     try:
         place.policy("one", f'authors = ["{place.ann.public}"]\n')
-        assert "notes of 0 machines, besides the author's" in (line := refused("one")) and "completions" in line
-        add_note(place.registry, NAME, place.pushed.release, Checked("Linux", 9), place.ann, time.time())
-        place.note(1)
-        assert "notes of 1 machines" in refused("one")
-        place.note(1)
+        assert "0 keys other than the author's attest" in (line := refused("one")) and "completions" in line
+        attest(place.registry, NAME, place.pushed.release, place.ann)
+        place.attest(1)
+        assert "1 keys other" in refused("one")
+        place.attest(1)
         assert "nobody can be asked" in refused("two")
         place.policy("three", f'authors = ["{"a" * 64}"]\n')
         assert "the policy file names neither this key nor the package" in refused("three")

@@ -97,6 +97,7 @@ def test_from_a_url_anyone_sees_status_workers_and_figures(snapshot: Snapshot) -
     lines = b"".join(msgspec.json.encode(line) + b"\n" for line in snapshot.metrics)
     seen = looked(remote(host_of(snapshot, lines)))
     assert seen.metrics == snapshot.metrics and seen.nodes == snapshot.nodes and seen.status == snapshot.status
+    assert seen.sample is None
     assert "env_faults=111" in plain(seen)
     assert "steps_took=1m14s" in plain(seen) and "elapsed" not in plain(seen), "nobody else knows when it began"
     console = Console(file=io.StringIO(), width=80, color_system=None)
@@ -346,6 +347,20 @@ def test_a_folder_that_nobody_hosts_is_shown_and_left_as_it_was(tmp_path: Path) 
     watch(str(tmp_path / "run"), console, once=True)
     assert "step 0/3" in console.file.getvalue()  # type: ignore[attr-defined]
     assert files() == before and town
+
+
+def test_of_a_folder_that_nobody_hosts_the_log_says_who_did_what_and_the_last_conversation_is_shown(
+    tmp_path: Path,
+) -> None:
+    town = Town(tmp_path / "run", tiny_run(steps=1, storage={"retain": "all"}))
+    asyncio.run(town.live(town.trainer(), town.validator(), town.worker("honest")))
+    watched = FolderWatch(town.folder.root)
+    seen = asyncio.run(watched.look())
+    assert [(node.name, node.accepted > 0) for node in seen.nodes if node.role == "worker"] == [("honest", True)]
+    assert seen.status.version >= 0 and seen.status.accepted > 0
+    assert watched._samples._thread is not None
+    watched._samples._thread.join()
+    assert (talk := asyncio.run(watched.look()).sample) is not None and "ended by" in talk.title
 
 
 def test_a_host_whose_coordinator_does_not_answer_is_said_to_be_silent(tmp_path: Path) -> None:

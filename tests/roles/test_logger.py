@@ -1,4 +1,4 @@
-"""The role that feeds W&B, trackio and TensorBoard: each row once, whatever fails, hangs or is killed."""
+"""The role that feeds W&B, trackio and TensorBoard: no row is missing, whatever fails, hangs or is killed."""
 
 import ast
 import json
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,9 @@ from shoal.config import LOGGERS
 from shoal.errors import StateError
 from shoal.folder import RunFolder
 from shoal.launch import loggers
-from shoal.roles.logger.follower import POLL_S, Follower
+from shoal.roles.logger.follower import POLL_S, Follower, given_in
 from shoal.roles.logger.role import _about, follow
-from shoal.roles.logger.rows import Journal, Row, Rows
+from shoal.roles.logger.rows import Given, Row, Rows
 from tests.roles.town import tiny_run
 
 ROOT = Path(__file__).parents[2]
@@ -47,21 +47,22 @@ def put_heldout(folder: RunFolder, name: str, mean: float) -> None:
     (folder.evaluations / f"{name}.json").write_text(json.dumps(found))
 
 
+def end(folder: RunFolder) -> None:
+    (folder.checkpoints / "final").mkdir(parents=True)
+
+
 class Kept:
-    """A logger in memory that can fail, and that loses what it has not written when it is opened again."""
+    """A logger in memory that can fail. It takes only steps that rise."""
 
-    def __init__(self, rows: list[Row], fails: list[int], loses: int = 0) -> None:
-        self.rows, self._fails = rows, fails
-        del self.rows[len(self.rows) - loses :]
-
-    def held(self) -> int:
-        return len(self.rows)
+    def __init__(self, rows: list[Row], fails: list[int], is_durable: bool = True) -> None:
+        self.rows, self._fails, self.is_durable = rows, fails, is_durable
 
     def write(self, row: Row) -> None:
-        if row.number in self._fails:
-            self._fails.remove(row.number)
+        if row.step in self._fails:
+            self._fails.remove(row.step)
             raise ConnectionError("no network")
-        self.rows.append(row)
+        if not self.rows or row.step > self.rows[-1].step:
+            self.rows.append(row)
 
     def close(self) -> None:
         pass
@@ -73,7 +74,11 @@ def folder(tmp_path):
 
 
 def follower(folder, make):
-    return Follower("kept", make, partial(Rows, folder), Journal(folder.loggers / "kept.rows"))
+    return Follower("kept", make, folder)
+
+
+def steps_of(rows: Iterable[Row]) -> list[int]:
+    return [row.step for row in rows]
 
 
 def test_what_a_held_out_judge_says_is_logged_beside_the_evaluation(folder):
@@ -86,70 +91,114 @@ def test_what_a_held_out_judge_says_is_logged_beside_the_evaluation(folder):
     }
     folder.evaluations.mkdir(parents=True)
     (folder.evaluations / "before.json").write_text(json.dumps(found))
-    values = next(iter(Rows(folder).new())).values
+    put(folder, 0, 1)
+    (row,) = Rows(folder, Given()).new()
+    values = row.evaluation.values
     assert {name: values[f"heldout/judge_{name}"] for name in ("mean", "low95", "high95")} == found["judge"]
 
 
-def test_a_row_has_the_numbers_of_a_step_and_later_those_of_an_evaluation(folder):
-    put(folder, 0)
-    rows = Rows(folder)
+def test_a_row_has_the_numbers_of_a_step_and_of_an_evaluation_that_came_before_it(folder):
+    put(folder, 0, 1)
+    rows = Rows(folder, Given())
     (first,) = rows.new()
-    assert first == Row("step 0", "step", 0, 1000.0, {
+    assert first == Row(0, 1000.0, {
         "step": 0, "time_s": 1000.0, "reward_mean": 0.0, "staleness_rollouts/0": 12, "staleness_rollouts/1": 4,
     })  # fmt: skip
-    put_heldout(folder, "v000025", 0.5)
-    ((name, kind, version, _, values),) = rows.new()
-    assert (name, kind, version) == ("heldout v000025", "heldout", 25)
-    assert values == {"heldout/version": 25, "heldout/mean": 0.5, "heldout/low95": 0.4, "heldout/high95": 0.6,
+    put_heldout(folder, "v000001", 0.5)
+    put(folder, 2, 3)
+    second, third = rows.new()
+    assert (second.step, third.step, third.evaluation) == (1, 2, None)
+    name, version, _, values = second.evaluation
+    assert (name, version) == ("v000001", 1)
+    assert values == {"heldout/version": 1, "heldout/mean": 0.5, "heldout/low95": 0.4, "heldout/high95": 0.6,
                       "heldout/episodes": 64, "heldout/faults": 0}  # fmt: skip
 
 
-def test_half_lines_wait_and_a_repeated_step_is_one_row(folder):
+def test_half_lines_wait_and_of_a_repeated_step_the_last_line_is_logged(folder):
     put(folder, 0, 1)
-    with folder.metrics.open("a") as file:
-        file.write('{"step": 2, "rew')
-    rows = Rows(folder)
-    assert [row.number for row in rows.new()] == [0, 1]
+    rows = Rows(folder, Given())
+    assert steps_of(rows.new()) == [0]
     with folder.metrics.open("a") as file:  # the trainer was killed and repeats step 1
+        file.write('{"step": 1, "reward_mean": 0.75}\n{"step": 2, "rew')
+    assert steps_of(rows.new()) == []
+    with folder.metrics.open("a") as file:
         file.write("\n")
-    put(folder, 1, 2, 3)
-    assert [row.number for row in rows.new()] == [2, 3] and list(rows.new()) == []
+    put(folder, 2)
+    (row,) = rows.new()
+    assert row.step == 1 and row.values["reward_mean"] == 0.75
+    end(folder)
+    assert steps_of(rows.new()) == [2] and list(rows.new(is_stopping=True)) == []
+
+
+def test_evaluations_after_the_last_step_have_rows_of_their_own(folder):
+    put(folder, 0, 1, 2)
+    for name in ("before", "v000002", "after"):
+        put_heldout(folder, name, 0.5)
+    rows = Rows(folder, Given())
+    assert [(row.step, row.evaluation and row.evaluation.name) for row in rows.new()] == [(0, "before"), (1, "v000002")]
+    end(folder)
+    put_heldout(folder, "v000001", 0.5)
+    (last,) = rows.new()
+    assert (last.step, last.evaluation.name) == (2, "v000001")
+    (left,) = rows.new(is_stopping=True)
+    assert (left.step, left.values, left.evaluation.name, left.evaluation.version) == (3, {}, "after", 3)
+    assert list(Rows(folder, Given(3, ("before", "v000001", "v000002", "after"))).new(is_stopping=True)) == []
 
 
 def test_a_logger_that_fails_gets_what_it_missed_and_each_row_once(folder):
     kept, fails = list[Row](), [2, 2, 5]
     one = follower(folder, lambda: Kept(kept, fails))
     put(folder, 0, 1, 2, 3)
-    assert one.look() == 2.0 and [row.number for row in kept] == [0, 1]
+    assert one.look() == 2.0 and steps_of(kept) == [0, 1]
     assert one.look() == 4.0, "each failure in a row doubles the time"
-    put(folder, 4, 5)
+    put(folder, 4, 5, 6)
     assert one.look() == 2.0 * 4 and one.look() == POLL_S
-    assert [row.number for row in kept] == list(range(6))
+    assert steps_of(kept) == list(range(6))
 
 
-def test_rows_that_a_logger_lost_in_a_kill_are_given_again(folder):
+def test_a_restart_goes_on_after_the_last_step_that_is_noted(folder):
+    put(folder, 0, 1, 2)
+    put_heldout(folder, "before", 0.5)
+    first, second = list[Row](), list[Row]()
+    follower(folder, lambda: Kept(first, [])).look()
+    put(folder, 3)
+    follower(folder, lambda: Kept(second, [])).look()
+    assert steps_of(first) == [0, 1] and steps_of(second) == [2] and second[0].evaluation is None
+    assert given_in(folder.loggers / "kept.json") == Given(2, ("before",))
+
+
+def test_rows_that_a_logger_has_in_memory_are_given_again_after_a_kill(folder):
+    put(folder, 0, 1, 2)
+    killed, closed = list[Row](), list[Row]()
+    follower(folder, lambda: Kept(killed, [], is_durable=False)).look()
+    one = follower(folder, lambda: Kept(closed, [], is_durable=False))
+    one.look()
+    one.close()
+    assert steps_of(killed) == steps_of(closed) == [0, 1]
+    put(folder, 3)
+    after = list[Row]()
+    follower(folder, lambda: Kept(after, [], is_durable=False)).look()
+    assert steps_of(after) == [2]
+
+
+def test_a_damaged_note_begins_at_the_first_row(folder):
+    put(folder, 0, 1)
+    folder.loggers.mkdir()
+    (folder.loggers / "kept.json").write_bytes(b"\xff{")
     kept = list[Row]()
-    put(folder, 0, 1, 2, 3)
     follower(folder, lambda: Kept(kept, [])).look()
-    put(folder, 4)
-    follower(folder, lambda: Kept(kept, [], loses=3)).look()
-    assert [row.number for row in kept] == [0, 1, 2, 3, 4]
-
-
-def test_a_journal_that_names_fewer_rows_than_the_logger_has_is_refused(folder):
-    journal = Journal(folder.loggers / "kept.rows")
-    with pytest.raises(StateError, match="names 0 rows, but the logger has 3"):
-        journal.open(3)
+    assert steps_of(kept) == [0]
 
 
 def test_a_full_disk_stops_the_logger_and_no_row_is_lost(folder, monkeypatch):
     kept = list[Row]()
-    put(folder, 0, 1)
+    put(folder, 0, 1, 2)
     one = follower(folder, lambda: Kept(kept, []))
     with monkeypatch.context() as patch:
-        patch.setattr("shoal.roles.logger.rows.sync_file", lambda path: (_ for _ in ()).throw(OSError(28, "no space")))
-        assert one.look() > POLL_S and not kept
-    assert one.look() == POLL_S and [row.number for row in kept] == [0, 1]
+        full = OSError(28, "no space")
+        patch.setattr("shoal.roles.logger.follower.write_atomically", lambda *_: (_ for _ in ()).throw(full))
+        assert one.look() > POLL_S and steps_of(kept) == [0]
+    assert one.look() == POLL_S and steps_of(kept) == [0, 1]
 
 
 def test_a_logger_that_hangs_holds_up_neither_the_others_nor_the_end(folder):
@@ -160,12 +209,12 @@ def test_a_logger_that_hangs_holds_up_neither_the_others_nor_the_end(folder):
             hangs.set()
             threading.Event().wait()
 
-    put(folder, 0, 1)
-    stuck = Follower("stuck", lambda: Hanging([], []), partial(Rows, folder), Journal(folder.loggers / "stuck.rows"))
+    put(folder, 0, 1, 2)
+    stuck = Follower("stuck", lambda: Hanging([], []), folder)
     both = [stuck, follower(folder, lambda: Kept(kept, []))]
     threading.Thread(target=lambda: (hangs.wait(), stop.set())).start()
     assert not follow(both, stop, finish_s=0.3)
-    assert [row.number for row in kept] == [0, 1]
+    assert steps_of(kept) == [0, 1]
 
 
 def test_loggers_are_told_the_name_of_the_policys_folder_and_not_where_it_is():
@@ -196,7 +245,7 @@ def test_no_other_file_imports_the_packages_of_loggers():
 # --- the real ones, in processes of their own ---
 
 FOLLOW = """
-import os, signal, sys
+import json, os, signal, sys
 from pathlib import Path
 from shoal.config import LoggingConfig, settle_loggers
 from shoal.folder import RunFolder
@@ -207,82 +256,108 @@ folder.run_id = lambda: "abcdef"
 config = role.RunConfig(name="town", steps=3, envs=(), logging=LoggingConfig(to=(sys.argv[2],)))
 (one,) = role.followers(folder, config)
 print(one.look(), flush=True)
+if sys.argv[2] == "wandb":
+    print(json.dumps(dict(one._logger._run.summary)), flush=True)
 if sys.argv[3] == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 one.close()
 """
 
 
-def look(folder: RunFolder, name: str, end: str = "close") -> None:
-    """Give a logger what is new, in a process that then closes it or is killed."""
+def look(folder: RunFolder, name: str, end: str = "close") -> dict[str, float]:
+    """Give a logger what is new, in a process that then closes it or is killed. Returns the newest figures that W&B has."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "TRACKIO"))}
     done = subprocess.run(
         [sys.executable, "-c", FOLLOW, str(folder.root), name, end], capture_output=True, text=True, env=kept
     )
     assert done.returncode == (0 if end == "close" else -signal.SIGKILL), done.stderr
-    assert float(done.stdout.split()[-1]) == POLL_S, done.stderr
+    waits_s, *summary = done.stdout.splitlines()[-2 if name == "wandb" else -1 :]
+    assert float(waits_s) == POLL_S, done.stderr
+    return json.loads(summary[0]) if summary else {}
 
 
-def rows_of(folder: RunFolder, logger: str, run: str, run_id: str) -> list[dict[str, float]]:
-    """Figures of training steps, and of evaluations, that a logger's own files hold."""
-    if logger == "tensorboard":
-        return tensorboard_rows(folder)
-    return trackio_rows(folder, run) if logger == "trackio" else wandb_rows(folder, run_id)
-
-
-def tensorboard_rows(folder: RunFolder) -> list[dict[str, float]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    read = EventAccumulator(str(folder.loggers / "tensorboard")).Reload()
-    rows: dict[int, dict[str, float]] = {}
-    for tag in read.Tags()["scalars"]:
-        for event in read.Scalars(tag):
-            row = rows.setdefault(event.step + 1000 * tag.startswith("heldout/"), {})
-            assert tag not in row, f"{tag} of step {event.step} is there twice"
-            row[tag] = event.value
-    return list(rows.values())
-
-
-def trackio_rows(folder: RunFolder, run: str) -> list[dict[str, float]]:
+def trackio_rows(folder: RunFolder) -> list[dict[str, float]]:
     code = (
-        "import sys, json; from trackio.sqlite_storage import SQLiteStorage as s;"
-        "rows = s.get_logs('shoal', sys.argv[1]);"
+        "import json; from trackio.sqlite_storage import SQLiteStorage as s;"
+        "rows = s.get_logs('shoal', 'town');"
         "print(json.dumps([{k: v for k, v in row.items() if k != 'timestamp'} for row in rows]))"
     )
     env = os.environ | {"TRACKIO_DIR": str(folder.loggers / "trackio")}
-    found = subprocess.run([sys.executable, "-c", code, run], capture_output=True, text=True, env=env, check=True)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     return json.loads(found.stdout)
 
 
-def wandb_rows(folder: RunFolder, run_id: str) -> list[dict[str, float]]:
-    from wandb.proto.wandb_internal_pb2 import Record
+def tensorboard_points(folder: RunFolder, tag: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from shoal.roles.logger.to_wandb import files_of, records_of
-
-    rows = []
-    for file in files_of(folder.loggers, run_id):
-        for record in map(Record.FromString, records_of(file.read_bytes())):
-            if record.HasField("history"):
-                items = record.history.item
-                rows.append({"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items})
-    return rows
+    read = EventAccumulator(str(folder.loggers / "tensorboard")).Reload()
+    return [(event.step, event.value) for event in read.Scalars(tag)]
 
 
-@pytest.mark.parametrize("name", [*LOGGERS])
 @pytest.mark.slow
-def test_files_of_a_logger_hold_each_figure_once_after_a_kill_and_a_resume(folder, name):
+@pytest.mark.parametrize("name", ["trackio", "tensorboard"])
+def test_files_of_a_logger_hold_each_figure_after_a_kill_and_a_resume(folder, name):
     pytest.importorskip(LOGGERS[name])
     put(folder, 0, 1, 2)
     put_heldout(folder, "before", 0.25)
     look(folder, name, "kill")
-    time.sleep(1.0)  # wandb's own process ends by itself
+    (folder.loggers / f"{name}.json").unlink()  # killed before it was written: all comes again
     put(folder, 3)
     look(folder, name, "kill")
     put(folder, 4, 5)
     put_heldout(folder, "v000005", 0.5)
+    end(folder)
     look(folder, name)
-    rows = rows_of(folder, name, "town", "abcdef")
-    steps = [row for row in rows if "reward_mean" in row]
-    assert sorted((row["step"], row["reward_mean"]) for row in steps) == [(step, step / 8) for step in range(6)]
-    heldout = [(row["heldout/version"], row["heldout/mean"]) for row in rows if "heldout/mean" in row]
-    assert sorted(heldout) == [(0, 0.25), (5, 0.5)]
+    if name == "trackio":
+        rows = trackio_rows(folder)
+        steps = [(row["step"], row["reward_mean"]) for row in rows if "reward_mean" in row]
+        heldout = [(row["step"], row["heldout/mean"]) for row in rows if "heldout/mean" in row]
+        assert len(rows) == 8, "a row that comes again is ignored"
+    else:
+        steps, heldout = (tensorboard_points(folder, tag) for tag in ("reward_mean", "heldout/mean"))
+        assert steps.count((0, 0.0)) == 2, "and there the same point twice"
+    assert sorted({*steps}) == [(step, step / 8) for step in range(6)]
+    assert sorted({*heldout}) == [(0, 0.25), (5, 0.5)]
+
+
+@pytest.mark.slow
+def test_files_of_wandb_hold_the_newest_figures_by_step_after_a_kill_and_a_resume(folder):
+    pytest.importorskip("wandb")
+    put(folder, 0, 1, 2)
+    put_heldout(folder, "before", 0.25)
+    look(folder, "wandb", "kill")
+    assert given_in(folder.loggers / "wandb.json") == Given(), "its own process may not have written them"
+    time.sleep(1.0)  # that ends by itself
+    put(folder, 3)
+    second = look(folder, "wandb")
+    assert (second["_step"], second["step"], second["heldout/mean"]) == (2, 2, 0.25)
+    put(folder, 4, 5)
+    put_heldout(folder, "v000005", 0.5)
+    end(folder)
+    third = look(folder, "wandb")
+    assert (third["_step"], third["step"], third["reward_mean"], third["heldout/mean"]) == (5, 5, 5 / 8, 0.5)
+
+
+LOWER = """
+import json, sys
+from pathlib import Path
+from shoal.config import settle_loggers
+from shoal.roles.logger.rows import Row
+from shoal.roles.logger.to_wandb import WandB
+folder = Path(sys.argv[1])
+settle_loggers(folder)
+run = WandB(folder, "shoal", "town", "abcdef", {})
+for step, value in ((4, 1.0), (5, 2.0), (5, 3.0), (3, 4.0)):
+    run.write(Row(step, 1000.0 + step, {"reward_mean": value}))
+print(json.dumps(dict(run._run.summary)))
+run.close()
+"""
+
+
+@pytest.mark.slow
+def test_wandb_ignores_a_step_that_it_has_and_lower_ones(folder):
+    pytest.importorskip("wandb")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
+    code = [sys.executable, "-c", LOWER, str(folder.loggers)]
+    found = json.loads(subprocess.run(code, check=True, capture_output=True, env=kept).stdout)
+    assert (found["_step"], found["reward_mean"]) == (5, 2.0)

@@ -1,7 +1,6 @@
 """Which packages of somebody's run a volunteer's node installs and plays."""
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +16,6 @@ from shoal.errors import ConfigError, PeerError
 from shoal.hub.consent import Consent, Policy
 from shoal.hub.install import install
 from shoal.hub.names import read_reference
-from shoal.hub.notes import Checked, Issue, add_note
 from shoal.hub.registry import FolderRegistry
 from shoal.hub.store import PackageStore
 from shoal.protocol.identity import Key
@@ -28,7 +26,7 @@ from shoal.roles.memory import Memory
 from shoal.roles.packages import NoPackages, Volunteered, room_of
 from shoal.roles.stage.child import _load
 from tests.envs.contained.place import line_of
-from tests.hub.author import Author
+from tests.hub.author import Author, attest
 from tests.roles.town import Town, tiny_run
 from tests.sandbox.needs import needs_bubblewrap
 
@@ -48,9 +46,9 @@ class Place:
         self.home = folder / "home"
         self.spec = EnvSpec(NAME, self.release.digest, 3, 1.0, {})
 
-    def note(self, *keys: Key, failed: tuple[str, ...] = ()) -> None:
+    def attest(self, *keys: Key) -> None:
         for key in keys:
-            add_note(self.registry, "ann/parrot", self.release, Checked("Linux", 9, failed), key, time.time())
+            attest(self.registry, "ann/parrot", self.release, key)
 
     def packages(self, consent: Consent | None = None) -> Volunteered:
         agreed = Consent(Policy(authors=(self.author.key.public,)), None)
@@ -68,7 +66,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 
 def test_a_package_that_two_others_checked_is_installed_and_opened_in_the_sandbox(place: Place) -> None:
-    place.note(Key.generate(), Key.generate())
+    place.attest(Key.generate(), Key.generate())
     packages = place.packages()
     packages.demand([place.spec])
     assert place.installed == [place.release.digest]
@@ -77,7 +75,7 @@ def test_a_package_that_two_others_checked_is_installed_and_opened_in_the_sandbo
 
 
 def test_a_user_is_asked_once(place: Place) -> None:
-    place.note(Key.generate(), Key.generate())
+    place.attest(Key.generate(), Key.generate())
     asked: list[str] = []
     packages = place.packages(Consent(None, lambda question: not asked.append(question)))
     packages.demand([place.spec, place.spec])
@@ -89,26 +87,22 @@ def test_a_user_is_asked_once(place: Place) -> None:
 
 
 def test_a_package_needs_two_witnesses_besides_its_author(place: Place) -> None:
-    place.note(place.author.key, one := Key.generate(), one)
-    place.note(Key.generate(), failed=("replay",))
-    add_note(place.registry, "ann/parrot", place.release, Issue("good"), Key.generate(), time.time())
-    with pytest.raises(
-        ConfigError, match=r"notes of 1 machines, besides the author's.*2 are needed.*only runs whose host"
-    ):
+    place.attest(place.author.key, one := Key.generate(), one)
+    with pytest.raises(ConfigError, match=r"1 keys other than the author's.*2 are needed.*only runs whose host"):
         place.packages().demand([place.spec])
     assert place.installed == []
 
 
 def test_an_installed_package_needs_them_too(place: Place) -> None:
-    place.note(Key.generate(), Key.generate())
+    place.attest(Key.generate(), Key.generate())
     place.packages().demand([place.spec])
-    (Path(place.registry.place) / "names" / "ann" / "parrot" / "0.1.0" / "notes.json").unlink()
-    with pytest.raises(ConfigError, match="notes of 0 machines"):
+    (Path(place.registry.place) / "names" / "ann" / "parrot" / "0.1.0" / "attestations.json").unlink()
+    with pytest.raises(ConfigError, match="0 keys other"):
         place.packages().demand([place.spec])
 
 
 def test_the_registry_cannot_give_another_package_than_the_runs(place: Place) -> None:
-    place.note(Key.generate(), Key.generate())
+    place.attest(Key.generate(), Key.generate())
     with pytest.raises(PeerError, match=r"in the run's registry is another package .* than the run's \(b{16}…\)"):
         place.packages().demand([msgspec.structs.replace(place.spec, digest="b" * 64)])
     assert place.installed == []
@@ -116,7 +110,7 @@ def test_the_registry_cannot_give_another_package_than_the_runs(place: Place) ->
 
 def test_what_may_answer_otherwise_elsewhere_stays_with_the_host(place: Place) -> None:
     place.release = place.author.push(place.registry, version="0.2.0", more="reproducible = false").release
-    place.note(Key.generate(), Key.generate())
+    place.attest(Key.generate(), Key.generate())
     spec = EnvSpec("ann/parrot@0.2.0", place.release.digest, 3, 1.0, {})
     with pytest.raises(ConfigError, match="may answer otherwise on another machine"):
         place.packages().demand([spec])
@@ -150,7 +144,7 @@ def test_what_packages_may_take_counts_as_memory_of_the_node(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "taken_mb", lambda: 300)
-    place.note(Key.generate(), Key.generate())
+    place.attest(Key.generate(), Key.generate())
     place.packages().demand([place.spec])
     town = Town(tmp_path / "run", tiny_run(envs=[to_config(NAME)]))
     worker = town.worker("one", own_files=False)
@@ -175,7 +169,7 @@ def test_the_sandbox_on_the_stage_ends_no_sooner_than_a_turn(place: Place, call_
 
 
 def test_only_what_was_agreed_to_is_opened(place: Place) -> None:
-    place.note(Key.generate(), Key.generate())
+    place.attest(Key.generate(), Key.generate())
     place.packages().demand([place.spec])
     for packages, why in ((place.packages(), "was not agreed to"), (NoPackages(), "nobody agreed")):
         with pytest.raises(ConfigError, match=why):
@@ -191,6 +185,6 @@ def test_a_package_that_is_named_by_its_digest_must_be_installed(place: Place) -
     spec = msgspec.structs.replace(place.spec, name=f"pkg:{place.release.digest}")
     with pytest.raises(ConfigError, match="ask the host for its name"):
         place.packages().demand([spec])
-    place.note(Key.generate(), Key.generate())
+    place.attest(Key.generate(), Key.generate())
     place.packages().demand([place.spec])
     place.packages().demand([spec])

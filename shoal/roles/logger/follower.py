@@ -1,17 +1,24 @@
-"""Gives the rows of a run to one logger, each once, for as long as the run lasts, whatever the logger does.
+"""Gives the rows of a run to one logger for as long as the run lasts, whatever the logger does.
 
 `role` runs one in a thread for each logger, so a logger that hangs holds up no other. A logger that fails is opened again
 later, and gets what it has missed: the run's folder is the queue. It does not know which logger it feeds.
+
+A small file says what the logger was given, and is written afterwards. So a kill loses no row, and may give some twice,
+which the logger knows by their step.
 """
 
 import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from shoal.errors import cause_of
-from shoal.roles.logger.rows import Journal, Row, Rows
+from shoal.folder import RunFolder, write_atomically
+from shoal.roles.logger.rows import Given, Row, Rows
 
 log = logging.getLogger(__name__)
 
@@ -25,11 +32,11 @@ FIRST_RETRY_S, MAX_RETRY_S = 2.0, 300.0
 class Logger(Protocol):
     """Where rows go. Each of its methods may raise anything."""
 
-    def held(self) -> int:
-        """How many rows of this run it has for good: those that survive a kill of this process."""
+    is_durable: bool
+    """Whether a row that was written survives a kill of this process."""
 
     def write(self, row: Row) -> None:
-        """Take a row. Another follows when this one is written or in a queue, in this order."""
+        """Take a row. If it has the row's step already, nothing changes."""
 
     def close(self) -> None:
         """Finish what is in queues."""
@@ -38,12 +45,11 @@ class Logger(Protocol):
 class Follower:
     """One logger and its place in the run."""
 
-    def __init__(
-        self, name: str, make: Callable[[], Logger], make_rows: Callable[[], Rows], journal: Journal
-    ) -> None:  # fmt: skip
-        """`make` opens the logger, and `make_rows` begins the run's rows at the first."""
+    def __init__(self, name: str, make: Callable[[], Logger], folder: RunFolder) -> None:
+        """`make` opens the logger."""
         self.name = name
-        self._make, self._make_rows, self._journal = make, make_rows, journal
+        self._make, self._folder = make, folder
+        self._file = folder.loggers / f"{name}.json"
         self._logger: Logger | None = None
         self._rows: Rows | None = None
         self._failures = 0
@@ -52,20 +58,18 @@ class Follower:
         """Follow the run until told to stop, and then to its end."""
         while not stop.is_set():
             stop.wait(self.look())
-        self.look()
+        self.look(is_stopping=True)
         self.close()
 
-    def look(self) -> float:
-        """Give the logger what is new. Returns the seconds after which to look again."""
+    def look(self, is_stopping: bool = False) -> float:
+        """Give the logger what is new; `is_stopping` as in `Rows.new`. Returns the seconds after which to look again."""
         try:
             if self._logger is None or self._rows is None:
-                self._logger = self._make()
-                self._journal.open(self._logger.held())
-                self._rows = self._make_rows()
-            for row in self._rows.new():
-                if row.name not in self._journal:  # guard: row-is-logged-once
-                    self._journal.add(row.name)
-                    self._logger.write(row)
+                self._logger, self._rows = self._make(), Rows(self._folder, given_in(self._file))
+            for row in self._rows.new(is_stopping):
+                self._logger.write(row)
+                if self._logger.is_durable:  # guard: rows-in-memory-come-again
+                    self._save(self._rows.given)
         except Exception as error:  # noqa: BLE001  a logger may raise anything; it is opened again
             return self._failed(error)
         self._failures = 0
@@ -73,12 +77,16 @@ class Follower:
 
     def close(self) -> None:
         """Let the logger finish. A failure is logged; what it lost comes with the next start of the run."""
-        logger, self._logger = self._logger, None
-        if logger is not None:
+        logger, rows, self._logger = self._logger, self._rows, None
+        if logger is not None and rows is not None:
             try:
                 logger.close()
+                self._save(rows.given)
             except Exception as error:  # noqa: BLE001  the same
                 log.warning("logger=%s did not close cause=%s", self.name, _said(error))
+
+    def _save(self, given: Given) -> None:
+        write_atomically(self._file, msgspec.json.encode(given))
 
     def _failed(self, error: Exception) -> float:
         retry_s = min(MAX_RETRY_S, FIRST_RETRY_S * 2**self._failures)
@@ -89,6 +97,14 @@ class Follower:
             with contextlib.suppress(Exception):
                 logger.close()
         return retry_s
+
+
+def given_in(file: Path) -> Given:
+    """What a logger was given, by its file; nothing if there is none, or none that can be read."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Given)
+    except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
+        return Given()
 
 
 def _said(error: Exception) -> str:

@@ -17,7 +17,6 @@ from shoal.config import RunConfig, settle_loggers
 from shoal.folder import RunFolder
 from shoal.protocol.hubref import is_hub
 from shoal.roles.logger.follower import Follower, Logger
-from shoal.roles.logger.rows import Journal, Rows
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +44,7 @@ def followers(folder: RunFolder, config: RunConfig) -> list[Follower]:
         "trackio": partial(_trackio, folder, config),
         "tensorboard": partial(_tensorboard, folder),
     }
-    return [
-        Follower(name, makers[name], partial(Rows, folder), Journal(folder.loggers / f"{name}.rows"))
-        for name in dict.fromkeys(config.logging.to)
-        if name in makers
-    ]
+    return [Follower(name, makers[name], folder) for name in dict.fromkeys(config.logging.to) if name in makers]
 
 
 def follow(all_: Iterable[Follower], stop: threading.Event, finish_s: float = FINISH_S) -> bool:

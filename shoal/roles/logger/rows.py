@@ -1,131 +1,122 @@
-"""The figures of a run as rows for loggers: one for each training step, and one for each evaluation on held-out tasks.
+"""The figures of a run as rows for loggers: one for each training step, with an evaluation on held-out tasks if one is new.
 
-Read from the run's folder by `follower`. A row has a name, which it keeps over restarts, so that nothing is logged twice.
+A row is given when its figures are final: of a step that a killed trainer repeats, the last line of metrics.jsonl counts.
+`Given` says how far a logger has come, so that the next start goes on there.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from shoal.errors import StateError
-from shoal.folder import RunFolder, sync_file, write_atomically
-from shoal.heldout import AFTER, Heldout, evaluations_in, interval_of, read_heldout, version_of
-from shoal.metrics import values_of
+import msgspec
 
-STEP, HELDOUT = "step", "heldout"
-"""Kinds of rows, and the first words of their names."""
+from shoal.folder import RunFolder
+from shoal.heldout import AFTER, Heldout, evaluations_in, interval_of, read_heldout, version_of
+from shoal.metrics import MetricsTail
+
+HELDOUT = "heldout"
+"""First part of the names of an evaluation's figures."""
+
+
+class Evaluation(NamedTuple):
+    """A policy version's figures on held-out tasks."""
+
+    name: str
+    """Such as v000025."""
+    version: int
+    time_s: float
+    """When it ended, since the epoch."""
+    values: dict[str, float]
+    """`heldout/version`, `heldout/mean` and so on."""
 
 
 class Row(NamedTuple):
     """What is logged at once."""
 
-    name: str
-    """Such as `step 12` or `heldout v000025`."""
-    kind: str
-    number: int
-    """The training step, or the policy version that was evaluated."""
+    step: int
+    """Of training; rows of a run rise by it. After the last step, each further evaluation counts as one."""
     time_s: float
-    """When the step or the evaluation ended, since the epoch."""
+    """When the step ended, since the epoch."""
     values: dict[str, float]
-    """By the names of `metrics.jsonl`, or `heldout/mean` and so on. Only numbers."""
+    """By the names of `metrics.jsonl`, only numbers; empty after the last step."""
+    evaluation: Evaluation | None = None
+    """One that came since the row before. Its version may be older than the step."""
+
+
+class Given(msgspec.Struct, frozen=True):
+    """What a logger was given."""
+
+    step: int = -1
+    evaluations: tuple[str, ...] = ()
+    """By name."""
 
 
 class Rows:
-    """Follows a run's folder. It keeps its place in `metrics.jsonl`, and reads no line twice."""
+    """Follows a run's folder, from what was given before. It reads no line twice."""
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._metrics, self._evaluations = folder.metrics, folder.evaluations
-        self._offset = 0
-        self._newest = -1
-        """The last step that was read."""
-        self._read = set[str]()
-        """Names of the evaluations that were read."""
+    def __init__(self, folder: RunFolder, given: Given) -> None:
+        self._evaluations, self._final = folder.evaluations, folder.checkpoints / "final"
+        self._tail = MetricsTail(folder.metrics)
+        self.given = given
+        """With the newest row that `new` gave."""
+        self._newest: dict[str, Any] | None = None
+        """The newest line, until its row was given."""
+        self._steps = 0
+        """Steps so far."""
 
-    def new(self) -> Iterator[Row]:
-        """Rows that were written since the last call, oldest first. Of a repeated step, only the first line counts."""
-        for line in self._lines():
-            values = values_of(line)
-            if values is not None and values["step"] > self._newest:  # guard: repeated-step-is-logged-once
-                self._newest = values["step"]
-                yield _of_step(values)
+    def new(self, is_stopping: bool = False) -> Iterator[Row]:
+        """Rows that are final since the last call, in order. That of the newest step follows with the next step's line, or
+        when the run has ended. `is_stopping`: the trainer has ended, too."""
+        has_ended = self._final.exists()
+        while lines := self._tail.read():
+            for line in lines:
+                if self._newest is not None and line["step"] > self._newest["step"]:  # guard: last-line-is-logged
+                    yield self._row(self._newest, self._evaluation())
+                self._newest = line if line["step"] > self.given.step else None  # guard: step-is-logged-once
+                self._steps = line["step"] + 1
+        if has_ended and self._newest is not None:
+            yield self._row(self._newest, self._evaluation(of_all=True))
+            self._newest = None
+        while has_ended and is_stopping and (left := self._evaluation(of_all=True)) is not None:
+            yield self._taken(Row(self.given.step + 1, left.time_s, {}, left))
+
+    def _row(self, line: dict[str, Any], evaluation: Evaluation | None) -> Row:
+        values = _numbers_in(line)
+        return self._taken(Row(line["step"], values.get("time_s", 0.0), values, evaluation))
+
+    def _taken(self, row: Row) -> Row:
+        names = () if row.evaluation is None else (row.evaluation.name,)
+        self.given = Given(row.step, self.given.evaluations + names)
+        return row
+
+    def _evaluation(self, of_all: bool = False) -> Evaluation | None:
+        """The oldest that was not given yet, of versions that the steps so far have made, or `of_all`."""
         for name in evaluations_in(self._evaluations):
-            if name in self._read or (name == AFTER and self._newest < 0):
+            version = version_of(name, self._steps) or 0
+            if name in self.given.evaluations or not (of_all or (name != AFTER and version <= self._steps)):
                 continue
             path = self._evaluations / f"{name}.json"
-            found = read_heldout(path)
-            if found is not None:
-                self._read.add(name)
-                yield self._of_heldout(name, found, path.stat().st_mtime)
-
-    def _lines(self) -> Iterator[bytes]:
-        """Whole lines from the last place on. A line that a killed writer left half ends with the next start."""
-        try:
-            with self._metrics.open("rb") as file:
-                file.seek(self._offset)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        return
-                    self._offset += len(line)
-                    yield line
-        except FileNotFoundError:
-            return
-
-    def _of_heldout(self, name: str, found: Heldout, time_s: float) -> Row:
-        version = version_of(name, self._newest + 1) or 0
-        values = {"heldout/version": float(version)}
-        for prefix, one in (("", found), *((f"{label}/", one) for label, one in found.envs.items())):
-            for field in ("mean", "low95", "high95", "episodes", "faults"):
-                if (value := getattr(one, field)) is not None:
-                    values[f"heldout/{prefix}{field}"] = float(value)
-        if (judged := interval_of(found.judge)) is not None:
-            values |= dict(
-                zip(("heldout/judge_mean", "heldout/judge_low95", "heldout/judge_high95"), judged, strict=True)
-            )
-        return Row(f"{HELDOUT} {name}", HELDOUT, version, time_s, values)
+            if (found := read_heldout(path)) is not None:
+                return Evaluation(name, version, path.stat().st_mtime, _values_of(found, version))
+        return None
 
 
-def _of_step(values: dict[str, Any]) -> Row:
+def _numbers_in(line: dict[str, Any]) -> dict[str, float]:
     numbers: dict[str, float] = {}
-    for name, value in values.items():
+    for name, value in line.items():
         table = value if isinstance(value, dict) else {}
         numbers |= {f"{name}/{key}": float(part) for key, part in table.items()}
         if isinstance(value, int | float):
             numbers[name] = float(value)
-    step = values["step"]
-    return Row(f"{STEP} {step}", STEP, step, numbers.get("time_s", 0.0), numbers)
+    return numbers
 
 
-class Journal:
-    """Names of the rows that were given to a logger, in order: a line each, durable before the row is given.
-
-    With the number of rows that the logger holds it says which ones these are, wherever a process was killed.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._names = set[str]()
-
-    def open(self, held: int) -> None:
-        """Read the file, and forget the names beyond those of `held` rows: the logger has lost these, or never had them.
-
-        Raises `StateError` if the file has fewer names.
-        """
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        if len(lines) < held:
-            raise StateError(
-                f"{self._path} names {len(lines)} rows, but the logger has {held}: restore it from a copy, or move "
-                f"{self._path.with_suffix('')} away, so that the logger begins anew"
-            )
-        kept = lines[:held]  # guard: lost-rows-are-logged-again
-        write_atomically(self._path, "".join(f"{name}\n" for name in kept).encode())
-        self._names = set(kept)
-
-    def add(self, name: str) -> None:
-        """Raises OSError; then call `open` again."""
-        with self._path.open("a") as file:
-            file.write(f"{name}\n")
-        sync_file(self._path)
-        self._names.add(name)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
+def _values_of(found: Heldout, version: int) -> dict[str, float]:
+    values = {f"{HELDOUT}/version": float(version)}
+    for prefix, one in (("", found), *((f"{label}/", one) for label, one in found.envs.items())):
+        for field in ("mean", "low95", "high95", "episodes", "faults"):
+            if (value := getattr(one, field)) is not None:
+                values[f"{HELDOUT}/{prefix}{field}"] = float(value)
+    if (judged := interval_of(found.judge)) is not None:
+        names = (f"{HELDOUT}/judge_{name}" for name in ("mean", "low95", "high95"))
+        values |= dict(zip(names, judged, strict=True))
+    return values
