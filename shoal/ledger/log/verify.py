@@ -19,7 +19,6 @@ from shoal.ledger.facts.verdicts import Decision
 from shoal.ledger.facts.versions import LinkRevealed
 from shoal.ledger.law import law_difference
 from shoal.ledger.log.book import UnknownRules, broken_after, checked_entry, follows
-from shoal.ledger.log.fairness import Turns
 from shoal.ledger.log.host import HostWatch
 from shoal.ledger.log.redecide import FAULTS, redecide
 from shoal.ledger.log.used import Used
@@ -56,7 +55,6 @@ class Audit:
         self.pool_links: dict[int, str] = {}
         """Links by which the groups of retired versions were counted."""
         self.host = HostWatch()
-        self.turns = Turns()
 
     def see(self, entry: Entry) -> None:
         """Book one entry and count what must balance at the end. Raises `StateError` if it cannot be booked."""
@@ -79,7 +77,6 @@ class Audit:
         try:
             self.host.see(self.state, entry)
             self.used.see(self.state, entry)
-            self.turns.see(self.state, entry)
             apply(self.state, entry)
         except FAULTS as fault:
             raise StateError(
@@ -271,7 +268,6 @@ def report(audit: Audit) -> str:
         f"run {state.name} ({state.run[:12]}): {state.seq + 1} events, {len(audit.received)} submissions, "
         f"{sum(audit.accepted.values())} groups accepted, {len(state.main.batches)} batches, version {state.main.version}",
         f"credits issued: {state.issued} tokens; state hash {state_hash(state)[:16]}; head {state.head[:16]}",
-        *audit.turns.lines(state),
         *_alarms_in_words(audit.entries),
     ]
     lines += [f"FINDING: {finding}" for finding in audit.findings]
