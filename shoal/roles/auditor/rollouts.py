@@ -472,7 +472,5 @@ def _tell(bench: Bench, check: t.Check, verdict: t.Verdict, choice: Choice) -> l
             how = "audited" if booked.audited else "not audited"
             lines.append(f"  the log: {booked.outcome} by validator {given.validator[:12]}, {how}")
     if taken and final is not None:
-        taken_by = [str(step) for step, groups in state.main.batches.items() if (version, number) in groups]
-        steps = f"batch of step {', '.join(taken_by)}" if taken_by else "no batch"
-        lines.append(f"  paid; {steps}")
+        lines.append(f"  paid; {f'batch of step {final.step}' if final.step >= 0 else 'no batch'}")
     return lines
