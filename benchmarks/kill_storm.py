@@ -51,7 +51,6 @@ mlp_width = 64
 max_positions = 64
 [train]
 lr = 1e-3
-{train}
 [workers]
 count = 2
 [eval]
@@ -103,12 +102,10 @@ def main() -> None:
         sys.exit(1 if audit.findings else 0)
 
 
-def start(
-    folder: Path, out: Path, kind: str = "episodes", more: str = "", train: str = "", **values: object
-) -> subprocess.Popen[bytes]:
-    """A run by the command line, in the background. `more` goes into the section [storage], `train` into [train]."""
+def start(folder: Path, out: Path, kind: str = "episodes", more: str = "", **values: object) -> subprocess.Popen[bytes]:
+    """A run by the command line, in the background. `more` goes into the section [storage]."""
     recipe = folder / "storm.toml"
-    recipe.write_text(f"{RUN_FILE.format(kind=kind, train=train, **values)}{more}\n")
+    recipe.write_text(f"{RUN_FILE.format(kind=kind, **values)}{more}\n")
     log = (folder / "launcher.log").open("ab")
     command = [sys.executable, "-m", "shoal.cli", "run", str(recipe), "--out", str(out)]
     return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})

@@ -133,10 +133,6 @@ METRICS: dict[str, Metric] = {
     ),
     "staleness_rollouts": Metric("rollouts", "Rollouts of the batch by how many versions old their policy was."),
     "stale_rollouts": Metric("rollouts", "Rollouts left out because their policy was older than max_staleness."),
-    "repeated_rollouts": Metric(
-        "rollouts",
-        "Rollouts of the batch's groups that an earlier batch had, too; missing in runs that use each group once.",
-    ),
     "overlong_share": Metric("share", "Share of the batch's rollouts that a token limit ended, learned from or not."),
     "overlong_rollouts": Metric(
         "rollouts",

@@ -260,11 +260,6 @@ def test_vines_are_for_runs_whose_workers_play(load):
         load(VINE, 'envs.0.kind="completions"')
 
 
-def test_continued_groups_are_used_once(load):
-    with pytest.raises(ConfigError, match="so forged ones would decide its credit each time"):
-        load(VINE, "train.group_uses=2", "train.repeated_groups=1", "rollouts.max_staleness=2")
-
-
 TURNS = 'name = "composition"\n[train.algorithm.credit]\nname = "turns"\n'
 STEPS = TURNS.replace("turns", "steps")
 

@@ -47,7 +47,6 @@ from shoal.tree import Section, all_keys, changed_keys, from_tree, to_tree
 
 SMALL = 'name = "small"\nsteps = 3\n[[envs]]\nname = "arithmetic"\n'
 TWO = SMALL + '[[envs]]\nname = "arithmetic"\nlabel = "other"\n'
-USES = "[train]\ngroup_uses = {}\nrepeated_groups = {}\n"
 LONG = SMALL + '[policy]\npath = "somewhere"\n[sampling]\nmax_tokens = {}\n'
 
 
@@ -342,24 +341,6 @@ def test_two_processes_of_a_run_have_two_ports(run_file: Path, other: str) -> No
         (SMALL + "[train.algorithm]\nentropy_bonus = nan\n", "train.algorithm.entropy_bonus = nan: must be finite"),
         (SMALL + "[train]\ntruncation = 0.5\n", "train.truncation = 0.5: must be -1, 0, or at least 1"),
         (SMALL + "[train]\ntruncation = inf\n", "train.truncation = inf: must be -1, 0, or at least 1"),
-        (SMALL + "[train]\ngroup_uses = 0\n", "train.group_uses = 0: must be between 1 and 64"),
-        (
-            SMALL + "[train]\ngroup_uses = 2\n",
-            "train.group_uses = 2 with train.repeated_groups = 0: no place of a batch",
-        ),
-        (
-            SMALL + "[train]\nrepeated_groups = 2\n",
-            "train.repeated_groups = 2 with train.group_uses = 1: a group is in one",
-        ),
-        (
-            SMALL + USES.format(2, 16),
-            "train.repeated_groups = 16: must be at least 0 and below rollouts.batch_groups = 16",
-        ),
-        (SMALL + USES.format(3, 4), "train.group_uses = 3: with rollouts.max_staleness = 1 a group is too old after 2"),
-        (
-            SMALL + USES.format(2, 4) + "[rollouts]\nmax_staleness = 0\n",
-            "train.group_uses = 2: with rollouts.max_staleness = 0 a batch takes groups of its own version alone",
-        ),
         (SMALL + "[train]\nupdates_per_batch = 0\n", "train.updates_per_batch = 0: must be at least 1"),
         (SMALL + "[workers]\ncount = -1\n", "workers.count = -1: must be at least 0"),
         (SMALL + "[validators]\ncount = 2\n", "validators.count = 2: a slash needs two validators that agree"),

@@ -21,7 +21,6 @@ from shoal.config.monitors import monitors_fit
 from shoal.config.optimiser import optimiser_fits
 from shoal.config.policies import AdapterConfig
 from shoal.config.sections import RETAINED, RunConfig, SamplingConfig, StorageConfig, VerifyConfig
-from shoal.config.uses import uses_fit
 from shoal.errors import ConfigError
 from shoal.protocol.algorithms import narrowest_bound
 from shoal.protocol.bounds import claims_bend_ratios, dtypes_of
@@ -211,7 +210,6 @@ def _learning_fits(config: RunConfig) -> Iterator[tuple[bool, str]]:
     truncation = config.train.truncation
     fits = truncation in (-1, 0) or 1 <= truncation < math.inf
     yield fits, f"train.truncation = {truncation}: must be -1, 0, or at least 1 and finite"
-    yield from uses_fit(config)
     yield from _processes_fit(config)
     yield from _adapter_fits(config)
     fits = bool(config.policy.path) or not config.policy.implementation

@@ -114,11 +114,6 @@ def _vine_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
         f'{where}.name = "vine": a worker must play on from within a rollout, and where the host plays ({COMPLETIONS}), it '
         "cannot. Leave envs.kind out",
     )
-    yield (
-        config.train.group_uses == 1,  # guard: continued-groups-are-used-once
-        f'{where}.name = "vine" with train.group_uses = {config.train.group_uses}: a group is audited before it is used '
-        "again, but its continuations need not be, so forged ones would decide its credit each time. Leave one of them out",
-    )
     num, tokens = size * vine.most * vine.continuations, config.sampling.all_tokens
     per_block, groups = rollouts.block_rollouts // size, rollouts.batch_groups
     proofs, labels = config.verify.proofs != "none", [env.label for env in config.envs]

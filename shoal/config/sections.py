@@ -99,13 +99,6 @@ class TrainConfig(Section, frozen=True):
     """How often a step learns from its batch, each time with the step's learning rate."""
     minibatches: int = 1
     """Number of parts that a batch is divided into, between groups. Each part has an optimiser step, each time."""
-    group_uses: int = 1
-    """Batches that one group may be in, at most max_staleness + 1. Above 1, a group that an audit accepted may be learned
-    from again: workers make fewer groups for a step, and more rows are old. A group of usual influence is audited so many
-    times as often."""
-    repeated_groups: int = 0
-    """Groups of a batch that earlier batches had, too, at most; less than rollouts.batch_groups. Where too few of those may
-    be used again, new ones take the places."""
     truncation: float = -1.0
     """Largest importance weight between the policy that sampled and the one at the start of the step, against which the
     ratio then is (Yao et al. 2025). 0: no weights, and the ratio is against the policy that sampled. -1: 2 if

@@ -28,8 +28,7 @@ Learned = tuple[int, GroupAccepted]
 
 
 def learned_groups(folder: RunFolder) -> list[Learned]:
-    """The groups that the run learned from, each once, in the order of their first steps and then of slots. Raises
-    `StateError`."""
+    """The groups that the run learned from, in the order of steps and then of slots. Raises `StateError`."""
     store, batches = Store(sqlite_url(folder.log), read_only=True), dict[int, tuple[tuple[int, int], ...]]()
     accepted: dict[tuple[int, int], GroupAccepted] = {}
     try:
@@ -38,7 +37,7 @@ def learned_groups(folder: RunFolder) -> list[Learned]:
             if isinstance(body, GroupAccepted):
                 accepted[body.version, body.slot] = body
             elif isinstance(body, BatchFormed):
-                batches[body.step] = tuple(place for place in body.groups if place not in (body.repeated or ()))
+                batches[body.step] = body.groups
         return [(step, accepted[place]) for step, places in sorted(batches.items()) for place in places]
     except (WireError, KeyError) as error:
         raise StateError(

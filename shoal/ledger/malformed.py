@@ -39,8 +39,7 @@ def refuse_malformed(
             continue
         _refuse_impossible(state, group)
         faults = fault_indices(group.faults)
-        # guard: uses-are-audited
-        weight = influence(group.rewards, group.tokens, rules.algorithm, rules.group_uses, group.steps, faults)
+        weight = influence(group.rewards, group.tokens, rules.algorithm, group.steps, faults)
         pay = pay_of(group, rules)
         means = submission.mean_influence, submission.mean_pay
         # guard: influence-is-audited

@@ -4,37 +4,19 @@ Used by the rules of batches and of leases. A group may be learned from until it
 version has a last batch, which waits for every block of the version. Otherwise a
 worker could keep a group that it does not like until it is too old.
 
-A run may use groups again. Then some places of a batch are for repeated groups, which
-earlier batches had. New groups fill the others, and those for which no repeated group is eligible.
-
 Where the run's algorithm learns from continuations, a batch takes a group once its continuations are final: accepted, or
 void by an event. What has arrived by then decides nothing.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from shoal.ledger.once import once_per_event
 from shoal.ledger.state import State
 from shoal.ledger.state_records import BlockRecord, StreamRecord
-from shoal.ledger.uses import Place, ReusableGroup
 from shoal.protocol.algorithms import vine_of
 from shoal.protocol.continuations import FIRST_BLOCK, continued_slot
 from shoal.protocol.types import Rules
-
-
-class Members(NamedTuple):
-    """The groups of a batch."""
-
-    new: list[Place]
-    """Those that no earlier batch had."""
-    repeated: list[Place]
-
-    @property
-    def all(self) -> list[Place]:
-        """In canonical order."""
-        return sorted([*self.new, *self.repeated])
 
 
 def groups_a_worker(rules: Rules) -> int:
@@ -48,62 +30,22 @@ def is_fresh(state: State, stream: StreamRecord, version: int) -> bool:
     return len(stream.batches) - version <= state.rules.max_staleness
 
 
-def usable(state: State, stream: StreamRecord) -> list[Place]:
-    """Accepted groups with signal that the next batch may take and no batch took, in the order of acceptance."""
+def usable(state: State, stream: StreamRecord) -> list[tuple[int, int]]:
+    """Accepted groups with signal that the next batch may take, in the order of acceptance."""
     return [place for place in stream.pool if is_fresh(state, stream, place[0])]
 
 
-def next_members(state: State, stream: StreamRecord) -> Members:
-    """Groups that the next batch would take now, none beyond its worker's share.
-
-    New ones: the oldest version first, then by slot. A batch has
-    at least `batch_groups - repeated_groups` of them. Then come repeated ones, and if too few of those are eligible,
-    further new ones. So a batch with fewer members than `batch_groups` waits for new groups.
-    """
+def next_members(state: State, stream: StreamRecord) -> list[tuple[int, int]]:
+    """Groups that the next batch would take now, the oldest version first, then by slot; none beyond its worker's share."""
+    members: list[tuple[int, int]] = []
     taken, most = Counter[str](), groups_a_worker(state.rules)
-
-    def take(places: Iterable[Place], room: int) -> Iterator[Place]:
-        for place in places:
-            maker = state.maker_of(stream, place)
-            if taken[maker] < most and room > 0:  # guard: share-of-the-next-batch
-                taken[maker] += 1
-                room -= 1
-                yield place
-
-    size = state.rules.batch_groups
-    places = sorted(place for place in usable(state, stream) if is_settled(state, stream, place))  # guard: oldest-first
-    if not stream.uses:
-        return Members(list(take(places, size)), [])
-    for_repeated = state.rules.repeated_groups
-    new = list(take(places, size - for_repeated))
-    repeated = list(take(_repeatable(state, stream), for_repeated))
-    left = [place for place in places if place not in {*new}]
-    return Members([*new, *take(left, size - len(new) - len(repeated))], repeated)
-
-
-def _repeatable(state: State, stream: StreamRecord) -> list[Place]:
-    """Groups that a batch may take again: those with the fewest uses first, then of the newest version, then by slot."""
-    assert stream.uses, "only runs that use groups again ask"
-    eligible = [
-        (group.uses, -version, slot)
-        for version, slots in stream.uses.groups.items()
-        for slot, group in slots.items()
-        if group.uses and _may_be_repeated(state, stream, (version, slot), group)
-    ]
-    return [(-newness, slot) for _, newness, slot in sorted(eligible)]  # guard: fewest-uses-first
-
-
-def _may_be_repeated(state: State, stream: StreamRecord, place: Place, group: ReusableGroup) -> bool:
-    """Whether nobody doubts a group now. Its maker or its auditor may have lost its place in the run since it was accepted,
-    and a recheck may be under way. A slash and a recheck that does not confirm it bar it for good, see `facts/`."""
-    maker, auditor = state.members[state.maker_of(stream, place)], state.members[group.auditor]
-    submission = stream.versions[place[0]].slots[place[1]].submission
-    # guard: outcasts-are-not-repeated, judged-by-outcasts-is-not-repeated, rechecked-before-it-is-repeated
-    return (
-        maker.standing not in ("kicked", "quarantined")
-        and auditor.standing not in ("kicked", "suspended")
-        and submission not in state.rechecks
-    )
+    ready = sorted(place for place in usable(state, stream) if is_settled(state, stream, place))  # guard: oldest-first
+    for place in ready:
+        maker = state.maker_of(stream, place)
+        if taken[maker] < most and len(members) < state.rules.batch_groups:  # guard: share-of-the-next-batch
+            taken[maker] += 1
+            members.append(place)
+    return members
 
 
 def first_by_slot(state: State, stream: StreamRecord, version: int) -> Iterator[tuple[int, int]]:
@@ -147,7 +89,7 @@ def blocks_in_the_way(state: State, stream: StreamRecord) -> list[tuple[int, int
     oldest = len(stream.batches) - state.rules.max_staleness
     if not state.rules.max_staleness or oldest not in stream.versions:
         return []
-    if len(next_members(state, stream).all) < state.rules.batch_groups:
+    if len(next_members(state, stream)) < state.rules.batch_groups:
         return []
     blocks = sorted(stream.versions[oldest].blocks.items())
     unbegun = [place for place in blocks_to_continue(state, stream) if place[0] == oldest]

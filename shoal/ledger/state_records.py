@@ -10,7 +10,6 @@ import msgspec
 
 from shoal.algos.sampling_evidence import Evidence
 from shoal.ledger.pools import SolvedRecord, TableChange
-from shoal.ledger.uses import UsesRecord
 from shoal.protocol.types import GroupVerdict, StepRewards
 
 
@@ -238,8 +237,6 @@ class StreamRecord(msgspec.Struct):
     """By label of an environment: what its groups showed. Empty if draws do not follow solve rates."""
     changes: dict[int, TableChange] = {}
     """By version: what its draw table changed in that of the version before, ascending."""
-    uses: UsesRecord | msgspec.UnsetType = msgspec.UNSET
-    """What is used again; states of runs that use each group once keep their hash."""
     lr_factors: list[tuple[int, float]] | msgspec.UnsetType = msgspec.UNSET
     """(first step, factor) of the learning rate, ascending; states of runs whose host never lowered it keep their hash."""
 

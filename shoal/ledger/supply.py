@@ -6,7 +6,7 @@ somebody has.
 
 from collections import Counter
 
-from shoal.ledger.next_batch import groups_a_worker, next_members, usable
+from shoal.ledger.next_batch import groups_a_worker, usable
 from shoal.ledger.once import once_per_event
 from shoal.ledger.state import State
 from shoal.ledger.state_records import StreamRecord
@@ -16,28 +16,11 @@ from shoal.protocol.continuations import is_continued
 @once_per_event
 def groups_wanted(state: State, stream: StreamRecord) -> int:
     """Groups that may still be leased: accepted and in flight stay below (max_staleness + 1) batches."""
-    return new_groups_wanted(state, stream, open_batches(state, stream), supply(state, stream))
-
-
-def new_groups_wanted(state: State, stream: StreamRecord, batches: int, had: Counter[str]) -> int:
-    """New groups that the coming batches lack, of which `batches` may be formed before the trainer publishes again.
-    `had` has by worker the groups that are usable or on the way.
-
-    What a worker has beyond its share will fill no batch; counting it would keep the others from work for ever.
-    """
-    size, each = state.rules.batch_groups, groups_a_worker(state.rules)
-    if not stream.uses or batches < 1:
-        # guard: surplus-is-not-counted
-        return batches * size - sum(min(groups, each * batches) for groups in had.values())
-    repeated = next_members(state, stream).repeated
-    filled = Counter(state.maker_of(stream, place) for place in repeated)
-    lacks = [
-        # Only the next batch is known to have fewer repeated groups than it might; later ones are counted with all.
-        num * (size - state.rules.repeated_groups) + state.rules.repeated_groups - len(repeated)
-        - sum(max(0, min(groups, each * num - filled[maker])) for maker, groups in had.items())
-        for num in {1, batches}  # guard: next-batch-is-not-starved
-    ]  # fmt: skip
-    return max(lacks)
+    batches, each = open_batches(state, stream), groups_a_worker(state.rules)
+    # What a worker has beyond its share will fill no batch; counting it would keep the others from work for ever.
+    # guard: surplus-is-not-counted
+    had = sum(min(groups, each * batches) for groups in supply(state, stream).values())
+    return batches * state.rules.batch_groups - had
 
 
 def open_batches(state: State, stream: StreamRecord) -> int:

@@ -15,8 +15,6 @@ their data differ, and nobody knows whose is right. So two refusals of a prompt 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from msgspec import UNSET, UnsetType
-
 from shoal.protocol.audits import REPLAY
 from shoal.protocol.env_faults import fault_key
 from shoal.protocol.types import GroupVerdict
@@ -107,12 +105,6 @@ def _contradict(ours: Sequence[GroupVerdict], theirs: Sequence[GroupVerdict]) ->
     stopped = {group.slot for group in (*ours, *theirs) if group.check == REPLAY}
     said = [_meaning([group for group in groups if group.slot not in stopped]) for groups in (ours, theirs)]
     return said[0] != said[1]
-
-
-def auditor_of(verdicts: Mapping[str, Sequence[GroupVerdict]], group: GroupVerdict) -> str | UnsetType:
-    """Key of the first validator that audited an accepted group and says this of it; unset if none did."""
-    said = (key for key, groups in verdicts.items() if group.audited and group in groups)
-    return next(said, UNSET)
 
 
 def _is_hard(groups: Sequence[GroupVerdict], with_model: bool) -> bool:

@@ -160,14 +160,8 @@ def rates_of(setting: Setting) -> tuple[float, float]:
     as have their tokens; groups without signal have none."""
     rules, vine = setting.rules, vine_of(setting.rules.algorithm)
     for_each = 1 / setting.signal_share + (work_of_block(vine) if vine else 0.0)
-    rollouts = new_groups_of(rules) * rules.group_size * for_each
+    rollouts = rules.batch_groups * rules.group_size * for_each
     return rollouts, setting.workers[0].tokens_per_s / setting.rollout_tokens
-
-
-def new_groups_of(rules: Rules) -> float:
-    """New groups that a step needs, on average: all, but for the audited ones that the run may use again."""
-    again = min(1.0, rules.audit_rate * rules.group_uses) * (rules.group_uses - 1)
-    return max(rules.batch_groups - rules.repeated_groups, rules.batch_groups / (1 + again))
 
 
 def fewest_of_share(setting: Setting) -> int:

@@ -2,15 +2,7 @@
 
 from collections.abc import Iterator
 
-from shoal.plan.forecast import (
-    BUSY_SHARE,
-    Forecast,
-    fetched_bytes,
-    fewest_of_share,
-    has_patches,
-    new_groups_of,
-    period_s,
-)
+from shoal.plan.forecast import BUSY_SHARE, Forecast, fetched_bytes, fewest_of_share, has_patches, period_s
 from shoal.plan.machines import Machines
 from shoal.plan.setting import Outcome
 from shoal.plan.sizes import quota_mb_of
@@ -92,7 +84,7 @@ def _notes(found: Forecast) -> Iterator[str]:
             f"rollouts.lease_s ends a lease after {duration(rules.lease_s)}, before its worker has the version: raise it, "
             "or plan for faster links or relays"
         )
-    check_s = setting.check_s * new_groups_of(rules) / rules.block_groups / setting.signal_share / setting.validators
+    check_s = setting.check_s * rules.batch_groups / rules.block_groups / setting.signal_share / setting.validators
     if check_s > setting.train_s / 2:
         who = "1 validator needs" if setting.validators == 1 else f"{setting.validators} validators need"
         yield (

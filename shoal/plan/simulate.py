@@ -321,7 +321,7 @@ class _Run:
             teaches = self.rng.random() < self.s.signal_share
             rewards = tuple(float(teaches and i % 2) for i in range(rules.group_size))
             steps = tuple((StepReward(0, reward),) for reward in rewards) if step_credit_of(rules.algorithm) else UNSET
-            weight = influence(rewards, tokens, rules.algorithm, rules.group_uses, steps)
+            weight = influence(rewards, tokens, rules.algorithm, steps)
             shown = weight, record.mean_influence
             audited = must_audit(draw, record.rate, *shown, paid_tokens(tokens, rules), record.mean_pay)
             groups.append(

@@ -101,8 +101,7 @@ def _is_due(verdict: GroupVerdict, draw: float, check: Check, tools: Tools) -> b
     """Whether to audit a group: it was drawn beforehand, or its influence or its pay makes it due."""
     rules = tools.info.rules
     faults = fault_indices(verdict.faults)
-    # guard: uses-are-checked
-    weight = influence(verdict.rewards, verdict.tokens, rules.algorithm, rules.group_uses, verdict.steps, faults)
+    weight = influence(verdict.rewards, verdict.tokens, rules.algorithm, verdict.steps, faults)
     pay = pay_of(verdict, rules)
     # guard: influence-is-checked
     return verdict.slot in check.audited or must_audit(

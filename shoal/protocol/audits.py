@@ -36,16 +36,15 @@ def influence(
     rewards: Sequence[float],
     tokens: int,
     algorithm: Algorithm,
-    uses: int = 1,
     steps: Sequence[StepRewards] | UnsetType = (),
     faults: Sequence[int] = (),
 ) -> float:
-    """How far a group can move the policy: how far it can move the policy at one token, times its policy tokens, times the
-    batches that may take it. Rollouts with `faults` move nothing."""
+    """How far a group can move the policy: how far it can move the policy at one token, times its policy tokens. Rollouts
+    with `faults` move nothing."""
     if not has_enough_rollouts(len(rewards), faults):
         return 0.0
     rewards, steps = without_faults(rewards, faults), without_faults(steps or (), faults)
-    return _advantage(rewards, algorithm, steps) * tokens * uses  # guard: each-use-counts
+    return _advantage(rewards, algorithm, steps) * tokens
 
 
 def _advantage(rewards: Sequence[float], algorithm: Algorithm, steps: Sequence[StepRewards]) -> float:
@@ -102,10 +101,8 @@ def must_audit(
     A group on which the environment `failed` is always audited: rollouts with faults do not count, so else a forger that
     makes the environment fail would choose which rewards do.
 
-    The draw, in [0, 1), was made before anyone knew the rewards or the length. `influence` is that of all uses which a
-    group may have, and `mean_influence` that of one use: in a run that uses groups three times, a usual group is audited at
-    three times the rate. `mean_influence` is 0 before the first accepted group. `mean_pay` is 0 for a worker
-    without unvested pay, whose rate is 1.
+    The draw, in [0, 1), was made before anyone knew the rewards or the length. `mean_influence` is 0 before the first
+    accepted group. `mean_pay` is 0 for a worker without unvested pay, whose rate is 1.
     """
     # guard: influence-raises-the-rate, pay-raises-the-rate, influence-never-lowers-the-rate
     raised = max(1.0, _over(influence, mean_influence), _over(pay, mean_pay))

@@ -110,9 +110,6 @@ trainer share this bound, so that the trainer can learn from all that validators
 MAX_GROUP_ROLLOUTS = 4096
 """Rollouts of one group."""
 
-MAX_GROUP_USES = 64
-"""Batches that one group may be in; more would let what passed one audit steer a run for long."""
-
 MIN_LR_FACTOR = 0.01
 """Smallest factor by which a host lowers the learning rate during a run; a run that needs less is to be drained."""
 

@@ -82,8 +82,7 @@ def _of_work(body: Body) -> str:
         case SlotVoid():
             return f"slots {_list(body.slots)} of version {body.version} get no group: {body.cause}"
         case BatchFormed():
-            again = f", {len(body.repeated)} of them again" if body.repeated else ""
-            return f"the batch of step {body.step} is formed of {len(body.groups)} groups{again}"
+            return f"the batch of step {body.step} is formed of {len(body.groups)} groups"
         case PoolsChanged():
             return f"from version {body.version} on, draws follow the solve rates of a retired version"
         case CheckpointPublished():

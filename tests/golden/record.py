@@ -7,9 +7,9 @@ former code wrote is what the test is for.
 
 The real roles make the first four: a short demo with a cheating worker, as processes over HTTP; three validators of which
 one refuses everything, and a worker that forges; a synchronous run whose processes are killed; and a synchronous run with
-lapses, a quarantine, a slash, a renewed manifest and a drained end. They also make the fifth, whose batches use groups
-again. The sixth is the rules alone, with what the others lack. Beside each log is what its state was: head, state hash,
-balances, batches and versions. `tests/golden/test_golden.py` replays them.
+lapses, a quarantine, a slash, a renewed manifest and a drained end. The fifth is the rules alone, with what the others
+lack. Beside each log is what its state was: head, state hash, balances, batches and versions.
+`tests/golden/test_golden.py` replays them.
 """
 
 import asyncio
@@ -119,16 +119,6 @@ def record_members(root: Path) -> Path:
     return town.folder.root
 
 
-def record_uses(root: Path) -> Path:
-    """Batches use groups up to three times, few are audited once workers are trusted, and one worker forges."""
-    rollouts = {"max_staleness": 4, "batch_groups": 4, "block_rollouts": 8, "group_size": 4}
-    settings = {"train": {"group_uses": 3, "repeated_groups": 3}, "verify": {"audit_rate": 0.1}}
-    town = Town(root / "run", tiny_run(validators={"count": 3}, steps=12, rollouts=rollouts, **settings))
-    workers = [town.worker("honest"), town.worker("forger", "other-seed")]
-    asyncio.run(town.live(town.trainer(), *workers, *(_validator(town, i) for i in range(3)), limit_s=250.0))
-    return town.folder.root
-
-
 def record_rules(root: Path) -> Path:
     """The rules alone, without models: what the other logs lack (forfeits, voids, a kick, a late lapse, a removal)."""
     judges = tuple(sorted(digest(name) for name in (b"one", b"two", b"three")))
@@ -188,7 +178,6 @@ LOGS = {
     "kills": record_kills,
     "liar": record_liar,
     "members": record_members,
-    "uses": record_uses,
     "rules": record_rules,
 }
 

@@ -186,9 +186,9 @@ def test_an_asynchronous_batch_takes_only_groups_whose_continuations_are_final(t
     world.serve(ALICE)
     world.lease(BOB)
     world.serve(ALICE)
-    assert len(world.state.main.pool) == 4 and next_members(world.state, world.state.main).new == []
+    assert len(world.state.main.pool) == 4 and next_members(world.state, world.state.main) == []
     world.serve(ALICE)
-    assert next_members(world.state, world.state.main).new == [(0, 2), (0, 3)]
+    assert next_members(world.state, world.state.main) == [(0, 2), (0, 3)]
 
 
 def test_the_last_batch_of_a_version_waits_for_its_continuations_too(tmp_path):
@@ -201,7 +201,7 @@ def test_the_last_batch_of_a_version_waits_for_its_continuations_too(tmp_path):
     kept = world.lease(BOB)
     assert is_continued(kept.blocks[0]) and held.blocks == (1,)
     world.publish()
-    while next_members(world.state, world.state.main).new == []:
+    while next_members(world.state, world.state.main) == []:
         world.serve(ALICE)
     assert blocks_in_the_way(world.state, world.state.main) == [(0, FIRST_BLOCK + 1)]
     assert 1 not in world.state.main.batches
@@ -215,7 +215,7 @@ def test_the_last_batch_of_a_version_waits_for_continuations_that_nobody_has_beg
     world.serve(ALICE)
     late = world.lease(BOB)
     world.publish()
-    while next_members(world.state, world.state.main).new == []:
+    while next_members(world.state, world.state.main) == []:
         held = [lease.id for lease in world.state.open_leases_of(ALICE)]
         world.judge(world.submit(ALICE, world.lease(ALICE, held)))
     assert 1 not in world.state.main.batches, "block 1 of version 0 may still come"

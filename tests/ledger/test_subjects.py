@@ -37,7 +37,6 @@ def test_facts_import_the_ground_floor_alone(subject):
         "fault_rate",
         "pools",
         "seeds",
-        "uses",
     }
 
 

@@ -125,6 +125,7 @@ def used_again(lines):
 HELD = {
     "a group paid twice": (twice(Credit), "accepted 1 times, paid 2 times"),
     "a group used twice": (used_again, "used 2 times, accepted 1"),
+    "a group used too late": (edited(BatchFormed, step=2), "used version 0 slot 0, which is 2 versions old, limit 1"),
     "pay vested that is not there": (ended_by(Vested(WORKER, 0, 7)), "has 40 credits, but 7 vested and 40 not"),
     "a submission received twice": (twice(SubmissionReceived, AuditDrawn), "is in the log 2 times"),
     "a submission decided twice": (twice(SubmissionReceived, AuditDrawn, Decision), "was decided 2 times"),

@@ -17,7 +17,7 @@ from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.rules.verdicts import to_judge
 from shoal.ledger.state import state_hash
-from shoal.protocol.types import Join, Uses
+from shoal.protocol.types import Join
 from tests.ledger.world import World
 
 WORKERS = tuple(letter * 64 for letter in "abcd")
@@ -29,10 +29,10 @@ HONEST, ANY = (6, 6, 6, 2), (8, 8, 8, 2, 1, 1, 1, 1, 1, 1)
 class Walk(World):
     """A world in which the next move is drawn."""
 
-    def __init__(self, tmp_path, seed, validators, staleness, **changes):
+    def __init__(self, tmp_path, seed, validators, staleness):
         self.rng, self.signed = random.Random(seed), 0
         self.judges = JUDGES[:validators]
-        super().__init__(tmp_path, self.judges, steps=8, max_staleness=staleness, audit_rate=0.3, **changes)
+        super().__init__(tmp_path, self.judges, steps=8, max_staleness=staleness, audit_rate=0.3)
         for key in WORKERS:
             self.enter(key)
         self.publish()
@@ -119,7 +119,7 @@ def assert_agrees(state):
     assert state.pending == [name for name, record in state.submissions.items() if not record.decided]
     assert state.due == sorted(_due(state))
     used = Counter(place for batch in state.main.batches.values() for place in batch)
-    assert max(used.values(), default=1) <= state.rules.group_uses and not used.keys() & set(state.main.pool)
+    assert max(used.values(), default=1) == 1 and not used.keys() & set(state.main.pool)
     for number, version in state.main.versions.items():
         for block, record in version.blocks.items():
             slots = [version.slots.get(slot) for slot in range(block * 2, block * 2 + 2)]
@@ -143,25 +143,10 @@ def _due(state):
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 @pytest.mark.parametrize("validators", [0, 1, 2, 3])
 def test_after_any_moves_all_agrees_and_the_run_ends_with_all_pay_vested(tmp_path, validators, staleness):
-    wander(tmp_path, validators, staleness)
-
-
-@pytest.mark.parametrize("share", [0.5, 1.0])
-@pytest.mark.parametrize("validators", [1, 3])
-def test_the_same_holds_where_batches_use_groups_again(tmp_path, validators, share):
-    walks = wander(tmp_path, validators, 3, uses=Uses(3, 2), worker_share=share)
-    taken = Counter(place for walk in walks for batch in walk.state.main.batches.values() for place in batch)
-    assert max(taken.values()) > 1
-
-
-def wander(tmp_path, validators, staleness, **changes):
-    """Three random runs to their ends."""
-    walks = []
     for seed in range(3):
         folder = tmp_path / str(seed)
         folder.mkdir()
-        walk = Walk(folder, seed, validators, staleness, **changes)
-        walks.append(walk)
+        walk = Walk(folder, seed, validators, staleness)
         for _ in range(200):
             walk.step()
         walk.forgive()
@@ -173,4 +158,3 @@ def wander(tmp_path, validators, staleness, **changes):
         assert walk.audit().findings == []
         if state.panel():
             assert state.phase == "ended" and not any(member.stake for member in state.members.values())
-    return walks

@@ -97,7 +97,7 @@ class World:
         slots, record = self.state.slots_of(lease), self.state.submissions[submission]
         tokens = min(facts.get("tokens", 0), 10**9)
         of_run = self.state.rules
-        weight = influence(facts.get("rewards", ()), tokens, of_run.algorithm, of_run.group_uses)
+        weight = influence(facts.get("rewards", ()), tokens, of_run.algorithm)
         shown, paid = (weight, record.mean_influence), (paid_tokens(tokens, of_run), record.mean_pay)
         due = [must_audit(draw, record.rate, *shown, *paid) for draw in record.draws]
         groups = tuple(

@@ -9,7 +9,7 @@ import pytest
 from shoal import cli
 from shoal.config import load_run
 from shoal.errors import ConfigError
-from shoal.plan.forecast import forecast, forecast_by_rule, new_groups_of, rates_of
+from shoal.plan.forecast import forecast, forecast_by_rule, rates_of
 from shoal.plan.machines import Machines
 from shoal.plan.report import report, summary
 from shoal.plan.simulate import simulate
@@ -49,15 +49,6 @@ def test_an_adapter_is_in_the_memory_of_workers_and_validators():
     weights = 16 * adapter_parameters_of(spec_of(load_run(RECIPES / "arithmetic.toml"), RECIPES), 8)
     assert adapted.worker_memory >= plain.worker_memory + weights
     assert adapted.validator_memory >= plain.validator_memory + weights
-
-
-def test_a_run_that_uses_groups_again_needs_fewer_workers():
-    again = ("rollouts.max_staleness=2", "train.group_uses=3", "train.repeated_groups=8")
-    plain, repeating = (rules_of(load_run(RECIPES / "arithmetic.toml", list(changes))) for changes in ((), again))
-    assert new_groups_of(plain) == plain.batch_groups and new_groups_of(repeating) == plain.batch_groups - 8
-    seldom = msgspec.structs.replace(repeating, audit_rate=0.05)
-    assert new_groups_of(seldom) == pytest.approx(max(plain.batch_groups - 8, plain.batch_groups / 1.3))
-    assert of(GIVEN, "arithmetic.toml", *again).needed <= of().needed
 
 
 def test_continuations_count_as_the_rollouts_that_have_their_tokens():

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.plan.setting import Setting, Stalled, WorkerMachine
 from shoal.plan.simulate import simulate
-from shoal.protocol.types import Rules, Uses
+from shoal.protocol.types import Rules
 
 MEGABIT = 1e6 / 8
 
@@ -45,15 +45,6 @@ def test_a_trainer_that_is_too_slow_decides_it_otherwise():
     found = simulate(setting(train_s=100.0))
     assert found.step_s == pytest.approx(100, rel=0.01) and found.idle_share == pytest.approx(0, abs=0.01)
     assert found.staleness == pytest.approx(1.0) and found.worker_idle > 0.5
-
-
-def test_a_run_that_uses_groups_again_needs_fewer_new_ones_for_a_step():
-    # Half of a batch's groups are repeated, so 4 blocks of 16 s by 4 workers are 16 s
-    again = rules(audit_rate=1.0, max_staleness=3, uses=Uses(3, 8))
-    assert simulate(setting(rules=again)).step_s == pytest.approx(16, rel=0.05)
-    # At 1 % of audits, which three uses raise to 3 %, few groups can be repeated once workers are trusted
-    unseen = rules(audit_rate=0.01, max_staleness=3, uses=Uses(3, 8))
-    assert simulate(setting(rules=unseen, warmup_steps=60)).step_s > 24
 
 
 def test_a_synchronous_run_takes_the_sum_of_both():

@@ -3,19 +3,16 @@
 import dataclasses
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
-from msgspec import UNSET
 
 from shoal.envs.load import env_digest, load_run_envs
 from shoal.errors import ShoalError, StateError, Undecided
 from shoal.proofs.commit import commit
 from shoal.proofs.verify import verify_submission
-from shoal.protocol.audits import influence
-from shoal.protocol.types import ENVIRONMENT, POLICY, Check, EngineFacts, EnvSpec, Uses, make_rollout
+from shoal.protocol.types import ENVIRONMENT, POLICY, Check, EngineFacts, EnvSpec, make_rollout
 from shoal.protocol.wire import digest
 from tests.proofs.conftest import Desk
 
@@ -92,18 +89,6 @@ def test_a_group_of_great_influence_is_audited_although_it_was_not_drawn(desk):
         asked = Check(digest(body), desk.lease, (), 60.0, (0.5,) * 4, 0.05, mean_influence)
         verdict = verify_submission(body, asked, desk.tools)
         assert [(group.outcome, group.audited) for group in verdict.groups] == [("accept", audited)] * 4
-
-
-def test_a_group_that_may_be_used_three_times_is_audited_at_three_times_the_rate(desk):
-    body = desk.body()
-    shown = desk.judge(body)[0]
-    before = desk.tools.info.rules
-    usual = influence(shown.rewards, shown.tokens, before.algorithm)
-    for uses, draw, audited in ((UNSET, 0.14, False), (Uses(3, 2), 0.14, True), (Uses(3, 2), 0.16, False)):
-        info = SimpleNamespace(run="run-1", rules=msgspec.structs.replace(before, uses=uses))
-        asked = Check(digest(body), desk.lease, (), 60.0, (draw, 1.0, 1.0, 1.0), 0.05, usual)
-        verdict = verify_submission(body, asked, replace(desk.tools, info=info))
-        assert verdict.groups[0].audited == audited
 
 
 def test_a_long_group_is_audited_although_it_was_not_drawn(desk):

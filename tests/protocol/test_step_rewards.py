@@ -71,7 +71,7 @@ def test_any_numbers_are_judged_without_an_exception():
             assert all(
                 not one or math.fsum(step.reward for step in one) == r for one, r in zip(steps, rewards, strict=True)
             )
-            assert math.isfinite(influence(rewards, 10, Grpo(), 1, steps))
+            assert math.isfinite(influence(rewards, 10, Grpo(), steps))
     assert passed > 20
 
 
@@ -121,16 +121,16 @@ def test_the_largest_credit_is_that_of_either_formula():
 
 def test_equal_rewards_have_influence_if_their_steps_differ():
     steps = ((S(1, 1.0), S(3, 0.0)), (S(1, 0.0), S(3, 1.0)))
-    assert influence((1.0, 1.0), 100, Grpo()) == 0.0 and influence((1.0, 1.0), 100, Grpo(), 3, steps) == 150.0
+    assert influence((1.0, 1.0), 100, Grpo()) == 0.0 and influence((1.0, 1.0), 100, Grpo(), steps) == 50.0
     one = tuple((S(1, reward),) for reward in (0.0, 1.0))
-    assert influence((0.0, 1.0), 100, Grpo(), 1, one) == influence((0.0, 1.0), 100, Grpo())
+    assert influence((0.0, 1.0), 100, Grpo(), one) == influence((0.0, 1.0), 100, Grpo())
 
 
 def test_where_deviations_divide_rewards_each_step_that_follows_counts():
     steps = ((S(1, 0.01), S(3, 0.0)), (S(1, 0.0), S(3, 0.01)))
-    assert influence((0.01, 0.01), 100, Grpo(advantage="mean_std"), 1, steps) == 200.0
+    assert influence((0.01, 0.01), 100, Grpo(advantage="mean_std"), steps) == 200.0
     same = ((S(1, 0.5), S(3, 0.5)), (S(1, 0.5), S(3, 0.5)))
-    assert influence((1.0, 1.0), 100, Grpo(advantage="mean_std"), 1, same) == 0.0
+    assert influence((1.0, 1.0), 100, Grpo(advantage="mean_std"), same) == 0.0
 
 
 def test_a_list_of_steps_is_refused_before_it_is_read():

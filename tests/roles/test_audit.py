@@ -299,11 +299,6 @@ def test_a_host_that_claims_an_empty_log_gets_no_good_report():
         log_of(Lying(0, b""))
 
 
-def test_an_audit_says_how_many_leases_were_given_out_of_turn(run_dir):
-    leases = len([body for _, body in bodies(run_dir) if isinstance(body, LeaseGranted)])
-    assert f"leases: {leases} granted, 0 of them out of turn" in summary(audit(run_dir, Choice(sample=1)))
-
-
 def test_one_rollout_is_shown_with_its_seed_task_reward_and_verdict(run_dir, capsys):
     assert cli.main(["audit", str(run_dir), "--rollout", "1/2/3", "--threads", "1"]) == AGREE
     out = capsys.readouterr().out

@@ -230,7 +230,7 @@ def test_groups_of_a_step_and_steps_of_a_worker_are_found_without_a_look_at_all_
     look.db.set_trace_callback(asked.append)
     assert groups(look, 1, Filter(step=0))["rows"] and look.node(1, worker)["steps"]
     look.db.set_trace_callback(None)
-    plans = [[row["detail"] for row in look.rows(f"EXPLAIN QUERY PLAN {one}")] for one in asked if "batches" in one]
+    plans = [[row["detail"] for row in look.rows(f"EXPLAIN QUERY PLAN {one}")] for one in asked if "step" in one]
     assert len(plans) == 2 and not [row for plan in plans for row in plan if "(run=?)" in row or "status=?" in row]
 
 

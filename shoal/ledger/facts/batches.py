@@ -30,9 +30,6 @@ class GroupAccepted(Message, frozen=True):
     """Whether the run's algorithm can learn from it. It is decided once and stored, so replaying the state needs no
     algorithm. Deciding it again, as `shoal ledger verify` does, needs the algorithm. False of continuations."""
     stream: str = MAIN_STREAM
-    auditor: str | UnsetType = UNSET
-    """Key of the first validator whose accepting verdict audited it. Only in runs that use groups again, if one did, and if
-    the group has signal."""
     steps: tuple[StepRewards, ...] | UnsetType = UNSET
     """What the turns or steps of each rollout earn; only in runs whose credit asks for it."""
     faults: Faults | UnsetType = UNSET
@@ -66,8 +63,6 @@ class BatchFormed(Message, frozen=True):
     groups: tuple[tuple[int, int], ...]
     """(version, slot) of each member, in canonical order."""
     stream: str = MAIN_STREAM
-    repeated: tuple[tuple[int, int], ...] | UnsetType = UNSET
-    """Of these, the ones that earlier batches had, too. Only if there are some."""
 
 
 BY_ENVIRONMENT = "environment: "
@@ -91,8 +86,6 @@ def apply_group_accepted(body: GroupAccepted, state: State, entry: Entry) -> Non
     state.influence += influence(body.rewards, body.tokens, state.rules.algorithm, steps=body.steps, faults=faults)
     if body.signal:  # guard: signal-fills-batches
         stream.pool.append((body.version, body.slot))
-        if stream.uses and body.auditor:  # guard: only-audited-is-repeated
-            stream.uses.audited((body.version, body.slot), body.auditor)
         stream.forget_flat()
     elif not has_enough_rollouts(len(body.rewards), faults):  # guard: too-few-left-are-not-equal
         stream.count_failed()
@@ -147,10 +140,6 @@ def apply_batch_formed(body: BatchFormed, state: State, entry: Entry) -> None:
     members = set(body.groups)
     stream.pool = [place for place in stream.pool if place not in members]
     stream.forget_flat()
-    if stream.uses:
-        # The next batch takes no group of an older version.
-        oldest = body.step + 1 - state.rules.max_staleness
-        stream.uses.took(body.groups, state.rules.group_uses, oldest)
     for version, number in body.groups:
         slot = stream.versions[version].slots[number]
         slot.step = body.step

@@ -86,9 +86,6 @@ def apply_slash(body: Slash, state: State, entry: Entry) -> None:
     member = state.members[body.node]
     member.stake.clear()
     member.valid_blocks = 0  # guard: slash-ends-trust
-    for stream in state.streams.values():
-        if stream.uses:  # guard: slashed-is-not-repeated
-            stream.uses.bar([place for place in stream.uses.places if state.maker_of(stream, place) == body.node])
     burn(state, member, body.tokens)
 
 

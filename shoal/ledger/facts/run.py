@@ -9,7 +9,6 @@ import msgspec
 from shoal.ledger.entry import Entry
 from shoal.ledger.law import Law
 from shoal.ledger.state import State
-from shoal.ledger.uses import UsesRecord
 from shoal.protocol.difficulty import Difficulty
 from shoal.protocol.tasklists import TaskList
 from shoal.protocol.types import AlarmEvidence, EnvSpec, LrFactor, Message, Rules, Sampling
@@ -132,8 +131,6 @@ def apply_run_created(body: RunCreated, state: State, entry: Entry) -> None:
     state.law = body.law
     state.difficulty = body.difficulty
     state.root_key = body.root_key or msgspec.UNSET
-    if state.rules.group_uses > 1:
-        state.main.uses = UsesRecord()
     state.task_lists = body.task_lists or msgspec.UNSET
     state.host_validators = body.validators or msgspec.UNSET
 

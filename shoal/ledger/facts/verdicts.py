@@ -210,10 +210,6 @@ def apply_rechecked(body: Rechecked, state: State, entry: Entry) -> None:
     # guard: recheck-ends-trust, doubted-forgery-is-audited
     if refused or (body.outcome == "undecided" and _has_hard(state, lease, submission, lease.blocks)):
         worker.valid_blocks = 0
-    stream = state.stream_of(lease)
-    if stream.uses and body.outcome != "confirmed":  # guard: doubted-is-not-repeated
-        slots = stream.versions[lease.version].slots
-        stream.uses.bar((lease.version, slot) for slot, final in slots.items() if final.submission == submission.digest)
     _end_judgement(state, submission)
 
 

@@ -28,7 +28,7 @@ from shoal.ledger.seeds import recheck_draw
 from shoal.ledger.state import State
 from shoal.ledger.state_records import LeaseRecord, Member, SubmissionRecord
 from shoal.ledger.turns import in_order, may_judge, silent, turn_begins
-from shoal.ledger.weigh import PROMPT, Weighed, auditor_of, weigh
+from shoal.ledger.weigh import PROMPT, Weighed, weigh
 from shoal.protocol.accounts import CreditLine
 from shoal.protocol.audits import REPLAY, pay_of
 from shoal.protocol.continuations import is_continued_slot
@@ -179,8 +179,6 @@ def _is_rechecked(state: State, lease: LeaseRecord, command: Judge) -> bool:
     chance = max(rate, state.law.recheck_chance(state.members[command.key].turns.confirmed))
     if any(group.faults for group in command.verdict.groups):  # guard: faults-are-rechecked
         chance = 1.0
-    # A forgery that this validator let pass is learned from as often as its groups are used.
-    chance = min(1.0, chance * state.rules.group_uses)  # guard: uses-are-rechecked
     return bool(others) and command.recheck < chance  # guard: nobody-to-recheck
 
 
@@ -242,8 +240,7 @@ def _decide(
             signal = not continued and teaches(group.rewards, state.rules.algorithm, group.steps or (), faults)
             yield GroupAccepted(
                 lease.version, group.slot, submission.digest, index, submission.groups[index], group.tokens,
-                group.rewards, signal, lease.stream, auditor_of(verdicts, group) if stream.uses and signal else UNSET,
-                group.steps, group.faults, (envs or {}).get(group.slot, UNSET),
+                group.rewards, signal, lease.stream, group.steps, group.faults, (envs or {}).get(group.slot, UNSET),
                 _is_confirmed(state, submission, group, verdicts, recheck) if group.faults else UNSET,
             )  # fmt: skip
             pay = pay_of(group, state.rules)

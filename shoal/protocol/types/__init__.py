@@ -15,7 +15,7 @@ from shoal.protocol.types.learning import (
 from shoal.protocol.types.message import Answer, Fact, Message, fact
 from shoal.protocol.types.publishers import Publishers, Rotation
 from shoal.protocol.types.relays import RelayEntry, RelayOffer, RelayProof, RelayStanding
-from shoal.protocol.types.run import Bounds, EnvSpec, Join, NodeState, Rules, RunInfo, RunVersions, Sampling, Uses
+from shoal.protocol.types.run import Bounds, EnvSpec, Join, NodeState, Rules, RunInfo, RunVersions, Sampling
 from shoal.protocol.types.stage import (
     GroupRecord,
     Outcome,
@@ -115,7 +115,6 @@ __all__ = [
     "Submission",
     "Turn",
     "TurnAnswer",
-    "Uses",
     "Verdict",
     "fact",
     "make_rollout",

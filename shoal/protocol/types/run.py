@@ -3,12 +3,12 @@
 They only hold data, and know no HTTP, storage or models.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
 from shoal.protocol.algorithms import Algorithm, Grpo
-from shoal.protocol.constants import EPISODES, MAX_GROUP_USES
+from shoal.protocol.constants import EPISODES
 from shoal.protocol.noise import PHILOX, FamilyName
 from shoal.protocol.shaping import Shaping
 from shoal.protocol.types.message import Answer, Fact, Message
@@ -116,15 +116,6 @@ class Bounds(Message, frozen=True):
     proportion, as rounding errors do. 0: they never grow."""
 
 
-class Uses(Message, frozen=True):
-    """How often batches may take the same group."""
-
-    most: Annotated[int, msgspec.Meta(ge=2, le=MAX_GROUP_USES)]
-    """Batches that one group may be in."""
-    repeated: Annotated[int, msgspec.Meta(ge=1)]
-    """Groups of a batch that earlier batches had, too, at most. Fewer than `Rules.batch_groups`."""
-
-
 class Rules(Message, frozen=True):
     """The part of the run file that every node must know."""
 
@@ -153,18 +144,6 @@ class Rules(Message, frozen=True):
     """Decides which groups have signal, and what their rollouts are worth."""
     quarantine_s: float = 30.0
     """Length of a worker's first quarantine, seconds."""
-    uses: Uses | msgspec.UnsetType = msgspec.UNSET
-    """Sent only if a group may be in more than one batch."""
-
-    @property
-    def group_uses(self) -> int:
-        """Batches that one group may be in."""
-        return self.uses.most if self.uses else 1
-
-    @property
-    def repeated_groups(self) -> int:
-        """Groups of a batch that earlier batches had, too, at most."""
-        return min(self.uses.repeated, self.batch_groups - 1) if self.uses else 0
 
 
 class RunVersions(Answer, frozen=True):

@@ -96,8 +96,6 @@ class Findings:
     """What a sample was not drawn from, because the run does not serve it."""
     told: list[str] = field(default_factory=list)
     """Lines about the choice: the facts of the named group, the seed of the sample, or what the evidence holds."""
-    turns: list[str] = field(default_factory=list)
-    """Whether leases went to workers in turn, in the words of `shoal ledger verify`."""
     signed: int = 0
     """Manifests, leases and receipts of the evidence that were compared with the log."""
     unclear: int = 0
@@ -155,7 +153,6 @@ def summary(found: Findings) -> list[str]:
         f"with the model: {found.with_model} groups, {found.tokens} tokens and their log-probs; "
         f"largest gap {found.largest_gap:.2g} nats"
     )
-    lines += found.turns
     if found.overruled:
         lines.append(f"not compared: {found.overruled} verdicts on groups, because they were outvoted or disputed")
     lines += [found.undrawn] if found.undrawn else []
@@ -204,7 +201,6 @@ async def audit_rollouts(
             await _audit_places(bench, places, choice, found, expiry)
     conclude(log, time.time())
     found.disagreements = [*(f"the log: {finding}" for finding in log.findings), *found.disagreements]
-    found.turns = log.turns.lines(log.state)
     return found
 
 
@@ -476,7 +472,5 @@ def _tell(bench: Bench, check: t.Check, verdict: t.Verdict, choice: Choice) -> l
             how = "audited" if booked.audited else "not audited"
             lines.append(f"  the log: {booked.outcome} by validator {given.validator[:12]}, {how}")
     if taken and final is not None:
-        taken_by = [str(step) for step, groups in state.main.batches.items() if (version, number) in groups]
-        steps = f"batch of step {', '.join(taken_by)}" if taken_by else "no batch"
-        lines.append(f"  paid; {steps}")
+        lines.append(f"  paid; {f'batch of step {final.step}' if final.step >= 0 else 'no batch'}")
     return lines

@@ -269,7 +269,7 @@ def _awaited(state: State) -> str:
         return "the trainer: the first version"
     if state.main.version in state.main.batches:
         return "the trainer: the next step"
-    need, have = state.rules.batch_groups, len(next_members(state, state.main).all)
+    need, have = state.rules.batch_groups, len(next_members(state, state.main))
     if state.pending:
         judged = f"{have} of {need} groups for the next step"
         if not state.validators:

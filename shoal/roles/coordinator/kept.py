@@ -283,12 +283,11 @@ class Kept:
         stream = self.state.main
         if self.bodies[name] < self._oldest_fresh():
             return False
-        version, again = self.bodies[name], stream.uses.groups.get(self.bodies[name], {}) if stream.uses else {}
+        slots = stream.versions[self.bodies[name]].slots.values()
         return any(
-            slot.submission == name and slot.status == "signal"
-            and (number in again or not 0 <= slot.step < stream.version)  # guard: kept-to-be-repeated
-            for number, slot in stream.versions[version].slots.items()
-        )  # fmt: skip
+            slot.submission == name and slot.status == "signal" and not 0 <= slot.step < stream.version
+            for slot in slots
+        )
 
     def _versions_at_work(self) -> set[int]:
         """Versions that a validator may still have to fetch to judge a submission, however old they are."""

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec import UNSET
 from msgspec.structs import replace
 from starlette.applications import Starlette
 
@@ -313,7 +312,6 @@ def rules_of(config: RunConfig) -> t.Rules:
         max_flat_groups=r.max_flat_groups,
         algorithm=config.train.algorithm,
         quarantine_s=v.quarantine_s,
-        uses=t.Uses(config.train.group_uses, config.train.repeated_groups) if config.train.group_uses > 1 else UNSET,
     )
 
 

@@ -35,8 +35,6 @@ class BatchReader:
         """`scores` is the folder in which the host's processes leave what rollouts scored."""
         self._config, self._client, self._vocabulary, self._scores = config, client, vocabulary, scores
         self.seen_seq = -1
-        self._repeated: tuple[tuple[int, int], ...] = ()
-        """(version, slot) of the groups of the batch read last that earlier batches had, too."""
 
     async def rows(self, batch: t.Batch, info: t.RunInfo) -> tuple[list[Row], dict[str, Any]]:
         """The batch's rows in canonical order, and figures: what the filter left out, and rewards of all groups."""
@@ -60,10 +58,6 @@ class BatchReader:
             counts["overlong_rollouts"] = chosen.overlong_rollouts
         scores = await asyncio.to_thread(take_scores, self._scores)
         counts |= await self.accepted_for(batch.step, sum(tally.faults for tally in scores.values()))
-        if rules.group_uses > 1:
-            counts["repeated_rollouts"] = sum(
-                len(member.rewards) for member in batch.groups if (member.version, member.slot) in self._repeated
-            )
         rows = learned(chosen.rows)
         counts |= _solve_rates(batch) | signs_of(rows)
         labels = [spec.label for spec in info.envs]
@@ -104,7 +98,6 @@ class BatchReader:
                 elif isinstance(entry.body, BatchFormed) and entry.body.step < step:
                     accepted.clear()
                 elif isinstance(entry.body, BatchFormed):
-                    self._repeated = entry.body.repeated or ()
                     more = False
                     break
         if not accepted:

@@ -267,8 +267,6 @@ class Builder:
                     "batch_groups = excluded.batch_groups",
                     (run, step, entry.seq, entry.time, len(groups)),
                 )
-                for version, slot in groups:
-                    self._put("batches", (run, step, version, slot))
             case _:
                 pass
 

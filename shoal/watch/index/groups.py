@@ -25,7 +25,7 @@ class Filter(NamedTuple):
     version: int | None = None
     status: str = ""
     step: int | None = None
-    """Of a batch that took it."""
+    """Of the batch that took it."""
     task: int | None = None
     reward_from: float | None = None
     reward_to: float | None = None
@@ -69,12 +69,9 @@ def groups(
     return {"rows": found, "next": None}
 
 
-OF_A_BATCH = (
-    "+status IN ('signal', 'flat') AND id IN (SELECT id FROM batches CROSS JOIN groups USING (run, version, slot) "
-    "WHERE run = ? AND batches.step = ?)"
-)
-"""That a group is of a step's batch of a run, also if a later batch took it again. A copy of it is not. The plus and
-CROSS JOIN keep SQLite from looking at all groups of the run, which it does if `run = ?` stands beside this."""
+OF_A_BATCH = "run = ? AND step = ? AND +status = 'signal'"
+"""That a group is of a step's batch of a run. A copy of it is not. The plus keeps SQLite from looking at all groups with
+signal."""
 
 _ORDERS = {"best": "reward DESC, id DESC", "worst": "reward IS NULL, reward, id DESC"}
 """SQLite takes NULL, a group without rewards, for the lowest value; it comes last in both."""
@@ -138,10 +135,6 @@ def group(look: Look, run: int, number: int, private: bool = False) -> Row | Non
     body = look.rows("SELECT state, why FROM bodies WHERE run = ? AND submission = ?", run, submission)
     return {
         **row, "rollouts": [{**rollout, "rollout": rollout["id"] - first} for rollout in rollouts],
-        "steps": [found["step"] for found in look.rows(
-            "SELECT step FROM batches WHERE run = ? AND version = ? AND slot = ? ORDER BY step",
-            run, row["version"], row["slot"],
-        )] if row["status"] in ("signal", "flat") else [],
         "body": body[0] if body else None,
         "verdicts": look.rows("SELECT * FROM verdicts WHERE run = ? AND submission = ? ORDER BY seq", run, submission),
         "findings": look.rows(

@@ -205,11 +205,10 @@ class Look:
         versions = self.rows(
             "SELECT * FROM spread WHERE run = ? AND worker = ? ORDER BY version DESC LIMIT 20", run, key
         )
-        # The plus and CROSS JOIN keep SQLite from looking at the groups of other workers.
+        # The plus keeps SQLite from looking at the groups of other workers.
         steps = self.rows(
-            "SELECT step, count(*) AS groups FROM (SELECT run, version, slot FROM groups WHERE run = ? AND worker = ? "
-            "AND +status IN ('signal', 'flat') ORDER BY id DESC LIMIT ?) CROSS JOIN batches USING (run, version, slot) "
-            "GROUP BY step ORDER BY step DESC LIMIT 20",
+            "SELECT step, count(*) AS groups FROM (SELECT step FROM groups WHERE run = ? AND worker = ? AND +status = "
+            "'signal' ORDER BY id DESC LIMIT ?) WHERE step >= 0 GROUP BY step ORDER BY step DESC LIMIT 20",
             run, key, SCANNED,
         )  # fmt: skip
         return {

@@ -11,7 +11,7 @@ from pathlib import Path
 from shoal.errors import StateError
 from shoal.folder import held
 
-VERSION = 10
+VERSION = 11
 """Of the tables. Another one makes the index anew."""
 
 MOST_ROLLOUTS = 4096
@@ -35,9 +35,6 @@ CREATE INDEX nodes_by_credits ON nodes (run, role, credits);
 CREATE TABLE versions (run INTEGER, version INTEGER, seq INTEGER, time_s REAL, root TEXT, manifest TEXT, retired INTEGER,
   signal INTEGER, flat INTEGER, continued INTEGER, void INTEGER, batch_seq INTEGER, batch_s REAL, batch_groups INTEGER,
   PRIMARY KEY (run, version)) WITHOUT ROWID;
-CREATE TABLE batches (run INTEGER, step INTEGER, version INTEGER, slot INTEGER, PRIMARY KEY (run, step, version, slot))
-  WITHOUT ROWID;
-CREATE INDEX batches_by_slot ON batches (run, version, slot);
 CREATE TABLE spread (run INTEGER, version INTEGER, worker TEXT, seq INTEGER, time_s REAL, leases INTEGER, blocks INTEGER,
   PRIMARY KEY (run, version, worker)) WITHOUT ROWID;
 CREATE INDEX spread_by_worker ON spread (run, worker, version);
@@ -81,8 +78,8 @@ SIDECARS = ("-wal", "-shm")
 """Files that SQLite keeps beside an index: its journal and its shared memory."""
 
 NAMES = (
-    "facts", "conditions", "events", "metrics", "series", "nodes", "versions", "batches", "spread", "verdicts", "refusals",
-    "groups", "rollouts", "bodies", "heldout", "alarms",
+    "facts", "conditions", "events", "metrics", "series", "nodes", "versions", "spread", "verdicts", "refusals", "groups",
+    "rollouts", "bodies", "heldout", "alarms",
 )  # fmt: skip
 """All tables with rows of a run, but `runs` and those of full text."""
 
