@@ -18,8 +18,8 @@ from shoal.ledger.log.verify import report, verify
 from shoal.ledger.rules.leases import groups_wanted
 from shoal.ledger.state import state_hash
 from shoal.ledger.table import read_entry
-from shoal.protocol.algorithms import Grpo
 from shoal.protocol.audits import influence
+from shoal.protocol.compositions import Grpo
 from shoal.protocol.types import Rules, Uses
 from shoal.protocol.wire import WireError, from_json, to_json
 from tests.ledger.test_verify import rows_of
