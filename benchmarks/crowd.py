@@ -29,8 +29,8 @@ from shoal.config import RunConfig
 from shoal.folder import RunFolder
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
-from shoal.protocol.algorithms import Grpo
 from shoal.protocol.audits import influence, must_audit
+from shoal.protocol.compositions import Grpo
 from shoal.protocol.identity import Key, RequestLine, sign_request
 from shoal.protocol.wire import digest, from_json, to_json, to_msgpack
 from shoal.roles.coordinator.api import application

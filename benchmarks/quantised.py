@@ -4,7 +4,7 @@
 
 The run of recipes/arithmetic.toml in recipes/one_file.py, which gives the bytes of the distributed run: a policy that adds
 learns which answers pay. `int8` has policy.dtype = "int8" and the weights that come with it; `int8-plain` is the same
-without them (train.truncation = 0). Every ten steps, both sides are measured on the same held-out tasks with the same
+without them (ratio_to = "behaviour"). Every ten steps, both sides are measured on the same held-out tasks with the same
 noise: what actors sample, and at the end also what the trainer keeps in float32. Bytes are those of a version's weights.
 CPU-seconds are those of this process: of sampling, learning, writing a version and loading it; measurements are not
 counted.
@@ -47,7 +47,7 @@ BAR = 0.02
 SIDES = {
     "float32": [],
     "int8": ['policy.dtype="int8"'],
-    "int8-plain": ['policy.dtype="int8"', "train.truncation=0.0"],
+    "int8-plain": ['policy.dtype="int8"', 'train.algorithm.ratio_to="behaviour"'],
 }
 """What each side sets in the run file."""
 PARTS = ("sample", "learn", "write", "load")

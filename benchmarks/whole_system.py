@@ -37,6 +37,7 @@ from shoal.metrics import read_metrics
 from shoal.policy.files import save_policy
 from shoal.policy.model import Transformer
 from shoal.policy.tiny import initialise, tiny_spec
+from shoal.protocol.compositions import Clip
 
 HERE = Path(__file__).resolve().parent
 RECIPE = HERE / "whole_system.toml"
@@ -194,7 +195,9 @@ def run_peer(python: Path, policy: Path, threads: int, steps: int) -> Figures:
         "seed": config.seed,
     }
     settings |= {name: getattr(config.train, name) for name in SHARED_SETTINGS}
-    settings |= {name: getattr(config.train.algorithm, name) for name in SHARED_ARGUMENTS}
+    loss = config.train.algorithm.loss
+    assert isinstance(loss, Clip)
+    settings |= {"epsilon": loss.eps_low, "delta": loss.delta}
     command = [str(python), str(HERE / "peers/trl_grpo.py"), str(policy), json.dumps(settings)]
     pinned = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(command, env=os.environ | pinned, stdout=subprocess.PIPE, text=True, check=True)
@@ -204,8 +207,6 @@ def run_peer(python: Path, policy: Path, threads: int, steps: int) -> Figures:
 
 SHARED_SETTINGS = ("lr", "beta1", "beta2", "weight_decay", "max_grad_norm")
 """Of the run file's [train], whose learning rate is constant from the first step: both optimise in the same way."""
-SHARED_ARGUMENTS = ("epsilon", "delta")
-"""Of the run file's [train.algorithm]."""
 
 
 # --- watching a run from outside ---

@@ -48,8 +48,9 @@ from shoal.policy.kinds import open_policy
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
 from shoal.policy.valued import begin_valued
-from shoal.protocol.algorithms import Algorithm, narrowest_bound, needs_reference, step_credit_of, vine_of
+from shoal.protocol.algorithms import narrowest_bound, needs_reference, step_credit_of, vine_of
 from shoal.protocol.bounds import claims_bend_ratios
+from shoal.protocol.compositions import Algorithm
 from shoal.protocol.continuations import branches, whole_author
 from shoal.protocol.draws import DrawTable, draw_task
 from shoal.protocol.env_faults import fault_indices, faults_of, without_faults
@@ -136,8 +137,7 @@ def steps(
     critic = critic_of(config.train, partial(begin_valued, start, module_dtype(config.train)))
     learner = Learner(
         model, config.train, temperature=sampling.temperature, steps=config.steps,
-        published=config.policy.dtype, max_tokens=config.sampling.all_tokens, critic=critic,
-        objective=loss,
+        max_tokens=config.sampling.all_tokens, critic=critic, objective=loss,
     )  # fmt: skip
     # A penalty on leaving the first policy needs that policy, as it is now.
     refer: Reference | None = None

@@ -86,8 +86,8 @@ METRICS: dict[str, Metric] = {
     ),
     "truncated_share": Metric(
         "share",
-        "Share of policy tokens whose importance weight was cut (train.truncation); missing in runs without such "
-        "weights.",
+        "Share of policy tokens whose importance weight was cut (train.algorithm.corrections); missing in runs without "
+        "such weights.",
     ),
     "masked_share": Metric(
         "share", "Share of policy tokens that a correction dropped; missing in runs whose algorithm has none that does."

@@ -9,8 +9,9 @@ from shoal.config import BOUNDS, RunConfig, load_run, notes_of
 from shoal.errors import ConfigError
 from shoal.ledger.algorithm import advantages, teaches
 from shoal.protocol import compositions as c
-from shoal.protocol.algorithms import Algorithm, Grpo, defaults_of, narrowest_bound
+from shoal.protocol.algorithms import defaults_of, narrowest_bound
 from shoal.protocol.bounds import claims_bend_ratios
+from shoal.protocol.compositions import Algorithm
 from shoal.tree import to_tree
 
 GAE = 'name = "ppo"\nadvantage = "gae"'
@@ -36,11 +37,41 @@ def test_every_name_is_a_run_file_by_itself_and_comes_back_from_the_log(load, ki
 
 
 def test_arguments_without_a_name_are_those_of_grpo(load):
-    assert (
-        load("epsilon = 0.3").train.algorithm
-        == load('name = "grpo"\nepsilon = 0.3').train.algorithm
-        == Grpo(epsilon=0.3)
-    )
+    meant = c.Grpo(loss=c.Clip(0.3, 0.3, 4.0))
+    assert load("epsilon = 0.3").train.algorithm == load('name = "grpo"\nepsilon = 0.3').train.algorithm == meant
+
+
+def test_epsilon_and_delta_of_grpo_are_short_for_keys_of_its_loss(load):
+    found = load("epsilon = 0.3\ndelta = 5.0\nloss.eps_high = 0.4", "train.algorithm.epsilon=0.1").train.algorithm
+    assert found == c.Grpo(loss=c.Clip(0.1, 0.4, 5.0))
+    for other in ('name = "dapo"\nepsilon = 0.3', 'loss = {name = "cispo"}\nepsilon = 0.3'):
+        with pytest.raises(ConfigError, match=r"unknown key train\.algorithm\.epsilon"):
+            load(other)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "expected"),
+    [
+        ("float32", "", c.Grpo()),
+        ("bfloat16", "", c.Grpo()),
+        ("int8", "", c.Grpo(ratio_to="old", corrections=(c.Truncate(2.0),))),
+        ("int8", "epsilon = 0.3", c.Grpo(loss=c.Clip(0.3, 0.3, 4.0), ratio_to="old", corrections=(c.Truncate(2.0),))),
+        ("int8", "corrections = []", c.Grpo()),
+        ("int8", 'ratio_to = "behaviour"', c.Grpo()),
+        ("int8", 'name = "dapo"', c.Dapo()),
+    ],
+)
+def test_grpo_corrects_for_int8_that_is_published_unless_the_run_says_otherwise(load, dtype, given, expected):
+    config = load(given, rest=f'[policy]\ndtype = "{dtype}"')
+    assert config.train.algorithm == expected and notes_of(config) == []
+
+
+def test_a_run_file_without_the_table_has_grpo(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    assert load_run(path).train.algorithm == c.Grpo()
+    quantised = load_run(path, ['policy.dtype="int8"']).train.algorithm
+    assert quantised == c.Grpo(ratio_to="old", corrections=(c.Truncate(2.0),))
 
 
 def test_a_key_of_a_part_leaves_the_others_as_the_name_has_them(load):
@@ -103,7 +134,6 @@ def test_what_a_run_file_gets_wrong_is_named(load, algorithm, message):
         ('name = "rloo"\nratio_to = "old"', "", "", "has no ratio. Leave ratio_to out"),
         ('name = "scalerl"\nadvantage = "mean_std"', "", "", "divides advantages by a deviation"),
         ('name = "scalerl"\nadvantage = "reward"', "", "", "has no baseline"),
-        ('name = "dapo"', "truncation = 2.0", "", "it is of grpo alone"),
         ('name = "dapo"\nkl = {beta = 0.1, estimator = "k1"}', "", "", "its gradient is 0 on average"),
         ('name = "dapo"\nkl = {beta = 0.1, place = "advantage"}', "", "", 'takes estimator = "k1"'),
         ('name = "gspo"\nkl = {beta = 0.1, estimator = "k1", place = "advantage"}', "", "", "by_token = true"),
@@ -163,15 +193,14 @@ def test_a_ratio_that_is_always_1_is_said(load):
     assert "the ratio is 1 at every token" in notes_of(load('name = "ppo"'))[0]
     stale = "nothing corrects older rollouts (rollouts.max_staleness = 2)"
     assert stale in notes_of(load('name = "ppo"', rest="[rollouts]\nmax_staleness = 2"))[0]
-    weighed = load('name = "ppo"\ncorrections = [{name = "truncate"}]', rest="[rollouts]\nmax_staleness = 2")
     fresh = load('name = "ppo"', rest="[rollouts]\nmax_staleness = 0")
-    assert all("older rollouts" not in notes_of(config)[0] for config in (weighed, fresh))
+    assert "older rollouts" not in notes_of(fresh)[0]
     for algorithm, train in (
         ("ppo", "updates_per_batch = 2"),
         ("ppo", "minibatches = 4"),
         ("dapo", ""),
         ("rloo", ""),
-        ("grpo", ""),
+        ("decoupled_ppo", ""),
     ):
         assert notes_of(load(f'name = "{algorithm}"', train=train)) == []
 
@@ -179,7 +208,8 @@ def test_a_ratio_that_is_always_1_is_said(load):
 @pytest.mark.parametrize(
     ("algorithm", "expected"),
     [
-        (Grpo(epsilon=0.3), 0.3), (c.Dapo(loss=c.Clip(0.2, 0.1, 4.0)), 0.1), (c.CispoNamed(), 4.0),
+        (c.Grpo(), 0.2), (c.Grpo(ratio_to="old", corrections=(c.Truncate(),)), 0.2),
+        (c.Dapo(loss=c.Clip(0.2, 0.1, 4.0)), 0.1), (c.CispoNamed(), 4.0),
         (c.Ppo(loss=c.Gspo()), 3e-4), (c.Ppo(loss=c.Dppo()), 0.2), (c.Rloo(), 1.0), (c.Rloo(corrections=()), float("inf")),
         (c.Ppo(corrections=(c.SequenceMask(),)), 0.0), (c.Ppo(corrections=(c.GeometricMask(),)), 0.01),
         (c.DecoupledPpo(corrections=(c.Truncate(level="row"),)), 0.0), (c.Ppo(corrections=(c.IcePop(),)), 0.2),
@@ -221,10 +251,6 @@ def test_the_trainer_takes_no_claims_where_one_may_count_without_limit(algorithm
 def test_the_ledger_finds_what_a_group_teaches(algorithm, rewards, taught, expected):
     assert teaches(rewards, algorithm) is taught
     assert advantages(rewards, algorithm).tolist() == pytest.approx(expected, abs=1e-5)
-
-
-def test_the_bytes_of_grpo_in_a_log_stay_as_they_were():
-    assert to_tree(Grpo()) == {"name": "grpo", "advantage": "mean", "epsilon": 0.2, "delta": 4.0, "entropy_bonus": 0.0}
 
 
 VINE = 'name = "composition"\n[train.algorithm.credit]\nname = "vine"\n'

@@ -41,8 +41,7 @@ from shoal.config import (
 from shoal.config.paths import with_absolute_paths
 from shoal.config.trl import TRL_KEYS, TRL_SFT_KEYS
 from shoal.errors import ConfigError
-from shoal.protocol.algorithms import Grpo
-from shoal.protocol.compositions import Composition
+from shoal.protocol.compositions import Clip, Composition, Grpo
 from shoal.tree import Section, all_keys, changed_keys, from_tree, to_tree
 
 SMALL = 'name = "small"\nsteps = 3\n[[envs]]\nname = "arithmetic"\n'
@@ -119,7 +118,7 @@ def test_the_keys_that_a_resumed_run_may_change_exist() -> None:
     [
         ("workers.count=3", lambda c: c.workers.count == 3),
         ("train.lr=3e-5", lambda c: c.train.lr == 3e-5),
-        ("train.algorithm.delta=5", lambda c: c.train.algorithm == Grpo(delta=5.0)),
+        ("train.algorithm.delta=5", lambda c: c.train.algorithm == Grpo(loss=Clip(delta=5.0))),
         ("name=other", lambda c: c.name == "other"),
         ('name="quoted"', lambda c: c.name == "quoted"),
         ("policy.tiny.tied=true", lambda c: c.policy.tiny.tied is True),
@@ -330,17 +329,18 @@ def test_two_processes_of_a_run_have_two_ports(run_file: Path, other: str) -> No
         (SMALL + "[train]\nbeta2 = nan\n", "train.beta2 = nan: must be at least 0 and below 1"),
         (SMALL + "[train]\nweight_decay = inf\n", "train.weight_decay = inf: must be at least 0, and finite"),
         (SMALL + "[train]\nwarmup_steps = -1\n", "train.warmup_steps = -1: must be at least 0"),
-        (SMALL + "[train]\nepsilon = 0.3\n", "unknown key train.epsilon; did you mean train.algorithm.epsilon?"),
+        (SMALL + "[train]\nepsilon = 0.3\n", "unknown key train.epsilon; did you mean train.algorithm.loss.eps_low?"),
         (SMALL + "[train]\nadvantage = 'mean'\n", "train.advantage; did you mean train.algorithm.advantage?"),
         (SMALL + "[train]\nalgorithm = 'grpo'\n", "write it as a table, [train.algorithm]"),
         (SMALL + "[train.algorithm]\nname = 'grop'\n", "train.algorithm.name: Invalid value 'grop'; known: grpo"),
         (SMALL + "[train.algorithm]\nentropy = 0.1\n", "did you mean train.algorithm.entropy_bonus?"),
-        (SMALL + "[train.algorithm]\nepsilon = 1.0\n", "train.algorithm.epsilon = 1.0: must be between 0 and 1"),
-        (SMALL + "[train.algorithm]\ndelta = 1.1\n", "train.algorithm.delta = 1.1: must be above 1 + epsilon = 1.2"),
-        (SMALL + "[train.algorithm]\ndelta = inf\n", "train.algorithm.delta = inf: must be above"),
+        (SMALL + "[train.algorithm]\nepsilon = 1.0\n", "train.algorithm.loss.eps_low = 1.0: must be between 0 and 1"),
+        (
+            SMALL + "[train.algorithm]\ndelta = 1.1\n",
+            "train.algorithm.loss.delta = 1.1: must be 0, or above 1 + eps_high",
+        ),
+        (SMALL + "[train.algorithm]\ndelta = inf\n", "train.algorithm.loss.delta = inf: must be 0, or above"),
         (SMALL + "[train.algorithm]\nentropy_bonus = nan\n", "train.algorithm.entropy_bonus = nan: must be finite"),
-        (SMALL + "[train]\ntruncation = 0.5\n", "train.truncation = 0.5: must be -1, 0, or at least 1"),
-        (SMALL + "[train]\ntruncation = inf\n", "train.truncation = inf: must be -1, 0, or at least 1"),
         (SMALL + "[train]\nupdates_per_batch = 0\n", "train.updates_per_batch = 0: must be at least 1"),
         (SMALL + "[workers]\ncount = -1\n", "workers.count = -1: must be at least 0"),
         (SMALL + "[validators]\ncount = 2\n", "validators.count = 2: a slash needs two validators that agree"),
@@ -374,24 +374,18 @@ def refused(run_file: Path, *overrides: str) -> str:
     [
         ("train.learning_rate=1", "train.learning_rate; did you mean train.lr?"),
         ("rollouts.num_generations=8", "rollouts.num_generations; did you mean rollouts.group_size?"),
-        (
-            "mask_truncated_completions=true",
-            "did you mean train.algorithm.mask_overlong? It needs train.algorithm.name = ",
-        ),
+        ("mask_truncated_completions=true", "did you mean train.algorithm.mask_overlong?"),
         ("scale_rewards=group", 'did you mean train.algorithm.advantage? (group is "mean_std"'),
         ("train.loss_type=dapo", "did you mean train.algorithm.name?"),
         ("steps_per_generation=2", "did you mean train.minibatches?"),
         ("sampling.top_p=0.9", "sampling.top_p; there is no key for it: the lease fixes the noise"),
         ("gradient_accumulation_steps=2", "there is no key for it: a batch is rollouts.batch_groups groups"),
         ("num_train_epochs=2", "there is no key for it: tasks are drawn with replacement"),
-        ("epsilon_high=0.3", 'train.algorithm.loss.eps_high? It needs train.algorithm.name = "composition"'),
-        ("train.algorithm.kl.beta=0.1", 'train.algorithm.kl; it needs train.algorithm.name = "composition"'),
+        ("epsilon_high=0.3", "did you mean train.algorithm.loss.eps_high?"),
+        ("train.algorithm.name=cispo delta=4", 'loss.delta? It needs train.algorithm.loss.name = "clip"'),
         ("temperature=1", "did you mean sampling.temperature?"),
         ("train.algorithm.name=ppo beta=0.1", 'kl.beta? (with train.algorithm.kl.place = "weighted_loss"'),
-        (
-            "use_bias_correction_kl=true",
-            'train.algorithm.kl.place? It needs train.algorithm.name = "composition" (true',
-        ),
+        ("use_bias_correction_kl=true", "did you mean train.algorithm.kl.place? (true"),
         ("importance_sampling_level=sequence", '"gspo" with average = "tokens", and train.algorithm.loss.eps_low'),
         ("eval_on_start=true", "there is no key for it: a run evaluates before its first step"),
         ("train.activation_checkpointing=true", 'did you mean train.recompute? ("layers")'),

@@ -227,7 +227,9 @@ def run_file_tables(kind: Any = config.RunConfig, prefix: str = "") -> str:
     parts = [table(headings, rows)] if rows else []
     for field in msgspec.structs.fields(kind):
         inner = section_of(field.type)
-        if inner is not None:
+        if inner is compositions.Grpo:
+            parts += algorithm_tables(prefix + field.name)
+        elif inner is not None:
             name = prefix + field.name
             heads = {tuple: f"[[{name}]]", dict: f'[{name}."SAMPLED/RECOMPUTED"]'}
             head = heads.get(getattr(field.type, "__origin__", None), f"[{name}]")
@@ -235,15 +237,20 @@ def run_file_tables(kind: Any = config.RunConfig, prefix: str = "") -> str:
             if inner is config.BoundsConfig:
                 parts.append(built_in_bounds())
             parts.append(run_file_tables(inner, name + "."))
-            if inner is algorithms.Grpo:
-                parts += composition_tables(name)
     return "\n\n".join(parts)
 
 
-def composition_tables(prefix: str) -> list[str]:
-    """The keys of every algorithm but grpo, what the named ones take, and the parts that they are composed of."""
+def algorithm_tables(prefix: str) -> list[str]:
+    """What the named algorithms take, the keys of all, and the parts that they are composed of."""
     plain = compositions.Composition()
-    keys = keys_of(type(plain), compositions, f"{prefix}.")[1:]
+    named = [
+        f"`{prefix}.name`",
+        "a name of the table above",
+        f'`"{algorithms.DEFAULT}"`',
+        "What the defaults are.",
+        "no",
+    ]
+    keys = [named, *keys_of(type(plain), compositions, f"{prefix}.")[1:]]
     rows = []
     for kind in (compositions.Composition, *compositions.NAMED):
         other = {key: value for key, value in to_tree(kind()).items() if value != to_tree(plain)[key] and key != "name"}
@@ -251,7 +258,7 @@ def composition_tables(prefix: str) -> list[str]:
         shown = ", ".join(f"`{key} = {inline(value)}`" for key, value in other.items())
         rows.append([f'`"{name}"`', "every default below" if kind is type(plain) else one_line(kind.__doc__), shown])
     parts = [
-        "Every other name is that of a composition: it has the keys below, and other defaults for some.",
+        f"### `[{prefix}]`\n\nAn algorithm of parts. Every `name` has the keys below, and other defaults for some.",
         table(["Name", "What it is", "Its own defaults"], rows),
         table(["Key", "Type", "Default", "Meaning", "May change on resume"], keys),
     ]
@@ -401,7 +408,7 @@ BASES = (types.Message, types.Answer)
 def type_tables() -> str:
     """Every message, with its fields."""
     parts = []
-    documented = [(module, *found) for module in (algorithms, types, accounts) for found in field_docs(module).items()]
+    documented = [(module, *found) for module in (types, accounts) for found in field_docs(module).items()]
     for module, name, docs in documented:
         kind = getattr(module, name, None)
         if not name or not (isinstance(kind, type) and issubclass(kind, types.Message)) or kind in BASES:

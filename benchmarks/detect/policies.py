@@ -23,7 +23,7 @@ from shoal.envs.base import Step
 from shoal.envs.wordle import Wordle, WordleArgs, WordleState
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.model import Transformer
-from shoal.protocol.algorithms import Grpo
+from shoal.protocol.compositions import Grpo
 from shoal.protocol.types import BatchGroup, Group, Lease, Rules, Sampling
 from shoal.protocol.wire import digest, to_msgpack
 from shoal.train.rows import Row, rows_of_group

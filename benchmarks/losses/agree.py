@@ -22,10 +22,8 @@ import torch
 from msgspec.structs import replace
 
 from shoal.algos.grpo_advantages import advantages
-from shoal.config import TrainConfig
-from shoal.ledger.algorithm import masks_overlong
 from shoal.protocol import compositions as c
-from shoal.protocol.algorithms import Algorithm, Grpo
+from shoal.protocol.compositions import Algorithm
 from shoal.train.averaging import averaged
 from shoal.train.objective import TokenTerms, objective_of
 from shoal.train.rows import Row, counted_only
@@ -38,7 +36,7 @@ OLD = "old"
 GSPO = c.Gspo(eps_low=0.05, eps_high=0.08)
 
 CASES: dict[str, tuple[Algorithm, dict[str, Any]]] = {
-    "grpo, two-sided": (Grpo(), {"loss_type": "bnpo", "delta": 4.0, "ratio_to": "mu_BT"}),
+    "grpo, two-sided": (c.Grpo(), {"loss_type": "bnpo", "delta": 4.0, "ratio_to": "mu_BT"}),
     "grpo, mean of rollouts": (c.Composition(average="rollouts", ratio_to=OLD), {"loss_type": "grpo"}),
     "ppo": (c.Ppo(), {"loss_type": "bnpo"}),
     "ppo with delta": (c.Ppo(loss=c.Clip(delta=1.5)), {"loss_type": "bnpo", "delta": 1.5}),
@@ -141,7 +139,7 @@ def case_of(seed: int) -> dict[str, np.ndarray]:
 
 def gradient_of(case: dict[str, np.ndarray], algorithm: Algorithm, from_rewards: bool = False) -> np.ndarray:
     """The gradient of our loss by the logits, [B, T, V]."""
-    learned_B = ~case["overlong_B"] if masks_overlong(algorithm) else np.ones(ROWS, dtype=bool)
+    learned_B = ~case["overlong_B"] if algorithm.mask_overlong else np.ones(ROWS, dtype=bool)
     lengths_B, A_B = case["mask_BT"].sum(-1).astype(int), case["A_B"]
     if from_rewards:
         A_B = np.concatenate([advantages(R_G, algorithm.advantage) for R_G in case["R_B"].reshape(-1, GROUP)])  # type: ignore[arg-type]
@@ -166,7 +164,7 @@ def gradient_of(case: dict[str, np.ndarray], algorithm: Algorithm, from_rewards:
         row_N=torch.from_numpy(np.repeat(np.arange(len(lengths_R)), lengths_R)),
         reference_logp_N=torch.from_numpy(case["reference_BT"])[written_BT],
     )
-    loss, _ = objective_of(TrainConfig(algorithm=algorithm))(terms, float(lengths_R.sum()))
+    loss, _ = objective_of(algorithm)(terms, float(lengths_R.sum()))
     loss.backward()
     assert logits_BTV.grad is not None
     return logits_BTV.grad.numpy()

@@ -30,7 +30,7 @@ from shoal.policy.model import Transformer
 from shoal.policy.tiny import tiny_spec
 from shoal.policy.valued import Valued
 from shoal.protocol import compositions as c
-from shoal.protocol.algorithms import Algorithm, Grpo
+from shoal.protocol.compositions import Algorithm
 from shoal.train.critic import critic_of
 from shoal.train.rows import Row
 from shoal.train.step import Learner
@@ -43,7 +43,6 @@ SPEC = tiny_spec(TinyPolicy(width=128, layers=4, heads=4, kv_heads=2, mlp_width=
 M = TypeVar("M", bound=Transformer)
 
 ALGORITHMS: dict[str, Algorithm] = {
-    BASE: Grpo(),
     **{kind.__struct_config__.tag: kind() for kind in c.NAMED},  # type: ignore[dict-item]
     "ppo, icepop and masks": c.Ppo(corrections=(c.IcePop(), c.SequenceMask(), c.GeometricMask())),
     "ppo, kl k3": c.Ppo(kl=c.Kl(0.01)),

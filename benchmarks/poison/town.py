@@ -42,9 +42,10 @@ from shoal.policy.render import Renderer
 from shoal.proofs.commit import commit
 from shoal.proofs.context import Tools, policy_positions
 from shoal.proofs.verify import verify_submission
-from shoal.protocol.algorithms import Grpo, narrowest_bound
+from shoal.protocol.algorithms import narrowest_bound
 from shoal.protocol.audits import influence, must_audit, paid_tokens
 from shoal.protocol.bounds import Dtype, claims_bend_ratios
+from shoal.protocol.compositions import Clip, Grpo
 from shoal.protocol.randomness import SecretChain
 from shoal.protocol.types import (
     BatchGroup,
@@ -107,7 +108,7 @@ class Town:
         self.envs = {self.env.name: self.env}
         self.renderer = Renderer.from_directory(START)
         self.engine = LocalEngine(threads=1, dtype=case.dtype)
-        train = TrainConfig(lr=LR, warmup_steps=3, algorithm=Grpo(delta=4.0 if case.defended else math.inf))
+        train = TrainConfig(lr=LR, warmup_steps=3, algorithm=Grpo(loss=Clip(delta=4.0 if case.defended else math.inf)))
         self.learner = Learner(load_policy(start, torch.float32), train, temperature=1.0, steps=plan.steps)
         secret = case.seed.to_bytes(32, "big")
         self.links = {chain: SecretChain(secret, chain).links() for chain in ("chain/slots", "chain/audits")}

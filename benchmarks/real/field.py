@@ -26,7 +26,7 @@ from shoal.policy.files import save_policy
 from shoal.policy.kinds import AUTO, open_policy
 from shoal.policy.render import Renderer
 from shoal.proofs.context import Tools
-from shoal.protocol.algorithms import Grpo
+from shoal.protocol.compositions import Grpo
 from shoal.protocol.types import BatchGroup, Bounds, Lease, Rules, Sampling
 from shoal.protocol.wire import digest, to_msgpack
 from shoal.train.rows import Row, rows_of_group

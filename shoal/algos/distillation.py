@@ -25,7 +25,7 @@ from torch import Tensor
 
 
 def reverse_kl(logp_NV: Tensor, teacher_logp_NV: Tensor, weight_N: Tensor, *, num_tokens: float) -> Tensor:
-    """L, scalar, nats per token. `num_tokens` counts the policy tokens of the whole batch, as in `algos/grpo`."""
+    """L, scalar, nats per token. `num_tokens` counts the policy tokens of the whole batch."""
     D_N = (logp_NV.exp() * (logp_NV - teacher_logp_NV.detach())).sum(-1)
     return (weight_N * D_N).sum() / num_tokens
 

@@ -1,7 +1,7 @@
 """The numpy half of GRPO: how much better than its siblings each rollout of a group did, and whether any did.
 
 Called through `ledger/algorithm`, by the ledger, the trainer and auditors. numpy alone, so that the coordinator may
-import it. The loss is in `grpo.py`. It knows nothing of tokens, clips or models.
+import it. The loss is in `ppo.py`. It knows nothing of tokens, clips or models.
 
     symbol   meaning                                       where
     R_i      reward of rollout i of the group              DeepSeekMath, arXiv:2402.03300, section 4.1.2

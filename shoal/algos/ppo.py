@@ -13,9 +13,15 @@ Called by `train/objective` for each micro-batch. Pure: it uses no model, optimi
     eps_low = eps_high              PPO, arXiv:1707.06347, eq. 7
     eps_high = 0.28 > eps_low       DAPO's clip-higher, arXiv:2503.14476, eq. 8: a token of low probability p may rise to
                                     (1 + eps_high) p in a step, so rare tokens can become likely and entropy stays higher
-    delta                           dual clip, arXiv:1912.09729, eq. 5 (c there), and INTELLECT-2, arXiv:2505.07291
+    delta > 1 + eps_high            dual clip, arXiv:1912.09729, eq. 5 (c there), and INTELLECT-2's GRPO, arXiv:2505.07291
 
-Changed from the papers: pi_old may be the policy that sampled, which then corrects for staleness, too.
+Without delta, r A is unbounded below where A < 0: one token that is likely under the new policy and unlikely under the old
+one can dominate the step. Where A > 0, the inner clip is already tighter.
+
+Changed from the papers: pi_old may be the policy that sampled, which then corrects for staleness, too, and in a step of
+several updates for those already made. Its log-probs are the worker's claims where these cannot differ much from the truth
+unseen (`claims_bend_ratios`), else the trainer computes them. A worker that lies about its log-probs could mute its tokens,
+or scale their gradient up to 1 + eps_high (A > 0) or delta (A < 0).
 
 Axes: N policy tokens of a micro-batch.
 """

@@ -13,5 +13,5 @@ from torch import Tensor
 
 
 def sft_loss(logp_N: Tensor, weight_N: Tensor, *, num_tokens: float) -> Tensor:
-    """L, scalar, nats per token. `num_tokens` counts the policy tokens of the whole batch, as in `algos/grpo`."""
+    """L, scalar, nats per token. `num_tokens` counts the policy tokens of the whole batch."""
     return -(weight_N * logp_N).sum() / num_tokens

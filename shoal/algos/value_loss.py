@@ -13,7 +13,7 @@ The paper of PPO (arXiv:1707.06347, equation 9) has the plain squared error; the
 arXiv:2006.05990 studies and finds that it may harm. So a run may turn it off. The maximum makes the clip one of progress
 alone: a value that the step moved away from its target keeps its gradient.
 
-Changed from the code: one half, and the sum is divided by the batch's tokens, as in `algos/grpo`.
+Changed from the code: one half, and the sum is divided by the batch's tokens.
 
 Axes: N policy tokens of a micro-batch.
 """

@@ -11,7 +11,7 @@ from typing import Any
 from shoal.config.credit import WHERE, Demand, credit_fits
 from shoal.config.sections import RunConfig
 from shoal.protocol import compositions as c
-from shoal.protocol.algorithms import DEFAULT, Grpo, defaults_of
+from shoal.protocol.algorithms import DEFAULT, defaults_of
 from shoal.tree import merge, to_tree
 
 
@@ -21,16 +21,29 @@ def filled(tree: dict[str, Any]) -> dict[str, Any]:
     Without this, `loss.eps_low = 0.1` below the name dapo would take DAPO's other bound back to that of the plain clip. A
     loss with another name replaces the whole loss.
     """
-    train = tree.get("train")
-    given = train.get("algorithm") if isinstance(train, dict) else None
+    train, policy = tree.get("train", {}), tree.get("policy")
+    given = train.get("algorithm", {}) if isinstance(train, dict) else None
     if not isinstance(given, dict):
         return tree
-    default = defaults_of(given.get("name", DEFAULT))
+    name = given.get("name", DEFAULT)
+    default = defaults_of(name)
     under = to_tree(default) if default is not None else {"name": DEFAULT}
-    loss, own = given.get("loss"), under.get("loss")
-    if isinstance(loss, dict) and isinstance(own, dict) and loss.get("name", own["name"]) != own["name"]:
-        under.pop("loss")
-    return merge(tree, {"train": {"algorithm": merge(under, given)}})
+    loss, own = given.get("loss", {}), default.loss.__struct_config__.tag if default is not None else None
+    if isinstance(loss, dict) and loss.get("name", own) != own:
+        under.pop("loss", None)
+    elif isinstance(loss, dict) and name == DEFAULT:
+        if isinstance(policy, dict) and policy.get("dtype") == "int8" and not given.keys() & _QUANTISED.keys():
+            under |= _QUANTISED
+        meant = {key: given[short] for short, keys in _SHORT.items() if short in given for key in keys}
+        given = {key: value for key, value in given.items() if key not in _SHORT} | {"loss": meant | loss}
+    return tree | {"train": train | {"algorithm": merge(under, given)}}
+
+
+_QUANTISED = {"ratio_to": "old", "corrections": [to_tree(c.Truncate())]}
+"""What grpo takes where int8 is published, so that the policy that samples is not the one that learns."""
+
+_SHORT = {"epsilon": ("eps_low", "eps_high"), "delta": ("delta",)}
+"""Keys of grpo that are short for keys of its loss."""
 
 
 def algorithm_fits(config: RunConfig) -> Iterator[Demand]:
@@ -39,9 +52,6 @@ def algorithm_fits(config: RunConfig) -> Iterator[Demand]:
     finite = math.isfinite(algorithm.entropy_bonus)
     yield finite, f"{WHERE}.entropy_bonus = {algorithm.entropy_bonus}: must be finite"
     yield from credit_fits(config)
-    if isinstance(algorithm, Grpo):
-        yield from _grpo_fits(algorithm)
-        return
     yield from _loss_fits(algorithm.loss)
     yield from _average_fits(config, algorithm)
     yield from _corrections_fit(algorithm)
@@ -58,10 +68,10 @@ def algorithm_fits(config: RunConfig) -> Iterator[Demand]:
 def notes_of(config: RunConfig) -> list[str]:
     """What works, and yet may not be what was meant."""
     algorithm = config.train.algorithm
-    if isinstance(algorithm, Grpo) or isinstance(algorithm.loss, c.Reinforce):
+    if isinstance(algorithm.loss, c.Reinforce) or _is_weighed(algorithm):
         return []
     if algorithm.ratio_to == "old" and config.train.updates_per_batch * config.train.minibatches == 1:
-        stale = config.rollouts.max_staleness > 0 and not _is_weighed(algorithm)
+        stale = config.rollouts.max_staleness > 0
         older = f", and nothing corrects older rollouts (rollouts.max_staleness = {config.rollouts.max_staleness})"
         return [
             f"the ratio is 1 at every token, so no bound of {WHERE}.loss acts{older if stale else ''}: "
@@ -75,13 +85,6 @@ def notes_of(config: RunConfig) -> list[str]:
 def _is_weighed(algorithm: c.Composition) -> bool:
     """Whether corrections weigh tokens by the ratio to the policy that sampled them."""
     return any(isinstance(part, c.Truncate | c.IcePop) for part in algorithm.corrections)
-
-
-def _grpo_fits(grpo: Grpo) -> Iterator[Demand]:
-    above = 1 + grpo.epsilon
-    yield 0 < grpo.epsilon < 1, f"{WHERE}.epsilon = {grpo.epsilon}: must be between 0 and 1"
-    fits = above < grpo.delta < math.inf
-    yield fits, f"{WHERE}.delta = {grpo.delta}: must be above 1 + epsilon = {above}, and finite"
 
 
 def _loss_fits(loss: c.Loss) -> Iterator[Demand]:
@@ -196,11 +199,6 @@ def _kl_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
 def _sampling_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
     """What a loss without a ratio cannot learn from, and what another setting does already."""
     train = config.train
-    yield (
-        train.truncation == -1,
-        f"train.truncation = {train.truncation}: it is of grpo alone. Leave it out, and write {WHERE}.corrections = "
-        '[{name = "truncate", most = 2.0}]',
-    )
     if not isinstance(algorithm.loss, c.Reinforce):
         return
     yield (

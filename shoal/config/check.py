@@ -207,9 +207,6 @@ def _learning_fits(config: RunConfig) -> Iterator[tuple[bool, str]]:
     parts, groups = config.train.minibatches, config.rollouts.batch_groups
     fits = parts <= max(1, groups)
     yield fits, f"train.minibatches = {parts}: a batch is cut between groups, and has rollouts.batch_groups = {groups}"
-    truncation = config.train.truncation
-    fits = truncation in (-1, 0) or 1 <= truncation < math.inf
-    yield fits, f"train.truncation = {truncation}: must be -1, 0, or at least 1 and finite"
     yield from _processes_fit(config)
     yield from _adapter_fits(config)
     fits = bool(config.policy.path) or not config.policy.implementation

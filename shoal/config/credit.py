@@ -31,8 +31,6 @@ def credit_fits(config: RunConfig) -> Iterator[Demand]:
     """What must hold, each with what to say if it does not."""
     algorithm = config.train.algorithm
     yield from _models_fit(config, algorithm)
-    if not isinstance(algorithm, c.Composition):
-        return
     yield from _critic_fits(config, algorithm)
     yield from _judge_fits(config, algorithm)
     yield from _vine_fits(config, algorithm)
@@ -51,13 +49,12 @@ def _models_fit(config: RunConfig, algorithm: Algorithm) -> Iterator[Demand]:
     """Whether the models that the run file has settings for are those that the algorithm asks for."""
     yield (
         needs_critic(algorithm) or config.train.critic == CriticConfig(),
-        f'train.critic does nothing without a critic: set {WHERE}.advantage = "gae" of a composition such as "ppo", or '
-        "leave train.critic out",
+        f'train.critic does nothing without a critic: set {WHERE}.advantage = "gae", or leave train.critic out',
     )
     for key in ("teacher", "reward_model"):
         given, asked = bool(getattr(config.train, key)), judge_named(algorithm) == key
         yield given or not asked, f'{WHERE}.advantage = "{key}": name the directory of the model in train.{key}'
-        useless = f'train.{key} does nothing: set {WHERE}.advantage = "{key}" of a composition, or leave it out'
+        useless = f'train.{key} does nothing: set {WHERE}.advantage = "{key}", or leave it out'
         yield asked or not given, useless
 
 

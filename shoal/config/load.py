@@ -96,4 +96,4 @@ def _convert(tree: dict[str, Any], overrides: list[str], kind: type[T], path: Pa
     source = " ".join([str(path), *(f"--set {override}" for override in overrides)])
     if kind is not RunConfig:
         return from_tree(tree, kind, source, TRL_SFT_KEYS)
-    return from_tree(filled(merge({"train": {"algorithm": {}}}, tree)), kind, source, TRL_KEYS)
+    return from_tree(filled(tree), kind, source, TRL_KEYS)

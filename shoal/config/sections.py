@@ -15,8 +15,8 @@ from shoal.config.host import HostConfig
 from shoal.config.logs import LoggingConfig
 from shoal.config.monitors import MonitorsConfig
 from shoal.config.policies import PolicyConfig, StartPolicy
-from shoal.protocol.algorithms import Algorithm, Grpo
 from shoal.protocol.bounds import MEAN_OF_LOGPROB, Dtype
+from shoal.protocol.compositions import Algorithm, Grpo
 from shoal.protocol.difficulty import Difficulty
 from shoal.protocol.noise import PHILOX, FamilyName
 from shoal.protocol.types import Bounds, Sampling
@@ -99,10 +99,6 @@ class TrainConfig(Section, frozen=True):
     """How often a step learns from its batch, each time with the step's learning rate."""
     minibatches: int = 1
     """Number of parts that a batch is divided into, between groups. Each part has an optimiser step, each time."""
-    truncation: float = -1.0
-    """Largest importance weight between the policy that sampled and the one at the start of the step, against which the
-    ratio then is (Yao et al. 2025). 0: no weights, and the ratio is against the policy that sampled. -1: 2 if
-    policy.dtype is int8, else 0. Runs with sampling.dtype = "int8" also sample a rounded policy, and may set 2."""
     dtype: Literal["", "bfloat16"] = ""
     """Precision in which the policy computes while it learns; empty is float32. bfloat16 needs policy.dtype = "bfloat16":
     the policy is then exactly what is published, beside float32 weights that the optimiser changes."""

@@ -12,7 +12,6 @@ from typing import Any
 from shoal.config import RunConfig, WorkersConfig, preset_lr
 from shoal.config.optimiser import MIN_STEP_ROLLOUTS, lr_misfit
 from shoal.heldout import Heldout, why_not_comparable
-from shoal.ledger.algorithm import masks_overlong
 from shoal.ledger.facts.run import RunCreated
 from shoal.monitors.view import is_number
 from shoal.protocol.rollouts import unbegun_remedy
@@ -122,7 +121,7 @@ def token_limit_warning(metrics: Sequence[Mapping[str, Any]], config: RunConfig)
         f"A token limit ended {share:.0%} of the rollouts of the newest {steps} steps: raise "
         f"sampling.max_turn_tokens = {sampling.max_turn_tokens} or sampling.max_tokens = {sampling.max_tokens}, which is "
         f"with the prompt{', or those of [[envs]]' if own else ''}"
-        + ("; nothing is learned from such rollouts (mask_overlong)" if masks_overlong(config.train.algorithm) else "")
+        + ("; nothing is learned from such rollouts (mask_overlong)" if config.train.algorithm.mask_overlong else "")
     )
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.algos import grpo_advantages, maxrl, process_rewards, returns, rloo
-from shoal.protocol.algorithms import Algorithm, Grpo, judged_by_trainer, step_credit_of
-from shoal.protocol.compositions import Composition, Steps, Turns
+from shoal.protocol.algorithms import judged_by_trainer, step_credit_of
+from shoal.protocol.compositions import Algorithm, Steps, Turns
 from shoal.protocol.env_faults import has_enough_rollouts, without_faults
 from shoal.protocol.step_rewards import of_each
 from shoal.protocol.types import StepRewards
@@ -29,21 +29,19 @@ def teaches(
     if not has_enough_rollouts(len(rewards_G), faults):
         return False
     rewards_G, steps_G = without_faults(rewards_G, faults), without_faults(steps_G, faults)
-    match algorithm:
-        case Grpo():
-            return grpo_advantages.teaches(rewards_G)
-        case Composition(advantage="maxrl"):
+    if judged_by_trainer(algorithm):
+        # Equal rewards say nothing here: a critic may have expected others, and a teacher or reward model ignores them.
+        return True
+    match algorithm.advantage, algorithm.credit:
+        case "maxrl", _:
             return maxrl.teaches(rewards_G)
-        case Composition(advantage="reward"):
+        case "reward", _:
             return any(rewards_G)
-        case Composition() if judged_by_trainer(algorithm):
-            # Equal rewards say nothing here: a critic may have expected others, and a teacher or reward model ignores them.
-            return True
-        case Composition(credit=Turns(discount)):
+        case _, Turns(discount):
             return returns.teaches(of_each(steps_G), discount)
-        case Composition(credit=Steps()):
+        case _, Steps():
             return process_rewards.teaches(of_each(steps_G))
-        case Composition():
+        case _:
             return grpo_advantages.teaches(rewards_G)
 
 
@@ -60,21 +58,17 @@ def advantages(rewards_G: Sequence[float], algorithm: Algorithm, faults: Sequenc
                 without_faults(rewards_G, faults), algorithm
             )
         return worth_G
-    match algorithm:
-        case Grpo():
-            return grpo_advantages.advantages(rewards_G, algorithm.advantage)
-        case Composition(advantage="rloo"):
+    match algorithm.advantage:
+        case "mean" | "mean_std" as method:
+            return grpo_advantages.advantages(rewards_G, method)
+        case "rloo":
             return rloo.advantages(rewards_G)
-        case Composition(advantage="maxrl"):
+        case "maxrl":
             return maxrl.advantages(rewards_G)
-        case Composition(advantage="reward"):
+        case "reward":
             return np.asarray(rewards_G, dtype=np.float32)
-        case Composition() if judged_by_trainer(algorithm):
+        case "gae" | "teacher" | "reward_model":
             return np.zeros(len(rewards_G), dtype=np.float32)
-        case Composition(advantage="mean_std"):
-            return grpo_advantages.advantages(rewards_G, "mean_std")
-        case Composition():
-            return grpo_advantages.advantages(rewards_G, "mean")
 
 
 def advantages_by_step(
@@ -89,13 +83,8 @@ def advantages_by_step(
         worth = iter(advantages_by_step(without_faults(steps_G, faults), algorithm))
         return [zeros_S if index in faults else next(worth) for index, zeros_S in enumerate(zeros_G)]
     credit = step_credit_of(algorithm)
-    assert isinstance(algorithm, Composition) and credit is not None, "only runs that credit steps ask"
+    assert credit is not None, "only runs that credit steps ask"
     if isinstance(credit, Turns):
         return returns.turn_advantages(of_each(steps_G), credit.discount)
     method: Literal["mean", "mean_std"] = "mean_std" if algorithm.advantage == "mean_std" else "mean"
     return process_rewards.process_advantages(of_each(steps_G), method)
-
-
-def masks_overlong(algorithm: Algorithm) -> bool:
-    """Whether the algorithm leaves out rollouts that a token limit ended."""
-    return isinstance(algorithm, Composition) and algorithm.mask_overlong

@@ -19,8 +19,8 @@ from shoal.ledger.facts.run import RulesChanged, RunCreated, RunEnded
 from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision, VerdictGiven
 from shoal.ledger.facts.versions import CheckpointPublished
-from shoal.protocol.algorithms import Algorithm, Grpo
 from shoal.protocol.audits import influence
+from shoal.protocol.compositions import Algorithm, Grpo
 from shoal.protocol.env_faults import fault_indices, without_faults
 from shoal.protocol.types import AlarmEvidence
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from msgspec import UnsetType
 
-from shoal.protocol.algorithms import Algorithm, Grpo, judged_by_trainer, vine_of
-from shoal.protocol.compositions import Composition
+from shoal.protocol.algorithms import judged_by_trainer, vine_of
+from shoal.protocol.compositions import Algorithm
 from shoal.protocol.env_faults import has_enough_rollouts, without_faults
 from shoal.protocol.step_rewards import largest_credits
 from shoal.protocol.types import GroupVerdict, Rules, StepRewards
@@ -59,12 +59,12 @@ def _advantage(rewards: Sequence[float], algorithm: Algorithm, steps: Sequence[S
         return 1.0  # guard: judged-by-length
     if steps:
         return _step_advantage(steps, algorithm)  # guard: steps-have-influence
-    match algorithm:
-        case Composition(advantage="reward"):
+    match algorithm.advantage:
+        case "reward":
             return float_sum(map(abs, rewards)) / len(rewards)  # guard: equal-rewards-count
-        case Composition(advantage="maxrl"):
+        case "maxrl":
             return distance / mean if mean > 0 else 0.0  # guard: seldom-solved-counts
-        case Grpo(advantage="mean_std") | Composition(advantage="mean_std"):
+        case "mean_std":
             return float(distance > 0)  # guard: deviation-divides-out
         case _:
             return distance
@@ -73,7 +73,7 @@ def _advantage(rewards: Sequence[float], algorithm: Algorithm, steps: Sequence[S
 def _step_advantage(steps: Sequence[StepRewards], algorithm: Algorithm) -> float:
     """The same where steps have rewards of their own: by deviations, each step that follows counts for one."""
     credits = largest_credits(steps)
-    if isinstance(algorithm, Grpo | Composition) and algorithm.advantage == "mean_std":
+    if algorithm.advantage == "mean_std":
         return sum(map(len, steps)) / len(steps) if any(credits) else 0.0
     return float_sum(credits) / len(steps)
 

@@ -1,8 +1,8 @@
-"""Algorithms that are composed of a loss, advantages, an average, corrections and regularisers, and the named ones.
+"""Algorithms, which are composed of a loss, advantages, an average, corrections and regularisers, and the named ones.
 
-Read through `algorithms`, which lists them. Every named algorithm is a `Composition` with other defaults, so a run file may
-override any part of it, and the log holds all parts. This file has no formula: those are in `algos`, in the files that the
-sentences name.
+They are what `[train.algorithm]` of a run file holds, and what the rules of a run name. Every named algorithm is a
+`Composition` with other defaults, so a run file may override any part of it, and the log holds all parts. `algorithms`
+answers questions about them. This file has no formula: those are in `algos`, in the files that the sentences name.
 """
 
 from typing import Literal
@@ -204,6 +204,14 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     """How tokens of one rollout differ in what they are worth. Left out: they do not, unless `advantage` says so."""
 
 
+class Grpo(Composition, frozen=True, tag="grpo"):
+    """GRPO with clipping on both sides (INTELLECT-2, arXiv:2505.07291), the default. In a run file, `epsilon` is short for
+    `loss.eps_low` and `loss.eps_high`, and `delta` for `loss.delta`. If `policy.dtype` is int8, it has `ratio_to = "old"`
+    and `corrections = [{name = "truncate"}]`, unless one of the two is given."""
+
+    loss: Loss = Clip(delta=4.0)
+
+
 class Ppo(Composition, frozen=True, tag="ppo"):
     """PPO's clip around the policy at the start of the step (arXiv:1707.06347), with the group's mean for a critic, unless
     `advantage = "gae"` asks for one."""
@@ -298,52 +306,13 @@ class DecoupledPpo(Composition, frozen=True, tag="decoupled_ppo"):
 
 
 NAMED = (
-    Ppo, Dapo, DrGrpo, GspoNamed, CispoNamed, Rloo, MaxRl, ScaleRl, PrimeRl, ReinforceNamed, ReinforcePlusPlus,
+    Grpo, Ppo, Dapo, DrGrpo, GspoNamed, CispoNamed, Rloo, MaxRl, ScaleRl, PrimeRl, ReinforceNamed, ReinforcePlusPlus,
     DecoupledPpo,
 )  # fmt: skip
 """The named compositions."""
 
-AnyComposition = (
-    Composition | Ppo | Dapo | DrGrpo | GspoNamed | CispoNamed | Rloo | MaxRl | ScaleRl | PrimeRl | ReinforceNamed
+Algorithm = (
+    Grpo | Composition | Ppo | Dapo | DrGrpo | GspoNamed | CispoNamed | Rloo | MaxRl | ScaleRl | PrimeRl | ReinforceNamed
     | ReinforcePlusPlus | DecoupledPpo
 )  # fmt: skip
-
-
-def needs_old(composition: Composition) -> bool:
-    """Whether it needs log-probs of the policy at the start of the step."""
-    in_advantage = composition.kl.beta > 0 and composition.kl.place == "advantage"
-    return composition.ratio_to == "old" or bool(composition.corrections) or in_advantage
-
-
-def narrowest_bound(composition: Composition) -> float:
-    """As `algorithms.narrowest_bound`."""
-    if _counts_claims_without_limit(composition):  # guard: unlimited-claims-are-not-taken
-        return 0.0
-    found = [float("inf")]
-    match composition.loss:
-        case Clip(eps_low, eps_high) | Gspo(eps_low, eps_high):
-            found += [eps_low, eps_high]
-        case Cispo(least, most):
-            found += [1 - least if least > 0 else float("inf"), most - 1]
-        case Dppo(bound):
-            found.append(bound)
-        case Reinforce():
-            pass
-    for correction in composition.corrections:
-        match correction:
-            case SequenceMask():
-                found.append(0.0)  # differences of a row add up, so no difference of a token is small
-            case Truncate(most, level):
-                found.append(most - 1 if level == "token" else 0.0)
-            case IcePop(least, most) | GeometricMask(least, most):
-                found += [1 - least if least > 0 else float("inf"), most - 1]
-    return max(0.0, min(found))
-
-
-def _counts_claims_without_limit(composition: Composition) -> bool:
-    """Whether one claimed log-prob, such as -1e30 in a group that is not audited, may outweigh the rest of a batch:
-    in a ratio without an upper bound, or in the entropy that is compared with a target."""
-    loss, kl = composition.loss, composition.kl
-    unbounded = isinstance(loss, Gspo | Dppo) or (isinstance(loss, Clip) and not loss.delta)
-    weighted = kl.beta > 0 and kl.place == "weighted_loss"
-    return composition.entropy_target > 0 or (composition.ratio_to == "behaviour" and (unbounded or weighted))
+"""What a run names."""

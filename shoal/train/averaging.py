@@ -14,15 +14,15 @@ import numpy as np
 from shoal.algos.averages import token_weights
 from shoal.algos.batch_std import batch_scale
 from shoal.algos.entropy_target import bonus_share
-from shoal.protocol.algorithms import Algorithm, credits_tokens
-from shoal.protocol.compositions import Composition
+from shoal.protocol.algorithms import credits_tokens
+from shoal.protocol.compositions import Algorithm
 from shoal.train.rows import Row, learned, one_of_each
 
 
 def normalised(rows: Sequence[Row], algorithm: Algorithm) -> Sequence[Row]:
     """The rows of a batch with their advantages as the algorithm normalises them over the batch: the same rows if it does
     not. A rollout that is only counted has a part in the deviation, as in TRL, if it has an advantage."""
-    if not (isinstance(algorithm, Composition) and algorithm.batch_std):
+    if not algorithm.batch_std:
         return rows
     if credits_tokens(algorithm):  # whose advantages differ from token to token
         A_I = np.concatenate([row.advantage_P for row in learned(rows)]).astype(np.float64)
@@ -34,8 +34,6 @@ def normalised(rows: Sequence[Row], algorithm: Algorithm) -> Sequence[Row]:
 
 def bonus_of(rows: Sequence[Row], algorithm: Algorithm) -> float:
     """How much of the entropy bonus a step from these rows has."""
-    if not isinstance(algorithm, Composition):
-        return 1.0
     return bonus_share(np.concatenate([row.behaviour_logp_P for row in rows]), algorithm.entropy_target)
 
 
@@ -47,7 +45,7 @@ def averaged(rows: Sequence[Row], algorithm: Algorithm, max_tokens: int) -> Sequ
     mean over tokens leaves the rows as they are.
     """
     counts_all = not any(row.counts_only for row in rows)
-    if not isinstance(algorithm, Composition) or algorithm.average == "tokens":
+    if algorithm.average == "tokens":
         return rows if counts_all else learned(rows)
     rollout_R: list[Hashable] = [i if row.id is None else row.id for i, row in enumerate(rows)]
     prompt_R: list[Hashable] = [i if row.group is None else row.group for i, row in enumerate(rows)]

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from shoal.algos.vine import fill_values, of_tokens, start_values, step_advantages, vine_values
 from shoal.ledger.algorithm import advantages, advantages_by_step
-from shoal.protocol.algorithms import Algorithm, needs_critic, step_credit_of, vine_of
+from shoal.protocol.algorithms import needs_critic, step_credit_of, vine_of
 from shoal.protocol.audits import MAX_REWARD
+from shoal.protocol.compositions import Algorithm
 from shoal.protocol.continuations import places
 from shoal.protocol.env_faults import has_enough_rollouts, without_faults
 from shoal.protocol.step_rewards import fault_of, step_of_tokens

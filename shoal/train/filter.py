@@ -15,8 +15,8 @@ it could withdraw a rollout after seeing its reward.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shoal.ledger.algorithm import masks_overlong, teaches
-from shoal.protocol.algorithms import Algorithm
+from shoal.ledger.algorithm import teaches
+from shoal.protocol.compositions import Algorithm
 from shoal.protocol.types import BatchGroup
 from shoal.train.rows import Row, counted_only, learned, one_of_each
 
@@ -48,8 +48,7 @@ def select(
     signal = [teaches(member.rewards, algorithm, member.steps, member.faults) for member in members]
     candidates = [row for rows, keep in zip(rows_G, signal, strict=True) if keep for row in rows]
     fresh = [row for row in candidates if 0 <= version - row.version <= max_staleness]
-    masks = masks_overlong(algorithm)
-    rows = [counted_only(row) if masks and row.overlong else row for row in fresh]
+    rows = [counted_only(row) if algorithm.mask_overlong and row.overlong else row for row in fresh]
     kept = learned(rows)
     return Selection(
         rows if kept else [],

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import PeerError
-from shoal.protocol.algorithms import Algorithm
+from shoal.protocol.compositions import Algorithm
 from shoal.protocol.rollouts import flaw_of
 from shoal.protocol.types import ENVIRONMENT, POLICY, BatchGroup, Group
 from shoal.protocol.wire import WireError, digest, from_msgpack

@@ -27,13 +27,14 @@ from shoal.config import PRESET_LR, TrainConfig, preset_lr
 from shoal.errors import StateError
 from shoal.policy.base import PolicyModel
 from shoal.policy.parking import Parked
+from shoal.protocol.algorithms import needs_old
 from shoal.train.averaging import averaged, bonus_of, normalised
 from shoal.train.critic import Critic, credited
 from shoal.train.fitting import free_cached, is_shortage, smaller_budget
 from shoal.train.flat import Plan, plan
 from shoal.train.masters import layout_of
 from shoal.train.minibatches import minibatches
-from shoal.train.objective import Objective, TokenTerms, needs_old, objective_of
+from shoal.train.objective import Objective, TokenTerms, objective_of
 from shoal.train.optimiser import Optimiser
 from shoal.train.pack import MicroBatch, silent
 from shoal.train.predict import logprobs_of, predict
@@ -90,7 +91,6 @@ class Learner:
         *,
         temperature: float,
         steps: int,
-        published: str = "float32",
         max_tokens: int = 0,
         objective: Objective | None = None,
         critic: Critic | None = None,
@@ -100,10 +100,9 @@ class Learner:
         """It computes on the model's device. The model must have the config's precision: nothing is converted, so nothing
         is held twice.
 
-        `steps` is the length of the schedule; `published` the dtype of versions, which may choose importance weights;
-        `max_tokens` the most of a rollout, by which some algorithms divide. `objective` replaces the one that the config
-        names; `critic` learns beside the policy and decides its advantages; `ranks` are the processes that take each step
-        together, all with the same rows.
+        `steps` is the length of the schedule; `max_tokens` the most of a rollout, by which some algorithms divide.
+        `objective` replaces the one that the config names; `critic` learns beside the policy and decides its advantages;
+        `ranks` are the processes that take each step together, all with the same rows.
         """
         parameters = model.trainable()
         if config.lr == PRESET_LR:
@@ -121,8 +120,8 @@ class Learner:
         updates."""
         self._budget = config.microbatch_tokens
         self._max_tokens, self._bonus = max_tokens, 1.0
-        self._objective = objective or objective_of(config, published)
-        self._needs_old = objective is None and needs_old(config, published)
+        self._objective = objective or objective_of(config.algorithm)
+        self._needs_old = objective is None and needs_old(config.algorithm)
         self._critic, self._ranks, self._clock = critic, ranks, clock
         self._device = next(iter(parameters.values())).device
         ranks.demand_dtype(self.model, config)
@@ -344,8 +343,8 @@ class Learner:
         if old and self._needs_old:  # guard: old-of-the-same-rows
             raise StateError(
                 "a step that ran out of memory between two of its updates cannot be repeated by several processes with "
-                "an algorithm that needs log-probs from before the first (train.truncation, or train.algorithm.ratio_to or "
-                "corrections): resume with train.processes = 1"
+                "an algorithm that needs log-probs from before the first (train.algorithm.ratio_to or corrections): "
+                "resume with train.processes = 1"
             )
         return None
 

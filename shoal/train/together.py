@@ -32,7 +32,7 @@ class Member(Learner):
     def __init__(self, policy: ShardedPolicy, config: RunConfig, channel: Channel) -> None:
         super().__init__(
             policy, config.train, temperature=config.sampling.temperature, steps=config.steps, ranks=Sharded(channel),
-            published=config.policy.dtype, max_tokens=config.sampling.all_tokens,
+            max_tokens=config.sampling.all_tokens,
         )  # fmt: skip
         self.policy, self.channel = policy, channel
 

@@ -8,7 +8,6 @@ import torch
 
 from shoal.algos.cispo import cispo_loss
 from shoal.algos.dppo import dppo_loss
-from shoal.algos.grpo import grpo_loss
 from shoal.algos.gspo import gspo_loss
 from shoal.algos.ppo import ppo_loss
 from shoal.algos.ratios import row_mean, row_rest, row_sum
@@ -173,12 +172,14 @@ def test_no_token_without_advantage_has_a_gradient_or_counts_as_clipped(name):
     assert not found.clipped_N.any() and not logp_N.grad.any()
 
 
-def test_ppo_with_delta_and_even_bounds_is_the_loss_of_grpo():
-    logp_N, mu_logp_N, A_N, _, weight_N = random_case(5)
-    found = ppo_loss(logp_N, mu_logp_N, A_N, eps_low=0.2, eps_high=0.2, delta=4.0)
-    expected = grpo_loss(logp_N, mu_logp_N, A_N, weight_N, eps=0.2, delta=4.0, num_tokens=60)
-    assert (weight_N * found.loss_N).sum().item() / 60 == pytest.approx(expected.loss.item())
-    assert found.clipped_N.equal(expected.clipped_N)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_no_claimed_logprob_lifts_a_token_above_the_clip_of_its_side(advantage):
+    """Whatever log-probs a worker claims, a token counts at most 1 + eps times if A > 0, and delta times if A < 0."""
+    logp_N = torch.full((401,), -3.0, dtype=torch.float64, requires_grad=True)
+    claimed_N = torch.linspace(-23.0, 0.0, 401, dtype=torch.float64)
+    two_sided(logp_N, claimed_N, torch.full_like(claimed_N, advantage), None).loss_N.sum().backward()
+    largest, bound = logp_N.grad.abs().max().item(), 1.28 if advantage > 0 else 3.0
+    assert 0.8 * bound < largest <= bound
 
 
 def test_gspo_by_token_has_the_gradient_of_gspo_where_a_row_has_one_advantage():

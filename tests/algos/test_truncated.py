@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from shoal.algos.grpo import grpo_loss
+from shoal.algos.ppo import ppo_loss
 from shoal.algos.truncated import truncated_weights
 
 
@@ -53,7 +53,7 @@ def test_the_gradient_of_a_weighted_loss_matches_finite_differences():
     def loss(logp_N: torch.Tensor) -> torch.Tensor:
         w_N, cut_N = truncated_weights(old_N, mu_N, C=1.5)
         assert cut_N.any() and not cut_N.all()
-        return grpo_loss(logp_N, old_N, A_N, w_N, eps=0.2, delta=4.0, num_tokens=64).loss
+        return (w_N * ppo_loss(logp_N, old_N, A_N, eps_low=0.2, eps_high=0.2, delta=4.0).loss_N).sum() / 64
 
     assert torch.autograd.gradcheck(loss, (logp_N,), eps=1e-7, atol=1e-7)
     loss(logp_N).backward()

@@ -11,8 +11,8 @@ from shoal.envs.base import Env, Step
 from shoal.envs.conversation import Conversation
 from shoal.ledger.algorithm import teaches
 from shoal.proofs.verify import verify_submission
-from shoal.protocol.algorithms import Grpo
 from shoal.protocol.audits import influence
+from shoal.protocol.compositions import Grpo
 from shoal.protocol.types import Check
 from shoal.protocol.wire import digest
 from tests.attacks.world import LEASE, RULES, World, make_policy

@@ -26,7 +26,7 @@ from shoal.net.keys import load_or_make_key
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.proofs.verify import AUDIT, MODEL_FREE
 from shoal.protocol import types as t
-from shoal.protocol.algorithms import Grpo
+from shoal.protocol.compositions import Grpo
 from shoal.protocol.identity import RequestLine, sign_request, verify_signature
 from shoal.protocol.parents import most_bytes
 from shoal.protocol.wire import digest, from_json, from_msgpack, to_json, to_msgpack

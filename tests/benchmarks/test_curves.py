@@ -120,10 +120,9 @@ def test_the_grid_has_three_learning_rates_for_every_arm_and_other_seeds_for_rep
 
 
 def test_every_named_algorithm_has_its_place_in_the_figure_of_staleness():
-    from shoal.protocol.algorithms import DEFAULT
     from shoal.protocol.compositions import NAMED
 
-    assert set(grid.NAMED) == {DEFAULT, *(kind.__struct_config__.tag for kind in NAMED)}
+    assert set(grid.NAMED) == {kind.__struct_config__.tag for kind in NAMED}
 
 
 def test_learning_rates_are_chosen_by_the_tuning_seeds_alone():

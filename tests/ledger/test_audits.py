@@ -9,9 +9,8 @@ from shoal.ledger.answers import Refused
 from shoal.ledger.law import LAW
 from shoal.ledger.state_records import SubmissionRecord
 from shoal.ledger.weigh import weigh
-from shoal.protocol.algorithms import Grpo
 from shoal.protocol.audits import REPLAY, influence, must_audit
-from shoal.protocol.compositions import Cispo, Composition, Vine
+from shoal.protocol.compositions import Cispo, Composition, Grpo, Vine
 from shoal.protocol.types import GroupVerdict
 from tests.ledger.world import World
 
@@ -58,7 +57,7 @@ def test_influence_bounds_what_the_algorithm_makes_of_the_rewards():
     """However near to each other rewards are: what an algorithm multiplies them by counts, too."""
     vine, whitened = Composition(credit=Vine()), Composition(loss=Cispo(), advantage="mean_std")
     assert of((1.0, 1.001), algorithm=vine) == 100.0, "continuations may be worth anything"
-    assert of((1.0, 1.001), algorithm=whitened) == of((1.0, 1.001), algorithm=Grpo("mean_std")) == 100.0
+    assert of((1.0, 1.001), algorithm=whitened) == 100.0
     assert of((1.0, 1.0), algorithm=whitened) == 0.0
     assert of((1.0, 1.0), algorithm=Composition(advantage="reward")) == 100.0
     assert of((0.0, 0.0), algorithm=Composition(advantage="reward")) == 0.0

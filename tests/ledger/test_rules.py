@@ -19,7 +19,7 @@ from shoal.ledger.rules.leases import groups_a_worker
 from shoal.ledger.state import state_hash
 from shoal.ledger.supply import groups_wanted
 from shoal.ledger.table import read_entry
-from shoal.protocol.algorithms import Grpo
+from shoal.protocol.compositions import Grpo
 from shoal.protocol.types import GroupVerdict, Join, Receipt, Verdict
 from shoal.protocol.wire import digest
 from tests.ledger.world import TRAINER, VALIDATOR, World, rules
@@ -34,9 +34,9 @@ def world(tmp_path):
 
 
 def test_the_log_of_a_run_names_its_algorithm_with_its_arguments(tmp_path):
-    algorithm = Grpo(advantage="mean_std", epsilon=0.3)
+    algorithm = Grpo(advantage="mean_std")
     lines = [data for data, _ in World(tmp_path, algorithm=algorithm).book.store.read()]
-    named = b',"algorithm":{"name":"grpo","advantage":"mean_std","epsilon":0.3,"delta":4.0,"entropy_bonus":0.0}'
+    named = b',"algorithm":{"name":"grpo","loss":{"name":"clip","eps_low":0.2,"eps_high":0.2,"delta":4.0},'
     assert named in lines[0] and read_entry(lines[0])[0].body.rules.algorithm == algorithm
 
 

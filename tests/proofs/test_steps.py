@@ -12,8 +12,7 @@ from shoal.envs.conversation import Conversation
 from shoal.envs.load import load_env
 from shoal.proofs.disagreement import differences
 from shoal.proofs.verify import verify_submission
-from shoal.protocol.algorithms import Algorithm
-from shoal.protocol.compositions import Composition, Steps, Turns
+from shoal.protocol.compositions import Algorithm, Composition, Steps, Turns
 from shoal.protocol.step_rewards import fault_of
 from shoal.protocol.types import POLICY, Check
 from shoal.protocol.wire import digest, to_msgpack

@@ -4,8 +4,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.protocol.algorithms import Grpo, vine_of
-from shoal.protocol.compositions import Composition, Dapo, Vine
+from shoal.protocol.algorithms import vine_of
+from shoal.protocol.compositions import Composition, Dapo, Grpo, Vine
 from shoal.protocol.continuations import (
     FIRST_BLOCK,
     Branch,

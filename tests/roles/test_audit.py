@@ -28,8 +28,8 @@ from shoal.ledger.log.verify import verify
 from shoal.ledger.state import state_hash
 from shoal.net.client import Client
 from shoal.protocol import types as t
-from shoal.protocol.algorithms import Grpo
 from shoal.protocol.audits import influence
+from shoal.protocol.compositions import Grpo
 from shoal.protocol.wire import to_json
 from shoal.roles.auditor import source
 from shoal.roles.auditor.log import audit_folder, replay_log

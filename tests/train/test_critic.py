@@ -12,7 +12,7 @@ from shoal.algos.gae import gae
 from shoal.config import CriticConfig, TrainConfig
 from shoal.policy.valued import HEAD, Valued
 from shoal.protocol import compositions as c
-from shoal.protocol.algorithms import Grpo
+from shoal.protocol.compositions import Grpo
 from shoal.train.averaging import normalised
 from shoal.train.checkpoint import load_state, save_state
 from shoal.train.critic import Critic, credited, critic_of, explained_share

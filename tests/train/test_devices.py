@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from shoal.config import TrainConfig
-from shoal.protocol.algorithms import Grpo
+from shoal.protocol.compositions import Grpo
 from shoal.train.step import Learner
 from tests.one_device import values_are_zeros
 

@@ -7,9 +7,8 @@ from shoal.algos.averages import token_weights
 from shoal.launch.chosen import _left
 from shoal.ledger.algorithm import advantages, advantages_by_step, teaches
 from shoal.ledger.facts.batches import GroupAccepted
-from shoal.protocol.algorithms import Grpo
 from shoal.protocol.audits import influence
-from shoal.protocol.compositions import Composition, Steps, Turns, Vine
+from shoal.protocol.compositions import Composition, Grpo, Steps, Turns, Vine
 from shoal.protocol.types import BatchGroup, Faults, Group, StepReward, make_rollout
 from shoal.protocol.wire import digest, to_msgpack
 from shoal.train.averaging import averaged

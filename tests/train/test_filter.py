@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from shoal.protocol.algorithms import Grpo
-from shoal.protocol.compositions import Dapo
+from shoal.protocol.compositions import Dapo, Grpo
 from shoal.protocol.types import BatchGroup
 from shoal.train.filter import select
 from shoal.train.rows import counted_only, learned, overlong_share

@@ -81,7 +81,7 @@ def our_gradients(rows, logp, algorithm):
         logp_N, torch.ones_like(logp_N), mu_N, mu_N, join([row.advantage_P for row in kept]),
         join([row.weight_P for row in kept]), places_of(kept),
     )  # fmt: skip
-    loss, _ = objective_of(TrainConfig(algorithm=algorithm))(terms, float(len(logp_N)))
+    loss, _ = objective_of(algorithm)(terms, float(len(logp_N)))
     loss.backward()
     counts = [len(row.positions_P) for row in kept]
     return loss.item(), dict(zip([row.id for row in kept], logp_N.grad.split(counts), strict=True))

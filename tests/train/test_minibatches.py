@@ -10,7 +10,7 @@ import torch
 
 from shoal.config import TrainConfig
 from shoal.protocol import compositions as c
-from shoal.protocol.algorithms import Grpo
+from shoal.protocol.compositions import Grpo
 from shoal.train import step as module
 from shoal.train.minibatches import minibatches
 from shoal.train.step import Learner

@@ -5,7 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from shoal.errors import PeerError
-from shoal.protocol.algorithms import Grpo
+from shoal.protocol.compositions import Grpo
 from shoal.protocol.types import BatchGroup, Group, make_rollout
 from shoal.protocol.wire import digest, to_msgpack
 from shoal.train.rows import Unlearnable, example_row, learned, mean_rewards, one_of_each, rows_of_group

@@ -14,8 +14,7 @@ from shoal import metrics
 from shoal.algos.truncated import truncated_weights
 from shoal.config import TrainConfig
 from shoal.errors import StateError
-from shoal.protocol.algorithms import Grpo
-from shoal.train.objective import TokenTerms, objective_of
+from shoal.protocol.compositions import Grpo, Truncate
 from shoal.train.ranks import Alone
 from shoal.train.step import Learner
 
@@ -51,8 +50,8 @@ def slow_loss(model, rows, config, temperature):
         for n, position in enumerate(row.positions_P):
             logp_V = logp_TV[position - 1]
             r = (logp_V[row.tokens_T[position]] - float(row.behaviour_logp_P[n])).exp()
-            A, eps, delta = float(row.advantage_P[n]), config.algorithm.epsilon, config.algorithm.delta
-            objective = torch.minimum(r.clamp(max=delta) * A, r.clamp(1 - eps, 1 + eps) * A)
+            A, clip = float(row.advantage_P[n]), config.algorithm.loss
+            objective = torch.minimum(r.clamp(max=clip.delta) * A, r.clamp(1 - clip.eps_low, 1 + clip.eps_high) * A)
             entropy = -(logp_V.exp() * logp_V).sum()
             total = total - (objective + config.algorithm.entropy_bonus * entropy) / num_tokens
     return total
@@ -222,11 +221,15 @@ def test_importing_the_step_does_not_import_transformers():
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"False\n"
 
 
+def truncated(most):
+    return Grpo(ratio_to="old", corrections=(Truncate(most),))
+
+
 def test_weights_correct_for_who_sampled_and_clips_are_against_the_start_of_the_step(make_model, make_rows):
     """Three updates equal those of the plain loss on rows that say so themselves."""
     rows, weighted = make_rows(8), []
     plain = msgspec.structs.replace(CONFIG, updates_per_batch=3, lr=3e-2, warmup_steps=0, algorithm=Grpo())
-    truncating = msgspec.structs.replace(plain, truncation=1.5)
+    truncating = msgspec.structs.replace(plain, algorithm=truncated(1.5))
     learner, other = learner_of(make_model(), truncating), learner_of(make_model(), plain)
     for row, old_P in zip(rows, other.logprobs(rows), strict=True):
         w_P, _ = truncated_weights(torch.from_numpy(old_P), torch.from_numpy(row.behaviour_logp_P), C=1.5)
@@ -248,25 +251,14 @@ class First(Alone):
 def test_weights_of_rows_that_another_process_had_are_not_made_up(make_model, make_rows):
     """As when a step in which memory ran out between its updates is repeated by several processes."""
     budgets = (32, 4096)
-    for truncation in (0.0, 2.0):
-        config = msgspec.structs.replace(CONFIG, updates_per_batch=2, truncation=truncation)
+    for algorithm in (Grpo(), truncated(2.0)):
+        config = msgspec.structs.replace(CONFIG, updates_per_batch=2, algorithm=algorithm)
         learner = learner_of(make_model(), config, ranks=First())
-        with pytest.raises(StateError, match="processes = 1") if truncation else contextlib.nullcontext():
+        with pytest.raises(StateError, match="processes = 1") if algorithm.corrections else contextlib.nullcontext():
             learner.step(make_rows(8), 0, budgets)
 
 
 def test_the_first_update_of_a_step_with_weights_clips_nothing(make_model, make_rows):
-    config = msgspec.structs.replace(CONFIG, truncation=2.0)
+    config = msgspec.structs.replace(CONFIG, algorithm=truncated(2.0))
     assert learner_of(make_model()).step(make_rows(8), 0)["clip_share"] > 0
     assert learner_of(make_model(), config).step(make_rows(8), 0)["clip_share"] == 0
-
-
-@pytest.mark.parametrize(
-    ("truncation", "published", "corrects"),
-    [(-1, "float32", False), (-1, "bfloat16", False), (-1, "int8", True), (0, "int8", False), (3, "float32", True)],
-)
-def test_quantised_actors_are_corrected_for_unless_the_run_says_otherwise(truncation, published, corrects):
-    zeros_N = torch.zeros(4)
-    terms = TokenTerms(*(zeros_N,) * 6, row_N=zeros_N.long())
-    _, figures = objective_of(TrainConfig(truncation=truncation), published)(terms, 4.0)
-    assert ("truncated_share" in figures) is corrects

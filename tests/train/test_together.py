@@ -14,7 +14,7 @@ from shoal.errors import StateError
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.tiny import make_tiny
 from shoal.protocol import compositions as c
-from shoal.protocol.algorithms import Grpo
+from shoal.protocol.compositions import Grpo
 from shoal.train.channel import Channel
 from shoal.train.checkpoint import States, load_state
 from shoal.train.denominators import with_own_denominators
@@ -29,6 +29,7 @@ TINY = TinyPolicy(width=48, layers=2, heads=3, kv_heads=1, mlp_width=80, max_pos
 """Of 3 key and value channels a head, and rows that 4 processes cannot divide evenly."""
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "arithmetic.toml"
+TRUNCATED = c.Grpo(entropy_bonus=0.01, ratio_to="old", corrections=(c.Truncate(1.5),))
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def furthest(left, right):
     [
         {},
         {"packing": "flat", "recompute": "layers", "updates_per_batch": 2},
-        {"updates_per_batch": 2, "truncation": 1.5},
+        {"updates_per_batch": 2, "algorithm": TRUNCATED},
         {"dtype": "bfloat16"},
         {
             "updates_per_batch": 2,
@@ -124,7 +125,7 @@ def test_two_processes_come_to_the_weights_of_one(policy, tmp_path, make_rows, t
         "grad_norm",
         "entropy_nats",
         "clip_share",
-        *(["truncated_share"] if "truncation" in train else []),
+        *(["truncated_share"] if train.get("algorithm") is TRUNCATED else []),
         "log_ratio_abs_max_nats",
         "policy_tokens",
         "updates",

@@ -12,7 +12,7 @@ import torch
 
 from shoal.config import TrainConfig
 from shoal.errors import StateError
-from shoal.protocol.algorithms import Grpo
+from shoal.protocol.compositions import Grpo
 from shoal.train.checkpoint import load_state, save_state
 from shoal.train.step import Learner, LearnerState
 from tests.scarce import full_disk

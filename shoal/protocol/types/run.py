@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.protocol.algorithms import Algorithm, Grpo
+from shoal.protocol.compositions import Algorithm, Grpo
 from shoal.protocol.constants import EPISODES
 from shoal.protocol.noise import PHILOX, FamilyName
 from shoal.protocol.shaping import Shaping

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config import RunConfig
-from shoal.ledger.algorithm import masks_overlong
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
 from shoal.ledger.table import read_entry
 from shoal.net.client import Client
 from shoal.protocol import types as t
-from shoal.protocol.algorithms import Algorithm
+from shoal.protocol.compositions import Algorithm
 from shoal.protocol.constants import MAX_EVENTS, MAX_EVENTS_BYTES, MAX_SUBMISSION_BYTES
 from shoal.protocol.continuations import is_continued_slot
 from shoal.protocol.env_faults import fault_indices, without_faults
@@ -54,7 +53,7 @@ class BatchReader:
             "stale_rollouts": chosen.stale_rollouts,
             "overlong_share": overlong_share(rows_G),
         }
-        if masks_overlong(rules.algorithm):
+        if rules.algorithm.mask_overlong:
             counts["overlong_rollouts"] = chosen.overlong_rollouts
         scores = await asyncio.to_thread(take_scores, self._scores)
         counts |= await self.accepted_for(batch.step, sum(tally.faults for tally in scores.values()))

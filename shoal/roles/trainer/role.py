@@ -101,7 +101,7 @@ def learning_alone(folder: RunFolder, config: RunConfig) -> Learning:
     critic = critic_of(config.train, lambda: begin_valued(folder.policy, dtype).to(device))
     learner = Learner(
         model, config.train, temperature=config.sampling.temperature, steps=config.steps,
-        published=config.policy.dtype, max_tokens=config.sampling.all_tokens, critic=critic,
+        max_tokens=config.sampling.all_tokens, critic=critic,
     )  # fmt: skip
     temperature, budget = config.sampling.temperature, config.train.microbatch_tokens
     # guard: one-base-in-memory
