@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
+from shoal.env import Message
 from shoal.errors import StateError
-from shoal.policy.messages import Message, normal
+from shoal.policy.messages import normal
 
 MAX_LINE_BYTES = 1 << 20
 """Limit on a line of a file of pairs."""
