@@ -49,7 +49,7 @@ from benchmarks.claims import stones  # noqa: E402
 from benchmarks.claims.curves.picture import Line, picture  # noqa: E402
 from shoal.config import SftConfig, load_run, load_sft, sampling_of  # noqa: E402
 from shoal.engine.local import LocalEngine  # noqa: E402
-from shoal.envs.base import Env  # noqa: E402
+from shoal.env import Env  # noqa: E402
 from shoal.envs.evaluate import evaluate  # noqa: E402
 from shoal.envs.load import load_env  # noqa: E402
 from shoal.envs.play import play_scripted  # noqa: E402

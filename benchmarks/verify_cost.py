@@ -39,7 +39,7 @@ from shoal.algos.gumbel import gumbel
 from shoal.config import BOUNDS, SamplingConfig, TinyPolicy, child_environment, load_run
 from shoal.engine.base import Request
 from shoal.engine.local import LocalEngine
-from shoal.envs.base import Env
+from shoal.env import Env
 from shoal.envs.load import load_env
 from shoal.envs.play import play_block
 from shoal.envs.replay import replay_group

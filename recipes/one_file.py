@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from shoal.config import RunConfig, difficulty_of, load_run, sampling_of
 from shoal.engine.base import Engine
 from shoal.engine.open import EngineSpec, kind_for, open_engine
-from shoal.envs.base import Env
+from shoal.env import Env
 from shoal.envs.continuing import continue_block
 from shoal.envs.load import env_of
 from shoal.envs.own import OwnEnv

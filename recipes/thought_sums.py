@@ -10,10 +10,8 @@ A hash of the problem decides whether it is held out (one in eight is).
 
 import re
 
-from shoal.envs.base import Env, Step, require_index
-from shoal.envs.rewards import thought_first
-from shoal.envs.score import Score
-from shoal.protocol.wire import domain_hash
+from shoal.env import Env, Score, Step, domain_hash, require_index
+from shoal.graders.format import thought_first
 
 ANSWER = re.compile(r"(?:<think>.*</think>)?([0-9]{1,4})", re.DOTALL)
 THOUGHT = "<think>{}</think>"

@@ -4,7 +4,7 @@ What a policy with random weights learns in a run with `--random-policy`. It has
 each of its rollouts another reward.
 """
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 VOWELS = set("aeiou")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -21,7 +21,7 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from shoal.config import RunConfig, load_run
-from shoal.envs.base import Env
+from shoal.env import Env
 from shoal.envs.evaluate import MAX_EVAL_TOKENS as MAX_EVAL_TOKENS
 from shoal.envs.evaluate import Evaluation, eval_sampling
 from shoal.errors import ConfigError

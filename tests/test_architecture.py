@@ -5,6 +5,9 @@ its own.
 """
 
 import ast
+import importlib
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,14 +15,18 @@ from pathlib import Path
 
 import pytest
 
+from shoal import env
+from shoal.hub import template
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "shoal"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 FLOORS = (
+    ("env",),
     ("algos", "protocol"),
     ("policy", "sandbox", "net", "ledger"),
-    ("engine", "hub", "monitors"),
+    ("engine", "graders", "hub", "monitors"),
     ("train", "envs", "proofs", "weights", "plan"),
     ("roles",),
     ("watch",),
@@ -39,7 +46,7 @@ BROAD_EXCEPTS = {
     "engine/vllm.py": "Triton and CUDA raise many things where vLLM's sampler cannot run; then ours is used",
     "launch/samples.py": "an environment may raise anything; then no conversation is shown",
     "launch/background.py": "what ended a run's thread is raised again in its caller's",
-    "envs/base.py": "an environment is foreign code and may raise anything; that ends its rollout, not our process",
+    "envs/interface.py": "an environment is foreign code and may raise anything; that ends its rollout, not our process",
     "envs/check/child.py": "the same, also if it ends the process: the parent reads what was raised",
     "envs/check/finding.py": "the same, and the fault is the finding",
     "envs/check/promises.py": "the same, and the finding names the action",
@@ -97,8 +104,17 @@ def module_of(file: Path) -> str:
 
 
 def imports_of(file: Path) -> Iterator[tuple[int, str]]:
-    """Line and full name of each thing of ours that a file imports, wherever in the file."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    """Line and full name of each thing of ours that a file imports, wherever in the file. Of `shoal/env.py` without what
+    mypy alone reads: see `test_env_offers_what_lies_higher_by_name`."""
+    tree = ast.parse(file.read_text())
+    if file == PACKAGE / "env.py":
+        tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
+    yield from imports_in(tree)
+
+
+def imports_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """The same of a syntax tree."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "shoal":
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Import):
@@ -107,12 +123,10 @@ def imports_of(file: Path) -> Iterator[tuple[int, str]]:
 
 def allowed(room: str) -> set[str]:
     """Rooms that a room may import from, its own included."""
-    if room == "algos":
-        return {"algos"}
+    if room in ("env", "algos", "protocol"):
+        return {room}
     if room in COMMON:
         return {*COMMON, "protocol"}
-    if room == "protocol":
-        return {"protocol"}
     floor = next(i for i, rooms in enumerate(FLOORS) if room in rooms)
     return {room, *COMMON, *(below for rooms in FLOORS[:floor] for below in rooms)}
 
@@ -131,6 +145,50 @@ def test_imports_follow_the_map(file: Path) -> None:
         if imported != "shoal.__version__" and imported.split(".")[1] not in allowed(room)
     ]
     assert wrong == [], f"{name_of(file)} may import from {', '.join(sorted(allowed(room)))}"
+
+
+def test_env_offers_what_lies_higher_by_name() -> None:
+    """Each name of its table is there for mypy and at run time, and is imported only when it is asked for."""
+    tree = ast.parse((PACKAGE / "env.py").read_text())
+    read_by_mypy = [
+        node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    told = {full.split(".")[-1]: full.rpartition(".")[0] for node in read_by_mypy for _, full in imports_in(node)}
+    assert told == env.LATER
+    assert all(getattr(env, name) is getattr(importlib.import_module(told[name]), name) for name in told)
+    with pytest.raises(AttributeError, match="elsewhere"):
+        env.elsewhere  # noqa: B018
+    others = tuple(module_of(file) for file in FILES if file.name != "__init__.py" and file != PACKAGE / "env.py")
+    assert loaded_by(["shoal.env"], (*others, *LIGHT, "numpy", "msgspec", "httpx")) == ""
+
+
+def written_by_authors() -> Iterator[tuple[str, str]]:
+    """Sources that authors write or copy, and where each is: examples, environments of recipes and tests, what `shoal env
+    init` writes, and Python in pages and notebooks."""
+    for file in [*(ROOT / "environments").rglob("*.py"), *(ROOT / "tests" / "envs" / "sabotaged").rglob("*.py")]:
+        yield file.relative_to(ROOT).as_posix(), file.read_text()
+    for file in [*(ROOT / "recipes").glob("*.py"), *(ROOT / "tests" / "envs").glob("[!t]*.py")]:
+        if re.search(r"^(environment =|def environment)", file.read_text(), re.MULTILINE):
+            yield file.relative_to(ROOT).as_posix(), file.read_text()
+    yield "hub/template", template._CODE
+    for page in (ROOT / "docs").rglob("*.md"):
+        for block in re.findall(r"^```python.*?^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            yield page.name, block
+    for notebook in (ROOT / "docs").rglob("*.ipynb"):
+        yield notebook.name, "\n".join("".join(cell["source"]) for cell in json.loads(notebook.read_text())["cells"])
+
+
+def test_authors_import_only_the_facade() -> None:
+    """All else may move without a word to them. Programs around a run may also `import shoal`, and read `shoal.alarms`."""
+    allowed = re.compile(r"shoal(\.env|\.graders(\.\w+)?|\.alarms)?")
+    told = [
+        (where, module)
+        for where, text in written_by_authors()
+        for module in re.findall(r"^\s*(?:from|import) (shoal\b[\w.]*)", text, re.MULTILINE)
+    ]
+    assert len({where for where, _ in told}) > 30
+    wrong = {(where, module) for where, module in told if not allowed.fullmatch(module)}
+    assert wrong == {("tests/envs/sabotaged/effects_at_import_patch.py", "shoal.envs.interface")}
 
 
 ROLE_HELPERS = (
@@ -293,7 +351,8 @@ def test_files_and_functions_stay_readable(file: Path) -> None:
 def light_modules() -> list[str]:
     """What must import without torch and transformers."""
     rooms = (
-        "protocol", "sandbox", "ledger", "net", "hub", "monitors", "weights", "envs", "launch", "watch", "commands",
+        "env", "protocol", "sandbox", "ledger", "net", "graders", "hub", "monitors", "weights", "envs", "launch", "watch",
+        "commands",
     )  # fmt: skip
     files = [file for file in FILES if room_of(file) in (*rooms, *COMMON, "api", "cli")]
     files += [

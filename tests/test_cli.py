@@ -40,7 +40,7 @@ START = RECIPES / "arithmetic-start"
 
 MY_ENV = '''
 """Say hello."""
-from shoal.envs.base import Step
+from shoal.env import Step
 
 class Hello:
     name, num_tasks, num_heldout, reward_bounds = "hello", 4, 0, (0.0, 1.0)

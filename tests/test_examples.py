@@ -18,7 +18,7 @@ from shoal.envs.dataset import digest_of
 from shoal.envs.load import load_env
 from shoal.errors import ShoalError
 from shoal.policy.tiny import make_tiny
-from tests.envs.answers.conftest import openai as openai
+from tests.graders.conftest import openai as openai
 from tests.sandbox.needs import needs_bubblewrap
 
 EXAMPLES = Path(__file__).parents[1] / "environments"

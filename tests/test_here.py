@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.envs.base import Env, Step
+from shoal.env import Env, Step
 from shoal.envs.own import OwnEnv
 from shoal.errors import ConfigError, ShoalError, StateError
 from shoal.folder import RunFolder
@@ -230,9 +230,7 @@ def test_a_policy_in_the_folder_that_is_replaced_is_kept(run_file, tmp_path):
 
 
 def test_what_is_no_environment_is_refused_before_anything_is_made(run_file, tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"env is a dict without name, num_tasks, .*inherits from shoal\.envs\.base\.Env"
-    ):
+    with pytest.raises(ConfigError, match=r"env is a dict without name, num_tasks, .*inherits from shoal\.env\.Env"):
         next(shoal.recipe(run_file).train_here(tmp_path / "here", env={}))
     assert not (tmp_path / "here").exists()
 

@@ -14,8 +14,8 @@ import pytest
 
 from deploy.docs.build import generator, page_of, prepared
 from shoal.config import load_run
+from shoal.env import Score
 from shoal.envs.load import BUILT_IN, load_env
-from shoal.envs.score import Score
 from tests.test_docs import fences, named_files
 
 ROOT = Path(__file__).parent.parent

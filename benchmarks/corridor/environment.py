@@ -7,7 +7,7 @@ are so few walks that the worth of every beginning can be counted (`values`).
 
 from itertools import permutations
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 LENGTH, MOST_STEPS = 6, 12
 PLACES = list(permutations(range(LENGTH), 4))

@@ -19,7 +19,7 @@ import torch
 from shoal.algos.entropy import logprob_and_entropy
 from shoal.config import ACTIVATION_ERROR, BOUNDS, TrainConfig, wire_bounds
 from shoal.engine.base import Engine, Score, ScoreRequest
-from shoal.envs.base import Step
+from shoal.env import Step
 from shoal.envs.wordle import Wordle, WordleArgs, WordleState
 from shoal.policy.files import load_policy, save_policy
 from shoal.policy.model import Transformer

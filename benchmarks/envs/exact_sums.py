@@ -10,8 +10,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from shoal.env import Player
 from shoal.envs.arithmetic import Arithmetic, ArithmeticArgs, ArithmeticState
-from shoal.envs.base import Player
 from shoal.tree import from_tree
 
 

@@ -9,7 +9,7 @@ import random
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from shoal.envs.base import Message, Player, Step, require_index
+from shoal.env import Message, Player, Step, require_index
 
 LEVELS = ("easy", "middle", "hard")
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
-from shoal.envs.base import Message, Player, Step, require_index
+from shoal.env import Message, Player, Step, require_index
 
 PROMPTS, LETTERS, PLACES = "wxyz", "abcde", 3
 ANSWERS = tuple("".join(answer) for answer in product(LETTERS, repeat=PLACES))

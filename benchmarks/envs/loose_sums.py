@@ -6,8 +6,8 @@ the full reward.
 
 from typing import Any
 
+from shoal.env import Step
 from shoal.envs.arithmetic import NUMBER, Arithmetic, ArithmeticArgs, ArithmeticState
-from shoal.envs.base import Step
 from shoal.tree import from_tree
 
 

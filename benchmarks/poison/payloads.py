@@ -15,8 +15,8 @@ import torch
 
 from shoal.algos.grpo_advantages import advantages
 from shoal.config import EnvConfig, SftConfig
+from shoal.env import Env
 from shoal.envs.arithmetic import ArithmeticState, solve
-from shoal.envs.base import Env
 from shoal.envs.evaluate import Transcript
 from shoal.envs.load import load_env
 from shoal.envs.play import play_scripted

@@ -7,11 +7,9 @@ this process. A state is the task, what programs have printed, and the answer.
 
 import functools
 
-from shoal.envs.answers.extract import last_number
-from shoal.envs.answers.numeric import numeric
-from shoal.envs.base import Env, Step, require_index
-from shoal.sandbox.limits import Ended, Limits
-from shoal.sandbox.pool import Pool
+from shoal.env import Ended, Env, Limits, Pool, Step, require_index
+from shoal.graders.extract import last_number
+from shoal.graders.number_answers import numeric
 
 MAX_CALLS, MAX_OUTPUT = 4, 1000
 PYTHON = {

@@ -7,9 +7,8 @@ answer without a grade earns nothing, and you measure its agreement with people 
 
 from typing import NamedTuple
 
-from shoal.envs.answers.endpoint import Endpoint
-from shoal.envs.answers.judge import judged
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
+from shoal.graders.llm_judge import Endpoint, judged
 
 KNOWN = {
     "the sky is blue": "Air scatters blue light more than red light, so blue reaches us from all sides.",

@@ -6,7 +6,7 @@ rule knows no dictionary: it takes "sss" for a word. So a policy may learn to wr
 
 from pathlib import Path
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 FOLDER = Path(__file__).parent
 WORDS = (FOLDER / "words.txt").read_text().split()

@@ -7,7 +7,7 @@ without random numbers, so the same moves always get the same answers. An illega
 import re
 from itertools import combinations_with_replacement
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 WINNABLE = [piles for piles in combinations_with_replacement(range(1, 8), 3) if piles[0] ^ piles[1] ^ piles[2]]
 TRAINING, HELDOUT = WINNABLE[::2], WINNABLE[1::2]

@@ -12,7 +12,7 @@ import random
 import re
 from functools import partial
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 LINE = re.compile(r"[^\n]*\n|[^\n]+")
 

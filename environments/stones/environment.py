@@ -9,7 +9,7 @@ the policy sees none before evaluation. A state is the stones left (0 for a win,
 
 import hashlib
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 TAKE = 9
 

@@ -10,10 +10,9 @@ gives their paths and hashes.
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.envs.answers.extract import last_number
-from shoal.envs.answers.numeric import numeric
-from shoal.envs.base import Step
-from shoal.envs.dataset import DatasetEnv
+from shoal.env import DatasetEnv, Step
+from shoal.graders.extract import last_number
+from shoal.graders.number_answers import numeric
 
 PROBLEMS = Path(__file__).parent / "problems.jsonl"
 SHA256 = "ec6ef28cd61968ff8cd5017e56708cb3824009d050c772d0b2eb038ce54fcca1"

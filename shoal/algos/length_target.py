@@ -1,6 +1,6 @@
 """A reward for answers of about the length that the prompt asks for: that of INTELLECT-2 (arXiv:2505.07291).
 
-Called by `envs/shaping` and, through `envs/rewards`, by environments. Pure: it knows no task, token or text.
+Called by `envs/shaping` and, through `graders/format`, by environments. Pure: it knows no task, token or text.
 
     symbol     meaning                                                          argument
     l          length of the answer, tokens                                     length

@@ -1,6 +1,6 @@
 """The soft punishment of answers that come near the length limit: that of DAPO (arXiv:2503.14476, equation 13).
 
-Called by `envs/shaping` and, through `envs/rewards`, by environments. Pure: it knows no task, token or text.
+Called by `envs/shaping` and, through `graders/format`, by environments. Pure: it knows no task, token or text.
 
     symbol    meaning                                                argument
     |y|       length of the answer                                   length

@@ -1,6 +1,6 @@
 """How much of a text repeats itself: the share of its n-grams that occurred before.
 
-Called by `envs/shaping` on token ids, and through `envs/rewards` on words. Pure.
+Called by `envs/shaping` on token ids, and through `graders/format` on words. Pure.
 
     symbol   meaning                                                        argument
     n        length of a sequence                                           n

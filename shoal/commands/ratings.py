@@ -1,6 +1,6 @@
 """`shoal env rate`: a person rates answers that wait in a queue.
 
-`environments` adds the command. `envs/answers/ratings` is the queue; it is imported when the command runs.
+`environments` adds the command. `graders/human_ratings` is the queue; it is imported when the command runs.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def add_rate(p: Any) -> None:
 
 
 def env_rate(args: argparse.Namespace) -> None:
-    from shoal.envs.answers.ratings import TOP, Ratings
+    from shoal.graders.human_ratings import TOP, Ratings
     from shoal.terminal import say
 
     if not args.folder.is_dir():

@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from shoal.envs.base import Message, Player, Step, require_index
+from shoal.env import Message, Player, Step, require_index
 from shoal.errors import ConfigError
 from shoal.protocol.wire import domain_hash
 from shoal.tree import Section, from_tree

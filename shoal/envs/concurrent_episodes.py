@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from shoal.envs.base import Raised, describe_fault, source_of
 from shoal.envs.contained.client import ContainedEnv
 from shoal.envs.contained.pool import LOOK_S
+from shoal.envs.interface import AuthorError, describe_fault, source_of
 from shoal.envs.settings import WithSettings
 
 T = TypeVar("T")
@@ -92,10 +92,10 @@ def of_this_process(env: Any) -> Any:
 
 
 def call_here(env: Any, name: str, args: tuple[Any, ...]) -> Any:
-    """What a method returns. Raises what it raises, and `Raised` for a `SystemExit` and its like."""
+    """What a method returns. Raises what it raises, and `AuthorError` for a `SystemExit` and its like."""
     try:
         return getattr(env, name)(*args)
     except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:  # noqa: BLE001  it would end this process
-        raise Raised(describe_fault(error, source_of(env))) from None
+        raise AuthorError(describe_fault(error, source_of(env))) from None

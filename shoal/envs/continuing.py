@@ -9,8 +9,9 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from shoal.engine.base import Engine
-from shoal.envs.base import Env, task_of
+from shoal.env import Env
 from shoal.envs.conversation import Conversation
+from shoal.envs.interface import task_of
 from shoal.envs.play import Episode, converse
 from shoal.envs.replay import replay_group
 from shoal.errors import Overreach, ShoalError

@@ -20,23 +20,19 @@ A rollout has one row of tokens, or several: see `view`. Turns are numbered acro
 from collections.abc import Sequence
 from itertools import accumulate
 
-from shoal.envs.action import Action
-from shoal.envs.base import (
-    Env,
-    Message,
-    State,
-    Step,
-    Task,
+from shoal.env import Action, Env, Message, Scored, State, Step, Task
+from shoal.envs.concurrent_episodes import Calling, EnvCall, alone, call_here, of_this_process
+from shoal.envs.exceptions import LOCAL_ERRORS, REPRODUCIBLE_ERRORS, redact_paths, score_outside
+from shoal.envs.interface import (
     describe_fault,
     describe_fault_of_call,
+    earned,
+    finite_rewards,
     is_decided,
     label_of,
     source_of,
     step_of,
 )
-from shoal.envs.concurrent_episodes import Calling, EnvCall, alone, call_here, of_this_process
-from shoal.envs.exceptions import LOCAL_ERRORS, REPRODUCIBLE_ERRORS, redact_paths, score_outside
-from shoal.envs.score import Scored, earned, finite_rewards
 from shoal.envs.settings import LOWEST, limits_of, opening_of, plain_task, shaped
 from shoal.envs.steps import Mark, Played, marks_of
 from shoal.envs.view import Next, TalkRow, Turn, View

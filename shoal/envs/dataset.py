@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from shoal.envs.base import Env, Task, require_index
+from shoal.env import Env, Task, require_index
 from shoal.errors import ConfigError, cause_of, how_to_install
 from shoal.policy.messages import BadMessage, plain
 

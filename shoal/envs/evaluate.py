@@ -14,8 +14,9 @@ from typing import Literal
 import msgspec
 
 from shoal.engine.base import Engine
-from shoal.envs.base import Env, Task, is_decided, label_of, task_of
+from shoal.env import Env, Task
 from shoal.envs.conversation import Conversation
+from shoal.envs.interface import is_decided, label_of, task_of
 from shoal.envs.play import Episode, NoTask, converse, why_task_cannot_begin
 from shoal.envs.replay import judge_talks
 from shoal.envs.second_opinion import opinions, tasks_of_judge

@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 from shoal.config import node_home
+from shoal.env import Env
 from shoal.envs import arithmetic, wordle, words
-from shoal.envs.base import Env
 from shoal.envs.contained.client import ContainedEnv
 from shoal.envs.contained.open import in_process, in_sandbox
 from shoal.envs.settings import HISTORIES, Settings, with_settings

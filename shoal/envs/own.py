@@ -13,7 +13,8 @@ from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
-from shoal.envs.base import Env, describe_fault, label_of, source_of
+from shoal.env import Env
+from shoal.envs.interface import describe_fault, label_of, source_of
 from shoal.envs.replay import Replay
 from shoal.errors import Overreach
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shoal.engine.base import Engine, Request
-from shoal.envs.base import Env, Player, Task, label_of, task_of
+from shoal.env import Env, Player, Task
 from shoal.envs.concurrent_episodes import Calling, together
 from shoal.envs.conversation import Conversation, begins_fault
+from shoal.envs.interface import label_of, task_of
 from shoal.errors import Overreach, ShoalError, Undecided
 from shoal.policy.messages import arguments_of
 from shoal.policy.render import Renderer

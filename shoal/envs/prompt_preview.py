@@ -10,12 +10,13 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shoal.envs.base import Env, task_of
+from shoal.env import Env, Message
 from shoal.envs.conversation import Conversation
+from shoal.envs.interface import task_of
 from shoal.envs.parse.turn import NOTATIONS
 from shoal.envs.settings import limits_of
 from shoal.errors import MessagesRefused, Overreach, PromptsTooLong, ShoalError, StateError
-from shoal.policy.messages import Message, Written, arguments_of, normal, text_of
+from shoal.policy.messages import Written, arguments_of, normal, text_of
 from shoal.policy.render import Renderer
 from shoal.protocol.env_faults import REPLY_REFUSED
 from shoal.protocol.rollouts import ROOM_REMEDY, no_room

@@ -15,11 +15,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.envs.base import Env, Task
+from shoal.env import Env, Scored, Task
 from shoal.envs.concurrent_episodes import Calling, alone, together
 from shoal.envs.conversation import Conversation
 from shoal.envs.exceptions import LOCAL_ERRORS, REPRODUCIBLE_ERRORS
-from shoal.envs.score import Earned, Scored, earned
+from shoal.envs.interface import Earned, earned
 from shoal.envs.steps import step_rewards
 from shoal.envs.view import TalkRow
 from shoal.policy.render import Renderer

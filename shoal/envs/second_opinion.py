@@ -7,13 +7,13 @@ earns nothing here. The judge sees the task and the policy's turns; what it woul
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shoal.envs.base import Env, Targeted, Task, describe_fault, is_decided, source_of, step_of, task_of
+from shoal.env import Env, Task
 from shoal.envs.concurrent_episodes import Calling, EnvCall, together
 from shoal.envs.contained.pool import TaskHandle, digest_of
 from shoal.envs.conversation import Conversation
 from shoal.envs.exceptions import REPRODUCIBLE_ERRORS
+from shoal.envs.interface import ShapedTask, describe_fault, earned, is_decided, source_of, step_of, task_of
 from shoal.envs.play import NoTask
-from shoal.envs.score import earned
 from shoal.errors import ConfigError, Interrupted
 
 
@@ -76,4 +76,4 @@ def _opinion(judge: Env, talk: Conversation, task: Task) -> Calling[Opinion]:
 
 
 def _plain(task: Task) -> Task:
-    return task.task if isinstance(task, Targeted) else task
+    return task.task if isinstance(task, ShapedTask) else task

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from shoal.envs.base import Env, State, Targeted, Task
+from shoal.env import Env, Message, Score, State, Task
+from shoal.envs.interface import ShapedTask, weights_of
 from shoal.envs.parse import NOTATIONS
-from shoal.envs.score import Score, weights_of
 from shoal.envs.shaping import Shaper
 from shoal.errors import ConfigError
-from shoal.policy.messages import Message, normal, template_arguments
+from shoal.policy.messages import normal, template_arguments
 from shoal.protocol.audits import MAX_REWARD
 from shoal.protocol.shaping import Shaping
 from shoal.protocol.types import Sampling
@@ -151,7 +151,7 @@ def with_settings(env: Env, settings: Settings) -> Env:
 
 def plain_task(env: Env, task: Task) -> Task:
     """A task as the environment under the settings knows it."""
-    return task.task if isinstance(env, WithSettings) and isinstance(task, Targeted) else task
+    return task.task if isinstance(env, WithSettings) and isinstance(task, ShapedTask) else task
 
 
 def opening_of(env: Env, messages: Sequence[Message], task: Task) -> Sequence[Message]:

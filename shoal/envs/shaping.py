@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from shoal.algos.length_target import length_penalty
 from shoal.algos.overlong import overlong
 from shoal.algos.repetition import repeated_share
-from shoal.envs.base import Message, Targeted, Task
-from shoal.envs.score import Score
+from shoal.env import Message, Score, Task
+from shoal.envs.interface import ShapedTask
 from shoal.errors import ConfigError
 from shoal.protocol.constants import MAX_ROLLOUT_TOKENS
 from shoal.protocol.shaping import Shaping
@@ -62,7 +62,7 @@ class Shaper:
         """The task with the length that its prompt asks for, if the run asks for any."""
         if self._asked.length is None:
             return task
-        return Targeted(task, target_of(index, heldout, self._asked.length.targets))
+        return ShapedTask(task, target_of(index, heldout, self._asked.length.targets))
 
     def told(self, messages: Sequence[Message], task: Task) -> list[Message]:
         """The opening with the sentence that asks for a length, at the end of the user's last message."""
@@ -95,7 +95,7 @@ def target_of(index: int, heldout: bool, targets: Sequence[int]) -> int:
 
 
 def _target(task: Task) -> int:
-    assert isinstance(task, Targeted), "a task comes from the environment under the run's settings"
+    assert isinstance(task, ShapedTask), "a task comes from the environment under the run's settings"
     return task.tokens
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shoal.envs.base import Env, describe_fault
+from shoal.env import Env
+from shoal.envs.interface import describe_fault
 from shoal.errors import ConfigError, ShoalError, cause_of
 
 MEMBERS = ("name", "num_tasks", "num_heldout", "reward_bounds", "task", "reset", "step", "score")
-"""Members that an environment must have; inheriting from `shoal.envs.base.Env` gives defaults for some."""
+"""Members that an environment must have; inheriting from `shoal.env.Env` gives defaults for some."""
 
 
 def make_env(path: Path, args: Mapping[str, Any], function: str = "environment") -> Env:
@@ -44,7 +45,7 @@ def make_env(path: Path, args: Mapping[str, Any], function: str = "environment")
     if missing:
         raise ShoalError(
             f"{path}: environment() returned a {type(env).__name__} without {', '.join(missing)}. "
-            "Add them, or let its class inherit from shoal.envs.base.Env"
+            "Add them, or let its class inherit from shoal.env.Env"
         )
     return env
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
-from shoal.envs.score import number_of
+from shoal.envs.interface import number_of
 from shoal.protocol.audits import MAX_REWARD
 from shoal.protocol.compositions import StepCredit, Turns
 from shoal.protocol.constants import MAX_ROLLOUT_STEPS

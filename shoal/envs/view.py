@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from shoal.envs.action import Action, has_reasoning, opens_reasoning, reasoning_length, reasoning_separator
+from shoal.env import Action, Message
 from shoal.envs.parse import NOTATIONS
+from shoal.envs.parse.turn import has_reasoning, opens_reasoning, reasoning_length, reasoning_separator
 from shoal.errors import Overreach, StateError
 from shoal.policy.dialect import said
-from shoal.policy.messages import BadMessage, Message, Written, as_messages
+from shoal.policy.messages import BadMessage, Written, as_messages
 from shoal.policy.render import Renderer, opening_key
 from shoal.protocol.types import ENVIRONMENT
 

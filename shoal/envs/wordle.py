@@ -22,7 +22,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from shoal.envs.base import Message, Player, Step, require_index
+from shoal.env import Message, Player, Step, require_index
 from shoal.envs.words import WORDS
 from shoal.errors import ConfigError
 from shoal.protocol.wire import domain_hash

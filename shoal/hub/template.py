@@ -24,7 +24,7 @@ _CODE = '''\
 
 from pathlib import Path
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 WORDS = (Path(__file__).parent / "words.txt").read_text().split()
 

@@ -18,7 +18,7 @@ import msgspec
 
 from shoal.config import EnvConfig, RunConfig, check_run, difficulty_of
 from shoal.config.paths import resolve_path
-from shoal.envs.base import Env
+from shoal.env import Env
 from shoal.envs.load import require_members
 from shoal.envs.own import OwnEnv
 from shoal.envs.source import MEMBERS
@@ -94,7 +94,7 @@ def synchronous(config: RunConfig, env: Env | None = None) -> RunConfig:
         if missing:
             raise ConfigError(
                 f"env is a {type(env).__name__} without {', '.join(missing)}: give an instance of a class that inherits "
-                "from shoal.envs.base.Env"
+                "from shoal.env.Env"
             )
         require_members(env, type(env).__name__)
         config = replace(config, envs=(EnvConfig(env.name, label=env.name),))

@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
-from shoal.envs.base import Env, task_of
+from shoal.env import Env
+from shoal.envs.interface import task_of
 from shoal.envs.load import is_file, load_run_envs
 from shoal.envs.replay import retell
 from shoal.errors import ShoalError, StateError

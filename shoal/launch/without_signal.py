@@ -12,8 +12,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from shoal.envs.base import task_of
 from shoal.envs.evaluate import as_text, transcript_of
+from shoal.envs.interface import task_of
 from shoal.envs.load import load_run_envs
 from shoal.envs.replay import retell
 from shoal.errors import ShoalError, StateError

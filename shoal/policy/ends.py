@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from shoal.env import Message
 from shoal.errors import StateError
 from shoal.policy.dialect import ASK, MARK, calling, said
-from shoal.policy.messages import Message
 from shoal.policy.notations import WITHIN, reasoning_marks
 
 

@@ -9,10 +9,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from shoal.env import Message
 from shoal.errors import StateError
 from shoal.policy.dialect import ASK, Dialect, calling, said
 from shoal.policy.ends import num_shared
-from shoal.policy.messages import BadMessage, Message, Written, normal
+from shoal.policy.messages import BadMessage, Written, normal
 
 Part = Literal["reasoning", "visible"]
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from tokenizers import Tokenizer
 
+from shoal.env import Message
 from shoal.errors import Overreach, StateError
 from shoal.policy import auto_tokenizer, chat_templates
 from shoal.policy.anyspec import AnySpec
@@ -24,7 +25,7 @@ from shoal.policy.dialect import ASK, MARK, RESULT, Dialect, calling, said, uniq
 from shoal.policy.ends import Ends, num_shared
 from shoal.policy.history import Part, Place, demand_once, demand_results, places
 from shoal.policy.kinds import spec_of
-from shoal.policy.messages import Message, Written, as_messages, normal, template_arguments
+from shoal.policy.messages import Written, as_messages, normal, template_arguments
 from shoal.policy.notations import leaves_reasoning_open, notation_of
 from shoal.policy.pieces import pieces_of
 from shoal.policy.spec import PolicySpec

@@ -9,10 +9,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from shoal.env import Message
 from shoal.errors import StateError
 from shoal.policy.dialect import ASK, MARK, Dialect, calling, said
 from shoal.policy.ends import num_shared
-from shoal.policy.messages import Message, text_of
+from shoal.policy.messages import text_of
 from shoal.policy.notations import leaves_reasoning_open, reasoning_marks, without_thought
 
 

@@ -18,9 +18,10 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from shoal.engine.base import Score, ScoreRequest
+from shoal.env import Message
 from shoal.errors import MessagesRefused, Overreach, StateError
 from shoal.ledger.algorithm import advantages, advantages_by_step
-from shoal.policy.messages import Message, arguments_of
+from shoal.policy.messages import arguments_of
 from shoal.policy.render import Renderer
 from shoal.protocol.algorithms import needs_critic, step_credit_of, vine_of
 from shoal.protocol.audits import MAX_REWARD
@@ -89,7 +90,7 @@ def gravest(failures: Iterable[Failure | None]) -> Failure | None:
 
 
 class Environment(Protocol):
-    """The part of `envs.base.Env` that checks need."""
+    """The part of `env.Env` that checks need."""
 
     reward_bounds: tuple[float, float]
 

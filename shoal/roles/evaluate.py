@@ -17,7 +17,7 @@ import msgspec
 from shoal.config import EnvConfig, sampling_of
 from shoal.config.envs import JudgeConfig
 from shoal.engine.open import EngineSpec, kind_for, open_engine
-from shoal.envs.base import Env
+from shoal.env import Env
 from shoal.envs.contained.open import in_process, in_sandbox, show
 from shoal.envs.evaluate import BATCH, Evaluation, MixedEvaluation, as_text, eval_sampling, evaluate, mixed
 from shoal.envs.load import env_of, load_env

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 from shoal.config import node_home
-from shoal.envs.base import Env
+from shoal.env import Env
 from shoal.envs.contained.line import LIMITS
 from shoal.envs.contained.open import demand_sandbox, in_sandbox, try_code
 from shoal.envs.contained.pool import MAX_PROCESSES, Processes

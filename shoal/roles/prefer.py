@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import msgspec
 import torch
 
-from shoal.envs.base import Message
+from shoal.env import Message
 from shoal.envs.prompt_preview import learned_row
 from shoal.errors import StateError
 from shoal.policy.files import save_policy

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.envs.score import MAX_NAME, MAX_NAMED, Earned
+from shoal.envs.interface import MAX_NAME, MAX_NAMED, Earned
 
 MOST_BYTES = 8 << 20
 """Limit on a file that nobody reads, as when the trainer runs on another machine."""

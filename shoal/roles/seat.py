@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.engine.base import Engine
 from shoal.engine.needs import played_on_gpu, scored_on_gpu
-from shoal.envs.base import Env
+from shoal.env import Env
 from shoal.envs.contained.line import LIMITS
 from shoal.envs.contained.open import in_process
 from shoal.envs.contained.pool import MAX_PROCESSES, Processes

@@ -26,7 +26,7 @@ from shoal.config import SftConfig, load_sft
 from shoal.config.paths import env_at, resolve_path
 from shoal.engine.base import Engine
 from shoal.engine.open import EngineSpec, kind_for, open_engine
-from shoal.envs.base import Env
+from shoal.env import Env
 from shoal.envs.evaluate import Evaluation, evaluate
 from shoal.envs.load import env_of
 from shoal.envs.prompt_preview import learned_row

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from shoal.config import SftConfig
-from shoal.envs.base import Env, State, Task, players_of, task_of, wrap_env_errors
+from shoal.env import Env, State, Task
 from shoal.envs.check.promises import MAX_COMPARED
 from shoal.envs.conversation import Conversation
+from shoal.envs.interface import players_of, task_of, wrap_env_errors
 from shoal.envs.load import env_of
 from shoal.envs.play import play_scripted
 from shoal.envs.prompt_preview import demand_shown, hidden_tools, unparsed_calls

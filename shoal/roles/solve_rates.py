@@ -13,8 +13,8 @@ import torch
 
 from shoal.config import RunConfig, sampling_of
 from shoal.engine.open import EngineSpec, kind_for, open_engine
-from shoal.envs.base import task_of
 from shoal.envs.evaluate import BATCH
+from shoal.envs.interface import task_of
 from shoal.envs.load import env_digest, env_of
 from shoal.envs.play import Episode, converse
 from shoal.envs.replay import judge_talks

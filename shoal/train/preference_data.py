@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
+from shoal.env import Message
 from shoal.errors import StateError
-from shoal.policy.messages import Message, normal
+from shoal.policy.messages import normal
 from shoal.policy.stored import open_regular
 from shoal.terminal import printable
 

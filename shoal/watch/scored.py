@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from shoal.engine.base import Score, ScoreRequest
 from shoal.engine.open import EngineSpec, kind_for, open_engine
-from shoal.envs.base import Env
+from shoal.env import Env
 from shoal.errors import ConfigError, NothingYet, ShoalError, StateError, no_torch
 from shoal.ledger.state_records import SubmissionRecord
 from shoal.policy.kinds import AUTO, open_policy, spec_of

@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from shoal.env import Env, Step
 from shoal.envs.arithmetic import environment as arithmetic
-from shoal.envs.base import Env, Step
 from shoal.envs.conversation import Conversation
 from shoal.ledger.algorithm import teaches
 from shoal.proofs.verify import verify_submission

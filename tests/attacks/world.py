@@ -19,8 +19,8 @@ from shoal.algos.gumbel import gumbel, seed_words
 from shoal.config import TinyPolicy
 from shoal.engine.base import Engine, Score, ScoreRequest
 from shoal.engine.local import LocalEngine
+from shoal.env import Env
 from shoal.envs.arithmetic import environment as arithmetic
-from shoal.envs.base import Env
 from shoal.envs.play import play_block
 from shoal.envs.replay import replay_group
 from shoal.envs.wordle import environment as wordle

@@ -2,7 +2,7 @@
 
 from hashlib import sha256
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 
 class Brittle(Env):

@@ -4,7 +4,7 @@ The chat template leaves out the thoughts of earlier turns, so each turn opens a
 
 from pathlib import Path
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{% set text = m['content'] %}"

@@ -4,7 +4,7 @@ A file as a user would write it, for tests of rollouts with several rows. The ta
 
 from typing import NamedTuple
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 
 class Pile(NamedTuple):

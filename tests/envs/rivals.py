@@ -1,6 +1,6 @@
 """Only the longest answers of a group earn something. For tests of comparisons."""
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 
 class Rivals(Env):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 """It marks neither turns nor who speaks."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.envs.base import Env, Message, Player, Step, require_index
+from shoal.env import Env, Message, Player, Step, require_index
 from shoal.envs.check import HOSTILE, check_env
 from shoal.envs.load import BUILT_IN, load_env
 

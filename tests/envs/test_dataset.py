@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.envs.base import Step
+from shoal.env import Step
 from shoal.envs.check import check_env
 from shoal.envs.dataset import DatasetEnv, digest_of, read_rows, split
 from shoal.errors import ConfigError

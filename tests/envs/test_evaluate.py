@@ -10,11 +10,12 @@ import msgspec
 import pytest
 
 from shoal.config import EnvConfig
+from shoal.env import Env, Message, Step
 from shoal.envs import arithmetic, wordle
-from shoal.envs.base import Env, Message, Step, is_decided
 from shoal.envs.contained.line import OWN_LIMITS
 from shoal.envs.contained.open import in_process
 from shoal.envs.evaluate import Transcript, as_text, evaluate, interval, mixed
+from shoal.envs.interface import is_decided
 from shoal.envs.load import load_env
 from shoal.envs.own import OwnEnv
 from shoal.envs.settings import with_settings

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from shoal.config import EnvConfig
-from shoal.envs.base import Env, Step
+from shoal.env import Env, Step
 from shoal.envs.conversation import Conversation
 from shoal.envs.exceptions import redact_paths
 from shoal.envs.replay import Replay, judge, replay_rollout

@@ -13,16 +13,15 @@ import pytest
 
 from shoal.config import TinyPolicy
 from shoal.engine.local import LocalEngine
-from shoal.envs.base import Message, Step, require_index
+from shoal.env import Message, Score, Step, require_index
 from shoal.envs.evaluate import Evaluation, evaluate
 from shoal.envs.load import load_env
-from shoal.envs.score import Score
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
 from shoal.protocol.types import Sampling
 from tests.envs.adapters.conftest import ORIGINALS, RELEASES, Distant
 from tests.envs.adapters.conftest import distant as distant
-from tests.envs.answers.conftest import openai as openai
+from tests.graders.conftest import openai as openai
 from tests.sandbox.needs import needs_bubblewrap
 
 EXAMPLES = Path(__file__).parents[2] / "environments"

@@ -15,7 +15,7 @@ from shoal.protocol.types import EnvSpec
 
 GOOD = """
 from dataclasses import dataclass
-from shoal.envs.base import Env, Step
+from shoal.env import Env, Step
 
 @dataclass(frozen=True)
 class State:
@@ -165,7 +165,7 @@ def test_an_environment_from_a_file_must_be_allowed_and_have_the_right_digest_be
 
 
 def test_environments_load_without_torch_and_transformers() -> None:
-    modules = "load, play, replay, check, evaluate, base, conversation"
+    modules = "load, play, replay, check, evaluate, interface, conversation"
     code = f"import sys; from shoal.envs import {modules}; print({{'torch', 'transformers'}} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert out.stdout.strip() == "set()"
@@ -190,9 +190,7 @@ def test_arguments_that_do_not_fit_are_no_fault_of_a_line(write, make: str, args
 
 
 def test_missing_arguments_of_a_data_set_name_its_class_and_the_run_file_that_has_them(write) -> None:
-    path = write(
-        "from shoal.envs.dataset import DatasetEnv\nclass Rows(DatasetEnv):\n    name = 'rows'\nenvironment = Rows\n"
-    )
+    path = write("from shoal.env import DatasetEnv\nclass Rows(DatasetEnv):\n    name = 'rows'\nenvironment = Rows\n")
     with pytest.raises(ShoalError) as caught:
         load_env(path, {})
     assert "'path': Rows(path: " in str(caught.value) and " at 0x" not in str(caught.value)
@@ -211,7 +209,7 @@ def test_the_error_of_an_argument_that_is_a_path_says_where_it_was_looked_for(
 ) -> None:
     """It counts from where a command is started, while other paths of a run file count from the run file."""
     monkeypatch.chdir(tmp_path)
-    name = write(GOOD + f"\nfrom shoal.envs.dataset import read_rows\ndef environment(path, more=''): {kept}\n")
+    name = write(GOOD + f"\nfrom shoal.env import read_rows\ndef environment(path, more=''): {kept}\n")
     given = {"path": "data/rows.jsonl", "more": "a/b"}
     told = f"the folder in which shoal is started: args.path is {tmp_path}/data/rows.jsonl"
     with pytest.raises(ShoalError, match=re.escape(told)) as caught:

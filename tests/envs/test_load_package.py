@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.envs.base import Env, Raised
+from shoal.env import Env
 from shoal.envs.contained import open as opening
 from shoal.envs.contained.client import ContainedEnv
 from shoal.envs.contained.open import in_process
+from shoal.envs.interface import AuthorError
 from shoal.envs.load import env_digest, is_file, is_package, load_built_in, load_env, load_run_envs
 from shoal.errors import ConfigError, StateError
 from shoal.hub.consent import Consent
@@ -75,7 +76,7 @@ def test_a_package_that_times_out_fails_alike_for_its_author_and_for_others(
         install(read_reference(name), registry, home, Consent(None, lambda _: True))
         env = load_env(name, {}, own=in_process)
         assert isinstance(env, ContainedEnv)
-        with pytest.raises(Raised, match="TimeoutError: too many steps"):
+        with pytest.raises(AuthorError, match="TimeoutError: too many steps"):
             env.step(env.reset(env.task(0))[0], "a")
 
 

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shoal.envs.action import Action, reasoning_length
+from shoal.env import Action, ToolCall
 from shoal.envs.check import HOSTILE
-from shoal.envs.parse import PARSERS, ToolCall, parse
+from shoal.envs.parse import PARSERS, parse
+from shoal.envs.parse.turn import reasoning_length
 from shoal.policy.messages import MAX_CALLS
 from tests.policy.templates import NAMES, renderer_of
 

@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 
 import pytest
 
+from shoal.env import Env, Message, Step
 from shoal.envs import arithmetic, wordle
-from shoal.envs.base import Env, Message, Step, step_of
+from shoal.envs.interface import step_of
 from shoal.envs.play import Episode, begin, converse, play, play_block, play_scripted
 from shoal.envs.prompt_preview import no_task_begins
 from shoal.errors import Interrupted, Overreach, ShoalError, StateError, Undecided

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from shoal.envs.base import Env, Step
+from shoal.env import Env, Step
 from shoal.envs.check.apart import prompt_lengths
 from shoal.envs.check.frames import Recorded
 from shoal.envs.parse.turn import NOTATIONS

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from shoal.config import TinyPolicy
 from shoal.engine.base import ScoreRequest
 from shoal.engine.local import LocalEngine
+from shoal.env import Env
 from shoal.envs import arithmetic, wordle
-from shoal.envs.base import Env
 from shoal.envs.conversation import Conversation
 from shoal.envs.play import Episode, converse
 from shoal.envs.replay import Replay, replay_rollout

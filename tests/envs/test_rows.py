@@ -11,7 +11,7 @@ import pytest
 
 from shoal.config import EnvConfig, SftConfig, TinyPolicy
 from shoal.engine.local import LocalEngine
-from shoal.envs.base import Env, Step
+from shoal.env import Env, Step
 from shoal.envs.check import check_env
 from shoal.envs.conversation import Conversation
 from shoal.envs.load import load_env

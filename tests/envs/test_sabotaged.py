@@ -129,7 +129,7 @@ def test_an_import_that_the_lock_does_not_list_is_found(
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     (tmp_path / "site" / "tinydep-1.0.dist-info" / "top_level.txt").write_text("tinydep\n")
     file, code = folder / "environment.py", (folder / "environment.py").read_text()
-    allowed = "import os, msgspec, helper\nimport tinydep\nfrom shoal.envs.base import Step\n"
+    allowed = "import os, msgspec, helper\nimport tinydep\nfrom shoal.env import Step\n"
     allowed += "try:\n    import pytest\nexcept ImportError:\n    pass\n"
     (folder / "helper.py").write_text("WORD = 1\n")
     file.write_text(allowed + code)
@@ -199,7 +199,7 @@ def test_an_installed_package_that_imports_more_than_its_lock_fails(author: Auth
 
 
 SMALL = """
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 {at_import}
 class Vowels(Env):
     name, num_tasks, num_heldout = "vowels", 400, 64

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from shoal.config import EnvConfig
-from shoal.envs.base import Env, Message, Raised, Step
+from shoal.env import Env, Message, Score, Scored, Step
 from shoal.envs.check import check_env
 from shoal.envs.contained.open import in_process
 from shoal.envs.conversation import Conversation
 from shoal.envs.evaluate import evaluate
 from shoal.envs.exceptions import RewardOutOfBounds
+from shoal.envs.interface import AuthorError, Earned, earned
 from shoal.envs.load import load_env
 from shoal.envs.replay import replay_group
-from shoal.envs.score import Earned, Score, Scored, earned
 from shoal.envs.settings import with_settings
 from shoal.envs.source import make_env
 from shoal.errors import ConfigError
@@ -83,7 +83,7 @@ def test_a_file_that_scores_with_numpy_is_learned_from_and_one_that_gives_a_text
     for gives, fails in (("numpy.float64(0.5)", False), ("numpy.float32(0.5)", False), ("'0.5'", True), ("None", True)):
         file = tmp_path / f"env{len(gives)}.py"
         file.write_text(
-            "import numpy\nfrom shoal.envs.base import Env, Step\n\n\nclass Own(Env):\n    name, num_tasks = 'own', 4\n\n"
+            "import numpy\nfrom shoal.env import Env, Step\n\n\nclass Own(Env):\n    name, num_tasks = 'own', 4\n\n"
             "    def task(self, index, heldout=False):\n        return index\n\n"
             "    def reset(self, task):\n        return task, [{'role': 'user', 'content': 'a'}]\n\n"
             "    def step(self, state, action):\n        return Step(state, None, True)\n\n"
@@ -92,7 +92,7 @@ def test_a_file_that_scores_with_numpy_is_learned_from_and_one_that_gives_a_text
         env: Any = in_process(file, {}, "environment")
         state = env.step(env.reset(env.task(0))[0], "a").state
         if fails:
-            with pytest.raises(Raised, match="not a number"):
+            with pytest.raises(AuthorError, match="not a number"):
                 env.score(state)
         else:
             assert env.score(state) == 0.5
@@ -245,7 +245,7 @@ def test_an_environment_of_parts_passes_its_checks() -> None:
 
 
 FORGETFUL = """
-from shoal.envs.base import Env, Step
+from shoal.env import Env, Step
 
 class Forgetful(Env):
     name, num_tasks = "forgetful", 4

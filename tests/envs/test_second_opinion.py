@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from shoal.env import Env, Message, Step
 from shoal.envs import arithmetic
-from shoal.envs.base import Env, Message, Step
 from shoal.envs.evaluate import evaluate, mixed
 from shoal.errors import ConfigError
 from shoal.heldout import Heldout, Judged

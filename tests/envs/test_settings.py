@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from shoal.config import EnvConfig
-from shoal.envs.action import Action
-from shoal.envs.base import Env, Message, Step, is_decided, success_of, task_of
+from shoal.env import Action, Env, Message, Step, ToolCall
 from shoal.envs.conversation import Conversation
+from shoal.envs.interface import is_decided, success_of, task_of
 from shoal.envs.load import env_digest, env_of, load_env, load_run_envs
 from shoal.envs.own import OwnEnv
-from shoal.envs.parse import ToolCall
 from shoal.envs.replay import replay_rollout
 from shoal.envs.settings import limits_of, with_settings
 from shoal.errors import ShoalError

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from shoal.config import EnvConfig, load_run
-from shoal.envs.base import Env, Message, Step, Targeted, solution_of, task_of
+from shoal.env import Env, Message, Score, Scored, Step
 from shoal.envs.check import check_env
 from shoal.envs.conversation import Conversation
+from shoal.envs.interface import ShapedTask, solution_of, task_of
 from shoal.envs.load import env_digest, env_of, load_env, load_run_envs
 from shoal.envs.replay import replay_group, replay_rollout
-from shoal.envs.score import Score, Scored
 from shoal.envs.settings import with_settings
 from shoal.envs.shaping import target_of
 from shoal.errors import ConfigError, ShoalError
@@ -75,7 +75,7 @@ def test_terms_count_the_policys_tokens_and_are_parts_of_the_reward(renderer: Re
     env = shaped(Free())
     talk = talk_of(env, renderer, "xabab", "z")
     # written: x a b a b <end> | z <end>, 8 tokens. Pairs: xa ab ba ab b<end> | z<end>: six, one of them again.
-    assert isinstance(talk.task, Targeted) and talk.task.tokens in (4, 8)
+    assert isinstance(talk.task, ShapedTask) and talk.task.tokens in (4, 8)
     off = abs(talk.task.tokens - 8)
     assert talk.parts == {
         "right": 1.0, "shaping.length": -off, "shaping.overlong": -0.5, "shaping.repetition": pytest.approx(-1 / 6),

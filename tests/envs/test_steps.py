@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from shoal.envs.base import Env, Raised, Step
+from shoal.env import Env, Step
 from shoal.envs.check import check_env
 from shoal.envs.conversation import Conversation
+from shoal.envs.interface import AuthorError
 from shoal.envs.load import load_env
 from shoal.envs.replay import replay_group
 from shoal.envs.steps import marks_of
@@ -189,7 +190,7 @@ def test_an_episode_fails_although_its_environment_does_not_say_why(renderer: Re
     class Silent(Parts):
         def step(self, state: Any, action: str) -> Step:
             if state:
-                raise Raised("")
+                raise AuthorError("")
             return super().step(state, action)
 
     talk = talk_of(Silent(), renderer, "no", "bad", sampling=SAMPLING)

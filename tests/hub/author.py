@@ -11,7 +11,7 @@ from shoal.protocol.identity import Key
 
 CODE = """
 from pathlib import Path
-from shoal.envs.base import Env, Step
+from shoal.env import Env, Step
 
 WORDS = (Path(__file__).parent / "words.txt").read_text().split()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.envs.adapters.conftest import interpreter, originals
-from tests.envs.answers.conftest import openai as openai
+from tests.graders.conftest import openai as openai
 from tests.launch.test_join import SHOAL, begin, said
 from tests.sandbox.needs import needs_bubblewrap
 
@@ -56,18 +56,18 @@ sys.path += {folders}
 
 from functools import partial
 
-from shoal.envs.adapters.{module} import environment as adapter
+from shoal.env import {adapter}
 
-environment = partial(adapter, **{args})
+environment = partial({adapter}, **{args})
 """
 
 
-def write_foreign(folder: Path, label: str, version: str, module: str, **args: object) -> str:
+def write_foreign(folder: Path, label: str, version: str, adapter: str, **args: object) -> str:
     """Write the file of a foreign environment, as the how-to says, and return its entry in a run file."""
     packages = sorted(interpreter(version).parents[1].glob("lib/python*/site-packages"))
     folders = [str(path) for path in packages] + originals(version)
     name = f"my_{label}.py"  # not the name of the foreign module
-    (folder / name).write_text(FOREIGN.format(folders=folders, module=module, args=args))
+    (folder / name).write_text(FOREIGN.format(folders=folders, adapter=adapter, args=args))
     return f'[[envs]]\nname = "{name}"\nlabel = "{label}"\n'
 
 
@@ -108,20 +108,20 @@ def test_strangers_train_on_the_five_examples(tmp_path: Path, openai: Callable[.
 
 def test_strangers_train_on_reasoning_gym_and_verifiers_v0(tmp_path: Path) -> None:
     tasks = ("basic_arithmetic", "caesar_cipher", "maze", "countdown", "leg_counting")
-    envs = [write_foreign(tmp_path, task, "v0", "reasoning_gym", task=task, tasks=20, heldout=8) for task in tasks]
+    envs = [write_foreign(tmp_path, task, "v0", "ReasoningGym", task=task, tasks=20, heldout=8) for task in tasks]
     unmodified = ("reasoning_gym_env", "tool_test") if originals("v0") else ()
     rows = {"num_train_examples": 20, "num_eval_examples": 8}
-    envs += [write_foreign(tmp_path, name, "v0", "verifiers_v0", id=name, args=rows) for name in unmodified]
+    envs += [write_foreign(tmp_path, name, "v0", "VerifiersV0", id=name, args=rows) for name in unmodified]
     assert play(tmp_path, envs) == {*tasks, *unmodified, "arithmetic"}
 
 
 def test_strangers_train_on_textarena_and_verifiers_v1(tmp_path: Path) -> None:
     games = {"tictactoe": "TicTacToe-v0", "kuhn": "KuhnPoker-v0"}
     envs = [
-        write_foreign(tmp_path, label, "v1", "textarena", game=game, tasks=20, heldout=4)
+        write_foreign(tmp_path, label, "v1", "TextArena", game=game, tasks=20, heldout=4)
         for label, game in games.items()
     ]
     unmodified = ("glossary", "kuhn_poker") if originals("v1") else ()
     more = {"glossary": {"heldout": 2}, "kuhn_poker": {"tasks": 20, "heldout": 8, "reward_bounds": [-2, 2]}}
-    envs += [write_foreign(tmp_path, name, "v1", "verifiers_v1", id=name, **more[name]) for name in unmodified]
+    envs += [write_foreign(tmp_path, name, "v1", "VerifiersV1", id=name, **more[name]) for name in unmodified]
     assert play(tmp_path, envs) == {*games, *unmodified, "arithmetic"}

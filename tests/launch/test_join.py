@@ -78,7 +78,7 @@ def test_a_stranger_joins_sees_what_was_accepted_and_leaves(tmp_path: Path) -> N
 
 
 COUNTING = """
-from shoal.envs.base import Env, Step
+from shoal.env import Env, Step
 
 class Counting(Env):
     name, num_tasks = "counting", 100

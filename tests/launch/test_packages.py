@@ -25,7 +25,7 @@ NAME = "ann/letters"
 CODE = """
 import os
 from tinydep import VERSION
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 assert not os.path.exists(os.path.expanduser("~/.shoal")) and "SHOAL_HOME" not in os.environ
 

@@ -18,7 +18,7 @@ from shoal.launch.prompt_preview import PromptPreview
 from shoal.policy.tiny import make_tiny
 
 OWN = """
-from shoal.envs.base import Env, Step
+from shoal.env import Env, Step
 class Own(Env):
     name, num_tasks = "own", 4
     def task(self, index, heldout=False): return index

@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from transformers.utils import chat_template_utils
 
-from shoal.envs.base import Env, Step
+from shoal.env import Env, Step
 from shoal.envs.conversation import Conversation
 from shoal.envs.play import play_scripted
 from shoal.envs.replay import replay_group

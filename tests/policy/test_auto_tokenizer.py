@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from shoal.envs.base import Env, Step
+from shoal.env import Env, Step
 from shoal.envs.conversation import Conversation
 from shoal.errors import ShoalError, StateError
 from shoal.policy.auto_tokenizer import difference_from_file

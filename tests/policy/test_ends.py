@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.config import TinyPolicy
-from shoal.envs.action import Action
+from shoal.env import Action
 from shoal.errors import Overreach, StateError
 from shoal.policy.contained import ContainedRenderer
 from shoal.policy.files import load_policy, save_policy, snapshot

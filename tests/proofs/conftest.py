@@ -9,8 +9,8 @@ import pytest
 
 from shoal.config import TinyPolicy
 from shoal.engine.base import Score
+from shoal.env import Env
 from shoal.envs.arithmetic import environment as arithmetic
-from shoal.envs.base import Env
 from shoal.envs.play import play_scripted
 from shoal.envs.replay import replay_group
 from shoal.envs.wordle import environment as wordle

@@ -60,7 +60,7 @@ def test_completions_give_the_bytes_of_episodes_no_matter_who_serves(tmp_path, s
 
 
 COUNTING = '''
-from shoal.envs.base import Env, Step
+from shoal.env import Env, Step
 
 class Counting(Env):
     """Scores how many letters are in the answer, up to four."""

@@ -217,8 +217,7 @@ def test_the_end_of_a_run_without_evaluations_names_commands_whose_results_compa
 
 
 PARTS = """
-from shoal.envs.base import Env, Step
-from shoal.envs.score import Score
+from shoal.env import Env, Score, Step
 
 class Parts(Env):
     name, num_tasks, num_heldout = "parts", 3, 3

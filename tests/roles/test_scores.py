@@ -4,15 +4,14 @@ import asyncio
 
 import pytest
 
-from shoal.envs.score import MAX_NAME, MAX_NAMED, Earned
+from shoal.envs.interface import MAX_NAME, MAX_NAMED, Earned
 from shoal.metrics import read_metrics
 from shoal.roles import scores
 from shoal.roles.scores import ScoreFile, Tally, means_of, take_scores
 from tests.roles.town import Town, tiny_run
 
 PARTS = """
-from shoal.envs.base import Env, Step
-from shoal.envs.score import Score
+from shoal.env import Env, Score, Step
 
 class Parts(Env):
     name, num_tasks, num_heldout = "parts", 64, 1

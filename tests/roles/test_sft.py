@@ -323,7 +323,7 @@ def test_a_policy_that_is_too_certain_for_rl_is_told_at_the_end(
 
 
 SHOUT = """
-from shoal.envs.base import Env, Step
+from shoal.env import Env, Step
 
 class Shout(Env):
     name, num_tasks = "shout", 4
@@ -524,7 +524,7 @@ def test_a_recipe_without_a_learning_rate_gets_that_of_the_policys_size_which_is
 
 
 GUESSES = """
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 
 class Guesses(Env):
@@ -695,7 +695,7 @@ def test_games_that_are_too_long_are_left_out_whole_and_counted(
 
 
 FAILS = """
-from shoal.envs.base import Env, Step
+from shoal.env import Env, Step
 class Odd(Env):
     name, num_tasks, num_heldout = "odd", 2, 0
     def __init__(self, failing=()):

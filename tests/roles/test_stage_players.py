@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from shoal.config import TinyPolicy
-from shoal.envs.answers.endpoint import NoAnswer
 from shoal.envs.conversation import Conversation
 from shoal.envs.load import env_digest, load_env
 from shoal.errors import StateError
+from shoal.graders.llm_judge import NoAnswer
 from shoal.policy.render import Renderer
 from shoal.policy.tiny import make_tiny
 from shoal.protocol import types as t
@@ -33,7 +33,7 @@ from shoal.roles.stage.turns import Ask, Limits, record_of, take_turn
 
 ODD = '''
 import random, time, os
-from shoal.envs.base import Env, Step
+from shoal.env import Env, Step
 from shoal.errors import Undecided
 
 class Odd(Env):
@@ -422,7 +422,7 @@ def test_a_slow_environment_gets_more_processes_and_holds_up_no_other(tmp_path, 
 
 COMPARING = '''
 import random, time
-from shoal.envs.base import Env, Step
+from shoal.env import Env, Step
 
 class Comparing(Env):
     """Judges the answers of a group beside each other, as its task says."""

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import one_file
 
 EVEN = """
-from shoal.envs.base import Env, Step
+from shoal.env import Env, Step
 
 
 class Even(Env):

@@ -17,7 +17,7 @@ from tests.roles.town import Town, tiny_run
 SOURCE = """
 import contextlib, os, time
 from pathlib import Path
-from shoal.envs.base import Env, Step
+from shoal.env import Env, Step
 
 
 class Stops(Env):

@@ -129,7 +129,7 @@ def test_the_group_view_says_why_a_reward_is_one_number_and_how_to_get_its_parts
 
 
 IN_PARTS = """from shoal.envs.arithmetic import Arithmetic, ArithmeticArgs
-from shoal.envs.score import Score
+from shoal.env import Score
 
 
 class InParts(Arithmetic):

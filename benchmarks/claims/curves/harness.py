@@ -32,9 +32,10 @@ from shoal.config import RunConfig, check_run, sampling_of
 from shoal.config.algorithms import filled
 from shoal.engine.base import Engine
 from shoal.engine.open import EngineSpec, open_engine
-from shoal.envs.base import Targeted, Task, task_of
+from shoal.env import Task
 from shoal.envs.continuing import opened
 from shoal.envs.conversation import Conversation
+from shoal.envs.interface import ShapedTask, task_of
 from shoal.envs.load import env_of
 from shoal.envs.play import Episode, converse
 from shoal.envs.steps import step_rewards
@@ -325,7 +326,7 @@ def _means(talks: Sequence[Conversation]) -> dict[str, float]:
 
 
 def _ended(talk: Conversation) -> tuple[int, int, float]:
-    asked = talk.task.tokens if isinstance(talk.task, Targeted) else 0
+    asked = talk.task.tokens if isinstance(talk.task, ShapedTask) else 0
     return asked, len(talk.logprobs), float(bool(talk.success))
 
 

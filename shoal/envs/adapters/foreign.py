@@ -17,8 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from shoal.envs.base import Env, Message, Step, require_index
-from shoal.envs.score import Score
+from shoal.env import Env, Message, Score, Step, require_index
 from shoal.errors import ShoalError
 
 Told: TypeAlias = Sequence[Message]

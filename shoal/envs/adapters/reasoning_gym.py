@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal.env import Player, Score
 from shoal.envs.adapters.foreign import Episode, Foreign, Played, Problem
 from shoal.envs.adapters.wording import spoken
-from shoal.envs.base import Player
-from shoal.envs.score import Score
 from shoal.errors import ShoalError
 
 HASH_DEPENDENT = Path(__file__).with_name("reasoning_gym_hash.json")

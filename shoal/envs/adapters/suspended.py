@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from shoal.envs.base import Message
+from shoal.env import Message
 
 Q = TypeVar("Q")
 A = TypeVar("A")

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shoal.env import Score
 from shoal.envs.adapters.foreign import Episode, Foreign, Problem, bounds_of, split
 from shoal.envs.adapters.suspended import Ask, suspended
 from shoal.envs.adapters.wording import History, openai_tool, said
 from shoal.envs.exceptions import REPRODUCIBLE_ERRORS
-from shoal.envs.score import Score
 from shoal.errors import ShoalError
 
 

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from shoal.env import Score
 from shoal.envs.adapters.foreign import (
     Episode,
     Foreign,
@@ -28,7 +29,6 @@ from shoal.envs.adapters.foreign import (
 from shoal.envs.adapters.rollout_v1 import Rollout, ToolServer, refuse
 from shoal.envs.adapters.suspended import Ask, suspended
 from shoal.envs.adapters.wording import History, Said, said
-from shoal.envs.score import Score
 from shoal.errors import ShoalError
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shoal.envs.action import Action
+from shoal.env import Action
 from shoal.errors import ShoalError
 
 

@@ -8,9 +8,10 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from shoal.envs.base import Env, players_of, solution_of
+from shoal.env import Env
 from shoal.envs.check.finding import Broken, Missing, reproducible
 from shoal.envs.check.walk import HOSTILE, MAX_TURNS, Walk, perform, played, recite, share_of, while_time
+from shoal.envs.interface import players_of, solution_of
 from shoal.policy.messages import normal, text_of
 
 RIGHT_AT_LEAST, WRONG_AT_MOST = 0.9, 0.5

@@ -17,13 +17,14 @@ from types import FrameType
 from typing import Any
 
 from shoal.config.envs import EnvConfig
-from shoal.envs.base import Env, describe_fault, players_of
+from shoal.env import Env
 from shoal.envs.check.clock import ELSEWHERE_S, HERE_S, set_clock
 from shoal.envs.check.finding import Broken, find, reproducible
 from shoal.envs.check.frames import CALL
 from shoal.envs.check.promises import FEWER_TASKS, checks_of, pick
 from shoal.envs.check.walk import HOSTILE, Act, perform, played, recite, while_time
 from shoal.envs.check.watch import MEMORY_MB, Watch, Watched
+from shoal.envs.interface import describe_fault, players_of
 from shoal.envs.load import load_env
 from shoal.envs.settings import opening_of, with_settings
 from shoal.errors import ShoalError

@@ -6,7 +6,7 @@ Used by the files beside this one. It knows no environment.
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from shoal.envs.base import describe_fault, source_of
+from shoal.envs.interface import describe_fault, source_of
 
 
 class Finding(NamedTuple):

@@ -10,8 +10,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shoal.envs.action import Action
-from shoal.envs.base import Env, Task, describe_fault, players_of, solution_of, source_of, step_of
+from shoal.env import Action, Env, Task
 from shoal.envs.check.answers import hacks, leaks, right_player, solutions, wrong_player
 from shoal.envs.check.finding import Broken, Differs, Finding, Missing, find, reproducible
 from shoal.envs.check.walk import (
@@ -27,7 +26,7 @@ from shoal.envs.check.walk import (
     unlike,
     while_time,
 )
-from shoal.envs.score import earned
+from shoal.envs.interface import describe_fault, earned, players_of, solution_of, source_of, step_of
 from shoal.policy.messages import BadMessage, arguments_of, normal, template_arguments
 from shoal.protocol.audits import MAX_REWARD
 
@@ -114,7 +113,7 @@ def _indices(env: Env) -> str:
         except (IndexError, ValueError):
             continue
         call = f"task({index}{', heldout=True' if heldout else ''})"
-        raise Broken(f"{call} gives a task: raise IndexError, for example with shoal.envs.base.require_index")
+        raise Broken(f"{call} gives a task: raise IndexError, for example with shoal.env.require_index")
     return "an index outside the range is refused"
 
 

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
-from shoal.envs.action import Action
-from shoal.envs.base import Env, Player, State, Task, players_of, step_of, success_of
+from shoal.env import Action, Env, Player, State, Task
 from shoal.envs.check.finding import Broken, Differs, reproducible
-from shoal.envs.score import earned, finite_rewards
+from shoal.envs.interface import earned, finite_rewards, players_of, step_of, success_of
 from shoal.envs.steps import marks_of
 from shoal.policy.messages import BadMessage, Written, as_messages, normal
 

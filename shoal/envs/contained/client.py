@@ -2,7 +2,7 @@
 
 Made by `open`. A state here is a number, the task and the actions so far: the state itself stays in a process, and is made
 again from the actions if it is gone. What comes out of a package is hostile, and is checked where any environment's words
-are: messages by `policy/messages`, rewards by `score`, seats by `conversation`. `pool` says which process answers.
+are: messages by `policy/messages`, rewards by `interface`, seats by `conversation`. `pool` says which process answers.
 """
 
 import random
@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.envs.base import Message, Player, Raised, Step
+from shoal.env import Message, Player, Score, Scored, Step
 from shoal.envs.contained import frames as f
 from shoal.envs.contained.line import Line
 from shoal.envs.contained.pool import EnvProcess, PendingCall, Processes, ProcessPool, StateHandle, TaskHandle, hash_of
-from shoal.envs.score import Score, Scored
+from shoal.envs.interface import AuthorError
 from shoal.policy.messages import Written
 
 
@@ -171,7 +171,7 @@ def _scored(points: f.Points) -> Scored:
 
 def _messages(messages: Any) -> list[Message]:
     if not isinstance(messages, list):
-        raise Raised(f"reset() gives {type(messages).__name__} for its messages, not a list")
+        raise AuthorError(f"reset() gives {type(messages).__name__} for its messages, not a list")
     return [message if isinstance(message, dict) else {} for message in messages]
 
 
@@ -186,4 +186,4 @@ def _written(fields: Any) -> Written:
     match fields:
         case [int(turn), bool(reasoning), [*calls]]:
             return Written(turn, reasoning, tuple((str(name), str(of)) for name, of in calls))
-    raise Raised("a turn of the policy in a history has another form")
+    raise AuthorError("a turn of the policy in a history has another form")

@@ -20,12 +20,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
-from shoal.envs.action import Action
-from shoal.envs.base import Env, describe_fault, describe_fault_of_call, players_of, step_of
+from shoal.env import Action, Env, Score
 from shoal.envs.contained import frames as f
 from shoal.envs.contained.stack_trace import write_stacks
 from shoal.envs.exceptions import is_unreachable
-from shoal.envs.score import Score, number_of
+from shoal.envs.interface import describe_fault, describe_fault_of_call, number_of, players_of, step_of
 from shoal.envs.source import make_env
 from shoal.errors import ShoalError
 from shoal.policy.messages import Written

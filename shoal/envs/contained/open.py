@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from shoal.envs.base import Env
+from shoal.env import Env
 from shoal.envs.contained.client import ContainedEnv
 from shoal.envs.contained.line import CODE, LIMITS, OWN_LIMITS, Line, OwnFile, Source, gone_of, our_code
 from shoal.envs.contained.pool import Processes

@@ -27,10 +27,10 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 import msgspec
 import psutil
 
-from shoal.envs.action import Action
-from shoal.envs.base import Raised
+from shoal.env import Action
 from shoal.envs.contained import frames as f
 from shoal.envs.contained.line import Gone, Line
+from shoal.envs.interface import AuthorError
 from shoal.errors import Interrupted, ShoalError, Undecided
 
 TRIES = 2
@@ -69,7 +69,7 @@ class Processes:
     """Seconds until the work is due. A call that was ended is not tried again if less is left than it took."""
 
 
-class RaisedValue(Raised, ValueError):
+class RaisedValue(AuthorError, ValueError):
     """An IndexError or ValueError of the environment."""
 
 
@@ -205,7 +205,7 @@ class ProcessPool:
         return job.future
 
     def result(self, job: PendingCall[T]) -> T:
-        """Make a call, and wait for it. Raises `Raised`, `Undecided`, `Interrupted`."""
+        """Make a call, and wait for it. Raises `AuthorError`, `Undecided`, `Interrupted`."""
         self.submit(job)
         while True:
             try:
@@ -401,7 +401,7 @@ class ProcessPool:
 
     def _asked(self, process: EnvProcess, job: PendingCall[Any], tries: int = 0, why: str = "nobody waits") -> Any:
         """One answer, from a second process if the first one has to be ended. `tries` were made, and `why` the last one
-        failed. Raises `Raised` or `Undecided`."""
+        failed. Raises `AuthorError` or `Undecided`."""
         most = self._most_tries(process, job)
         while tries < most and not (job.future in self._unwanted or self._closed):
             tries += 1
@@ -493,7 +493,7 @@ def _demanded(line: Line, wanted: type[A], answer: f.AnyAnswer, has_network: boo
         text = " ".join(answer.line.split())[: f.MAX_LINE_CHARS]
         if answer.unreachable and has_network:
             raise Undecided(f"an endpoint of the environment did not answer: {text}")  # guard: silence-is-no-fault
-        raise (RaisedValue if answer.usual else Raised)(text)
+        raise (RaisedValue if answer.usual else AuthorError)(text)
     if not isinstance(answer, wanted):
         line.end()  # guard: answer-to-this-request
         raise Gone("answered something else than was asked")

@@ -4,40 +4,20 @@ Called when an environment asks an `Action` for its parts. The run file names th
 it. A turn may be any text: malformed calls are reported as data and raise nothing. Pure and deterministic.
 """
 
+import bisect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
+from shoal.env import Action, Parsed, ToolCall
 from shoal.envs.parse.values import MAX_NAME, Malformed, Reader, read_json, read_object, tagged, typed
-from shoal.policy.messages import MAX_CALLS
+from shoal.policy.messages import MAX_CALLS, REASONING_SEPARATOR
 from shoal.policy.notations import reasoning_marks
 
 MAX_CHARS = 1 << 20
 """Longer texts are not searched for calls."""
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
-
-
-class ToolCall(NamedTuple):
-    """A tool and its arguments."""
-
-    name: str
-    arguments: dict[str, Any]
-    id: str = ""
-    """As the policy wrote it; empty in notations without ids."""
-
-
-class Parsed(NamedTuple):
-    """The parts of a turn."""
-
-    reasoning: str
-    visible: str
-    """What is said, without reasoning, tool calls and surrounding white space."""
-    calls: tuple[ToolCall, ...]
-    problems: tuple[str, ...]
-    """What is malformed, one line each."""
-    begins: int
-    """Where in the text reasoning ends and the rest begins."""
 
 
 BEGINS_CALL = ("<tool_call>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<|tool_call>", "<|tool_call_start|>")
@@ -319,3 +299,45 @@ def _invoked(body: str, tools: Tools) -> Iterator[ToolCall | Malformed]:
         yield _attempt(lambda name, given=given: ToolCall(_name(name), typed(name, given, tools)), name)  # type: ignore[misc]
     if not pieces:
         yield Malformed("<atem:invoke ...> is missing")
+
+
+# --- where the reasoning of a turn ends ---
+
+
+def reasoning_length(token_ids: Sequence[int], action: Action, decode: Callable[[Sequence[int]], str]) -> int:
+    """How many of a turn's tokens are its reasoning. A token on the border counts as reasoning.
+
+    This splits a turn's tokens over the places of `Renderer.history`, so that the policy's text is never tokenised again.
+    """
+    begins = len(_reasoning_of(action))
+    return bisect.bisect_left(range(len(token_ids)), begins, key=lambda count: len(decode(token_ids[:count])))
+
+
+def reasoning_separator(action: Action) -> str:
+    """White space between a turn's reasoning and what follows it."""
+    if action._notation in CHANNELS:
+        return REASONING_SEPARATOR
+    text = _reasoning_of(action)
+    return text[len(text.rstrip("\n")) :]
+
+
+def has_reasoning(action: Action) -> bool:
+    """Whether a turn's reasoning has words."""
+    if action._notation in CHANNELS:
+        return bool(action.reasoning)
+    opening, closing = reasoning_marks(action._notation)
+    return bool(_reasoning_of(action).replace(opening, "").replace(closing, "").strip())
+
+
+def opens_reasoning(action: Action) -> bool:
+    """Whether a turn begins with the mark that opens reasoning."""
+    return action.lstrip().startswith(reasoning_marks(action._notation)[0])
+
+
+def _reasoning_of(action: Action) -> str:
+    """The text of a turn up to where its reasoning ends, with the new lines after it: as chat templates take it, that is
+    the last mark which closes one, unless the turn calls tools, whose arguments may have such a mark."""
+    if action._notation in CHANNELS or action.tool_calls:
+        return str(action)[: action.parsed.begins]
+    before, closing, rest = action.rpartition(reasoning_marks(action._notation)[1])
+    return before + closing + rest[: len(rest) - len(rest.lstrip("\n"))] if closing else ""

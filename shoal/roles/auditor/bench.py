@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shoal.engine.base import Engine, Score, ScoreRequest
 from shoal.engine.needs import scored_on_gpu
 from shoal.engine.open import EngineSpec, kind_for, open_engine
-from shoal.envs.base import Env
+from shoal.env import Env
 from shoal.envs.replay import replay_group
 from shoal.ledger.entry import Entry
 from shoal.ledger.facts.verdicts import Decision, Rechecked, VerdictGiven

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from shoal.engine.base import Engine
 from shoal.engine.open import EngineSpec
-from shoal.envs.base import Env
+from shoal.env import Env
 from shoal.envs.load import files_needed, load_run_envs
 from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, StateError
 from shoal.ledger.log.book import replay

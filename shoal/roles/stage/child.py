@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, cast
 import msgspec
 import numpy as np
 
-from shoal.envs.base import Env, Raised, describe_fault, source_of
+from shoal.env import Env
 from shoal.envs.contained.client import ContainedEnv
 from shoal.envs.contained.inside import let_exits_raise
 from shoal.envs.contained.line import LIMITS
@@ -33,10 +33,10 @@ from shoal.envs.contained.open import in_sandbox, show
 from shoal.envs.contained.stack_trace import write_stacks
 from shoal.envs.conversation import Conversation
 from shoal.envs.exceptions import LOCAL_ERRORS, is_unreachable, redact_paths
+from shoal.envs.interface import AuthorError, Earned, describe_fault, source_of
 from shoal.envs.load import load_run_envs
 from shoal.envs.play import begin
 from shoal.envs.replay import judge_talks
-from shoal.envs.score import Earned
 from shoal.envs.settings import WithSettings
 from shoal.envs.source import make_env
 from shoal.errors import ShoalError
@@ -262,7 +262,7 @@ def _printing(act: Callable[..., Any], source: Path | None, time_left: TimeLeft)
             began = time.monotonic()
             try:
                 return act(*args, **kwargs)
-            except Raised:
+            except AuthorError:
                 raise  # its traceback was shown already
             except Exception as error:
                 _print(error)
@@ -273,7 +273,7 @@ def _printing(act: Callable[..., Any], source: Path | None, time_left: TimeLeft)
                     raise
             except BaseException as error:  # noqa: BLE001  SystemExit and its like
                 _print(error)
-                raise Raised(describe_fault(error, source)) from None
+                raise AuthorError(describe_fault(error, source)) from None
             time.sleep(pause_s)
 
     return played

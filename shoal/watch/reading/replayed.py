@@ -8,8 +8,9 @@ request.
 from dataclasses import replace
 from typing import NamedTuple
 
-from shoal.envs.base import Env, describe_fault, players_of, solution_of, source_of, task_of
+from shoal.env import Env
 from shoal.envs.check.walk import perform, played
+from shoal.envs.interface import describe_fault, players_of, solution_of, source_of, task_of
 from shoal.envs.load import files_needed, load_run_envs
 from shoal.envs.replay import replay_group
 from shoal.errors import ConfigError, ShoalError

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import httpx
 
 from shoal.alarms import AlarmLine
-from shoal.envs.base import Env
+from shoal.env import Env
 from shoal.envs.load import files_needed
 from shoal.errors import ConfigError, NothingYet, Overreach, StateError
 from shoal.ledger.entry import GENESIS, Entry, event_hash

@@ -32,7 +32,7 @@ class Inside:
 
     def play(self, key: str, index: int, actions: list[str], heldout: bool = False) -> Any:
         """The opening, each reply, whether the episode ended, and the score after each turn, asked for at the end."""
-        from shoal.envs.action import Action
+        from shoal.env import Action
 
         env = self.envs[key]
         state, opening = env.reset(env.task(index, heldout))
@@ -73,7 +73,7 @@ def main() -> None:
         try:
             answer = getattr(inside, request.pop("ask"))(**request)
         except Exception as fault:  # noqa: BLE001  the test looks at it
-            from shoal.envs.base import describe_fault, source_of
+            from shoal.envs.interface import describe_fault, source_of
 
             answer = {"raised": describe_fault(fault, source_of(inside.envs[request["key"]]))}
         print(json.dumps(answer), file=answers, flush=True)

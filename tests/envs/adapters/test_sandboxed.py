@@ -16,8 +16,8 @@ import json, os, struct, sys
 sys.path[:0] = sys.argv[1:]
 answers = os.fdopen(os.dup(1), "wb")
 os.dup2(2, 1)
-from shoal.envs.adapters.textarena import environment
-env = environment("TicTacToe-v0", tasks=8, heldout=2)
+from shoal.env import TextArena
+env = TextArena("TicTacToe-v0", tasks=8, heldout=2)
 state, told = env.reset(env.task(0))
 while size := sys.stdin.buffer.read(4):
     action = sys.stdin.buffer.read(struct.unpack(">I", size)[0]).decode()

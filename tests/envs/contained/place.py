@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from shoal.envs.base import Raised
 from shoal.envs.contained.client import ContainedEnv
 from shoal.envs.contained.line import LIMITS, Line, Source
 from shoal.envs.contained.pool import Processes
+from shoal.envs.interface import AuthorError
 from shoal.sandbox.limits import Limits
 
 QUICK = replace(LIMITS, wall_s=1.0, memory_mb=400)
@@ -15,9 +15,7 @@ QUICK = replace(LIMITS, wall_s=1.0, memory_mb=400)
 HEAD = """
 import os, random, socket, sys, time
 from pathlib import Path
-from shoal.envs.base import Env, Step, require_index
-from shoal.envs.score import Score
-from shoal.policy.messages import Written
+from shoal.env import Env, Score, Step, Written, require_index
 
 
 class Asked(Env):
@@ -75,7 +73,7 @@ def said(folder: Path, expression: str, **more: object) -> str:
     env = opened(folder, acting(f"return Step(state, repr(({expression})), False)"), **more)  # type: ignore[arg-type]
     try:
         reply = env.step(env.reset(env.task(0))[0], "x").reply
-    except Raised as error:
+    except AuthorError as error:
         return str(error)
     assert isinstance(reply, str)
     return reply

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.envs.action import Action
-from shoal.envs.base import Env, Step
+from shoal.env import Action, Env, Score, Step
 from shoal.envs.check import check_env
 from shoal.envs.concurrent_episodes import Calling, EnvCall, together
 from shoal.envs.contained import frames as f
@@ -20,7 +19,6 @@ from shoal.envs.conversation import Conversation
 from shoal.envs.load import load_env
 from shoal.envs.play import Episode, converse
 from shoal.envs.replay import replay_group
-from shoal.envs.score import Score
 from shoal.errors import Undecided
 from shoal.hub.template import write_package
 from shoal.policy.messages import Written

@@ -16,7 +16,7 @@ from textwrap import indent
 import pytest
 
 from shoal.config import EnvConfig
-from shoal.envs.base import Env
+from shoal.env import Env
 from shoal.envs.contained import line as lines
 from shoal.envs.contained import pool as pools
 from shoal.envs.contained.client import ContainedEnv

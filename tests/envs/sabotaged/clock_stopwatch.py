@@ -2,7 +2,7 @@
 
 from time import monotonic
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 
 class Sums(Env):

@@ -2,7 +2,7 @@
 
 import os
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

@@ -1,9 +1,9 @@
 """The module replaces a function of the one that counts rewards."""
 
-import shoal.envs.score
-from shoal.envs.base import Env, Step, require_index
+import shoal.envs.interface
+from shoal.env import Env, Step, require_index
 
-shoal.envs.score.weights_of = lambda env: {}
+shoal.envs.interface.weights_of = lambda env: {}
 
 
 class Sums(Env):

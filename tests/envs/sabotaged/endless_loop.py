@@ -1,6 +1,6 @@
 """A text without a digit is never read to its end."""
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 
 class Sums(Env):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 
 class Sums(Env):

@@ -2,7 +2,7 @@
 
 import random
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 GREETINGS = ["Hello.", "Good day.", "Please."]
 

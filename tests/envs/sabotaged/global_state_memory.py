@@ -1,6 +1,6 @@
 """The first task of a process is explained, and the later ones are not."""
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 SEEN = {}
 

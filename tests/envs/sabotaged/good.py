@@ -1,6 +1,6 @@
 """Add two numbers. A sound environment; each file beside it is this one with one thing wrong."""
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 
 class Sums(Env):

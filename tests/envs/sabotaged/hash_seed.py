@@ -1,6 +1,6 @@
 """The order of a set decides which number comes first."""
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 
 class Sums(Env):

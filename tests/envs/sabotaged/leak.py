@@ -1,6 +1,6 @@
 """The prompt holds the answer, as debugging left it there."""
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 
 class Sums(Env):

@@ -1,6 +1,6 @@
 """Every number that is named is counted up to."""
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 
 class Sums(Env):

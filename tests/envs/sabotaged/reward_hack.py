@@ -1,6 +1,6 @@
 """An answer is right if it holds the sum anywhere."""
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 
 class Sums(Env):

@@ -1,6 +1,6 @@
 """Every whole number is right."""
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 
 class Sums(Env):

@@ -1,6 +1,6 @@
 """An empty answer is right, since it is a beginning of the sum."""
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 
 class Sums(Env):

@@ -1,6 +1,6 @@
 """One of the known answers is wrong."""
 
-from shoal.envs.base import Env, Step, require_index
+from shoal.env import Env, Step, require_index
 
 WRONG = {(254, 119): "372"}  # typed by hand
 

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from shoal.envs.base import Step
-from shoal.envs.dataset import DatasetEnv
+from shoal.env import DatasetEnv, Step
 
 DATA = Path(__file__).parent / "sums.jsonl"
 SHA256 = "6b8c0c2b4c1c2d0a8a4e6c1f1d5b7a9fe2d3c4b5a697887960514233241506f7"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shoal.envs.action import Action
-from shoal.envs.rewards import (
+from shoal.env import Action
+from shoal.graders.format import (
     calls_well_formed,
     cosine,
     near_length,

@@ -14,9 +14,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.envs.answers.agreement import cohen_kappa
-from shoal.envs.answers.graded import Graded, partly, undecided
 from shoal.errors import ConfigError, StateError
+from shoal.graders.grade import Grade, partly, undecided
+from shoal.graders.llm_judge import cohen_kappa
 
 HELD_S = 900.0
 """How long a rater keeps an item before others can get it."""
@@ -48,7 +48,7 @@ class Item(NamedTuple):
     answer: str
 
 
-class Standing(NamedTuple):
+class RatingProgress(NamedTuple):
     """The progress of a queue."""
 
     items: int
@@ -114,7 +114,7 @@ class Ratings:
                 raise ConfigError(f"there is no item {item!r:.80} in {self.file}")
             base.execute("INSERT OR REPLACE INTO ratings VALUES (?, ?, ?, ?)", (item, rater, score, note[:1000]))
 
-    def graded(self, item: str) -> Graded:
+    def graded(self, item: str) -> Grade:
         """The mean rating, divided by `TOP`; undecided until enough people have rated."""
         with self._open() as base:
             scores = [row[0] for row in base.execute("SELECT score FROM ratings WHERE item = ?", (item,))]
@@ -122,7 +122,7 @@ class Ratings:
             return undecided(f"{len(scores)} of {self.raters_each} people have rated")
         return partly(sum(scores) / len(scores) / TOP, f"{len(scores)} people rated")
 
-    def standing(self) -> Standing:
+    def standing(self) -> RatingProgress:
         """The progress of the queue, and how much the raters agree."""
         with self._open() as base:
             (items,) = base.execute("SELECT COUNT(*) FROM items").fetchone()
@@ -137,7 +137,7 @@ class Ratings:
             if (shared := one.keys() & other.keys())
         ]
         done = sum(count >= self.raters_each for count in counts)
-        return Standing(items, done, len(rows), sum(kappas) / len(kappas) if kappas else None)
+        return RatingProgress(items, done, len(rows), sum(kappas) / len(kappas) if kappas else None)
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:

@@ -1,6 +1,6 @@
 """Is the answer the right number? Exact arithmetic, with a tolerance that the author states.
 
-Called by environments. A number is a sign, digits with or without thousands separators, a decimal point, an exponent,
+A number is a sign, digits with or without thousands separators, a decimal point, an exponent,
 a fraction or a mixed number, or a percentage, in plain text or in simple LaTeX. The whole answer must be one number
 and at most one unit. Values are fractions of whole numbers, so no rounding decides.
 
@@ -14,8 +14,8 @@ import re
 from collections.abc import Mapping
 from fractions import Fraction
 
-from shoal.envs.answers.graded import Answer, Graded, quoted, right, taken, wrong
 from shoal.errors import ConfigError
+from shoal.graders.grade import Answer, Grade, quoted, right, taken, wrong
 
 MAX_NUMBER_CHARS = 200
 """Limit on the length of a number with its unit."""
@@ -30,7 +30,7 @@ PERCENT = {"%": 0.01}
 def numeric(
     answer: Answer, value: str | int | float, *, within: float = 0.0, relative: float = 0.0,
     units: Mapping[str, int | float | str] = PERCENT,
-) -> Graded:  # fmt: skip
+) -> Grade:  # fmt: skip
     """1 if the answer differs from the value by at most `within`, or by at most `relative` times the value's size.
 
     `units` gives each accepted unit in terms of the value's unit: {"km": 1, "m": "1/1000", "$": 1}. An answer without a

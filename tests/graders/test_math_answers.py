@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
-from shoal.envs.answers.mathematics import LIMITS, mathematics, readable
-from shoal.envs.answers.run import Limits, Outcome, Ran, in_child
 from shoal.errors import ConfigError
-from tests.envs.answers.pairs import PAIRS, here
+from shoal.graders.math_answers import LIMITS, mathematics, readable
+from shoal.graders.programs import Outcome, ProgramLimits, ProgramResult, in_child
+from tests.graders.pairs import PAIRS, here
 
 needs_math = pytest.mark.skipif(
     pytest.importorskip("importlib.util").find_spec("math_verify") is None, reason="pip install '.[math]'"
@@ -27,7 +27,7 @@ def test_more_than_sixty_pairs_are_measured() -> None:
 
 @needs_math
 def test_a_hostile_formula_reaches_its_limit_and_is_not_called_wrong() -> None:
-    graded = mathematics("9^{9^{9^{9}}}", "5", limits=Limits(2.0, 1024, 4096))
+    graded = mathematics("9^{9^{9^{9}}}", "5", limits=ProgramLimits(2.0, 1024, 4096))
     assert (graded.score, graded.decided) == (0.0, False)
 
 
@@ -47,17 +47,17 @@ def test_a_reference_can_be_checked_before_a_run(gold: str, can: bool) -> None:
 
 @pytest.mark.parametrize("outcome", ["time", "memory", "failed", "output"])
 def test_a_limit_is_undecided(outcome: Outcome) -> None:
-    graded = mathematics("x", "y", run=lambda program, stdin, limits: Ran(b"right", b"", None, outcome))
+    graded = mathematics("x", "y", run=lambda program, stdin, limits: ProgramResult(b"right", b"", None, outcome))
     assert (graded.score, graded.decided) == (0.0, False)
 
 
 @pytest.mark.parametrize("stdout", [b"", b"right wrong", b"right\n", b"RIGHT"])
 def test_an_output_of_another_form_is_undecided(stdout: bytes) -> None:
-    assert not mathematics("x", "y", run=lambda program, stdin, limits: Ran(stdout, b"", 0, "ended")).decided
+    assert not mathematics("x", "y", run=lambda program, stdin, limits: ProgramResult(stdout, b"", 0, "ended")).decided
 
 
 def test_numbers_and_texts_start_no_process() -> None:
-    def refuse(program: bytes, stdin: bytes, limits: Limits) -> Ran:
+    def refuse(program: bytes, stdin: bytes, limits: ProgramLimits) -> ProgramResult:
         raise AssertionError("no process is needed")
 
     for answer, gold, score in (
@@ -68,7 +68,7 @@ def test_numbers_and_texts_start_no_process() -> None:
 
 
 def test_a_missing_package_is_the_authors_to_install() -> None:
-    missing = Ran(b"", b"ModuleNotFoundError: No module named 'math_verify'", 1, "ended")
+    missing = ProgramResult(b"", b"ModuleNotFoundError: No module named 'math_verify'", 1, "ended")
     with pytest.raises(ConfigError, match="math-verify is not installed: pip install "):
         mathematics("x", "y", run=lambda program, stdin, limits: missing)
 
@@ -78,7 +78,7 @@ def test_a_missing_package_is_the_authors_to_install() -> None:
 
 def test_a_child_returns_what_the_program_writes() -> None:
     program = b"import sys; print(sys.stdin.read()[::-1]); print('x', file=sys.stderr); sys.exit(3)"
-    assert in_child(program, b"abc", LIMITS) == Ran(b"cba\n", b"x\n", 3, "ended")
+    assert in_child(program, b"abc", LIMITS) == ProgramResult(b"cba\n", b"x\n", 3, "ended")
 
 
 @pytest.mark.parametrize(
@@ -92,15 +92,15 @@ def test_a_child_returns_what_the_program_writes() -> None:
     ],
 )
 def test_a_child_ends_at_its_limits(program: bytes, outcome: Outcome) -> None:
-    ran = in_child(program, b"", Limits(time_s=0.5, memory_mb=256, output_bytes=10_000))
+    ran = in_child(program, b"", ProgramLimits(time_s=0.5, memory_mb=256, output_bytes=10_000))
     assert ran.outcome == outcome and len(ran.stdout) <= 10_000
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS does not keep a process within its address space")
 def test_a_child_gets_no_more_memory_than_its_limit() -> None:
     program = b"try: x = bytearray(400 << 20)\nexcept MemoryError: print('none')"
-    assert in_child(program, b"", Limits(memory_mb=256)).stdout == b"none\n"
-    assert in_child(program, b"", Limits(memory_mb=1024)).stdout == b""
+    assert in_child(program, b"", ProgramLimits(memory_mb=256)).stdout == b"none\n"
+    assert in_child(program, b"", ProgramLimits(memory_mb=1024)).stdout == b""
 
 
 def test_a_child_sees_none_of_our_environment_variables(monkeypatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.envs.answers.endpoint import Endpoint
+from shoal.graders.llm_judge import Endpoint
 
 
 @pytest.fixture(scope="session")

@@ -8,24 +8,20 @@ import json
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from shoal.envs.answers.choice import choice
-from shoal.envs.answers.exact import exact
-from shoal.envs.answers.extract import after_marker, final_line, last_boxed, last_code, last_number, tagged
-from shoal.envs.answers.graded import Graded
-from shoal.envs.answers.judge import better, judged
-from shoal.envs.answers.mathematics import mathematics
-from shoal.envs.answers.numeric import numeric
-from shoal.envs.answers.pattern import matches
-from shoal.envs.answers.programs import Prints, Returns, prints, returns
-from shoal.envs.answers.run import Limits, Run, in_child
-from shoal.envs.answers.schema import conforms
-from shoal.envs.base import Message
+from shoal.env import Message
+from shoal.graders.extract import after_marker, final_line, last_boxed, last_code, last_number, tagged
+from shoal.graders.grade import Grade
+from shoal.graders.llm_judge import better, judged
+from shoal.graders.math_answers import mathematics
+from shoal.graders.number_answers import numeric
+from shoal.graders.programs import Prints, ProgramLimits, ProgramRunner, Returns, in_child, prints, returns
+from shoal.graders.text import choice, conforms, exact, matches
 
 
 class Case(NamedTuple):
     name: str
     idea: str
-    grade: Callable[[], Graded]
+    grade: Callable[[], Grade]
 
 
 CITIES = ["Paris", "London", "Rome", "Berlin"]
@@ -37,20 +33,20 @@ PERSON = {
 }
 DATE = r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
 
-QUICK = Limits(time_s=1.0, memory_mb=256, output_bytes=10_000)
+QUICK = ProgramLimits(time_s=1.0, memory_mb=256, output_bytes=10_000)
 SUMS = (Returns(([1, 2],), 3), Returns(([10, 20, 30],), 60))
 DOUBLES = (Prints("3\n", "6\n"), Prints("17\n", "34\n"))
 
 
-run: Run = in_child
+run: ProgramRunner = in_child
 """Where programs are run; a test replaces it."""
 
 
-def call(source: str, tests: Sequence[Returns] = SUMS, share: bool = False) -> Graded:
+def call(source: str, tests: Sequence[Returns] = SUMS, share: bool = False) -> Grade:
     return returns(source, "total", tests, run, limits=QUICK, share=share)
 
 
-def double(source: str) -> Graded:
+def double(source: str) -> Grade:
     return prints(source, DOUBLES, run, limits=QUICK)
 
 
@@ -251,7 +247,9 @@ HACKS = (
     Case("set for point", "math-verify: {1,2} is in (1,2)", lambda: mathematics(r"\{1,2\}", "(1,2)")),
     Case("chain", "math-verify takes the last side", lambda: mathematics("4 = 3", "3")),
     Case("anagram", "words are products of letters", lambda: mathematics("vile", "evil")),
-    Case("tower", "make sympy hang", lambda: mathematics("9^{9^{9^{9^9}}}", "5", limits=Limits(2.0, 1024, 4096))),
+    Case(
+        "tower", "make sympy hang", lambda: mathematics("9^{9^{9^{9^9}}}", "5", limits=ProgramLimits(2.0, 1024, 4096))
+    ),
     Case("many formulas", "math-verify tries each", lambda: mathematics("$5$ and $6$", "6")),
     Case("code", "sympy evaluates texts", lambda: mathematics('__import__("os").system("echo right")', "5")),
     Case("no number", "12:00 and 1:00 are both infinite", lambda: mathematics("1:00", "12:00")),

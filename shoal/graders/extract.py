@@ -1,6 +1,6 @@
 """Find the final answer in what a policy wrote: one function for each form that a prompt may ask for.
 
-Called by environments, before a verifier. Each docstring says what its function misreads. All share two rules:
+Each docstring says what its function misreads. All share two rules:
 
 - **Thinking is not the answer.** Only the text after the last `</think>` counts. If thinking begins and does not end,
   there is no answer.
@@ -13,13 +13,13 @@ Pass only what the policy wrote in its last turn, never the whole conversation: 
 import re
 from collections.abc import Sequence
 
-from shoal.envs.answers.graded import Found, quoted
+from shoal.graders.grade import Extraction, quoted
 
 MAX_TEXT_CHARS = 1_000_000
 """Limit on the length of a text. No turn of a policy is that long."""
 
 
-def last_boxed(text: str) -> Found:
+def last_boxed(text: str) -> Extraction:
     r"""The content of `\boxed{...}`, with balanced braces.
 
     Misreads: several boxes for the parts of one answer (ask for one box); boxed intermediate results of a model that
@@ -33,13 +33,13 @@ def last_boxed(text: str) -> Found:
     while (opening := _BOX.search(part.text, at)) is not None:
         end = _closing_brace(part.text, opening.end())
         if end is None:
-            return Found(None, "the last box is not closed")
+            return Extraction(None, "the last box is not closed")
         contents.append(part.text[opening.end() : end])
         at = end + 1
     return _only(contents, r"\boxed")
 
 
-def after_marker(text: str, marker: str = "Answer:") -> Found:
+def after_marker(text: str, marker: str = "Answer:") -> Extraction:
     """The rest of the line after a marker, or the next line with text if that is empty. The marker's case is ignored.
 
     Misreads: an answer of several lines; a marker that the policy mentions before it answers ("I will write Answer: and
@@ -52,7 +52,7 @@ def after_marker(text: str, marker: str = "Answer:") -> Found:
     return _only([_first_line(piece) for piece in pieces], quoted(marker))
 
 
-def tagged(text: str, tag: str = "answer") -> Found:
+def tagged(text: str, tag: str = "answer") -> Extraction:
     """The content of `<answer>...</answer>`, or of another tag.
 
     Misreads: a tag that the policy mentions while it explains what it does; a tag in another case, or with attributes.
@@ -63,11 +63,11 @@ def tagged(text: str, tag: str = "answer") -> Found:
     opening, closing = f"<{tag}>", f"</{tag}>"
     pieces = part.text.split(opening)[1:]
     if any(piece.count(closing) != 1 for piece in pieces):  # guard: tags-are-paired
-        return Found(None, f"a {opening} is not closed exactly once")
+        return Extraction(None, f"a {opening} is not closed exactly once")
     return _only([piece.partition(closing)[0] for piece in pieces], opening)
 
 
-def last_number(text: str) -> Found:
+def last_number(text: str) -> Extraction:
     """The last number of the text.
 
     Misreads: a number after the answer ("12, in 3 steps" gives 3); a unit, a sign or a fraction in words; a decimal
@@ -79,14 +79,14 @@ def last_number(text: str) -> Found:
         return part
     found = list(_NUMBER.finditer(part.text))
     if not found:
-        return Found(None, "there is no number")
+        return Extraction(None, "there is no number")
     last = found[-1]
     if len(found) > 1 and _ALTERNATIVE.fullmatch(part.text, found[-2].end(), last.start()):  # guard: number-or-number
-        return Found(None, f"two numbers to choose from: {quoted(part.text[found[-2].start() : last.end()])}")
-    return Found(last[0], "the last number")
+        return Extraction(None, f"two numbers to choose from: {quoted(part.text[found[-2].start() : last.end()])}")
+    return Extraction(last[0], "the last number")
 
 
-def final_line(text: str) -> Found:
+def final_line(text: str) -> Extraction:
     """The last line that is not empty, without the marks of a list, a heading or bold type.
 
     Misreads: a closing remark after the answer ("I hope this helps."); an answer of several lines.
@@ -95,10 +95,10 @@ def final_line(text: str) -> Found:
     if part.text is None:
         return part
     lines = [line for line in part.text.splitlines() if line.strip()]
-    return Found(_unmarked(lines[-1]), "the final line") if lines else Found(None, "there is no text")
+    return Extraction(_unmarked(lines[-1]), "the final line") if lines else Extraction(None, "there is no text")
 
 
-def last_code(text: str, languages: Sequence[str] = ("python", "py", "python3", "")) -> Found:
+def last_code(text: str, languages: Sequence[str] = ("python", "py", "python3", "")) -> Extraction:
     """The last fenced block of code in one of these languages; "" allows a fence that names no language.
 
     Unlike the other functions it takes the last of several, because tests decide what the code is worth, and models
@@ -108,7 +108,11 @@ def last_code(text: str, languages: Sequence[str] = ("python", "py", "python3", 
     if part.text is None:
         return part
     codes = [code for language, code in _blocks(part.text) if language in languages and code.strip()]
-    return Found(codes[-1], "the last block of code") if codes else Found(None, "there is no fenced block of code")
+    return (
+        Extraction(codes[-1], "the last block of code")
+        if codes
+        else Extraction(None, "there is no fenced block of code")
+    )
 
 
 # --- shared rules ---
@@ -122,25 +126,25 @@ _NUMBER = re.compile(
 _ALTERNATIVE = re.compile(r",?\s{1,9}(?:and/)?or\s{1,9}", re.IGNORECASE)
 
 
-def _final(text: str) -> Found:
+def _final(text: str) -> Extraction:
     """The text after the policy's thinking."""
     if len(text) > MAX_TEXT_CHARS:
-        return Found(None, f"the text has {len(text):,} characters, limit {MAX_TEXT_CHARS:,}")
+        return Extraction(None, f"the text has {len(text):,} characters, limit {MAX_TEXT_CHARS:,}")
     rest = text[max((closing.end() for closing in _THOUGHT.finditer(text)), default=0) :]
     if _THINKING.search(rest):  # guard: thinking-is-no-answer
-        return Found(None, "the thinking does not end")
-    return Found(rest, "the final part")
+        return Extraction(None, "the thinking does not end")
+    return Extraction(rest, "the final part")
 
 
-def _only(contents: Sequence[str], form: str) -> Found:
+def _only(contents: Sequence[str], form: str) -> Extraction:
     """The content of a form that must occur with one content only."""
     if not contents:
-        return Found(None, f"there is no {form}")
+        return Extraction(None, f"there is no {form}")
     different = {" ".join(content.split()) for content in contents}
     if len(different) > 1:  # guard: one-answer
-        return Found(None, f"{form} occurs {len(contents)} times, with {len(different)} different contents")
+        return Extraction(None, f"{form} occurs {len(contents)} times, with {len(different)} different contents")
     answer = contents[-1].strip()
-    return Found(answer, form) if answer else Found(None, f"{form} is empty")
+    return Extraction(answer, form) if answer else Extraction(None, f"{form} is empty")
 
 
 def _closing_brace(text: str, at: int) -> int | None:

@@ -5,12 +5,11 @@ from fractions import Fraction
 
 import pytest
 
-from shoal.envs.answers.choice import choice
-from shoal.envs.answers.exact import exact
-from shoal.envs.answers.extract import after_marker, final_line, last_boxed, last_code, last_number, tagged
-from shoal.envs.answers.graded import Found, partly, taken, wrong
-from shoal.envs.answers.numeric import number, numeric
 from shoal.errors import ConfigError
+from shoal.graders.extract import after_marker, final_line, last_boxed, last_code, last_number, tagged
+from shoal.graders.grade import Extraction, partly, taken, wrong
+from shoal.graders.number_answers import number, numeric
+from shoal.graders.text import choice, exact
 
 
 @pytest.mark.parametrize(
@@ -26,7 +25,7 @@ from shoal.errors import ConfigError
         (last_code("```\nx = 1\n```\n```c\nint x;\n```"), "x = 1\n"),
     ],
 )
-def test_the_answer_is_found(found: Found, text: str) -> None:
+def test_the_answer_is_found(found: Extraction, text: str) -> None:
     assert found.text == text
 
 
@@ -39,7 +38,7 @@ def test_the_answer_is_found(found: Found, text: str) -> None:
         (final_line("Paris\nI hope this helps."), "I hope this helps."),
     ],
 )
-def test_what_an_extractor_misreads_is_as_documented(found: Found, text: str) -> None:
+def test_what_an_extractor_misreads_is_as_documented(found: Extraction, text: str) -> None:
     assert found.text == text
 
 

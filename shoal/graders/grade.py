@@ -1,8 +1,7 @@
-"""What every verifier of answers takes and returns: an answer found in a text, and a grade with its reason.
+"""What every grader of answers takes and returns: an answer found in a text, and a grade with its reason.
 
-Used by the verifiers beside this file and by environments. A verifier is a function: it keeps no state, and the same
-arguments give the same grade. Exceptions are the verifiers that start a process, ask a model or ask a person; their
-docstrings say so.
+A grader is a function: it keeps no state, and the same arguments give the same grade. Exceptions are the graders that
+start a process, ask a model or ask a person; their docstrings say so.
 """
 
 import math
@@ -12,7 +11,7 @@ from shoal.errors import ConfigError
 from shoal.terminal import printable
 
 MAX_ANSWER_CHARS = 10_000
-"""Limit on the length of an answer. A longer one is a list of guesses, or an attempt to slow a verifier down."""
+"""Limit on the length of an answer. A longer one is a list of guesses, or an attempt to slow a grader down."""
 
 MAX_REASON_CHARS = 200
 """Limit on the length of a reason: one line of a log."""
@@ -21,19 +20,19 @@ MAX_QUOTED_CHARS = 60
 """How much of a text a reason quotes."""
 
 
-class Graded(NamedTuple):
-    """What a verifier says about an answer."""
+class Grade(NamedTuple):
+    """What a grader says about an answer."""
 
     score: float
     """From 0 to 1."""
     reason: str
     """One line, for the author and the log. It may quote the policy, so never show it to the policy."""
     decided: bool = True
-    """False if a limit or a fault kept the verifier from deciding. The score is then 0, so that it does not pay to
-    break the verifier. But it is evidence against nobody: on another machine the verifier might have decided."""
+    """False if a limit or a fault kept the grader from deciding. The score is then 0, so that it does not pay to
+    break the grader. But it is evidence against nobody: on another machine the grader might have decided."""
 
 
-class Found(NamedTuple):
+class Extraction(NamedTuple):
     """What an extractor found in a text."""
 
     text: str | None
@@ -42,41 +41,41 @@ class Found(NamedTuple):
     """Where it was, or why there is none."""
 
 
-Answer: TypeAlias = str | Found
-"""What verifiers take: a text that is the answer, or what an extractor returned."""
+Answer: TypeAlias = str | Extraction
+"""What graders take: a text that is the answer, or what an extractor returned."""
 
 
-def right(reason: str) -> Graded:
-    return Graded(1.0, _one_line(reason))
+def right(reason: str) -> Grade:
+    return Grade(1.0, _one_line(reason))
 
 
-def wrong(reason: str) -> Graded:
-    return Graded(0.0, _one_line(reason))
+def wrong(reason: str) -> Grade:
+    return Grade(0.0, _one_line(reason))
 
 
-def partly(score: float, reason: str) -> Graded:
-    """A grade between 0 and 1. Anything else is a fault of the verifier."""
+def partly(score: float, reason: str) -> Grade:
+    """A grade between 0 and 1. Anything else is a fault of the grader."""
     assert math.isfinite(score) and 0.0 <= score <= 1.0, score
-    return Graded(score, _one_line(reason))
+    return Grade(score, _one_line(reason))
 
 
-def undecided(reason: str) -> Graded:
-    return Graded(0.0, _one_line(reason), decided=False)
+def undecided(reason: str) -> Grade:
+    return Grade(0.0, _one_line(reason), decided=False)
 
 
-def taken(answer: Answer, max_chars: int = MAX_ANSWER_CHARS) -> Found:
+def taken(answer: Answer, max_chars: int = MAX_ANSWER_CHARS) -> Extraction:
     """The answer without the white space around it. None if it is missing, empty, too long or not text."""
-    found = Found(answer, "the whole text") if isinstance(answer, str) else answer
+    found = Extraction(answer, "the whole text") if isinstance(answer, str) else answer
     if found.text is None:
         return found
     text = found.text.strip()
     if not text:
-        return Found(None, "the answer is empty")
+        return Extraction(None, "the answer is empty")
     if len(text) > max_chars:  # guard: answer-length
-        return Found(None, f"the answer has {len(text):,} characters, limit {max_chars:,}")
+        return Extraction(None, f"the answer has {len(text):,} characters, limit {max_chars:,}")
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        return Found(None, "the answer contains an unpaired surrogate")
-    return Found(text, found.why)
+        return Extraction(None, "the answer contains an unpaired surrogate")
+    return Extraction(text, found.why)
 
 
 def quoted(text: str) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import main
-from shoal.envs.answers.ratings import HELD_S, Ratings
 from shoal.errors import ConfigError, StateError
+from shoal.graders.human_ratings import HELD_S, Ratings
 
 
 def test_an_item_is_rated_once_by_each_rater(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_an_unpaired_surrogate_in_an_answer_is_kept_as_a_question_mark(tmp_path:
 WRITER = """
     import sys
     from pathlib import Path
-    from shoal.envs.answers.ratings import Ratings
+    from shoal.graders.human_ratings import Ratings
     ratings = Ratings(Path(sys.argv[1]))
     for n in range(100_000):
         item = ratings.put("q", str(n))

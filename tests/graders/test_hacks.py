@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.envs.answers.run import Limits, in_pool
+from shoal.graders.programs import ProgramLimits, in_pool
 from shoal.sandbox.pool import Pool
-from tests.envs.answers import hacks
-from tests.envs.answers.hacks import HACKS, HONEST, PROGRAM_HACKS, Case
+from tests.graders import hacks
+from tests.graders.hacks import HACKS, HONEST, PROGRAM_HACKS, Case
 from tests.sandbox.needs import needs_bubblewrap
 
 pytest.importorskip("re2", reason="pip install '.[answers]'")
@@ -66,5 +66,5 @@ def test_an_honest_program_is_rewarded_in_the_sandbox(pool: Pool, monkeypatch: p
     ],
 )
 def test_the_sandbox_says_how_a_program_went(program: str, outcome: str, pool: Pool) -> None:
-    limits = Limits(time_s=0.5, memory_mb=64, output_bytes=4000)
+    limits = ProgramLimits(time_s=0.5, memory_mb=64, output_bytes=4000)
     assert in_pool(pool)(program.encode(), b"given", limits).outcome == outcome

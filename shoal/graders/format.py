@@ -1,7 +1,7 @@
 """Rewards for the form and the length of an answer: pure functions that an environment may use as parts of its score.
 
 Each docstring names the paper. A length may count characters, words or turns. They know nothing about tasks or tokens.
-Terms that a run file may add to any environment are in `shaping`; their formulas, in `algos`, are offered here, too.
+Terms that a run file may add to any environment are in `envs/shaping`; their formulas, in `algos`, are offered here, too.
 """
 
 import re
@@ -11,7 +11,7 @@ from math import cos, pi
 from shoal.algos.length_target import length_penalty as near_length
 from shoal.algos.overlong import overlong
 from shoal.algos.repetition import repeated_share
-from shoal.envs.action import Action
+from shoal.env import Action
 
 __all__ = [
     "calls_well_formed", "cosine", "near_length", "overlong", "repeated", "shorter_than_siblings", "tags_once",

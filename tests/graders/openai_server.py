@@ -1,6 +1,6 @@
 """A server of the OpenAI format whose models are scripts that read what they are sent. A process of its own.
 
-    python tests/envs/answers/openai_server.py      prints its port
+    python tests/graders/openai_server.py      prints its port
 
 `careful` reads only the data between the marks, and looks for "42". The others have one weakness each.
 """

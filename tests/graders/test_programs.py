@@ -4,9 +4,18 @@ import json
 
 import pytest
 
-from shoal.envs.answers.programs import Prints, Returns, equal_data, prints, returns
-from shoal.envs.answers.run import Limits, Outcome, Ran, in_child
 from shoal.errors import ConfigError
+from shoal.graders.programs import (
+    Outcome,
+    Prints,
+    ProgramLimits,
+    ProgramResult,
+    Returns,
+    equal_data,
+    in_child,
+    prints,
+    returns,
+)
 
 DOUBLE = "def double(n):\n    return 2 * n"
 
@@ -28,7 +37,7 @@ def test_equality_is_by_plain_data(given: object, expected: object, same: bool) 
 def test_a_process_is_given_one_test_and_no_expected_value() -> None:
     seen: list[bytes] = []
 
-    def watch(program: bytes, stdin: bytes, limits: Limits) -> Ran:
+    def watch(program: bytes, stdin: bytes, limits: ProgramLimits) -> ProgramResult:
         seen.append(program + stdin)
         return in_child(program, stdin, limits)
 
@@ -43,12 +52,14 @@ def test_a_process_is_given_one_test_and_no_expected_value() -> None:
 
 @pytest.mark.parametrize("outcome", ["time", "memory", "failed"])
 def test_a_limit_that_depends_on_the_machine_is_undecided(outcome: Outcome) -> None:
-    graded = returns(DOUBLE, "double", (Returns((1,), 2),), lambda p, s, limits: Ran(b"2", b"", None, outcome))
+    graded = returns(
+        DOUBLE, "double", (Returns((1,), 2),), lambda p, s, limits: ProgramResult(b"2", b"", None, outcome)
+    )
     assert (graded.score, graded.decided) == (0.0, False)
 
 
 def test_too_much_output_is_wrong() -> None:
-    graded = prints("x", (Prints("", "2"),), lambda p, s, limits: Ran(b"2", b"", None, "output"))
+    graded = prints("x", (Prints("", "2"),), lambda p, s, limits: ProgramResult(b"2", b"", None, "output"))
     assert (graded.score, graded.decided) == (0.0, True)
 
 
@@ -67,9 +78,9 @@ def test_without_tests_nothing_is_rewarded() -> None:
 def test_the_first_failure_ends_the_tests() -> None:
     calls: list[bytes] = []
 
-    def count(program: bytes, stdin: bytes, limits: Limits) -> Ran:
+    def count(program: bytes, stdin: bytes, limits: ProgramLimits) -> ProgramResult:
         calls.append(stdin)
-        return Ran(b"0", b"", 0, "ended")
+        return ProgramResult(b"0", b"", 0, "ended")
 
     returns(DOUBLE, "double", (Returns((1,), 2), Returns((2,), 4)), count)
     assert len(calls) == 1
@@ -78,7 +89,10 @@ def test_the_first_failure_ends_the_tests() -> None:
 @pytest.mark.parametrize("stdout", [b"", b"2 2", b"2\n3", b"{", b"[" * 100_000, b"9" * 5000, b"\xff", b"NaN"])
 def test_an_output_that_is_not_the_one_value_is_wrong(stdout: bytes) -> None:
     assert (
-        returns(DOUBLE, "double", (Returns((1,), 2),), lambda p, s, limits: Ran(stdout, b"", 0, "ended")).score == 0.0
+        returns(
+            DOUBLE, "double", (Returns((1,), 2),), lambda p, s, limits: ProgramResult(stdout, b"", 0, "ended")
+        ).score
+        == 0.0
     )
 
 

@@ -1,6 +1,6 @@
 r"""Pairs of a reference and an answer, equal or not, with what is known to go wrong: the measurement of `mathematics`.
 
-    python -m tests.envs.answers.pairs       prints false positives and false negatives, ours and math-verify's alone
+    python -m tests.graders.pairs       prints false positives and false negatives, ours and math-verify's alone
 
 `math-verify alone` is how it is used commonly: both sides in dollar signs, `parse`, then `verify`, with its defaults.
 """
@@ -8,9 +8,9 @@ r"""Pairs of a reference and an answer, equal or not, with what is known to go w
 import json
 from typing import NamedTuple
 
-from shoal.envs.answers import equal
-from shoal.envs.answers.mathematics import mathematics
-from shoal.envs.answers.run import Limits, Ran
+from shoal.graders import math_worker
+from shoal.graders.math_answers import mathematics
+from shoal.graders.programs import ProgramLimits, ProgramResult
 
 
 class Pair(NamedTuple):
@@ -142,10 +142,12 @@ PAIRS = tuple(
 )
 
 
-def here(program: bytes, stdin: bytes, limits: Limits) -> Ran:
+def here(program: bytes, stdin: bytes, limits: ProgramLimits) -> ProgramResult:
     """Compare in this process, which loads sympy once."""
     request = json.loads(stdin)
-    return Ran(equal.verdict(request["gold"], request["answer"], request["relative"]).encode(), b"", 0, "ended")
+    return ProgramResult(
+        math_worker.verdict(request["gold"], request["answer"], request["relative"]).encode(), b"", 0, "ended"
+    )
 
 
 def alone(gold: str, answer: str) -> bool:

@@ -4,9 +4,8 @@ import time
 
 import pytest
 
-from shoal.envs.answers.pattern import matches
-from shoal.envs.answers.schema import conforms, read_json
 from shoal.errors import ConfigError
+from shoal.graders.text import conforms, matches, read_json
 
 pytest.importorskip("re2", reason="pip install '.[answers]'")
 pytest.importorskip("jsonschema_rs", reason="pip install '.[answers]'")

@@ -8,18 +8,21 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.envs.answers.agreement import (
-    INJECTIONS,
-    LabelledAnswer,
-    LabelledPair,
-    agreement_on_answers,
-    agreement_on_pairs,
-    cohen_kappa,
-)
-from shoal.envs.answers.endpoint import Endpoint, NoAnswer
-from shoal.envs.answers.judge import better, choose, judged
 from shoal.envs.exceptions import is_unreachable
 from shoal.errors import ConfigError
+from shoal.graders.llm_judge import (
+    INJECTIONS,
+    Endpoint,
+    LabelledAnswer,
+    LabelledPair,
+    NoAnswer,
+    agreement_on_answers,
+    agreement_on_pairs,
+    better,
+    choose,
+    cohen_kappa,
+    judged,
+)
 
 Make = Callable[..., Endpoint]
 
