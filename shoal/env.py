@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from shoal.envs.adapters.verifiers_v1 import VerifiersV1 as VerifiersV1
     from shoal.envs.dataset import DatasetEnv as DatasetEnv
     from shoal.envs.dataset import read_rows as read_rows
-    from shoal.envs.parse import parse as parse
+    from shoal.envs.parse.turn import parse as parse
     from shoal.policy.messages import Written as Written
     from shoal.protocol.wire import domain_hash as domain_hash
     from shoal.sandbox.limits import Ended as Ended
@@ -283,7 +283,7 @@ LATER = {
     "VerifiersV1": "shoal.envs.adapters.verifiers_v1",
     "DatasetEnv": "shoal.envs.dataset",
     "read_rows": "shoal.envs.dataset",
-    "parse": "shoal.envs.parse",
+    "parse": "shoal.envs.parse.turn",
     "Written": "shoal.policy.messages",
     "domain_hash": "shoal.protocol.wire",
     "Ended": "shoal.sandbox.limits",

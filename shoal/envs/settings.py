@@ -14,7 +14,7 @@ import msgspec
 
 from shoal.env import Env, Message, Score, State, Task
 from shoal.envs.interface import ShapedTask, weights_of
-from shoal.envs.parse import NOTATIONS
+from shoal.envs.parse.turn import NOTATIONS
 from shoal.envs.shaping import Shaper
 from shoal.errors import ConfigError
 from shoal.policy.messages import normal, template_arguments

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from shoal.env import Action, Message
-from shoal.envs.parse import NOTATIONS
+from shoal.envs.parse.turn import NOTATIONS
 from shoal.envs.parse.turn import has_reasoning, opens_reasoning, reasoning_length, reasoning_separator
 from shoal.errors import Overreach, StateError
 from shoal.policy.dialect import said

@@ -5,7 +5,7 @@ once a second, and more seldom if that takes long, so nobody can keep the coordi
 """
 
 import time
-from collections import Counter
+import collections
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import pstdev
 
@@ -114,9 +114,9 @@ class Exposed(Collector):
             "waiting_seconds",
             [((on,), status.waiting_s * (on == waits)) for on in dict.fromkeys(WAITED_FOR.values())],
         )
-        standings = Counter((node.role, "left" if node.left else node.standing) for node in members)
+        standings = collections.Counter((node.role, "left" if node.left else node.standing) for node in members)
         yield "nodes", [(labels, float(count)) for labels, count in standings.items()]
-        held = Counter(_cause(node) for node in members if node.standing == "quarantined")
+        held = collections.Counter(_cause(node) for node in members if node.standing == "quarantined")
         yield "nodes_quarantined", [((cause,), float(held[cause])) for cause in QUARANTINE_CAUSES]
         faults = [node.failures for node in members if node.role == "validator"]
         yield "validators_differed", _one(sum(each > 0 for each in faults))
