@@ -19,7 +19,7 @@ import pytest
 from shoal.config import LOGGERS
 from shoal.config.monitors import CAUSES
 from shoal.folder import RunFolder
-from shoal.ledger.facts.run import Admin
+from shoal.ledger.commands import Admin
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.metrics import read_metrics

@@ -82,10 +82,10 @@ def baselines() -> dict[str, Any]:
     wanted, p = policy.gradient(rewards_R), policy.mean(rewards_R)
     credits: dict[str, Callable[[Sequence[float]], Any]] = {
         "reward": lambda rewards: np.asarray(rewards),
-        "mean": lambda rewards: grpo_advantages.advantages(rewards, "mean"),
-        "mean_std": lambda rewards: grpo_advantages.advantages(rewards, "mean_std"),
-        "rloo": rloo.advantages,
-        "maxrl": maxrl.advantages,
+        "mean": lambda rewards: grpo_advantages.group_advantages(rewards, "mean"),
+        "mean_std": lambda rewards: grpo_advantages.group_advantages(rewards, "mean_std"),
+        "rloo": rloo.rloo_advantages,
+        "maxrl": maxrl.maxrl_advantages,
     }
     found: dict[str, Any] = {"solve_rate": p}
     holds = True
@@ -180,7 +180,7 @@ def pulled(loss: Callable[[Tensor, Tensor], TokenLoss], logp: Array, A: Array) -
 
 @cache
 def _centred(rewards: tuple[float, ...]) -> Array:
-    return grpo_advantages.advantages(rewards, "mean").astype(np.float64)
+    return grpo_advantages.group_advantages(rewards, "mean").astype(np.float64)
 
 
 @cache

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from shoal.algos.grpo_advantages import advantages
+from shoal.algos.grpo_advantages import group_advantages
 from shoal.protocol import compositions as c
 from shoal.protocol.compositions import Algorithm
 from shoal.train.averaging import averaged
@@ -142,7 +142,7 @@ def gradient_of(case: dict[str, np.ndarray], algorithm: Algorithm, from_rewards:
     learned_B = ~case["overlong_B"] if algorithm.mask_overlong else np.ones(ROWS, dtype=bool)
     lengths_B, A_B = case["mask_BT"].sum(-1).astype(int), case["A_B"]
     if from_rewards:
-        A_B = np.concatenate([advantages(R_G, algorithm.advantage) for R_G in case["R_B"].reshape(-1, GROUP)])  # type: ignore[arg-type]
+        A_B = np.concatenate([group_advantages(R_G, algorithm.advantage) for R_G in case["R_B"].reshape(-1, GROUP)])  # type: ignore[arg-type]
     whole = [_row(case, b, length) for b, length in enumerate(lengths_B)]
     rows = averaged([row if learned_B[b] else counted_only(row) for b, row in enumerate(whole)], algorithm, LONGEST)
     lengths_R = lengths_B[learned_B]

@@ -21,7 +21,7 @@ from shoal.heldout import BEFORE
 from shoal.launch.alarms import LOOK_EVERY_S, AlarmWatch, evaluations, setting_of
 from shoal.launch.evaluations import results_in
 from shoal.launch.snapshot import MetricsWatch, Snapshot
-from shoal.ledger.facts.run import Admin
+from shoal.ledger.commands import Admin
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.table import read_entry
 from shoal.metrics import read_metrics

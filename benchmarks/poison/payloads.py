@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import torch
 
-from shoal.algos.grpo_advantages import advantages
+from shoal.algos.grpo_advantages import group_advantages
 from shoal.config import EnvConfig, SftConfig
 from shoal.env import Env
 from shoal.envs.arithmetic import ArithmeticState, solve
@@ -99,7 +99,7 @@ def _shifted(honest: Group, rewards_G: Sequence[float]) -> Group:
         msgspec.structs.replace(rollout, logprobs=(rollout.logprobs_P() - np.float32(SHIFT_NATS)).tobytes())
         if A < 0
         else rollout
-        for rollout, A in zip(honest.rollouts, advantages(rewards_G, "mean"), strict=True)
+        for rollout, A in zip(honest.rollouts, group_advantages(rewards_G, "mean"), strict=True)
     ]
     return msgspec.structs.replace(honest, rollouts=tuple(rollouts))
 

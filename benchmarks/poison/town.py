@@ -23,13 +23,10 @@ from shoal.envs.load import load_env
 from shoal.envs.play import play_block, play_scripted
 from shoal.envs.replay import replay_group
 from shoal.ledger.answers import Wait
+from shoal.ledger.commands import AskLease, Enter, Judge, Publish, Submit, Tick
 from shoal.ledger.entry import Entry
-from shoal.ledger.facts.leases import AskLease
-from shoal.ledger.facts.members import Enter, NodeQuarantined
-from shoal.ledger.facts.run import Create, RunCreated, Tick
-from shoal.ledger.facts.submissions import Submit
-from shoal.ledger.facts.verdicts import Judge
-from shoal.ledger.facts.versions import Publish
+from shoal.ledger.facts.members import NodeQuarantined
+from shoal.ledger.facts.run import Create, RunCreated
 from shoal.ledger.law import LAW
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store

@@ -21,7 +21,7 @@ STD_FLOOR = 1e-6
 """Added to the standard deviation, in units of reward: almost equal rewards must not give huge advantages."""
 
 
-def advantages(rewards_G: Sequence[float], method: Literal["mean", "mean_std"]) -> NDArray[np.float32]:
+def group_advantages(rewards_G: Sequence[float], method: Literal["mean", "mean_std"]) -> NDArray[np.float32]:
     """A_i of every rollout, float32[G], computed in float64 and rounded once.
 
     "mean": A_i = R_i - mean(R), as in Dr. GRPO (arXiv:2503.20783): dividing by the deviation gives most weight to tasks
@@ -35,7 +35,7 @@ def advantages(rewards_G: Sequence[float], method: Literal["mean", "mean_std"]) 
     return A_G.astype(np.float32)
 
 
-def teaches(rewards_G: Sequence[float]) -> bool:
+def rewards_differ(rewards_G: Sequence[float]) -> bool:
     """Whether the rewards differ at all: a group in which they do not has advantage 0 everywhere and teaches nothing.
 
     This compares the rewards, not their deviation: after rounding, equal rewards such as 0.1 have a deviation of 1e-17.

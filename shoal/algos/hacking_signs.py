@@ -16,7 +16,7 @@ N = 4
 """Shorter n-grams repeat in honest text; longer ones miss short loops."""
 
 
-def repeated_share(y: ArrayLike, n: int = N) -> float:
+def loop_share(y: ArrayLike, n: int = N) -> float:
     """seq-rep-n of tokens; 0 if they have no n-gram."""
     tokens = np.asarray(y)
     if len(tokens) <= n:

@@ -22,13 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def advantages(rewards_G: Sequence[float]) -> NDArray[np.float32]:
+def maxrl_advantages(rewards_G: Sequence[float]) -> NDArray[np.float32]:
     """A_i of every rollout, float32[G], computed in float64 and rounded once; 0 if the mean is not positive."""
     R_G = np.asarray(rewards_G, dtype=np.float64)
     mean = R_G.mean()
     return ((R_G - mean) / mean if mean > 0 else np.zeros_like(R_G)).astype(np.float32)
 
 
-def teaches(rewards_G: Sequence[float]) -> bool:
+def maxrl_has_signal(rewards_G: Sequence[float]) -> bool:
     """Whether any advantage differs from 0."""
     return min(rewards_G) < max(rewards_G) and bool(np.mean(rewards_G) > 0)

@@ -22,25 +22,25 @@ _PIECE_VALUES, _GPU_PIECE_VALUES = 1 << 16, 1 << 22
 
 def murmur_gumbel_32(words_N4: Tensor, positions_N: Tensor, vocabulary: int) -> Tensor:
     """The family `murmur3-rand32-log1p`, float32[N, V]; arguments as of `gumbel.gumbel`."""
-    return _in_pieces(words_N4, positions_N, vocabulary, wide=False)
+    return _murmur_in_pieces(words_N4, positions_N, vocabulary, wide=False)
 
 
 def murmur_gumbel_53(words_N4: Tensor, positions_N: Tensor, vocabulary: int) -> Tensor:
     """The family `murmur3-rand53-log`, float32[N, V]; arguments as of `gumbel.gumbel`."""
-    return _in_pieces(words_N4, positions_N, vocabulary, wide=True)
+    return _murmur_in_pieces(words_N4, positions_N, vocabulary, wide=True)
 
 
-def _in_pieces(words_N4: Tensor, positions_N: Tensor, vocabulary: int, wide: bool) -> Tensor:
+def _murmur_in_pieces(words_N4: Tensor, positions_N: Tensor, vocabulary: int, wide: bool) -> Tensor:
     device = words_N4.device
     if device.type == "mps":  # which has no float64
-        return _in_pieces(words_N4.cpu(), positions_N.cpu(), vocabulary, wide).to(device)
+        return _murmur_in_pieces(words_N4.cpu(), positions_N.cpu(), vocabulary, wide).to(device)
     entries_V = _key(torch.arange(vocabulary, device=device))
     rows = max(1, (_PIECE_VALUES if device.type == "cpu" else _GPU_PIECE_VALUES) // vocabulary)
     pieces = zip(words_N4.split(rows), positions_N.split(rows), strict=True)
-    return torch.cat([(_noise_53 if wide else _noise_32)(words, read, entries_V) for words, read in pieces])
+    return torch.cat([(_noise_53 if wide else _murmur_noise_32)(words, read, entries_V) for words, read in pieces])
 
 
-def _noise_32(words_N4: Tensor, positions_N: Tensor, entries_V: Tensor) -> Tensor:
+def _murmur_noise_32(words_N4: Tensor, positions_N: Tensor, entries_V: Tensor) -> Tensor:
     words_NV = _hashed(words_N4, positions_N, entries_V, 0)
     uniform_NV = words_NV.to(torch.float64).add_(0.5).mul_(2.0**-32).to(torch.float32).to(torch.float64)
     return uniform_NV.clamp_max_(_MOST_32).neg_().log1p_().neg_().log_().neg_().to(torch.float32)

@@ -38,6 +38,6 @@ def process_advantages(
     return [np.cumsum(((r_S - R.mean()) / scale)[::-1])[::-1].astype(np.float32) for r_S in steps]
 
 
-def teaches(rewards_G_S: Sequence[Sequence[float]]) -> bool:
+def step_rewards_differ(rewards_G_S: Sequence[Sequence[float]]) -> bool:
     """Whether any two steps of the group have different rewards: otherwise no step is worth more than another."""
     return len({reward for rewards_S in rewards_G_S for reward in rewards_S}) > 1

@@ -44,7 +44,7 @@ def turn_advantages(rewards_G_S: Sequence[Sequence[float]], gamma: float = 1.0) 
     return [(one - total_S[: len(one)] / len(returns)).astype(np.float32) for one in returns]
 
 
-def teaches(rewards_G_S: Sequence[Sequence[float]], gamma: float = 1.0) -> bool:
+def returns_differ(rewards_G_S: Sequence[Sequence[float]], gamma: float = 1.0) -> bool:
     """Whether some turn's returns differ: this compares them, because equal ones may differ from their mean by rounding."""
     returns = [returns_to_go(rewards_S, gamma).tolist() for rewards_S in rewards_G_S]
     longest = max(map(len, returns), default=0)

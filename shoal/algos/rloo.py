@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def advantages(rewards_G: Sequence[float]) -> NDArray[np.float32]:
+def rloo_advantages(rewards_G: Sequence[float]) -> NDArray[np.float32]:
     """A_i of every rollout, float32[G], computed in float64 and rounded once. A group has at least two rollouts."""
     R_G = np.asarray(rewards_G, dtype=np.float64)
     return (R_G - (R_G.sum() - R_G) / (len(R_G) - 1)).astype(np.float32)

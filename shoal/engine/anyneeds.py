@@ -21,7 +21,7 @@ from shoal.policy.spec import PolicySpec
 LIBRARY_BYTES = 200_000_000
 """Of transformers' own code, most of which is imported when the first policy is loaded."""
 
-CACHE_COPIES = 3
+HF_CACHE_COPIES = 3
 """The cache grows by being copied, and a few rows are copied when others have ended."""
 
 
@@ -61,7 +61,7 @@ class AnyNeeds:
         cache = 2 * spec.layers * spec.kv_heads * spec.head_dim * ITEM_BYTES[self.dtype] * rows * tokens
         logits = LOGIT_BYTES * max(NOISE_VALUES, rows * spec.vocab_size)
         read = self._token * rows * tokens
-        return CACHE_COPIES * cache + logits + read + rows * (ROW_BYTES + max(tokens, all_tokens) * TOKEN_BYTES)
+        return HF_CACHE_COPIES * cache + logits + read + rows * (ROW_BYTES + max(tokens, all_tokens) * TOKEN_BYTES)
 
     def score(self, tokens: int, longest: int, hidden: bool) -> int:
         """Beyond the weights, for a prefill of conversations of at most `longest` tokens each, `tokens` in all."""

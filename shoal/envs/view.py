@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from shoal.env import Action, Message
-from shoal.envs.parse.turn import NOTATIONS
-from shoal.envs.parse.turn import has_reasoning, opens_reasoning, reasoning_length, reasoning_separator
+from shoal.envs.parse.turn import NOTATIONS, has_reasoning, opens_reasoning, reasoning_length, reasoning_separator
 from shoal.errors import Overreach, StateError
 from shoal.policy.dialect import said
 from shoal.policy.messages import BadMessage, Written, as_messages

@@ -34,15 +34,15 @@ def teaches(
         return True
     match algorithm.advantage, algorithm.credit:
         case "maxrl", _:
-            return maxrl.teaches(rewards_G)
+            return maxrl.maxrl_has_signal(rewards_G)
         case "reward", _:
             return any(rewards_G)
         case _, Turns(discount):
-            return returns.teaches(of_each(steps_G), discount)
+            return returns.returns_differ(of_each(steps_G), discount)
         case _, Steps():
-            return process_rewards.teaches(of_each(steps_G))
+            return process_rewards.step_rewards_differ(of_each(steps_G))
         case _:
-            return grpo_advantages.teaches(rewards_G)
+            return grpo_advantages.rewards_differ(rewards_G)
 
 
 def advantages(rewards_G: Sequence[float], algorithm: Algorithm, faults: Sequence[int] = ()) -> NDArray[np.float32]:
@@ -60,11 +60,11 @@ def advantages(rewards_G: Sequence[float], algorithm: Algorithm, faults: Sequenc
         return worth_G
     match algorithm.advantage:
         case "mean" | "mean_std" as method:
-            return grpo_advantages.advantages(rewards_G, method)
+            return grpo_advantages.group_advantages(rewards_G, method)
         case "rloo":
-            return rloo.advantages(rewards_G)
+            return rloo.rloo_advantages(rewards_G)
         case "maxrl":
-            return maxrl.advantages(rewards_G)
+            return maxrl.maxrl_advantages(rewards_G)
         case "reward":
             return np.asarray(rewards_G, dtype=np.float32)
         case "gae" | "teacher" | "reward_model":

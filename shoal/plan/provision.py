@@ -14,7 +14,7 @@ narrowest link.
 
 from typing import NamedTuple
 
-MOST_WORKERS = 100_000
+MAX_PROVISIONED_WORKERS = 100_000
 
 
 class Link(NamedTuple):
@@ -47,7 +47,7 @@ def workers_needed(
     second. More workers make more and share the sources' uplink, so beyond some number they make less.
     """
     best, count = 0.0, 1
-    while count <= MOST_WORKERS:
+    while count <= MAX_PROVISIONED_WORKERS:
         made = count * rate * max(0.0, step_s - fetch_s(size_bytes, link, sources, count))
         if made >= rollouts:
             return count

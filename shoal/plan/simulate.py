@@ -15,14 +15,11 @@ import msgspec
 from msgspec import UNSET
 
 from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.commands import AskLease, Enter, Judge, Publish, Submit, Tick
 from shoal.ledger.entry import Body
 from shoal.ledger.facts.batches import BatchFormed
-from shoal.ledger.facts.leases import AskLease, LeaseGranted
-from shoal.ledger.facts.members import Enter
-from shoal.ledger.facts.run import Create, RunCreated, Tick
-from shoal.ledger.facts.submissions import Submit
-from shoal.ledger.facts.verdicts import Judge
-from shoal.ledger.facts.versions import Publish
+from shoal.ledger.facts.leases import LeaseGranted
+from shoal.ledger.facts.run import Create, RunCreated
 from shoal.ledger.law import LAW
 from shoal.ledger.pace import work_of
 from shoal.ledger.rules.leases import blocks_to_give

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.algos.hacking_signs import rank_correlation, repeated_share
+from shoal.algos.hacking_signs import loop_share, rank_correlation
 from shoal.train.rows import Row
 
 
@@ -34,6 +34,6 @@ def signs_of(rows: Sequence[Row]) -> dict[str, Any]:
         if (found := rank_correlation([rewards[m] for m in members], [len(written[m]) for m in members])) is not None
     ]
     return {
-        "repetition_share": float(np.mean([repeated_share(tokens_P) for tokens_P in written.values()])),
+        "repetition_share": float(np.mean([loop_share(tokens_P) for tokens_P in written.values()])),
         "reward_length_correlation": float(np.mean(follows)) if follows else None,
     }

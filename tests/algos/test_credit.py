@@ -8,7 +8,7 @@ import torch
 
 from shoal.algos import rloo
 from shoal.algos.gae import gae
-from shoal.algos.grpo_advantages import advantages
+from shoal.algos.grpo_advantages import group_advantages
 from shoal.algos.process_rewards import process_advantages
 from shoal.algos.returns import returns_to_go, turn_advantages
 from shoal.algos.value_loss import value_loss
@@ -99,7 +99,7 @@ def test_a_steps_credit_is_what_it_adds_to_the_mean_of_continuations():
 def test_the_value_of_the_start_leaves_a_rollouts_own_return_out():
     # of the returns 1, 0 and 0.5, the others have the means 0.25, 0.75 and 0.5
     assert start_values([1.0, 0.0, 0.5]) == [0.25, 0.75, 0.5]
-    assert rloo.advantages([1.0, 0.0, 0.5]).tolist() == [0.75, -0.75, 0.0], (
+    assert rloo.rloo_advantages([1.0, 0.0, 0.5]).tolist() == [0.75, -0.75, 0.0], (
         "a rollout of one step is worth what RLOO says"
     )
 
@@ -132,7 +132,7 @@ def test_one_step_a_rollout_is_the_advantage_of_its_outcome():
     rewards = [0.0, 1.0, 0.25, 0.5]
     for method in ("mean", "mean_std"):
         found = process_advantages([[reward] for reward in rewards], method)
-        assert np.concatenate(found) == pytest.approx(advantages(rewards, method))
+        assert np.concatenate(found) == pytest.approx(group_advantages(rewards, method))
         assert found[0].dtype == np.float32
 
 
@@ -157,6 +157,6 @@ def test_turns_are_credited_with_what_comes_after_them():
 def test_one_turn_a_rollout_is_the_advantage_of_its_reward():
     rewards = [0.0, 1.0, 0.25]
     assert np.concatenate(turn_advantages([[reward] for reward in rewards])) == pytest.approx(
-        advantages(rewards, "mean")
+        group_advantages(rewards, "mean")
     )
     assert turn_advantages([]) == []

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from shoal.algos.hacking_signs import rank_correlation, repeated_share
+from shoal.algos.hacking_signs import loop_share, rank_correlation
 
 
 def test_repeated_share_by_hand():
-    assert repeated_share([1, 2, 3, 4, 5, 6]) == 0.0
-    assert repeated_share([7] * 10) == pytest.approx(6 / 7)  # seven 4-grams, all alike
-    assert repeated_share([1, 2, 1, 2, 1, 2]) == pytest.approx(1 / 3)  # 1212 2121 1212
-    assert repeated_share([1, 2, 3, 4]) == repeated_share([]) == 0.0
+    assert loop_share([1, 2, 3, 4, 5, 6]) == 0.0
+    assert loop_share([7] * 10) == pytest.approx(6 / 7)  # seven 4-grams, all alike
+    assert loop_share([1, 2, 1, 2, 1, 2]) == pytest.approx(1 / 3)  # 1212 2121 1212
+    assert loop_share([1, 2, 3, 4]) == loop_share([]) == 0.0
 
 
 def test_rank_correlation_by_hand():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shoal.algos.claim_evidence import grown
-from shoal.algos.grpo_advantages import advantages
+from shoal.algos.grpo_advantages import group_advantages
 from shoal.algos.sampling_evidence import Evidence, Figures, excessive, update
 from shoal.config import BOUNDS, wire_bounds
 from shoal.envs.wordle import environment as wordle
@@ -88,7 +88,7 @@ def claiming(world: World, shift_of) -> list:
     for group, rewards in zip(world.honest_groups, world.rewards(world.honest_groups), strict=True):
         rollouts = [
             shifted(rollout, shift_of(A))
-            for rollout, A in zip(group.rollouts, advantages(rewards, "mean"), strict=True)
+            for rollout, A in zip(group.rollouts, group_advantages(rewards, "mean"), strict=True)
         ]
         capped = [
             msgspec.structs.replace(r, logprobs=np.minimum(r.logprobs_P(), np.float32(0)).astype("<f4").tobytes())

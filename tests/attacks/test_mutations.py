@@ -19,9 +19,7 @@ import numpy as np
 import psutil
 import pytest
 
-from shoal.ledger.facts.leases import AskLease
-from shoal.ledger.facts.members import Enter
-from shoal.ledger.facts.versions import Publish
+from shoal.ledger.commands import AskLease, Enter, Publish
 from shoal.net.keys import load_or_make_key
 from shoal.proofs.commit import largest_submission_bytes
 from shoal.proofs.verify import AUDIT, MODEL_FREE

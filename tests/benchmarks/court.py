@@ -19,13 +19,9 @@ from benchmarks.market import (
 )
 from benchmarks.terms import ALL, ONE, Draws, Sight, Strategy, Terms
 from benchmarks.verdicts import Sent, case_of, recheck_rate, verdict_of
-from shoal.ledger.facts.leases import AskLease
-from shoal.ledger.facts.members import Enter, Leave
+from shoal.ledger.commands import AskLease, Enter, Judge, Leave, Publish, Submit, Tick
 from shoal.ledger.facts.pay import Forfeited, Slash
-from shoal.ledger.facts.run import Create, RunCreated, Tick
-from shoal.ledger.facts.submissions import Submit
-from shoal.ledger.facts.verdicts import Judge
-from shoal.ledger.facts.versions import Publish
+from shoal.ledger.facts.run import Create, RunCreated
 from shoal.ledger.rules.run import follow
 from shoal.ledger.state import State
 from shoal.ledger.table import apply, decide, make_entry

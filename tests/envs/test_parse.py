@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.env import Action, ToolCall
 from shoal.envs.check import HOSTILE
-from shoal.envs.parse.turn import PARSERS, parse
-from shoal.envs.parse.turn import reasoning_length
+from shoal.envs.parse.turn import PARSERS, parse, reasoning_length
 from shoal.policy.messages import MAX_CALLS
 from tests.policy.templates import NAMES, renderer_of
 

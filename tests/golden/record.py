@@ -26,8 +26,7 @@ from pathlib import Path
 
 from benchmarks import kill_storm
 from shoal.engine.local import LocalEngine
-from shoal.ledger.facts.members import Leave
-from shoal.ledger.facts.run import Admin, Reconfigure, Tick
+from shoal.ledger.commands import Admin, Leave, Reconfigure, Tick
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import Audit, verify
 from shoal.ledger.state import state_hash

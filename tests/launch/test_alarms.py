@@ -15,7 +15,7 @@ from shoal.heldout import Heldout, Judged
 from shoal.launch.alarms import AlarmWatch, _WaitTimes, evaluation
 from shoal.launch.snapshot import Snapshot
 from shoal.launch.view import render
-from shoal.ledger.facts.run import Admin
+from shoal.ledger.commands import Admin
 from shoal.ledger.hints import CONTINUE_REMEDY, IS_STOPPED, SILENT_REMEDY
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url

@@ -28,7 +28,7 @@ from shoal.launch.rotation import rotate_publisher
 from shoal.launch.snapshot import CoordinatorWatch
 from shoal.launch.told import Told
 from shoal.launch.watching import FolderWatch
-from shoal.ledger.facts.members import Enter, Leave
+from shoal.ledger.commands import Enter, Leave
 from shoal.net.client import Client
 from shoal.net.keys import load_or_make_key
 from shoal.net.listening import living_pid, port_of_last_start, port_of_living, tell_address

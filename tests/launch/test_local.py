@@ -29,7 +29,8 @@ from shoal.launch.snapshot import NO_STATUS, own_keys
 from shoal.launch.told import Told
 from shoal.launch.view import LiveView, render
 from shoal.launch.watching import FolderWatch
-from shoal.ledger.facts.run import NO_SIGNAL, Admin
+from shoal.ledger.commands import Admin
+from shoal.ledger.facts.run import NO_SIGNAL
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.hints import ENDED_CALLS, SILENT_REMEDY, split_remedy
 from shoal.monitors.no_signal import BY_LIMIT, FALLEN

@@ -11,12 +11,8 @@ import random
 from typing import NamedTuple
 
 from shoal.ledger.answers import Refused, Wait
-from shoal.ledger.facts.leases import AskLease, ReturnLeases
-from shoal.ledger.facts.members import Enter
-from shoal.ledger.facts.run import Create, RunCreated, Tick
-from shoal.ledger.facts.submissions import Submit
-from shoal.ledger.facts.verdicts import Judge
-from shoal.ledger.facts.versions import Publish
+from shoal.ledger.commands import AskLease, Enter, Judge, Publish, ReturnLeases, Submit, Tick
+from shoal.ledger.facts.run import Create, RunCreated
 from shoal.ledger.law import LAW
 from shoal.ledger.rules.run import follow
 from shoal.ledger.state import State

@@ -11,13 +11,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from shoal.ledger.answers import Refused, Wait
-from shoal.ledger.facts.leases import AskLease
-from shoal.ledger.facts.members import Enter, ValidatorFault
+from shoal.ledger.commands import AskLease, Enter, Judge, Publish, Submit, Tick
+from shoal.ledger.facts.members import ValidatorFault
 from shoal.ledger.facts.pay import Slash
-from shoal.ledger.facts.run import Create, RunCreated, Tick
-from shoal.ledger.facts.submissions import Submit
-from shoal.ledger.facts.verdicts import Decision, Judge, Rechecked
-from shoal.ledger.facts.versions import Publish
+from shoal.ledger.facts.run import Create, RunCreated
+from shoal.ledger.facts.verdicts import Decision, Rechecked
 from shoal.ledger.law import LAW
 from shoal.ledger.rules.run import follow
 from shoal.ledger.rules.verdicts import to_judge

@@ -3,10 +3,8 @@
 import pytest
 
 from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.commands import Admin, AskLease, Judge, ReturnLeases, Tick
 from shoal.ledger.facts.batches import SlotVoid
-from shoal.ledger.facts.leases import AskLease, ReturnLeases
-from shoal.ledger.facts.run import Admin, Tick
-from shoal.ledger.facts.verdicts import Judge
 from shoal.ledger.next_batch import blocks_in_the_way, blocks_to_continue, next_members
 from shoal.ledger.rules import leases as leases_rules
 from shoal.ledger.seeds import lease_of, solved_groups

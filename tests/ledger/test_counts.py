@@ -6,8 +6,7 @@ import pytest
 
 from shoal.ledger import supply
 from shoal.ledger.answers import Refused, Wait
-from shoal.ledger.facts.leases import ReturnLeases
-from shoal.ledger.facts.run import Admin, Tick
+from shoal.ledger.commands import Admin, ReturnLeases, Tick
 from shoal.ledger.log.book import checked_entry
 from shoal.ledger.rules import leases
 from shoal.ledger.state import State, state_hash

@@ -2,9 +2,9 @@
 
 import pytest
 
+from shoal.ledger.commands import Admin, Reconfigure, Tick
 from shoal.ledger.facts.leases import LeaseLapsed
 from shoal.ledger.facts.members import NodeRestored
-from shoal.ledger.facts.run import Admin, Reconfigure, Tick
 from shoal.ledger.facts.verdicts import Decision, Rechecked
 from shoal.ledger.law import LAW
 from tests.ledger.world import World

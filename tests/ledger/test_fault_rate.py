@@ -6,10 +6,11 @@ import pytest
 
 from shoal.ledger.algorithm import advantages
 from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.commands import Admin, Judge, Tick
 from shoal.ledger.facts.batches import GroupAccepted
 from shoal.ledger.facts.pay import Credit
-from shoal.ledger.facts.run import Admin, RulesChanged, Tick
-from shoal.ledger.facts.verdicts import Decision, Judge, Rechecked
+from shoal.ledger.facts.run import RulesChanged
+from shoal.ledger.facts.verdicts import Decision, Rechecked
 from shoal.ledger.fault_rate import EnvFaultRecord, GroupOutcome
 from shoal.ledger.law import LAW
 from shoal.ledger.state import state_hash

@@ -3,10 +3,10 @@
 import pytest
 
 from shoal.ledger.answers import Refused
+from shoal.ledger.commands import Admin, Submit, Tick
 from shoal.ledger.entry import GENESIS
 from shoal.ledger.facts.leases import LeaseGranted, LeaseLapsed
-from shoal.ledger.facts.run import Admin, Tick
-from shoal.ledger.facts.submissions import SubmissionReceived, Submit
+from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.ledger.log.verify import verify
 from shoal.ledger.table import make_entry
 from shoal.protocol.wire import digest

@@ -8,14 +8,12 @@ import pytest
 
 from shoal.ledger import table
 from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.commands import Admin, AskLease, Enter, Judge, Publish, ReturnLeases, Submit, Tick
 from shoal.ledger.facts.batches import GroupAccepted, SlotVoid
-from shoal.ledger.facts.leases import AskLease, ReturnLeases
-from shoal.ledger.facts.members import Enter, ValidatorFault
+from shoal.ledger.facts.members import ValidatorFault
 from shoal.ledger.facts.pay import Forfeited, Slash
-from shoal.ledger.facts.run import Admin, Tick
-from shoal.ledger.facts.submissions import AuditDrawn, Submit
-from shoal.ledger.facts.verdicts import Decision, Judge, Rechecked
-from shoal.ledger.facts.versions import Publish
+from shoal.ledger.facts.submissions import AuditDrawn
+from shoal.ledger.facts.verdicts import Decision, Rechecked
 from shoal.ledger.law import LAW, Law, law_difference
 from shoal.ledger.log.book import replay
 from shoal.ledger.rules.verdicts import to_judge

@@ -6,9 +6,8 @@ import pytest
 
 from shoal.algos.sampling_evidence import ALARM_BITS, Evidence
 from shoal.ledger.answers import Refused, Wait
-from shoal.ledger.facts.leases import AskLease
+from shoal.ledger.commands import AskLease, Tick
 from shoal.ledger.facts.pay import Slash
-from shoal.ledger.facts.run import Tick
 from shoal.ledger.law import LAW
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url

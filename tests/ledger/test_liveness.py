@@ -3,8 +3,7 @@
 import pytest
 
 from shoal.ledger.answers import Refused, Wait
-from shoal.ledger.facts.leases import ReturnLeases
-from shoal.ledger.facts.run import Tick
+from shoal.ledger.commands import ReturnLeases, Tick
 from shoal.ledger.law import LAW
 from shoal.ledger.rules.verdicts import to_judge
 from shoal.ledger.state import state_hash

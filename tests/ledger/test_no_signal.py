@@ -4,8 +4,8 @@ import pytest
 from msgspec import UNSET
 
 from shoal.ledger.answers import Wait
-from shoal.ledger.facts.leases import ReturnLeases
-from shoal.ledger.facts.run import Admin, Reconfigure, RulesChanged
+from shoal.ledger.commands import Admin, Reconfigure, ReturnLeases
+from shoal.ledger.facts.run import RulesChanged
 from shoal.ledger.rules.leases import without_signal
 from shoal.ledger.state import state_hash
 from shoal.proofs.verify import STOPPED

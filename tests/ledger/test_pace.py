@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.ledger.answers import Wait
-from shoal.ledger.facts.leases import AskLease
+from shoal.ledger.commands import AskLease
 from shoal.ledger.law import LAW
 from shoal.ledger.pace import usual_pace_s
 from tests.ledger.test_reassign import ask, later

@@ -3,11 +3,9 @@
 import pytest
 
 from shoal.ledger.answers import Wait
+from shoal.ledger.commands import Judge, Submit, Tick
 from shoal.ledger.drawn import table_of
 from shoal.ledger.facts.pools import PoolsChanged
-from shoal.ledger.facts.run import Tick
-from shoal.ledger.facts.submissions import Submit
-from shoal.ledger.facts.verdicts import Judge
 from shoal.ledger.log.book import replay
 from shoal.ledger.pools import (
     SolvedGroup,

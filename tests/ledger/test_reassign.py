@@ -5,10 +5,11 @@ import random
 import pytest
 
 from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.commands import Admin, AskLease, ReturnLeases, Tick
 from shoal.ledger.facts.batches import SlotVoid
-from shoal.ledger.facts.leases import AskLease, LeaseLapsed, ReturnLeases
+from shoal.ledger.facts.leases import LeaseLapsed
 from shoal.ledger.facts.pay import Forfeited
-from shoal.ledger.facts.run import Admin, RulesChanged, Tick
+from shoal.ledger.facts.run import RulesChanged
 from shoal.ledger.law import LAW
 from shoal.ledger.log.redecide import redecide
 from shoal.ledger.next_batch import blocks_in_the_way

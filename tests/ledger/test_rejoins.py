@@ -3,7 +3,8 @@
 import pytest
 
 from shoal.ledger.answers import Refused
-from shoal.ledger.facts.members import Enter, Leave, NodeJoined
+from shoal.ledger.commands import Enter, Leave
+from shoal.ledger.facts.members import NodeJoined
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.protocol.types import Join

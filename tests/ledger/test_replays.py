@@ -3,9 +3,10 @@
 import pytest
 
 from shoal.ledger.answers import Refused
-from shoal.ledger.facts.leases import AskLease, LeaseLapsed
-from shoal.ledger.facts.members import Enter, Leave, NodeJoined, NodeLeft
-from shoal.ledger.facts.run import Admin, RulesChanged, Tick
+from shoal.ledger.commands import Admin, AskLease, Enter, Leave, Tick
+from shoal.ledger.facts.leases import LeaseLapsed
+from shoal.ledger.facts.members import NodeJoined, NodeLeft
+from shoal.ledger.facts.run import RulesChanged
 from shoal.ledger.law import LAW
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url

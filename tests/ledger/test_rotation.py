@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from shoal.ledger.answers import Refused
-from shoal.ledger.facts.versions import Publish, PublisherChanged, Rotate
+from shoal.ledger.commands import Publish, Rotate
+from shoal.ledger.facts.versions import PublisherChanged
 from shoal.ledger.log.book import Book, replay
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import verify

@@ -6,11 +6,8 @@ import pytest
 
 from shoal.errors import StateError
 from shoal.ledger.answers import Refused, Wait
-from shoal.ledger.facts.leases import AskLease
-from shoal.ledger.facts.members import Enter
-from shoal.ledger.facts.run import Admin, Reconfigure, Tick
-from shoal.ledger.facts.verdicts import Judge
-from shoal.ledger.facts.versions import LinkRevealed, Publish
+from shoal.ledger.commands import Admin, AskLease, Enter, Judge, Publish, Reconfigure, Tick
+from shoal.ledger.facts.versions import LinkRevealed
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.log.verify import verify

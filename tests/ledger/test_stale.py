@@ -9,9 +9,9 @@ from itertools import cycle
 import pytest
 
 from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.commands import Admin, Tick
 from shoal.ledger.facts.batches import SlotVoid
 from shoal.ledger.facts.leases import LeaseLapsed
-from shoal.ledger.facts.run import Admin, Tick
 from shoal.ledger.law import LAW
 from shoal.ledger.log.redecide import redecide
 from shoal.ledger.state import state_hash

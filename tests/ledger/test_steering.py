@@ -4,9 +4,10 @@ import msgspec
 import pytest
 
 from shoal.ledger.answers import Refused, Wait
-from shoal.ledger.facts.leases import AskLease, LeaseLapsed
+from shoal.ledger.commands import Admin, AskLease, Tick
+from shoal.ledger.facts.leases import LeaseLapsed
 from shoal.ledger.facts.members import NodeQuarantined
-from shoal.ledger.facts.run import Admin, RulesChanged, Tick
+from shoal.ledger.facts.run import RulesChanged
 from shoal.ledger.law import LAW
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.credits import explain

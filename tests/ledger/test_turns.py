@@ -5,9 +5,7 @@ import msgspec
 import pytest
 
 from shoal.ledger.answers import Refused
-from shoal.ledger.facts.members import Enter, Leave
-from shoal.ledger.facts.run import Admin, Tick
-from shoal.ledger.facts.submissions import Submit
+from shoal.ledger.commands import Admin, Enter, Leave, Submit, Tick
 from shoal.ledger.law import LAW
 from shoal.ledger.rules.verdicts import to_judge
 from shoal.ledger.state_records import TurnsRecord

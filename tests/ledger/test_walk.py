@@ -10,9 +10,7 @@ from collections import Counter
 import pytest
 
 from shoal.ledger.answers import Refused, Wait
-from shoal.ledger.facts.leases import AskLease, ReturnLeases
-from shoal.ledger.facts.members import Enter, Leave
-from shoal.ledger.facts.run import Admin, Tick
+from shoal.ledger.commands import Admin, AskLease, Enter, Leave, ReturnLeases, Tick
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url
 from shoal.ledger.rules.verdicts import to_judge

@@ -2,12 +2,8 @@
 
 from msgspec import UNSET
 
-from shoal.ledger.facts.leases import AskLease
-from shoal.ledger.facts.members import Enter
+from shoal.ledger.commands import AskLease, Enter, Judge, Publish, Submit
 from shoal.ledger.facts.run import Create, RunCreated
-from shoal.ledger.facts.submissions import Submit
-from shoal.ledger.facts.verdicts import Judge
-from shoal.ledger.facts.versions import Publish
 from shoal.ledger.law import LAW
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url

@@ -11,8 +11,8 @@ from shoal.engine.cheats import OtherSeed
 from shoal.envs.continuing import OtherStart
 from shoal.errors import ConfigError, NothingYet, PeerError, StateError
 from shoal.ledger.answers import Refused
+from shoal.ledger.commands import Enter
 from shoal.ledger.facts.batches import GroupAccepted, SlotVoid
-from shoal.ledger.facts.members import Enter
 from shoal.protocol import types as t
 from shoal.protocol.compositions import Composition, Vine
 from shoal.protocol.constants import CONTINUATIONS, EPISODES, MAX_SUBMISSION_BYTES

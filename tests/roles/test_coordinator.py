@@ -13,8 +13,7 @@ from shoal.config import BOUNDS
 from shoal.errors import NothingYet, StateError
 from shoal.folder import RunFolder
 from shoal.ledger.answers import Refused
-from shoal.ledger.facts.members import Enter, Leave
-from shoal.ledger.facts.run import Admin
+from shoal.ledger.commands import Admin, Enter, Leave
 from shoal.ledger.hints import WORKER_REMEDY, split_remedy
 from shoal.ledger.log.verify import verify
 from shoal.ledger.state import State

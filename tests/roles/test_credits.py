@@ -11,10 +11,8 @@ import pytest
 
 from shoal import cli
 from shoal.errors import PeerError
-from shoal.ledger.facts.leases import AskLease
-from shoal.ledger.facts.members import Enter
+from shoal.ledger.commands import AskLease, Enter, Publish
 from shoal.ledger.facts.verdicts import VerdictGiven
-from shoal.ledger.facts.versions import Publish
 from shoal.ledger.log.statement import PURPOSE, disagreements, is_signed
 from shoal.ledger.log.verify import Audit
 from shoal.net.client import Client

@@ -10,7 +10,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
 from shoal.alarms import Alarm, AlarmsLog
-from shoal.ledger.facts.members import Enter, ValidatorFault, apply_validator_fault
+from shoal.ledger.commands import Enter
+from shoal.ledger.facts.members import ValidatorFault, apply_validator_fault
 from shoal.metrics import METRICS, newest_metrics
 from shoal.protocol import types as t
 from shoal.protocol.wire import digest, from_json

@@ -13,8 +13,8 @@ from shoal.config import ValidatorsConfig
 from shoal.envs.load import env_digest
 from shoal.errors import StateError
 from shoal.ledger.answers import Refused
+from shoal.ledger.commands import Admin
 from shoal.ledger.facts.batches import GroupAccepted
-from shoal.ledger.facts.run import Admin
 from shoal.ledger.facts.verdicts import VerdictGiven
 from shoal.metrics import read_metrics
 from shoal.protocol.tasklists import TaskList

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from shoal.errors import PeerError
-from shoal.ledger.facts.run import Reconfigure
+from shoal.ledger.commands import Reconfigure
 from shoal.net.client import Client
 from shoal.net.server import Gate
 from shoal.protocol import types as t

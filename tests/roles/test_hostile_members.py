@@ -7,10 +7,10 @@ import pytest
 
 from shoal.errors import PeerError, StateError
 from shoal.ledger.answers import Refused
+from shoal.ledger.commands import Submit
 from shoal.ledger.entry import GENESIS
 from shoal.ledger.facts.leases import LeaseLapsed
 from shoal.ledger.facts.run import RunEnded
-from shoal.ledger.facts.submissions import Submit
 from shoal.ledger.fault_rate import FAULT_REMEDY, FAULTS
 from shoal.ledger.hints import split_remedy
 from shoal.ledger.log.book import Book

@@ -7,8 +7,8 @@ import pytest
 
 from shoal.errors import PeerError, fault_of_user
 from shoal.ledger.answers import Wait
+from shoal.ledger.commands import Tick
 from shoal.ledger.facts.leases import LeaseLapsed
-from shoal.ledger.facts.run import Tick
 from shoal.protocol import types as t
 from shoal.protocol.wire import to_json
 from shoal.roles.auditor.log import audit_folder

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.launch.snapshot import Snapshot
 from shoal.launch.summary import UsageBook, write_summary
-from shoal.ledger.facts.run import Admin
+from shoal.ledger.commands import Admin
 from shoal.policy.files import tensors_of
 from shoal.roles.trainer import publishing
 from tests.roles.town import Town, tiny_run

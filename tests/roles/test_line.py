@@ -5,10 +5,7 @@ import contextlib
 
 import pytest
 
-from shoal.ledger.facts.leases import AskLease, ReturnLeases
-from shoal.ledger.facts.members import Enter
-from shoal.ledger.facts.run import Admin
-from shoal.ledger.facts.versions import Publish
+from shoal.ledger.commands import Admin, AskLease, Enter, Publish, ReturnLeases
 from shoal.net.keys import load_or_make_key
 from shoal.protocol import types as t
 from shoal.protocol.wire import digest

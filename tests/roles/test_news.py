@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from shoal.errors import NothingYet, PeerError
-from shoal.ledger.facts.run import Admin
+from shoal.ledger.commands import Admin
 from shoal.net.client import Client
 from shoal.net.connections import Limits
 from shoal.net.keys import load_or_make_key

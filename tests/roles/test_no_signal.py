@@ -9,7 +9,7 @@ import pytest
 from shoal.errors import StateError
 from shoal.launch.samples import NewestSample
 from shoal.launch.without_signal import flat_samples, why_flat
-from shoal.ledger.facts.run import Admin
+from shoal.ledger.commands import Admin
 from shoal.ledger.hints import IN_A_NEW_RUN
 from shoal.protocol.rollouts import ROOM_REMEDY
 from shoal.roles.coordinator.board import Board, waiting_for

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from shoal.ledger.facts.run import Admin
+from shoal.ledger.commands import Admin
 from shoal.ledger.facts.versions import CheckpointPublished
 from shoal.ledger.log.book import Book
 from tests.roles.town import Town, tiny_run

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from shoal.errors import PeerError
+from shoal.ledger.commands import Publish
 from shoal.ledger.facts.members import NodeJoined, NodeLeft
 from shoal.ledger.facts.run import RulesChanged
-from shoal.ledger.facts.versions import Publish
 from shoal.net.client import Client, PeerRefused
 from shoal.net.faults import Fault, FaultyTransport
 from shoal.net.keys import load_or_make_key

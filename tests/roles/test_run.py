@@ -14,10 +14,10 @@ from shoal.config import TinyPolicy
 from shoal.engine.cheats import CHEATS
 from shoal.engine.local import LocalEngine
 from shoal.errors import PeerError
+from shoal.ledger.commands import Admin
 from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
 from shoal.ledger.facts.leases import LeaseLapsed
 from shoal.ledger.facts.pools import PoolsChanged
-from shoal.ledger.facts.run import Admin
 from shoal.metrics import read_metrics
 from shoal.policy.tiny import make_tiny
 from shoal.protocol import types as t

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shoal.errors import StateError
-from shoal.ledger.facts.run import Admin
+from shoal.ledger.commands import Admin
 from shoal.metrics import read_metrics
 from shoal.roles.trainer.journal import Journal, JournalStep, journal_step
 from shoal.train.checkpoint import kept_versions

@@ -12,8 +12,8 @@ import pytest
 from shoal.engine.local import LocalEngine
 from shoal.errors import PeerError, Superseded
 from shoal.launch.local import LOOK_EVERY_S
+from shoal.ledger.commands import Admin
 from shoal.ledger.facts.leases import LeaseLapsed
-from shoal.ledger.facts.run import Admin
 from shoal.protocol.constants import MAX_GROUP_ROLLOUTS, MAX_LEASE_BLOCKS, MAX_ROLLOUT_TOKENS
 from shoal.protocol.types import Block, Join, Lease, Sampling, Slot
 from shoal.protocol.wire import from_json, to_json

@@ -11,10 +11,7 @@ import pytest
 
 from shoal.config import TinyPolicy
 from shoal.errors import PeerError, Superseded
-from shoal.ledger.facts.leases import AskLease, ReturnLeases
-from shoal.ledger.facts.members import Enter
-from shoal.ledger.facts.run import Admin
-from shoal.ledger.facts.versions import Publish
+from shoal.ledger.commands import Admin, AskLease, Enter, Publish, ReturnLeases
 from shoal.ledger.state_records import LeaseRecord
 from shoal.net.client import Client, PeerRefused
 from shoal.net.keys import load_or_make_key

@@ -8,9 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from shoal.ledger.facts.leases import AskLease
-from shoal.ledger.facts.members import Enter
-from shoal.ledger.facts.versions import Publish
+from shoal.ledger.commands import AskLease, Enter, Publish
 from shoal.net.connections import Limits
 from shoal.net.keys import load_or_make_key
 from shoal.proofs.commit import commit

@@ -7,7 +7,8 @@ from starlette.testclient import TestClient
 
 from shoal.alarms import Alarm, AlarmsLog
 from shoal.config.monitors import said_of
-from shoal.ledger.facts.run import Admin, Reconfigure, RulesChanged
+from shoal.ledger.commands import Admin, Reconfigure
+from shoal.ledger.facts.run import RulesChanged
 from shoal.protocol.types import AlarmEvidence, Measured
 from shoal.watch.index import Builder, Look
 from shoal.watch.page import Shelf, page_app

@@ -1,6 +1,5 @@
 """Leases: granted to a worker, and lapsed when it does not fill them."""
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -46,31 +45,6 @@ class LeaseLapsed(Message, frozen=True):
 
 LAPSES = ("deadline", "returned", "stopped", "held", "host_hung_often")
 """Causes that count as lapses."""
-
-
-@dataclass(frozen=True)
-class AskLease:
-    """A worker asks for work and names the leases that it knows it holds."""
-
-    key: str
-    holding: tuple[str, ...]
-    tokens_per_s: float
-    now: float
-    most: int = MAX_LEASE_BLOCKS
-    """Blocks, at most: auditors ask for as many as the log says were leased."""
-
-
-@dataclass(frozen=True)
-class ReturnLeases:
-    """A worker that stops gives back what it did not fill."""
-
-    key: str
-    leases: tuple[str, ...]
-    now: float
-    stopped: int = -1
-    """The block in which an environment took too long, or ended its process; -1 if none did."""
-    tasks: str = ""
-    """As in `LeaseLapsed`."""
 
 
 def apply_lease_granted(body: LeaseGranted, state: State, entry: Entry) -> None:

@@ -1,11 +1,9 @@
 """Who takes part: nodes join, leave, are quarantined, come back; validators are found at fault."""
 
-from dataclasses import dataclass
-
 from shoal.ledger.entry import Entry
 from shoal.ledger.state import State
 from shoal.ledger.state_records import Member
-from shoal.protocol.types import Join, Message
+from shoal.protocol.types import Message
 
 
 class NodeJoined(Message, frozen=True):
@@ -47,27 +45,6 @@ class ValidatorFault(Message, frozen=True):
     validator: str
     submission: str
     cause: str
-
-
-@dataclass(frozen=True)
-class Enter:
-    """A node joins."""
-
-    key: str
-    join: Join
-    now: float
-    created: int = 0
-    """When the node signed it, seconds since the epoch; 0 if no signed request led to it."""
-
-
-@dataclass(frozen=True)
-class Leave:
-    """A node leaves."""
-
-    key: str
-    now: float
-    created: int = 0
-    """As in `Enter`."""
 
 
 def apply_node_joined(body: NodeJoined, state: State, entry: Entry) -> None:

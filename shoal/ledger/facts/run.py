@@ -1,7 +1,6 @@
 """The run itself: created, changed by its host, ended. Events, commands, and how a state takes them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -79,48 +78,6 @@ class Create:
 
     body: RunCreated
     now: float
-
-
-@dataclass(frozen=True)
-class Admin:
-    """The host's pause, resume, drain, kick, admit, quarantine or rate; `key` names the node where one is meant."""
-
-    action: str
-    key: str
-    now: float
-    created: int = 0
-    """When the host signed it, seconds since the epoch; 0 if no signed request led to it."""
-    lr_factor: float | msgspec.UnsetType = msgspec.UNSET
-    """As in `RulesChanged`."""
-    evidence: AlarmEvidence | msgspec.UnsetType = msgspec.UNSET
-    """As in `RulesChanged`."""
-    also: tuple[str, ...] = ()
-    """Of `admit`: further keys."""
-
-
-@dataclass(frozen=True)
-class Reconfigure:
-    """A resumed run with other values of the keys that are safe to change."""
-
-    config: dict[str, Any]
-    steps: int
-    lease_s: float
-    now: float
-    max_flat_groups: int = -1
-    quarantine_s: float = -1.0
-
-
-@dataclass(frozen=True)
-class Tick:
-    """Time has passed."""
-
-    now: float
-    links: dict[int, tuple[str, str]] = field(default_factory=dict, repr=False)
-    """(link, audit link) of versions that an ended run has not revealed."""
-    host_hung: tuple[str, ...] = ()
-    """Open leases of whose time the host's stage has taken half or more."""
-    envs: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
-    """By submission that is overdue, the labels of its slots as in `Judge`."""
 
 
 def apply_run_created(body: RunCreated, state: State, entry: Entry) -> None:

@@ -1,8 +1,5 @@
 """Submissions: a worker fills a lease, and the draws that say how closely it is looked at."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 from msgspec import UNSET, UnsetType
 
 from shoal.ledger.entry import Entry
@@ -41,28 +38,6 @@ class AuditDrawn(Message, frozen=True):
     """Validators in the order of their turns."""
     mean_pay: float = 0.0
     """Of the worker's newest groups that have not vested, tokens; those that a refusal takes."""
-
-
-@dataclass(frozen=True)
-class Submit:
-    """A worker's submission for a lease, its body already kept."""
-
-    key: str
-    lease: str
-    digest: str
-    size_bytes: int
-    groups: tuple[str, ...]
-    draws: tuple[float, ...]
-    """One in [0, 1) for each group, from the audit chain: below the audit rate means audited."""
-    order: tuple[str, ...]
-    """All validators that the host admitted, in the order of their turns, by draws from the same chain."""
-    now: float
-    created: int = 0
-    """When the worker signed it, seconds since the epoch."""
-    turn_draws: Mapping[str, float] = field(default_factory=dict)
-    """The draws behind `order`, by validator: those of slow ones are raised. Empty if unknown: `order` then holds."""
-    record: str | UnsetType = UNSET
-    """Digest of the host's record of the lease."""
 
 
 def apply_submission_received(body: SubmissionReceived, state: State, entry: Entry) -> None:

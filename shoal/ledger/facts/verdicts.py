@@ -1,8 +1,5 @@
 """Verdicts of validators on submissions, and the decisions that they add up to."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 from shoal.algos.claim_evidence import grown
 from shoal.algos.sampling_evidence import Evidence, Figures, update
 from shoal.ledger.entry import Entry
@@ -11,7 +8,7 @@ from shoal.ledger.state_records import LeaseRecord, Member, SubmissionRecord
 from shoal.ledger.turns import CHECK_FADES, idle_since, misses_count, silent, slack_s, turn_begins, turn_s
 from shoal.protocol.bounds import bounds_for
 from shoal.protocol.continuations import is_continued
-from shoal.protocol.types import GroupVerdict, Message, Verdict
+from shoal.protocol.types import GroupVerdict, Message
 
 
 class VerdictGiven(Message, frozen=True):
@@ -44,22 +41,6 @@ class Rechecked(Message, frozen=True):
 
     submission: str
     outcome: str
-
-
-@dataclass(frozen=True)
-class Judge:
-    """A validator's verdict, with what the coordinator adds."""
-
-    key: str
-    verdict: Verdict
-    now: float
-    projection: str = ""
-    recheck: float = 1.0
-    """In [0, 1), from the audit chain: below the recheck rate, a second validator judges what this one accepts."""
-    differs_from: tuple[str, ...] = ()
-    """As in `VerdictGiven`."""
-    envs: Mapping[int, str] = field(default_factory=dict)
-    """By slot, the label of its environment, in runs with several."""
 
 
 def apply_verdict_given(body: VerdictGiven, state: State, entry: Entry) -> None:

@@ -1,7 +1,5 @@
 """Policy versions: published by the trainer, and their secret links revealed once they are retired; and who publishes."""
 
-from dataclasses import dataclass, field
-
 from shoal.ledger.entry import Entry
 from shoal.ledger.state import State
 from shoal.ledger.state_records import VersionRecord
@@ -39,28 +37,6 @@ class PublisherChanged(Message, frozen=True):
     def rotation(self, run: str) -> Rotation:
         """What the root signed."""
         return Rotation(run, self.stream, self.key, self.since, self.serial, self.created, self.signature)
-
-
-@dataclass(frozen=True)
-class Rotate:
-    """The root names another publisher."""
-
-    rotation: Rotation
-    now: float
-
-
-@dataclass(frozen=True)
-class Publish:
-    """The trainer's new version, its chunks already kept."""
-
-    key: str
-    version: int
-    root: str
-    manifest: str
-    links: dict[int, tuple[str, str]] = field(repr=False)
-    """(link, audit link) of the versions that this may retire: secret until then."""
-    now: float
-    stream: str = MAIN_STREAM
 
 
 def apply_checkpoint_published(body: CheckpointPublished, state: State, entry: Entry) -> None:

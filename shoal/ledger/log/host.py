@@ -8,10 +8,11 @@ an auditor of a live run compares the newest one with its own clock.
 from contextlib import suppress
 
 from shoal.ledger.answers import Refused
+from shoal.ledger.commands import Publish
 from shoal.ledger.entry import Entry
 from shoal.ledger.facts.run import RunEnded
 from shoal.ledger.facts.verdicts import Decision
-from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed, Publish
+from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed
 from shoal.ledger.rules.versions import decide_publish
 from shoal.ledger.state import State
 from shoal.protocol.constants import BOOKED_WITHIN_S

@@ -12,11 +12,12 @@ from itertools import takewhile
 from msgspec import UNSET, structs
 
 from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.commands import Admin, AskLease, Leave, ReturnLeases, Tick
 from shoal.ledger.entry import Body
 from shoal.ledger.facts.batches import SlotVoid
-from shoal.ledger.facts.leases import AskLease, LeaseGranted, LeaseLapsed, ReturnLeases
-from shoal.ledger.facts.members import Leave, NodeLeft
-from shoal.ledger.facts.run import NO_SIGNAL, Admin, RulesChanged, Tick
+from shoal.ledger.facts.leases import LeaseGranted, LeaseLapsed
+from shoal.ledger.facts.members import NodeLeft
+from shoal.ledger.facts.run import NO_SIGNAL, RulesChanged
 from shoal.ledger.fault_rate import FAULTS, TOOK_TOO_LONG
 from shoal.ledger.next_batch import blocks_to_continue, groups_a_worker, is_fresh
 from shoal.ledger.once import once_per_event

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 
 from shoal.ledger.answers import Refused
+from shoal.ledger.commands import Admin, Enter, Leave, Tick
 from shoal.ledger.entry import Body
 from shoal.ledger.facts.leases import LeaseLapsed
-from shoal.ledger.facts.members import Enter, Leave, NodeJoined, NodeLeft, NodeQuarantined, NodeRestored
-from shoal.ledger.facts.run import Admin, RulesChanged, Tick
+from shoal.ledger.facts.members import NodeJoined, NodeLeft, NodeQuarantined, NodeRestored
+from shoal.ledger.facts.run import RulesChanged
 from shoal.ledger.past import Cause, Here, Table, Told
 from shoal.ledger.state import State
 from shoal.ledger.state_records import Member, SubmissionRecord

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 import msgspec
 
 from shoal.ledger.answers import Refused
+from shoal.ledger.commands import Admin, Reconfigure, Tick
 from shoal.ledger.entry import Body
 from shoal.ledger.facts.leases import LeaseLapsed
-from shoal.ledger.facts.run import NO_SIGNAL, Admin, Create, Reconfigure, RulesChanged, RunCreated, RunEnded, Tick
+from shoal.ledger.facts.run import NO_SIGNAL, Create, RulesChanged, RunCreated, RunEnded
 from shoal.ledger.past import Cause, Here, Table, Told
 from shoal.ledger.rules.batches import form_batch
 from shoal.ledger.rules.leases import close_stale, lapse_late, void_free, void_unbegun

@@ -1,8 +1,9 @@
 """When a submission is taken, and how many of its groups are audited."""
 
 from shoal.ledger.answers import Refused
+from shoal.ledger.commands import Submit
 from shoal.ledger.entry import Body
-from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived, Submit
+from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived
 from shoal.ledger.past import Cause, Here, Table
 from shoal.ledger.rules.members import member_as
 from shoal.ledger.seeds import audit_draws, turn_draws, turns

@@ -14,12 +14,12 @@ from msgspec import UNSET
 from shoal.algos.sampling_evidence import excessive
 from shoal.ledger.algorithm import teaches
 from shoal.ledger.answers import Refused
+from shoal.ledger.commands import Judge, Tick
 from shoal.ledger.entry import Body
 from shoal.ledger.facts.batches import BY_ENVIRONMENT, GroupAccepted, SlotVoid
 from shoal.ledger.facts.members import NodeRestored, ValidatorFault
 from shoal.ledger.facts.pay import Credit, Slash, staked
-from shoal.ledger.facts.run import Tick
-from shoal.ledger.facts.verdicts import Decision, Judge, Rechecked, VerdictGiven, evidence_after
+from shoal.ledger.facts.verdicts import Decision, Rechecked, VerdictGiven, evidence_after
 from shoal.ledger.malformed import refuse_malformed
 from shoal.ledger.past import Cause, Here, Table, Told
 from shoal.ledger.rules.members import member_as, quarantine

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from shoal.ledger.answers import Refused
+from shoal.ledger.commands import Publish, Rotate, Tick
 from shoal.ledger.entry import Body
 from shoal.ledger.facts.pools import PoolsChanged
-from shoal.ledger.facts.run import Tick
-from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed, Publish, PublisherChanged, Rotate
+from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed, PublisherChanged
 from shoal.ledger.past import Cause, Here, Table
 from shoal.ledger.rules.pools import change_pools
 from shoal.ledger.state import State

@@ -18,9 +18,10 @@ from starlette.routing import Route
 
 from shoal import __version__
 from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.commands import Admin, Enter, Leave
 from shoal.ledger.facts.batches import BatchFormed
-from shoal.ledger.facts.members import Enter, Leave, NodeJoined, NodeLeft, ValidatorFault
-from shoal.ledger.facts.run import Admin, RulesChanged, RunEnded
+from shoal.ledger.facts.members import NodeJoined, NodeLeft, ValidatorFault
+from shoal.ledger.facts.run import RulesChanged, RunEnded
 from shoal.ledger.facts.submissions import SubmissionReceived
 from shoal.ledger.facts.verdicts import Decision, Rechecked, VerdictGiven
 from shoal.ledger.facts.versions import CheckpointPublished

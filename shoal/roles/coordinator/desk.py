@@ -18,10 +18,9 @@ from shoal.config import RunConfig
 from shoal.errors import StateError
 from shoal.folder import RunFolder
 from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.commands import AskLease, ReturnLeases, Submit, Tick
 from shoal.ledger.facts.batches import SlotVoid
-from shoal.ledger.facts.leases import AskLease, ReturnLeases
-from shoal.ledger.facts.run import RulesChanged, Tick
-from shoal.ledger.facts.submissions import Submit
+from shoal.ledger.facts.run import RulesChanged
 from shoal.ledger.hints import QUOTA
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN

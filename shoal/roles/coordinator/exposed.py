@@ -4,8 +4,8 @@ Called by `shown`. It fills what `watched` declares, from the state, the run's f
 once a second, and more seldom if that takes long, so nobody can keep the coordinator busy by asking for it.
 """
 
-import time
 import collections
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import pstdev
 

@@ -12,11 +12,12 @@ import msgspec
 from shoal.algos.projection import VALUES, agree
 from shoal.errors import NothingYet, StateError
 from shoal.ledger.answers import Refused
+from shoal.ledger.commands import Judge
 from shoal.ledger.facts.batches import SlotVoid
 from shoal.ledger.facts.members import NodeQuarantined, ValidatorFault
 from shoal.ledger.facts.pay import Slash
 from shoal.ledger.facts.run import NO_SIGNAL, RulesChanged
-from shoal.ledger.facts.verdicts import Judge, VerdictGiven
+from shoal.ledger.facts.verdicts import VerdictGiven
 from shoal.ledger.rules.leases import without_signal
 from shoal.ledger.rules.verdicts import is_open, to_judge
 from shoal.ledger.seeds import recheck_draw

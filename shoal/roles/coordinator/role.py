@@ -28,7 +28,8 @@ from shoal.envs.declared import Declared, declared
 from shoal.envs.load import env_digest
 from shoal.errors import ConfigError, StateError
 from shoal.folder import RunFolder
-from shoal.ledger.facts.run import Admin, Create, Reconfigure, RunCreated
+from shoal.ledger.commands import Admin, Reconfigure
+from shoal.ledger.facts.run import Create, RunCreated
 from shoal.ledger.law import LAW, Law
 from shoal.ledger.log.book import Book
 from shoal.ledger.log.store import Store, sqlite_url

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shoal.errors import PeerError, StateError
 from shoal.ledger.answers import Refused
-from shoal.ledger.facts.versions import Publish, Rotate
+from shoal.ledger.commands import Publish, Rotate
 from shoal.protocol.constants import CHAIN_LENGTH, MAX_CHUNK_BYTES
 from shoal.protocol.types import Manifest, Rotation, SignedManifest
 from shoal.protocol.wire import from_json
