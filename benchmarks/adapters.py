@@ -34,7 +34,7 @@ from benchmarks.real.kept import Kept
 from benchmarks.real.shapes import SHAPES
 from benchmarks.whole_system import ensure_peer
 from shoal.config import child_environment, load_run
-from shoal.folder import RunFolder
+from shoal.run_folder import RunFolder
 
 STEPS = 10
 """Of the run that is sized."""

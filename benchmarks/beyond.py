@@ -47,16 +47,16 @@ import one_file  # noqa: E402
 
 from benchmarks.claims import stones  # noqa: E402
 from benchmarks.claims.curves.picture import Line, picture  # noqa: E402
+from shoal.chat.renderer import Renderer  # noqa: E402
 from shoal.config import SftConfig, load_run, load_sft, sampling_of  # noqa: E402
-from shoal.engine.local import LocalEngine  # noqa: E402
+from shoal.engine.native import LocalEngine  # noqa: E402
 from shoal.env import Env  # noqa: E402
 from shoal.envs.evaluate import evaluate  # noqa: E402
 from shoal.envs.load import load_env  # noqa: E402
 from shoal.envs.play import play_scripted  # noqa: E402
-from shoal.policy.files import load_policy, save_policy  # noqa: E402
-from shoal.policy.render import Renderer  # noqa: E402
-from shoal.protocol.types import Sampling, StepRewards  # noqa: E402
-from shoal.roles import sft  # noqa: E402
+from shoal.jobs import sft  # noqa: E402
+from shoal.models.checkpoint import load_policy, save_policy  # noqa: E402
+from shoal.protocol.messages import Sampling, StepRewards  # noqa: E402
 from shoal.train.sft import fine_tune  # noqa: E402
 
 GREEDY = 0.02
@@ -244,7 +244,7 @@ def heldout_rate(env: Any, policy: Path) -> float:
 def run_roles(settings: list[str], out: Path) -> dict[str, Any]:
     """The same by `shoal run`. Games are those of all groups that were judged."""
     words = [word for setting in [*settings, "eval.episodes=0"] for word in ("--set", setting)]
-    command = [sys.executable, "-m", "shoal.cli", "run", str(RECIPES / "stones.toml"), "--out", str(out), *words]
+    command = [sys.executable, "-m", "shoal", "run", str(RECIPES / "stones.toml"), "--out", str(out), *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     log = out.with_suffix(".log")
     with log.open("wb") as told:

@@ -28,10 +28,10 @@ import psutil
 
 from shoal.config import RunConfig
 from shoal.errors import PeerError
-from shoal.folder import RunFolder
 from shoal.net.client import Client
-from shoal.protocol import types as t
-from shoal.protocol.identity import Key
+from shoal.protocol import messages as t
+from shoal.protocol.signing import Key
+from shoal.run_folder import RunFolder
 from shoal.tree import from_tree
 
 RUN = {"name": "connections", "steps": 1, "envs": [{"name": "arithmetic"}]}
@@ -66,7 +66,7 @@ def coordinator() -> Iterator[tuple[psutil.Process, int]]:
     with tempfile.TemporaryDirectory(prefix="shoal-connections-") as name:
         folder = RunFolder(Path(name) / "run")
         folder.prepare(from_tree(RUN, RunConfig, "benchmark"), Path(name))
-        command = [sys.executable, "-m", "shoal.cli", "role", "coordinator", "--run-dir", str(folder.root)]
+        command = [sys.executable, "-m", "shoal", "role", "coordinator", "--run-dir", str(folder.root)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=_limit_files)
         try:
             while not folder.address.exists():

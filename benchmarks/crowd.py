@@ -24,21 +24,20 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from shoal.algos.projection import VALUES
+from shoal.algos.activation_projection import VALUES
 from shoal.config import RunConfig
-from shoal.folder import RunFolder
-from shoal.net.keys import load_or_make_key
-from shoal.protocol import types as t
-from shoal.protocol.audits import influence, must_audit
-from shoal.protocol.compositions import Grpo
-from shoal.protocol.identity import Key, RequestLine, sign_request
-from shoal.protocol.wire import digest, from_json, to_json, to_msgpack
-from shoal.roles.coordinator.api import application
-from shoal.roles.coordinator.desk import Desk
-from shoal.roles.coordinator.role import TICK_S, open_run
+from shoal.net.key_files import load_or_make_key
+from shoal.protocol import messages as t
+from shoal.protocol.algorithm_config import Grpo
+from shoal.protocol.audit_selection import influence, must_audit
+from shoal.protocol.encoding import digest, from_json, to_json, to_msgpack
+from shoal.protocol.signing import Key, RequestLine, sign_request
+from shoal.roles.coordinator.calls import application
+from shoal.roles.coordinator.coordinator import Desk
+from shoal.roles.coordinator.main import TICK_S, open_run
+from shoal.run_folder import RunFolder
 from shoal.tree import from_tree
-from shoal.weights.demands import POLICY_STREAM
-from shoal.weights.manifest import sign_manifest
+from shoal.weights.manifest import POLICY_STREAM, sign_manifest
 
 WORK_S = 4.0
 """A lease takes a worker this long: 500 at work offer 125 submissions a second."""

@@ -32,11 +32,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]  # started as a file, as bench
 
 import one_file  # noqa: E402
 
+from shoal.chat.renderer import Renderer  # noqa: E402
 from shoal.config import RunConfig, check_run, sampling_of  # noqa: E402
 from shoal.envs.evaluate import evaluate  # noqa: E402
 from shoal.envs.load import env_of  # noqa: E402
-from shoal.policy.render import Renderer  # noqa: E402
-from shoal.protocol.types import Block, Group  # noqa: E402
+from shoal.protocol.messages import Block, Group  # noqa: E402
 from shoal.tree import from_tree  # noqa: E402
 
 LEVELS = ({"digits": 1}, {"digits": 2}, {"digits": 2, "operands": 3})

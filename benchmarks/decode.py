@@ -27,9 +27,9 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from shoal.config import TinyPolicy, child_environment
-from shoal.engine.base import Request
-from shoal.engine.local import LocalEngine
-from shoal.policy.tiny import make_tiny
+from shoal.engine.interface import Request
+from shoal.engine.native import LocalEngine
+from shoal.models.random_model import make_tiny
 
 PROMPT, NEW, VOCABULARY, GROUP = 32, 64, 64, 16
 

@@ -30,10 +30,10 @@ from benchmarks.detect.judgement import CHECKS, Seen, Share, look, noticed_after
 from benchmarks.detect.policies import GROUP_SIZE, STEPS, Family, lease, make_family, rules
 from benchmarks.pages.detection import said, tables
 from shoal.config import child_environment
-from shoal.ledger.law import LAW
-from shoal.ledger.seeds import slot_draws
-from shoal.protocol.audits import must_audit
-from shoal.protocol.wire import domain_hash
+from shoal.ledger.constants import LAW
+from shoal.ledger.slot_draws import slot_draws
+from shoal.protocol.audit_selection import must_audit
+from shoal.protocol.encoding import domain_hash
 from tests.attacks.attack import Attack
 from tests.attacks.proof_forgeries import FORGERIES, Forgery
 from tests.attacks.world import load_engine

@@ -1,4 +1,5 @@
-"""Does cheating pay? Strategies of workers and validators, each played many times by the rules of `shoal/ledger/law.py`.
+"""Does cheating pay? Strategies of workers and validators, each played many times by the rules of
+`shoal/ledger/constants.py`.
 
     python benchmarks/economics.py
 
@@ -24,7 +25,7 @@ from benchmarks.market import BLOCK_S, QUARANTINE_S, Outcome, play, play_beside_
 from benchmarks.pages.economics import tables
 from benchmarks.search import search
 from benchmarks.terms import ALL, HONEST, NONE, ONE, Draws, Move, Strategy, Terms
-from shoal.ledger.law import LAW
+from shoal.ledger.constants import LAW
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
 
 PAY, HONEST_COST, CHEAT_COST, MILD_COST = 1.0, 0.7, 0.05, 0.35

@@ -2,9 +2,9 @@
 
 Called by `economics.py`, which compares what the strategies earn. `terms.py` holds the circumstances of a run and its
 draws. A turn is the time of one block: in it a lease of a key is judged, or the key waits. Audit rates, quarantines,
-vesting and forfeits come from `shoal/ledger/law.py`, verdicts from `verdicts.py`. `tests/benchmarks/test_economics.py`
-plays the same draws by the real `decide` and `apply`. The model has no prices or checks: an honest group pays 1, a
-forged group pays its length in honest ones, and a draw decides whether it is found.
+vesting and forfeits come from `shoal/ledger/constants.py`, verdicts from `verdicts.py`.
+`tests/benchmarks/test_economics.py` plays the same draws by the real `decide` and `apply`. The model has no prices or
+checks: an honest group pays 1, a forged group pays its length in honest ones, and a draw decides whether it is found.
 
 Axes: B blocks (turns) of a run, G groups of a block, V validators.
 """
@@ -28,8 +28,8 @@ from benchmarks.verdicts import (
     verdict_of,
     weigh_said,
 )
-from shoal.ledger.law import LAW
-from shoal.ledger.weigh import Weighed
+from shoal.ledger.constants import LAW
+from shoal.ledger.verdict_tally import Weighed
 
 BLOCK_S, QUARANTINE_S = 20.0, 30.0
 """Seconds to generate a block; seconds of a first quarantine (the run file's default)."""

@@ -39,12 +39,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a fil
 
 from benchmarks.crowd import WORK_S, Caller, Town
 from benchmarks.watch import write_run
-from shoal.folder import RunFolder
-from shoal.net.listening import port_of_living
+from shoal.net.process import port_of_living
+from shoal.run_folder import RunFolder
 from shoal.watch.page import Shelf, page_app
-from shoal.watch.page.hosted import serve_hosted
-from shoal.watch.page.serve import server_of
-from shoal.watch.page.shelf import CHANGE_EVERY_S
+from shoal.watch.page.page_runs import CHANGE_EVERY_S
+from shoal.watch.page.serve import serve_hosted, server_of
 
 LIMIT_MS, LIMIT_SHARE, LIMIT_P99, LIMIT_KB = 300.0, 0.10, 1.10, 300.0
 LEAST_SERVED = 0.9

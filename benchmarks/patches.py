@@ -35,18 +35,17 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # started as a file, as benchmarks are
 
 from benchmarks.peers import pulse  # noqa: E402
-from shoal.algos.floatcodes import KINDS, exponents, places  # noqa: E402
 from shoal.config import TrainConfig, child_environment  # noqa: E402
-from shoal.policy.files import load_policy  # noqa: E402
-from shoal.policy.model import Transformer  # noqa: E402
-from shoal.policy.spec import PolicySpec  # noqa: E402
-from shoal.policy.tiny import initialise  # noqa: E402
-from shoal.protocol.types import POLICY  # noqa: E402
-from shoal.train.objective import sft_objective  # noqa: E402
+from shoal.models.checkpoint import load_policy  # noqa: E402
+from shoal.models.config import PolicySpec  # noqa: E402
+from shoal.models.random_model import initialise  # noqa: E402
+from shoal.models.transformer import Transformer  # noqa: E402
+from shoal.protocol.messages import POLICY  # noqa: E402
+from shoal.train.learner import Learner, LearnerState  # noqa: E402
+from shoal.train.loss import sft_objective  # noqa: E402
 from shoal.train.rows import Row, example_row  # noqa: E402
-from shoal.train.step import Learner, LearnerState  # noqa: E402
-from shoal.weights.codes import Coded, Weights, coded_tensors, root_of  # noqa: E402
-from shoal.weights.patch import apply_patch, make_patch  # noqa: E402
+from shoal.weights.delta.patch import apply_patch, make_patch  # noqa: E402
+from shoal.weights.delta.tensor_codes import KINDS, Coded, Weights, coded_tensors, exponents, places, root_of  # noqa: E402  # noqa: E402
 
 LR, WARMUP_STEPS, ROW_TOKENS, ROWS = 1e-6, 12, 256, 2
 RATES = (1e-7, 3e-7, 3e-6, 1e-5, 1e-4)

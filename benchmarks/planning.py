@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a fil
 
 from benchmarks.pages.markdown import percent, table
 from benchmarks.shaped_run import WARMUP_STEPS, Case, Seen, config_of, measured
-from shoal.plan.setting import Setting, WorkerMachine
 from shoal.plan.simulate import simulate
-from shoal.roles.coordinator.role import rules_of
+from shoal.plan.simulation_input import Setting, WorkerMachine
+from shoal.roles.coordinator.main import rules_of
 
 SEEDS = 8
 """Simulations of each measured run: their mean is the prediction."""

@@ -32,13 +32,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]  # started as a file, as bench
 
 import one_file  # noqa: E402
 
+from shoal.chat.renderer import Renderer  # noqa: E402
 from shoal.config import RunConfig, load_run, sampling_of  # noqa: E402
-from shoal.engine.base import Engine  # noqa: E402
+from shoal.engine.interface import Engine  # noqa: E402
 from shoal.engine.open import EngineSpec, open_engine  # noqa: E402
 from shoal.envs.evaluate import evaluate  # noqa: E402
 from shoal.envs.load import env_of  # noqa: E402
-from shoal.policy.files import save_policy  # noqa: E402
-from shoal.policy.render import Renderer  # noqa: E402
+from shoal.models.checkpoint import save_policy  # noqa: E402
 
 STEPS, EVERY, EPISODES = 40, 10, 2048
 """Training steps, steps between measurements, and held-out episodes of one."""

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from shoal.sandbox.layout import interpreter, links, shown
+from shoal.sandbox.filesystem import interpreter, links, shown
 from shoal.sandbox.limits import Ended, Limits
 from shoal.sandbox.pool import Pool
-from shoal.sandbox.resident import Resident, ask_all
+from shoal.sandbox.sandboxed_process import Resident, ask_all
 
 SNIPPET = "total = 0\nfor number in range(1000): total += number * number\nprint(total)"
 WANTED = b"332833500\n"

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a fil
 
 from benchmarks.connections import coordinator, run_id
 from shoal.net.client import Client
-from shoal.protocol import types as t
-from shoal.protocol.identity import Key
+from shoal.protocol import messages as t
+from shoal.protocol.signing import Key
 
 SCRAPES_PER_MIN = 500
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.market import Outcome, play, play_beside_rival
 from benchmarks.terms import ALL, NONE, ONE, Draws, Move, Sight, Strategy, Terms
-from shoal.ledger.law import LAW
+from shoal.ledger.constants import LAW
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
 
 FORGES_LEAST = 0.01

@@ -20,29 +20,29 @@ from typing import Any
 from unittest import mock
 
 from shoal.config import RunConfig
-from shoal.engine.base import Continuation, Request
-from shoal.engine.local import LocalEngine
-from shoal.folder import RunFolder
-from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
-from shoal.ledger.facts.versions import CheckpointPublished
-from shoal.ledger.table import read_entry
+from shoal.engine.interface import Continuation, Request
+from shoal.engine.native import LocalEngine
+from shoal.ledger.batches import BatchFormed, GroupAccepted
+from shoal.ledger.registry import read_entry
+from shoal.ledger.versions import CheckpointPublished
 from shoal.metrics import read_metrics
 from shoal.net.client import Client
-from shoal.net.connections import Limits, http_server
-from shoal.net.fault_proxy import FaultProxy
-from shoal.net.keys import load_or_make_key
-from shoal.protocol import types as t
+from shoal.net.connection_limits import Limits, http_server
+from shoal.net.key_files import load_or_make_key
+from shoal.protocol import messages as t
 from shoal.protocol.constants import MAX_CHUNK_BYTES
-from shoal.roles.completions import Use
-from shoal.roles.coordinator.api import application
-from shoal.roles.coordinator.desk import Desk
-from shoal.roles.coordinator.role import _ticking, open_run
-from shoal.roles.relay import role as relay
+from shoal.roles.coordinator.calls import application
+from shoal.roles.coordinator.coordinator import Desk
+from shoal.roles.coordinator.main import _ticking, open_run
+from shoal.roles.relay import relay as relay
 from shoal.roles.trainer import Trainer
 from shoal.roles.validator import Validator
-from shoal.roles.worker import Worker
+from shoal.roles.worker.remote_env import Use
+from shoal.roles.worker.worker import Worker
+from shoal.run_folder import RunFolder
 from shoal.tree import from_tree
 from shoal.weights import publish
+from tests.net.fault_proxy import FaultProxy
 
 WARMUP_STEPS = 4
 """Of each run. They are not measured."""

@@ -1,6 +1,6 @@
 """`shoal` with the CPU time of its three real jobs counted: python benchmarks/tally.py run RECIPE ...
 
-Started by `whole_system.py` in the place of `python -m shoal.cli`, to learn how much CPU a run takes beside generating,
+Started by `whole_system.py` in the place of `python -m shoal`, to learn how much CPU a run takes beside generating,
 scoring and training. It puts a stopwatch around `LocalEngine.extend`, `LocalEngine.score` and `Learner.step` in every
 role that has them, and has the launcher start the roles through this file too. Each process keeps its sums in the
 folder $SHOAL_TALLY, in a file named by its process id. The product itself is not changed.
@@ -14,15 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shoal import cli
+from shoal.cli import main as cli
 
 WITH_MODEL = ("trainer", "validator", "worker")
 
 
 def main() -> None:
-    """Run the command line of shoal, or a role by the command that the launcher writes: -m shoal.cli role ROLE ..."""
+    """Run the command line of shoal, or a role by the command that the launcher writes: -m shoal role ROLE ..."""
     folder = Path(os.environ["SHOAL_TALLY"])
-    if sys.argv[1:3] == ["-m", "shoal.cli"]:
+    if sys.argv[1:3] == ["-m", "shoal"]:
         del sys.argv[1:3]
         if sys.argv[2] in WITH_MODEL:
             _watch(folder / f"{os.getpid()}.json")
@@ -34,7 +34,7 @@ def main() -> None:
 def _start_roles_by(python: Path) -> None:
     """Give the launcher, for an interpreter, a script that runs this file for roles, and is plain Python for the rest."""
     python.write_text(
-        f'#!/bin/sh\n[ "$1 $2" = "-m shoal.cli" ] && exec "{sys.executable}" "{Path(__file__).resolve()}" "$@"\n'
+        f'#!/bin/sh\n[ "$1 $2" = "-m shoal" ] && exec "{sys.executable}" "{Path(__file__).resolve()}" "$@"\n'
         f'exec "{sys.executable}" "$@"\n'
     )
     python.chmod(0o755)
@@ -43,8 +43,8 @@ def _start_roles_by(python: Path) -> None:
 
 def _watch(file: Path) -> None:
     """Count the CPU-seconds of the calling thread in the three jobs; with one thread that is all of theirs."""
-    from shoal.engine.local import LocalEngine
-    from shoal.train.step import Learner
+    from shoal.engine.native import LocalEngine
+    from shoal.train.learner import Learner
 
     sums = {"generate": 0.0, "score": 0.0, "train": 0.0}
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.ledger.law import LAW, Law
+from shoal.ledger.constants import LAW, Law
 
 
 class Terms(NamedTuple):

@@ -20,13 +20,13 @@ from statistics import median
 
 import numpy as np
 
-from shoal.algos.polynomials import PRIME
+from shoal.algos.field_polynomials import PRIME
 from shoal.algos.toploc import CHUNK_TOKENS, compare, prove, top_k
 from shoal.config import ACTIVATION_ERROR, TinyPolicy
-from shoal.engine.base import ScoreRequest
-from shoal.engine.local import LocalEngine
-from shoal.policy.tiny import make_tiny
-from shoal.proofs.checks.activations import judge
+from shoal.engine.interface import ScoreRequest
+from shoal.engine.native import LocalEngine
+from shoal.models.random_model import make_tiny
+from shoal.verification.checks.activations import judge
 
 HERE = Path(__file__).resolve().parent
 PEER_VENV = HERE.parent / ".venv-toploc"

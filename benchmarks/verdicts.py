@@ -1,8 +1,8 @@
 """The verdicts of a model run's validators on a submission, and what they add up to.
 
 Called by `market.py`, which plays workers and their pay. Honest validators find what the draws decide; friends of the
-cheater lie. Decisions come from `shoal/ledger/weigh.py`, rates from `shoal/ledger/law.py`. It does not deal with keys
-or turns.
+cheater lie. Decisions come from `shoal/ledger/verdict_tally.py`, rates from `shoal/ledger/constants.py`. It does not deal
+with keys or turns.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,10 +10,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from benchmarks.terms import Draws, Terms
-from shoal.ledger.law import LAW
-from shoal.ledger.weigh import Weighed, weigh
-from shoal.protocol.audits import must_audit
-from shoal.protocol.types import GroupVerdict
+from shoal.ledger.constants import LAW
+from shoal.ledger.verdict_tally import Weighed, weigh
+from shoal.protocol.audit_selection import must_audit
+from shoal.protocol.messages import GroupVerdict
 
 
 class Sent(NamedTuple):
@@ -99,19 +99,19 @@ def case_of(draws: Draws, sent: Sent, order: Sequence[int], friendly: bool) -> C
 
 
 def mean_newest_pay(terms: Terms, stake: Sequence[int]) -> float:
-    """The mean pay with which a group's pay is compared, as in `ledger/rules/submissions`."""
+    """The mean pay with which a group's pay is compared, as in `ledger/submissions`."""
     groups = LAW.refused_blocks * terms.groups
     return sum(stake[-groups:]) / groups
 
 
 def recheck_rate(terms: Terms, stake: Sequence[int], sent: Sent) -> float:
-    """Share of submissions like this one that are judged again, as in `ledger/rules/pay`."""
+    """Share of submissions like this one that are judged again, as in `ledger/pay`."""
     pay, least = sum(sent.pays) * sent.blocks, terms.law.recheck_rate
     return max(least, pay / (pay + sum(stake)))
 
 
 def is_quarantined(first: Sequence[str], failures: int) -> bool:
-    """Whether a first verdict quarantines the worker at once, as in `ledger/rules/verdicts`."""
+    """Whether a first verdict quarantines the worker at once, as in `ledger/verdict_decisions`."""
     return "hard" in first or ("soft" in first and (failures + 1) % LAW.soft_failures == 0)
 
 

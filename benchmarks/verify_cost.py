@@ -35,24 +35,24 @@ sys.path.insert(0, str(ROOT))  # the zoo lies outside the package
 
 from benchmarks.detect.policies import ARGS, SAMPLING, Rounds, copied
 from benchmarks.pages.verify_cost import tables
-from shoal.algos.gumbel import gumbel
+from shoal.algos.noise.philox import gumbel
+from shoal.chat.renderer import Renderer
 from shoal.config import BOUNDS, SamplingConfig, TinyPolicy, child_environment, load_run
-from shoal.engine.base import Request
-from shoal.engine.local import LocalEngine
+from shoal.engine.interface import Request
+from shoal.engine.native import LocalEngine
 from shoal.env import Env
 from shoal.envs.load import load_env
 from shoal.envs.play import play_block
 from shoal.envs.replay import replay_group
-from shoal.ledger.law import LAW
-from shoal.policy.files import save_policy
-from shoal.policy.model import Transformer
-from shoal.policy.render import Renderer
-from shoal.policy.tiny import initialise, make_tiny, tiny_spec
-from shoal.proofs.commit import commit
-from shoal.proofs.context import Tools, score_requests
-from shoal.proofs.verify import verify_submission
-from shoal.protocol.types import Block, Check, Lease, Rules, Sampling, Slot
-from shoal.protocol.wire import digest, domain_hash
+from shoal.ledger.constants import LAW
+from shoal.models.checkpoint import save_policy
+from shoal.models.random_model import initialise, make_tiny, tiny_spec
+from shoal.models.transformer import Transformer
+from shoal.protocol.encoding import digest, domain_hash
+from shoal.protocol.messages import Block, Check, Lease, Rules, Sampling, Slot
+from shoal.verification.context import Tools, score_requests
+from shoal.verification.encode_submission import commit
+from shoal.verification.verify import verify_submission
 
 GROUPS, GROUP_SIZE = 4, 16
 STEADY_RATE = 0.05
@@ -169,7 +169,7 @@ def seeded_sampling(size: str, vocabulary: int, repeats: int) -> dict[str, float
         engine.forget([request.rollout for request in requests])
 
     def decode_multinomial() -> None:
-        with patch("shoal.engine.writing._write_some", _write_some_multinomial):
+        with patch("shoal.engine.sampling._write_some", _write_some_multinomial):
             decode()
 
     words_N4, positions_N = torch.zeros(batch, 4, dtype=torch.int64), torch.arange(batch)

@@ -85,8 +85,8 @@ def main() -> None:
 
 
 def _engine(noise: str) -> Any:
-    from shoal.engine.vllm import VllmEngine
-    from shoal.policy.device import AUTO
+    from shoal.engine.vllm.engine import VllmEngine
+    from shoal.models.device import AUTO
 
     return VllmEngine(threads=1, device=AUTO, noise=noise)
 
@@ -103,8 +103,8 @@ def _drawn(scratch: Path, asked: argparse.Namespace) -> list[dict[str, Any]]:
 
 def compare(policy: Path, engines: dict[str, Any], asked: argparse.Namespace) -> dict[str, float]:
     """Tokens per second of each way, medians of alternating runs."""
-    from shoal.engine.base import Request
-    from shoal.protocol.randomness import sample_seed
+    from shoal.engine.interface import Request
+    from shoal.protocol.seed_chain import sample_seed
 
     requests = [
         Request(
@@ -141,7 +141,7 @@ class Plain:
         from vllm import LLM
 
         from shoal.config import settle_vllm_runner
-        from shoal.engine.vllm import arguments
+        from shoal.engine.vllm.engine import arguments
 
         own_seeds = self.facts.implementation.endswith("own-seeds")
         settle_vllm_runner(own_seeds)
@@ -158,7 +158,7 @@ class Plain:
 
 def _policy(directory: Path) -> Path:
     from shoal.config import TinyPolicy
-    from shoal.policy.tiny import make_tiny
+    from shoal.models.random_model import make_tiny
 
     tiny = TinyPolicy(width=256, layers=6, heads=4, kv_heads=2, mlp_width=768, max_positions=256)
     make_tiny(tiny, directory, seed=0, dtype="float32")

@@ -15,25 +15,25 @@ from pathlib import Path
 
 import numpy as np
 
+from shoal.chat.renderer import Renderer
 from shoal.config import RunConfig
-from shoal.folder import RunFolder
-from shoal.ledger.entry import GENESIS, Body, Entry
-from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
-from shoal.ledger.facts.leases import LeaseGranted
-from shoal.ledger.facts.members import NodeJoined
-from shoal.ledger.facts.pay import Credit
-from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived
-from shoal.ledger.facts.verdicts import Decision, VerdictGiven
-from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed
-from shoal.ledger.law import LAW
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.table import make_entry
+from shoal.ledger.batches import BatchFormed, GroupAccepted
+from shoal.ledger.constants import LAW
+from shoal.ledger.event import GENESIS, Body, Entry
+from shoal.ledger.leases import LeaseGranted
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.members import NodeJoined
+from shoal.ledger.pay import Credit
+from shoal.ledger.registry import make_entry
+from shoal.ledger.submissions import AuditDrawn, SubmissionReceived
+from shoal.ledger.verdicts import Decision, VerdictGiven
+from shoal.ledger.versions import CheckpointPublished, LinkRevealed
+from shoal.models.random_model import make_tiny
 from shoal.net.blobs import path_of
-from shoal.policy.render import Renderer
-from shoal.policy.tiny import make_tiny
-from shoal.protocol import types as t
-from shoal.protocol.wire import digest, domain_hash, to_msgpack
-from shoal.roles.coordinator.role import created
+from shoal.protocol import messages as t
+from shoal.protocol.encoding import digest, domain_hash, to_msgpack
+from shoal.roles.coordinator.main import created
+from shoal.run_folder import RunFolder
 from shoal.tree import from_tree
 from shoal.watch.index import Builder, Filter, Look, filters, group, groups, same_task
 from shoal.watch.reading import open_run

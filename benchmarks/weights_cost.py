@@ -213,10 +213,10 @@ def config_of(asked: argparse.Namespace) -> Any:
 
 def coordinate(root: Path, asked: argparse.Namespace) -> None:
     """The coordinator's application on a socket. Its batches are taken as formed, so that versions follow at once."""
-    from shoal.folder import RunFolder
-    from shoal.net.connections import Limits, http_server
-    from shoal.roles.coordinator.api import application
-    from shoal.roles.coordinator.role import open_run
+    from shoal.net.connection_limits import Limits, http_server
+    from shoal.roles.coordinator.calls import application
+    from shoal.roles.coordinator.main import open_run
+    from shoal.run_folder import RunFolder
 
     folder, config = RunFolder(root), config_of(asked)
     folder.prepare(config, root)
@@ -243,9 +243,9 @@ def coordinate(root: Path, asked: argparse.Namespace) -> None:
 
 def opened(root: Path, key: str) -> tuple[Any, Any, Any]:
     """The run's folder, a client with a key, and that key, once the coordinator is there."""
-    from shoal.folder import RunFolder
     from shoal.net.client import Client
-    from shoal.net.keys import load_or_make_key
+    from shoal.net.key_files import load_or_make_key
+    from shoal.run_folder import RunFolder
 
     folder = RunFolder(root)
     while not folder.address.exists():
@@ -259,17 +259,17 @@ def train(root: Path, asked: argparse.Namespace) -> None:
     sys.stdin.readline()  # the coordinator is there
     import torch
 
-    from shoal.policy.files import load_policy
-    from shoal.protocol import types as t
-    from shoal.roles.trainer import publishing
-    from shoal.roles.trainer.publishing import Publisher
+    from shoal.models.checkpoint import load_policy
+    from shoal.protocol import messages as t
+    from shoal.roles.trainer import publish
+    from shoal.roles.trainer.publish import Publisher
     from shoal.train.checkpoint import save_state
-    from shoal.train.step import Learner
+    from shoal.train.learner import Learner
 
     try:
-        from shoal.roles.trainer.first import start_policy
+        from shoal.roles.trainer.models import start_policy
     except ImportError:  # before, it was beside the publisher
-        start_policy = publishing.start_policy
+        start_policy = publish.start_policy
 
     torch.set_num_threads(1)
     folder, client, key = opened(root, "keys/trainer.key")
@@ -303,8 +303,8 @@ def train(root: Path, asked: argparse.Namespace) -> None:
 def node(role: str, root: Path) -> None:
     """A worker or a validator that only loads."""
     sys.stdin.readline()
-    from shoal.engine.local import LocalEngine
-    from shoal.roles.seat import take_seat
+    from shoal.engine.native import LocalEngine
+    from shoal.roles.node.session import take_seat
 
     _, client, _ = opened(root, "keys/validator-0.key" if role == "validator" else "worker.key")
     watch = Stopwatch()

@@ -34,10 +34,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from shoal.config import TinyPolicy, load_run
 from shoal.metrics import read_metrics
-from shoal.policy.files import save_policy
-from shoal.policy.model import Transformer
-from shoal.policy.tiny import initialise, tiny_spec
-from shoal.protocol.compositions import Clip
+from shoal.models.checkpoint import save_policy
+from shoal.models.random_model import initialise, tiny_spec
+from shoal.models.transformer import Transformer
+from shoal.protocol.algorithm_config import Clip
 
 HERE = Path(__file__).resolve().parent
 RECIPE = HERE / "whole_system.toml"
@@ -282,7 +282,7 @@ class Watch:
 @contextmanager
 def running(policy: Path, out: Path, steps: int, lr: float | None = None, tally: Path | None = None) -> Iterator[Watch]:
     """A run of the recipe, stopped at the end; with `tally`, its three jobs are counted there."""
-    program = ["-m", "shoal.cli"] if tally is None else [str(HERE / "tally.py")]
+    program = ["-m", "shoal"] if tally is None else [str(HERE / "tally.py")]
     changes = [f"policy.path={policy}", f"steps={steps}"] + ([] if lr is None else [f"train.lr={lr}"])
     command = [sys.executable, *program, "run", str(RECIPE), "--out", str(out)]
     command += [word for change in changes for word in ("--set", change)]

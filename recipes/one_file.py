@@ -25,50 +25,48 @@ except ModuleNotFoundError:
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
+from shoal.chat.renderer import Renderer
 from shoal.config import RunConfig, difficulty_of, load_run, sampling_of
-from shoal.engine.base import Engine
+from shoal.engine.interface import Engine
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.env import Env
-from shoal.envs.continuing import continue_block
+from shoal.envs.branching import continue_block
+from shoal.envs.in_process import OwnEnv
 from shoal.envs.load import env_of
-from shoal.envs.own import OwnEnv
 from shoal.envs.play import begin, play_block
 from shoal.envs.prompt_preview import first_prompt
 from shoal.envs.replay import replay_group
-from shoal.folder import RunFolder
-from shoal.launch.computable import demand_computable
-from shoal.launch.room import first_spec, with_preset_lr
-from shoal.ledger.algorithm import teaches
-from shoal.ledger.drawn import env_draw
+from shoal.launch.preflight import demand_computable
+from shoal.launch.sizing import first_spec, with_preset_lr
+from shoal.ledger.constants import LAW
 from shoal.ledger.fault_rate import FaultsRecord, GroupOutcome
-from shoal.ledger.law import LAW
-from shoal.ledger.pools import Records, SolvedGroup, book, change_after, solve_rate, table_after
-from shoal.policy.files import save_policy
-from shoal.policy.kinds import open_policy
-from shoal.policy.render import Renderer
-from shoal.policy.tiny import make_tiny
-from shoal.policy.valued import begin_valued
-from shoal.protocol.algorithms import narrowest_bound, needs_reference, step_credit_of, vine_of
-from shoal.protocol.bounds import claims_bend_ratios
-from shoal.protocol.compositions import Algorithm
-from shoal.protocol.continuations import branches, whole_author
-from shoal.protocol.draws import DrawTable, draw_task
+from shoal.ledger.group_signal import teaches
+from shoal.ledger.slot_draws import env_draw
+from shoal.ledger.task_difficulty import Records, SolvedGroup, book, change_after, solve_rate, table_after
+from shoal.models.checkpoint import save_policy
+from shoal.models.open_model import open_policy
+from shoal.models.random_model import make_tiny
+from shoal.models.value_head import begin_valued
+from shoal.protocol.algorithm_config import Algorithm, narrowest_bound, needs_reference, step_credit_of, vine_of
+from shoal.protocol.branching import branches, whole_author
+from shoal.protocol.encoding import digest, to_msgpack
 from shoal.protocol.env_faults import fault_indices, faults_of, without_faults
-from shoal.protocol.randomness import SecretChain, slot_seed
-from shoal.protocol.rollouts import unbegun_remedy
-from shoal.protocol.types import BatchGroup, Block, Faults, Group, Sampling, Slot, StepRewards
-from shoal.protocol.wire import digest, to_msgpack
+from shoal.protocol.messages import BatchGroup, Block, Faults, Group, Sampling, Slot, StepRewards
+from shoal.protocol.rollout_validation import unbegun_remedy
+from shoal.protocol.seed_chain import SecretChain, slot_seed
+from shoal.protocol.task_draws import DrawTable, draw_task
+from shoal.protocol.tolerances import claims_bend_ratios
+from shoal.run_folder import RunFolder
 from shoal.terminal import printable
+from shoal.train.batch_filter import select
+from shoal.train.behaviour_logprobs import with_own_denominators
 from shoal.train.checkpoint import States
 from shoal.train.critic import critic_of
-from shoal.train.denominators import with_own_denominators
-from shoal.train.filter import select
-from shoal.train.judges import judge_of
-from shoal.train.masters import module_dtype
-from shoal.train.objective import Objective
-from shoal.train.reference import Reference, reference_of
+from shoal.train.frozen_models import Reference, judge_of, reference_of
+from shoal.train.learner import Learner
+from shoal.train.loss import Objective
+from shoal.train.master_weights import module_dtype
 from shoal.train.rows import Row, overlong_share, rows_of_group
-from shoal.train.step import Learner
 from shoal.weights.manifest import weights_root
 
 

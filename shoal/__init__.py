@@ -9,12 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-# Loaded before the function `policy` is defined: importing this package later would put the package in its place.
-import shoal.policy  # noqa: F401
-
 if TYPE_CHECKING:
     from shoal.api import Evaluation, Findings, Frame, Hosted, Opened, Policy, Replay, Rollout, Run, Setting, Step
-    from shoal.watch.live import S
+    from shoal.watch.live_plot import S
 
 __version__ = "0.1.0"
 
@@ -85,7 +82,7 @@ def live(steps: "Iterable[S]", /, names: Sequence[str] = ("reward_all_mean", "en
 
     `for step in shoal.live(run.train()): ...`. Curves need the extra `notebook`.
     """
-    from shoal.watch.live import live as drawn
+    from shoal.watch.live_plot import live as drawn
 
     return drawn(steps, names)
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from shoal.protocol.types import AlarmEvidence, Measured
+from shoal.protocol.messages import AlarmEvidence, Measured
 
 log = logging.getLogger(__name__)
 

@@ -25,17 +25,17 @@ from shoal.env import Env
 from shoal.envs.evaluate import MAX_EVAL_TOKENS as MAX_EVAL_TOKENS
 from shoal.envs.evaluate import Evaluation, eval_sampling
 from shoal.errors import ConfigError
-from shoal.policy.kinds import spec_of
-from shoal.roles.auditor.rollouts import Choice, Findings, examine
+from shoal.models.open_model import spec_of
+from shoal.roles.auditor.recompute import Choice, Findings, examine
 from shoal.tree import read_toml
-from shoal.watch.frames import Frame as Frame
-from shoal.watch.opened import Opened
-from shoal.watch.rollout import Replay as Replay
-from shoal.watch.rollout import Rollout as Rollout
+from shoal.watch.data_frame import Frame as Frame
+from shoal.watch.notebook_rollout import Replay as Replay
+from shoal.watch.notebook_rollout import Rollout as Rollout
+from shoal.watch.notebook_run import Opened
 
 if TYPE_CHECKING:
-    from shoal.launch.background import BackgroundRun
-    from shoal.launch.here import Loss
+    from shoal.launch.background_run import BackgroundRun
+    from shoal.launch.in_process import Loss
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ class Run:
         """Do the run in this process and thread, synchronously, with one core: yields each step when it is done.
 
         `env` is an environment that this program made, in the place of the run file's. `loss` takes the place of the
-        algorithm's: a function of the batch's `TokenTerms` (see `shoal.train.objective`) and its number of policy tokens
+        algorithm's: a function of the batch's `TokenTerms` (see `shoal.train.loss`) and its number of policy tokens
         that gives a scalar tensor, or that and a dict of figures for each token.
 
         The policy is then in `out`/published; `out` is by default runs/NAME-here. There is no log, so nothing can be
@@ -99,7 +99,7 @@ class Run:
         give the same `env` and `loss`. The first fault of `env`, or a call of it that takes 30 s, ends the training.
         Raises `ShoalError`.
         """
-        from shoal.launch.here import steps_here
+        from shoal.launch.in_process import steps_here
 
         folder = Path("runs") / f"{self.config.name}-here" if out is None else Path(out)
         with _threads_of_torch_kept():
@@ -119,7 +119,7 @@ class Run:
         return hosted
 
     def _start(self, out: str | PathLike[str] | None, with_workers: bool) -> "BackgroundRun":
-        from shoal.launch.background import BackgroundRun
+        from shoal.launch.background_run import BackgroundRun
 
         folder = Path("runs") / self.config.name if out is None else Path(out)
         return BackgroundRun(self.config, self.path.parent, folder, with_workers, self.overrides)
@@ -177,9 +177,9 @@ class Policy:
         the policy's longest sequence if that is shorter. `threads` 0 means all cores. `device` is cpu, cuda, mps or auto.
         Raises `ShoalError`.
         """
-        from shoal.envs.contained.open import in_process
+        from shoal.envs.isolated.environment import in_process
         from shoal.envs.load import load_env
-        from shoal.roles.evaluate import figures_of
+        from shoal.jobs.evaluate import figures_of
 
         sampling = eval_sampling(temperature, max_turn_tokens, max_tokens, self.max_positions)
         with _threads_of_torch_kept():

@@ -47,15 +47,15 @@ from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    from shoal.chat.messages import Written as Written
+    from shoal.chat.tool_calls import parse as parse
     from shoal.envs.adapters.reasoning_gym import ReasoningGym as ReasoningGym
     from shoal.envs.adapters.textarena import TextArena as TextArena
     from shoal.envs.adapters.verifiers_v0 import VerifiersV0 as VerifiersV0
     from shoal.envs.adapters.verifiers_v1 import VerifiersV1 as VerifiersV1
     from shoal.envs.dataset import DatasetEnv as DatasetEnv
     from shoal.envs.dataset import read_rows as read_rows
-    from shoal.envs.parse.turn import parse as parse
-    from shoal.policy.messages import Written as Written
-    from shoal.protocol.wire import domain_hash as domain_hash
+    from shoal.protocol.encoding import domain_hash as domain_hash
     from shoal.sandbox.limits import Ended as Ended
     from shoal.sandbox.limits import Limits as Limits
     from shoal.sandbox.limits import Stopped as Stopped
@@ -283,9 +283,9 @@ LATER = {
     "VerifiersV1": "shoal.envs.adapters.verifiers_v1",
     "DatasetEnv": "shoal.envs.dataset",
     "read_rows": "shoal.envs.dataset",
-    "parse": "shoal.envs.parse.turn",
-    "Written": "shoal.policy.messages",
-    "domain_hash": "shoal.protocol.wire",
+    "parse": "shoal.chat.tool_calls",
+    "Written": "shoal.chat.messages",
+    "domain_hash": "shoal.protocol.encoding",
     "Ended": "shoal.sandbox.limits",
     "Limits": "shoal.sandbox.limits",
     "Stopped": "shoal.sandbox.limits",

@@ -190,7 +190,7 @@ def _plain(value: object) -> object:
 
 
 def _who(logger: str) -> str:
-    """Who speaks, for a reader who does not know our files: of shoal.weights.fetch, weights."""
+    """Who speaks, for a reader who does not know our files: of shoal.weights.fetch.fetch, weights."""
     package, *inside = logger.split(".")
     if package != "shoal" or not inside:
         return logger

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shoal.policy import layers
+from shoal.models import layers
 
 COPIES = ("copy_", "_to_copy", "_copy_from")
 """Operations that bring values from one device to another."""

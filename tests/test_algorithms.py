@@ -7,11 +7,10 @@ import pytest
 
 from shoal.config import BOUNDS, RunConfig, load_run, notes_of
 from shoal.errors import ConfigError
-from shoal.ledger.algorithm import advantages, teaches
-from shoal.protocol import compositions as c
-from shoal.protocol.algorithms import defaults_of, narrowest_bound
-from shoal.protocol.bounds import claims_bend_ratios
-from shoal.protocol.compositions import Algorithm
+from shoal.ledger.group_signal import advantages, teaches
+from shoal.protocol import algorithm_config as c
+from shoal.protocol.algorithm_config import Algorithm, defaults_of, narrowest_bound
+from shoal.protocol.tolerances import claims_bend_ratios
 from shoal.tree import to_tree
 
 GAE = 'name = "ppo"\nadvantage = "gae"'

@@ -15,18 +15,18 @@ import pytest
 import torch
 
 import shoal
-from shoal import cli
 from shoal.api import MAX_EVAL_TOKENS
+from shoal.cli import main
 from shoal.config import TinyPolicy
 from shoal.errors import ConfigError, ShoalError, StateError
-from shoal.folder import RunFolder
-from shoal.launch.background import _News
+from shoal.launch.background_run import _News
 from shoal.launch.evaluations import read_heldout
-from shoal.launch.lock import locked
-from shoal.launch.snapshot import Snapshot
+from shoal.launch.run_lock import locked
+from shoal.launch.run_status import Snapshot
 from shoal.metrics import read_metrics
-from shoal.policy.tiny import make_tiny
-from shoal.protocol.types import Status
+from shoal.models.random_model import make_tiny
+from shoal.protocol.messages import Status
+from shoal.run_folder import RunFolder
 from tests.test_docs import ROOT, fences
 
 PAGE = ROOT / "docs" / "how-to" / "use-from-python.md"
@@ -164,7 +164,7 @@ def test_a_policy_has_the_figures_of_shoal_eval(trained, tmp_path, capsys):
     folder, _ = trained
     final, out = shutil.copytree(folder / "checkpoints" / "final", tmp_path / "alone"), tmp_path / "eval.json"
     words = ["eval", str(final), "--env", "arithmetic", "--episodes", "24", "--seed", "3", "--threads", "1"]
-    assert cli.main([*words, "--env-args", '{"digits": 1}', "--out", str(out)]) == 0
+    assert main.main([*words, "--env-args", '{"digits": 1}', "--out", str(out)]) == 0
     policy = shoal.policy(final)
     found = in_a_notebook(lambda: policy.evaluate("arithmetic", episodes=24, env_args={"digits": 1}, seed=3, threads=1))
     theirs = read_heldout(out)
@@ -175,7 +175,7 @@ def test_a_policy_has_the_figures_of_shoal_eval(trained, tmp_path, capsys):
 
 def test_the_help_of_shoal_eval_says_how_long_an_episode_is(capsys):
     with pytest.raises(SystemExit):
-        cli.main(["eval", "--help"])
+        main.main(["eval", "--help"])
     assert f"(default: the run's, or {MAX_EVAL_TOKENS}, or" in " ".join(capsys.readouterr().out.split())
 
 
@@ -245,7 +245,14 @@ def test_a_hosted_run_gives_its_join_line_takes_a_worker_and_ends_with_the_with_
     folder = tmp_path / "run"
     with shoal.recipe(run_file).host(folder) as hosted:
         assert hosted.join_line == f"shoal join {hosted.url}" and hosted.url.startswith("http://127.0.0.1:")
-        command = [sys.executable, "-m", "shoal.cli", *hosted.join_line.split()[1:], "--home", str(folder / "worker")]
+        command = [
+            sys.executable,
+            "-m",
+            "shoal.cli.main",
+            *hosted.join_line.split()[1:],
+            "--home",
+            str(folder / "worker"),
+        ]
         worker = subprocess.Popen([*command, "--threads", "1"], stderr=subprocess.DEVNULL)
         assert next(hosted.steps()).number == 1
         worker.terminate()
@@ -315,7 +322,7 @@ def test_an_unknown_group_is_refused(trained):
 
 
 def test_a_folder_in_use_is_refused(run_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal.launch.lock.LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr("shoal.launch.run_lock.LOCK_WAIT_S", 0.1)
     with locked(tmp_path / "run"), pytest.raises(StateError, match="is in use by another shoal"):
         next(shoal.recipe(run_file).train(tmp_path / "run"))
 
@@ -383,7 +390,9 @@ def test_a_file_in_this_folder_is_preferred_to_one_beside_the_package(run_file, 
 
 
 def test_policy_stays_a_function_when_the_package_of_that_name_is_imported():
-    code = "import shoal.policy.render, shoal; from shoal.policy.spec import PolicySpec; print(shoal.policy.__module__)"
+    code = (
+        "import shoal.chat.renderer, shoal; from shoal.models.config import PolicySpec; print(shoal.models.__module__)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "shoal"
 
@@ -396,7 +405,7 @@ def test_every_public_name_exists_and_the_package_is_marked_as_typed():
 
 
 def test_missing_torch_is_reported_in_one_line(run_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal.launch.background.find_spec", lambda name: None)
+    monkeypatch.setattr("shoal.launch.background_run.find_spec", lambda name: None)
     with pytest.raises(ShoalError, match="torch is not installed"):
         next(shoal.recipe(run_file).train(tmp_path / "run"))
     assert not RunFolder(tmp_path / "run").root.exists()

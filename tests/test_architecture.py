@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from shoal import env
-from shoal.hub import template
+from shoal.env_packages import scaffold
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "shoal"
@@ -25,56 +25,58 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = (
     ("env",),
     ("algos", "protocol"),
-    ("policy", "sandbox", "net", "ledger"),
-    ("engine", "graders", "hub", "monitors"),
-    ("train", "envs", "proofs", "weights", "plan"),
+    ("models", "sandbox", "net", "ledger"),
+    ("chat",),
+    ("engine", "env_packages", "graders", "monitors"),
+    ("envs", "train", "verification", "weights", "plan"),
     ("roles",),
+    ("jobs",),
     ("watch",),
     ("launch",),
     ("api",),
-    ("__init__", "commands"),
+    ("__init__",),
     ("cli",),
     ("__main__",),
 )
 """Lowest first. A room imports from the floors below its own; rooms on one floor never import each other."""
 
-COMMON = ("alarms", "config", "errors", "folder", "heldout", "metrics", "pipes", "terminal", "tree")
+COMMON = ("alarms", "config", "errors", "evaluation_files", "metrics", "pipes", "run_folder", "terminal", "tree")
 """Files that serve every room but `algos`. They import each other and `protocol`."""
 
 BROAD_EXCEPTS = {
-    "engine/fused.py": "Triton, its compilers and CUDA raise many things where a kernel cannot run; then torch makes noise",
-    "engine/vllm.py": "Triton and CUDA raise many things where vLLM's sampler cannot run; then ours is used",
-    "launch/samples.py": "an environment may raise anything; then no conversation is shown",
-    "launch/background.py": "what ended a run's thread is raised again in its caller's",
+    "engine/noise.py": "Triton, its compilers and CUDA raise many things where a kernel cannot run; then torch makes noise",
+    "engine/vllm/engine.py": "Triton and CUDA raise many things where vLLM's sampler cannot run; then ours is used",
+    "launch/conversation.py": "an environment may raise anything; then no conversation is shown",
+    "launch/background_run.py": "what ended a run's thread is raised again in its caller's",
     "envs/interface.py": "an environment is foreign code and may raise anything; that ends its rollout, not our process",
-    "envs/check/child.py": "the same, also if it ends the process: the parent reads what was raised",
-    "envs/check/finding.py": "the same, and the fault is the finding",
-    "envs/check/promises.py": "the same, and the finding names the action",
-    "envs/conversation.py": "the same, and the rollout ends by `error`",
+    "envs/lint/worker.py": "the same, also if it ends the process: the parent reads what was raised",
+    "envs/lint/finding.py": "the same, and the fault is the finding",
+    "envs/lint/checks.py": "the same, and the finding names the action",
+    "envs/rollout.py": "the same, and the rollout ends by `error`",
     "envs/replay.py": "the same, when an environment compares the rollouts of a group",
-    "envs/second_opinion.py": "the same, when a held-out judge scores an evaluation",
-    "envs/own.py": "the same, and its author, who trains in this process, gets one line",
-    "envs/source.py": "the same, when a user's file is executed",
+    "envs/heldout_judge.py": "the same, when a held-out judge scores an evaluation",
+    "envs/in_process.py": "the same, and its author, who trains in this process, gets one line",
+    "envs/make_env.py": "the same, when a user's file is executed",
     "envs/concurrent_episodes.py": "the same, on its way to the episode, which decides what it means",
-    "envs/contained/pool.py": "the same, on its way from the thread of a process to who waits for the call",
-    "envs/contained/inside.py": "the same, inside the sandbox: what a package raises is told to the other end",
+    "envs/isolated/pool.py": "the same, on its way from the thread of a process to who waits for the call",
+    "envs/isolated/server.py": "the same, inside the sandbox: what a package raises is told to the other end",
     "envs/adapters/rollout_v1.py": "a tool is foreign code and may raise anything; the policy reads what it raised",
-    "ledger/log/book.py": "a bug in the rules must not keep the other waiting commands from their answers",
+    "ledger/log/writer.py": "a bug in the rules must not keep the other waiting commands from their answers",
     "net/server.py": "a fault of ours while answering is logged and becomes a 500, not a broken connection",
-    "proofs/context.py": "an environment may raise anything; then nobody can play the slot, and it is void",
-    "policy/anymodel.py": "transformers may raise anything for a model that it cannot run; the model is refused by name",
-    "policy/apart.py": "a library may raise anything in the process that fetches; the parent reads what it raised",
-    "policy/hub.py": "huggingface_hub may raise anything of its HTTP client; the model is refused by name",
-    "policy/contained.py": "a stranger's tokenizer may raise anything; the text is refused",
-    "roles/logger/follower.py": "a logger may raise anything; it is opened again later, and the run goes on",
-    "roles/packages.py": "what a thread aside raises is raised again where it is awaited",
-    "sandbox/inside.py": "a snippet may raise anything, and ends as a script would; a fault of ours must not look like its",
-    "roles/stage/child.py": "an environment may raise anything; its traceback is printed and the exception goes on",
-    "roles/stage/memo.py": "what cannot be booked must not keep others that wait for the disk from their answers",
-    "roles/shifts.py": "a thread that ended without a word would let the processes that wait for the device wait for ever",
-    "watch/reading/replayed.py": "an environment may raise anything when it is asked for an answer; its user gets one line",
-    "watch/page/shelf.py": "a page stays stale if its index thread ends: what went wrong is logged, shown and tried again",
-    "policy/auto_tokenizer.py": "the tokenizers library raises bare Exception for a damaged file",
+    "verification/context.py": "an environment may raise anything; then nobody can play the slot, and it is void",
+    "models/hf_model.py": "transformers may raise anything for a model that it cannot run; the model is refused by name",
+    "models/hub_subprocess.py": "a library may raise anything in the process that fetches; the parent reads what it raised",
+    "models/hub_download.py": "huggingface_hub may raise anything of its HTTP client; the model is refused by name",
+    "chat/isolated.py": "a stranger's tokenizer may raise anything; the text is refused",
+    "roles/trackers/feed.py": "a logger may raise anything; it is opened again later, and the run goes on",
+    "roles/node/packages.py": "what a thread aside raises is raised again where it is awaited",
+    "sandbox/init.py": "a snippet may raise anything, and ends as a script would; a fault of ours must not look like its",
+    "roles/env_server/env_process.py": "a traceback is printed and the exception goes on",
+    "roles/env_server/replies.py": "what cannot be booked must not keep others that wait for the disk from their answers",
+    "roles/node/device_queue.py": "what ends the thread ends the processes that wait for the device",
+    "watch/reading/env_replay.py": "an environment may raise anything for an answer; its user gets one line",
+    "watch/page/page_runs.py": "a page is stale if its index thread ends: the fault is logged, shown and tried again",
+    "models/auto_tokenizer.py": "the tokenizers library raises bare Exception for a damaged file",
 }
 """Named boundaries where anything may be caught, and why. Elsewhere it would hide a bug."""
 
@@ -89,7 +91,7 @@ LIGHT = ("torch", "transformers")
 
 
 def name_of(file: Path) -> str:
-    """Such as envs/wordle.py."""
+    """Such as envs/builtin/wordle.py."""
     return file.relative_to(PACKAGE).as_posix()
 
 
@@ -99,7 +101,7 @@ def room_of(file: Path) -> str:
 
 
 def module_of(file: Path) -> str:
-    """Such as shoal.envs.wordle."""
+    """Such as shoal.envs.builtin.wordle."""
     return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -170,7 +172,7 @@ def written_by_authors() -> Iterator[tuple[str, str]]:
     for file in [*(ROOT / "recipes").glob("*.py"), *(ROOT / "tests" / "envs").glob("[!t]*.py")]:
         if re.search(r"^(environment =|def environment)", file.read_text(), re.MULTILINE):
             yield file.relative_to(ROOT).as_posix(), file.read_text()
-    yield "hub/template", template._CODE
+    yield "env_packages/scaffold", scaffold._CODE
     for page in (ROOT / "docs").rglob("*.md"):
         for block in re.findall(r"^```python.*?^```", page.read_text(), re.MULTILINE | re.DOTALL):
             yield page.name, block
@@ -191,21 +193,13 @@ def test_authors_import_only_the_facade() -> None:
     assert wrong == {("tests/envs/sabotaged/effects_at_import_patch.py", "shoal.envs.interface")}
 
 
-ROLE_HELPERS = (
-    "allowance", "completions", "continuing", "doing", "engines", "evidence", "leases", "loading", "memory",
-    "offering", "packages", "pinned", "queue", "scores", "seat", "sft_examples", "sharing", "shifts", "standing",
-)  # fmt: skip
-"""Files beside the roles that one or several of them use; they import no role themselves."""
-
-
-def test_roles_never_import_roles() -> None:
+def test_roles_import_no_other_role_but_what_nodes_share() -> None:
     wrong = [
         f"{name_of(file)} line {line}: {imported}"
         for file in FILES
         if room_of(file) == "roles" and file.parent.name + file.stem != "roles__init__"
         for line, imported in imports_of(file)
-        if imported.startswith("shoal.roles.")
-        and imported.split(".")[2] not in (module_of(file).split(".")[2], *ROLE_HELPERS)
+        if imported.startswith("shoal.roles.") and imported.split(".")[2] not in (module_of(file).split(".")[2], "node")
     ]
     assert wrong == []
 
@@ -237,7 +231,7 @@ def test_only_config_reads_the_process_environment() -> None:
     wrong = [
         f"{name_of(file)} line {node.lineno}"
         for file in FILES
-        if name_of(file) != "config/environ.py"
+        if name_of(file) != "config/process_environment.py"
         for node in ast.walk(ast.parse(file.read_text()))
         if (isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv"))
         or (
@@ -276,19 +270,19 @@ def test_only_the_engine_room_knows_engine_classes() -> None:
         f"{path.name} line {line}: {imported}"
         for path in [*FILES, *(ROOT / "recipes").glob("*.py"), *(ROOT / "environments").glob("*.py")]
         for line, imported in imports_of(path)
-        if imported.startswith("shoal.engine.local") and PACKAGE / "engine" not in path.parents
+        if imported.startswith("shoal.engine.native") and PACKAGE / "engine" not in path.parents
     ]
     assert wrong == []
 
 
 def test_no_role_names_a_source_of_weights() -> None:
-    """Where weights come from is the run's to say: `sources_of` in `weights/sources`."""
+    """Where weights come from is the run's to say: `sources_of` in `weights/fetch/sources`."""
     wrong = [
         f"{name_of(file)} line {line}: {imported}"
         for file in FILES
         if room_of(file) != "weights"
         for line, imported in imports_of(file)
-        if imported.startswith("shoal.weights.sources.") and imported.endswith("Source")
+        if imported.startswith("shoal.weights.fetch.sources.") and imported.endswith("Source")
     ]
     assert wrong == []
 
@@ -359,7 +353,7 @@ def light_modules() -> list[str]:
         f
         for f in FILES
         if name_of(f).startswith(
-            ("roles/coordinator", "roles/origin", "roles/relay/", "roles/offering", "proofs/checks/")
+            ("roles/coordinator", "roles/origin", "roles/relay/", "roles/node/serve_chunks", "proofs/checks/")
         )
     ]
     files += [PACKAGE / "policy" / "render.py", PACKAGE / "policy" / "spec.py", PACKAGE / "engine" / "base.py"]
@@ -384,12 +378,12 @@ def test_light_rooms_import_neither_torch_nor_transformers() -> None:
 
 
 def test_worker_needs_no_transformers() -> None:
-    assert loaded_by(["shoal.roles.worker", "shoal.engine.local"], ("transformers",)) == ""
+    assert loaded_by(["shoal.roles.worker.worker", "shoal.engine.native"], ("transformers",)) == ""
 
 
 def test_command_line_imports_nothing_heavy() -> None:
     heavy = (*LIGHT, "numpy", "rich", "starlette", "uvicorn", "sqlalchemy", "httpx", "tokenizers")
-    assert loaded_by(["shoal.cli"], heavy) == ""
+    assert loaded_by(["shoal.cli.main"], heavy) == ""
 
 
 def test_importing_shoal_imports_only_what_is_needed_at_once() -> None:

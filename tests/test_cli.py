@@ -17,16 +17,17 @@ from pathlib import Path
 
 import pytest
 
-from shoal import __version__, cli
-from shoal.commands import machine, role
+from shoal import __version__
+from shoal.cli import doctor as machine
+from shoal.cli import main, role
 from shoal.config import TinyPolicy, load_run, node_home
 from shoal.errors import ConfigError, PeerError, StateError
-from shoal.folder import RunFolder
 from shoal.launch import doctor
-from shoal.launch.local import check_first_policy
-from shoal.launch.lock import locked
-from shoal.net.keys import load_key
-from shoal.policy.tiny import make_tiny
+from shoal.launch.run_lock import locked
+from shoal.launch.supervisor import check_first_policy
+from shoal.models.random_model import make_tiny
+from shoal.net.key_files import load_key
+from shoal.run_folder import RunFolder
 
 COMMANDS = (
     "run", "host", "join", "validate", "train", "eval", "sft", "env check", "env list", "ledger verify", "ledger show",
@@ -57,7 +58,7 @@ def environment(**args): return Hello()
 
 
 def shoal(*args: str, cwd: Path | None = None, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shoal.cli", *args]
+    command = [sys.executable, "-m", "shoal", *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=cwd)
 
 
@@ -71,7 +72,7 @@ def run_main(
 ) -> int:
     """main() with the command's action replaced."""
     monkeypatch.setattr({"doctor": machine, "role": role}[command[0]], command[0], action)
-    return cli.main(command)
+    return main.main(command)
 
 
 # --- help ---
@@ -80,7 +81,7 @@ def run_main(
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_help_of_every_command_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        cli.main([*command.split(), "--help"])
+        main.main([*command.split(), "--help"])
     text = capsys.readouterr().out
     assert exit_.value.code == 0
     assert f"examples:\n  shoal {command}" in text
@@ -89,7 +90,7 @@ def test_the_help_of_every_command_has_examples(command: str, capsys: pytest.Cap
 
 def test_top_help_lists_every_command_but_the_hidden_one(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["--help"])
+        main.main(["--help"])
     text = capsys.readouterr().out
     assert all(f"    {command.split()[0]} " in text for command in COMMANDS)
     assert "role" not in text
@@ -97,7 +98,7 @@ def test_top_help_lists_every_command_but_the_hidden_one(capsys: pytest.CaptureF
 
 def test_examples_in_help_are_commands_that_parse() -> None:
     """Each example line goes through the parser itself."""
-    parser = cli.parser()
+    parser = main.parser()
     for command in COMMANDS:
         parts = command.split()
         chosen: argparse.ArgumentParser = parser
@@ -261,7 +262,7 @@ def test_machine_without_torch_is_told_how_to_get_it_and_nothing_is_begun(comman
     (tmp_path / "blocked" / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
     path = os.pathsep.join([str(tmp_path / "blocked"), *sys.path])
     result = subprocess.run(
-        [sys.executable, "-m", "shoal.cli", *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-m", "shoal", *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=60,
         env=os.environ | {"PYTHONPATH": path, "SHOAL_HOME": str(tmp_path / "home")},
     )  # fmt: skip
     check_one_line(result, "torch is not installed: ")
@@ -284,7 +285,7 @@ def test_a_file_where_a_folder_is_needed_is_no_full_disk(
     command: list[str], below: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("kept")
-    assert cli.main([*command, f"{tmp_path}/file{below}"]) == 2
+    assert main.main([*command, f"{tmp_path}/file{below}"]) == 2
     said = capsys.readouterr().err
     assert f"{tmp_path}/file{below} is a file, or below one, and has to be a folder" in said and "space" not in said
     assert (tmp_path / "file").read_text() == "kept"
@@ -324,7 +325,7 @@ def test_a_gpu_that_is_not_there_is_refused_in_one_line(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
-    assert cli.main([*command, "--device", "cuda"]) == 2
+    assert main.main([*command, "--device", "cuda"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: device cuda: torch") and said.count("\n") == 1
 
@@ -335,9 +336,9 @@ def test_a_run_that_asks_for_a_gpu_that_is_not_there_begins_nothing(
 ) -> None:
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
     recipe, out = str(RECIPES / "wordle.toml"), tmp_path / "out"
-    assert cli.main(["run", recipe, "--out", str(out), "--set", f"{section}.device=mps"]) == 2
+    assert main.main(["run", recipe, "--out", str(out), "--set", f"{section}.device=mps"]) == 2
     assert "error: device mps" in capsys.readouterr().err and not out.exists()
-    assert cli.main(["run", recipe, "--out", str(out), "--set", f"{section}.device=tpu"]) == 2
+    assert main.main(["run", recipe, "--out", str(out), "--set", f"{section}.device=tpu"]) == 2
     assert f"{section}.device" in capsys.readouterr().err
 
 
@@ -377,16 +378,16 @@ def test_an_address_without_its_scheme_is_a_url_unless_there_is_such_a_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for words in (["watch"], ["ledger", "verify"], ["admin", "pause"], ["dashboard"], ["plot"]):
-        parsed = vars(cli.parser().parse_args([*words, typed]))
+        parsed = vars(main.parser().parse_args([*words, typed]))
         assert f"http://{typed}" in str(parsed), words
     for folder in ("runs/wordle", "run:one", "https://shoal.example.org"):
-        assert vars(cli.parser().parse_args(["watch", folder]))["source"] == folder
+        assert vars(main.parser().parse_args(["watch", folder]))["source"] == folder
     (tmp_path / typed).mkdir(exist_ok=True)
-    assert vars(cli.parser().parse_args(["watch", typed]))["source"] == typed
+    assert vars(main.parser().parse_args(["watch", typed]))["source"] == typed
 
 
 def test_a_reader_that_closes_the_pipe_is_not_an_error() -> None:
-    command = f"{sys.executable} -m shoal.cli env list | true; echo ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m shoal env list | true; echo ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert result.stderr == "" and result.stdout.strip() in ("0",)
 
@@ -432,9 +433,9 @@ def test_a_second_node_in_one_home_is_refused_in_one_line(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both would have one key and one folder of weights: the first that left would end the other's leases."""
-    monkeypatch.setattr("shoal.launch.lock.LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr("shoal.launch.run_lock.LOCK_WAIT_S", 0.2)
     with locked(tmp_path):
-        assert cli.main([command, "not a url", "--home", str(tmp_path)]) != 0
+        assert main.main([command, "not a url", "--home", str(tmp_path)]) != 0
     said = capsys.readouterr().err
     assert f"{tmp_path} is in use by another shoal (process {os.getpid()})" in said and "--home" in said
     assert said.count("\n") == 1 and not (tmp_path / "node.key").exists()
@@ -445,7 +446,7 @@ def test_a_home_that_is_named_is_also_where_packages_are(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "other"))
-    assert cli.main([command, "not a url", "--home", str(tmp_path / "mine")]) != 0
+    assert main.main([command, "not a url", "--home", str(tmp_path / "mine")]) != 0
     assert node_home() == tmp_path / "mine"
 
 
@@ -459,7 +460,7 @@ def test_doctor_measures_this_machine() -> None:
 def test_doctor_says_what_to_do_about_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     environment = os.environ | {"SHOAL_HOME": str(tmp_path / "file")}
-    command = [sys.executable, "-m", "shoal.cli", "doctor", "--url", "http://127.0.0.1:9"]
+    command = [sys.executable, "-m", "shoal", "doctor", "--url", "http://127.0.0.1:9"]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 1
     assert "missing  home" in result.stdout and "set SHOAL_HOME" in result.stdout
@@ -555,12 +556,12 @@ def test_doctor_reads_no_body_that_has_no_end(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_key_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "keys" / "root.key"
-    assert cli.main(["key", "new", str(file)]) == 0
+    assert main.main(["key", "new", str(file)]) == 0
     public, secret = capsys.readouterr().out.strip(), file.read_bytes()
     assert file.stat().st_mode & 0o777 == 0o600 and load_key(file).public == public
-    assert cli.main(["key", "show", str(file)]) == 0 and capsys.readouterr().out.strip() == public
+    assert main.main(["key", "show", str(file)]) == 0 and capsys.readouterr().out.strip() == public
     for taken in (file, tmp_path):
-        assert cli.main(["key", "new", str(taken)]) == 2
+        assert main.main(["key", "new", str(taken)]) == 2
         assert "exists, and is not overwritten: give another name" in capsys.readouterr().err
     assert file.read_bytes() == secret
 
@@ -570,7 +571,7 @@ def test_a_key_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path, capsy
 @pytest.mark.parametrize("port", ["65536", "-1", "8 470", "http", "9" * 5000])
 def test_what_is_no_port_is_refused_in_a_line(words: list[str], port: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main([*words, port])
+        main.main([*words, port])
     message = capsys.readouterr().err
     assert ended.value.code == 2 and "is not a port" in message and message.count("\n") == 1 and len(message) < 300
 
@@ -585,7 +586,7 @@ def test_where_nobody_may_call_a_relay_is_refused_in_a_line(
     words: list[str], url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main([*words, url])
+        main.main([*words, url])
     message = capsys.readouterr().err
     assert ended.value.code == 2 and words[-1] in message and message.count("\n") == 1 and len(message) < 500
 
@@ -594,7 +595,7 @@ def test_a_folder_beside_the_run_file_is_an_environment_where_one_starts_the_run
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever folder that is: ./NAME stays the path of a folder, and becomes no built-in name."""
-    from shoal.commands.hosting import demand_environments
+    from shoal.cli.host import demand_environments
 
     shutil.copytree(EXAMPLES / "stones", tmp_path / "stones")
     (tmp_path / "run.toml").write_text('name = "x"\nsteps = 1\n[[envs]]\nname = "./stones"\n')

@@ -19,29 +19,29 @@ from shoal.config import (
     RunConfig,
     SftConfig,
     StorageConfig,
+    alarm_limits,
     check_run,
     child_environment,
-    critic,
-    difficulty,
-    envs,
-    host,
+    curriculum,
+    env_settings,
     keys_that_keep_less,
     load_run,
     load_sft,
-    logs,
-    monitors,
     node_home,
-    policies,
+    policy,
     preset_imitation_lr,
     preset_lr,
-    sections,
     unsafe_changes,
     without_hub,
 )
-from shoal.config.paths import with_absolute_paths
+from shoal.config import run_file as critic
+from shoal.config import run_file as host
+from shoal.config import run_file as logs
+from shoal.config import run_file as sections
+from shoal.config.resolve_paths import with_absolute_paths
 from shoal.config.trl import TRL_KEYS, TRL_SFT_KEYS
 from shoal.errors import ConfigError
-from shoal.protocol.compositions import Clip, Composition, Grpo
+from shoal.protocol.algorithm_config import Clip, Composition, Grpo
 from shoal.tree import Section, all_keys, changed_keys, from_tree, to_tree
 
 SMALL = 'name = "small"\nsteps = 3\n[[envs]]\nname = "arithmetic"\n'
@@ -62,7 +62,7 @@ def run_file(tmp_path: Path) -> Path:
 def explained_fields() -> dict[str, set[str]]:
     """By class, the fields that are followed by a docstring in the source."""
     found: dict[str, set[str]] = {}
-    files = (sections, policies, critic, envs, difficulty, host, logs, monitors)
+    files = (sections, policy, critic, env_settings, curriculum, host, logs, alarm_limits)
     for node in ast.parse("".join(map(inspect.getsource, files))).body:
         if isinstance(node, ast.ClassDef):
             found[node.name] = {

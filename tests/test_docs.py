@@ -30,35 +30,34 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal import cli, config, metrics
-from shoal.commands.hosting import host_overrides
+from shoal import config, metrics
+from shoal.cli import main
+from shoal.cli.host import host_overrides
 from shoal.config import stages
-from shoal.config.monitors import CAUSES, LIMITS
-from shoal.engine import cheats
-from shoal.envs import arithmetic, wordle
-from shoal.folder import RunFolder
-from shoal.ledger.entry import event_hash
-from shoal.ledger.log.verify import SLOT_CHAIN
-from shoal.ledger.table import KINDS
-from shoal.monitors.raising import BETWEEN, MONITORS
-from shoal.proofs import verify as proofs
+from shoal.config.alarm_limits import CAUSES, LIMITS
+from shoal.engine import dishonest
+from shoal.envs.builtin import arithmetic, wordle
+from shoal.ledger.event import event_hash
+from shoal.ledger.log.check import SLOT_CHAIN
+from shoal.ledger.registry import KINDS
+from shoal.monitors.alarm_state import BETWEEN, MONITORS
 from shoal.protocol import (
-    accounts,
-    algorithms,
-    compositions,
+    algorithm_config,
     constants,
-    draws,
-    identity,
-    merkle,
+    encoding,
+    messages,
     noise,
-    randomness,
-    types,
-    wire,
+    pay_lines,
+    seed_chain,
+    signing,
+    task_draws,
 )
-from shoal.roles.coordinator import watched
-from shoal.roles.coordinator.api import CALLS
-from shoal.roles.coordinator.role import open_run
+from shoal.roles.coordinator import prometheus
+from shoal.roles.coordinator.calls import CALLS
+from shoal.roles.coordinator.main import open_run
+from shoal.run_folder import RunFolder
 from shoal.tree import all_keys, from_tree, structs_of, to_tree
+from shoal.verification import verify as proofs
 from tests.python_reference import python_reference
 
 ROOT = Path(__file__).parent.parent
@@ -227,7 +226,7 @@ def run_file_tables(kind: Any = config.RunConfig, prefix: str = "") -> str:
     parts = [table(headings, rows)] if rows else []
     for field in msgspec.structs.fields(kind):
         inner = section_of(field.type)
-        if inner is compositions.Grpo:
+        if inner is algorithm_config.Grpo:
             parts += algorithm_tables(prefix + field.name)
         elif inner is not None:
             name = prefix + field.name
@@ -242,17 +241,17 @@ def run_file_tables(kind: Any = config.RunConfig, prefix: str = "") -> str:
 
 def algorithm_tables(prefix: str) -> list[str]:
     """What the named algorithms take, the keys of all, and the parts that they are composed of."""
-    plain = compositions.Composition()
+    plain = algorithm_config.Composition()
     named = [
         f"`{prefix}.name`",
         "a name of the table above",
-        f'`"{algorithms.DEFAULT}"`',
+        f'`"{algorithm_config.DEFAULT}"`',
         "What the defaults are.",
         "no",
     ]
-    keys = [named, *keys_of(type(plain), compositions, f"{prefix}.")[1:]]
+    keys = [named, *keys_of(type(plain), algorithm_config, f"{prefix}.")[1:]]
     rows = []
-    for kind in (compositions.Composition, *compositions.NAMED):
+    for kind in (algorithm_config.Composition, *algorithm_config.NAMED):
         other = {key: value for key, value in to_tree(kind()).items() if value != to_tree(plain)[key] and key != "name"}
         name = kind.__struct_config__.tag
         shown = ", ".join(f"`{key} = {inline(value)}`" for key, value in other.items())
@@ -262,24 +261,24 @@ def algorithm_tables(prefix: str) -> list[str]:
         table(["Name", "What it is", "Its own defaults"], rows),
         table(["Key", "Type", "Default", "Meaning", "May change on resume"], keys),
     ]
-    for field, kinds in (("loss", compositions.Loss), ("corrections", compositions.Correction)):
+    for field, kinds in (("loss", algorithm_config.Loss), ("corrections", algorithm_config.Correction)):
         head = f"[{prefix}.{field}]" if field == "loss" else f"[[{prefix}.{field}]]"
         parts.append(f"#### `{head}`")
         rows = []
         for kind in structs_of(kinds):
             name = f'`"{kind.__struct_config__.tag}"`'
             rows.append([f"`{prefix}.{field}.name`", "", name, one_line(kind.__doc__)])
-            rows += [row[:4] for row in keys_of(kind, compositions, f"{prefix}.{field}.")[1:]]
+            rows += [row[:4] for row in keys_of(kind, algorithm_config, f"{prefix}.{field}.")[1:]]
         parts.append(table(["Key", "Type", "Default", "Meaning"], rows))
-    rows = [row[:4] for row in keys_of(compositions.Kl, compositions, f"{prefix}.kl.")]
-    parts.append(f"#### `[{prefix}.kl]`\n\n{one_line(compositions.Kl.__doc__)}")
+    rows = [row[:4] for row in keys_of(algorithm_config.Kl, algorithm_config, f"{prefix}.kl.")]
+    parts.append(f"#### `[{prefix}.kl]`\n\n{one_line(algorithm_config.Kl.__doc__)}")
     parts.append(table(["Key", "Type", "Default", "Meaning"], rows))
     rows = []
-    for kind in (compositions.Vine, *structs_of(compositions.StepCredit)):
+    for kind in (algorithm_config.Vine, *structs_of(algorithm_config.StepCredit)):
         name = f'`"{kind.__struct_config__.tag}"`'
         rows.append([f"`{prefix}.credit.name`", "", name, one_line(kind.__doc__)])
-        rows += [row[:4] for row in keys_of(kind, compositions, f"{prefix}.credit.")[1:]]
-    parts.append(f"#### `[{prefix}.credit]`\n\n{field_docs(compositions)['Composition']['credit']}")
+        rows += [row[:4] for row in keys_of(kind, algorithm_config, f"{prefix}.credit.")[1:]]
+    parts.append(f"#### `[{prefix}.credit]`\n\n{field_docs(algorithm_config)['Composition']['credit']}")
     return [*parts, table(["Key", "Type", "Default", "Meaning"], rows)]
 
 
@@ -340,7 +339,7 @@ def leaf_parsers(parser: argparse.ArgumentParser, name: str = "shoal") -> Iterat
 def cli_sections() -> str:
     """Each command: what it does, its arguments, examples."""
     parts = []
-    for name, parser in leaf_parsers(cli.parser()):
+    for name, parser in leaf_parsers(main.parser()):
         actions = [a for a in parser._actions if not isinstance(a, argparse._HelpAction)]
         usage = [name, *(a.metavar if a.required else f"[{a.metavar}]" for a in actions if _is_named(a))]
         usage += [f"{a.option_strings[0]} {a.metavar}" for a in actions if a.option_strings and a.required]
@@ -402,20 +401,20 @@ def _body(kind: Any) -> str:
     return "" if kind is None else type_name(kind)
 
 
-BASES = (types.Message, types.Answer)
+BASES = (messages.Message, messages.Answer)
 
 
 def type_tables() -> str:
     """Every message, with its fields."""
     parts = []
-    documented = [(module, *found) for module in (types, accounts) for found in field_docs(module).items()]
+    documented = [(module, *found) for module in (messages, pay_lines) for found in field_docs(module).items()]
     for module, name, docs in documented:
         kind = getattr(module, name, None)
-        if not name or not (isinstance(kind, type) and issubclass(kind, types.Message)) or kind in BASES:
+        if not name or not (isinstance(kind, type) and issubclass(kind, messages.Message)) or kind in BASES:
             continue
         fields = msgspec.structs.fields(kind)
         rows = [[f"`{field.encode_name}`", type_name(field.type), docs[field.name]] for field in fields]
-        open_ended = "\n\nNodes ignore fields that they do not know." if issubclass(kind, types.Answer) else ""
+        open_ended = "\n\nNodes ignore fields that they do not know." if issubclass(kind, messages.Answer) else ""
         heading = f"### {name}\n\n{one_line(kind.__doc__)}{open_ended}"
         parts.append(f"{heading}\n\n{table(['Field', 'Type', 'Meaning'], rows)}")
     return "\n\n".join(parts)
@@ -443,15 +442,15 @@ def event_fields() -> str:
 def vectors() -> str:
     """Test vectors of seeds, noise and signatures: an implementation that gives these agrees with ours."""
     seed = bytes(range(32))
-    links = randomness.SecretChain(seed, SLOT_CHAIN).links()
-    slot = randomness.slot_seed("00" * 16, 3, "11" * 32, links[4], 7)
-    sample = randomness.sample_seed(slot, 2)
+    links = seed_chain.SecretChain(seed, SLOT_CHAIN).links()
+    slot = seed_chain.slot_seed("00" * 16, 3, "11" * 32, links[4], 7)
+    sample = seed_chain.sample_seed(slot, 2)
     made = {name: family([sample], np.array([5]), 64)[0] for name, family in noise.NOISES.items()}
-    two = [draws.EnvDraw("0", 1.0, 100), draws.EnvDraw("1", 3.0, 100)]
-    key = identity.Key(seed)
-    line = identity.RequestLine("POST", "/v1/leases")
-    signed = identity.sign_request(
-        key, line, wire.digest(b"{}"), created=1_700_000_000, nonce="nonce-of-16-byte", run="00" * 16
+    two = [task_draws.EnvDraw("0", 1.0, 100), task_draws.EnvDraw("1", 3.0, 100)]
+    key = signing.Key(seed)
+    line = signing.RequestLine("POST", "/v1/leases")
+    signed = signing.sign_request(
+        key, line, encoding.digest(b"{}"), created=1_700_000_000, nonce="nonce-of-16-byte", run="00" * 16
     )
     named = {
         "secret": seed.hex(),
@@ -459,15 +458,15 @@ def vectors() -> str:
         "link(3)": links[4].hex(),
         "slot seed: run `00` x 16, version 3, root `11` x 32, link(3), slot 7": slot.hex(),
         "task of that slot among environments of weight 1 and 3 with 100 tasks each":
-            "environment {}, task {}".format(*draws.draw_task(slot, two)),
+            "environment {}, task {}".format(*task_draws.draw_task(slot, two)),
         "sample seed, index 2": sample.hex(),
-        "row seed of that, row 1": randomness.row_seed(sample, 1).hex(),
+        "row seed of that, row 1": seed_chain.row_seed(sample, 1).hex(),
         **{
             f"noise `{name}` at position 5, vocabulary entries 0 to 3": ", ".join(f"{value:.6f}" for value in values[:4])
             for name, values in made.items()
         },
         "noise `philox` at position 5, vocabulary entry 63": f"{made[noise.PHILOX][63]:.6f}",
-        "merkle root of the leaves `a`, `b`, `c`": merkle.merkle_root([b"a", b"b", b"c"]).hex(),
+        "merkle root of the leaves `a`, `b`, `c`": encoding.merkle_root([b"a", b"b", b"c"]).hex(),
         "public key of the Ed25519 key with the secret above": key.public,
         "its signature for the purpose `receipt` over `shoal`": key.sign("receipt", b"shoal"),
         "hash of the event with the stored bytes `{}`": event_hash(b"{}"),
@@ -479,9 +478,14 @@ def vectors() -> str:
 
 def prometheus_table() -> str:
     """Every metric that a Prometheus server is told."""
-    told = watched.WATCHED | {of_step.name: of_step.watched for of_step in watched.of_steps().values()}
+    told = prometheus.WATCHED | {of_step.name: of_step.watched for of_step in prometheus.of_steps().values()}
     rows = [
-        [f"`{watched.PREFIX}{name}`", metric.kind, ", ".join(f"`{label}`" for label in metric.labels), metric.sentence]
+        [
+            f"`{prometheus.PREFIX}{name}`",
+            metric.kind,
+            ", ".join(f"`{label}`" for label in metric.labels),
+            metric.sentence,
+        ]
         for name, metric in told.items()
     ]
     return table(["Metric", "Type", "Labels", "Meaning"], rows)
@@ -524,7 +528,7 @@ def check_table() -> str:
 
 def cheat_table() -> str:
     """The cheats of the demo's cheating worker, in the order in which they are used."""
-    return table(["Cheat", "What it does"], [[f"`{n}`", one_line(c.__doc__)] for n, c in cheats.CHEATS.items()])
+    return table(["Cheat", "What it does"], [[f"`{n}`", one_line(c.__doc__)] for n, c in dishonest.CHEATS.items()])
 
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
@@ -584,7 +588,7 @@ def test_every_key_is_documented_with_a_meaning() -> None:
 
 def test_every_command_is_documented() -> None:
     text = (REFERENCE / "cli.md").read_text()
-    assert [name for name, _ in leaf_parsers(cli.parser()) if f"## {name}\n" not in text] == []
+    assert [name for name, _ in leaf_parsers(main.parser()) if f"## {name}\n" not in text] == []
 
 
 def test_every_kind_of_event_says_when_it_is_written() -> None:
@@ -712,7 +716,7 @@ def test_commands_shown_parse(page: Path) -> None:
         for command, _ in commands(fence) if fence.info.startswith("console") else ():
             words = arguments(command)
             if words[:1] == ["shoal"] and words[1:] not in (["--help"], ["--version"]) and "--help" not in words:
-                parsed = cli.parser().parse_args(words[1:])
+                parsed = main.parser().parse_args(words[1:])
                 recipe = getattr(parsed, "recipe", None)
                 assert recipe is None or recipe.parts[0] != "recipes" or (ROOT / recipe).is_file(), command
             elif words[:1] == ["make"]:
@@ -725,7 +729,7 @@ def test_hosting_shown_passes_the_checks_of_its_run_file() -> None:
     hosted = [words for words in shown if words[:2] == ["shoal", "host"] and (ROOT / words[2]).is_file()]
     assert hosted, "no page shows `shoal host` with a run file of the tree"
     for words in hosted:
-        parsed = cli.parser().parse_args(words[1:])
+        parsed = main.parser().parse_args(words[1:])
         assert config.load_run(ROOT / parsed.recipe, host_overrides(parsed)).host.port == (parsed.port or 0), words
 
 
@@ -769,7 +773,7 @@ def test_the_wrapped_reward_function_gives_rewards_within_bounds_of_its_own(tmp_
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as after a first run: recipes, environments, and runs/wordle with a begun log and a tiny checkpoint."""
-    from shoal.policy.tiny import make_tiny
+    from shoal.models.random_model import make_tiny
 
     place = tmp_path_factory.mktemp("docs")
     for name in ("recipes", "environments"):
@@ -810,7 +814,7 @@ def test_runnable_commands_do_what_the_page_shows(
 
 def run_shoal(words: list[str]) -> int:
     try:
-        return cli.main(words)
+        return main.main(words)
     except SystemExit as end:  # help
         return int(end.code or 0)
 

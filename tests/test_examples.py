@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from shoal import cli
+from shoal.cli import main
 from shoal.config import TinyPolicy
-from shoal.envs.check import Finding
-from shoal.envs.check.apart import check
 from shoal.envs.dataset import digest_of
+from shoal.envs.lint import Finding
+from shoal.envs.lint.run import check
 from shoal.envs.load import load_env
 from shoal.errors import ShoalError
-from shoal.policy.tiny import make_tiny
+from shoal.models.random_model import make_tiny
 from tests.graders.conftest import openai as openai
 from tests.sandbox.needs import needs_bubblewrap
 
@@ -79,14 +79,14 @@ def test_an_example_is_shared_installed_and_played(
     tiny = TinyPolicy(width=16, layers=1, heads=2, kv_heads=1, mlp_width=32, max_positions=512)
     make_tiny(tiny, tmp_path / "policy", seed=1, dtype="float32")
     hub = str(tmp_path / "hub")
-    assert cli.main(["env", "push", str(EXAMPLES / name), "--registry", hub]) in (0, None)
-    assert cli.main(["env", "install", f"shoal/{name}", "--registry", hub, "--yes"]) in (0, None)
+    assert main.main(["env", "push", str(EXAMPLES / name), "--registry", hub]) in (0, None)
+    assert main.main(["env", "install", f"shoal/{name}", "--registry", hub, "--yes"]) in (0, None)
     capsys.readouterr()
     command = [
         "eval", str(tmp_path / "policy"), "--env", f"shoal/{name}@0.1.0", "--env-args", json.dumps(args_of(name)),
         "--episodes", "6", "--max-turn-tokens", "24", "--json",
     ]  # fmt: skip
-    assert cli.main(command) in (0, None)
+    assert main.main(command) in (0, None)
     figures = json.loads(capsys.readouterr().out)
     assert figures["episodes"] == 6 and figures["tasks"] == "heldout" and not figures["fault"]
     assert set(figures["endings"]) <= {"environment", "length"}

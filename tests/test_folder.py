@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from shoal.folder import held_below, is_url, replaced_folder, write_atomically
 from shoal.net.blobs import FolderBlobs
-from shoal.net.keys import save_key
-from shoal.protocol.identity import Key
-from shoal.roles.trainer.publishing import copy_checkpoint
+from shoal.net.key_files import save_key
+from shoal.protocol.signing import Key
+from shoal.roles.trainer.publish import copy_checkpoint
+from shoal.run_folder import held_below, is_url, replaced_folder, write_atomically
 from tests.scarce import full_disk
 
 OPERATIONS = ("fsync", "replace", "rename", "link", "unlink", "rmdir", "mkdir")

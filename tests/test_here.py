@@ -10,12 +10,12 @@ import torch
 
 import shoal
 from shoal.env import Env, Step
-from shoal.envs.own import OwnEnv
+from shoal.envs.in_process import OwnEnv
 from shoal.errors import ConfigError, ShoalError, StateError
-from shoal.folder import RunFolder
-from shoal.launch.here import synchronous
+from shoal.launch.in_process import synchronous
 from shoal.metrics import read_metrics
-from shoal.policy.kinds import spec_of
+from shoal.models.open_model import spec_of
+from shoal.run_folder import RunFolder
 from shoal.weights.manifest import weights_root
 from tests.engine.architectures import write_any
 from tests.test_api import RUN_FILE, in_a_notebook
@@ -168,7 +168,7 @@ def test_a_call_that_does_not_return_is_interrupted(run_file, tmp_path, monkeypa
             pass
 
     before = signal.getsignal(signal.SIGALRM)
-    monkeypatch.setattr("shoal.launch.here.OwnEnv", partial(OwnEnv, call_s=0.1))
+    monkeypatch.setattr("shoal.launch.in_process.OwnEnv", partial(OwnEnv, call_s=0.1))
     env = Vowels()
     env.score = forever
     with pytest.raises(ShoalError, match=r"vowels fails in score\(\): .*TimeoutError: it did not return within 0\.1 s"):
@@ -236,7 +236,7 @@ def test_what_is_no_environment_is_refused_before_anything_is_made(run_file, tmp
 
 
 def test_missing_torch_is_reported_in_one_line(run_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal.launch.here.find_spec", lambda name: None)
+    monkeypatch.setattr("shoal.launch.in_process.find_spec", lambda name: None)
     with pytest.raises(ShoalError, match="torch is not installed"):
         next(shoal.recipe(run_file).train_here(tmp_path / "here"))
 

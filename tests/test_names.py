@@ -2,7 +2,7 @@
 
 The test reads all pages, and the docstrings and comments of all Python files. A name may be
 
-    `shoal/ledger/table.py`, `ledger/table`, `table.py`    a file: from the root, `shoal/` or a folder above it
+    `shoal/ledger/registry.py`, `ledger/registry`, `table.py`    a file: from the root, `shoal/` or a folder above it
     `ledger/facts/x`, `apply_x`, `tests/ROOM`               a pattern: `x` or a word in capitals stands for any name
     `table.apply`, `State.law`, `train.lr`                  what a module or a class defines; a key of a run file
     `must_audit`                                            any word of the code: a name, a key, a word of a string
@@ -24,7 +24,7 @@ import pytest
 
 from shoal import config
 from shoal.config.stages import StagesConfig
-from shoal.roles.coordinator.watched import PREFIX, WATCHED, of_steps
+from shoal.roles.coordinator.prometheus import PREFIX, WATCHED, of_steps
 from shoal.tree import all_keys
 
 ROOT = Path(__file__).parent.parent
@@ -137,7 +137,7 @@ def _words_of(node: ast.AST) -> Iterator[str]:
 
 @functools.cache
 def modules() -> dict[str, Path]:
-    """Modules and packages of `shoal` by each end of their dotted names: `shoal.ledger.law`, `ledger.law`, `law`."""
+    """Modules and packages of `shoal` by each end of their dotted names: `shoal.ledger.constants`, `ledger.law`, `law`."""
     found: dict[str, Path] = {}
     for file in sorted((ROOT / "shoal").rglob("*.py"), key=lambda file: -len(file.parts)):
         path = file.parent if file.name == "__init__.py" else file
@@ -285,7 +285,7 @@ def test_a_name_that_is_not_in_the_tree_is_found(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "shoal/ledger/table.py", "ledger/table", "table.py", "ledger.table.apply", "State.law", "must_audit", "train.lr",
+    "shoal/ledger/registry.py", "ledger/registry", "table.py", "ledger.table.apply", "State.law", "must_audit", "train.lr",
     "ledger/facts/x", "apply_x", "tests/ROOM", "must_audit(draw, rate)", "torch.multinomial", "shoal audit RUN",
 ])  # fmt: skip
 def test_a_name_that_is_in_the_tree_passes(text: str) -> None:

@@ -11,14 +11,14 @@ import pytest
 from shoal.config import RunConfig, SftConfig, load_run, load_sft
 from shoal.config.stages import load_stages, settings_of
 from shoal.envs.load import BUILT_IN, load_env
-from shoal.launch import fits
+from shoal.launch import memory_plan
 from shoal.launch.doctor import in_words
-from shoal.launch.fits import amount, disk_of, reports, roles_of
-from shoal.launch.jobs import demand_doable
-from shoal.launch.room import sized
+from shoal.launch.memory_plan import amount, disk_of, reports, roles_of
+from shoal.launch.sizing import sized
+from shoal.launch.stage_jobs import demand_doable
+from shoal.models.parameter_counts import parameters_of
+from shoal.models.random_model import tiny_spec
 from shoal.plan.sizes import sizes_of, spec_of
-from shoal.policy.sizes import parameters_of
-from shoal.policy.tiny import tiny_spec
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -101,7 +101,7 @@ def test_every_stage_can_be_done_whole_and_quick(path: Path, quick: bool) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("path", STAGES, ids=name)
 def test_the_quick_form_of_stages_runs_to_its_report(path: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "shoal.cli", "stages", str(path), "--quick", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "shoal", "stages", str(path), "--quick", "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     ends = json.loads((tmp_path / "out" / "report.json").read_bytes())["stages"]
@@ -135,7 +135,7 @@ def test_a_recipe_states_the_memory_disk_and_bytes_that_the_preflight_reckons(
     config = load_run(path, on_a_gpu, random_policy=True)
     text = path.read_text()
     gpu_gb = int(re.findall(r"GPU of (\d+) GB", text)[0])
-    monkeypatch.setattr(fits, "free_on", lambda device: gpu_gb * 10**9)
+    monkeypatch.setattr(memory_plan, "free_on", lambda device: gpu_gb * 10**9)
     spec = spec_of(config, path.parent)
     config = sized(config, spec, with_workers=False).config
     need = {report.device: report.need for report in reports(config, spec, with_workers=False)}
@@ -156,7 +156,7 @@ def test_a_recipe_states_how_many_episodes_its_gpu_evaluates_at_a_time(
     path = ROOT / "recipes" / f"{stem}.toml"
     asked = [f"{section}.device=cuda" for section in ("train", "workers", "validators")]
     config = load_run(path, [*asked, "eval.episodes=128"], random_policy=True)
-    monkeypatch.setattr(fits, "free_on", lambda device: 24 * 10**9)
+    monkeypatch.setattr(memory_plan, "free_on", lambda device: 24 * 10**9)
     spec = spec_of(config, path.parent)
     found = sized(config, spec, with_workers=False).config
     assert found.eval.rows == rows and f" {rows} episodes at a time" in path.read_text()

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-import shoal.folder as folder_module
+import shoal.run_folder as folder_module
 from shoal.errors import StateError
-from shoal.folder import RunFolder
-from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN
-from shoal.ledger.seeds import audit_draws, recheck_draw
+from shoal.ledger.log.check import AUDIT_CHAIN, SLOT_CHAIN
+from shoal.ledger.records import LeaseRecord
+from shoal.ledger.slot_draws import audit_draws, recheck_draw
 from shoal.ledger.state import State
-from shoal.ledger.state_records import LeaseRecord
-from shoal.protocol.randomness import SecretChain
-from shoal.protocol.types import Rules
-from shoal.protocol.wire import domain_hash
+from shoal.protocol.encoding import domain_hash
+from shoal.protocol.messages import Rules
+from shoal.protocol.seed_chain import SecretChain
+from shoal.run_folder import RunFolder
 from tests.roles.town import Town, tiny_run
 
 OPEN = [{"bind": "0.0.0.0"}, {"bind": "192.168.1.7"}, {"bind": "::"}, {"bind": ""}, {"public_url": "https://x.y"}]

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import kill_storm
 from shoal.config import load_run
 from shoal.roles.auditor import audit_folder
-from shoal.roles.trainer.journal import Journal
+from shoal.roles.trainer.state import Journal
 from shoal.train.checkpoint import kept_versions
 from shoal.weights.manifest import weights_root
 from tests.roles.town import Town

@@ -69,8 +69,9 @@ def test_a_logged_line_is_short_and_a_traceback_after_it_whole():
 
 @pytest.mark.parametrize(
     ("logger", "who"),
-    [("worker", "worker"), ("shoal.weights.fetch", "weights"), ("shoal.net.connections.http", "net"),
-     ("shoal.roles.loading", "loading"), ("shoal.metrics", "metrics"), ("shoal", "shoal"), ("asyncio", "asyncio")],
+    [("worker", "worker"), ("shoal.weights.fetch.fetch", "weights"), ("shoal.net.connection_limits.http", "net"),
+     ("shoal.roles.node.engine_loader", "loading"), ("shoal.metrics", "metrics"), ("shoal", "shoal"),
+     ("asyncio", "asyncio")],
 )  # fmt: skip
 def test_a_logged_line_names_who_speaks_and_no_file_of_ours(logger, who):
     record = logging.LogRecord(logger, logging.INFO, "", 0, "left=true", (), None)
@@ -87,7 +88,7 @@ def test_text_for_a_cell_is_one_short_line_with_few_marks():
 
 
 def json_line(message, *args, level=logging.INFO):
-    record = logging.LogRecord("shoal.train.step", level, "", 0, message, args, None)
+    record = logging.LogRecord("shoal.train.learner", level, "", 0, message, args, None)
     record.created = 1_800_000_000.25
     return JsonFormatter("trainer").format(record)
 

@@ -17,13 +17,13 @@ import httpx
 import pytest
 
 from shoal.config import LOGGERS
-from shoal.config.monitors import CAUSES
-from shoal.folder import RunFolder
+from shoal.config.alarm_limits import CAUSES
 from shoal.ledger.commands import Admin
-from shoal.ledger.log.book import Book
-from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.log.writer import Book
 from shoal.metrics import read_metrics
-from shoal.roles.coordinator.watched import PREFIX, WATCHED, of_steps
+from shoal.roles.coordinator.prometheus import PREFIX, WATCHED, of_steps
+from shoal.run_folder import RunFolder
 from tests.roles.test_logger import rows_of
 
 ROOT = Path(__file__).parent.parent
@@ -189,7 +189,7 @@ def test_a_real_prometheus_gets_data_for_every_panel_and_faults_fire_alerts(tmp_
         pytest.importorskip(package)
     (tmp_path / "watched.toml").write_text(RUN_FILE)
     folder = tmp_path / "runs" / "watched"
-    shoal = [sys.executable, "-m", "shoal.cli"]
+    shoal = [sys.executable, "-m", "shoal"]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 

@@ -20,14 +20,14 @@ import torch
 from benchmarks.real.resident import peak_mb
 from benchmarks.real.shapes import SHAPES
 from shoal.config import TrainConfig
-from shoal.engine.base import Request
-from shoal.engine.local import LocalEngine
-from shoal.policy.adapters import begin_adapter
-from shoal.policy.adapterspec import AdapterSpec
-from shoal.policy.files import load_policy, write_nf4
-from shoal.policy.shaped import make_shaped
+from shoal.engine.interface import Request
+from shoal.engine.native import LocalEngine
+from shoal.models.checkpoint import load_policy, write_nf4
+from shoal.models.lora import begin_adapter
+from shoal.models.lora_config import AdapterSpec
+from shoal.models.random_model import make_shaped
+from shoal.train.learner import Learner
 from shoal.train.rows import Row
-from shoal.train.step import Learner
 
 BASES = (("float32", "float32"), ("bfloat16", "bfloat16"), ("nf4", "float32"), ("nf4", "bfloat16"))
 """How the base is kept, and what it is computed in."""

@@ -19,9 +19,9 @@ from typing import Any
 from benchmarks.real.kept import Kept
 from benchmarks.whole_system import SHARED_ARGUMENTS, SHARED_SETTINGS, make_policy
 from shoal.config import RunConfig, TinyPolicy, load_run
-from shoal.folder import RunFolder
 from shoal.metrics import read_metrics
-from shoal.policy.adapterspec import CONFIG, WEIGHTS
+from shoal.models.lora_config import CONFIG, WEIGHTS
+from shoal.run_folder import RunFolder
 from shoal.tree import to_tree
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +70,7 @@ def _ours(config: RunConfig, policy: Path, folder: Path) -> Result:
     """A whole run. Its first adapter stays in the folder."""
     out = folder / f"run-{config.seed}-{config.steps}"
     shutil.rmtree(out, ignore_errors=True)
-    command = [sys.executable, "-m", "shoal.cli", "run", str(RECIPE), "--out", str(out)]
+    command = [sys.executable, "-m", "shoal", "run", str(RECIPE), "--out", str(out)]
     sets = (f"policy.path={policy}", f"seed={config.seed}", f"steps={config.steps}")
     command += [word for one in sets for word in ("--set", one)]
     subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, check=True)

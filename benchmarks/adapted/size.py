@@ -23,16 +23,16 @@ import psutil
 import torch
 
 from benchmarks.real.resident import peak_mb
-from shoal.folder import RunFolder, held_below
-from shoal.ledger.facts.versions import CheckpointPublished
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.table import read_entry
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.registry import read_entry
+from shoal.ledger.versions import CheckpointPublished
+from shoal.models.checkpoint import load_policy
+from shoal.models.safetensors_header import files_of_base
 from shoal.net.blobs import FolderBlobs
-from shoal.policy.files import load_policy
-from shoal.policy.stored import files_of_base
-from shoal.protocol.types import Manifest, SignedManifest
-from shoal.protocol.wire import from_json
-from shoal.weights.demands import chunks_of
+from shoal.protocol.encoding import from_json
+from shoal.protocol.messages import Manifest, SignedManifest
+from shoal.run_folder import RunFolder, held_below
+from shoal.weights.manifest import chunks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "qwen3-0.6b-gsm8k.toml"
@@ -78,7 +78,7 @@ class Watch:
 def run(out: Path, steps: int, shape: Path | None, *more: str) -> Watch:
     """The run, to its end. `shape` is a directory with a config.json, if it is not the recipe's. Raises RuntimeError."""
     sets = [f"steps={steps}", *SETTINGS, *([f"policy.path={shape}"] if shape else []), *more]
-    command = [sys.executable, "-m", "shoal.cli", "run", str(RECIPE), "--random-policy", "--out", str(out)]
+    command = [sys.executable, "-m", "shoal", "run", str(RECIPE), "--random-policy", "--out", str(out)]
     command += [word for one in sets for word in ("--set", one)]
     said = out.with_suffix(".out")
     said.parent.mkdir(parents=True, exist_ok=True)

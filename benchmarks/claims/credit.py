@@ -25,9 +25,9 @@ from benchmarks.claims.tabular import (
     policy_of,
     right_ones,
 )  # fmt: skip
+from shoal.algos.advantages import returns_to_go, turn_advantages
 from shoal.algos.gae import gae
-from shoal.algos.returns import returns_to_go, turn_advantages
-from shoal.algos.vine import start_values, step_advantages, vine_values
+from shoal.algos.vineppo import start_values, step_advantages, vine_values
 
 LAMBDAS = (0.0, 0.5, 0.95, 1.0)
 CONTINUATIONS = (1, 2, 4)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from benchmarks.claims.losses import NONE, pulled
 from benchmarks.claims.tabular import WRITTEN_RT, Array, Policy, off, policy_of
-from shoal.algos.kl import Estimator, kl_terms, rest_of_penalty
-from shoal.algos.ratios import TokenLoss
+from shoal.algos.losses import TokenLoss
+from shoal.algos.regularisers import Estimator, kl_terms, rest_of_penalty
 
 
 def divergence() -> dict[str, Any]:

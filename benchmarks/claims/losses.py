@@ -27,12 +27,9 @@ from benchmarks.claims.tabular import (
     policy_of,
     right_ones,
 )
-from shoal.algos import grpo_advantages, maxrl, rloo
-from shoal.algos.averages import Average, token_weights
-from shoal.algos.cispo import cispo_loss
-from shoal.algos.ppo import ppo_loss
-from shoal.algos.ratios import TokenLoss
-from shoal.algos.reinforce import reinforce_loss
+from shoal.algos import advantages
+from shoal.algos.loss_averaging import Average, token_weights
+from shoal.algos.losses import TokenLoss, cispo_loss, ppo_loss, reinforce_loss
 
 NONE = 1e-12
 ROUNDED = 1e-6
@@ -82,10 +79,10 @@ def baselines() -> dict[str, Any]:
     wanted, p = policy.gradient(rewards_R), policy.mean(rewards_R)
     credits: dict[str, Callable[[Sequence[float]], Any]] = {
         "reward": lambda rewards: np.asarray(rewards),
-        "mean": lambda rewards: grpo_advantages.group_advantages(rewards, "mean"),
-        "mean_std": lambda rewards: grpo_advantages.group_advantages(rewards, "mean_std"),
-        "rloo": rloo.rloo_advantages,
-        "maxrl": maxrl.maxrl_advantages,
+        "mean": lambda rewards: advantages.group_advantages(rewards, "mean"),
+        "mean_std": lambda rewards: advantages.group_advantages(rewards, "mean_std"),
+        "rloo": advantages.rloo_advantages,
+        "maxrl": advantages.maxrl_advantages,
     }
     found: dict[str, Any] = {"solve_rate": p}
     holds = True
@@ -180,7 +177,7 @@ def pulled(loss: Callable[[Tensor, Tensor], TokenLoss], logp: Array, A: Array) -
 
 @cache
 def _centred(rewards: tuple[float, ...]) -> Array:
-    return grpo_advantages.group_advantages(rewards, "mean").astype(np.float64)
+    return advantages.group_advantages(rewards, "mean").astype(np.float64)
 
 
 @cache

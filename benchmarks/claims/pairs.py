@@ -25,11 +25,9 @@ from benchmarks.claims.tabular import (
     rewards_by,
     right_ones,
 )  # fmt: skip
-from shoal.algos.bradley_terry import bradley_terry_loss
-from shoal.algos.distillation import distillation_advantages, reverse_kl
-from shoal.algos.dpo import dpo_loss
-from shoal.algos.rejection import raft, star
-from shoal.algos.returns import returns_to_go
+from shoal.algos.advantages import returns_to_go
+from shoal.algos.preferences import bradley_terry_loss, distillation_advantages, dpo_loss, reverse_kl
+from shoal.algos.rejection_sampling import raft, star
 
 BETA = 0.3
 NONE = 1e-10

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from shoal.policy.base import PolicyModel
-from shoal.policy.render import Renderer
+from shoal.chat.renderer import Renderer
+from shoal.models.interface import PolicyModel
 
 TAKE = 9
 """Stones that a move takes at most."""

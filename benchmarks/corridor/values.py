@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.corridor.environment import MOST_STEPS, opens
-from shoal.policy.base import PolicyModel
+from shoal.models.interface import PolicyModel
 
 AT_ONCE = 512
 """Walks of a forward pass."""

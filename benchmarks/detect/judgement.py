@@ -17,27 +17,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.detect.policies import GROUP_SIZE, Lab
-from shoal.algos.claim_evidence import grown
+from shoal.algos.logprob_evidence import grown
 from shoal.algos.sampling_evidence import Evidence, excessive, update
 from shoal.algos.sampling_evidence import Figures as FlipFigures
 from shoal.algos.toploc import Figures, compare
-from shoal.engine.base import ScoreRequest
-from shoal.proofs.checks import (
+from shoal.engine.interface import ScoreRequest
+from shoal.protocol.encoding import WireError, from_msgpack, to_msgpack
+from shoal.protocol.messages import Bounds, Group, GroupVerdict, Rollout, Submission
+from shoal.verification.checks import (  # fmt: skip
     activations,
-    complete,
+    completeness,
     ending,
     environment,
+    format,
     lease,
     logprobs,
     prompt,
-    reward,
+    reward_range,
     sampling,
-    shape,
-)  # fmt: skip
-from shoal.proofs.context import Context
-from shoal.proofs.verify import AUDIT, MODEL_FREE
-from shoal.protocol.types import Bounds, Group, GroupVerdict, Rollout, Submission
-from shoal.protocol.wire import WireError, from_msgpack, to_msgpack
+)
+from shoal.verification.context import Context
+from shoal.verification.verify import AUDIT, MODEL_FREE
 from tests.attacks.attack import Attack
 from tests.attacks.proof_forgeries import Forgery
 
@@ -153,7 +153,7 @@ def _readable(lab: Lab, body: bytes, seen: Seen) -> Iterator[Place]:
         ctx = Context(lab.tools(), lab.lease, slot, said, proof=said.proofs[number] if said.proofs else b"")
         passing = []
         for index, rollout in enumerate(group.rollouts):
-            if shape.check(_alone(group, rollout), ctx) is None:
+            if format.check(_alone(group, rollout), ctx) is None:
                 passing.append(index)
             else:
                 seen.refused_N["shape"][whole.start + index] = True
@@ -163,7 +163,7 @@ def _readable(lab: Lab, body: bytes, seen: Seen) -> Iterator[Place]:
 
 def _look_at_group(seen: Seen, place: Place) -> None:
     whole = slice(place.first, place.first + GROUP_SIZE)
-    for module in (lease, complete):
+    for module in (lease, completeness):
         seen.run_N[module.NAME][whole] = True
         seen.refused_N[module.NAME][whole] = module.check(place.group, place.ctx) is not None
 
@@ -174,7 +174,7 @@ def _look_at_rollouts(seen: Seen, place: Place, lab: Lab) -> Bools:
     for index, score in zip(place.well_formed, lab.score(place.requests()), strict=True):
         rollout = place.group.rollouts[index]
         alone = Context(ctx.tools, ctx.lease, ctx.slot, ctx.submission, scores=[score])
-        for module in (prompt, environment, reward, ending, sampling, logprobs):
+        for module in (prompt, environment, reward_range, ending, sampling, logprobs):
             seen.run_N[module.NAME][place.first + index] = True
             refused = module.check(_alone(place.group, rollout), alone) is not None
             seen.refused_N[module.NAME][place.first + index] = refused

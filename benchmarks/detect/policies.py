@@ -16,18 +16,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shoal.algos.entropy import logprob_and_entropy
+from shoal.algos.regularisers import logprob_and_entropy
 from shoal.config import ACTIVATION_ERROR, BOUNDS, TrainConfig, wire_bounds
-from shoal.engine.base import Engine, Score, ScoreRequest
+from shoal.engine.interface import Engine, Score, ScoreRequest
 from shoal.env import Step
-from shoal.envs.wordle import Wordle, WordleArgs, WordleState
-from shoal.policy.files import load_policy, save_policy
-from shoal.policy.model import Transformer
-from shoal.protocol.compositions import Grpo
-from shoal.protocol.types import BatchGroup, Group, Lease, Rules, Sampling
-from shoal.protocol.wire import digest, to_msgpack
+from shoal.envs.builtin.wordle import Wordle, WordleArgs, WordleState
+from shoal.models.checkpoint import load_policy, save_policy
+from shoal.models.transformer import Transformer
+from shoal.protocol.algorithm_config import Grpo
+from shoal.protocol.encoding import digest, to_msgpack
+from shoal.protocol.messages import BatchGroup, Group, Lease, Rules, Sampling
+from shoal.train.learner import Learner
 from shoal.train.rows import Row, rows_of_group
-from shoal.train.step import Learner
 from tests.attacks.world import VERSION, World, altered, lease_of
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.env import Player
-from shoal.envs.arithmetic import Arithmetic, ArithmeticArgs, ArithmeticState
+from shoal.envs.builtin.arithmetic import Arithmetic, ArithmeticArgs, ArithmeticState
 from shoal.tree import from_tree
 
 

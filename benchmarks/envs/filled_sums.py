@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.env import Player, Step
-from shoal.envs.arithmetic import NUMBER, Arithmetic, ArithmeticArgs, ArithmeticState
+from shoal.envs.builtin.arithmetic import NUMBER, Arithmetic, ArithmeticArgs, ArithmeticState
 from shoal.tree import from_tree
 
 MOST_FILLER = 17

@@ -7,7 +7,7 @@ the full reward.
 from typing import Any
 
 from shoal.env import Step
-from shoal.envs.arithmetic import NUMBER, Arithmetic, ArithmeticArgs, ArithmeticState
+from shoal.envs.builtin.arithmetic import NUMBER, Arithmetic, ArithmeticArgs, ArithmeticState
 from shoal.tree import from_tree
 
 

@@ -8,7 +8,7 @@ It says of itself that what it pays for is right, so only another environment ca
 from typing import Any
 
 from shoal.env import Step
-from shoal.envs.arithmetic import Arithmetic, ArithmeticArgs, ArithmeticState
+from shoal.envs.builtin.arithmetic import Arithmetic, ArithmeticArgs, ArithmeticState
 from shoal.tree import from_tree
 
 LONG = 12

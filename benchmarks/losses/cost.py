@@ -26,15 +26,15 @@ import numpy as np
 import torch
 
 from shoal.config import TinyPolicy, TrainConfig
-from shoal.policy.model import Transformer
-from shoal.policy.tiny import tiny_spec
-from shoal.policy.valued import Valued
-from shoal.protocol import compositions as c
-from shoal.protocol.compositions import Algorithm
+from shoal.models.random_model import tiny_spec
+from shoal.models.transformer import Transformer
+from shoal.models.value_head import Valued
+from shoal.protocol import algorithm_config as c
+from shoal.protocol.algorithm_config import Algorithm
 from shoal.train.critic import critic_of
+from shoal.train.frozen_models import Teacher
+from shoal.train.learner import Learner
 from shoal.train.rows import Row
-from shoal.train.step import Learner
-from shoal.train.teacher import Teacher
 
 BAR = 1.1
 GROUPS, SIZE, PROMPT, ANSWER, VOCABULARY = 8, 8, 24, 40, 64

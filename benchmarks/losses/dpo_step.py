@@ -3,9 +3,9 @@
     python benchmarks/losses/dpo_step.py --peer PYTHON
 
 PYTHON is of an environment with benchmarks/peers/requirements.txt. Both sides read a tiny policy, another one as the
-reference, and a file of pairs in which prompts are chats. Ours goes through `roles/prefer` and `train/preferences`, TRL's
-through `DPOTrainer.compute_loss`. Ends with one line of JSON: both losses, and the relative L2 of the gradient over all
-weights. The bar is 1e-5.
+reference, and a file of pairs in which prompts are chats. Ours goes through `jobs/preferences` and
+`train/preference_training`, TRL's through `DPOTrainer.compute_loss`. Ends with one line of JSON: both losses, and the
+relative L2 of the gradient over all weights. The bar is 1e-5.
 """
 
 import argparse
@@ -23,13 +23,13 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # started as a file, as benchmarks are
 
-from shoal.algos.dpo import dpo_loss  # noqa: E402
+from shoal.algos.preferences import dpo_loss  # noqa: E402
 from shoal.config import TinyPolicy  # noqa: E402
-from shoal.policy.files import load_policy  # noqa: E402
-from shoal.policy.tiny import make_tiny  # noqa: E402
-from shoal.roles.prefer import read_pairs  # noqa: E402
-from shoal.train.pack import collate  # noqa: E402
-from shoal.train.preferences import answer_logps, in_microbatches, pair_sums  # noqa: E402
+from shoal.jobs.preferences import read_pairs  # noqa: E402
+from shoal.models.checkpoint import load_policy  # noqa: E402
+from shoal.models.random_model import make_tiny  # noqa: E402
+from shoal.train.packing_padded import collate  # noqa: E402
+from shoal.train.preference_training import answer_logps, in_microbatches, pair_sums  # noqa: E402
 
 PEER = ROOT / "benchmarks" / "peers" / "trl_dpo_step.py"
 BAR, BETA, PAIRS = 1e-5, 0.1, 12

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config import RunConfig, load_run
-from shoal.folder import RunFolder
 from shoal.launch.alarms import AlarmWatch, setting_of
-from shoal.launch.snapshot import Snapshot
-from shoal.monitors.follow import Follower
-from shoal.monitors.view import Machine
-from shoal.protocol.types import Status
+from shoal.launch.run_status import Snapshot
+from shoal.monitors.inputs import Machine
+from shoal.monitors.run_monitors import Follower
+from shoal.protocol.messages import Status
+from shoal.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 Lines = Sequence[dict[str, Any]]

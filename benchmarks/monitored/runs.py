@@ -13,28 +13,28 @@ from typing import Any, NamedTuple
 
 from shoal.alarms import read_alarms
 from shoal.config import RunConfig, load_run
-from shoal.engine.base import Continuation, Engine, Request
-from shoal.engine.cheats import Cheat, Fabricate
-from shoal.engine.local import LocalEngine
-from shoal.folder import RunFolder
-from shoal.heldout import BEFORE
+from shoal.engine.dishonest import Cheat, Fabricate
+from shoal.engine.interface import Continuation, Engine, Request
+from shoal.engine.native import LocalEngine
+from shoal.evaluation_files import BEFORE
+from shoal.jobs import evaluate
 from shoal.launch.alarms import LOOK_EVERY_S, AlarmWatch, evaluations, setting_of
 from shoal.launch.evaluations import results_in
-from shoal.launch.snapshot import MetricsWatch, Snapshot
+from shoal.launch.run_status import MetricsWatch, Snapshot
 from shoal.ledger.commands import Admin
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.table import read_entry
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.registry import read_entry
 from shoal.metrics import read_metrics
-from shoal.monitors.follow import Follower
-from shoal.monitors.view import Evaluation
-from shoal.net.keys import load_or_make_key
-from shoal.protocol.types import Grant
-from shoal.roles import evaluate
-from shoal.roles.completions import Use
-from shoal.roles.coordinator.board import Board
+from shoal.monitors.inputs import Evaluation
+from shoal.monitors.run_monitors import Follower
+from shoal.net.key_files import load_or_make_key
+from shoal.protocol.messages import Grant
+from shoal.roles.coordinator.status import Board
 from shoal.roles.trainer import Trainer
 from shoal.roles.validator import Validator
-from shoal.roles.worker import Made, Worker
+from shoal.roles.worker.remote_env import Use
+from shoal.roles.worker.worker import Made, Worker
+from shoal.run_folder import RunFolder
 from tests.attacks.validators import Hangman
 from tests.roles.town import Town
 

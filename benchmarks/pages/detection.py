@@ -6,7 +6,7 @@ from typing import Any
 from benchmarks.detect.judgement import CHECKS, Share, share
 from benchmarks.detect.policies import GROUP_SIZE
 from benchmarks.pages.markdown import table
-from shoal.proofs.verify import AUDIT, MODEL_FREE
+from shoal.verification.verify import AUDIT, MODEL_FREE
 
 Rows = list[dict[str, Any]]
 FREE_CHECKS, AUDIT_CHECKS = [module.NAME for module in MODEL_FREE], [module.NAME for module in AUDIT]

@@ -15,7 +15,7 @@ if __name__ == "__main__":  # before the imports, which a reader may not have
 
 import numpy as np
 
-from shoal.weights.codes import Coded, Weights
+from shoal.weights.delta.tensor_codes import Coded, Weights
 
 
 def encode(base: Weights, new: Weights, level: int = 1) -> tuple[bytes, dict[str, int]]:

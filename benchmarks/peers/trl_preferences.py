@@ -26,9 +26,7 @@ from torch import Tensor  # noqa: E402
 from trl import DPOTrainer, RewardTrainer  # noqa: E402
 from trl.experimental.gkd import GKDTrainer  # noqa: E402
 
-from shoal.algos.bradley_terry import bradley_terry_loss  # noqa: E402
-from shoal.algos.distillation import reverse_kl  # noqa: E402
-from shoal.algos.dpo import dpo_loss  # noqa: E402
+from shoal.algos.preferences import bradley_terry_loss, dpo_loss, reverse_kl  # noqa: E402
 
 BAR = 1e-5
 """Largest relative L2 distance of two gradients."""

@@ -13,17 +13,17 @@ import msgspec
 import numpy as np
 import torch
 
-from shoal.algos.grpo_advantages import group_advantages
+from shoal.algos.advantages import group_advantages
+from shoal.chat.renderer import Renderer
 from shoal.config import EnvConfig, SftConfig
 from shoal.env import Env
-from shoal.envs.arithmetic import ArithmeticState, solve
+from shoal.envs.builtin.arithmetic import ArithmeticState, solve
 from shoal.envs.evaluate import Transcript
 from shoal.envs.load import load_env
 from shoal.envs.play import play_scripted
-from shoal.policy.files import load_policy, save_policy
-from shoal.policy.render import Renderer
-from shoal.protocol.bounds import Dtype
-from shoal.protocol.types import Group, Rollout, Sampling
+from shoal.models.checkpoint import load_policy, save_policy
+from shoal.protocol.messages import Group, Rollout, Sampling
+from shoal.protocol.tolerances import Dtype
 from shoal.train.sft import fine_tune
 
 HERE = Path(__file__).resolve().parent

@@ -15,36 +15,31 @@ import msgspec
 import torch
 
 from benchmarks.poison.payloads import ARGS, ENVIRONMENT, SAMPLING, START, poisoned, say
+from shoal.chat.renderer import Renderer
 from shoal.config import BOUNDS, TrainConfig, wire_bounds
-from shoal.engine.base import ScoreRequest
-from shoal.engine.local import LocalEngine
+from shoal.engine.interface import ScoreRequest
+from shoal.engine.native import LocalEngine
 from shoal.envs.evaluate import Evaluation, evaluate
 from shoal.envs.load import load_env
 from shoal.envs.play import play_block, play_scripted
 from shoal.envs.replay import replay_group
-from shoal.ledger.answers import Wait
 from shoal.ledger.commands import AskLease, Enter, Judge, Publish, Submit, Tick
-from shoal.ledger.entry import Entry
-from shoal.ledger.facts.members import NodeQuarantined
-from shoal.ledger.facts.run import Create, RunCreated
-from shoal.ledger.law import LAW
-from shoal.ledger.log.book import Book
-from shoal.ledger.log.store import Store
-from shoal.ledger.rules.verdicts import to_judge
-from shoal.ledger.seeds import audit_draws, lease_of, recheck_draw, turns
+from shoal.ledger.constants import LAW
+from shoal.ledger.errors import Wait
+from shoal.ledger.event import Entry
+from shoal.ledger.log.sqlite_store import Store
+from shoal.ledger.log.writer import Book
+from shoal.ledger.members import NodeQuarantined
+from shoal.ledger.records import Member, SubmissionRecord
+from shoal.ledger.run import Create, RunCreated
+from shoal.ledger.slot_draws import audit_draws, lease_of, recheck_draw, turns
 from shoal.ledger.state import State
-from shoal.ledger.state_records import Member, SubmissionRecord
-from shoal.policy.files import load_policy, save_policy
-from shoal.policy.render import Renderer
-from shoal.proofs.commit import commit
-from shoal.proofs.context import Tools, policy_positions
-from shoal.proofs.verify import verify_submission
-from shoal.protocol.algorithms import narrowest_bound
-from shoal.protocol.audits import influence, must_audit, paid_tokens
-from shoal.protocol.bounds import Dtype, claims_bend_ratios
-from shoal.protocol.compositions import Clip, Grpo
-from shoal.protocol.randomness import SecretChain
-from shoal.protocol.types import (
+from shoal.ledger.verdict_decisions import to_judge
+from shoal.models.checkpoint import load_policy, save_policy
+from shoal.protocol.algorithm_config import Clip, Grpo, narrowest_bound
+from shoal.protocol.audit_selection import influence, must_audit, paid_tokens
+from shoal.protocol.encoding import digest, to_msgpack
+from shoal.protocol.messages import (
     BatchGroup,
     Check,
     EnvSpec,
@@ -56,11 +51,15 @@ from shoal.protocol.types import (
     Rules,
     Verdict,
 )
-from shoal.protocol.wire import digest, to_msgpack
-from shoal.train.denominators import with_own_denominators
-from shoal.train.filter import select
+from shoal.protocol.seed_chain import SecretChain
+from shoal.protocol.tolerances import Dtype, claims_bend_ratios
+from shoal.train.batch_filter import select
+from shoal.train.behaviour_logprobs import with_own_denominators
+from shoal.train.learner import Learner
 from shoal.train.rows import Row, rows_of_group
-from shoal.train.step import Learner
+from shoal.verification.context import Tools, policy_positions
+from shoal.verification.encode_submission import commit
+from shoal.verification.verify import verify_submission
 from shoal.weights.manifest import weights_root
 
 WORKERS = tuple(digest(f"worker {i}".encode()) for i in range(8))

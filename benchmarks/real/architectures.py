@@ -19,13 +19,13 @@ from benchmarks.detect.policies import GROUP_SIZE
 from benchmarks.real.field import SAMPLING, Field, InThrees, Subject, engine_of, lease, make_subject, rules
 from benchmarks.real.kept import Kept
 from shoal.algos.toploc import compare
-from shoal.engine.base import Engine
+from shoal.engine.interface import Engine
 from shoal.errors import StateError
-from shoal.policy.files import save_policy
-from shoal.policy.kinds import AUTO, open_policy
-from shoal.proofs.context import by_group
-from shoal.proofs.rounding import Noise, propose, propose_activation_error
-from shoal.protocol.types import Group, Rules
+from shoal.models.checkpoint import save_policy
+from shoal.models.open_model import AUTO, open_policy
+from shoal.protocol.messages import Group, Rules
+from shoal.verification.context import by_group
+from shoal.verification.fit_tolerances import Noise, propose, propose_activation_error
 from tests.attacks.attack import Attack, OtherEngine
 from tests.attacks.choices import Cooler, HiddenPrompt, OwnSeeds
 from tests.attacks.world import World
@@ -129,7 +129,7 @@ def judges_of(subject: Subject, sampled: str) -> dict[str, InThrees]:
 
 
 def needs_bounds(subject: Subject, dtype: str) -> bool:
-    """Whether no run of this policy starts with the built-in bounds: see `launch/computable`."""
+    """Whether no run of this policy starts with the built-in bounds: see `launch/preflight`."""
     return dtype == "bfloat16" and subject.name in MIXTURES
 
 

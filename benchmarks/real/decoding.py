@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.real.kept import Kept
-from shoal.engine.base import Request
-from shoal.engine.local import LocalEngine
+from shoal.engine.interface import Request
+from shoal.engine.native import LocalEngine
 
 GROUP = 16
 

@@ -16,21 +16,21 @@ import numpy as np
 import torch
 
 from benchmarks.detect.policies import GROUP_SIZE, Lab
-from shoal.algos.entropy import logprob_and_entropy
+from shoal.algos.regularisers import logprob_and_entropy
+from shoal.chat.renderer import Renderer
 from shoal.config import ACTIVATION_ERROR, BOUNDS, TrainConfig, wire_bounds
-from shoal.engine.base import Engine, Score, ScoreRequest
+from shoal.engine.interface import Engine, Score, ScoreRequest
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.envs.load import load_env
 from shoal.envs.replay import replay_group
-from shoal.policy.files import save_policy
-from shoal.policy.kinds import AUTO, open_policy
-from shoal.policy.render import Renderer
-from shoal.proofs.context import Tools
-from shoal.protocol.compositions import Grpo
-from shoal.protocol.types import BatchGroup, Bounds, Lease, Rules, Sampling
-from shoal.protocol.wire import digest, to_msgpack
+from shoal.models.checkpoint import save_policy
+from shoal.models.open_model import AUTO, open_policy
+from shoal.protocol.algorithm_config import Grpo
+from shoal.protocol.encoding import digest, to_msgpack
+from shoal.protocol.messages import BatchGroup, Bounds, Lease, Rules, Sampling
+from shoal.train.learner import Learner
 from shoal.train.rows import Row, rows_of_group
-from shoal.train.step import Learner
+from shoal.verification.context import Tools
 from tests.attacks.world import VERSION, lease_of
 from tests.engine.architectures import write_any
 

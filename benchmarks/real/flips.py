@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.real.architectures import subject_folder
 from benchmarks.real.field import GROUP_SIZE, SAMPLING, Subject, lease, make_subject, rules
 from benchmarks.real.kept import Kept
-from shoal.engine.base import ScoreRequest
+from shoal.engine.interface import ScoreRequest
 from tests.engine.architectures import MIXTURES
 
 WAYS = ("float32, threes", "bfloat16")

@@ -16,11 +16,11 @@ import torch
 from benchmarks.real.resident import report_steps, resident_mb
 from benchmarks.real.rows import Batch
 from shoal.config import TinyPolicy, TrainConfig
-from shoal.policy.files import load_policy
-from shoal.policy.model import Transformer
-from shoal.policy.tiny import initialise, tiny_spec
+from shoal.models.checkpoint import load_policy
+from shoal.models.random_model import initialise, tiny_spec
+from shoal.models.transformer import Transformer
+from shoal.train.learner import Learner
 from shoal.train.rows import Row
-from shoal.train.step import Learner
 
 
 def main() -> None:

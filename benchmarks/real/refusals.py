@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from shoal.chat.renderer import Renderer
 from shoal.config import load_run
 from shoal.errors import ShoalError
-from shoal.launch.computable import demand_computable
-from shoal.policy.anymodel import load_any
-from shoal.policy.render import Renderer
+from shoal.launch.preflight import demand_computable
+from shoal.models.hf_model import load_any
 from tests.engine.architectures import write_any
 
 RUN_FILE = """

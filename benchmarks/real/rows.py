@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LOWEST = 262
-"""Token ids below are special ones and bytes; see `policy/shaped`."""
+"""Token ids below are special ones and bytes; see `models/random_model`."""
 
 
 @dataclass(frozen=True)

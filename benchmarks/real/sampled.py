@@ -15,14 +15,14 @@ import numpy as np
 from benchmarks.detect.policies import GROUP_SIZE
 from benchmarks.real.architectures import CALIBRATED_GROUPS, SAFETY, TARGETS, in_4_bits
 from benchmarks.real.field import SAMPLING, Field, InThrees, Subject, lease, make_subject, rules
-from shoal.engine.base import Continuation, Engine, Request, Score, ScoreRequest
 from shoal.engine.hf import TransformersEngine
-from shoal.engine.local import LocalEngine
-from shoal.engine.vllm import VllmEngine
-from shoal.proofs.rounding import Noise, joined, propose
+from shoal.engine.interface import Continuation, Engine, Request, Score, ScoreRequest
+from shoal.engine.native import LocalEngine
+from shoal.engine.vllm.engine import VllmEngine
 from shoal.protocol.constants import VLLM
-from shoal.protocol.types import Group, Rules, Submission
-from shoal.protocol.wire import from_msgpack, to_msgpack
+from shoal.protocol.encoding import from_msgpack, to_msgpack
+from shoal.protocol.messages import Group, Rules, Submission
+from shoal.verification.fit_tolerances import Noise, joined, propose
 from tests.attacks.attack import Attack, OtherEngine
 from tests.attacks.choices import Cooler, HiddenPrompt, OwnSeeds
 from tests.attacks.world import VERSION

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from shoal.algos.entropy import logprob_and_entropy
-from shoal.policy.files import load_policy, save_policy
-from shoal.policy.shaped import make_shaped
+from shoal.algos.regularisers import logprob_and_entropy
+from shoal.models.checkpoint import load_policy, save_policy
+from shoal.models.random_model import make_shaped
 
 ROOT = Path(__file__).resolve().parents[2]
 _QWEN3 = json.loads((ROOT / "recipes" / "shapes" / "qwen3-0.6b" / "config.json").read_text())

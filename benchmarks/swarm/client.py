@@ -17,17 +17,17 @@ from pathlib import Path
 import uvloop
 
 from shoal.net.client import Client
-from shoal.net.connections import Limits, connections_that_fit, http_server
-from shoal.net.keys import load_or_make_key
-from shoal.net.listening import listen
+from shoal.net.connection_limits import Limits, connections_that_fit, http_server
+from shoal.net.key_files import load_or_make_key
+from shoal.net.process import listen
 from shoal.protocol.constants import MAX_MANIFEST_BYTES
-from shoal.protocol.types import RunInfo
-from shoal.roles.offering import application, offer
-from shoal.roles.sharing import SharedVersions
-from shoal.weights.fetch import fetch
+from shoal.protocol.messages import RunInfo
+from shoal.roles.node.serve_chunks import application, offer
+from shoal.roles.node.share_weights import SharedVersions
+from shoal.weights.fetch.fetch import fetch
+from shoal.weights.fetch.relay_sources import Relays
+from shoal.weights.fetch.sources import Source, sources_of
 from shoal.weights.manifest import open_manifest, weights_root
-from shoal.weights.relays import Relays
-from shoal.weights.sources import Source, sources_of
 
 
 async def story(url: str, home: Path, port: int, public_url: str) -> None:

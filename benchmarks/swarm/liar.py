@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shoal.roles.relay import role
-from shoal.roles.relay.store import ChunkStore
+from shoal.roles.relay import relay
+from shoal.roles.relay.chunk_store import ChunkStore
 
-really = role.application
+really = relay.application
 
 
 def lying(store: ChunkStore, *args: Any) -> Any:
@@ -35,10 +35,10 @@ def lying(store: ChunkStore, *args: Any) -> Any:
 
 
 if __name__ == "__main__":
-    from shoal.commands.process import log_to_stderr
+    from shoal.cli.options import log_to_stderr
 
     log_to_stderr()
-    role.application = lying  # type: ignore[assignment]
+    relay.application = lying  # type: ignore[assignment]
     url, home, port, public = sys.argv[1:]
-    role.main(url, Path(home), "127.0.0.1", int(port), public)
+    relay.main(url, Path(home), "127.0.0.1", int(port), public)
     asyncio.set_event_loop(None)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Protocol
 
-from shoal.net.fault_proxy import FaultProxy, Line
+from tests.net.fault_proxy import FaultProxy, Line
 
 BLOCK_S, BLOCK_BYTES = 0.01, (4 << 10, 64 << 10)
 """What a proxy passes on at a time: so many seconds of its rate, within these limits."""

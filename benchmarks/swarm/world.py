@@ -24,11 +24,11 @@ from safetensors.numpy import save_file
 
 from benchmarks.swarm.links import Link, shaped
 from shoal.config import RunConfig
-from shoal.folder import RunFolder
 from shoal.net.client import Client
-from shoal.net.keys import load_or_make_key
-from shoal.protocol.types import Done
-from shoal.protocol.wire import to_json
+from shoal.net.key_files import load_or_make_key
+from shoal.protocol.encoding import to_json
+from shoal.protocol.messages import Done
+from shoal.run_folder import RunFolder
 from shoal.tree import from_tree
 from shoal.weights.manifest import sign_manifest
 from shoal.weights.publish import HttpSink, publish
@@ -91,7 +91,7 @@ class Process:
 
 def shoal(*args: object) -> list[str]:
     """A command of shoal."""
-    return [sys.executable, "-m", "shoal.cli", *map(str, args)]
+    return [sys.executable, "-m", "shoal", *map(str, args)]
 
 
 @dataclass

@@ -16,7 +16,7 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from shoal.watch import open_run
-from shoal.watch.report.page import report_of
+from shoal.watch.report.html import report_of
 
 OUT = Path(__file__).resolve().parents[2] / "docs" / "pictures" / "report.png"
 WIDTH, HEIGHT, GAP = 900, 1000, 24

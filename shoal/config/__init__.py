@@ -1,10 +1,11 @@
 """The run file: every knob of a run with its unit, and how a TOML file becomes one. Names only."""
 
-from shoal.config.algorithms import notes_of
-from shoal.config.check import SAFE_TO_CHANGE, check_run, keys_that_keep_less, unsafe_changes
-from shoal.config.critic import CriticConfig
-from shoal.config.difficulty import DifficultyConfig
-from shoal.config.environ import (
+from shoal.config.alarm_limits import MonitorsConfig
+from shoal.config.curriculum import DifficultyConfig
+from shoal.config.env_settings import EnvConfig, JudgeConfig
+from shoal.config.load import load_run, load_sft
+from shoal.config.policy import AdapterConfig, PolicyConfig, TinyPolicy
+from shoal.config.process_environment import (
     child_environment,
     node_home,
     rank_here,
@@ -17,19 +18,16 @@ from shoal.config.environ import (
     wait_without_spinning,
     without_hub,
 )
-from shoal.config.envs import EnvConfig, JudgeConfig
-from shoal.config.host import HostConfig, is_loopback
-from shoal.config.load import load_run, load_sft
-from shoal.config.logs import LOGGERS, LoggingConfig
-from shoal.config.monitors import MonitorsConfig
-from shoal.config.optimiser import preset_imitation_lr, preset_lr
-from shoal.config.policies import AdapterConfig, PolicyConfig, TinyPolicy
-from shoal.config.sections import (
+from shoal.config.run_file import (
     ACTIVATION_ERROR,
     BOUNDS,
+    LOGGERS,
     PRESET_LR,
     BoundsConfig,
+    CriticConfig,
     EvalConfig,
+    HostConfig,
+    LoggingConfig,
     RolloutsConfig,
     RunConfig,
     SamplingConfig,
@@ -40,9 +38,12 @@ from shoal.config.sections import (
     VerifyConfig,
     WorkersConfig,
     difficulty_of,
+    is_loopback,
     sampling_of,
     wire_bounds,
 )
+from shoal.config.validate import SAFE_TO_CHANGE, check_run, keys_that_keep_less, unsafe_changes
+from shoal.config.validate_algorithm import notes_of, preset_imitation_lr, preset_lr
 
 __all__ = [
     "ACTIVATION_ERROR", "BOUNDS", "LOGGERS", "PRESET_LR", "SAFE_TO_CHANGE", "AdapterConfig",

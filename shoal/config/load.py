@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shoal.config.algorithms import filled
-from shoal.config.check import check_run
-from shoal.config.optimiser import optimiser_fits
-from shoal.config.sections import BOUNDS, RunConfig, SftConfig
+from shoal.config.run_file import BOUNDS, RunConfig, SftConfig
 from shoal.config.trl import TRL_KEYS, TRL_SFT_KEYS
+from shoal.config.validate import check_run
+from shoal.config.validate_algorithm import filled, optimiser_fits
 from shoal.errors import ConfigError
 from shoal.tree import Section, from_tree, merge, read_toml, set_key, to_tree
 

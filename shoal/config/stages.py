@@ -1,6 +1,6 @@
 """The stages file: which stages a run of stages has, by which recipe each goes, and what it takes from earlier ones.
 
-Read by `shoal stages`. It knows what may follow what, and reads the recipes; `launch/stages` does the stages.
+Read by `shoal stages`. It knows what may follow what, and reads the recipes; `launch/stage_pipeline` does the stages.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.config.load import load_run, load_sft
-from shoal.config.sections import RunConfig, SftConfig
+from shoal.config.run_file import RunConfig, SftConfig
 from shoal.errors import ConfigError
 from shoal.tree import Section, from_tree, merge, read_toml, set_key
 

@@ -1,9 +1,10 @@
-"""A policy's weights arranged for generation, and the two passes that read and fill a key/value cache.
+"""A large output head on a CPU, in the layout in which oneDNN multiplies it.
 
-Called by the local engine. It does not deal with requests, sampling or gradients.
+Called by `decoder`. A turn multiplies few rows by a head that no cache holds. MKL copies the head for that into a layout of
+its own at each product, which takes two thirds of the time; this copy is made once. At 16 rows of 384 x 32,768 a product
+takes 6.9 ms instead of 17.5, at 64 rows 18 instead of 34, at one row 4.4 instead of 3.0.
 
-Axes: B rows, C new tokens of a row, N = B * C, S columns of the cache, D width, L layers, H query heads,
-K key/value heads, G = H / K queries that share a key, E head dimension, V vocabulary.
+Axes: N rows, D width, V vocabulary.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.engine.packed_head import packed, product
-from shoal.policy.layers import (
+from shoal.models.config import PolicySpec
+from shoal.models.layers import (
     LayerLow,
     LayerWeights,
     Low,
@@ -26,9 +27,34 @@ from shoal.policy.layers import (
     hidden_states,
     rope_table,
 )
-from shoal.policy.lowrank import Pair, arranged_low
-from shoal.policy.model import Transformer, head_order
-from shoal.policy.spec import PolicySpec
+from shoal.models.lora_layers import Pair, arranged_low
+from shoal.models.transformer import Transformer, head_order
+
+LARGE = 1 << 23
+"""Values from which a head is packed: smaller ones stay in a cache, and their products keep the bits that they had."""
+
+ROWS = 16
+"""Rows that oneDNN is told to expect. It multiplies any number."""
+
+
+def packed(head_VD: Tensor) -> Tensor | None:
+    """A packed copy; None where the head is small, is not float32 on a CPU, or this build of torch has no oneDNN."""
+    if head_VD.numel() < LARGE or head_VD.dtype != torch.float32 or head_VD.device.type != "cpu":
+        return None
+    if not torch.backends.mkldnn.is_available():
+        return None
+    copy: Tensor = torch.ops.mkldnn._reorder_linear_weight(head_VD, ROWS)
+    return copy
+
+
+def product(hidden_ND: Tensor, packed_VD: Tensor) -> Tensor:
+    """hidden @ head, fp32[N, V]."""
+    logits_NV: Tensor = torch.ops.mkldnn._linear_pointwise(hidden_ND, packed_VD, None, "none", [], "")
+    return logits_NV
+
+
+# --- A policy's weights arranged for generation, and the two passes that read and fill a key/value cache ---
+
 
 COLUMN_STEP = 32
 """Cache capacities are multiples of this."""

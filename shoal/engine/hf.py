@@ -22,18 +22,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.engine.base import Continuation, Request, Score, ScoreRequest
-from shoal.engine.families import Family, family
-from shoal.engine.reading import by_length, prefill_tokens
-from shoal.engine.room import demand_room
+from shoal.engine.interface import Continuation, Request, Score, ScoreRequest, demand_room
+from shoal.engine.noise import Family, family
+from shoal.engine.prefill import by_length, prefill_tokens
+from shoal.engine.sampling import turn_length, write
 from shoal.engine.scoring import score
-from shoal.engine.writing import turn_length, write
 from shoal.errors import StateError
-from shoal.policy.anymodel import CHOSEN, TOLERANCE, AnyModel, load_any, refused_by_name
-from shoal.policy.parking import Parked
-from shoal.protocol.bounds import TRANSFORMERS
+from shoal.models.cpu_offload import Parked
+from shoal.models.hf_model import CHOSEN, TOLERANCE, AnyModel, load_any, refused_by_name
+from shoal.protocol.messages import EngineFacts
 from shoal.protocol.noise import PHILOX
-from shoal.protocol.types import EngineFacts
+from shoal.protocol.tolerances import TRANSFORMERS
 
 _PADS = 3
 """Tokens of padding in the row that shows whether padding changes anything."""

@@ -1,19 +1,19 @@
 """The only place that knows engine classes: a description of an engine becomes the engine.
 
 Called by every role that samples or scores. Light: torch is imported when a local engine is opened. A new kind of engine
-adds a case here and its name to `protocol/bounds`; nothing else learns its class. A name that the command line offers is in
-`protocol/constants`, which is quick to import.
+adds a case here and its name to `protocol/tolerances`; nothing else learns its class. A name that the command line offers
+is in `protocol/constants`, which is quick to import.
 """
 
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from shoal.engine.base import Engine
+from shoal.engine.interface import Engine
 from shoal.errors import StateError, how_to_install
-from shoal.policy.device import CPU, demand_device, take_device
-from shoal.policy.kinds import AUTO, needs_transformers
-from shoal.protocol import bounds, constants
+from shoal.models.device import CPU, demand_device, take_device
+from shoal.models.open_model import AUTO, needs_transformers
+from shoal.protocol import constants, tolerances
 from shoal.protocol.noise import PHILOX
 
 
@@ -21,7 +21,7 @@ from shoal.protocol.noise import PHILOX
 class EngineSpec:
     """Which engine, and how it computes."""
 
-    kind: str = bounds.LOCAL
+    kind: str = tolerances.LOCAL
     dtype: str = "float32"
     """float32 or bfloat16, of weights and products; int8, of the layers' matrices, with products in float32."""
     threads: int | None = None
@@ -35,14 +35,14 @@ class EngineSpec:
 def open_engine(spec: EngineSpec) -> Engine:
     """An engine without a policy. Raises `StateError` for a kind, a dtype or a noise family that this version of shoal does
     not have, and `ConfigError` for a device that this machine does not have."""
-    if spec.dtype not in bounds.DTYPES:
-        raise StateError(f"no engine computes in {spec.dtype!r}, only in {', '.join(bounds.DTYPES)}")
+    if spec.dtype not in tolerances.DTYPES:
+        raise StateError(f"no engine computes in {spec.dtype!r}, only in {', '.join(tolerances.DTYPES)}")
     match spec.kind:
-        case bounds.LOCAL:
-            from shoal.engine.local import LocalEngine  # imports torch, which only an opened engine needs
+        case tolerances.LOCAL:
+            from shoal.engine.native import LocalEngine  # imports torch, which only an opened engine needs
 
             return LocalEngine(spec.threads, spec.dtype, take_device(spec.device), spec.noise)
-        case bounds.TRANSFORMERS:
+        case tolerances.TRANSFORMERS:
             if spec.dtype == "int8":
                 raise StateError("the engine for other architectures computes in float32 or bfloat16, not in int8")
             try:
@@ -61,7 +61,7 @@ def open_engine(spec: EngineSpec) -> Engine:
                 )
             demand_device(spec.device)
             demand_kind(spec.kind)
-            from shoal.engine.vllm import VllmEngine
+            from shoal.engine.vllm.engine import VllmEngine
 
             return VllmEngine(spec.threads, spec.dtype, spec.device, spec.noise)
         case _:
@@ -77,9 +77,9 @@ def demand_kind(kind: str) -> None:
         )
 
 
-KINDS = (bounds.LOCAL, bounds.TRANSFORMERS, constants.VLLM)
+KINDS = (tolerances.LOCAL, tolerances.TRANSFORMERS, constants.VLLM)
 
 
 def kind_for(directory: Path) -> str:
     """The kind of engine that computes the policy in a directory, where the user chose it and no run file does."""
-    return bounds.TRANSFORMERS if needs_transformers(directory, AUTO) else bounds.LOCAL
+    return tolerances.TRANSFORMERS if needs_transformers(directory, AUTO) else tolerances.LOCAL

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.algos.gumbel import seed_words
-from shoal.engine.base import Score, ScoreRequest
+from shoal.algos.noise.philox import seed_words
 from shoal.engine.decoder import logprobs_of
-from shoal.engine.families import Family
-from shoal.engine.held import SCORED_VALUES
-from shoal.engine.reading import by_length, padded
-from shoal.engine.room import demand_room
-from shoal.engine.steps import Steps
+from shoal.engine.decoder_interface import Steps
+from shoal.engine.interface import Score, ScoreRequest, demand_room
+from shoal.engine.memory_estimate import SCORED_VALUES
+from shoal.engine.noise import Family
+from shoal.engine.prefill import by_length, padded
 
 
 def score(

@@ -11,10 +11,10 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from shoal.envs.contained.client import ContainedEnv
-from shoal.envs.contained.pool import LOOK_S
 from shoal.envs.interface import AuthorError, describe_fault, source_of
-from shoal.envs.settings import WithSettings
+from shoal.envs.isolated.environment import ContainedEnv
+from shoal.envs.isolated.pool import LOOK_S
+from shoal.envs.run_settings import WithSettings
 
 T = TypeVar("T")
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from shoal.chat.messages import BadMessage, plain
 from shoal.env import Env, Task, require_index
 from shoal.errors import ConfigError, cause_of, how_to_install
-from shoal.policy.messages import BadMessage, plain
 
 MAX_BYTES = 1 << 31
 """Limit on the files of a data set together. Rows are kept in memory."""
@@ -61,7 +61,7 @@ def split(rows: list[Row], heldout: int) -> tuple[list[Row], list[Row]]:
     """
     if not 0 <= heldout < len(rows):
         raise ConfigError(f"heldout = {heldout}: give at least 0 and less than the {len(rows)} rows of the data set")
-    keys = [hashlib.sha256(b"shoal/heldout" + _canonical(row)).digest() for row in rows]
+    keys = [hashlib.sha256(b"shoal/evaluation_files" + _canonical(row)).digest() for row in rows]
     last = sorted(keys)[heldout - 1] if heldout else b""
     training = [row for row, key in zip(rows, keys, strict=True) if key > last]
     if not training:

@@ -13,20 +13,20 @@ from typing import Literal
 
 import msgspec
 
-from shoal.engine.base import Engine
+from shoal.chat.renderer import Renderer
+from shoal.engine.interface import Engine
 from shoal.env import Env, Task
-from shoal.envs.conversation import Conversation
+from shoal.envs.heldout_judge import opinions, tasks_of_judge
 from shoal.envs.interface import is_decided, label_of, task_of
 from shoal.envs.play import Episode, NoTask, converse, why_task_cannot_begin
 from shoal.envs.replay import judge_talks
-from shoal.envs.second_opinion import opinions, tasks_of_judge
+from shoal.envs.rollout import Conversation
 from shoal.errors import ConfigError, Interrupted, ShoalError, Undecided
-from shoal.heldout import Judged, interval_of
-from shoal.policy.render import Renderer
-from shoal.protocol.randomness import sample_seed
-from shoal.protocol.rollouts import unbegun_remedy
-from shoal.protocol.types import Sampling
-from shoal.protocol.wire import domain_hash
+from shoal.evaluation_files import Judged, interval_of
+from shoal.protocol.encoding import domain_hash
+from shoal.protocol.messages import Sampling
+from shoal.protocol.rollout_validation import unbegun_remedy
+from shoal.protocol.seed_chain import sample_seed
 from shoal.terminal import printable
 
 BATCH = 128

@@ -19,22 +19,21 @@ from typing import Any, NamedTuple, TypeAlias
 
 from shoal.config import node_home
 from shoal.env import Env
-from shoal.envs import arithmetic, wordle, words
-from shoal.envs.contained.client import ContainedEnv
-from shoal.envs.contained.open import in_process, in_sandbox
-from shoal.envs.settings import HISTORIES, Settings, with_settings
-from shoal.envs.source import make_env, read_source
+from shoal.env_packages.archive import digest_of, index_folder
+from shoal.env_packages.installed import Installed, PackageStore
+from shoal.env_packages.metadata import describe
+from shoal.env_packages.naming import is_name, names_one_package, read_reference
+from shoal.envs.builtin import arithmetic, wordle, wordle_words
+from shoal.envs.isolated.environment import ContainedEnv, in_process, in_sandbox
+from shoal.envs.make_env import make_env, read_source
+from shoal.envs.run_settings import HISTORIES, Settings, with_settings
 from shoal.errors import ConfigError, ShoalError
-from shoal.hub.about import describe
-from shoal.hub.archive import digest_of, index_folder
-from shoal.hub.names import is_name, names_one_package, read_reference
-from shoal.hub.store import Installed, PackageStore
-from shoal.net.keys import load_key
-from shoal.protocol.audits import MAX_REWARD
+from shoal.net.key_files import load_key
+from shoal.protocol.audit_selection import MAX_REWARD
 from shoal.protocol.constants import COMPLETIONS
-from shoal.protocol.needs import kind_of
-from shoal.protocol.types import EnvSpec
-from shoal.protocol.wire import domain_hash
+from shoal.protocol.encoding import domain_hash
+from shoal.protocol.messages import EnvSpec
+from shoal.protocol.required_features import kind_of
 
 
 class BuiltIn(NamedTuple):
@@ -46,7 +45,7 @@ class BuiltIn(NamedTuple):
 
 
 BUILT_IN: Mapping[str, BuiltIn] = {
-    "wordle": BuiltIn(wordle.environment, (wordle, words)),
+    "wordle": BuiltIn(wordle.environment, (wordle, wordle_words)),
     "arithmetic": BuiltIn(arithmetic.environment, (arithmetic,)),
 }
 

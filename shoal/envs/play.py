@@ -11,17 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shoal.engine.base import Engine, Request
+from shoal.chat.messages import arguments_of
+from shoal.chat.renderer import Renderer
+from shoal.engine.interface import Engine, Request
 from shoal.env import Env, Player, Task
 from shoal.envs.concurrent_episodes import Calling, together
-from shoal.envs.conversation import Conversation, begins_fault
 from shoal.envs.interface import label_of, task_of
+from shoal.envs.rollout import Conversation, begins_fault
 from shoal.errors import Overreach, ShoalError, Undecided
-from shoal.policy.messages import arguments_of
-from shoal.policy.render import Renderer
-from shoal.protocol.randomness import row_seed, sample_seed
-from shoal.protocol.rollouts import no_room
-from shoal.protocol.types import Block, Group, Rollout, Sampling
+from shoal.protocol.messages import Block, Group, Rollout, Sampling
+from shoal.protocol.rollout_validation import no_room
+from shoal.protocol.seed_chain import row_seed, sample_seed
 
 log = logging.getLogger(__name__)
 

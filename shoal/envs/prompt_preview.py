@@ -10,17 +10,17 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from shoal.chat.messages import Written, arguments_of, normal, text_of
+from shoal.chat.renderer import Renderer
+from shoal.chat.tool_calls import NOTATIONS
 from shoal.env import Env, Message
-from shoal.envs.conversation import Conversation
 from shoal.envs.interface import task_of
-from shoal.envs.parse.turn import NOTATIONS
-from shoal.envs.settings import limits_of
+from shoal.envs.rollout import Conversation
+from shoal.envs.run_settings import limits_of
 from shoal.errors import MessagesRefused, Overreach, PromptsTooLong, ShoalError, StateError
-from shoal.policy.messages import Written, arguments_of, normal, text_of
-from shoal.policy.render import Renderer
 from shoal.protocol.env_faults import REPLY_REFUSED
-from shoal.protocol.rollouts import ROOM_REMEDY, no_room
-from shoal.protocol.types import Sampling
+from shoal.protocol.messages import Sampling
+from shoal.protocol.rollout_validation import ROOM_REMEDY, no_room
 from shoal.terminal import printable
 
 MAX_PROMPTS_MEASURED = 64

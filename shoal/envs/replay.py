@@ -15,16 +15,16 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.chat.renderer import Renderer
 from shoal.env import Env, Scored, Task
 from shoal.envs.concurrent_episodes import Calling, alone, together
-from shoal.envs.conversation import Conversation
 from shoal.envs.exceptions import LOCAL_ERRORS, REPRODUCIBLE_ERRORS
 from shoal.envs.interface import Earned, earned
-from shoal.envs.steps import step_rewards
-from shoal.envs.view import TalkRow
-from shoal.policy.render import Renderer
-from shoal.protocol.compositions import StepCredit
-from shoal.protocol.types import ENVIRONMENT, Ending, Rollout, Sampling, StepRewards
+from shoal.envs.rollout import Conversation
+from shoal.envs.seat_history import TalkRow
+from shoal.envs.step_credit import step_rewards
+from shoal.protocol.algorithm_config import StepCredit
+from shoal.protocol.messages import ENVIRONMENT, Ending, Rollout, Sampling, StepRewards
 
 
 @dataclass(frozen=True)

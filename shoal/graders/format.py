@@ -1,16 +1,16 @@
 """Rewards for the form and the length of an answer: pure functions that an environment may use as parts of its score.
 
 Each docstring names the paper. A length may count characters, words or turns. They know nothing about tasks or tokens.
-Terms that a run file may add to any environment are in `envs/shaping`; their formulas, in `algos`, are offered here, too.
+Terms that a run file may add to any environment are in `envs/run_settings`; their formulas, in `algos`, are offered here,
+too.
 """
 
 import re
 from collections.abc import Sequence
 from math import cos, pi
 
-from shoal.algos.length_target import length_penalty as near_length
-from shoal.algos.overlong import overlong
-from shoal.algos.repetition import repeated_share
+from shoal.algos.reward_shaping import length_penalty as near_length
+from shoal.algos.reward_shaping import overlong, repeated_share
 from shoal.env import Action
 
 __all__ = [

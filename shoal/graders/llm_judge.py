@@ -34,7 +34,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from shoal.config.environ import secret_named
+from shoal.config.process_environment import secret_named
 from shoal.env import Message
 from shoal.errors import ConfigError
 from shoal.graders.grade import Answer, Grade, partly, right, taken, undecided, wrong

@@ -1,6 +1,6 @@
 """What the launcher advises before and during a run: numbers that work, and yet rarely teach a policy anything.
 
-Called by `launch/local`, which prints each advice as one line. None of it stops a run. All functions are pure: of
+Called by `launch/supervisor`, which prints each advice as one line. None of it stops a run. All functions are pure: of
 the run's log and rollouts they are given a reader, which is called if something is to be said of them.
 """
 
@@ -10,11 +10,11 @@ from statistics import fmean
 from typing import Any
 
 from shoal.config import RunConfig, WorkersConfig, preset_lr
-from shoal.config.optimiser import MIN_STEP_ROLLOUTS, lr_misfit
-from shoal.heldout import Heldout, why_not_comparable
-from shoal.ledger.facts.run import RunCreated
-from shoal.monitors.view import is_number
-from shoal.protocol.rollouts import unbegun_remedy
+from shoal.config.validate_algorithm import MIN_STEP_ROLLOUTS, lr_misfit
+from shoal.evaluation_files import Heldout, why_not_comparable
+from shoal.ledger.run import RunCreated
+from shoal.monitors.inputs import is_number
+from shoal.protocol.rollout_validation import unbegun_remedy
 from shoal.terminal import command, printable
 from shoal.watch.no_gain import MIN_GROUP_ROLLOUTS, SOLVED, UNSOLVED
 

@@ -1,8 +1,8 @@
 """Evaluates the monitors of a run, keeps its alarms, and does what the run file says: it has the folder and the run's key.
 
-Called by `launch/local` about once a second. The monitors themselves are in `shoal/monitors`. It remembers nothing that
-matters: after a kill it reads metrics and log again and comes to the same alarms, and the log says on which of them the
-host has acted.
+Called by `launch/supervisor` about once a second. The monitors themselves are in `shoal/monitors`. It remembers nothing
+that matters: after a kill it reads metrics and log again and comes to the same alarms, and the log says on which of them
+the host has acted.
 """
 
 import asyncio
@@ -17,21 +17,21 @@ from threading import Thread
 from shoal.alarms import Alarm, AlarmsLog, standing_alarms
 from shoal.config import RunConfig
 from shoal.errors import ShoalError
-from shoal.folder import RunFolder, free_below, held_below
-from shoal.heldout import Heldout, interval_of, version_of, why_not_comparable
-from shoal.launch.hosting import call
-from shoal.launch.snapshot import STARTING, CoordinatorWatch, Snapshot, own_keys
-from shoal.launch.without_signal import why_flat
-from shoal.ledger.facts.batches import SlotVoid
+from shoal.evaluation_files import Heldout, interval_of, version_of, why_not_comparable
+from shoal.launch.admin import call
+from shoal.launch.flat_groups import why_flat
+from shoal.launch.run_status import STARTING, CoordinatorWatch, Snapshot, own_keys
+from shoal.ledger.batches import SlotVoid
 from shoal.ledger.hints import IS_STOPPED, NO_LEASE, split_remedy
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.table import read_entry
-from shoal.monitors.follow import Follower, Setting
-from shoal.monitors.raising import BETWEEN, Change
-from shoal.monitors.view import Evaluation, Machine
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.registry import read_entry
+from shoal.monitors.alarm_state import BETWEEN, Change
+from shoal.monitors.inputs import Evaluation, Machine
+from shoal.monitors.run_monitors import Follower, Setting
 from shoal.net.client import PeerRefused
-from shoal.protocol.types import AdminRequest
-from shoal.protocol.wire import WireError
+from shoal.protocol.encoding import WireError
+from shoal.protocol.messages import AdminRequest
+from shoal.run_folder import RunFolder, free_below, held_below
 
 log = logging.getLogger(__name__)
 

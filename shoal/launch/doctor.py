@@ -23,14 +23,14 @@ import httpx
 import psutil
 
 from shoal.config import RunConfig, TinyPolicy, load_run, node_home
-from shoal.config.paths import is_hub, resolve_path, with_judge_at
+from shoal.config.resolve_paths import is_hub, resolve_path, with_judge_at
 from shoal.errors import ConfigError, StateError, cause_of, how_to_install
 from shoal.protocol.constants import SIGNATURE_WINDOW_S
 
 if TYPE_CHECKING:
+    from shoal.models.config import PolicySpec
+    from shoal.models.hf_config import AnySpec
     from shoal.plan.sizes import Sizes
-    from shoal.policy.anyspec import AnySpec
-    from shoal.policy.spec import PolicySpec
 
 MIN_MEMORY_GB, MIN_DISK_GB, MIN_OPEN_FILES = 2.0, 1.0, 256
 MEASURE_S = 0.4
@@ -98,8 +98,8 @@ def fit(recipe: Path, changes: Sequence[str], memory_gb: float, random_policy: b
     `memory_gb` replaces what is free in the memory of the device that trains, so that another machine can be asked about.
     Raises `ConfigError`, `StateError`.
     """
-    from shoal.launch.fits import amount, disk_of, reports
-    from shoal.launch.room import sized
+    from shoal.launch.memory_plan import amount, disk_of, reports
+    from shoal.launch.sizing import sized
     from shoal.plan.sizes import sizes_of
 
     config, memory = load_run(recipe, list(changes), random_policy=random_policy), int(memory_gb * 1e9)
@@ -134,11 +134,11 @@ def fit(recipe: Path, changes: Sequence[str], memory_gb: float, random_policy: b
 
 def _first_policy(config: RunConfig, recipe: Path, spec: "PolicySpec | AnySpec") -> Line:
     """Whether the model's tokenizer, template and weights are there and fit; values that are not finite are found."""
-    from shoal.launch.computable import demand_computable, demand_examined
-    from shoal.launch.fits import amount
-    from shoal.policy.contained import open_own
-    from shoal.policy.files import demand_weights
-    from shoal.policy.spec import PolicySpec
+    from shoal.chat.isolated import open_own
+    from shoal.launch.memory_plan import amount
+    from shoal.launch.preflight import demand_computable, demand_examined
+    from shoal.models.checkpoint import demand_weights
+    from shoal.models.config import PolicySpec
 
     if is_hub(config.policy.path):
         return Line("note", "model", "its weights and tokenizer were not looked at: a run fetches them when it begins")
@@ -163,9 +163,9 @@ def _first_policy(config: RunConfig, recipe: Path, spec: "PolicySpec | AnySpec")
 
 def _first_prompts(config: RunConfig, recipe: Path) -> Iterator[Line]:
     """What the model's chat template makes of the first prompts, seen as `shoal run` sees it at its start: in a process."""
-    from shoal.folder import RunFolder
-    from shoal.launch.local import TICK_S
     from shoal.launch.prompt_preview import preview_of
+    from shoal.launch.supervisor import TICK_S
+    from shoal.run_folder import RunFolder
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = RunFolder(Path(scratch) / "run")
@@ -206,7 +206,7 @@ def _shape_of(config: RunConfig, recipe: Path) -> "PolicySpec | AnySpec":
 
 def in_words(sizes: "Sizes") -> str:
     """What a worker fetches of a run, from the host or the base of adapters from a hub."""
-    from shoal.launch.fits import amount
+    from shoal.launch.memory_plan import amount
 
     return f"{amount(sizes.base + sizes.version)} at first, then {amount(sizes.patch or sizes.version)} a step"
 
@@ -247,9 +247,9 @@ def _torch() -> Iterator[Line]:
 
 def _decode_tokens_per_s() -> float:
     """Speed of the embedded engine on the default tiny policy: 64 prompts of 8 tokens, 32 new tokens each."""
-    from shoal.engine.base import Request
+    from shoal.engine.interface import Request
     from shoal.engine.open import EngineSpec, open_engine
-    from shoal.policy.tiny import make_tiny
+    from shoal.models.random_model import make_tiny
 
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "policy"

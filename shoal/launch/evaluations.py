@@ -1,6 +1,6 @@
 """The held-out evaluations of a run: before training, of kept checkpoints during training, and after it.
 
-Called by `launch/local`, one evaluation at a time, while training goes on. Each is a process that leaves a file in the
+Called by `launch/supervisor`, one evaluation at a time, while training goes on. Each is a process that leaves a file in the
 run's folder. A version with a file is not evaluated again, even if processes were killed in between.
 """
 
@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.config import RunConfig
-from shoal.folder import RunFolder
-from shoal.heldout import AFTER, BEFORE, Heldout, evaluations_in, read_heldout, version_of
-from shoal.launch.process import RoleProcess
+from shoal.evaluation_files import AFTER, BEFORE, Heldout, evaluations_in, read_heldout, version_of
+from shoal.launch.role_process import RoleProcess
+from shoal.run_folder import RunFolder
 
 ON_THE_WAY = 4
 """A checkpoint during training is evaluated with one in this many of the episodes."""

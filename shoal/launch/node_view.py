@@ -1,7 +1,7 @@
 """The view of `shoal join` and `shoal validate`, in a thread beside the role: a picture on a terminal, else a line now and
 then in the log.
 
-Called by `commands/nodes`. It asks the run's host without a key, as anyone may, and seldom: thousands of workers do. It
+Called by `cli/nodes`. It asks the run's host without a key, as anyone may, and seldom: thousands of workers do. It
 changes nothing but the user's allowance, at the key p. When the node is told to stop, it gives the terminal back at once.
 """
 
@@ -19,13 +19,13 @@ from rich.live import Live
 
 from shoal.errors import PeerError
 from shoal.launch.keyboard import Keyboard, keyboard
-from shoal.launch.node_picture import NodeNow, picture, plain
-from shoal.launch.remote import RemoteRun
-from shoal.launch.snapshot import Snapshot
-from shoal.launch.view import draws_on, print_lines
+from shoal.launch.node_panels import NodeNow, picture, plain
+from shoal.launch.run_status import Snapshot
+from shoal.launch.terminal_view import draws_on, print_lines
+from shoal.launch.url_status import RemoteRun
 from shoal.net.client import Client
-from shoal.roles.allowance import Allowance
-from shoal.roles.doing import Doing
+from shoal.roles.node.activity import Doing
+from shoal.roles.node.throttle import Allowance
 
 log = logging.getLogger("shoal")
 

@@ -1,6 +1,6 @@
 """The first prompt of each environment, as the role `prompts` wrote it.
 
-Called by `launch/local` when a run begins, and by `shoal doctor --recipe`.
+Called by `launch/supervisor` when a run begins, and by `shoal doctor --recipe`.
 """
 
 import re
@@ -8,8 +8,8 @@ import sys
 import time
 
 from shoal.errors import StateError
-from shoal.folder import RunFolder
-from shoal.launch.process import RoleProcess
+from shoal.launch.role_process import RoleProcess
+from shoal.run_folder import RunFolder
 from shoal.terminal import brief
 
 PREVIEW_S = 120.0
@@ -63,5 +63,5 @@ class PromptPreview:
 
 def preview_of(folder: RunFolder) -> PromptPreview:
     """The first prompts of a run whose first policy is there already, and which is not to begin."""
-    command = [sys.executable, "-m", "shoal.cli", "role", "prompts", "--run-dir", str(folder.root)]
+    command = [sys.executable, "-m", "shoal", "role", "prompts", "--run-dir", str(folder.root)]
     return PromptPreview(folder, RoleProcess("prompts", command, folder.logs / "prompts.log", 1))

@@ -1,7 +1,7 @@
 """The end of a run as one file, summary.json; and the times that it needs, added up over restarts of the launcher.
 
-Called by `launch/local`. It reads the run's folder and the last snapshot. It is a digest for people and benchmarks: only
-the ledger proves who earned which credits.
+Called by `launch/supervisor`. It reads the run's folder and the last snapshot. It is a digest for people and benchmarks:
+only the ledger proves who earned which credits.
 """
 
 import contextlib
@@ -17,16 +17,16 @@ from msgspec import UNSET
 
 from shoal.config import EnvConfig, RunConfig, preset_lr
 from shoal.errors import ShoalError, StateError, cause_of
-from shoal.folder import RunFolder, write_atomically
-from shoal.heldout import AFTER, BEFORE, read_heldout
-from shoal.launch.process import Use, own_use
-from shoal.launch.room import first_spec, learned_parameters_of
-from shoal.launch.snapshot import Snapshot, names_apart, own_keys
-from shoal.ledger.facts.batches import BY_ENVIRONMENT, GroupAccepted, SlotVoid
+from shoal.evaluation_files import AFTER, BEFORE, read_heldout
+from shoal.launch.role_process import Use, own_use
+from shoal.launch.run_status import Snapshot, names_apart, own_keys
+from shoal.launch.sizing import first_spec, learned_parameters_of
+from shoal.ledger.batches import BY_ENVIRONMENT, GroupAccepted, SlotVoid
 from shoal.ledger.fault_rate import most_frequent_error
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.table import read_entry
-from shoal.protocol.types import NodeState
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.registry import read_entry
+from shoal.protocol.messages import NodeState
+from shoal.run_folder import RunFolder, write_atomically
 from shoal.terminal import as_called
 from shoal.watch.no_gain import LearningSetup, diagnose
 from shoal.weights.manifest import weights_root

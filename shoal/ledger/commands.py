@@ -8,12 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shoal.protocol.constants import MAIN_STREAM, MAX_LEASE_BLOCKS
-from shoal.protocol.types import (
-    AlarmEvidence,
-    Join,
-    Rotation,
-    Verdict,
-)
+from shoal.protocol.messages import AlarmEvidence, Join, Rotation, Verdict
 
 
 @dataclass(frozen=True)

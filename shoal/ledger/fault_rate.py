@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from shoal.ledger.law import Law
+from shoal.ledger.constants import Law
 from shoal.protocol.env_faults import REPLY_REFUSED
-from shoal.protocol.types import Faults
+from shoal.protocol.messages import Faults
 
 FAULTS = "environment faults: "
 """How the cause of such a pause begins."""

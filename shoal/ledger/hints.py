@@ -8,7 +8,7 @@ a run's folder into their commands.
 import re
 
 from shoal.ledger.fault_rate import BOUNDS_REMEDY, FAULT_REMEDY, HANG_REMEDY, NUMBER_REMEDY, TEMPLATE_REMEDY
-from shoal.protocol.rollouts import ENV_REMEDY, MODEL_REMEDY, ROOM_REMEDY, unbegun_remedy
+from shoal.protocol.rollout_validation import ENV_REMEDY, MODEL_REMEDY, ROOM_REMEDY, unbegun_remedy
 
 ALARM_REMEDY = "Look into it, then `shoal admin resume` or `shoal admin drain`"
 NO_SIGNAL_REMEDY = "Look at some of them, then `shoal admin resume` or `shoal admin drain`"

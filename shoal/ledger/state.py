@@ -10,15 +10,15 @@ from typing import Any
 
 import msgspec
 
-from shoal.ledger.entry import GENESIS
+from shoal.ledger.constants import Law
+from shoal.ledger.event import GENESIS
 from shoal.ledger.fault_rate import FaultsRecord
-from shoal.ledger.law import Law
-from shoal.ledger.state_records import LeaseRecord, Member, StreamRecord, SubmissionRecord
+from shoal.ledger.records import LeaseRecord, Member, StreamRecord, SubmissionRecord
 from shoal.protocol.constants import MAIN_STREAM
-from shoal.protocol.difficulty import Difficulty
-from shoal.protocol.tasklists import TaskList
-from shoal.protocol.types import EnvSpec, Publishers, Rules, Sampling
-from shoal.protocol.wire import digest, to_json
+from shoal.protocol.curriculum import Difficulty
+from shoal.protocol.encoding import digest, to_json
+from shoal.protocol.messages import EnvSpec, Publishers, Rules, Sampling
+from shoal.protocol.task_draws import TaskList
 
 NO_RULES = Rules(0, 0, 0, 0, 0, 0.0, 0.0, "", {})
 NO_SAMPLING = Sampling(0.0, 0, 0)

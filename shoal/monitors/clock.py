@@ -8,7 +8,7 @@ two quick keys of one stranger could speak for all. What it cannot see: who is r
 from collections.abc import Iterator
 from statistics import median
 
-from shoal.monitors.view import Finding, View, measured
+from shoal.monitors.inputs import Finding, View, measured
 
 STEPS = 5
 """Newest steps that are looked at."""

@@ -8,7 +8,7 @@ policy improves, reward may fall without a fault, so it is not looked at.
 from collections.abc import Iterator
 from statistics import median
 
-from shoal.monitors.view import (
+from shoal.monitors.inputs import (
     LEAST_STEPS,
     START_STEPS,
     Finding,

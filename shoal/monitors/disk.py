@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import median, median_low
 
-from shoal.monitors.view import Finding, View, measured
+from shoal.monitors.inputs import Finding, View, measured
 
 LEAST_SAMPLES, LEAST_S = 10, 600.0
 """A rate needs so many looks over so long: a checkpoint is written in one piece."""

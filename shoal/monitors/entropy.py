@@ -6,7 +6,7 @@ well, so low entropy alone says nothing.
 
 from collections.abc import Iterator
 
-from shoal.monitors.view import LEAST_STEPS, Finding, View, measured, now_of, start_of
+from shoal.monitors.inputs import LEAST_STEPS, Finding, View, measured, now_of, start_of
 
 REMEDY = (
     "Resume with a smaller train.lr, a higher sampling.temperature, or an entropy bonus or decoupled clipping in "

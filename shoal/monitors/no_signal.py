@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shoal.monitors.view import Finding, View, is_number, measured
-from shoal.protocol.rollouts import unbegun_remedy
+from shoal.monitors.inputs import Finding, View, is_number, measured
+from shoal.protocol.rollout_validation import unbegun_remedy
 
 METRIC = "zero_signal_share"
 EASY = "All are solved: use harder tasks, or difficulty.pools and difficulty.curriculum"

@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from shoal.monitors.digest import NodeStep, StepDigest
-from shoal.monitors.view import Finding, View, measured
+from shoal.monitors.inputs import Finding, View, measured
+from shoal.monitors.log_stats import NodeStep, StepDigest
 
 STEPS = 40
 """That are looked at: a worker that is refused is quarantined, so it sends little."""

@@ -8,7 +8,7 @@ slow, so nobody is quarantined for it: the rules lease its blocks to others in t
 from collections.abc import Iterator
 from statistics import median
 
-from shoal.monitors.view import START_STEPS, Finding, View, measured
+from shoal.monitors.inputs import START_STEPS, Finding, View, measured
 
 STEPS = 20
 """That are looked at: a slow worker has few leases."""

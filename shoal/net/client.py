@@ -20,14 +20,12 @@ import httpx
 
 from shoal.errors import NothingYet, PeerError, Superseded
 from shoal.net.forward_proxy import redacted
-from shoal.net.parts import read_capped
-from shoal.net.sided import SHOAL, SidedTransport
-from shoal.net.strangers import location_of
-from shoal.net.trouble import Trouble, another_program, retry_after, troubles
+from shoal.net.retryable_errors import Trouble, another_program, retry_after, troubles
+from shoal.net.safe_http import SHOAL, SidedTransport, location_of, read_capped
 from shoal.net.urls import server_url
-from shoal.protocol import constants, wire
-from shoal.protocol.identity import Key, RequestLine, content_digest, sign_request
-from shoal.protocol.types import Refusal, RunVersions
+from shoal.protocol import constants, encoding
+from shoal.protocol.messages import Refusal, RunVersions
+from shoal.protocol.signing import Key, RequestLine, content_digest, sign_request
 
 T = TypeVar("T")
 
@@ -194,7 +192,7 @@ class Client:
         """
         for _ in range(2):
             blob = await self.get(f"/v1/blobs/{digest}", cap=cap, deadline_s=deadline_s)
-            if wire.digest(blob) == digest:
+            if encoding.digest(blob) == digest:
                 return blob
         raise PeerError(f"{self.base_url} serves a wrong blob for {digest[:16]}…: fetch it from another source")
 
@@ -208,7 +206,7 @@ class Client:
         timeout_s: float = constants.REQUEST_TIMEOUT_S,
     ) -> T:
         """Send a JSON message and read the answer as `kind`. Raises as `get_json`."""
-        return await self.send("POST", path, wire.to_json(value), kind, deadline_s=deadline_s, timeout_s=timeout_s)
+        return await self.send("POST", path, encoding.to_json(value), kind, deadline_s=deadline_s, timeout_s=timeout_s)
 
     async def put_json(
         self,
@@ -220,7 +218,7 @@ class Client:
         timeout_s: float = constants.REQUEST_TIMEOUT_S,
     ) -> T:
         """Like `post_json`, with PUT."""
-        return await self.send("PUT", path, wire.to_json(value), kind, deadline_s=deadline_s, timeout_s=timeout_s)
+        return await self.send("PUT", path, encoding.to_json(value), kind, deadline_s=deadline_s, timeout_s=timeout_s)
 
     async def put_bytes(
         self,
@@ -264,14 +262,16 @@ class Client:
         self, path: str, value: object, kind: type[T], *, cap: int, deadline_s: float | None = None
     ) -> T:
         """Like `post_json`, with MessagePack both ways."""
-        body, limit_s = wire.to_msgpack(value), constants.REQUEST_TIMEOUT_S
+        body, limit_s = encoding.to_msgpack(value), constants.REQUEST_TIMEOUT_S
         call = _Call("POST", path, body, "application/msgpack", cap, deadline_s, limit_s)
-        return self._decode(await self._call(call), kind, path, wire.from_msgpack)
+        return self._decode(await self._call(call), kind, path, encoding.from_msgpack)
 
-    def _decode(self, body: bytes, kind: type[T], path: str, read: Callable[[bytes, type[T]], T] = wire.from_json) -> T:
+    def _decode(
+        self, body: bytes, kind: type[T], path: str, read: Callable[[bytes, type[T]], T] = encoding.from_json
+    ) -> T:
         try:
             return read(body, kind)
-        except wire.WireError as error:
+        except encoding.WireError as error:
             raise PeerError(
                 f"{self.base_url}{path} gave an answer of the wrong form ({error}): use the same version of shoal on "
                 "both sides"
@@ -340,7 +340,7 @@ class Client:
             signed = sign_request(
                 self.key,
                 RequestLine(call.method, path, query),
-                call.digest or wire.digest(call.body),
+                call.digest or encoding.digest(call.body),
                 created=int(self._clock()),
                 nonce=secrets.token_urlsafe(16),
                 run=self.run,
@@ -376,7 +376,7 @@ class Client:
         if body is None:
             raise PeerError(f"{self.base_url}{call.path} answered with more than {call.cap} bytes: it was not read")
         promised = response.headers.get("content-digest")
-        if promised is not None and promised != content_digest(wire.digest(body)):
+        if promised is not None and promised != content_digest(encoding.digest(body)):
             raise Trouble("the answer was damaged on the way. Check the connection")
         if status < 300:
             self.answered_at = self._monotonic()
@@ -445,7 +445,7 @@ async def _parts(body: bytes) -> AsyncIterator[bytes]:
 def _refusal(body: bytes | None) -> Refusal:
     """The refusal in a body, or one that says that the body cannot be read."""
     try:
-        refusal = wire.from_json(body or b"", Refusal)
+        refusal = encoding.from_json(body or b"", Refusal)
         return Refusal(error=refusal.error[:MAX_REASON_CHARS], code=refusal.code[:64])  # guard: short-refusals
-    except wire.WireError:
+    except encoding.WireError:
         return Refusal(error="the server gave no reason that can be read", code="unreadable")

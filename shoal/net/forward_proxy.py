@@ -12,7 +12,7 @@ from urllib.parse import unquote
 import httpcore
 import httpx
 
-from shoal.config.environ import names_proxy, proxy_named
+from shoal.config.process_environment import names_proxy, proxy_named
 from shoal.errors import ConfigError, PeerError
 
 ENVIRONMENT = "env"

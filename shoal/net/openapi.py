@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from shoal.protocol.types import Refusal
+from shoal.protocol.messages import Refusal
 
 
 class Call(NamedTuple):

@@ -24,9 +24,9 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.errors import NothingYet, PeerError, ShoalError, StateError, Superseded
-from shoal.protocol import constants, wire
-from shoal.protocol.identity import Caller, RequestLine, SignatureError, content_digest, verify_headers
-from shoal.protocol.types import Refusal
+from shoal.protocol import constants, encoding
+from shoal.protocol.messages import Refusal
+from shoal.protocol.signing import Caller, RequestLine, SignatureError, content_digest, verify_headers
 
 T = TypeVar("T")
 
@@ -197,7 +197,7 @@ def _too_large(cap: int) -> RequestRefused:
 
 def decode(body: bytes, kind: type[T]) -> T:
     """A JSON body as exactly `kind`. Raises `WireError`; `application` answers that with 400."""
-    return wire.from_json(body, kind)
+    return encoding.from_json(body, kind)
 
 
 def request_line(request: Request) -> RequestLine:
@@ -273,12 +273,12 @@ class Buckets:
 
 def answer(value: object, status: int = 200) -> Response:
     """A JSON answer with its digest, so that a client notices damage."""
-    return answer_bytes(wire.to_json(value), "application/json", status)
+    return answer_bytes(encoding.to_json(value), "application/json", status)
 
 
 def answer_bytes(body: bytes, media_type: str = "application/octet-stream", status: int = 200) -> Response:
     """An answer in bytes, with its digest."""
-    return Response(body, status, {"content-digest": content_digest(wire.digest(body))}, media_type)
+    return Response(body, status, {"content-digest": content_digest(encoding.digest(body))}, media_type)
 
 
 def refusal(refused: RequestRefused) -> Response:
@@ -297,7 +297,7 @@ def refused_for(error: Exception) -> RequestRefused:
     match error:
         case RequestRefused():
             return error
-        case wire.WireError():
+        case encoding.WireError():
             return RequestRefused(400, "malformed", text)
         case Superseded():
             return RequestRefused(410, "superseded", text)
@@ -322,7 +322,9 @@ def application(routes: Sequence[BaseRoute], **options: Any) -> Starlette:
 
     `options` are Starlette's (such as lifespan). Errors that are not the peer's fault are logged with a traceback.
     """
-    handlers: dict[Any, Any] = dict.fromkeys((RequestRefused, wire.WireError, ShoalError, HTTPException), _tell_peer)
+    handlers: dict[Any, Any] = dict.fromkeys(
+        (RequestRefused, encoding.WireError, ShoalError, HTTPException), _tell_peer
+    )
     app = Starlette(routes=list(routes), exception_handlers=handlers, **options)
     app.add_middleware(_Edge)
     return app

@@ -1,7 +1,15 @@
-"""From a run file and a number of machines to a forecast: sizes, a simulation, and how many workers are enough.
+"""How many workers keep a trainer busy: the rule of ECHO-2 (arXiv:2602.02192), for workers on their own links.
 
-Called by `shoal plan`, and by `shoal host` for its summary. What is not given is assumed, and named as such. It measures
-nothing.
+Used by `forecast`. We derived the rule from what the paper says it consists of, and have not compared it with the paper's
+formula. With a new version every kappa steps, R rollouts a step, T seconds of training a step and B seconds of broadcast,
+the trainer never waits if the workers' rate is
+
+    mu >= kappa R / (kappa T - B),
+
+and if a rollout may be at least a version old. Here kappa = 1: each step publishes. A worker of rate r makes r (T - B)
+rollouts between two versions. The rule supposes that it makes none while it fetches. Ours fetch the next version while they
+play, so they may be fewer: `forecast` simulates that. B grows with the number of workers where the sources' uplink is the
+narrowest link.
 """
 
 import contextlib
@@ -9,20 +17,65 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from shoal.config import RunConfig
 from shoal.errors import ConfigError
-from shoal.ledger.next_batch import groups_a_worker
-from shoal.plan.machines import Machines
-from shoal.plan.provision import Link, Sources, fetch_s, workers_needed
-from shoal.plan.setting import Outcome, Setting, Stalled, WorkerMachine
+from shoal.ledger.batch_selection import groups_a_worker
 from shoal.plan.simulate import simulate
+from shoal.plan.simulation_input import Machines, Outcome, Setting, Stalled, WorkerMachine
 from shoal.plan.sizes import TOKEN_BYTES, Sizes, UnknownShape, sizes_of
-from shoal.plan.words import count, duration
-from shoal.protocol.algorithms import vine_of
-from shoal.protocol.continuations import work_of_block
-from shoal.protocol.needs import may_be_patched
-from shoal.protocol.types import Rules
+from shoal.plan.units import count, duration
+from shoal.protocol.algorithm_config import vine_of
+from shoal.protocol.branching import work_of_block
+from shoal.protocol.messages import Rules
+from shoal.protocol.required_features import may_be_patched
+
+MAX_PROVISIONED_WORKERS = 100_000
+
+
+class Link(NamedTuple):
+    """A worker's downlink in bytes per second (0: no limit), and how long it loads a version, seconds."""
+
+    down: float
+    load_s: float
+
+
+class Sources(NamedTuple):
+    """What serves versions: bytes per second of all uplinks together (0: no limit), and seconds until they have one."""
+
+    up: float
+    filled_s: float = 0.0
+
+
+def fetch_s(size_bytes: float, link: Link, sources: Sources, workers: int) -> float:
+    """Seconds until a worker has a version and has loaded it, if all workers fetch at once."""
+    own = size_bytes / link.down if link.down else 0.0
+    shared = size_bytes * workers / sources.up if sources.up else 0.0
+    return max(own, shared, sources.filled_s) + link.load_s
+
+
+def workers_needed(
+    rollouts: float, step_s: float, rate: float, size_bytes: float, link: Link, sources: Sources
+) -> int | None:
+    """The fewest equal workers with which the trainer never waits; None if no number is enough.
+
+    `step_s` is the time from one version to the next while the trainer does not wait, `rate` one worker's rollouts per
+    second. More workers make more and share the sources' uplink, so beyond some number they make less.
+    """
+    best, count = 0.0, 1
+    while count <= MAX_PROVISIONED_WORKERS:
+        made = count * rate * max(0.0, step_s - fetch_s(size_bytes, link, sources, count))
+        if made >= rollouts:
+            return count
+        if made < best or (made == 0.0 and count > 1):
+            return None
+        best, count = max(best, made), count + max(1, count // 200)
+    return None
+
+
+# --- From a run file and a number of machines to a forecast ---
+
 
 BYTES_PER_S = 1e6 / 8
 """Of 1 Mb/s."""

@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 
 from shoal.plan.forecast import BUSY_SHARE, Forecast, fetched_bytes, fewest_of_share, has_patches, period_s
-from shoal.plan.machines import Machines
-from shoal.plan.setting import Outcome
+from shoal.plan.simulation_input import Machines, Outcome
 from shoal.plan.sizes import quota_mb_of
-from shoal.plan.words import amount, count, duration, link
+from shoal.plan.units import amount, count, duration, link
 
 
 def report(found: Forecast, machines: Machines) -> str:

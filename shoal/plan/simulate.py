@@ -14,29 +14,28 @@ from functools import partial
 import msgspec
 from msgspec import UNSET
 
-from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.batches import BatchFormed
 from shoal.ledger.commands import AskLease, Enter, Judge, Publish, Submit, Tick
-from shoal.ledger.entry import Body
-from shoal.ledger.facts.batches import BatchFormed
-from shoal.ledger.facts.leases import LeaseGranted
-from shoal.ledger.facts.run import Create, RunCreated
-from shoal.ledger.law import LAW
-from shoal.ledger.pace import work_of
-from shoal.ledger.rules.leases import blocks_to_give
-from shoal.ledger.rules.run import follow
+from shoal.ledger.constants import LAW
+from shoal.ledger.errors import Refused, Wait
+from shoal.ledger.event import Body
+from shoal.ledger.lease_granting import blocks_to_give
+from shoal.ledger.lease_sizing import work_of
+from shoal.ledger.leases import LeaseGranted
+from shoal.ledger.records import LeaseRecord
+from shoal.ledger.registry import apply, decide, make_entry
+from shoal.ledger.run import Create, RunCreated
+from shoal.ledger.run_decisions import follow
 from shoal.ledger.state import State
-from shoal.ledger.state_records import LeaseRecord
-from shoal.ledger.table import apply, decide, make_entry
-from shoal.plan.clock import Clock
-from shoal.plan.flows import Network
-from shoal.plan.relays import SimulatedRelays
-from shoal.plan.setting import Outcome, Setting, Stalled, WorkerMachine
-from shoal.plan.trainer import SimulatedTrainer
-from shoal.protocol.algorithms import step_credit_of
-from shoal.protocol.audits import influence, must_audit, paid_tokens
+from shoal.plan.event_queue import Clock
+from shoal.plan.links import Network, SimulatedRelays
+from shoal.plan.simulated_trainer import SimulatedTrainer
+from shoal.plan.simulation_input import Outcome, Setting, Stalled, WorkerMachine
+from shoal.protocol.algorithm_config import step_credit_of
+from shoal.protocol.audit_selection import influence, must_audit, paid_tokens
 from shoal.protocol.constants import MAX_OPEN_LEASES
-from shoal.protocol.types import GroupVerdict, Join, Sampling, StepReward, Verdict
-from shoal.protocol.wire import digest
+from shoal.protocol.encoding import digest
+from shoal.protocol.messages import GroupVerdict, Join, Sampling, StepReward, Verdict
 
 TRAINER = "t" * 64
 TICK_S = 1.0

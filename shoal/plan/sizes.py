@@ -1,6 +1,7 @@
 """What a run takes in memory, on disk and for each version, by its run file alone.
 
-Used by `forecast`. All results are bytes. A worker's memory is that of the embedded engine, as `engine/needs` has it.
+Used by `forecast`. All results are bytes. A worker's memory is that of the embedded engine, as `engine/memory_estimate` has
+it.
 """
 
 import math
@@ -8,20 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.config import RunConfig
-from shoal.config.paths import resolve_path
-from shoal.engine.anyneeds import needs_of_spec
-from shoal.engine.needs import ITEM_BYTES as LOADED_BYTES
-from shoal.engine.needs import adapter_bytes
+from shoal.config.resolve_paths import resolve_path
+from shoal.engine.memory_estimate import ITEM_BYTES as LOADED_BYTES
+from shoal.engine.memory_estimate import adapter_bytes, needs_of_spec
 from shoal.errors import ConfigError, ShoalError
-from shoal.policy.anyspec import AnySpec
-from shoal.policy.hub import Hub
-from shoal.policy.kinds import AUTO, sized_spec_of
-from shoal.policy.sizes import adapter_parameters_of, critic_parameters_of, parameters_of, weights_of
-from shoal.policy.spec import PolicySpec
-from shoal.policy.tiny import tiny_spec
-from shoal.protocol.algorithms import needs_critic
-from shoal.protocol.hubref import is_hub
-from shoal.protocol.needs import may_be_patched
+from shoal.models.config import PolicySpec
+from shoal.models.hf_config import AnySpec
+from shoal.models.hub_download import Hub
+from shoal.models.open_model import AUTO, sized_spec_of
+from shoal.models.parameter_counts import adapter_parameters_of, critic_parameters_of, parameters_of, weights_of
+from shoal.models.random_model import tiny_spec
+from shoal.protocol.algorithm_config import needs_critic
+from shoal.protocol.package_reference import is_hub
+from shoal.protocol.required_features import may_be_patched
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 """Of a published weight; the scales of int8 are less than a hundredth more."""
@@ -121,7 +121,7 @@ def sizes_of(config: RunConfig, recipe_dir: Path, parameters: float = 0.0, patch
 
 def _blobs(config: RunConfig, version: float, patch: float) -> tuple[float, float, float]:
     """What the coordinator stores, how much of it the run cannot do without, and how much of that are weights that it never
-    deletes. See `roles/coordinator/anchors`."""
+    deletes. See `roles/coordinator/retention`."""
     storage, rollouts = config.storage, config.rollouts
     tokens = config.most_paid_tokens or config.sampling.all_tokens
     bodies = rollouts.batch_groups * rollouts.group_size * tokens * TOKEN_BYTES

@@ -100,8 +100,8 @@ MAX_ROLLOUT_STEPS = 256
 credit more of them."""
 
 MAX_ROLLOUT_ROWS = 128
-"""Rows of one rollout. The indices at which so many begin fit into what `protocol/sizes` allows a rollout with its tokens.
-Changing breaks: replay of rollouts with more, and the sizes of leases."""
+"""Rows of one rollout. The indices at which so many begin fit into what `protocol/message_sizes` allows a rollout with its
+tokens. Changing breaks: replay of rollouts with more, and the sizes of leases."""
 
 MAX_LOGPROB = 1e-3
 """Largest log-probability of a token, nats: rounding can lift that of a certain token just above 0. Validators and the

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from msgspec import UNSET, UnsetType
 
-from shoal.protocol.types import Faults, GroupVerdict, fact
+from shoal.protocol.messages import Faults, GroupVerdict, fact
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.protocol.types import POLICY, Rollout, StepReward, StepRewards
+from shoal.protocol.messages import POLICY, Rollout, StepReward, StepRewards
 
 
 def left_over(reward: float, earlier: Sequence[StepReward]) -> float:

@@ -8,10 +8,10 @@ import logging
 import time
 from pathlib import Path
 
-from shoal.folder import RunFolder
-from shoal.net.connections import Limits, connections_that_fit, http_server
-from shoal.net.listening import listen, port_of_last_start, tell_address
-from shoal.net.shelf import shelf
+from shoal.net.blobs import shelf
+from shoal.net.connection_limits import Limits, connections_that_fit, http_server
+from shoal.net.process import listen, port_of_last_start, tell_address
+from shoal.run_folder import RunFolder
 
 log = logging.getLogger("origin")
 

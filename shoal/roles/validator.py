@@ -13,33 +13,33 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from shoal.engine.base import Engine
+from shoal.engine.interface import Engine
 from shoal.engine.open import EngineSpec, open_engine
-from shoal.envs.contained.pool import Processes
+from shoal.envs.isolated.pool import Processes
 from shoal.envs.replay import Replay, replay_group
 from shoal.errors import Interrupted, NothingYet, Overreach, PeerError
-from shoal.folder import RunFolder
+from shoal.models.device import CPU, demand_device
 from shoal.net.client import Client
-from shoal.net.keys import load_or_make_key
-from shoal.net.stopping import Stopping
-from shoal.policy.device import CPU, demand_device
-from shoal.proofs.context import Replayed, Tools
-from shoal.proofs.parents import fetch_parents, read_parents
-from shoal.proofs.verify import verify_submission
-from shoal.protocol import types as t
-from shoal.protocol.algorithms import vine_of
-from shoal.protocol.bounds import LOCAL
+from shoal.net.key_files import load_or_make_key
+from shoal.net.process import Stopping
+from shoal.protocol import messages as t
+from shoal.protocol.algorithm_config import vine_of
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.protocol.noise import PHILOX
-from shoal.roles.doing import Doing
-from shoal.roles.leases import demand_sound
-from shoal.roles.loading import loaded_in_time
-from shoal.roles.memory import enforced, limit_of, memory_mb
-from shoal.roles.packages import Packages
-from shoal.roles.scores import ScoreFile, Tally
-from shoal.roles.seat import GOODBYE_S, SOONEST_S, Seat, exit_after_timeout, say_goodbye, take_seat, unless_gone
-from shoal.roles.sharing import Share, sharing
-from shoal.roles.shifts import Alone, Shift, load_on_shift, shift_of
+from shoal.protocol.tolerances import LOCAL
+from shoal.roles.node.activity import Doing
+from shoal.roles.node.device_queue import Alone, Shift, load_on_shift, shift_of
+from shoal.roles.node.engine_loader import loaded_in_time
+from shoal.roles.node.lease_client import demand_sound
+from shoal.roles.node.memory_limit import enforced, limit_of, memory_mb
+from shoal.roles.node.packages import Packages
+from shoal.roles.node.reward_parts import ScoreFile, Tally
+from shoal.roles.node.session import GOODBYE_S, SOONEST_S, Seat, exit_after_timeout, say_goodbye, take_seat, unless_gone
+from shoal.roles.node.share_weights import Share, sharing
+from shoal.run_folder import RunFolder
+from shoal.verification.branch_parents import fetch_parents, read_parents
+from shoal.verification.context import Replayed, Tools
+from shoal.verification.verify import verify_submission
 
 log = logging.getLogger("validator")
 

@@ -1,7 +1,7 @@
 """A sandbox that bubblewrap makes from namespaces.
 
-Called by `sandbox/cell`. Every namespace is new. The root holds only what `sandbox/layout` shows, read-only except for
-scratch directories of limited size. There is no network, no capability and no variable of our environment.
+Called by `sandbox/sandbox`. Every namespace is new. The root holds only what `sandbox/filesystem` shows, read-only except
+for scratch directories of limited size. There is no network, no capability and no variable of our environment.
 """
 
 import json
@@ -15,10 +15,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from shoal.errors import StateError
-from shoal.sandbox.groups import Group
-from shoal.sandbox.layout import ENVIRONMENT, OUTSIDE, USER, Shown, links
+from shoal.sandbox.cgroups import Group
+from shoal.sandbox.filesystem import ENVIRONMENT, OUTSIDE, USER, Shown, links
 from shoal.sandbox.limits import Limits
-from shoal.sandbox.started import START_S, Started, launch
+from shoal.sandbox.process_handle import START_S, Started, launch
 
 PROGRAM = "bwrap"
 INSTALL = "apt install bubblewrap"
@@ -94,7 +94,7 @@ def command(
     options: Sequence[str],
     program: Sequence[str],
 ) -> list[str]:
-    """Bubblewrap's command line. `sandbox/launch` puts the source of `shown[N]` in the place of `@N@`.
+    """Bubblewrap's command line. `sandbox/launcher` puts the source of `shown[N]` in the place of `@N@`.
 
     Raises `StateError` if bubblewrap is not installed.
     """

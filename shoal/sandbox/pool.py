@@ -1,7 +1,7 @@
 """Warm interpreters in sandboxes, which run one snippet after another.
 
 Called by code that runs a policy's or a stranger's Python: environments with tools, tests of code. Each place of the
-pool is a sandbox with a zygote (`sandbox/inside`) that has done the pool's imports. Each snippet is a fork of the
+pool is a sandbox with a zygote (`sandbox/init`) that has done the pool's imports. Each snippet is a fork of the
 zygote in new namespaces, so nothing of it reaches the next one. A call blocks only its own thread; from asyncio, use
 `soon`.
 """
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import StateError
-from shoal.sandbox.cell import Cell, Gone
-from shoal.sandbox.layout import outside, standard_paths
+from shoal.sandbox.filesystem import outside, standard_paths
 from shoal.sandbox.limits import Ended, Limits, Outcome, Reason, Stopped
-from shoal.sandbox.started import START_S
+from shoal.sandbox.process_handle import START_S
+from shoal.sandbox.sandbox import Cell, Gone
 
 GRACE_S = 5.0
 """The zygote ends a snippet when its time is up. If the zygote has not answered this much later, we end the sandbox."""

@@ -1,7 +1,7 @@
 """The trainer's own state on disk: written whole or not at all, checked when read, with the last two states kept.
 
 Called by `roles/trainer` at start, and after every step or every few, and by `together`. The state is never published:
-`policy/files` writes policies for others. It handles named tensors, not a model.
+`models/checkpoint` writes policies for others. It handles named tensors, not a model.
 
     trainer/v000012/state.safetensors   weights and moments, float32; 8-bit moments as uint8 with float32 scales
     trainer/v000012/shard-*.safetensors the same of several processes, see `shard_files`: either can resume from either
@@ -32,9 +32,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from shoal.errors import DISK_FULL, StateError, cause_of, remedy_of
-from shoal.folder import name_folder
-from shoal.train.shard_files import is_shard, joined
-from shoal.train.step import Learner, LearnerState
+from shoal.run_folder import name_folder
+from shoal.train.distributed.checkpoint import is_shard, joined
+from shoal.train.learner import Learner, LearnerState
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

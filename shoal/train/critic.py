@@ -1,6 +1,6 @@
 """The critic: what a rollout is still expected to earn, before each of its tokens, learned beside the policy.
 
-Called by `train/step`, in runs with `advantage = "gae"`; other runs load nothing. It begins as the layers of the run's
+Called by `train/learner`, in runs with `advantage = "gae"`; other runs load nothing. It begins as the layers of the run's
 first policy below a head of zeros, and has an optimiser of its own, so its loss needs no weight beside the policy's. It
 belongs to the trainer's state and is never published: no other node needs it, because a step that is repeated from its
 state gives the same credit. It knows neither the policy that learns nor its loss.
@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.algos.gae import gae
-from shoal.algos.schedule import learning_rate
-from shoal.algos.value_loss import value_loss
+from shoal.algos.losses import value_loss
+from shoal.algos.lr_schedule import learning_rate
 from shoal.config import CriticConfig, TrainConfig
-from shoal.policy.valued import Valued
-from shoal.protocol.algorithms import needs_critic
-from shoal.train.flat import Plan
+from shoal.models.value_head import Valued
+from shoal.protocol.algorithm_config import needs_critic
 from shoal.train.optimiser import Optimiser
-from shoal.train.pack import MicroBatch, join
+from shoal.train.packing_flat import Plan
+from shoal.train.packing_padded import MicroBatch, join
 from shoal.train.rows import Row
 
 

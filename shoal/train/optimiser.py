@@ -1,7 +1,7 @@
 """The optimiser of a training step: AdamW over a module's parameters or over their masters, with the moments asked for.
 
-Called by `train/step`, which computes gradients and knows neither masters nor moments. All forms take the same steps, up to
-the rounding of 8-bit moments. What it holds for each parameter during a step, in bytes:
+Called by `train/learner`, which computes gradients and knows neither masters nor moments. All forms take the same steps, up
+to the rounding of 8-bit moments. What it holds for each parameter during a step, in bytes:
 
     dtype      moments     module  master  moments  gradient
     ""         float32          4       -        8         4
@@ -20,10 +20,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from shoal.algos.adamw8 import BLOCK, Coded, Moments8, adamw8, no_moments
 from shoal.config import TrainConfig
-from shoal.train.masters import Masters
-from shoal.train.ranks import ALONE, Ranks
+from shoal.train.adamw8 import BLOCK, Coded, Moments8, adamw8, no_moments
+from shoal.train.distributed.ranks import ALONE, Ranks
+from shoal.train.master_weights import Masters
 
 CPU = torch.device("cpu")
 

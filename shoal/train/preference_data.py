@@ -1,6 +1,6 @@
 """Lines of a file of pairs: the form that each must have, whatever the policy.
 
-Read by `roles/prefer`, and by `launch/jobs` before the first stage begins. Light: it knows no tokenizer.
+Read by `jobs/preferences`, and by `launch/stage_jobs` before the first stage begins. Light: it knows no tokenizer.
 """
 
 import codecs
@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
+from shoal.chat.messages import normal
 from shoal.env import Message
 from shoal.errors import StateError
-from shoal.policy.messages import normal
-from shoal.policy.stored import open_regular
+from shoal.models.safetensors_header import open_regular
 from shoal.terminal import printable
 
 MAX_LINE_BYTES = 1 << 20

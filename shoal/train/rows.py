@@ -3,7 +3,7 @@
 Called by `roles/trainer` for each member of a batch, and by `train/sft` for scripted games. A worker's bytes are
 checked here again, with the function that validators use: nothing that a worker claims reaches the model but token ids
 within the vocabulary and finite log-probabilities. Rewards come from the batch, never from the worker. It uses neither
-model nor formulas: `ledger/algorithm` decides what a rollout is worth.
+model nor formulas: `ledger/group_signal` decides what a rollout is worth.
 
 Axes: T tokens of one row, P tokens of it that the policy wrote and learns from, G rollouts of a group.
 """
@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.errors import PeerError
-from shoal.protocol.compositions import Algorithm
-from shoal.protocol.rollouts import flaw_of
-from shoal.protocol.types import ENVIRONMENT, POLICY, BatchGroup, Group
-from shoal.protocol.wire import WireError, digest, from_msgpack
-from shoal.train.credit import credit, token_rewards
+from shoal.protocol.algorithm_config import Algorithm
+from shoal.protocol.encoding import WireError, digest, from_msgpack
+from shoal.protocol.messages import ENVIRONMENT, POLICY, BatchGroup, Group
+from shoal.protocol.rollout_validation import flaw_of
+from shoal.train.token_advantages import credit, token_rewards
 
 
 class Unlearnable(PeerError):
@@ -32,7 +32,7 @@ class Row:
     advantages and weights.
 
     A row without positions is counted only: its rollout has a place in the divisor of the average, and adds nothing to the
-    sum. `counted_only` makes such rows, and `algos/averages` divides.
+    sum. `counted_only` makes such rows, and `algos/loss_averaging` divides.
     """
 
     tokens_T: NDArray[np.int64]

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shoal.train.learner import Learner
 from shoal.train.rows import Row, learned
-from shoal.train.step import Learner
 
 
 def row_to_check(rows: Sequence[Row], version: int) -> Row | None:

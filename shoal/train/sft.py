@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 
 from shoal.config import PRESET_LR, SftConfig, TrainConfig, preset_imitation_lr
-from shoal.policy.base import PolicyModel
+from shoal.models.interface import PolicyModel
 from shoal.train.checkpoint import States
-from shoal.train.objective import sft_objective
+from shoal.train.learner import Learner
+from shoal.train.loss import sft_objective
 from shoal.train.rows import Row, example_row
-from shoal.train.step import Learner
 
 MICROBATCH_TOKENS = 4096
 """Padded tokens of one forward pass. On a CPU, more do not fit the cache and take more memory."""

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shoal.errors import ConfigError, NothingYet, Overreach, StateError
-from shoal.ledger.facts.verdicts import VerdictGiven
+from shoal.ledger.verdicts import VerdictGiven
 from shoal.metrics import METRICS
 from shoal.protocol.env_faults import without_faults
+from shoal.watch.event_rows import Row, event_row, refusal_rows, verdict_row
 from shoal.watch.reading import Reading
-from shoal.watch.reading.heldout import HeldOut
-from shoal.watch.reading.marks import slot_of, standing_of
-from shoal.watch.rows import Row, event_row, refusal_rows, verdict_row
+from shoal.watch.reading.evaluations import HeldOut
+from shoal.watch.reading.event_index import slot_of, standing_of
 
 
 class Column(NamedTuple):

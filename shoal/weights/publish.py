@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 from shoal.errors import StateError, cause_of
-from shoal.folder import sync_file
+from shoal.models import lora_config
+from shoal.models.safetensors_header import Identity, identity_of
 from shoal.net.client import Client
-from shoal.policy import adapterspec
-from shoal.policy.stored import Identity, identity_of
-from shoal.protocol import constants, wire
-from shoal.protocol.types import AdapterBase, FileEntry, Manifest, Patch
-from shoal.weights.bases import directory_root, file_digest
-from shoal.weights.codes import Weights, coded_directory, cores
-from shoal.weights.demands import MOST_FILES, POLICY_STREAM, is_publishable
-from shoal.weights.patch import CODEC, make_patch
-from shoal.weights.spans import Span, copy_span
+from shoal.protocol import constants, encoding
+from shoal.protocol.messages import AdapterBase, FileEntry, Manifest, Patch
+from shoal.run_folder import sync_file
+from shoal.weights.base_model import directory_root, file_digest
+from shoal.weights.delta.patch import CODEC, make_patch
+from shoal.weights.delta.tensor_codes import Weights, coded_directory, cores
+from shoal.weights.file_ranges import Span, copy_span
+from shoal.weights.manifest import MOST_FILES, POLICY_STREAM, is_publishable
 
 BIG_BYTES = 64 << 20
 """A smaller version is cut into chunks of MAX_CHUNK_BYTES: it takes a moment, and each request costs both sides time."""
@@ -174,7 +174,7 @@ async def publish(
         files=tuple(
             [
                 await asyncio.to_thread(_named, path)
-                if adapts and adapts.source and path.suffix == ".safetensors" and path.name != adapterspec.WEIGHTS
+                if adapts and adapts.source and path.suffix == ".safetensors" and path.name != lora_config.WEIGHTS
                 else await _send_file(path, sink, chunk_bytes, known, described)
                 for path in paths
             ]
@@ -238,7 +238,9 @@ async def _send(
     whole, chunks, view = hashlib.sha256(), [], memoryview(data)
     for start in range(0, len(view), chunk_bytes):
         chunk = view[start : start + chunk_bytes]
-        digest = await asyncio.to_thread(wire.digest, chunk) if len(chunk) > _SMALL_BYTES else wire.digest(chunk)
+        digest = (
+            await asyncio.to_thread(encoding.digest, chunk) if len(chunk) > _SMALL_BYTES else encoding.digest(chunk)
+        )
         if digest not in known:
             if path is not None and takes_files(sink):
                 await sink.put_span(digest, Span(path, start, len(chunk)))

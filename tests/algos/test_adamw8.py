@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from shoal.algos import adamw8 as adamw8_file
-from shoal.algos.adamw8 import BLOCK, Coded, adamw8, coded, decoded, no_moments, numbers
+from shoal.train import adamw8 as adamw8_file
+from shoal.train.adamw8 import BLOCK, Coded, adamw8, coded, decoded, no_moments, numbers
 
 SETTINGS = {"lr": 0.1, "betas": (0.9, 0.95), "decay": 0.1}
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from shoal.algos import grpo_advantages, maxrl, rloo
-from shoal.algos.averages import token_weights
-from shoal.algos.batch_std import batch_scale
+from shoal.algos import advantages
+from shoal.algos.advantages import batch_scale
 from shoal.algos.entropy_target import bonus_share
+from shoal.algos.loss_averaging import token_weights
 
 # Four rows: rollouts a (two rows, 2 + 1 tokens) and b (3 tokens) of task p, c (6 tokens) of task q; 12 tokens in all.
 TOKENS, ROLLOUTS, PROMPTS = [2, 1, 3, 6], ["a", "a", "b", "c"], ["p", "p", "p", "q"]
@@ -60,24 +60,24 @@ def test_weighted_sums_are_the_averages_that_they_are_named_for(average):
 
 def test_rloo_takes_the_mean_of_the_others():
     # Rewards 1, 0, 0, 1: the others' means are 1/3, 2/3, 2/3, 1/3.
-    assert rloo.rloo_advantages([1, 0, 0, 1]).tolist() == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
+    assert advantages.rloo_advantages([1, 0, 0, 1]).tolist() == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
 
 
 def test_rloo_is_the_mean_baseline_times_g_over_g_minus_one():
     rewards = np.random.default_rng(1).normal(size=16)
-    expected = grpo_advantages.group_advantages(rewards, "mean") * 16 / 15
-    assert rloo.rloo_advantages(rewards) == pytest.approx(expected, abs=1e-6)
+    expected = advantages.group_advantages(rewards, "mean") * 16 / 15
+    assert advantages.rloo_advantages(rewards) == pytest.approx(expected, abs=1e-6)
 
 
 def test_maxrl_divides_by_the_mean():
     # One success of four: mean 1/4, so 3 and -1. Three of four: 1/3 and -1.
-    assert maxrl.maxrl_advantages([0, 1, 0, 0]).tolist() == pytest.approx([-1, 3, -1, -1])
-    assert maxrl.maxrl_advantages([1, 1, 0, 1]).tolist() == pytest.approx([1 / 3, 1 / 3, -1, 1 / 3])
+    assert advantages.maxrl_advantages([0, 1, 0, 0]).tolist() == pytest.approx([-1, 3, -1, -1])
+    assert advantages.maxrl_advantages([1, 1, 0, 1]).tolist() == pytest.approx([1 / 3, 1 / 3, -1, 1 / 3])
 
 
 @pytest.mark.parametrize("rewards", [[0, 0], [1, 1], [-1, 1], [-2, 1]])
 def test_maxrl_learns_nothing_from_a_group_without_a_positive_mean_or_without_differences(rewards):
-    assert not maxrl.maxrl_has_signal(rewards) and not maxrl.maxrl_advantages(rewards).any()
+    assert not advantages.maxrl_has_signal(rewards) and not advantages.maxrl_advantages(rewards).any()
 
 
 def test_the_batch_has_a_deviation_of_one_after_scaling():

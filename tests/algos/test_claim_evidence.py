@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from shoal.algos.claim_evidence import LIMIT_NATS, cut, grown, lean
+from shoal.algos.logprob_evidence import LIMIT_NATS, cut, grown, lean
 from shoal.algos.sampling_evidence import CLAIM_ALARM_BITS, Evidence, excessive, room
-from shoal.protocol.types import Bounds
+from shoal.protocol.messages import Bounds
 
 NOISE = Bounds(gap=0.4, flipped=1e-3, mean_gap=5e-4, logprob=1.0, logprob_mean=0.005)
 NOTHING = (0.0,) * 4

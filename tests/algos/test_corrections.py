@@ -5,9 +5,7 @@ import math
 import pytest
 import torch
 
-from shoal.algos.icepop import icepop_weights
-from shoal.algos.row_masks import row_mask
-from shoal.algos.truncated import truncated_row_weights
+from shoal.algos.corrections import icepop_weights, row_mask, truncated_row_weights
 
 # Three rows: ratios 2 and 1/2 (product 1), 1.1 and 1.1 (product 1.21), 4 and 2 (product 8).
 K, ROW = [2.0, 0.5, 1.1, 1.1, 4.0, 2.0], torch.tensor([0, 0, 1, 1, 2, 2])

@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.algos import rloo
+from shoal.algos import advantages
+from shoal.algos.advantages import group_advantages, process_advantages, returns_to_go, turn_advantages
 from shoal.algos.gae import gae
-from shoal.algos.grpo_advantages import group_advantages
-from shoal.algos.process_rewards import process_advantages
-from shoal.algos.returns import returns_to_go, turn_advantages
-from shoal.algos.value_loss import value_loss
-from shoal.algos.vine import fill_values, of_tokens, start_values, step_advantages, vine_values
+from shoal.algos.losses import value_loss
+from shoal.algos.vineppo import fill_values, of_tokens, start_values, step_advantages, vine_values
 
 # --- GAE ---
 
@@ -99,7 +97,7 @@ def test_a_steps_credit_is_what_it_adds_to_the_mean_of_continuations():
 def test_the_value_of_the_start_leaves_a_rollouts_own_return_out():
     # of the returns 1, 0 and 0.5, the others have the means 0.25, 0.75 and 0.5
     assert start_values([1.0, 0.0, 0.5]) == [0.25, 0.75, 0.5]
-    assert rloo.rloo_advantages([1.0, 0.0, 0.5]).tolist() == [0.75, -0.75, 0.0], (
+    assert advantages.rloo_advantages([1.0, 0.0, 0.5]).tolist() == [0.75, -0.75, 0.0], (
         "a rollout of one step is worth what RLOO says"
     )
 

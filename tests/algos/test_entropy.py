@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from shoal.algos.entropy import entropy_bonus, logprob_and_entropy
+from shoal.algos.regularisers import entropy_bonus, logprob_and_entropy
 
 
 def test_values_equal_the_numbers_worked_by_hand():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shoal.algos.floatcodes import KINDS, at_places, exponents, places
+from shoal.weights.delta.tensor_codes import KINDS, at_places, exponents, places
 
 
 @pytest.mark.parametrize("name", ["BF16", "F16", "F8_E4M3", "F8_E5M2", "I16", "U8"])

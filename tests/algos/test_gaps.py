@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.algos.gaps import (
+from shoal.weights.delta.golomb_rice import (
     MOST,
     BadBits,
     Reader,

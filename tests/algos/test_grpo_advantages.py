@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shoal.algos.grpo_advantages import group_advantages, rewards_differ
+from shoal.algos.advantages import group_advantages, rewards_differ
 
 
 def test_mean_subtracts_the_group_mean():

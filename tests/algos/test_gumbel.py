@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.algos.gumbel import _philox_numpy, _philox_torch, gumbel, seed_words
+from shoal.algos.noise.philox import _philox_numpy, _philox_torch, gumbel, seed_words
 from shoal.protocol import noise
-from shoal.protocol.randomness import sample_seed
+from shoal.protocol.seed_chain import sample_seed
 
 
 def _seeds(count: int) -> list[bytes]:

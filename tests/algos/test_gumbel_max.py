@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.algos import gumbel_max as searching
-from shoal.algos.gumbel import gumbel, gumbel_at, noise_of, seed_words
-from shoal.algos.gumbel_max import MOST, _with_all_noise, gaps_of, gumbel_max
+from shoal.algos.noise import argmax_search as searching
+from shoal.algos.noise.argmax_search import MOST, _with_all_noise, gaps_of, gumbel_max
+from shoal.algos.noise.philox import gumbel, gumbel_at, noise_of, seed_words
 from shoal.protocol import noise
-from shoal.protocol.randomness import sample_seed
+from shoal.protocol.seed_chain import sample_seed
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shoal.algos.hacking_signs import loop_share, rank_correlation
+from shoal.algos.reward_shaping import loop_share, rank_correlation
 
 
 def test_repeated_share_by_hand():

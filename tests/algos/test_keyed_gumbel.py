@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.algos.gumbel import seed_words
-from shoal.algos.keyed_gumbel import keyed_gumbel_32, keyed_gumbel_64
-from shoal.algos.murmur_gumbel import murmur_gumbel_32, murmur_gumbel_53
+from shoal.algos.noise.philox import seed_words
+from shoal.algos.noise.vllm import keyed_gumbel_32, keyed_gumbel_64, murmur_gumbel_32, murmur_gumbel_53
 from shoal.protocol import noise
-from shoal.protocol.randomness import sample_seed
+from shoal.protocol.seed_chain import sample_seed
 
 PAIRS = [
     (keyed_gumbel_32, noise.keyed_gumbel_32), (keyed_gumbel_64, noise.keyed_gumbel_64),

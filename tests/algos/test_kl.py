@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from shoal.algos.kl import kl_terms, rest_of_penalty
+from shoal.algos.regularisers import kl_terms, rest_of_penalty
 
 
 def test_estimators_equal_the_numbers_worked_by_hand():

@@ -2,9 +2,7 @@
 
 import pytest
 
-from shoal.algos.length_target import length_penalty
-from shoal.algos.overlong import overlong
-from shoal.algos.repetition import repeated_share
+from shoal.algos.reward_shaping import length_penalty, overlong, repeated_share
 
 
 def test_each_token_off_the_target_costs_alpha_on_both_sides() -> None:

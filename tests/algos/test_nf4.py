@@ -6,7 +6,7 @@ from statistics import NormalDist
 import pytest
 import torch
 
-from shoal.algos.nf4 import BLOCK, GROUP, NUMBERS, Nf4, coded, constants_coded, constants_decoded, decoded
+from shoal.models.nf4 import BLOCK, GROUP, NUMBERS, Nf4, coded, constants_coded, constants_decoded, decoded
 
 
 def test_the_16_numbers_are_quantiles_of_a_normal_distribution():

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.algos.entropy import logprob_and_entropy
-from shoal.algos.pieces import logprob_and_entropy_of
+from shoal.algos.chunked_logprobs import logprob_and_entropy_of
+from shoal.algos.regularisers import logprob_and_entropy
 
 N, D, V = 37, 16, 50
 PIECE = 4 * V

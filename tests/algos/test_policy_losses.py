@@ -6,13 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from shoal.algos.cispo import cispo_loss
-from shoal.algos.dppo import dppo_loss
-from shoal.algos.gspo import gspo_loss
-from shoal.algos.ppo import ppo_loss
-from shoal.algos.ratios import row_mean, row_rest, row_sum
-from shoal.algos.reinforce import reinforce_loss
-from shoal.algos.squared_ratio import squared_ratio
+from shoal.algos.losses import cispo_loss, dppo_loss, gspo_loss, ppo_loss, reinforce_loss, row_mean, row_rest, row_sum
+from shoal.algos.regularisers import squared_ratio
 
 MU = math.log(0.25)
 

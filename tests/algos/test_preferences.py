@@ -5,10 +5,8 @@ import math
 import pytest
 import torch
 
-from shoal.algos.bradley_terry import bradley_terry_loss
-from shoal.algos.distillation import distillation_advantages, reverse_kl
-from shoal.algos.dpo import dpo_loss
-from shoal.algos.rejection import raft, star
+from shoal.algos.preferences import bradley_terry_loss, distillation_advantages, dpo_loss, reverse_kl
+from shoal.algos.rejection_sampling import raft, star
 
 
 def doubles(*values):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from shoal.algos.projection import VALUES, agree, project
+from shoal.algos.activation_projection import VALUES, agree, project
 
 RNG = np.random.default_rng(0)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shoal.algos.ranks import Members, select
+from shoal.weights.delta.bitset_rank import Members, select
 
 
 def members_of(mask):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.algos.schedule import learning_rate
+from shoal.algos.lr_schedule import learning_rate
 
 
 def rates(shape, ts, warmup_steps=4, steps=15):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from shoal.algos.sft import sft_loss
+from shoal.algos.losses import sft_loss
 
 
 def test_loss_equals_the_number_worked_by_hand():

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from shoal.algos import toploc
-from shoal.algos.polynomials import PRIME, evaluate, interpolate
+from shoal.algos.field_polynomials import PRIME, evaluate, interpolate
 from shoal.algos.toploc import CHUNK_TOKENS, compare, prove, top_k
 from shoal.config import ACTIVATION_ERROR
-from shoal.proofs.checks.activations import judge
+from shoal.verification.checks.activations import judge
 
 GOLDEN = json.loads(Path(__file__).with_name("toploc_golden.json").read_text())
 """Made by the python package toploc 0.1.6: benchmarks/peers/toploc_golden.py."""

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from shoal.algos.ppo import ppo_loss
-from shoal.algos.truncated import truncated_weights
+from shoal.algos.corrections import truncated_weights
+from shoal.algos.losses import ppo_loss
 
 
 def logs(*probabilities: float) -> torch.Tensor:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from shoal.engine.base import Engine
-from shoal.protocol.types import Group, Rollout
+from shoal.engine.interface import Engine
+from shoal.protocol.messages import Group, Rollout
 from tests.attacks.world import World
 
 

@@ -6,13 +6,13 @@ import msgspec
 import numpy as np
 
 from shoal.algos.sampling_evidence import largest_sum, most_flipped
-from shoal.engine.base import Continuation, Engine, Request
-from shoal.engine.cheats import Cheat, Fabricate, OtherSeed
+from shoal.engine.dishonest import Cheat, Fabricate, OtherSeed
+from shoal.engine.interface import Continuation, Engine, Request
 from shoal.envs.play import Episode, play
-from shoal.proofs.checks.sampling import FAR
-from shoal.protocol.randomness import sample_seed
-from shoal.protocol.types import ENVIRONMENT, POLICY, Group, Rollout
-from shoal.protocol.wire import domain_hash
+from shoal.protocol.encoding import domain_hash
+from shoal.protocol.messages import ENVIRONMENT, POLICY, Group, Rollout
+from shoal.protocol.seed_chain import sample_seed
+from shoal.verification.checks.sampling import FAR
 from tests.attacks.attack import Attack, OtherEngine, prefilled, with_rollouts
 from tests.attacks.world import World, altered, halve, lease_of, load_engine, round_to_int4
 

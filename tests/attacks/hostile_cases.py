@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from shoal.net.server import answer_bytes
-from shoal.protocol import types as t
-from shoal.protocol.wire import digest, to_json
+from shoal.protocol import messages as t
+from shoal.protocol.encoding import digest, to_json
 from tests.attacks.hostile_host import SAMPLING, HostileHost, repeated
 from tests.policy.test_contained import ABORTS, ABORTS_WHEN_OPENED, HOG, LOOP
 

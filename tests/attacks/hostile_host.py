@@ -26,15 +26,14 @@ from starlette.routing import Route
 
 from shoal.envs.load import env_digest, load_env
 from shoal.errors import StateError
-from shoal.ledger.law import RULES_VERSION
+from shoal.ledger.constants import RULES_VERSION
 from shoal.net.server import answer, answer_bytes, application
-from shoal.protocol import types as t
+from shoal.protocol import messages as t
 from shoal.protocol.constants import MAX_CHUNK_BYTES, PROTOCOL_VERSION
-from shoal.protocol.identity import Key
-from shoal.protocol.promises import sign_promise, terms_of
-from shoal.protocol.wire import digest, from_json, to_json
-from shoal.weights.demands import POLICY_STREAM
-from shoal.weights.manifest import content_of, sign_manifest, weights_root
+from shoal.protocol.encoding import digest, from_json, to_json
+from shoal.protocol.host_signatures import sign_promise, terms_of
+from shoal.protocol.signing import Key
+from shoal.weights.manifest import POLICY_STREAM, content_of, sign_manifest, weights_root
 from tests.attacks.world import RULES
 
 RUN, KEY = "ab" * 16, Key(b"\x07" * 32)
@@ -220,7 +219,7 @@ def stay(
     ready_at, stopped = 0.0, False
     with (folder / "said").open("wb") as out:
         node = subprocess.Popen(
-            [sys.executable, "-m", "shoal.cli", *command], stdout=out, stderr=out, env=environment,
+            [sys.executable, "-m", "shoal", *command], stdout=out, stderr=out, env=environment,
             start_new_session=True,
         )  # fmt: skip
         try:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from shoal.protocol.types import Group, Rollout, Submission
-from shoal.protocol.wire import from_msgpack, to_msgpack
+from shoal.protocol.encoding import from_msgpack, to_msgpack
+from shoal.protocol.messages import Group, Rollout, Submission
 
 
 @dataclass(frozen=True)

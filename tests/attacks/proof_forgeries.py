@@ -7,12 +7,12 @@ lease, the tokens, the code, and for the typical ones the policy's states at oth
 import msgspec
 import numpy as np
 
-from shoal.algos.polynomials import PRIME
+from shoal.algos.field_polynomials import PRIME
 from shoal.algos.toploc import prove
-from shoal.proofs.commit import prove_activations
-from shoal.proofs.context import score_requests
-from shoal.protocol.types import Submission
-from shoal.protocol.wire import from_msgpack, to_msgpack
+from shoal.protocol.encoding import from_msgpack, to_msgpack
+from shoal.protocol.messages import Submission
+from shoal.verification.context import score_requests
+from shoal.verification.encode_submission import prove_activations
 from tests.attacks.world import World, load_engine
 
 

@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.algos.claim_evidence import grown
-from shoal.algos.grpo_advantages import group_advantages
+from shoal.algos.advantages import group_advantages
+from shoal.algos.logprob_evidence import grown
 from shoal.algos.sampling_evidence import Evidence, Figures, excessive, update
 from shoal.config import BOUNDS, wire_bounds
-from shoal.envs.wordle import environment as wordle
-from shoal.policy.model import Transformer
-from shoal.protocol.types import Sampling
+from shoal.envs.builtin.wordle import environment as wordle
+from shoal.models.transformer import Transformer
+from shoal.protocol.messages import Sampling
 from tests.attacks.attack import shifted
 from tests.attacks.world import RULES, World, altered, lease_of, load_engine
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from shoal.env import Env, Step
-from shoal.envs.arithmetic import environment as arithmetic
-from shoal.envs.conversation import Conversation
-from shoal.ledger.algorithm import teaches
-from shoal.proofs.verify import verify_submission
-from shoal.protocol.audits import influence
-from shoal.protocol.compositions import Grpo
-from shoal.protocol.types import Check
-from shoal.protocol.wire import digest
+from shoal.envs.builtin.arithmetic import environment as arithmetic
+from shoal.envs.rollout import Conversation
+from shoal.ledger.group_signal import teaches
+from shoal.protocol.algorithm_config import Grpo
+from shoal.protocol.audit_selection import influence
+from shoal.protocol.encoding import digest
+from shoal.protocol.messages import Check
+from shoal.verification.verify import verify_submission
 from tests.attacks.world import LEASE, RULES, World, make_policy
 
 RATE, DRAWS = 0.05, np.linspace(0, 1, 40, endpoint=False)

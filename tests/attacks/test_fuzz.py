@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.engine.base import Score
-from shoal.proofs.commit import largest_submission_bytes
-from shoal.protocol.types import EngineFacts, Submission
-from shoal.protocol.wire import to_msgpack
+from shoal.engine.interface import Score
+from shoal.protocol.encoding import to_msgpack
+from shoal.protocol.messages import EngineFacts, Submission
+from shoal.verification.encode_submission import largest_submission_bytes
 from tests.attacks.world import RULES, World, lease_of, make_policy
 
 FUZZ = settings(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal.config import TinyPolicy
-from shoal.policy.tiny import make_tiny
+from shoal.models.random_model import make_tiny
 from shoal.sandbox.selftest import LIMITS as SELF_TEST
 from tests.attacks.hostile_cases import CASES, QUICK
 from tests.attacks.hostile_host import HostileHost, Stay, stay

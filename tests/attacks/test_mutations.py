@@ -20,16 +20,16 @@ import psutil
 import pytest
 
 from shoal.ledger.commands import AskLease, Enter, Publish
-from shoal.net.keys import load_or_make_key
-from shoal.proofs.commit import largest_submission_bytes
-from shoal.proofs.verify import AUDIT, MODEL_FREE
-from shoal.protocol import types as t
-from shoal.protocol.compositions import Grpo
-from shoal.protocol.identity import RequestLine, sign_request, verify_signature
-from shoal.protocol.parents import most_bytes
-from shoal.protocol.wire import digest, from_json, from_msgpack, to_json, to_msgpack
-from shoal.roles.coordinator.api import application
+from shoal.net.key_files import load_or_make_key
+from shoal.protocol import messages as t
+from shoal.protocol.algorithm_config import Grpo
+from shoal.protocol.branch_parents import most_bytes
+from shoal.protocol.encoding import digest, from_json, from_msgpack, to_json, to_msgpack
+from shoal.protocol.signing import RequestLine, sign_request, verify_signature
+from shoal.roles.coordinator.calls import application
 from shoal.train.rows import rows_of_group
+from shoal.verification.encode_submission import largest_submission_bytes
+from shoal.verification.verify import AUDIT, MODEL_FREE
 from tests.attacks.mutations import KINDS, Specimens, mutated
 from tests.attacks.world import RULES, World, lease_of, load_engine, make_policy
 from tests.roles.town import URL, Town, tiny_run

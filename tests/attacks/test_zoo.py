@@ -5,8 +5,8 @@ import pytest
 
 from shoal.algos.sampling_evidence import Evidence, Figures, excessive, update
 from shoal.config import ACTIVATION_ERROR
-from shoal.protocol.types import Submission
-from shoal.protocol.wire import WireError, from_msgpack, to_msgpack
+from shoal.protocol.encoding import WireError, from_msgpack, to_msgpack
+from shoal.protocol.messages import Submission
 from tests.attacks.attack import Attack
 from tests.attacks.world import RULES, World, lease_of, load_engine, make_policy
 from tests.attacks.zoo import ATTACKS, TOLERATED, SpentTolerance

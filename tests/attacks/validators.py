@@ -5,7 +5,7 @@ import contextlib
 import msgspec
 
 from shoal.net.client import PeerRefused
-from shoal.protocol import types as t
+from shoal.protocol import messages as t
 from shoal.roles.validator import Validator
 
 

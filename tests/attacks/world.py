@@ -15,23 +15,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.algos.gumbel import gumbel, seed_words
+from shoal.algos.noise.philox import gumbel, seed_words
+from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
-from shoal.engine.base import Engine, Score, ScoreRequest
-from shoal.engine.local import LocalEngine
+from shoal.engine.interface import Engine, Score, ScoreRequest
+from shoal.engine.native import LocalEngine
 from shoal.env import Env
-from shoal.envs.arithmetic import environment as arithmetic
+from shoal.envs.builtin.arithmetic import environment as arithmetic
+from shoal.envs.builtin.wordle import environment as wordle
 from shoal.envs.play import play_block
 from shoal.envs.replay import replay_group
-from shoal.envs.wordle import environment as wordle
-from shoal.policy.files import load_policy, save_policy
-from shoal.policy.model import Transformer
-from shoal.policy.render import Renderer
-from shoal.policy.tiny import make_tiny
-from shoal.proofs.commit import prove_activations
-from shoal.proofs.context import Tools, score_requests
-from shoal.proofs.verify import verify_submission
-from shoal.protocol.types import (
+from shoal.models.checkpoint import load_policy, save_policy
+from shoal.models.random_model import make_tiny
+from shoal.models.transformer import Transformer
+from shoal.protocol.encoding import digest, domain_hash, to_msgpack
+from shoal.protocol.messages import (
     Block,
     Bounds,
     Check,
@@ -44,7 +42,9 @@ from shoal.protocol.types import (
     Slot,
     Submission,
 )
-from shoal.protocol.wire import digest, domain_hash, to_msgpack
+from shoal.verification.context import Tools, score_requests
+from shoal.verification.encode_submission import prove_activations
+from shoal.verification.verify import verify_submission
 
 TINY = TinyPolicy(width=48, layers=2, heads=2, kv_heads=1, mlp_width=96, max_positions=256)
 SAMPLING = Sampling(temperature=1.0, max_turn_tokens=12, max_tokens=120)

@@ -8,8 +8,8 @@
 import msgspec
 import numpy as np
 
-from shoal.protocol.types import ENVIRONMENT, POLICY, Rollout, make_rollout
-from shoal.protocol.wire import to_msgpack
+from shoal.protocol.encoding import to_msgpack
+from shoal.protocol.messages import ENVIRONMENT, POLICY, Rollout, make_rollout
 from tests.attacks.attack import Attack, shifted
 from tests.attacks.choices import (
     SYSTEM_PROMPT,

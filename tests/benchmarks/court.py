@@ -20,14 +20,14 @@ from benchmarks.market import (
 from benchmarks.terms import ALL, ONE, Draws, Sight, Strategy, Terms
 from benchmarks.verdicts import Sent, case_of, recheck_rate, verdict_of
 from shoal.ledger.commands import AskLease, Enter, Judge, Leave, Publish, Submit, Tick
-from shoal.ledger.facts.pay import Forfeited, Slash
-from shoal.ledger.facts.run import Create, RunCreated
-from shoal.ledger.rules.run import follow
+from shoal.ledger.pay import Forfeited, Slash
+from shoal.ledger.registry import apply, decide, make_entry
+from shoal.ledger.run import Create, RunCreated
+from shoal.ledger.run_decisions import follow
 from shoal.ledger.state import State
-from shoal.ledger.table import apply, decide, make_entry
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
-from shoal.protocol.types import GroupVerdict, Join, Rules, Sampling, Verdict
-from shoal.protocol.wire import digest
+from shoal.protocol.encoding import digest
+from shoal.protocol.messages import GroupVerdict, Join, Rules, Sampling, Verdict
 
 TRAINER = "f" * 64
 

@@ -13,9 +13,9 @@ from benchmarks.adapted import curves, size
 from benchmarks.real.resident import peak_mb
 from benchmarks.whole_system import make_policy
 from shoal.config import load_run
-from shoal.policy.files import find_tensors
-from shoal.policy.sizes import parameters_of
-from shoal.policy.tiny import tiny_spec
+from shoal.models.checkpoint import find_tensors
+from shoal.models.parameter_counts import parameters_of
+from shoal.models.random_model import tiny_spec
 
 SIZED = {"peak_gb_most": 5.9, "disk_gb": 4.9, "step_share": 0.017, "logits_off": 1e-4, "logits_moved": 2.0}
 

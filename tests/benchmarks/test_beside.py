@@ -15,7 +15,7 @@ from benchmarks.claims.curves.harness import Curve, TrainedRun, config_of, train
 from benchmarks.envs import graded_sums, liked_letters
 from shoal.config import TinyPolicy
 from shoal.errors import StateError
-from shoal.policy.tiny import make_tiny
+from shoal.models.random_model import make_tiny
 from shoal.tree import merge
 
 VOWELS = {

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.broadcast import bound_s
 from benchmarks.swarm import links
-from shoal.net.fault_proxy import FaultProxy
+from tests.net.fault_proxy import FaultProxy
 
 ROOT = Path(__file__).resolve().parents[2]
 

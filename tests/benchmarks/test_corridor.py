@@ -8,8 +8,8 @@ import torch
 from benchmarks.corridor.environment import TASKS, Corridor, opens, solved
 from benchmarks.corridor.values import true_values
 from shoal.config import TinyPolicy
-from shoal.policy.model import Transformer
-from shoal.policy.tiny import initialise, tiny_spec
+from shoal.models.random_model import initialise, tiny_spec
+from shoal.models.transformer import Transformer
 
 TASK = (1, 0, 3, 2)
 """Start, keys, door: the shortest walk is l, r r r, l."""

@@ -17,7 +17,7 @@ from benchmarks.claims.curves.kept import Kept, Run, make_here
 from benchmarks.claims.curves.picture import Line, picture
 from benchmarks.claims.curves.ranks import spearman
 from shoal.config import TinyPolicy
-from shoal.policy.tiny import make_tiny
+from shoal.models.random_model import make_tiny
 from shoal.tree import merge
 
 VOWELS = {
@@ -120,7 +120,7 @@ def test_the_grid_has_three_learning_rates_for_every_arm_and_other_seeds_for_rep
 
 
 def test_every_named_algorithm_has_its_place_in_the_figure_of_staleness():
-    from shoal.protocol.compositions import NAMED
+    from shoal.protocol.algorithm_config import NAMED
 
     assert set(grid.NAMED) == {kind.__struct_config__.tag for kind in NAMED}
 

@@ -7,8 +7,8 @@ import pytest
 from benchmarks.detect.judgement import CHECKS, GROUP_SIZE, look, share
 from benchmarks.detect.policies import Lab, copied, lease, rules
 from benchmarks.pages.detection import tables
-from shoal.protocol.types import Group, Submission
-from shoal.protocol.wire import from_msgpack
+from shoal.protocol.encoding import from_msgpack
+from shoal.protocol.messages import Group, Submission
 from tests.attacks.attack import Attack
 from tests.attacks.choices import OneToken, OwnSeeds
 from tests.attacks.proof_forgeries import AnotherGroups, Negated

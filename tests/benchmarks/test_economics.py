@@ -7,7 +7,7 @@ from benchmarks import economics as eco
 from benchmarks import market
 from benchmarks.search import search, worth
 from benchmarks.terms import ALL, HONEST, NONE, ONE, Draws, Move, Strategy, Terms
-from shoal.ledger.law import Law
+from shoal.ledger.constants import Law
 from tests.benchmarks.court import try_case, try_case_beside_rival
 
 SHORT = Terms(blocks=260)

@@ -10,7 +10,7 @@ from benchmarks.monitored.runs import ROOT, SMALL, SUMS, Faults, evaluated, hone
 from benchmarks.monitors import EXPECTED, Expected, judged
 from benchmarks.pages.monitors import tables
 from shoal.config import load_run
-from shoal.config.monitors import CAUSES
+from shoal.config.alarm_limits import CAUSES
 from shoal.metrics import read_metrics
 from tests.monitors.series import honest_digests, honest_lines
 from tests.monitors.test_monitors import causes

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from benchmarks.patches import entropy_bits
-from shoal.weights.codes import Coded
-from shoal.weights.patch import make_patch
+from shoal.weights.delta.patch import make_patch
+from shoal.weights.delta.tensor_codes import Coded
 from tests.weights.versions import copied, equal, versions
 
 

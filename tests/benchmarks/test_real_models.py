@@ -16,11 +16,11 @@ from benchmarks.real.kept import Kept
 from benchmarks.real.refusals import CASES, refusals
 from benchmarks.real.rows import LOWEST, Batch
 from benchmarks.real.shapes import ENTROPY, SHAPES, make_shape
-from shoal.algos.entropy import logprob_and_entropy
-from shoal.policy.files import load_policy
-from shoal.policy.kinds import sized_spec_of
-from shoal.policy.shaped import LEAST_VOCABULARY
-from shoal.policy.sizes import parameters_of
+from shoal.algos.regularisers import logprob_and_entropy
+from shoal.models.checkpoint import load_policy
+from shoal.models.open_model import sized_spec_of
+from shoal.models.parameter_counts import parameters_of
+from shoal.models.random_model import LEAST_VOCABULARY
 from tests.engine.architectures import ARCHITECTURES, MIXTURES
 
 BATCH = Batch(1, 4, 16, 8, 16, 64)

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.whole_system import ALPHABET, RECIPE, SHARED_SETTINGS, Look, Watch, between, make_policy
+from shoal.chat.renderer import Renderer
 from shoal.config import load_run
-from shoal.engine.base import Request
-from shoal.engine.local import LocalEngine
-from shoal.envs.check import check_env
+from shoal.engine.interface import Request
+from shoal.engine.native import LocalEngine
+from shoal.envs.lint import check_env
 from shoal.envs.load import load_env
-from shoal.policy.render import Renderer
 
 PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
 ENV = str(RECIPE.parent / "envs" / "vowels.py")

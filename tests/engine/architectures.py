@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shoal.policy.tiny import write_tokenizer
+from shoal.models.random_model import write_tokenizer
 
 WINDOW = 8
 """Tokens that sliding attention sees, far fewer than the conversations of the tests have."""

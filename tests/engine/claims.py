@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shoal.engine.base import Continuation, Request, ScoreRequest
+from shoal.engine.interface import Continuation, Request, ScoreRequest
 
 
 def claims_of(requests: Sequence[Request], turns: Sequence[Continuation]) -> list[ScoreRequest]:

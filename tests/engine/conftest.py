@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from shoal.config import TinyPolicy
-from shoal.policy.files import save_policy
-from shoal.policy.model import Transformer
-from shoal.policy.tiny import initialise, tiny_spec
+from shoal.models.checkpoint import save_policy
+from shoal.models.random_model import initialise, tiny_spec
+from shoal.models.transformer import Transformer
 
 
 def write_policy(

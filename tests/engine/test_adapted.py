@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shoal.engine import local
-from shoal.engine.base import Continuation, Request, ScoreRequest
-from shoal.engine.local import LocalEngine
+from shoal.engine import native
+from shoal.engine.interface import Continuation, Request, ScoreRequest
+from shoal.engine.native import LocalEngine
 from shoal.errors import StateError
-from shoal.policy.adapters import begin_adapter, decode
-from shoal.policy.adapterspec import AdapterSpec, Base
-from shoal.policy.files import load_int8, load_policy, save_policy, write_nf4
+from shoal.models.checkpoint import load_int8, load_policy, save_policy, write_nf4
+from shoal.models.lora import begin_adapter, decode
+from shoal.models.lora_config import AdapterSpec, Base
 from tests.engine.claims import claims_of
 from tests.engine.conftest import write_policy
 
@@ -57,7 +57,7 @@ def written(loaded: LocalEngine) -> list[Continuation]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_adapter_over_a_base_in_memory_has_the_bits_of_one_that_is_loaded_anew(versions, monkeypatch, dtype):
     kept, loads = engine(dtype), []
-    monkeypatch.setattr(local, "load_policy", lambda *given: loads.append(given) or load_policy(*given))
+    monkeypatch.setattr(native, "load_policy", lambda *given: loads.append(given) or load_policy(*given))
     for number, directory in enumerate([*versions, versions[0]]):
         kept.load(directory, number)
         fresh = engine(dtype)
@@ -132,7 +132,7 @@ def test_a_base_whose_index_names_another_of_two_shards_is_loaded_anew(versions,
 
 def test_an_engine_in_int8_rounds_each_version_anew(versions, monkeypatch):
     loads: list[Path] = []
-    monkeypatch.setattr(local, "load_int8", lambda directory: loads.append(directory) or load_int8(directory))
+    monkeypatch.setattr(native, "load_int8", lambda directory: loads.append(directory) or load_int8(directory))
     kept = engine("int8")
     for number, directory in enumerate(versions[:2]):
         kept.load(directory, number)
@@ -174,7 +174,7 @@ def coded(tmp_path: Path) -> list[Path]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_over_codes_writes_and_scores_as_one_over_the_decoded_weights(coded, monkeypatch, dtype):
     kept, loads = engine(dtype), []
-    monkeypatch.setattr(local, "load_policy", lambda *given: loads.append(given) or load_policy(*given))
+    monkeypatch.setattr(native, "load_policy", lambda *given: loads.append(given) or load_policy(*given))
     for number, directory in enumerate((*coded[:2], coded[0])):
         kept.load(directory, number)
         assert written(kept) == written(engine_with(directory, dtype))

@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 
 from shoal.config import TrainConfig
-from shoal.engine.base import Continuation, Request, ScoreRequest
 from shoal.engine.hf import AnyDecoder, TransformersEngine
-from shoal.engine.local import LocalEngine
+from shoal.engine.interface import Continuation, Request, ScoreRequest
+from shoal.engine.native import LocalEngine
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.errors import StateError
-from shoal.policy.anymodel import AnyModel, load_any
-from shoal.policy.files import demand_weights, find_tensors, save_policy, snapshot
-from shoal.policy.kinds import AUTO, open_policy, spec_of
-from shoal.policy.stored import MASKS
+from shoal.models.checkpoint import demand_weights, find_tensors, save_policy, snapshot
+from shoal.models.hf_model import AnyModel, load_any
+from shoal.models.open_model import AUTO, open_policy, spec_of
+from shoal.models.safetensors_header import MASKS
 from shoal.protocol.noise import KEYED_32, KEYED_64, NOISES, PHILOX
-from shoal.protocol.randomness import sample_seed
+from shoal.protocol.seed_chain import sample_seed
+from shoal.train.learner import Learner
 from shoal.train.rows import Row
-from shoal.train.step import Learner
 from shoal.weights.manifest import weights_root
 from tests.engine.architectures import ARCHITECTURES, MIXTURES, write_any, write_config
 from tests.engine.claims import claims_of
@@ -191,7 +191,7 @@ def test_gradients_are_those_of_plain_logits_with_and_without_pieces_and_recompu
         return found
 
     plain, again = gradients(), gradients(recompute="layers")
-    monkeypatch.setattr("shoal.train.predict.HELD_LOGITS", 64 * 5)
+    monkeypatch.setattr("shoal.train.logprobs.HELD_LOGITS", 64 * 5)
     pieces = gradients()
     monkeypatch.setattr(AnyModel, "_examine_head", lambda self: None)
     whole = gradients()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.engine.anyneeds import AnyNeeds
-from shoal.policy.anyspec import AnySpec
+from shoal.engine.memory_estimate import AnyNeeds
+from shoal.models.hf_config import AnySpec
 from tests.engine.test_needs import MEASURE
 
 MODELS = {

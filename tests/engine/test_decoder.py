@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from shoal.engine.decoder import Cache, Decoder
-from shoal.policy.files import load_policy
+from shoal.models.checkpoint import load_policy
 from tests.engine.conftest import write_policy
 
 TOKENS_BT = torch.randint(0, 64, (4, 30), generator=torch.Generator().manual_seed(1))

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.engine.base import Request, ScoreRequest
 from shoal.engine.decoder import Decoder
-from shoal.engine.held import PREFILL_BYTES, PREFILL_TOKENS
-from shoal.engine.local import LocalEngine
-from shoal.engine.reading import prefill_tokens
-from shoal.policy.device import AUTO, DEVICES
-from shoal.policy.model import Transformer
-from shoal.policy.sizes import layer_values_of
-from shoal.policy.spec import PolicySpec
+from shoal.engine.interface import Request, ScoreRequest
+from shoal.engine.memory_estimate import PREFILL_BYTES, PREFILL_TOKENS
+from shoal.engine.native import LocalEngine
+from shoal.engine.prefill import prefill_tokens
+from shoal.models.config import PolicySpec
+from shoal.models.device import AUTO, DEVICES
+from shoal.models.parameter_counts import layer_values_of
+from shoal.models.transformer import Transformer
 from tests.engine.test_inplace import rollouts, same, versions
 from tests.one_device import MixedDevices, OneDevice, values_are_zeros
 
@@ -68,7 +68,7 @@ def test_a_tied_head_is_there_once_on_a_gpu_and_twice_on_a_cpu(device: str, copi
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_with_a_shared_head_are_changed_in_place(tied: bool, tmp_path: Path, monkeypatch) -> None:
     """`cpu:0` is the CPU by a name for which the head is shared, as on a GPU."""
-    monkeypatch.setattr("shoal.engine.inplace.LARGE_BYTES", 0)
+    monkeypatch.setattr("shoal.engine.hot_swap.LARGE_BYTES", 0)
     before, after = versions(tmp_path, tied=tied)
     changed, loaded = (LocalEngine(threads=1, dtype="bfloat16", device="cpu:0") for _ in range(2))
     changed.load(before, 0)

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.engine import families, fused
-from shoal.engine.families import FAMILIES, family
-from shoal.engine.fused import SOURCES, draws_the_family, kernel_for
+from shoal.engine import noise as families
+from shoal.engine import noise as fused
+from shoal.engine.noise import FAMILIES, SOURCES, draws_the_family, family, kernel_for
 from shoal.protocol.noise import NOISES, PHILOX
 
 INTERPRETED = 'import os; os.environ["TRITON_INTERPRET"] = "1"\n'
@@ -26,9 +26,9 @@ INTERPRETED = 'import os; os.environ["TRITON_INTERPRET"] = "1"\n'
 BITS = """
 import sys
 import torch
-from shoal.algos.fused_gumbel import BLOCK, best
-from shoal.engine.families import FAMILIES
-from shoal.engine.fused import SOURCES
+from shoal.algos.noise.triton import BLOCK, best
+from shoal.engine.noise import FAMILIES
+from shoal.engine.noise import SOURCES
 from tests.algos.test_gumbel_max import drawn, logits
 
 name, wrong, compared = sys.argv[1], [], 0
@@ -59,7 +59,7 @@ print(compared, wrong)
 
 VIEWS = """
 import torch
-from shoal.algos.fused_gumbel import best
+from shoal.algos.noise.triton import best
 from tests.algos.test_gumbel_max import drawn
 
 wide_NV, (words_N4, positions_N) = torch.randn(4, 5000), drawn(4)
@@ -74,8 +74,8 @@ print("same")
 TRIALS = """
 import torch
 from functools import partial
-from shoal.algos.fused_gumbel import best
-from shoal.engine.fused import SOURCES, draws_the_family
+from shoal.algos.noise.triton import best
+from shoal.engine.noise import SOURCES, draws_the_family
 print([name for name, (source, wide) in SOURCES.items()
        if draws_the_family(partial(best, source=source, wide=wide), name, torch.device("cpu"))])
 """
@@ -85,7 +85,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from shoal.algos.fused_gumbel import BLOCK, _best_of_block
+from shoal.algos.noise.triton import BLOCK, _best_of_block
 
 types = {
     "scaled_ptr": "*fp32", "stride": "i32", "V": "i32", "words_ptr": "*i64", "positions_ptr": "*i64",
@@ -195,7 +195,7 @@ def test_a_kernel_that_fails_its_trial_is_left_with_one_line(
             raise fault
         return _plain(PHILOX, 1, *given)
 
-    module = type(sys)("shoal.algos.fused_gumbel")
+    module = type(sys)("shoal.algos.noise.triton")
     module.best = best  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     fused._tried.cache_clear()

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.engine import inplace
-from shoal.engine.base import Request, Score, ScoreRequest, is_in_place
-from shoal.engine.cheats import CHEATS, cheating
-from shoal.engine.local import LocalEngine
+from shoal.engine import hot_swap
+from shoal.engine.dishonest import CHEATS, cheating
+from shoal.engine.interface import Request, Score, ScoreRequest, is_in_place
+from shoal.engine.native import LocalEngine
 from shoal.errors import StateError
-from shoal.policy.files import load_policy, save_policy
-from shoal.policy.model import Transformer
+from shoal.models.checkpoint import load_policy, save_policy
+from shoal.models.transformer import Transformer
 from tests.engine.claims import claims_of
 from tests.engine.conftest import write_policy
 
@@ -43,7 +43,7 @@ def some_values(model: Transformer) -> None:
 
 @pytest.fixture(autouse=True)
 def none_is_too_small(monkeypatch):
-    monkeypatch.setattr(inplace, "LARGE_BYTES", 0)
+    monkeypatch.setattr(hot_swap, "LARGE_BYTES", 0)
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_a_version_that_was_changed_in_place_has_the_bits_of_one_that_was_loaded
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 def test_matrices_are_compared_in_blocks(two, monkeypatch, rows):
-    monkeypatch.setattr(inplace, "BLOCK_VALUES", rows * 48)
+    monkeypatch.setattr(hot_swap, "BLOCK_VALUES", rows * 48)
     engine = engine_with(two[0])
     assert engine.change(*two, 1, right) and same(engine, engine_with(two[1]))
 
@@ -151,7 +151,7 @@ def is_torn(engine: LocalEngine) -> bool:
 @pytest.mark.parametrize("failure", [MemoryError, KeyboardInterrupt, StateError, OSError])
 @pytest.mark.parametrize("at", [0, 1, 11, 22])
 def test_weights_that_were_changed_in_part_are_never_used_until_a_version_is_loaded(two, monkeypatch, failure, at):
-    engine, write, calls = engine_with(two[0]), inplace.Change._write, []
+    engine, write, calls = engine_with(two[0]), hot_swap.Change._write, []
 
     def failing(change, name, place):
         calls.append(name)
@@ -160,7 +160,7 @@ def test_weights_that_were_changed_in_part_are_never_used_until_a_version_is_loa
         write(change, name, place)
 
     with monkeypatch.context() as patched:
-        patched.setattr(inplace.Change, "_write", failing)
+        patched.setattr(hot_swap.Change, "_write", failing)
         with pytest.raises(failure, match="in the middle"):
             engine.change(*two, 1, right)
     assert is_torn(engine)
@@ -230,8 +230,8 @@ def test_a_small_version_or_one_of_which_many_values_differ_is_left_to_be_loaded
     other, engine = next_version(two[0], tmp_path / "other", "bfloat16", all_values), engine_with(two[0])
     assert not engine.change(two[0], other, 1, right) and engine.version == 0
     with monkeypatch.context() as patch:
-        patch.setattr(inplace, "LARGE_BYTES", 10_000_000)
-        patch.setattr(inplace, "map_policy", None)
+        patch.setattr(hot_swap, "LARGE_BYTES", 10_000_000)
+        patch.setattr(hot_swap, "map_policy", None)
         assert not engine.change(*two, 1, right) and engine.version == 0, "too small, and not opened"
     other = next_version(two[0], tmp_path / "wide", "float32", lambda model: None)
     assert not engine.change(two[0], other, 1, right) and engine.version == 0, "another dtype"

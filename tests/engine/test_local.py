@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from shoal.engine.base import Continuation, Request, ScoreRequest
-from shoal.engine.local import LocalEngine
+from shoal.engine.interface import Continuation, Request, ScoreRequest
+from shoal.engine.native import LocalEngine
 from shoal.errors import StateError
 from shoal.protocol.noise import NOISES
-from shoal.protocol.randomness import sample_seed
+from shoal.protocol.seed_chain import sample_seed
 from tests.engine.claims import claims_of
 from tests.engine.conftest import write_policy
 
@@ -265,8 +265,8 @@ _WORKER = """
 import re, sys
 from pathlib import Path
 import httpx
-from shoal.engine.base import Request
-from shoal.engine.local import LocalEngine
+from shoal.engine.interface import Request
+from shoal.engine.native import LocalEngine
 engine = LocalEngine(threads=1)
 engine.load(Path(sys.argv[1]), 0)
 for block in range(3):
@@ -281,7 +281,7 @@ print(int(peak_kb) // 1024, heavy)
 
 def test_a_worker_with_the_engine_stays_below_350_MB_and_does_not_import_transformers(tmp_path: Path) -> None:
     from shoal.config import TinyPolicy, child_environment
-    from shoal.policy.tiny import make_tiny
+    from shoal.models.random_model import make_tiny
 
     make_tiny(TinyPolicy(), tmp_path / "policy", seed=0, dtype="float32")
     result = subprocess.run(

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from shoal.engine.needs import Needs, adapter_bytes
-from shoal.policy.adapterspec import TARGETS
-from shoal.policy.spec import PolicySpec
+from shoal.engine.memory_estimate import Needs, adapter_bytes
+from shoal.models.config import PolicySpec
+from shoal.models.lora_config import TARGETS
 
 MEASURE = """
 import ctypes, json, re, sys
 from pathlib import Path
 import torch
-from shoal.engine.base import Request, ScoreRequest
-from shoal.engine.local import LocalEngine
-from shoal.policy.adapters import begin_adapter
-from shoal.policy.adapterspec import AdapterSpec
-from shoal.policy.files import save_policy, write_nf4
-from shoal.policy.model import Transformer
-from shoal.policy.spec import PolicySpec
+from shoal.engine.interface import Request, ScoreRequest
+from shoal.engine.native import LocalEngine
+from shoal.models.lora import begin_adapter
+from shoal.models.lora_config import AdapterSpec
+from shoal.models.checkpoint import save_policy, write_nf4
+from shoal.models.transformer import Transformer
+from shoal.models.config import PolicySpec
 
 spec = PolicySpec(**json.loads(sys.argv[2]))
 rows, opening, tokens, rank = map(int, sys.argv[3:7])

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.errors import StateError
-from shoal.protocol.bounds import DTYPES, LOCAL, engine_kind
+from shoal.protocol.tolerances import DTYPES, LOCAL, engine_kind
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

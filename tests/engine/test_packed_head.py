@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.engine import packed_head
+from shoal.engine import decoder as packed_head
 from shoal.engine.decoder import Decoder
-from shoal.engine.local import LocalEngine
-from shoal.policy.files import load_policy
+from shoal.engine.native import LocalEngine
+from shoal.models.checkpoint import load_policy
 from tests.engine.conftest import write_policy
 from tests.engine.test_inplace import rollouts, same, versions
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 @pytest.fixture
 def none_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_head, "LARGE", 0)
-    monkeypatch.setattr("shoal.engine.inplace.LARGE_BYTES", 0)
+    monkeypatch.setattr("shoal.engine.hot_swap.LARGE_BYTES", 0)
 
 
 def engine_with(directory: Path) -> LocalEngine:

@@ -2,12 +2,12 @@
 
 import pytest
 
-from shoal.engine.base import Request
 from shoal.engine.decoder import Decoder
-from shoal.engine.held import PREFILL_TOKENS
-from shoal.engine.local import LocalEngine
-from shoal.policy.model import Transformer
-from shoal.policy.parking import storages_in
+from shoal.engine.interface import Request
+from shoal.engine.memory_estimate import PREFILL_TOKENS
+from shoal.engine.native import LocalEngine
+from shoal.models.cpu_offload import storages_in
+from shoal.models.transformer import Transformer
 from tests.engine.test_devices import SEED, SPEC
 from tests.engine.test_inplace import right, rollouts, same, versions
 from tests.one_device import values_are_zeros

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from shoal.config import TrainConfig
-from shoal.engine.base import Request, ScoreRequest
 from shoal.engine.hf import AnyDecoder, TransformersEngine
-from shoal.engine.vllm_files import config_for_vllm
+from shoal.engine.interface import Request, ScoreRequest
+from shoal.engine.vllm.checkpoint import config_for_vllm
 from shoal.errors import StateError
-from shoal.policy.anymodel import AnyModel, load_any
-from shoal.policy.kinds import kind_of, spec_of
+from shoal.models.hf_model import AnyModel, load_any
+from shoal.models.open_model import kind_of, spec_of
 from shoal.protocol.noise import NOISES, PHILOX
-from shoal.protocol.randomness import sample_seed
+from shoal.protocol.seed_chain import sample_seed
+from shoal.train.learner import Learner
 from shoal.train.rows import Row
-from shoal.train.step import Learner
 from tests.engine.architectures import ARCHITECTURES, DYNAMIC, ROTATIONS, SHORT, write_config
 from tests.engine.claims import claims_of
 

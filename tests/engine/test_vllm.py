@@ -16,15 +16,15 @@ import torch
 pytest.importorskip("vllm")
 
 from shoal.config import TinyPolicy
-from shoal.engine.base import Continuation, Request
-from shoal.engine.local import LocalEngine
-from shoal.engine.vllm import VllmEngine, makes_noise_of
+from shoal.engine.interface import Continuation, Request
+from shoal.engine.native import LocalEngine
+from shoal.engine.vllm.engine import VllmEngine, makes_noise_of
 from shoal.errors import StateError
-from shoal.policy.tiny import make_tiny
-from shoal.protocol.bounds import engine_kind
+from shoal.models.random_model import make_tiny
 from shoal.protocol.constants import VLLM
 from shoal.protocol.noise import NOISES, PHILOX
-from shoal.protocol.randomness import sample_seed
+from shoal.protocol.seed_chain import sample_seed
+from shoal.protocol.tolerances import engine_kind
 from tests.engine.claims import claims_of
 
 STOPS = frozenset({0, 1})

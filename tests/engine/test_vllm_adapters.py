@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from shoal.config import TinyPolicy
-from shoal.engine.vllm import VllmEngine
+from shoal.engine.vllm.engine import VllmEngine
 from shoal.errors import StateError
-from shoal.policy.tiny import make_tiny
+from shoal.models.random_model import make_tiny
 from tests.engine.test_adapted import version
 from tests.engine.test_vllm import _agree, _ours, _requests
 

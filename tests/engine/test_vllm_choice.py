@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.algos.gumbel import seed_words
-from shoal.engine.families import family
-from shoal.engine.vllm import _device, choose, makes_noise_of
+from shoal.algos.noise.philox import seed_words
+from shoal.engine.noise import family
+from shoal.engine.vllm.engine import _device, choose, makes_noise_of
 from shoal.errors import StateError
 from shoal.protocol.noise import MURMUR_32, NOISES, noise_words
-from shoal.protocol.randomness import sample_seed
+from shoal.protocol.seed_chain import sample_seed
 
 SEEDS = [sample_seed(b"choice", index) for index in range(6)]
 

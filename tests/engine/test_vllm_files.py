@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from shoal.config import TinyPolicy
-from shoal.engine.vllm_files import files_for_vllm
+from shoal.engine.vllm.checkpoint import files_for_vllm
 from shoal.errors import StateError
-from shoal.policy.anyspec import AnySpec
-from shoal.policy.spec import PolicySpec
-from shoal.policy.tiny import make_tiny
+from shoal.models.config import PolicySpec
+from shoal.models.hf_config import AnySpec
+from shoal.models.random_model import make_tiny
 from tests.engine.architectures import write_any
 
 LOUD = {

@@ -14,13 +14,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from shoal import cli
+from shoal.cli import main
 from shoal.config import RunConfig, load_run
-from shoal.engine.base import Engine
-from shoal.engine.cheats import cheating
+from shoal.engine.dishonest import cheating
 from shoal.engine.hf import TransformersEngine
-from shoal.engine.vllm import VllmEngine
-from shoal.roles.worker import Worker
+from shoal.engine.interface import Engine
+from shoal.engine.vllm.engine import VllmEngine
+from shoal.roles.worker.worker import Worker
 from shoal.tree import to_tree
 from tests.launch.test_join import SHOAL, begin, said
 from tests.roles.test_calibrate import TINY
@@ -36,7 +36,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run file with the bounds that calibration found for vLLM."""
     path = tmp_path_factory.mktemp("calibrated") / "tiny.toml"
     path.write_text(TINY.replace("DTYPE", "float32").replace("width = 32", "width = 64", 1))
-    assert cli.main(["calibrate", str(path), "--engine", "vllm", "--episodes", "96", "--write"]) == 0
+    assert main.main(["calibrate", str(path), "--engine", "vllm", "--episodes", "96", "--write"]) == 0
     return path
 
 

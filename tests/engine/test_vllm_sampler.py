@@ -16,7 +16,7 @@ INTERPRETED = "from tests.engine.interpreted import interpret_triton; interpret_
 SAMPLER = """
 from shoal.config import settle_vllm
 settle_vllm(cpu=True)
-from shoal.engine.vllm import makes_noise_of
+from shoal.engine.vllm.engine import makes_noise_of
 from shoal.protocol.noise import NOISES
 print([name for name in NOISES if makes_noise_of(name, "cpu")])
 """
@@ -51,11 +51,11 @@ import sys
 import numpy as np
 from pathlib import Path
 from shoal.config import TinyPolicy
-from shoal.engine.base import Request
-from shoal.engine.local import LocalEngine
-from shoal.engine.vllm import VllmEngine
-from shoal.policy.tiny import make_tiny
-from shoal.protocol.randomness import sample_seed
+from shoal.engine.interface import Request
+from shoal.engine.native import LocalEngine
+from shoal.engine.vllm.engine import VllmEngine
+from shoal.models.random_model import make_tiny
+from shoal.protocol.seed_chain import sample_seed
 from tests.engine.test_vllm import STOPS, _agree, _requests
 
 family, scratch = sys.argv[1], Path(sys.argv[2])

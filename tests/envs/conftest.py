@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
-from shoal.engine.base import Continuation, Request, Score, ScoreRequest
-from shoal.policy.render import Renderer
-from shoal.policy.tiny import make_tiny
-from shoal.protocol.types import EngineFacts, Sampling
+from shoal.engine.interface import Continuation, Request, Score, ScoreRequest
+from shoal.models.random_model import make_tiny
+from shoal.protocol.messages import EngineFacts, Sampling
 
 
 class FakeEngine:

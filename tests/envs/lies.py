@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.protocol.types import Rollout
+from shoal.protocol.messages import Rollout
 
 LIES: dict[str, Callable[[Rollout], dict[str, Any]]] = {
     "a branch where none opens": lambda r: {"starts": (*r.starts, len(r.author) - 3)},

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.envs.arithmetic import digits_right, environment, is_heldout, solve
+from shoal.envs.builtin.arithmetic import digits_right, environment, is_heldout, solve
 from shoal.errors import ConfigError
 
 

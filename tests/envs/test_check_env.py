@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.env import Env, Message, Player, Step, require_index
-from shoal.envs.check import HOSTILE, check_env
+from shoal.envs.lint import HOSTILE, check_env
 from shoal.envs.load import BUILT_IN, load_env
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from shoal.envs.check import apart, check_env, process
-from shoal.envs.check.apart import check
-from shoal.envs.check.compare import OTHERS, compare
-from shoal.envs.check.finding import Finding
-from shoal.envs.check.frames import CALL, Episode, Failure, Loaded, Malformed, Recorded, Seen, Told, names_of, read
-from shoal.envs.check.process import Failed
-from shoal.envs.check.promises import ALWAYS, SOMETIMES, checks_of
+from shoal.envs.lint import check_env, run, worker_process
+from shoal.envs.lint.checks import ALWAYS, SOMETIMES, checks_of
+from shoal.envs.lint.compare import OTHERS, compare
+from shoal.envs.lint.finding import Finding
+from shoal.envs.lint.messages import CALL, Episode, Failure, Loaded, Malformed, Recorded, Seen, Told, names_of, read
+from shoal.envs.lint.run import check
+from shoal.envs.lint.worker_process import Failed
 from shoal.envs.load import load_env
 from shoal.sandbox.limits import Reason
 from tests.sandbox.needs import needs_bubblewrap
@@ -124,8 +124,8 @@ def test_one_mistake_is_one_failed_line(opening: str, check_name: str, says: str
 def test_what_is_waited_for_is_said_with_its_limit(
     opening: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(apart, "WAIT_S", 0.1)
-    monkeypatch.setattr(apart, "TOTAL_S", 0.0)
+    monkeypatch.setattr(run, "WAIT_S", 0.1)
+    monkeypatch.setattr(run, "TOTAL_S", 0.0)
     path, told = with_code(tmp_path, opening or "pass"), list[str]()
     text = Path(path).read_text()
     Path(path).write_text(f"import time\n{'' if opening else 'time.sleep(3)'}\n{text}")
@@ -138,9 +138,9 @@ def test_what_is_waited_for_is_said_with_its_limit(
 
 def test_frames_of_calls_that_never_end_are_too_late() -> None:
     """A process may name calls for ever, so each such frame is looked at with the time that the answer has."""
-    assert process._call_in(CALL + b"task 3, \xff", time.monotonic() + 60) == "task 3, \ufffd"
+    assert worker_process._call_in(CALL + b"task 3, \xff", time.monotonic() + 60) == "task 3, \ufffd"
     with pytest.raises(Failed, match="did not answer in time"):
-        process._call_in(CALL + b"task 3", time.monotonic() - 1)
+        worker_process._call_in(CALL + b"task 3", time.monotonic() - 1)
 
 
 def test_an_honest_answer_is_read() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shoal.env import Step
-from shoal.envs.check import check_env
 from shoal.envs.dataset import DatasetEnv, digest_of, read_rows, split
+from shoal.envs.lint import check_env
 from shoal.errors import ConfigError
 
 ROWS = [{"question": f"{i}+{i}", "answer": str(2 * i), "tags": ["sum", {"n": i}]} for i in range(40)]

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from shoal.config import EnvConfig
-from shoal.envs.declared import Declared, declared
+from shoal.env_packages.install import install
+from shoal.env_packages.install_policy import Consent
+from shoal.env_packages.naming import read_reference
+from shoal.env_packages.publish import push
+from shoal.env_packages.registry import FolderRegistry
+from shoal.envs.describe import Declared, declared
 from shoal.envs.load import load_env
 from shoal.errors import ConfigError
-from shoal.hub.consent import Consent
-from shoal.hub.install import install
-from shoal.hub.names import read_reference
-from shoal.hub.publish import push
-from shoal.hub.registry import FolderRegistry
 from tests.hub.author import Author
 
 GOOD = (Path(__file__).parent / "sabotaged" / "good.py").read_text()

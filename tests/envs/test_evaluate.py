@@ -9,24 +9,24 @@ from typing import Any
 import msgspec
 import pytest
 
+from shoal.chat.renderer import Renderer
 from shoal.config import EnvConfig
 from shoal.env import Env, Message, Step
-from shoal.envs import arithmetic, wordle
-from shoal.envs.contained.line import OWN_LIMITS
-from shoal.envs.contained.open import in_process
+from shoal.envs.builtin import arithmetic, wordle
 from shoal.envs.evaluate import Transcript, as_text, evaluate, interval, mixed
+from shoal.envs.in_process import OwnEnv
 from shoal.envs.interface import is_decided
+from shoal.envs.isolated.connection import OWN_LIMITS
+from shoal.envs.isolated.environment import in_process
 from shoal.envs.load import load_env
-from shoal.envs.own import OwnEnv
-from shoal.envs.settings import with_settings
+from shoal.envs.run_settings import with_settings
 from shoal.errors import ConfigError, ShoalError
-from shoal.heldout import Heldout
-from shoal.launch.samples import sample_of
-from shoal.policy.render import Renderer
-from shoal.protocol.tasklists import TaskList
-from shoal.protocol.types import Sampling
-from shoal.roles.evaluate import in_words
-from shoal.roles.solve_rates import TaskRates
+from shoal.evaluation_files import Heldout
+from shoal.jobs.evaluate import in_words
+from shoal.jobs.solve_rates import TaskRates
+from shoal.launch.conversation import sample_of
+from shoal.protocol.messages import Sampling
+from shoal.protocol.task_draws import TaskList
 
 
 class Ask(Env):
@@ -180,7 +180,7 @@ environment = Killer
 def test_a_heldout_task_that_hangs_or_ends_its_process_fails_alone(
     answering_engine, renderer, sampling, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("shoal.envs.contained.open.OWN_LIMITS", replace(OWN_LIMITS, wall_s=0.3))
+    monkeypatch.setattr("shoal.envs.isolated.environment.OWN_LIMITS", replace(OWN_LIMITS, wall_s=0.3))
     (tmp_path / "killer.py").write_text(KILLER)
     env = load_env(str(tmp_path / "killer.py"), {}, own=in_process)
     found = evaluate(answering_engine(lambda text: "yes"), renderer, env, 10, 0, sampling, samples=5)

@@ -7,16 +7,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from shoal.chat.renderer import Renderer
 from shoal.config import EnvConfig
 from shoal.env import Env, Step
-from shoal.envs.conversation import Conversation
 from shoal.envs.exceptions import redact_paths
 from shoal.envs.replay import Replay, judge, replay_rollout
-from shoal.envs.settings import with_settings
+from shoal.envs.rollout import Conversation
+from shoal.envs.run_settings import with_settings
 from shoal.errors import ConfigError, Overreach
-from shoal.policy.render import Renderer
 from shoal.protocol.env_faults import faults_of
-from shoal.protocol.types import Faults, Sampling
+from shoal.protocol.messages import Faults, Sampling
 
 SAMPLING = Sampling(1.0, 8, 64)
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
-from shoal.engine.local import LocalEngine
+from shoal.engine.native import LocalEngine
 from shoal.env import Message, Score, Step, require_index
 from shoal.envs.evaluate import Evaluation, evaluate
 from shoal.envs.load import load_env
-from shoal.policy.render import Renderer
-from shoal.policy.tiny import make_tiny
-from shoal.protocol.types import Sampling
+from shoal.models.random_model import make_tiny
+from shoal.protocol.messages import Sampling
 from tests.envs.adapters.conftest import ORIGINALS, RELEASES, Distant
 from tests.envs.adapters.conftest import distant as distant
 from tests.graders.conftest import openai as openai

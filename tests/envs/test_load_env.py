@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.envs.check.apart import check
+from shoal.envs.lint.run import check
 from shoal.envs.load import BUILT_IN, env_digest, load_built_in, load_env, load_run_envs
 from shoal.errors import ConfigError, ShoalError
-from shoal.protocol.types import EnvSpec
+from shoal.protocol.messages import EnvSpec
 
 GOOD = """
 from dataclasses import dataclass

@@ -8,19 +8,18 @@ import msgspec
 import pytest
 
 from shoal.env import Env
-from shoal.envs.contained import open as opening
-from shoal.envs.contained.client import ContainedEnv
-from shoal.envs.contained.open import in_process
+from shoal.env_packages.install import install
+from shoal.env_packages.install_policy import Consent
+from shoal.env_packages.installed import Installed
+from shoal.env_packages.naming import read_reference
+from shoal.env_packages.registry import FolderRegistry
 from shoal.envs.interface import AuthorError
+from shoal.envs.isolated import environment as opening
+from shoal.envs.isolated.environment import ContainedEnv, in_process
 from shoal.envs.load import env_digest, is_file, is_package, load_built_in, load_env, load_run_envs
 from shoal.errors import ConfigError, StateError
-from shoal.hub.consent import Consent
-from shoal.hub.install import install
-from shoal.hub.names import read_reference
-from shoal.hub.registry import FolderRegistry
-from shoal.hub.store import Installed
-from shoal.net.keys import save_key
-from shoal.protocol.types import EnvSpec
+from shoal.net.key_files import save_key
+from shoal.protocol.messages import EnvSpec
 from shoal.sandbox.selftest import Report
 from tests.hub.author import CODE, Author
 from tests.sandbox.needs import needs_bubblewrap

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from shoal.chat.messages import MAX_CALLS
+from shoal.chat.tool_calls import PARSERS, parse, reasoning_length
 from shoal.env import Action, ToolCall
-from shoal.envs.check import HOSTILE
-from shoal.envs.parse.turn import PARSERS, parse, reasoning_length
-from shoal.policy.messages import MAX_CALLS
+from shoal.envs.lint import HOSTILE
 from tests.policy.templates import NAMES, renderer_of
 
 ARGUMENTS: dict[str, Any] = {

@@ -8,16 +8,16 @@ from typing import Any, NoReturn
 
 import pytest
 
+from shoal.chat.renderer import Renderer
 from shoal.env import Env, Message, Step
-from shoal.envs import arithmetic, wordle
+from shoal.envs.builtin import arithmetic, wordle
 from shoal.envs.interface import step_of
 from shoal.envs.play import Episode, begin, converse, play, play_block, play_scripted
 from shoal.envs.prompt_preview import no_task_begins
 from shoal.errors import Interrupted, Overreach, ShoalError, StateError, Undecided
-from shoal.policy.render import Renderer
-from shoal.protocol.randomness import sample_seed
-from shoal.protocol.types import ENVIRONMENT, POLICY, Block, Sampling, Slot
-from shoal.protocol.wire import digest, to_msgpack
+from shoal.protocol.encoding import digest, to_msgpack
+from shoal.protocol.messages import ENVIRONMENT, POLICY, Block, Sampling, Slot
+from shoal.protocol.seed_chain import sample_seed
 
 
 class Echo(Env):

@@ -10,15 +10,15 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from shoal.chat.renderer import Renderer
+from shoal.chat.tool_calls import NOTATIONS
 from shoal.env import Env, Step
-from shoal.envs.check.apart import prompt_lengths
-from shoal.envs.check.frames import Recorded
-from shoal.envs.parse.turn import NOTATIONS
+from shoal.envs.lint.messages import Recorded
+from shoal.envs.lint.run import prompt_lengths
 from shoal.envs.prompt_preview import MAX_CHARS, first_prompt, learned_row, odd_prompts
 from shoal.errors import MessagesRefused, PromptsTooLong, ShoalError, StateError
-from shoal.policy.render import Renderer
-from shoal.protocol.rollouts import MODEL_REMEDY, unbegun_remedy
-from shoal.protocol.types import Sampling
+from shoal.protocol.messages import Sampling
+from shoal.protocol.rollout_validation import MODEL_REMEDY, unbegun_remedy
 from tests.policy.templates import ADD, NAMES, directory_of, renderer_of
 
 SAMPLING = Sampling(1.0, 200, 4000, 9000)

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
-from shoal.engine.base import ScoreRequest
-from shoal.engine.local import LocalEngine
+from shoal.engine.interface import ScoreRequest
+from shoal.engine.native import LocalEngine
 from shoal.env import Env
-from shoal.envs import arithmetic, wordle
-from shoal.envs.conversation import Conversation
+from shoal.envs.builtin import arithmetic, wordle
 from shoal.envs.play import Episode, converse
 from shoal.envs.replay import Replay, replay_rollout
-from shoal.policy.render import Renderer
-from shoal.policy.tiny import make_tiny
-from shoal.protocol.randomness import sample_seed
-from shoal.protocol.types import POLICY, Sampling
+from shoal.envs.rollout import Conversation
+from shoal.models.random_model import make_tiny
+from shoal.protocol.messages import POLICY, Sampling
+from shoal.protocol.seed_chain import sample_seed
 
 ENDINGS = ("environment", "length", "error", "stop")
 

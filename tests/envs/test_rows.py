@@ -9,25 +9,25 @@ import msgspec
 import numpy as np
 import pytest
 
+from shoal.chat.messages import Written
+from shoal.chat.renderer import Renderer
 from shoal.config import EnvConfig, SftConfig, TinyPolicy
-from shoal.engine.local import LocalEngine
+from shoal.engine.native import LocalEngine
 from shoal.env import Env, Step
-from shoal.envs.check import check_env
-from shoal.envs.conversation import Conversation
+from shoal.envs.lint import check_env
 from shoal.envs.load import load_env
 from shoal.envs.play import Episode, converse, play_block, play_scripted
 from shoal.envs.replay import Replay, replay_group, retell
-from shoal.envs.settings import with_settings
+from shoal.envs.rollout import Conversation
+from shoal.envs.run_settings import with_settings
 from shoal.errors import ConfigError, ShoalError
-from shoal.policy.messages import Written
-from shoal.policy.render import Renderer
-from shoal.policy.tiny import make_tiny
-from shoal.proofs.context import by_group, score_requests
+from shoal.jobs.sft_examples import scripted_games
+from shoal.models.random_model import make_tiny
 from shoal.protocol.constants import MAX_ROLLOUT_ROWS
-from shoal.protocol.randomness import row_seed, sample_seed
-from shoal.protocol.types import Block, Rollout, Sampling, Slot, make_rollout
-from shoal.protocol.wire import digest, to_msgpack
-from shoal.roles.sft_examples import scripted_games
+from shoal.protocol.encoding import digest, to_msgpack
+from shoal.protocol.messages import Block, Rollout, Sampling, Slot, make_rollout
+from shoal.protocol.seed_chain import row_seed, sample_seed
+from shoal.verification.context import by_group, score_requests
 from tests.envs import musing, pile
 from tests.envs.lies import LIES
 from tests.policy.templates import ADD, renderer_of, spell

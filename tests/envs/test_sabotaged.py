@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from shoal.envs.check import Finding
-from shoal.envs.check.apart import busy, check
-from shoal.envs.check.pins import pins
+from shoal.env_packages.install import install
+from shoal.env_packages.install_policy import Consent
+from shoal.env_packages.naming import read_reference
+from shoal.env_packages.publish import push
+from shoal.env_packages.registry import FolderRegistry
+from shoal.envs.lint import Finding
+from shoal.envs.lint.package_checks import pins
+from shoal.envs.lint.run import busy, check
 from shoal.errors import ConfigError
-from shoal.hub.consent import Consent
-from shoal.hub.install import install
-from shoal.hub.names import read_reference
-from shoal.hub.publish import push
-from shoal.hub.registry import FolderRegistry
 from tests.hub.author import Author
 from tests.sandbox.needs import needs_bubblewrap
 

@@ -9,21 +9,21 @@ import msgspec
 import numpy as np
 import pytest
 
+from shoal.chat.renderer import Renderer
 from shoal.config import EnvConfig
 from shoal.env import Env, Message, Score, Scored, Step
-from shoal.envs.check import check_env
-from shoal.envs.contained.open import in_process
-from shoal.envs.conversation import Conversation
 from shoal.envs.evaluate import evaluate
 from shoal.envs.exceptions import RewardOutOfBounds
 from shoal.envs.interface import AuthorError, Earned, earned
+from shoal.envs.isolated.environment import in_process
+from shoal.envs.lint import check_env
 from shoal.envs.load import load_env
+from shoal.envs.make_env import make_env
 from shoal.envs.replay import replay_group
-from shoal.envs.settings import with_settings
-from shoal.envs.source import make_env
+from shoal.envs.rollout import Conversation
+from shoal.envs.run_settings import with_settings
 from shoal.errors import ConfigError
-from shoal.policy.render import Renderer
-from shoal.protocol.types import Rollout, Sampling
+from shoal.protocol.messages import Rollout, Sampling
 
 SAMPLING = Sampling(1.0, 8, 60)
 

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from shoal.env import Env, Message, Step
-from shoal.envs import arithmetic
+from shoal.envs.builtin import arithmetic
 from shoal.envs.evaluate import evaluate, mixed
 from shoal.errors import ConfigError
-from shoal.heldout import Heldout, Judged
+from shoal.evaluation_files import Heldout, Judged
 
 ARGS = {"digits": 1, "heldout": 20}
 

@@ -6,19 +6,19 @@ import msgspec
 import numpy as np
 import pytest
 
+from shoal.chat.messages import arguments_of
+from shoal.chat.renderer import Renderer
 from shoal.config import EnvConfig
 from shoal.env import Action, Env, Message, Step, ToolCall
-from shoal.envs.conversation import Conversation
+from shoal.envs.in_process import OwnEnv
 from shoal.envs.interface import is_decided, success_of, task_of
 from shoal.envs.load import env_digest, env_of, load_env, load_run_envs
-from shoal.envs.own import OwnEnv
 from shoal.envs.replay import replay_rollout
-from shoal.envs.settings import limits_of, with_settings
+from shoal.envs.rollout import Conversation
+from shoal.envs.run_settings import limits_of, with_settings
 from shoal.errors import ShoalError
-from shoal.policy.messages import arguments_of
-from shoal.policy.render import Renderer
-from shoal.protocol.types import EnvSpec, Sampling
-from shoal.protocol.wire import from_json, to_json
+from shoal.protocol.encoding import from_json, to_json
+from shoal.protocol.messages import EnvSpec, Sampling
 from tests.policy.templates import ADD, renderer_of, spell
 
 EXAMPLES = ({"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"})

@@ -8,20 +8,19 @@ import msgspec
 import numpy as np
 import pytest
 
+from shoal.chat.renderer import Renderer
 from shoal.config import EnvConfig, load_run
 from shoal.env import Env, Message, Score, Scored, Step
-from shoal.envs.check import check_env
-from shoal.envs.conversation import Conversation
 from shoal.envs.interface import ShapedTask, solution_of, task_of
+from shoal.envs.lint import check_env
 from shoal.envs.load import env_digest, env_of, load_env, load_run_envs
 from shoal.envs.replay import replay_group, replay_rollout
-from shoal.envs.settings import with_settings
-from shoal.envs.shaping import target_of
+from shoal.envs.rollout import Conversation
+from shoal.envs.run_settings import target_of, with_settings
 from shoal.errors import ConfigError, ShoalError
-from shoal.policy.render import Renderer
-from shoal.protocol.shaping import LengthTarget, OverlongPenalty, RepetitionPenalty, Shaping
-from shoal.protocol.types import EnvSpec, Sampling
-from shoal.protocol.wire import from_json, to_json
+from shoal.protocol.encoding import from_json, to_json
+from shoal.protocol.messages import EnvSpec, Sampling
+from shoal.protocol.reward_shaping import LengthTarget, OverlongPenalty, RepetitionPenalty, Shaping
 from tests.envs import pile
 from tests.policy.templates import renderer_of, spell
 

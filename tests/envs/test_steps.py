@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
+from shoal.chat.renderer import Renderer
 from shoal.env import Env, Step
-from shoal.envs.check import check_env
-from shoal.envs.conversation import Conversation
 from shoal.envs.interface import AuthorError
+from shoal.envs.lint import check_env
 from shoal.envs.load import load_env
 from shoal.envs.replay import replay_group
-from shoal.envs.steps import marks_of
-from shoal.policy.render import Renderer
-from shoal.protocol.audits import MAX_REWARD
-from shoal.protocol.compositions import StepCredit, Steps, Turns
+from shoal.envs.rollout import Conversation
+from shoal.envs.step_credit import marks_of
+from shoal.protocol.algorithm_config import StepCredit, Steps, Turns
+from shoal.protocol.audit_selection import MAX_REWARD
 from shoal.protocol.constants import MAX_ROLLOUT_STEPS
-from shoal.protocol.types import Sampling, StepReward
+from shoal.protocol.messages import Sampling, StepReward
 from tests.envs import pile
 from tests.envs.test_score import Parts, claims, talk_of
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from shoal.envs.wordle import NOT_A_WORD, environment, marks, shuffled_words
-from shoal.envs.words import WORDS
+from shoal.envs.builtin.wordle import NOT_A_WORD, environment, marks, shuffled_words
+from shoal.envs.builtin.wordle_words import WORDS
 from shoal.errors import ConfigError
 
 

@@ -25,13 +25,13 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import kill_storm
-from shoal.engine.local import LocalEngine
+from shoal.engine.native import LocalEngine
 from shoal.ledger.commands import Admin, Leave, Reconfigure, Tick
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.log.verify import Audit, verify
+from shoal.ledger.log.check import Audit, verify
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.state import state_hash
-from shoal.protocol import types as t
-from shoal.protocol.wire import digest
+from shoal.protocol import messages as t
+from shoal.protocol.encoding import digest
 from shoal.roles.validator import Validator
 from tests.attacks.validators import Hangman
 from tests.ledger.world import World
@@ -43,7 +43,7 @@ DAY_S = 24 * 3600.0
 def record_demo(root: Path) -> Path:
     """Processes over HTTP, one of three workers cheating."""
     out = root / "run"
-    command = [sys.executable, "-m", "shoal.cli", "run", "recipes/wordle.toml", "--out", str(out)]
+    command = [sys.executable, "-m", "shoal", "run", "recipes/wordle.toml", "--out", str(out)]
     subprocess.run([*command, "--set", "steps=6", "--set", "eval.episodes=0"], check=True, stdout=subprocess.DEVNULL)
     return out
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal import cli
-from shoal.ledger import law
-from shoal.ledger.entry import GENESIS, event_hash, read_stored
-from shoal.ledger.law import LAW
-from shoal.ledger.log.book import UnknownRules, replay
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.log.verify import report, verify
+from shoal.cli import main
+from shoal.ledger import constants
+from shoal.ledger.constants import LAW
+from shoal.ledger.event import GENESIS, event_hash, read_stored
+from shoal.ledger.log.check import report, verify
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.log.writer import UnknownRules, replay
+from shoal.ledger.registry import KINDS
 from shoal.ledger.state import state_hash
-from shoal.ledger.table import KINDS
-from shoal.protocol.wire import to_json
+from shoal.protocol.encoding import to_json
 from tests.golden.record import facts_of
 from tests.ledger.world import without_links
 
@@ -56,7 +56,7 @@ def test_a_golden_log_replays_alike_in_one_go_and_after_every_constant_of_the_la
         for field, value in msgspec.structs.asdict(LAW).items()
         if field != "version"
     }
-    monkeypatch.setattr(law, "LAW", msgspec.structs.replace(LAW, **changed))
+    monkeypatch.setattr(constants, "LAW", msgspec.structs.replace(LAW, **changed))
     assert state_hash(replay(rows_of(name))) == before
     found = without_links(verify(rows_of(name)).findings)
     assert [finding for finding in found if not finding.startswith("the law differs from the project's")] == []
@@ -64,7 +64,7 @@ def test_a_golden_log_replays_alike_in_one_go_and_after_every_constant_of_the_la
 
 def test_no_file_of_the_ledger_reads_the_law_of_new_runs():
     """Else a log would be replayed by today's constants and not by its own."""
-    package = Path(law.__file__).parent
+    package = Path(constants.__file__).parent
     readers = [path.name for path in package.rglob("*.py") if path.name != "law.py" and " LAW" in path.read_text()]
     assert readers == []
 
@@ -103,7 +103,7 @@ def test_a_log_of_rules_that_this_code_lacks_is_reported_as_not_checked(tmp_path
     folder.mkdir()
     store = Store(sqlite_url(folder / "log.sqlite"))
     store.append([read_stored(data) for data, _ in under_version(99)])
-    assert cli.main(["ledger", "verify", str(folder)]) != 0
+    assert main.main(["ledger", "verify", str(folder)]) != 0
     said = capsys.readouterr()
     assert "NOT CHECKED" in said.out + said.err and "the log holds" not in said.out
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli import main
+from shoal.cli.main import main
 from shoal.errors import ConfigError, StateError
 from shoal.graders.human_ratings import HELD_S, Ratings
 

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.hub.attestations import make_attestation, put_attestation
-from shoal.hub.catalogue import Release
-from shoal.hub.publish import Pushed, push
-from shoal.hub.registry import FolderRegistry
-from shoal.protocol.identity import Key
+from shoal.env_packages.attestations import make_attestation, put_attestation
+from shoal.env_packages.catalog import Release
+from shoal.env_packages.publish import Pushed, push
+from shoal.env_packages.registry import FolderRegistry
+from shoal.protocol.signing import Key
 
 CODE = """
 from pathlib import Path

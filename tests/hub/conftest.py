@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.hub.registry import FolderRegistry
+from shoal.env_packages.registry import FolderRegistry
 from tests.hub.author import Author
 
 

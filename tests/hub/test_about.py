@@ -6,11 +6,11 @@ import time
 
 import pytest
 
+from shoal.env_packages.archive import index_folder
+from shoal.env_packages.lock import Requirement, heavy, read_lock, write_lock
+from shoal.env_packages.metadata import MAX_ABOUT_BYTES, describe, read_about, unfit
+from shoal.env_packages.naming import is_name, is_version, names_one_package, order_of, read_reference
 from shoal.errors import ConfigError
-from shoal.hub.about import MAX_ABOUT_BYTES, describe, read_about, unfit
-from shoal.hub.archive import index_folder
-from shoal.hub.lock import Requirement, heavy, read_lock, write_lock
-from shoal.hub.names import is_name, is_version, names_one_package, order_of, read_reference
 
 GOOD = 'name = "ann/guess"\nversion = "0.1.0"\nlicence = "MIT"\n'
 A, B = "a" * 64, "b" * 64

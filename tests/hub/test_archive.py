@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from shoal.env_packages import archive
+from shoal.env_packages.archive import Index, PackedFile, digest_of, header_of, index_folder, matches, pack, unpack
 from shoal.errors import ConfigError, PeerError
-from shoal.hub import archive
-from shoal.hub.archive import Index, PackedFile, digest_of, header_of, index_folder, matches, pack, unpack
-from shoal.protocol.wire import domain_hash, to_json
+from shoal.protocol.encoding import domain_hash, to_json
 
 ABOUT = b'name = "ann/guess"\nversion = "0.1.0"\nlicence = "MIT"\n'
 

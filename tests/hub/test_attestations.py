@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from shoal.env_packages import attestations
+from shoal.env_packages.attestations import Attestation, lines_of, make_attestation, num_witnesses, read_attestations
+from shoal.env_packages.catalog import Release, Signed, sign
+from shoal.env_packages.registry import FolderRegistry, attestations_path
 from shoal.errors import ConfigError, PeerError
-from shoal.hub import attestations
-from shoal.hub.attestations import Attestation, lines_of, make_attestation, num_witnesses, read_attestations
-from shoal.hub.catalogue import Release, Signed, sign
-from shoal.hub.registry import FolderRegistry, attestations_path
-from shoal.protocol.identity import Key
-from shoal.protocol.wire import to_json
+from shoal.protocol.encoding import to_json
+from shoal.protocol.signing import Key
 from tests.hub.author import attest
 
 NAME, RELEASE = "ann/parrot", Release("0.1.0", "a" * 64, 100, 1)

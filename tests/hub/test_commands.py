@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal import cli
+from shoal.cli import main
 from tests.hub.wheels import lock_of, make_wheel
 
 NAME = "ann/backwards"
@@ -18,7 +18,7 @@ def shoal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "ann"))
 
     def run(*words: str) -> tuple[int, str]:
-        code = cli.main(["env", *words])
+        code = main.main(["env", *words])
         said = capsys.readouterr()
         return code, said.out + said.err
 

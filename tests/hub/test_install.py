@@ -18,20 +18,18 @@ from pathlib import Path
 
 import pytest
 
+from shoal.env_packages import catalog as words
+from shoal.env_packages import install as installing
+from shoal.env_packages.catalog import Catalogue, Trust, sign
+from shoal.env_packages.install import Result, by_pip, install
+from shoal.env_packages.install_policy import Consent, Policy, read_policy
+from shoal.env_packages.installed import PackageStore
+from shoal.env_packages.lock import download, read_lock, unpack_wheels, verified
+from shoal.env_packages.naming import Reference, read_reference
+from shoal.env_packages.publish import push
+from shoal.env_packages.registry import FolderRegistry, archive_path, catalogue_path
 from shoal.errors import ConfigError, PeerError, ShoalError, StateError
-from shoal.hub import catalogue as words
-from shoal.hub import install as installing
-from shoal.hub.catalogue import Catalogue, sign
-from shoal.hub.consent import Consent, Policy, read_policy
-from shoal.hub.install import Result, by_pip, install
-from shoal.hub.lock import read_lock
-from shoal.hub.names import Reference, read_reference
-from shoal.hub.publish import push
-from shoal.hub.registry import FolderRegistry, archive_path, catalogue_path
-from shoal.hub.store import PackageStore
-from shoal.hub.trust import Trust
-from shoal.hub.wheels import download, unpack_wheels, verified
-from shoal.protocol.wire import to_json
+from shoal.protocol.encoding import to_json
 from tests.hub.author import Author
 from tests.hub.wheels import lock_of, make_wheel
 
@@ -285,7 +283,7 @@ def test_a_wheel_beyond_the_limit_ends_pip(tmp_path: Path, wheels: Path) -> None
 def test_many_wheels_beyond_the_limit_end_pip(tmp_path: Path, wheels: Path, monkeypatch) -> None:
     """Each is below the limit, together they are not: this is seen while pip works."""
     made = [make_wheel(wheels, f"dep{i}", files={"data.bin": os.urandom(600_000).hex()}) for i in range(6)]
-    monkeypatch.setattr("shoal.hub.wheels.LOOK_S", 0.01)
+    monkeypatch.setattr("shoal.env_packages.lock.LOOK_S", 0.01)
     with pytest.raises(PeerError, match="env install --max-mb"):
         download(
             read_lock(lock_of(*made)), tmp_path / "out", max_bytes=1 << 20,
@@ -319,7 +317,7 @@ def test_links_bombs_and_torn_wheels_are_refused(tmp_path: Path, monkeypatch) ->
     with pytest.raises(PeerError, match="unpacks to more than the limit of 1 MB"):
         unpack_wheels([bomb], tmp_path / "out2", 1 << 20)
     many = hostile_wheel(tmp_path / "c", [(f"{i}.py", b"") for i in range(30)])
-    monkeypatch.setattr("shoal.hub.wheels.MAX_WHEEL_FILES", 20)
+    monkeypatch.setattr("shoal.env_packages.lock.MAX_WHEEL_FILES", 20)
     with pytest.raises(PeerError, match="20 files"):
         unpack_wheels([many], tmp_path / "out3", 1 << 20)
     torn = tmp_path / "torn-1-py3-none-any.whl"
@@ -370,7 +368,7 @@ def test_any_damage_to_a_wheel_is_the_wheels_fault(tmp_path: Path) -> None:
 
 def test_a_description_that_unpacks_to_gigabytes_ends_pip(tmp_path: Path, wheels: Path, monkeypatch) -> None:
     """pip reads it whole: 3 MB of wheel took 23 GB of memory."""
-    monkeypatch.setattr("shoal.hub.wheels.MAX_PIP_BYTES", 400_000_000)
+    monkeypatch.setattr("shoal.env_packages.lock.MAX_PIP_BYTES", 400_000_000)
     wheels.mkdir()
     wheel = wheels / "tinydep-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
@@ -391,7 +389,7 @@ def test_a_description_that_unpacks_to_gigabytes_ends_pip(tmp_path: Path, wheels
 def test_pip_dies_with_the_installation(tmp_path: Path, wheels: Path) -> None:
     """Alone it would go on, and nobody would look at how much it downloads."""
     code = (
-        "import sys; from pathlib import Path; from shoal.hub import wheels\n"
+        "import sys; from pathlib import Path; from shoal.env_packages import wheels\n"
         "wheels._PIP = wheels._PIP.replace(\"runpy.run_module('pip', run_name='__main__')\", "
         "\"import os, time; print(os.getpid(), flush=True, file=open('/proc/self/fd/2', 'w')); time.sleep(60)\")\n"
         "wheels.download([], Path(sys.argv[1]), max_bytes=1 << 20)"
@@ -445,9 +443,9 @@ def test_a_kill_leaves_nothing_installed_and_the_next_try_cleans_up(
 ) -> None:
     digest = author.push(registry).release.digest
     code = (
-        "import sys, time; from pathlib import Path; from shoal.hub.install import install\n"
-        "from shoal.hub.consent import Consent\n"
-        "from shoal.hub.names import read_reference; from shoal.hub.registry import FolderRegistry\n"
+        "import sys, time; from pathlib import Path; from shoal.env_packages.install import install\n"
+        "from shoal.env_packages.install_policy import Consent\n"
+        "from shoal.env_packages.naming import read_reference; from shoal.env_packages.registry import FolderRegistry\n"
         "def ask(q): print('asked', flush=True); time.sleep(60)\n"
         f"install(read_reference('{NAME}'), FolderRegistry(Path(sys.argv[1])), Path(sys.argv[2]), Consent(None, ask))"
     )

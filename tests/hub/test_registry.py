@@ -16,25 +16,34 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shoal.errors import ConfigError, NothingYet, PeerError, ShoalError
-from shoal.hub import catalogue as words
-from shoal.hub import publish
-from shoal.hub.archive import unpack
-from shoal.hub.catalogue import Catalogue, KeyChange, Opened, Release, Signed, open_catalogue, open_changes, sign
-from shoal.hub.publish import change_key, push, withdraw
-from shoal.hub.registry import (
+from shoal.env_packages import catalog as words
+from shoal.env_packages import publish
+from shoal.env_packages.archive import unpack
+from shoal.env_packages.catalog import (
+    Catalogue,
+    KeyChange,
+    Opened,
+    Release,
+    Signed,
+    Trust,
+    open_catalogue,
+    open_changes,
+    sign,
+)
+from shoal.env_packages.publish import change_key, push, withdraw
+from shoal.env_packages.registry import (
     FolderRegistry,
     Registry,
+    WebRegistry,
     archive_path,
     catalogue_path,
     keys_path,
     names_of,
     open_registry,
 )
-from shoal.hub.trust import Trust
-from shoal.hub.web import WebRegistry
-from shoal.protocol.identity import Key
-from shoal.protocol.wire import from_json, to_json
+from shoal.errors import ConfigError, NothingYet, PeerError, ShoalError
+from shoal.protocol.encoding import from_json, to_json
+from shoal.protocol.signing import Key
 from tests.hub.author import Author
 
 NAME = "ann/parrot"
@@ -157,7 +166,7 @@ def test_a_push_that_fails_leaves_the_registry_as_it_was(author: Author, registr
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("shoal.hub.publish.pack", full)
+    monkeypatch.setattr("shoal.env_packages.publish.pack", full)
     with pytest.raises(ShoalError, match="No space left on device"):
         author.push(registry, version="0.2.0")
     assert sorted(path.name for path in registry.folder.rglob("*")) == before
@@ -417,8 +426,8 @@ DRIPS = {
 @pytest.mark.parametrize("pause_s", [0.0, 0.05])
 def test_an_answer_that_drips_ends_by_the_clock(where: str, pause_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece comes in time, so no time-out of a socket ends it."""
-    monkeypatch.setattr("shoal.hub.web.SILENCE_S", 0.3)
-    monkeypatch.setattr("shoal.hub.web.ATTEMPTS", 1)
+    monkeypatch.setattr("shoal.env_packages.registry.SILENCE_S", 0.3)
+    monkeypatch.setattr("shoal.env_packages.registry.ATTEMPTS", 1)
     begin, piece = DRIPS[where]
     with socket.create_server(("127.0.0.1", 0)) as server:
 

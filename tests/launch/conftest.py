@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from shoal.config import EnvConfig
-from shoal.heldout import Heldout
-from shoal.launch.snapshot import Snapshot
+from shoal.evaluation_files import Heldout
+from shoal.launch.run_status import Snapshot
 from shoal.launch.summary import RunEnd
-from shoal.protocol.types import NodeState, Status
+from shoal.protocol.messages import NodeState, Status
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.folder import RunFolder
-from shoal.policy.files import load_policy
-from shoal.weights.bases import base_root
+from shoal.models.checkpoint import load_policy
+from shoal.run_folder import RunFolder
+from shoal.weights.base_model import base_root
 from shoal.weights.manifest import weights_root
 from tests.launch.test_join import SHOAL, begin, said
 from tests.launch.test_local import RUN_FILE, STEPS

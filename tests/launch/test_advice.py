@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from shoal.config import EnvConfig, RunConfig, TrainConfig, ValidatorsConfig, load_run, preset_lr
-from shoal.folder import RunFolder
-from shoal.heldout import Heldout
+from shoal.evaluation_files import Heldout
 from shoal.launch import advice
 from shoal.launch.advice import (
     StartWarnings,
@@ -20,14 +19,15 @@ from shoal.launch.advice import (
     zero_signal_warning,
 )
 from shoal.launch.alarms import AlarmWatch
-from shoal.launch.snapshot import Snapshot
-from shoal.launch.without_signal import newest_refusal
-from shoal.ledger.facts.run import RunCreated
-from shoal.ledger.law import LAW
-from shoal.protocol.compositions import Dapo
-from shoal.protocol.rollouts import ROOM_REMEDY
-from shoal.protocol.tasklists import TaskList
-from shoal.protocol.types import EnvSpec, Rules, Sampling
+from shoal.launch.flat_groups import newest_refusal
+from shoal.launch.run_status import Snapshot
+from shoal.ledger.constants import LAW
+from shoal.ledger.run import RunCreated
+from shoal.protocol.algorithm_config import Dapo
+from shoal.protocol.messages import EnvSpec, Rules, Sampling
+from shoal.protocol.rollout_validation import ROOM_REMEDY
+from shoal.protocol.task_draws import TaskList
+from shoal.run_folder import RunFolder
 from shoal.watch.no_gain import LearningSetup, diagnose
 from tests.launch.test_fits import RECIPES
 from tests.ledger.test_no_signal import JUDGES, LONG, WORKER, serve_void, world_of

@@ -10,20 +10,20 @@ from rich.console import Console
 
 from shoal.alarms import Alarm, AlarmLine, AlarmsLog, read_alarms, standing_alarms
 from shoal.errors import ConfigError, PeerError, StateError
-from shoal.folder import RunFolder
-from shoal.heldout import Heldout, Judged
+from shoal.evaluation_files import Heldout, Judged
 from shoal.launch.alarms import AlarmWatch, _WaitTimes, evaluation
-from shoal.launch.snapshot import Snapshot
-from shoal.launch.view import render
+from shoal.launch.run_status import Snapshot
+from shoal.launch.terminal_view import render
 from shoal.ledger.commands import Admin
 from shoal.ledger.hints import CONTINUE_REMEDY, IS_STOPPED, SILENT_REMEDY
-from shoal.ledger.log.book import Book
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.log.verify import verify
-from shoal.ledger.table import read_entry
+from shoal.ledger.log.check import verify
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.log.writer import Book
+from shoal.ledger.registry import read_entry
 from shoal.net.client import PeerRefused
-from shoal.net.keys import load_or_make_key
-from shoal.protocol.types import AdminRequest, Measured, Status
+from shoal.net.key_files import load_or_make_key
+from shoal.protocol.messages import AdminRequest, Measured, Status
+from shoal.run_folder import RunFolder
 from tests.ledger.world import World
 from tests.monitors.series import honest_lines
 from tests.roles.town import Town, tiny_run

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from shoal.config import EnvConfig, EvalConfig, RunConfig
-from shoal.folder import RunFolder
 from shoal.launch.evaluations import Evaluations, results_in
-from shoal.launch.process import RoleProcess
-from shoal.roles.logger.rows import Given, Rows
-from shoal.watch.reading.heldout import read_heldout
+from shoal.launch.role_process import RoleProcess
+from shoal.roles.trackers.rows import Given, Rows
+from shoal.run_folder import RunFolder
+from shoal.watch.reading.evaluations import read_heldout
 
 FIGURES = {"mean": 0.5, "low95": 0.4, "high95": 0.6, "episodes": 8}
 

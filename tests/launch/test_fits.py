@@ -12,12 +12,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from shoal import cli
+from shoal.cli import main
 from shoal.config import AdapterConfig, RunConfig, TinyPolicy, load_run
 from shoal.errors import StateError
-from shoal.folder import RunFolder
-from shoal.launch import fits
-from shoal.launch.fits import (
+from shoal.launch import memory_plan
+from shoal.launch.memory_plan import (
     CPU,
     RoleNeeds,
     demand_disk,
@@ -28,23 +27,24 @@ from shoal.launch.fits import (
     reports,
     roles_of,
 )
-from shoal.launch.fits import fits as fit_of
-from shoal.launch.local import LocalRun
-from shoal.launch.shifts import shifts_of
-from shoal.launch.view import LiveView
+from shoal.launch.memory_plan import fits as fit_of
+from shoal.launch.sizing import shifts_of
+from shoal.launch.supervisor import LocalRun
+from shoal.launch.terminal_view import LiveView
+from shoal.models.checkpoint import demand_weights
+from shoal.models.config import PolicySpec, write_json
+from shoal.models.load_tensors import demand_finite
+from shoal.models.lora_config import CONFIG, AdapterSpec
+from shoal.models.parameter_counts import adapter_parameters_of, parameters_of
+from shoal.models.random_model import make_tiny
+from shoal.models.transformer import Transformer
 from shoal.plan.sizes import sizes_of, spec_of
-from shoal.plan.words import amount
-from shoal.policy.adapterspec import CONFIG, AdapterSpec
-from shoal.policy.files import demand_weights
-from shoal.policy.filling import demand_finite
-from shoal.policy.model import Transformer
-from shoal.policy.sizes import adapter_parameters_of, parameters_of
-from shoal.policy.spec import PolicySpec, write_json
-from shoal.policy.tiny import make_tiny
-from shoal.protocol.compositions import DrGrpo, Kl, Ppo
-from shoal.roles.memory import needs_of
-from shoal.train.needs import Layout, Part, parts_of
-from shoal.train.step import Learner
+from shoal.plan.units import amount
+from shoal.protocol.algorithm_config import DrGrpo, Kl, Ppo
+from shoal.roles.node.memory_limit import needs_of
+from shoal.run_folder import RunFolder
+from shoal.train.learner import Learner
+from shoal.train.memory_estimate import Layout, Part, parts_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LARGE = PolicySpec("qwen3", 1024, 28, 16, 8, 128, 3072, 151936, 32768, 1e6, 1e-6, True, (0,))
@@ -57,7 +57,7 @@ def config() -> RunConfig:
 
 
 def has_free(monkeypatch: pytest.MonkeyPatch, gb: float) -> None:
-    monkeypatch.setattr(fits, "free_on", lambda device: int(gb * 1e9))
+    monkeypatch.setattr(memory_plan, "free_on", lambda device: int(gb * 1e9))
 
 
 def test_the_demo_fits_into_little_more_than_2_gb(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_the_keys_that_make_it_fit_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
 def test_a_state_that_is_written_beside_the_next_steps_takes_memory(moments: str) -> None:
-    """What `roles/trainer/saving` copies: the same tensors that a learner's state has."""
+    """What `roles/trainer/state` copies: the same tensors that a learner's state has."""
     rarely, always = (
         load_run(RECIPES / "wordle.toml", [f"storage.state_every={every}", f"train.moments={moments}"])
         for every in (4, 1)
@@ -212,7 +212,7 @@ def test_several_processes_are_not_told_to_keep_moments_in_8_bits() -> None:
 
 
 def test_every_key_of_a_layout_is_one_of_the_run_file(config: RunConfig) -> None:
-    for keys in fits.LAYOUTS:
+    for keys in memory_plan.LAYOUTS:
         assert all(hasattr(config.train, key) for key in keys)
         assert replace(layout_of(config, LARGE), **keys)
 
@@ -233,11 +233,11 @@ def test_each_process_that_the_launcher_starts_is_counted(config: RunConfig) -> 
 def test_doctor_shows_what_each_role_takes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(RECIPES / "wordle.toml")
     has_free(monkeypatch, 16)
-    assert cli.main(["doctor", "--recipe", recipe]) == 0
+    assert main.main(["doctor", "--recipe", recipe]) == 0
     said = capsys.readouterr().out
     assert "gradients" in said and "The run fits." in said and "torch" not in said
     assert "disk " in said and "at first, then" in said
-    assert cli.main(["doctor", "--recipe", recipe, "--memory", "1"]) == 1
+    assert main.main(["doctor", "--recipe", recipe, "--memory", "1"]) == 1
     assert "-> " in capsys.readouterr().out
 
 
@@ -266,9 +266,9 @@ def test_weights_that_no_engine_takes_begin_no_run(
         demand_finite(demand_weights(weights.parent, PolicySpec.from_directory(weights.parent)))
     tensors["model.norm.weight"][-1] = value
     save_file(tensors, weights)
-    assert cli.main(["doctor", "--recipe", str(recipe)]) == 1
+    assert main.main(["doctor", "--recipe", str(recipe)]) == 1
     assert says in (said := capsys.readouterr().out) and "The run fits" not in said
-    assert cli.main(["run", str(recipe), "--out", str(tmp_path / "out")]) == 2
+    assert main.main(["run", str(recipe), "--out", str(tmp_path / "out")]) == 2
     assert says in capsys.readouterr().err and not RunFolder(tmp_path / "out").log.exists()
 
 
@@ -281,11 +281,11 @@ def test_a_model_whose_logits_overflow_begins_no_run(tmp_path: Path, capsys: pyt
     recipe.write_text('name = "r"\nsteps = 1\n[policy]\npath = "model"\n[[envs]]\nname = "arithmetic"\n')
     save_file({name: 1e30 * one if "proj" in name else one for name, one in load_file(weights).items()}, weights)
     says = "model: its weights are finite numbers, but its logits in float32 are not: weights are so large"
-    assert cli.main(["doctor", "--recipe", str(recipe)]) == 1
+    assert main.main(["doctor", "--recipe", str(recipe)]) == 1
     assert says in (said := capsys.readouterr().out) and "The run fits" not in said
-    assert cli.main(["eval", str(tmp_path / "model"), "--env", "arithmetic", "--episodes", "2"]) == 2
+    assert main.main(["eval", str(tmp_path / "model"), "--env", "arithmetic", "--episodes", "2"]) == 2
     assert says in capsys.readouterr().err
-    assert cli.main(["run", str(recipe), "--out", str(tmp_path / "out")]) == 2
+    assert main.main(["run", str(recipe), "--out", str(tmp_path / "out")]) == 2
     assert says in capsys.readouterr().err and not RunFolder(tmp_path / "out").log.exists()
 
 
@@ -295,27 +295,27 @@ def test_doctor_reads_what_the_files_of_the_model_hold(tmp_path: Path, capsys: p
     recipe = tmp_path / "run.toml"
     recipe.write_text('name = "r"\nsteps = 1\n[policy]\npath = "model"\n[[envs]]\nname = "arithmetic"\n')
     ask = ["doctor", "--recipe", str(recipe)]
-    assert cli.main(ask) == 0
+    assert main.main(ask) == 0
     assert "with the names and shapes that config.json asks for" in capsys.readouterr().out
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 9}))
-    assert cli.main(ask) == 1
+    assert main.main(ask) == 1
     assert "lacks tensor model.layers." in capsys.readouterr().out
     (tmp_path / "model" / "model.safetensors").unlink()
-    assert cli.main(ask) == 1
+    assert main.main(ask) == 1
     assert "missing  model         cannot read" in (said := capsys.readouterr().out) and "The run fits" not in said
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    assert cli.main(ask) == 1
+    assert main.main(ask) == 1
     assert "tokenizer.json is damaged" in capsys.readouterr().out
-    assert cli.main(["doctor", "model"]) == 2
+    assert main.main(["doctor", "model"]) == 2
     assert "--recipe RUN_FILE" in capsys.readouterr().err
 
 
 def test_a_run_that_does_not_fit_onto_the_disk_starts_no_role(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fits, "free_below", lambda folder: 10_000_000)
-    assert cli.main(["run", str(RECIPES / "wordle.toml"), "--out", str(tmp_path / "run")]) == 2
+    monkeypatch.setattr(memory_plan, "free_below", lambda folder: 10_000_000)
+    assert main.main(["run", str(RECIPES / "wordle.toml"), "--out", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
     assert "of disk in" in said and "10 MB are free" in said and "storage.quota_mb" in said and said.count("\n") == 1
     assert not (tmp_path / "run").exists()
@@ -352,15 +352,15 @@ def test_a_quota_that_does_not_hold_the_weights_a_run_needs_starts_no_role(
     asked_mb = int(re.findall(r"quota_mb = (\d+) or more", str(e.value))[0])
     assert f"keeps {amount(needs)}" in str(e.value) and asked_mb == max(least_mb, math.ceil(needs / 1e6))
     sets = [word for change in [*WIDE, *changes, f"storage.quota_mb={least_mb - 1}"] for word in ("--set", change)]
-    assert cli.main(["run", str(RECIPES / "arithmetic.toml"), "--out", str(tmp_path / "run"), *sets]) == 2
+    assert main.main(["run", str(RECIPES / "arithmetic.toml"), "--out", str(tmp_path / "run"), *sets]) == 2
     assert "so it would wait for ever" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
 def test_the_host_is_told_that_its_disk_is_full_while_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fits.full_disk(tmp_path) == ""
-    monkeypatch.setattr(fits, "free_below", lambda folder: 0)
-    assert "is full: free some space" in fits.full_disk(tmp_path)
+    assert memory_plan.full_disk(tmp_path) == ""
+    monkeypatch.setattr(memory_plan, "free_below", lambda folder: 0)
+    assert "is full: free some space" in memory_plan.full_disk(tmp_path)
     view = LiveView(Console(file=(told := io.StringIO()), width=300), wait_line_every_s=-1.0)
     folder, config = RunFolder(tmp_path), load_run(RECIPES / "wordle.toml")
     run = LocalRun(folder, 0, False, view, shifts_of(config, folder, None, False))
@@ -372,7 +372,7 @@ def test_what_a_resumed_run_already_holds_is_not_asked_for_again(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need = int(disk_of(config, RECIPES, with_workers=True))
-    monkeypatch.setattr(fits, "free_below", lambda folder: need - 1000)
+    monkeypatch.setattr(memory_plan, "free_below", lambda folder: need - 1000)
     here = replace_path(config)
     with pytest.raises(StateError, match="of disk"):
         demand_disk(here, tmp_path / "new", with_workers=True)
@@ -394,13 +394,13 @@ def test_a_run_that_does_not_fit_starts_no_role(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     has_free(monkeypatch, 0.1)
-    assert cli.main(["run", str(RECIPES / "wordle.toml"), "--out", str(tmp_path / "run")]) == 2
+    assert main.main(["run", str(RECIPES / "wordle.toml"), "--out", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: this run needs about") and said.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
-def in_shifts(monkeypatch: pytest.MonkeyPatch, gb: float, *changes: str) -> dict[str, fits.Report]:
+def in_shifts(monkeypatch: pytest.MonkeyPatch, gb: float, *changes: str) -> dict[str, memory_plan.Report]:
     """What a host of the adapter of 8B takes, by device, on a GPU with so much memory."""
     on_a_gpu = [f"{section}.device=cuda" for section in ("train", "workers", "validators")]
     config = load_run(RECIPES / "qwen3-8b-lora.toml", [*on_a_gpu, *changes], random_policy=True)
@@ -414,7 +414,7 @@ def test_processes_take_shifts_on_a_gpu_that_cannot_hold_them_at_once(monkeypatc
     roles = {role.name: role for role in at_once["cuda"].roles}
     trainer, validator = (roles[name].on("cuda") for name in ("trainer", "validator"))
     assert at_once["cuda"].need == trainer + validator > 24e9
-    assert shared["cuda"].need == trainer + fits.GPU_BYTES < 24e9
+    assert shared["cuda"].need == trainer + memory_plan.GPU_BYTES < 24e9
 
 
 def test_what_a_process_parks_takes_memory_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,7 +422,7 @@ def test_what_a_process_parks_takes_memory_of_the_cpu(monkeypatch: pytest.Monkey
     at_once, shared = ({role.name: role for role in in_shifts(monkeypatch, gb)["cpu"].roles} for gb in (80, 24))
     for name in ("trainer", "validator"):
         parts, parked = ({part.name: part.size for part in role[name].parts} for role in (at_once, shared))
-        kept = sum(part.size for part in at_once[name].parts if part.name in fits.KEPT)
+        kept = sum(part.size for part in at_once[name].parts if part.name in memory_plan.KEPT)
         assert parked["loading or parked"] == max(parts["loading"], kept) and "loading" not in parked
     assert shared["trainer"].on("cpu") > at_once["trainer"].on("cpu")
 
@@ -461,7 +461,7 @@ def test_shifts_can_be_turned_on_and_off(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not in_shifts(monkeypatch, 24, "host.shifts=off")["cuda"].shared
     assert not in_shifts(monkeypatch, 24, "validators.count=0")["cuda"].shared
     several = load_run(RECIPES / "wordle.toml", ["host.shifts=on", "train.processes=2", "train.packing=padded"])
-    assert not fits.shared_devices(several, LARGE, with_workers=True)
+    assert not memory_plan.shared_devices(several, LARGE, with_workers=True)
 
 
 def test_each_process_on_a_shared_device_is_told_where_to_queue(config: RunConfig, tmp_path: Path) -> None:

@@ -15,17 +15,17 @@ from rich.console import Console, RenderableType
 
 from shoal.alarms import Alarm
 from shoal.config import EnvConfig
-from shoal.heldout import Heldout
-from shoal.launch.finale import plain_end, render_end
-from shoal.launch.node_picture import NodeNow, picture
-from shoal.launch.node_picture import plain as plain_node
-from shoal.launch.remote import cleaned_line, cleaned_metrics
-from shoal.launch.snapshot import Sample, Snapshot
+from shoal.evaluation_files import Heldout
+from shoal.launch.end_screen import plain_end, render_end
+from shoal.launch.node_panels import NodeNow, picture
+from shoal.launch.node_panels import plain as plain_node
+from shoal.launch.run_status import Sample, Snapshot
 from shoal.launch.summary import RunEnd
-from shoal.launch.view import LiveView, plain, render
-from shoal.protocol import types as t
-from shoal.roles.coordinator.board import Board
-from shoal.roles.doing import Judged
+from shoal.launch.terminal_view import LiveView, plain, render
+from shoal.launch.url_status import cleaned_line, cleaned_metrics
+from shoal.protocol import messages as t
+from shoal.roles.coordinator.status import Board
+from shoal.roles.node.activity import Judged
 from shoal.terminal import brief
 from tests.roles.town import Town, tiny_run
 from tests.watch.hostile import HOSTILE

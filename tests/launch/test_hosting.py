@@ -16,23 +16,22 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from shoal.cli import main
+from shoal.cli.main import main
 from shoal.config import HostConfig
 from shoal.errors import ConfigError, PeerError, StateError
-from shoal.folder import RunFolder, is_locked, write_atomically
-from shoal.launch.background import _News
-from shoal.launch.hosting import LONE_VALIDATOR_RISK, NodesWatch, administer, hosted_url, invitation
-from shoal.launch.lock import demand_free_ports, locked, locked_run
-from shoal.launch.process import RoleProcess, suspended_process
-from shoal.launch.rotation import rotate_publisher
-from shoal.launch.snapshot import CoordinatorWatch
-from shoal.launch.told import Told
-from shoal.launch.watching import FolderWatch
+from shoal.launch.admin import LONE_VALIDATOR_RISK, NodesWatch, administer, hosted_url, invitation, rotate_publisher
+from shoal.launch.background_run import _News
+from shoal.launch.launcher_log import Told
+from shoal.launch.role_process import RoleProcess, suspended_process
+from shoal.launch.run_lock import demand_free_ports, locked, locked_run
+from shoal.launch.run_status import CoordinatorWatch
+from shoal.launch.watch_command import FolderWatch
 from shoal.ledger.commands import Enter, Leave
 from shoal.net.client import Client
-from shoal.net.keys import load_or_make_key
-from shoal.net.listening import living_pid, port_of_last_start, port_of_living, tell_address
-from shoal.protocol import types as t
+from shoal.net.key_files import load_or_make_key
+from shoal.net.process import living_pid, port_of_last_start, port_of_living, tell_address
+from shoal.protocol import messages as t
+from shoal.run_folder import RunFolder, is_locked, write_atomically
 from tests.roles.town import Town, tiny_run
 
 RUN = Path("runs/wordle")
@@ -130,7 +129,7 @@ def test_the_host_is_told_that_one_validator_of_others_cannot_pause_its_run(
     envs = tuple(replace(env, kind="completions" if host_plays else "") for env in config.envs)
     town = Town(tmp_path / "run", replace(config, envs=envs))
     transport = httpx.ASGITransport(town.app)
-    monkeypatch.setattr("shoal.launch.hosting.Client", lambda url, key: Client(url, key, transport=transport))
+    monkeypatch.setattr("shoal.launch.admin.Client", lambda url, key: Client(url, key, transport=transport))
     first, second = (load_or_make_key(tmp_path / f"{i}.key").public for i in range(2))
     said = administer("admit", "http://host", first, tmp_path / "run/keys/run.key")
     assert (LONE_VALIDATOR_RISK in said, f"one validator, once {first[:12]} joins" in said) == (not host_plays,) * 2
@@ -143,7 +142,7 @@ def test_host_is_warned_when_an_admission_or_a_removal_leaves_two_validators(
 ) -> None:
     town = Town(tmp_path / "run", tiny_run())
     transport = httpx.ASGITransport(town.app)
-    monkeypatch.setattr("shoal.launch.hosting.Client", lambda url, key: Client(url, key, transport=transport))
+    monkeypatch.setattr("shoal.launch.admin.Client", lambda url, key: Client(url, key, transport=transport))
 
     async def take_seat(key_file: Path) -> str:
         async with town.client(key_file) as client:
@@ -275,7 +274,7 @@ def test_a_host_is_not_told_done_for_what_was_so_before_or_cannot_be(
 ) -> None:
     town = Town(tmp_path / "run", tiny_run())
     transport = httpx.ASGITransport(town.app)
-    monkeypatch.setattr("shoal.launch.hosting.Client", lambda url, key: Client(url, key, transport=transport))
+    monkeypatch.setattr("shoal.launch.admin.Client", lambda url, key: Client(url, key, transport=transport))
 
     async def take_seat(role: str, key_file: Path) -> str:
         async with town.client(key_file) as client:

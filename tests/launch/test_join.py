@@ -16,12 +16,12 @@ import msgspec
 import pytest
 
 from shoal.config import load_run
-from shoal.folder import RunFolder
-from shoal.protocol.types import NodeState
+from shoal.protocol.messages import NodeState
+from shoal.run_folder import RunFolder
 from tests.launch.test_local import RUN_FILE
 from tests.net.forward_proxy import forward_proxy
 
-SHOAL = [sys.executable, "-m", "shoal.cli"]
+SHOAL = [sys.executable, "-m", "shoal"]
 
 
 def begin(folder: Path, name: str, *args: str) -> subprocess.Popen[bytes]:

@@ -20,21 +20,21 @@ from rich.console import Console
 
 from shoal.config import load_run
 from shoal.errors import StateError
-from shoal.folder import RunFolder
-from shoal.launch.local import LocalRun
-from shoal.launch.lock import locked
-from shoal.launch.process import RoleProcess, suspended_process, with_ended_call, with_suspended
-from shoal.launch.shifts import shifts_of
-from shoal.launch.snapshot import NO_STATUS, own_keys
-from shoal.launch.told import Told
-from shoal.launch.view import LiveView, render
-from shoal.launch.watching import FolderWatch
+from shoal.launch.launcher_log import Told
+from shoal.launch.role_process import RoleProcess, suspended_process, with_ended_call, with_suspended
+from shoal.launch.run_lock import locked
+from shoal.launch.run_status import NO_STATUS, own_keys
+from shoal.launch.sizing import shifts_of
+from shoal.launch.supervisor import LocalRun
+from shoal.launch.terminal_view import LiveView, render
+from shoal.launch.watch_command import FolderWatch
 from shoal.ledger.commands import Admin
-from shoal.ledger.facts.run import NO_SIGNAL
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.hints import ENDED_CALLS, SILENT_REMEDY, split_remedy
+from shoal.ledger.run import NO_SIGNAL
 from shoal.monitors.no_signal import BY_LIMIT, FALLEN
-from shoal.net.keys import load_or_make_key
+from shoal.net.key_files import load_or_make_key
+from shoal.run_folder import RunFolder
 from tests.roles.town import Town
 
 STEPS = "steps = 30"
@@ -73,7 +73,7 @@ checkpoint_every = 30
 
 def start(folder: Path) -> subprocess.Popen[str]:
     (folder / "small.toml").write_text(RUN_FILE)
-    command = [sys.executable, "-m", "shoal.cli", "run", "small.toml"]
+    command = [sys.executable, "-m", "shoal", "run", "small.toml"]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -109,7 +109,7 @@ def test_run_is_stopped_killed_resumed_and_ends_with_a_summary(tmp_path: Path) -
     wait_for("the lock", lambda: lock.exists() and lock.read_text() == str(run.pid), run)
 
     second = subprocess.run(
-        [sys.executable, "-m", "shoal.cli", "run", "small.toml"], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-m", "shoal", "run", "small.toml"], cwd=tmp_path, capture_output=True, text=True
     )
     assert second.returncode == 2 and f"in use by another shoal (process {run.pid})" in second.stderr
 
@@ -119,7 +119,7 @@ def test_run_is_stopped_killed_resumed_and_ends_with_a_summary(tmp_path: Path) -
     assert run.returncode == 130, said
     assert "The same command resumes the run" in said
     assert processes_in(tmp_path) == []
-    fewer = [sys.executable, "-m", "shoal.cli", "run", "small.toml", "--set", "steps=1"]
+    fewer = [sys.executable, "-m", "shoal", "run", "small.toml", "--set", "steps=1"]
     for _ in range(2):  # the second start does not repeat what the first one logged
         refused = subprocess.run(fewer, cwd=tmp_path, capture_output=True, text=True)
         assert refused.returncode == 2 and "of steps = 30: it would end at once" in refused.stderr
@@ -158,7 +158,7 @@ def check_end(folder: Path, said: str) -> None:
     assert {"coordinator", "trainer", "worker", "validator", "evaluate", "launcher"} <= summary["cpu_s"].keys()
     assert summary["wall_s"] > 1 and sum(summary["staleness"].values()) > 0
     assert "held-out after:" in said and "checkpoints/final" in said and "shoal ledger verify" in said
-    verified = subprocess.run([sys.executable, "-m", "shoal.cli", "ledger", "verify", str(folder)], capture_output=True)
+    verified = subprocess.run([sys.executable, "-m", "shoal", "ledger", "verify", str(folder)], capture_output=True)
     assert verified.returncode == 0, verified.stdout
 
 
@@ -296,7 +296,7 @@ def test_what_is_said_of_a_stopped_run_follows_from_its_phase(tmp_path: Path, ph
 
 
 def test_folder_is_held_by_one_launcher_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.launch.lock.LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr("shoal.launch.run_lock.LOCK_WAIT_S", 0.2)
     with locked(tmp_path), pytest.raises(StateError, match=f"process {os.getpid()}"), locked(tmp_path):
         pass
     with locked(tmp_path):
@@ -307,7 +307,7 @@ def test_a_role_that_cannot_continue_ends_the_run_with_its_reason(tmp_path: Path
     (tmp_path / "small.toml").write_text(RUN_FILE)
     (tmp_path / "runs" / "small").mkdir(parents=True)
     (tmp_path / "runs" / "small" / "log.sqlite").write_bytes(b"no log" * 1000)
-    command = [sys.executable, "-m", "shoal.cli", "run", "small.toml", "--set", "seed=-1"]
+    command = [sys.executable, "-m", "shoal", "run", "small.toml", "--set", "seed=-1"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     assert result.stderr.count("error: ") == 1 and "log.sqlite cannot be read" in result.stderr
@@ -348,8 +348,8 @@ def test_a_pause_blames_no_limit_that_a_run_came_to_while_it_fell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_first: float, is_cause: bool
 ) -> None:
     folder, config = RunFolder(tmp_path), load_run(Path("recipes/wordle.toml"))
-    monkeypatch.setattr("shoal.launch.local.flat_samples", lambda folder: [])
-    monkeypatch.setattr("shoal.launch.without_signal.why_flat", lambda folder: f"{BY_LIMIT} 62 of the 64 rollouts")
+    monkeypatch.setattr("shoal.launch.supervisor.flat_samples", lambda folder: [])
+    monkeypatch.setattr("shoal.launch.flat_groups.why_flat", lambda folder: f"{BY_LIMIT} 62 of the 64 rollouts")
     monkeypatch.setattr(RunFolder, "config", lambda folder: config)
     view = LiveView(Console(file=(told := io.StringIO()), width=300))
     run = LocalRun(folder, 0, False, view, shifts_of(config, folder, None, False))
@@ -371,7 +371,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was_and_a_watch_follows_one_that_
     assert book.state.phase == "draining"
     book.store.close()
     watched, before = FolderWatch(folder.root), folder.run_file.read_bytes()
-    command = [sys.executable, "-m", "shoal.cli", "run", "small.toml", "--out", "run", "--set", change]
+    command = [sys.executable, "-m", "shoal", "run", "small.toml", "--out", "run", "--set", change]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2, result.stdout
     assert folder.run_file.read_bytes() == before and not folder.start_file.exists()
@@ -387,7 +387,7 @@ def test_a_resume_deletes_what_was_kept_only_where_set_says_so(
     (tmp_path / "small.toml").write_text(RUN_FILE)
     folder, run_file = RunFolder(tmp_path / "run"), tmp_path / "small.toml"
     Town(folder.root, load_run(run_file, ["storage.retain=all"])).desk.book.store.close()
-    command = [sys.executable, "-m", "shoal.cli", "run", "small.toml", "--out", "run"]
+    command = [sys.executable, "-m", "shoal", "run", "small.toml", "--out", "run"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2 and not folder.start_file.exists(), result.stderr
     assert "--set storage.retain=all" in result.stderr and "--set storage.retain=window" in result.stderr
@@ -403,7 +403,7 @@ def test_a_resume_deletes_what_was_kept_only_where_set_says_so(
 
 def test_a_run_without_workers_of_its_own_says_how_one_joins(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(RUN_FILE)
-    command = [sys.executable, "-m", "shoal.cli", "run", "small.toml", "--set", "workers.count=0"]
+    command = [sys.executable, "-m", "shoal", "run", "small.toml", "--set", "workers.count=0"]
     run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert run.stdout is not None
     said = next(line for line in run.stdout if line.startswith("workers.count = 0"))

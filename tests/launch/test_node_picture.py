@@ -15,16 +15,16 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from shoal.alarms import Alarm
-from shoal.launch.node_picture import NodeNow, at, next_vesting, picture, plain
+from shoal.launch.node_panels import NodeNow, at, next_vesting, picture, plain
 from shoal.launch.node_view import NodeView, _draw, _on_screen, limits_of, shown
-from shoal.launch.remote import RemoteRun
-from shoal.launch.snapshot import Snapshot
-from shoal.ledger.rules.members import ASKED_BY_HOST
+from shoal.launch.run_status import Snapshot
+from shoal.launch.url_status import RemoteRun
+from shoal.ledger.members import ASKED_BY_HOST
 from shoal.net.client import Client, PeerRefused
-from shoal.protocol import types as t
-from shoal.roles.allowance import Allowance, Hours
-from shoal.roles.coordinator.board import Board
-from shoal.roles.doing import Doing, Judged
+from shoal.protocol import messages as t
+from shoal.roles.coordinator.status import Board
+from shoal.roles.node.activity import Doing, Judged
+from shoal.roles.node.throttle import Allowance, Hours
 from tests.launch.test_watching import Presses, host_of, told
 from tests.roles.town import Town, tiny_run
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal import cli
+from shoal.cli import main
 from shoal.config import load_run
 from shoal.errors import ConfigError
-from shoal.launch.computable import demand_engine_of_workers
+from shoal.launch.preflight import demand_engine_of_workers
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "arithmetic.toml"
 VLLM = "workers.engine=vllm"
@@ -54,7 +54,7 @@ def test_workers_with_bounds_or_without_an_engine_of_their_own_pass(installed: N
 
 
 def test_shoal_run_says_so_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run", str(RECIPE), "--out", str(tmp_path / "run"), "--set", VLLM]) == 2
+    assert main.main(["run", str(RECIPE), "--out", str(tmp_path / "run"), "--set", VLLM]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "no calibrated bounds in float32" in said
     assert not (tmp_path / "run").exists()

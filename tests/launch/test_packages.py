@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from shoal.hub.catalogue import Release
-from shoal.hub.publish import Pushed, push
-from shoal.hub.registry import FolderRegistry
-from shoal.hub.store import PackageStore
-from shoal.net.keys import save_key
-from shoal.protocol.identity import Key
+from shoal.env_packages.catalog import Release
+from shoal.env_packages.installed import PackageStore
+from shoal.env_packages.publish import Pushed, push
+from shoal.env_packages.registry import FolderRegistry
+from shoal.net.key_files import save_key
+from shoal.protocol.signing import Key
 from tests.hub.author import attest
 from tests.hub.wheels import lock_of, make_wheel
 from tests.launch.test_join import SHOAL, begin, said

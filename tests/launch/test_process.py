@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.launch.process import MAX_QUICK_DEATHS, RoleProcess, last_line, tail
+from shoal.launch.role_process import MAX_QUICK_DEATHS, RoleProcess, last_line, tail
 
 
 def role(tmp_path: Path, code: str) -> RoleProcess:
@@ -121,11 +121,11 @@ def test_role_has_a_session_of_its_own_and_pinned_threads(tmp_path: Path) -> Non
 @pytest.mark.parametrize("ignores_sigterm", [False, True])
 def test_roles_die_with_a_launcher_that_is_killed(tmp_path: Path, ignores_sigterm: bool) -> None:
     child = (
-        "from shoal.launch.process import die_with_parent; die_with_parent(); import signal, time; "
+        "from shoal.launch.role_process import die_with_parent; die_with_parent(); import signal, time; "
         f"{'signal.signal(signal.SIGTERM, signal.SIG_IGN); ' if ignores_sigterm else ''}time.sleep(60)"
     )
     launcher = (
-        "import sys, time; from pathlib import Path; from shoal.launch.process import RoleProcess\n"
+        "import sys, time; from pathlib import Path; from shoal.launch.role_process import RoleProcess\n"
         f"p = RoleProcess('x', [sys.executable, '-c', {child!r}], Path({str(tmp_path / 'x.log')!r}), 1)\n"
         "p.tend(); print(p.pid, flush=True); time.sleep(60)"
     )

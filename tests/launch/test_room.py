@@ -8,21 +8,21 @@ import pytest
 import torch
 from rich.console import Console
 
-from shoal import cli
+from shoal.cli import main
 from shoal.config import AdapterConfig, EnvConfig, PolicyConfig, RunConfig, TinyPolicy, load_run, preset_lr
-from shoal.config.optimiser import MAX_PRESET_LR
+from shoal.config.validate_algorithm import MAX_PRESET_LR
 from shoal.errors import StateError
-from shoal.folder import RunFolder
-from shoal.launch import doctor, room
-from shoal.launch.fits import Report, reports
-from shoal.launch.local import open_crew
-from shoal.launch.room import sized
-from shoal.launch.view import LiveView
+from shoal.launch import doctor, sizing
+from shoal.launch.memory_plan import Report, reports
+from shoal.launch.sizing import sized
+from shoal.launch.supervisor import open_crew
+from shoal.launch.terminal_view import LiveView
+from shoal.models.checkpoint import load_policy
+from shoal.models.parameter_counts import adapter_parameters_of
+from shoal.models.random_model import make_tiny, tiny_spec
 from shoal.plan.sizes import spec_of
-from shoal.policy.files import load_policy
-from shoal.policy.sizes import adapter_parameters_of
-from shoal.policy.tiny import make_tiny, tiny_spec
-from shoal.train.step import Learner
+from shoal.run_folder import RunFolder
+from shoal.train.learner import Learner
 from tests.launch.test_fits import LARGE, RECIPES, has_free
 
 ON_GPU = [f"{section}.device=cuda" for section in ("train", "workers", "validators")]
@@ -47,18 +47,18 @@ def tokens_with(gb: float, monkeypatch: pytest.MonkeyPatch, *changes: str) -> in
 
 def test_a_micro_batch_has_as_many_tokens_as_fit_with_room_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [tokens_with(gb, monkeypatch, "train.recompute=none", "eval.episodes=0") for gb in (25, 33, 45, 500)]
-    assert found == sorted(found) and len({*found}) > 2 and found[-1] == room.MOST_TOKENS
+    assert found == sorted(found) and len({*found}) > 2 and found[-1] == sizing.MOST_TOKENS
     has_free(monkeypatch, 33)
     config = gsm8k("train.recompute=none", "eval.episodes=0")
     fitting, larger = on_gpu(config, found[1]), on_gpu(config, 2 * found[1])
-    assert fitting.need <= (1 - room.SPARE) * 33e9 and not fitting.shared
-    assert larger.shared or larger.need > (1 - room.SPARE) * 33e9
+    assert fitting.need <= (1 - sizing.SPARE) * 33e9 and not fitting.shared
+    assert larger.shared or larger.need > (1 - sizing.SPARE) * 33e9
 
 
 def test_a_micro_batch_has_room_for_the_longest_row_and_is_a_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tokens_with(1, monkeypatch) == 1024
     assert tokens_with(1, monkeypatch, "sampling.max_tokens=1025") == 2048
-    assert tokens_with(1, monkeypatch, "sampling.max_tokens=30000", "rollouts.block_rollouts=8") == room.MOST_TOKENS
+    assert tokens_with(1, monkeypatch, "sampling.max_tokens=30000", "rollouts.block_rollouts=8") == sizing.MOST_TOKENS
 
 
 def test_a_smaller_micro_batch_is_preferred_to_shifts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_an_evaluation_plays_128_episodes_at_a_time_or_as_many_halves_as_memory_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = [rows_with(gb, monkeypatch) for gb in (22, 24, 28, 80)]
-    assert found[0] == room.LEAST_ROWS and found[-1] == 128 and found == sorted({*found})
+    assert found[0] == sizing.LEAST_ROWS and found[-1] == 128 and found == sorted({*found})
     assert [rows_with(gb, monkeypatch, "eval.dtype=float32") for gb in (28, 80)] == [8, 64]
 
 
@@ -94,8 +94,8 @@ def test_training_is_sized_before_evaluations(monkeypatch: pytest.MonkeyPatch) -
     has_free(monkeypatch, 26)
     both = sized(gsm8k(OPEN), LARGE, with_workers=False).config
     has_free(monkeypatch, 26)
-    least = sized(gsm8k(OPEN, f"eval.rows={room.LEAST_ROWS}"), LARGE, with_workers=False).config
-    assert both.train == least.train and both.eval.rows >= room.LEAST_ROWS
+    least = sized(gsm8k(OPEN, f"eval.rows={sizing.LEAST_ROWS}"), LARGE, with_workers=False).config
+    assert both.train == least.train and both.eval.rows >= sizing.LEAST_ROWS
     assert on_gpu(both).need <= 26e9 and not on_gpu(both).shared
 
 
@@ -143,7 +143,7 @@ def test_doctor_says_the_size_that_a_run_would_find(
 ) -> None:
     has_free(monkeypatch, 100)
     path = RECIPES / "wordle.toml"
-    assert cli.main(["doctor", "--recipe", str(path), "--set", OPEN]) == 0
+    assert main.main(["doctor", "--recipe", str(path), "--set", OPEN]) == 0
     assert "A micro-batch has 16384 tokens in this run" in capsys.readouterr().out
     config = load_run(path, ["train.microbatch_tokens=512"])
     small = next(reports(config, spec_of(config, RECIPES), with_workers=True))

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ConfigError, StateError
-from shoal.folder import RunFolder
-from shoal.launch.rotation import make_publisher, take_root
-from shoal.net.keys import load_key, load_or_make_key
+from shoal.launch.admin import make_publisher, take_root
+from shoal.net.key_files import load_key, load_or_make_key
+from shoal.run_folder import RunFolder
 from tests.launch.test_join import SHOAL, begin, said
 from tests.launch.test_local import RUN_FILE
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from shoal import cli
+from shoal.cli import main
 from shoal.config import load_run
-from shoal.folder import RunFolder
-from shoal.launch.shaped import _make, random_policy
-from shoal.policy.adapterspec import WEIGHTS
-from shoal.policy.files import find_tensors
+from shoal.launch.random_policy import _make, random_policy
+from shoal.models.checkpoint import find_tensors
+from shoal.models.lora_config import WEIGHTS
+from shoal.run_folder import RunFolder
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -39,7 +39,7 @@ def twin_of(shape: str, folder: Path) -> Path:
 
 def run(folder: Path, recipe: str, *overrides: str, more: tuple[str, ...] = ()) -> "subprocess.CompletedProcess[str]":
     sets = [part for override in overrides for part in ("--set", override)]
-    command = [sys.executable, "-m", "shoal.cli", "run", str(RECIPES / f"{recipe}.toml"), "--random-policy", *more]
+    command = [sys.executable, "-m", "shoal", "run", str(RECIPES / f"{recipe}.toml"), "--random-policy", *more]
     return subprocess.run([*command, *sets], cwd=folder, capture_output=True, text=True, timeout=280)
 
 
@@ -89,10 +89,10 @@ def test_a_run_in_int8_begins_with_random_weights_in_full_precision(tmp_path: Pa
 def test_nothing_is_made_where_the_run_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("shoal.launch.fits.free_on", lambda device: 10**9)
+    monkeypatch.setattr("shoal.launch.memory_plan.free_on", lambda device: 10**9)
     out = tmp_path / "run"
     command = ["run", str(RECIPES / "qwen3-0.6b-gsm8k.toml"), "--random-policy", "--out", str(out)]
-    assert cli.main(command) == 2
+    assert main.main(command) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: this run needs about") and said.count("\n") == 1
     assert not (out / "policy").exists()
@@ -106,7 +106,7 @@ def test_what_cannot_be_made_is_said_in_one_line(
     override: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = str(RECIPES / "qwen3-0.6b-gsm8k.toml")
-    assert cli.main(["run", recipe, "--random-policy", "--out", str(tmp_path / "run"), "--set", override]) == 2
+    assert main.main(["run", recipe, "--random-policy", "--out", str(tmp_path / "run"), "--set", override]) == 2
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
 
@@ -114,15 +114,15 @@ def test_what_cannot_be_made_is_said_in_one_line(
 def test_doctor_and_plan_reckon_a_recipe_by_its_shape(capsys: pytest.CaptureFixture[str]) -> None:
     for recipe in ("qwen3-0.6b-gsm8k", "qwen3-8b-lora", "olmoe"):
         path = str(RECIPES / f"{recipe}.toml")
-        cli.main(["doctor", "--recipe", path, "--random-policy", "--memory", "200"])
+        main.main(["doctor", "--recipe", path, "--random-policy", "--memory", "200"])
         assert "at first, then" in capsys.readouterr().out
-        assert cli.main(["plan", path, "--random-policy", "--workers", "4"]) == 0
+        assert main.main(["plan", path, "--random-policy", "--workers", "4"]) == 0
         assert "parameters" in capsys.readouterr().out
 
 
 def test_doctor_says_that_the_adapter_of_8b_fits_into_24_gb(capsys: pytest.CaptureFixture[str]) -> None:
     path = str(RECIPES / "qwen3-8b-lora.toml")
-    cli.main(
+    main.main(
         [
             "doctor",
             "--recipe",
@@ -138,4 +138,6 @@ def test_doctor_says_that_the_adapter_of_8b_fits_into_24_gb(capsys: pytest.Captu
     )
     said = capsys.readouterr().out
     assert "ok       memory cpu" in said and "16.5 GB at first, then 88 MB a step" in said
-    assert cli.main(["doctor", "--recipe", path, "--random-policy", "--memory", "20", "--set", "train.device=cpu"]) == 1
+    assert (
+        main.main(["doctor", "--recipe", path, "--random-policy", "--memory", "20", "--set", "train.device=cpu"]) == 1
+    )

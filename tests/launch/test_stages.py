@@ -13,32 +13,29 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.algos.rejection import raft
+from shoal.algos.rejection_sampling import raft
+from shoal.chat import isolated
 from shoal.config import SftConfig, load_run
-from shoal.config.policies import TinyPolicy
+from shoal.config.policy import TinyPolicy
 from shoal.config.stages import StagesConfig, load_stages, settings_of
 from shoal.errors import ConfigError, StateError
-from shoal.folder import RunFolder
-from shoal.heldout import Heldout
-from shoal.launch.chosen import choose, choose_pairs, digest_of, learned_groups
-from shoal.launch.jobs import Input, Job, demand_doable, demand_same_inputs, job_of
-from shoal.launch.local import check_first_policy
-from shoal.launch.outputs import digest_below
-from shoal.launch.process import RoleProcess
-from shoal.launch.samples import group_of
-from shoal.launch.stages import StagesRun, _policy_before, _read_done
-from shoal.launch.stages_report import StageEnd, in_words
-from shoal.ledger.log.creation import creation_of
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.log.verify import verify
-from shoal.policy import contained
-from shoal.policy.adapterspec import AdapterSpec, has_adapter
-from shoal.policy.tiny import make_tiny
-from shoal.policy.valued import load_valued
-from shoal.protocol.tasklists import read_task_list
-from shoal.roles import sft
-from shoal.roles.sft_examples import chosen_rows
-from shoal.train.chosen import read_examples
+from shoal.evaluation_files import Heldout
+from shoal.jobs import sft
+from shoal.jobs.sft_examples import chosen_rows
+from shoal.launch.conversation import group_of
+from shoal.launch.role_process import RoleProcess
+from shoal.launch.stage_jobs import Input, Job, demand_doable, demand_same_inputs, digest_below, job_of
+from shoal.launch.stage_pipeline import StageEnd, StagesRun, _policy_before, _read_done, in_words
+from shoal.launch.supervisor import check_first_policy
+from shoal.launch.training_examples import choose, choose_pairs, digest_of, learned_groups
+from shoal.ledger.log.check import verify
+from shoal.ledger.log.sqlite_store import Store, creation_of, sqlite_url
+from shoal.models.lora_config import AdapterSpec, has_adapter
+from shoal.models.random_model import make_tiny
+from shoal.models.value_head import load_valued
+from shoal.protocol.task_draws import read_task_list
+from shoal.run_folder import RunFolder
+from shoal.train.sft_examples import read_examples
 from shoal.weights.manifest import weights_root
 
 ROOT = Path(__file__).parents[2]
@@ -416,8 +413,8 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 def test_a_template_that_does_not_end_is_refused_by_stages_run_and_sft(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contained, "OWN_LIMITS", contained.Limits(time_s=0.5, open_s=9.0))
-    monkeypatch.setattr(contained, "GRACE_S", 0.1)
+    monkeypatch.setattr(isolated, "OWN_LIMITS", isolated.Limits(time_s=0.5, open_s=9.0))
+    monkeypatch.setattr(isolated, "GRACE_S", 0.1)
     here = files.parent
     monkeypatch.chdir(here)
     own_policy(here / "mine", "sft")
@@ -534,7 +531,7 @@ def test_the_teacher_of_a_run_may_be_another_stages_policy(files: Path, tmp_path
 
 
 def start(files: Path, out: Path, *options: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "shoal.cli", "stages", str(files), "--out", str(out), *options]
+    command = [sys.executable, "-m", "shoal", "stages", str(files), "--out", str(out), *options]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import StateError
-from shoal.launch.lock import locked
-from shoal.launch.steering import name_worker, steer, steered
+from shoal.launch.pause import name_worker, steer, steered
+from shoal.launch.run_lock import locked
 
 
 def test_a_worker_is_paused_and_resumed_by_its_folder(tmp_path: Path) -> None:

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from shoal.folder import RunFolder
-from shoal.launch.process import Use
-from shoal.launch.snapshot import NO_STATUS, CoordinatorWatch, MetricsWatch, Snapshot, names_apart
+from shoal.launch.role_process import Use
+from shoal.launch.run_status import NO_STATUS, CoordinatorWatch, MetricsWatch, Snapshot, names_apart
 from shoal.launch.summary import UsageBook, _troubles, influence_shares
-from shoal.ledger.facts.batches import GroupAccepted
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.table import make_entry
+from shoal.ledger.batches import GroupAccepted
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.registry import make_entry
 from shoal.protocol.constants import MAX_NODES
-from shoal.protocol.types import Faults, NodeState, Status
-from shoal.protocol.wire import to_json
-from shoal.watch.report.page import share
+from shoal.protocol.encoding import to_json
+from shoal.protocol.messages import Faults, NodeState, Status
+from shoal.run_folder import RunFolder
+from shoal.watch.report.html import share
 
 STATUS = Status("x", "running", 3, 9, 5, {}, 1, 0, "workers", 2.0)
 

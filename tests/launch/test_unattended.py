@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from shoal.errors import StateError
-from shoal.folder import RunFolder
-from shoal.launch.snapshot import NO_STATUS, Snapshot
-from shoal.launch.unattended import IDLE_LIMIT_S, UnattendedView
+from shoal.launch.run_status import NO_STATUS, Snapshot
+from shoal.launch.unattended_run import IDLE_LIMIT_S, UnattendedView
+from shoal.run_folder import RunFolder
 from tests.launch.test_stages import RL, ROOT, finish, start
 
 WAKING = """        if not Path("AWAKE").exists():

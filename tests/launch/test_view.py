@@ -11,15 +11,15 @@ import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
-from shoal.cli import parser
-from shoal.commands.hosting import recipe_as_typed
+from shoal.cli.host import recipe_as_typed
+from shoal.cli.main import parser
 from shoal.config import EnvConfig
-from shoal.heldout import Heldout
-from shoal.launch.finale import plain_end, render_end, save_picture
-from shoal.launch.panels import chart, duration, figures, figures_table
-from shoal.launch.snapshot import Sample, Snapshot
+from shoal.evaluation_files import Heldout
+from shoal.launch.end_screen import plain_end, render_end, save_picture
+from shoal.launch.run_status import Sample, Snapshot
 from shoal.launch.summary import RunEnd
-from shoal.launch.view import LiveView, plain, plain_wait, render
+from shoal.launch.terminal_panels import chart, duration, figures, figures_table
+from shoal.launch.terminal_view import LiveView, plain, plain_wait, render
 from shoal.ledger.fault_rate import FAULT_REMEDY, FAULTS
 from shoal.terminal import printable
 
@@ -219,7 +219,7 @@ def test_lines_about_one_wait_come_ever_less_often_when_piped(
     snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr("shoal.launch.view.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("shoal.launch.terminal_view.time.monotonic", lambda: now[0])
     view = LiveView(Console(file=(file := io.StringIO()), width=80))
 
     def seconds_of_lines(waiting_for: str, seconds: int) -> list[int]:

@@ -14,10 +14,9 @@ from rich.text import Text
 
 from shoal.alarms import Alarm
 from shoal.launch.alarms import in_words
-from shoal.launch.panels import cropped
-from shoal.launch.remaining import seconds_left
-from shoal.launch.snapshot import Sample, Snapshot
-from shoal.launch.view import LiveView, plain, render
+from shoal.launch.run_status import Sample, Snapshot, seconds_left
+from shoal.launch.terminal_panels import cropped
+from shoal.launch.terminal_view import LiveView, plain, render
 from shoal.ledger.fault_rate import (
     BOUNDS_REMEDY,
     FAULT_REMEDY,
@@ -39,21 +38,21 @@ from shoal.monitors import (
     clock,
     collapse,
     disk,
-    drift,
     entropy,
-    hacking,
+    log_ratio,
     no_signal,
     poisoning,
-    publishing,
+    reward_hacking,
+    slow_publishing,
     stragglers,
-    validators,
+    validator_disagreement,
 )
-from shoal.monitors.raising import Change
-from shoal.monitors.starved import LEASED, UNLEASED
+from shoal.monitors.alarm_state import Change
+from shoal.monitors.trainer_waits import LEASED, UNLEASED
 from shoal.protocol.env_faults import REPLY_REFUSED
-from shoal.protocol.rollouts import MODEL_REMEDY, ROOM_REMEDY
+from shoal.protocol.rollout_validation import MODEL_REMEDY, ROOM_REMEDY
 from shoal.terminal import as_called
-from shoal.watch.index.look import _speed
+from shoal.watch.index.queries import _speed
 
 SIZES = [(60, 24), (80, 24), (100, 30), (140, 40)]
 
@@ -139,12 +138,12 @@ def test_what_to_do_about_an_alarm_is_whole_beside_a_long_cause(snapshot: Snapsh
     ("remedy", "core"),
     [
         (clock.REMEDY, "by NTP"), (collapse.REMEDY, "a smaller train.lr"), (disk.REMEDY, "storage.window_steps"),
-        (disk.QUOTA, "storage.quota_mb"), (drift.REMEDY, "Lower train.lr"), (entropy.REMEDY, "a smaller train.lr"),
-        (hacking.REMEDY, "Read rollouts"), (no_signal.EASY, "harder tasks"), (no_signal.HARD, "`shoal env check`"),
+        (disk.QUOTA, "storage.quota_mb"), (log_ratio.REMEDY, "Lower train.lr"), (entropy.REMEDY, "a smaller train.lr"),
+        (reward_hacking.REMEDY, "Read rollouts"), (no_signal.EASY, "harder tasks"), (no_signal.HARD, "`shoal env check`"),
         (no_signal.CUT.format(0.6), "sampling.max_turn_tokens"), (no_signal.FALLEN, "a smaller train.lr"),
-        (poisoning.remedy("3b6a27bcceb6"), "`shoal credits RUN 3b6a27bcceb6`"), (publishing.REMEDY, "policy.adapter"),
+        (poisoning.remedy("3b6a27bcceb6"), "`shoal credits RUN 3b6a27bcceb6`"), (slow_publishing.REMEDY, "policy.adapter"),
         (stragglers.REMEDY, "kick it"), (stragglers.ENVIRONMENT_REMEDY, "Correct the environment"),
-        (validators.REMEDY, "`shoal audit RUN`"),
+        (validator_disagreement.REMEDY, "`shoal audit RUN`"),
     ],
 )  # fmt: skip
 def test_the_core_of_a_remedy_comes_before_a_small_terminal_cuts_it(snapshot: Snapshot, remedy: str, core: str) -> None:

@@ -28,22 +28,22 @@ from rich.console import Console
 
 from shoal.alarms import Alarm, AlarmsLog
 from shoal.errors import EXIT_DONE, EXIT_NO, EXIT_USER_ERROR, PeerError, StateError
-from shoal.folder import RunFolder
+from shoal.launch.conversation import NewestSample, Samples
 from shoal.launch.keyboard import Keyboard
-from shoal.launch.lock import locked
-from shoal.launch.remote import MOST_NUMBER, PAGES_AT_ONCE, RemoteRun, cleaned_line, cleaned_node, cleaned_status
-from shoal.launch.samples import NewestSample, Samples
-from shoal.launch.snapshot import Sample, Snapshot
-from shoal.launch.view import LiveView, plain, render
-from shoal.launch.watching import FolderWatch, _Log, follow, watch
-from shoal.ledger.facts.run import RulesChanged
+from shoal.launch.run_lock import locked
+from shoal.launch.run_status import Sample, Snapshot
+from shoal.launch.terminal_view import LiveView, plain, render
+from shoal.launch.url_status import MOST_NUMBER, PAGES_AT_ONCE, RemoteRun, cleaned_line, cleaned_node, cleaned_status
+from shoal.launch.watch_command import FolderWatch, _Log, follow, watch
 from shoal.ledger.fault_rate import FAULT_REMEDY, FAULTS
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.table import make_entry
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.registry import make_entry
+from shoal.ledger.run import RulesChanged
 from shoal.net.client import Client
-from shoal.net.sided import SHOAL
+from shoal.net.safe_http import SHOAL
 from shoal.protocol.constants import MAX_NODES, MAX_STANDING_ALARMS
-from shoal.protocol.types import NodeState, StandingAlarm, Status
+from shoal.protocol.messages import NodeState, StandingAlarm, Status
+from shoal.run_folder import RunFolder
 from shoal.watch.reading import open_run
 from tests.roles.town import Town, tiny_run
 from tests.watch.test_reading import append
@@ -155,8 +155,8 @@ def test_a_host_that_refuses_once_is_asked_again(snapshot: Snapshot) -> None:
 
 
 def test_figures_of_a_host_fill_no_memory(snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.launch.remote.MOST_VALUES", 500)
-    monkeypatch.setattr("shoal.launch.remote.MOST_NAMES", 30)
+    monkeypatch.setattr("shoal.launch.url_status.MOST_VALUES", 500)
+    monkeypatch.setattr("shoal.launch.url_status.MOST_NAMES", 30)
     labels = {f"solve_rate/{i}": 0.5 for i in range(100)} | {f"env_metric/{i}": 1.0 for i in range(50)}
     lines = b"".join(msgspec.json.encode({"step": i, "loss": 1.0} | labels) + b"\n" for i in range(100))
     seen = looked(remote(host_of(snapshot, lines)), times=3)
@@ -388,7 +388,7 @@ def test_once_waits_for_the_log_of_a_run_that_nobody_hosts(tmp_path: Path, monke
         read(log, root)
 
     monkeypatch.setattr(_Log, "_read", slow)
-    monkeypatch.setattr("shoal.launch.watching.LOG_WAIT_S", 0.0)
+    monkeypatch.setattr("shoal.launch.watch_command.LOG_WAIT_S", 0.0)
     console = Console(file=io.StringIO(), width=100, height=30, force_terminal=True, color_system=None)
     watch(str(folder.root), console, once=True)
     assert "reading the log" in capsys.readouterr().err
@@ -408,7 +408,7 @@ def test_a_broken_log_is_told_and_is_an_exit_code(tmp_path: Path, monkeypatch: p
         read(log, root)
 
     monkeypatch.setattr(_Log, "_read", slow)
-    monkeypatch.setattr("shoal.launch.watching.LOG_WAIT_S", 0.0)
+    monkeypatch.setattr("shoal.launch.watch_command.LOG_WAIT_S", 0.0)
     console = Console(file=io.StringIO(), width=80)
     assert watch(str(folder.root), console, once=once) == EXIT_NO
     said = console.file.getvalue()  # type: ignore[attr-defined]
@@ -591,7 +591,7 @@ def test_it_follows_the_size_of_the_terminal_and_gives_it_back(tmp_path: Path, l
     before = termios.tcgetattr(inside)
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
     environment |= {"TERM": "xterm", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "shoal.cli", "watch", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "shoal", "watch", str(tmp_path / "run")]
     watcher = subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, env=environment, start_new_session=True,
                                preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))  # fmt: skip
     screen = b""

@@ -10,15 +10,15 @@ import itertools
 import random
 from typing import NamedTuple
 
-from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.commands import AskLease, Enter, Judge, Publish, ReturnLeases, Submit, Tick
-from shoal.ledger.facts.run import Create, RunCreated
-from shoal.ledger.law import LAW
-from shoal.ledger.rules.run import follow
+from shoal.ledger.constants import LAW
+from shoal.ledger.errors import Refused, Wait
+from shoal.ledger.registry import apply, decide, make_entry
+from shoal.ledger.run import Create, RunCreated
+from shoal.ledger.run_decisions import follow
 from shoal.ledger.state import State
-from shoal.ledger.table import apply, decide, make_entry
-from shoal.protocol.types import GroupVerdict, Join, Sampling, Verdict
-from shoal.protocol.wire import digest
+from shoal.protocol.encoding import digest
+from shoal.protocol.messages import GroupVerdict, Join, Sampling, Verdict
 from tests.ledger.world import TRAINER, VALIDATOR, rules
 
 BLOCK_S = 10.0

@@ -10,20 +10,20 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.commands import AskLease, Enter, Judge, Publish, Submit, Tick
-from shoal.ledger.facts.members import ValidatorFault
-from shoal.ledger.facts.pay import Slash
-from shoal.ledger.facts.run import Create, RunCreated
-from shoal.ledger.facts.verdicts import Decision, Rechecked
-from shoal.ledger.law import LAW
-from shoal.ledger.rules.run import follow
-from shoal.ledger.rules.verdicts import to_judge
+from shoal.ledger.constants import LAW
+from shoal.ledger.errors import Refused, Wait
+from shoal.ledger.members import ValidatorFault
+from shoal.ledger.pay import Slash
+from shoal.ledger.registry import apply, decide, make_entry
+from shoal.ledger.run import Create, RunCreated
+from shoal.ledger.run_decisions import follow
 from shoal.ledger.state import State
-from shoal.ledger.table import apply, decide, make_entry
-from shoal.protocol.audits import influence, must_audit
-from shoal.protocol.types import GroupVerdict, Join, Rules, Sampling, Verdict
-from shoal.protocol.wire import digest
+from shoal.ledger.verdict_decisions import to_judge
+from shoal.ledger.verdicts import Decision, Rechecked
+from shoal.protocol.audit_selection import influence, must_audit
+from shoal.protocol.encoding import digest
+from shoal.protocol.messages import GroupVerdict, Join, Rules, Sampling, Verdict
 
 TRAINER = "f" * 64
 REWARDS, TOKENS = (0.0, 1.0, 0.0, 1.0), 10

@@ -5,13 +5,13 @@ from itertools import product
 import msgspec
 import pytest
 
-from shoal.ledger.answers import Refused
-from shoal.ledger.law import LAW
-from shoal.ledger.state_records import SubmissionRecord
-from shoal.ledger.weigh import weigh
-from shoal.protocol.audits import REPLAY, influence, must_audit
-from shoal.protocol.compositions import Cispo, Composition, Grpo, Vine
-from shoal.protocol.types import GroupVerdict
+from shoal.ledger.constants import LAW
+from shoal.ledger.errors import Refused
+from shoal.ledger.records import SubmissionRecord
+from shoal.ledger.verdict_tally import weigh
+from shoal.protocol.algorithm_config import Cispo, Composition, Grpo, Vine
+from shoal.protocol.audit_selection import REPLAY, influence, must_audit
+from shoal.protocol.messages import GroupVerdict
 from tests.ledger.world import World
 
 

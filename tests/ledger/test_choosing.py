@@ -5,8 +5,8 @@ from collections import Counter
 import msgspec
 import pytest
 
-from shoal.ledger.law import LAW
-from shoal.ledger.log.redecide import redecide
+from shoal.ledger.constants import LAW
+from shoal.ledger.log.check import redecide
 from tests.ledger.choosing import HONEST, PLANS, Plan, stage_of
 
 HOLD, FRIENDS, STOP = PLANS[0], PLANS[-3], PLANS[-1]

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from shoal.protocol.types import Bounds
+from shoal.protocol.messages import Bounds
 from tests.ledger.world import World
 
 WORKER = "a" * 64

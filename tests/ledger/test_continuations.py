@@ -2,17 +2,16 @@
 
 import pytest
 
-from shoal.ledger.answers import Refused, Wait
+from shoal.ledger import lease_granting as leases_rules
+from shoal.ledger.batch_selection import blocks_in_the_way, blocks_to_continue, groups_wanted, next_members, supply
+from shoal.ledger.batches import SlotVoid
 from shoal.ledger.commands import Admin, AskLease, Judge, ReturnLeases, Tick
-from shoal.ledger.facts.batches import SlotVoid
-from shoal.ledger.next_batch import blocks_in_the_way, blocks_to_continue, next_members
-from shoal.ledger.rules import leases as leases_rules
-from shoal.ledger.seeds import lease_of, solved_groups
-from shoal.ledger.supply import groups_wanted, supply
-from shoal.protocol.compositions import Composition, Vine
+from shoal.ledger.errors import Refused, Wait
+from shoal.ledger.slot_draws import lease_of, solved_groups
+from shoal.protocol.algorithm_config import Composition, Vine
+from shoal.protocol.branching import FIRST_BLOCK, continued_slot, is_continued
 from shoal.protocol.constants import CONTINUATIONS, EPISODES
-from shoal.protocol.continuations import FIRST_BLOCK, continued_slot, is_continued
-from shoal.protocol.types import EnvSpec, GroupVerdict, Verdict
+from shoal.protocol.messages import EnvSpec, GroupVerdict, Verdict
 from tests.ledger.world import VALIDATOR, World
 
 ALICE, BOB, CAROL = "a" * 64, "b" * 64, "c" * 64

@@ -4,17 +4,16 @@ import random
 
 import pytest
 
-from shoal.ledger import supply
-from shoal.ledger.answers import Refused, Wait
+from shoal.ledger import batch_selection, lease_granting
 from shoal.ledger.commands import Admin, ReturnLeases, Tick
-from shoal.ledger.log.book import checked_entry
-from shoal.ledger.rules import leases
+from shoal.ledger.errors import Refused, Wait
+from shoal.ledger.log.writer import checked_entry
+from shoal.ledger.registry import apply
 from shoal.ledger.state import State, state_hash
-from shoal.ledger.table import apply
 from tests.ledger.world import World
 
-OF_A_STREAM = (supply.supply, supply.in_flight, supply.groups_wanted)
-OF_A_RUN = (leases._workers, leases._num_good_workers)
+OF_A_STREAM = (batch_selection.supply, batch_selection.in_flight, batch_selection.groups_wanted)
+OF_A_RUN = (lease_granting._workers, lease_granting._num_good_workers)
 WORKERS = tuple(letter * 64 for letter in "abcdef")
 
 
@@ -60,7 +59,9 @@ def test_kept_counts_equal_fresh_counts_after_every_event_of_a_log(tmp_path, see
         for count, of in [*((count, (state.main,)) for count in OF_A_STREAM), *((count, ()) for count in OF_A_RUN)]:
             assert count(state, *of) == count.__wrapped__(state, *of) == count(state, *of), (state.seq, count.__name__)
     assert state.main.version > 1 and len(state.leases) > 20 and state.refused
-    assert supply.groups_in_flight(state, state.main) == supply.groups_in_flight(world.state, world.state.main)
+    assert batch_selection.groups_in_flight(state, state.main) == batch_selection.groups_in_flight(
+        world.state, world.state.main
+    )
 
 
 def test_kept_counts_are_no_part_of_a_state(tmp_path):
@@ -75,7 +76,7 @@ def test_a_count_is_made_once_for_each_event(tmp_path, monkeypatch):
     world.publish()
     for key in WORKERS:
         world.enter(key)
-    monkeypatch.setattr(supply, "usable", lambda state, stream: looks.append(state.seq) or [])
+    monkeypatch.setattr(batch_selection, "usable", lambda state, stream: looks.append(state.seq) or [])
     for key in WORKERS[:4]:
         world.lease(key)
     for key in WORKERS[4:] * 3:
@@ -86,16 +87,16 @@ def test_a_count_is_made_once_for_each_event(tmp_path, monkeypatch):
 
 def test_a_lease_is_given_exactly_while_there_are_blocks_to_give(tmp_path):
     world = World(tmp_path)
-    assert leases.blocks_to_give(world.state, world.state.main, world.now) == 0
+    assert lease_granting.blocks_to_give(world.state, world.state.main, world.now) == 0
     world.publish()
     for number, key in enumerate(WORKERS):
         world.enter(key)
-        assert leases.blocks_to_give(world.state, world.state.main, world.now) == max(0, 4 - number)
+        assert lease_granting.blocks_to_give(world.state, world.state.main, world.now) == max(0, 4 - number)
         if number < 4:
             world.lease(key)
     with pytest.raises(Wait, match="enough groups are in flight"):
         world.lease(WORKERS[-1])
     world.do(ReturnLeases(WORKERS[0], ("0",), world.now))
-    assert leases.blocks_to_give(world.state, world.state.main, world.now) == 1
+    assert lease_granting.blocks_to_give(world.state, world.state.main, world.now) == 1
     world.do(Admin("pause", "", world.now))
-    assert leases.blocks_to_give(world.state, world.state.main, world.now) == 0
+    assert lease_granting.blocks_to_give(world.state, world.state.main, world.now) == 0

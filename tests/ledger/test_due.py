@@ -3,10 +3,10 @@
 import pytest
 
 from shoal.ledger.commands import Admin, Reconfigure, Tick
-from shoal.ledger.facts.leases import LeaseLapsed
-from shoal.ledger.facts.members import NodeRestored
-from shoal.ledger.facts.verdicts import Decision, Rechecked
-from shoal.ledger.law import LAW
+from shoal.ledger.constants import LAW
+from shoal.ledger.leases import LeaseLapsed
+from shoal.ledger.members import NodeRestored
+from shoal.ledger.verdicts import Decision, Rechecked
 from tests.ledger.world import World
 
 WORKER, OTHER = "b" * 64, "a" * 64

@@ -4,20 +4,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.ledger.algorithm import advantages
-from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.batches import GroupAccepted
 from shoal.ledger.commands import Admin, Judge, Tick
-from shoal.ledger.facts.batches import GroupAccepted
-from shoal.ledger.facts.pay import Credit
-from shoal.ledger.facts.run import RulesChanged
-from shoal.ledger.facts.verdicts import Decision, Rechecked
+from shoal.ledger.constants import LAW
+from shoal.ledger.errors import Refused, Wait
 from shoal.ledger.fault_rate import EnvFaultRecord, GroupOutcome
-from shoal.ledger.law import LAW
+from shoal.ledger.group_signal import advantages
+from shoal.ledger.pay import Credit
+from shoal.ledger.run import RulesChanged
 from shoal.ledger.state import state_hash
-from shoal.proofs.disagreement import differences
-from shoal.protocol.compositions import Composition
-from shoal.protocol.types import EnvSpec, Faults, GroupVerdict, Verdict
-from shoal.roles.coordinator.board import batch_of
+from shoal.ledger.verdicts import Decision, Rechecked
+from shoal.protocol.algorithm_config import Composition
+from shoal.protocol.messages import EnvSpec, Faults, GroupVerdict, Verdict
+from shoal.roles.coordinator.status import batch_of
+from shoal.verification.verdict_diff import differences
 from tests.ledger.world import VALIDATOR, World
 
 WORKER, SECOND, THIRD = "a" * 64, "b" * 64, "c" * 64

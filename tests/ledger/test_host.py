@@ -2,14 +2,14 @@
 
 import pytest
 
-from shoal.ledger.answers import Refused
 from shoal.ledger.commands import Admin, Submit, Tick
-from shoal.ledger.entry import GENESIS
-from shoal.ledger.facts.leases import LeaseGranted, LeaseLapsed
-from shoal.ledger.facts.submissions import SubmissionReceived
-from shoal.ledger.log.verify import verify
-from shoal.ledger.table import make_entry
-from shoal.protocol.wire import digest
+from shoal.ledger.errors import Refused
+from shoal.ledger.event import GENESIS
+from shoal.ledger.leases import LeaseGranted, LeaseLapsed
+from shoal.ledger.log.check import verify
+from shoal.ledger.registry import make_entry
+from shoal.ledger.submissions import SubmissionReceived
+from shoal.protocol.encoding import digest
 from tests.ledger.world import World, without_links
 
 RIVAL, FRIEND = "a" * 64, "b" * 64

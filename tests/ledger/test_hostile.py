@@ -6,25 +6,25 @@ import random
 
 import pytest
 
-from shoal.ledger import table
-from shoal.ledger.answers import Refused, Wait
+from shoal.ledger import registry
+from shoal.ledger.batch_selection import groups_wanted
+from shoal.ledger.batches import GroupAccepted, SlotVoid
 from shoal.ledger.commands import Admin, AskLease, Enter, Judge, Publish, ReturnLeases, Submit, Tick
-from shoal.ledger.facts.batches import GroupAccepted, SlotVoid
-from shoal.ledger.facts.members import ValidatorFault
-from shoal.ledger.facts.pay import Forfeited, Slash
-from shoal.ledger.facts.submissions import AuditDrawn
-from shoal.ledger.facts.verdicts import Decision, Rechecked
-from shoal.ledger.law import LAW, Law, law_difference
-from shoal.ledger.log.book import replay
-from shoal.ledger.rules.verdicts import to_judge
+from shoal.ledger.constants import LAW, Law, law_difference
+from shoal.ledger.errors import Refused, Wait
+from shoal.ledger.log.writer import replay
+from shoal.ledger.members import ValidatorFault
+from shoal.ledger.pay import Forfeited, Slash
 from shoal.ledger.state import state_hash
-from shoal.ledger.supply import groups_wanted
-from shoal.proofs.verify import AUDIT, MODEL_FREE
-from shoal.protocol.audits import CHECKS, REPLAY
+from shoal.ledger.submissions import AuditDrawn
+from shoal.ledger.verdict_decisions import to_judge
+from shoal.ledger.verdicts import Decision, Rechecked
+from shoal.protocol.audit_selection import CHECKS, REPLAY
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
-from shoal.protocol.sizes import most_lease_blocks
-from shoal.protocol.types import GroupVerdict, Join, Verdict
-from shoal.protocol.wire import digest
+from shoal.protocol.encoding import digest
+from shoal.protocol.message_sizes import most_lease_blocks
+from shoal.protocol.messages import GroupVerdict, Join, Verdict
+from shoal.verification.verify import AUDIT, MODEL_FREE
 from tests.ledger.world import TRAINER, World
 
 WORKER = "a" * 64
@@ -106,7 +106,7 @@ def test_a_bug_in_the_rules_delays_nobody_else_and_leaves_the_state_of_the_log(c
         raise ZeroDivisionError("a bug")
 
     async def story():
-        monkeypatch.setitem(table._COMMANDS, Judge, broken)
+        monkeypatch.setitem(registry._COMMANDS, Judge, broken)
         joins = [Enter(f"{i}" * 64, Join("worker", f"w{i}", 0.0, "test", "float32", "cpu"), court.now) for i in (1, 2)]
         asked = [joins[0], Judge(JUDGES[0], Verdict(name, groups), court.now), joins[1]]
         return await asyncio.wait_for(
@@ -258,7 +258,7 @@ def test_a_bug_halfway_through_a_command_leaves_the_state_of_the_log(court, monk
         raise ZeroDivisionError("a bug")
 
     async def story():
-        monkeypatch.setattr("shoal.ledger.log.book.follow", broken)
+        monkeypatch.setattr("shoal.ledger.log.writer.follow", broken)
         await court.book.submit(Enter("1" * 64, Join("worker", "w", 0.0, "test", "float32", "cpu"), court.now))
 
     with pytest.raises(ZeroDivisionError):

@@ -5,17 +5,17 @@ import random
 import pytest
 
 from shoal.algos.sampling_evidence import ALARM_BITS, Evidence
-from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.commands import AskLease, Tick
-from shoal.ledger.facts.pay import Slash
-from shoal.ledger.law import LAW
-from shoal.ledger.log.book import Book
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.rules.verdicts import to_judge
+from shoal.ledger.constants import LAW
+from shoal.ledger.errors import Refused, Wait
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.log.writer import Book
+from shoal.ledger.pay import Slash
+from shoal.ledger.registry import kind_of
 from shoal.ledger.state import state_hash
-from shoal.ledger.table import kind_of
-from shoal.protocol.audits import REPLAY
-from shoal.protocol.types import Bounds
+from shoal.ledger.verdict_decisions import to_judge
+from shoal.protocol.audit_selection import REPLAY
+from shoal.protocol.messages import Bounds
 from tests.ledger.world import World
 
 WORKER = "a" * 64

@@ -2,13 +2,13 @@
 
 import pytest
 
-from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.commands import ReturnLeases, Tick
-from shoal.ledger.law import LAW
-from shoal.ledger.rules.verdicts import to_judge
+from shoal.ledger.constants import LAW
+from shoal.ledger.errors import Refused, Wait
+from shoal.ledger.records import TurnsRecord
 from shoal.ledger.state import state_hash
-from shoal.ledger.state_records import TurnsRecord
-from shoal.ledger.turns import silent
+from shoal.ledger.validator_turns import silent
+from shoal.ledger.verdict_decisions import to_judge
 from tests.ledger.world import World
 
 WORKER = "a" * 64

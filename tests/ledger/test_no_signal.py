@@ -3,13 +3,13 @@
 import pytest
 from msgspec import UNSET
 
-from shoal.ledger.answers import Wait
 from shoal.ledger.commands import Admin, Reconfigure, ReturnLeases
-from shoal.ledger.facts.run import RulesChanged
-from shoal.ledger.rules.leases import without_signal
+from shoal.ledger.errors import Wait
+from shoal.ledger.lease_granting import without_signal
+from shoal.ledger.run import RulesChanged
 from shoal.ledger.state import state_hash
-from shoal.proofs.verify import STOPPED
-from shoal.protocol.types import Faults
+from shoal.protocol.messages import Faults
+from shoal.verification.verify import STOPPED
 from tests.ledger.world import World
 
 WORKER = "a" * 64

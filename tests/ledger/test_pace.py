@@ -2,10 +2,10 @@
 
 import pytest
 
-from shoal.ledger.answers import Wait
 from shoal.ledger.commands import AskLease
-from shoal.ledger.law import LAW
-from shoal.ledger.pace import usual_pace_s
+from shoal.ledger.constants import LAW
+from shoal.ledger.errors import Wait
+from shoal.ledger.lease_sizing import usual_pace_s
 from tests.ledger.test_reassign import ask, later
 from tests.ledger.world import World
 

@@ -2,12 +2,13 @@
 
 import pytest
 
-from shoal.ledger.answers import Wait
 from shoal.ledger.commands import Judge, Submit, Tick
-from shoal.ledger.drawn import table_of
-from shoal.ledger.facts.pools import PoolsChanged
-from shoal.ledger.log.book import replay
-from shoal.ledger.pools import (
+from shoal.ledger.errors import Wait
+from shoal.ledger.log.writer import replay
+from shoal.ledger.pools import PoolsChanged
+from shoal.ledger.slot_draws import audit_draws, slot_of, solved_groups, table_of, turn_draws, turns
+from shoal.ledger.state import state_hash
+from shoal.ledger.task_difficulty import (
     SolvedGroup,
     SolvedRecord,
     TableChange,
@@ -17,12 +18,10 @@ from shoal.ledger.pools import (
     solve_rate,
     table_after,
 )
-from shoal.ledger.seeds import audit_draws, slot_of, solved_groups, turn_draws, turns
-from shoal.ledger.state import state_hash
-from shoal.protocol.difficulty import Difficulty
-from shoal.protocol.draws import EnvDraw, Pool
-from shoal.protocol.types import EnvSpec, GroupVerdict, Verdict
-from shoal.protocol.wire import digest
+from shoal.protocol.curriculum import Difficulty
+from shoal.protocol.encoding import digest
+from shoal.protocol.messages import EnvSpec, GroupVerdict, Verdict
+from shoal.protocol.task_draws import EnvDraw, Pool
 from tests.ledger.world import World
 
 ENVS = [EnvDraw("easy", 1.0, 4), EnvDraw("hard", 2.0, 100)]

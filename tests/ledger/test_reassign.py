@@ -4,20 +4,19 @@ import random
 
 import pytest
 
-from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.batch_selection import blocks_in_the_way, groups_in_flight
+from shoal.ledger.batches import SlotVoid
 from shoal.ledger.commands import Admin, AskLease, ReturnLeases, Tick
-from shoal.ledger.facts.batches import SlotVoid
-from shoal.ledger.facts.leases import LeaseLapsed
-from shoal.ledger.facts.pay import Forfeited
-from shoal.ledger.facts.run import RulesChanged
-from shoal.ledger.law import LAW
-from shoal.ledger.log.redecide import redecide
-from shoal.ledger.next_batch import blocks_in_the_way
-from shoal.ledger.reassign import reliable
+from shoal.ledger.constants import LAW
+from shoal.ledger.errors import Refused, Wait
+from shoal.ledger.lease_sizing import reliable
+from shoal.ledger.leases import LeaseLapsed
+from shoal.ledger.log.check import redecide
+from shoal.ledger.pay import Forfeited
+from shoal.ledger.records import StopsRecord
+from shoal.ledger.registry import apply, make_entry
+from shoal.ledger.run import RulesChanged
 from shoal.ledger.state import state_hash
-from shoal.ledger.state_records import StopsRecord
-from shoal.ledger.supply import groups_in_flight
-from shoal.ledger.table import apply, make_entry
 from tests.ledger.world import VALIDATOR, World
 
 A, B, C, D, E, STRANGER, OTHER = (letter * 64 for letter in "abcde78")

@@ -2,12 +2,12 @@
 
 import pytest
 
-from shoal.ledger.answers import Refused
 from shoal.ledger.commands import Enter, Leave
-from shoal.ledger.facts.members import NodeJoined
-from shoal.ledger.log.book import Book
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.protocol.types import Join
+from shoal.ledger.errors import Refused
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.log.writer import Book
+from shoal.ledger.members import NodeJoined
+from shoal.protocol.messages import Join
 from tests.ledger.world import World
 
 WORKER = "a" * 64

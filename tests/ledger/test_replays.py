@@ -2,15 +2,15 @@
 
 import pytest
 
-from shoal.ledger.answers import Refused
 from shoal.ledger.commands import Admin, AskLease, Enter, Leave, Tick
-from shoal.ledger.facts.leases import LeaseLapsed
-from shoal.ledger.facts.members import NodeJoined, NodeLeft
-from shoal.ledger.facts.run import RulesChanged
-from shoal.ledger.law import LAW
-from shoal.ledger.log.book import Book
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.protocol.types import Join
+from shoal.ledger.constants import LAW
+from shoal.ledger.errors import Refused
+from shoal.ledger.leases import LeaseLapsed
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.log.writer import Book
+from shoal.ledger.members import NodeJoined, NodeLeft
+from shoal.ledger.run import RulesChanged
+from shoal.protocol.messages import Join
 from tests.ledger.world import World
 
 WORKER, OTHER, JUDGES = "a" * 64, "b" * 64, ("1" * 64, "2" * 64, "3" * 64)

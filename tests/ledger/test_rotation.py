@@ -3,18 +3,18 @@
 import msgspec
 import pytest
 
-from shoal.ledger.answers import Refused
 from shoal.ledger.commands import Publish, Rotate
-from shoal.ledger.facts.versions import PublisherChanged
-from shoal.ledger.log.book import Book, replay
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.log.verify import verify
+from shoal.ledger.errors import Refused
+from shoal.ledger.log.check import verify
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.log.writer import Book, replay
+from shoal.ledger.registry import make_entry, read_entry
 from shoal.ledger.state import state_hash
-from shoal.ledger.table import make_entry, read_entry
-from shoal.protocol.identity import Key
-from shoal.protocol.publishers import sign_rotation
-from shoal.protocol.types import Rotation
-from shoal.protocol.wire import digest
+from shoal.ledger.versions import PublisherChanged
+from shoal.protocol.encoding import digest
+from shoal.protocol.host_signatures import sign_rotation
+from shoal.protocol.messages import Rotation
+from shoal.protocol.signing import Key
 from tests.ledger.world import TRAINER, World, without_links
 
 ROOT, NEW, NEWER, THIEF = (Key(bytes([n]) * 32) for n in range(11, 15))

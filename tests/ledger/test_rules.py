@@ -5,20 +5,20 @@ import random
 import pytest
 
 from shoal.errors import StateError
-from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.batch_selection import groups_wanted
+from shoal.ledger.batches import groups_beyond_share
 from shoal.ledger.commands import Admin, AskLease, Enter, Judge, Publish, Reconfigure, Tick
-from shoal.ledger.facts.versions import LinkRevealed
-from shoal.ledger.log.book import Book
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.log.verify import verify
-from shoal.ledger.rules.batches import groups_beyond_share
-from shoal.ledger.rules.leases import groups_a_worker
+from shoal.ledger.errors import Refused, Wait
+from shoal.ledger.lease_granting import groups_a_worker
+from shoal.ledger.log.check import verify
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.log.writer import Book
+from shoal.ledger.registry import read_entry
 from shoal.ledger.state import state_hash
-from shoal.ledger.supply import groups_wanted
-from shoal.ledger.table import read_entry
-from shoal.protocol.compositions import Grpo
-from shoal.protocol.types import GroupVerdict, Join, Receipt, Verdict
-from shoal.protocol.wire import digest
+from shoal.ledger.versions import LinkRevealed
+from shoal.protocol.algorithm_config import Grpo
+from shoal.protocol.encoding import digest
+from shoal.protocol.messages import GroupVerdict, Join, Receipt, Verdict
 from tests.ledger.world import TRAINER, VALIDATOR, World, rules
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shoal.ledger.law import LAW
-from shoal.ledger.pace import RECENT_LEASES, usual_pace_s
+from shoal.ledger.constants import LAW
+from shoal.ledger.lease_sizing import RECENT_LEASES, usual_pace_s
 from tests.ledger.choosing import SLOW, stage_of
 from tests.ledger.test_pace import LEASE_S, A, B, fill, world_of
 from tests.ledger.test_reassign import C, ask, later

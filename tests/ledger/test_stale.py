@@ -8,16 +8,16 @@ from itertools import cycle
 
 import pytest
 
-from shoal.ledger.answers import Refused, Wait
+from shoal.ledger.batches import SlotVoid
 from shoal.ledger.commands import Admin, Tick
-from shoal.ledger.facts.batches import SlotVoid
-from shoal.ledger.facts.leases import LeaseLapsed
-from shoal.ledger.law import LAW
-from shoal.ledger.log.redecide import redecide
+from shoal.ledger.constants import LAW
+from shoal.ledger.errors import Refused, Wait
+from shoal.ledger.leases import LeaseLapsed
+from shoal.ledger.log.check import redecide
+from shoal.ledger.registry import apply, make_entry
 from shoal.ledger.state import state_hash
-from shoal.ledger.table import apply, make_entry
 from shoal.protocol.constants import COMPLETIONS
-from shoal.protocol.types import EnvSpec
+from shoal.protocol.messages import EnvSpec
 from tests.ledger.world import World
 
 SLOW, QUICK, THIRD, FOURTH = WORKERS = tuple(letter * 64 for letter in "abcd")

@@ -3,22 +3,22 @@
 import msgspec
 import pytest
 
-from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.commands import Admin, AskLease, Tick
-from shoal.ledger.facts.leases import LeaseLapsed
-from shoal.ledger.facts.members import NodeQuarantined
-from shoal.ledger.facts.run import RulesChanged
-from shoal.ledger.law import LAW
-from shoal.ledger.log.book import Book
-from shoal.ledger.log.credits import explain
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.log.verify import report
+from shoal.ledger.constants import LAW
+from shoal.ledger.errors import Refused, Wait
+from shoal.ledger.leases import LeaseLapsed
+from shoal.ledger.log.check import report
+from shoal.ledger.log.pay_history import explain
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.log.writer import Book
+from shoal.ledger.members import NodeQuarantined
+from shoal.ledger.registry import make_entry
+from shoal.ledger.run import RulesChanged
 from shoal.ledger.state import state_hash
-from shoal.ledger.table import make_entry
 from shoal.protocol.constants import MAX_MEASURED, MIN_LR_FACTOR
-from shoal.protocol.types import AdminRequest, AlarmEvidence, Measured
-from shoal.protocol.wire import WireError, from_json, to_json
-from shoal.roles.coordinator.board import batch_of, waiting_for
+from shoal.protocol.encoding import WireError, from_json, to_json
+from shoal.protocol.messages import AdminRequest, AlarmEvidence, Measured
+from shoal.roles.coordinator.status import batch_of, waiting_for
 from tests.ledger.world import VALIDATOR, World
 
 WORKER = "a" * 64

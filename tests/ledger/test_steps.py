@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 
-from shoal.ledger.answers import Refused
-from shoal.ledger.facts.batches import GroupAccepted
-from shoal.ledger.weigh import weigh
-from shoal.protocol.compositions import Composition, Steps, Turns
-from shoal.protocol.types import GroupVerdict, StepReward
+from shoal.ledger.batches import GroupAccepted
+from shoal.ledger.errors import Refused
+from shoal.ledger.verdict_tally import weigh
+from shoal.protocol.algorithm_config import Composition, Steps, Turns
+from shoal.protocol.messages import GroupVerdict, StepReward
 from tests.ledger.world import World
 
 S = StepReward

@@ -6,8 +6,8 @@ import pytest
 import sqlalchemy as sa
 
 from shoal.errors import StateError
-from shoal.ledger.entry import Entry
-from shoal.ledger.log.store import Store, sqlite_url
+from shoal.ledger.event import Entry
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from tests.scarce import full_disk, no_more_files
 
 ENTRY = Entry(0, 1.0, "", None, b"{}", "0" * 64)  # type: ignore[arg-type]

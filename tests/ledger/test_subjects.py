@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.ledger import table
+from shoal.ledger import registry
 
 LEDGER = Path(shoal.__file__).parent / "ledger"
-ORDER = [facts.__name__.rsplit(".", 1)[-1] for facts, _ in table.SUBJECTS]
+ORDER = [facts.__name__.rsplit(".", 1)[-1] for facts, _ in registry.SUBJECTS]
 
 
 def ledger_imports(path):
@@ -100,7 +100,7 @@ def test_the_book_alone_appends_to_a_log():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Store":
                 opened[path.relative_to(LEDGER.parent).as_posix()] = [word.arg for word in node.keywords]
-    assert {path for path, words in opened.items() if "read_only" not in words} == {"roles/coordinator/role.py"}
+    assert {path for path, words in opened.items() if "read_only" not in words} == {"roles/coordinator/main.py"}
 
 
 def test_no_function_of_the_ledger_is_named_underscore():
@@ -111,7 +111,7 @@ def test_no_function_of_the_ledger_is_named_underscore():
 
 FACTS = '''"""A greeting."""
 from dataclasses import dataclass
-from shoal.protocol.types import Message
+from shoal.protocol.messages import Message
 
 class Greeted(Message, frozen=True):
     who: str
@@ -128,7 +128,7 @@ EVENTS = {"greeted": (Greeted, apply_greeted)}
 '''
 RULES = '''"""Who may greet."""
 from shoal.ledger.facts.greetings import Greet, Greeted
-from shoal.ledger.past import Cause
+from shoal.ledger.replay_context import Cause
 
 COMMANDS = {Greet: lambda command, state: [Greeted(command.who)]}
 CAUSES = {Greeted: lambda body, here: Cause(Greet(body.who, here.now))}
@@ -136,9 +136,9 @@ LINES = {Greeted: lambda body, told: iter([told.line(f"greeted by {body.who}")])
 '''
 USE = """
 from shoal.ledger.facts.greetings import Greet
-from shoal.ledger.past import Told
+from shoal.ledger.replay_context import Told
 from shoal.ledger.state import State
-from shoal.ledger.table import apply, cause_of, decide, lines_of, make_entry, read_entry
+from shoal.ledger.registry import apply, cause_of, decide, lines_of, make_entry, read_entry
 
 state = State()
 (body,) = decide(Greet("a friend", 1.0), state)

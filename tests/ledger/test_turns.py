@@ -4,14 +4,14 @@ honest validator that is slow, restarts or dies is at no fault and holds up nobo
 import msgspec
 import pytest
 
-from shoal.ledger.answers import Refused
 from shoal.ledger.commands import Admin, Enter, Leave, Submit, Tick
-from shoal.ledger.law import LAW
-from shoal.ledger.rules.verdicts import to_judge
-from shoal.ledger.state_records import TurnsRecord
-from shoal.ledger.turns import absent, overdue_verdicts, silent, slack_s, slow_check, turn_s
-from shoal.protocol.types import Join
-from shoal.protocol.wire import digest
+from shoal.ledger.constants import LAW
+from shoal.ledger.errors import Refused
+from shoal.ledger.records import TurnsRecord
+from shoal.ledger.validator_turns import absent, overdue_verdicts, silent, slack_s, slow_check, turn_s
+from shoal.ledger.verdict_decisions import to_judge
+from shoal.protocol.encoding import digest
+from shoal.protocol.messages import Join
 from tests.ledger.panel import Colluding, Judging, Lazy, Panel, Rolling, Skipping, Worker, key_of
 from tests.ledger.world import World
 

@@ -4,20 +4,20 @@ import msgspec
 import pytest
 
 from shoal.errors import StateError
-from shoal.ledger.entry import GENESIS
-from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
-from shoal.ledger.facts.leases import LeaseGranted
-from shoal.ledger.facts.pay import Credit, Forfeited, Slash, Vested
-from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived
-from shoal.ledger.facts.verdicts import Decision, VerdictGiven
-from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed
-from shoal.ledger.law import LAW
-from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN, verify
-from shoal.ledger.table import make_entry, read_entry
-from shoal.protocol.compositions import Composition, Vine
+from shoal.ledger.batches import BatchFormed, GroupAccepted
+from shoal.ledger.constants import LAW
+from shoal.ledger.event import GENESIS
+from shoal.ledger.leases import LeaseGranted
+from shoal.ledger.log.check import AUDIT_CHAIN, SLOT_CHAIN, verify
+from shoal.ledger.pay import Credit, Forfeited, Slash, Vested
+from shoal.ledger.registry import make_entry, read_entry
+from shoal.ledger.submissions import AuditDrawn, SubmissionReceived
+from shoal.ledger.verdicts import Decision, VerdictGiven
+from shoal.ledger.versions import CheckpointPublished, LinkRevealed
+from shoal.protocol.algorithm_config import Composition, Vine
 from shoal.protocol.constants import CHAIN_LENGTH, MAX_LEASE_BLOCKS
-from shoal.protocol.randomness import SecretChain
-from shoal.protocol.wire import WireError
+from shoal.protocol.encoding import WireError
+from shoal.protocol.seed_chain import SecretChain
 from tests.ledger.world import VALIDATOR, World, rules
 
 WORKER = "a" * 64
@@ -200,7 +200,7 @@ def test_books_that_do_not_balance_are_named(lines, monkeypatch):
     def forgetful(state, node, tokens):
         node.credits -= tokens
 
-    monkeypatch.setattr("shoal.ledger.facts.pay.burn", forgetful)
+    monkeypatch.setattr("shoal.ledger.pay.burn", forgetful)
     name = lines[place(lines, SubmissionReceived)][1].digest
     found = findings(ended_by(Slash(WORKER, name, 40))(lines))
     assert any("balances sum to 0 and 0 are burned, issued are 40" in finding for finding in found)

@@ -9,13 +9,13 @@ from collections import Counter
 
 import pytest
 
-from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.commands import Admin, AskLease, Enter, Leave, ReturnLeases, Tick
-from shoal.ledger.log.book import Book
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.rules.verdicts import to_judge
+from shoal.ledger.errors import Refused, Wait
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.log.writer import Book
 from shoal.ledger.state import state_hash
-from shoal.protocol.types import Join
+from shoal.ledger.verdict_decisions import to_judge
+from shoal.protocol.messages import Join
 from tests.ledger.world import World
 
 WORKERS = tuple(letter * 64 for letter in "abcd")

@@ -3,15 +3,15 @@
 from msgspec import UNSET
 
 from shoal.ledger.commands import AskLease, Enter, Judge, Publish, Submit
-from shoal.ledger.facts.run import Create, RunCreated
-from shoal.ledger.law import LAW
-from shoal.ledger.log.book import Book
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.log.verify import AUDIT_CHAIN, SLOT_CHAIN, verify
-from shoal.protocol.audits import influence, must_audit, paid_tokens
-from shoal.protocol.randomness import SecretChain
-from shoal.protocol.types import GroupVerdict, Join, Rules, Sampling, Verdict
-from shoal.protocol.wire import digest
+from shoal.ledger.constants import LAW
+from shoal.ledger.log.check import AUDIT_CHAIN, SLOT_CHAIN, verify
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.log.writer import Book
+from shoal.ledger.run import Create, RunCreated
+from shoal.protocol.audit_selection import influence, must_audit, paid_tokens
+from shoal.protocol.encoding import digest
+from shoal.protocol.messages import GroupVerdict, Join, Rules, Sampling, Verdict
+from shoal.protocol.seed_chain import SecretChain
 
 TRAINER, VALIDATOR = "t" * 64, "v" * 64
 

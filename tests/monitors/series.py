@@ -2,8 +2,8 @@
 
 import random
 
-from shoal.monitors.digest import StepDigest
-from shoal.monitors.view import View, around_best
+from shoal.monitors.inputs import View, around_best
+from shoal.monitors.log_stats import StepDigest
 
 WORKERS = ("a" * 64, "b" * 64, "c" * 64)
 NAMES = {key: ("worker", f"worker-{i}") for i, key in enumerate(WORKERS)}

@@ -1,11 +1,11 @@
 """What the digest of the log says of single events."""
 
-from shoal.ledger.entry import Entry
-from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
-from shoal.ledger.facts.leases import LeaseGranted, LeaseLapsed
-from shoal.ledger.facts.submissions import SubmissionReceived
-from shoal.ledger.facts.versions import CheckpointPublished
-from shoal.monitors.digest import Digest
+from shoal.ledger.batches import BatchFormed, GroupAccepted
+from shoal.ledger.event import Entry
+from shoal.ledger.leases import LeaseGranted, LeaseLapsed
+from shoal.ledger.submissions import SubmissionReceived
+from shoal.ledger.versions import CheckpointPublished
+from shoal.monitors.log_stats import Digest
 
 QUICK, SLOW = "a" * 64, "b" * 64
 

@@ -8,10 +8,10 @@ import pytest
 
 from shoal.ledger.hints import SILENT_REMEDY
 from shoal.monitors import no_signal
-from shoal.monitors.digest import StepDigest
-from shoal.monitors.follow import Follower, Setting
-from shoal.monitors.raising import BETWEEN, MONITORS, Watch
-from shoal.monitors.view import FIRST_LINES, KEPT_LINES, Evaluation, Machine, View
+from shoal.monitors.alarm_state import BETWEEN, MONITORS, Watch
+from shoal.monitors.inputs import FIRST_LINES, KEPT_LINES, Evaluation, Machine, View
+from shoal.monitors.log_stats import StepDigest
+from shoal.monitors.run_monitors import Follower, Setting
 from tests.monitors.series import WORKERS, honest_digests, honest_lines, views
 
 FROM = 40
@@ -537,7 +537,7 @@ def test_the_remedy_for_tasks_that_can_never_begin_is_no_larger_group(cause, adv
 
 
 def test_each_alarm_of_the_run_file_has_a_monitor_and_each_limit_an_alarm():
-    from shoal.config.monitors import CAUSES, LIMITS
+    from shoal.config.alarm_limits import CAUSES, LIMITS
 
     assert CAUSES.keys() == MONITORS.keys() | BETWEEN.keys()
     assert {name.partition(".")[0] for name in LIMITS} == CAUSES.keys()

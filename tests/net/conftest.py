@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from shoal.net.client import Client
-from shoal.protocol.identity import Key
+from shoal.protocol.signing import Key
 from tests.net.toy_bank import RUN, Time, Toy
 
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from shoal.errors import PeerError
-from shoal.net import addresses
-from shoal.net.addresses import is_outside, outside_address
+from shoal.net import urls
+from shoal.net.urls import is_outside, outside_address
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_a_name_with_one_address_inside_is_refused(monkeypatch):
     async def found(host: str, port: int) -> list[str]:
         return ["8.8.8.8", "10.0.0.7"] if host == "both" else ["8.8.8.8"]
 
-    monkeypatch.setattr(addresses, "addresses_of", found)
+    monkeypatch.setattr(urls, "addresses_of", found)
     assert asyncio.run(outside_address("fine", 80)) == "8.8.8.8"
     with pytest.raises(PeerError, match=r"both is 10\.0\.0\.7: an address inside a network"):
         asyncio.run(outside_address("both", 80))

@@ -11,9 +11,9 @@ from starlette.routing import Route
 from shoal.errors import NothingYet, StateError
 from shoal.net import server
 from shoal.net.blobs import FolderBlobs
-from shoal.net.connections import Limits
-from shoal.protocol import wire
-from shoal.protocol.wire import is_digest
+from shoal.net.connection_limits import Limits
+from shoal.protocol import encoding
+from shoal.protocol.encoding import is_digest
 from tests.net.wires import request, run, serving, wires
 from tests.scarce import no_more_files
 
@@ -27,7 +27,7 @@ def blobs(tmp_path):
 
 def test_a_blob_that_is_put_can_be_read_and_is_counted_once(blobs):
     digest = blobs.put(DATA)
-    assert digest == wire.digest(DATA) and blobs.put(DATA) == digest
+    assert digest == encoding.digest(DATA) and blobs.put(DATA) == digest
     assert blobs.get(digest) == DATA and blobs.has(digest)
     assert blobs.size_bytes == len(DATA) and [path.name for path in blobs.folder.glob("??/*")] == [digest]
     assert (blobs.folder / digest[:2] / digest).read_bytes() == DATA
@@ -54,12 +54,14 @@ def test_an_upload_is_kept_under_its_hash_or_leaves_nothing(blobs):
     with blobs.upload() as upload:
         upload.write(DATA[:300])
         upload.write(DATA[300:])
-        assert upload.read() == DATA and upload.size == len(DATA) and not blobs.has(wire.digest(DATA))
-        upload.keep(wire.digest(DATA))
-    assert blobs.get(wire.digest(DATA)) == DATA and blobs.size_bytes == len(DATA)
+        assert upload.read() == DATA and upload.size == len(DATA) and not blobs.has(encoding.digest(DATA))
+        upload.keep(encoding.digest(DATA))
+    assert blobs.get(encoding.digest(DATA)) == DATA and blobs.size_bytes == len(DATA)
     with blobs.upload() as dropped:
         dropped.write(b"other")
-    assert [path.name for path in blobs.folder.glob("??/*")] == [wire.digest(DATA)] and blobs.size_bytes == len(DATA)
+    assert [path.name for path in blobs.folder.glob("??/*")] == [encoding.digest(DATA)] and blobs.size_bytes == len(
+        DATA
+    )
     assert list((blobs.folder / "unfinished").iterdir()) == []
 
 
@@ -89,7 +91,7 @@ def test_a_full_disk_is_a_state_error_and_leaves_no_trace(blobs, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StateError, match=r"No space left.*Free some space"):
         blobs.put(DATA)
-    assert not blobs.has(wire.digest(DATA)) and blobs.size_bytes == 0
+    assert not blobs.has(encoding.digest(DATA)) and blobs.size_bytes == 0
     assert list((blobs.folder / "unfinished").iterdir()) == []
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from shoal.errors import NothingYet, PeerError, Superseded
 from shoal.net.client import FIRST_PATIENCE_S, LONGEST_RETRY_S, Client, PeerRefused
-from shoal.net.faults import Fault, FaultyTransport
-from shoal.protocol import wire
-from shoal.protocol.identity import Key, content_digest
+from shoal.protocol import encoding
+from shoal.protocol.signing import Key, content_digest
+from tests.net.faults import Fault, FaultyTransport
 from tests.net.toy_bank import RUN, Balance, Deposit
 
 KEY = Key(b"\x01" * 32)
@@ -180,7 +180,7 @@ def test_a_temporary_fault_is_tried_again(status, time):
 
 @pytest.mark.parametrize("body", [b'{"total":1,"dig', b'{"total":9,"digest":""}'])
 def test_a_damaged_answer_is_asked_for_again(time, body):
-    digest = content_digest(wire.digest(b'{"total":1,"digest":""}'))
+    digest = content_digest(encoding.digest(b'{"total":1,"digest":""}'))
     assert get(scripted(time, ours(body=body, **{"content-digest": digest}), ours())).total == 1
 
 
@@ -321,8 +321,8 @@ NO_CALL = {"error": "Not Found: see GET /openapi.json for the calls", "code": "n
         (foreign(404), "with HTTP 404"),
         (foreign(200, b"<html>Welcome</html>"), "with HTTP 200"),
         (foreign(302, location="https://login/"), "with HTTP 302"),
-        (ours(404, wire.to_json(NO_CALL)), "such as an origin or a relay"),
-        (ours(405, wire.to_json(NO_CALL)), "with HTTP 405"),
+        (ours(404, encoding.to_json(NO_CALL)), "such as an origin or a relay"),
+        (ours(405, encoding.to_json(NO_CALL)), "with HTTP 405"),
     ],
 )
 def test_another_program_at_the_url_is_waited_out_once_the_run_has_answered(time, other, says):
@@ -356,7 +356,7 @@ def test_a_deadline_that_passes_in_a_long_sleep_is_told_with_the_trouble_before_
 
 
 def test_another_run_at_the_url_is_waited_out_by_a_node_that_worked_in_this_one(time):
-    said, other = [], ours(409, wire.to_json({"error": "this is run b", "code": "wrong_run"}))
+    said, other = [], ours(409, encoding.to_json({"error": "this is run b", "code": "wrong_run"}))
     client = scripted(time, ours(), *[other] * 9, ours(), on_wait=said.append)
     get(client)
     client.run = "a" * 32
@@ -370,7 +370,7 @@ def test_another_run_at_the_url_is_waited_out_by_a_node_that_worked_in_this_one(
 
 @pytest.mark.parametrize(("status", "code"), [(409, "conflict"), (403, "kicked"), (409, "fork"), (410, "ended")])
 def test_a_refusal_by_the_run_itself_ends_a_call_also_once_it_has_answered(time, status, code):
-    client = scripted(time, ours(), ours(status, wire.to_json({"error": "no", "code": code})))
+    client = scripted(time, ours(), ours(status, encoding.to_json({"error": "no", "code": code})))
     get(client)
     fails(client)
     assert time.slept == []
@@ -423,7 +423,7 @@ def test_a_port_where_nothing_listens_is_reported_in_one_line():
 def test_a_damaged_blob_is_fetched_again(time):
     blob = b"weights"
     right, wrong = ours(body=blob), ours(body=b"Weights")
-    digest = wire.digest(blob)
+    digest = encoding.digest(blob)
     assert asyncio.run(scripted(time, wrong, right).get_blob(digest, cap=100)) == blob
     with pytest.raises(PeerError, match="wrong blob"):
         asyncio.run(scripted(time, wrong).get_blob(digest, cap=100))

@@ -14,23 +14,23 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from shoal.net import connections, server
+from shoal.net import connection_limits, server
 from shoal.net.client import Client
-from shoal.net.connections import Limits, connections_that_fit
-from shoal.protocol import constants, wire
-from shoal.protocol.identity import Key, RequestLine, sign_request
-from shoal.protocol.types import Refusal
+from shoal.net.connection_limits import Limits, connections_that_fit
+from shoal.protocol import constants, encoding
+from shoal.protocol.messages import Refusal
+from shoal.protocol.signing import Key, RequestLine, sign_request
 from tests.net.toy_bank import RUN, Balance, Deposit, Time, Toy
 from tests.net.wires import request, run, serving, wires
 
 KEY = Key(b"\x01" * 32)
-GOOD = wire.to_json(Deposit(id="a", amount=5))
+GOOD = encoding.to_json(Deposit(id="a", amount=5))
 OPEN = request("GET", "/open")
 
 
 def signed(time: Time, body: bytes) -> dict[str, str]:
     line = RequestLine("PUT", "/deposits")
-    return sign_request(KEY, line, wire.digest(body), created=int(time.now), nonce="n" * 22, run=RUN)
+    return sign_request(KEY, line, encoding.digest(body), created=int(time.now), nonce="n" * 22, run=RUN)
 
 
 # --- how many ---
@@ -144,7 +144,7 @@ def test_the_limit_of_open_files_is_raised_and_decides_how_many_connections_fit(
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
         assert connections_that_fit(100) == 100
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 2 * 100 + connections.RESERVED_FILES
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 2 * 100 + connection_limits.RESERVED_FILES
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -152,7 +152,7 @@ def test_the_limit_of_open_files_is_raised_and_decides_how_many_connections_fit(
 def test_fewer_connections_fit_where_the_system_allows_fewer_files(monkeypatch, caplog):
     monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 1024))
     monkeypatch.setattr(resource, "setrlimit", lambda what, limits: None)
-    assert connections_that_fit(4096) == (1024 - connections.RESERVED_FILES) // 2
+    assert connections_that_fit(4096) == (1024 - connection_limits.RESERVED_FILES) // 2
     assert "wanted=4096" in caplog.text
 
 
@@ -343,7 +343,7 @@ def test_a_connection_is_used_again_after_the_rest_of_a_refused_body(toy, time):
 
 
 def test_the_rest_of_a_refused_body_is_read_up_to_a_limit(toy, monkeypatch):
-    monkeypatch.setattr(connections.constants, "MAX_DISCARDED_BYTES", 100_000)
+    monkeypatch.setattr(connection_limits.constants, "MAX_DISCARDED_BYTES", 100_000)
 
     async def story():
         async with serving(toy.app, Limits(rest_s=10.0)) as port, wires(port) as (one,):
@@ -375,7 +375,7 @@ def test_a_body_over_a_slow_link_is_accepted(time):
     """At 2.5 times the slowest rate, over two windows; for the product's limits that is 20 kB/s."""
     assert 2 * constants.BODY_WINDOW_BYTES / constants.BODY_WINDOW_S < 20_000
     toy = Toy(time, body_window=(0.25, 200))
-    body = wire.to_json(Deposit(id="a" * 900, amount=5))
+    body = encoding.to_json(Deposit(id="a" * 900, amount=5))
 
     async def story():
         async with serving(toy.app, Limits()) as port, wires(port) as (one,):
@@ -395,7 +395,7 @@ def test_a_call_that_waits_when_the_server_stops_is_told_to_ask_again(caplog):
 
     async def story():
         listener = socket.create_server(("127.0.0.1", 0))
-        host = connections.http_server(server.application([Route("/wait", wait)]), Limits())
+        host = connection_limits.http_server(server.application([Route("/wait", wait)]), Limits())
         host.config.timeout_graceful_shutdown = 0.1
         logging.getLogger("uvicorn").addHandler(caplog.handler)  # uvicorn's lines go no higher
         serves = asyncio.create_task(host.serve(sockets=[listener]))
@@ -409,7 +409,7 @@ def test_a_call_that_waits_when_the_server_stops_is_told_to_ask_again(caplog):
             body = await node.reader.read()
         await serves
         assert head.startswith("http/1.1 503 ") and "retry-after: 1\r\n" in head and "shoal-protocol" in head
-        assert wire.from_json(body, Refusal).code == "stopping"
+        assert encoding.from_json(body, Refusal).code == "stopping"
 
     run(story())
     logging.getLogger("uvicorn").removeHandler(caplog.handler)

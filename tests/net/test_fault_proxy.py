@@ -3,7 +3,7 @@
 import asyncio
 import random
 
-from shoal.net.fault_proxy import FaultProxy
+from tests.net.fault_proxy import FaultProxy
 
 CLIENTS, BLOCK = 10, 64 << 10
 

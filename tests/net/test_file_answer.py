@@ -7,10 +7,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shoal.net import file_answer
-from shoal.net.blobs import FolderBlobs, serve_blob
-from shoal.net.connections import Limits
-from shoal.net.shelf import shelf
+from shoal.net import blobs
+from shoal.net.blobs import FolderBlobs, serve_blob, shelf
+from shoal.net.connection_limits import Limits
 from tests.net.wires import run, serving
 
 DATA = bytes(range(256)) * 1000
@@ -87,9 +86,9 @@ def test_nothing_else_is_served(app, name):
 
 
 def test_many_slow_answers_hold_small_parts(monkeypatch):
-    assert file_answer._OpenAnswers.largest_part() == file_answer.MOST_PART_BYTES
-    monkeypatch.setattr(file_answer._OpenAnswers, "count", 2000)
-    assert file_answer._OpenAnswers.largest_part() == file_answer.FIRST_PART_BYTES
+    assert blobs._OpenAnswers.largest_part() == blobs.MOST_PART_BYTES
+    monkeypatch.setattr(blobs._OpenAnswers, "count", 2000)
+    assert blobs._OpenAnswers.largest_part() == blobs.FIRST_PART_BYTES
 
 
 @pytest.mark.parametrize("size", [0, 1, 65_535, 65_536, 65_537, 5_000_001])
@@ -104,7 +103,7 @@ def test_every_size_comes_whole_and_the_connection_goes_on(tmp_path, size):
                 assert (await http.get(f"/v1/blobs/{name}")).content == data[:size]
             middle = await http.get(f"/v1/blobs/{name}", headers={"range": f"bytes={size // 2}-"})
             assert middle.content == data[size // 2 : size]
-        assert file_answer._OpenAnswers.count == 0
+        assert blobs._OpenAnswers.count == 0
 
     run(story())
 

@@ -6,8 +6,8 @@ import stat
 import pytest
 
 from shoal.errors import StateError
-from shoal.net.keys import load_key, load_or_make_key, save_key
-from shoal.protocol.identity import Key
+from shoal.net.key_files import load_key, load_or_make_key, save_key
+from shoal.protocol.signing import Key
 
 
 def test_a_key_is_made_once_with_mode_0600_whatever_the_umask(tmp_path):

@@ -7,10 +7,10 @@ import httpx
 import pytest
 
 from shoal.errors import PeerError
-from shoal.net import outside
+from shoal.net import safe_http
 from shoal.net.client import Client
-from shoal.net.parts import FEW_PARTS, LEAST_BYTES, PARTS_PER_S, raw_parts
-from shoal.net.trouble import Trouble
+from shoal.net.retryable_errors import Trouble
+from shoal.net.safe_http import FEW_PARTS, LEAST_BYTES, PARTS_PER_S, raw_parts
 from tests.weights.web import Answer, head, web_server
 
 CHUNKED = head(200, Transfer_Encoding="chunked")
@@ -66,7 +66,7 @@ def test_an_answer_in_small_parts_costs_no_time():
         async with web_server(saying(data)) as url:
             before = time.process_time()
             with pytest.raises(PeerError, match="in parts of"):
-                await outside.ask(httpx.URL(url), "127.0.0.1", "/x", cap=5 << 20, limit_s=10)
+                await safe_http.ask(httpx.URL(url), "127.0.0.1", "/x", cap=5 << 20, limit_s=10)
             return time.process_time() - before
 
     assert asyncio.run(story()) < 2

@@ -12,7 +12,7 @@ import pytest
 from shoal.errors import ConfigError, PeerError
 from shoal.net.client import Client
 from shoal.net.forward_proxy import _choice, proxy_for, proxy_of, use_proxy
-from shoal.weights.sources import HttpSource, sources_of
+from shoal.weights.fetch.sources import HttpSource, sources_of
 from tests.net.forward_proxy import forward_proxy
 from tests.net.test_sided import INSIDE, OUTSIDE, Names, servers
 

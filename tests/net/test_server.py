@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from shoal.net import server
-from shoal.protocol import wire
-from shoal.protocol.identity import Key, RequestLine, content_digest, sign_request
-from shoal.protocol.types import Refusal, Submission
+from shoal.protocol import encoding
+from shoal.protocol.messages import Refusal, Submission
+from shoal.protocol.signing import Key, RequestLine, content_digest, sign_request
 from tests.net.toy_bank import RUN, Balance, Deposit, Time, Toy, take
 
 KEY = Key(b"\x01" * 32)
@@ -30,20 +30,20 @@ def call(app: object, method: str, url: str, **options: object) -> httpx.Respons
 
 def signed(time: Time, body: bytes, *, created: float | None = None, run: str = RUN, path: str = "/deposits") -> dict:
     made = int(time.now if created is None else created)
-    return sign_request(KEY, RequestLine("POST", path), wire.digest(body), created=made, nonce="n" * 22, run=run)
+    return sign_request(KEY, RequestLine("POST", path), encoding.digest(body), created=made, nonce="n" * 22, run=run)
 
 
 def refusal(response: httpx.Response) -> Refusal:
-    return wire.from_json(response.content, Refusal)
+    return encoding.from_json(response.content, Refusal)
 
 
-GOOD = wire.to_json(Deposit(id="a", amount=5))
+GOOD = encoding.to_json(Deposit(id="a", amount=5))
 
 
 def test_a_signed_request_passes_and_its_answer_carries_a_digest(toy, time):
     response = call(toy.app, "POST", "/deposits", content=GOOD, headers=signed(time, GOOD))
-    assert wire.from_json(response.content, Balance).total == 5
-    assert response.headers["content-digest"] == content_digest(wire.digest(response.content))
+    assert encoding.from_json(response.content, Balance).total == 5
+    assert response.headers["content-digest"] == content_digest(encoding.digest(response.content))
     assert response.headers["shoal-protocol"] == "1"
     assert toy.callers[0].key == KEY.public
 
@@ -240,25 +240,25 @@ def test_garbage_is_malformed_and_nothing_worse(body):
     )
 )
 def test_any_json_of_another_shape_is_malformed(value):
-    with pytest.raises(wire.WireError):
-        wire.from_json(wire.to_json(value), Deposit)
+    with pytest.raises(encoding.WireError):
+        encoding.from_json(encoding.to_json(value), Deposit)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=400))
 def test_garbage_msgpack_is_a_wire_error(body):
-    with pytest.raises(wire.WireError):
-        wire.from_msgpack(body, Submission)
+    with pytest.raises(encoding.WireError):
+        encoding.from_msgpack(body, Submission)
 
 
 @pytest.mark.parametrize(
     "body", [b"[" * 100_000, b'{"a":' * 50_000, b"\x91" * 100_000, b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"]
 )
 def test_bombs_are_wire_errors(body):
-    with pytest.raises(wire.WireError):
-        wire.from_json(body, Deposit)
-    with pytest.raises(wire.WireError):
-        wire.from_msgpack(body, Submission)
+    with pytest.raises(encoding.WireError):
+        encoding.from_json(body, Deposit)
+    with pytest.raises(encoding.WireError):
+        encoding.from_msgpack(body, Submission)
 
 
 # --- rates ---
@@ -280,7 +280,7 @@ def test_a_flood_from_one_key_is_limited_and_another_key_passes(time):
     other = sign_request(
         Key(b"\x02" * 32),
         RequestLine("POST", "/deposits"),
-        wire.digest(GOOD),
+        encoding.digest(GOOD),
         created=int(time.now),
         nonce="n" * 22,
         run=RUN,

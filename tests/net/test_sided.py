@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from shoal.errors import PeerError
-from shoal.net import addresses
+from shoal.net import urls
 from shoal.net.client import Client
 
 INSIDE, OUTSIDE, ELSEWHERE = "127.0.0.1", "127.0.0.2", "127.0.0.3"
@@ -26,7 +26,7 @@ class Names:
             return really(host, *args, **more)
 
         monkeypatch.setattr(socket, "getaddrinfo", look_up)
-        monkeypatch.setattr(addresses, "is_outside", lambda address: address in (OUTSIDE, ELSEWHERE))
+        monkeypatch.setattr(urls, "is_outside", lambda address: address in (OUTSIDE, ELSEWHERE))
 
 
 @pytest.fixture

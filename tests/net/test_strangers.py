@@ -8,10 +8,10 @@ import httpx
 import pytest
 
 from shoal.errors import PeerError
-from shoal.net import outside
+from shoal.net import safe_http
 from shoal.net.client import Client
-from shoal.net.strangers import MOST_HEAD_BYTES, StrangersTransport
-from shoal.weights.sources import HttpSource, Passing
+from shoal.net.safe_http import MOST_HEAD_BYTES, StrangersTransport
+from shoal.weights.fetch.sources import HttpSource, Passing
 from tests.weights.web import head, web_server
 
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -41,7 +41,7 @@ def test_an_answer_that_does_not_begin_is_left_after_few_bytes(answer):
                     pass
             await source.close()
             with pytest.raises(PeerError, match="and no answer"):
-                await outside.ask(httpx.URL(url), "127.0.0.1", "/x", cap=100, limit_s=10)
+                await safe_http.ask(httpx.URL(url), "127.0.0.1", "/x", cap=100, limit_s=10)
             return time.process_time() - before
 
     assert asyncio.run(asyncio.wait_for(story(), 20)) < 2
@@ -75,7 +75,7 @@ def test_no_header_of_an_answer_does_anything_in_httpx(headers, status):
                     raise PeerError("an empty answer")
             await source.close()
             with contextlib.suppress(PeerError):
-                await outside.ask(httpx.URL(url), "127.0.0.1", "/x", cap=100, limit_s=10)
+                await safe_http.ask(httpx.URL(url), "127.0.0.1", "/x", cap=100, limit_s=10)
             async with Client(url) as client:
                 with pytest.raises(PeerError):
                     await client.get("/v1/run", cap=100, deadline_s=0.1)

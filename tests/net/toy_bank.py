@@ -8,8 +8,8 @@ from starlette.routing import Route
 
 from shoal.errors import NothingYet, StateError, Superseded
 from shoal.net import server
-from shoal.protocol.identity import Caller
-from shoal.protocol.types import Message
+from shoal.protocol.messages import Message
+from shoal.protocol.signing import Caller
 
 RUN = "run-1"
 

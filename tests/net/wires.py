@@ -9,7 +9,7 @@ from typing import Any
 
 import uvloop
 
-from shoal.net.connections import Limits, http_server
+from shoal.net.connection_limits import Limits, http_server
 
 
 def run(story: Coroutine[Any, Any, Any]) -> Any:

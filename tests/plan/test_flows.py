@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.plan.flows import Network
+from shoal.plan.links import Network
 
 
 def ends(capacities, *transfers):

@@ -6,18 +6,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal import cli
+from shoal.cli import main
 from shoal.config import load_run
 from shoal.errors import ConfigError
+from shoal.models.parameter_counts import adapter_parameters_of
 from shoal.plan.forecast import forecast, forecast_by_rule, rates_of
-from shoal.plan.machines import Machines
 from shoal.plan.report import report, summary
 from shoal.plan.simulate import simulate
+from shoal.plan.simulation_input import Machines
 from shoal.plan.sizes import sizes_of, spec_of
-from shoal.plan.words import amount, count, duration
-from shoal.policy.sizes import adapter_parameters_of
-from shoal.protocol.compositions import Composition, Vine
-from shoal.roles.coordinator.role import rules_of
+from shoal.plan.units import amount, count, duration
+from shoal.protocol.algorithm_config import Composition, Vine
+from shoal.roles.coordinator.main import rules_of
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 GIVEN = Machines(
@@ -112,17 +112,17 @@ def test_other_workers_are_planned_beside_them():
 
 def test_the_command_prints_it_and_refuses_what_is_no_number(capsys):
     recipe = str(RECIPES / "arithmetic.toml")
-    assert cli.main(["plan", recipe, "--workers", "3", "--also", "2:10:200", "--relays", "2"]) == 0
+    assert main.main(["plan", recipe, "--workers", "3", "--also", "2:10:200", "--relays", "2"]) == 0
     assert "until all workers have a version" in capsys.readouterr().out
     for workers, said in (("3", "assumed    workers: 3 (--workers)"), ("0", "assumed    workers: 1")):
-        assert cli.main(["plan", recipe, "--set", f"workers.count={workers}"]) == 0
+        assert main.main(["plan", recipe, "--set", f"workers.count={workers}"]) == 0
         assert said in capsys.readouterr().out
     for wrong in (
         ["--uplink", "-1"], ["--downlink", "nan"], ["--also", "3:4"], ["--signal-share", "0"], ["--relays", "-3"],
         ["--relays", "1e9"], ["--patch-share", "1.5"], ["--workers", "0"], ["--train-s", "1e9"], ["--parameters", "1e15"],
     ):  # fmt: skip
         with pytest.raises(SystemExit):
-            cli.main(["plan", recipe, "--workers", "3", *wrong])
+            main.main(["plan", recipe, "--workers", "3", *wrong])
         message = capsys.readouterr().err
         assert "is not" in message and message.count("\n") == 1
 

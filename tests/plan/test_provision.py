@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.plan.provision import Link, Sources, fetch_s, workers_needed
+from shoal.plan.forecast import Link, Sources, fetch_s, workers_needed
 
 
 def test_a_fetch_is_bounded_by_the_own_link_or_by_what_all_share():

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from shoal.plan.setting import Setting, Stalled, WorkerMachine
 from shoal.plan.simulate import simulate
-from shoal.protocol.types import Rules
+from shoal.plan.simulation_input import Setting, Stalled, WorkerMachine
+from shoal.protocol.messages import Rules
 
 MEGABIT = 1e6 / 8
 

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from shoal.config import TinyPolicy
-from shoal.policy.tiny import tiny_spec
+from shoal.models.random_model import tiny_spec
 
 START, END, TEXT_END = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 

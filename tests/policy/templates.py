@@ -11,10 +11,10 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
-from shoal.policy.render import Renderer
-from shoal.policy.spec import write_json
-from shoal.policy.tiny import tiny_spec
+from shoal.models.config import write_json
+from shoal.models.random_model import tiny_spec
 
 FOLDER = Path(__file__).parent.parent / "data" / "chat_templates"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))

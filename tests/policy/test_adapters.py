@@ -14,12 +14,12 @@ from torch import Tensor
 
 from shoal.config import TinyPolicy
 from shoal.errors import StateError
-from shoal.policy import adapterspec
-from shoal.policy.adapters import begin_adapter, load_adapter, merge, read_adapter
-from shoal.policy.adapterspec import TARGETS, AdapterSpec, Base
-from shoal.policy.files import load_policy, save_policy, snapshot
-from shoal.policy.model import Transformer
-from shoal.policy.tiny import make_tiny
+from shoal.models import lora_config
+from shoal.models.checkpoint import load_policy, save_policy, snapshot
+from shoal.models.lora import begin_adapter, load_adapter, merge, read_adapter
+from shoal.models.lora_config import TARGETS, AdapterSpec, Base
+from shoal.models.random_model import make_tiny
+from shoal.models.transformer import Transformer
 
 TINY = TinyPolicy(width=32, layers=2, heads=4, kv_heads=2, mlp_width=48, max_positions=64)
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -127,7 +127,7 @@ def test_what_is_published_is_the_adapter_alone_in_float32(base, tmp_path, dtype
         assert {name: tuple(one.shape) for name, one in stored.items()} == model.adapter.tensor_shapes(model.spec)
         assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in stored
         for name, parameter in model.trainable().items():
-            assert stored[adapterspec.stored_name(name)].equal(parameter)
+            assert stored[lora_config.stored_name(name)].equal(parameter)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8)
     assert Base.from_directory(tmp_path / "adapter") == Base("ab" * 32)

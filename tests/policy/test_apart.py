@@ -10,10 +10,10 @@ import pytest
 
 from shoal.config import TinyPolicy
 from shoal.errors import StateError
-from shoal.policy import apart
-from shoal.policy.apart import fetch_apart
-from shoal.policy.hub import Hub
-from shoal.policy.tiny import make_tiny
+from shoal.models import hub_subprocess
+from shoal.models.hub_download import Hub
+from shoal.models.hub_subprocess import fetch_apart
+from shoal.models.random_model import make_tiny
 from tests.policy.hub_server import COMMIT, FakeHub, fake_hub
 
 pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed: pip install '.[hub]'")
@@ -86,7 +86,7 @@ def test_a_fetch_ends_at_once_when_it_is_told_to(hub, tmp_path):
 
 
 def test_a_hub_that_sends_more_than_it_names_is_ended(hub, tmp_path, monkeypatch):
-    monkeypatch.setattr(apart, "SLACK_BYTES", 10_000)
+    monkeypatch.setattr(hub_subprocess, "SLACK_BYTES", 10_000)
     hub.pad_bytes = 1 << 20
     with pytest.raises(StateError, match=r"sent more than the \d+ bytes that the run's manifest names"):
         fetched(hub, tmp_path)
@@ -94,22 +94,22 @@ def test_a_hub_that_sends_more_than_it_names_is_ended(hub, tmp_path, monkeypatch
 
 
 def test_what_came_too_much_is_deleted_when_nobody_writes_there_any_more(hub, tmp_path, monkeypatch):
-    monkeypatch.setattr(apart, "SLACK_BYTES", 10_000)
+    monkeypatch.setattr(hub_subprocess, "SLACK_BYTES", 10_000)
     hub.pad_bytes = 1 << 20
-    before, alive, really = {child.pid for child in psutil.Process().children()}, [], apart.shutil.rmtree
+    before, alive, really = {child.pid for child in psutil.Process().children()}, [], hub_subprocess.shutil.rmtree
 
     def remove(folder: Path, **how: bool) -> None:
         alive.append({child.pid for child in psutil.Process().children()} - before)
         really(folder, **how)
 
-    monkeypatch.setattr(apart.shutil, "rmtree", remove)
+    monkeypatch.setattr(hub_subprocess.shutil, "rmtree", remove)
     with pytest.raises(StateError, match="sent more than"):
         fetched(hub, tmp_path)
     assert alive == [set()]
 
 
 def test_files_of_a_former_fetch_do_not_count_as_sent_by_this_one(hub, tmp_path, monkeypatch):
-    monkeypatch.setattr(apart, "SLACK_BYTES", 20_000)
+    monkeypatch.setattr(hub_subprocess, "SLACK_BYTES", 20_000)
     path = fetched(hub, tmp_path)
     store = path.parent.parent
     for number in range(10):
@@ -145,14 +145,14 @@ def test_an_error_that_nobody_expects_is_told(hub, tmp_path, monkeypatch, error,
 
 
 def test_a_process_that_cannot_be_started_is_no_full_disk(hub, tmp_path, monkeypatch):
-    monkeypatch.setattr(apart.sys, "executable", str(tmp_path / "no-python"))
+    monkeypatch.setattr(hub_subprocess.sys, "executable", str(tmp_path / "no-python"))
     with pytest.raises(StateError, match="no process can be started to fetch it: No such file"):
         fetched(hub, tmp_path)
 
 
 def test_an_answer_of_the_wrong_form_is_told(hub, tmp_path, monkeypatch):
     wrong = "import sys; from shoal.pipes import write_frame; write_frame(1, b'{'); sys.stdin.read()"
-    monkeypatch.setattr(apart, "_PROGRAM", f"import sys; sys.path[:] = sys.argv[2:]; {wrong}")
+    monkeypatch.setattr(hub_subprocess, "_PROGRAM", f"import sys; sys.path[:] = sys.argv[2:]; {wrong}")
     with pytest.raises(StateError, match="gave no usable answer: try again"):
         fetched(hub, tmp_path)
 

@@ -26,24 +26,24 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from transformers.utils import chat_template_utils
 
+from shoal.chat.isolated import ContainedRenderer
+from shoal.chat.messages import Written
+from shoal.chat.renderer import Renderer, opening_key
+from shoal.chat.template_capabilities import MARK
 from shoal.env import Env, Step
-from shoal.envs.conversation import Conversation
 from shoal.envs.play import play_scripted
 from shoal.envs.replay import replay_group
+from shoal.envs.rollout import Conversation
 from shoal.errors import Overreach, ShoalError, StateError
-from shoal.policy.anymodel import _files_of
-from shoal.policy.auto_tokenizer import open_tokenizer
-from shoal.policy.contained import ContainedRenderer
-from shoal.policy.dialect import MARK
-from shoal.policy.files import Snapshot, save_policy
-from shoal.policy.kinds import OURS, kind_of
-from shoal.policy.messages import Written
-from shoal.policy.model import Transformer
-from shoal.policy.render import Renderer, opening_key
-from shoal.policy.spec import PolicySpec
-from shoal.policy.tokenizer_class import BUILD, FILE, class_of
-from shoal.protocol.types import Sampling
-from shoal.roles.prefer import read_pairs
+from shoal.jobs.preferences import read_pairs
+from shoal.models.auto_tokenizer import open_tokenizer
+from shoal.models.checkpoint import Snapshot, save_policy
+from shoal.models.config import PolicySpec
+from shoal.models.hf_model import _files_of
+from shoal.models.open_model import OURS, kind_of
+from shoal.models.tokenizer_class import BUILD, FILE, class_of
+from shoal.models.transformer import Transformer
+from shoal.protocol.messages import Sampling
 from tests.policy.odd_checkpoints import (
     AT_LAST,
     CALLS,

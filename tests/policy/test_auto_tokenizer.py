@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from shoal.chat.isolated import ContainedRenderer
+from shoal.chat.renderer import Renderer
 from shoal.env import Env, Step
-from shoal.envs.conversation import Conversation
+from shoal.envs.rollout import Conversation
 from shoal.errors import ShoalError, StateError
-from shoal.policy.auto_tokenizer import difference_from_file
-from shoal.policy.contained import ContainedRenderer
-from shoal.policy.hub import Hub
-from shoal.policy.render import Renderer
-from shoal.policy.vocabulary import demand_same_vocabulary, vocabulary_of
-from shoal.protocol.types import Sampling
+from shoal.models.auto_tokenizer import difference_from_file
+from shoal.models.hub_download import Hub
+from shoal.models.tokenizer_compat import demand_same_vocabulary, vocabulary_of
+from shoal.protocol.messages import Sampling
 from tests.policy.hub_server import fake_hub
 from tests.policy.odd_checkpoints import (
     AT_LAST,

@@ -15,18 +15,17 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from shoal.chat import isolated, isolated_tokenizer
+from shoal.chat.isolated import ContainedRenderer, Limits
+from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
-from shoal.envs.conversation import Conversation
 from shoal.envs.load import load_env
 from shoal.envs.play import play_block
+from shoal.envs.rollout import Conversation
 from shoal.errors import Overreach, StateError
-from shoal.policy import contained
-from shoal.policy.contained import ContainedRenderer, Limits
-from shoal.policy.render import Renderer
-from shoal.policy.tiny import make_tiny
-from shoal.proofs.context import Context
-from shoal.protocol.types import Block, Sampling, Slot
-from shoal.sandbox import tokenizer
+from shoal.models.random_model import make_tiny
+from shoal.protocol.messages import Block, Sampling, Slot
+from shoal.verification.context import Context
 from tests.sandbox.needs import needs_bubblewrap
 
 HELLO = [{"role": "user", "content": "hello there"}]
@@ -40,7 +39,7 @@ HOG = "{% set text = messages[0].content * 300000000 %}{{ text|length }}"
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each claim holds for a child that has only its limits, and for one in the sandbox."""
     if request.param == "sandbox":
-        monkeypatch.setattr(contained, "start_here", tokenizer.start)
+        monkeypatch.setattr(isolated, "start_here", isolated_tokenizer.start)
     return request.param
 
 
@@ -160,7 +159,7 @@ def test_where_the_system_has_no_limit_of_memory_the_child_is_watched(
 ) -> None:
     if how == "sandbox":
         pytest.skip("such a system has no sandbox either")
-    monkeypatch.setattr(contained, "SYSTEM_LIMITS_MEMORY", False)
+    monkeypatch.setattr(isolated, "SYSTEM_LIMITS_MEMORY", False)
     renderer = ContainedRenderer(hostile(GROWS), QUICK._replace(time_s=10.0))
     with pytest.raises(Overreach, match=r"took too much memory.*200 MB"):
         renderer.start(HELLO)
@@ -222,7 +221,7 @@ BLOCKED = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM]);"
 def test_a_child_that_loops_ends_with_its_parent(first: str, hostile: Callable[..., Path]) -> None:
     """Only its own alarm is left to end it, whatever its parent did with that signal."""
     program = (
-        "import sys, threading, time; from pathlib import Path; from shoal.policy.contained import *;"
+        "import sys, threading, time; from pathlib import Path; from shoal.chat.isolated import *;"
         + first
         + "r = ContainedRenderer(Path(sys.argv[1]), Limits(time_s=1.0));"
         "threading.Thread(target=r.start, args=([{'role': 'user', 'content': 'hi'}],), daemon=True).start();"

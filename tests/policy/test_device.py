@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from shoal.config import child_environment
-from shoal.config.sections import Device
+from shoal.config.run_file import Device
 from shoal.errors import ConfigError
-from shoal.policy.device import DEVICES, demand_device, take_device
+from shoal.models.device import DEVICES, demand_device, take_device
 
 
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def test_the_run_file_and_the_command_line_have_the_same_devices() -> None:
 def test_the_cpu_is_taken_without_importing_torch() -> None:
     code = """
 import sys
-from shoal.policy.device import demand_device, take_device
+from shoal.models.device import demand_device, take_device
 take_device("cpu"), demand_device("auto")
 assert "torch" not in sys.modules
 """
@@ -52,7 +52,7 @@ def test_cuda_is_asked_for_the_same_bits() -> None:
     """In a process of its own, because the settings stay."""
     code = """
 import torch
-from shoal.policy.device import take_device
+from shoal.models.device import take_device
 torch.cuda.is_available = lambda: True
 torch.backends.cuda.matmul.allow_tf32 = True
 assert take_device("auto") == "cuda"

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from shoal.chat.isolated import ContainedRenderer
+from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
 from shoal.env import Action
 from shoal.errors import Overreach, StateError
-from shoal.policy.contained import ContainedRenderer
-from shoal.policy.files import load_policy, save_policy, snapshot
-from shoal.policy.render import Renderer
-from shoal.policy.spec import ARCHITECTURES, PolicySpec, write_json
-from shoal.policy.tiny import TURN_ENDS, make_tiny, tiny_spec
+from shoal.models.checkpoint import load_policy, save_policy, snapshot
+from shoal.models.config import ARCHITECTURES, PolicySpec, write_json
+from shoal.models.random_model import TURN_ENDS, make_tiny, tiny_spec
 from shoal.protocol.constants import MAX_JSON_BYTES
 from tests.policy.templates import ADD, NAMES, directory_of, end_of, renderer_of, spell, tokenizer_of
 from tests.policy.test_templates import CALL, RESULT, TOOLS, WITHOUT_CALLS

@@ -19,19 +19,19 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
 from shoal.errors import StateError
-from shoal.policy import stream
-from shoal.policy.adapterspec import AdapterSpec
-from shoal.policy.auto_tokenizer import open_tokenizer
-from shoal.policy.files import find_tensors, load_policy, read_header, save_policy, tensors_of
-from shoal.policy.filling import _fill
-from shoal.policy.model import Transformer
-from shoal.policy.render import Renderer
-from shoal.policy.spec import PolicySpec, write_json
-from shoal.policy.stored import find_whole
-from shoal.policy.tiny import initialise, make_tiny, tiny_spec
-from shoal.weights.demands import is_publishable
+from shoal.models import safetensors_writer
+from shoal.models.auto_tokenizer import open_tokenizer
+from shoal.models.checkpoint import find_tensors, load_policy, read_header, save_policy, tensors_of
+from shoal.models.config import PolicySpec, write_json
+from shoal.models.load_tensors import _fill
+from shoal.models.lora_config import AdapterSpec
+from shoal.models.random_model import initialise, make_tiny, tiny_spec
+from shoal.models.safetensors_header import find_whole
+from shoal.models.transformer import Transformer
+from shoal.weights.manifest import is_publishable
 from tests.scarce import full_disk
 
 SMALL = TinyPolicy(width=16, layers=2, heads=2, kv_heads=1, mlp_width=24, max_positions=64)
@@ -169,8 +169,8 @@ def test_weights_are_written_with_the_bytes_of_the_safetensors_library(
         for (name, shape), dtype in zip(shapes.items(), itertools.cycle(dtypes), strict=False)
     }
     save_file(tensors, tmp_path / "library", metadata={"format": "pt"})
-    forms = {name: stream.Form(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    stream.write_tensors(tmp_path / "ours", forms, tensors.items())
+    forms = {name: safetensors_writer.Form(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    safetensors_writer.write_tensors(tmp_path / "ours", forms, tensors.items())
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "library").read_bytes()
 
 
@@ -182,7 +182,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(
     def no_space(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(stream, "write_tensors", no_space)
+    monkeypatch.setattr(safetensors_writer, "write_tensors", no_space)
     with pytest.raises(StateError, match=r"No space left on device\. Free some space .*, or choose another folder"):
         save_policy(load_policy(checkpoint), checkpoint, "float32")
     assert tensors_of(checkpoint) == before

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from shoal.config import TinyPolicy
-from shoal.policy import nf4spec
-from shoal.policy.adapters import begin_adapter, decode
-from shoal.policy.adapterspec import AdapterSpec
-from shoal.policy.files import load_policy, write_nf4
-from shoal.policy.frozen import Codes, Frozen
-from shoal.policy.model import Transformer
-from shoal.policy.tiny import make_tiny
+from shoal.models import nf4_config
+from shoal.models.checkpoint import load_policy, write_nf4
+from shoal.models.lora import begin_adapter, decode
+from shoal.models.lora_config import AdapterSpec
+from shoal.models.nf4 import Codes, Frozen
+from shoal.models.random_model import make_tiny
+from shoal.models.transformer import Transformer
 
 TINY = TinyPolicy(width=128, layers=2, heads=4, kv_heads=2, mlp_width=192, max_positions=64)
 
@@ -58,7 +58,7 @@ def test_a_policy_over_codes_computes_what_it_does_over_the_decoded_weights(tmp_
 
 def test_blocks_of_a_few_outputs_give_the_same_up_to_rounding(tmp_path, monkeypatch):
     coded, plain = models(tmp_path, torch.float32, family="qwen2")
-    monkeypatch.setitem(nf4spec._DECODED_VALUES, "cpu", 5 * 128)
+    monkeypatch.setitem(nf4_config._DECODED_VALUES, "cpu", 5 * 128)
     blocks = [weight for _, weight in Frozen(list(coded.codes().values())[:1], torch.float32).blocks()]
     assert len(blocks) == 26 and blocks[-1].shape == (3, 128)
     for model in (coded, plain):

@@ -11,11 +11,11 @@ import pytest
 
 from shoal.config import TinyPolicy, check_run
 from shoal.errors import ConfigError, StateError
-from shoal.policy import hub as hub_module
-from shoal.policy.files import load_policy, save_policy
-from shoal.policy.hub import Hub, source_of
-from shoal.policy.tiny import make_tiny
-from shoal.protocol.hubref import hub_ref
+from shoal.models import hub_download as hub_module
+from shoal.models.checkpoint import load_policy, save_policy
+from shoal.models.hub_download import Hub, source_of
+from shoal.models.random_model import make_tiny
+from shoal.protocol.package_reference import hub_ref
 from tests.policy.hub_server import COMMIT, FakeHub, fake_hub
 from tests.roles.town import tiny_run
 
@@ -204,7 +204,7 @@ def test_the_command_line_says_in_one_line_that_a_model_is_absent(hub, tmp_path)
         'name = "absent"\nsteps = 1\n[policy]\npath = "hf:ann/absent@main"\n[[envs]]\nname = "arithmetic"\n'
     )
     done = subprocess.run(
-        [sys.executable, "-m", "shoal.cli", "run", str(recipe), "--out", str(tmp_path / "out")],
+        [sys.executable, "-m", "shoal", "run", str(recipe), "--out", str(tmp_path / "out")],
         env=os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")},
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip

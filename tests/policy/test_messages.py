@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shoal.policy.messages import (
+from shoal.chat.messages import (
     MAX_CALLS,
     BadMessage,
     as_messages,

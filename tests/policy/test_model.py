@@ -9,12 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from shoal.config import TinyPolicy
-from shoal.policy import layers
-from shoal.policy.files import load_policy, save_policy
-from shoal.policy.layers import gated, unit
-from shoal.policy.model import Transformer, _behind
-from shoal.policy.packed import Family
-from shoal.policy.tiny import initialise, tiny_spec
+from shoal.models import layers
+from shoal.models.checkpoint import load_policy, save_policy
+from shoal.models.layers import gated, unit
+from shoal.models.packed_attention import Family
+from shoal.models.random_model import initialise, tiny_spec
+from shoal.models.transformer import Transformer, _behind
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}

@@ -11,14 +11,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shoal.algos import nf4
 from shoal.config import TinyPolicy
 from shoal.errors import StateError
-from shoal.policy import files, nf4files, nf4spec
-from shoal.policy.adapters import decode
-from shoal.policy.files import load_int8, load_policy, map_policy, policy_tensors, read_tensors, tensors_of, write_nf4
-from shoal.policy.nf4spec import is_coded, weight_bytes_of
-from shoal.policy.tiny import make_tiny, tiny_spec
+from shoal.models import checkpoint, nf4, nf4_checkpoint, nf4_config
+from shoal.models.checkpoint import (
+    load_int8,
+    load_policy,
+    map_policy,
+    policy_tensors,
+    read_tensors,
+    tensors_of,
+    write_nf4,
+)
+from shoal.models.lora import decode
+from shoal.models.nf4_config import is_coded, weight_bytes_of
+from shoal.models.random_model import make_tiny, tiny_spec
 
 TINY = TinyPolicy(width=64, layers=2, heads=4, kv_heads=2, mlp_width=128, max_positions=64)
 MATRIX = "model.layers.1.mlp.down_proj.weight"
@@ -69,9 +76,9 @@ def test_the_bytes_are_those_that_are_reckoned(coded: Path) -> None:
     spec = load_policy(coded).spec
     tensors = load_file(coded / "model.safetensors")
     assert weight_bytes_of(spec, 4, "nf4") == sum(tensor.nbytes for tensor in tensors.values())
-    assert (nf4spec.BLOCK, nf4spec.GROUP) == (nf4.BLOCK, nf4.GROUP)
+    assert (nf4_config.BLOCK, nf4_config.GROUP) == (nf4.BLOCK, nf4.GROUP)
     large = tiny_spec(msgspec.structs.replace(TINY, width=1024, mlp_width=3072, heads=8, kv_heads=8))
-    values = sum(math.prod(shape) for shape in nf4spec.matrices_of(large).values())
+    values = sum(math.prod(shape) for shape in nf4_config.matrices_of(large).values())
     assert weight_bytes_of(large, 0, "nf4") == pytest.approx(4.127 / 8 * values, rel=1e-3)
 
 
@@ -79,7 +86,7 @@ def test_a_model_is_coded_in_place_in_shards_and_no_longer_names_its_hub(
     coded: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (plain / ".hub").write_text("hf:ann/small@" + "a" * 40)
-    monkeypatch.setattr(files, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 20_000)
     write_nf4(plain, plain)
     assert len(list(plain.glob("*.safetensors"))) > 3 and is_coded(plain)
     assert tensors_of(plain) == tensors_of(coded) and not (plain / ".hub").exists()
@@ -136,7 +143,7 @@ def test_codes_of_a_larger_config_are_refused_before_memory_is_taken(
 ) -> None:
     config = json.loads((coded / "config.json").read_text())
     (coded / "config.json").write_text(json.dumps(config | {"intermediate_size": 1 << 20}))
-    monkeypatch.setattr(nf4files, "Transformer", None)
+    monkeypatch.setattr(nf4_checkpoint, "Transformer", None)
     with pytest.raises(StateError, match="its config asks for"):
         load_policy(coded)
 

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from shoal.config import TinyPolicy
-from shoal.policy import packed
-from shoal.policy.model import Transformer
-from shoal.policy.packed import Family
-from shoal.policy.rope import RopeScaling
-from shoal.policy.tiny import initialise, tiny_spec
+from shoal.models import packed_attention
+from shoal.models.packed_attention import Family
+from shoal.models.random_model import initialise, tiny_spec
+from shoal.models.rope import RopeScaling
+from shoal.models.transformer import Transformer
 
 FAMILIES = [
     Family(0, (9,)),
@@ -56,8 +56,8 @@ def test_packed_conversations_have_the_hidden_states_and_gradients_of_each_alone
     family: str, mask_cost: int, padding_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether a family's conversations are read with a mask or from their beginning, together or one by one."""
-    monkeypatch.setattr(packed, "MASK_COST", mask_cost)
-    monkeypatch.setattr(packed, "PADDING_TOKENS", padding_tokens)
+    monkeypatch.setattr(packed_attention, "MASK_COST", mask_cost)
+    monkeypatch.setattr(packed_attention, "PADDING_TOKENS", padding_tokens)
     model, row_N = _model(family), _row()
     weight_ND = torch.randn(len(row_N), 48, generator=torch.Generator().manual_seed(4))
     packed_ND = model(row_N[None], FAMILIES)[0]
@@ -79,7 +79,7 @@ def test_packed_conversations_have_the_hidden_states_and_gradients_of_each_alone
 
 @pytest.mark.parametrize("mask_cost", [0, 2])
 def test_no_conversation_sees_another(mask_cost: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "MASK_COST", mask_cost)
+    monkeypatch.setattr(packed_attention, "MASK_COST", mask_cost)
     model, row_N = _model("qwen3"), _row()
     conversations = _apart(row_N)
     with torch.no_grad():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.policy import parking
-from shoal.policy.parking import Parked, storages_in
+from shoal.models import cpu_offload
+from shoal.models.cpu_offload import Parked, storages_in
 
 
 def test_tensors_come_back_with_their_bits_views_and_ties() -> None:
@@ -37,7 +37,7 @@ def test_a_park_that_finds_no_memory_can_be_undone(monkeypatch: pytest.MonkeyPat
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return usual(*shape, **named)
 
-    monkeypatch.setattr(parking.torch, "empty", scarce)
+    monkeypatch.setattr(cpu_offload.torch, "empty", scarce)
     with pytest.raises(RuntimeError, match="can't allocate"):
         kept.park(tensors, device="cpu")
     monkeypatch.undo()
@@ -60,7 +60,7 @@ def test_memory_that_the_driver_still_has_to_free_is_waited_for(monkeypatch: pyt
                 raise torch.OutOfMemoryError("CUDA out of memory")
             storage.resize_(size)
 
-    monkeypatch.setattr(parking, "_bytes_of", lambda full: torch.empty(0, dtype=torch.uint8).set_(storage))
+    monkeypatch.setattr(cpu_offload, "_bytes_of", lambda full: torch.empty(0, dtype=torch.uint8).set_(storage))
     kept._kept[0] = (Full(), parked)  # type: ignore[assignment]
     kept.come_back()
     assert len(waits) == 2 and tensor.tolist() == [0.0, 1.0, 2.0, 3.0]
@@ -73,7 +73,7 @@ def test_memory_that_stays_full_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
         def resize_(self, size: int) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(parking, "GONE_S", -1.0)
+    monkeypatch.setattr(cpu_offload, "GONE_S", -1.0)
     kept._kept = [(Full(), torch.empty(4, dtype=torch.uint8))]  # type: ignore[list-item]
     with pytest.raises(torch.OutOfMemoryError):
         kept.come_back()

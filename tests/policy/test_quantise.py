@@ -10,14 +10,14 @@ from torch import Tensor
 
 from shoal.config import TinyPolicy
 from shoal.errors import StateError
-from shoal.policy.adapters import begin_adapter, read_adapter
-from shoal.policy.adapterspec import AdapterSpec
-from shoal.policy.files import load_int8, load_policy, map_policy, read_tensors, save_policy, snapshot, tensors_of
-from shoal.policy.model import Transformer
-from shoal.policy.quantise import dequantised, quantised, round_to_int8
-from shoal.policy.tiny import make_tiny
-from shoal.weights.codes import coded_directory
-from shoal.weights.patch import apply_patch, make_patch
+from shoal.models.checkpoint import load_int8, load_policy, map_policy, read_tensors, save_policy, snapshot, tensors_of
+from shoal.models.int8 import dequantised, quantised, round_to_int8
+from shoal.models.lora import begin_adapter, read_adapter
+from shoal.models.lora_config import AdapterSpec
+from shoal.models.random_model import make_tiny
+from shoal.models.transformer import Transformer
+from shoal.weights.delta.patch import apply_patch, make_patch
+from shoal.weights.delta.tensor_codes import coded_directory
 
 MATRIX = "model.layers.0.mlp.up_proj.weight"
 

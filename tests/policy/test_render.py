@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
+from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
 from shoal.errors import ConfigError, StateError
-from shoal.policy.render import Renderer
-from shoal.policy.spec import write_json
-from shoal.policy.tiny import CHARACTERS, SPECIALS, make_tiny, tiny_spec
+from shoal.models.config import write_json
+from shoal.models.random_model import CHARACTERS, SPECIALS, make_tiny, tiny_spec
 
 CHATML = """{%- if messages[0]['role'] == 'system' %}
     {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
@@ -272,8 +272,8 @@ def test_a_tiny_policy_whose_numbers_do_not_fit_is_refused(change: dict[str, Any
 
 def test_rendering_needs_neither_torch_nor_transformers(tiny: Path) -> None:
     program = (
-        "import sys, json; from pathlib import Path; from shoal.policy.render import Renderer;"
-        "from shoal.policy.files import tensors_of; tensors_of(Path(sys.argv[1]));"
+        "import sys, json; from pathlib import Path; from shoal.chat.renderer import Renderer;"
+        "from shoal.models.checkpoint import tensors_of; tensors_of(Path(sys.argv[1]));"
         "Renderer.from_directory(Path(sys.argv[1])).reply('hi');"
         "print(json.dumps([name for name in ('torch', 'transformers') if name in sys.modules]))"
     )

@@ -10,14 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from shoal.config import TinyPolicy
-from shoal.engine.base import Request, ScoreRequest
-from shoal.engine.local import LocalEngine
-from shoal.policy.files import load_policy, save_policy
-from shoal.policy.layers import rope_table
-from shoal.policy.model import Transformer
-from shoal.policy.rope import RopeScaling, frequencies
-from shoal.policy.spec import PolicySpec
-from shoal.policy.tiny import initialise, tiny_spec
+from shoal.engine.interface import Request, ScoreRequest
+from shoal.engine.native import LocalEngine
+from shoal.models.checkpoint import load_policy, save_policy
+from shoal.models.config import PolicySpec
+from shoal.models.layers import rope_table
+from shoal.models.random_model import initialise, tiny_spec
+from shoal.models.rope import RopeScaling, frequencies
+from shoal.models.transformer import Transformer
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 KINDS: dict[str, dict[str, Any]] = {

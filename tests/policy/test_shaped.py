@@ -6,15 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.engine.base import Request
+from shoal.chat.renderer import Renderer
+from shoal.engine.interface import Request
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.errors import StateError
-from shoal.policy.kinds import AUTO, open_policy, sized_spec_of
-from shoal.policy.render import Renderer
-from shoal.policy.shaped import LEAST_VOCABULARY, make_shaped
-from shoal.policy.sizes import parameters_of
-from shoal.policy.spec import PolicySpec
-from shoal.policy.tiny import SPECIALS
+from shoal.models.config import PolicySpec
+from shoal.models.open_model import AUTO, open_policy, sized_spec_of
+from shoal.models.parameter_counts import parameters_of
+from shoal.models.random_model import LEAST_VOCABULARY, SPECIALS, make_shaped
 from shoal.weights.manifest import weights_root
 from tests.engine.architectures import ARCHITECTURES
 

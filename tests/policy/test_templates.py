@@ -10,13 +10,13 @@ import pytest
 from tokenizers import normalizers
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from shoal.chat.isolated import ContainedRenderer
+from shoal.chat.messages import BadMessage, Written, normal
+from shoal.chat.renderer import Renderer, Segment
+from shoal.chat.template import Template, _Day
+from shoal.chat.template_capabilities import MARK
 from shoal.errors import StateError
-from shoal.policy.chat_templates import TemplateSource
-from shoal.policy.contained import ContainedRenderer
-from shoal.policy.dialect import MARK
-from shoal.policy.messages import BadMessage, Written, normal
-from shoal.policy.render import Renderer, Segment
-from shoal.policy.template import Template, _Day
+from shoal.models.chat_template_files import TemplateSource
 from tests.policy.templates import ADD, FOLDER, NAMES, directory_of, renderer_of, spell
 
 SYSTEM, USER = {"role": "system", "content": "BE BRIEF"}, {"role": "user", "content": "WHAT IS IT"}

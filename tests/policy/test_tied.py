@@ -11,17 +11,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from shoal.config import TinyPolicy
-from shoal.engine.base import ScoreRequest
 from shoal.engine.hf import TransformersEngine
-from shoal.engine.local import LocalEngine
-from shoal.engine.vllm_files import config_for_vllm
+from shoal.engine.interface import ScoreRequest
+from shoal.engine.native import LocalEngine
+from shoal.engine.vllm.checkpoint import config_for_vllm
 from shoal.errors import StateError
-from shoal.policy.adapterspec import AdapterSpec
-from shoal.policy.anymodel import load_any
-from shoal.policy.files import load_policy, map_policy, policy_tensors, save_policy, write_nf4
-from shoal.policy.kinds import kind_of, spec_of
-from shoal.policy.spec import EMBEDDING, HEAD, PolicySpec
-from shoal.policy.tiny import make_tiny
+from shoal.models.checkpoint import load_policy, map_policy, policy_tensors, save_policy, write_nf4
+from shoal.models.config import EMBEDDING, HEAD, PolicySpec
+from shoal.models.hf_model import load_any
+from shoal.models.lora_config import AdapterSpec
+from shoal.models.open_model import kind_of, spec_of
+from shoal.models.random_model import make_tiny
 from tests.engine.architectures import write_any
 
 TOKENS = [7, 12, 33, 5, 60, 21, 40, 2]

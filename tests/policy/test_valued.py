@@ -11,9 +11,9 @@ from transformers import AutoModelForSequenceClassification
 
 from shoal.config import TinyPolicy
 from shoal.errors import StateError
-from shoal.policy.files import load_policy
-from shoal.policy.tiny import make_tiny
-from shoal.policy.valued import HEAD, Valued, begin_valued, load_valued, save_valued
+from shoal.models.checkpoint import load_policy
+from shoal.models.random_model import make_tiny
+from shoal.models.value_head import HEAD, Valued, begin_valued, load_valued, save_valued
 from shoal.weights.manifest import weights_root
 
 SMALL = TinyPolicy(width=16, layers=2, heads=2, kv_heads=1, mlp_width=24, max_positions=64)

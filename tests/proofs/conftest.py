@@ -7,23 +7,23 @@ import msgspec
 import numpy as np
 import pytest
 
+from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
-from shoal.engine.base import Score
+from shoal.engine.interface import Score
 from shoal.env import Env
-from shoal.envs.arithmetic import environment as arithmetic
+from shoal.envs.builtin.arithmetic import environment as arithmetic
+from shoal.envs.builtin.wordle import environment as wordle
 from shoal.envs.play import play_scripted
 from shoal.envs.replay import replay_group
-from shoal.envs.wordle import environment as wordle
-from shoal.policy.render import Renderer
-from shoal.policy.tiny import make_tiny
-from shoal.proofs.context import Context, Tools
-from shoal.proofs.verify import verify_submission
-from shoal.protocol import types
-from shoal.protocol.wire import digest, from_msgpack, to_msgpack
+from shoal.models.random_model import make_tiny
+from shoal.protocol import messages
+from shoal.protocol.encoding import digest, from_msgpack, to_msgpack
+from shoal.verification.context import Context, Tools
+from shoal.verification.verify import verify_submission
 
 GROUP_SIZE = 4
-SAMPLING = types.Sampling(temperature=1.0, max_turn_tokens=12, max_tokens=160)
-RULES = types.Rules(
+SAMPLING = messages.Sampling(temperature=1.0, max_turn_tokens=12, max_tokens=160)
+RULES = messages.Rules(
     group_size=GROUP_SIZE,
     block_groups=2,
     batch_groups=2,
@@ -33,11 +33,11 @@ RULES = types.Rules(
     audit_rate=1.0,
     dtype="float32",
     bounds={
-        "float32/float32": types.Bounds(gap=1e-3, flipped=1e-5, mean_gap=1e-7, logprob=0.01),
-        "float32/bfloat16": types.Bounds(gap=0.2, flipped=1e-3, mean_gap=5e-4, logprob=0.5),
+        "float32/float32": messages.Bounds(gap=1e-3, flipped=1e-5, mean_gap=1e-7, logprob=0.01),
+        "float32/bfloat16": messages.Bounds(gap=0.2, flipped=1e-3, mean_gap=5e-4, logprob=0.5),
     },
 )
-ENGINE = types.EngineFacts("by hand", "float32", "cpu")
+ENGINE = messages.EngineFacts("by hand", "float32", "cpu")
 
 
 @pytest.fixture(scope="session")
@@ -52,12 +52,12 @@ class Desk:
 
     def __init__(self, renderer: Renderer, envs: dict[str, Env] | None = None) -> None:
         self.envs = envs or {"wordle": wordle(num_words=16, heldout=4), "arithmetic": arithmetic()}
-        slots = [types.Slot(i, f"{i:064x}", list(self.envs)[i % 2], task=i + 1) for i in range(4)]
-        self.lease = types.Lease(
+        slots = [messages.Slot(i, f"{i:064x}", list(self.envs)[i % 2], task=i + 1) for i in range(4)]
+        self.lease = messages.Lease(
             "lease-1",
             "worker",
             3,
-            tuple(types.Block(b, tuple(slots[2 * b : 2 * b + 2])) for b in (0, 1)),
+            tuple(messages.Block(b, tuple(slots[2 * b : 2 * b + 2])) for b in (0, 1)),
             SAMPLING,
             0,
             60,
@@ -70,7 +70,7 @@ class Desk:
         self.slots = slots
         self.groups = [self._play(slot) for slot in slots]
 
-    def _play(self, slot: types.Slot) -> types.Group:
+    def _play(self, slot: messages.Slot) -> messages.Group:
         env, rollouts = self.envs[slot.env], []
         for index in range(GROUP_SIZE):
             player = env.players()[("right", "wrong")[index % 2]]
@@ -78,7 +78,7 @@ class Desk:
             for row in talk.rows:
                 row.logprobs = [-1.0] * sum(author > 0 for author in row.author)
             rollouts.append(talk.rollout(self.lease.version))
-        return types.Group(slot.slot, slot.task, slot.env, tuple(rollouts))
+        return messages.Group(slot.slot, slot.task, slot.env, tuple(rollouts))
 
     def _score(self, requests):
         self.prefills.append(len(requests))
@@ -87,24 +87,24 @@ class Desk:
     def body(self, groups=None) -> bytes:
         """A submission of any groups, even those that the prover would refuse to send."""
         encoded = tuple(to_msgpack(group) for group in (self.groups if groups is None else groups))
-        return to_msgpack(types.Submission("run-1", self.lease.id, self.lease.version, encoded, (), ENGINE))
+        return to_msgpack(messages.Submission("run-1", self.lease.id, self.lease.version, encoded, (), ENGINE))
 
-    def judge(self, body: bytes, audited=()) -> list[types.GroupVerdict]:
-        verdict = verify_submission(body, types.Check(digest(body), self.lease, tuple(audited), 60.0), self.tools)
+    def judge(self, body: bytes, audited=()) -> list[messages.GroupVerdict]:
+        verdict = verify_submission(body, messages.Check(digest(body), self.lease, tuple(audited), 60.0), self.tools)
         assert [v.slot for v in verdict.groups] == [0, 1, 2, 3]
         return list(verdict.groups)
 
     def context(self, place: int = 0) -> Context:
-        return Context(self.tools, self.lease, self.slots[place], from_msgpack(self.body(), types.Submission))
+        return Context(self.tools, self.lease, self.slots[place], from_msgpack(self.body(), messages.Submission))
 
-    def edit(self, place: int, rollout: int, **fields) -> list[types.Group]:
+    def edit(self, place: int, rollout: int, **fields) -> list[messages.Group]:
         """The work with some fields of one rollout replaced."""
         group = self.groups[place]
         rollouts = list(group.rollouts)
         rollouts[rollout] = msgspec.structs.replace(rollouts[rollout], **fields)
         return self.replace(place, rollouts=tuple(rollouts))
 
-    def replace(self, place: int, **fields) -> list[types.Group]:
+    def replace(self, place: int, **fields) -> list[messages.Group]:
         """The work with some fields of one group replaced."""
         groups = list(self.groups)
         groups[place] = msgspec.structs.replace(groups[place], **fields)
@@ -115,7 +115,7 @@ class Desk:
 
     def resubmit(self, **fields) -> bytes:
         """The body with some fields of the submission replaced."""
-        return to_msgpack(msgspec.structs.replace(from_msgpack(self.body(), types.Submission), **fields))
+        return to_msgpack(msgspec.structs.replace(from_msgpack(self.body(), messages.Submission), **fields))
 
 
 @pytest.fixture

@@ -8,17 +8,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.algos.projection import agree
+from shoal.algos.activation_projection import agree
 from shoal.algos.toploc import Figures, prove
 from shoal.config import ACTIVATION_ERROR
-from shoal.engine.base import Score
+from shoal.engine.interface import Score
 from shoal.errors import StateError
-from shoal.proofs.checks.activations import judge, least_bound
-from shoal.proofs.commit import commit, largest_submission_bytes, prove_activations
-from shoal.proofs.context import policy_positions
-from shoal.proofs.verify import verify_submission
-from shoal.protocol.types import Check
-from shoal.protocol.wire import digest
+from shoal.protocol.encoding import digest
+from shoal.protocol.messages import Check
+from shoal.verification.checks.activations import judge, least_bound
+from shoal.verification.context import policy_positions
+from shoal.verification.encode_submission import commit, largest_submission_bytes, prove_activations
+from shoal.verification.verify import verify_submission
 from tests.proofs.conftest import ENGINE, RULES
 
 BOUND = 0.001

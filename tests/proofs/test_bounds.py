@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.protocol.bounds import bounds_for, engine_kind
-from shoal.protocol.types import Bounds, EngineFacts
+from shoal.protocol.messages import Bounds, EngineFacts
+from shoal.protocol.tolerances import bounds_for, engine_kind
 from tests.proofs.conftest import RULES
 
 OWN = RULES.bounds["float32/float32"]

@@ -10,10 +10,10 @@ import pytest
 
 from shoal.envs.load import env_digest, load_run_envs
 from shoal.errors import ShoalError, StateError, Undecided
-from shoal.proofs.commit import commit
-from shoal.proofs.verify import verify_submission
-from shoal.protocol.types import ENVIRONMENT, POLICY, Check, EngineFacts, EnvSpec, make_rollout
-from shoal.protocol.wire import digest
+from shoal.protocol.encoding import digest
+from shoal.protocol.messages import ENVIRONMENT, POLICY, Check, EngineFacts, EnvSpec, make_rollout
+from shoal.verification.encode_submission import commit
+from shoal.verification.verify import verify_submission
 from tests.proofs.conftest import Desk
 
 ENGINE = EngineFacts("by hand", "float32", "cpu")

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.engine.base import Score
+from shoal.engine.interface import Score
 from tests.proofs.conftest import RULES
 
 BOUNDS = RULES.bounds["float32/float32"]

@@ -8,22 +8,22 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
-from shoal.engine.cheats import OtherSeed
-from shoal.engine.local import LocalEngine
-from shoal.envs.continuing import OtherStart, continue_block, opened
+from shoal.engine.dishonest import OtherSeed
+from shoal.engine.native import LocalEngine
+from shoal.envs.branching import OtherStart, continue_block, opened
 from shoal.envs.play import Episode
-from shoal.policy.render import Renderer
-from shoal.policy.tiny import make_tiny
-from shoal.proofs.context import score_requests
-from shoal.proofs.parents import OtherParents, fetch_parents, read_parents
-from shoal.proofs.verify import verify_submission
-from shoal.protocol import types
-from shoal.protocol.compositions import Composition, Vine
+from shoal.models.random_model import make_tiny
+from shoal.protocol import messages
+from shoal.protocol.algorithm_config import Composition, Vine
+from shoal.protocol.branch_parents import most_bytes
+from shoal.protocol.branching import FIRST_BLOCK, branches, continued_slot
 from shoal.protocol.constants import CONTINUATIONS
-from shoal.protocol.continuations import FIRST_BLOCK, branches, continued_slot
-from shoal.protocol.parents import most_bytes
-from shoal.protocol.wire import digest, to_msgpack
+from shoal.protocol.encoding import digest, to_msgpack
+from shoal.verification.branch_parents import OtherParents, fetch_parents, read_parents
+from shoal.verification.context import score_requests
+from shoal.verification.verify import verify_submission
 from tests.proofs.conftest import ENGINE, RULES, SAMPLING, Desk
 
 VINE = Vine(continuations=2, every=2, most=3)
@@ -48,7 +48,7 @@ class Vines:
         encoded = [to_msgpack(group) for group in self.desk.groups]
         self.parent_body = self.desk.body()
         named = [
-            types.Parent(digest(self.parent_body), place, digest(data)) if self.parents[place] else None
+            messages.Parent(digest(self.parent_body), place, digest(data)) if self.parents[place] else None
             for place, data in enumerate(encoded)
         ]
         self.slots = [
@@ -56,7 +56,7 @@ class Vines:
             for slot, parent in zip(self.desk.slots, named, strict=True)
         ]
         blocks = tuple(
-            types.Block(FIRST_BLOCK + b, tuple(self.slots[2 * b : 2 * b + 2]), CONTINUATIONS) for b in (0, 1)
+            messages.Block(FIRST_BLOCK + b, tuple(self.slots[2 * b : 2 * b + 2]), CONTINUATIONS) for b in (0, 1)
         )
         self.lease = msgspec.structs.replace(self.desk.lease, blocks=blocks)
         self.rules = msgspec.structs.replace(RULES, algorithm=Composition(credit=VINE))
@@ -80,10 +80,10 @@ class Vines:
             score=lambda requests: self.engine.score(requests, SAMPLING.temperature),
         )
         body = to_msgpack(
-            types.Submission("run-1", self.lease.id, self.lease.version, tuple(map(to_msgpack, groups)), (), ENGINE)
+            messages.Submission("run-1", self.lease.id, self.lease.version, tuple(map(to_msgpack, groups)), (), ENGINE)
         )
         due = tuple(slot.slot for slot in self.slots) if audited else ()
-        check = types.Check(digest(body), self.lease, due, 60.0)
+        check = messages.Check(digest(body), self.lease, due, 60.0)
         bodies = {digest(self.parent_body): self.parent_body}
         given = read_parents(fetched(self.lease, self.rules, bodies), self.rules, self.lease, self.renderer.vocabulary)
         return verify_submission(body, check, tools, parents=given).groups
@@ -203,12 +203,12 @@ def test_a_lease_whose_parents_are_not_in_their_submissions_judges_nobody(vines)
     assert list(fetched(vines.lease, vines.rules, {name: vines.parent_body})) == [
         slot.parent.digest for slot in vines.slots if slot.parent
     ]
-    slots = tuple(msgspec.structs.replace(slot, parent=types.Parent(name, 1, "0" * 64)) for slot in vines.slots[:2])
-    wrong = msgspec.structs.replace(vines.lease, blocks=(types.Block(FIRST_BLOCK, slots, CONTINUATIONS),))
+    slots = tuple(msgspec.structs.replace(slot, parent=messages.Parent(name, 1, "0" * 64)) for slot in vines.slots[:2])
+    wrong = msgspec.structs.replace(vines.lease, blocks=(messages.Block(FIRST_BLOCK, slots, CONTINUATIONS),))
     with pytest.raises(OtherParents, match="is not there"):
         fetched(wrong, vines.rules, {name: vines.parent_body})
-    slot = msgspec.structs.replace(slots[0], parent=types.Parent("../log\n", 0, "0" * 64))
-    wrong = msgspec.structs.replace(vines.lease, blocks=(types.Block(FIRST_BLOCK, (slot,), CONTINUATIONS),))
+    slot = msgspec.structs.replace(slots[0], parent=messages.Parent("../log\n", 0, "0" * 64))
+    wrong = msgspec.structs.replace(vines.lease, blocks=(messages.Block(FIRST_BLOCK, (slot,), CONTINUATIONS),))
     with pytest.raises(OtherParents, match="no name"):
         fetched(wrong, vines.rules, {})
 
@@ -223,11 +223,13 @@ def test_bodies_of_parents_are_read_one_by_one_and_only_what_is_named_is_kept(vi
 
     data = to_msgpack(vines.parents[1])
     pad = (b"x" * 100_000,)
-    honest = msgspec.msgpack.decode(vines.parent_body, type=types.Submission)
+    honest = msgspec.msgpack.decode(vines.parent_body, type=messages.Submission)
     bodies = [to_msgpack(msgspec.structs.replace(honest, lease=f"{i}", groups=(data, *pad))) for i in range(5)]
     names = {digest(body): body for body in bodies}
-    slots = tuple(msgspec.structs.replace(vines.slots[0], parent=types.Parent(name, 0, digest(data))) for name in names)
-    lease = msgspec.structs.replace(vines.lease, blocks=(types.Block(FIRST_BLOCK, slots, CONTINUATIONS),))
+    slots = tuple(
+        msgspec.structs.replace(vines.slots[0], parent=messages.Parent(name, 0, digest(data))) for name in names
+    )
+    lease = msgspec.structs.replace(vines.lease, blocks=(messages.Block(FIRST_BLOCK, slots, CONTINUATIONS),))
 
     async def fetch(name):
         assert not held, "the body before is held still"
@@ -243,9 +245,9 @@ def test_a_lease_that_names_more_than_any_submission_may_hold_is_refused(vines, 
     """A host may list any number of slots in a block."""
     bodies = {digest(vines.parent_body): vines.parent_body}
     both = sum(map(len, fetched(vines.lease, vines.rules, bodies).values()))
-    monkeypatch.setattr("shoal.proofs.parents.MAX_SUBMISSION_BYTES", both)
+    monkeypatch.setattr("shoal.verification.branch_parents.MAX_SUBMISSION_BYTES", both)
     assert len(fetched(vines.lease, vines.rules, bodies)) == 3
-    monkeypatch.setattr("shoal.proofs.parents.MAX_SUBMISSION_BYTES", both - 1)
+    monkeypatch.setattr("shoal.verification.branch_parents.MAX_SUBMISSION_BYTES", both - 1)
     with pytest.raises(OtherParents, match="bytes in all"):
         fetched(vines.lease, vines.rules, bodies)
 
@@ -260,7 +262,7 @@ def test_a_parent_of_a_size_that_no_honest_group_has_is_not_kept_and_nothing_is_
 
 def with_other_parent(vines, data, place=1):
     """The same lease, in which one slot continues other bytes, which some validator accepted."""
-    theirs = msgspec.msgpack.decode(vines.parent_body, type=types.Submission)
+    theirs = msgspec.msgpack.decode(vines.parent_body, type=messages.Submission)
     groups = (*theirs.groups[:place], data, *theirs.groups[place + 1 :])
     body = to_msgpack(msgspec.structs.replace(theirs, groups=groups))
     other = object.__new__(Vines)
@@ -268,10 +270,12 @@ def with_other_parent(vines, data, place=1):
     digests = [slot.parent and slot.parent.digest for slot in vines.slots]
     digests[place] = digest(data)
     other.slots = [
-        msgspec.structs.replace(slot, parent=named and types.Parent(digest(body), index, named))
+        msgspec.structs.replace(slot, parent=named and messages.Parent(digest(body), index, named))
         for index, (slot, named) in enumerate(zip(vines.slots, digests, strict=True))
     ]
-    blocks = tuple(types.Block(FIRST_BLOCK + b, tuple(other.slots[2 * b : 2 * b + 2]), CONTINUATIONS) for b in (0, 1))
+    blocks = tuple(
+        messages.Block(FIRST_BLOCK + b, tuple(other.slots[2 * b : 2 * b + 2]), CONTINUATIONS) for b in (0, 1)
+    )
     other.lease = msgspec.structs.replace(vines.lease, blocks=blocks)
     return other
 
@@ -315,7 +319,7 @@ def test_a_parent_that_the_environment_does_not_play_so_voids_its_slot_and_nothi
 
 
 def test_an_environment_that_does_not_play_alike_twice_continues_nothing(vines, monkeypatch):
-    monkeypatch.setattr("shoal.envs.continuing.is_played_so", lambda *asked: True)
+    monkeypatch.setattr("shoal.envs.branching.is_played_so", lambda *asked: True)
     for forged in forgeries(vines):
         with pytest.raises(OtherStart, match="than a moment ago"):
             vines.play(vines.engine, [forged, *vines.parents[1:]])

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from shoal.config import BOUNDS, wire_bounds
-from shoal.engine.base import Score
-from shoal.proofs.checks import logprobs, sampling
-from shoal.proofs.context import Failure, gravest
-from shoal.protocol.types import ENVIRONMENT, POLICY, Group, make_rollout
+from shoal.engine.interface import Score
+from shoal.protocol.messages import ENVIRONMENT, POLICY, Group, make_rollout
+from shoal.verification.checks import logprobs, sampling
+from shoal.verification.context import Failure, gravest
 
 TOKENS = 20
 MILD_GAP, FORGED_GAP = 0.003, 9.0

@@ -6,21 +6,21 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.proofs.verify import verify_submission
-from shoal.protocol import types
-from shoal.protocol.audits import MAX_REASON_CHARS
+from shoal.protocol import messages
+from shoal.protocol.audit_selection import MAX_REASON_CHARS
 from shoal.protocol.constants import COMPLETIONS
-from shoal.protocol.records import rollout_digest
-from shoal.protocol.wire import digest, to_msgpack
+from shoal.protocol.encoding import digest, to_msgpack
+from shoal.protocol.host_records import rollout_digest
+from shoal.verification.verify import verify_submission
 from tests.proofs.conftest import Desk
 
 
-def recorded(group: types.Group) -> types.GroupRecord:
+def recorded(group: messages.Group) -> messages.GroupRecord:
     """What the stage records of a group that it played; rewards count up."""
-    return types.GroupRecord(
+    return messages.GroupRecord(
         group.slot,
         tuple(
-            types.RolloutRecord(rollout_digest(r.token_ids, r.author, r.ending), r.ending, index / 4)
+            messages.RolloutRecord(rollout_digest(r.token_ids, r.author, r.ending), r.ending, index / 4)
             for index, r in enumerate(group.rollouts)
         ),
     )
@@ -34,10 +34,10 @@ class Hosted(Desk):
         blocks = tuple(msgspec.structs.replace(block, kind=COMPLETIONS) for block in self.lease.blocks)
         self.lease = msgspec.structs.replace(self.lease, blocks=blocks)
         self.tools = replace(self.tools, envs={})
-        self.record = types.Record("run-1", "lease-1", 3, tuple(recorded(group) for group in self.groups))
+        self.record = messages.Record("run-1", "lease-1", 3, tuple(recorded(group) for group in self.groups))
 
-    def judged(self, body: bytes, audited=(), record: bytes | None = None) -> list[types.GroupVerdict]:
-        check = types.Check(digest(body), self.lease, tuple(audited), 60.0)
+    def judged(self, body: bytes, audited=(), record: bytes | None = None) -> list[messages.GroupVerdict]:
+        check = messages.Check(digest(body), self.lease, tuple(audited), 60.0)
         return list(
             verify_submission(body, check, self.tools, to_msgpack(self.record) if record is None else record).groups
         )
@@ -118,7 +118,7 @@ def test_a_record_that_is_not_of_the_lease_is_the_hosts_fault_and_costs_no_worke
 @pytest.mark.parametrize("why", ["", "reset() of task 10: it took longer than 4 s", "\u00a0" * 300])
 def test_a_slot_that_the_host_could_not_fill_is_void_in_the_hosts_words(hosted, why):
     """They fit a verdict, however long they are."""
-    void = types.GroupRecord(hosted.groups[1].slot, (), why)
+    void = messages.GroupRecord(hosted.groups[1].slot, (), why)
     hosted.record = msgspec.structs.replace(
         hosted.record, groups=(hosted.record.groups[0], void, *hosted.record.groups[2:])
     )

@@ -5,8 +5,16 @@ import pytest
 
 from shoal.algos.toploc import Figures
 from shoal.errors import StateError
-from shoal.proofs.rounding import LEAST, Noise, joined, power, power_by_entropy, propose, propose_activation_error
-from shoal.protocol.types import Bounds
+from shoal.protocol.messages import Bounds
+from shoal.verification.fit_tolerances import (
+    LEAST,
+    Noise,
+    joined,
+    power,
+    power_by_entropy,
+    propose,
+    propose_activation_error,
+)
 
 
 def noise(gaps: dict[float, int], tokens: int, off: float, logit: float = 5.0) -> Noise:

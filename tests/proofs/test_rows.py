@@ -4,13 +4,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
-from shoal.policy.render import Renderer
-from shoal.policy.tiny import make_tiny
-from shoal.proofs.context import policy_positions
+from shoal.models.random_model import make_tiny
 from shoal.protocol.constants import MAX_ROLLOUT_ROWS
-from shoal.protocol.randomness import row_seed, sample_seed
-from shoal.protocol.types import make_rollout
+from shoal.protocol.messages import make_rollout
+from shoal.protocol.seed_chain import row_seed, sample_seed
+from shoal.verification.context import policy_positions
 from tests.envs import musing, pile
 from tests.envs.lies import LIES
 from tests.proofs.conftest import GROUP_SIZE, Desk

@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.envs.conversation import Conversation
 from shoal.envs.load import load_env
-from shoal.proofs.disagreement import differences
-from shoal.proofs.verify import verify_submission
-from shoal.protocol.compositions import Algorithm, Composition, Steps, Turns
+from shoal.envs.rollout import Conversation
+from shoal.protocol.algorithm_config import Algorithm, Composition, Steps, Turns
+from shoal.protocol.encoding import digest, to_msgpack
+from shoal.protocol.messages import POLICY, Check
 from shoal.protocol.step_rewards import fault_of
-from shoal.protocol.types import POLICY, Check
-from shoal.protocol.wire import digest, to_msgpack
+from shoal.verification.verdict_diff import differences
+from shoal.verification.verify import verify_submission
 from tests.proofs.conftest import RULES, SAMPLING, Desk
 
 SUMS = str(Path(__file__).parents[2] / "environments" / "running-sums")

@@ -8,19 +8,19 @@ import httpx
 import msgspec
 import pytest
 
+from shoal.env_packages.installed import Installed
 from shoal.errors import PeerError
-from shoal.hub.store import Installed
 from shoal.net.client import Client
-from shoal.protocol import accounts, types
-from shoal.protocol.identity import content_digest
-from shoal.protocol.types import Answer, Message
-from shoal.protocol.wire import WireError, digest, from_json
+from shoal.protocol import messages, pay_lines
+from shoal.protocol.encoding import WireError, digest, from_json
+from shoal.protocol.messages import Answer, Message
+from shoal.protocol.signing import content_digest
 from tests.roles.town import Town, tiny_run
 
 OPEN_ENDED = {
-    types.RunInfo, types.RunVersions, types.NodeState, types.LeaseAnswer, types.CheckAnswer, types.Status, types.StateHash,
-    types.Done, types.Refusal, accounts.CreditPage, accounts.CreditLine, types.RelayEntry, types.RelayStanding,
-    types.RelayProof, types.StandingAlarm, Installed,
+    messages.RunInfo, messages.RunVersions, messages.NodeState, messages.LeaseAnswer, messages.CheckAnswer,
+    messages.Status, messages.StateHash, messages.Done, messages.Refusal, pay_lines.CreditPage, pay_lines.CreditLine,
+    messages.RelayEntry, messages.RelayStanding, messages.RelayProof, messages.StandingAlarm, Installed,
 }  # fmt: skip
 """All of them. A type joins only if nobody hashes or signs it, and if a node that ignores a field of it does no harm."""
 
@@ -37,9 +37,9 @@ def test_these_types_and_no_others_ignore_unknown_fields() -> None:
     ours = {kind for kind in subclasses(Message) if kind.__module__.startswith("shoal.")}
     tolerant = {kind for kind in ours if not kind.__struct_config__.forbid_unknown_fields}
     assert tolerant - {Answer} == OPEN_ENDED
-    assert {types.Rules, types.Sampling, types.EnvSpec, types.Lease, types.Block, types.Slot, types.Check,
-            types.Manifest, types.SignedManifest, types.Receipt, types.Batch, types.Event, types.Submission,
-            accounts.Statement} <= ours - tolerant  # fmt: skip
+    assert {messages.Rules, messages.Sampling, messages.EnvSpec, messages.Lease, messages.Block, messages.Slot,
+            messages.Check, messages.Manifest, messages.SignedManifest, messages.Receipt, messages.Batch, messages.Event,
+            messages.Submission, pay_lines.Statement} <= ours - tolerant  # fmt: skip
 
 
 def test_no_strict_message_holds_one_that_ignores_fields() -> None:
@@ -108,7 +108,9 @@ def test_a_worker_refuses_what_it_does_not_know_in_rules_sampling_and_leases(tmp
     asyncio.run(asyncio.wait_for(story(), 60.0))
 
 
-@pytest.mark.parametrize("kind", [types.Rules, types.Sampling, types.Slot, types.Receipt, accounts.Statement])
+@pytest.mark.parametrize(
+    "kind", [messages.Rules, messages.Sampling, messages.Slot, messages.Receipt, pay_lines.Statement]
+)
 def test_strict_messages_refuse_an_unknown_field_by_name(kind) -> None:
     with pytest.raises(WireError, match="unknown field `from_the_future`"):
         from_json(json.dumps(NEWS).encode(), kind)

@@ -4,9 +4,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.protocol.algorithms import vine_of
-from shoal.protocol.compositions import Composition, Dapo, Grpo, Vine
-from shoal.protocol.continuations import (
+from shoal.protocol.algorithm_config import Composition, Dapo, Grpo, Vine, vine_of
+from shoal.protocol.branching import (
     FIRST_BLOCK,
     Branch,
     branches,
@@ -20,10 +19,10 @@ from shoal.protocol.continuations import (
     seeds_of,
     whole_author,
 )
-from shoal.protocol.promises import terms_of
-from shoal.protocol.randomness import continuation_seed, sample_seed
-from shoal.protocol.types import BatchGroup, Group, Parent, Slot, make_rollout
-from shoal.protocol.wire import to_json
+from shoal.protocol.encoding import to_json
+from shoal.protocol.host_signatures import terms_of
+from shoal.protocol.messages import BatchGroup, Group, Parent, Slot, make_rollout
+from shoal.protocol.seed_chain import continuation_seed, sample_seed
 from tests.ledger.world import rules
 
 VINE = Vine(continuations=2, every=3, most=2)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.protocol.draws import EnvDraw, Pool, draw_task
-from shoal.protocol.randomness import sample_seed
-from shoal.protocol.wire import domain_hash, float_sum
+from shoal.protocol.encoding import domain_hash, float_sum
+from shoal.protocol.seed_chain import sample_seed
+from shoal.protocol.task_draws import EnvDraw, Pool, draw_task
 
 SEED = bytes(range(32))
 SEEDS = [sample_seed(SEED, index) for index in range(6000)]
@@ -64,7 +64,7 @@ def test_an_environment_of_which_no_task_can_be_drawn_has_no_slots() -> None:
 
 def test_the_highest_draw_does_not_fall_on_a_retired_task(monkeypatch: pytest.MonkeyPatch) -> None:
     """2**64 - 1 rounds to 2**64 as a float: the point then lies at the end of all weights."""
-    monkeypatch.setattr("shoal.protocol.draws.domain_hash", lambda *parts: b"\xff" * 32)
+    monkeypatch.setattr("shoal.protocol.task_draws.domain_hash", lambda *parts: b"\xff" * 32)
     spent = EnvDraw("spent", 1.0, 1, (Pool(0.0, (0,)),))
     table = [EnvDraw("a", 1.0, 3, (Pool(0.0, (2,)),)), spent]
     assert draw_task(SEED, table) == ("a", (2**64 - 1) % 2)

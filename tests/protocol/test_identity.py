@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.protocol.constants import SIGNATURE_WINDOW_S
-from shoal.protocol.identity import (
+from shoal.protocol.encoding import digest
+from shoal.protocol.signing import (
     LABEL,
     TAG,
     Key,
@@ -21,7 +22,6 @@ from shoal.protocol.identity import (
     verify_headers,
     verify_signature,
 )
-from shoal.protocol.wire import digest
 
 KEY = Key(bytes(range(32)))
 LINE = RequestLine("PUT", "/v1/leases/a%20b/submission", "x=1&y=%2F")

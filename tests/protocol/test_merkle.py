@@ -5,7 +5,7 @@ import hashlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.protocol.merkle import merkle_root
+from shoal.protocol.encoding import merkle_root
 
 
 def hashed(purpose: str, *parts: bytes) -> bytes:

@@ -15,7 +15,7 @@ from shoal.protocol.noise import (
     noise_words,
     philox,
 )
-from shoal.protocol.randomness import sample_seed
+from shoal.protocol.seed_chain import sample_seed
 
 SEED = bytes(range(32))
 

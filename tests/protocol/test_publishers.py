@@ -5,9 +5,9 @@ import re
 import msgspec
 import pytest
 
-from shoal.protocol.identity import Key
-from shoal.protocol.publishers import CLOCKS_S, chain_flaw, flaw_of_next, flaw_of_signer, sign_rotation
-from shoal.protocol.types import Publishers, Rotation
+from shoal.protocol.host_signatures import CLOCKS_S, chain_flaw, flaw_of_next, flaw_of_signer, sign_rotation
+from shoal.protocol.messages import Publishers, Rotation
+from shoal.protocol.signing import Key
 
 ROOT, FIRST, SECOND, THIRD, STRANGER = (Key(bytes([n]) * 32) for n in range(1, 6))
 RUN, STREAM = "ab" * 16, "main"

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from shoal.protocol.randomness import SecretChain, link_follows, sample_seed, slot_seed, uniform
+from shoal.protocol.seed_chain import SecretChain, link_follows, sample_seed, slot_seed, uniform
 
 ROOT, LINK = "ab" * 32, b"\x07" * 32
 SEED = bytes(range(32))

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from shoal.protocol.constants import MAX_LOGPROB, MAX_ROLLOUT_ROWS, MAX_ROLLOUT_TOKENS
-from shoal.protocol.rollouts import flaw_of
-from shoal.protocol.types import Rollout, make_rollout
-from shoal.protocol.wire import WireError, from_msgpack, to_msgpack
+from shoal.protocol.encoding import WireError, from_msgpack, to_msgpack
+from shoal.protocol.messages import Rollout, make_rollout
+from shoal.protocol.rollout_validation import flaw_of
 
 HONEST = make_rollout([5, 6, 7, 8], [0, 1, 0, 1], [-1.0, MAX_LOGPROB], version=3, ending="stop")
 SILENT = make_rollout([5, 6], [0, 0], [], version=3, ending="length")

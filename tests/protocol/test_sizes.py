@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from shoal.algos.toploc import CHUNK_TOKENS, MAX_K
-from shoal.protocol import types as t
-from shoal.protocol.audits import MAX_REASON_CHARS, MAX_REWARD
+from shoal.protocol import messages as t
+from shoal.protocol.audit_selection import MAX_REASON_CHARS, MAX_REWARD
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_LEASE_BLOCKS, MAX_ROLLOUT_ROWS, MAX_SUBMISSION_BYTES
-from shoal.protocol.sizes import (
+from shoal.protocol.encoding import from_json, to_json, to_msgpack
+from shoal.protocol.message_sizes import (
     BYTES_PER_TOKEN,
     REASON_BYTES,
     ROLLOUT_OVERHEAD_BYTES,
@@ -21,7 +22,6 @@ from shoal.protocol.sizes import (
     turn_answer_bytes,
     turn_bytes,
 )
-from shoal.protocol.wire import from_json, to_json, to_msgpack
 
 HASH, REWARD, ENV = "f" * 64, -0.12345678901234567, "/home/somebody/environments/wordle.py"
 

@@ -6,11 +6,11 @@ from random import Random
 import msgspec
 import pytest
 
-from shoal.protocol.audits import MAX_REWARD, influence
-from shoal.protocol.compositions import Grpo
+from shoal.protocol.algorithm_config import Grpo
+from shoal.protocol.audit_selection import MAX_REWARD, influence
 from shoal.protocol.constants import MAX_ROLLOUT_STEPS
+from shoal.protocol.messages import BatchGroup, GroupVerdict, StepReward, make_rollout
 from shoal.protocol.step_rewards import divided, fault_of, largest_credits, step_of_tokens
-from shoal.protocol.types import BatchGroup, GroupVerdict, StepReward, make_rollout
 
 S = StepReward
 

@@ -5,9 +5,8 @@ from collections import Counter
 import msgspec
 import pytest
 
-from shoal.protocol.draws import EnvDraw, Pool, draw_task
-from shoal.protocol.tasklists import MAX_LISTED, TaskList, read_task_list
-from shoal.protocol.wire import WireError, digest, to_json
+from shoal.protocol.encoding import WireError, digest, to_json
+from shoal.protocol.task_draws import MAX_LISTED, EnvDraw, Pool, TaskList, draw_task, read_task_list
 
 LIST = TaskList("ab" * 32, {"digits": 1}, 100, (3, 7, 50, 99))
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from shoal.protocol.types import EnvSpec, Join
-from shoal.protocol.wire import WireError, float_sum, from_json, to_json
+from shoal.protocol.encoding import WireError, float_sum, from_json, to_json
+from shoal.protocol.messages import EnvSpec, Join
 
 
 @pytest.mark.parametrize("name", ["[" * 500, "]" * 500 + "[" * 500, '\\"[{' * 100, "\\" * 33 + '"' + "{" * 99])

@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 
 from shoal.net.client import Client
-from shoal.net.keys import load_or_make_key
-from shoal.protocol.types import RunInfo
-from shoal.roles import sharing
-from shoal.roles.evidence import Evidence
-from shoal.roles.seat import Seat
+from shoal.net.key_files import load_or_make_key
+from shoal.protocol.messages import RunInfo
+from shoal.roles.node import share_weights
+from shoal.roles.node.evidence import Evidence
+from shoal.roles.node.session import Seat
 from shoal.weights.manifest import weights_root
 
 
@@ -29,8 +29,8 @@ async def story(url: str, home: Path, versions: list[int], port: int, public_url
         evidence = Evidence(home, info.run)
         seat = Seat(client, home, info, {}, None, None, time.time, evidence, 2_000_000_000)  # type: ignore[arg-type]
         if port:  # behind a link: at another URL than its own port
-            share = sharing.Share(key, port, "127.0.0.1", public_url)
-            await stack.enter_async_context(sharing.sharing(share, client, seat.shared))
+            share = share_weights.Share(key, port, "127.0.0.1", public_url)
+            await stack.enter_async_context(share_weights.sharing(share, client, seat.shared))
         for version in versions:
             brought = await seat.bring(version)
             assert weights_root(brought.directory) == brought.manifest.root

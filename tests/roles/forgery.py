@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shoal.folder import RunFolder
-from shoal.ledger.entry import GENESIS
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.table import make_entry, read_entry
+from shoal.ledger.event import GENESIS
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.registry import make_entry, read_entry
+from shoal.run_folder import RunFolder
 
 Lines = list[tuple[float, Any]]
 """(time, body) of each event."""

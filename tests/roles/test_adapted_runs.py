@@ -15,26 +15,26 @@ import torch
 from safetensors.torch import load_file
 
 from shoal.config import check_run
-from shoal.engine.local import LocalEngine
+from shoal.engine.native import LocalEngine
 from shoal.errors import ConfigError, PeerError, StateError
-from shoal.folder import RunFolder
-from shoal.policy import adapterspec
-from shoal.policy.adapterspec import Base
-from shoal.policy.files import load_policy
-from shoal.policy.hub import Hub
-from shoal.policy.tiny import make_tiny
-from shoal.protocol.identity import Key
-from shoal.protocol.needs import ADAPTERS
-from shoal.protocol.types import AdapterBase, FileEntry, Manifest
-from shoal.protocol.wire import digest, to_json
-from shoal.roles.coordinator.board import Board
-from shoal.roles.trainer import first
-from shoal.train import denominators
-from shoal.weights import bases, fetch, publish
-from shoal.weights.bases import base_root, demand_same_base
-from shoal.weights.demands import ManifestError, chunks_of
-from shoal.weights.manifest import open_manifest, sign_manifest, weights_root
-from shoal.weights.pieces import Wanted, prepare
+from shoal.models import lora_config
+from shoal.models.checkpoint import load_policy
+from shoal.models.hub_download import Hub
+from shoal.models.lora_config import Base
+from shoal.models.random_model import make_tiny
+from shoal.protocol.encoding import digest, to_json
+from shoal.protocol.messages import AdapterBase, FileEntry, Manifest
+from shoal.protocol.required_features import ADAPTERS
+from shoal.protocol.signing import Key
+from shoal.roles.coordinator.status import Board
+from shoal.roles.trainer import models
+from shoal.run_folder import RunFolder
+from shoal.train import behaviour_logprobs
+from shoal.weights import base_model, publish
+from shoal.weights.base_model import base_root, demand_same_base
+from shoal.weights.fetch import fetch
+from shoal.weights.fetch.chunks import Wanted, prepare
+from shoal.weights.manifest import ManifestError, chunks_of, open_manifest, sign_manifest, weights_root
 from tests.policy.hub_server import COMMIT, fake_hub
 from tests.roles.test_saving import Killed
 from tests.roles.town import TINY, Town, tiny_run
@@ -51,7 +51,7 @@ def lived(root: Path, *cheats: str, **changes: object) -> Town:
 
 
 def adapter_of(town: Town, version: str = "final") -> dict[str, torch.Tensor]:
-    return load_file(town.folder.checkpoints / version / adapterspec.WEIGHTS)
+    return load_file(town.folder.checkpoints / version / lora_config.WEIGHTS)
 
 
 def test_a_run_learns_and_publishes_its_adapter_alone(tmp_path):
@@ -67,7 +67,7 @@ def test_a_run_learns_and_publishes_its_adapter_alone(tmp_path):
     sent = [sum(e.size for e in m.files if not {*e.chunks} <= chunks_of(before))
             for before, m in itertools.pairwise(manifests)]  # fmt: skip
     whole = (policy / "model.safetensors").stat().st_size
-    assert max(sent) == (final / adapterspec.WEIGHTS).stat().st_size < whole / 4
+    assert max(sent) == (final / lora_config.WEIGHTS).stat().st_size < whole / 4
     assert town.weights() == manifests[4].root == weights_root(final)
     state = town.desk.state
     honest = [m for m in state.members.values() if m.name.startswith("worker-")]
@@ -89,12 +89,12 @@ def test_a_trainer_that_is_killed_comes_back_to_the_same_root(tmp_path, every):
     asyncio.run(town.live(Killed(town, 1, 2, 3), *people))
     assert town.weights() == unbroken
     saved = next((town.folder.trainer).glob("v*/*.safetensors"))
-    assert saved.stat().st_size < 5 * (town.folder.checkpoints / "final" / adapterspec.WEIGHTS).stat().st_size
+    assert saved.stat().st_size < 5 * (town.folder.checkpoints / "final" / lora_config.WEIGHTS).stat().st_size
 
 
 def test_a_trainer_in_bfloat16_has_the_base_in_memory_once(tmp_path, monkeypatch):
     """It recomputes what workers claim, with each version's adapter over the base that it learns on."""
-    monkeypatch.setattr(denominators, "open_policy", None)
+    monkeypatch.setattr(behaviour_logprobs, "open_policy", None)
     policy = {**ADAPTER["policy"], "dtype": "bfloat16"}
     town = lived(tmp_path / "run", steps=2, policy=policy, train={"lr": 3e-2, "dtype": "bfloat16"})
     steps = [json.loads(line) for line in town.folder.metrics.read_text().splitlines()]
@@ -115,8 +115,10 @@ def test_a_node_elsewhere_fetches_the_base_once_and_links_it(tmp_path, monkeypat
     monkeypatch.setattr(fetch, "prepare", lambda *given, **more: fetched.append({w.name for w in given[2]})
                         or prepare(*given, **more))  # fmt: skip
     monkeypatch.setattr(fetch, "take_from_stock", lambda *_: False)  # as on another machine
-    hashed, digests = [], bases.digests_of
-    monkeypatch.setattr(bases, "digests_of", lambda weights, **more: hashed.extend(weights) or digests(weights, **more))
+    hashed, digests = [], base_model.digests_of
+    monkeypatch.setattr(
+        base_model, "digests_of", lambda weights, **more: hashed.extend(weights) or digests(weights, **more)
+    )
     town = Town(tmp_path / "run", tiny_run(**{**ADAPTER, "steps": 3}))
     stranger = town.worker("stranger", own_files=False)
     asyncio.run(town.live(town.trainer(), town.validator(), stranger))
@@ -156,7 +158,7 @@ def test_a_node_leaves_a_host_that_changes_the_base(tmp_path):
 def test_a_host_that_claims_the_same_base_with_other_files_or_another_source_is_refused():
     first = AdapterBase("ef" * 32, f"hf:ann/small@{COMMIT}")
     held = FileEntry("model.safetensors", 10, "ab" * 32, ())
-    own = FileEntry(adapterspec.WEIGHTS, 1, "cd" * 32, ("cd" * 32,))
+    own = FileEntry(lora_config.WEIGHTS, 1, "cd" * 32, ("cd" * 32,))
     before = Manifest("run", "policy", 0, (), "float32", "cd" * 32, (held, own), 1 << 20, 0.0, 0.0, base=first)
     after = msgspec.structs.replace(
         before, version=1, files=(msgspec.structs.replace(own, digest="dd" * 32), held), root="ee" * 32
@@ -185,7 +187,7 @@ def test_files_that_hold_another_base_than_the_manifest_names_are_refused(tmp_pa
         )
 
     manifest = asyncio.run(forged())
-    assert "belongs to base eeeeeeeeeeeeeeee…, and its files hold base" in bases.fault_of_base(
+    assert "belongs to base eeeeeeeeeeeeeeee…, and its files hold base" in base_model.fault_of_base(
         town.folder.checkpoints / "final", manifest
     )
 
@@ -244,22 +246,22 @@ def test_a_base_on_a_hub_never_crosses_the_hosts_uplink(tmp_path, monkeypatch):
     make_tiny(tiny_run().policy.tiny, tmp_path / "model", 3, "float32")
     with fake_hub() as hub:
         hub.models["ann/small"] = tmp_path / "model"
-        monkeypatch.setattr(first, "Hub", lambda: Hub(hub.url, tmp_path / "cache of the host"))
+        monkeypatch.setattr(models, "Hub", lambda: Hub(hub.url, tmp_path / "cache of the host"))
         monkeypatch.setattr(fetch, "Hub", lambda: Hub(hub.url, tmp_path / "cache of a node"))
         monkeypatch.setattr(fetch, "take_from_stock", lambda *_: False)  # as on another machine
         policy = {"path": "hf:ann/small@main", "adapter": ADAPTER["policy"]["adapter"]}
-        first.start_policy(RunFolder(tmp_path / "run"), tiny_run(policy=policy))  # as the launcher does
+        models.start_policy(RunFolder(tmp_path / "run"), tiny_run(policy=policy))  # as the launcher does
         town = Town(tmp_path / "run", tiny_run(train=ADAPTER["train"], steps=2, policy=policy))
         asyncio.run(town.live(town.trainer(), town.validator(), town.worker("stranger", own_files=False)))
         assert town.audit().findings == []
     assert not (tmp_path / "cache of a node").exists(), "what it fetched counts as its versions do"
-    assert not [*tmp_path.rglob(f"{bases.OF_HUBS}/*")], "and has the names of the versions' files alone"
+    assert not [*tmp_path.rglob(f"{base_model.OF_HUBS}/*")], "and has the names of the versions' files alone"
     source = f"hf:ann/small@{COMMIT}"
     for version in range(3):
         manifest = town.desk.kept.manifests[version]
         assert manifest.base == AdapterBase(weights_root(tmp_path / "model"), source)
         entry = next(entry for entry in manifest.files if entry.path == "model.safetensors")
-        assert entry.chunks == () and entry.digest == bases.file_digest(tmp_path / "model" / "model.safetensors")
+        assert entry.chunks == () and entry.digest == base_model.file_digest(tmp_path / "model" / "model.safetensors")
         assert not town.desk.blobs.has(entry.digest), "the coordinator has no chunk of it"
     config = json.loads((town.folder.checkpoints / "final" / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("ann/small", COMMIT)
@@ -273,11 +275,11 @@ def test_a_hub_with_other_weights_than_the_manifests_is_refused(tmp_path):
     data = path.read_bytes()
     with fake_hub() as hub:
         hub.models["ann/small"] = tmp_path / "model"
-        entry = FileEntry("model.safetensors", len(data), bases.file_digest(path), ())
-        own = FileEntry(adapterspec.WEIGHTS, 1, "ab" * 32, ("ab" * 32,))
+        entry = FileEntry("model.safetensors", len(data), base_model.file_digest(path), ())
+        own = FileEntry(lora_config.WEIGHTS, 1, "ab" * 32, ("ab" * 32,))
         manifest = Manifest("run", "policy", 0, (), "float32", "cd" * 32, (entry, own), 1 << 20, 0.0, 0.0,
                             base=AdapterBase("ef" * 32, f"hf:ann/small@{COMMIT}"))  # fmt: skip
-        found = bases.bases_of_hub(
+        found = base_model.bases_of_hub(
             manifest, ["model.safetensors"], Hub(hub.url, tmp_path / "cache"), tmp_path, threading.Event()
         )
         assert found["model.safetensors"].read_bytes() == data
@@ -286,9 +288,9 @@ def test_a_hub_with_other_weights_than_the_manifests_is_refused(tmp_path):
         with pytest.raises(
             StateError, match=r"has another hash than in the run's manifest.* It was deleted: try again"
         ):
-            bases.bases_of_hub(*asked, threading.Event())
+            base_model.bases_of_hub(*asked, threading.Event())
         path.write_bytes(data)
-        assert bases.bases_of_hub(*asked, threading.Event())["model.safetensors"].read_bytes() == data
+        assert base_model.bases_of_hub(*asked, threading.Event())["model.safetensors"].read_bytes() == data
 
 
 def test_a_wrong_file_in_the_users_own_cache_is_left_to_the_user(tmp_path):
@@ -303,7 +305,7 @@ def test_a_wrong_file_in_the_users_own_cache_is_left_to_the_user(tmp_path):
         manifest = Manifest("run", "policy", 0, (), "float32", "cd" * 32, (entry,), 1 << 20, 0.0, 0.0,
                             base=AdapterBase("ef" * 32, source))  # fmt: skip
         with pytest.raises(StateError, match=r"Delete \S+/cache/\S+ and try again"):
-            bases.bases_of_hub(manifest, ["model.safetensors"], hub, tmp_path / "node", threading.Event())
+            base_model.bases_of_hub(manifest, ["model.safetensors"], hub, tmp_path / "node", threading.Event())
         assert hub.files(source, {"model.safetensors": size}, tmp_path / "into"), "it is still there"
 
 
@@ -321,7 +323,7 @@ def test_a_cancelled_fetch_of_a_base_ends_at_once(tmp_path):
             hub.stalls.set()
             before = {child.pid for child in psutil.Process().children()}
             fetching = asyncio.create_task(
-                bases.from_hub(manifest, [entry.path], Hub(hub.url, tmp_path / "cache"), tmp_path / "node")
+                base_model.from_hub(manifest, [entry.path], Hub(hub.url, tmp_path / "cache"), tmp_path / "node")
             )
             assert await asyncio.to_thread(hub.stalled.wait, 60)
             fetching.cancel()
@@ -340,11 +342,11 @@ def test_only_one_base_of_a_hub_is_kept_beside_the_versions(tmp_path):
         Manifest("run", "policy", 0, (), "float32", "cd" * 32, (), 1 << 20, 0.0, 0.0, base=base)
         for base in (AdapterBase("ef" * 32, f"hf:ann/small@{COMMIT}"), AdapterBase("ef" * 32, f"hf:bob/other@{COMMIT}"))
     ]
-    folder = bases._of_hub(tmp_path, f"hf:ann/small@{COMMIT}")
+    folder = base_model._of_hub(tmp_path, f"hf:ann/small@{COMMIT}")
     folder.mkdir(parents=True)
-    bases.forget_fetched(tmp_path, manifests[0])
+    base_model.forget_fetched(tmp_path, manifests[0])
     assert folder.exists()
-    bases.forget_fetched(tmp_path, manifests[1])
+    base_model.forget_fetched(tmp_path, manifests[1])
     assert not folder.exists()
 
 
@@ -365,7 +367,7 @@ def test_only_one_base_of_a_hub_is_kept_beside_the_versions(tmp_path):
 def test_manifests_with_an_impossible_base_are_refused(base, entry):
     key = Key.generate()
     good = FileEntry("model.safetensors", 10, "ab" * 32, ("ab" * 32,))
-    own = FileEntry(adapterspec.WEIGHTS, 1, "cd" * 32, ("cd" * 32,))
+    own = FileEntry(lora_config.WEIGHTS, 1, "cd" * 32, ("cd" * 32,))
     manifest = Manifest("run", "policy", 0, (), "float32", "cd" * 32, (good, own), 1 << 20, 0.0, 0.0,
                         base=AdapterBase("ef" * 32))  # fmt: skip
 
@@ -381,7 +383,7 @@ def test_manifests_with_an_impossible_base_are_refused(base, entry):
 
 def test_a_manifest_of_an_adapter_without_its_base_is_refused():
     key = Key.generate()
-    own = FileEntry(adapterspec.WEIGHTS, 1, "cd" * 32, ("cd" * 32,))
+    own = FileEntry(lora_config.WEIGHTS, 1, "cd" * 32, ("cd" * 32,))
     manifest = Manifest("run", "policy", 0, (), "float32", "cd" * 32, (own,), 1 << 20, 0.0, 0.0,
                         base=AdapterBase("ef" * 32))  # fmt: skip
     with pytest.raises(ManifestError, match="lacks it or its base, or has patches"):

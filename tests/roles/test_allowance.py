@@ -7,10 +7,10 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from shoal.engine.local import LocalEngine
+from shoal.engine.native import LocalEngine
 from shoal.errors import ConfigError
-from shoal.roles import leases
-from shoal.roles.allowance import Allowance, BoundedEngine, Hours, cpu_time_s
+from shoal.roles.node import lease_client
+from shoal.roles.node.throttle import Allowance, BoundedEngine, Hours, cpu_time_s
 from tests.envs.conftest import FakeEngine
 from tests.roles.town import Town, tiny_run
 
@@ -130,7 +130,7 @@ def test_threads_follow_the_share_of_the_cores() -> None:
 
 
 def test_a_bounded_engine_says_what_its_engine_says_and_changes_versions_in_place_if_it_can() -> None:
-    from shoal.engine.base import is_in_place
+    from shoal.engine.interface import is_in_place
 
     plain, bounded = LocalEngine(1), BoundedEngine(LocalEngine(1), Allowance(cpu_share=0.5))
     assert bounded.facts == plain.facts and bounded.version == -1 and is_in_place(bounded)
@@ -170,7 +170,7 @@ def test_a_paused_worker_finishes_what_it_holds_takes_nothing_and_loses_nothing(
 
 
 def test_a_worker_that_rests_learns_that_the_run_has_ended(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(leases, "ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(lease_client, "ASK_EVERY_S", 0.0)
     town = Town(tmp_path / "run", tiny_run())
     resting = town.worker("resting")
     resting.allowance.pause()

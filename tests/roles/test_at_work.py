@@ -7,11 +7,11 @@ import time
 import pytest
 
 from shoal.net.server import RequestRefused
-from shoal.protocol import types as t
-from shoal.roles.coordinator import stage as door
-from shoal.roles.stage import at_work
-from shoal.roles.stage import role as stage_role
-from shoal.roles.stage.at_work import AtWork
+from shoal.protocol import messages as t
+from shoal.roles.coordinator import env_server_client as door
+from shoal.roles.env_server import server
+from shoal.roles.env_server import server as stage_role
+from shoal.roles.env_server.server import AtWork
 from tests.envs import rivals
 from tests.roles.test_turns import World
 
@@ -30,7 +30,7 @@ def world(tmp_path, monkeypatch):
 
 def test_a_judge_that_takes_longer_than_an_answer_is_asked_once(world, monkeypatch):
     """The judge of a group may take minutes. The worker sends its submission again and again meanwhile."""
-    monkeypatch.setattr(at_work, "ANSWER_S", 0.05)
+    monkeypatch.setattr(server, "ANSWER_S", 0.05)
     monkeypatch.setattr(door, "STAGE_S", 0.1)
     judged, asked = [], []
 
@@ -54,7 +54,7 @@ def test_a_judge_that_takes_longer_than_an_answer_is_asked_once(world, monkeypat
 
 def test_slow_turns_of_one_worker_leave_places_for_others(world, monkeypatch):
     """A worker asks for more and more turns that take long. The coordinator forgets those that must ask again."""
-    monkeypatch.setattr(at_work, "ANSWER_S", 0.05)
+    monkeypatch.setattr(server, "ANSWER_S", 0.05)
     go_on = threading.Event()
 
     def slow(number: int):
@@ -96,7 +96,7 @@ def test_a_worker_that_asks_no_more_than_it_may_is_never_refused():
 
 
 def test_work_that_failed_while_nobody_waited_is_done_again(monkeypatch):
-    monkeypatch.setattr(at_work, "ANSWER_S", 0.01)
+    monkeypatch.setattr(server, "ANSWER_S", 0.01)
     calls = []
 
     def fails_once():

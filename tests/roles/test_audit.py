@@ -13,27 +13,26 @@ import httpx
 import msgspec
 import pytest
 
-from shoal import cli
+from shoal.cli import main
 from shoal.errors import ConfigError, NothingYet, Overreach, PeerError
-from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
-from shoal.ledger.facts.leases import LeaseGranted
-from shoal.ledger.facts.members import NodeQuarantined
-from shoal.ledger.facts.pay import Credit
-from shoal.ledger.facts.run import RunEnded
-from shoal.ledger.facts.submissions import AuditDrawn, SubmissionReceived
-from shoal.ledger.facts.verdicts import Decision, VerdictGiven
-from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed
-from shoal.ledger.log.book import replay
-from shoal.ledger.log.verify import verify
+from shoal.ledger.batches import BatchFormed, GroupAccepted
+from shoal.ledger.leases import LeaseGranted
+from shoal.ledger.log.check import verify
+from shoal.ledger.log.writer import replay
+from shoal.ledger.members import NodeQuarantined
+from shoal.ledger.pay import Credit
+from shoal.ledger.run import RunEnded
 from shoal.ledger.state import state_hash
+from shoal.ledger.submissions import AuditDrawn, SubmissionReceived
+from shoal.ledger.verdicts import Decision, VerdictGiven
+from shoal.ledger.versions import CheckpointPublished, LinkRevealed
 from shoal.net.client import Client
-from shoal.protocol import types as t
-from shoal.protocol.audits import influence
-from shoal.protocol.compositions import Grpo
-from shoal.protocol.wire import to_json
+from shoal.protocol import messages as t
+from shoal.protocol.algorithm_config import Grpo
+from shoal.protocol.audit_selection import influence
+from shoal.protocol.encoding import to_json
 from shoal.roles.auditor import source
-from shoal.roles.auditor.log import audit_folder, replay_log
-from shoal.roles.auditor.rollouts import (
+from shoal.roles.auditor.recompute import (
     AGREE,
     DISAGREE,
     PARTLY,
@@ -45,7 +44,8 @@ from shoal.roles.auditor.rollouts import (
     summary,
 )
 from shoal.roles.auditor.source import FolderRun, UrlRun
-from shoal.weights import fetch
+from shoal.roles.auditor.verify_log import audit_folder, replay_log
+from shoal.weights.fetch import fetch
 from tests.roles.forgery import bodies, forged
 from tests.roles.town import URL, Town, tiny_run
 
@@ -300,7 +300,7 @@ def test_a_host_that_claims_an_empty_log_gets_no_good_report():
 
 
 def test_one_rollout_is_shown_with_its_seed_task_reward_and_verdict(run_dir, capsys):
-    assert cli.main(["audit", str(run_dir), "--rollout", "1/2/3", "--threads", "1"]) == AGREE
+    assert main.main(["audit", str(run_dir), "--rollout", "1/2/3", "--threads", "1"]) == AGREE
     out = capsys.readouterr().out
     assert "environment arithmetic, task" in out and "rollout 3: sample seed" in out
     assert "the log: accept by validator" in out and "recomputed: 1 groups, 8 rollouts" in out
@@ -726,8 +726,8 @@ def test_a_forged_log_is_found_though_every_hash_fits(run_dir, tmp_path, forgery
 
 def test_the_commands_fail_on_a_forged_log(run_dir, tmp_path, capsys):
     lying = forged(run_dir, tmp_path / "lying", FORGERIES["a credit of more tokens"][0])
-    assert cli.main(["ledger", "verify", str(lying)]) == 1
-    assert cli.main(["audit", str(lying), "--rollout", "0/0", "--threads", "1"]) == DISAGREE
+    assert main.main(["ledger", "verify", str(lying)]) == 1
+    assert main.main(["audit", str(lying), "--rollout", "0/0", "--threads", "1"]) == DISAGREE
     assert "the log does NOT agree" in capsys.readouterr().out
 
 

@@ -8,16 +8,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.algos.polynomials import PRIME
+from shoal.algos.field_polynomials import PRIME
 from shoal.config import load_run
 from shoal.errors import ConfigError, StateError
+from shoal.jobs.calibrate import main
+from shoal.jobs.calibrate.edit_run_file import tables_of, with_values
+from shoal.jobs.calibrate.recompute import SETTINGS
+from shoal.jobs.calibrate.recorded_rollouts import Recording
+from shoal.protocol.encoding import from_msgpack, to_msgpack
+from shoal.protocol.messages import Bounds
 from shoal.protocol.noise import KEYED_32
-from shoal.protocol.types import Bounds
-from shoal.protocol.wire import from_msgpack, to_msgpack
-from shoal.roles.calibrate import main
-from shoal.roles.calibrate.recompute import SETTINGS
-from shoal.roles.calibrate.recording import Recording
-from shoal.roles.calibrate.runfile import tables_of, with_values
 
 TINY = """# A run to be measured.
 name = "tiny"

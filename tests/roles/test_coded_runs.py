@@ -10,22 +10,23 @@ import pytest
 import torch
 
 from shoal.config import check_run
-from shoal.engine.local import LocalEngine
+from shoal.engine.native import LocalEngine
 from shoal.errors import ConfigError, PeerError, StateError
-from shoal.folder import RunFolder
-from shoal.policy.files import load_policy, tensors_of, write_nf4
-from shoal.policy.hub import Hub
-from shoal.policy.nf4spec import is_coded
-from shoal.policy.tiny import make_tiny
+from shoal.jobs import merge_adapter
+from shoal.models.checkpoint import load_policy, tensors_of, write_nf4
+from shoal.models.hub_download import Hub
+from shoal.models.nf4_config import is_coded
+from shoal.models.random_model import make_tiny
 from shoal.protocol.constants import VLLM
-from shoal.protocol.needs import ADAPTERS, CODED_BASE
-from shoal.protocol.types import AdapterBase
-from shoal.roles import merge
-from shoal.roles.coordinator.board import Board
-from shoal.roles.engines import demand_engine_fits
-from shoal.roles.trainer import first
-from shoal.weights import bases, fetch
-from shoal.weights.bases import base_root
+from shoal.protocol.messages import AdapterBase
+from shoal.protocol.required_features import ADAPTERS, CODED_BASE
+from shoal.roles.coordinator.status import Board
+from shoal.roles.node.engine_loader import demand_engine_fits
+from shoal.roles.trainer import models
+from shoal.run_folder import RunFolder
+from shoal.weights import base_model
+from shoal.weights.base_model import base_root
+from shoal.weights.fetch import fetch
 from shoal.weights.manifest import weights_root
 from tests.policy.hub_server import fake_hub
 from tests.roles.test_saving import Killed
@@ -64,10 +65,10 @@ def test_a_run_over_codes_learns_is_verified_and_merged(tmp_path: Path) -> None:
     assert credits["other-seed"] == 0 < min(credits["worker-0"], credits["stranger"])
     held = next((town.folder.nodes / "stranger" / "weights").glob("v*"))
     assert tensors_of(held).keys() == tensors_of(final).keys(), "a node has the codes, and no other weights"
-    said = merge.main(final, None, tmp_path / "merged", "", 1)
+    said = merge_adapter.main(final, None, tmp_path / "merged", "", 1)
     assert "a whole model in float32" in said and "0.00 % of them" in said
     with torch.no_grad():
-        logits = [merge._logits(load_policy(directory)) for directory in (tmp_path / "merged", final)]
+        logits = [merge_adapter._logits(load_policy(directory)) for directory in (tmp_path / "merged", final)]
     assert torch.allclose(*logits, atol=1e-4) and not is_coded(tmp_path / "merged")
 
 
@@ -83,9 +84,9 @@ def test_a_trainer_that_is_killed_comes_back_to_the_same_root(tmp_path: Path, dt
 def test_the_base_is_coded_once_whatever_is_killed_meanwhile(tmp_path: Path) -> None:
     folder, config = RunFolder(tmp_path / "run"), tiny_run(**CODED)
     make_tiny(config.policy.tiny, folder.policy, 5, "float32")  # a trainer was killed before it coded it
-    coded = tensors_of(first.start_policy(folder, config))
+    coded = tensors_of(models.start_policy(folder, config))
     before = (folder.policy / "model.safetensors").stat().st_ino
-    assert tensors_of(first.start_policy(folder, config)) == coded
+    assert tensors_of(models.start_policy(folder, config)) == coded
     assert (folder.policy / "model.safetensors").stat().st_ino == before
 
 
@@ -95,7 +96,7 @@ def test_a_run_may_begin_with_the_codes_of_another_and_must_name_them(tmp_path: 
 
     def begun(name: str, **policy: object) -> Path:
         run = tiny_run(policy={"path": str(tmp_path / "codes"), **policy})
-        first.first_model(RunFolder(tmp_path / name), run, torch.float32)
+        models.first_model(RunFolder(tmp_path / name), run, torch.float32)
         return RunFolder(tmp_path / name).policy
 
     assert tensors_of(begun("named", adapter=ADAPTER)) == tensors_of(tmp_path / "codes")
@@ -109,14 +110,14 @@ def test_the_codes_of_a_hubs_model_are_published_as_bytes(tmp_path: Path, monkey
     make_tiny(tiny_run(**CODED).policy.tiny, tmp_path / "model", 3, "float32")
     with fake_hub() as hub:
         hub.models["ann/small"] = tmp_path / "model"
-        monkeypatch.setattr(first, "Hub", lambda: Hub(hub.url, tmp_path / "cache"))
+        monkeypatch.setattr(models, "Hub", lambda: Hub(hub.url, tmp_path / "cache"))
         monkeypatch.setattr(fetch, "Hub", lambda: Hub(hub.url, tmp_path / "cache of a node"))
         monkeypatch.setattr(fetch, "take_from_stock", lambda *_: False)  # as on another machine
         policy = {"path": "hf:ann/small@main", "adapter": ADAPTER}
-        first.start_policy(RunFolder(tmp_path / "run"), tiny_run(policy=policy))  # as the launcher does
+        models.start_policy(RunFolder(tmp_path / "run"), tiny_run(policy=policy))  # as the launcher does
         town = Town(tmp_path / "run", tiny_run(train=CODED["train"], steps=1, policy=policy))
         asyncio.run(town.live(town.trainer(), town.validator(), town.worker("stranger", own_files=False)))
-    assert not (tmp_path / "cache of a node").exists() and not list(tmp_path.rglob(f"{bases.OF_HUBS}/*"))
+    assert not (tmp_path / "cache of a node").exists() and not list(tmp_path.rglob(f"{base_model.OF_HUBS}/*"))
     manifest = town.desk.kept.manifests[1]
     entry = next(entry for entry in manifest.files if entry.path == "model.safetensors")
     assert manifest.base == AdapterBase(weights_root(town.folder.policy)) and entry.chunks

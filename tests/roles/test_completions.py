@@ -15,18 +15,18 @@ import pytest
 
 from shoal.config import RunConfig
 from shoal.errors import ConfigError, PeerError, Superseded
-from shoal.folder import RunFolder, write_atomically
-from shoal.ledger.facts.batches import GroupAccepted
-from shoal.ledger.facts.leases import LeaseGranted, LeaseLapsed
-from shoal.ledger.facts.submissions import SubmissionReceived
-from shoal.protocol import types as t
+from shoal.ledger.batches import GroupAccepted
+from shoal.ledger.leases import LeaseGranted, LeaseLapsed
+from shoal.ledger.submissions import SubmissionReceived
+from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS, MAX_ROLLOUT_ROWS
-from shoal.protocol.randomness import row_seed, sample_seed
-from shoal.roles.auditor.rollouts import AGREE, Choice, audit_rollouts
+from shoal.protocol.seed_chain import row_seed, sample_seed
+from shoal.roles.auditor.recompute import AGREE, Choice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
-from shoal.roles.completions import AHEAD, Hands, Table, TooLate, Use, play_blocks
-from shoal.roles.leases import Leases
-from shoal.roles.worker import Worker
+from shoal.roles.node.lease_client import Leases
+from shoal.roles.worker.remote_env import AHEAD, Hands, Table, TooLate, Use, play_blocks
+from shoal.roles.worker.worker import Worker
+from shoal.run_folder import RunFolder, write_atomically
 from shoal.tree import from_tree
 from tests.envs import pile
 from tests.envs.conftest import FakeEngine

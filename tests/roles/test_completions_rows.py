@@ -8,11 +8,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from shoal.config import TinyPolicy
-from shoal.policy.tiny import make_tiny
-from shoal.protocol import types as t
+from shoal.models.random_model import make_tiny
+from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS
-from shoal.protocol.wire import from_msgpack
-from shoal.roles.auditor.rollouts import AGREE, Choice, audit_rollouts
+from shoal.protocol.encoding import from_msgpack
+from shoal.roles.auditor.recompute import AGREE, Choice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
 from tests.envs import musing, pile, rivals
 from tests.roles.town import Town, tiny_run

@@ -7,25 +7,25 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.engine.cheats import OtherSeed
-from shoal.envs.continuing import OtherStart
+from shoal.engine.dishonest import OtherSeed
+from shoal.envs.branching import OtherStart
 from shoal.errors import ConfigError, NothingYet, PeerError, StateError
-from shoal.ledger.answers import Refused
+from shoal.ledger.batches import GroupAccepted, SlotVoid
 from shoal.ledger.commands import Enter
-from shoal.ledger.facts.batches import GroupAccepted, SlotVoid
-from shoal.protocol import types as t
-from shoal.protocol.compositions import Composition, Vine
+from shoal.ledger.errors import Refused
+from shoal.protocol import messages as t
+from shoal.protocol.algorithm_config import Composition, Vine
+from shoal.protocol.branching import FIRST_BLOCK, is_continued, is_continued_slot, slot_in_batch
 from shoal.protocol.constants import CONTINUATIONS, EPISODES, MAX_SUBMISSION_BYTES
-from shoal.protocol.continuations import FIRST_BLOCK, is_continued, is_continued_slot, slot_in_batch
-from shoal.protocol.tasklists import TaskList
-from shoal.protocol.wire import WireError, digest, to_msgpack
-from shoal.roles.auditor.rollouts import Choice, examine
+from shoal.protocol.encoding import WireError, digest, to_msgpack
+from shoal.protocol.task_draws import TaskList
+from shoal.roles.auditor.recompute import Choice, examine
 from shoal.roles.auditor.source import FolderRun
-from shoal.roles.continuing import parents_of
-from shoal.roles.leases import demand_sound
-from shoal.roles.seat import SOONEST_S
+from shoal.roles.node.lease_client import demand_sound
+from shoal.roles.node.session import SOONEST_S
 from shoal.roles.validator import Validator
-from shoal.roles.worker import TooOld, Worker
+from shoal.roles.worker.continuations import parents_of
+from shoal.roles.worker.worker import TooOld, Worker
 from tests.envs import rivals
 from tests.ledger.world import rules
 from tests.roles.forgery import forged
@@ -349,8 +349,8 @@ def test_a_worker_does_not_ask_without_a_pause_for_parents_that_the_host_lacks(t
         slept.append(seconds)
 
     worker.seat = None
-    monkeypatch.setattr("shoal.roles.worker.fetch_parents", lacks)
-    monkeypatch.setattr("shoal.roles.worker.asyncio.sleep", sleep)
+    monkeypatch.setattr("shoal.roles.worker.worker.fetch_parents", lacks)
+    monkeypatch.setattr("shoal.roles.worker.worker.asyncio.sleep", sleep)
     with pytest.raises(TooOld):
         asyncio.run(worker._parents(leased(b"")))
     assert slept == [SOONEST_S]

@@ -11,25 +11,25 @@ from msgspec.structs import replace
 
 from shoal.config import BOUNDS
 from shoal.errors import NothingYet, StateError
-from shoal.folder import RunFolder
-from shoal.ledger.answers import Refused
 from shoal.ledger.commands import Admin, Enter, Leave
+from shoal.ledger.errors import Refused
 from shoal.ledger.hints import WORKER_REMEDY, split_remedy
-from shoal.ledger.log.verify import verify
+from shoal.ledger.log.check import verify
+from shoal.ledger.registry import kind_of
 from shoal.ledger.state import State
-from shoal.ledger.table import kind_of
 from shoal.net.client import Client, PeerRefused
-from shoal.net.keys import load_or_make_key
-from shoal.protocol import types as t
-from shoal.protocol.audits import CHECKS, MAX_REASON_CHARS
-from shoal.protocol.bounds import bounds_for
-from shoal.protocol.compositions import Grpo
+from shoal.net.key_files import load_or_make_key
+from shoal.protocol import messages as t
+from shoal.protocol.algorithm_config import Grpo
+from shoal.protocol.audit_selection import CHECKS, MAX_REASON_CHARS
 from shoal.protocol.constants import MANIFEST_LIFETIME_S, MAX_FACT_CHARS, MAX_JSON_BYTES, MAX_NODES
-from shoal.protocol.wire import digest, to_json
-from shoal.roles.coordinator.api import application
-from shoal.roles.coordinator.board import ALL_GONE, Board, waiting_for
-from shoal.roles.coordinator.role import demand_steps, demand_whole_log, env_specs, open_run, rules_of
+from shoal.protocol.encoding import digest, to_json
+from shoal.protocol.tolerances import bounds_for
+from shoal.roles.coordinator.calls import application
+from shoal.roles.coordinator.main import demand_steps, demand_whole_log, env_specs, open_run, rules_of
+from shoal.roles.coordinator.status import ALL_GONE, Board, waiting_for
 from shoal.roles.coordinator.versions import admit_trainer, put_chunk, signed_manifest, take_checkpoint
+from shoal.run_folder import RunFolder
 from shoal.tree import to_tree
 from shoal.weights.manifest import open_manifest, sign_manifest
 from tests.ledger.world import World
@@ -220,7 +220,7 @@ def test_a_restart_replays_to_the_same_state(town):
 
 
 def test_an_environment_that_changed_is_refused_on_resume(town, monkeypatch):
-    monkeypatch.setattr("shoal.roles.coordinator.role.env_digest", lambda name: "0" * 64)
+    monkeypatch.setattr("shoal.roles.coordinator.main.env_digest", lambda name: "0" * 64)
     with pytest.raises(StateError, match=rf"have changed .*{town.config.envs[0].label}"):
         open_run(town.folder, town.config)
 
@@ -501,11 +501,11 @@ def test_a_host_does_not_resume_with_one_of_the_validators_that_judge(town):
 
 def test_a_run_from_before_there_were_labels_goes_on(tmp_path, monkeypatch):
     path = tmp_path / "game.py"
-    path.write_text("from shoal.envs.arithmetic import environment as environment\n")
+    path.write_text("from shoal.envs.builtin.arithmetic import environment as environment\n")
     config = tiny_run(envs=[{"name": str(path)}])
     with monkeypatch.context() as before:
         unlabelled = [replace(spec, own_label="") for spec in env_specs(config)]
-        before.setattr("shoal.roles.coordinator.role.env_specs", lambda config: unlabelled)
+        before.setattr("shoal.roles.coordinator.main.env_specs", lambda config: unlabelled)
         town = Town(tmp_path / "run", config)
     tree = to_tree(town.config)
     del tree["envs"][0]["label"]
@@ -555,7 +555,7 @@ def test_the_quota_stops_leases_and_says_so(tmp_path):
             return await story(client)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shoal.roles.coordinator.api.LONG_POLL_S", 0.1)
+        patch.setattr("shoal.roles.coordinator.calls.LONG_POLL_S", 0.1)
         assert "quota" in ask(town, impatient)
         assert "no lease is granted: the host's disk quota is used up" in Board(town.desk).status().waiting_for
 
@@ -568,7 +568,7 @@ def test_the_state_is_hashed_once_for_each_head_and_seldom_if_it_takes_long(town
         now[0] += 0.5
         return "0" * 64
 
-    monkeypatch.setattr("shoal.roles.coordinator.board.state_hash", slowly)
+    monkeypatch.setattr("shoal.roles.coordinator.status.state_hash", slowly)
     town.desk.clock = lambda: now[0]
     board = Board(town.desk)
     first = board.state_hash()
@@ -597,7 +597,7 @@ def test_a_wait_counts_from_when_its_cause_began_and_a_run_that_has_ended_waits_
     assert (waited_s(0.0), waited_s(50.0)) == (0.0, 50.0)
     assert waited_s(30.0, "pause") == 30.0, "from the pause, not from when somebody looked"
     assert waited_s(20.0, "resume") == 20.0
-    monkeypatch.setattr("shoal.roles.coordinator.board.without_signal", lambda *of: f"the last {now[0]} groups")
+    monkeypatch.setattr("shoal.roles.coordinator.status.without_signal", lambda *of: f"the last {now[0]} groups")
     waited_s(40.0)
     assert waited_s(5.0, "pause") == 5.0, "from the pause, and not from the first group without signal"
     assert waited_s(5.0) == 10.0, "though its words have other numbers"
@@ -615,7 +615,7 @@ def test_a_wait_counts_from_when_its_cause_began_and_a_run_that_has_ended_waits_
 @pytest.mark.parametrize("number", ["9" * 5000, "-1", "7", "x", "\u0663"])
 @pytest.mark.parametrize("path", ["/v1/manifests/{}", "/v1/batches/{}", "/v1/events?after={}", "/v1/nodes/{}/credits"])
 def test_no_number_in_a_path_or_query_makes_the_coordinator_fail(town, path, number, monkeypatch):
-    monkeypatch.setattr("shoal.roles.coordinator.api.LONG_POLL_S", 0.0)
+    monkeypatch.setattr("shoal.roles.coordinator.calls.LONG_POLL_S", 0.0)
 
     async def story(client):
         async with httpx.AsyncClient(transport=httpx.ASGITransport(town.app), base_url=URL) as http:
@@ -648,7 +648,7 @@ def test_a_manifest_signed_again_is_ignored_at_first_and_served_after_half_its_l
 
 
 def test_nodes_are_read_page_by_page_in_the_order_in_which_they_joined(town, monkeypatch):
-    monkeypatch.setattr("shoal.roles.coordinator.board.MAX_NODES", 3)
+    monkeypatch.setattr("shoal.roles.coordinator.status.MAX_NODES", 3)
     for number in range(7):
         join = t.Join("worker", f"w{number}", 0.0, "x", "float32", "cpu")
         town.desk.book.write(Enter(digest(b"%d" % number), join, 0.0), 0.0)

@@ -9,20 +9,21 @@ import httpx
 import msgspec
 import pytest
 
-from shoal import cli
+from shoal.cli import main
 from shoal.errors import PeerError
 from shoal.ledger.commands import AskLease, Enter, Publish
-from shoal.ledger.facts.verdicts import VerdictGiven
-from shoal.ledger.log.statement import PURPOSE, disagreements, is_signed
-from shoal.ledger.log.verify import Audit
+from shoal.ledger.log.check import Audit
+from shoal.ledger.log.pay_history import PURPOSE, disagreements, is_signed
+from shoal.ledger.verdicts import VerdictGiven
 from shoal.net.client import Client
-from shoal.net.keys import load_or_make_key
-from shoal.proofs.commit import commit
-from shoal.protocol import types as t
-from shoal.protocol.accounts import CreditPage, Statement
-from shoal.protocol.wire import digest, from_json, to_json
-from shoal.roles.auditor import accounts, log, source
+from shoal.net.key_files import load_or_make_key
+from shoal.protocol import messages as t
+from shoal.protocol.encoding import digest, from_json, to_json
+from shoal.protocol.pay_lines import CreditPage, Statement
+from shoal.roles.auditor import credits as accounts
+from shoal.roles.auditor import source, verify_log
 from shoal.roles.auditor.evidence import is_due
+from shoal.verification.encode_submission import commit
 from tests.roles.town import URL, Town, tiny_run
 
 
@@ -51,7 +52,7 @@ def ask(town, path, kind):
 
 
 def test_each_credit_names_group_submission_verdict_and_validator(town, keys, capsys):
-    assert cli.main(["credits", str(town.folder.root), "honest"]) == 0
+    assert main.main(["credits", str(town.folder.root), "honest"]) == 0
     lines = capsys.readouterr().out.splitlines()
     points = [line for line in lines if "accepted  submission" in line]
     credits = town.desk.state.members[keys["honest"]].credits
@@ -61,20 +62,20 @@ def test_each_credit_names_group_submission_verdict_and_validator(town, keys, ca
 
 
 def test_a_refusal_is_explained_with_check_figure_and_bound(town, keys, capsys):
-    assert cli.main(["credits", str(town.folder.root), keys["cheater"][:10]]) == 0
+    assert main.main(["credits", str(town.folder.root), keys["cheater"][:10]]) == 0
     out = capsys.readouterr().out
     assert "refused (hard)" in out and "[sampling: " in out and ", limit " in out and "no leases for" in out
 
 
 def test_balances_sum_to_what_was_issued(town, capsys):
-    assert cli.main(["credits", str(town.folder.root)]) == 0
+    assert main.main(["credits", str(town.folder.root)]) == 0
     *table, total = capsys.readouterr().out.splitlines()
     assert sum(int(line.split()[2]) for line in table[1:]) == int(total.split()[0]) == town.desk.state.issued
 
 
 def test_pages_of_the_call_together_give_the_whole_explanation(town, keys, monkeypatch):
-    monkeypatch.setattr("shoal.roles.coordinator.credits.MAX_CREDIT_LINES", 5)
-    monkeypatch.setattr("shoal.roles.coordinator.credits.MAX_EVENTS", 40)
+    monkeypatch.setattr("shoal.roles.coordinator.public_calls.MAX_CREDIT_LINES", 5)
+    monkeypatch.setattr("shoal.roles.coordinator.public_calls.MAX_EVENTS", 40)
     lines, after, more = [], -1, True
     while more:
         page = ask(town, f"/v1/nodes/{keys['honest']}/credits?after={after}", CreditPage)
@@ -92,7 +93,7 @@ def test_a_page_is_bounded_wherever_it_begins(town, keys, after):
 
 
 def test_a_passing_group_that_is_refused_with_its_block_is_explained_so(town, keys):
-    from shoal.ledger.log.credits import explain
+    from shoal.ledger.log.pay_history import explain
 
     entries = town.audit().entries
     refused = next(e.body for e in entries if isinstance(e.body, VerdictGiven) and e.body.groups[0].check)
@@ -150,23 +151,23 @@ def test_a_host_that_signs_what_its_log_does_not_give_is_caught(town, statement,
 def test_the_command_checks_a_statement_offline_and_against_a_log(town, statement, tmp_path, capsys):
     file, run = tmp_path / "mine.json", str(town.folder.root)
     file.write_bytes(to_json(statement))
-    assert cli.main(["credits", "verify", str(file)]) == 0
-    assert cli.main(["credits", "verify", str(file), "--log", run]) == 0
+    assert main.main(["credits", "verify", str(file)]) == 0
+    assert main.main(["credits", "verify", str(file), "--log", run]) == 0
     assert "the log gives the same" in capsys.readouterr().out
     file.write_bytes(to_json(msgspec.structs.replace(statement, credits=statement.credits + 1)))
-    assert cli.main(["credits", "verify", str(file)]) == 1
+    assert main.main(["credits", "verify", str(file)]) == 1
     file.write_bytes(to_json(signed_by_the_host(town, statement, credits=statement.credits + 1)))
-    assert cli.main(["credits", "verify", str(file)]) == 0, "offline, the host's word is all there is"
-    assert cli.main(["credits", "verify", str(file), "--log", run]) == 1
+    assert main.main(["credits", "verify", str(file)]) == 0, "offline, the host's word is all there is"
+    assert main.main(["credits", "verify", str(file), "--log", run]) == 1
     file.write_bytes(b"{}")
-    assert cli.main(["credits", "verify", str(file)]) == 2
+    assert main.main(["credits", "verify", str(file)]) == 2
 
 
 def test_a_kept_statement_is_the_one_that_the_coordinator_signed(town, keys, tmp_path):
     async def story(client_of_run):
         async with Client(URL, transport=httpx.ASGITransport(town.app)) as client:
             run = source.UrlRun(client)
-            await accounts._keep_statement(run, await log.replay_log(run), client_of_run, tmp_path / "mine.json")
+            await accounts._keep_statement(run, await verify_log.replay_log(run), client_of_run, tmp_path / "mine.json")
 
     asyncio.run(story(keys["honest"]))
     assert is_signed(from_json((tmp_path / "mine.json").read_bytes(), Statement))
@@ -180,7 +181,9 @@ def test_a_statement_of_another_node_is_not_kept(town, keys, tmp_path):
     async def story():
         async with Crooked(URL, transport=httpx.ASGITransport(town.app)) as client:
             run = source.UrlRun(client)
-            await accounts._keep_statement(run, await log.replay_log(run), keys["honest"], tmp_path / "mine.json")
+            await accounts._keep_statement(
+                run, await verify_log.replay_log(run), keys["honest"], tmp_path / "mine.json"
+            )
 
     with pytest.raises(PeerError, match="another run or node"):
         asyncio.run(story())
@@ -228,14 +231,14 @@ def two_faced(tmp_path):
 
 def test_each_history_holds_for_the_worker_that_it_is_shown_to(two_faced):
     for town, file in zip(two_faced.towns, two_faced.files, strict=True):
-        assert log.check(str(town.folder.root), [file])
+        assert verify_log.check(str(town.folder.root), [file])
 
 
 def test_receipts_of_two_workers_find_the_fork_in_either_folder(two_faced, capsys):
     first, second = two_faced.files
     for town, other in zip(two_faced.towns, (second, first), strict=True):
         words = ["ledger", "verify", str(town.folder.root), "--receipts", str(first), "--receipts", str(second)]
-        assert cli.main(words) == 1
+        assert main.main(words) == 1
         out = capsys.readouterr().out
         assert out.count("FINDING") == 2 and f"in {other}" in out and "a fork: the run key signed head" in out
         assert "the run key signed two different heads at event" in out
@@ -244,7 +247,7 @@ def test_receipts_of_two_workers_find_the_fork_in_either_folder(two_faced, capsy
 def test_receipts_of_two_workers_find_the_fork_behind_a_url(two_faced):
     async def story(town):
         async with Client(URL, transport=httpx.ASGITransport(town.app)) as client:
-            return (await log.audit_log(source.UrlRun(client), two_faced.files)).findings
+            return (await verify_log.audit_log(source.UrlRun(client), two_faced.files)).findings
 
     for town, other in zip(two_faced.towns, reversed(two_faced.files), strict=True):
         findings = asyncio.run(story(town))
@@ -263,8 +266,8 @@ def test_a_receipt_that_a_live_run_signs_while_its_log_is_read_is_no_loss(two_fa
             late.write_bytes(file.read_bytes())
             return rows
 
-    assert asyncio.run(log.audit_log(Live(town.folder.root))).findings == []
-    assert len(asyncio.run(log.audit_log(source.FolderRun(town.folder.root))).findings) == 1
+    assert asyncio.run(verify_log.audit_log(Live(town.folder.root))).findings == []
+    assert len(asyncio.run(verify_log.audit_log(source.FolderRun(town.folder.root))).findings) == 1
 
 
 def test_a_lost_tail_is_found_by_receipts_once_they_are_old_or_if_their_time_is_wrong(two_faced):
@@ -285,13 +288,13 @@ def test_receipts_of_other_runs_are_skipped_and_forged_ones_are_reported(two_fac
     mixed.write_bytes(b"\n".join([to_json(other), to_json(forged), b"half a li"]) + b"\n")
 
     async def story():
-        return (await log.audit_log(source.FolderRun(town.folder.root), [mixed])).findings
+        return (await verify_log.audit_log(source.FolderRun(town.folder.root), [mixed])).findings
 
     assert asyncio.run(story()) == [f"{mixed}: a receipt that the run key did not sign"]
 
 
 def test_a_receipts_file_that_is_not_there_is_an_error_of_one_line(town, capsys):
-    assert cli.main(["ledger", "verify", str(town.folder.root), "--receipts", "nowhere.jsonl"]) == 2
+    assert main.main(["ledger", "verify", str(town.folder.root), "--receipts", "nowhere.jsonl"]) == 2
     assert "cannot read receipts nowhere.jsonl" in capsys.readouterr().err
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from shoal.ledger.facts.batches import GroupAccepted
+from shoal.ledger.batches import GroupAccepted
 from shoal.metrics import read_metrics
 from tests.roles.town import Town, tiny_run
 

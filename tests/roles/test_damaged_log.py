@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from shoal import cli
+from shoal.cli import main
 from shoal.errors import StateError
-from shoal.ledger.log.book import Book
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.net.keys import load_or_make_key
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.log.writer import Book
+from shoal.net.key_files import load_or_make_key
 from tests.ledger.world import World
 
 WORKER = "a" * 64
@@ -75,7 +75,7 @@ def test_damaged_log_is_refused_in_one_line_and_left_as_it_is(tmp_path, capsys, 
     path.write_bytes(log)
     damage(path)
     found = path.read_bytes()
-    assert cli.main([*reader, str(tmp_path)]) == 2
+    assert main.main([*reader, str(tmp_path)]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1 and said.err.startswith("error: "), said
     assert "log" in said.err and "None" not in said.err and "a copy" in said.err, said.err
@@ -88,7 +88,7 @@ def test_an_empty_log_of_a_run_that_has_begun_is_told_as_one(tmp_path, capsys, l
     DAMAGE[damage](tmp_path / "log.sqlite")
     (tmp_path / "trainer").mkdir()
     load_or_make_key(tmp_path / "keys" / "run.key")
-    assert cli.main(["ledger", "verify", str(tmp_path)]) == 2
+    assert main.main(["ledger", "verify", str(tmp_path)]) == 2
     assert "is missing or empty, though the run has begun" in capsys.readouterr().err
 
 
@@ -96,7 +96,7 @@ def test_an_empty_log_of_a_run_that_has_begun_is_told_as_one(tmp_path, capsys, l
 def test_an_edited_log_does_not_hold_and_is_no_error_of_the_reader(tmp_path, capsys, log, change):
     (tmp_path / "log.sqlite").write_bytes(log)
     executed(f"UPDATE events SET {change} WHERE seq = 5")(tmp_path / "log.sqlite")
-    assert cli.main(["ledger", "verify", str(tmp_path)]) == 1
+    assert main.main(["ledger", "verify", str(tmp_path)]) == 1
     said = capsys.readouterr()
     assert said.out.startswith("FINDING: the log is broken a") and said.out.endswith("\nthe log does NOT hold\n")
     assert said.err == "" and "event" in said.out
@@ -104,7 +104,7 @@ def test_an_edited_log_does_not_hold_and_is_no_error_of_the_reader(tmp_path, cap
 
 def test_damaged_log_gives_no_traceback_on_the_command_line(tmp_path, log):
     (tmp_path / "log.sqlite").write_bytes(log[: len(log) // 2])
-    command = [sys.executable, "-m", "shoal.cli", "ledger", "verify", str(tmp_path)]
+    command = [sys.executable, "-m", "shoal", "ledger", "verify", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     assert result.stderr == (
@@ -122,7 +122,7 @@ def test_any_garbage_in_a_log_gives_a_report_or_one_line(tmp_path, capsys, log, 
         place, size = rng.randrange(len(data)), rng.choice((1, 8, 600))
         data[place : place + size] = rng.randbytes(len(data[place : place + size]))
     (tmp_path / "log.sqlite").write_bytes(data)
-    code = cli.main(["ledger", "verify", str(tmp_path)])
+    code = main.main(["ledger", "verify", str(tmp_path)])
     said = capsys.readouterr()
     assert (code == 2) == (said.out == "") == (said.err.count("\n") == 1), said
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.engine.local import LocalEngine
+from shoal.engine.native import LocalEngine
 from shoal.metrics import read_metrics
 from tests.roles.town import Town, tiny_run
 

@@ -7,20 +7,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal import cli
+from shoal.cli import main
 from shoal.config import BOUNDS
-from shoal.engine.base import Engine
-from shoal.engine.local import LocalEngine
+from shoal.engine.interface import Engine
+from shoal.engine.native import LocalEngine
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.errors import PeerError, StateError
 from shoal.net.client import PeerRefused
-from shoal.protocol.needs import ADAPTERS
-from shoal.protocol.types import EngineFacts
-from shoal.roles import seat
-from shoal.roles.coordinator import api
-from shoal.roles.coordinator.board import Board
-from shoal.roles.engines import demand_engine_fits
-from shoal.roles.worker import Worker
+from shoal.protocol.messages import EngineFacts
+from shoal.protocol.required_features import ADAPTERS
+from shoal.roles.coordinator import calls
+from shoal.roles.coordinator.status import Board
+from shoal.roles.node import session
+from shoal.roles.node.engine_loader import demand_engine_fits
+from shoal.roles.worker.worker import Worker
 from shoal.tree import to_tree
 from tests.roles.town import Town, tiny_run
 
@@ -57,7 +57,7 @@ def test_a_worker_does_not_join_a_run_without_bounds_for_its_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     town = Town(tmp_path / "run", tiny_run(steps=1))
-    monkeypatch.setattr(api, "unmeasured", lambda rules, implementation: "")  # a host that looks at nothing
+    monkeypatch.setattr(calls, "unmeasured", lambda rules, implementation: "")  # a host that looks at nothing
     worker = _chosen(town)
     with pytest.raises(PeerError, match=UNMEASURED):
         _run(worker)
@@ -78,7 +78,7 @@ def test_an_engine_that_a_run_does_not_take_is_not_opened(tmp_path: Path) -> Non
 
 def test_a_run_without_bounds_for_an_engine_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     town = Town(tmp_path / "run", tiny_run(steps=1))
-    monkeypatch.setattr(seat, "demand_engine_fits", lambda run, implementation: None)  # a worker that does not ask
+    monkeypatch.setattr(session, "demand_engine_fits", lambda run, implementation: None)  # a worker that does not ask
     worker = _chosen(town)
     with pytest.raises(PeerRefused, match=UNMEASURED) as refused:
         _run(worker)
@@ -116,7 +116,7 @@ def test_vllm_does_not_join_a_run_of_adapters_in_bfloat16(tmp_path: Path) -> Non
 def test_without_vllm_one_line_says_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(StateError, match="not installed: pip install vllm"):
         open_engine(EngineSpec(kind="vllm"))
-    assert cli.main(["join", "http://127.0.0.1:1", "--engine", "vllm", "--home", str(tmp_path)]) == 2
+    assert main.main(["join", "http://127.0.0.1:1", "--engine", "vllm", "--home", str(tmp_path)]) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1 and "--engine vllm needs vLLM, which is not installed" in said[0]
 

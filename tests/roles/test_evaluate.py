@@ -11,22 +11,22 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from shoal import cli
+from shoal.cli import main
 from shoal.config import EnvConfig, TinyPolicy
+from shoal.env_packages.install import install
+from shoal.env_packages.install_policy import Consent
+from shoal.env_packages.naming import read_reference
+from shoal.env_packages.registry import FolderRegistry
 from shoal.envs.evaluate import Evaluation, MixedEvaluation
 from shoal.errors import ConfigError, StateError
-from shoal.folder import RunFolder
-from shoal.hub.consent import Consent
-from shoal.hub.install import install
-from shoal.hub.names import read_reference
-from shoal.hub.registry import FolderRegistry
-from shoal.launch.finale import plain_end, render_end
-from shoal.launch.snapshot import Snapshot
+from shoal.jobs import evaluate
+from shoal.launch.end_screen import plain_end, render_end
+from shoal.launch.run_status import Snapshot
 from shoal.launch.summary import UsageBook, write_summary
-from shoal.net.keys import load_or_make_key
-from shoal.policy.tiny import make_tiny
-from shoal.protocol.types import NodeState, Sampling
-from shoal.roles import evaluate
+from shoal.models.random_model import make_tiny
+from shoal.net.key_files import load_or_make_key
+from shoal.protocol.messages import NodeState, Sampling
+from shoal.run_folder import RunFolder
 from tests.hub.author import Author
 from tests.roles.town import tiny_run
 from tests.sandbox.needs import needs_bubblewrap
@@ -129,7 +129,7 @@ def test_a_run_of_several_environments_names_the_one_that_it_evaluates(evaluated
 
 def command(out, *words):
     """What `shoal eval` with these words writes."""
-    assert cli.main(["eval", *map(str, words), "--threads", "1", "--out", str(out)]) == 0
+    assert main.main(["eval", *map(str, words), "--threads", "1", "--out", str(out)]) == 0
     return out.read_bytes()
 
 

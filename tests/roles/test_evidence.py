@@ -14,26 +14,26 @@ import httpx
 import msgspec
 import pytest
 
-from shoal import cli
+from shoal.cli import main
 from shoal.errors import ConfigError, PeerError
-from shoal.ledger.facts.leases import LeaseLapsed
-from shoal.ledger.facts.submissions import SubmissionReceived
-from shoal.ledger.facts.verdicts import VerdictGiven
-from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed
+from shoal.ledger.leases import LeaseLapsed
+from shoal.ledger.submissions import SubmissionReceived
+from shoal.ledger.verdicts import VerdictGiven
+from shoal.ledger.versions import CheckpointPublished, LinkRevealed
+from shoal.models.random_model import make_tiny
 from shoal.net.client import Client, PeerRefused
-from shoal.net.keys import load_or_make_key
-from shoal.policy.tiny import make_tiny
-from shoal.protocol import types as t
+from shoal.net.key_files import load_or_make_key
+from shoal.protocol import messages as t
+from shoal.protocol.encoding import digest, from_json, to_json
+from shoal.protocol.host_signatures import is_promised, sign_promise
 from shoal.protocol.noise import KEYED_32
-from shoal.protocol.promises import is_promised, sign_promise
-from shoal.protocol.wire import digest, from_json, to_json
-from shoal.roles import evidence, pinned
-from shoal.roles.auditor.rollouts import AGREE, CANNOT, DISAGREE, Choice, audit_rollouts
+from shoal.roles.auditor.recompute import AGREE, CANNOT, DISAGREE, Choice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
-from shoal.roles.coordinator.board import Board
-from shoal.roles.evidence import Evidence
-from shoal.roles.seat import Contradiction
-from shoal.roles.worker import Worker
+from shoal.roles.coordinator.status import Board
+from shoal.roles.node import evidence, publisher_pins
+from shoal.roles.node.evidence import Evidence
+from shoal.roles.node.session import Contradiction
+from shoal.roles.worker.worker import Worker
 from shoal.weights.manifest import content_of, sign_manifest
 from shoal.weights.publish import publish
 from tests.roles.forgery import bodies, forged
@@ -351,7 +351,7 @@ def test_the_evidence_of_an_honest_run_accuses_nobody(honest_run, tmp_path, caps
     assert found.groups == sum(len(body.groups) for body in received) and found.left_out == {}
     assert found.told[0].endswith(f"{len(received)} submissions") and found.signed > 2 * len(received)
     homes = [word for worker in workers for word in ("--evidence", str(worker.home))]
-    assert cli.main(["audit", str(town.folder.root), *homes, "--threads", "1"]) == AGREE
+    assert main.main(["audit", str(town.folder.root), *homes, "--threads", "1"]) == AGREE
     assert "the log agrees" in capsys.readouterr().out
 
 
@@ -400,7 +400,7 @@ def test_a_folder_without_evidence_of_the_run_is_an_error_of_one_line(honest_run
     town, _ = honest_run
     with pytest.raises(ConfigError, match="holds no evidence of run"):
         audit(town.folder.root, tmp_path)
-    assert cli.main(["audit", str(town.folder.root), "--evidence", str(tmp_path)]) == 2
+    assert main.main(["audit", str(town.folder.root), "--evidence", str(tmp_path)]) == 2
     assert "give a node's home" in capsys.readouterr().err
 
 
@@ -611,7 +611,7 @@ def test_a_full_disk_is_waited_for_when_a_run_is_joined(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(path, data)
 
-    for module in (evidence, pinned):
+    for module in (evidence, publisher_pins):
         monkeypatch.setattr(module, "write_atomically", written)
     monkeypatch.setattr(evidence, "LONGEST_RETRY_S", 0.0)
     worker = town.worker("alice")

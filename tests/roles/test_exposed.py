@@ -11,14 +11,21 @@ from prometheus_client.parser import text_string_to_metric_families as parsed
 
 from shoal.alarms import Alarm, AlarmsLog
 from shoal.ledger.commands import Enter
-from shoal.ledger.facts.members import ValidatorFault, apply_validator_fault
+from shoal.ledger.members import ValidatorFault, apply_validator_fault
 from shoal.metrics import METRICS, newest_metrics
-from shoal.protocol import types as t
-from shoal.protocol.wire import digest, from_json
-from shoal.roles.coordinator.board import Board, batch_of
-from shoal.roles.coordinator.exposed import MAX_VALUES, PAGES_SHARE, WAITED_FOR, Exposed
-from shoal.roles.coordinator.meter import Meter
-from shoal.roles.coordinator.watched import PREFIX, WATCHED, of_steps
+from shoal.protocol import messages as t
+from shoal.protocol.encoding import digest, from_json
+from shoal.roles.coordinator.prometheus import (
+    MAX_VALUES,
+    PAGES_SHARE,
+    PREFIX,
+    WAITED_FOR,
+    WATCHED,
+    Exposed,
+    Meter,
+    of_steps,
+)
+from shoal.roles.coordinator.status import Board, batch_of
 from tests.ledger.world import VALIDATOR, World
 from tests.roles.town import URL, Town, tiny_run
 

@@ -12,17 +12,17 @@ from msgspec.structs import replace
 from shoal.config import ValidatorsConfig
 from shoal.envs.load import env_digest
 from shoal.errors import StateError
-from shoal.ledger.answers import Refused
+from shoal.ledger.batches import GroupAccepted
 from shoal.ledger.commands import Admin
-from shoal.ledger.facts.batches import GroupAccepted
-from shoal.ledger.facts.verdicts import VerdictGiven
+from shoal.ledger.errors import Refused
+from shoal.ledger.verdicts import VerdictGiven
 from shoal.metrics import read_metrics
-from shoal.protocol.tasklists import TaskList
-from shoal.protocol.types import Faults, GroupRecord, GroupVerdict, Record, RolloutRecord, Verdict
-from shoal.protocol.wire import to_json, to_msgpack
-from shoal.roles.coordinator.board import Board, batch_of
-from shoal.roles.coordinator.judging import MAX_REPORTED, _demand_recorded_faults, _is_new
-from shoal.roles.seat import SOONEST_S
+from shoal.protocol.encoding import to_json, to_msgpack
+from shoal.protocol.messages import Faults, GroupRecord, GroupVerdict, Record, RolloutRecord, Verdict
+from shoal.protocol.task_draws import TaskList
+from shoal.roles.coordinator.status import Board, batch_of
+from shoal.roles.coordinator.verdicts import MAX_REPORTED, _demand_recorded_faults, _is_new
+from shoal.roles.node.session import SOONEST_S
 from tests.envs import brittle
 from tests.roles.town import Town, tiny_run
 

@@ -10,11 +10,11 @@ from shoal.errors import PeerError
 from shoal.ledger.commands import Reconfigure
 from shoal.net.client import Client
 from shoal.net.server import Gate
-from shoal.protocol import types as t
-from shoal.protocol.identity import Key, content_digest
-from shoal.protocol.wire import digest
-from shoal.roles.coordinator.api import CALLS, application
-from shoal.roles.coordinator.pages import PART_BYTES, Pages
+from shoal.protocol import messages as t
+from shoal.protocol.encoding import digest
+from shoal.protocol.signing import Key, content_digest
+from shoal.roles.coordinator.calls import CALLS, application
+from shoal.roles.coordinator.log_pages import PART_BYTES, Pages
 from tests.roles.town import URL, Town, tiny_run
 
 OPEN_CALLS = sorted(call.path for call, _ in CALLS if call.who.startswith("anyone"))
@@ -27,7 +27,7 @@ def town(tmp_path):
 
 def once_each(town, monkeypatch, **rates):
     """The same coordinator with other rates."""
-    monkeypatch.setattr("shoal.roles.coordinator.api.Gate", partial(Gate, **rates))
+    monkeypatch.setattr("shoal.roles.coordinator.calls.Gate", partial(Gate, **rates))
     town.app = application(town.desk)
 
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 from shoal.config import TinyPolicy
 from shoal.errors import PeerError
-from shoal.policy.tiny import make_tiny
-from shoal.proofs.checks import shape
-from shoal.protocol import types as t
+from shoal.models.random_model import make_tiny
+from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS
-from shoal.roles.completions import AHEAD, Hands, Table, play_blocks
+from shoal.roles.worker.remote_env import AHEAD, Hands, Table, play_blocks
+from shoal.verification.checks import format
 from tests.envs import silent
 from tests.envs.conftest import FakeEngine
 from tests.roles.test_completions import ids
@@ -52,7 +52,7 @@ def play(host, engine) -> t.Group:
 
 
 def blamed(group) -> str:
-    failure = shape.check(group, CONTEXT)
+    failure = format.check(group, CONTEXT)
     return failure.detail if failure is not None else ""
 
 

@@ -6,30 +6,30 @@ import msgspec
 import pytest
 
 from shoal.errors import PeerError, StateError
-from shoal.ledger.answers import Refused
 from shoal.ledger.commands import Submit
-from shoal.ledger.entry import GENESIS
-from shoal.ledger.facts.leases import LeaseLapsed
-from shoal.ledger.facts.run import RunEnded
+from shoal.ledger.errors import Refused
+from shoal.ledger.event import GENESIS
 from shoal.ledger.fault_rate import FAULT_REMEDY, FAULTS
 from shoal.ledger.hints import split_remedy
-from shoal.ledger.log.book import Book
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.state_records import LeaseRecord
-from shoal.ledger.table import make_entry
+from shoal.ledger.leases import LeaseLapsed
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.log.writer import Book
+from shoal.ledger.records import LeaseRecord
+from shoal.ledger.registry import make_entry
+from shoal.ledger.run import RunEnded
 from shoal.metrics import read_metrics
 from shoal.net.client import PeerRefused
-from shoal.net.keys import load_or_make_key
-from shoal.protocol import types as t
+from shoal.net.key_files import load_or_make_key
+from shoal.protocol import messages as t
 from shoal.protocol.constants import MAX_EVENTS_BYTES, MAX_FACT_CHARS
-from shoal.protocol.wire import WireError, digest, to_json
-from shoal.roles.auditor.log import audit_folder
-from shoal.roles.coordinator.board import Board
+from shoal.protocol.encoding import WireError, digest, to_json
+from shoal.roles.auditor.verify_log import audit_folder
 from shoal.roles.coordinator.env_hang_reports import StopReports
-from shoal.roles.coordinator.role import open_run
+from shoal.roles.coordinator.main import open_run
+from shoal.roles.coordinator.status import Board
 from shoal.roles.coordinator.versions import put_chunk, take_checkpoint
 from shoal.roles.validator import Validator
-from shoal.roles.worker import TooOld, Worker
+from shoal.roles.worker.worker import TooOld, Worker
 from shoal.weights.manifest import sign_manifest
 from tests.roles.test_replays import Night
 from tests.roles.town import Town, tiny_run
@@ -75,7 +75,7 @@ def test_an_event_that_nobody_could_read_is_not_stored():
 
 
 def test_a_long_log_is_read_page_by_page(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal.roles.coordinator.pages.MAX_EVENTS_BYTES", 2_000)
+    monkeypatch.setattr("shoal.roles.coordinator.log_pages.MAX_EVENTS_BYTES", 2_000)
     monkeypatch.setattr("shoal.roles.trainer.batches.MAX_EVENTS_BYTES", 2_000)
     town = Town(tmp_path / "run", tiny_run())
     for number in range(40):

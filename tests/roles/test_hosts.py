@@ -6,15 +6,15 @@ import msgspec
 import pytest
 
 from shoal.errors import PeerError, fault_of_user
-from shoal.ledger.answers import Wait
 from shoal.ledger.commands import Tick
-from shoal.ledger.facts.leases import LeaseLapsed
-from shoal.protocol import types as t
-from shoal.protocol.wire import to_json
-from shoal.roles.auditor.log import audit_folder
-from shoal.roles.auditor.rollouts import Choice, audit_rollouts
+from shoal.ledger.errors import Wait
+from shoal.ledger.leases import LeaseLapsed
+from shoal.protocol import messages as t
+from shoal.protocol.encoding import to_json
+from shoal.roles.auditor.recompute import Choice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
-from shoal.roles.coordinator.board import Board
+from shoal.roles.auditor.verify_log import audit_folder
+from shoal.roles.coordinator.status import Board
 from tests.roles.forgery import bodies
 from tests.roles.town import Town, tiny_run
 

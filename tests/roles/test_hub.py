@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import pytest
 
-from shoal.hub.registry import FolderRegistry, archive_path, catalogue_path
+from shoal.env_packages.registry import FolderRegistry, archive_path, catalogue_path
 from shoal.net.client import Client
 from tests.hub.author import Author
 from tests.roles.town import URL, Town, tiny_run

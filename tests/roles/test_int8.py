@@ -10,11 +10,11 @@ import torch
 
 from shoal.config import check_run
 from shoal.engine.decoder import Decoder
-from shoal.engine.local import LocalEngine
+from shoal.engine.native import LocalEngine
 from shoal.errors import ConfigError
-from shoal.policy.files import load_policy, tensors_of
-from shoal.policy.quantise import dequantised, quantised
-from shoal.weights.demands import is_whole
+from shoal.models.checkpoint import load_policy, tensors_of
+from shoal.models.int8 import dequantised, quantised
+from shoal.weights.manifest import is_whole
 from tests.roles.town import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))

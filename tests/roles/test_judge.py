@@ -12,13 +12,13 @@ import torch
 
 from shoal.config import RunConfig
 from shoal.errors import ConfigError, StateError
-from shoal.folder import RunFolder
 from shoal.metrics import read_metrics
-from shoal.policy.files import load_policy, save_policy
-from shoal.policy.model import Transformer
-from shoal.policy.tiny import make_tiny
-from shoal.policy.valued import begin_valued, save_valued
-from shoal.roles.trainer.judge import open_judge
+from shoal.models.checkpoint import load_policy, save_policy
+from shoal.models.random_model import make_tiny
+from shoal.models.transformer import Transformer
+from shoal.models.value_head import begin_valued, save_valued
+from shoal.roles.trainer.models import open_judge
+from shoal.run_folder import RunFolder
 from tests.roles.town import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))

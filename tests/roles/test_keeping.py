@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from shoal.errors import StateError
-from shoal.roles.trainer.publishing import copy_checkpoint
+from shoal.roles.trainer.publish import copy_checkpoint
 from tests.scarce import full_disk
 
 

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from shoal.launch.snapshot import Snapshot
+from shoal.launch.run_status import Snapshot
 from shoal.launch.summary import UsageBook, write_summary
 from shoal.ledger.commands import Admin
-from shoal.policy.files import tensors_of
-from shoal.roles.trainer import publishing
+from shoal.models.checkpoint import tensors_of
+from shoal.roles.trainer import publish
 from tests.roles.town import Town, tiny_run
 
 RUN = tiny_run(steps=2, storage={"checkpoint_every": 1})
@@ -26,12 +26,12 @@ class DiesOnce:
 
     async def run(self):
         with self.monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(publishing, "copy_checkpoint", self._keep_or_die)
+            patch.setattr(publish, "copy_checkpoint", self._keep_or_die)
             await self.town.trainer().run()
         assert not (self.town.folder.checkpoints / self.before).exists()
         await self.town.trainer().run()
 
-    def _keep_or_die(self, source, target, keep=publishing.copy_checkpoint):
+    def _keep_or_die(self, source, target, keep=publish.copy_checkpoint):
         if target.name == self.before:
             raise Killed
         keep(source, target)
@@ -39,7 +39,7 @@ class DiesOnce:
 
 @pytest.fixture(autouse=True)
 def short_polls(monkeypatch):
-    monkeypatch.setattr("shoal.roles.coordinator.api.LONG_POLL_S", 0.1)
+    monkeypatch.setattr("shoal.roles.coordinator.calls.LONG_POLL_S", 0.1)
 
 
 @pytest.mark.parametrize("before", ["v000000", "v000001", "v000002", "final"])

@@ -6,10 +6,10 @@ import contextlib
 import pytest
 
 from shoal.ledger.commands import Admin, AskLease, Enter, Publish, ReturnLeases
-from shoal.net.keys import load_or_make_key
-from shoal.protocol import types as t
-from shoal.protocol.wire import digest
-from shoal.roles.coordinator import api, line
+from shoal.net.key_files import load_or_make_key
+from shoal.protocol import messages as t
+from shoal.protocol.encoding import digest
+from shoal.roles.coordinator import calls, lease_queue
 from tests.roles.town import Town, tiny_run
 
 BLOCKS = 2
@@ -162,7 +162,7 @@ def test_a_poll_whose_worker_was_cut_off_wakes_the_next(tmp_path, monkeypatch):
         async def is_gone(request):
             return gone in request.headers["signature-input"]
 
-        monkeypatch.setattr(api.Request, "is_disconnected", is_gone)
+        monkeypatch.setattr(calls.Request, "is_disconnected", is_gone)
         await crowd.publish()
         assert crowd.served() == [2, 3]
         leases = crowd.desk.state.leases.values()
@@ -196,7 +196,7 @@ def test_a_newcomer_does_not_overtake_a_poll_that_is_called(tmp_path, monkeypatc
                 await asyncio.sleep(0.2)
             return False
 
-        monkeypatch.setattr(api.Request, "is_disconnected", is_gone_in_a_while)
+        monkeypatch.setattr(calls.Request, "is_disconnected", is_gone_in_a_while)
         await crowd.publish()
         await crowd.poll(3)
         await asyncio.sleep(0.3)
@@ -240,7 +240,7 @@ def test_polls_that_wait_through_a_pause_are_served_when_the_run_goes_on(tmp_pat
 
 def test_workers_that_wait_in_line_get_blocks_whose_holders_are_late(tmp_path, monkeypatch):
     """No event tells that time has passed. The polls of real workers do not end all at once, so one always waits."""
-    monkeypatch.setattr(line, "LOOK_S", 0.1)
+    monkeypatch.setattr(lease_queue, "LOOK_S", 0.1)
 
     async def story(crowd):
         await crowd.poll(0, 1)
@@ -261,7 +261,7 @@ def test_workers_that_wait_in_line_get_blocks_whose_holders_are_late(tmp_path, m
 
 def test_an_honest_slow_worker_in_a_crowd_gets_its_lease(tmp_path, monkeypatch):
     """Its polls end without a lease and it is slow to ask again, while a crowd polls without a pause."""
-    monkeypatch.setattr(api, "LONG_POLL_S", 1.2)
+    monkeypatch.setattr(calls, "LONG_POLL_S", 1.2)
 
     async def story(crowd):
         await crowd.poll(0)
@@ -277,7 +277,7 @@ def test_an_honest_slow_worker_in_a_crowd_gets_its_lease(tmp_path, monkeypatch):
 
 def test_a_commit_wakes_a_poll_for_a_batch_only_if_it_forms_one(tmp_path, monkeypatch):
     looks = []
-    monkeypatch.setattr(api, "batch_of", lambda state, step: looks.append(step))
+    monkeypatch.setattr(calls, "batch_of", lambda state, step: looks.append(step))
 
     async def story(crowd):
         poll = asyncio.create_task(crowd.clients[0].get("/v1/batches/0"))

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.engine.inplace import Change
-from shoal.engine.local import LocalEngine
+from shoal.engine.hot_swap import Change
+from shoal.engine.native import LocalEngine
 from shoal.errors import Overreach, StateError
 from shoal.roles import validator as judging
-from shoal.roles.loading import Loaded
-from shoal.roles.seat import Seat
-from shoal.weights import codes
+from shoal.roles.node.engine_loader import Loaded
+from shoal.roles.node.session import Seat
+from shoal.weights.delta import tensor_codes
 from shoal.weights.manifest import weights_root
 from tests.engine.test_inplace import is_torn, none_is_too_small, rollouts, same, versions  # noqa: F401
 from tests.roles.town import Town, tiny_run
@@ -123,7 +123,7 @@ def test_a_base_that_is_deleted_meanwhile_is_still_gone_on_from(two, counted, mo
 
 
 def test_a_base_that_vanishes_while_it_is_opened_is_not_gone_on_from(two, counted, monkeypatch):
-    policy, find = policy_with(two[0]), codes.find_tensors
+    policy, find = policy_with(two[0]), tensor_codes.find_tensors
 
     def vanishing(directory):
         found = find(directory)
@@ -131,7 +131,7 @@ def test_a_base_that_vanishes_while_it_is_opened_is_not_gone_on_from(two, counte
             shutil.rmtree(directory)
         return found
 
-    monkeypatch.setattr(codes, "find_tensors", vanishing)
+    monkeypatch.setattr(tensor_codes, "find_tensors", vanishing)
     policy.load(two[1], 1, weights_root(two[1]))
     assert counted == ([0, 1], []) and same(policy.engine, fresh(two[1]))
 

@@ -16,11 +16,11 @@ from msgspec.structs import replace
 
 from shoal.config import LOGGERS
 from shoal.errors import StateError
-from shoal.folder import RunFolder
-from shoal.launch import loggers
-from shoal.roles.logger.follower import POLL_S, Follower, given_in
-from shoal.roles.logger.role import _about, follow
-from shoal.roles.logger.rows import Given, Row, Rows
+from shoal.launch import preflight
+from shoal.roles.trackers.feed import POLL_S, Follower, given_in
+from shoal.roles.trackers.main import _about, follow
+from shoal.roles.trackers.rows import Given, Row, Rows
+from shoal.run_folder import RunFolder
 from tests.roles.town import tiny_run
 
 ROOT = Path(__file__).parents[2]
@@ -196,7 +196,7 @@ def test_a_full_disk_stops_the_logger_and_no_row_is_lost(folder, monkeypatch):
     one = follower(folder, lambda: Kept(kept, []))
     with monkeypatch.context() as patch:
         full = OSError(28, "no space")
-        patch.setattr("shoal.roles.logger.follower.write_atomically", lambda *_: (_ for _ in ()).throw(full))
+        patch.setattr("shoal.roles.trackers.feed.write_atomically", lambda *_: (_ for _ in ()).throw(full))
         assert one.look() > POLL_S and steps_of(kept) == [0]
     assert one.look() == POLL_S and steps_of(kept) == [0, 1]
 
@@ -224,10 +224,10 @@ def test_loggers_are_told_the_name_of_the_policys_folder_and_not_where_it_is():
 
 
 def test_a_missing_package_is_named_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(loggers, "find_spec", lambda name: None if name == "wandb" else name)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name == "wandb" else name)
     with pytest.raises(StateError, match=r"names wandb, which is not installed: pip install .*\[wandb\]"):
-        loggers.demand_loggers(tiny_run(logging={"to": ["jsonl", "wandb", "trackio"]}))
-    loggers.demand_loggers(tiny_run())
+        preflight.demand_loggers(tiny_run(logging={"to": ["jsonl", "wandb", "trackio"]}))
+    preflight.demand_loggers(tiny_run())
 
 
 def test_no_other_file_imports_the_packages_of_loggers():
@@ -248,8 +248,8 @@ FOLLOW = """
 import json, os, signal, sys
 from pathlib import Path
 from shoal.config import LoggingConfig, settle_loggers
-from shoal.folder import RunFolder
-from shoal.roles.logger import role
+from shoal.run_folder import RunFolder
+from shoal.roles.trackers import role
 folder = RunFolder(Path(sys.argv[1]))
 settle_loggers(folder.loggers)
 folder.run_id = lambda: "abcdef"
@@ -342,8 +342,8 @@ LOWER = """
 import json, sys
 from pathlib import Path
 from shoal.config import settle_loggers
-from shoal.roles.logger.rows import Row
-from shoal.roles.logger.to_wandb import WandB
+from shoal.roles.trackers.rows import Row
+from shoal.roles.trackers.to_wandb import WandB
 folder = Path(sys.argv[1])
 settle_loggers(folder)
 run = WandB(folder, "shoal", "town", "abcdef", {})

@@ -9,14 +9,14 @@ import msgspec
 import psutil
 import pytest
 
-from shoal.envs.arithmetic import Arithmetic
+from shoal.envs.builtin.arithmetic import Arithmetic
 from shoal.errors import Overreach
-from shoal.roles import memory
-from shoal.roles import worker as worker_role
-from shoal.roles.auditor.rollouts import Choice, audit_rollouts
+from shoal.roles.auditor.recompute import Choice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
-from shoal.roles.memory import Memory, share_of_free_mb, taken_mb
-from shoal.roles.seat import Seat
+from shoal.roles.node import memory_limit
+from shoal.roles.node.memory_limit import Memory, share_of_free_mb, taken_mb
+from shoal.roles.node.session import Seat
+from shoal.roles.worker import worker as worker_role
 from tests.roles.town import Town, tiny_run
 
 
@@ -44,7 +44,7 @@ def huge(lease):
 def test_a_lease_that_does_not_fit_is_refused_before_it_is_played_and_goes_back(tmp_path, monkeypatch):
     town = Town(tmp_path / "run", tiny_run())
     worker = stranger(town.worker("worker"))
-    monkeypatch.setattr(memory, "taken_mb", lambda: 300)
+    monkeypatch.setattr(memory_limit, "taken_mb", lambda: 300)
     monkeypatch.setattr(worker_role, "GOODBYE_S", 60.0)  # this machine may be busy
     worker.max_memory_mb = 1000
     wire_lease = town.desk.wire_lease
@@ -63,7 +63,7 @@ def test_a_lease_that_does_not_fit_is_refused_before_it_is_played_and_goes_back(
 def test_a_policy_that_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch, role):
     town = Town(tmp_path / "run", tiny_run(policy={"tiny": {"width": 256, "layers": 8, "mlp_width": 2048, "heads": 4}}))
     nodes = {"worker": town.worker("worker"), "validator": town.validator()}
-    monkeypatch.setattr(memory, "taken_mb", lambda: 300)
+    monkeypatch.setattr(memory_limit, "taken_mb", lambda: 300)
     stranger(nodes[role]).max_memory_mb = 500
     fault = stopped_by(town, town.trainer(), *nodes.values())
     assert "loading version 0 needs about " in fault and " MB of memory, limit 500 " in fault
@@ -119,7 +119,7 @@ def test_what_does_not_fit_on_the_gpu_is_refused_in_one_line():
 
 def test_only_a_node_with_cuda_asks_what_a_gpu_has():
     assert [Memory.of(700, device=device).free_gpu for device in ("cpu", "mps")] == [None, None]
-    assert Memory.of(700, device="cuda").free_gpu is memory.free_on_gpu
+    assert Memory.of(700, device="cuda").free_gpu is memory_limit.free_on_gpu
 
 
 @pytest.mark.parametrize(
@@ -149,11 +149,11 @@ def test_each_work_of_a_node_is_compared_with_what_its_gpu_has(tmp_path, monkeyp
 def test_the_default_is_half_of_what_is_free_here_or_in_this_container(tmp_path, monkeypatch):
     ours = taken_mb()
     free = psutil.virtual_memory()._replace(available=4_000_000_000)
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(memory_limit.psutil, "virtual_memory", lambda: free)
     assert 2000 <= share_of_free_mb() <= 2000 + ours
     (tmp_path / "memory.max").write_text("1500000000\n")
     (tmp_path / "memory.current").write_text("500000000\n")
-    monkeypatch.setattr(memory, "CONTAINER", tmp_path)
+    monkeypatch.setattr(memory_limit, "CONTAINER", tmp_path)
     assert 500 <= share_of_free_mb() <= 500 + ours
     (tmp_path / "memory.stat").write_text("anon 100\nfile 450000000\ninactive_file 400000000\nactive_file 50000000\n")
     assert 700 <= share_of_free_mb() <= 700 + ours
@@ -165,7 +165,7 @@ def test_the_default_is_half_of_what_is_free_here_or_in_this_container(tmp_path,
 ALLOCATES = """
 import sys, torch
 from shoal.errors import Overreach
-from shoal.roles.memory import Memory, taken_mb
+from shoal.roles.node.memory_limit import Memory, taken_mb
 memory = Memory(taken_mb() + 300, taken_mb())
 memory.enforce(1)
 kept = torch.zeros(150_000_000, dtype=torch.uint8)
@@ -189,8 +189,8 @@ def test_the_system_lets_no_allocation_pass_the_limit():
 
 HASHES = """
 import os, numpy as np
-from shoal.roles.memory import Memory
-from shoal.weights.codes import coded, cores, root_of
+from shoal.roles.node.memory_limit import Memory
+from shoal.weights.delta.tensor_codes import coded, cores, root_of
 os.sched_getaffinity = lambda process: range(100)
 weights = {str(i): coded("F32", (1 << 18,), np.zeros(1 << 18, "<f4")) for i in range(100)}
 Memory(limit_mb=4, base_mb=0).enforce(1)
@@ -209,7 +209,7 @@ def test_a_lease_of_a_usual_run_fits_into_the_documented_limit(tmp_path, monkeyp
     """--max-memory 1000, as the how-to for people who join says."""
     town = Town(tmp_path / "run", tiny_run(steps=1))
     worker, validator = stranger(town.worker("worker")), stranger(town.validator())
-    monkeypatch.setattr(memory, "taken_mb", lambda: 300)
+    monkeypatch.setattr(memory_limit, "taken_mb", lambda: 300)
     worker.max_memory_mb = validator.max_memory_mb = 1000
     asyncio.run(town.live(town.trainer(), worker, validator))
     assert town.desk.state.members[worker.key].accepted and worker.standing.state.accepted

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.cli import main
+from shoal.cli.main import main
 from shoal.config import TinyPolicy
 from shoal.errors import ConfigError, StateError
-from shoal.policy.adapters import begin_adapter
-from shoal.policy.adapterspec import AdapterSpec
-from shoal.policy.files import load_policy, save_policy
-from shoal.policy.spec import PolicySpec, write_json
-from shoal.policy.tiny import make_tiny
-from shoal.roles import merge as role
-from shoal.weights.bases import base_of, link_from
+from shoal.jobs import merge_adapter as role
+from shoal.models.checkpoint import load_policy, save_policy
+from shoal.models.config import PolicySpec, write_json
+from shoal.models.lora import begin_adapter
+from shoal.models.lora_config import AdapterSpec
+from shoal.models.random_model import make_tiny
+from shoal.weights.base_model import base_of, link_from
 
 TINY = TinyPolicy(width=32, layers=2, heads=4, kv_heads=2, mlp_width=48, max_positions=64)
 GENERATION = {"eos_token_id": [5, 0], "pad_token_id": 3, "top_k": 20}
@@ -74,12 +74,12 @@ def test_a_merge_for_which_memory_does_not_suffice_is_refused_before_it_loads(tm
 MEASURE = """
 import ctypes, json, re, sys
 from pathlib import Path
-from shoal.policy.adapters import begin_adapter
-from shoal.policy.adapterspec import AdapterSpec
-from shoal.policy.files import load_policy, save_policy
-from shoal.policy.model import Transformer
-from shoal.policy.spec import PolicySpec
-from shoal.policy.tiny import initialise
+from shoal.models.lora import begin_adapter
+from shoal.models.lora_config import AdapterSpec
+from shoal.models.checkpoint import load_policy, save_policy
+from shoal.models.transformer import Transformer
+from shoal.models.config import PolicySpec
+from shoal.models.random_model import initialise
 from shoal.roles import merge
 
 folder, spec = Path(sys.argv[1]), PolicySpec(**json.loads(sys.argv[2]))

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.swarm.world import Process, free_port, listed, shoal
-from shoal.folder import RunFolder
-from shoal.net.fault_proxy import FaultProxy
-from shoal.protocol.types import Manifest
+from shoal.protocol.messages import Manifest
+from shoal.run_folder import RunFolder
 from shoal.weights import publish
-from shoal.weights.demands import is_whole
+from shoal.weights.manifest import is_whole
+from tests.net.fault_proxy import FaultProxy
 from tests.roles.town import Town, tiny_run
 
 RATE = 200_000

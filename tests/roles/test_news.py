@@ -11,19 +11,18 @@ import pytest
 from shoal.errors import NothingYet, PeerError
 from shoal.ledger.commands import Admin
 from shoal.net.client import Client
-from shoal.net.connections import Limits
-from shoal.net.keys import load_or_make_key
-from shoal.protocol import types as t
-from shoal.protocol.wire import from_json, to_json
-from shoal.roles.coordinator import api
+from shoal.net.connection_limits import Limits
+from shoal.net.key_files import load_or_make_key
+from shoal.protocol import messages as t
+from shoal.protocol.encoding import from_json, to_json
+from shoal.roles.coordinator import calls
+from shoal.roles.coordinator.request_context import Waits
 from shoal.roles.coordinator.versions import take_checkpoint
-from shoal.roles.coordinator.waits import Waits
-from shoal.roles.relay import news as news_module
-from shoal.roles.relay.fill import Filler
-from shoal.roles.relay.news import ASK_EVERY_S, News
-from shoal.roles.relay.store import ChunkStore
+from shoal.roles.relay import fetcher as news_module
+from shoal.roles.relay.chunk_store import ChunkStore
+from shoal.roles.relay.fetcher import ASK_EVERY_S, Filler, News
+from shoal.weights.fetch.relay_sources import Relays
 from shoal.weights.manifest import sign_manifest
-from shoal.weights.relays import Relays
 from tests.net.wires import serving
 from tests.roles.town import URL, Town, tiny_run
 
@@ -75,7 +74,7 @@ def test_who_asks_for_a_newer_version_is_answered_when_it_is_published(town, mon
 
 
 def test_a_question_is_answered_after_a_while_without_a_new_version(town, monkeypatch):
-    monkeypatch.setattr(api, "LONG_POLL_S", 0.2)
+    monkeypatch.setattr(calls, "LONG_POLL_S", 0.2)
 
     async def story():
         async with strangers(town, "9.9.9.9") as http:
@@ -90,8 +89,8 @@ def test_a_question_is_answered_after_a_while_without_a_new_version(town, monkey
 @pytest.mark.parametrize(("most", "of_a_crowd"), [(64, 2), (2, 64)])
 def test_a_flood_of_waits_leaves_places_and_is_answered_at_once(town, monkeypatch, most, of_a_crowd):
     """One network gets few places, and all together no more than there are."""
-    monkeypatch.setattr(api, "Waits", lambda: Waits(most, of_a_crowd))
-    town.app = api.application(town.desk)
+    monkeypatch.setattr(calls, "Waits", lambda: Waits(most, of_a_crowd))
+    town.app = calls.application(town.desk)
 
     async def story():
         async with (
@@ -114,8 +113,8 @@ def test_a_flood_of_waits_leaves_places_and_is_answered_at_once(town, monkeypatc
 
 
 def test_who_waits_for_a_batch_takes_one_of_the_same_places(town, monkeypatch):
-    monkeypatch.setattr(api, "Waits", lambda: Waits(64, 2))
-    town.app = api.application(town.desk)
+    monkeypatch.setattr(calls, "Waits", lambda: Waits(64, 2))
+    town.app = calls.application(town.desk)
 
     async def story():
         async with strangers(town, "9.9.9.1") as crowd, strangers(town, "8.8.8.8") as trainer:
@@ -138,8 +137,8 @@ def test_who_waits_for_a_batch_takes_one_of_the_same_places(town, monkeypatch):
 
 def test_strangers_who_hold_all_places_keep_no_trainer_from_waiting(town, monkeypatch):
     """It renews the manifest and takes a new key when its wait ends without a batch."""
-    monkeypatch.setattr(api, "Waits", lambda: Waits(1, 1))
-    town.app = api.application(town.desk)
+    monkeypatch.setattr(calls, "Waits", lambda: Waits(1, 1))
+    town.app = calls.application(town.desk)
 
     def client(name: str) -> Client:
         key = load_or_make_key(town.folder.keys / f"{name}.key")
@@ -151,7 +150,7 @@ def test_strangers_who_hold_all_places_keep_no_trainer_from_waiting(town, monkey
         async with strangers(town, "9.9.9.1") as far, client("trainer") as trainer, client("stranger") as other:
             waiting = asyncio.create_task(far.get("/v1/run?after=-1"))
             await asyncio.sleep(0.1)
-            monkeypatch.setattr(api, "LONG_POLL_S", 0.3)
+            monkeypatch.setattr(calls, "LONG_POLL_S", 0.3)
             with pytest.raises(NothingYet, match="batch 0 is not formed yet"):
                 await trainer.get_json("/v1/batches/0", t.Batch, deadline_s=5.0)
             with pytest.raises(PeerError, match="many wait for news"):
@@ -180,7 +179,7 @@ def test_a_place_is_free_again_when_its_wait_ends():
 
 
 def info_of(town: Town, version: int = -1) -> t.RunInfo:
-    return msgspec.structs.replace(api.Board(town.desk).info(), version=version)
+    return msgspec.structs.replace(calls.Board(town.desk).info(), version=version)
 
 
 @dataclasses.dataclass

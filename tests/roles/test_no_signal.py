@@ -7,16 +7,16 @@ import re
 import pytest
 
 from shoal.errors import StateError
-from shoal.launch.samples import NewestSample
-from shoal.launch.without_signal import flat_samples, why_flat
+from shoal.launch.conversation import NewestSample
+from shoal.launch.flat_groups import flat_samples, why_flat
 from shoal.ledger.commands import Admin
 from shoal.ledger.hints import IN_A_NEW_RUN
-from shoal.protocol.rollouts import ROOM_REMEDY
-from shoal.roles.coordinator.board import Board, waiting_for
+from shoal.protocol.rollout_validation import ROOM_REMEDY
+from shoal.roles.coordinator.status import Board, waiting_for
 from tests.roles.town import Town, tiny_run
 
 ALWAYS_HALF = """
-from shoal.envs.arithmetic import Arithmetic, environment as sums
+from shoal.envs.builtin.arithmetic import Arithmetic, environment as sums
 
 class AlwaysHalf(Arithmetic):
     def score(self, state):
@@ -130,7 +130,7 @@ def test_what_ended_most_rollouts_without_signal_is_named(tmp_path, source, sett
 
 
 LONG = """
-from shoal.envs.arithmetic import Arithmetic, environment as sums
+from shoal.envs.builtin.arithmetic import Arithmetic, environment as sums
 
 
 class Long(Arithmetic):

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from shoal.config import RunConfig
-from shoal.engine.cheats import CHEATS
-from shoal.engine.local import LocalEngine
-from shoal.ledger.log.creation import creation_of
+from shoal.engine.dishonest import CHEATS
+from shoal.engine.native import LocalEngine
+from shoal.ledger.log.sqlite_store import creation_of
 from shoal.protocol.noise import KEYED_32, KEYED_64, NOISES
-from shoal.roles.auditor.rollouts import AGREE, Choice, audit_rollouts
+from shoal.roles.auditor.recompute import AGREE, Choice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
 from tests.roles.town import Town, tiny_run
 

@@ -6,20 +6,20 @@ import httpx
 import msgspec
 import pytest
 
-from shoal import cli
+from shoal.cli import main
 from shoal.errors import StateError
-from shoal.ledger.entry import event_hash, read_stored
-from shoal.ledger.log.book import UnknownRules
-from shoal.ledger.log.statement import PURPOSE
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.log.verify import verify
+from shoal.ledger.event import event_hash, read_stored
+from shoal.ledger.log.check import verify
+from shoal.ledger.log.pay_history import PURPOSE
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.log.writer import UnknownRules
 from shoal.net.client import Client
-from shoal.net.keys import load_or_make_key
-from shoal.protocol import types as t
-from shoal.protocol.accounts import Statement
+from shoal.net.key_files import load_or_make_key
+from shoal.protocol import messages as t
 from shoal.protocol.constants import PROTOCOL_VERSION
-from shoal.protocol.wire import to_json
-from shoal.roles.auditor import log, source
+from shoal.protocol.encoding import to_json
+from shoal.protocol.pay_lines import Statement
+from shoal.roles.auditor import source, verify_log
 from tests.golden.test_golden import rows_of, under_version
 from tests.roles.town import URL
 
@@ -42,7 +42,7 @@ def test_each_command_says_why_a_log_was_not_checked_and_fails(unknown, capsys, 
     options = [word for word in words if word.startswith("--")]
     names = [word for word in words if not word.startswith("--")]
     place = 2 if names[0] == "ledger" else 1
-    assert cli.main([*names[:place], unknown, *names[place:], *options]) != 0
+    assert main.main([*names[:place], unknown, *names[place:], *options]) != 0
     said = capsys.readouterr()
     assert (
         "version 99 of the rules" in said.out + said.err
@@ -56,7 +56,7 @@ def test_a_statement_is_not_compared_with_a_log_that_was_not_checked(unknown, tm
     bare = Statement("r" * 32, key.public, "a" * 64, "worker", 7, 3, "h" * 64, 1000.0, "")
     signed = msgspec.structs.replace(bare, signature=key.sign(PURPOSE, to_json(bare)))
     (tmp_path / "mine.json").write_bytes(to_json(signed))
-    assert cli.main(["credits", "verify", str(tmp_path / "mine.json"), "--log", unknown]) != 0
+    assert main.main(["credits", "verify", str(tmp_path / "mine.json"), "--log", unknown]) != 0
     said = capsys.readouterr()
     assert "version 99 of the rules" in said.err and "FINDING" not in said.out
 
@@ -73,7 +73,7 @@ def test_at_a_url_the_coordinators_state_is_not_called_wrong():
 
     async def story():
         async with Client(URL, transport=httpx.MockTransport(answer)) as client:
-            return await log.replay_log(source.UrlRun(client))
+            return await verify_log.replay_log(source.UrlRun(client))
 
     with pytest.raises(UnknownRules, match="version 99 of the rules"):
         asyncio.run(story())

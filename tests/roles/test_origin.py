@@ -12,20 +12,19 @@ import msgspec
 import pytest
 
 from shoal.errors import PeerError
-from shoal.folder import RunFolder
-from shoal.net import addresses
-from shoal.net.blobs import FolderBlobs
+from shoal.net import urls
+from shoal.net.blobs import FolderBlobs, shelf
 from shoal.net.client import Client
-from shoal.net.connections import Limits
-from shoal.net.listening import listen
-from shoal.net.shelf import shelf
-from shoal.protocol.types import RunInfo
-from shoal.roles.coordinator.api import application
-from shoal.weights import choose, sources
-from shoal.weights.fetch import fetch
-from shoal.weights.left_out import UNREACHED_S
-from shoal.weights.relays import Relays
-from shoal.weights.sources import COORDINATOR, ORIGIN, sources_of
+from shoal.net.connection_limits import Limits
+from shoal.net.process import listen
+from shoal.protocol.messages import RunInfo
+from shoal.roles.coordinator.calls import application
+from shoal.run_folder import RunFolder
+from shoal.weights.fetch import scheduler, sources
+from shoal.weights.fetch.blocklist import UNREACHED_S
+from shoal.weights.fetch.fetch import fetch
+from shoal.weights.fetch.relay_sources import Relays
+from shoal.weights.fetch.sources import COORDINATOR, ORIGIN, sources_of
 from tests.net.wires import serving
 from tests.roles.test_hostile_members import chunks_of, until
 from tests.roles.town import Town, tiny_run
@@ -149,7 +148,7 @@ def test_the_coordinator_sends_no_chunk_while_the_origin_serves(ended, tmp_path)
 
 
 def test_a_client_that_cannot_reach_the_origin_fetches_from_the_coordinator(ended, tmp_path, monkeypatch):
-    monkeypatch.setattr(choose, "SPARE_AFTER_S", 0.5)
+    monkeypatch.setattr(scheduler, "SPARE_AFTER_S", 0.5)
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
@@ -257,7 +256,7 @@ def test_a_name_that_moves_inside_sends_no_guest_there(ended, monkeypatch, said)
     async def moved(host, port):
         return [host if host[0].isdigit() else "192.168.1.1"]
 
-    monkeypatch.setattr(addresses, "addresses_of", moved)
+    monkeypatch.setattr(urls, "addresses_of", moved)
     monkeypatch.setattr(sources, "addresses_of", moved)
     client = Client("http://host.example.org:8470")
     client._network.inside = False

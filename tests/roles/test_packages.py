@@ -8,23 +8,23 @@ import msgspec
 import pytest
 
 from shoal.config import EnvConfig
-from shoal.envs.contained.client import ContainedEnv
-from shoal.envs.contained.line import LIMITS
-from shoal.envs.contained.pool import MAX_PROCESSES, Processes
+from shoal.env_packages.install import install
+from shoal.env_packages.install_policy import Consent, Policy
+from shoal.env_packages.installed import PackageStore
+from shoal.env_packages.naming import read_reference
+from shoal.env_packages.registry import FolderRegistry
+from shoal.envs.isolated.connection import LIMITS
+from shoal.envs.isolated.environment import ContainedEnv
+from shoal.envs.isolated.pool import MAX_PROCESSES, Processes
 from shoal.envs.load import load_run_envs
 from shoal.errors import ConfigError, PeerError
-from shoal.hub.consent import Consent, Policy
-from shoal.hub.install import install
-from shoal.hub.names import read_reference
-from shoal.hub.registry import FolderRegistry
-from shoal.hub.store import PackageStore
-from shoal.protocol.identity import Key
-from shoal.protocol.types import EnvSpec
-from shoal.roles import memory
-from shoal.roles.coordinator.role import env_specs
-from shoal.roles.memory import Memory
-from shoal.roles.packages import NoPackages, Volunteered, room_of
-from shoal.roles.stage.child import _load
+from shoal.protocol.messages import EnvSpec
+from shoal.protocol.signing import Key
+from shoal.roles.coordinator.main import env_specs
+from shoal.roles.env_server.env_process import _load
+from shoal.roles.node import memory_limit
+from shoal.roles.node.memory_limit import Memory
+from shoal.roles.node.packages import NoPackages, Volunteered, room_of
 from tests.envs.contained.place import line_of
 from tests.hub.author import Author, attest
 from tests.roles.town import Town, tiny_run
@@ -143,7 +143,7 @@ def test_the_packages_of_a_run_share_a_part_of_the_memory_of_a_node(place: Place
 def test_what_packages_may_take_counts_as_memory_of_the_node(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "taken_mb", lambda: 300)
+    monkeypatch.setattr(memory_limit, "taken_mb", lambda: 300)
     place.attest(Key.generate(), Key.generate())
     place.packages().demand([place.spec])
     town = Town(tmp_path / "run", tiny_run(envs=[to_config(NAME)]))

@@ -9,14 +9,13 @@ import pytest
 from shoal.config import check_run
 from shoal.errors import ConfigError, PeerError
 from shoal.metrics import read_metrics
-from shoal.protocol.types import FileEntry, Manifest, Patch
-from shoal.protocol.wire import digest
+from shoal.protocol.encoding import digest
+from shoal.protocol.messages import FileEntry, Manifest, Patch
 from shoal.roles.auditor import source
-from shoal.roles.coordinator.anchors import SLOWEST_LINE_BYTES_PER_S, needed
-from shoal.roles.seat import Seat
-from shoal.weights.demands import chunks_of, is_whole
-from shoal.weights.follow import follow
-from shoal.weights.manifest import weights_root
+from shoal.roles.coordinator.retention import SLOWEST_LINE_BYTES_PER_S, needed
+from shoal.roles.node.session import Seat
+from shoal.weights.delta.apply import follow
+from shoal.weights.manifest import chunks_of, is_whole, weights_root
 from shoal.weights.publish import FolderSink
 from tests.roles.town import Town, tiny_run
 
@@ -49,8 +48,8 @@ def test_nodes_of_a_bfloat16_run_fetch_patches_also_beside_whole_versions(tmp_pa
         followed.append(manifest.version)
         follow(base, partial, target, manifest, steps, aside)
 
-    monkeypatch.setattr("shoal.weights.fetch.follow", noted)
-    monkeypatch.setattr("shoal.weights.fetch.take_from_stock", lambda *_: False)  # as on another machine
+    monkeypatch.setattr("shoal.weights.fetch.fetch.follow", noted)
+    monkeypatch.setattr("shoal.weights.fetch.fetch.take_from_stock", lambda *_: False)  # as on another machine
     town = lived(tmp_path / "run")
     manifests = town.desk.kept.manifests
     patch_bytes = [manifests[version].patches[0].file.size for version in range(1, 6)]
@@ -168,7 +167,7 @@ def test_a_publication_that_fails_ends_the_trainer(tmp_path, monkeypatch):
             for task in tasks:
                 task.cancel()
 
-    monkeypatch.setattr("shoal.roles.coordinator.api.LONG_POLL_S", 0.2)
+    monkeypatch.setattr("shoal.roles.coordinator.calls.LONG_POLL_S", 0.2)
     asyncio.run(story())
 
 

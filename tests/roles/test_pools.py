@@ -6,19 +6,18 @@ import msgspec
 import pytest
 
 from shoal.errors import StateError
-from shoal.ledger.drawn import table_of
-from shoal.ledger.facts.pools import PoolsChanged
-from shoal.ledger.facts.versions import LinkRevealed
-from shoal.ledger.log.verify import report
-from shoal.ledger.pools import solve_rate
-from shoal.ledger.seeds import slot_of
+from shoal.ledger.log.check import report
+from shoal.ledger.pools import PoolsChanged
+from shoal.ledger.slot_draws import slot_of, table_of
+from shoal.ledger.task_difficulty import solve_rate
+from shoal.ledger.versions import LinkRevealed
 from shoal.metrics import read_metrics
-from shoal.roles.auditor.log import audit_folder
-from shoal.roles.auditor.rollouts import AGREE, DISAGREE, Choice, audit_rollouts
+from shoal.roles.auditor.recompute import AGREE, DISAGREE, Choice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
-from shoal.roles.coordinator.board import Board, batch_of
-from shoal.roles.coordinator.desk import Desk
-from shoal.roles.coordinator.role import open_run
+from shoal.roles.auditor.verify_log import audit_folder
+from shoal.roles.coordinator.coordinator import Desk
+from shoal.roles.coordinator.main import open_run
+from shoal.roles.coordinator.status import Board, batch_of
 from tests.roles.forgery import forged
 from tests.roles.town import Town, tiny_run
 

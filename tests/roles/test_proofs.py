@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from shoal.config import ACTIVATION_ERROR, check_run
-from shoal.engine.cheats import Cheat
+from shoal.engine.dishonest import Cheat
 from shoal.errors import ConfigError
-from shoal.roles.coordinator.role import rules_of
+from shoal.roles.coordinator.main import rules_of
 from tests.roles.town import Town, tiny_run
 
 

@@ -8,12 +8,12 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from shoal.ledger.answers import Refused
-from shoal.net.keys import load_or_make_key
-from shoal.net.shelf import shelf
-from shoal.protocol import types as t
+from shoal.ledger.errors import Refused
+from shoal.net.blobs import shelf
+from shoal.net.key_files import load_or_make_key
+from shoal.protocol import messages as t
 from shoal.protocol.constants import MANIFEST_LIFETIME_S
-from shoal.protocol.wire import digest, to_json
+from shoal.protocol.encoding import digest, to_json
 from shoal.roles.coordinator.versions import put_chunk, take_checkpoint
 from shoal.weights.manifest import content_of, sign_manifest
 from tests.roles.town import Town, tiny_run

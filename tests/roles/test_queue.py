@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import StateError
-from shoal.roles.queue import Queue
+from shoal.roles.node.device_queue import Queue
 
 
 def test_first_come_first_served(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 HOLD = textwrap.dedent("""
     import sys, time
     from pathlib import Path
-    from shoal.roles.queue import Queue
+    from shoal.roles.node.device_queue import Queue
     queue = Queue(Path(sys.argv[1]), sys.argv[2])
     queue.enter()
     print("in", flush=True)
@@ -71,7 +71,7 @@ HOLD = textwrap.dedent("""
 WORK = textwrap.dedent("""
     import os, sys, time
     from pathlib import Path
-    from shoal.roles.queue import Queue
+    from shoal.roles.node.device_queue import Queue
     folder, name = Path(sys.argv[1]), sys.argv[2]
     log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     print("ready", flush=True)

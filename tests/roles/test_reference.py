@@ -9,8 +9,8 @@ import pytest
 
 from shoal.errors import StateError
 from shoal.metrics import read_metrics
-from shoal.policy.tiny import make_tiny
-from shoal.roles.trainer.reference import ROOT, demand_same
+from shoal.models.random_model import make_tiny
+from shoal.roles.trainer.models import ROOT, demand_same
 from tests.roles.town import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))

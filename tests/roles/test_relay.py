@@ -14,27 +14,27 @@ import msgspec
 import pytest
 
 from shoal.errors import NothingYet, PeerError
-from shoal.ledger.law import RULES_VERSION
+from shoal.ledger.constants import RULES_VERSION
+from shoal.net.blobs import shelf
 from shoal.net.client import Client
-from shoal.net.connections import Limits
-from shoal.net.keys import load_or_make_key
-from shoal.net.shelf import shelf
-from shoal.protocol import wire
+from shoal.net.connection_limits import Limits
+from shoal.net.key_files import load_or_make_key
+from shoal.protocol import encoding
 from shoal.protocol.constants import PROTOCOL_VERSION
-from shoal.protocol.identity import Key
-from shoal.protocol.relays import is_proof
-from shoal.protocol.types import FileEntry, Manifest, RelayEntry, RunInfo, SignedManifest
-from shoal.roles.coordinator.api import application as coordinator
-from shoal.roles.offering import application
-from shoal.roles.relay import fill, role
-from shoal.roles.relay import store as store_module
-from shoal.roles.relay.fill import Filler
-from shoal.roles.relay.store import BLOCK_BYTES, IN_HAND_BYTES, ChunkStore
-from shoal.weights.fetch import fetch
+from shoal.protocol.messages import FileEntry, Manifest, RelayEntry, RunInfo, SignedManifest
+from shoal.protocol.relay_proof import is_proof
+from shoal.protocol.signing import Key
+from shoal.roles.coordinator.calls import application as coordinator
+from shoal.roles.node.serve_chunks import application
+from shoal.roles.relay import chunk_store as store_module
+from shoal.roles.relay import fetcher, relay
+from shoal.roles.relay.chunk_store import BLOCK_BYTES, IN_HAND_BYTES, ChunkStore
+from shoal.roles.relay.fetcher import Filler
+from shoal.weights.fetch.chunks import sized_chunks as chunks_in
+from shoal.weights.fetch.fetch import fetch
+from shoal.weights.fetch.relay_sources import Relays, RelaySource, expected, holdings_of
+from shoal.weights.fetch.sources import Passing
 from shoal.weights.manifest import content_of, open_manifest, sign_manifest
-from shoal.weights.pieces import sized_chunks as chunks_in
-from shoal.weights.relays import Relays, RelaySource, expected, holdings_of
-from shoal.weights.sources import Passing
 from tests.net.wires import serving
 from tests.roles.test_hostile_members import chunks_of
 from tests.roles.town import Town, tiny_run
@@ -129,7 +129,7 @@ def test_a_relay_with_little_disk_holds_another_part_than_its_neighbour(tmp_path
 def test_an_answer_under_way_outlives_its_chunk(tmp_path, monkeypatch):
     """Making room deletes a file that is being sent: the client gets all of it."""
     data = os.urandom(8 << 20)
-    name, store = wire.digest(data), ChunkStore(tmp_path, ROOM, 0)
+    name, store = encoding.digest(data), ChunkStore(tmp_path, ROOM, 0)
     (store.parts / name).write_bytes(data)
     store.take(name, store.parts / name)
 
@@ -250,7 +250,7 @@ def test_a_newcomer_gets_an_anchor_and_the_patches_after_it_from_a_relay_alone(t
 def test_a_relay_fetches_the_patches_of_versions_before_their_weights(tmp_path, monkeypatch):
     """Where each version is published both ways, nodes that have the one before wait for the patch alone."""
     line, store = Line(tmp_path, count=3), ChunkStore(tmp_path / "relay", ROOM, 0)
-    monkeypatch.setattr(fill, "sources_of", lambda *args, **options: [line.chunks])
+    monkeypatch.setattr(fetcher, "sources_of", lambda *args, **options: [line.chunks])
 
     class Host:
         base_url, may_be_inside = "http://127.0.0.1:1", True
@@ -261,8 +261,8 @@ def test_a_relay_fetches_the_patches_of_versions_before_their_weights(tmp_path, 
     async def story():
         filler = Filler(Host(), some_info(), store, Relays(Host()), time.time)
         for version, manifest in enumerate(line.manifests):
-            signed = wire.to_json(sign_manifest(manifest, Key.generate(), now=0.0))
-            filler._manifests[version] = fill._Known(signed, manifest, 0.0)
+            signed = encoding.to_json(sign_manifest(manifest, Key.generate(), now=0.0))
+            filler._manifests[version] = fetcher._Known(signed, manifest, 0.0)
         while not await filler._fill():
             pass
 
@@ -274,7 +274,7 @@ def test_a_relay_fetches_the_patches_of_versions_before_their_weights(tmp_path, 
 
 def test_a_relay_serves_nothing_that_its_source_spoiled(ended, tmp_path, caplog, monkeypatch):
     """It names the source, and goes on with what is right."""
-    monkeypatch.setattr(fill, "REST_S", 0.05)
+    monkeypatch.setattr(fetcher, "REST_S", 0.05)
     victim = sorted(chunks_of(ended, 3))[0]
 
     async def story():
@@ -361,7 +361,7 @@ def test_a_relay_goes_on_where_a_kill_left_it(ended, tmp_path):
 
 
 def test_a_full_disk_is_told_and_what_is_here_is_served(ended, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(fill, "REST_S", 0.05)
+    monkeypatch.setattr(fetcher, "REST_S", 0.05)
 
     async def story():
         async with (
@@ -386,8 +386,8 @@ def test_a_full_disk_is_told_and_what_is_here_is_served(ended, tmp_path, monkeyp
 
 
 def test_a_relay_whose_folder_is_deleted_meanwhile_fills_it_again(ended, tmp_path, monkeypatch):
-    monkeypatch.setattr(fill, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(fill, "REST_S", 0.05)
+    monkeypatch.setattr(fetcher, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(fetcher, "REST_S", 0.05)
 
     async def story():
         async with (
@@ -407,7 +407,7 @@ def test_a_relay_whose_folder_is_deleted_meanwhile_fills_it_again(ended, tmp_pat
 def test_the_folder_of_another_run_is_deleted_and_no_run_names_a_path(tmp_path):
     runs = tmp_path / "runs"
     (runs / ("a" * 32)).mkdir(parents=True)
-    assert role._only(runs, "b" * 32) == runs / ("b" * 32)
+    assert relay._only(runs, "b" * 32) == runs / ("b" * 32)
     assert [path.name for path in runs.iterdir()] == ["b" * 32]
 
     @dataclasses.dataclass
@@ -424,9 +424,9 @@ def test_the_folder_of_another_run_is_deleted_and_no_run_names_a_path(tmp_path):
     for bad in ("../../home", "", "b" * 31, "b" * 32 + "\n"):
         info = some_info(bad)
         with pytest.raises(PeerError, match="not 32 hex digits"):
-            asyncio.run(role._info(Host(info)))
+            asyncio.run(relay._info(Host(info)))
     with pytest.raises(PeerError, match="another version"):
-        asyncio.run(role._info(Host(msgspec.structs.replace(some_info("b" * 32), protocol=PROTOCOL_VERSION + 1))))
+        asyncio.run(relay._info(Host(msgspec.structs.replace(some_info("b" * 32), protocol=PROTOCOL_VERSION + 1))))
 
 
 def test_a_plain_web_server_with_the_chunks_is_a_relay_too(ended, tmp_path):
@@ -517,12 +517,12 @@ def taken(folder: Path) -> int:
 
 def tiny_chunks(town: Town, version: int, count: int, expires: float) -> bytes:
     """A signed manifest of a version whose chunks have one byte each."""
-    names = tuple(wire.digest(f"{version} {i}".encode()) for i in range(count))
+    names = tuple(encoding.digest(f"{version} {i}".encode()) for i in range(count))
     file = FileEntry("model.safetensors", count, "0" * 64, names)
     run = town.desk.state.run
     manifest = Manifest(run, "policy", version, (), "float32", "a" * 64, (file,), 1, expires - 60.0, expires)
-    body, key = wire.to_json(manifest), load_or_make_key(town.folder.keys / "trainer.key")
-    return wire.to_json(SignedManifest(body=body, key=key.public, signature=key.sign("manifest", body)))
+    body, key = encoding.to_json(manifest), load_or_make_key(town.folder.keys / "trainer.key")
+    return encoding.to_json(SignedManifest(body=body, key=key.public, signature=key.sign("manifest", body)))
 
 
 def test_chunks_of_one_byte_do_not_fill_the_disk(ended, tmp_path):
@@ -541,7 +541,7 @@ def test_chunks_of_one_byte_do_not_fill_the_disk(ended, tmp_path):
 def test_manifests_without_end_do_not_fill_the_disk_or_the_memory(ended, tmp_path, monkeypatch):
     """A host whose manifests are large, expire at once, and are of ever other versions. Each here is 200 kB."""
     room, now = 2 << 20, time.time()
-    monkeypatch.setattr(fill, "MANIFESTS_BYTES", 3 << 20)
+    monkeypatch.setattr(fetcher, "MANIFESTS_BYTES", 3 << 20)
     monkeypatch.setattr(store_module, "MOST_NAMES", 50_000)
     store = ChunkStore(tmp_path, IN_HAND_BYTES + room, 0)
     version, asked = 200, []
@@ -567,7 +567,7 @@ def test_manifests_without_end_do_not_fill_the_disk_or_the_memory(ended, tmp_pat
             assert max(filler._manifests) == version
             pairs = [kept[:2] for _, kept in sorted(filler._manifests.items(), reverse=True)]
             store.missing(pairs)
-            assert taken(tmp_path) <= room and wire.digest(pairs[0][0]) in store.held
+            assert taken(tmp_path) <= room and encoding.digest(pairs[0][0]) in store.held
             now += 2
             before = taken(tmp_path), len(asked)
             await (
@@ -611,7 +611,7 @@ def test_that_a_list_of_many_names_others_is_no_news(count, again):
 
 
 def test_relays_that_come_and_go_begin_a_transfer_anew_less_and_less(ended, tmp_path, monkeypatch):
-    monkeypatch.setattr(fill, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(fetcher, "LOOK_EVERY_S", 0.0)
     asked, is_new = [], False
 
     @dataclasses.dataclass

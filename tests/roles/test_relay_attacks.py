@@ -7,15 +7,15 @@ import time
 import httpx
 import pytest
 
-from shoal.net import outside
-from shoal.net.addresses import is_outside
+from shoal.net import safe_http
 from shoal.net.client import Client, PeerRefused
-from shoal.net.connections import Limits
-from shoal.protocol.identity import Key
-from shoal.protocol.types import RelayOffer, RelayStanding
+from shoal.net.connection_limits import Limits
+from shoal.net.urls import is_outside
+from shoal.protocol.messages import RelayOffer, RelayStanding
+from shoal.protocol.signing import Key
 from shoal.roles.coordinator import relays
-from shoal.roles.offering import application
-from shoal.roles.sharing import SharedVersions
+from shoal.roles.node.serve_chunks import application
+from shoal.roles.node.share_weights import SharedVersions
 from tests.net.wires import serving
 from tests.roles.town import URL, Town, tiny_run
 
@@ -53,8 +53,8 @@ def names(monkeypatch):
             found[1:] if host == "moves.example.org" and asked.count(host) > 1 else found[: 2 if "half" in host else 1]
         )
 
-    monkeypatch.setattr(outside, "addresses_of", addresses_of)
-    monkeypatch.setattr(outside, "is_outside", lambda text: text.startswith("127.0.1.") or is_outside(text))
+    monkeypatch.setattr(safe_http, "addresses_of", addresses_of)
+    monkeypatch.setattr(safe_http, "is_outside", lambda text: text.startswith("127.0.1.") or is_outside(text))
     monkeypatch.setattr(relays, "CHALLENGES_PER_S", 1000.0)
     return leads
 

@@ -9,16 +9,17 @@ import httpx
 import pytest
 
 from shoal.errors import PeerError
-from shoal.net import addresses, outside, urls
+from shoal.net import safe_http, urls
+from shoal.net import urls as addresses
 from shoal.protocol.constants import MAX_URL_CHARS
-from shoal.protocol.identity import Key
-from shoal.protocol.relays import sign_proof
-from shoal.protocol.types import RelayOffer, RelayProof
-from shoal.protocol.wire import WireError, from_json, to_json
-from shoal.roles import offering
-from shoal.roles.coordinator import challenges, relays, role
+from shoal.protocol.encoding import WireError, from_json, to_json
+from shoal.protocol.messages import RelayOffer, RelayProof
+from shoal.protocol.relay_proof import sign_proof
+from shoal.protocol.signing import Key
+from shoal.roles.coordinator import main, relay_challenges, relays
 from shoal.roles.coordinator.relays import RelayList
-from shoal.weights.sources import HttpSource
+from shoal.roles.node import serve_chunks
+from shoal.weights.fetch.sources import HttpSource
 from tests.roles.town import Town, tiny_run
 from tests.weights.web import head, web_server
 
@@ -42,8 +43,8 @@ class Internet:
     serves: bytes = b""
 
     def __post_init__(self):
-        self.monkeypatch.setattr(outside, "addresses_of", self.addresses_of)
-        self.monkeypatch.setattr(outside, "ask", self.ask)
+        self.monkeypatch.setattr(safe_http, "addresses_of", self.addresses_of)
+        self.monkeypatch.setattr(safe_http, "ask", self.ask)
         self.book = RelayList(
             RUN, lambda: self.now, self.sample, may_be_inside=self.may_be_inside, rng=random.Random(0)
         )
@@ -123,7 +124,7 @@ def test_an_offer_that_comes_during_its_challenge_is_repeated_soon(net):
         said.append(net.offer(HONEST, host="192.168.1.7", port=8480))
         return await really(*args, **more)
 
-    net.monkeypatch.setattr(outside, "ask", ask)
+    net.monkeypatch.setattr(safe_http, "ask", ask)
     net.offer(HONEST, host="192.168.1.7", port=8480)
     net.work()
     assert not said[0].listed and said[0].retry_s < 5
@@ -198,10 +199,10 @@ def test_offers_of_one_address_and_the_queue_are_bounded(net):
     for i in range(200):
         net.names[f"h{i}.example.org"] = [f"93.184.{i % 200}.1"]
         net.offer(Key.generate(), f"http://h{i}.example.org")
-    assert len(net.book.challenges.queue) == challenges.OFFERS_BURST
+    assert len(net.book.challenges.queue) == relay_challenges.OFFERS_BURST
     for i in range(200):
         net.offer(Key.generate(), f"http://h{i}.example.org", host=f"198.51.{i}.1")
-    assert len(net.book.challenges.queue) == challenges.MOST_QUEUED
+    assert len(net.book.challenges.queue) == relay_challenges.MOST_QUEUED
 
 
 def test_the_queue_has_room_for_one_however_many_addresses_of_a_network_offer(net):
@@ -211,14 +212,14 @@ def test_the_queue_has_room_for_one_however_many_addresses_of_a_network_offer(ne
     net.names["relay.example.net"], net.servers["http://relay.example.net"] = [OUTSIDE], HONEST
     net.offer(HONEST, "http://relay.example.net", host="198.51.100.7")
     assert "http://relay.example.net" in net.book.challenges.queue
-    assert len(net.book.challenges.queue) == challenges.MOST_QUEUED
+    assert len(net.book.challenges.queue) == relay_challenges.MOST_QUEUED
     net.work()
     assert net.offer(HONEST, "http://relay.example.net").listed
 
 
 def test_networks_take_turns_in_the_queue(net):
     """Else one network could let all others wait for all its offers."""
-    net.names |= {f"h{i}.example.org": [f"93.184.{i}.1"] for i in range(challenges.MOST_QUEUED - 1)}
+    net.names |= {f"h{i}.example.org": [f"93.184.{i}.1"] for i in range(relay_challenges.MOST_QUEUED - 1)}
     for name in net.names:
         net.offer(Key.generate(), f"http://{name}", host=f"203.0.113.{name[1:].split('.')[0]}")
     net.servers["http://198.51.100.7:8480"] = HONEST
@@ -349,8 +350,8 @@ def test_a_relay_elsewhere_than_it_calls_from_gets_its_turn_beside_endless_offer
         net.work()
         net.now += 60
     waited_s = net.now - began
-    assert waited_s < 9 * challenges.ASK_AGAIN_S
-    assert len(net.asked) <= 2 + waited_s / challenges.ASK_AGAIN_S
+    assert waited_s < 9 * relay_challenges.ASK_AGAIN_S
+    assert len(net.asked) <= 2 + waited_s / relay_challenges.ASK_AGAIN_S
 
 
 def test_an_old_proof_is_not_good_for_a_new_nonce(net, monkeypatch):
@@ -462,11 +463,11 @@ def test_a_request_follows_no_redirect_reads_little_and_ends_in_time():
         async with server:
             url = httpx.URL(f"http://relay.example.net:{port}/base")
             with pytest.raises(PeerError, match="no redirect is followed"):
-                await outside.ask(url, "127.0.0.1", "/away", cap=100, limit_s=2)
-            status, body = await outside.ask(url, "127.0.0.1", "/endless", cap=1024, limit_s=2)
+                await safe_http.ask(url, "127.0.0.1", "/away", cap=100, limit_s=2)
+            status, body = await safe_http.ask(url, "127.0.0.1", "/endless", cap=1024, limit_s=2)
             assert (status, len(body)) == (200, 1024)
             with pytest.raises(PeerError):
-                await outside.ask(url, "127.0.0.1", "/slow", cap=100, limit_s=0.3)
+                await safe_http.ask(url, "127.0.0.1", "/slow", cap=100, limit_s=0.3)
             server.close()
 
     asyncio.run(asyncio.wait_for(story(), 20))
@@ -500,7 +501,7 @@ def test_an_offered_url_does_not_end_the_coordinators_task_for_relays():
 
 
 def test_the_coordinators_task_for_relays_starts_again_whatever_ends_it(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(offering, "REST_S", 0.01)
+    monkeypatch.setattr(serve_chunks, "REST_S", 0.01)
     town, runs = Town(tmp_path, tiny_run()), []
 
     async def failing() -> None:
@@ -509,7 +510,7 @@ def test_the_coordinators_task_for_relays_starts_again_whatever_ends_it(tmp_path
 
     async def story() -> None:
         town.desk.relays.run = failing
-        async with role._ticking(town.desk)(None):
+        async with main._ticking(town.desk)(None):
             while len(runs) < 3:
                 await asyncio.sleep(0.01)
 

@@ -9,12 +9,12 @@ import pytest
 
 from shoal.errors import PeerError
 from shoal.net.client import Client
-from shoal.net.keys import load_or_make_key
-from shoal.protocol import types as t
-from shoal.protocol.identity import Key
-from shoal.protocol.promises import sign_promise
-from shoal.protocol.wire import digest, from_json, to_json
-from shoal.roles.worker import Worker
+from shoal.net.key_files import load_or_make_key
+from shoal.protocol import messages as t
+from shoal.protocol.encoding import digest, from_json, to_json
+from shoal.protocol.host_signatures import sign_promise
+from shoal.protocol.signing import Key
+from shoal.roles.worker.worker import Worker
 from tests.roles.town import URL, Town, tiny_run
 
 IMPOSTOR = Key(b"\x09" * 32)

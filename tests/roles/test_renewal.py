@@ -6,8 +6,8 @@ import time
 import pytest
 
 from shoal.ledger.commands import Admin
-from shoal.ledger.facts.versions import CheckpointPublished
-from shoal.ledger.log.book import Book
+from shoal.ledger.log.writer import Book
+from shoal.ledger.versions import CheckpointPublished
 from tests.roles.town import Town, tiny_run
 
 
@@ -28,7 +28,7 @@ def calendar():
 
 @pytest.fixture
 def town(tmp_path, calendar, monkeypatch):
-    monkeypatch.setattr("shoal.roles.coordinator.api.LONG_POLL_S", 0.1)
+    monkeypatch.setattr("shoal.roles.coordinator.calls.LONG_POLL_S", 0.1)
     return Town(tmp_path / "run", tiny_run(steps=1), clock=calendar)
 
 

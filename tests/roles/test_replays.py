@@ -10,18 +10,18 @@ import pytest
 
 from shoal.errors import PeerError
 from shoal.ledger.commands import Publish
-from shoal.ledger.facts.members import NodeJoined, NodeLeft
-from shoal.ledger.facts.run import RulesChanged
+from shoal.ledger.members import NodeJoined, NodeLeft
+from shoal.ledger.run import RulesChanged
 from shoal.net.client import Client, PeerRefused
-from shoal.net.faults import Fault, FaultyTransport
-from shoal.net.keys import load_or_make_key
-from shoal.protocol import types as t
+from shoal.net.key_files import load_or_make_key
+from shoal.protocol import messages as t
 from shoal.protocol.constants import KEY_REQUESTS_PER_S
-from shoal.protocol.wire import digest, from_json, to_json
-from shoal.roles.coordinator import api
-from shoal.roles.coordinator.api import application
-from shoal.roles.coordinator.role import open_run
+from shoal.protocol.encoding import digest, from_json, to_json
+from shoal.roles.coordinator import calls as api
+from shoal.roles.coordinator.calls import application
+from shoal.roles.coordinator.main import open_run
 from shoal.weights.manifest import sign_manifest
+from tests.net.faults import Fault, FaultyTransport
 from tests.roles.town import URL, Town, _hurry, tiny_run
 
 

@@ -7,19 +7,19 @@ import time
 import msgspec
 import pytest
 
-from shoal.engine.local import LocalEngine
+from shoal.engine.native import LocalEngine
 from shoal.errors import PeerError, StateError
 from shoal.net.client import PeerRefused
-from shoal.net.keys import load_or_make_key, save_key
-from shoal.protocol import types as t
-from shoal.protocol.identity import Key
-from shoal.protocol.publishers import sign_rotation
-from shoal.protocol.types import Publishers, Rotation, RunInfo
-from shoal.protocol.wire import digest, from_json, to_json
-from shoal.roles.auditor.log import audit_folder
-from shoal.roles.coordinator.board import Board
-from shoal.roles.pinned import take_publishers
-from shoal.roles.seat import take_seat
+from shoal.net.key_files import load_or_make_key, save_key
+from shoal.protocol import messages as t
+from shoal.protocol.encoding import digest, from_json, to_json
+from shoal.protocol.host_signatures import sign_rotation
+from shoal.protocol.messages import Publishers, Rotation, RunInfo
+from shoal.protocol.signing import Key
+from shoal.roles.auditor.verify_log import audit_folder
+from shoal.roles.coordinator.status import Board
+from shoal.roles.node.publisher_pins import take_publishers
+from shoal.roles.node.session import take_seat
 from shoal.weights.manifest import sign_manifest, signer_of
 from tests.roles.town import Town, tiny_run
 
@@ -28,7 +28,7 @@ ROOT, NEW, NEWER, THIEF = (Key(bytes([n]) * 32) for n in range(21, 25))
 
 @pytest.fixture(autouse=True)
 def short_polls(monkeypatch):
-    monkeypatch.setattr("shoal.roles.coordinator.api.LONG_POLL_S", 0.2)
+    monkeypatch.setattr("shoal.roles.coordinator.calls.LONG_POLL_S", 0.2)
 
 
 @pytest.fixture

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 
 from shoal.config import TinyPolicy
-from shoal.engine.cheats import CHEATS
-from shoal.engine.local import LocalEngine
+from shoal.engine.dishonest import CHEATS
+from shoal.engine.native import LocalEngine
 from shoal.errors import PeerError
+from shoal.ledger.batches import BatchFormed, GroupAccepted
 from shoal.ledger.commands import Admin
-from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
-from shoal.ledger.facts.leases import LeaseLapsed
-from shoal.ledger.facts.pools import PoolsChanged
+from shoal.ledger.leases import LeaseLapsed
+from shoal.ledger.pools import PoolsChanged
 from shoal.metrics import read_metrics
-from shoal.policy.tiny import make_tiny
-from shoal.protocol import types as t
-from shoal.protocol.wire import from_msgpack
-from shoal.roles import loading
-from shoal.roles.coordinator.board import Board, batch_of
-from shoal.roles.seat import Seat
+from shoal.models.random_model import make_tiny
+from shoal.protocol import messages as t
+from shoal.protocol.encoding import from_msgpack
+from shoal.roles.coordinator.status import Board, batch_of
+from shoal.roles.node import engine_loader
+from shoal.roles.node.session import Seat
 from tests.envs import musing, pile
 from tests.roles.town import Town, tiny_run
 
@@ -256,7 +256,7 @@ def test_a_worker_that_stops_gives_its_lease_back(tmp_path):
 @pytest.mark.parametrize("role", ["worker", "validator"])
 def test_who_is_told_to_stop_does_not_wait_for_a_version_that_takes_long(tmp_path, monkeypatch, role):
     town = Town(tmp_path / "run", tiny_run())
-    monkeypatch.setattr(loading, "LOAD_GRACE_S", 0.2)
+    monkeypatch.setattr(engine_loader, "LOAD_GRACE_S", 0.2)
     load = Seat.load
 
     async def story():

@@ -14,7 +14,7 @@ import pytest
 from shoal.errors import StateError
 from shoal.ledger.commands import Admin
 from shoal.metrics import read_metrics
-from shoal.roles.trainer.journal import Journal, JournalStep, journal_step
+from shoal.roles.trainer.state import Journal, JournalStep, journal_step
 from shoal.train.checkpoint import kept_versions
 from tests.roles.town import Town, tiny_run
 
@@ -230,7 +230,7 @@ def test_a_run_that_saves_every_state_has_no_journal(tmp_path):
 
 def test_a_full_disk_stops_the_run_before_the_version_is_announced(tmp_path, monkeypatch):
     town = Town(tmp_path / "run", tiny_run(storage=FEW))
-    monkeypatch.setattr("shoal.roles.trainer.journal.write_atomically", _full)
+    monkeypatch.setattr("shoal.roles.trainer.state.write_atomically", _full)
     with pytest.raises(ExceptionGroup) as raised:
         asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker-0")))
     assert "cannot write the step of version 1" in str(raised.value.exceptions[0].exceptions[0])

@@ -6,8 +6,8 @@ import pytest
 
 from shoal.envs.interface import MAX_NAME, MAX_NAMED, Earned
 from shoal.metrics import read_metrics
-from shoal.roles import scores
-from shoal.roles.scores import ScoreFile, Tally, means_of, take_scores
+from shoal.roles.node import reward_parts
+from shoal.roles.node.reward_parts import ScoreFile, Tally, means_of, take_scores
 from tests.roles.town import Town, tiny_run
 
 PARTS = """
@@ -95,7 +95,7 @@ def test_scores_are_taken_once_and_half_lines_are_left_out(tmp_path):
 
 
 def test_scores_that_nobody_takes_do_not_fill_the_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(scores, "MOST_BYTES", 1000)
+    monkeypatch.setattr(reward_parts, "MOST_BYTES", 1000)
     for _ in range(1000):
         ScoreFile(tmp_path, "stage").write("env", Tally().add([Earned(0.0, {"a": 1.0}, {})]))
     assert 1000 <= (tmp_path / "stage.jsonl").stat().st_size < 1100

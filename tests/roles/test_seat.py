@@ -9,22 +9,22 @@ import httpx
 import msgspec
 import pytest
 
-from shoal.engine.local import LocalEngine
+from shoal.engine.native import LocalEngine
 from shoal.errors import PeerError, Superseded
-from shoal.launch.local import LOOK_EVERY_S
+from shoal.launch.supervisor import LOOK_EVERY_S
 from shoal.ledger.commands import Admin
-from shoal.ledger.facts.leases import LeaseLapsed
+from shoal.ledger.leases import LeaseLapsed
 from shoal.protocol.constants import MAX_GROUP_ROLLOUTS, MAX_LEASE_BLOCKS, MAX_ROLLOUT_TOKENS
-from shoal.protocol.types import Block, Join, Lease, Sampling, Slot
-from shoal.protocol.wire import from_json, to_json
-from shoal.roles import evidence, seat
-from shoal.roles.coordinator import desk
-from shoal.roles.coordinator.board import Board
-from shoal.roles.leases import demand_sound
-from shoal.roles.seat import take_seat
-from shoal.roles.worker import LATE
-from shoal.weights import transfer
-from shoal.weights.pieces import Part
+from shoal.protocol.encoding import from_json, to_json
+from shoal.protocol.messages import Block, Join, Lease, Sampling, Slot
+from shoal.roles.coordinator import coordinator
+from shoal.roles.coordinator.status import Board
+from shoal.roles.node import evidence, session
+from shoal.roles.node.lease_client import demand_sound
+from shoal.roles.node.session import take_seat
+from shoal.roles.worker.worker import LATE
+from shoal.weights.fetch import transfer
+from shoal.weights.fetch.chunks import Part
 from tests.roles.forgery import bodies
 from tests.roles.town import Town, tiny_run
 
@@ -97,12 +97,12 @@ def test_a_node_that_starts_again_waits_out_another_program_where_it_joined_befo
 
 
 def test_a_validator_that_is_not_admitted_asks_more_often_than_a_host_looks_whether_its_run_has_ended():
-    assert 2 * seat.ADMISSION_POLL_S <= LOOK_EVERY_S
+    assert 2 * session.ADMISSION_POLL_S <= LOOK_EVERY_S
 
 
 def test_a_validator_that_was_admitted_says_so_at_once(tmp_path, monkeypatch):
     town, said = Town(tmp_path / "run", tiny_run()), []
-    monkeypatch.setattr(seat, "ADMISSION_POLL_S", 0.0)
+    monkeypatch.setattr(session, "ADMISSION_POLL_S", 0.0)
 
     async def story():
         async with town.client(tmp_path / "guest.key") as client:
@@ -112,7 +112,7 @@ def test_a_validator_that_was_admitted_says_so_at_once(tmp_path, monkeypatch):
                 said.append(words)
                 town.desk.book.write(Admin("admit", client.key.public, town.clock()), town.clock())
 
-            await seat.join_run(client, Join("validator", "guest", 0.0, "test", "float32", "cpu"), now)
+            await session.join_run(client, Join("validator", "guest", 0.0, "test", "float32", "cpu"), now)
 
     asyncio.run(story())
     assert said == ["waiting: the host has not admitted this validator's key", "admitted: asking for work"]
@@ -144,8 +144,8 @@ def test_a_kind_that_is_not_the_default_is_sent():
 
 
 def test_a_worker_gives_back_a_lease_of_a_kind_that_it_does_not_know(tmp_path, monkeypatch):
-    town, lease_of = Town(tmp_path / "run", tiny_run()), desk.lease_of
-    monkeypatch.setattr(desk, "lease_of", lambda *args: of_another_kind(lease_of(*args)))
+    town, lease_of = Town(tmp_path / "run", tiny_run()), coordinator.lease_of
+    monkeypatch.setattr(coordinator, "lease_of", lambda *args: of_another_kind(lease_of(*args)))
 
     async def story():
         trainer = asyncio.create_task(town.trainer().run())
@@ -163,14 +163,14 @@ def test_a_worker_gives_back_a_lease_of_a_kind_that_it_does_not_know(tmp_path, m
 
 
 def test_a_validator_judges_no_lease_of_a_kind_that_it_does_not_know(tmp_path, monkeypatch):
-    town, lease_of = Town(tmp_path / "run", tiny_run()), desk.lease_of
+    town, lease_of = Town(tmp_path / "run", tiny_run()), coordinator.lease_of
     worker, validator = town.worker("worker"), town.validator()
 
     async def story():
         others = [asyncio.create_task(role.run()) for role in (town.trainer(), worker)]
         while not town.desk.state.submissions:
             await asyncio.sleep(0.02)
-        monkeypatch.setattr(desk, "lease_of", lambda *args: of_another_kind(lease_of(*args)))
+        monkeypatch.setattr(coordinator, "lease_of", lambda *args: of_another_kind(lease_of(*args)))
         try:
             with pytest.raises(PeerError, match="the lease holds preferences"):
                 await asyncio.wait_for(validator.run(), 30.0)

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as replace_struct
 
-from shoal import cli
+from shoal.chat.renderer import Renderer
+from shoal.cli import main
 from shoal.config import TinyPolicy
 from shoal.envs.evaluate import Evaluation, evaluate
 from shoal.errors import ConfigError, MessagesRefused, ShoalError, StateError
-from shoal.folder import COLD_START_RECIPE, cold_start_folder
-from shoal.policy.render import Renderer
-from shoal.policy.spec import write_json
-from shoal.policy.tiny import make_tiny
-from shoal.protocol.types import POLICY
-from shoal.roles import sft, sft_examples
-from shoal.roles.evaluate import planned
-from shoal.roles.sft_examples import scripted_games
+from shoal.jobs import sft, sft_examples
+from shoal.jobs.evaluate import planned
+from shoal.jobs.sft_examples import scripted_games
+from shoal.models.config import write_json
+from shoal.models.random_model import make_tiny
+from shoal.protocol.messages import POLICY
+from shoal.run_folder import COLD_START_RECIPE, cold_start_folder
 from shoal.train.sft import FineTuning
 from tests.envs import musing
 
@@ -177,7 +177,7 @@ def test_another_recipe_does_not_go_on_with_what_was_stopped(
 def test_an_environment_whose_file_was_changed_does_not_go_on_with_what_was_stopped(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = "from shoal.envs.arithmetic import environment as sums\nenvironment = lambda: sums(digits={})\n"
+    source = "from shoal.envs.builtin.arithmetic import environment as sums\nenvironment = lambda: sums(digits={})\n"
     (tmp_path / "own.py").write_text(source.format(1))
     with monkeypatch.context() as patched:
         stop_after(patched, 3)
@@ -227,7 +227,7 @@ def test_wins_are_shown_beside_the_loss_and_are_those_of_the_command_that_is_pri
     out.parent.mkdir()
     with caplog.at_level(logging.INFO, "sft"):
         words = ["--eval-every", "4", "--set", "stop_at=0.0", "--set", "seed=3", "--set", 'env.system="3 4 5"']
-        assert cli.main(["sft", str(recipe), "--out", str(out), *words]) == 0
+        assert main.main(["sft", str(recipe), "--out", str(out), *words]) == 0
     assert re.findall(r"step=(\d+)/12 loss=", caplog.text) == [str(step) for step in range(1, 13) if step != 11]
     lines = re.findall(r"step=(\d+)/12 loss=\S+ nats wins=([\d.]+)%", caplog.text)
     assert [step for step, _ in lines] == ["4", "8", "12"]
@@ -238,7 +238,7 @@ def test_wins_are_shown_beside_the_loss_and_are_those_of_the_command_that_is_pri
     assert command[2] == str(out)
     figures = tmp_path / "figures.json"
     for checkpoint, (_, wins) in ((out, lines[-1]), (out.with_name("out-checkpoints") / "step000004", lines[0])):
-        assert cli.main([command[1], str(checkpoint), *command[3:], "--samples", "1", "--out", str(figures)]) == 0
+        assert main.main([command[1], str(checkpoint), *command[3:], "--samples", "1", "--out", str(figures)]) == 0
         told = dict(zip(command[3::2], map(int, command[4::2]), strict=True))
         limits = planned(checkpoint).sampling  # without those that are printed
         assert (limits.max_turn_tokens, limits.max_tokens) == (told["--max-turn-tokens"], told["--max-tokens"])
@@ -259,7 +259,8 @@ def test_it_stops_at_the_first_evaluation_that_reaches_the_share(
     monkeypatch.setattr(sft.SftEvaluation, "share", lambda evaluation, figures: next(shares))
     with caplog.at_level(logging.INFO, "sft"):
         assert (
-            cli.main(["sft", str(recipe), "--out", str(tmp_path / "out"), "--eval-every", "4", "--stop-at", "0.4"]) == 0
+            main.main(["sft", str(recipe), "--out", str(tmp_path / "out"), "--eval-every", "4", "--stop-at", "0.4"])
+            == 0
         )
     assert "after step=8" in caplog.text and "was not reached" not in caplog.text
     assert weights(tmp_path / "out") == weights(tmp_path / "out-checkpoints" / "step000008")
@@ -575,7 +576,7 @@ def test_threads_of_a_command_that_computes_wait_without_spinning(
     monkeypatch.setenv("OMP_WAIT_POLICY", "")
     monkeypatch.delenv("OMP_WAIT_POLICY")
     words = {"sft": ["none.toml", "--out", str(tmp_path / "out")], "eval": [str(tmp_path / "none"), "--env", "wordle"]}
-    assert cli.main([command, *words[command]]) == 2
+    assert main.main([command, *words[command]]) == 2
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
@@ -584,7 +585,7 @@ def test_a_killed_cold_start_leaves_nothing_outside_its_folder_and_the_next_clea
 ) -> None:
     (temporary := tmp_path / "tmp").mkdir()
     out, environ = tmp_path / "out", os.environ | {"TMPDIR": str(temporary)}
-    command = [sys.executable, "-m", "shoal.cli", "sft", str(recipe), "--out", str(out), "--set"]
+    command = [sys.executable, "-m", "shoal", "sft", str(recipe), "--out", str(out), "--set"]
     process = subprocess.Popen([*command, "steps=99999"], stderr=subprocess.PIPE, text=True, env=environ)
     assert process.stderr is not None
     for line in process.stderr:
@@ -615,7 +616,7 @@ def test_ctrl_c_ends_the_command_with_its_exit_code(recipe: Path, tmp_path: Path
     command = [
         sys.executable,
         "-m",
-        "shoal.cli",
+        "shoal.cli.main",
         "sft",
         str(recipe),
         "--out",

@@ -8,20 +8,22 @@ import time
 import httpx
 import pytest
 
-from shoal import cli
+from shoal.cli import main
 from shoal.errors import NothingYet
 from shoal.net.client import Client
-from shoal.net.connections import Limits
-from shoal.protocol.identity import Key
-from shoal.protocol.types import RelayEntry
-from shoal.roles import offering, validator, worker
-from shoal.roles.coordinator.api import application as coordinator
-from shoal.roles.offering import application
-from shoal.roles.sharing import SHARED_VERSIONS, Share, SharedVersions, sharing
-from shoal.weights.fetch import fetch
+from shoal.net.connection_limits import Limits
+from shoal.protocol.messages import RelayEntry
+from shoal.protocol.signing import Key
+from shoal.roles import validator
+from shoal.roles.coordinator.calls import application as coordinator
+from shoal.roles.node import serve_chunks
+from shoal.roles.node.serve_chunks import application
+from shoal.roles.node.share_weights import SHARED_VERSIONS, Share, SharedVersions, sharing
+from shoal.roles.worker import worker
+from shoal.weights.fetch.chunks import sized_chunks
+from shoal.weights.fetch.fetch import fetch
+from shoal.weights.fetch.relay_sources import RelaySource, held_chunks
 from shoal.weights.manifest import content_of
-from shoal.weights.pieces import sized_chunks
-from shoal.weights.relays import RelaySource, held_chunks
 from tests.net.wires import serving
 from tests.roles.town import Town, tiny_run
 from tests.weights.checkpoints import Chunks, make_checkpoint, published
@@ -40,17 +42,17 @@ def test_a_node_shares_only_if_it_is_told_to(role, tmp_path, monkeypatch):
         monkeypatch.setattr(module, "main", lambda *args, **named: started.append(named))
     url = ["--share-url", "http://203.0.113.7:9001"]
     for words in ([], ["--share-port", "9000"], ["--share", "--share-port", "9000"], ["--share"], ["--share", *url]):
-        assert cli.main([role, "http://host", "--home", str(tmp_path), *words]) == 0
+        assert main.main([role, "http://host", "--home", str(tmp_path), *words]) == 0
     assert [named["share_port"] for named in started] == [None, None, 9000, 8481, 8481]
     assert [named["share_url"] for named in started] == ["", "", "", "", url[1]]
-    assert cli.main([role, "http://host", "--home", str(tmp_path), *url]) == 2 and len(started) == 5
+    assert main.main([role, "http://host", "--home", str(tmp_path), *url]) == 2 and len(started) == 5
 
 
 def test_a_node_that_is_not_told_to_listens_nowhere_and_offers_nothing(tmp_path, monkeypatch):
     def listens(*args, **named):
         raise AssertionError("it listens")
 
-    monkeypatch.setattr("shoal.roles.sharing.listen", listens)
+    monkeypatch.setattr("shoal.roles.node.share_weights.listen", listens)
     town = Town(tmp_path / "run", tiny_run())
 
     async def story():
@@ -214,8 +216,8 @@ def test_a_chunk_that_is_not_here_is_not_served(tmp_path):
 
 def test_serving_and_offering_that_end_are_told_and_start_again(tmp_path, monkeypatch, caplog):
     """A node's work goes on without them, so nobody would notice."""
-    monkeypatch.setattr(offering, "REST_S", 0.05)
-    make_server, offers, failures = offering.http_server, [], [OSError("too many files"), None]
+    monkeypatch.setattr(serve_chunks, "REST_S", 0.05)
+    make_server, offers, failures = serve_chunks.http_server, [], [OSError("too many files"), None]
 
     def http_server(app, limits):
         server = make_server(app, limits)
@@ -235,8 +237,8 @@ def test_serving_and_offering_that_end_are_told_and_start_again(tmp_path, monkey
             raise RuntimeError("a fault of ours")
         await asyncio.sleep(60)
 
-    monkeypatch.setattr(offering, "http_server", http_server)
-    monkeypatch.setattr(offering, "offer", offer)
+    monkeypatch.setattr(serve_chunks, "http_server", http_server)
+    monkeypatch.setattr(serve_chunks, "offer", offer)
 
     async def story():
         key, shared = Key.generate(), SharedVersions(tmp_path)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.roles import shifts
-from shoal.roles.queue import Queue
-from shoal.roles.shifts import Alone, Shared, shift_of
+from shoal.roles.node import device_queue
+from shoal.roles.node.device_queue import Alone, Queue, Shared, shift_of
 
 
 class Weights:
@@ -28,7 +27,7 @@ class Weights:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shifts, "POLL_S", 0.002)
+    monkeypatch.setattr(device_queue, "POLL_S", 0.002)
 
 
 def process(folder: Path, name: str) -> tuple[Shared, Weights]:

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from shoal.errors import StateError
-from shoal.protocol import types as t
+from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS
-from shoal.protocol.records import difference, rollout_digest
-from shoal.protocol.wire import WireError
-from shoal.roles.stage.memo import Memo, Reply, Step, Taken
-from shoal.roles.stage.turns import Ask, Conflict, Limits, record_of, take_turn
+from shoal.protocol.encoding import WireError
+from shoal.protocol.host_records import difference, rollout_digest
+from shoal.roles.env_server.replies import Memo, Reply, Step, Taken
+from shoal.roles.env_server.turns import Ask, Conflict, Limits, record_of, take_turn
 
 STOP, SIZE = 9, 2
 LIMITS = Limits(vocabulary=16, stop_ids=frozenset({STOP}))
@@ -286,7 +286,7 @@ CLOSING = """
 import sys, threading
 from pathlib import Path
 from shoal.errors import StateError
-from shoal.roles.stage.memo import Memo, Taken
+from shoal.roles.env_server.replies import Memo, Taken
 
 def book(memo, lease, begun):
     for turn in range(10_000):
@@ -319,7 +319,7 @@ def test_a_stage_that_is_stopped_while_turns_are_booked_ends_in_order(tmp_path: 
 
 def test_old_versions_are_forgotten_little_by_little(memo: Memo, monkeypatch) -> None:
     """Each piece leaves room for turns that wait to be booked."""
-    monkeypatch.setattr("shoal.roles.stage.memo._FORGOTTEN_AT_ONCE", 3)
+    monkeypatch.setattr("shoal.roles.env_server.replies._FORGOTTEN_AT_ONCE", 3)
     for lease in range(5):
         ask(memo, t.Turn(BLOCK.index, 0), Toy(), lease=str(lease), shared=False, version=lease // 4)
     pieces, write = [], memo._write

@@ -16,20 +16,20 @@ import numpy as np
 import psutil
 import pytest
 
+from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
-from shoal.envs.conversation import Conversation
 from shoal.envs.load import env_digest, load_env
+from shoal.envs.rollout import Conversation
 from shoal.errors import StateError
 from shoal.graders.llm_judge import NoAnswer
-from shoal.policy.render import Renderer
-from shoal.policy.tiny import make_tiny
-from shoal.protocol import types as t
+from shoal.models.random_model import make_tiny
+from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS
-from shoal.roles.stage.child import Answer, Opening, Request, TimeLeft, loud
-from shoal.roles.stage.memo import Memo
-from shoal.roles.stage.players import ChildPlayer, Gone, Shard
-from shoal.roles.stage.troupes import Players
-from shoal.roles.stage.turns import Ask, Limits, record_of, take_turn
+from shoal.roles.env_server.env_process import Answer, Opening, Request, TimeLeft, loud
+from shoal.roles.env_server.process_pool import Players
+from shoal.roles.env_server.replies import Memo
+from shoal.roles.env_server.shards import ChildPlayer, Gone, Shard
+from shoal.roles.env_server.turns import Ask, Limits, record_of, take_turn
 
 ODD = '''
 import random, time, os
@@ -231,7 +231,7 @@ def test_a_traceback_that_repeats_itself_is_printed_less_and_less(capfd) -> None
 
 @pytest.mark.parametrize("error", [ConnectionRefusedError(), NoAnswer("silent"), ValueError(), TimeoutError("late")])
 def test_an_endpoint_that_does_not_answer_is_tried_three_times_more_where_the_host_plays(monkeypatch, error) -> None:
-    monkeypatch.setattr("shoal.roles.stage.child.PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("shoal.roles.env_server.env_process.PAUSES_S", (0.0, 0.0, 0.0))
     if isinstance(error, NoAnswer):
         error.__cause__ = TimeoutError("status 503")
 
@@ -260,7 +260,7 @@ def test_an_endpoint_that_does_not_answer_is_tried_three_times_more_where_the_ho
 @pytest.mark.parametrize(("turn_s", "calls"), [(0.3, 1), (0.9, 2), (60.0, 4)])
 def test_an_endpoint_is_not_tried_again_beyond_the_time_of_a_turn(monkeypatch, turn_s, calls) -> None:
     """Its process would be killed, and the rollout would end by that instead of the cause."""
-    monkeypatch.setattr("shoal.roles.stage.child.PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("shoal.roles.env_server.env_process.PAUSES_S", (0.0, 0.0, 0.0))
 
     class Dead:
         calls = 0
@@ -366,7 +366,7 @@ def test_an_episode_that_depends_on_the_hash_seed_can_be_played_again(theatre) -
 
 
 def test_episodes_that_were_idle_are_played_again(theatre, monkeypatch) -> None:
-    monkeypatch.setattr("shoal.roles.stage.players.HELD", 1)
+    monkeypatch.setattr("shoal.roles.env_server.shards.HELD", 1)
     theatre.turn(0, 0)
     theatre.turn(12, 0)
     assert theatre.played(0).ending == theatre.played(12).ending == "environment"
@@ -392,7 +392,7 @@ def test_an_environment_that_was_changed_since_the_log_began_is_refused_by_name(
 
 def test_a_slow_environment_gets_more_processes_and_holds_up_no_other(tmp_path, policy, monkeypatch) -> None:
     """The judge of one environment takes half a second for each answer."""
-    monkeypatch.setattr("shoal.roles.stage.players.SLOW_S", 0.3)
+    monkeypatch.setattr("shoal.roles.env_server.shards.SLOW_S", 0.3)
     theatre = Theatre(tmp_path, policy, most=8)
 
     def turn(env: str, slot: int, turn: int) -> float:
@@ -544,8 +544,8 @@ def test_an_environment_that_lets_no_thread_run_ends_with_the_stage(theatre) -> 
     theatre.turn(0, 0)
     stage = """
 import os, sys, threading, time, msgspec
-from shoal.roles.stage.child import Opening, Request
-from shoal.roles.stage.players import ChildPlayer
+from shoal.roles.env_server.env_process import Opening, Request
+from shoal.roles.env_server.shards import ChildPlayer
 player = ChildPlayer(msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=Opening))
 player.ask(Request(0, label="odd", task=0), 60.0)
 threading.Thread(target=player.ask, args=(Request(1, label="odd", task=15), 60.0), daemon=True).start()
@@ -579,6 +579,6 @@ def test_a_system_without_room_for_a_process_fails_no_rollout(theatre, monkeypat
 
 
 def test_an_answer_beyond_all_sizes_ends_the_process(theatre, monkeypatch) -> None:
-    monkeypatch.setattr("shoal.roles.stage.players.MAX_FRAME_BYTES", 8)
+    monkeypatch.setattr("shoal.roles.env_server.shards.MAX_FRAME_BYTES", 8)
     with pytest.raises(Gone, match="limit 8"):
         theatre.make("odd").ask(Request(0, label="odd"), 1.0)

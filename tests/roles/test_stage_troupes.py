@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shoal.errors import StateError
-from shoal.protocol import types as t
-from shoal.roles.stage.child import Answer, Request
-from shoal.roles.stage.memo import FinalScore, Memo, Reply, Step, Taken
-from shoal.roles.stage.players import Gone, Shard
-from shoal.roles.stage.troupes import Players
-from shoal.roles.stage.turns import Ask
+from shoal.protocol import messages as t
+from shoal.roles.env_server.env_process import Answer, Request
+from shoal.roles.env_server.process_pool import Players
+from shoal.roles.env_server.replies import FinalScore, Memo, Reply, Step, Taken
+from shoal.roles.env_server.shards import Gone, Shard
+from shoal.roles.env_server.turns import Ask
 
 SLOT = t.Slot(0, "00" * 32, "toy", 0)
 

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 
-from shoal.protocol.types import NodeState
-from shoal.roles.standing import Standing
+from shoal.protocol.messages import NodeState
+from shoal.roles.node.activity import Standing
 
 
 def test_a_change_of_pay_has_its_sign_and_a_loss_its_cause(caplog) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.ledger.facts.batches import GroupAccepted
-from shoal.ledger.facts.verdicts import VerdictGiven
-from shoal.protocol import types as t
-from shoal.protocol.wire import from_msgpack
-from shoal.roles.auditor.rollouts import Choice, examine
-from shoal.roles.coordinator.board import batch_of
+from shoal.ledger.batches import GroupAccepted
+from shoal.ledger.verdicts import VerdictGiven
+from shoal.protocol import messages as t
+from shoal.protocol.encoding import from_msgpack
+from shoal.roles.auditor.recompute import Choice, examine
+from shoal.roles.coordinator.status import batch_of
 from shoal.watch.reading import open_run
 from tests.roles.forgery import forged
 from tests.roles.town import Town, tiny_run

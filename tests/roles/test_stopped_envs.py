@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from shoal.envs.contained.line import Gone
-from shoal.ledger.facts.batches import SlotVoid
-from shoal.ledger.facts.leases import LeaseLapsed
-from shoal.proofs.verify import STOPPED
+from shoal.envs.isolated.connection import Gone
+from shoal.ledger.batches import SlotVoid
+from shoal.ledger.leases import LeaseLapsed
+from shoal.verification.verify import STOPPED
 from tests.roles.town import Town, tiny_run
 
 SOURCE = """

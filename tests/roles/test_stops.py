@@ -11,17 +11,19 @@ import httpx
 import pytest
 
 from shoal.config import RunConfig, TinyPolicy, sampling_of
-from shoal.ledger.log.creation import creation_of
+from shoal.jobs import evaluate
+from shoal.ledger.log.sqlite_store import creation_of
+from shoal.models.config import write_json
+from shoal.models.random_model import make_tiny
 from shoal.net.client import Client
-from shoal.net.sided import SHOAL
-from shoal.policy.spec import write_json
-from shoal.policy.tiny import make_tiny
-from shoal.protocol import types as t
+from shoal.net.safe_http import SHOAL
+from shoal.protocol import messages as t
 from shoal.protocol.constants import CONTROL_STOPS, MODEL_STOPS, PROTOCOL_VERSION
-from shoal.protocol.identity import Key
-from shoal.protocol.wire import from_msgpack, to_json
-from shoal.roles import evaluate, seat, validator
-from shoal.roles.coordinator import role as coordinator
+from shoal.protocol.encoding import from_msgpack, to_json
+from shoal.protocol.signing import Key
+from shoal.roles import validator
+from shoal.roles.coordinator import main as coordinator
+from shoal.roles.node import session
 from tests.roles.town import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
@@ -82,7 +84,7 @@ def test_a_worker_that_is_told_to_stop_leaves_a_host_that_is_gone(
     tmp_path: Path, envs: object, last: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The host falls silent in the middle of a turn, or when it is sent a lease."""
-    monkeypatch.setattr(seat, "GOODBYE_S", 0.5)
+    monkeypatch.setattr(session, "GOODBYE_S", 0.5)
     town = Town(tmp_path / "run", tiny_run(envs=envs))
     others, host, silent = (town.trainer(), town.validator()), town.app, asyncio.Event()
 
@@ -114,7 +116,7 @@ def test_a_worker_that_is_told_to_stop_leaves_a_host_that_is_gone(
 def test_a_validator_that_is_told_to_stop_leaves_a_host_that_is_gone_in_the_middle_of_a_judgement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(seat, "GOODBYE_S", 0.5)
+    monkeypatch.setattr(session, "GOODBYE_S", 0.5)
     town = Town(tmp_path / "run", tiny_run())
     silent, release, host, ended = threading.Event(), threading.Event(), town.app, list[str]()
 
@@ -157,7 +159,7 @@ def test_a_refusal_is_an_answer_to_a_goodbye(status: int) -> None:
 
     async def leave() -> bool:
         async with Client("http://host.test", Key.generate(), transport=httpx.MockTransport(answer)) as client:
-            return await seat.say_goodbye(client, 0.3)
+            return await session.say_goodbye(client, 0.3)
 
     assert asyncio.run(leave()) == bool(status)
 
@@ -187,7 +189,7 @@ def test_a_worker_that_stops_at_every_control_token_is_refused(
 ) -> None:
     town = Town(tmp_path / "run", _config(own, steps=1))
     honest, cheat = town.worker("honest", own_files=False), town.worker("cheat", own_files=False)
-    made = seat.contained
+    made = session.contained
 
     class Later:
         """The honest worker, once the other was refused, so that the other gets a lease."""
@@ -198,11 +200,11 @@ def test_a_worker_that_stops_at_every_control_token_is_refused(
             await honest.run()
 
     async def story() -> None:
-        monkeypatch.setattr(seat, "contained", lambda limits, stops: made(limits, CONTROL_STOPS))
+        monkeypatch.setattr(session, "contained", lambda limits, stops: made(limits, CONTROL_STOPS))
         running = asyncio.create_task(cheat.run())
         while not hasattr(cheat, "seat"):
             await asyncio.sleep(0.01)
-        monkeypatch.setattr(seat, "contained", made)
+        monkeypatch.setattr(session, "contained", made)
         await town.live(town.trainer(), town.validator(), Later())  # type: ignore[arg-type]
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

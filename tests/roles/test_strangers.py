@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from shoal.chat import isolated_tokenizer
+from shoal.chat.isolated import ContainedRenderer, start_here
 from shoal.errors import Overreach, PeerError
-from shoal.policy import tiny
-from shoal.policy.contained import ContainedRenderer, start_here
-from shoal.sandbox import tokenizer
-from shoal.weights.room import disk_limit, room_for_version
+from shoal.models import random_model
+from shoal.weights.disk_quota import disk_limit, room_for_version
 from tests.roles.town import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
@@ -32,7 +32,7 @@ def test_strangers_give_the_bytes_of_one_file(tmp_path):
     asyncio.run(town.live(town.trainer(), validator, worker))
     assert isinstance(worker.seat.policy.renderer, ContainedRenderer)
     assert isinstance(validator.seat.policy.renderer, ContainedRenderer)
-    started = tokenizer.start if tokenizer.tried().result() else start_here
+    started = isolated_tokenizer.start if isolated_tokenizer.tried().result() else start_here
     assert worker.seat.policy.renderer._start is validator.seat.policy.renderer._start is started
     out = tmp_path / "one" / "run"
     assert town.weights() == one_file.train(tiny_run(), out, out.parent)
@@ -41,7 +41,7 @@ def test_strangers_give_the_bytes_of_one_file(tmp_path):
 
 def test_a_worker_leaves_a_host_whose_template_takes_all_memory_and_submits_nothing(tmp_path, monkeypatch):
     town = Town(tmp_path / "run", tiny_run())
-    monkeypatch.setattr(tiny, "CHAT_TEMPLATE", HOG)
+    monkeypatch.setattr(random_model, "CHAT_TEMPLATE", HOG)
     worker = stranger(town.worker("worker"))
     with pytest.raises(ExceptionGroup) as stopped:
         asyncio.run(town.live(town.trainer(), worker))

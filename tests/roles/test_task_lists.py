@@ -9,13 +9,13 @@ from msgspec.structs import replace
 
 from shoal.envs.load import env_digest
 from shoal.errors import ConfigError, StateError
-from shoal.ledger.entry import GENESIS
-from shoal.ledger.facts.run import RunCreated
-from shoal.ledger.log.verify import verify
-from shoal.ledger.table import make_entry
-from shoal.protocol.tasklists import TaskList
-from shoal.protocol.wire import to_json
-from shoal.roles.coordinator.role import open_run
+from shoal.ledger.event import GENESIS
+from shoal.ledger.log.check import verify
+from shoal.ledger.registry import make_entry
+from shoal.ledger.run import RunCreated
+from shoal.protocol.encoding import to_json
+from shoal.protocol.task_draws import TaskList
+from shoal.roles.coordinator.main import open_run
 from tests.roles.town import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))

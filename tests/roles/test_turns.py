@@ -12,18 +12,18 @@ import pytest
 from shoal.config import TinyPolicy
 from shoal.errors import PeerError, Superseded
 from shoal.ledger.commands import Admin, AskLease, Enter, Publish, ReturnLeases
-from shoal.ledger.state_records import LeaseRecord
+from shoal.ledger.records import LeaseRecord
+from shoal.models.random_model import make_tiny
 from shoal.net.client import Client, PeerRefused
-from shoal.net.keys import load_or_make_key
-from shoal.policy.tiny import make_tiny
-from shoal.proofs.commit import commit
-from shoal.protocol import types as t
+from shoal.net.key_files import load_or_make_key
+from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS
-from shoal.protocol.wire import from_msgpack
-from shoal.roles.coordinator import stage as door
-from shoal.roles.coordinator.board import Board
-from shoal.roles.stage import at_work
-from shoal.roles.stage import role as stage_role
+from shoal.protocol.encoding import from_msgpack
+from shoal.roles.coordinator import env_server_client as door
+from shoal.roles.coordinator.status import Board
+from shoal.roles.env_server import server
+from shoal.roles.env_server import server as stage_role
+from shoal.verification.encode_submission import commit
 from tests.roles.town import Town, tiny_run
 
 HOSTED = [{"name": "arithmetic", "kind": "completions"}]
@@ -292,7 +292,7 @@ def test_a_stage_that_does_not_answer_is_no_refusal(world, monkeypatch):
 
 
 def test_a_turn_that_takes_long_goes_on_while_its_worker_asks_again(world, monkeypatch):
-    monkeypatch.setattr(at_work, "ANSWER_S", 0.05)
+    monkeypatch.setattr(server, "ANSWER_S", 0.05)
     played = []
 
     def slow(asks):
@@ -316,7 +316,7 @@ def test_a_turn_that_takes_long_goes_on_while_its_worker_asks_again(world, monke
 
 def test_time_that_the_stage_takes_costs_an_honest_worker_nothing_and_a_worker_that_idles_pays(world, monkeypatch):
     """The environment hangs on a turn of the first worker past the deadlines. The second asks for nothing any more."""
-    monkeypatch.setattr(at_work, "ANSWER_S", 0.05)
+    monkeypatch.setattr(server, "ANSWER_S", 0.05)
     monkeypatch.setattr(door, "QUESTION_S", 0.01)
     go_on = threading.Event()
     now = time.time()

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from shoal.ledger.commands import AskLease, Enter, Publish
-from shoal.net.connections import Limits
-from shoal.net.keys import load_or_make_key
-from shoal.proofs.commit import commit
-from shoal.protocol import types as t
+from shoal.net.connection_limits import Limits
+from shoal.net.key_files import load_or_make_key
+from shoal.protocol import messages as t
+from shoal.protocol.branch_parents import most_bytes
 from shoal.protocol.constants import SMALL_BODY_BYTES
-from shoal.protocol.identity import Key, RequestLine, sign_request
-from shoal.protocol.parents import most_bytes
-from shoal.protocol.wire import digest, from_json, from_msgpack, to_msgpack
+from shoal.protocol.encoding import digest, from_json, from_msgpack, to_msgpack
+from shoal.protocol.signing import Key, RequestLine, sign_request
+from shoal.verification.encode_submission import commit
 from tests.net.wires import request, run, serving, wires
 from tests.roles.town import Town, tiny_run
 

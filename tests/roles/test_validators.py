@@ -6,16 +6,16 @@ from functools import partial
 import msgspec
 import pytest
 
-from shoal.engine.local import LocalEngine
-from shoal.ledger.answers import Refused
-from shoal.ledger.facts.members import ValidatorFault
-from shoal.ledger.facts.pay import Slash
-from shoal.ledger.facts.verdicts import VerdictGiven
-from shoal.ledger.law import LAW, Law, law_difference
-from shoal.ledger.turns import absent, silent
-from shoal.protocol import types as t
-from shoal.roles.coordinator.board import Board
-from shoal.roles.coordinator.judging import _why_skipped, next_check, take_verdict
+from shoal.engine.native import LocalEngine
+from shoal.ledger.constants import LAW, Law, law_difference
+from shoal.ledger.errors import Refused
+from shoal.ledger.members import ValidatorFault
+from shoal.ledger.pay import Slash
+from shoal.ledger.validator_turns import absent, silent
+from shoal.ledger.verdicts import VerdictGiven
+from shoal.protocol import messages as t
+from shoal.roles.coordinator.status import Board
+from shoal.roles.coordinator.verdicts import _why_skipped, next_check, take_verdict
 from shoal.roles.validator import Validator
 from tests.attacks.validators import Hangman, Idler
 from tests.roles.town import Town, tiny_run

@@ -14,25 +14,25 @@ from pathlib import Path
 import httpx
 
 from shoal.config import RunConfig
-from shoal.engine.base import Engine
-from shoal.engine.cheats import cheating
-from shoal.engine.local import LocalEngine
-from shoal.folder import RunFolder, write_atomically
-from shoal.ledger.law import LAW, Law
-from shoal.ledger.log.verify import Audit, verify
+from shoal.engine.dishonest import cheating
+from shoal.engine.interface import Engine
+from shoal.engine.native import LocalEngine
+from shoal.ledger.constants import LAW, Law
+from shoal.ledger.log.check import Audit, verify
 from shoal.net.client import Client
-from shoal.net.faults import FaultyTransport
-from shoal.net.keys import load_or_make_key
+from shoal.net.key_files import load_or_make_key
 from shoal.protocol.constants import COMPLETIONS
-from shoal.roles.coordinator.api import application
-from shoal.roles.coordinator.role import open_run
-from shoal.roles.coordinator.stage import StageDoor
-from shoal.roles.stage.role import Stage
+from shoal.roles.coordinator.calls import application
+from shoal.roles.coordinator.env_server_client import StageDoor
+from shoal.roles.coordinator.main import open_run
+from shoal.roles.env_server.server import Stage
 from shoal.roles.trainer import Trainer
 from shoal.roles.validator import Validator
-from shoal.roles.worker import Worker
+from shoal.roles.worker.worker import Worker
+from shoal.run_folder import RunFolder, write_atomically
 from shoal.tree import from_tree
 from shoal.weights.manifest import weights_root
+from tests.net.faults import FaultyTransport
 
 URL = "http://coordinator"
 

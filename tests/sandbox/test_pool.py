@@ -16,11 +16,11 @@ import pytest
 
 from shoal.errors import StateError
 from shoal.sandbox import bubblewrap
-from shoal.sandbox.groups import Group
-from shoal.sandbox.layout import outside
+from shoal.sandbox.cgroups import Group
+from shoal.sandbox.filesystem import outside
 from shoal.sandbox.limits import Ended, Limits, Reason, Stopped
-from shoal.sandbox.memory import processes_of
 from shoal.sandbox.pool import Pool
+from shoal.sandbox.usage import processes_of
 from tests.sandbox.needs import needs_bubblewrap
 
 LIMITS = Limits(wall_s=60.0, memory_mb=128)

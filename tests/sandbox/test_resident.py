@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.sandbox.groups import Group
-from shoal.sandbox.layout import interpreter, outside
+from shoal.sandbox.cgroups import Group
+from shoal.sandbox.filesystem import interpreter, outside
 from shoal.sandbox.limits import Ended, Limits, Reason, Stopped
-from shoal.sandbox.resident import Resident, ask_all
+from shoal.sandbox.sandboxed_process import Resident, ask_all
 from tests.sandbox.needs import needs_bubblewrap
 
 ANSWERS = """

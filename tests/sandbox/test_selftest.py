@@ -40,7 +40,7 @@ def test_where_user_namespaces_are_forbidden_the_setting_is_named() -> None:
 def test_in_a_container_without_permission_the_option_is_named() -> None:
     """A default container forbids the calls that our own filter forbids."""
     program = (
-        "import ctypes, shoal.sandbox.inside as inside; from shoal.sandbox.filter import snippet_filter;"
+        "import ctypes, shoal.sandbox.init as inside; from shoal.sandbox.seccomp import snippet_filter;"
         f"inside.load_filter(snippet_filter()); {PROGRAM}"
     )
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
@@ -52,8 +52,8 @@ def test_in_a_container_without_permission_the_option_is_named() -> None:
 @needs_bubblewrap
 def test_a_sandbox_without_its_filter_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     allow_all = b"\x06\x00\x00\x00\x00\x00\xff\x7f"
-    monkeypatch.setattr("shoal.sandbox.cell.snippet_filter", lambda: allow_all)
-    monkeypatch.setattr("shoal.sandbox.cell.zygote_filter", lambda: allow_all)
+    monkeypatch.setattr("shoal.sandbox.sandbox.snippet_filter", lambda: allow_all)
+    monkeypatch.setattr("shoal.sandbox.sandbox.zygote_filter", lambda: allow_all)
     report = selftest.examine()
     assert not report.works and "promises: no network (exit code 0, 'done')" in report.found
     assert "another machine" in report.remedy

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from shoal.chat import isolated_tokenizer
+from shoal.chat.isolated import ContainedRenderer, Limits, start_here
+from shoal.chat.renderer import FILES
 from shoal.config import TinyPolicy
 from shoal.errors import Overreach, StateError
-from shoal.policy.contained import ContainedRenderer, Limits, start_here
-from shoal.policy.render import FILES
-from shoal.policy.tiny import make_tiny
+from shoal.models.random_model import make_tiny
 from shoal.protocol.constants import MODEL_STOPS
-from shoal.roles import loading
-from shoal.sandbox import tokenizer
+from shoal.roles.node import engine_loader
 from shoal.sandbox.selftest import Report
 from tests.sandbox.needs import needs_bubblewrap
 
@@ -32,15 +32,15 @@ def settled(works: bool) -> "Future[bool]":
 
 
 @pytest.mark.parametrize(("works", "shows", "start"), [
-    (True, True, tokenizer.start), (False, True, None), (True, False, None),
+    (True, True, isolated_tokenizer.start), (False, True, None), (True, False, None),
 ])  # fmt: skip
 def test_strangers_get_the_sandbox_where_it_works(
     works: bool, shows: bool, start: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer, "tried", lambda: settled(works))
-    monkeypatch.setattr(tokenizer, "can_show", lambda files: shows)
-    monkeypatch.setattr(loading, "ContainedRenderer", lambda directory, limits, start, stops: start)
-    assert loading.contained(Limits())(Path("policy")) is start  # type: ignore[comparison-overlap]
+    monkeypatch.setattr(isolated_tokenizer, "tried", lambda: settled(works))
+    monkeypatch.setattr(isolated_tokenizer, "can_show", lambda files: shows)
+    monkeypatch.setattr(engine_loader, "ContainedRenderer", lambda directory, limits, start, stops: start)
+    assert engine_loader.contained(Limits())(Path("policy")) is start  # type: ignore[comparison-overlap]
 
 
 def test_a_process_tests_the_sandbox_once_and_works_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,16 +51,16 @@ def test_a_process_tests_the_sandbox_once_and_works_meanwhile(monkeypatch: pytes
         go_on.wait(10)
         return Report(True, "")
 
-    monkeypatch.setattr(tokenizer, "examine", examine)
-    monkeypatch.setattr(tokenizer, "_tried", [])
-    threads = [threading.Thread(target=loading.contained, args=(Limits(),)) for _ in range(8)]
+    monkeypatch.setattr(isolated_tokenizer, "examine", examine)
+    monkeypatch.setattr(isolated_tokenizer, "_tried", [])
+    threads = [threading.Thread(target=engine_loader.contained, args=(Limits(),)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(5)
-    assert not any(thread.is_alive() for thread in threads) and not tokenizer.tried().done()
+    assert not any(thread.is_alive() for thread in threads) and not isolated_tokenizer.tried().done()
     go_on.set()
-    assert tokenizer.tried().result(5) and calls == [1]
+    assert isolated_tokenizer.tried().result(5) and calls == [1]
 
 
 def test_a_sandbox_that_does_not_start_does_not_mean_that_a_text_is_refused(
@@ -72,8 +72,8 @@ def test_a_sandbox_that_does_not_start_does_not_mean_that_a_text_is_refused(
         raise StateError("no memory")
 
     renderer = ContainedRenderer(tiny)
-    renderer._child, renderer._start = None, tokenizer.start
-    monkeypatch.setattr(tokenizer, "Cell", broken)
+    renderer._child, renderer._start = None, isolated_tokenizer.start
+    monkeypatch.setattr(isolated_tokenizer, "Cell", broken)
     with pytest.raises(Overreach, match="cannot be opened: no memory"):
         renderer.start([{"role": "user", "content": "hello"}])
 
@@ -85,10 +85,12 @@ def test_linked_files_open_in_the_sandbox_and_weights_are_not_there(tiny: Path, 
     linked.mkdir()
     for file in tiny.iterdir():
         (linked / file.name).symlink_to(file)
-    renderer = ContainedRenderer(linked, start=tokenizer.start)
+    renderer = ContainedRenderer(linked, start=isolated_tokenizer.start)
     assert renderer.encode("hello") == ContainedRenderer(tiny, start=start_here).encode("hello")
     assert renderer._child is not None
-    there = {file.name for file in Path(f"/proc/{renderer._child._process.pid}/root{tokenizer.PLACE}").iterdir()}
+    there = {
+        file.name for file in Path(f"/proc/{renderer._child._process.pid}/root{isolated_tokenizer.PLACE}").iterdir()
+    }
     assert there == {name for name in FILES[MODEL_STOPS] if (tiny / name).exists()}
 
 
@@ -96,7 +98,7 @@ def test_linked_files_open_in_the_sandbox_and_weights_are_not_there(tiny: Path, 
 def test_a_damaged_file_is_named_where_its_user_finds_it(tiny: Path) -> None:
     (tiny / "tokenizer.json").write_text("{")
     with pytest.raises(StateError, match=f"^{tiny}/tokenizer.json is damaged"):
-        ContainedRenderer(tiny, start=tokenizer.start)
+        ContainedRenderer(tiny, start=isolated_tokenizer.start)
 
 
 def test_files_that_only_root_may_read_are_opened_without_the_sandbox(
@@ -104,10 +106,10 @@ def test_files_that_only_root_may_read_are_opened_without_the_sandbox(
 ) -> None:
     monkeypatch.setattr("shoal.sandbox.bubblewrap.is_root", lambda: True)
     files = [tiny / name for name in FILES[MODEL_STOPS]]
-    monkeypatch.setattr(tokenizer, "_code", list)
+    monkeypatch.setattr(isolated_tokenizer, "_code", list)
     for file in tiny.iterdir():
         file.chmod(0o644)
-    assert tokenizer.can_show(files)
+    assert isolated_tokenizer.can_show(files)
     (tiny / "tokenizer.json").chmod(0o600)
-    assert not tokenizer.can_show(files)
+    assert not isolated_tokenizer.can_show(files)
     assert f"chmod -R a+rX {tiny / 'tokenizer.json'}" in caplog.text

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from shoal.config import TinyPolicy
-from shoal.policy.model import Transformer
-from shoal.policy.tiny import tiny_spec
+from shoal.models.random_model import tiny_spec
+from shoal.models.transformer import Transformer
 from shoal.train.rows import Row
 
 

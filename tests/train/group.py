@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from shoal.config import RunConfig, stay_on_this_machine
-from shoal.train.channel import Channel, End, joined
-from shoal.train.together import Leader, LeaderStates, follow, lead
+from shoal.train.distributed.learner import Leader, LeaderStates, follow, lead
+from shoal.train.distributed.messages import Channel, End, joined
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.train.group"])

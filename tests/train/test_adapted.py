@@ -6,10 +6,10 @@ import torch
 
 from shoal.config import TrainConfig
 from shoal.errors import StateError
-from shoal.policy.adapters import begin_adapter, decode
-from shoal.policy.adapterspec import AdapterSpec
-from shoal.policy.files import load_policy, save_policy, write_nf4
-from shoal.train.step import Learner
+from shoal.models.checkpoint import load_policy, save_policy, write_nf4
+from shoal.models.lora import begin_adapter, decode
+from shoal.models.lora_config import AdapterSpec
+from shoal.train.learner import Learner
 
 CONFIG = TrainConfig(lr=1e-2, warmup_steps=0, weight_decay=0.1, microbatch_tokens=96)
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from shoal.config import TrainConfig
-from shoal.protocol import compositions as c
-from shoal.protocol.algorithms import narrowest_bound
-from shoal.train.averaging import averaged, normalised
-from shoal.train.objective import TokenTerms, objective_of
-from shoal.train.step import Learner
+from shoal.protocol import algorithm_config as c
+from shoal.protocol.algorithm_config import narrowest_bound
+from shoal.train.learner import Learner
+from shoal.train.loss import TokenTerms, objective_of
+from shoal.train.loss_weights import averaged, normalised
 
 CONFIG = TrainConfig(lr=1e-2, warmup_steps=2, microbatch_tokens=96)
 

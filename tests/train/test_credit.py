@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from shoal.protocol.compositions import Composition, Vine
-from shoal.protocol.types import Group, make_rollout
-from shoal.train.credit import credit
+from shoal.protocol.algorithm_config import Composition, Vine
+from shoal.protocol.messages import Group, make_rollout
+from shoal.train.token_advantages import credit
 
 VINES = Composition(credit=Vine(continuations=2, every=2, most=2))
 

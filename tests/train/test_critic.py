@@ -10,15 +10,15 @@ import torch
 
 from shoal.algos.gae import gae
 from shoal.config import CriticConfig, TrainConfig
-from shoal.policy.valued import HEAD, Valued
-from shoal.protocol import compositions as c
-from shoal.protocol.compositions import Grpo
-from shoal.train.averaging import normalised
+from shoal.models.value_head import HEAD, Valued
+from shoal.protocol import algorithm_config as c
+from shoal.protocol.algorithm_config import Grpo
 from shoal.train.checkpoint import load_state, save_state
 from shoal.train.critic import Critic, credited, critic_of, explained_share
-from shoal.train.flat import plan
-from shoal.train.row_bytes import bytes_of, row_of
-from shoal.train.step import LARGEST, Learner
+from shoal.train.learner import LARGEST, Learner
+from shoal.train.loss_weights import normalised
+from shoal.train.packing_flat import plan
+from shoal.train.row_codec import bytes_of, row_of
 
 CONFIG = TrainConfig(
     lr=1e-2, warmup_steps=0, microbatch_tokens=96, algorithm=c.Ppo(advantage="gae"), updates_per_batch=2, minibatches=2,

@@ -9,14 +9,14 @@ import torch
 
 from shoal.config import BOUNDS, TrainConfig
 from shoal.errors import StateError
-from shoal.policy.adapters import begin_adapter
-from shoal.policy.adapterspec import AdapterSpec
-from shoal.policy.files import save_policy
-from shoal.protocol.bounds import claims_bend_ratios
-from shoal.train import denominators
-from shoal.train.denominators import over_the_base, with_own_denominators
-from shoal.train.step import Learner
-from shoal.weights.bases import link_from
+from shoal.models.checkpoint import save_policy
+from shoal.models.lora import begin_adapter
+from shoal.models.lora_config import AdapterSpec
+from shoal.protocol.tolerances import claims_bend_ratios
+from shoal.train import behaviour_logprobs
+from shoal.train.behaviour_logprobs import over_the_base, with_own_denominators
+from shoal.train.learner import Learner
+from shoal.weights.base_model import link_from
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_over_the_base_in_memory_the_bits_are_those_of_the_versions_loaded_anew(
     asked = dict(dtype="bfloat16", temperature=0.7, microbatch_tokens=96, trained_in=torch.bfloat16)
     published = {version: adapted(version)[1] for version in (0, 1)}
     anew = logps(with_own_denominators(rows, published, **asked))
-    monkeypatch.setattr(denominators, "open_policy", None)  # a second base is never loaded
+    monkeypatch.setattr(behaviour_logprobs, "open_policy", None)  # a second base is never loaded
     found = logps(with_own_denominators(rows, published, **asked, logprobs_at=over_the_base(model, 0.7, 96)))
     for one, other in zip(anew, found, strict=True):
         np.testing.assert_array_equal(one, other)

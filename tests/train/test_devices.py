@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from shoal.config import TrainConfig
-from shoal.protocol.compositions import Grpo
-from shoal.train.step import Learner
+from shoal.protocol.algorithm_config import Grpo
+from shoal.train.learner import Learner
 from tests.one_device import values_are_zeros
 
 

@@ -3,18 +3,18 @@
 import numpy as np
 import pytest
 
-from shoal.algos.averages import token_weights
-from shoal.launch.chosen import _left
-from shoal.ledger.algorithm import advantages, advantages_by_step, teaches
-from shoal.ledger.facts.batches import GroupAccepted
-from shoal.protocol.audits import influence
-from shoal.protocol.compositions import Composition, Grpo, Steps, Turns, Vine
-from shoal.protocol.types import BatchGroup, Faults, Group, StepReward, make_rollout
-from shoal.protocol.wire import digest, to_msgpack
-from shoal.train.averaging import averaged
-from shoal.train.credit import credit
-from shoal.train.filter import select
+from shoal.algos.loss_averaging import token_weights
+from shoal.launch.training_examples import _left
+from shoal.ledger.batches import GroupAccepted
+from shoal.ledger.group_signal import advantages, advantages_by_step, teaches
+from shoal.protocol.algorithm_config import Composition, Grpo, Steps, Turns, Vine
+from shoal.protocol.audit_selection import influence
+from shoal.protocol.encoding import digest, to_msgpack
+from shoal.protocol.messages import BatchGroup, Faults, Group, StepReward, make_rollout
+from shoal.train.batch_filter import select
+from shoal.train.loss_weights import averaged
 from shoal.train.rows import rows_of_group
+from shoal.train.token_advantages import credit
 
 ALGORITHMS = [
     Grpo(), Grpo(advantage="mean_std"), Composition(advantage="rloo"), Composition(advantage="maxrl"),

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from shoal.protocol.compositions import Dapo, Grpo
-from shoal.protocol.types import BatchGroup
-from shoal.train.filter import select
+from shoal.protocol.algorithm_config import Dapo, Grpo
+from shoal.protocol.messages import BatchGroup
+from shoal.train.batch_filter import select
 from shoal.train.rows import counted_only, learned, overlong_share
 
 

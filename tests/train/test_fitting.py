@@ -10,8 +10,8 @@ import torch
 
 from shoal.config import TrainConfig
 from shoal.errors import StateError
-from shoal.train import step as step_file
-from shoal.train.step import Learner
+from shoal.train import learner as step_file
+from shoal.train.learner import Learner
 
 CONFIG = TrainConfig(lr=1e-2, warmup_steps=0, microbatch_tokens=384)
 
@@ -97,10 +97,10 @@ REAL = """
 import json, resource, sys
 import numpy as np, torch
 from shoal.config import TinyPolicy, TrainConfig
-from shoal.policy.model import Transformer
-from shoal.policy.tiny import initialise, tiny_spec
+from shoal.models.transformer import Transformer
+from shoal.models.random_model import initialise, tiny_spec
 from shoal.train.rows import example_row
-from shoal.train.step import Learner
+from shoal.train.learner import Learner
 
 budget, room_mb = int(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(1)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.config import TrainConfig
-from shoal.train.flat import FLAT, PADDED, collate_flat, pack_flat, plan
-from shoal.train.pack import input_length
-from shoal.train.step import Learner
+from shoal.train.learner import Learner
+from shoal.train.packing_flat import FLAT, PADDED, collate_flat, pack_flat, plan
+from shoal.train.packing_padded import input_length
 from tests.train.test_pack import group_of, row_of
 
 SHAPES = st.lists(

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from shoal.config import TrainConfig
-from shoal.policy.valued import Valued
-from shoal.protocol.compositions import CispoNamed
-from shoal.train.row_bytes import bytes_of, row_of
+from shoal.models.value_head import Valued
+from shoal.protocol.algorithm_config import CispoNamed
+from shoal.train.frozen_models import RewardModel, Teacher, scores_of
+from shoal.train.learner import Learner
+from shoal.train.row_codec import bytes_of, row_of
 from shoal.train.rows import Row
-from shoal.train.scores import RewardModel, scores_of
-from shoal.train.step import Learner
-from shoal.train.teacher import Teacher
 
 
 @pytest.fixture

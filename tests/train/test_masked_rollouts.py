@@ -1,6 +1,6 @@
 """Steps with rollouts that are only counted: truncated ones that an algorithm masks, against TRL's formulas.
 
-`trl_loss` is written from TRL's GRPOTrainer, over padded rows and a mask; it shares nothing with `train/averaging`.
+`trl_loss` is written from TRL's GRPOTrainer, over padded rows and a mask; it shares nothing with `train/loss_weights`.
 
 Axes: B rows, T tokens.
 """
@@ -13,19 +13,17 @@ import pytest
 import torch
 
 from shoal.config import TrainConfig
-from shoal.policy.valued import Valued
-from shoal.protocol import compositions as c
-from shoal.protocol.types import BatchGroup
-from shoal.train.averaging import averaged, normalised
-from shoal.train.filter import select
-from shoal.train.objective import TokenTerms, objective_of
-from shoal.train.pack import join, places_of
-from shoal.train.reference import Reference
-from shoal.train.row_bytes import bytes_of, row_of
+from shoal.models.value_head import Valued
+from shoal.protocol import algorithm_config as c
+from shoal.protocol.messages import BatchGroup
+from shoal.train.batch_filter import select
+from shoal.train.frozen_models import Reference, RewardModel, Teacher
+from shoal.train.learner import Learner
+from shoal.train.loss import TokenTerms, objective_of
+from shoal.train.loss_weights import averaged, normalised
+from shoal.train.packing_padded import join, places_of
+from shoal.train.row_codec import bytes_of, row_of
 from shoal.train.rows import counted_only, learned, mean_rewards
-from shoal.train.scores import RewardModel
-from shoal.train.step import Learner
-from shoal.train.teacher import Teacher
 
 LONGEST = 24
 LOSSES = {"clip": c.Clip(), "gspo": c.Gspo(0.05, 0.08), "cispo": c.Cispo(most=1.5)}

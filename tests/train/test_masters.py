@@ -8,10 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.config import TrainConfig
 from shoal.errors import StateError
-from shoal.policy.files import load_policy, save_policy
+from shoal.models.checkpoint import load_policy, save_policy
 from shoal.train import optimiser
-from shoal.train.flat import plan
-from shoal.train.step import Learner, _Part
+from shoal.train.learner import Learner, _Part
+from shoal.train.packing_flat import plan
 
 CONFIG = TrainConfig(lr=1e-2, warmup_steps=0, weight_decay=0.1, microbatch_tokens=96)
 FORMS = {

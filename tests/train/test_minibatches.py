@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from shoal.config import TrainConfig
-from shoal.protocol import compositions as c
-from shoal.protocol.compositions import Grpo
-from shoal.train import step as module
-from shoal.train.minibatches import minibatches
-from shoal.train.step import Learner
+from shoal.protocol import algorithm_config as c
+from shoal.protocol.algorithm_config import Grpo
+from shoal.train import learner as module
+from shoal.train.learner import Learner
+from shoal.train.microbatches import minibatches
 
 CONFIG = TrainConfig(lr=1e-2, warmup_steps=0, microbatch_tokens=96)
 

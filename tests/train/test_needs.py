@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch.fits import KEPT
-from shoal.policy.sizes import adapter_parameters_of, critic_parameters_of, parameters_of
-from shoal.policy.spec import PolicySpec
-from shoal.train.needs import Layout, judge_parts_of, parts_of, state_of
+from shoal.launch.memory_plan import KEPT
+from shoal.models.config import PolicySpec
+from shoal.models.parameter_counts import adapter_parameters_of, critic_parameters_of, parameters_of
+from shoal.train.memory_estimate import Layout, judge_parts_of, parts_of, state_of
 
 MEASURE = """
 import ctypes, json, re, sys
@@ -18,15 +18,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from shoal.config import TrainConfig
-from shoal.policy.adapters import begin_adapter
-from shoal.policy.adapterspec import AdapterSpec
-from shoal.policy.model import Transformer
-from shoal.policy.spec import PolicySpec
-from shoal.policy.valued import Valued
-from shoal.protocol.compositions import Ppo
+from shoal.models.lora import begin_adapter
+from shoal.models.lora_config import AdapterSpec
+from shoal.models.transformer import Transformer
+from shoal.models.config import PolicySpec
+from shoal.models.value_head import Valued
+from shoal.protocol.algorithm_config import Ppo
 from shoal.train.critic import critic_of
 from shoal.train.rows import Row
-from shoal.train.step import Learner
+from shoal.train.learner import Learner
 
 torch.set_num_threads(1)
 spec, recompute, kind = PolicySpec(**json.loads(sys.argv[1])), *sys.argv[3:5]

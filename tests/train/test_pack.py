@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.train.pack import collate, cost_of, pack
+from shoal.train.packing_padded import collate, cost_of, pack
 from shoal.train.rows import example_row
 
 

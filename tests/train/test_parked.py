@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from shoal.config import TrainConfig
-from shoal.policy.parking import storages_in
-from shoal.train.step import Learner
+from shoal.models.cpu_offload import storages_in
+from shoal.train.learner import Learner
 from tests.one_device import values_are_zeros
 from tests.policy.test_parking import all_on
 from tests.train.test_devices import update_in_place  # noqa: F401

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
 from shoal.errors import StateError
-from shoal.policy.files import load_policy
-from shoal.policy.kinds import spec_of
-from shoal.policy.render import Renderer
-from shoal.policy.spec import write_json
-from shoal.policy.tiny import make_tiny
-from shoal.policy.valued import begin_valued, load_valued
-from shoal.roles import prefer
-from shoal.train import preferences
-from shoal.train.chosen import Examples, tokenizer_digest
-from shoal.train.pack import MicroBatch, collate
-from shoal.train.preferences import (
+from shoal.jobs import preferences as prefer
+from shoal.models.checkpoint import load_policy
+from shoal.models.config import write_json
+from shoal.models.open_model import spec_of
+from shoal.models.random_model import make_tiny
+from shoal.models.value_head import begin_valued, load_valued
+from shoal.train import preference_training
+from shoal.train.frozen_models import row_scores, scores_of
+from shoal.train.packing_padded import MicroBatch, collate
+from shoal.train.preference_training import (
     PairFigures,
     PairSettings,
     answer_logps,
@@ -33,7 +33,7 @@ from shoal.train.preferences import (
     prefer_scores,
 )
 from shoal.train.rows import Row, example_row
-from shoal.train.scores import row_scores, scores_of
+from shoal.train.sft_examples import Examples, tokenizer_digest
 
 SETTINGS = PairSettings(steps=20, batch=8, lr=3e-3, warmup_steps=2, max_grad_norm=1.0, seed=1)
 
@@ -73,7 +73,7 @@ def test_dpo_learns_which_answers_are_preferred_and_the_same_pairs_give_the_same
 def test_the_first_loss_of_dpo_is_ln_2(tmp_path: Path, start: Path) -> None:
     pairs = prefer.read_pairs(lines(tmp_path / "pairs.jsonl", 4), start, 64)
     told, model = list[float](), load_policy(start)
-    preferences.prefer_policy(
+    preference_training.prefer_policy(
         model, pairs, pairs, 0.5, PairSettings(1, 4, 0.0, 0, 1.0, 0), lambda step, loss: told.append(loss)
     )
     assert told == [pytest.approx(math.log(2), abs=1e-6)]
@@ -125,7 +125,7 @@ def test_micro_batches_keep_pairs_together_and_add_up(
 ) -> None:
     pairs = prefer.read_pairs(lines(tmp_path / "pairs.jsonl", 12), start, 64)
     whole = list(in_microbatches(pairs))
-    monkeypatch.setattr(preferences, "MICROBATCH_TOKENS", 100)
+    monkeypatch.setattr(preference_training, "MICROBATCH_TOKENS", 100)
     parts = list(in_microbatches(pairs))
     assert len(whole) == 1 < len(parts) and [pair for part in parts for pair in part] == pairs
     model = load_policy(start)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from shoal.config import TrainConfig
-from shoal.policy.adapters import begin_adapter
-from shoal.policy.adapterspec import AdapterSpec
-from shoal.protocol import compositions as c
-from shoal.train.reference import reference_of
-from shoal.train.row_bytes import bytes_of, row_of
-from shoal.train.step import Learner
+from shoal.models.lora import begin_adapter
+from shoal.models.lora_config import AdapterSpec
+from shoal.protocol import algorithm_config as c
+from shoal.train.frozen_models import reference_of
+from shoal.train.learner import Learner
+from shoal.train.row_codec import bytes_of, row_of
 
 CONFIG = TrainConfig(lr=1e-2, warmup_steps=0, microbatch_tokens=96)
 

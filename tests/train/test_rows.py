@@ -5,9 +5,9 @@ import pytest
 from msgspec.structs import replace
 
 from shoal.errors import PeerError
-from shoal.protocol.compositions import Grpo
-from shoal.protocol.types import BatchGroup, Group, make_rollout
-from shoal.protocol.wire import digest, to_msgpack
+from shoal.protocol.algorithm_config import Grpo
+from shoal.protocol.encoding import digest, to_msgpack
+from shoal.protocol.messages import BatchGroup, Group, make_rollout
 from shoal.train.rows import Unlearnable, example_row, learned, mean_rewards, one_of_each, rows_of_group
 
 HONEST = {"tokens_T": [5, 6, 7, 8], "author_T": [0, 1, 0, 1], "logprobs_P": [-1.0, -2.0]}

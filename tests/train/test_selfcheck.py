@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from shoal.config import TrainConfig
+from shoal.train.learner import Learner
 from shoal.train.rows import counted_only
 from shoal.train.selfcheck import largest_gap_nats, row_to_check
-from shoal.train.step import Learner
 
 
 def test_the_gap_is_the_largest_difference_of_any_token(make_model, make_rows):

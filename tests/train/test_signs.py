@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from shoal.train.reward_hacking import signs_of
 from shoal.train.rows import Row
-from shoal.train.signs import signs_of
 
 
 def row(tokens, reward, place, slot=0):

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from shoal import metrics
-from shoal.algos.truncated import truncated_weights
+from shoal.algos.corrections import truncated_weights
 from shoal.config import TrainConfig
 from shoal.errors import StateError
-from shoal.protocol.compositions import Grpo, Truncate
-from shoal.train.ranks import Alone
-from shoal.train.step import Learner
+from shoal.protocol.algorithm_config import Grpo, Truncate
+from shoal.train.distributed.ranks import Alone
+from shoal.train.learner import Learner
 
 CONFIG = TrainConfig(
     lr=1e-2, warmup_steps=2, weight_decay=0.1, microbatch_tokens=96, algorithm=Grpo(entropy_bonus=0.05)

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from shoal.protocol.compositions import Composition, Steps, Turns
-from shoal.protocol.types import BatchGroup, Group, StepReward, make_rollout
-from shoal.protocol.wire import digest, to_msgpack
-from shoal.train.credit import credit, token_rewards
-from shoal.train.filter import select
-from shoal.train.row_bytes import bytes_of, row_of
+from shoal.protocol.algorithm_config import Composition, Steps, Turns
+from shoal.protocol.encoding import digest, to_msgpack
+from shoal.protocol.messages import BatchGroup, Group, StepReward, make_rollout
+from shoal.train.batch_filter import select
+from shoal.train.row_codec import bytes_of, row_of
 from shoal.train.rows import Unlearnable, rows_of_group
+from shoal.train.token_advantages import credit, token_rewards
 
 S = StepReward
 

@@ -11,18 +11,18 @@ from safetensors.torch import load_file
 
 from shoal.config import RunConfig, TinyPolicy, TrainConfig, load_run
 from shoal.errors import StateError
-from shoal.policy.files import load_policy, save_policy
-from shoal.policy.tiny import make_tiny
-from shoal.protocol import compositions as c
-from shoal.protocol.compositions import Grpo
-from shoal.train.channel import Channel
+from shoal.models.checkpoint import load_policy, save_policy
+from shoal.models.random_model import make_tiny
+from shoal.protocol import algorithm_config as c
+from shoal.protocol.algorithm_config import Grpo
+from shoal.train.behaviour_logprobs import with_own_denominators
 from shoal.train.checkpoint import States, load_state
-from shoal.train.denominators import with_own_denominators
-from shoal.train.flat import Plan
-from shoal.train.masters import module_dtype
-from shoal.train.ranks import ALONE
-from shoal.train.sharded import Sharded, rows_of_rank
-from shoal.train.step import Learner
+from shoal.train.distributed.fsdp import Sharded, rows_of_rank
+from shoal.train.distributed.messages import Channel
+from shoal.train.distributed.ranks import ALONE
+from shoal.train.learner import Learner
+from shoal.train.master_weights import module_dtype
+from shoal.train.packing_flat import Plan
 from tests.train.group import together
 
 TINY = TinyPolicy(width=48, layers=2, heads=3, kv_heads=1, mlp_width=80, max_positions=64)

@@ -6,14 +6,14 @@ import pytest
 from starlette.testclient import TestClient
 
 from shoal.alarms import Alarm, AlarmsLog
-from shoal.config.monitors import said_of
+from shoal.config.alarm_limits import said_of
 from shoal.ledger.commands import Admin, Reconfigure
-from shoal.ledger.facts.run import RulesChanged
-from shoal.protocol.types import AlarmEvidence, Measured
+from shoal.ledger.run import RulesChanged
+from shoal.protocol.messages import AlarmEvidence, Measured
+from shoal.watch.event_text import sentence_of
 from shoal.watch.index import Builder, Look
 from shoal.watch.page import Shelf, page_app
 from shoal.watch.reading import open_run
-from shoal.watch.words import sentence_of
 from tests.ledger.world import World
 
 WORKER = "a" * 64

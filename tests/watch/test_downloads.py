@@ -9,9 +9,9 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from shoal.net.connections import Limits
-from shoal.watch.page import downloads
-from shoal.watch.page.downloads import Download, Places
+from shoal.net.connection_limits import Limits
+from shoal.watch.page import csv_export
+from shoal.watch.page.csv_export import Download, Places
 from tests.net.wires import request, run, serving
 
 ASK = request("GET", "/table.csv")
@@ -64,11 +64,11 @@ async def table(num_lines=1 << 30, **limits):
 
 @pytest.fixture(autouse=True)
 def one_place(monkeypatch):
-    monkeypatch.setattr(downloads, "MOST_DOWNLOADS", 1)
+    monkeypatch.setattr(csv_export, "MOST_DOWNLOADS", 1)
 
 
 def test_who_is_turned_away_shortens_the_oldest_download_to_its_turn(monkeypatch, caplog):
-    monkeypatch.setattr(downloads, "TURN_S", 0.5)
+    monkeypatch.setattr(csv_export, "TURN_S", 0.5)
 
     async def story():
         async with table() as port:
@@ -89,7 +89,7 @@ def test_who_is_turned_away_shortens_the_oldest_download_to_its_turn(monkeypatch
 
 
 def test_who_is_turned_away_is_told_when_there_is_a_place(monkeypatch):
-    monkeypatch.setattr(downloads, "TURN_S", 1.5)
+    monkeypatch.setattr(csv_export, "TURN_S", 1.5)
 
     async def story():
         async with table() as port:
@@ -104,7 +104,7 @@ def test_who_is_turned_away_is_told_when_there_is_a_place(monkeypatch):
 
 
 def test_no_download_lasts_for_ever(monkeypatch):
-    monkeypatch.setattr(downloads, "MOST_S", 0.5)
+    monkeypatch.setattr(csv_export, "MOST_S", 0.5)
 
     async def story():
         async with table() as port:
@@ -114,7 +114,7 @@ def test_no_download_lasts_for_ever(monkeypatch):
 
 
 def test_a_download_without_a_first_line_in_time_is_told_so(monkeypatch):
-    monkeypatch.setattr(downloads, "MOST_S", 0.2)
+    monkeypatch.setattr(csv_export, "MOST_S", 0.2)
 
     def slow():
         time.sleep(0.5)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from shoal.errors import ShoalError, how_to_install
-from shoal.watch.frames import SHOWN_ROWS, Frame
+from shoal.watch.data_frame import SHOWN_ROWS, Frame
 from shoal.watch.tables import Column
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\u202e"

@@ -11,12 +11,12 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from shoal.folder import RunFolder
-from shoal.launch.hosting import invitation
-from shoal.launch.loggers import onlookers
-from shoal.net.listening import port_of_living
-from shoal.roles.coordinator.api import application
-from shoal.roles.coordinator.role import open_run
+from shoal.launch.admin import invitation
+from shoal.launch.preflight import onlookers
+from shoal.net.process import port_of_living
+from shoal.roles.coordinator.calls import application
+from shoal.roles.coordinator.main import open_run
+from shoal.run_folder import RunFolder
 from tests.roles.town import tiny_run
 
 BROWSER = {"accept": "text/html,*/*;q=0.8"}
@@ -99,7 +99,7 @@ def test_the_page_is_told_with_the_join_line(tmp_path):
 @pytest.mark.slow
 def test_the_process_of_the_page_serves_what_it_tells(copied):
     folder = RunFolder(copied)
-    command = [sys.executable, "-m", "shoal.cli", "role", "dashboard", "--run-dir", str(copied)]
+    command = [sys.executable, "-m", "shoal", "role", "dashboard", "--run-dir", str(copied)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
     try:
         deadline = time.monotonic() + 30

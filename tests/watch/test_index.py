@@ -11,16 +11,16 @@ from msgspec.structs import replace
 
 from shoal.alarms import Alarm, AlarmsLog
 from shoal.errors import Overreach, PeerError, StateError
-from shoal.ledger.facts.pay import Credit
-from shoal.ledger.facts.submissions import SubmissionReceived
-from shoal.ledger.facts.verdicts import VerdictGiven
-from shoal.ledger.facts.versions import CheckpointPublished
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.log.verify import verify
-from shoal.ledger.pace import usual_pace_s
-from shoal.ledger.table import make_entry
-from shoal.protocol.types import Measured
-from shoal.watch.index import Builder, Filter, Look, bodies, filters, group, groups, number_of, same_task
+from shoal.ledger.lease_sizing import usual_pace_s
+from shoal.ledger.log.check import verify
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.pay import Credit
+from shoal.ledger.registry import make_entry
+from shoal.ledger.submissions import SubmissionReceived
+from shoal.ledger.verdicts import VerdictGiven
+from shoal.ledger.versions import CheckpointPublished
+from shoal.protocol.messages import Measured
+from shoal.watch.index import Builder, Filter, Look, body_rows, filters, group, groups, number_of, same_task
 from shoal.watch.index.metrics import MetricsIndex
 from shoal.watch.index.schema import NAMES, SIDECARS, open_to_read, open_to_write
 from shoal.watch.reading import Reading, Replaced, open_run
@@ -168,7 +168,7 @@ def test_the_timeline_is_read_by_kind_node_and_words(look, run):
 
 
 def test_a_search_of_the_log_looks_at_a_bounded_number_of_events_and_goes_on(look, run, monkeypatch):
-    monkeypatch.setattr("shoal.watch.index.look.SCANNED", 20)
+    monkeypatch.setattr("shoal.watch.index.queries.SCANNED", 20)
     asked, found, pages, after = [], [], 0, None
     look.db.set_trace_callback(asked.append)
     while pages == 0 or after is not None:
@@ -267,7 +267,7 @@ def test_a_builder_that_is_killed_goes_on_to_the_same_index(index, town, tmp_pat
     assert contents(built(path, town.folder.root)) == contents(index)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(bodies, "_rows"), (MetricsIndex, "_name")])
+@pytest.mark.parametrize(("owner", "name"), [(body_rows, "_rows"), (MetricsIndex, "_name")])
 def test_a_builder_that_is_killed_while_it_reads_bodies_or_metrics_goes_on(
     index, town, tmp_path, monkeypatch, owner, name
 ):
@@ -459,7 +459,7 @@ def test_hostile_numbers_and_texts_are_stored_as_text(town, tmp_path, monkeypatc
     for entry in entries:
         body = entry.body
         if isinstance(body, VerdictGiven):
-            body = replace(body, groups=tuple(replace(g, detail=odd) if g.check else g for g in body.groups))
+            body = replace(body, group_queries=tuple(replace(g, detail=odd) if g.check else g for g in body.groups))
         elif isinstance(body, Credit):
             body = replace(body, tokens=10**30)
         rechained.append(make_entry(entry.seq, entry.time, body, head))
@@ -468,7 +468,7 @@ def test_hostile_numbers_and_texts_are_stored_as_text(town, tmp_path, monkeypatc
     shutil.copytree(town.folder.root, root, ignore=shutil.ignore_patterns("log.sqlite*"))
     append(root, rechained)
     text = "\0 <b> ' \" \ud83d odd"
-    monkeypatch.setattr("shoal.watch.reading.groups.ReadRollout.text", lambda rollout: text)
+    monkeypatch.setattr("shoal.watch.reading.rollouts.ReadRollout.text", lambda rollout: text)
     asked = Look(built(tmp_path / "index.sqlite", root))
     assert [row["reason"] for row in asked.refusal_counts(1)] == [odd]
     assert groups(asked, 1, Filter(text="odd"))["rows"][0]["excerpt"].endswith("odd")
@@ -487,7 +487,7 @@ def test_a_log_with_larger_numbers_than_a_run_is_refused(town, tmp_path):
 
 
 def test_a_private_group_shows_only_what_the_log_says(town, tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal.watch.reading.run.is_final", lambda state, submission: False)
+    monkeypatch.setattr("shoal.watch.reading.replay.is_final", lambda state, submission: False)
     asked = Look(built(tmp_path / "index.sqlite", town.folder.root, private=True))
     row = groups(asked, 1, Filter(status="signal"))["rows"][0]
     assert row["env"] is None and row["reward"] is not None

@@ -6,8 +6,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from shoal.errors import ConfigError, how_to_install
-from shoal.watch import live as module
-from shoal.watch.live import figure_of, line_of, live, png_of
+from shoal.watch import live_plot as module
+from shoal.watch.live_plot import figure_of, line_of, live, png_of
 
 STEPS = [SimpleNamespace(number=n, metrics={"reward_all_mean": n / 4, "entropy_nats": None}) for n in (1, 2, 3)]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as replace_struct
 
-from shoal.heldout import Heldout, why_not_comparable
+from shoal.evaluation_files import Heldout, why_not_comparable
 from shoal.watch.no_gain import PAGE, UNEVALUATED, LearningSetup, diagnose
 
 SETUP = LearningSetup(preset_lr=5e-4, group_size=16, batch_groups=16, max_staleness=1)

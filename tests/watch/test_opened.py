@@ -9,8 +9,8 @@ from msgspec.structs import replace as replace_field
 
 import shoal
 from shoal.errors import ConfigError, NothingYet, ShoalError
-from shoal.watch import scored
-from shoal.watch.rollout import Rollout
+from shoal.watch import rescore
+from shoal.watch.notebook_rollout import Rollout
 
 HOSTILE = '<script>alert("x")</script>\x1b[2J'
 
@@ -88,7 +88,7 @@ def test_each_check_says_what_it_finds_in_an_honest_rollout_and_in_forged_ones(r
 
 
 def test_too_many_logits_are_refused(rollout, monkeypatch):
-    monkeypatch.setattr(scored, "MAX_LOGITS", 3)
+    monkeypatch.setattr(rescore, "MAX_LOGITS", 3)
     with pytest.raises(ConfigError, match=r"logits=True would keep .* numbers, limit 3"):
         rollout.replay(logits=True)
 
@@ -119,6 +119,6 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 
 def test_missing_torch_is_reported_in_one_line(rollout, monkeypatch):
-    monkeypatch.setattr(scored, "find_spec", lambda name: None)
+    monkeypatch.setattr(rescore, "find_spec", lambda name: None)
     with pytest.raises(ShoalError, match="torch is not installed"):
         rollout.replay()

@@ -21,26 +21,26 @@ from starlette.testclient import TestClient
 
 from shoal.alarms import Alarm, AlarmsLog
 from shoal.errors import ConfigError, NothingYet, StateError
-from shoal.folder import RunFolder
-from shoal.ledger.facts.leases import LAPSES, LeaseLapsed
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.log.verify import verify
+from shoal.ledger.leases import LAPSES, LeaseLapsed
+from shoal.ledger.log.check import verify
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.metrics import METRICS
-from shoal.proofs.checks import sampling
-from shoal.watch.index.groups import Filter, groups
-from shoal.watch.page import Shelf, downloads, page_app
+from shoal.run_folder import RunFolder
+from shoal.verification.checks import sampling
+from shoal.watch.index.group_queries import Filter, groups
+from shoal.watch.page import Shelf, csv_export, page_app
 from shoal.watch.page.app import HEADERS
-from shoal.watch.page.asked import Asked
 from shoal.watch.page.charts import Chart, Line, chart_of, compared, picture_of
-from shoal.watch.page.downloads import DOWNLOADS, lines_of_csv
-from shoal.watch.page.gaps import Gaps, Rescoring
-from shoal.watch.page.rescore import gaps_of
+from shoal.watch.page.csv_export import DOWNLOADS, lines_of_csv
+from shoal.watch.page.format import number, parts, percent, templates
+from shoal.watch.page.page_request import Asked
+from shoal.watch.page.page_runs import CHANGE_EVERY_S
+from shoal.watch.page.replay_gaps import Gaps, Rescoring
+from shoal.watch.page.replay_gaps_main import gaps_of
+from shoal.watch.page.run_pages import _ends
 from shoal.watch.page.serve import host_token
-from shoal.watch.page.shelf import CHANGE_EVERY_S
-from shoal.watch.page.shown import number, parts, percent, templates
-from shoal.watch.page.views import _ends
 from shoal.watch.reading import Place
-from shoal.watch.scored import rebuilt, scored
+from shoal.watch.rescore import rebuilt, scored
 from tests.watch.hostile import hostile_addresses
 from tests.watch.test_reading import grown
 
@@ -328,8 +328,8 @@ def test_rollouts_as_csv_are_those_of_the_groups_that_a_filter_leaves(host):
 def test_a_long_table_comes_whole_page_by_page(anyone, monkeypatch):
     tables = ("metrics", "rollouts", "events", "spread", "verdicts")
     whole = [anyone.get(f"/1/csv/{table}.csv").text for table in tables]
-    monkeypatch.setattr(downloads, "TEXTS", 3)
-    monkeypatch.setattr(downloads._in_order, "__defaults__", (2,))
+    monkeypatch.setattr(csv_export, "TEXTS", 3)
+    monkeypatch.setattr(csv_export._in_order, "__defaults__", (2,))
     assert [anyone.get(f"/1/csv/{table}.csv").text for table in tables] == whole
 
 
@@ -340,7 +340,7 @@ def test_nothing_between_here_and_the_viewer_may_keep_a_table(anyone, host):
 
 
 def test_the_host_downloads_when_all_places_are_taken(anyone, host, monkeypatch):
-    monkeypatch.setattr(downloads.Places, "turn_away", lambda self: 59.5)
+    monkeypatch.setattr(csv_export.Places, "turn_away", lambda self: 59.5)
     answer = anyone.get("/1/csv/events.csv")
     assert answer.status_code == 503 and "try again in 60 seconds" in answer.text
     assert anyone.head("/1/csv/events.csv").status_code == 200

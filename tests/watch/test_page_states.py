@@ -12,16 +12,16 @@ import sqlite3
 import pytest
 from starlette.testclient import TestClient
 
-from shoal.launch.lock import locked
-from shoal.ledger.facts.batches import GroupAccepted
+from shoal.launch.run_lock import locked
+from shoal.ledger.batches import GroupAccepted
 from shoal.ledger.fault_rate import FAULT_REMEDY, FAULTS
-from shoal.protocol.audits import REPLAY
+from shoal.protocol.audit_selection import REPLAY
+from shoal.watch.event_rows import node_note
+from shoal.watch.event_text import sentence_of
 from shoal.watch.page import Shelf, page_app
 from shoal.watch.page.charts import OVERVIEW, TITLES, Chart, Line, chart_of, overview_charts, picture_of
 from shoal.watch.reading import open_run
-from shoal.watch.report.page import report_of
-from shoal.watch.rows import node_note
-from shoal.watch.words import sentence_of
+from shoal.watch.report.html import report_of
 from tests.envs import brittle
 from tests.ledger.test_no_signal import JUDGES, LONG, WORKER, serve_void, world_of
 from tests.roles.town import Town, tiny_run

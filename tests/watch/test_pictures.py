@@ -8,16 +8,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shoal.cli import main
+from shoal.cli.main import main
 from shoal.errors import ConfigError, NothingYet, how_to_install
-from shoal.heldout import Judged
+from shoal.evaluation_files import Judged
 from shoal.metrics import METRICS
 from shoal.watch.page.charts import Chart, Line
 from shoal.watch.page.charts import picture_of as chart_picture
-from shoal.watch.pictures.curves import EVALUATED, USUAL, ReadRun, picture_of
-from shoal.watch.pictures.draw import _panel, draw, draw_inline, thinned
+from shoal.watch.plots.render import _panel, draw, draw_inline, thinned
+from shoal.watch.plots.series import EVALUATED, USUAL, ReadRun, picture_of
 from shoal.watch.reading import open_run
-from shoal.watch.reading.heldout import HeldOut
+from shoal.watch.reading.evaluations import HeldOut
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = ("</svg><script>alert(1)</script>", "$x^{2$", "\x1b[2J", "‮txet", "a\0b", "_hidden", "&amp;]]>", "名前")

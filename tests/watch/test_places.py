@@ -6,10 +6,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from shoal.errors import StateError
-from shoal.folder import RunFolder
+from shoal.run_folder import RunFolder
 from shoal.tree import to_tree
 from shoal.watch.page import Shelf, page_app
-from shoal.watch.page.places import ANY_PLACE, address_for_others, without_paths
+from shoal.watch.page.run_address import ANY_PLACE, address_for_others, without_paths
 from tests.roles.town import tiny_run
 from tests.watch.test_page import TOKEN, crawled
 

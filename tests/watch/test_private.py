@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from shoal.envs.load import env_digest
 from shoal.errors import NothingYet
-from shoal.folder import RunFolder
+from shoal.run_folder import RunFolder
 from shoal.watch.page import Shelf, page_app
 from shoal.watch.reading import Place, open_run
 from tests.watch.test_page import TOKEN
@@ -128,7 +128,7 @@ def test_the_group_view_says_why_a_reward_is_one_number_and_how_to_get_its_parts
     assert "A reward is one number here" not in host.get(f"/1/groups/{number}?parts=1").text
 
 
-IN_PARTS = """from shoal.envs.arithmetic import Arithmetic, ArithmeticArgs
+IN_PARTS = """from shoal.envs.builtin.arithmetic import Arithmetic, ArithmeticArgs
 from shoal.env import Score
 
 

@@ -14,25 +14,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from shoal.chat.isolated import ContainedRenderer
+from shoal.chat.renderer import FILES
 from shoal.envs.load import env_digest
 from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, ShoalError, StateError
-from shoal.folder import RunFolder
-from shoal.launch.snapshot import CoordinatorWatch
-from shoal.ledger.entry import Entry
-from shoal.ledger.facts.verdicts import Decision
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.log.verify import verify
+from shoal.launch.run_status import CoordinatorWatch
+from shoal.ledger.event import Entry
+from shoal.ledger.log.check import verify
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
+from shoal.ledger.registry import make_entry
 from shoal.ledger.state import state_hash
-from shoal.ledger.table import make_entry
+from shoal.ledger.verdicts import Decision
 from shoal.metrics import read_metrics
 from shoal.net.blobs import path_of
-from shoal.policy.contained import ContainedRenderer
-from shoal.policy.render import FILES
-from shoal.protocol import types as t
-from shoal.protocol.wire import from_msgpack
+from shoal.protocol import messages as t
+from shoal.protocol.encoding import from_msgpack
+from shoal.run_folder import RunFolder
 from shoal.sandbox.bubblewrap import unreadable
 from shoal.watch.reading import Replaced, open_run
-from shoal.watch.reading.replayed import open_envs
+from shoal.watch.reading.env_replay import open_envs
 from tests.roles.town import URL
 
 
@@ -219,7 +219,7 @@ def test_rules_with_impossible_sizes_are_refused(town, tmp_path):
 
 
 def test_private_bodies_and_held_out_tasks_need_the_hosts_key(town, copied, monkeypatch):
-    monkeypatch.setattr("shoal.watch.reading.run.is_final", lambda state, submission: False)
+    monkeypatch.setattr("shoal.watch.reading.replay.is_final", lambda state, submission: False)
     with pytest.raises(ConfigError, match="the host's folder"):
         open_run(URL, private=True)
     shown = {}
@@ -317,11 +317,11 @@ def test_a_rollout_with_a_flaw_is_told_and_not_decoded(town, monkeypatch):
         odd = t.Rollout(b"\xff" * 7, b"\x00\x09", b"\x00" * 3, 0, "environment")
         bad = t.make_rollout([1, 1 << 30], [0, 1], [-1.0], version=0, ending="environment")
         forged = t.Group(group.slot, group.task, group.env, (*group.rollouts[:2], odd, bad))
-        monkeypatch.setattr("shoal.watch.reading.run.decoded", lambda data: forged)
+        monkeypatch.setattr("shoal.watch.reading.replay.decoded", lambda data: forged)
         rollouts = run.group(place).rollouts
         assert [bool(rollout.flaw) for rollout in rollouts] == [False, False, True, True]
         assert [len(rollout.turns) > 0 for rollout in rollouts] == [True, True, False, False]
-        monkeypatch.setattr("shoal.watch.reading.groups.MAX_TOKENS", len(group.rollouts[0].author) + 1)
+        monkeypatch.setattr("shoal.watch.reading.rollouts.MAX_TOKENS", len(group.rollouts[0].author) + 1)
         assert "more than" in run.group(place).rollouts[1].flaw
 
 

@@ -9,16 +9,16 @@ import msgspec
 import pytest
 
 from shoal.alarms import Alarm, AlarmsLog
-from shoal.cli import main
+from shoal.cli.main import main
 from shoal.errors import StateError
-from shoal.folder import RunFolder
-from shoal.heldout import Judged
-from shoal.policy.kinds import spec_of
-from shoal.policy.sizes import parameters_of
+from shoal.evaluation_files import Judged
+from shoal.models.open_model import spec_of
+from shoal.models.parameter_counts import parameters_of
+from shoal.run_folder import RunFolder
 from shoal.watch import open_run
-from shoal.watch.reading.heldout import HeldOut
-from shoal.watch.report import page
-from shoal.watch.report.facts import _changes, _config, facts_of, gain_of, policy_of, without_folders
+from shoal.watch.reading.evaluations import HeldOut
+from shoal.watch.report import html as page
+from shoal.watch.report.content import _changes, _config, facts_of, gain_of, policy_of, without_folders
 from shoal.watch.report.samples import Said, Sample, Talk, shade_of
 
 HOSTILE = (

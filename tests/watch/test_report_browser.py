@@ -5,7 +5,7 @@ Slow: `make test-slow`. Skipped where Chromium or its driver is missing.
 
 import pytest
 
-from shoal.cli import main
+from shoal.cli.main import main
 from tests.watch.browsing import CHROMIUM, QUIET, axe_module, needs_browser, sync_api
 
 BLOCKED = "http://127.0.0.1:9"

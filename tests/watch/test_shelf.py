@@ -16,12 +16,12 @@ from starlette.testclient import TestClient
 
 from shoal.alarms import Alarm, AlarmsLog
 from shoal.errors import Overreach
-from shoal.folder import RunFolder
+from shoal.run_folder import RunFolder
 from shoal.watch.index import Look, numbered
 from shoal.watch.index.schema import SIDECARS
 from shoal.watch.page import Shelf, page_app
-from shoal.watch.page.asked import Asked
-from shoal.watch.page.shelf import AGAIN_S, IDLE_S, LATE_S, MOST_AGAIN_S, STALE_S
+from shoal.watch.page.page_request import Asked
+from shoal.watch.page.page_runs import AGAIN_S, IDLE_S, LATE_S, MOST_AGAIN_S, STALE_S
 from shoal.watch.reading import open_run
 from tests.roles.town import URL
 
@@ -231,7 +231,7 @@ def test_a_run_is_asked_how_it_does_when_its_log_has_another_version(copied, tmp
 
 def test_the_disk_is_measured_again_until_there_is_something_on_it(shelf, now, monkeypatch):
     held = [0]
-    monkeypatch.setattr("shoal.watch.index.quota.held_below", lambda folder: held[0])
+    monkeypatch.setattr("shoal.watch.index.disk_usage.held_below", lambda folder: held[0])
     assert indexed(shelf, now)["condition"]["blob_bytes"] == 0
     held[0] = 7
     assert indexed(shelf, now)["condition"]["blob_bytes"] == 7

@@ -1,6 +1,6 @@
 """The sentence about the reward, against means worked by hand."""
 
-from shoal.watch.trend import trend_of
+from shoal.watch.reward_trend import trend_of
 
 
 def test_the_trend_compares_equal_numbers_of_steps() -> None:

@@ -8,10 +8,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from shoal.errors import PeerError
-from shoal.protocol import wire
-from shoal.protocol.identity import Key
-from shoal.protocol.types import Manifest
-from shoal.weights.codes import Weights
+from shoal.protocol import encoding
+from shoal.protocol.messages import Manifest
+from shoal.protocol.signing import Key
+from shoal.weights.delta.tensor_codes import Weights
 from shoal.weights.manifest import sign_manifest
 from shoal.weights.publish import publish
 
@@ -41,7 +41,7 @@ def write_checkpoint(directory: Path, weights: Weights) -> Path:
         place = [len(data), len(data) + tensor.codes.nbytes]
         header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": place}
         data += tensor.codes.tobytes()
-    head = wire.to_json(header)
+    head = encoding.to_json(header)
     (directory / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + data)
     (directory / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     return directory
@@ -56,7 +56,7 @@ class Chunks:
         self.asked: list[str] = []
 
     async def put(self, digest: str, chunk: bytes) -> None:
-        assert wire.digest(chunk) == digest
+        assert encoding.digest(chunk) == digest
         self.held[digest] = chunk
 
     async def parts(self, digest: str, start: int, size: int) -> AsyncGenerator[bytes, None]:
@@ -118,7 +118,7 @@ def published(directory: Path, chunks: Chunks, version: int = 3) -> Manifest:
         )
 
     signed = sign_manifest(asyncio.run(story()), KEY, now=NOW)
-    return wire.from_json(signed.body, Manifest)
+    return encoding.from_json(signed.body, Manifest)
 
 
 def contents(directory: Path) -> dict[str, bytes]:

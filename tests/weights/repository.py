@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.protocol import wire
-from shoal.protocol.identity import Key
-from shoal.protocol.types import Manifest, SignedManifest
-from shoal.weights.fetch import fetch
+from shoal.protocol import encoding
+from shoal.protocol.messages import Manifest, SignedManifest
+from shoal.protocol.signing import Key
+from shoal.weights.fetch.fetch import fetch
 from shoal.weights.manifest import PURPOSE, content_of, open_manifest, sign_manifest
 from shoal.weights.publish import publish
 from tests.weights.checkpoints import CHUNK_BYTES, KEY, NOW, RUN, Chunks, make_checkpoint
@@ -21,8 +21,8 @@ from tests.weights.checkpoints import CHUNK_BYTES, KEY, NOW, RUN, Chunks, make_c
 
 def signed(manifest: Manifest, key: Key = KEY, purpose: str = PURPOSE) -> bytes:
     """A manifest signed as it stands, however wrong."""
-    body = wire.to_json(manifest)
-    return wire.to_json(SignedManifest(body=body, key=key.public, signature=key.sign(purpose, body)))
+    body = encoding.to_json(manifest)
+    return encoding.to_json(SignedManifest(body=body, key=key.public, signature=key.sign(purpose, body)))
 
 
 class Repository:
@@ -54,7 +54,7 @@ class Repository:
         return msgspec.structs.replace(self.dated(asyncio.run(story)), **fields)
 
     def dated(self, manifest: Manifest) -> Manifest:
-        return wire.from_json(sign_manifest(manifest, KEY, now=self.now).body, Manifest)
+        return encoding.from_json(sign_manifest(manifest, KEY, now=self.now).body, Manifest)
 
     def put(self, version: int, seed: int) -> None:
         """Publish a version."""
@@ -65,7 +65,7 @@ class Repository:
     def log(self, version: int, data: bytes) -> None:
         """Store a signed manifest and name it in the log."""
         self.stored[version] = data
-        self.logged[version].append(wire.digest(data))
+        self.logged[version].append(encoding.digest(data))
 
     def renew(self, version: int) -> None:
         """Sign a version again, now."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.protocol import wire
-from shoal.weights.pieces import Piece, Place, take_up_parts
-from shoal.weights.sources import Passing
-from shoal.weights.transfer import Transfer
+from shoal.protocol import encoding
+from shoal.weights.fetch.chunks import Piece, Place, take_up_parts
+from shoal.weights.fetch.sources import Passing
+from shoal.weights.fetch.transfer import Transfer
 
 PART_BYTES = 1024
 
@@ -115,13 +115,13 @@ class Version:
     def __init__(self, folder: Path, num_chunks: int, chunk_bytes: int, seed: int = 0) -> None:
         rng = random.Random(seed)
         self.chunks = [rng.randbytes(chunk_bytes) for _ in range(num_chunks)]
-        self.held = {wire.digest(chunk): chunk for chunk in self.chunks}
+        self.held = {encoding.digest(chunk): chunk for chunk in self.chunks}
         self.size = num_chunks * chunk_bytes
         self.folder, self.file = folder, folder / "weights"
         folder.mkdir(parents=True, exist_ok=True)
         self.file.write_bytes(b"")
         self.missing = [
-            Piece(wire.digest(chunk), chunk_bytes, [Place(self.file, index * chunk_bytes)])
+            Piece(encoding.digest(chunk), chunk_bytes, [Place(self.file, index * chunk_bytes)])
             for index, chunk in enumerate(self.chunks)
         ]
         self.blamed: list[tuple[str, str]] = []

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from shoal.errors import StateError
-from shoal.policy import stored
-from shoal.policy.adapterspec import CONFIG
-from shoal.policy.stored import INDEX
-from shoal.protocol.types import AdapterBase, FileEntry, Manifest
-from shoal.protocol.wire import to_json
-from shoal.weights.bases import MANIFEST_FILE, base_root, bases_here, link_from
+from shoal.models import safetensors_header
+from shoal.models.lora_config import CONFIG
+from shoal.models.safetensors_header import INDEX
+from shoal.protocol.encoding import to_json
+from shoal.protocol.messages import AdapterBase, FileEntry, Manifest
+from shoal.weights.base_model import MANIFEST_FILE, base_root, bases_here, link_from
 from shoal.weights.manifest import weights_root
 
 
@@ -49,7 +49,7 @@ def test_an_index_that_places_tensors_otherwise_in_the_same_shards_is_another_ba
     for shards in (("one", "two"), ("two", "one")):
         places = {tensor: f"{shard}.safetensors" for tensor, shard in zip("ab", shards, strict=True)}
         (directory / INDEX).write_text(json.dumps({"weight_map": places}))
-        keys.append(stored.key_of_base(directory))
+        keys.append(safetensors_header.key_of_base(directory))
     assert keys[0] != keys[1]
 
 
@@ -61,9 +61,9 @@ def test_another_name_of_a_file_is_another_base(directory):
 
 
 def test_an_index_that_is_too_large_is_refused_unread(directory, monkeypatch):
-    monkeypatch.setattr(stored, "MAX_INDEX_BYTES", 10)
+    monkeypatch.setattr(safetensors_header, "MAX_INDEX_BYTES", 10)
     with pytest.raises(StateError, match=r"index\.json is larger than 10 bytes"):
-        stored.key_of_base(directory)
+        safetensors_header.key_of_base(directory)
 
 
 def test_a_stray_copy_of_the_weights_is_no_part_of_a_base(tmp_path):
@@ -71,14 +71,14 @@ def test_a_stray_copy_of_the_weights_is_no_part_of_a_base(tmp_path):
     for folder in (model, target):
         folder.mkdir()
     save_file({"a": torch.zeros(4)}, model / "model.safetensors")
-    key = stored.key_of_base(model)
+    key = safetensors_header.key_of_base(model)
     (model / "consolidated.safetensors").write_bytes(b"the same in another format")
     (model / INDEX).write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))  # which one file makes void
-    assert stored.files_of_base(model) == [model / "model.safetensors"]
+    assert safetensors_header.files_of_base(model) == [model / "model.safetensors"]
     link_from(model, target)
     assert [path.name for path in target.iterdir()] == ["model.safetensors"]
     (model / INDEX).unlink()
-    assert stored.key_of_base(model) == key
+    assert safetensors_header.key_of_base(model) == key
 
 
 def test_only_the_shards_that_the_index_names_are_a_base(directory):

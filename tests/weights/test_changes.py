@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.algos.floatcodes import KINDS, exponents
-from shoal.algos.gaps import BadBits, write_number
-from shoal.weights import changes
-from shoal.weights.changes import MOST_GROUPS, apply_changes, write_changes
+from shoal.weights.delta import encoding
+from shoal.weights.delta.encoding import MOST_GROUPS, apply_changes, write_changes
+from shoal.weights.delta.golomb_rice import BadBits, write_number
+from shoal.weights.delta.tensor_codes import KINDS, exponents
 from tests.weights.versions import as_stored, random_codes
 
 BF16 = KINDS["BF16"]
@@ -67,7 +67,7 @@ def test_a_step_over_a_power_of_two_goes_both_ways():
 def test_the_block_is_no_part_of_the_format(monkeypatch, block):
     old, new = step()
     whole = write_changes(old, new, BF16)
-    monkeypatch.setattr(changes, "_BLOCK_VALUES", block)
+    monkeypatch.setattr(encoding, "_BLOCK_VALUES", block)
     assert goes_both_ways(old, new, BF16) == whole
 
 

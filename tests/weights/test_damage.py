@@ -13,11 +13,10 @@ import msgspec
 import pytest
 
 from shoal.errors import ShoalError
-from shoal.protocol import wire
-from shoal.protocol.types import FileEntry, Manifest
-from shoal.weights.demands import ManifestError
-from shoal.weights.fetch import fetch
-from shoal.weights.manifest import open_manifest, weights_root
+from shoal.protocol import encoding
+from shoal.protocol.messages import FileEntry, Manifest
+from shoal.weights.fetch.fetch import fetch
+from shoal.weights.manifest import ManifestError, open_manifest, weights_root
 from tests.weights.checkpoints import CHUNK_BYTES, KEY, NOW, RUN, Chunks
 from tests.weights.repository import signed
 from tests.weights.test_follow import Line
@@ -81,8 +80,8 @@ class Trial:
         (patch,) = self.manifest.patches
         data = damaged(b"".join(self.line.chunks.held[chunk] for chunk in patch.file.chunks), self.rng) or b"x"
         chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
-        self.line.chunks.held |= {wire.digest(chunk): chunk for chunk in chunks}
-        file = FileEntry(patch.file.path, len(data), wire.digest(data), tuple(map(wire.digest, chunks)))
+        self.line.chunks.held |= {encoding.digest(chunk): chunk for chunk in chunks}
+        file = FileEntry(patch.file.path, len(data), encoding.digest(data), tuple(map(encoding.digest, chunks)))
         files = self.manifest.files
         if self.rng.random() < 0.5:  # so that there is no other way
             files = tuple(file for file in files if not file.path.endswith(".safetensors"))

@@ -21,15 +21,16 @@ from shoal.errors import NothingYet, PeerError, StateError
 from shoal.net import server
 from shoal.net.blobs import FolderBlobs
 from shoal.net.client import Client
-from shoal.protocol import wire
-from shoal.protocol.types import Manifest
-from shoal.weights import pieces, transfer
-from shoal.weights.choose import MOST_LANES
-from shoal.weights.fetch import fetch
-from shoal.weights.finish import directory_name
+from shoal.protocol import encoding
+from shoal.protocol.messages import Manifest
+from shoal.weights.fetch import chunks as pieces
+from shoal.weights.fetch import transfer
+from shoal.weights.fetch.fetch import fetch
+from shoal.weights.fetch.scheduler import MOST_LANES
+from shoal.weights.fetch.sources import HttpSource
+from shoal.weights.fetch.verify_directory import directory_name
 from shoal.weights.manifest import weights_root
 from shoal.weights.publish import HttpSink, chunk_bytes_for, publish
-from shoal.weights.sources import HttpSource
 from tests.weights.checkpoints import (
     CHUNK_BYTES,
     KEY,
@@ -77,7 +78,7 @@ def test_shards_and_their_index_travel_and_have_the_same_root(checkpoint, origin
     places = {name: f"model-{i:05}-of-00003.safetensors" for i, name in enumerate(sorted(tensors), 1)}
     for name, file in places.items():
         save_file({name: tensors[name]}, checkpoint / file)
-    (checkpoint / "model.safetensors.index.json").write_bytes(wire.to_json({"weight_map": places}))
+    (checkpoint / "model.safetensors.index.json").write_bytes(encoding.to_json({"weight_map": places}))
     manifest = published(checkpoint, origin)
     directory = run(manifest, [origin], tmp_path / "weights")
     assert manifest.root == whole == weights_root(directory)
@@ -165,7 +166,7 @@ def test_a_killed_fetch_goes_on_where_it_stopped(checkpoint, origin, tmp_path):
     blobs = FolderBlobs(tmp_path / "blobs")
     for chunk in origin.held.values():
         blobs.put(chunk)
-    (tmp_path / "manifest.json").write_bytes(wire.to_json(manifest))
+    (tmp_path / "manifest.json").write_bytes(encoding.to_json(manifest))
     victim = subprocess.run([sys.executable, "-c", _VICTIM, str(tmp_path)], check=False)
     assert victim.returncode == -9
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [f".partial-{directory_name(manifest)}"]
@@ -178,8 +179,8 @@ import asyncio, os, signal, sys
 from pathlib import Path
 from shoal.net.blobs import FolderBlobs
 from shoal.protocol import wire
-from shoal.protocol.types import Manifest
-from shoal.weights.fetch import fetch
+from shoal.protocol.messages import Manifest
+from shoal.weights.fetch.fetch import fetch
 
 home = Path(sys.argv[1])
 blobs = FolderBlobs(home / "blobs")
@@ -295,7 +296,7 @@ def test_a_checkpoint_travels_over_http(checkpoint, tmp_path):
 
     async def put(request):
         body = await gate.body(request, gate.admit(request, run=RUN, cap=10_000))
-        if wire.digest(body) != request.path_params["digest"]:
+        if encoding.digest(body) != request.path_params["digest"]:
             raise server.RequestRefused(409, "wrong_hash", "the body has another hash: send the bytes it names")
         return server.answer({"digest": blobs.put(body)})
 

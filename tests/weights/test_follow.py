@@ -9,13 +9,12 @@ import msgspec
 import pytest
 
 from shoal.errors import NothingYet, PeerError, StateError
-from shoal.protocol import wire
-from shoal.protocol.types import FileEntry, Manifest
-from shoal.weights.codes import coded_directory
-from shoal.weights.demands import ManifestError, is_whole
-from shoal.weights.fetch import MOST_MANIFESTS, MOST_NAMES, fetch
-from shoal.weights.follow import follow
-from shoal.weights.manifest import weights_root
+from shoal.protocol import encoding
+from shoal.protocol.messages import FileEntry, Manifest
+from shoal.weights.delta.apply import follow
+from shoal.weights.delta.tensor_codes import coded_directory
+from shoal.weights.fetch.fetch import MOST_MANIFESTS, MOST_NAMES, fetch
+from shoal.weights.manifest import ManifestError, is_whole, weights_root
 from shoal.weights.publish import Base, publish
 from tests.weights.checkpoints import CHUNK_BYTES, RUN, Chunks, Dying, Lying, write_checkpoint
 from tests.weights.test_ways import manifest
@@ -70,8 +69,8 @@ class Line:
         (patch,) = manifest.patches
         data = change(b"".join(self.chunks.held[chunk] for chunk in patch.file.chunks))
         chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
-        self.chunks.held |= {wire.digest(chunk): chunk for chunk in chunks}
-        file = FileEntry(patch.file.path, len(data), wire.digest(data), tuple(map(wire.digest, chunks)))
+        self.chunks.held |= {encoding.digest(chunk): chunk for chunk in chunks}
+        file = FileEntry(patch.file.path, len(data), encoding.digest(data), tuple(map(encoding.digest, chunks)))
         self.manifests[version] = msgspec.structs.replace(
             manifest, patches=(msgspec.structs.replace(patch, file=file),)
         )
@@ -140,7 +139,7 @@ def test_a_patch_that_there_is_no_memory_for_is_replaced_by_the_whole_version(li
         raise MemoryError
 
     line.load(2)
-    monkeypatch.setattr("shoal.weights.follow.apply_patch", without_memory)
+    monkeypatch.setattr("shoal.weights.delta.apply.apply_patch", without_memory)
     assert line.has(line.load(3), 3)
 
 
@@ -185,7 +184,7 @@ def test_a_base_that_vanished_is_no_base(tmp_path, monkeypatch):
         shutil.rmtree(used)
         raise StateError("no such file")
 
-    monkeypatch.setattr("shoal.weights.fetch.follow", vanished)
+    monkeypatch.setattr("shoal.weights.fetch.fetch.follow", vanished)
     assert line.has(line.load(2), 2)
 
 
@@ -204,7 +203,7 @@ def test_the_folder_stays_within_the_disk_of_two_versions_more_than_are_kept(tmp
             raise NothingYet("gone")
         return line.manifests[version]
 
-    monkeypatch.setattr("shoal.weights.fetch.follow", noted)
+    monkeypatch.setattr("shoal.weights.fetch.fetch.follow", noted)
     for version in (0, 1, 6):
         story = fetch(
             line.manifests[version], [line.chunks], line.folder / "client", manifest_of=not_between, max_bytes=most
@@ -288,7 +287,7 @@ def test_what_a_kill_left_half_patched_is_begun_anew(line, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("shoal.weights.follow.finish", killed)
+        patched.setattr("shoal.weights.delta.apply.finish", killed)
         line.load(3)
     left = next((line.folder / "client").glob(".partial-*"))
     assert weights_root(left) == line.manifests[3].root, "patched, but not named"

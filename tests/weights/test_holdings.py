@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from shoal.errors import PeerError
-from shoal.weights import choose
-from shoal.weights.relays import held_chunks, holdings_of
-from shoal.weights.sources import Passing, is_filling
+from shoal.weights.fetch import scheduler
+from shoal.weights.fetch.relay_sources import held_chunks, holdings_of
+from shoal.weights.fetch.sources import Passing, is_filling
 from tests.weights.simulated import Link, Server, Version, now
 
 KB = 1000
@@ -131,7 +131,7 @@ def test_two_relays_that_wait_for_each_other_ask_the_coordinator(version):
     gone = Server("origin", version.held, Link(400 * KB), is_up=lambda time: False)
     other = relay("other relay", version)
     other.rank = 1
-    coordinator = Server("coordinator", version.held, Link(400 * KB), rank=choose.LAST)
+    coordinator = Server("coordinator", version.held, Link(400 * KB), rank=scheduler.LAST)
     assert version.fetch([other, gone, coordinator]).is_right
     assert version.took_s < version.size / (400 * KB) * 1.05 + 10
 
@@ -141,7 +141,7 @@ def test_a_relay_with_a_slow_origin_beside_an_empty_relay_spares_the_coordinator
     origin = Server("origin", version.held, Link(60 * KB))
     other = relay("other relay", version)
     other.rank = 1
-    coordinator = Server("coordinator", version.held, Link(8000 * KB), rank=choose.LAST)
+    coordinator = Server("coordinator", version.held, Link(8000 * KB), rank=scheduler.LAST)
     assert version.fetch([other, origin, coordinator]).is_right
     assert coordinator.sent == 0
 

@@ -5,11 +5,11 @@ import dataclasses
 
 import pytest
 
-from shoal.net.connections import Limits
-from shoal.protocol.types import RelayEntry
-from shoal.weights.fetch import fetch
-from shoal.weights.left_out import FORGET_S, LIAR_S, LONGEST_S, MOST_SOURCES, UNREACHED_S, LeftOut
-from shoal.weights.relays import Relays
+from shoal.net.connection_limits import Limits
+from shoal.protocol.messages import RelayEntry
+from shoal.weights.fetch.blocklist import FORGET_S, LIAR_S, LONGEST_S, MOST_SOURCES, UNREACHED_S, LeftOut
+from shoal.weights.fetch.fetch import fetch
+from shoal.weights.fetch.relay_sources import Relays
 from tests.net.wires import serving
 from tests.weights.checkpoints import Chunks, Lying, make_checkpoint, published
 

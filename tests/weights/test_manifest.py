@@ -6,18 +6,23 @@ import msgspec
 import pytest
 
 from shoal.errors import PeerError
-from shoal.protocol import constants, wire
-from shoal.protocol.identity import Key
-from shoal.protocol.types import FileEntry, Manifest, Patch, SignedManifest
-from shoal.weights.demands import (
+from shoal.protocol import constants, encoding
+from shoal.protocol.messages import FileEntry, Manifest, Patch, SignedManifest
+from shoal.protocol.signing import Key
+from shoal.weights.manifest import (
     MOST_FILES,
     MOST_PATCHES,
+    PURPOSE,
     ManifestError,
     chunks_of,
     is_publishable,
+    is_renewal,
     is_whole,
+    open_manifest,
+    renew_at,
+    sign_manifest,
+    weights_root,
 )
-from shoal.weights.manifest import PURPOSE, is_renewal, open_manifest, renew_at, sign_manifest, weights_root
 from tests.weights.checkpoints import KEY, NOW, RUN, Chunks, make_checkpoint, published
 
 OTHER = Key(b"\x02" * 32)
@@ -30,8 +35,8 @@ def manifest(tmp_path_factory) -> Manifest:
 
 def encoded(manifest: Manifest, key: Key = KEY) -> bytes:
     """A manifest signed as it stands, however wrong."""
-    body = wire.to_json(manifest)
-    return wire.to_json(SignedManifest(body=body, key=key.public, signature=key.sign(PURPOSE, body)))
+    body = encoding.to_json(manifest)
+    return encoding.to_json(SignedManifest(body=body, key=key.public, signature=key.sign(PURPOSE, body)))
 
 
 def accept(data: bytes, **options: object) -> Manifest:
@@ -129,7 +134,7 @@ def test_sizes_chunks_and_hashes_must_fit(manifest, fields):
 
 def test_a_repeated_chunk_counts_each_time(manifest):
     """8 MiB are fetched and 800 MB are written. A tensor of zeros repeats chunks too, so only the sum is limited."""
-    chunk = wire.digest(bytes(8 << 20))
+    chunk = encoding.digest(bytes(8 << 20))
     entry = FileEntry(path="model.safetensors", size=100 * (8 << 20), digest="0" * 64, chunks=(chunk,) * 100)
     repeating = encoded(changed(manifest, files=(entry,), chunk_bytes=8 << 20))
     assert "has 838860800 bytes, limit of this node 800000000" in refused(repeating, max_bytes=800_000_000)
@@ -137,7 +142,7 @@ def test_a_repeated_chunk_counts_each_time(manifest):
 
 
 def test_only_weights_may_be_large(manifest):
-    chunks = tuple(wire.digest(str(i).encode()) for i in range(9))
+    chunks = tuple(encoding.digest(str(i).encode()) for i in range(9))
     entry = FileEntry(path="tokenizer.json", size=9 * (8 << 20), digest="0" * 64, chunks=chunks)
     large = changed(manifest, files=(entry,), chunk_bytes=8 << 20)
     assert "limit 67108864 for a file without weights" in refused(encoded(large))
@@ -146,7 +151,7 @@ def test_only_weights_may_be_large(manifest):
 
 
 def test_a_version_has_few_files(manifest):
-    empty = FileEntry(path="a.json", size=0, digest=wire.digest(b""), chunks=())
+    empty = FileEntry(path="a.json", size=0, digest=encoding.digest(b""), chunks=())
     files = tuple(msgspec.structs.replace(empty, path=f"{i}.json") for i in range(MOST_FILES + 1))
     assert "names 1001 files, limit 1000" in refused(encoded(changed(manifest, files=files)))
     assert accept(encoded(changed(manifest, files=files[1:])))
@@ -160,20 +165,20 @@ def test_a_file_named_twice_is_refused_whatever_its_case(manifest):
 def test_another_keys_signature_is_refused(manifest):
     forged = encoded(manifest, OTHER)
     assert "may not publish" in refused(forged)
-    swapped = msgspec.structs.replace(wire.from_json(forged, SignedManifest), key=KEY.public)
-    assert "does not verify" in refused(wire.to_json(swapped))
+    swapped = msgspec.structs.replace(encoding.from_json(forged, SignedManifest), key=KEY.public)
+    assert "does not verify" in refused(encoding.to_json(swapped))
 
 
 def test_a_signature_for_another_purpose_is_refused(manifest):
-    body = wire.to_json(manifest)
+    body = encoding.to_json(manifest)
     signed = SignedManifest(body=body, key=KEY.public, signature=KEY.sign("receipt", body))
-    assert "does not verify" in refused(wire.to_json(signed))
+    assert "does not verify" in refused(encoding.to_json(signed))
 
 
 def test_an_old_version_stays_readable_and_an_expired_manifest_can_be_issued_again(manifest):
     later = NOW + 2 * constants.MANIFEST_LIFETIME_S
     assert accept(encoded(manifest), now=None) == manifest
-    renewed = wire.to_json(sign_manifest(manifest, KEY, now=later))
+    renewed = encoding.to_json(sign_manifest(manifest, KEY, now=later))
     assert accept(renewed, now=later).root == manifest.root
 
 
@@ -198,13 +203,13 @@ def test_an_oversize_manifest_is_refused_before_it_is_parsed():
 
 
 def test_a_manifest_of_62_gigabytes_fits():
-    chunks = tuple(wire.digest(str(i).encode()) for i in range(7750))
+    chunks = tuple(encoding.digest(str(i).encode()) for i in range(7750))
     entry = FileEntry(path="model.safetensors", size=7750 * (8 << 20), digest="0" * 64, chunks=chunks)
     manifest = Manifest(
         run=RUN, stream="policy", version=1, parents=(0,), dtype="bfloat16", root="0" * 64, files=(entry,),
         chunk_bytes=8 << 20, issued=NOW, expires=NOW,
     )  # fmt: skip
-    assert accept(wire.to_json(sign_manifest(manifest, KEY, now=NOW))).files == (entry,)
+    assert accept(encoding.to_json(sign_manifest(manifest, KEY, now=NOW))).files == (entry,)
 
 
 def test_a_renewal_has_the_same_contents_and_a_clearly_later_expiry(manifest):
@@ -226,12 +231,12 @@ def with_patches(manifest: Manifest, *patches: Patch) -> Manifest:
 
 @pytest.fixture
 def patch() -> Patch:
-    chunk = wire.digest(b"p" * 700)
+    chunk = encoding.digest(b"p" * 700)
     return Patch(base=2, base_root="1" * 64, codec="gaps-1", file=FileEntry("2.patch", 700, chunk, (chunk,)))
 
 
 def test_a_manifest_without_patches_has_the_bytes_that_it_had_before_there_were_any(manifest):
-    assert b"patches" not in wire.to_json(manifest)
+    assert b"patches" not in encoding.to_json(manifest)
 
 
 def test_a_manifest_may_offer_patches_beside_its_weights_or_instead(manifest, patch):

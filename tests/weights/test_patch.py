@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from shoal.algos.gaps import write_number
 from shoal.errors import PeerError, StateError
-from shoal.weights import patch
-from shoal.weights.codes import Coded, coded_directory, coded_tensors, root_of
+from shoal.weights.delta import patch
+from shoal.weights.delta.golomb_rice import write_number
+from shoal.weights.delta.patch import MAGIC, apply_patch, make_patch
+from shoal.weights.delta.tensor_codes import Coded, coded_directory, coded_tensors, root_of
 from shoal.weights.manifest import weights_root
-from shoal.weights.patch import MAGIC, apply_patch, make_patch
 from tests.weights.versions import as_stored, copied, equal, framed, sections_of, versions
 
 CASES = 1000

@@ -4,10 +4,10 @@ import msgspec
 import pytest
 
 from shoal.errors import PeerError
-from shoal.protocol.identity import Key
-from shoal.protocol.publishers import CLOCKS_S
-from shoal.protocol.types import Publishers, Rotation
-from shoal.protocol.wire import to_json
+from shoal.protocol.encoding import to_json
+from shoal.protocol.host_signatures import CLOCKS_S
+from shoal.protocol.messages import Publishers, Rotation
+from shoal.protocol.signing import Key
 from shoal.weights.manifest import open_manifest, sign_manifest, signer_of
 from tests.weights.checkpoints import KEY, NOW, RUN, Chunks, make_checkpoint, published
 

@@ -4,11 +4,10 @@ import msgspec
 import pytest
 
 from shoal.errors import PeerError
-from shoal.protocol import constants, wire
-from shoal.protocol.identity import Key
-from shoal.protocol.types import FileEntry, SignedManifest
-from shoal.weights.demands import MOST_FILES, ManifestError
-from shoal.weights.manifest import content_of, weights_root
+from shoal.protocol import constants, encoding
+from shoal.protocol.messages import FileEntry, SignedManifest
+from shoal.protocol.signing import Key
+from shoal.weights.manifest import MOST_FILES, ManifestError, content_of, weights_root
 from tests.weights.checkpoints import KEY, NOW, Chunks, Lying
 from tests.weights.repository import Repository, signed
 
@@ -171,8 +170,8 @@ def test_a_manifest_by_another_key_is_refused_as_wrong_key(repository):
 
 
 def test_another_keys_signature_under_the_publishers_name_does_not_verify(repository):
-    forged = wire.from_json(signed(repository.manifests[3], OTHER), SignedManifest)
-    data = wire.to_json(msgspec.structs.replace(forged, key=KEY.public))
+    forged = encoding.from_json(signed(repository.manifests[3], OTHER), SignedManifest)
+    data = encoding.to_json(msgspec.structs.replace(forged, key=KEY.public))
     assert refused(repository, 3, data) == "signature"
 
 
@@ -181,14 +180,14 @@ def test_a_signature_for_another_purpose_does_not_verify(repository):
 
 
 def test_an_unsigned_manifest_does_not_verify(repository):
-    unsigned = msgspec.structs.replace(wire.from_json(repository.stored[3], SignedManifest), signature="")
-    assert refused(repository, 3, wire.to_json(unsigned)) == "signature"
+    unsigned = msgspec.structs.replace(encoding.from_json(repository.stored[3], SignedManifest), signature="")
+    assert refused(repository, 3, encoding.to_json(unsigned)) == "signature"
 
 
 def test_the_body_of_another_version_under_a_good_signature_does_not_verify(repository):
-    good, other = (wire.from_json(repository.stored[version], SignedManifest) for version in (3, 2))
+    good, other = (encoding.from_json(repository.stored[version], SignedManifest) for version in (3, 2))
     swapped = msgspec.structs.replace(good, body=other.body)
-    assert refused(repository, 3, wire.to_json(swapped)) == "signature"
+    assert refused(repository, 3, encoding.to_json(swapped)) == "signature"
 
 
 def test_the_same_manifest_in_other_bytes_is_refused(repository):
@@ -203,7 +202,7 @@ def test_more_bytes_than_a_manifest_may_have_are_too_long(repository):
 
 
 def test_more_files_than_a_version_may_have_are_too_long(repository):
-    empty = FileEntry(path="", size=0, digest=wire.digest(b""), chunks=())
+    empty = FileEntry(path="", size=0, digest=encoding.digest(b""), chunks=())
     files = tuple(msgspec.structs.replace(empty, path=f"{i}.json") for i in range(MOST_FILES + 1))
     assert refused(repository, 3, changed(repository, 3, files=files)) == "too-long"
 

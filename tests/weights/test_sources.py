@@ -16,19 +16,19 @@ from starlette.routing import Route
 from shoal.errors import NothingYet, PeerError
 from shoal.net import server
 from shoal.net.blobs import FolderBlobs
-from shoal.net.connections import Limits
-from shoal.net.fault_proxy import FaultProxy, LineFault
-from shoal.protocol import wire
-from shoal.weights import sources, transfer
-from shoal.weights.fetch import fetch
+from shoal.net.connection_limits import Limits
+from shoal.protocol import encoding
+from shoal.weights.fetch import sources, transfer
+from shoal.weights.fetch.fetch import fetch
+from shoal.weights.fetch.sources import HttpSource, Passing, Source, WrongBytes
 from shoal.weights.publish import publish
-from shoal.weights.sources import HttpSource, Passing, Source, WrongBytes
+from tests.net.fault_proxy import FaultProxy, LineFault
 from tests.net.wires import serving
 from tests.weights.checkpoints import Chunks, make_checkpoint, published
 from tests.weights.web import Answer, head, plain_web_server, web_server
 
 CHUNK = bytes(range(256)) * 40
-NAME = wire.digest(CHUNK)
+NAME = encoding.digest(CHUNK)
 
 
 async def read(source: HttpSource, start: int = 0, size: int = len(CHUNK)) -> bytes:
@@ -230,9 +230,9 @@ _CLIENT = """
 import asyncio, resource, sys
 from pathlib import Path
 from shoal.protocol import wire
-from shoal.protocol.types import Manifest
-from shoal.weights.fetch import fetch
-from shoal.weights.sources import HttpSource
+from shoal.protocol.messages import Manifest
+from shoal.weights.fetch.fetch import fetch
+from shoal.weights.fetch.sources import HttpSource
 
 home = Path(sys.argv[1])
 manifest = wire.from_json((home / "manifest.json").read_bytes(), Manifest)
@@ -253,7 +253,7 @@ def test_a_client_that_is_killed_again_and_again_fetches_few_bytes_twice(tmp_pat
     origin = Chunks()
     story = publish(checkpoint, origin, run="r", version=1, dtype="float32", chunk_bytes=1 << 20)
     manifest = asyncio.run(story)
-    (tmp_path / "manifest.json").write_bytes(wire.to_json(manifest))
+    (tmp_path / "manifest.json").write_bytes(encoding.to_json(manifest))
     for chunk in origin.held.values():
         FolderBlobs(tmp_path / "blobs").put(chunk)
     size = sum(file.size for file in manifest.files)

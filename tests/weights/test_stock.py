@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from shoal.net.blobs import FolderBlobs
-from shoal.weights.fetch import fetch
+from shoal.weights.fetch.fetch import fetch
+from shoal.weights.file_ranges import Span, append_span, copy_span
 from shoal.weights.publish import FolderSink, publish
-from shoal.weights.spans import Span, append_span, copy_span
 from tests.weights.checkpoints import CHUNK_BYTES, RUN, published, same
 
 

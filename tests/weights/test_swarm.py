@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.weights.choose import LAST
-from shoal.weights.pieces import StoredPiece
-from shoal.weights.sources import ORIGIN, Passing
-from shoal.weights.transfer import Transfer
+from shoal.weights.fetch.chunks import StoredPiece
+from shoal.weights.fetch.scheduler import LAST
+from shoal.weights.fetch.sources import ORIGIN, Passing
+from shoal.weights.fetch.transfer import Transfer
 from tests.weights.simulated import Link, Server, Version, now, simulate
 
 KB = 1000

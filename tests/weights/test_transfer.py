@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import PeerError
-from shoal.weights import choose, transfer
+from shoal.weights.fetch import scheduler, transfer
 from tests.weights.simulated import PART_BYTES, Link, Server, Version
 
 KB = 1000
@@ -360,7 +360,7 @@ def test_a_spared_source_serves_when_the_others_say_nothing(version):
     mute = Server("mute", version.held, Link(400 * KB), stalls_at=lambda count: 0)
     spared = Server("spared", version.held, Link(400 * KB), rank=1)
     assert version.fetch([mute, spared]).is_right and mute.sent == 0
-    assert version.took_s < 1.15 * version.size / (400 * KB) + 2 * choose.SPARE_AFTER_S
+    assert version.took_s < 1.15 * version.size / (400 * KB) + 2 * scheduler.SPARE_AFTER_S
 
 
 def test_sources_that_trickle_do_not_keep_a_fetch_from_a_spared_one(version):
@@ -375,7 +375,7 @@ def test_the_last_source_sends_nothing_while_the_one_before_it_answers(version):
     """However slow relays and origin are: the coordinator has better things to do."""
     relays = [Server(f"relay-{i}", version.held, Link(40 * KB)) for i in range(3)]
     origin = Server("origin", version.held, Link(100 * KB), rank=1)
-    coordinator = Server("coordinator", version.held, Link(10_000 * KB), rank=choose.LAST)
+    coordinator = Server("coordinator", version.held, Link(10_000 * KB), rank=scheduler.LAST)
     assert version.fetch([*relays, origin, coordinator]).is_right and coordinator.sent == 0 < origin.sent
 
 
@@ -383,6 +383,6 @@ def test_the_last_source_serves_when_the_one_before_it_is_gone_or_mute(tmp_path)
     for number, broken in enumerate(({"is_up": lambda time: False}, {"stalls_at": lambda count: 0})):
         version = Version(tmp_path / str(number), 400, CHUNK)
         origin = Server("origin", version.held, Link(100 * KB), rank=1, **broken)
-        coordinator = Server("coordinator", version.held, Link(1000 * KB), rank=choose.LAST)
+        coordinator = Server("coordinator", version.held, Link(1000 * KB), rank=scheduler.LAST)
         assert version.fetch([origin, coordinator]).is_right
-        assert version.took_s < version.size / (1000 * KB) + 2 * choose.SPARE_AFTER_S
+        assert version.took_s < version.size / (1000 * KB) + 2 * scheduler.SPARE_AFTER_S

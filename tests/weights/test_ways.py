@@ -5,8 +5,8 @@ import random
 import pytest
 
 from shoal.protocol.constants import MAX_PATCH_CHAIN
-from shoal.protocol.types import FileEntry, Manifest, Patch
-from shoal.weights.ways import APPLY_SHARE, Lacking, Way, cheapest
+from shoal.protocol.messages import FileEntry, Manifest, Patch
+from shoal.weights.delta.plan import APPLY_SHARE, Lacking, Way, cheapest
 
 FULL, SMALL = 1_000_000, 7_000
 

@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from shoal.algos.floatcodes import KINDS
-from shoal.algos.gaps import Reader, read_number, write_number
-from shoal.weights.codes import Coded, Weights
+from shoal.weights.delta.golomb_rice import Reader, read_number, write_number
+from shoal.weights.delta.tensor_codes import KINDS, Coded, Weights
 
 SHAPES = {"embed": (60, 40), "layers.0.up": (90, 40), "layers.0.norm": (40,), "head": (40, 60)}
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.protocol.compositions import Vine
+from shoal.protocol.algorithm_config import Vine
 
 Tree = dict[str, Any]
 

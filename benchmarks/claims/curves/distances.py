@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.envs.conversation import Conversation
-from shoal.policy.base import PolicyModel
-from shoal.train.pack import collate
+from shoal.envs.rollout import Conversation
+from shoal.models.interface import PolicyModel
+from shoal.train.packing_padded import collate
 from shoal.train.rows import example_row
 
 

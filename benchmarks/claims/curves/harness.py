@@ -28,36 +28,34 @@ import torch
 from benchmarks.claims.curves.beside import Beside
 from benchmarks.claims.curves.distances import divergences
 from benchmarks.claims.curves.values import errors_of
+from shoal.chat.renderer import Renderer
 from shoal.config import RunConfig, check_run, sampling_of
-from shoal.config.algorithms import filled
-from shoal.engine.base import Engine
+from shoal.config.validate_algorithm import filled
+from shoal.engine.interface import Engine
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.env import Task
-from shoal.envs.continuing import opened
-from shoal.envs.conversation import Conversation
+from shoal.envs.branching import opened
 from shoal.envs.interface import ShapedTask, task_of
 from shoal.envs.load import env_of
 from shoal.envs.play import Episode, converse
-from shoal.envs.steps import step_rewards
-from shoal.ledger.algorithm import teaches
-from shoal.policy.files import load_policy, save_policy
-from shoal.policy.render import Renderer
-from shoal.policy.valued import begin_valued
-from shoal.protocol.algorithms import needs_reference, step_credit_of, vine_of
-from shoal.protocol.compositions import Vine
-from shoal.protocol.continuations import branches
-from shoal.protocol.draws import EnvDraw, draw_task
-from shoal.protocol.randomness import sample_seed, slot_seed
-from shoal.protocol.types import BatchGroup, Group, StepRewards
-from shoal.protocol.wire import digest, to_msgpack
-from shoal.roles import solve_rates
+from shoal.envs.rollout import Conversation
+from shoal.envs.step_credit import step_rewards
+from shoal.jobs import solve_rates
+from shoal.ledger.group_signal import teaches
+from shoal.models.checkpoint import load_policy, save_policy
+from shoal.models.value_head import begin_valued
+from shoal.protocol.algorithm_config import Vine, needs_reference, step_credit_of, vine_of
+from shoal.protocol.branching import branches
+from shoal.protocol.encoding import digest, to_msgpack
+from shoal.protocol.messages import BatchGroup, Group, StepRewards
+from shoal.protocol.seed_chain import sample_seed, slot_seed
+from shoal.protocol.task_draws import EnvDraw, draw_task
+from shoal.train.batch_filter import select
 from shoal.train.critic import critic_of
-from shoal.train.filter import select
-from shoal.train.judges import judge_of
-from shoal.train.objective import sft_objective
-from shoal.train.reference import reference_of
+from shoal.train.frozen_models import judge_of, reference_of
+from shoal.train.learner import Learner
+from shoal.train.loss import sft_objective
 from shoal.train.rows import Row, rows_of_group
-from shoal.train.step import Learner
 from shoal.tree import from_tree, merge
 from shoal.weights.manifest import weights_root
 

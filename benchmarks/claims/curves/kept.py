@@ -18,7 +18,7 @@ from benchmarks.claims.curves.beside import Beside
 from benchmarks.claims.curves.harness import Curve, trained
 from benchmarks.claims.curves.preferred import preferred
 from benchmarks.claims.curves.starts import make_start
-from shoal.protocol.wire import domain_hash
+from shoal.protocol.encoding import domain_hash
 
 FORM = 1
 """Part of every key: raise it when a change of the code changes all curves."""

@@ -27,15 +27,15 @@ from benchmarks.claims.curves.beside import Beside, Tree
 from benchmarks.claims.curves.harness import Column, Curve, TrainedRun, config_of
 from benchmarks.claims.curves.ranks import spearman
 from benchmarks.envs.liked_letters import ANSWERS, PROMPTS, WORST, utility
-from shoal.policy.base import PolicyModel
-from shoal.policy.files import load_policy, save_policy
-from shoal.policy.render import Renderer
-from shoal.policy.valued import Valued, begin_valued, save_valued
-from shoal.protocol.types import ENVIRONMENT, POLICY
-from shoal.train.pack import MicroBatch, collate
-from shoal.train.preferences import Pair, PairSettings, Score, answer_logps, prefer_policy, prefer_scores
+from shoal.chat.renderer import Renderer
+from shoal.models.checkpoint import load_policy, save_policy
+from shoal.models.interface import PolicyModel
+from shoal.models.value_head import Valued, begin_valued, save_valued
+from shoal.protocol.messages import ENVIRONMENT, POLICY
+from shoal.train.frozen_models import scores_of
+from shoal.train.packing_padded import MicroBatch, collate
+from shoal.train.preference_training import Pair, PairSettings, Score, answer_logps, prefer_policy, prefer_scores
 from shoal.train.rows import Row, example_row
-from shoal.train.scores import scores_of
 from shoal.tree import merge
 from shoal.weights.manifest import weights_root
 

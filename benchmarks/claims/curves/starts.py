@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.claims.curves.harness import ROOT
 from shoal.config import SftConfig
-from shoal.roles import sft
+from shoal.jobs import sft
 from shoal.tree import from_tree, merge
 
 

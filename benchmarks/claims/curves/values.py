@@ -11,11 +11,11 @@ import numpy as np
 
 from benchmarks.corridor.environment import opens
 from benchmarks.corridor.values import true_values
-from shoal.envs.conversation import Conversation
-from shoal.protocol.compositions import Vine
-from shoal.protocol.continuations import places
-from shoal.protocol.types import POLICY, Group
-from shoal.train.flat import plan
+from shoal.envs.rollout import Conversation
+from shoal.protocol.algorithm_config import Vine
+from shoal.protocol.branching import places
+from shoal.protocol.messages import POLICY, Group
+from shoal.train.packing_flat import plan
 from shoal.train.rows import example_row
 
 if TYPE_CHECKING:

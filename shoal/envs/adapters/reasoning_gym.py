@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.env import Player, Score
-from shoal.envs.adapters.foreign import Episode, Foreign, Played, Problem
-from shoal.envs.adapters.wording import spoken
+from shoal.envs.adapters.episode import Episode, Foreign, Played, Problem
+from shoal.envs.adapters.message_conversion import spoken
 from shoal.errors import ShoalError
 
 HASH_DEPENDENT = Path(__file__).with_name("reasoning_gym_hash.json")

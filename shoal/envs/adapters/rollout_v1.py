@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shoal.envs.adapters.wording import openai_tool
+from shoal.envs.adapters.message_conversion import openai_tool
 from shoal.errors import ShoalError
 
 

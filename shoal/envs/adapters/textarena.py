@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.env import Score
-from shoal.envs.adapters.foreign import Episode, Foreign, Problem, one_opponent, opponents_move
-from shoal.envs.adapters.wording import spoken
+from shoal.envs.adapters.episode import Episode, Foreign, Problem, one_opponent, opponents_move
+from shoal.envs.adapters.message_conversion import spoken
 from shoal.errors import ShoalError
 
 MAX_MOVES = 1000

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.env import Score
-from shoal.envs.adapters.foreign import Episode, Foreign, Problem, bounds_of, split
-from shoal.envs.adapters.suspended import Ask, suspended
-from shoal.envs.adapters.wording import History, openai_tool, said
+from shoal.envs.adapters.episode import Ask, Episode, Foreign, Problem, bounds_of, split, suspended
+from shoal.envs.adapters.message_conversion import History, openai_tool, said
 from shoal.envs.exceptions import REPRODUCIBLE_ERRORS
 from shoal.errors import ShoalError
 

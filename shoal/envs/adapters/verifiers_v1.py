@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.env import Score
-from shoal.envs.adapters.foreign import (
+from shoal.envs.adapters.episode import (  # fmt: skip
+    Ask,
     Episode,
     Foreign,
     Problem,
@@ -25,10 +26,10 @@ from shoal.envs.adapters.foreign import (
     one_opponent,
     opponents_move,
     split,
-)  # fmt: skip
+    suspended,
+)
+from shoal.envs.adapters.message_conversion import History, Said, said
 from shoal.envs.adapters.rollout_v1 import Rollout, ToolServer, refuse
-from shoal.envs.adapters.suspended import Ask, suspended
-from shoal.envs.adapters.wording import History, Said, said
 from shoal.errors import ShoalError
 
 

@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from shoal.errors import ConfigError, NothingYet, PeerError, StateError, cause_of
-from shoal.ledger.facts.versions import CheckpointPublished
-from shoal.ledger.log.redecide import FAULTS
-from shoal.ledger.log.verify import Audit, receipt_findings
-from shoal.ledger.seeds import lease_of
+from shoal.ledger.log.check import FAULTS, Audit, receipt_findings
+from shoal.ledger.records import LeaseRecord
+from shoal.ledger.slot_draws import lease_of
 from shoal.ledger.state import State
-from shoal.ledger.state_records import LeaseRecord
-from shoal.protocol import types as t
+from shoal.ledger.versions import CheckpointPublished
+from shoal.protocol import messages as t
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
-from shoal.protocol.promises import is_promised, terms_of
-from shoal.protocol.wire import WireError, digest, from_json
+from shoal.protocol.encoding import WireError, digest, from_json
+from shoal.protocol.host_signatures import is_promised, terms_of
 from shoal.roles.auditor.source import Expiry, PublicRun, UrlRun, verified
-from shoal.roles.evidence import Kind, kept_in
+from shoal.roles.node.evidence import Kind, kept_in
 from shoal.weights.manifest import content_of, open_manifest
 
 P = TypeVar("P", t.Grant, t.Receipt)

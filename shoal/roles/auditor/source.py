@@ -11,23 +11,22 @@ from pathlib import Path
 from typing import Protocol
 
 from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, StateError
-from shoal.folder import RunFolder, is_url
-from shoal.ledger.entry import event_hash
-from shoal.ledger.log.store import Store, sqlite_url
-from shoal.ledger.rules.verdicts import is_open
+from shoal.ledger.event import event_hash
+from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.state import State
+from shoal.ledger.verdict_decisions import is_open
 from shoal.net.blobs import path_of
 from shoal.net.client import Client
-from shoal.protocol import types as t
+from shoal.protocol import messages as t
+from shoal.protocol.branching import slot_in_batch
 from shoal.protocol.constants import MAX_EVENTS, MAX_EVENTS_BYTES, MAX_MANIFEST_BYTES, MAX_SUBMISSION_BYTES
-from shoal.protocol.continuations import slot_in_batch
-from shoal.protocol.wire import digest
-from shoal.roles.memory import share_of_free_mb
-from shoal.weights.demands import ManifestError
-from shoal.weights.fetch import fetch_version
-from shoal.weights.manifest import open_manifest
-from shoal.weights.pieces import NotStored
-from shoal.weights.room import disk_limit, room_for_version
+from shoal.protocol.encoding import digest
+from shoal.roles.node.memory_limit import share_of_free_mb
+from shoal.run_folder import RunFolder, is_url
+from shoal.weights.disk_quota import disk_limit, room_for_version
+from shoal.weights.fetch.chunks import NotStored
+from shoal.weights.fetch.fetch import fetch_version
+from shoal.weights.manifest import ManifestError, open_manifest
 
 Rows = list[tuple[bytes, str]]
 """Stored events with their hashes, in order."""

@@ -1,3 +1,3 @@
-from shoal.roles.coordinator.role import main
+from shoal.roles.coordinator.main import main
 
 __all__ = ["main"]

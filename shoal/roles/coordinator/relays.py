@@ -16,12 +16,19 @@ from dataclasses import dataclass
 import httpx
 
 from shoal.errors import PeerError
-from shoal.net import outside
+from shoal.net import safe_http
 from shoal.net.server import network_of
 from shoal.net.urls import checked_url
-from shoal.protocol.types.relays import RelayEntry, RelayOffer, RelayStanding
-from shoal.roles.coordinator.challenges import ASK_AGAIN_S, OFFER_AGAIN_S, Challenges, Waiting, remember
-from shoal.roles.coordinator.crowds import crowd_of, gives_way
+from shoal.protocol.messages.relays import RelayEntry, RelayOffer, RelayStanding
+from shoal.roles.coordinator.relay_challenges import (
+    ASK_AGAIN_S,
+    OFFER_AGAIN_S,
+    Challenges,
+    Waiting,
+    crowd_of,
+    gives_way,
+    remember,
+)
 
 log = logging.getLogger("coordinator")
 
@@ -136,7 +143,7 @@ class RelayList:
         relay = self._rng.choice(list(self._listed.values()))
         digest, start, data = piece
         try:
-            status, body = await outside.ask(
+            status, body = await safe_http.ask(
                 relay.url, relay.address, f"/v1/blobs/{digest}", cap=start + len(data), limit_s=PROBE_S,
                 headers={"range": f"bytes={start}-{start + len(data) - 1}"},
             )  # fmt: skip

@@ -2,7 +2,7 @@
 
 Called by `api`. It takes them from the trainer only, and refuses a chunk whose hash is not its name. A trainer that has the
 run's folder leaves its chunks there.
-`ledger/rules/versions` sees to it that a version is published once; `kept` decides how long its chunks stay.
+`ledger/versions` sees to it that a version is published once; `kept` decides how long its chunks stay.
 """
 
 import asyncio
@@ -12,15 +12,14 @@ import os
 from pathlib import Path
 
 from shoal.errors import PeerError, StateError
-from shoal.ledger.answers import Refused
 from shoal.ledger.commands import Publish, Rotate
+from shoal.ledger.errors import Refused
 from shoal.protocol.constants import CHAIN_LENGTH, MAX_CHUNK_BYTES
-from shoal.protocol.types import Manifest, Rotation, SignedManifest
-from shoal.protocol.wire import from_json
-from shoal.roles.coordinator.desk import Desk
-from shoal.weights.bases import demand_same_base
-from shoal.weights.demands import chunks_of
-from shoal.weights.manifest import content_of, is_renewal, open_manifest
+from shoal.protocol.encoding import from_json
+from shoal.protocol.messages import Manifest, Rotation, SignedManifest
+from shoal.roles.coordinator.coordinator import Desk
+from shoal.weights.base_model import demand_same_base
+from shoal.weights.manifest import chunks_of, content_of, is_renewal, open_manifest
 
 log = logging.getLogger("coordinator")
 

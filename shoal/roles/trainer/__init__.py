@@ -1,3 +1,3 @@
-from shoal.roles.trainer.role import Trainer, main
+from shoal.roles.trainer.trainer import Trainer, main
 
 __all__ = ["Trainer", "main"]

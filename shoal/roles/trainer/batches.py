@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config import RunConfig
-from shoal.ledger.facts.batches import BatchFormed, GroupAccepted
-from shoal.ledger.table import read_entry
+from shoal.ledger.batches import BatchFormed, GroupAccepted
+from shoal.ledger.registry import read_entry
 from shoal.net.client import Client
-from shoal.protocol import types as t
-from shoal.protocol.compositions import Algorithm
+from shoal.protocol import messages as t
+from shoal.protocol.algorithm_config import Algorithm
+from shoal.protocol.branching import is_continued_slot
 from shoal.protocol.constants import MAX_EVENTS, MAX_EVENTS_BYTES, MAX_SUBMISSION_BYTES
-from shoal.protocol.continuations import is_continued_slot
+from shoal.protocol.encoding import from_msgpack
 from shoal.protocol.env_faults import fault_indices, without_faults
-from shoal.protocol.wire import from_msgpack
-from shoal.roles.scores import means_of, take_scores
-from shoal.train.filter import select
+from shoal.roles.node.reward_parts import means_of, take_scores
+from shoal.train.batch_filter import select
+from shoal.train.reward_hacking import signs_of
 from shoal.train.rows import Row, Unlearnable, learned, mean_rewards, overlong_share, rows_of_group
-from shoal.train.signs import signs_of
 
 log = logging.getLogger("trainer")
 

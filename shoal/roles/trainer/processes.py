@@ -27,7 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shoal.config import stay_on_this_machine
 from shoal.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR
-from shoal.folder import RunFolder
+from shoal.run_folder import RunFolder
 
 log = logging.getLogger("trainer")
 
@@ -40,7 +40,7 @@ def run_processes(folder: RunFolder, url: str, count: int) -> None:
     meeting = Path(tempfile.mkdtemp(dir=meetings)) / "store"
     command = [
         "-m",
-        "shoal.cli",
+        "shoal.cli.main",
         "role",
         "rank",
         "--run-dir",

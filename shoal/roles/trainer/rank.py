@@ -14,15 +14,15 @@ import torch
 
 from shoal.config import rank_here
 from shoal.errors import EXIT_TRY_AGAIN, ConfigError
-from shoal.folder import RunFolder
+from shoal.models.device import CUDA, take_device
 from shoal.net.client import Client
-from shoal.net.keys import load_or_make_key
-from shoal.net.stopping import SIGNALS
-from shoal.policy.device import CUDA, take_device
-from shoal.roles.trainer.first import start_policy
-from shoal.roles.trainer.role import Learning, Trainer
-from shoal.train.channel import End, Lost, joined
-from shoal.train.together import follow, lead
+from shoal.net.key_files import load_or_make_key
+from shoal.net.process import SIGNALS
+from shoal.roles.trainer.models import start_policy
+from shoal.roles.trainer.trainer import Learning, Trainer
+from shoal.run_folder import RunFolder
+from shoal.train.distributed.learner import follow, lead
+from shoal.train.distributed.messages import End, Lost, joined
 
 log = logging.getLogger("trainer")
 

@@ -12,9 +12,9 @@ from typing import Any
 from msgspec import structs
 
 from shoal.alarms import AlarmLine
-from shoal.config.monitors import said_of
-from shoal.protocol import types as t
-from shoal.watch.index.plain import plain
+from shoal.config.alarm_limits import said_of
+from shoal.protocol import messages as t
+from shoal.watch.index.sqlite_values import plain
 
 PUT = (
     "INSERT INTO alarms VALUES (:run, :cause, :node, :since_step, :level, :words, :first_s, :last_s, :is_open, :evidence) "

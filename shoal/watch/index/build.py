@@ -16,31 +16,31 @@ from typing import Any
 from msgspec import structs
 
 from shoal.errors import StateError
-from shoal.heldout import why_not_comparable
-from shoal.ledger.algorithm import advantages
-from shoal.ledger.entry import Entry
-from shoal.ledger.facts.batches import BatchFormed, GroupAccepted, SlotVoid
-from shoal.ledger.facts.leases import LeaseGranted
-from shoal.ledger.facts.run import RulesChanged, RunEnded
-from shoal.ledger.facts.submissions import SubmissionReceived
-from shoal.ledger.facts.verdicts import Decision, VerdictGiven
-from shoal.ledger.facts.versions import CheckpointPublished, LinkRevealed
-from shoal.ledger.pace import is_slow, usual_pace_s
-from shoal.protocol.algorithms import judged_by_trainer, step_credit_of, vine_of
+from shoal.evaluation_files import why_not_comparable
+from shoal.ledger.batches import BatchFormed, GroupAccepted, SlotVoid
+from shoal.ledger.event import Entry
+from shoal.ledger.group_signal import advantages
+from shoal.ledger.lease_sizing import is_slow, usual_pace_s
+from shoal.ledger.leases import LeaseGranted
+from shoal.ledger.run import RulesChanged, RunEnded
+from shoal.ledger.submissions import SubmissionReceived
+from shoal.ledger.verdicts import Decision, VerdictGiven
+from shoal.ledger.versions import CheckpointPublished, LinkRevealed
+from shoal.protocol.algorithm_config import judged_by_trainer, step_credit_of, vine_of
 from shoal.protocol.env_faults import without_faults
-from shoal.roles.coordinator.board import groups_in_flight, waiting_for
+from shoal.roles.coordinator.status import groups_in_flight, waiting_for
+from shoal.watch.event_rows import event_row, node_note, refusal_rows, verdict_row
 from shoal.watch.index.alarms import note_alarms
-from shoal.watch.index.bodies import decode_bodies
-from shoal.watch.index.faults import told_as_errors
+from shoal.watch.index.body_rows import decode_bodies
+from shoal.watch.index.disk_usage import Quota
+from shoal.watch.index.errors import told_as_errors
 from shoal.watch.index.metrics import MetricsIndex
-from shoal.watch.index.plain import fit_for_search, plain
-from shoal.watch.index.quota import Quota
 from shoal.watch.index.schema import MOST_ROLLOUTS, begun, forget, open_to_write, run_word
+from shoal.watch.index.sqlite_values import fit_for_search, plain
 from shoal.watch.reading import Reading
-from shoal.watch.reading.heldout import HeldOut
-from shoal.watch.reading.marks import slot_of, standing_of
+from shoal.watch.reading.evaluations import HeldOut
+from shoal.watch.reading.event_index import slot_of, standing_of
 from shoal.watch.reading.source import Value, step_of
-from shoal.watch.rows import event_row, node_note, refusal_rows, verdict_row
 from shoal.watch.tables import judged, mean, spread
 
 PAGE = 1000

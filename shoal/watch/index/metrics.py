@@ -9,8 +9,8 @@ import sqlite3
 from collections.abc import Sequence
 
 from shoal.metrics import meaning_of
-from shoal.watch.index.plain import fit_for_search, numbers_of, plain, query_of
 from shoal.watch.index.schema import METRIC, run_word
+from shoal.watch.index.sqlite_values import fit_for_search, numbers_of, plain, query_of
 from shoal.watch.reading.source import Value, step_of
 
 

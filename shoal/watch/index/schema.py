@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.errors import StateError
-from shoal.folder import held
+from shoal.run_folder import held
 
 VERSION = 11
 """Of the tables. Another one makes the index anew."""

@@ -29,14 +29,13 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.errors import ShoalError
-from shoal.watch.page.asked import Asked, BadNumber, NotHere, View
-from shoal.watch.page.downloads import Download, Places, lines_of_csv
-from shoal.watch.page.group_views import GROUP_VIEWS
-from shoal.watch.page.heldout_views import HELDOUT_VIEWS
-from shoal.watch.page.log_views import LOG_VIEWS
-from shoal.watch.page.shelf import Shelf
-from shoal.watch.page.shown import STATIC, parts, templates
-from shoal.watch.page.views import VIEWS, chart, comparison
+from shoal.watch.page.csv_export import Download, Places, lines_of_csv
+from shoal.watch.page.format import STATIC, parts, templates
+from shoal.watch.page.group_pages import GROUP_VIEWS
+from shoal.watch.page.log_pages import HELDOUT_VIEWS, LOG_VIEWS
+from shoal.watch.page.page_request import Asked, BadNumber, NotHere, View
+from shoal.watch.page.page_runs import Shelf
+from shoal.watch.page.run_pages import VIEWS, chart, comparison
 
 log = logging.getLogger(__name__)
 

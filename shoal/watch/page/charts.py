@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from shoal.heldout import Heldout, why_not_comparable
+from shoal.evaluation_files import Heldout, why_not_comparable
 from shoal.metrics import meaning_of
+from shoal.watch.event_rows import Row
 from shoal.watch.index import Look
-from shoal.watch.rows import Row
 
 MOST_LINES = 12
 POINTS = 400

@@ -4,6 +4,7 @@ Called by `shoal dashboard`, and by `hosted` for the run that this machine hosts
 """
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -15,13 +16,13 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
-from shoal.config.host import HostConfig
+from shoal.config.run_file import HostConfig
 from shoal.errors import StateError
-from shoal.folder import is_url
-from shoal.net.connections import Limits, connections_that_fit, http_server
-from shoal.net.listening import listen
+from shoal.net.connection_limits import Limits, connections_that_fit, http_server
+from shoal.net.process import listen, port_of_last_start, tell_address
+from shoal.run_folder import RunFolder, is_url
 from shoal.watch.page.app import page_app
-from shoal.watch.page.shelf import Shelf
+from shoal.watch.page.page_runs import Shelf
 from shoal.watch.reading import open_run
 
 
@@ -93,3 +94,34 @@ def host_token(file: Path) -> str:
     if len(found) < 32:  # guard: token-is-long
         raise StateError(f"the page's token {file} is shorter than 32 characters: delete it, and a new one is made")
     return found
+
+
+# --- The page of a run that this machine hosts, as a process beside the coordinator ---
+
+
+log = logging.getLogger("dashboard")
+
+NICE = 10
+"""The coordinator comes first: on a busy machine viewers wait, and submissions do not."""
+
+
+def serve_hosted(run_dir: Path) -> None:
+    """Serve until told to stop. Raises `StateError` if the port or the folder cannot be used."""
+    os.nice(NICE)
+    folder = RunFolder(run_dir)
+    host = folder.config().host
+    others = (host.port or port_of_last_start(folder.address), host.origin_port)
+    last = port_of_last_start(folder.dashboard_address, others)
+    with listen(host.bind, host.dashboard_port, last, "host.dashboard_port") as listener:
+        port, token = listener.getsockname()[1], host_token(folder.dashboard_token)
+        url = host.dashboard_url.rstrip("/") or address(host.bind, port)
+        _tell(folder, port, host_link(url, token))
+        log.info("serving the page run=%s url=%s", folder.root, url)
+        serve_on(listener, [str(folder.root)], folder.dashboard_index, token, trusted=host.trusted_proxies)
+
+
+def _tell(folder: RunFolder, port: int, link: str) -> None:
+    """Write the page's address into the run's folder. The port stays there for the next start."""
+    with open(os.open(folder.dashboard_link, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(f"{link}\n")
+    tell_address(folder.dashboard_address, port)

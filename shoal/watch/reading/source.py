@@ -19,20 +19,20 @@ import httpx
 import msgspec
 
 from shoal.alarms import AlarmLine, read_alarms
+from shoal.chat.isolated import Limits
+from shoal.chat.renderer import FILES, Renderer
 from shoal.errors import ConfigError, NothingYet, PeerError, ShoalError, StateError
-from shoal.folder import RunFolder, is_locked, is_url
 from shoal.ledger.state import State
 from shoal.metrics import MAX_LINE_BYTES, MetricsTail
 from shoal.net.client import Client, PeerRefused
-from shoal.net.keys import load_key
-from shoal.net.listening import reader_url
-from shoal.policy.contained import Limits
-from shoal.policy.render import FILES, Renderer
-from shoal.protocol import types as t
+from shoal.net.key_files import load_key
+from shoal.net.process import reader_url
+from shoal.protocol import messages as t
 from shoal.protocol.constants import CHAIN_LENGTH
-from shoal.protocol.wire import digest
+from shoal.protocol.encoding import digest
 from shoal.roles.auditor.source import ANSWER_S, FolderRun, Rows, UrlRun, demand_log
-from shoal.roles.loading import contained
+from shoal.roles.node.engine_loader import contained
+from shoal.run_folder import RunFolder, is_locked, is_url
 from shoal.weights.manifest import open_manifest
 
 log = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 from shoal.errors import NothingYet, ShoalError
-from shoal.heldout import AFTER, BEFORE
+from shoal.evaluation_files import AFTER, BEFORE
 from shoal.watch.reading import Place, Reading
-from shoal.watch.reading.groups import ReadGroup, ReadRollout
-from shoal.watch.reading.heldout import HeldOut, ReadTranscript
+from shoal.watch.reading.evaluations import HeldOut, ReadTranscript
+from shoal.watch.reading.rollouts import ReadGroup, ReadRollout
 
 MOST_ENVS, ROLLOUTS, TRANSCRIPTS = 3, 2, 4
 MOST_TRIED = 60

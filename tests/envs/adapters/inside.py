@@ -45,7 +45,7 @@ class Inside:
         return {"told": told, "done": done, "scores": [env.score(state) for state in states[1:] or states]}
 
     def check(self, key: str) -> Any:
-        from shoal.envs.check import check_env
+        from shoal.envs.lint import check_env
 
         return [tuple(finding) for finding in check_env(self.envs[key], tasks=4)]
 

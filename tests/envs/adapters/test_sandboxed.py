@@ -4,10 +4,10 @@ a network."""
 import json
 import sysconfig
 
-from shoal.sandbox.layout import interpreter as python
-from shoal.sandbox.layout import outside
+from shoal.sandbox.filesystem import interpreter as python
+from shoal.sandbox.filesystem import outside
 from shoal.sandbox.limits import Limits
-from shoal.sandbox.resident import Resident
+from shoal.sandbox.sandboxed_process import Resident
 from tests.envs.adapters.conftest import ROOT, interpreter
 from tests.sandbox.needs import needs_bubblewrap
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from shoal.envs.contained.client import ContainedEnv
-from shoal.envs.contained.line import LIMITS, Line, Source
-from shoal.envs.contained.pool import Processes
 from shoal.envs.interface import AuthorError
+from shoal.envs.isolated.connection import LIMITS, Line, Source
+from shoal.envs.isolated.environment import ContainedEnv
+from shoal.envs.isolated.pool import Processes
 from shoal.sandbox.limits import Limits
 
 QUICK = replace(LIMITS, wall_s=1.0, memory_mb=400)

@@ -11,14 +11,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.envs.contained import frames as f
-from shoal.envs.contained.open import try_code
-from shoal.envs.conversation import Conversation
+from shoal.chat.renderer import Renderer
+from shoal.envs.isolated import messages as f
+from shoal.envs.isolated.environment import try_code
+from shoal.envs.rollout import Conversation
 from shoal.errors import ShoalError, Undecided
-from shoal.net.keys import save_key
-from shoal.policy.render import Renderer
-from shoal.protocol.identity import Key
-from shoal.protocol.types import Sampling
+from shoal.net.key_files import save_key
+from shoal.protocol.messages import Sampling
+from shoal.protocol.signing import Key
 from tests.envs.contained.place import acting, line_of, opened, said
 from tests.sandbox.needs import needs_bubblewrap
 

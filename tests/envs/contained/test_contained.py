@@ -8,23 +8,23 @@ from pathlib import Path
 
 import pytest
 
+from shoal.chat.messages import Written
+from shoal.chat.renderer import Renderer
 from shoal.env import Action, Env, Score, Step
-from shoal.envs.check import check_env
+from shoal.env_packages.scaffold import write_package
 from shoal.envs.concurrent_episodes import Calling, EnvCall, together
-from shoal.envs.contained import frames as f
-from shoal.envs.contained.client import ContainedEnv
-from shoal.envs.contained.inside import Inside
-from shoal.envs.contained.pool import StateHandle
-from shoal.envs.conversation import Conversation
+from shoal.envs.isolated import messages as f
+from shoal.envs.isolated.environment import ContainedEnv
+from shoal.envs.isolated.pool import StateHandle
+from shoal.envs.isolated.server import Inside
+from shoal.envs.lint import check_env
 from shoal.envs.load import load_env
 from shoal.envs.play import Episode, converse
 from shoal.envs.replay import replay_group
+from shoal.envs.rollout import Conversation
 from shoal.errors import Undecided
-from shoal.hub.template import write_package
-from shoal.policy.messages import Written
-from shoal.policy.render import Renderer
-from shoal.protocol.types import Sampling
-from shoal.sandbox.resident import Resident
+from shoal.protocol.messages import Sampling
+from shoal.sandbox.sandboxed_process import Resident
 from tests.envs.conftest import RandomEngine
 from tests.envs.contained.place import acting, line_of, opened, said
 from tests.sandbox.needs import needs_bubblewrap

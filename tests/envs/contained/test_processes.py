@@ -15,21 +15,20 @@ from textwrap import indent
 
 import pytest
 
+from shoal.chat.renderer import Renderer
 from shoal.config import EnvConfig
 from shoal.env import Env
-from shoal.envs.contained import line as lines
-from shoal.envs.contained import pool as pools
-from shoal.envs.contained.client import ContainedEnv
-from shoal.envs.contained.open import in_process
-from shoal.envs.contained.pool import Processes, TaskHandle
-from shoal.envs.conversation import Conversation
-from shoal.envs.declared import declared
+from shoal.envs.describe import declared
+from shoal.envs.isolated import connection as lines
+from shoal.envs.isolated import pool as pools
+from shoal.envs.isolated.environment import ContainedEnv, in_process
+from shoal.envs.isolated.pool import Processes, TaskHandle
 from shoal.envs.load import env_of, load_env
 from shoal.envs.play import Episode, converse
 from shoal.envs.replay import replay_group
+from shoal.envs.rollout import Conversation
 from shoal.errors import Interrupted, ShoalError, Undecided
-from shoal.policy.render import Renderer
-from shoal.protocol.types import Sampling
+from shoal.protocol.messages import Sampling
 from tests.envs.conftest import RandomEngine
 from tests.envs.contained.place import HEAD, acting, line_of
 
@@ -51,7 +50,7 @@ def write(talk: Conversation, text: str) -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls end after a second, then after two."""
-    monkeypatch.setattr("shoal.envs.contained.open.OWN_LIMITS", replace(lines.OWN_LIMITS, wall_s=1.0))
+    monkeypatch.setattr("shoal.envs.isolated.environment.OWN_LIMITS", replace(lines.OWN_LIMITS, wall_s=1.0))
 
 
 FAULTS = {
@@ -446,7 +445,7 @@ def test_a_process_ends_with_its_environment_and_with_ours(tmp_path: Path) -> No
     assert running._process.poll() is not None
     (tmp_path / "b.py").write_text(HEAD + acting("print(os.getpid(), file=sys.stderr, flush=True); time.sleep(60)"))
     code = (
-        "import sys; from pathlib import Path; from shoal.envs.contained.open import in_process; "
+        "import sys; from pathlib import Path; from shoal.envs.isolated.environment import in_process; "
         "env = in_process(Path(sys.argv[1]), {}, 'environment'); env.step(env.reset(env.task(0))[0], 'a')"
     )
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "b.py")], stderr=subprocess.PIPE, text=True)

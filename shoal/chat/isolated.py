@@ -1,0 +1,371 @@
+"""A renderer for a stranger's files: tokenizer and chat template run in a child process with limits.
+
+Used by nodes that joined somebody's run, and by auditors. A template may loop, a tokenizer may abort its process, and
+both may take any amount of memory. Only the child has the limits, because torch needs address space. The child gives
+the same tokens as `Renderer` does in this process. A model of the user's own is tried in a child when it is opened, and
+then read in this process.
+
+Requests and answers are MessagePack. The child answers one request after another.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import msgspec
+import psutil
+
+from shoal.chat.isolated_messages import Answer, Facts, Opened, batches, packed, unpacked
+from shoal.chat.renderer import FILES, Prompt, Renderer, Segment
+from shoal.chat.template_capabilities import ASK
+from shoal.config.process_environment import child_environment
+from shoal.errors import Overreach, StateError
+from shoal.pipes import Late, Pipes, next_frame, write_frame
+from shoal.protocol.constants import MAX_ROLLOUT_TOKENS, MODEL_STOPS
+
+MAX_FRAME_BYTES = 4 * (MAX_ROLLOUT_TOKENS + 1) + 1024
+"""Limit on an answer without texts: the longest rollout, at 4 bytes for each token."""
+
+MAX_TOKEN_BYTES = 1024
+"""Limit on the text of a token, averaged over a request. The longest tokens of common vocabularies have 128 bytes."""
+
+GRACE_S = 5.0
+"""The child ends itself at its time limit. We end it if it has not done so this much later."""
+
+SYSTEM_LIMITS_MEMORY = sys.platform == "linux"
+"""Whether the system enforces a limit on address space. macOS does not, so there we watch the child ourselves."""
+
+_NO_MEMORY = 77
+"""Exit code of a child that reached its memory limit."""
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Limits(NamedTuple):
+    """What the child may take."""
+
+    memory_mb: int = 1024
+    """Address space beyond what the child has before it opens the first file. Where we watch it, all its memory."""
+    time_s: float = 10.0
+    """Wall time for one text."""
+    open_s: float = 60.0
+    """Wall time for opening the tokenizer and the template."""
+
+    @staticmethod
+    def within(max_memory_mb: int) -> "Limits":
+        """A quarter of what a node may use; the default if a node has no limit (0)."""
+        usual = Limits()
+        return usual._replace(memory_mb=min(usual.memory_mb, max_memory_mb // 4)) if max_memory_mb else usual
+
+
+class Start(Protocol):
+    """Starts the child: `start_here`, or a function that a role passes. This room may not import
+    `chat/isolated_tokenizer`."""
+
+    def __call__(
+        self, program: str, arguments: Sequence[str], files: Sequence[Path]
+    ) -> "tuple[subprocess.Popen[bytes], str]":
+        """Start a Python program with these arguments followed by its `sys.path`. Returns its process, with pipes as
+        standard input and output, and the directory where it finds the files. Raises `Overreach`."""
+
+
+class ContainedRenderer(Renderer):
+    """A renderer whose child process does the work. Every method may raise `Overreach`."""
+
+    def __init__(
+        self, directory: Path, limits: Limits = Limits(), start: Start | None = None, stops: str = MODEL_STOPS
+    ) -> None:
+        """Open the tokenizer and chat template of a checkpoint. Raises as `Renderer.from_directory`, and `Overreach`."""
+        self.directory, self._limits, self._start = Path(directory), limits, start or start_here
+        self._stops = stops
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
+        self._facts: Facts | None = None
+        self.decode([])
+        assert self._facts is not None, "an open child has told its facts"
+        self.eos_id, self.stop_ids = self._facts.eos_id, frozenset(self._facts.stop_ids)
+        self.vocabulary, self.notation = self._facts.vocabulary, self._facts.notation
+        self._remember()
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.decode_all([token_ids])[0]
+
+    def decode_all(self, turns: Sequence[Sequence[int]]) -> list[str]:
+        texts: list[str] = []
+        for batch in batches(turns):
+            texts += self._ask("decode", [packed(turn) for turn in batch], sum(map(len, batch))).texts
+        return texts
+
+    def pieces(self, turns: Sequence[Sequence[int]]) -> list[list[str]]:
+        pieces: list[str] = []
+        for batch in batches(turns):
+            pieces += self._ask("pieces", [packed(turn) for turn in batch], sum(map(len, batch))).texts
+        if len(pieces) != sum(map(len, turns)):
+            raise StateError("the tokenizer of the policy gives another number of texts than there are tokens")
+        left = iter(pieces)
+        return [list(itertools.islice(left, len(turn))) for turn in turns]
+
+    def _render_opening(self, key: str) -> Prompt:
+        return self._prompted("opening", key)
+
+    def _render_reply(self, key: str) -> Prompt:
+        return self._prompted("reply", key)
+
+    def _keeps_thinking(self, key: str) -> bool:
+        return self._ask("keeps", key).yes
+
+    def _history(self, key: str) -> list[Segment]:
+        answer = self._ask("history", key, key.count("["))  # a frame may name as many places as there are turns
+        ids = iter(unpacked(answer.ids))
+        return [Segment(tuple(itertools.islice(ids, size)), turn, part) for size, turn, part in answer.places]
+
+    def _written(self, key: str) -> list[int]:
+        return unpacked(self._ask("written", key).ids)
+
+    def _encode(self, text: str) -> list[int]:
+        return unpacked(self._ask("encode", text).ids)
+
+    def _prompted(self, act: str, key: str) -> Prompt:
+        answer = self._ask(act, key)
+        return Prompt(tuple(unpacked(answer.ids)), answer.yes)
+
+    def _ask(self, act: str, argument: Any, num_tokens: int = 0) -> "Answer":
+        """One answer of the child. If the child dies or is too slow, a second one is asked, as the fault may be ours.
+
+        `num_tokens` is the number of tokens whose texts the answer contains.
+        """
+        max_bytes = MAX_FRAME_BYTES + MAX_TOKEN_BYTES * num_tokens
+        request = msgspec.msgpack.encode((act, argument))
+        with self._lock:
+            for last in (False, True):
+                try:
+                    self._child = self._child or self._open()
+                    answer = self._child.ask(request, self._limits.time_s, Answer, max_bytes)
+                    break
+                except _Gone as gone:
+                    self._child = None
+                    if last or gone.certain:
+                        raise Overreach(
+                            f"the chat template or the tokenizer of the policy {gone} (limits for each text: "
+                            f"{self._limits.time_s:g} s, {self._limits.memory_mb} MB). The host of the run chose them: "
+                            "leave this run, and tell the host"
+                        ) from gone
+                    log.warning("tokenizer restarted=true reason=%r", str(gone))
+        if answer.refused:
+            raise StateError(answer.refused)
+        return answer
+
+    def _open(self) -> "_Child":
+        files = [self.directory.absolute() / name for name in FILES[self._stops]]
+        child = _Child(self._limits, self._start, files)
+        opened = child.ask(msgspec.msgpack.encode((child.directory, self._stops)), self._limits.open_s, Opened)
+        if opened.facts is None:
+            raise StateError(opened.refused.replace(child.directory, str(self.directory)))
+        if self._facts is not None and opened.facts != self._facts:  # guard: contained-same-files
+            raise Overreach(
+                f"{self.directory} has another tokenizer or chat template than the version that was opened first: the host "
+                "changed them during the run. Leave this run, and tell the host"
+            )
+        self._facts = opened.facts
+        return child
+
+
+OWN_LIMITS = Limits(open_s=20.0)
+"""What a model of the user's own may take for its first texts."""
+
+
+def open_own(directory: Path) -> Renderer:
+    """The renderer of a model of the user's own, in this process, which has no limits: so a child with limits first renders
+    a prompt and a reply. Raises `StateError` if it cannot be opened, or not within the limits."""
+    try:
+        tried = ContainedRenderer(directory, OWN_LIMITS)
+        tried.start([ASK])
+        tried.reply([ASK])
+    except Overreach as error:
+        raise StateError(
+            f"the chat template or the tokenizer of {directory} {error.__cause__ or error} (limits for each text: "
+            f"{OWN_LIMITS.time_s:g} s, {OWN_LIMITS.memory_mb} MB): correct the template, or use another model"
+        ) from None
+    except StateError:
+        pass  # refused without delay: by the renderer below, too, or only these messages
+    return Renderer.from_directory(directory)
+
+
+class _Gone(Exception):
+    """The child did not answer. The text says why, as the end of a sentence."""
+
+    def __init__(self, why: str, certain: bool = False) -> None:
+        super().__init__(why)
+        self.certain = certain
+        """Whether a second try would fail in the same way."""
+
+
+# --- our end ---
+
+
+class _Child:
+    """A running child. It ends when this object is freed, and when this process ends."""
+
+    def __init__(self, limits: Limits, start: Start, files: Sequence[Path]) -> None:
+        memory_mb = limits.memory_mb if SYSTEM_LIMITS_MEMORY else 1 << 20  # no limit
+        program = "import sys; sys.path[:] = sys.argv[3:]; from shoal.chat.isolated import serve; serve()"
+        self._process, self.directory = start(program, (str(memory_mb), str(limits.time_s)), files)
+        watch = partial(_demand_memory, self._process.pid, limits.memory_mb * 1_000_000)
+        self._pipes = Pipes(self._process, None if SYSTEM_LIMITS_MEMORY else watch)
+
+    def ask(self, request: bytes, limit_s: float, kind: type[T], max_bytes: int = MAX_FRAME_BYTES) -> T:
+        """The child's answer. Ends the child before it raises `_Gone`."""
+        until = time.monotonic() + limit_s + GRACE_S
+        try:
+            self._pipes.send(request, until)
+            size = self._pipes.size(until)
+            if size > max_bytes:  # guard: contained-texts
+                raise _Gone(f"answered a request with {size} bytes, limit {max_bytes}", certain=True)
+            return msgspec.msgpack.decode(self._pipes.read(size, until), type=kind)
+        except _Gone:
+            self._pipes.end()
+            raise
+        except Late:
+            self._pipes.end()
+            raise _Gone("took too long") from None
+        except (EOFError, OSError, msgspec.MsgspecError) as error:
+            raise self._why(str(error)) from None
+
+    def _why(self, error: str) -> _Gone:
+        """Why the child closed its pipe or sent something wrong."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        code = self._process.returncode
+        self._pipes.end()
+        if code == _NO_MEMORY:
+            return _Gone("took too much memory", certain=True)
+        if code == -signal.SIGALRM:
+            return _Gone("took too long")
+        if code is None:
+            return _Gone(f"gave a wrong answer ({error})")
+        return _Gone(f"crashed ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})")
+
+
+def _demand_memory(process: int, most_bytes: int) -> None:
+    """Raise `_Gone` if a child has more in memory. If it has ended, the pipe will show it."""
+    with contextlib.suppress(psutil.Error):
+        taken_bytes = psutil.Process(process).memory_info().rss
+        if taken_bytes > most_bytes:  # guard: contained-memory-watched
+            raise _Gone("took too much memory", certain=True)
+
+
+def start_here(program: str, arguments: Sequence[str], files: Sequence[Path]) -> "tuple[subprocess.Popen[bytes], str]":
+    """Start a child with the rights of this process."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-c", program, *arguments, *sys.path],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+        env=child_environment(1), start_new_session=True,
+    )  # fmt: skip
+    return process, str(files[0].parent)
+
+
+# --- the child's end ---
+
+
+def serve() -> None:
+    """Answer requests from standard input until it closes. The alarm ends this process even while foreign code runs."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # guard: contained-alarm-not-ignored
+    # guard: contained-alarm-not-blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})  # a child inherits both from its parent
+    memory_mb, time_s = int(sys.argv[1]), float(sys.argv[2])
+    first = next_frame(sys.stdin.buffer)
+    if first is None:
+        return
+    _limit(memory_mb)
+    signal.setitimer(signal.ITIMER_REAL, Limits().open_s)
+    try:
+        renderer, opened = _opened(*msgspec.msgpack.decode(first, type=tuple[str, str]))
+        _answer(msgspec.msgpack.encode(opened))
+        while renderer is not None and (request := next_frame(sys.stdin.buffer)) is not None:
+            signal.setitimer(signal.ITIMER_REAL, time_s)  # guard: contained-time
+            _answer(msgspec.msgpack.encode(_obey(renderer, *msgspec.msgpack.decode(request))))
+    except (MemoryError, Overreach):
+        os._exit(_NO_MEMORY)
+
+
+def _limit(memory_mb: int) -> None:
+    """Limit what this process may take. It may write to no file."""
+    used = psutil.Process().memory_info().vms
+    for which, most in (
+        (resource.RLIMIT_AS, used + memory_mb * 1_000_000),  # guard: contained-memory
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        with contextlib.suppress(ValueError, OSError):  # no such limit on this system
+            resource.setrlimit(which, (most, most))
+
+
+def _answer(data: bytes) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    write_frame(sys.stdout.fileno(), data)
+
+
+def _opened(place: str, stops: str) -> tuple[Renderer | None, Opened]:
+    directory = Path(place)
+    try:
+        renderer = Renderer.from_directory(directory, stops)
+    except Overreach:
+        raise
+    except StateError as error:
+        return None, Opened(refused=_line(error))
+    files = [directory / name for name in FILES[stops]]
+    digest = hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files if file.exists()))
+    ends = sorted(renderer.stop_ids)
+    facts = Facts(renderer.eos_id, ends, renderer.vocabulary, renderer.notation, digest.hexdigest())
+    return renderer, Opened(facts)
+
+
+def _obey(renderer: Renderer, act: str, argument: Any) -> Answer:
+    try:
+        match act:  # the parent caches: a second cache would take the child's memory
+            case "decode":
+                return Answer(texts=renderer.decode_all([unpacked(turn) for turn in argument]))
+            case "pieces":
+                found = renderer.pieces([unpacked(turn) for turn in argument])
+                return Answer(texts=[piece for turn in found for piece in turn])
+            case "keeps":
+                return Answer(yes=renderer._keeps_thinking(argument))
+            case "history":
+                told = renderer._history(argument)
+                ids = [token for segment in told for token in segment.token_ids]
+                sizes = [(len(segment.token_ids), segment.turn, segment.part) for segment in told]
+                return Answer(ids=_capped(ids), places=sizes)
+            case "encode" | "written":
+                return Answer(
+                    ids=_capped(renderer.encode(argument) if act == "encode" else renderer._written(argument))
+                )
+            case _:
+                prompt = renderer._render_reply(argument) if act == "reply" else renderer._render_opening(argument)
+                return Answer(ids=_capped(prompt.token_ids), yes=prompt.thinking)
+    except (MemoryError, Overreach):
+        raise
+    except Exception as error:  # noqa: BLE001  a tokenizer raises anything; the text is refused as in one process
+        return Answer(refused=_line(error))
+
+
+def _capped(token_ids: Sequence[int]) -> bytes:
+    """The ids, cut to one more than a rollout may have: one too many has the same effect as all."""
+    return packed(token_ids[: MAX_ROLLOUT_TOKENS + 1])
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.encode("utf-8", "replace").decode()[:1000]

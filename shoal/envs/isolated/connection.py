@@ -1,0 +1,375 @@
+"""Our end of the line to an environment in another process, with an answer to each request, and a new process after an end.
+
+Used by `pool`. The process is a sandbox for a package, and a plain child for a file of this user. An answer that is too
+long, too late or of another form ends it. This file does not deal with episodes.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from shoal.config.process_environment import SAME_EVERYWHERE, child_environment
+from shoal.envs.isolated import messages as f
+from shoal.envs.isolated.stack_trace import StackFile
+from shoal.errors import ShoalError, StateError, cause_of
+from shoal.pipes import Late, Pipes
+from shoal.sandbox.filesystem import INTERPRETER_FLAGS, OUTSIDE, Shown, interpreter, standard_paths
+from shoal.sandbox.limits import NO_LIMIT, Ended, Limits, Outcome, Reason, Stopped
+from shoal.sandbox.sandboxed_process import Resident
+from shoal.sandbox.usage import taken_bytes
+
+LIMITS = Limits(wall_s=10.0, cpu_s=NO_LIMIT, memory_mb=3072, processes=64, open_files=256, scratch_mb=64, file_mb=64)
+"""Limits of an environment. Honest answers take milliseconds. The largest packages that we know have 2 GB of address space
+once they are imported. CPU time would count for the whole life, so only wall time limits an answer."""
+
+OWN_LIMITS = replace(LIMITS, memory_mb=0)
+"""Of a file of this user: time alone."""
+
+OPEN_S = 60.0
+"""Wall time to import the package and make its environment."""
+
+SLOW_OPEN_S = 10.0
+"""An import that takes longer is told."""
+
+MAX_FRAME_BYTES = f.MAX_ANSWER_BYTES + (64 << 10)
+"""The inside keeps to MAX_ANSWER_BYTES, so a longer frame comes from the package's code."""
+
+MAX_TOLD = 10
+"""Number of different tracebacks that are shown."""
+
+CODE = OUTSIDE / "code"
+"""Where the sandbox shows our code, which environments import."""
+
+OWN_FLAGS = ("-P", "-B", "-c")
+"""No script's directory on `sys.path`, and no bytecode written beside the user's file."""
+
+log = logging.getLogger("envs")
+_encode = msgspec.msgpack.Encoder().encode
+_first = msgspec.msgpack.Decoder(f.Facts | f.Refused).decode
+_decode = msgspec.msgpack.Decoder(f.AnyAnswer).decode
+
+
+class Running(Protocol):
+    """The process at the other end: see `Resident` and `OwnProcess`."""
+
+    def ask(self, request: bytes, limit_s: float, most_bytes: int) -> bytes | Outcome: ...
+    def next(self, limit_s: float, most_bytes: int) -> bytes | Outcome: ...
+    def memory_bytes(self) -> int: ...
+    def kill(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Source(NamedTuple):
+    """A package on this machine, which plays in the sandbox."""
+
+    folder: Path
+    """Its files."""
+    dependencies: Path
+    """The unpacked wheels of its lock."""
+    file: str
+    """The file below `folder` that makes the environment."""
+    function: str
+    args: Mapping[str, Any]
+    title: str
+    """Name and version, for people."""
+
+    def start(self, limits: Limits) -> Running:
+        """Start the sandbox. Raises `StateError`."""
+        deps = self.dependencies
+        shown = [Shown(self.folder, PACKAGE), *([Shown(deps, DEPENDENCIES)] if deps.is_dir() else []), *our_code()]
+        program = [str(interpreter()), *INTERPRETER_FLAGS, "-c", PROGRAM, self.file, self.function, *PATHS]
+        return Resident(program, limits, shown)
+
+    @property
+    def called(self) -> str:
+        """What people call it."""
+        return self.title
+
+    def refused(self, why: str) -> str:
+        """What to say if it does not load."""
+        return f"{self.title} does not load inside the sandbox: {why}"
+
+
+class OwnFile(NamedTuple):
+    """An environment file of this user, which plays in a child process of ours."""
+
+    path: Path
+    function: str
+    args: Mapping[str, Any]
+
+    def start(self, limits: Limits) -> Running:
+        """Start the child, whose memory nothing limits. Raises `StateError`."""
+        return OwnProcess(OWN_PROGRAM, (str(self.path), self.function))
+
+    @property
+    def called(self) -> str:
+        """As above."""
+        return str(self.path)
+
+    def refused(self, why: str) -> str:
+        """As above."""
+        return why if str(self.path) in why else f"cannot load environment {self.path}: {why}"
+
+
+class OwnProcess:
+    """A child process of ours in which an environment of this user plays, with network, files and libraries: no sandbox.
+
+    For environment files that a run's host wrote. It answers as `sandbox/sandboxed_process` does: one main thread plays,
+    and a time limit ends it. It ends on `close()`, when this object is freed, and with the thread that started it.
+    """
+
+    def __init__(self, program: str, arguments: Sequence[str]) -> None:
+        """`program` is Python. Its arguments are our process id, the file for `stack`, `arguments`, and our `sys.path`.
+        Raises `StateError`."""
+        try:
+            self.stack = StackFile()
+            stack = self.stack.descriptor
+            command = [sys.executable, *OWN_FLAGS, program, str(os.getpid()), str(stack), *arguments, *sys.path]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, pass_fds=[stack],
+                env=child_environment(1) | SAME_EVERYWHERE, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise StateError(
+                f"cannot start a process for an environment ({cause_of(error)}): allow more processes or memory"
+            ) from None
+        self._pipes = Pipes(self._process)
+        self._ended: Outcome | None = None
+
+    def ask(self, request: bytes, limit_s: float, most_bytes: int) -> bytes | Outcome:
+        """The answer within `limit_s`, or how the process ended. An ended process stays ended."""
+        if self._ended is None:
+            try:
+                self._pipes.send(request, time.monotonic() + limit_s)
+            except Late:
+                self._end(Stopped(Reason.TIMEOUT))
+            except OSError:
+                self._end(self._outcome())
+        return self.next(limit_s, most_bytes)
+
+    def next(self, limit_s: float, most_bytes: int) -> bytes | Outcome:
+        """One more answer to the last request, of a program that sends several. As `ask`."""
+        if self._ended is None:
+            until = time.monotonic() + limit_s
+            try:
+                size = self._pipes.size(until)
+                if size <= most_bytes:
+                    return self._pipes.read(size, until)
+                self._end(Stopped(Reason.KILLED))
+            except Late:
+                self._end(Stopped(Reason.TIMEOUT))
+            except (EOFError, OSError):
+                self._end(self._outcome())
+        assert self._ended is not None
+        return self._ended
+
+    def memory_bytes(self) -> int:
+        """What the process and all that it started take now."""
+        return taken_bytes(self._process.pid)
+
+    def kill(self) -> None:
+        """End the process, from any thread: an `ask` that waits for its answer returns. `close` is due nevertheless."""
+        if self._process.poll() is None:
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self._end(Stopped(Reason.KILLED))
+
+    def _end(self, outcome: Outcome) -> None:
+        if self._ended is None and outcome == Stopped(Reason.TIMEOUT):
+            self.stack.ask(self._process)
+        self._ended = self._ended or outcome
+        self._pipes.end()
+
+    def _outcome(self) -> Outcome:
+        """How a process ended that has closed its pipe."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        code = self._process.returncode
+        if code == -signal.SIGRTMAX:
+            return Stopped(Reason.MEMORY)
+        return Stopped(Reason.KILLED) if code is None else Ended(code)
+
+
+class Gone(Exception):
+    """The process was ended instead of answering; the text says why, as the end of a sentence."""
+
+    def __init__(self, why: str, method: str = "") -> None:
+        """`method`: which one of the environment was under way, if that is known."""
+        super().__init__(why)
+        self.method = method
+
+
+class Line:
+    """A running process with one environment in it, for one thread at a time."""
+
+    def __init__(self, source: Source | OwnFile, limits: Limits, tell: Callable[[str], None]) -> None:
+        """Start it. `tell` gets each traceback of the environment, a text that may contain anything.
+
+        Raises `ShoalError` if the environment does not load, `StateError` if the process does not start.
+        """
+        self._source, self._limits, self._tell = source, limits, tell
+        self._running: Running | None = None
+        self._drop: list[int] = []
+        self._told: set[str] = set()
+        """Tracebacks that were already shown."""
+        try:
+            self._running, self.facts = self._open()
+        except Gone as gone:
+            raise ShoalError(source.refused(f"it {gone}")) from None
+
+    def forget(self, state: int) -> None:
+        """Say with the next request that nobody needs a state any more. Any thread may call it."""
+        self._drop.append(state)
+
+    def ask(self, kind: type[f.Request], fields: Mapping[str, Any], patience: float = 1.0) -> tuple[f.AnyAnswer, bytes]:
+        """The answer, and its bytes. Raises as `ask_all`."""
+        return next(self.ask_all([(kind, fields)], patience))
+
+    def ask_all(
+        self, requests: Sequence[tuple[type[f.Request], Mapping[str, Any]]], patience: float = 1.0
+    ) -> Iterator[tuple[f.AnyAnswer, bytes]]:
+        """The answers to several requests, which are sent at once, and their bytes, as they come. Each has its own time.
+        Raises `Gone`; a later request then gets a new process, which keeps no states."""
+        if self._running is None:
+            self._running, facts = self._open()
+            if facts != self.facts:
+                self.end()
+                raise Gone("became another environment when it was started again")
+        drop, self._drop = self._drop, []
+        sent = [kind(drop if i == 0 else [], **fields) for i, (kind, fields) in enumerate(requests)]
+        running, limit_s = self._running, patience * self._limits.wall_s
+        data = self._taken(running.ask(_encode(sent), limit_s, MAX_FRAME_BYTES), limit_s)
+        for place, (kind, _) in enumerate(requests):
+            if place:
+                data = self._taken(running.next(limit_s, MAX_FRAME_BYTES), limit_s)
+            try:
+                answer = _decode(data)
+            except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+                self.end()
+                raise Gone("sent a malformed answer") from None  # guard: answers-of-an-environment
+            if isinstance(answer, f.Fault) and not (kind is f.Pose and answer.usual):
+                self._show(answer.trace)
+            yield answer, data
+
+    def _show(self, trace: str) -> None:
+        if trace not in self._told and len(self._told) < MAX_TOLD:
+            self._told.add(trace)
+            self._tell(trace)
+
+    def _open(self) -> tuple[Running, f.Facts]:
+        source = self._source
+        running = source.start(self._limits)
+        try:
+            with log_if_slow(source.called, OPEN_S):
+                opened = running.ask(_encode(source.args), OPEN_S, MAX_FRAME_BYTES)
+            answer = _first(self._taken(opened, OPEN_S))
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+            running.close()
+            raise Gone("sent a malformed answer") from None
+        if isinstance(answer, f.Refused):
+            running.close()
+            self._show(answer.trace)
+            raise ShoalError(source.refused(answer.why))
+        return running, answer
+
+    def _taken(self, told: bytes | Outcome, limit_s: float) -> bytes:
+        if isinstance(told, bytes):
+            return told
+        where, method = self._place()
+        self.end()
+        raise Gone(gone_of(told, limit_s, self._limits) + where, method)
+
+    def _place(self) -> tuple[str, str]:
+        """Where in the file of this user its process was ended, and within which of its methods; empty if unknown."""
+        if not isinstance(self._source, OwnFile) or not isinstance(self._running, OwnProcess):
+            return "", ""
+        return self._running.stack.place(str(self._source.path))
+
+    def memory_bytes(self) -> int:
+        """What the process takes now. Any thread may ask."""
+        running = self._running  # its own thread may end it meanwhile
+        return 0 if running is None else running.memory_bytes()
+
+    def kill(self) -> None:
+        """End the process, from another thread: who waits for its answer then gets `Gone`."""
+        if (running := self._running) is not None:
+            running.kill()
+
+    def end(self) -> None:
+        """End the process. The next request gets another one."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+
+@contextlib.contextmanager
+def log_if_slow(what: str, most_s: float) -> Iterator[None]:
+    """Around the import of an environment, which is given up after `most_s`: log that it takes long, if it does."""
+    timer = threading.Timer(
+        SLOW_OPEN_S, log.warning,
+        ("importing %s takes more than %.0f s, and is given up after %.0f s: unless this machine is just busy, let the "
+         "file do less when it is imported and when it makes its environment", what, SLOW_OPEN_S, most_s),
+    )  # fmt: skip
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+PACKAGE, DEPENDENCIES = OUTSIDE / "package", OUTSIDE / "dependencies"
+"""Where every sandbox shows the package, so that no path differs between machines."""
+
+PATHS = tuple(map(str, (PACKAGE, DEPENDENCIES, CODE, *standard_paths())))
+PROGRAM = (
+    "import sys; file, function = sys.argv[1:3]; sys.path[:] = sys.argv[3:]; sys.argv[1:] = []; "
+    f"from shoal.envs.isolated.server import serve; serve({str(PACKAGE)!r} + '/' + file, function)"
+)
+
+
+OWN_PROGRAM = (
+    "import sys; parent, stack, file, function = sys.argv[1:5]; sys.path[:] = sys.argv[5:]; sys.argv[1:] = []; "
+    "from shoal.envs.isolated.server import serve_own; serve_own(int(parent), int(stack), file, function)"
+)
+
+
+def our_code() -> Sequence[Shown]:
+    """Our own code, and the one package that our end inside needs."""
+    folders = Path(__file__).parents[2], Path(str(msgspec.__file__)).parent
+    return [Shown(folder, CODE / folder.name) for folder in folders]
+
+
+def gone_of(outcome: Outcome, limit_s: float, limits: Limits) -> str:
+    """Why a process was ended, as the end of a sentence."""
+    if isinstance(outcome, Ended):
+        return _end_of(outcome.exit_code)
+    if outcome.reason is Reason.TIMEOUT:
+        return f"took longer than {limit_s:g} s"
+    if outcome.reason is Reason.MEMORY:
+        return f"took more than {limits.memory_mb} MB of memory" if limits.memory_mb else "found no memory left"
+    return "was ended by something else than its limits"
+
+
+def _end_of(code: int) -> str:
+    if code >= 0:
+        return f"ended by itself, with exit code {code}"
+    try:
+        name = f" ({signal.Signals(-code).name})"
+    except ValueError:
+        name = ""
+    why = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
+    return f"was ended by signal {-code}{name}{why}"

@@ -1,0 +1,261 @@
+"""The checks of an environment in this process: behind `shoal env check`, and for tests.
+
+Called by `check/child` and by tests, on built-ins and on files that a user has just written. They play scripted and
+hostile actions, without a model or tokens, and return findings instead of raising exceptions. What an environment
+rewards is checked in `check/answers`; what only shows in another process, in `check/apart`.
+"""
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shoal.chat.messages import BadMessage, arguments_of, normal, template_arguments
+from shoal.env import Action, Env, Task
+from shoal.envs.interface import describe_fault, earned, players_of, solution_of, source_of, step_of
+from shoal.envs.lint.finding import Broken, Differs, Finding, Missing, find, reproducible
+from shoal.envs.lint.reward_checks import hacks, leaks, right_player, solutions, wrong_player
+from shoal.envs.lint.scripted_episode import (
+    HOSTILE,
+    MAX_TURNS,
+    Walk,
+    difference,
+    perform,
+    played,
+    recite,
+    stepwise,
+    two_walks,
+    unlike,
+    while_time,
+)
+from shoal.protocol.audit_selection import MAX_REWARD
+
+MAX_COMPARED = 4096
+"""The most training tasks, and the most held-out tasks, that are compared with each other."""
+
+NUM_TASKS = 32
+"""Tasks that are played, if there are so many."""
+
+NAMED = 4
+"""Further actions that a finding names."""
+
+FEWER_TASKS = 4
+"""The same of an environment that is not reproducible: it may ask a judge for each episode."""
+
+SOMETIMES = ("tools", "group scores")
+"""Checks of environments that have tools, or that compare rollouts."""
+
+ALWAYS = (
+    "members", "indices", "openings", "heldout", "solutions", "right player", "wrong player", "leaks", "reward hacks",
+    "replay", "isolation", "hostile actions",
+)  # fmt: skip
+"""Checks of every environment."""
+
+
+def check_env(env: Env, tasks: int = NUM_TASKS, seed: int = 0) -> list[Finding]:
+    """Run every check, from the simplest to the deepest, on up to `tasks` tasks that `seed` picks."""
+    return [find(name, check, env) for name, check in checks_of(env, tasks, seed).items()]
+
+
+def checks_of(env: Env, tasks: int = NUM_TASKS, seed: int = 0) -> dict[str, Callable[[], str]]:
+    """The checks by name, in their order. Each returns its evidence, or raises."""
+    picked = pick(env, tasks, seed)
+    checks: dict[str, Callable[[], str]] = {
+        "members": lambda: _members(env),
+        "indices": lambda: _indices(env),
+        "tools": lambda: _tools(env),
+        "openings": lambda: _openings(env, picked),
+        "heldout": lambda: _heldout(env),
+        "solutions": lambda: solutions(env),
+        "right player": lambda: right_player(env, picked, seed),
+        "wrong player": lambda: wrong_player(env, picked, seed),
+        "leaks": lambda: leaks(env, picked, seed),
+        "reward hacks": lambda: hacks(env, picked, seed),
+        "replay": lambda: _replay(env, picked, seed),
+        "isolation": lambda: _isolation(env, picked, seed),
+        "hostile actions": lambda: _hostile(env, picked),
+        "group scores": lambda: _group(env, picked, seed),
+    }
+    if not getattr(env, "tools", ()):
+        del checks["tools"]
+    if getattr(env, "group_scores", None) is None:
+        del checks["group scores"]
+    return checks
+
+
+def pick(env: Env, tasks: int, seed: int) -> list[int]:
+    """Which training tasks are played."""
+    most = min(tasks, max(0, env.num_tasks), NUM_TASKS if reproducible(env) else FEWER_TASKS)
+    return sorted(random.Random(seed).sample(range(env.num_tasks), most)) if most else []
+
+
+# --- the checks: each returns its evidence, or raises ---
+
+
+def _members(env: Env) -> str:
+    low, high = env.reward_bounds
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise Broken(f"reward_bounds are {low} to {high}: give two finite numbers, the lower first")
+    if max(-low, high) > MAX_REWARD:
+        raise Broken(f"reward_bounds are {low} to {high}, the limit is {MAX_REWARD:g} in size: scale the rewards down")
+    if env.num_tasks < 1 or env.num_heldout < 0:
+        raise Broken(f"num_tasks is {env.num_tasks} (at least 1), num_heldout is {env.num_heldout} (at least 0)")
+    return f"{env.num_tasks} tasks, {env.num_heldout} held out, rewards {low:g} to {high:g}"
+
+
+def _indices(env: Env) -> str:
+    asked = [(-1, False), (env.num_tasks, False)]
+    if env.num_heldout > 0:
+        asked += [(-1, True), (env.num_heldout, True)]
+    for index, heldout in asked:
+        try:
+            _task(env, index, heldout)
+        except (IndexError, ValueError):
+            continue
+        call = f"task({index}{', heldout=True' if heldout else ''})"
+        raise Broken(f"{call} gives a task: raise IndexError, for example with shoal.env.require_index")
+    return "an index outside the range is refused"
+
+
+def _openings(env: Env, picked: Sequence[int]) -> str:
+    count = 0
+    for count, index in enumerate(while_time(picked), 1):  # noqa: B007
+        _, messages = env.reset(env.task(index))
+        if not messages:
+            raise Broken(f"reset() of task {index} gives no message to open with")
+        try:
+            repr(normal(messages)).encode()
+        except BadMessage as problem:
+            raise Broken(f"task {index}: {problem}") from None
+        if messages[-1]["role"] == "assistant":
+            raise Broken(f"task {index}: the last message is the assistant's; the policy writes the next one")
+        again = env.reset(env.task(index))[1]
+        if messages != again:
+            raise Differs(
+                f"task({index}) opens differently the second time, {unlike(messages, again)}: use no global random state, "
+                "and nothing that an earlier episode changed"
+            )
+    return f"{count} tasks open correctly, and the same way twice"
+
+
+def _heldout(env: Env) -> str:
+    if env.num_heldout == 0:
+        raise Missing("there are no held-out tasks (num_heldout = 0): shoal eval will use training tasks")
+    training = {repr(env.task(i)) for i in range(min(env.num_tasks, MAX_COMPARED))}
+    held = {repr(_task(env, i, True)) for i in range(min(env.num_heldout, MAX_COMPARED))}
+    if both := sorted(training & held):
+        raise Broken(f"{len(both)} held-out tasks are training tasks too, such as {both[0]:.100}")
+    last = env.num_heldout - 1
+    for index in while_time(sorted({last * place // (FEWER_TASKS - 1) for place in range(FEWER_TASKS)})):
+        task, right = _task(env, index, True), players_of(env).get("right")
+        turns = solution_of(env, task)
+        try:
+            played(env, task, perform(right, 0, index) if turns is None and right else recite(turns or HOSTILE))
+        except Broken as problem:
+            raise Broken(f"held-out task {index}: {problem}") from None
+    return f"{len(held)} held-out tasks, none among {len(training)} training tasks"
+
+
+def _replay(env: Env, picked: Sequence[int], seed: int) -> str:
+    count = 0
+    for index in while_time(picked):
+        for walk in two_walks(env, index, seed):
+            again, count = played(env, env.task(index), recite(walk.actions)), count + 1
+            if again != walk:
+                raise Differs(f"task {index}, same actions again: {difference(walk, again)}")
+    return f"{count} episodes replayed: same replies, same scores"
+
+
+def _isolation(env: Env, picked: Sequence[int], seed: int) -> str:
+    """Two episodes of one task, played in turn and scored after every turn, must go as each went alone."""
+    count = 0
+    for index in while_time(picked):
+        first, second = two_walks(env, index, seed)[:2]
+        task, count = env.task(index), count + 1
+        sides = [stepwise(env, task, recite(walk.actions), score_often=True) for walk in (first, second)]
+        ends: list[Walk | None] = [None, None]
+        while None in ends:
+            for side in (0, 1):
+                if ends[side] is None:
+                    ends[side] = next(sides[side])
+        for alone, together in zip((first, second), ends, strict=True):
+            if together is not None and alone != together:
+                raise Differs(
+                    f"task {index}, two episodes at once, scored after every turn: {difference(alone, together)}; "
+                    "keep everything in the state, and let score() change nothing"
+                )
+    return f"episodes at the same time do not touch each other ({count} pairs)"
+
+
+def _hostile(env: Env, picked: Sequence[int]) -> str:
+    for index in while_time(picked[:4]):
+        failed: dict[str, str] = {}
+        for action in HOSTILE:
+            try:
+                played(env, env.task(index), recite((action,)))
+            except Broken as problem:
+                failed[f"{action!r:.60}"] = str(problem)
+            except Exception as error:  # noqa: BLE001  foreign code: the finding must name the action
+                failed[f"{action!r:.60}"] = f"raised {describe_fault(error, source_of(env))}"
+        if failed:
+            (first, why), *others = failed.items()
+            named = f"; so do {', '.join(action for action, _ in others[:NAMED])}" if others else ""
+            raise Broken(
+                f"task {index}, action {first}: {why}{named}. Correct that line, so that it answers any text: a run leaves "
+                "such rollouts out, and pauses if there are many"
+            )
+        played(env, env.task(index), recite(HOSTILE))
+    return f"{len(HOSTILE)} of them answered and scored"
+
+
+def _group(env: Env, picked: Sequence[int], seed: int) -> str:
+    """Each task's episodes as a group, compared twice."""
+    compare = getattr(env, "group_scores", None)
+    assert compare is not None, "only asked of environments that compare"
+    for index in while_time(picked):
+        states = []
+        players = [player for _, player in sorted(players_of(env).items())]
+        for player in [*players, lambda state, rng: "", lambda state, rng: "a"]:
+            act = perform(player, seed, index)
+            state, done, turns = env.reset(env.task(index))[0], False, 0
+            while not done and turns < MAX_TURNS:
+                state, _, done = step_of(env.step(state, Action(act(state))))[:3]
+                turns += 1
+            states.append(state)
+        scores, again = list(compare(list(states))), list(compare(list(states)))
+        if len(scores) != len(states):
+            raise Broken(f"task {index}: group_scores() gives {len(scores)} scores for {len(states)} states")
+        if scores != again:
+            raise Differs(
+                f"task {index}: group_scores() gives {scores!r:.60} and then {again!r:.60} for the same states"
+            )
+        for state, score in zip(states, scores, strict=True):
+            try:
+                earned(env, [env.score(state), score])
+            except (ValueError, TypeError) as fault:
+                raise Broken(f"task {index}, beside its siblings: {fault}") from None
+    return f"{len(picked)} groups compared, the same way twice"
+
+
+def _tools(env: Env) -> str:
+    """Tools are functions with a name, and parameters as a JSON schema."""
+    names = []
+    for tool in getattr(env, "tools", ()):
+        function: Any = tool.get("function") if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not (isinstance(tool, Mapping) and tool.get("type") == "function" and isinstance(name, str) and name):
+            raise Broken(f'a tool is {tool!r:.80}: write {{"type": "function", "function": {{"name": ..., ...}}}}')
+        if not isinstance(function.get("parameters", {}), Mapping):
+            raise Broken(f"the parameters of tool {name} are no JSON schema: give an object")
+        names.append(name)
+    try:
+        template_arguments(arguments_of(env))
+    except BadMessage as problem:
+        raise Broken(str(problem)) from None
+    if len(set(names)) < len(names):
+        raise Broken(f"two tools have the same name: {', '.join(names)}")
+    return f"{', '.join(names)}"
+
+
+def _task(env: Env, index: int, heldout: bool) -> Task:
+    return env.task(index, heldout=True) if heldout else env.task(index)

@@ -1,0 +1,1 @@
+from shoal.jobs.calibrate.main import main as main

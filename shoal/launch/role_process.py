@@ -1,0 +1,392 @@
+"""Processes of roles: how they start, log and end."""
+
+import contextlib
+import logging
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import TextIOWrapper
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from types import FrameType
+from typing import Literal, Protocol
+
+import psutil
+
+from shoal.config import child_environment
+from shoal.errors import EXIT_DONE, EXIT_USER_ERROR, ConfigError, cause_of
+from shoal.ledger.hints import CONTINUE_REMEDY, ENDED_CALLS, IS_STOPPED, split_remedy
+from shoal.terminal import JsonFormatter, PrintableFormatter
+
+# --- Keeps the log of each process small ---
+
+
+LOG_BYTES = 10_000_000
+"""A log that has grown beyond this is moved."""
+
+OLD_LOGS = 2
+"""Older files kept of each, `NAME.log.1` the newest: a process has at most three times LOG_BYTES."""
+
+RETRY_S = 60.0
+"""After a failure, such as a disk without room for the copy."""
+
+JSON_SUFFIX = ".jsonl"
+"""A file that a person names for a log has JSON lines if its name ends so."""
+
+
+def formatter(role: str = "", form: Literal["text", "json"] = "text") -> logging.Formatter:
+    """How the log of a role is written: into a file, which is kept, with the date; without a role, for a person who looks
+    on."""
+    if form == "json":
+        return JsonFormatter(role)
+    if role:
+        dated = "%(asctime)s %(levelname)-7s %(name)-11s %(message)s"
+        return PrintableFormatter(dated, datefmt="%Y-%m-%d %H:%M:%S")
+    return PrintableFormatter("%(asctime)s %(name)-11s %(message)s", datefmt="%H:%M:%S")
+
+
+def log_into(path: Path, role: str, form: Literal["text", "json"], most_bytes: int = LOG_BYTES) -> logging.Handler:
+    """A handler that appends to a file and moves its text as `LogFile` does. Raises nothing."""
+    # guard: own-log-stays-small
+    handler = _Quiet(path, maxBytes=most_bytes, backupCount=OLD_LOGS, delay=True, encoding="utf-8")
+    handler.setFormatter(formatter(role, form))
+    return handler
+
+
+def named_log(path: Path, role: str) -> logging.Handler:
+    """The same for a file that a person names. Raises `ConfigError` if it cannot be written now."""
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--log: cannot write to {path}: {cause_of(error)}. Name a file in a folder that exists"
+        ) from None
+    return log_into(path, role, "json" if path.suffix == JSON_SUFFIX else "text")
+
+
+class _Quiet(RotatingFileHandler):
+    """Where the disk is full, lines are lost, and nothing is printed in their place."""
+
+    def _open(self) -> TextIOWrapper:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+
+
+class LogFile:
+    """The log of one process."""
+
+    def __init__(self, path: Path, most_bytes: int = LOG_BYTES) -> None:
+        self.path = path
+        self._most_bytes = most_bytes
+        self._look_at = 0.0
+
+    def look(self, now: float) -> None:
+        """Move the text if there is much of it. Raises nothing."""
+        if now < self._look_at:
+            return
+        try:
+            if self.path.exists() and self.path.stat().st_size > self._most_bytes:  # guard: logs-stay-small
+                self._move()
+        except OSError:
+            self._look_at = now + RETRY_S
+
+    def _move(self) -> None:
+        """The process has the file open, so the text is copied, and the file emptied. What is written in the microseconds
+        between the last read and the cut is lost."""
+        copy = self.path.with_name(f".{self.path.name}.new")
+        try:
+            with self.path.open("rb") as log, copy.open("wb") as old:
+                shutil.copyfileobj(log, old, 1 << 20)
+                old.flush()  # here a full disk is noticed, before anything is cut
+                old.write(log.read())
+                os.truncate(self.path, 0)
+            for number in range(OLD_LOGS, 1, -1):
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(self._old(number - 1), self._old(number))
+            os.replace(copy, self._old(1))
+        finally:
+            copy.unlink(missing_ok=True)
+
+    def _old(self, number: int) -> Path:
+        return self.path.with_name(f"{self.path.name}.{number}")
+
+
+# --- One role of a run as a supervised process ---
+
+
+MAX_QUICK_DEATHS = 5
+"""A role is given up after this many deaths in a row, each less than QUICK_DEATH_S after its start."""
+
+QUICK_DEATH_S = 10.0
+
+FIRST_BACKOFF_S = 0.2
+MAX_BACKOFF_S = 10.0
+
+State = Literal["running", "restarting", "done", "given up"]
+
+
+@dataclass(frozen=True)
+class Use:
+    """CPU time and peak memory of a role, over all its starts."""
+
+    cpu_s: float = 0.0
+    peak_rss_mb: float = 0.0
+
+    def __add__(self, other: "Use") -> "Use":
+        return Use(self.cpu_s + other.cpu_s, max(self.peak_rss_mb, other.peak_rss_mb))
+
+
+@dataclass(eq=False)
+class RoleProcess:
+    """A role's command, kept alive by `tend`."""
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    threads: int
+    lock_fd: int = -1
+    """Inherited by the child, so that the run folder stays locked while any of its processes lives."""
+    state: State = "restarting"
+    restarts: int = 0
+    reason: str = ""
+    """Why it was given up, one line."""
+    death: str = ""
+    """How it died last: a signal or an exit code."""
+    use: Use = Use()
+    _begins_at: int = 0
+    """Size of its log when it was last started, bytes."""
+    _process: subprocess.Popen[bytes] | None = None
+    _files: LogFile = field(init=False)
+    _quick_deaths: int = 0
+    _started: float = 0.0
+    _start_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._files = LogFile(self.log)
+
+    def tend(self, now: float | None = None) -> None:
+        """Reap the process if it died, and start it if it is due: call this a few times a second."""
+        now = time.monotonic() if now is None else now
+        if self._process is not None:
+            self._files.look(now)
+            if self._reap(now):
+                self._process = None
+        if self._process is None and self.state == "restarting" and now >= self._start_at:
+            self._start(now)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it lives."""
+        return self._process.pid if self._process is not None else None
+
+    def last_words(self, num_lines: int) -> list[str]:
+        """What it logged last since it was last started, without the reason for which it was given up."""
+        lines = tail(self.log, num_lines, self._begins_at)
+        return lines[:-1] if lines and _without_error(lines[-1]) == self.reason else lines
+
+    def use_so_far(self) -> Use:
+        """Its use over all starts, including the current one."""
+        if self.pid is None:
+            return self.use
+        try:
+            process = psutil.Process(self.pid)
+            times = process.cpu_times()
+            return self.use + Use(times.user + times.system, process.memory_info().rss / 2**20)
+        except psutil.Error:
+            return self.use
+
+    def ask_to_end(self) -> None:
+        """SIGTERM, and no restart."""
+        self._end_with(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, and no restart."""
+        self._end_with(signal.SIGKILL)
+
+    def _end_with(self, number: signal.Signals) -> None:
+        if self.state in ("running", "restarting"):
+            self.state = "done"
+        if self._process is not None:
+            # Not Popen.send_signal, which would reap a dead child before `_reap` learns what it used.
+            os.kill(self._process.pid, number)
+
+    def _start(self, now: float) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._begins_at = log.tell()
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=child_environment(self.threads),
+                start_new_session=True,
+                pass_fds=() if self.lock_fd < 0 else (self.lock_fd,),
+            )
+        self._started, self.state = now, "running"
+
+    def _reap(self, now: float) -> bool:
+        """Whether it has died. If so, decide what follows. `os.wait4` also says how much it used."""
+        process = self._process
+        assert process is not None
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if pid == 0:
+            return False
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.stdin is not None:
+            process.stdin.close()
+        self.use += _use(usage)
+        if self.state == "running":
+            self._decide(process.returncode, now)
+        return True
+
+    def _decide(self, code: int, now: float) -> None:
+        if code == EXIT_DONE:
+            self.state = "done"
+            return
+        if code == EXIT_USER_ERROR:
+            self.state, self.reason = "given up", last_line(self.log, self._begins_at)
+            return
+        self.death = _death(code)
+        # SIGKILL comes from an operator or from the kernel out of memory, so a restart need not end the same way.
+        quick = now - self._started < QUICK_DEATH_S and code != -signal.SIGKILL
+        self._quick_deaths = self._quick_deaths + 1 if quick else 0
+        if self._quick_deaths >= MAX_QUICK_DEATHS:
+            self.state = "given up"
+            self.reason = (
+                f"{self.name} died {MAX_QUICK_DEATHS} times in a row, each time less than {QUICK_DEATH_S:.0f} s after its "
+                f"start, the last time with {self.death}"
+            )
+            return
+        self.state, self.restarts = "restarting", self.restarts + 1
+        self._start_at = now + min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**self._quick_deaths)
+
+
+def last_line(log: Path, begins_at: int = 0) -> str:
+    """The last line that says something, without the `error: ` in front."""
+    lines = tail(log, 1, begins_at)
+    return _without_error(lines[0]) if lines else "its log is empty"
+
+
+def _without_error(line: str) -> str:
+    return line.removeprefix("error: ")
+
+
+def tail(log: Path, num_lines: int, begins_at: int = 0) -> list[str]:
+    """The last non-empty lines of a log after so many bytes; looks only at its last 16 KiB. If it is shorter, it was begun
+    anew since."""
+    try:
+        with log.open("rb") as file:
+            size = log.stat().st_size
+            file.seek(max(begins_at if begins_at <= size else 0, size - 16384))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    return [line for line in text.splitlines() if line.strip()][-num_lines:]
+
+
+def die_with_parent() -> None:
+    """Called in the child: end this process at once when standard input closes, that is when the launcher is gone.
+
+    It is killed, not stopped cleanly: every role must survive that anyway, and the launcher can be started again sooner.
+    """
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
+
+
+class Stoppable(Protocol):
+    """What counts how often it was asked to stop."""
+
+    stop_requests: int
+
+
+@contextlib.contextmanager
+def counted_signals(crew: Stoppable) -> Iterator[None]:
+    """Count Ctrl-C and SIGTERM instead of ending this process."""
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        crew.stop_requests += 1
+
+    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def own_use() -> Use:
+    """What this process has used so far."""
+    return _use(resource.getrusage(resource.RUSAGE_SELF))
+
+
+def _use(usage: resource.struct_rusage) -> Use:
+    return Use(usage.ru_utime + usage.ru_stime, usage.ru_maxrss / _RSS_UNITS_PER_MB)
+
+
+def _death(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+_RSS_UNITS_PER_MB = 1024.0 * 1024.0 if sys.platform == "darwin" else 1024.0
+"""`ru_maxrss` counts bytes on macOS and KiB elsewhere."""
+
+
+def suspended_process(pid: int | None) -> str:
+    """That a process was stopped by a signal, and how it goes on; empty if it was not."""
+    with contextlib.suppress(psutil.Error):
+        if pid and psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            return f"its process {pid} {IS_STOPPED}: `kill -CONT {pid}`"
+    return ""
+
+
+_SILENT = re.compile(r"([^,;:]+) \(([0-9a-f]{12})\) (?:silent for|left)")
+"""Name and start of the key of a node that a wait blames."""
+
+
+def with_suspended(
+    waiting_for: str, processes: Iterable[RoleProcess], keys_of: Callable[[Iterable[str]], Mapping[str, str]]
+) -> str:
+    """What a run waits for, with those processes of its role that were stopped by a signal, and how these go on. What to do
+    about other nodes that it names stays. `keys_of`: keys of the host's own nodes by the names of their processes."""
+    found = {
+        process.name: process.pid
+        for process in processes
+        if process.name.partition("-")[0] in waiting_for.partition(":")[0] and suspended_process(process.pid)
+    }
+    if not found:
+        return waiting_for
+    stopped = (f"{name}: its process {pid} {IS_STOPPED}" for name, pid in found.items())
+    remedy = CONTINUE_REMEDY.replace("PID", " ".join(map(str, found.values())))
+    cause, before = split_remedy(waiting_for)
+    own = {key[:12] for key in keys_of(found).values()}
+    others = [name.strip() for name, key in _SILENT.findall(cause) if key not in own]  # guard: name-is-no-process
+    if others and before:
+        remedy = f"{remedy}. For {', '.join(others)}: {before[0].lower()}{before[1:]}"
+    return f"{'; '.join((cause, *stopped))}. {remedy}"
+
+
+def with_ended_call(waiting_for: str, processes: Iterable[RoleProcess]) -> str:
+    """What a run waits for; if that is a turn of the stage, with the call of an environment that the stage ended last."""
+    log = next((process.log for process in processes if process.name == "stage"), None)
+    if log is None or ENDED_CALLS not in waiting_for:
+        return waiting_for
+    ended = [line.partition("reason=")[2] for line in tail(log, 100) if "killed env=" in line]
+    return waiting_for.replace(ENDED_CALLS, f"{ENDED_CALLS}, last {ended[-1]}") if ended else waiting_for

@@ -1,0 +1,110 @@
+"""The subjects of the ledger: the only file that lists them. It gives bodies their types and finds the function for each.
+
+A subject has two files. `facts/x` holds its events, its commands, and how a state takes an event; `rules/x` how a command
+is decided, what causes an event, and what an event says about a node's pay. To add a subject, write its two files and add a
+line here. To add an event to a subject, write it in the two files and their tables at the end.
+"""
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from shoal.ledger import batches, leases, members, pay, pools, run, submissions, verdicts, versions
+from shoal.ledger import batches as batches_rules
+from shoal.ledger import lease_granting as leases_rules
+from shoal.ledger import members as members_rules
+from shoal.ledger import pay as pay_rules
+from shoal.ledger import pools as pools_rules
+from shoal.ledger import run_decisions as run_rules
+from shoal.ledger import submissions as submissions_rules
+from shoal.ledger import verdict_decisions as verdicts_rules
+from shoal.ledger import versions as versions_rules
+from shoal.ledger.event import Body, Entry, Stored, encode, read_stored
+from shoal.ledger.replay_context import Cause, Here, Told
+from shoal.ledger.state import State
+from shoal.protocol.encoding import WireError, from_json
+from shoal.protocol.pay_lines import CreditLine
+
+SUBJECTS: tuple[tuple[ModuleType, ModuleType], ...] = (
+    (members, members_rules),
+    (pay, pay_rules),
+    (leases, leases_rules),
+    (batches, batches_rules),
+    (submissions, submissions_rules),
+    (verdicts, verdicts_rules),
+    (pools, pools_rules),
+    (versions, versions_rules),
+    (run, run_rules),
+)
+"""Facts and rules of each subject, in the order in which rules may import each other: later ones import earlier ones."""
+
+_EVENTS: dict[str, tuple[type[Body], Callable[[Any, State, Entry], None]]] = {
+    kind: event for facts, _ in SUBJECTS for kind, event in facts.EVENTS.items()
+}
+_KINDS = {event: kind for kind, (event, _) in _EVENTS.items()}
+_COMMANDS: dict[type, Callable[[Any, State], list[Body]]] = {
+    kind: decide_x for _, rules in SUBJECTS for kind, decide_x in rules.COMMANDS.items()
+}
+_CAUSES: dict[type[Body], Callable[[Any, Here], Cause | None]] = {
+    kind: cause_of_x for _, rules in SUBJECTS for kind, cause_of_x in rules.CAUSES.items()
+}
+_LINES: dict[type[Body], Callable[[Any, Told], Iterator[CreditLine]]] = {
+    kind: lines_of_x for _, rules in SUBJECTS for kind, lines_of_x in rules.LINES.items()
+}
+
+KINDS = {kind: event for kind, (event, _) in _EVENTS.items()}
+"""Type of each kind of event."""
+
+
+def make_entry(seq: int, time: float, body: Body, prev: str) -> Entry:
+    """An event that follows the one with hash `prev`.
+
+    Raises `WireError` for one that could not be read again: once stored, no replay would get past it.
+    """
+    entry, _ = read_entry(encode(seq, time, _KINDS[type(body)], body, prev))  # guard: unreadable-is-not-stored
+    return entry
+
+
+def read_entry(data: bytes) -> tuple[Entry, str]:
+    """Decode stored bytes; returns the entry and the `prev` that it claims. Raises `WireError` if they are not an event."""
+    stored = read_stored(data)
+    return typed(stored), stored.prev
+
+
+def typed(stored: Stored) -> Entry:
+    """An event with its body in its own type. Raises `WireError` for a kind or a body that this code does not know."""
+    if stored.kind not in KINDS:
+        raise WireError(f"event {stored.seq}: unknown kind {stored.kind!r}; a newer shoal wrote this log")
+    body = from_json(bytes(stored.body), KINDS[stored.kind])
+    return Entry(stored.seq, stored.time, stored.kind, body, stored.data, stored.hash)
+
+
+def kind_of(body: Body) -> str:
+    """The name of an event's kind, as stored."""
+    return _KINDS[type(body)]
+
+
+def apply(state: State, entry: Entry) -> State:
+    """Book one event, in place. Total over the events of a valid log; it uses no clock and decides nothing."""
+    _, apply_x = _EVENTS[entry.kind]
+    apply_x(entry.body, state, entry)
+    state.seq, state.head, state.time = entry.seq, entry.hash, entry.time
+    return state
+
+
+def decide(command: object, state: State) -> list[Body]:
+    """Events that a command leads to. Raises `Refused` or `Wait`, in which case nothing happened."""
+    return _COMMANDS[type(command)](command, state)
+
+
+def cause_of(body: Body, here: Here) -> Cause | None:
+    """The command behind an event; None for events that only ever follow from others."""
+    find = _CAUSES.get(type(body))
+    return find(body, here) if find else None
+
+
+def lines_of(body: Body, told: Told) -> Iterator[CreditLine]:
+    """What an event says about a node's pay; most say nothing."""
+    tell = _LINES.get(type(body))
+    if tell:
+        yield from tell(body, told)

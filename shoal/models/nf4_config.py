@@ -1,0 +1,130 @@
+"""Which tensors a directory holds whose layers are NF4 codes, and how many bytes such a base takes.
+
+Called where files are checked and where memory is reckoned. Light: it imports no torch. `nf4files` reads and writes the
+codes, `frozen` multiplies by them, and `models/nf4` has the formulas.
+
+A matrix NAME, [outputs, inputs], is four tensors: NAME_nf4, two codes to a byte; NAME_constants, one of 8 bits for each 64
+inputs; NAME_scales, one for each 256 constants in order; and NAME_mean, which is added to all constants.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from shoal.errors import StateError
+from shoal.models.config import PolicySpec
+from shoal.models.safetensors_header import StoredTensor, names_of_weights, read_header
+
+NF4 = "nf4"
+"""`policy.adapter.base` of runs whose base is coded."""
+
+BLOCK, GROUP = 64, 256
+"""As of `models/nf4`, which imports torch."""
+
+PARTS = ("_nf4", "_constants", "_scales", "_mean")
+"""What the names of a matrix's tensors end with."""
+
+
+class Form(NamedTuple):
+    """What a file says of a tensor."""
+
+    dtype: str
+    """By safetensors' names."""
+    shape: tuple[int, ...]
+
+
+def coded_forms(name: str, shape: tuple[int, ...]) -> dict[str, Form]:
+    """The tensors of one matrix in NF4."""
+    outputs, inputs = shape
+    constants = outputs * inputs // BLOCK
+    forms = (
+        Form("U8", (outputs, inputs // 2)),
+        Form("I8", (outputs, inputs // BLOCK)),
+        Form("F32", (-(-constants // GROUP),)),
+        Form("F32", (1,)),
+    )
+    return {name + part: form for part, form in zip(PARTS, forms, strict=True)}
+
+
+def matrices_of(spec: PolicySpec) -> dict[str, tuple[int, ...]]:
+    """The shapes of what NF4 codes: the matrices of the layers. The others are as they were: a token reads one row of the
+    embedding, the head decides each logit, and norms are small."""
+    return {
+        name: shape
+        for name, shape in spec.tensor_shapes().items()
+        if ".layers." in name and name.endswith("_proj.weight")
+    }
+
+
+def flaw_of(spec: PolicySpec) -> str:
+    """Why a policy of this shape cannot be coded; empty if it can."""
+    odd = [f"{name} has {shape[1]}" for name, shape in matrices_of(spec).items() if shape[1] % BLOCK]
+    return f"NF4 takes {BLOCK} inputs of a matrix at a time, and {odd[0]}" if odd else ""
+
+
+def has_codes(stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether tensors of a policy are meant to be NF4, whatever else they are."""
+    return any(one.dtype == "U8" for one in stored.values())
+
+
+def is_coded(directory: Path) -> bool:
+    """Whether a directory's policy, or the base of its adapter, is in NF4. Raises `StateError`."""
+    files = (Path(directory) / name for name in names_of_weights(directory))
+    return any(has_codes(read_header(file)) for file in files if file.exists())
+
+
+def demand_coded(stored: Mapping[str, StoredTensor], spec: PolicySpec, directory: Path) -> None:
+    """Refuse tensors that are not exactly those of a policy of this shape in NF4. Raises `StateError`."""
+    fault = flaw_of(spec)
+    if fault:
+        raise StateError(f"{directory}: {fault}: use the model in full precision")
+    matrices, forms = matrices_of(spec), dict[str, Form]()
+    for name, shape in spec.tensor_shapes().items():
+        forms |= coded_forms(name, shape) if name in matrices else {name: Form("", shape)}
+    for name in sorted(stored.keys() ^ forms.keys()):
+        fault = "lacks tensor" if name in forms else "has a tensor that a policy in NF4 of its config has not,"
+        raise StateError(f"{directory} {fault} {name}: copy it again, or use the model in full precision")
+    for name, form in forms.items():
+        one = stored[name]
+        right = one.dtype == form.dtype or (not form.dtype and one.dtype not in ("U8", "I8"))
+        if not right or one.shape != form.shape:  # guard: forms-of-codes
+            raise StateError(
+                f"{directory}: {name} is {one.dtype}{list(one.shape)}, and its config asks for "
+                f"{form.dtype or 'floats'}{list(form.shape)}: copy it again, or use the model in full precision"
+            )
+
+
+# --- memory ---
+
+_DECODED_VALUES = {"cpu": 1 << 18, "cuda": 1 << 22, "mps": 1 << 22}
+
+DECODING_BYTES = 24
+"""Of a value while it is decoded: the place of its code, its number, its weight rounded and multiplied."""
+
+
+def decoded_values(device: str) -> int:
+    """Weights that exist decoded at a time: as many as fit a CPU's cache, or fill a GPU."""
+    return _DECODED_VALUES.get(device, _DECODED_VALUES["cpu"])
+
+
+def weight_bytes_of(spec: PolicySpec, item: float, base: str = "") -> int:
+    """The bytes of all weights, of which a plain one takes `item`. `base`: as of `policy.adapter.base`."""
+    shapes = spec.tensor_shapes()
+    if base != NF4:
+        return int(item * sum(math.prod(shape) for shape in shapes.values()))
+    matrices = matrices_of(spec)
+    plain = sum(math.prod(shape) for name, shape in shapes.items() if name not in matrices)
+    return int(item * plain) + sum(_coded_bytes(shape) for shape in matrices.values())
+
+
+def decoding_bytes_of(spec: PolicySpec) -> int:
+    """What a product takes beside its result, where most is decoded at a time: a block, and the float32 constants of a
+    matrix."""
+    largest = max(math.prod(shape) for shape in matrices_of(spec).values())
+    return DECODING_BYTES * min(max(_DECODED_VALUES.values()), largest) + 3 * 4 * largest // BLOCK
+
+
+def _coded_bytes(shape: tuple[int, ...]) -> int:
+    values = math.prod(shape)
+    return values // 2 + values // BLOCK + 4 * -(-values // BLOCK // GROUP) + 4

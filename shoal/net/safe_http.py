@@ -1,0 +1,300 @@
+"""HTTP requests to strangers: pinned addresses, capped answers, deadlines."""
+
+import asyncio
+import contextlib
+import ipaddress
+import ssl
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
+from typing import Any
+
+import httpcore
+import httpx
+
+from shoal.errors import PeerError
+from shoal.net import urls
+from shoal.net.forward_proxy import open_tunnel, proxy_error, proxy_for, redacted
+from shoal.net.retryable_errors import PROXY, Trouble, troubles
+from shoal.net.urls import addresses_of, is_outside, port_of
+
+# --- Connections to strangers' servers ---
+
+
+MOST_HEAD_BYTES = 16 << 10
+"""Of interim answers and headers before the body of an answer."""
+
+_DEFAULT = httpx.Limits()
+
+
+def location_of(response: httpx.Response) -> str:
+    """Where a redirect leads, as a server said it: any text."""
+    return str(response.extensions.get("location", response.headers.get("location", "?")))
+
+
+class StrangersTransport(httpx.AsyncHTTPTransport):
+    """The network, for servers of strangers. `location_of` has what it takes off an answer."""
+
+    def __init__(self, *, verify: bool, limits: httpx.Limits = _DEFAULT, proxy: httpx.URL | None = None) -> None:
+        """A `proxy` connects to servers with TLS, and forwards requests to the others."""
+        super().__init__(verify=verify, limits=limits, trust_env=False, proxy=None if verify else proxy)
+        self._pool._network_backend = _Backend(self._pool._network_backend, proxy, verify)
+        self._forwarding = None if verify else proxy
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request, and read the beginning of its answer."""
+        response = await super().handle_async_request(request)
+        if self._forwarding is not None and response.status_code == 407:
+            await response.aclose()
+            raise proxy_error(self._forwarding, 407, request.url.host)
+        if isinstance(stream := response.extensions.get("network_stream"), _Stream):
+            stream.left_bytes = None
+        for name in ("location", "set-cookie"):
+            response.extensions[name] = response.headers.pop(name, "?")  # guard: headers-of-strangers
+        return response
+
+
+class _Stream(httpcore.AsyncNetworkStream):
+    """A connection that reads few bytes between a request and the body of its answer."""
+
+    def __init__(self, inner: httpcore.AsyncNetworkStream) -> None:
+        self._inner = inner
+        self.left_bytes: int | None = MOST_HEAD_BYTES
+        """Of the answer's head; None within its body."""
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        if self.left_bytes is None:
+            return await self._inner.read(max_bytes, timeout)
+        if self.left_bytes == 0:  # guard: head-of-an-answer
+            raise httpcore.RemoteProtocolError(f"it sent {MOST_HEAD_BYTES} bytes and no answer")
+        data = await self._inner.read(min(max_bytes, self.left_bytes), timeout)
+        self.left_bytes -= len(data)
+        return data
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self.left_bytes = MOST_HEAD_BYTES
+        await self._inner.write(buffer, timeout)
+
+    async def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.AsyncNetworkStream:
+        return _Stream(await self._inner.start_tls(ssl_context, server_hostname, timeout))
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._inner.get_extra_info(info)
+
+
+class _Backend(httpcore.AsyncNetworkBackend):
+    """Opens such connections."""
+
+    def __init__(self, inner: httpcore.AsyncNetworkBackend, proxy: httpx.URL | None, tunnels: bool) -> None:
+        """`tunnels`: whether the proxy connects to servers, and does not get the requests themselves."""
+        self._inner, self._proxy, self._tunnels = inner, proxy, tunnels
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        at = (host, port) if self._proxy is None else (self._proxy.host, self._proxy.port or 80)
+        try:
+            stream = _Stream(await self._inner.connect_tcp(*at, timeout, local_address, socket_options))
+        except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+            if self._proxy is None:
+                raise
+            unreached = str(error) or type(error).__name__
+            raise httpcore.ConnectError(f"{PROXY} {redacted(self._proxy)} does not answer: {unreached}") from error
+        if self._proxy is not None and self._tunnels:
+            is_connected = False
+            try:
+                await open_tunnel(stream, self._proxy, host, port, timeout)
+                is_connected = True
+            finally:
+                if not is_connected:
+                    await stream.aclose()
+        return stream
+
+
+# --- Connections to one server that stay on its side ---
+
+
+SHOAL = "shoal-protocol"
+"""The header that every answer of a shoal node has."""
+
+
+class SidedTransport(httpx.AsyncBaseTransport):
+    """The network, for one server."""
+
+    def __init__(self, host: str, *, verify: bool, limits: httpx.Limits) -> None:
+        self.proxy = proxy_for("https" if verify else "http", host)
+        self._inner = StrangersTransport(verify=verify, limits=limits, proxy=self.proxy)
+        self._by_name = verify and self.proxy is not None
+        """Whether the proxy may look the name up if this machine cannot: what it then reaches proves its name by TLS."""
+        self.inside: bool | None = None
+        """Whether the server is inside a network; None: it has not answered yet."""
+        self.address = ""
+        """Where it answered last."""
+        self._failed = False
+        with contextlib.suppress(ValueError):
+            self.inside = not urls.is_outside(str(ipaddress.ip_address(host)))
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request: to an address outside, if the server is outside; through a proxy, to one that was looked up here,
+        because a proxy is inside and would follow a name anywhere."""
+        # guard: outside-stays-outside, proxy-follows-no-name
+        if self.inside is False or (self.inside is None and self.proxy is not None):
+            await self._aim(request)
+        try:
+            response = await self._inner.handle_async_request(request)
+        except httpx.TransportError:
+            self._failed = True
+            raise
+        if self.inside is None and SHOAL in response.headers:
+            if self.proxy is None:
+                self.address = _peer_of(response)
+            self.inside = bool(self.address) and not urls.is_outside(self.address)
+        return response
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._inner.aclose()
+
+    async def _aim(self, request: httpx.Request) -> None:
+        host, port = request.url.host, port_of(request.url)
+        if not self.address or self._failed:
+            self.address, self._failed = await self._next_address(host, port), False
+        if not self.address:
+            return
+        request.extensions = {**request.extensions, "sni_hostname": host}
+        request.url = request.url.copy_with(host=self.address)
+
+    async def _next_address(self, host: str, port: int) -> str:
+        """An address of the name: the one after that which failed. Raises `Trouble`, and `httpx.ConnectError`."""
+        try:
+            found = await urls.addresses_of(host, port)
+        except (OSError, UnicodeError) as error:
+            if self._by_name:
+                return ""
+            if self.proxy is not None:
+                raise PeerError(
+                    f"the address of {host} is not known here, and over http:// no proxy is asked for it, because the name "
+                    "could lead it inside this network: use https://, or an address"
+                ) from None
+            raise httpx.ConnectError(str(error)) from error
+        if self.inside is None:
+            return found[(found.index(self.address) + 1) % len(found) if self.address in found else 0]
+        outside = [address for address in found if urls.is_outside(address)]
+        if not outside:
+            raise Trouble(
+                f"{host} was outside when it first answered and is {', '.join(found)[:80]} now, inside a network: it is "
+                "not called there. If you moved into the host's network, start again"
+            )
+        return outside[(outside.index(self.address) + 1) % len(outside) if self.address in outside else 0]
+
+
+def _peer_of(response: httpx.Response) -> str:
+    """The address of the server that sent an answer."""
+    stream = response.extensions.get("network_stream")
+    address = stream.get_extra_info("server_addr") if stream is not None else None
+    return str(address[0]) if address else ""
+
+
+# --- The body of a stranger's answer, part by part as it comes, unless its parts are very small ---
+
+
+FEW_PARTS, PARTS_PER_S, LEAST_BYTES = 64, 200.0, 512
+"""An answer may have so many parts, so many more in each second, and one more for each so many bytes."""
+
+
+async def raw_parts(
+    response: httpx.Response, clock: Callable[[], float] = time.monotonic
+) -> AsyncGenerator[bytes, None]:
+    """The parts of an answer's body, not decoded. Raises `Trouble` if they are small and come fast."""
+    began, count, num_bytes = clock(), 0, 0
+    async for part in response.aiter_raw():
+        count, num_bytes = count + 1, num_bytes + len(part)
+        most = FEW_PARTS + PARTS_PER_S * (clock() - began) + num_bytes / LEAST_BYTES
+        if count > most:  # guard: parts-of-an-answer
+            raise Trouble(f"sends its answer in parts of {num_bytes / count:.0f} bytes")
+        yield part
+
+
+async def read_capped(response: httpx.Response, cap: int) -> bytes | None:
+    """The body, or None if it has more than `cap` bytes. Raises `Trouble` if it ends early, or comes in tiny parts."""
+    declared = response.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > cap:
+        return None
+    body = bytearray()
+    async for part in raw_parts(response):
+        body += part
+        if len(body) > cap:
+            return None
+    if declared.isdecimal() and len(body) != int(declared):
+        raise Trouble(f"the answer ended after {len(body)} of {declared} bytes. Check the connection")
+    return bytes(body)
+
+
+# --- One small request to a server that a stranger named ---
+
+
+LOOK_UP_S = 5.0
+
+
+async def judged_address(url: httpx.URL, own: str = "") -> str:
+    """An address of a stranger's host that may be called: outside, or the stranger's `own`. Raises `PeerError`."""
+    try:
+        found = await asyncio.wait_for(addresses_of(url.host, port_of(url)), LOOK_UP_S)
+    except (OSError, TimeoutError, UnicodeError):
+        raise PeerError(f"the address of {url.host} was not found: check the name and its DNS records") from None
+    # guard: registered-inside
+    if not found or not all(is_outside(address) or (own and address == own) for address in found):
+        raise PeerError(
+            f"{url.host} is {', '.join(found)[:80] or 'nowhere'}, an address inside a network: offer one that others "
+            "reach from outside, such as your router's with the port forwarded"
+        )
+    return found[0]
+
+
+async def ask(
+    url: httpx.URL,
+    address: str,
+    path: str,
+    *,
+    cap: int,
+    limit_s: float,
+    headers: dict[str, str] | None = None,
+) -> tuple[int, bytes]:
+    """The status and at most `cap` bytes of `GET url/path` at this address, in `limit_s` in all. Raises `PeerError`."""
+    below = url.copy_with(path=f"{url.path.rstrip('/')}{path}", host=address)
+    try:
+        with troubles(str(url), limit_s, lambda: True):
+            async with (
+                asyncio.timeout(limit_s),
+                httpx.AsyncClient(
+                    transport=StrangersTransport(verify=url.scheme == "https"), trust_env=False, follow_redirects=False
+                ) as http,
+                http.stream(
+                    "GET",
+                    below,
+                    headers={"host": url.netloc.decode("ascii"), "accept-encoding": "identity", **(headers or {})},
+                    extensions={"sni_hostname": url.host},
+                    timeout=limit_s,
+                ) as response,
+            ):
+                if response.is_redirect:
+                    raise PeerError(
+                        f"{url} redirects, and no redirect is followed: offer the URL that it leads to"
+                    )  # guard: no-redirect-of-relays
+                body = bytearray()  # a copy for each part would take seconds
+                async for part in raw_parts(response):
+                    body += part[: cap - len(body)]
+                    if len(body) >= cap:
+                        break
+                return response.status_code, bytes(body)
+    except Trouble as trouble:
+        raise PeerError(f"{url}: {trouble}") from None

@@ -1,1 +1,0 @@
-from shoal.roles.calibrate.role import main as main

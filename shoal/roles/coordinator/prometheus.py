@@ -1,0 +1,448 @@
+"""Metrics for Prometheus: their declarations, the figures of requests, and the collector."""
+
+import collections
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import pstdev
+from typing import Literal, NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client import exposition as plain
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shoal import __version__
+from shoal.evaluation_files import BEFORE, Heldout, evaluations_in, interval_of, read_heldout
+from shoal.ledger.members import ASKED_BY_HOST
+from shoal.ledger.records import Member
+from shoal.metrics import METRICS, NEWEST_STEPS, newest_lines, newest_metrics, pace_of
+from shoal.protocol.audit_selection import CHECKS
+from shoal.protocol.env_faults import without_faults
+from shoal.protocol.messages import StandingAlarm, Status
+from shoal.roles.coordinator.coordinator import Desk
+from shoal.roles.coordinator.status import Board, batch_of
+from shoal.run_folder import free_below
+from shoal.terminal import printable
+
+# --- What `GET /metrics` tells a Prometheus server ---
+
+
+PREFIX = "shoal_"
+
+
+class Watched(NamedTuple):
+    """A metric's type, the sentence that explains it, its labels, and its unit if it has one."""
+
+    kind: Literal["gauge", "counter", "histogram", "info"]
+    sentence: str
+    labels: tuple[str, ...] = ()
+    unit: str = ""
+
+
+REQUEST_SECONDS = (0.002, 0.01, 0.05, 0.25, 1.0, 5.0, 30.0)
+"""Limits of the buckets of latencies. Long polls take up to 20 s."""
+
+REQUEST_BYTES = (1e3, 1e5, 1e6, 1e7, 1e8)
+"""Limits of the buckets of sizes."""
+
+LAG_SECONDS = (0.002, 0.01, 0.05, 0.25, 1.0, 5.0)
+"""Limits of the buckets of the event loop's lag."""
+
+WATCHED: dict[str, Watched] = {
+    "run_info": Watched("info", "The run's id, its name, and the version of shoal.", ("run", "name", "shoal")),
+    "phase": Watched("gauge", "1 for the phase that the run is in, 0 for the others.", ("phase",)),
+    "version": Watched("gauge", "Newest published version of the policy; -1 before the first."),
+    "steps": Watched("gauge", "Training steps of the whole run."),
+    "time_left_seconds": Watched(
+        "gauge", "Until the last step, at the pace of the newest 20; absent before the first, and of a run that is paused.",
+        unit="seconds",
+    ),
+    "reward_spread": Watched(
+        "gauge", "Standard deviation of the rewards of all rollouts of the newest batch; absent before the first."
+    ),
+    "staleness_mean_versions": Watched(
+        "gauge", "Mean age of the rollouts of the newest step, in versions of the policy; absent before the first.",
+    ),
+    "groups_accepted_total": Watched("counter", "Accepted groups."),
+    "groups_refused_total": Watched("counter", "Refused groups, by the check that refused them.", ("check",)),
+    "groups_in_flight": Watched("gauge", "Groups that are leased, submitted or accepted, for batches that are to come."),
+    "groups_flat": Watched("gauge", "Groups in a row whose rewards were all equal: they teach nothing, but are paid."),
+    "submissions_pending": Watched("gauge", "Submissions that wait for validators, those of second looks included."),
+    "waiting_seconds": Watched(
+        "gauge",
+        "Seconds since what the run waits for has changed, a count in it included, for whom it waits; 0 for the others.",
+        ("on",),
+        "seconds",
+    ),
+    "nodes": Watched("gauge", "Nodes by role and standing; `left` is the standing of those that left.",
+                     ("role", "standing")),
+    "nodes_quarantined": Watched(
+        "gauge",
+        "Workers in quarantine now, by what led to it: a check, `noise` (over time), `forged` (two validators found it), "
+        "`host` (asked for it) or `other`.", ("cause",),
+    ),
+    "validators_differed": Watched(
+        "gauge", "Validators that were found at fault: the others outvoted them, or they judged without doing the work."
+    ),
+    "validator_faults_total": Watched("counter", "How often that was found, of all validators."),
+    "influence_largest_ratio": Watched(
+        "gauge", "Share of the influence on all batches that the worker with the most of it has.", unit="ratio"
+    ),
+    "leases_open": Watched("gauge", "Leases that are neither filled nor lapsed."),
+    "blocks_leased_total": Watched("counter", "Blocks that were ever leased."),
+    "blocks_unfilled_total": Watched(
+        "counter", "Leased blocks that workers dropped, or that another filled because they were late."
+    ),
+    "credits_issued_total": Watched("counter", "Credits ever issued, policy tokens."),
+    "credits_burned_total": Watched("counter", "Credits slashed and forfeited, policy tokens."),
+    "blob_bytes": Watched("gauge", "Disk space that blobs take.", unit="bytes"),
+    "blob_quota_bytes": Watched("gauge", "Disk space that they may take: storage.quota_mb.", unit="bytes"),
+    "disk_free_bytes": Watched("gauge", "Free space on the disk of the run's folder.", unit="bytes"),
+    "events_total": Watched("counter", "Events in the log."),
+    "event_time_seconds": Watched("gauge", "Time of the newest event, since the epoch.", unit="seconds"),
+    "clock_behind_seconds": Watched(
+        "gauge", "How far the host's clock is behind the log, if it was set back: no lease is granted then.", unit="seconds"
+    ),
+    "alarm": Watched("gauge", "1 for each alarm that is raised, by its cause and severity.", ("cause", "severity")),
+    "heldout_mean": Watched(
+        "gauge",
+        "Share of wins, or mean reward, on held-out tasks, in the evaluation of the first version and in the newest; `env` "
+        "is empty for all environments together.",
+        ("of", "env"),
+    ),
+    "heldout_low95": Watched("gauge", "Lower bound of its 95 % confidence interval.", ("of", "env")),
+    "heldout_high95": Watched("gauge", "Upper bound of its 95 % confidence interval.", ("of", "env")),
+    "heldout_episodes": Watched("gauge", "Episodes of that evaluation.", ("of", "env")),
+    "heldout_faults": Watched(
+        "gauge", "Of these episodes, on which the environment failed; they have no part in the mean.", ("of", "env")
+    ),
+    "heldout_judge_mean": Watched(
+        "gauge", "What the held-out judge, eval.judge, says of the same episodes; absent without one.", ("of",)
+    ),
+    "heldout_judge_low95": Watched("gauge", "Lower bound of its 95 % confidence interval.", ("of",)),
+    "heldout_judge_high95": Watched("gauge", "Upper bound of its 95 % confidence interval.", ("of",)),
+    "requests_total": Watched("counter", "Answered requests, by call and first digit of the status.", ("call", "status")),
+    "request_seconds": Watched(
+        "histogram", "From a request's headers to the end of its answer; long polls wait for up to 20 s.", ("call",),
+        "seconds",
+    ),
+    "request_bytes": Watched("histogram", "Declared sizes of the bodies of requests.", ("call",), "bytes"),
+    "answer_bytes": Watched("histogram", "Sizes of the bodies of answers.", ("call",), "bytes"),
+    "event_loop_lag_seconds": Watched(
+        "histogram", "How much later than it was due the coordinator's event loop did something.", unit="seconds"
+    ),
+}  # fmt: skip
+"""Metrics by name, without PREFIX."""
+
+_ENDINGS = (("_per_s", "_per_second", ""), ("_s", "_seconds", "seconds"), ("_share", "_ratio", "ratio"))
+"""How names of `shoal/metrics.py` end, how Prometheus has them end, and the unit."""
+
+_NO_NUMBER = "waiting_for"
+
+_BY_AGE = "staleness_rollouts"
+"""Its value is a table: rollouts by how many versions old their policy was."""
+
+_LABELS = {"": (), "LABEL": ("env",), "NAME": ("name",)}
+"""By what follows the slash in a name of `shoal/metrics.py`."""
+
+
+class OfStep(NamedTuple):
+    """A figure of the newest training step, as Prometheus is told it."""
+
+    name: str
+    watched: Watched
+
+
+def of_steps() -> dict[str, OfStep]:
+    """The metrics of training steps, by the name that they have in `metrics.jsonl` before a slash. A metric that
+    `shoal/metrics.py` declares is told without being named here."""
+    found: dict[str, OfStep] = {}
+    for declared, metric in METRICS.items():
+        name, _, after = declared.partition("/")
+        if name == _NO_NUMBER:
+            continue
+        told, unit = _told(name)
+        sentence = found[name].watched.sentence if name in found else f"Of the newest training step: {metric.sentence}"
+        labels = ("versions",) if name == _BY_AGE else _LABELS[after]
+        found[name] = OfStep(told, Watched("gauge", sentence, labels, unit))
+    return found
+
+
+def _told(name: str) -> tuple[str, str]:
+    ending, base, unit = next((row for row in _ENDINGS if name.endswith(row[0])), ("", "", ""))
+    told = name.removesuffix(ending) + base
+    return told if name == "step" else f"step_{told.removeprefix('step_')}", unit
+
+
+# --- What the coordinator's requests cost, and how late its event loop is ---
+
+
+MAX_LENGTH_DIGITS = 12
+"""Of a declared length; a longer one is refused before anything is read, and counts as 0."""
+
+
+class Meter:
+    """The counts of one coordinator, in a registry of its own: tests have several in one process."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self.registry = CollectorRegistry(auto_describe=False)
+        disable_created_metrics()  # a series more for each that there is, and nobody asks when it began
+        self._requests = Counter(PREFIX + "requests", *_declared("requests_total"), registry=self.registry)
+        self._seconds = self._histogram("request_seconds", REQUEST_SECONDS)
+        self._in, self._out = (self._histogram(name, REQUEST_BYTES) for name in ("request_bytes", "answer_bytes"))
+        self._lag = self._histogram("event_loop_lag_seconds", LAG_SECONDS)
+
+    def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(
+            PREFIX + name, *_declared(name), unit=WATCHED[name].unit, buckets=buckets, registry=self.registry
+        )
+
+    def answered(self, call: str, status: int, took_s: float, in_bytes: int, out_bytes: int) -> None:
+        """Count a request."""
+        self._requests.labels(call, f"{status // 100}xx").inc()
+        self._seconds.labels(call).observe(took_s)
+        if in_bytes:
+            self._in.labels(call).observe(in_bytes)
+        self._out.labels(call).observe(out_bytes)
+
+    def late(self, lag_s: float) -> None:
+        """Note how much later than it was due the event loop did something."""
+        self._lag.observe(max(0.0, lag_s))
+
+
+def _declared(name: str) -> tuple[str, tuple[str, ...]]:
+    return WATCHED[name].sentence, WATCHED[name].labels
+
+
+class Metered:
+    """The handler of one call, with its requests counted."""
+
+    def __init__(self, app: ASGIApp, meter: Meter, call: str) -> None:
+        self._app, self._meter, self._call = app, meter, call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began, sent_bytes = self._meter.clock(), 0
+        status = 500  # what `net/server` answers if the handler fails
+
+        async def send_counted(message: Message) -> None:
+            nonlocal status, sent_bytes
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                sent_bytes += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_counted)
+        finally:
+            took_s = self._meter.clock() - began
+            self._meter.answered(self._call, status, took_s, _declared_bytes(scope), sent_bytes)
+
+
+def _declared_bytes(scope: Scope) -> int:
+    length = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
+    return int(length) if length.isdigit() and len(length) <= MAX_LENGTH_DIGITS else 0
+
+
+# --- The run's figures for a Prometheus server ---
+
+
+PHASES = ("running", "paused", "draining", "ended")
+
+SEVERITIES = ("notice", "warning", "critical")
+
+WAITED_FOR = {
+    "nothing": "nothing", "the host": "host", "the trainer": "trainer", "validators": "validators", "workers": "workers",
+    "other workers": "workers",
+}  # fmt: skip
+"""By the first words of what `board` says that the run waits for."""
+
+QUARANTINE_CAUSES = (*CHECKS, "noise", "forged", "host", "other")
+
+PAGE_S = 1.0
+"""Smallest age at which a page is made anew."""
+
+PAGES_SHARE = 0.01
+"""Largest fraction of time spent making pages."""
+
+MAX_VALUES = 64
+"""Values of a label that somebody else chose, such as names of an environment's metrics: further ones are left out."""
+
+MAX_VALUE_CHARS = 64
+
+Values = Iterable[tuple[tuple[str, ...], float]]
+"""Of a metric, by the values of its labels."""
+
+
+class Exposed(Collector):
+    """The pages of one coordinator."""
+
+    def __init__(
+        self, desk: Desk, board: Board, meter: Meter, alarms: Callable[[], Sequence[StandingAlarm]] = tuple,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        """`alarms` gives those that are raised now."""
+        self._desk, self._board, self._registry = desk, board, meter.registry
+        self._alarms, self._clock = alarms, clock
+        meter.registry.register(self)
+        ProcessCollector(registry=meter.registry)
+        self._of_steps = of_steps()
+        self._pages: dict[str, bytes] = {}
+        self._again_at = -1e9
+
+    def page(self, accept: str) -> tuple[bytes, str]:
+        """The metrics and their media type, for a client that accepts these types."""
+        if self._clock() >= self._again_at:  # guard: pages-are-kept
+            self._pages.clear()
+        kind = openmetrics if "application/openmetrics-text" in accept else plain
+        media_type = openmetrics.CONTENT_TYPE_LATEST if kind is openmetrics else plain.CONTENT_TYPE_PLAIN_0_0_4
+        if media_type not in self._pages:
+            began = self._clock()
+            self._pages[media_type] = kind.generate_latest(self._registry)
+            took_s = self._clock() - began
+            self._again_at = began + max(PAGE_S, took_s / PAGES_SHARE)
+        return self._pages[media_type], media_type
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus_client while it makes a page."""
+        for name, values in self._of_run():
+            yield _family(name, WATCHED[name], values)
+        for name, values in self._of_heldout():
+            yield _family(name, WATCHED[name], values)
+        for figure, values in self._of_newest_step():
+            yield _family(figure.name, figure.watched, values)
+
+    def _of_run(self) -> Iterator[tuple[str, Values]]:
+        state, status, blobs = self._desk.state, self._board.status(), self._desk.blobs
+        members = state.members.values()
+        yield "run_info", [((state.run, state.name, __version__), 1.0)]
+        yield "phase", [((phase,), float(phase == status.phase)) for phase in PHASES]
+        yield "version", _one(status.version)
+        yield "steps", _one(status.steps)
+        yield from self._of_pace(status)
+        yield "groups_accepted_total", _one(status.accepted)
+        refused = dict.fromkeys(CHECKS, 0) | status.refused  # from 0 on, so that the first refusal is a rise
+        yield "groups_refused_total", [((check,), float(groups)) for check, groups in refused.items()]
+        yield "groups_in_flight", _one(status.in_flight)
+        yield "groups_flat", _one(status.flat_groups)
+        yield "submissions_pending", _one(status.pending)
+        waits = WAITED_FOR.get(status.waiting_for.partition(":")[0], "nothing")
+        yield (
+            "waiting_seconds",
+            [((on,), status.waiting_s * (on == waits)) for on in dict.fromkeys(WAITED_FOR.values())],
+        )
+        standings = collections.Counter((node.role, "left" if node.left else node.standing) for node in members)
+        yield "nodes", [(labels, float(count)) for labels, count in standings.items()]
+        held = collections.Counter(_cause(node) for node in members if node.standing == "quarantined")
+        yield "nodes_quarantined", [((cause,), float(held[cause])) for cause in QUARANTINE_CAUSES]
+        faults = [node.failures for node in members if node.role == "validator"]
+        yield "validators_differed", _one(sum(each > 0 for each in faults))
+        yield "validator_faults_total", _one(sum(faults))
+        largest = max((node.influence for node in members if node.role == "worker"), default=0.0)
+        yield "influence_largest_ratio", _one(largest / state.influence if state.influence > 0 else 0.0)
+        yield "leases_open", _one(len(state.open_leases))
+        yield "blocks_leased_total", _one(sum(node.given for node in members))
+        yield "blocks_unfilled_total", _one(sum(node.unfilled for node in members))
+        yield "credits_issued_total", _one(state.issued)
+        yield "credits_burned_total", _one(state.burned)
+        yield "blob_bytes", _one(blobs.size_bytes)
+        yield "blob_quota_bytes", _one(self._desk.quota_bytes)
+        yield "disk_free_bytes", _one(free_below(blobs.folder))
+        yield "events_total", _one(state.seq + 1)
+        yield "event_time_seconds", _one(state.time)
+        yield "clock_behind_seconds", _one(max(0.0, state.time - self._desk.clock()))
+        ranked = sorted(self._alarms(), key=lambda alarm: SEVERITIES.index(alarm.severity))
+        severities = {alarm.cause: alarm.severity for alarm in ranked}  # of several with one cause, the most serious
+        yield "alarm", [((shown, severities[cause]), 1.0) for shown, cause in _bounded(severities).items()]
+
+    def _of_pace(self, status: Status) -> Iterator[tuple[str, Values]]:
+        """What the newest steps and the newest batch say. Absent figures are no series."""
+        lines = newest_lines(self._desk.metrics_file, NEWEST_STEPS)
+        left_s = pace_of(lines, status.steps - status.version).left_s if status.phase == "running" else None
+        yield "time_left_seconds", _one(left_s) if left_s is not None else []
+        ages = lines[-1].get("staleness_rollouts") if lines else None
+        counts = {int(age): count for age, count in ages.items()} if isinstance(ages, dict) else {}
+        total = sum(counts.values())
+        yield "staleness_mean_versions", _one(sum(age * n for age, n in counts.items()) / total) if total else []
+        state = self._desk.state
+        newest = next(reversed(state.main.batches), None)
+        batch = batch_of(state, newest) if newest is not None else None
+        rewards = (
+            [one for group in batch.groups for one in without_faults(group.rewards, group.faults)]
+            if batch is not None
+            else []
+        )
+        yield "reward_spread", _one(pstdev(rewards)) if rewards else []
+
+    def _of_heldout(self) -> Iterator[tuple[str, Values]]:
+        names = evaluations_in(self._desk.evaluations)
+        found = {"first": read_heldout(self._desk.evaluations / f"{BEFORE}.json")}
+        newest = (read_heldout(self._desk.evaluations / f"{name}.json") for name in reversed(names[1:]))
+        found["newest"] = next((one for one in newest if one is not None), None)
+        measured: list[tuple[tuple[str, str], Heldout]] = []
+        for of, heldout in found.items():
+            if heldout is not None:
+                measured.append(((of, ""), heldout))
+                measured += [((of, shown), heldout.envs[env]) for shown, env in _bounded(heldout.envs).items()]
+        for field in ("mean", "low95", "high95", "episodes", "faults"):
+            told = ((labels, getattr(one, field)) for labels, one in measured)
+            yield f"heldout_{field}", [(labels, float(value)) for labels, value in told if value is not None]
+        judged = [(of, figures) for of, one in found.items() if one and (figures := interval_of(one.judge))]
+        for at, field in enumerate(("mean", "low95", "high95")):
+            yield f"heldout_judge_{field}", [((of,), figures[at]) for of, figures in judged]
+
+    def _of_newest_step(self) -> Iterator[tuple[OfStep, Values]]:
+        line = newest_metrics(self._desk.metrics_file) or {}
+        values: dict[str, dict[str, float]] = {}
+        for key, value in line.items():
+            name, _, label = key.partition("/")
+            if isinstance(value, int | float):
+                values.setdefault(name, {})[label] = float(value)
+            elif isinstance(value, dict):
+                values[name] = {str(age): float(count) for age, count in value.items()}
+        for name, by_label in values.items():
+            if (figure := self._of_steps.get(name)) is None:
+                continue
+            if figure.watched.labels:
+                yield figure, [((shown,), by_label[label]) for shown, label in _bounded(by_label).items()]
+            elif "" in by_label:
+                yield figure, _one(by_label[""])
+
+
+def _cause(node: Member) -> str:
+    """Which of `QUARANTINE_CAUSES` led to a quarantine, by the words that the log has."""
+    first = node.last_reason.partition(":")[0]
+    known = {"sampling or logprobs": "noise", ASKED_BY_HOST: "host"} | {check: check for check in CHECKS}
+    return "forged" if node.last_reason.startswith("forged") else known.get(first, "other")
+
+
+def _one(value: float) -> Values:
+    return [((), float(value))]
+
+
+def _bounded(chosen: Iterable[str]) -> dict[str, str]:
+    """Values of a label that somebody else chose, by how they are shown: few, short, and safe to print."""
+    shown: dict[str, str] = {}
+    for value in chosen:
+        if len(shown) < MAX_VALUES:  # guard: few-values-of-a-label
+            shown.setdefault(printable(value)[:MAX_VALUE_CHARS], value)
+    return shown
+
+
+def _family(name: str, watched: Watched, values: Values) -> Metric:
+    """A metric as prometheus_client has it, which adds the ending `_total` or `_info` itself."""
+    kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+    if watched.kind == "info":
+        info = InfoMetricFamily(PREFIX + name.removesuffix("_info"), watched.sentence)
+        for labels, _ in values:
+            info.add_metric((), dict(zip(watched.labels, labels, strict=True)))
+        return info
+    family = kinds[watched.kind](
+        PREFIX + name.removesuffix("_total"), watched.sentence, labels=watched.labels, unit=watched.unit
+    )
+    for labels, value in values:
+        family.add_metric(labels, value)
+    return family

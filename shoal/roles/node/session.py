@@ -1,0 +1,484 @@
+"""A node's seat in a run: how a worker or a validator joins, and loads the versions that it needs.
+
+Both roles import this file; it imports no role. It verifies every byte of the weights.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from shoal.chat.isolated import Limits
+from shoal.chat.renderer import Renderer
+from shoal.engine.interface import Engine
+from shoal.engine.memory_estimate import played_on_gpu, scored_on_gpu
+from shoal.env import Env
+from shoal.envs.isolated.connection import LIMITS
+from shoal.envs.isolated.environment import in_process
+from shoal.envs.isolated.pool import MAX_PROCESSES, Processes
+from shoal.envs.load import load_run_envs
+from shoal.errors import Overreach, PeerError
+from shoal.ledger.constants import RULES_VERSION
+from shoal.models.device import CPU
+from shoal.net.client import Client, PeerRefused
+from shoal.net.process import Stopping
+from shoal.protocol import messages as t
+from shoal.protocol.branching import NO_FIT, groups_fit
+from shoal.protocol.constants import COMPLETIONS, MAX_MANIFEST_BYTES, VLLM
+from shoal.protocol.encoding import digest, to_json
+from shoal.protocol.host_signatures import is_promised, terms_of
+from shoal.protocol.message_sizes import BYTES_PER_TOKEN
+from shoal.protocol.noise import PHILOX
+from shoal.protocol.required_features import kind_of
+from shoal.protocol.tolerances import TRANSFORMERS
+from shoal.roles.node.engine_loader import Loaded, contained, demand_engine_fits
+from shoal.roles.node.evidence import DISK_PART, Evidence, joined_before, retry_while_disk_full
+from shoal.roles.node.memory_limit import Memory, needs_of, share_of_free_mb
+from shoal.roles.node.packages import NoPackages, OnTheHost, Packages, aside, room_of
+from shoal.roles.node.publisher_pins import take_publishers
+from shoal.roles.node.share_weights import SHARED_PART, SharedVersions
+from shoal.run_folder import RunFolder
+from shoal.sandbox.limits import Limits as SandboxLimits
+from shoal.verification.encode_submission import largest_submission_bytes
+from shoal.weights.disk_quota import disk_limit, room_for_version
+from shoal.weights.fetch.fetch import fetch
+from shoal.weights.fetch.relay_sources import Relays
+from shoal.weights.fetch.sources import HostAway, sources_of
+from shoal.weights.manifest import content_of, open_manifest, signer_of
+
+if TYPE_CHECKING:
+    from shoal.engine.memory_estimate import AnyNeeds, Needs
+
+log = logging.getLogger("seat")
+
+GOODBYE_S = 5.0
+"""How long a node that leaves tries to say so. Less than the time in which the launcher expects a role to end."""
+
+ASK_S = 2.0
+"""How long after an answer a node that was told to stop, and still works, asks whether the host is there."""
+
+LAST_S = 2.0
+"""What a node whose host is gone takes at most to end, once it has left its work."""
+
+ADMISSION_POLL_S = 0.5
+"""How often a validator asks whether it was admitted. A host whose run has ended goes after one look, a second, or more."""
+
+SOONEST_S = 0.1
+"""A node that got nothing to do waits at least this long before it asks again, however quickly the host answers."""
+
+COPIES = 4
+"""Most copies of a lease's rollouts at one time: as objects, as groups, in the submission, and on their way."""
+
+
+class Contradiction(PeerError):
+    """What the host signed for this node is not what it serves. The evidence is kept; nothing is played."""
+
+
+@dataclass
+class Seat:
+    """A node that has joined a run."""
+
+    client: Client
+    home: Path
+    info: t.RunInfo
+    envs: Mapping[str, Env]
+    policy: Loaded
+    node: t.NodeState
+    """What the coordinator reported of the node when it joined."""
+    clock: Callable[[], float]
+    evidence: Evidence
+    max_disk_bytes: int | None
+    """Limit of all versions and evidence on disk. None means no limit, for the host's nodes."""
+    memory: Memory | None = None
+    """Limit of memory. None means no limit, for the host's own nodes."""
+    needs: "Needs | AnyNeeds | None" = None
+    """What the version that was loaded last needs, if there is a limit."""
+    publishers: t.Publishers | None = None
+    """All that the root named, as this node pinned them; None: the trainer key of `info`."""
+    manifest: t.Manifest | None = None
+    """Of the version that the engine has. All requests name its signed bytes."""
+    store: Path | None = None
+    """The coordinator's blobs, if it is on this machine and this node is the host's."""
+    issued: dict[int, float] = field(default_factory=dict)
+    """The newest date of issue seen of each version's manifest: an older one is a rollback."""
+    relays: Relays = field(init=False)
+    """Those of the run."""
+    shared: SharedVersions = field(init=False)
+    """What this node has, for others, if its user shares it."""
+    _brought: "Brought | None" = None
+    """The version that was fetched last and is not loaded yet."""
+    _in_use: Path | None = None
+    """The directory of the version that the engine has."""
+    _bringing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Versions are fetched one at a time: each fetch clears away what others left unfinished."""
+
+    def __post_init__(self) -> None:
+        self.relays = Relays(self.client, but=self.client.key.public if self.client.key else "")
+        self.shared = SharedVersions(self.home / "weights", (self.max_disk_bytes or 0) // SHARED_PART)
+
+    @property
+    def engine(self) -> Engine:
+        return self.policy.engine
+
+    @property
+    def kind(self) -> str:
+        """Who plays the environments of this run: "episodes" for the workers, "completions" for the host."""
+        return kind_of(self.info.envs)
+
+    def open_grant(self, answer: t.LeaseAnswer, lease: t.Lease) -> t.Grant:
+        """The host's signed word for a lease. Raises `PeerError`, `Contradiction`."""
+        grant = t.Grant(self.info.run, lease, answer.terms, answer.root, answer.content, answer.signature)
+        if not is_promised(grant, self.info.run_key):  # guard: lease-is-signed
+            raise PeerError(
+                f"lease {lease.id[:40]!r} is not signed by the run key, so you could not prove what you were asked for: "
+                "nothing was played. The host must run a version of shoal that signs leases"
+            )
+        if grant.terms != terms_of(self.info.envs, self.info.rules):  # guard: terms-of-the-lease
+            raise self._contradiction(f"lease {lease.id[:40]!r} is signed for other environments or group sizes than the "
+                                      "host told us when we joined", grant)  # fmt: skip
+        told, signed = self.info.sampling, lease.sampling
+        for other, what in (
+            (signed.stops != told.stops, "turns that end at other tokens"),  # guard: stops-of-the-lease
+            (signed.noise != told.noise, "another noise family"),  # guard: noise-of-the-lease
+        ):
+            if other:
+                raise self._contradiction(f"lease {lease.id[:40]!r} is signed for {what} than the host told us when we "
+                                          "joined", grant)  # fmt: skip
+        return grant
+
+    def _contradiction(self, what: str, grant: t.Grant, manifest: bytes = b"") -> Contradiction:
+        self._keep(grant, manifest)
+        return Contradiction(f"{what}: nothing was played. Leave this run; what the host signed is kept in "
+                             f"{self.evidence.folder} for `shoal audit --evidence`")  # fmt: skip
+
+    def _keep(self, grant: t.Grant | None, manifest: bytes) -> None:
+        """Keep what the host signed for work that is about to be done, or that contradicts itself. Otherwise a host could
+        push old evidence out with leases that nobody plays."""
+        if manifest:
+            self.evidence.keep("manifest", manifest)
+        if grant is not None:
+            self.evidence.keep("grant", to_json(grant))
+
+    async def load(
+        self, version: int, *, keep: int = 2, max_bytes: int | None = None, grant: t.Grant | None = None
+    ) -> None:
+        """Fetch, verify and load a version, unless the engine has it already; arguments as for `fetch_version`.
+
+        The versions on disk stay within `max_disk_bytes`. Raises `Overreach` if the policy does not fit into the memory,
+        and `Contradiction` if a grant names other weights or files.
+        """
+        if self.manifest is not None and self.engine.version == version:
+            self._demand_granted(grant, self.manifest, b"")
+            await retry_while_disk_full(self.client, lambda: asyncio.to_thread(self._keep, grant, b""))
+            return
+        brought = await self.bring(version, keep=keep, max_bytes=max_bytes, grant=grant)
+        self._in_use = brought.directory  # a tokenizer that is started again reads its files
+        await self._load(brought)
+        self.manifest, self.client.manifest, self._brought = brought.manifest, digest(brought.signed), None
+        await retry_while_disk_full(self.client, lambda: asyncio.to_thread(self._keep, grant, brought.signed))
+
+    async def bring(
+        self, version: int, *, keep: int = 2, max_bytes: int | None = None, grant: t.Grant | None = None
+    ) -> "Brought":
+        """Fetch and verify a version, so that `load` finds it; arguments and errors as for `load`. It may go on while the
+        engine is at work with another version."""
+        async with self._bringing:
+            known = self._brought
+            if known is None or known.manifest.version != version or not known.directory.exists():
+                known = await retry_while_disk_full(self.client, partial(self._fetch, version, keep, max_bytes, grant))
+            self._demand_granted(grant, known.manifest, known.signed)
+            self._brought = known
+            return known
+
+    async def _fetch(self, version: int, keep: int, max_bytes: int | None, grant: t.Grant | None) -> "Brought":
+        most_bytes = self._most_bytes(keep, max_bytes)
+
+        async def earlier(other: int) -> t.Manifest:  # it is old, and the new one names its root
+            return self._open(await self._signed_manifest(other), other, most_bytes, None)
+
+        signed = await self._signed_manifest(version)
+        if signer_of(signed) not in self._publishers().keys:  # guard: new-publisher-is-asked-for
+            info = await self.client.get_json("/v1/run", t.RunInfo)
+            if info.run != self.info.run:  # guard: publishers-of-this-run
+                raise PeerError(f"the host serves run {info.run[:16]!r} now, not {self.info.run[:16]!r}: join again")
+            self.publishers = take_publishers(self.evidence.publishers, info)
+        manifest = self._open(signed, version, most_bytes, self.clock())
+        self.issued[version] = manifest.issued
+        self._demand_granted(grant, manifest, signed)
+        started = self.clock()
+        while True:
+            sources = self.relays.usable(sources_of(self.info, self.client, await self.relays.sources()))
+            try:
+                directory = await fetch(
+                    manifest, sources, self.shared.folder, keep=keep, max_bytes=most_bytes, manifest_of=earlier,
+                    in_use=self._in_use, store=self.store, on_lie=self.relays.lied,
+                    shared=self.shared if self.shared.is_on else None,
+                )  # fmt: skip
+                return Brought(manifest, signed, directory)
+            except HostAway as error:
+                log.warning(
+                    "waiting for the weights of version=%d for %.0f s: %s", version, self.clock() - started, error
+                )
+                newest = (await self.client.get_json("/v1/status", t.Status)).version  # once the host is back
+                if newest - version > self.info.rules.max_staleness:  # guard: weights-outlast-an-outage
+                    raise
+            finally:
+                self.relays.learn(sources)
+
+    def _demand_granted(self, grant: t.Grant | None, manifest: t.Manifest, signed: bytes) -> None:
+        """Raise `Contradiction` if a grant names other weights or files than the manifest."""
+        # guard: manifest-of-the-lease
+        if grant is not None and (manifest.root, content_of(manifest)) != (grant.root, grant.content):
+            what = "files" if manifest.root == grant.root else "weights"
+            raise self._contradiction(f"the manifest of version {manifest.version} that the host serves names other {what} "
+                                      "than the lease that it signed", grant, signed)  # fmt: skip
+
+    async def _signed_manifest(self, version: int) -> bytes:
+        return await self.client.get(f"/v1/manifests/{version}", cap=MAX_MANIFEST_BYTES)
+
+    def _open(self, signed: bytes, version: int, most_bytes: int | None, now: float | None) -> t.Manifest:
+        """A manifest of this run; `most_bytes` and `now` are as of `open_manifest`."""
+        return open_manifest(
+            signed, run=self.info.run, keys=self._publishers(), now=now, version=version, max_bytes=most_bytes,
+            issued_since=self.issued.get(version, 0.0),
+        )  # fmt: skip
+
+    def _most_bytes(self, keep: int, max_bytes: int | None) -> int | None:
+        """The most bytes that a version may have here."""
+        if self.max_disk_bytes is not None:  # guard: disk-of-strangers
+            other_bytes = self.evidence.most_bytes + (self.shared.most_bytes if self.shared.is_on else 0)
+            room = room_for_version(self.max_disk_bytes - other_bytes, keep)
+            max_bytes = room if max_bytes is None else min(room, max_bytes)
+        if self.memory is not None:  # a weight takes at least the bytes in memory that it takes in its file
+            max_bytes = min(self.memory.left_bytes, self.memory.left_bytes if max_bytes is None else max_bytes)
+        return max_bytes
+
+    def _publishers(self) -> t.Publishers:
+        return self.publishers or self.info.all_publishers
+
+    async def _load(self, brought: "Brought") -> None:
+        """Let the engine load a version from its directory. Raises `Overreach` if it does not fit into the memory."""
+        directory, version, root = brought.directory, brought.manifest.version, brought.manifest.root
+        if self.memory is not None:
+            self.needs = needs_of(directory, self.engine.facts.dtype)
+            # guard: policy-fits-memory
+            self.memory.demand(f"loading version {version}", self.needs.load(), self.needs.loaded)
+        with self.within_memory(f"loading version {version}"):
+            await asyncio.to_thread(self.policy.load, directory, version, root)
+
+    def within_memory(self, what: str) -> AbstractContextManager[None]:
+        """Around work: an allocation that fails becomes an `Overreach`. `what` begins its sentence."""
+        return contextlib.nullcontext() if self.memory is None else self.memory.told(what)
+
+    def demand_play(self, lease: t.Lease, at_once: int = 1) -> None:
+        """Raise `Overreach` if playing a lease, and proving it, would take more memory than there is. Of several blocks at
+        once, some may be of the next lease."""
+        if self.memory is None or self.needs is None:
+            return
+        rules, sampling, needs = self.info.rules, lease.sampling, self.needs
+        rows = [len(block.slots) * rules.group_size for block in lease.blocks]
+        need = needs.play(max(rows, default=0) * at_once, sampling.max_tokens, sampling.all_tokens)
+        on_gpu = played_on_gpu(need)
+        if rules.proofs != "none":
+            proven = needs.score(sum(rows) * sampling.all_tokens, sampling.max_tokens, hidden=True)
+            need, on_gpu = max(need, proven), max(on_gpu, scored_on_gpu(proven))
+        kept = COPIES * largest_submission_bytes(lease, rules) * (2 if at_once > 1 else 1)
+        what = f"a lease of {sum(rows)} rollouts of up to {sampling.all_tokens} tokens"
+        self.memory.demand(what, needs.loaded + need + kept, needs.loaded + on_gpu)  # guard: lease-fits-memory
+
+    def blocks_at_once(self, lease: t.Lease, most: int) -> int:
+        """How many blocks like those of a lease fit into the memory together. Raises `Overreach` if not even one does."""
+        for count in range(most, 1, -1):
+            with contextlib.suppress(Overreach):
+                self.demand_play(lease, count)
+                return count
+        self.demand_play(lease)
+        return 1
+
+    def demand_judge(self, check: t.Check, size_bytes: int, parents_bytes: int = 0) -> None:
+        """Raise `Overreach` if judging a submission of this size, which continues groups of that size, would take more
+        memory than there is."""
+        if self.memory is None or self.needs is None:
+            return
+        tokens, loaded = size_bytes // BYTES_PER_TOKEN, self.needs.loaded
+        need = self.needs.score(tokens, check.lease.sampling.max_tokens, hidden=True)
+        on_gpu, need = loaded + scored_on_gpu(need), loaded + need + COPIES * (size_bytes + parents_bytes)
+        self.memory.demand(f"a submission of {tokens} tokens", need, on_gpu)  # guard: check-fits-memory
+
+
+@dataclass(frozen=True)
+class Brought:
+    """A version that is on the disk, verified."""
+
+    manifest: t.Manifest
+    signed: bytes
+    directory: Path
+
+
+async def take_seat(
+    client: Client,
+    role: Literal["worker", "validator"],
+    name: str,
+    home: Path,
+    make_engine: Callable[..., Engine],
+    own_files: bool,
+    clock: Callable[[], float] = time.time,
+    max_memory_mb: int = 0,
+    max_disk_mb: int = 0,
+    packages: Packages | None = None,
+    chosen: str = "",
+    now: Callable[[str], None] = log.info,
+    processes: Processes = Processes(),
+) -> Seat:
+    """Read the run's description, load its environments, make an engine for its dtype (kind and noise), and join.
+
+    `own_files` allows environments that are files on this machine, and trusts the policy's tokenizer and chat template.
+    Those of others run in a child process. All work for others stays within `max_memory_mb`, and weights and evidence
+    within `max_disk_mb`; for both, 0 is a share of what is free. `packages` says which packages of others are played;
+    without it, the host's own nodes play all, and other nodes none. `chosen` is the kind of engine that the user chose,
+    `processes` says when it waits for no environment; `now` is told what it waits for. Raises `PeerError`, `StateError`.
+    """
+    if joined_before(home, client.base_url):  # guard: strangers-at-a-known-url
+        client.expect_run()
+    await client.demand_versions(RULES_VERSION)
+    info = await client.get_json("/v1/run", t.RunInfo)
+    if not groups_fit(info.rules):  # guard: group-size-of-the-run
+        raise PeerError(f"the run has {NO_FIT}: tell the host")
+    demand_engine_fits(info, chosen)  # guard: unfit-engines-stay-closed
+    # A share is settled now: the disk may fill up.
+    max_disk_bytes = None if own_files else disk_limit(home / "weights", max_disk_mb)
+    # guard: evidence-of-strangers
+    most_bytes = None if max_disk_bytes is None else max_disk_bytes // DISK_PART
+    known = partial(asyncio.to_thread, _known_host, home, info, most_bytes)
+    evidence, publishers = await retry_while_disk_full(client, known)  # before anything is signed
+    client.run, client.head = info.run, evidence.last_seen_head() or info.head  # guard: forks-are-met-again
+    limit_mb = max_memory_mb or share_of_free_mb()
+    sandboxes, most, reserved_mb = (LIMITS, MAX_PROCESSES, 0) if own_files else room_of(info.envs, limit_mb)
+    load = partial(_load, info, own_files, packages, replace(processes, most=most), sandboxes)
+    envs = {} if kind_of(info.envs) == COMPLETIONS else await aside(load)  # guard: host-plays-its-own
+    named = {} if info.sampling.noise == PHILOX else {"noise": info.sampling.noise}
+    engine = make_engine(info.rules.dtype, *({TRANSFORMERS} & {*info.needs}), **named)
+    facts = engine.facts
+    demand_engine_fits(info, facts.implementation)
+    join = t.Join(role, name, 0.0, facts.implementation, facts.dtype, facts.device)
+    node = await join_run(client, join, now)
+    await retry_while_disk_full(client, partial(asyncio.to_thread, evidence.note_url, client.base_url))
+    ours = CPU if chosen == VLLM else facts.device  # vLLM takes a share of a GPU when it starts
+    memory = Memory.of(limit_mb, reserved_mb, ours)  # guard: packages-take-memory
+    limits = Limits.within(memory.limit_mb)
+    stops = info.sampling.stops
+    # guard: strangers-are-contained
+    opened = partial(Renderer.from_directory, stops=stops) if own_files else contained(limits, stops)
+    policy = Loaded(engine, opened)
+    if own_files:
+        store = RunFolder(home.parent.parent).blobs  # the launcher gives the host's nodes RUN/nodes/NAME
+        return Seat(
+            client, home, info, envs, policy, node, clock, evidence, None,
+            publishers=publishers, store=store,
+        )  # fmt: skip
+    return Seat(client, home, info, envs, policy, node, clock, evidence, max_disk_bytes, memory, publishers=publishers)
+
+
+async def join_run(client: Client, join: t.Join, now: Callable[[str], None]) -> t.NodeState:
+    """Join; a validator that is not admitted yet says what its host must type, and asks again until it is. `now` is told
+    that it waits. Raises `PeerError`, also if the run ends before."""
+    waiting, told = logging.getLogger("validator"), False
+    while True:
+        try:
+            node = await client.post_json("/v1/nodes", join, t.NodeState)
+            if told:
+                now("admitted: asking for work")
+            return node
+        except PeerRefused as refusal:
+            if refusal.code != "not_admitted" or join.role != "validator" or client.key is None:
+                raise
+        if not told:
+            told = True
+            waiting.info("this validator waits until the host admits it. Send the host this key:")
+            waiting.info("%s", client.key.public)
+            waiting.info(
+                "The host types, with the run's folder: shoal admin admit RUN_DIR KEY (all keys at once). Ctrl-C ends this"
+            )
+        now("waiting: the host has not admitted this validator's key")
+        await asyncio.sleep(ADMISSION_POLL_S)
+        if (await client.get_json("/v1/status", t.Status)).phase == "ended":
+            raise PeerError(f"the run at {client.base_url} has ended before its host admitted {client.key.public}")
+
+
+def _load(
+    info: t.RunInfo, own_files: bool, packages: Packages | None, processes: Processes, sandboxes: SandboxLimits
+) -> dict[str, Env]:
+    """The environments of a run whose nodes play them."""
+    packages = packages or (OnTheHost() if own_files else NoPackages())
+    packages.demand(info.envs)
+    return load_run_envs(
+        info.envs, own_files, packages.open(processes, sandboxes), partial(in_process, processes=processes)
+    )
+
+
+def _known_host(home: Path, info: t.RunInfo, most_bytes: int | None) -> tuple[Evidence, t.Publishers]:
+    """The evidence of a run, and its publishers, if its host is that of before. Raises `PeerError`, `StateError`."""
+    evidence = Evidence(home, info.run, most_bytes)
+    evidence.demand_same_host(info.run_key)
+    return evidence, take_publishers(evidence.publishers, info)
+
+
+async def unless_gone(
+    work: Coroutine[Any, Any, None], stopping: Stopping, client: Client, leave: Callable[[], None]
+) -> bool:
+    """Do the work. Once told to stop, leave it as soon as the host answers nothing for `GOODBYE_S`: it could not be handed
+    in. `leave` is called just before. Returns whether the host was there."""
+    doing, gone = asyncio.create_task(work), asyncio.create_task(_gone(stopping, client))
+    try:
+        await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if doing.done():
+            doing.result()
+            return True
+        leave()
+        return False
+    finally:
+        for task in (doing, gone):
+            if not task.done():
+                task.cancel()
+        await asyncio.wait({doing, gone}, timeout=GOODBYE_S)
+
+
+def exit_after_timeout() -> None:
+    """End this process, also if a thread is still at work that nobody will take."""
+    timer = threading.Timer(LAST_S, os._exit, (130,))
+    timer.daemon = True
+    timer.start()
+
+
+async def _gone(stopping: Stopping, client: Client) -> None:
+    """Ends when we are told to stop and the host does not answer."""
+    await stopping.wait()
+    while True:
+        if not await _is_answered(client, client.get("/v1/status", deadline_s=GOODBYE_S)):
+            return
+        await asyncio.sleep(ASK_S)
+
+
+async def say_goodbye(client: Client, deadline_s: float) -> bool:
+    """Tell the coordinator that we leave, so that requests which we signed earlier get no lease. Returns whether it
+    answers."""
+    left = client.send("POST", "/v1/nodes/leave", b"", t.NodeState, deadline_s=deadline_s)
+    return await _is_answered(client, left)
+
+
+async def _is_answered(client: Client, call: Awaitable[object]) -> bool:
+    """Whether the host answers a call, if only by refusals."""
+    before = client.answered_at
+    try:
+        await call
+    except PeerError:
+        return client.answered_at != before  # guard: refusal-is-an-answer
+    return True

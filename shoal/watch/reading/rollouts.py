@@ -1,0 +1,232 @@
+"""A group as people read it: its rollouts in turns, with the text, log-probs and advantages of the tokens.
+
+Called by `run`, which finds the bytes. Pure: bytes, the state and a tokenizer in, values out. The bytes are a stranger's,
+and a validator that lies may have accepted anything, so rollouts with a flaw are told and not decoded. Texts are as the
+policy and the environment wrote them: any characters, controls included. Code that shows them must escape them.
+
+Axes: G rollouts of a group, T tokens of one rollout, L tokens of it that are learned from.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.chat.renderer import Renderer
+from shoal.errors import StateError
+from shoal.ledger.state import State
+from shoal.protocol import messages as t
+from shoal.protocol.algorithm_config import judged_by_trainer
+from shoal.protocol.branching import continued_slot, is_continued_slot
+from shoal.protocol.encoding import WireError, from_msgpack
+from shoal.protocol.rollout_validation import flaw_of
+from shoal.train.token_advantages import credit
+
+Author = Literal["environment", "policy"]
+
+MAX_TOKENS = 1 << 21
+"""Most tokens of a group that are decoded: a stranger's may have more than fit into memory."""
+
+
+@dataclass(frozen=True)
+class ReadTurn:
+    """Tokens that one author wrote without a break, in one row."""
+
+    author: Author
+    learned: bool
+    """Whether the policy learns from these tokens: false of the environment's, and where the environment says so."""
+    row: int
+    start: int
+    """Index in the rollout of its first token."""
+    text: str
+    """Without the tokens that end a turn."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    """Of each token under the policy that sampled it, as the worker claims, nats; empty of the environment."""
+    advantages: tuple[float, ...] = ()
+    """Of each token; empty where nothing is learned from it, or if the trainer alone knows."""
+    pieces: tuple[str, ...] = ()
+    """The text of each token, control tokens included; empty unless they were asked for."""
+
+
+@dataclass(frozen=True)
+class ReadRollout:
+    index: int
+    version: int
+    ending: str
+    turns: tuple[ReadTurn, ...]
+    reward: float | None
+    """As the validators recomputed it; None if the group was not accepted."""
+    advantage: float | None
+    """Of the rollout by the run's algorithm; None if no reward is known, or if the trainer alone knows."""
+    tokens: int
+    policy_tokens: int
+    flaw: str = ""
+    """Why it cannot be read; it then has no turns."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Named parts of the reward, before their weights; only after `Reading.replayed`."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the environment reports beside the reward; likewise."""
+    problem: str = ""
+    """What the replay found wrong; likewise."""
+    failed: bool = False
+    """Whether the environment failed on it, so that it counts in nothing, as the log says."""
+    fault: str = ""
+    """What the environment raised: of the first rollout on which it failed as the log says, of others only after
+    `Reading.replayed`."""
+
+    def text(self) -> str:
+        """All turns, each after the name of its author."""
+        return "\n\n".join(f"{turn.author}: {turn.text}" for turn in self.turns)
+
+
+@dataclass(frozen=True)
+class ReadGroup:
+    """A group with what the log says of it."""
+
+    version: int
+    slot: int
+    submission: str
+    index: int
+    """Its place in the submission."""
+    digest: str
+    worker: str
+    """Key."""
+    env: str
+    """Label of its environment."""
+    task: int
+    status: str
+    """As in `Standing`."""
+    is_public: bool
+    step: int
+    """The newest batch that took it; -1 if none did."""
+    received_seq: int
+    """Number of the event by which its submission came."""
+    seq: int
+    """Number of the event that accepted it, or refused its block; -1 before that."""
+    rollouts: tuple[ReadRollout, ...]
+    needs_files: bool = False
+    """Whether playing the run's rollouts again executes files of its host: then an audit needs `--own-files`."""
+
+
+Standing = Literal["pending", "signal", "flat", "continued", "void", "refused", "disputed", "copied"]
+"""signal, flat, continued: accepted, as in the log's slots; void: the environment fails on the task; disputed: refused
+without blame; copied: another worker's submission had filled the slot before; pending: nobody has decided."""
+
+
+def rewards_of(state: State, version: int, slot: int, digest: str) -> tuple[float, ...]:
+    """The rewards of a group if it is the one that was accepted for the slot; else nothing."""
+    record = state.main.versions[version].slots.get(slot)
+    return record.rewards if record is not None and record.digest == digest else ()
+
+
+def advantages_of(
+    state: State, group: t.Group, version: int, rewards_G: Sequence[float]
+) -> list[NDArray[np.float32]] | None:
+    """The advantage of each learned token, G arrays float32[L], by the run's algorithm; None if the trainer alone knows, or
+    nothing is learned from the group."""
+    algorithm, size = state.rules.algorithm, state.rules.block_groups
+    if judged_by_trainer(algorithm) or is_continued_slot(group.slot, size) or len(rewards_G) != len(group.rollouts):
+        return None
+    slots = state.main.versions[version].slots
+    record, continued = slots.get(group.slot), slots.get(continued_slot(group.slot, size))
+    continuations = continued.rewards if continued is not None else ()
+    steps_G = (record.steps or ()) if record is not None else ()
+    faults, failed = ((one.faults or ()) if one is not None else () for one in (record, continued))
+    try:
+        return credit(group, rewards_G, continuations, algorithm, steps_G, faults, failed)
+    except ValueError:
+        return None  # continuations or steps that are not those of this group: nothing that a batch could take
+
+
+def read_rollouts(
+    state: State, group: t.Group, version: int, digest: str, renderer: Renderer, with_pieces: bool
+) -> tuple[ReadRollout, ...]:
+    """The rollouts of a group. Raises `ShoalError` if the tokenizer cannot decode them."""
+    rewards_G = rewards_of(state, version, group.slot, digest)
+    room, flaws = MAX_TOKENS, list[str]()
+    for rollout in group.rollouts:
+        room -= len(rollout.author)
+        # guard: read-group-fits-memory
+        flaws.append(
+            _flaw(state.sampling, rollout, renderer) if room >= 0 else f"the group has more than {MAX_TOKENS} tokens"
+        )
+    credit_G = None if any(flaws) else advantages_of(state, group, version, rewards_G)
+    found = []
+    for index, (rollout, flaw) in enumerate(zip(group.rollouts, flaws, strict=True)):
+        reward = rewards_G[index] if index < len(rewards_G) else None
+        A_L = credit_G[index] if credit_G is not None else None
+        # guard: flawed-rollout-is-not-decoded
+        turns = () if flaw else tuple(_turns(rollout, A_L, renderer, with_pieces))
+        worth = None if A_L is None else float(np.mean(A_L)) if A_L.size else 0.0
+        found.append(ReadRollout(
+            index, rollout.version, rollout.ending, turns, reward, worth, len(rollout.author), rollout.num_policy_tokens(),
+            flaw,
+        ))  # fmt: skip
+    return tuple(found)
+
+
+def with_faults(rollouts_G: Sequence[ReadRollout], faults: t.Faults | None) -> tuple[ReadRollout, ...]:
+    """The rollouts of a group with what the log says of its faults."""
+    failed = faults.rollouts if faults is not None else ()
+    said = dict.fromkeys(failed[:1], faults.said) if faults is not None else {}
+    return tuple(
+        replace(rollout, failed=rollout.index in failed, fault=said.get(rollout.index, "")) for rollout in rollouts_G
+    )
+
+
+def conversation(sampling: t.Sampling, rollout: t.Rollout, renderer: Renderer) -> list[tuple[Author, str]]:
+    """Who wrote what, by the tokens alone; nothing of a rollout with a flaw."""
+    if _flaw(sampling, rollout, renderer):
+        return []
+    return [(turn.author, turn.text) for turn in _turns(rollout, None, renderer, False)]
+
+
+def decoded(data: bytes) -> t.Group:
+    """A group's bytes. Raises `StateError`."""
+    try:
+        return from_msgpack(data, t.Group)
+    except WireError as error:
+        raise StateError(f"a group that the log names is not one: {error}") from None
+
+
+def _flaw(sampling: t.Sampling, rollout: t.Rollout, renderer: Renderer) -> str:
+    flaw = flaw_of(
+        [rollout], vocabulary=renderer.vocabulary, max_tokens=sampling.max_tokens,
+        max_rollout_tokens=sampling.max_rollout_tokens,
+    )  # fmt: skip
+    return "" if flaw is None else str(flaw)
+
+
+def _turns(
+    rollout: t.Rollout, A_L: NDArray[np.float32] | None, renderer: Renderer, with_pieces: bool
+) -> Iterator[ReadTurn]:
+    spans = list(_spans(rollout))
+    texts = renderer.decode_all([token_ids for _, _, _, token_ids, _ in spans])
+    pieces = renderer.pieces([token_ids for _, _, _, token_ids, _ in spans]) if with_pieces else [()] * len(spans)
+    learned = 0
+    for (author, row, start, token_ids, logprobs), text, by_token in zip(spans, texts, pieces, strict=True):
+        worth: tuple[float, ...] = ()
+        if author == t.POLICY and A_L is not None:
+            worth = tuple(A_L[learned : learned + len(token_ids)].tolist())
+            learned += len(token_ids)
+        who: Author = "environment" if author == t.ENVIRONMENT else "policy"
+        yield ReadTurn(
+            who, author == t.POLICY, row, start, text, tuple(token_ids), tuple(logprobs), worth, tuple(by_token)
+        )
+
+
+def _spans(rollout: t.Rollout) -> Iterator[tuple[int, int, int, list[int], list[float]]]:
+    """Author, row, start, token ids and log-probs of each stretch of one author."""
+    for number, row in enumerate(rollout.rows()):
+        author_T, policy = row.author_T, 0
+        edges = [0, *(np.flatnonzero(np.diff(author_T)) + 1).tolist(), len(author_T)]
+        for begin, end in pairwise(edges):
+            by, logprobs = int(author_T[begin]), list[float]()
+            if by != t.ENVIRONMENT:
+                logprobs = row.logprobs_P[policy : policy + end - begin].tolist()
+                policy += end - begin
+            yield by, number, row.start + begin, row.tokens_T[begin:end].tolist(), logprobs

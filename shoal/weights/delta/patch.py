@@ -1,0 +1,122 @@
+"""Patches: the way from one version of a policy to another with the same tensors, without loss, in few bytes.
+
+Made by the publisher of a version and applied by everyone who has the version before. It knows no manifest and no network.
+A patch has no signature and no hash of its own. The caller compares the weights root of what it makes, as
+`weights/fetch/verify_directory` does, so a patch from a stranger can waste a moment and cannot pass off other weights. The
+same patch leads back from the later version to the earlier.
+
+    patch    the 8 bytes of `MAGIC`; the SHA-256 of the layout; the pieces
+    layout   [name, dtype, shape] of each tensor, sorted by name, as canonical JSON
+    pieces   of each tensor in that order, cut into runs of at most `PIECE_VALUES` values: the number of bytes of its
+             changes, and these, as in `weights/delta/encoding`; 0 if nothing changes
+
+A version with new, missing or reshaped tensors has no patch, and must be sent as a whole. So must one of which most values
+change, or change by much: `make_patch` says when.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from shoal.errors import PeerError, StateError
+from shoal.protocol import encoding
+from shoal.weights.delta.encoding import PIECE_VALUES, apply_changes, write_changes
+from shoal.weights.delta.golomb_rice import BadBits, Reader, read_number, write_number
+from shoal.weights.delta.tensor_codes import KINDS, Codes, Kind, Weights
+
+CODEC, MAGIC = "gaps-1", b"shoalp1\n"
+"""The format's name in a manifest, and how its bytes begin."""
+
+WORTH_IT = 0.25
+"""A patch of this share of the full size, or more, is not made: it costs its maker and its users more CPU than it saves."""
+
+
+def make_patch(base: Weights, new: Weights, *, worth_it: float = WORTH_IT, threads: int = 1) -> bytes | None:
+    """The patch from `base` to `new`; None if it is not worth it, so the version must be sent as a whole.
+
+    It is not worth it at `worth_it` times the size of all tensors. Raises `StateError` if the two do not have the same
+    tensors.
+    """
+    _demand_same_layout(base, new)
+    most_bytes = worth_it * sum(tensor.codes.nbytes for tensor in new.values())
+    parts, size_bytes = [MAGIC, _layout(base)], 0
+    pairs = list(zip(_pieces(base), _pieces(new), strict=True))
+    with ThreadPoolExecutor(threads) as pool:
+        for changes in pool.map(lambda pair: write_changes(pair[0].codes, pair[1].codes, pair[0].kind), pairs):
+            parts += [write_number(len(changes)), changes]
+            size_bytes += len(changes)
+            if size_bytes >= most_bytes:
+                pool.shutdown(cancel_futures=True)
+                return None
+    return b"".join(parts)
+
+
+def apply_patch(weights: Weights, patch: bytes, *, back: bool = False, threads: int = 1) -> None:
+    """Turn the patch's base into the version that it leads to, in place; with `back`, that version into the base.
+
+    Raises `PeerError` as `open_patch` before anything is changed, and later if the changes of a piece are damaged or for
+    another version. The weights are then torn. Without an error they may still be wrong: compare their root.
+    """
+    changed = open_patch(weights, patch)
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(lambda pair: _apply(*pair, back=back), changed):
+            pass  # raises what a piece raised
+
+
+def open_patch(weights: Weights, patch: bytes) -> list[tuple["Piece", memoryview]]:
+    """The pieces of the weights that a patch changes, with the changes of each.
+
+    Raises `PeerError` if it is not a whole patch, or is for other tensors. The changes themselves are not yet read.
+    """
+    reader = Reader(patch)
+    try:
+        magic, layout = bytes(reader.take(len(MAGIC))), bytes(reader.take(32))
+        if magic != MAGIC:  # guard: patch-magic
+            raise BadBits("is in another format")
+        if layout != _layout(weights):  # guard: patch-layout
+            raise BadBits("is for tensors of other names, dtypes or shapes")
+        found = [(piece, reader.take(read_number(reader, len(patch)))) for piece in _pieces(weights)]
+        reader.finish()
+    except BadBits as error:
+        raise PeerError(f"patch cannot be used: it {error}. Fetch the whole version, or use another source") from None
+    return [(piece, changes) for piece, changes in found if len(changes)]
+
+
+class Piece(NamedTuple):
+    """A run of a tensor's values: a view of their codes."""
+
+    name: str
+    kind: Kind
+    codes: Codes
+
+
+def _pieces(weights: Weights) -> Iterator[Piece]:
+    for name, tensor in sorted(weights.items()):
+        for start in range(0, len(tensor.codes), PIECE_VALUES):
+            yield Piece(name, KINDS[tensor.dtype], tensor.codes[start : start + PIECE_VALUES])
+
+
+def _apply(piece: Piece, changes: memoryview, *, back: bool) -> None:
+    try:
+        apply_changes(piece.codes, changes, piece.kind, back=back)
+    except BadBits as error:
+        raise PeerError(
+            f"patch of {piece.name} cannot be used: it {error}. Fetch the whole version, or use another source"
+        ) from None
+
+
+def _layout(weights: Weights) -> bytes:
+    rows = [[name, tensor.dtype, list(tensor.shape)] for name, tensor in sorted(weights.items())]
+    return hashlib.sha256(encoding.to_json(rows)).digest()
+
+
+def _demand_same_layout(base: Weights, new: Weights) -> None:
+    """Refuse versions that no patch leads between."""
+    for name in sorted(base.keys() | new.keys()):
+        a, b = base.get(name), new.get(name)
+        if a is None or b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
+            was, now = ("missing" if one is None else f"{one.dtype}{list(one.shape)}" for one in (a, b))
+            raise StateError(
+                f"no patch leads to this version: {name} was {was} and is {now}. Publish the whole version"
+            )

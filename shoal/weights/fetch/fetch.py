@@ -1,0 +1,388 @@
+"""Fetch the version that a manifest describes into a checkpoint directory, and verify every byte.
+
+Called by workers, validators and auditors with a signed manifest. A fetch that was cut short goes on where it stopped. It
+trusts no source and does not depend on any role. One process uses a folder.
+
+A version comes whole, or by patches from another version (`follow`); `ways` says which is cheapest. A chunk comes from
+the first of these that has it: the unfinished directory, a version already here (`pieces`), a source (`transfer`). The
+directory appears under its name whole, or not at all (`finish`).
+"""
+
+import asyncio
+import logging
+import random
+import secrets
+import shutil
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from shoal.errors import DISK_FULL, NothingYet, PeerError, StateError, cause_of
+from shoal.models.hub_download import Hub
+from shoal.protocol.constants import MAX_PATCH_CHAIN
+from shoal.protocol.messages import Manifest, Patch, Publishers
+from shoal.weights.base_model import bases_here, entries_of_base, forget_fetched, from_hub, link_base
+from shoal.weights.delta.apply import files_to_fetch, follow, root_here, versions_here, weights_bytes
+from shoal.weights.delta.plan import Lacking, Way, cheapest
+from shoal.weights.fetch.chunks import (
+    MANIFEST_FILE,
+    UNFINISHED,
+    NoSpace,
+    NotStored,
+    Piece,
+    Wanted,
+    chunks_here,
+    files_of,
+    forget_unfinished,
+    pieces_of,
+    prepare,
+)
+from shoal.weights.fetch.relay_sources import expected
+from shoal.weights.fetch.sources import Source, is_filling
+from shoal.weights.fetch.transfer import Transfer
+from shoal.weights.fetch.verify_directory import directory_name, fault_of, finish, prune, take_from_stock
+from shoal.weights.manifest import ManifestError, chunks_of, open_manifest
+
+log = logging.getLogger(__name__)
+
+MOST_MANIFESTS, MOST_NAMES = 2 * MAX_PATCH_CHAIN, 1 << 18
+"""Manifests of earlier versions that a fetch asks for, and the chunks that they may name together. A chain needs one for
+each of its patches; a host could name thousands, of 4 MiB each."""
+
+
+def tell_blame(source: str, reason: str) -> None:
+    """Log that a source is left; the default for `on_blame`."""
+    log.warning("source=%s left=true reason=%s", source, reason)
+
+
+class Shared(Protocol):
+    """What a node shares with others of the versions that it fetches."""
+
+    def begin(self, manifest: Manifest) -> None:
+        """A version is fetched from its beginning: what was here of it does not count any more."""
+        ...
+
+    def hold(self, manifest: Manifest, chunks: Collection[str]) -> None:
+        """These chunks of a version are here, verified."""
+        ...
+
+    def aside(self, manifest: Manifest, patch: Patch) -> Path:
+        """Where the file of a patch to a version is put when it was applied. There is room for it."""
+        ...
+
+    def hold_patch(self, manifest: Manifest, patch: Patch) -> None:
+        """The file is there, verified."""
+        ...
+
+
+async def fetch_version(
+    data: bytes,
+    version: int,
+    sources: Sequence[Source],
+    folder: Path,
+    *,
+    run: str,
+    publishers: Publishers,
+    now: float | None,
+    root: str = "",
+    max_bytes: int | None = None,
+    keep: int = 2,
+    store: Path | None = None,
+    signed_of: Callable[[int], Awaitable[bytes]] | None = None,
+    on_blame: Callable[[str, str], None] = tell_blame,
+) -> Path:
+    """The directory of a version by its signed manifest, both verified.
+
+    `publishers` are the run's; `now` and `max_bytes` are as of `open_manifest`, `keep`, `store` and `on_blame` as of
+    `fetch`; `signed_of` gives the signed manifests of earlier versions; `root` is the version's in the log. Raises as both.
+    """
+    manifest = open_manifest(data, run=run, keys=publishers, now=now, version=version, max_bytes=max_bytes, root=root)
+
+    async def manifest_of(earlier: int) -> Manifest:
+        assert signed_of is not None
+        signed = await signed_of(earlier)
+        return open_manifest(signed, run=run, keys=publishers, now=None, version=earlier, max_bytes=max_bytes)
+
+    return await fetch(
+        manifest,
+        sources,
+        folder,
+        keep=keep,
+        max_bytes=max_bytes,
+        store=store,
+        on_blame=on_blame,
+        manifest_of=manifest_of if signed_of else None,
+    )
+
+
+async def fetch(
+    manifest: Manifest,
+    sources: Sequence[Source],
+    folder: Path,
+    *,
+    keep: int = 2,
+    max_bytes: int | None = None,
+    manifest_of: Callable[[int], Awaitable[Manifest]] | None = None,
+    in_use: Path | None = None,
+    store: Path | None = None,
+    on_blame: Callable[[str, str], None] = tell_blame,
+    on_progress: Callable[[str], None] | None = None,
+    on_lie: Callable[[str], None] = lambda source: None,
+    shared: Shared | None = None,
+    rng: random.Random | None = None,
+) -> Path:
+    """Fetch and verify a version; returns its directory in `folder`, where the `keep` newest versions stay, and `in_use`.
+
+    No version has more than `max_bytes`, nor have the patches of a way: the folder takes at most `keep` + 2 times as much.
+    `manifest_of` gives the manifests of earlier versions, opened, or raises `PeerError`. Without it, only patches from a
+    version that is here are used. `store` is a folder of blobs on this machine, which is looked into first. `on_blame` gets
+    (source, reason) when a source is left, for a while or for good; `on_progress` a line every few seconds, which is logged
+    by default; `on_lie` the source of each wrong chunk; `shared` is told which chunks are here, verified. `rng` decides the
+    order of the chunks and who is asked. The sources are closed at the end.
+
+    Raises `PeerError`, naming each source's fault, if the sources together cannot serve everything. Raises `NoSpace` if
+    the disk is full, `NotStored` if it takes nothing for another reason, `StateError` if the chunks do not make the weights
+    that the manifest promises.
+    """
+
+    def log_progress(line: str) -> None:
+        log.info("version=%d %s", manifest.version, line)
+
+    async def transfer(
+        missing: Sequence[Piece], of: Sequence[Manifest], directory: Path, on_chunk: Callable[[str], None]
+    ) -> None:
+        versions = expected(of)
+        for source in sources:
+            if is_filling(source):
+                source.expect(versions)
+        await Transfer(
+            missing, sources, directory, rng=rng or random.Random(secrets.randbits(64)), on_blame=on_blame,
+            on_progress=on_progress or log_progress, on_chunk=on_chunk, on_lie=on_lie,
+        ).run()  # fmt: skip
+
+    try:
+        fetched = _Fetch(
+            folder, transfer, manifest_of or _unknown, store, shared, keep=keep, max_bytes=max_bytes, in_use=in_use
+        )
+        directory = await fetched.version(manifest)
+    except OSError as error:
+        raise (NoSpace if error.errno in DISK_FULL else NotStored)(
+            f"cannot store version {manifest.version} in {folder}: {cause_of(error)}. Free some space or use "
+            "another folder; what was fetched is kept"
+        ) from None
+    finally:
+        for source in sources:
+            await source.close()
+    prune(folder, manifest, keep, in_use)
+    return directory
+
+
+async def _unknown(version: int) -> Manifest:
+    raise NothingYet(f"nobody is asked for the manifest of version {version}")
+
+
+class _Fetch:
+    """Brings a version into a folder."""
+
+    def __init__(
+        self,
+        folder: Path,
+        transfer: Callable[[Sequence[Piece], Sequence[Manifest], Path, Callable[[str], None]], Awaitable[None]],
+        manifest_of: Callable[[int], Awaitable[Manifest]],
+        store: Path | None,
+        shared: Shared | None,
+        *,
+        keep: int,
+        max_bytes: int | None,
+        in_use: Path | None,
+    ) -> None:
+        self._folder, self._transfer, self._manifest_of = folder, transfer, manifest_of
+        self._store, self._shared = store, shared
+        self._keep, self._max_bytes, self._in_use = keep, max_bytes, in_use
+        self._hub = Hub()
+        self._known: dict[int, Manifest | None] = {}
+        """Manifests of earlier versions; None for those that could not be fetched."""
+        self._too_long: ManifestError | None = None
+        """Why an earlier version is not fetched, if it is larger than this node takes."""
+
+    async def version(self, asked: Manifest) -> Path:
+        """A version by the cheapest way; if its patches fail, by the next one."""
+        broken, dropped, problem = set[tuple[int, int]](), set[int](), None
+        await asyncio.to_thread(forget_fetched, self._folder, asked)
+        if await asyncio.to_thread(self._is_here, asked):
+            return await self._held(asked)
+        if self._store is not None and await asyncio.to_thread(
+            take_from_stock, self._store, self._target(asked), asked
+        ):
+            return await self._held(asked)
+        self._begin(asked)
+        while (way := await self._way(asked, broken)) is not None:
+            begun = asked if way.is_here or not way.hops else self._begins_with(way)
+            await asyncio.to_thread(forget_unfinished, self._folder, [self._unfinished(begun)])
+            if not way.hops:
+                return await self._whole(asked)
+            try:
+                return await self._by_patches(asked, way)
+            except NotStored:
+                raise
+            except (PeerError, StateError) as error:
+                log.warning("version=%d patched=false reason=%r", asked.version, str(error))
+                problem = error
+                blameless = way.is_here and way.start not in dropped
+                if blameless and not await asyncio.to_thread(self._is_sound, way.start, asked.run):
+                    dropped.add(way.start)  # the patches may be right
+                else:
+                    broken |= {(hop.patch.base, hop.version) for hop in way.hops}
+        if problem is None and await self._way(asked, broken, is_bounded=False) is not None:
+            self._too_long = ManifestError(
+                "too-long",
+                f"the patches that lead to version {asked.version} have more than {self._max_bytes} bytes, limit of this "
+                "node: allow more (--max-memory, --max-disk), free some space on its disk, or leave the run",
+            )
+        nothing = NothingYet(
+            f"version {asked.version} is published as patches, and no version that they start from could be fetched: try "
+            "again later, or use another source"
+        )
+        raise problem or self._too_long or nothing
+
+    def _begins_with(self, way: Way) -> Manifest:
+        """The version that is fetched whole before its patches are applied."""
+        start = self._known[way.start]
+        assert start is not None, "the way begins at a version whose manifest is known"
+        return start
+
+    def _on_the_way(self, asked: Manifest, way: Way) -> list[Manifest]:
+        """The versions to which the patches of a way lead; the last one is asked for."""
+        known = [self._known[hop.version] for hop in way.hops[:-1]]
+        return [*(manifest for manifest in known if manifest is not None), asked]
+
+    async def _held(self, manifest: Manifest) -> Path:
+        """The directory of a version that is here; what of it can be shared is told."""
+        directory = self._target(manifest)
+        if self._shared is not None:
+            self._tell(manifest, await asyncio.to_thread(chunks_here, manifest, directory))
+        return directory
+
+    def _tell(self, manifest: Manifest, chunks: Collection[str]) -> None:
+        if self._shared is not None:
+            self._shared.hold(manifest, chunks)
+
+    def _begin(self, manifest: Manifest) -> None:
+        if self._shared is not None:
+            self._shared.begin(manifest)  # guard: begun-again-is-not-shared
+
+    def _target(self, manifest: Manifest) -> Path:
+        return self._folder / directory_name(manifest)
+
+    def _unfinished(self, manifest: Manifest) -> Path:
+        return self._folder / f"{UNFINISHED}{directory_name(manifest)}"
+
+    def _is_here(self, manifest: Manifest) -> bool:
+        """Whether a version is here, undamaged. If it is damaged, it becomes an unfinished one."""
+        target, unfinished = self._target(manifest), self._unfinished(manifest)
+        if not target.exists():
+            return False
+        if fault_of(target, manifest, trusted=False) == "":
+            forget_unfinished(self._folder, ())
+            return True
+        shutil.rmtree(unfinished, ignore_errors=True)
+        target.replace(unfinished)  # damaged since it was made: reuse its good chunks
+        return False
+
+    def _is_sound(self, version: int, run: str) -> bool:
+        """Whether the weights of a version that is here are still what they were. If not, they are deleted."""
+        root, directory = versions_here(self._folder, run).get(version, ("", self._folder))
+        if not root:
+            return False
+        if root_here(directory) == root:
+            return True
+        if directory == self._in_use:  # guard: version-in-use-is-not-deleted
+            (directory / MANIFEST_FILE).unlink()  # it is no base any more, but its other files are read
+        else:
+            shutil.rmtree(directory)  # guard: damaged-base-goes
+        return False
+
+    async def _way(
+        self, asked: Manifest, broken: Collection[tuple[int, int]], *, is_bounded: bool = True
+    ) -> Way | None:
+        """The cheapest way that is not broken; if it `is_bounded`, one that fits on the disk."""
+        most_bytes = self._max_bytes if is_bounded and self._max_bytes is not None else float("inf")
+        here = await asyncio.to_thread(versions_here, self._folder, asked.run) if asked.patches else {}
+        roots = {version: root for version, (root, _) in here.items()}
+        sizes = [weights_bytes(directory) for _, directory in here.values()]
+        while isinstance(
+            found := cheapest(
+                asked, roots, self._known, broken=broken, weights_bytes=max(sizes, default=0), most_bytes=most_bytes
+            ),
+            Lacking,
+        ):
+            self._known[found.version] = await self._earlier(asked, found.version)
+        return found
+
+    async def _earlier(self, asked: Manifest, version: int) -> Manifest | None:
+        """The manifest of an earlier version; None if it cannot be had, or if enough of them were asked for."""
+        names = sum(len(chunks_of(manifest)) for manifest in self._known.values() if manifest is not None)
+        if len(self._known) >= MOST_MANIFESTS or names > MOST_NAMES:  # guard: few-manifests-a-fetch
+            return None
+        try:
+            return await self._manifest_of(version)
+        except PeerError as error:
+            log.info("version=%d manifest_of=%d missing=%r", asked.version, version, str(error))
+            if isinstance(error, ManifestError) and error.code == "too-long":
+                self._too_long = error
+            return None
+
+    async def _whole(self, manifest: Manifest) -> Path:
+        target, unfinished = self._target(manifest), self._unfinished(manifest)
+        self._begin(manifest)
+        base = await asyncio.to_thread(bases_here, self._folder, manifest)
+        lacking = [entry.path for entry in entries_of_base(manifest) if entry.path not in base]
+        base |= await from_hub(manifest, lacking, self._hub, self._folder)
+        files = [wanted for wanted in files_of(manifest) if wanted.name not in base]
+        await self._bring(manifest, unfinished, files, on_held=partial(self._tell, manifest))
+        await asyncio.to_thread(link_base, base, unfinished)
+        await asyncio.to_thread(finish, unfinished, target, manifest)
+        await asyncio.to_thread(forget_fetched, self._folder)
+        return target
+
+    async def _by_patches(self, asked: Manifest, way: Way) -> Path:
+        """A version from one that is here, or that is fetched whole first."""
+        target, unfinished = self._target(asked), self._unfinished(asked)
+        if way.is_here:
+            _, base = versions_here(self._folder, asked.run).get(way.start, ("", None))
+            if base is None:
+                raise StateError(f"version {way.start} is not in {self._folder} any more")
+        else:
+            start = self._begins_with(way)
+            base = await self._whole(start)
+            await asyncio.to_thread(prune, self._folder, start, self._keep, self._in_use)  # guard: room-for-the-patched
+        files, manifests = files_to_fetch(asked, way.hops), self._on_the_way(asked, way)
+        await self._bring(asked, unfinished, files, extra_bytes=weights_bytes(base), others=manifests[:-1])
+        patches = [(manifest, hop.patch) for manifest, hop in zip(manifests, way.hops, strict=True)]
+        shared = self._shared
+        aside = [] if shared is None else [shared.aside(*patch) for patch in patches]
+        await asyncio.to_thread(follow, base, unfinished, target, asked, way.hops, aside)
+        if shared is not None:
+            for patch in patches:
+                shared.hold_patch(*patch)
+        return await self._held(asked)
+
+    async def _bring(
+        self,
+        manifest: Manifest,
+        directory: Path,
+        files: Sequence[Wanted],
+        extra_bytes: int = 0,
+        others: Sequence[Manifest] = (),
+        on_held: Callable[[Collection[str]], None] = lambda chunks: None,
+    ) -> None:
+        """Files into an unfinished directory: what is on this machine, then the rest. `others` are the manifests, beside
+        the version's own, that name some of the chunks."""
+        version = manifest.version
+        fill = partial(prepare, self._folder, directory, files, version, store=self._store, extra_bytes=extra_bytes)
+        missing = await asyncio.to_thread(fill)
+        on_held({piece.digest for piece in pieces_of(files, directory, version)} - {piece.digest for piece in missing})
+        if missing:
+            of = [manifest, *others]
+            await self._transfer(missing, of, directory, lambda chunk: on_held((chunk,)))
