@@ -190,8 +190,8 @@ def _plain(value: object) -> object:
 
 
 def _who(logger: str) -> str:
-    """Who speaks, for a reader who does not know our files: of shoal.weights.fetch.fetch, weights."""
+    """Who speaks, for a reader who does not know our files: of shoal.weights.fetch.chunks, weights."""
     package, *inside = logger.split(".")
     if package != "shoal" or not inside:
         return logger
-    return inside[1] if inside[0] == "roles" and len(inside) > 1 else inside[0]
+    return inside[-1] if inside[0] == "roles" and len(inside) > 1 else inside[0]

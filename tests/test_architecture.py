@@ -83,7 +83,7 @@ BROAD_EXCEPTS = {
 HTTP_CLIENTS = {"http.client", "urllib.error", "urllib.request", "requests", "aiohttp"}
 """Proxies, redirects, limits and errors are decided once, for httpx."""
 
-DURABLE = "folder.py"
+DURABLE = "run_folder.py"
 """The only file that makes writing durable. Elsewhere a step could be forgotten."""
 
 LIGHT = ("torch", "transformers")

@@ -6,7 +6,6 @@ from shoal.ledger.batch_selection import blocks_in_the_way, first_by_slot, is_se
 from shoal.ledger.event import Body, Entry
 from shoal.ledger.fault_rate import FaultsRecord, GroupOutcome
 from shoal.ledger.records import SlotRecord, StreamRecord
-from shoal.ledger.replay_context import Table
 from shoal.ledger.state import State
 from shoal.protocol.audit_selection import influence
 from shoal.protocol.branching import is_continued_slot
@@ -183,8 +182,3 @@ def groups_beyond_share(state: State, stream: StreamRecord) -> int:
     members = next_members(state, stream)
     ready = [place for place in usable(state, stream) if is_settled(state, stream, place)]
     return len(ready) - len(members) if len(members) < state.rules.batch_groups else 0
-
-
-COMMANDS: Table = {}
-CAUSES: Table = {}
-LINES: Table = {}

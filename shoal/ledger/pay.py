@@ -205,8 +205,6 @@ def lines_of_slash(body: Slash, told: Told) -> Iterator[CreditLine]:
         yield told.line("slashed: two validators found a forgery", -body.tokens, submission=body.submission)
 
 
-COMMANDS: Table = {}
-CAUSES: Table = {}
 LINES: Table = {
     Credit: lines_of_credit, Vested: lines_of_vested, Forfeited: lines_of_forfeited, Slash: lines_of_slash,
 }  # fmt: skip

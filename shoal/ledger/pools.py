@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 
 from shoal.ledger.event import Body, Entry
 from shoal.ledger.records import StreamRecord
-from shoal.ledger.replay_context import Table
 from shoal.ledger.slot_draws import first_table, solved_groups
 from shoal.ledger.state import State
 from shoal.ledger.task_difficulty import TableChange, book, change_after
@@ -56,8 +55,3 @@ def change_pools(
         groups = solved_groups(state, stream, retired, bytes.fromhex(link))
         change = change_after(groups, first_table(state), stream.solved, rule)
     yield PoolsChanged(version, link, change.weights, change.moved, stream.name)
-
-
-COMMANDS: Table = {}
-CAUSES: Table = {}
-LINES: Table = {}

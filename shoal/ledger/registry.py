@@ -1,56 +1,50 @@
 """The subjects of the ledger: the only file that lists them. It gives bodies their types and finds the function for each.
 
-A subject has two files. `facts/x` holds its events, its commands, and how a state takes an event; `rules/x` how a command
-is decided, what causes an event, and what an event says about a node's pay. To add a subject, write its two files and add a
-line here. To add an event to a subject, write it in the two files and their tables at the end.
+A subject is a file, or two where one would be long. It has up to four tables at its end: `EVENTS`, each with its type and how
+a state takes it; `COMMANDS`, each with the rule that decides it; `CAUSES`, what led to an event; `LINES`, what an event says
+about a node's pay. To add an event, write it in its subject and there; to add a subject, write its file and a line here.
 """
 
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from shoal.ledger import batches, leases, members, pay, pools, run, submissions, verdicts, versions
-from shoal.ledger import batches as batches_rules
-from shoal.ledger import lease_granting as leases_rules
-from shoal.ledger import members as members_rules
-from shoal.ledger import pay as pay_rules
-from shoal.ledger import pools as pools_rules
-from shoal.ledger import run_decisions as run_rules
-from shoal.ledger import submissions as submissions_rules
-from shoal.ledger import verdict_decisions as verdicts_rules
-from shoal.ledger import versions as versions_rules
+from shoal.ledger import (
+    batches,
+    lease_granting,
+    leases,
+    members,
+    pay,
+    pools,
+    run,
+    run_decisions,
+    submissions,
+    verdict_decisions,
+    verdicts,
+    versions,
+)
 from shoal.ledger.event import Body, Entry, Stored, encode, read_stored
 from shoal.ledger.replay_context import Cause, Here, Told
 from shoal.ledger.state import State
 from shoal.protocol.encoding import WireError, from_json
 from shoal.protocol.pay_lines import CreditLine
 
-SUBJECTS: tuple[tuple[ModuleType, ModuleType], ...] = (
-    (members, members_rules),
-    (pay, pay_rules),
-    (leases, leases_rules),
-    (batches, batches_rules),
-    (submissions, submissions_rules),
-    (verdicts, verdicts_rules),
-    (pools, pools_rules),
-    (versions, versions_rules),
-    (run, run_rules),
-)
-"""Facts and rules of each subject, in the order in which rules may import each other: later ones import earlier ones."""
+SUBJECTS: tuple[ModuleType, ...] = (
+    members, pay, leases, lease_granting, batches, submissions, verdicts, verdict_decisions, pools, versions, run,
+    run_decisions,
+)  # fmt: skip
 
-_EVENTS: dict[str, tuple[type[Body], Callable[[Any, State, Entry], None]]] = {
-    kind: event for facts, _ in SUBJECTS for kind, event in facts.EVENTS.items()
-}
+
+def _table(name: str) -> dict[Any, Any]:
+    """One table of all subjects."""
+    return {key: value for subject in SUBJECTS for key, value in getattr(subject, name, {}).items()}
+
+
+_EVENTS: dict[str, tuple[type[Body], Callable[[Any, State, Entry], None]]] = _table("EVENTS")
 _KINDS = {event: kind for kind, (event, _) in _EVENTS.items()}
-_COMMANDS: dict[type, Callable[[Any, State], list[Body]]] = {
-    kind: decide_x for _, rules in SUBJECTS for kind, decide_x in rules.COMMANDS.items()
-}
-_CAUSES: dict[type[Body], Callable[[Any, Here], Cause | None]] = {
-    kind: cause_of_x for _, rules in SUBJECTS for kind, cause_of_x in rules.CAUSES.items()
-}
-_LINES: dict[type[Body], Callable[[Any, Told], Iterator[CreditLine]]] = {
-    kind: lines_of_x for _, rules in SUBJECTS for kind, lines_of_x in rules.LINES.items()
-}
+_COMMANDS: dict[type, Callable[[Any, State], list[Body]]] = _table("COMMANDS")
+_CAUSES: dict[type[Body], Callable[[Any, Here], Cause | None]] = _table("CAUSES")
+_LINES: dict[type[Body], Callable[[Any, Told], Iterator[CreditLine]]] = _table("LINES")
 
 KINDS = {kind: event for kind, (event, _) in _EVENTS.items()}
 """Type of each kind of event."""

@@ -223,4 +223,3 @@ def _said_draws(body: SubmissionReceived, here: Here) -> tuple[tuple[float, ...]
 
 COMMANDS: Table = {Submit: decide_submit}
 CAUSES: Table = {SubmissionReceived: cause_of_submission_received}
-LINES: Table = {}

@@ -172,4 +172,3 @@ CAUSES: Table = {
     LinkRevealed: cause_of_link_revealed,
     PublisherChanged: cause_of_publisher_changed,
 }
-LINES: Table = {}

@@ -1,4 +1,4 @@
-"""The ledger is ordered by subject: two files each, listed in `table` alone, and rules import each other in one order."""
+"""The ledger is ordered by subject, and `registry` alone lists them."""
 
 import ast
 import os
@@ -13,48 +13,12 @@ import shoal
 from shoal.ledger import registry
 
 LEDGER = Path(shoal.__file__).parent / "ledger"
-ORDER = [facts.__name__.rsplit(".", 1)[-1] for facts, _ in registry.SUBJECTS]
-
-
-def ledger_imports(path):
-    """Modules of the ledger that a file imports, such as `facts.leases`."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shoal.ledger."):
-            found.add(node.module.removeprefix("shoal.ledger."))
-    return found
-
-
-@pytest.mark.parametrize("subject", ORDER)
-def test_facts_import_the_ground_floor_alone(subject):
-    assert ledger_imports(LEDGER / "facts" / f"{subject}.py") <= {
-        "entry",
-        "law",
-        "state",
-        "state_records",
-        "turns",
-        "drawn",
-        "fault_rate",
-        "pools",
-        "seeds",
-    }
-
-
-@pytest.mark.parametrize("subject", ORDER)
-def test_rules_import_the_rules_of_earlier_subjects_alone(subject):
-    allowed = {f"rules.{earlier}" for earlier in ORDER[: ORDER.index(subject)]}
-    imported = {name for name in ledger_imports(LEDGER / "rules" / f"{subject}.py") if name.startswith("rules.")}
-    assert imported <= allowed
-
-
-def test_each_subject_has_its_two_files_and_there_are_no_others():
-    for half in ("facts", "rules"):
-        assert sorted(path.stem for path in (LEDGER / half).glob("[a-z]*.py")) == sorted(ORDER)
-
-
 DECIDING = [
-    *(LEDGER / "rules").glob("*.py"),
-    *(LEDGER / f"{name}.py" for name in ("weigh", "past", "seeds", "turns", "algorithm")),
+    *(Path(subject.__file__) for subject in registry.SUBJECTS),
+    *(
+        LEDGER / f"{name}.py"
+        for name in ("verdict_tally", "replay_context", "slot_draws", "validator_turns", "group_signal")
+    ),
 ]
 MUTATING = {
     "append",
@@ -87,11 +51,21 @@ def changes_to_what_was_given(function):
                 yield node.lineno
 
 
+def names_called(function):
+    return {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+
+
 @pytest.mark.parametrize("path", DECIDING, ids=lambda path: path.stem)
 def test_what_decides_changes_no_state(path):
-    """Only `apply_x` in facts/ does, with the methods of `State`; else a replay would not give the state."""
-    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
-    assert [(path.name, line) for function in functions for line in changes_to_what_was_given(function)] == []
+    """Only `apply_x` does, with what it calls and nothing else calls; else a replay would not give the state."""
+    functions = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+    applying = {name for name in functions if name.startswith("apply_")}
+    while more := {n for a in applying for n in names_called(functions[a]) & functions.keys()} - applying:
+        applying |= more
+    deciding = [function for name, function in functions.items() if name not in applying]
+    shared = {name for function in deciding for name in names_called(function)} & applying
+    checked = [*deciding, *(functions[name] for name in shared)]
+    assert [(path.name, line) for function in checked for line in changes_to_what_was_given(function)] == []
 
 
 def test_the_book_alone_appends_to_a_log():
@@ -109,8 +83,9 @@ def test_no_function_of_the_ledger_is_named_underscore():
         assert "_" not in names, path
 
 
-FACTS = '''"""A greeting."""
+GREETINGS = '''"""A greeting."""
 from dataclasses import dataclass
+from shoal.ledger.replay_context import Cause
 from shoal.protocol.messages import Message
 
 class Greeted(Message, frozen=True):
@@ -125,17 +100,12 @@ def apply_greeted(body, state, entry):
     state.name = f"hello {body.who}"
 
 EVENTS = {"greeted": (Greeted, apply_greeted)}
-'''
-RULES = '''"""Who may greet."""
-from shoal.ledger.facts.greetings import Greet, Greeted
-from shoal.ledger.replay_context import Cause
-
 COMMANDS = {Greet: lambda command, state: [Greeted(command.who)]}
 CAUSES = {Greeted: lambda body, here: Cause(Greet(body.who, here.now))}
 LINES = {Greeted: lambda body, told: iter([told.line(f"greeted by {body.who}")])}
 '''
 USE = """
-from shoal.ledger.facts.greetings import Greet
+from shoal.ledger.greetings import Greet
 from shoal.ledger.replay_context import Told
 from shoal.ledger.state import State
 from shoal.ledger.registry import apply, cause_of, decide, lines_of, make_entry, read_entry
@@ -149,20 +119,14 @@ print(entry.kind, state.name, lines, state.seq)
 """
 
 
-def test_a_new_subject_touches_two_new_files_and_the_table(tmp_path):
+def test_a_new_subject_is_a_file_and_a_line_of_the_registry(tmp_path):
     shutil.copytree(LEDGER.parent, tmp_path / "shoal", ignore=shutil.ignore_patterns("__pycache__"))
     ledger = tmp_path / "shoal" / "ledger"
-    (ledger / "facts" / "greetings.py").write_text(FACTS)
-    (ledger / "rules" / "greetings.py").write_text(RULES)
-    listed = (ledger / "table.py").read_text()
-    listed = listed.replace("import batches,", "import batches, greetings,", 1)
-    listed = listed.replace(
-        "from shoal.ledger.rules import leases as",
-        "from shoal.ledger.rules import greetings as greetings_rules\nfrom shoal.ledger.rules import leases as",
-        1,
-    )
-    listed = listed.replace("    (run, run_rules),\n", "    (run, run_rules),\n    (greetings, greetings_rules),\n", 1)
-    (ledger / "table.py").write_text(listed)
+    (ledger / "greetings.py").write_text(GREETINGS)
+    listed = (ledger / "registry.py").read_text()
+    listed = listed.replace("    batches,\n", "    batches,\n    greetings,\n", 1)
+    listed = listed.replace("\n    run_decisions,\n)  #", "\n    run_decisions, greetings,\n)  #", 1)
+    (ledger / "registry.py").write_text(listed)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     result = subprocess.run([sys.executable, "-c", USE], env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert result.stdout == "greeted hello a friend ['greeted by a friend'] 0\n", result.stderr
