@@ -11,7 +11,8 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.options import add_command, demand_torch, port, run_file_arguments, source_argument
+from shoal.cli.options import add_command, port, run_file_arguments, source_argument
+from shoal.cli.process_setup import demand_torch
 from shoal.terminal import say
 
 if TYPE_CHECKING:

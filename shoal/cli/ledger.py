@@ -8,7 +8,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.options import add_command, add_group, cores, device_argument, positive, run_source, source_argument
+from shoal.cli.options import add_command, add_group, device_argument, positive, run_source, source_argument
+from shoal.cli.process_setup import cores
 from shoal.errors import EXIT_NO, ConfigError
 
 

@@ -7,7 +7,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.options import add_command, add_group, cores, positive
+from shoal.cli.options import add_command, add_group, positive
+from shoal.cli.process_setup import cores
 from shoal.terminal import say
 
 

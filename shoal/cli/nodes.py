@@ -15,17 +15,15 @@ from typing import Any
 from shoal.cli.install_consent import packages_of
 from shoal.cli.options import (
     add_command,
-    cores,
-    demand_torch,
     device_argument,
     engine_argument,
-    log_to_stderr,
     port,
     positive,
     reachable_url,
     share,
     url_argument,
 )
+from shoal.cli.process_setup import cores, demand_torch, log_to_stderr
 from shoal.errors import ConfigError
 from shoal.terminal import say
 

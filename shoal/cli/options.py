@@ -2,23 +2,17 @@
 
 import argparse
 import json
-import logging
-import os
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
-from shoal.errors import EXIT_USER_ERROR, ShoalError, no_torch
-from shoal.launch.role_process import formatter, named_log
+from shoal.errors import EXIT_USER_ERROR
 from shoal.models.device import AUTO, DEVICES
 from shoal.protocol.constants import VLLM
 from shoal.terminal import command
-
-# --- How commands are declared to argparse ---
 
 
 class Parser(argparse.ArgumentParser):
@@ -199,27 +193,3 @@ def _table(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"{text} is not a JSON object such as '{{\"digits\": 2}}'")
     return found
-
-
-# --- What commands share ---
-
-
-def cores() -> int:
-    return os.cpu_count() or 1
-
-
-def demand_torch() -> None:
-    """Raises `ShoalError` on a machine without torch, before anything is sent or written."""
-    if find_spec("torch") is None:
-        raise ShoalError(no_torch())
-
-
-def log_to_stderr(role: str = "", form: Literal["text", "json"] = "text", into: Path | None = None) -> None:
-    """Log to standard error: of a `role` of a run into its file, which is kept, else for a person who looks on. A log that
-    cannot be written stops nothing. `into`: also into this file, with `role` as who writes. Raises `ConfigError`."""
-    logging.raiseExceptions = False
-    handler = logging.StreamHandler()
-    handler.setFormatter(formatter(role if into is None else "", form))
-    handlers = [handler] if into is None else [handler, named_log(into, role)]
-    logging.basicConfig(level=logging.INFO, handlers=handlers)
-    logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -10,15 +10,14 @@ from typing import Any
 
 from shoal.cli.options import (
     add_command,
-    cores,
     device_argument,
     engine_argument,
     env_arguments,
-    log_to_stderr,
     positive,
     set_argument,
     share,
 )
+from shoal.cli.process_setup import cores, log_to_stderr
 
 
 def add_commands(commands: Any) -> None:

@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.cli.options import log_to_stderr
+from shoal.cli.process_setup import log_to_stderr
 from shoal.errors import ShoalError
 from shoal.models.device import CPU
 

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.options import add_command, demand_torch, log_to_stderr
+from shoal.cli.options import add_command
+from shoal.cli.process_setup import demand_torch, log_to_stderr
 from shoal.terminal import say
 
 

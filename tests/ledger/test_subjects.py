@@ -15,10 +15,7 @@ from shoal.ledger import registry
 LEDGER = Path(shoal.__file__).parent / "ledger"
 DECIDING = [
     *(Path(subject.__file__) for subject in registry.SUBJECTS),
-    *(
-        LEDGER / f"{name}.py"
-        for name in ("verdict_tally", "replay_context", "slot_draws", "validator_turns", "group_signal")
-    ),
+    *(LEDGER / f"{name}.py" for name in ("verdict_tally", "replay_context", "validator_turns", "group_signal")),
 ]
 MUTATING = {
     "append",
