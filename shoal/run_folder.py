@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 
@@ -24,6 +24,7 @@ from shoal.config import PRESET_LR, EnvConfig, RunConfig, keys_that_keep_less, u
 from shoal.config.resolve_paths import with_absolute_paths, with_digests
 from shoal.errors import StateError, cause_of
 from shoal.protocol.encoding import WireError, domain_hash, to_json
+from shoal.protocol.messages import Sampling
 from shoal.protocol.task_draws import TaskList, read_task_list
 from shoal.tree import from_tree, to_tree
 
@@ -41,19 +42,11 @@ def cold_start_folder(out: Path) -> Path:
     return out.absolute().parent / f"{out.absolute().name}-checkpoints"
 
 
-class EpisodeLimits(msgspec.Struct, frozen=True):
-    """Tokens of an evaluated episode."""
-
-    max_turn_tokens: Annotated[int, msgspec.Meta(ge=1)]
-    """Of the longest turn that a cold start learned from."""
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)]
-
-
 class ColdStart(msgspec.Struct, frozen=True):
     """What a cold start's evaluations play."""
 
     env: EnvConfig
-    limits: EpisodeLimits
+    sampling: Sampling
 
 
 def cold_start_of(policy: Path) -> ColdStart | None:

@@ -181,7 +181,6 @@ def _renderer(config: "RunConfig", beside: Path) -> "Renderer | None":
     import tempfile
 
     from shoal.chat.isolated import open_own
-    from shoal.chat.renderer import Renderer
     from shoal.launch.preflight import demand_computable
     from shoal.models.random_model import tiny_spec, write_tokenizer
     from shoal.protocol.package_reference import is_hub
@@ -195,7 +194,7 @@ def _renderer(config: "RunConfig", beside: Path) -> "Renderer | None":
     with tempfile.TemporaryDirectory() as scratch:
         write_tokenizer(Path(scratch), config.policy.tiny.max_positions)
         (Path(scratch) / "config.json").write_text(json.dumps(tiny_spec(config.policy.tiny).to_hf()))
-        return Renderer.from_directory(Path(scratch))
+        return open_own(Path(scratch))
 
 
 def env_push(args: argparse.Namespace) -> None:

@@ -185,9 +185,8 @@ def as_text(transcript: Transcript) -> str:
     score = "no score" if transcript.score is None else f"reward {transcript.score:.2f}"
     head = f"task {printable(transcript.task)} · {verdict}{score} · ended by {transcript.ending}"
     head += f" · the environment failed: {printable(transcript.fault)}" if transcript.fault else ""
-    return "\n".join(
-        [head, *(f"  {'env' if who == 'user' else who:>6} | {_indented(text)}" for who, text in transcript.turns)]
-    )
+    names = {"user": "env"}
+    return "\n".join([head, *(f"  {names.get(who, who):>6} | {_indented(text)}" for who, text in transcript.turns)])
 
 
 def _indented(text: str) -> str:

@@ -127,8 +127,7 @@ def planned(
             raise ConfigError(f"{place} is not of a run that says what it plays: add --env NAME_OR_FILE")
         played = EnvConfig(env)
         if cold_start is not None and env in ("", cold_start.env.label):
-            played, limits = cold_start.env, cold_start.limits
-            sampling = Sampling(1.0, limits.max_turn_tokens, limits.max_tokens)
+            played, sampling = cold_start.env, cold_start.sampling
         plan = EvalPlan(
             place, (msgspec.structs.replace(played, args=env_args) if env_args else played,), (EPISODES,), sampling
         )

@@ -44,7 +44,7 @@ from shoal.net.process import stop_requested
 from shoal.protocol.encoding import digest, to_json
 from shoal.protocol.messages import POLICY, Sampling
 from shoal.protocol.package_reference import is_hub
-from shoal.run_folder import COLD_START_RECIPE, EpisodeLimits, cold_start_folder, write_atomically
+from shoal.run_folder import COLD_START_RECIPE, cold_start_folder, write_atomically
 from shoal.terminal import command, printable
 from shoal.train.sft import FineTuning
 from shoal.train.sft_examples import Examples
@@ -199,14 +199,14 @@ class SftCheckpoints:
     and in its folder `state` what the next start continues from, until all is done."""
 
     def __init__(self, out: Path, config: SftConfig, start: Path, games: Sequence[Example], sampling: Sampling) -> None:
-        """`sampling` has the limits of evaluated episodes, which `shoal eval` finds beside the recipe."""
+        """`sampling` is that of evaluated episodes, which `shoal eval` finds beside the recipe."""
         self._folder = cold_start_folder(out)
         self._state, self._of = self._folder / "state", self._folder / COLD_START_RECIPE
         self._start, self._dtype = start, config.publish_dtype
         recipe = to_tree(msgspec.structs.replace(config, eval_every=0, eval_episodes=1, stop_at=0.0))
         policy, env = recipe.pop("policy"), recipe.pop("env")
         rows = {"env": env, "games": digest(to_json([list(map(list, game)) for game in games]))}
-        self._limits = EpisodeLimits(sampling.max_turn_tokens, sampling.max_tokens)
+        self._sampling = msgspec.to_builtins(sampling)
         self._recipe = recipe | {"policy": policy, "policy's weights": weights_root(start)} | rows
 
     def place(self, step: int) -> Path:
@@ -221,7 +221,7 @@ class SftCheckpoints:
         except (OSError, ValueError):
             before = None
         before = before if isinstance(before, dict) else {}
-        before.pop("limits", None)  # follow from the games
+        before.pop("sampling", None)  # follows from the games
         if not self._state.is_dir():
             steps = sorted(path for path in self._folder.glob("step*") if re.fullmatch(r"step\d{6,}", path.name))
             found = [*steps, *([self._of] if self._of.exists() else [])]
@@ -270,8 +270,7 @@ class SftCheckpoints:
 
     def _keep_recipe(self) -> None:
         if not self._of.exists():
-            kept = self._recipe | {"limits": msgspec.to_builtins(self._limits)}
-            write_atomically(self._of, json.dumps(kept, indent=1).encode())
+            write_atomically(self._of, json.dumps(self._recipe | {"sampling": self._sampling}, indent=1).encode())
 
 
 def _value(tree: Any, key: str) -> str:

@@ -2,7 +2,7 @@
 
 A subject is a file, or two where one would be long. It has up to four tables at its end: `EVENTS`, each with its type and
 how a state takes it; `COMMANDS`, each with the rule that decides it; `CAUSES`, what led to an event; `LINES`, what an event
-says about a node's pay. To add an event, write it in its subject and there; to add a subject, write its file and a line here.
+says about a node's pay. To add an event, write it in its subject and there; to add a subject, write its file and list it.
 """
 
 from collections.abc import Callable, Iterator
