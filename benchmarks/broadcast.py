@@ -4,11 +4,11 @@
         [--shardcast VENV]
 
 Real processes on one machine: a host, relays and clients. The uplinks of the host, relays and sharing clients are shaped by
-`net/fault_proxy` (seeded), or with `--namespace` by the kernel, which takes less CPU; coordinator and origin share the
-host's. The *bound* is the time in which the uplinks together can carry all copies, or the host one. The machine's own cores
-may limit more than the links: then lower --mbit, which scales all links alike. The output names the rate, the share of CPU
-time that was used, and the CPU-ms of each role a MB that some process received, links included. `copies` is what the host
-sent.
+`tests/net/fault_proxy` (seeded), or with `--namespace` by the kernel, which takes less CPU; coordinator and origin
+share the host's. The *bound* is the time in which the uplinks together can carry all copies, or the host one. The machine's
+own cores may limit more than the links: then lower --mbit, which scales all links alike. The output names the rate, the
+share of CPU time that was used, and the CPU-ms of each role a MB that some process received, links included. `copies` is
+what the host sent.
 
 plain      8 clients through 3 relays
 sharing    the same, and the clients share: twelve uplinks, so slower ones, since two cores have to carry all of them

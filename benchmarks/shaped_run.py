@@ -1,9 +1,9 @@
 """A small real run whose links and speeds are fixed, and what it showed.
 
 Used by `planning.py`, which compares runs with what is predicted of them. Coordinator, trainer, validator, workers and
-relays are the project's own, over HTTP on loopback. Links are shaped by `net/fault_proxy`: one proxy is the host's uplink,
-one for each worker its downlink, one for each relay its uplink. Generation and training are slowed down to fixed speeds, so
-that the figures do not depend on what else this machine does.
+relays are the project's own, over HTTP on loopback. Links are shaped by `tests/net/fault_proxy`: one proxy is the host's
+uplink, one for each worker its downlink, one for each relay its uplink. Generation and training are slowed down to fixed
+speeds, so that the figures do not depend on what else this machine does.
 """
 
 import asyncio

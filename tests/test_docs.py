@@ -297,7 +297,7 @@ def built_in_bounds() -> str:
 
 def sft_table() -> str:
     """Every key of an SFT recipe; `[policy]` and `[env]` are a run file's sections."""
-    rows = [row[:4] for row in keys_of(config.SftConfig, config.sections, "")]
+    rows = [row[:4] for row in keys_of(config.SftConfig, config.run_file, "")]
     return table(["Key", "Type", "Default", "Meaning"], rows)
 
 

@@ -135,7 +135,7 @@ class Evidence(NamedTuple):
     flips: tuple[float, ...] = (0.0,) * len(EXCESS_BITS)
     gaps: tuple[float, ...] = (0.0,) * len(EXCESS_BITS)
     claims: tuple[float, ...] = (0.0,) * 4
-    """From claimed log-probs, by direction; see `claim_evidence`."""
+    """From claimed log-probs, by direction; see `logprob_evidence`."""
 
 
 def update(evidence: Evidence, figures: Figures, noise: Noise) -> Evidence:

@@ -146,8 +146,8 @@ def say_plan(config: "RunConfig", beside: Path) -> None:
     """What the run will take, in short. What is wrong with its model is said by the check that follows."""
     from shoal.errors import ShoalError
     from shoal.plan.forecast import forecast_by_rule
+    from shoal.plan.machines import Machines
     from shoal.plan.report import summary
-    from shoal.plan.simulation_input import Machines
     from shoal.roles.coordinator.main import rules_of
 
     with contextlib.suppress(ShoalError):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.options import add_command, positive, random_policy_argument, set_argument
-from shoal.plan.simulation_input import Machines
+from shoal.plan.machines import Machines
 from shoal.terminal import say
 
 MOST_RELAYS = 1000

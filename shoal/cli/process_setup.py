@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.errors import ShoalError, no_torch
-from shoal.launch.role_process import formatter, named_log
+from shoal.launch.log_rotation import formatter, named_log
 
 
 def cores() -> int:

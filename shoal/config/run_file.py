@@ -103,7 +103,7 @@ def is_loopback(address: str) -> bool:
 
 
 Device = Literal["cpu", "cuda", "mps", "auto"]
-"""As `policy.device` takes it."""
+"""As `models.device` takes it."""
 
 
 PRESET_LR = -1.0

@@ -2,8 +2,8 @@
 
 Called by the local engine with the files of both versions, which others verify. A decoder has the values of the files in
 another order: fused, transposed, and multiplied by the norm before them. Each value that differs is computed as
-`policy.model` computes it, and written to its place, so the bits are those of a decoder that is made anew. Between any two
-versions this works both ways. It does not deal with blocks, or with whether the weights may be used meanwhile.
+`models.transformer` computes it, and written to its place, so the bits are those of a decoder that is made anew. Between
+any two versions this works both ways. It does not deal with blocks, or with whether the weights may be used meanwhile.
 
 Axes: O outputs and I inputs of a stored matrix, X outputs of an arranged one, D width, V vocabulary.
 """

@@ -1,6 +1,6 @@
 """The embedded engine: samples a policy with torch in this process, and replays what others say they sampled.
 
-Called by workers, validators and evaluation through `engine.base`. It does not deal with environments, text or the
+Called by workers, validators and evaluation through `engine.interface`. It does not deal with environments, text or the
 network. One call of `extend` is one batch. Keys and values are kept between the turns of a batch's conversations.
 
 The steps are in `reading` (prefills), `writing` (sampling) and `scoring`.
@@ -45,7 +45,7 @@ class _Batch:
 
 
 class LocalEngine:
-    """`engine.base.Engine` with a model in this process."""
+    """`engine.interface.Engine` with a model in this process."""
 
     def __init__(
         self, threads: int | None = None, dtype: str = "float32", device: str = "cpu", noise: str = PHILOX
@@ -99,7 +99,7 @@ class LocalEngine:
 
     @torch.inference_mode()
     def change(self, before: Path, after: Path, version: int, is_right: Callable[[Path], bool]) -> bool:
-        """Turn the policy in `before` into the one in `after`, in place; see `engine.base.InPlace`."""
+        """Turn the policy in `before` into the one in `after`, in place; see `engine.interface.InPlace`."""
         with self._at_work:
             assert not self._batches, "no version is changed while a block is open"  # guard: no-swap-in-an-open-block
             if self._loaded is None or self.version < 0 or self.facts.dtype == "int8" or self._base:

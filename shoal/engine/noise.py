@@ -24,13 +24,13 @@ from shoal.algos.noise.philox import gumbel
 from shoal.algos.noise.vllm import keyed_gumbel_32, keyed_gumbel_64, murmur_gumbel_32, murmur_gumbel_53
 from shoal.errors import StateError
 
-# --- Whether a GPU draws tokens with the kernel of `algos.fused_gumbel`, which stores no noise ---
+# --- Whether a GPU draws tokens with the kernel of `algos.noise.triton`, which stores no noise ---
 
 
 log = logging.getLogger("engine")
 
 Draw = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
-"""`algos.fused_gumbel.best` for one family: from scaled logits, seed words, positions and perhaps tokens to the largest
+"""`algos.noise.triton.best` for one family: from scaled logits, seed words, positions and perhaps tokens to the largest
 scores, their ids, and the scores of the tokens."""
 
 SOURCES: "Mapping[str, tuple[Source, bool]]" = MappingProxyType({

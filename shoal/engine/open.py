@@ -27,7 +27,7 @@ class EngineSpec:
     threads: int | None = None
     """Of this process; None leaves torch's choice."""
     device: str = CPU
-    """One of `policy.device.DEVICES`."""
+    """One of `models.device.DEVICES`."""
     noise: str = PHILOX
     """The run's noise family, one of `protocol.noise.NOISES`."""
 

@@ -11,7 +11,8 @@ from typing import Literal
 
 from rich.console import RenderableType
 
-from shoal.launch.role_process import RoleProcess, log_into, suspended_process
+from shoal.launch.log_rotation import log_into
+from shoal.launch.role_process import RoleProcess, suspended_process
 from shoal.launch.run_status import Snapshot
 from shoal.launch.terminal_view import View
 

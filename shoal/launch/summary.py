@@ -201,7 +201,8 @@ def _diagnosis(
 
 
 def influence_shares(workers: Sequence[NodeState], called: Mapping[str, str]) -> dict[str, float]:
-    """Each worker's share of what the trainer learned from, by what it is called, see `protocol.audits.influence`."""
+    """Each worker's share of what the trainer learned from, by what it is called, see
+    `protocol.audit_selection.influence`."""
     total = sum(node.influence for node in workers)
     return {called[node.key]: node.influence / total if total else 0.0 for node in workers}
 

@@ -61,7 +61,7 @@ class Member(msgspec.Struct):
     paid_lapses: int = 0
     """Lapsed leases that cost pay."""
     influence: float = 0.0
-    """Sum over its groups that a batch took, see `protocol.audits.influence`."""
+    """Sum over its groups that a batch took, see `protocol.audit_selection.influence`."""
     valid_blocks: int = 0
     """Accepted blocks since the last refused one, or since its engine changed. Decides the audit rate."""
     evidence: dict[str, Evidence] = {}

@@ -1,7 +1,7 @@
 """A place in a log, as the rules look at it again: to say what caused an event, or what it meant for a node's pay.
 
 Each file in `rules/` has a `cause_of_x` for the events that something outside the log caused, and `lines_of_x` for those
-that touch pay. `log/redecide` and `log/credits` walk the log and call them.
+that touch pay. `log/check` and `log/pay_history` walk the log and call them.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -38,7 +38,8 @@ class AuditDrawn(Message, frozen=True):
 
     submission: str
     slots: tuple[int, ...]
-    """Drawn for audit. Influence and pay, which the groups show, may add more, see `protocol.audits.must_audit`."""
+    """Drawn for audit. Influence and pay, which the groups show, may add more, see
+    `protocol.audit_selection.must_audit`."""
     rate: float = 1.0
     draws: tuple[float, ...] = ()
     """One for each group, in [0, 1)."""

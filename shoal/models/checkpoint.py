@@ -47,7 +47,7 @@ def load_policy(directory: Path, dtype: "torch.dtype | None" = None) -> "Transfo
     """Load a checkpoint directory as a model of `dtype` (default float32), ready to run, with the adapter beside it if any.
 
     Raises `StateError` if a file is missing, damaged or hostile, if the tensors do not match its config, or if a weight is
-    not a finite number. What is stored as int8 is turned into numbers, see `quantise`; what is stored as NF4 stays so, see
+    not a finite number. What is stored as int8 is turned into numbers, see `int8`; what is stored as NF4 stays so, see
     `frozen`.
     """
     import torch
@@ -116,7 +116,7 @@ def demand_weights(directory: Path, spec: PolicySpec | AnySpec) -> dict[str, Sto
 
 def write_nf4(source: Path, target: Path) -> None:
     """Write the model in `source` to the directory `target`, which may be the same, with its layers in NF4. Raises
-    `StateError` as `nf4files.write_coded`."""
+    `StateError` as `nf4_checkpoint.write_coded`."""
     from shoal.models.nf4_checkpoint import write_coded
 
     write_coded(source, policy_tensors(source)[1], target, SHARD_BYTES)

@@ -1,4 +1,5 @@
-"""A policy of any architecture that `transformers` knows: loaded, examined, and shown through `policy.base.PolicyModel`.
+"""A policy of any architecture that `transformers` knows: loaded, examined, and shown through
+`models.interface.PolicyModel`.
 
 Called by `kinds` and by the engine for such policies. Code of a model's author never runs: `transformers` gets a config
 that says nothing about loading, and tensors that we have read ourselves. Each model is examined when it is loaded, by
@@ -49,7 +50,7 @@ BUFFER_BYTES = 64 << 20
 
 
 class AnyModel:
-    """A model of `transformers` as a `policy.base.PolicyModel`. Always in evaluation mode: nothing is random."""
+    """A model of `transformers` as a `models.interface.PolicyModel`. Always in evaluation mode: nothing is random."""
 
     def __init__(self, whole: Any, spec: AnySpec, files: dict[str, Any], directory: Path | None = None) -> None:
         """`whole` is the model with its head; `files` are the JSON files that are published with it; `directory` is where

@@ -1,6 +1,6 @@
 """The interface to a policy that learns: what training and its files see of a model, whatever computes it.
 
-Implemented by `model` (our own transformer) and by `anymodel` (any model of `transformers`). Called by `train` and `files`.
+Implemented by `model` (our own transformer) and by `hf_model` (any model of `transformers`). Called by `train` and `files`.
 It has no tokenizer and no cache.
 
 Axes: B rows, T tokens of a row, D width, V vocabulary; x any axes.

@@ -25,7 +25,7 @@ from shoal.errors import StateError, cause_of
 from shoal.protocol.constants import MAX_JSON_BYTES, MAX_SAFETENSORS_HEADER_BYTES, MAX_TENSORS
 
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
-"""Bytes per value of the dtypes that a policy may have, by safetensors' names. I8: see `quantise`; U8: `nf4spec`."""
+"""Bytes per value of the dtypes that a policy may have, by safetensors' names. I8: see `int8`; U8: `nf4_config`."""
 
 MASKS = {
     "gpt2": (".attn.bias", ".crossattention.bias"), "gpt-sw3": (".attn.bias", ".crossattention.bias"),

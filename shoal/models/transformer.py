@@ -26,7 +26,7 @@ from shoal.models.packed_attention import Family, packed_hidden_states
 class Transformer(nn.Module):
     """Llama, Mistral, Qwen2 or Qwen3, as its spec says. `state_dict` is the checkpoint (without `lm_head.weight` if tied).
 
-    A `policy.base.PolicyModel`.
+    A `models.interface.PolicyModel`.
     """
 
     after_head = None

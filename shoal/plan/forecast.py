@@ -22,8 +22,9 @@ from typing import NamedTuple
 from shoal.config import RunConfig
 from shoal.errors import ConfigError
 from shoal.ledger.batch_selection import groups_a_worker
+from shoal.plan.machines import Machines
 from shoal.plan.simulate import simulate
-from shoal.plan.simulation_input import Machines, Outcome, Setting, Stalled, WorkerMachine
+from shoal.plan.simulation_input import Outcome, Setting, Stalled, WorkerMachine
 from shoal.plan.sizes import TOKEN_BYTES, Sizes, UnknownShape, sizes_of
 from shoal.plan.units import count, duration
 from shoal.protocol.algorithm_config import vine_of

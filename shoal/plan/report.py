@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from shoal.plan.forecast import BUSY_SHARE, Forecast, fetched_bytes, fewest_of_share, has_patches, period_s
-from shoal.plan.simulation_input import Machines, Outcome
+from shoal.plan.machines import Machines
+from shoal.plan.simulation_input import Outcome
 from shoal.plan.sizes import quota_mb_of
 from shoal.plan.units import amount, count, duration, link
 

@@ -4,8 +4,8 @@ Called by `roles/trainer` at start, and after every step or every few, and by `t
 `models/checkpoint` writes policies for others. It handles named tensors, not a model.
 
     trainer/v000012/state.safetensors   weights and moments, float32; 8-bit moments as uint8 with float32 scales
-    trainer/v000012/shard-*.safetensors the same of several processes, see `shard_files`: either can resume from either
-    trainer/v000012/state.json          version and number of updates
+    trainer/v000012/shard-*.safetensors the same of several processes, see `distributed.checkpoint`: either can resume from
+    either trainer/v000012/state.json          version and number of updates
     trainer/v000012/CRC32SUMS           of the others; written last
 
 A save writes into `.writing`, flushes every file, then renames the folder. If it is killed at any point, the previous

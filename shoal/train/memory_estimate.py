@@ -62,7 +62,7 @@ class Layout:
     targets: tuple[str, ...] = TARGETS
     """The matrices that an adapter changes."""
     base: str = ""
-    """nf4: the layers below an adapter stay codes; see `nf4spec`."""
+    """nf4: the layers below an adapter stay codes; see `nf4_config`."""
     reference: bool = False
     """Whether the first policy is kept, too. With an adapter it is the base."""
     critic: bool = False

@@ -90,7 +90,7 @@ def propose(noise: Noise, distinct: int, safety: float, coarse: bool = False) ->
 
 
 def _mean_off(off_N: NDArray[np.float64], logprob: float) -> float:
-    """The honest mean m of `claim_evidence`, nats: of the differences themselves, or what the mean of e^d makes of it."""
+    """The honest mean m of `logprob_evidence`, nats: of the differences themselves, or what the mean of e^d makes of it."""
     d_N = np.clip(off_N, -logprob, logprob)
     return max(float(d_N.mean()), math.log(float(np.exp(d_N).mean())) / SLACK)
 

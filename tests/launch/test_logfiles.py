@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.launch.role_process import OLD_LOGS, RETRY_S, LogFile, log_into, named_log
+from shoal.launch.log_rotation import OLD_LOGS, RETRY_S, LogFile, log_into, named_log
 
 
 @pytest.fixture

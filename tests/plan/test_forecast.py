@@ -11,9 +11,9 @@ from shoal.config import load_run
 from shoal.errors import ConfigError
 from shoal.models.parameter_counts import adapter_parameters_of
 from shoal.plan.forecast import forecast, forecast_by_rule, rates_of
+from shoal.plan.machines import Machines
 from shoal.plan.report import report, summary
 from shoal.plan.simulate import simulate
-from shoal.plan.simulation_input import Machines
 from shoal.plan.sizes import sizes_of, spec_of
 from shoal.plan.units import amount, count, duration
 from shoal.protocol.algorithm_config import Composition, Vine

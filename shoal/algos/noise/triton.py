@@ -1,8 +1,8 @@
 """The token that seeded sampling chooses, in one Triton kernel: noise, sum and argmax, in one pass over the vocabulary.
 
-Called by `engine.fused`, which tries it on a device before it is used there, and imports it late, because it imports
+Called by `engine.noise`, which tries it on a device before it is used there, and imports it late, because it imports
 Triton. No noise is stored: each program makes that of a block of one row, in registers, and leaves one number, so that
-memory sees the logits once. The noise is that of `gumbel`, `keyed_gumbel` and `murmur_gumbel`. Pure.
+memory sees the logits once. The noise is that of `noise.philox` and `noise.vllm`. Pure.
 
 The bits of the references need the same operations, rounded alike:
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from shoal.algos.noise import philox
 
 Source = Literal["philox", "keyed", "murmur"]
-"""Where random words come from: `gumbel`, `keyed_gumbel` or `murmur_gumbel`."""
+"""Where random words come from: `noise.philox` or one of the two in `noise.vllm`."""
 
 BLOCK = 2048
 """Tokens of one program."""
@@ -182,7 +182,7 @@ def _philox(c0: tl.tensor, c1: tl.tensor, c2: tl.tensor, c3: tl.tensor, k0: tl.t
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _murmur3(first: tl.tensor, second: tl.tensor, read: tl.tensor, ids: tl.tensor, DOMAIN: tl.constexpr) -> tl.tensor:
-    """As `murmur_gumbel._hashed`, of uint32."""
+    """As `noise.vllm._hashed`, of uint32."""
     h = _mixed(_mixed(_mixed(first * 0 + DOMAIN, _key(first)), _key(second)), _key(read))
     h = _mixed(h, _key(ids)) ^ 16
     h = (h ^ (h >> 16)) * 0x85EBCA6B

@@ -3,8 +3,8 @@
 Opened by `engine.open` for `shoal join --engine vllm`. vLLM's own sampler has one noise family, or none that we know,
 which differs among its versions. So the sampler of the version that is installed is tried against the references of
 `protocol.noise` at start. If it makes the noise of the run's family, it is used with its own seeds. If not, our noise goes
-in as a logits processor (`vllm_noise`). Either way a validator replays the tokens with any engine that has bounds for
-this one.
+in as a logits processor (`vllm.logits_processor`). Either way a validator replays the tokens with any engine that has
+bounds for this one.
 
 It does not score, so it serves neither validators nor runs that ask for proofs of activations.
 
@@ -61,7 +61,7 @@ _KEPT: list[Any] = []
 
 
 class VllmEngine:
-    """`engine.base.Engine` with vLLM, without `score`."""
+    """`engine.interface.Engine` with vLLM, without `score`."""
 
     def __init__(
         self, threads: int | None = None, dtype: str = "float32", device: str = "cpu", noise: str = PHILOX

@@ -1,6 +1,6 @@
 """Where a log's bytes are stored: an append-only table in a SQLite file, in WAL mode.
 
-Only `log/book` appends; auditors and the launcher read. It does not look inside events: it keeps bytes, their numbers
+Only `log/writer` appends; auditors and the launcher read. It does not look inside events: it keeps bytes, their numbers
 and their hashes, and says "stored" only after the database has committed. The queries are SQLAlchemy's, so another
 database would be possible, but every command opens SQLite, and only SQLite is tested.
 """

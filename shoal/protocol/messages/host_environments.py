@@ -56,7 +56,7 @@ class RolloutRecord(Message, frozen=True, omit_defaults=True):
     """A finished rollout as the host's stage played it."""
 
     digest: str
-    """Of its token ids, authors, ending and rows: `records.rollout_digest`."""
+    """Of its token ids, authors, ending and rows: `host_records.rollout_digest`."""
     ending: Ending
     reward: float
     fault: str = ""

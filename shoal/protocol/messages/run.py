@@ -233,7 +233,7 @@ class NodeState(Answer, frozen=True):
     leases: int = 0
     """All that were ever granted, including the lapsed ones."""
     influence: float = 0.0
-    """Sum over its groups that the trainer learned from, see `protocol.audits.influence`."""
+    """Sum over its groups that the trainer learned from, see `protocol.audit_selection.influence`."""
     stale: int = 0
     """Leases closed at no cost: their version was too old, or the host's environment hung. Not counted in `lapsed`."""
     left: bool = False

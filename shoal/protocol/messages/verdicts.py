@@ -1,6 +1,6 @@
 """Judgement: what a validator is asked, and what it answers.
 
-`proofs` makes verdicts, and `ledger/rules` decides what follows from them.
+`proofs` makes verdicts, and `ledger` decides what follows from them.
 """
 
 from typing import Annotated, Literal, NamedTuple
@@ -52,9 +52,10 @@ class Check(Message, frozen=True):
     """One number in [0, 1) for each slot. With rewards and lengths, they decide which other groups are audited."""
     rate: float = 1.0
     mean_influence: float = 0.0
-    """Mean influence of the run's groups when the draws were made; see `protocol.audits.must_audit`."""
+    """Mean influence of the run's groups when the draws were made; see `protocol.audit_selection.must_audit`."""
     mean_pay: float = 0.0
-    """Mean pay of the worker's newest groups when the draws were made, tokens; see `protocol.audits.must_audit`."""
+    """Mean pay of the worker's newest groups when the draws were made, tokens; see
+    `protocol.audit_selection.must_audit`."""
     project_for: tuple[str, ...] = ()
     """Keys to project the activations for: the validator's own, and those of the validators that judged before it."""
     record: str | UnsetType = UNSET

@@ -1,7 +1,7 @@
 """The coordinator's desk: an open run, with what the rules must not have: the clock, the secrets and the blobs.
 
 Used by `api` and by `judging`, `versions`, `credits` and `board`, each of which does one job with it. The desk itself
-handles leases and the submissions that fill them. It does not know HTTP. The rules are in `ledger/rules`.
+handles leases and the submissions that fill them. It does not know HTTP. The rules are in `ledger`.
 """
 
 import asyncio

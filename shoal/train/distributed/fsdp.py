@@ -159,7 +159,7 @@ def load_sharded(directory: Path, config: TrainConfig, device: str, channel: Cha
 
 
 class Sharded:
-    """The processes that share a policy. A `train.ranks.Ranks`."""
+    """The processes that share a policy. A `train.distributed.ranks.Ranks`."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel

@@ -1,8 +1,9 @@
 """A learner in several processes: rank 0 has the one that its role calls, and tells the others, which do the same.
 
-Called by `roles/trainer/rank`. All take every step, with the same rows; `sharded` says who computes what. So each process
-is a function of the state and of the orders, and processes that are started again after a kill come to the same bits. The
-same number of processes gives the same bits; another number gives other last bits, because sums are in another order.
+Called by `roles/trainer/rank`. All take every step, with the same rows; `distributed.fsdp` says who computes what. So each
+process is a function of the state and of the orders, and processes that are started again after a kill come to the same
+bits. The same number of processes gives the same bits; another number gives other last bits, because sums are in another
+order.
 """
 
 import contextlib
