@@ -7,7 +7,7 @@ import pytest
 from shoal.algos.sampling_evidence import ALARM_BITS, Evidence
 from shoal.ledger.answers import Refused, Wait
 from shoal.ledger.facts.leases import AskLease
-from shoal.ledger.facts.pay import Slash
+from shoal.ledger.facts.pay import Slash, apply_slash
 from shoal.ledger.facts.run import Tick
 from shoal.ledger.law import LAW
 from shoal.ledger.log.book import Book
@@ -148,8 +148,12 @@ def test_a_slash_after_a_recheck_ends_trust(court):
     serve(court, 12)
     name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
     for judge, outcome in zip(JUDGES, ("accept", "hard", "hard"), strict=True):
-        court.judge(name, outcome, by=judge)
-    assert court.state.members[WORKER].valid_blocks == 0
+        led_to = court.judge(name, outcome, by=judge)
+    member, (slash,) = court.state.members[WORKER], [entry for entry in led_to if isinstance(entry.body, Slash)]
+    assert member.valid_blocks == 0
+    member.valid_blocks = 3
+    apply_slash(slash.body, court.state, slash)
+    assert member.valid_blocks == 0, "by itself, whatever the recheck does"
 
 
 @pytest.mark.parametrize(("finding", "trusted"), [("soft", 3), ("hard", 0)])
