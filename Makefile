@@ -4,7 +4,8 @@
 #   make beyond   another: a tiny model that learned from a cautious player goes on with RL
 #   make test     the test suite, but for what make check has
 #   make test-quick  less than 90 seconds of it
-#   make test-slow   all tests, also those that take minutes
+#   make test-slow   all tests, also those that take minutes, and make mutate for all rooms
+#   make mutate   take out each guard of some rooms: a test must fail. ROOMS="ledger net", ROOMS= (all) and K=a-name choose
 #   make check    what CI runs first: format, lint, types, architecture, configuration and docs
 #   make light    tests that need no torch, on another version of Python, if there is one
 #   make docs     the docs as a site, in site/: open site/index.html
@@ -36,10 +37,10 @@ PARALLEL ?= -n 3 --dist loadfile
 LONG_TESTS := attacks benchmarks launch roles test_api.py test_cli.py test_survival.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo beyond test test-quick test-slow sandbox prometheus browser foreign vllm check light docs bench clean
+.PHONY: help demo beyond test test-quick test-slow mutate sandbox prometheus browser foreign vllm check light docs bench clean
 
 help:
-	@sed -n '3,20s/^# \{0,1\}//p' Makefile
+	@sed -n '3,21s/^# \{0,1\}//p' Makefile
 
 # 130 after Ctrl-C: the run has said how it goes on, so that make says no more.
 demo: $(VENV)/.runs
@@ -58,6 +59,14 @@ test-quick: $(VENV)/.tests sandbox
 
 test-slow: $(VENV)/.tests sandbox browser foreign
 	$(TEST) -m "slow or not slow"
+	$(MAKE) mutate ROOMS=
+
+# The rooms in which a missing guard lets strangers cheat. Nightly all rooms have their turn (make test-slow).
+ROOMS ?= ledger proofs protocol net sandbox hub
+K ?=
+
+mutate: $(VENV)/.tests sandbox
+	nice $(BIN)/python -m tests.mutate $(ROOMS) $(addprefix -k ,$(K))
 
 # Tests of the sandbox need bubblewrap. Root on Debian installs it; elsewhere those tests are skipped, and say how to get it.
 sandbox:

@@ -24,7 +24,7 @@ from shoal.config import TinyPolicy, load_run, node_home
 from shoal.errors import ConfigError, PeerError, StateError
 from shoal.launch import doctor
 from shoal.launch.run_lock import locked
-from shoal.launch.supervisor import check_first_policy
+from shoal.launch.supervisor import check_first_policy, open_crew
 from shoal.models.random_model import make_tiny
 from shoal.net.key_files import load_key
 from shoal.run_folder import RunFolder
@@ -240,6 +240,10 @@ def test_model_without_a_chat_template_is_one_line_before_any_role_starts(comman
     (tmp_path / "model/chat_template.jinja").write_text(template)
     folder.prepare(load_run(tmp_path / "bare.toml", []), tmp_path)
     check_first_policy(folder, folder.config())
+    folder.log.touch()
+    (tmp_path / "model/chat_template.jinja").unlink()
+    with pytest.raises(StateError, match="model has no chat template"):  # nor do they when the run goes on
+        open_crew(folder.root, -1, False, lambda: pytest.fail("no role is started"))
 
 
 def test_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -104,14 +104,12 @@ def watching(town, send, clock=None):
     return AlarmWatch(town.folder, town.config, clock=clock or (lambda: town.now), send=send)
 
 
-def look(watch, times=3):
+def look(watch, times=3, phase="running"):
     """Some looks of a launcher, and what it said."""
     said = []
     for _ in range(times):
         watch._looked = -1e9
-        said += watch.look(
-            Snapshot("small", "", 30, Status("", "running", 19, 30, 0, {}, 0, 0, "", 0.0), metrics=FALLS)
-        )
+        said += watch.look(Snapshot("small", "", 30, Status("", phase, 19, 30, 0, {}, 0, 0, "", 0.0), metrics=FALLS))
         watch._acting.join()
     return said
 
@@ -259,6 +257,10 @@ def test_a_run_that_was_stopped_for_a_day_and_goes_on_is_not_starved(tmp_path, p
     town = town_with(tmp_path, published)
     now = [FALLS[-1]["time_s"] + 86_400.0]
     watch = watching(town, Host(town), lambda: now[0])
+    look(watch, 4)
+    assert [alarm.cause for alarm in watch.standing] == ["drift"]
+    now[0] += 86_400.0
+    look(watch, 1, "paused")
     look(watch, 4)
     assert [alarm.cause for alarm in watch.standing] == ["drift"]
     now[0] += 86_400.0

@@ -173,6 +173,7 @@ def test_labels_in_the_metrics_of_a_url_are_kept_as_names_and_shown_as_text(snap
         if (kept := cleaned_line(json.dumps({"step": 40 + i, f"reward_mean/{evil}"[:100]: 0.5}).encode())) is not None
     ]  # fmt: skip
     assert len(lines) > 30
+    for line in lines:
+        assert plain(replace(snapshot, metrics=(*snapshot.metrics, line))).isprintable()
     seen = replace(snapshot, metrics=(*snapshot.metrics, *lines))
-    assert plain(seen).isprintable()
     assert_framed(shown(render(seen, 40), 140), 140, 40)

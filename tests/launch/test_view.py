@@ -419,7 +419,7 @@ def test_names_are_not_read_as_markup(snapshot: Snapshot, end: RunEnd) -> None:
     envs = (*end.envs, EnvConfig("wordle", label=label))
     figures = end.summary["heldout"]["after"]
     summary["heldout"] = dict.fromkeys(("before", "after"), figures | {"envs": {label: figures}})
-    ended = replace(end, snapshot=evil, summary=summary, envs=envs, games=((label, game),))
+    ended = replace(end, snapshot=evil, summary=summary, envs=envs, games=((label, game),), called={node.key: name})
     for text in (shown(render(evil)), shown(render_end(ended)), plain_end(ended)):
         assert "[/x]" in text and "\x9b" not in text and "\u202e" not in text
 

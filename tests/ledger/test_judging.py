@@ -10,7 +10,7 @@ from shoal.ledger.constants import LAW
 from shoal.ledger.errors import Refused, Wait
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.log.writer import Book
-from shoal.ledger.pay import Slash
+from shoal.ledger.pay import Slash, apply_slash
 from shoal.ledger.registry import kind_of
 from shoal.ledger.state import state_hash
 from shoal.ledger.verdict_decisions import to_judge
@@ -147,8 +147,12 @@ def test_a_slash_after_a_recheck_ends_trust(court):
     serve(court, 12)
     name = court.submit(WORKER, court.lease(WORKER), recheck=0.0)
     for judge, outcome in zip(JUDGES, ("accept", "hard", "hard"), strict=True):
-        court.judge(name, outcome, by=judge)
-    assert court.state.members[WORKER].valid_blocks == 0
+        led_to = court.judge(name, outcome, by=judge)
+    member, (slash,) = court.state.members[WORKER], [entry for entry in led_to if isinstance(entry.body, Slash)]
+    assert member.valid_blocks == 0
+    member.valid_blocks = 3
+    apply_slash(slash.body, court.state, slash)
+    assert member.valid_blocks == 0, "by itself, whatever the recheck does"
 
 
 @pytest.mark.parametrize(("finding", "trusted"), [("soft", 3), ("hard", 0)])

@@ -572,7 +572,7 @@ def test_a_system_without_room_for_a_process_fails_no_rollout(theatre, monkeypat
 
     with monkeypatch.context() as full:
         full.setattr(subprocess, "Popen", no_room)
-        with pytest.raises(StateError, match="cannot start a process"):
+        with pytest.raises(StateError, match=r"^the stage cannot start a process"):
             theatre.turn(0, 0)
     assert theatre.memo.last("1", 0) is None
     assert theatre.played(0).ending == "environment"
