@@ -62,7 +62,7 @@ test-slow: $(VENV)/.tests sandbox browser foreign
 	$(MAKE) mutate ROOMS=
 
 # The rooms in which a missing guard lets strangers cheat. Nightly all rooms have their turn (make test-slow).
-ROOMS ?= ledger proofs protocol net sandbox hub
+ROOMS ?= ledger verification protocol net sandbox env_packages
 K ?=
 
 mutate: $(VENV)/.tests sandbox
