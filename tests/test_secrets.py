@@ -15,7 +15,7 @@ from shoal.protocol.encoding import domain_hash
 from shoal.protocol.messages import Rules
 from shoal.protocol.seed_chain import SecretChain
 from shoal.run_folder import RunFolder
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 OPEN = [{"bind": "0.0.0.0"}, {"bind": "192.168.1.7"}, {"bind": "::"}, {"bind": ""}, {"public_url": "https://x.y"}]
 ALONE = [{"bind": "127.0.0.1"}, {"bind": "127.0.0.9"}, {"bind": "::1"}, {"bind": "localhost"}]

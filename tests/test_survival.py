@@ -15,7 +15,7 @@ from shoal.roles.auditor import audit_folder
 from shoal.roles.trainer.state import Journal
 from shoal.train.checkpoint import kept_versions
 from shoal.weights.manifest import weights_root
-from tests.roles.town import Town
+from tests.roles.in_memory_run import Town
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import one_file

@@ -28,7 +28,7 @@ from shoal.protocol.encoding import digest, to_msgpack
 from shoal.protocol.messages import BatchGroup, Group, Lease, Rules, Sampling
 from shoal.train.learner import Learner
 from shoal.train.rows import Row, rows_of_group
-from tests.attacks.world import VERSION, World, altered, lease_of
+from tests.attacks.attack_fixture import VERSION, World, altered, lease_of
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 SAMPLING = Sampling(temperature=1.0, max_turn_tokens=8, max_tokens=192)

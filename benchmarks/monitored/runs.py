@@ -36,7 +36,7 @@ from shoal.roles.worker.remote_env import Use
 from shoal.roles.worker.worker import Made, Worker
 from shoal.run_folder import RunFolder
 from tests.attacks.validators import Hangman
-from tests.roles.town import Town
+from tests.roles.in_memory_run import Town
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("rollouts.batch_groups=8", "rollouts.group_size=8", "rollouts.block_rollouts=32", "eval.episodes=0",

@@ -27,8 +27,8 @@ from shoal.protocol.messages import Group, Rules
 from shoal.verification.context import by_group
 from shoal.verification.fit_tolerances import Noise, propose, propose_activation_error
 from tests.attacks.attack import Attack, OtherEngine
-from tests.attacks.choices import Cooler, HiddenPrompt, OwnSeeds
-from tests.attacks.world import World
+from tests.attacks.attack_fixture import World
+from tests.attacks.sampling_attacks import Cooler, HiddenPrompt, OwnSeeds
 from tests.engine.architectures import MIXTURES
 
 NAMES = (

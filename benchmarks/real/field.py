@@ -31,7 +31,7 @@ from shoal.protocol.messages import BatchGroup, Bounds, Lease, Rules, Sampling
 from shoal.train.learner import Learner
 from shoal.train.rows import Row, rows_of_group
 from shoal.verification.context import Tools
-from tests.attacks.world import VERSION, lease_of
+from tests.attacks.attack_fixture import VERSION, lease_of
 from tests.engine.architectures import write_any
 
 ROOT = Path(__file__).resolve().parents[2]

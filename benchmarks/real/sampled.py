@@ -24,8 +24,8 @@ from shoal.protocol.encoding import from_msgpack, to_msgpack
 from shoal.protocol.messages import Group, Rules, Submission
 from shoal.verification.fit_tolerances import Noise, joined, propose
 from tests.attacks.attack import Attack, OtherEngine
-from tests.attacks.choices import Cooler, HiddenPrompt, OwnSeeds
-from tests.attacks.world import VERSION
+from tests.attacks.attack_fixture import VERSION
+from tests.attacks.sampling_attacks import Cooler, HiddenPrompt, OwnSeeds
 from tests.engine import architectures
 
 NAME, PAIR = "llama, wide heads", f"{VLLM}:float32/float32"

@@ -2,7 +2,7 @@
 
 Called by `config`, which refuses a run whose block or batch fits no message; by the rules, which size leases; and by those
 who receive submissions. Pure. Each bound encodes the widest example of what a message repeats, so a new field is counted
-without a change here. `tests/protocol/test_sizes.py` compares the bounds with real messages.
+without a change here. `tests/protocol/test_message_sizes.py` compares the bounds with real messages.
 """
 
 from collections.abc import Iterable

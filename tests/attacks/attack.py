@@ -13,7 +13,7 @@ import numpy as np
 
 from shoal.engine.interface import Engine
 from shoal.protocol.messages import Group, Rollout
-from tests.attacks.world import World
+from tests.attacks.attack_fixture import World
 
 
 class Attack:

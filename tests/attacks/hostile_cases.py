@@ -17,7 +17,7 @@ from shoal.net.server import answer_bytes
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import digest, to_json
 from tests.attacks.hostile_host import SAMPLING, HostileHost, repeated
-from tests.policy.test_contained import ABORTS, ABORTS_WHEN_OPENED, HOG, LOOP
+from tests.chat.test_isolated import ABORTS, ABORTS_WHEN_OPENED, HOG, LOOP
 
 Change = Callable[[HostileHost], None]
 

@@ -34,7 +34,7 @@ from shoal.protocol.encoding import digest, from_json, to_json
 from shoal.protocol.host_signatures import sign_promise, terms_of
 from shoal.protocol.signing import Key
 from shoal.weights.manifest import POLICY_STREAM, content_of, sign_manifest, weights_root
-from tests.attacks.world import RULES
+from tests.attacks.attack_fixture import RULES
 
 RUN, KEY = "ab" * 16, Key(b"\x07" * 32)
 SAMPLING = t.Sampling(1.0, 6, 64)

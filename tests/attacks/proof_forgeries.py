@@ -13,7 +13,7 @@ from shoal.protocol.encoding import from_msgpack, to_msgpack
 from shoal.protocol.messages import Submission
 from shoal.verification.context import score_requests
 from shoal.verification.encode_submission import prove_activations
-from tests.attacks.world import World, load_engine
+from tests.attacks.attack_fixture import World, load_engine
 
 
 def states_by_group(world: World, engine=None) -> list[list[np.ndarray]]:

@@ -17,7 +17,7 @@ from shoal.envs.builtin.wordle import environment as wordle
 from shoal.models.transformer import Transformer
 from shoal.protocol.messages import Sampling
 from tests.attacks.attack import shifted
-from tests.attacks.world import RULES, World, altered, lease_of, load_engine
+from tests.attacks.attack_fixture import RULES, World, altered, lease_of, load_engine
 
 START = Path(__file__).parents[2] / "recipes/wordle-start"
 COARSE = msgspec.structs.replace(

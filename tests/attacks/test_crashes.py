@@ -15,7 +15,7 @@ from shoal.protocol.audit_selection import influence
 from shoal.protocol.encoding import digest
 from shoal.protocol.messages import Check
 from shoal.verification.verify import verify_submission
-from tests.attacks.world import LEASE, RULES, World, make_policy
+from tests.attacks.attack_fixture import LEASE, RULES, World, make_policy
 
 RATE, DRAWS = 0.05, np.linspace(0, 1, 40, endpoint=False)
 

@@ -14,7 +14,7 @@ from shoal.engine.interface import Score
 from shoal.protocol.encoding import to_msgpack
 from shoal.protocol.messages import EngineFacts, Submission
 from shoal.verification.encode_submission import largest_submission_bytes
-from tests.attacks.world import RULES, World, lease_of, make_policy
+from tests.attacks.attack_fixture import RULES, World, lease_of, make_policy
 
 FUZZ = settings(
     max_examples=500,

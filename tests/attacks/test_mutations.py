@@ -30,9 +30,9 @@ from shoal.roles.coordinator.calls import application
 from shoal.train.rows import rows_of_group
 from shoal.verification.encode_submission import largest_submission_bytes
 from shoal.verification.verify import AUDIT, MODEL_FREE
-from tests.attacks.mutations import KINDS, Specimens, mutated
-from tests.attacks.world import RULES, World, lease_of, load_engine, make_policy
-from tests.roles.town import URL, Town, tiny_run
+from tests.attacks.attack_fixture import RULES, World, lease_of, load_engine, make_policy
+from tests.attacks.fuzz import KINDS, Specimens, mutated
+from tests.roles.in_memory_run import URL, Town, tiny_run
 
 SLOTS = [[(0, "wordle", 3), (1, "arithmetic", 4), (2, "wordle", 3)]]
 """Slots 0 and 2 hold the same task under different seeds."""

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from shoal.config import ACTIVATION_ERROR
+from tests.attacks.attack_fixture import RULES, World, load_engine, make_policy
 from tests.attacks.proof_forgeries import FORGERIES, Forgery, honest_proofs, with_proofs
-from tests.attacks.world import RULES, World, load_engine, make_policy
 
 ASKING = msgspec.structs.replace(RULES, proofs="toploc", activation_error=ACTIVATION_ERROR["float32"])
 

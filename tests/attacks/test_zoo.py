@@ -8,8 +8,8 @@ from shoal.config import ACTIVATION_ERROR
 from shoal.protocol.encoding import WireError, from_msgpack, to_msgpack
 from shoal.protocol.messages import Submission
 from tests.attacks.attack import Attack
-from tests.attacks.world import RULES, World, lease_of, load_engine, make_policy
-from tests.attacks.zoo import ATTACKS, TOLERATED, SpentTolerance
+from tests.attacks.attack_fixture import RULES, World, lease_of, load_engine, make_policy
+from tests.attacks.catalogue import ATTACKS, TOLERATED, SpentTolerance
 
 PROVEN = msgspec.structs.replace(RULES, proofs="toploc", activation_error=ACTIVATION_ERROR["float32"])
 

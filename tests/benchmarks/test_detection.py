@@ -10,9 +10,9 @@ from benchmarks.pages.detection import tables
 from shoal.protocol.encoding import from_msgpack
 from shoal.protocol.messages import Group, Submission
 from tests.attacks.attack import Attack
-from tests.attacks.choices import OneToken, OwnSeeds
+from tests.attacks.catalogue import DropsBadGroups, Garbage, NanLogprobs, ReplayedSubmission, ShiftedLogprobs, Truncated
 from tests.attacks.proof_forgeries import AnotherGroups, Negated
-from tests.attacks.zoo import DropsBadGroups, Garbage, NanLogprobs, ReplayedSubmission, ShiftedLogprobs, Truncated
+from tests.attacks.sampling_attacks import OneToken, OwnSeeds
 
 
 @pytest.fixture(scope="module")

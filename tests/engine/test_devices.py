@@ -16,8 +16,8 @@ from shoal.models.config import PolicySpec
 from shoal.models.device import AUTO, DEVICES
 from shoal.models.parameter_counts import layer_values_of
 from shoal.models.transformer import Transformer
-from tests.engine.test_inplace import rollouts, same, versions
-from tests.one_device import MixedDevices, OneDevice, values_are_zeros
+from tests.engine.test_hot_swap import rollouts, same, versions
+from tests.fake_device import MixedDevices, OneDevice, values_are_zeros
 
 SPEC = PolicySpec("qwen3", 32, 2, 4, 2, 8, 64, 100, 512, 1e4, 1e-6, True, (0,))
 SEED = b"device" + bytes(26)

@@ -10,7 +10,7 @@ from shoal.engine.decoder import Decoder
 from shoal.engine.native import LocalEngine
 from shoal.models.checkpoint import load_policy
 from tests.engine.conftest import write_policy
-from tests.engine.test_inplace import rollouts, same, versions
+from tests.engine.test_hot_swap import rollouts, same, versions
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 

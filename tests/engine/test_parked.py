@@ -9,9 +9,9 @@ from shoal.engine.native import LocalEngine
 from shoal.models.cpu_offload import storages_in
 from shoal.models.transformer import Transformer
 from tests.engine.test_devices import SEED, SPEC
-from tests.engine.test_inplace import right, rollouts, same, versions
-from tests.one_device import values_are_zeros
-from tests.policy.test_parking import all_on
+from tests.engine.test_hot_swap import right, rollouts, same, versions
+from tests.fake_device import values_are_zeros
+from tests.models.test_cpu_offload import all_on
 
 
 def turns_of(engine: LocalEngine, between) -> list[object]:

@@ -23,8 +23,8 @@ from shoal.engine.vllm.engine import VllmEngine
 from shoal.roles.worker.worker import Worker
 from shoal.tree import to_tree
 from tests.launch.test_join import SHOAL, begin, said
+from tests.roles.in_memory_run import Town, tiny_run
 from tests.roles.test_calibrate import TINY
-from tests.roles.town import Town, tiny_run
 
 PAIR = "vllm:float32/float32"
 POLICY = {"tiny": {"width": 64, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_width": 64, "max_positions": 64}}

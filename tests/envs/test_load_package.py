@@ -21,7 +21,7 @@ from shoal.errors import ConfigError, StateError
 from shoal.net.key_files import save_key
 from shoal.protocol.messages import EnvSpec
 from shoal.sandbox.selftest import Report
-from tests.hub.author import CODE, Author
+from tests.env_packages.author import CODE, Author
 from tests.sandbox.needs import needs_bubblewrap
 
 NAME = "ann/parrot@0.1.0"
@@ -66,7 +66,7 @@ def test_a_package_that_times_out_fails_alike_for_its_author_and_for_others(
 ) -> None:
     """In the sandbox no endpoint ever answers, so a timeout is a fault there."""
     monkeypatch.setattr(
-        "tests.hub.author.CODE",
+        "tests.env_packages.author.CODE",
         "import concurrent.futures\n"
         + CODE.replace("return Step(", "return concurrent.futures.Future().result(0) or ("),
     )

@@ -19,7 +19,7 @@ from shoal.envs.prompt_preview import MAX_CHARS, first_prompt, learned_row, odd_
 from shoal.errors import MessagesRefused, PromptsTooLong, ShoalError, StateError
 from shoal.protocol.messages import Sampling
 from shoal.protocol.rollout_validation import MODEL_REMEDY, unbegun_remedy
-from tests.policy.templates import ADD, NAMES, directory_of, renderer_of
+from tests.models.templates import ADD, NAMES, directory_of, renderer_of
 
 SAMPLING = Sampling(1.0, 200, 4000, 9000)
 

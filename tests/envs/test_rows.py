@@ -30,7 +30,7 @@ from shoal.protocol.seed_chain import row_seed, sample_seed
 from shoal.verification.context import by_group, score_requests
 from tests.envs import musing, pile
 from tests.envs.lies import LIES
-from tests.policy.templates import ADD, renderer_of, spell
+from tests.models.templates import ADD, renderer_of, spell
 
 SAMPLING = Sampling(1.0, 16, 80, 400)
 SHAPE = TinyPolicy(width=16, layers=2, heads=2, kv_heads=1, mlp_width=16)

@@ -16,7 +16,7 @@ from shoal.envs.lint import Finding
 from shoal.envs.lint.package_checks import pins
 from shoal.envs.lint.run import busy, check
 from shoal.errors import ConfigError
-from tests.hub.author import Author
+from tests.env_packages.author import Author
 from tests.sandbox.needs import needs_bubblewrap
 
 FOLDER = Path(__file__).parent / "sabotaged"

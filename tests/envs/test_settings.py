@@ -19,7 +19,7 @@ from shoal.envs.run_settings import limits_of, with_settings
 from shoal.errors import ShoalError
 from shoal.protocol.encoding import from_json, to_json
 from shoal.protocol.messages import EnvSpec, Sampling
-from tests.policy.templates import ADD, renderer_of, spell
+from tests.models.templates import ADD, renderer_of, spell
 
 EXAMPLES = ({"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"})
 

@@ -22,7 +22,7 @@ from shoal.protocol.encoding import from_json, to_json
 from shoal.protocol.messages import EnvSpec, Sampling
 from shoal.protocol.reward_shaping import LengthTarget, OverlongPenalty, RepetitionPenalty, Shaping
 from tests.envs import pile
-from tests.policy.templates import renderer_of, spell
+from tests.models.templates import renderer_of, spell
 
 SAMPLING = Sampling(1.0, 32, 200)
 LENGTH = LengthTarget((4, 8), weight=0.01, say=" use {target}.")

@@ -34,8 +34,8 @@ from shoal.protocol import messages as t
 from shoal.protocol.encoding import digest
 from shoal.roles.validator import Validator
 from tests.attacks.validators import Hangman
-from tests.ledger.world import World
-from tests.roles.town import Town, tiny_run
+from tests.ledger.ledger_fixture import World
+from tests.roles.in_memory_run import Town, tiny_run
 
 DAY_S = 24 * 3600.0
 

@@ -21,7 +21,7 @@ from shoal.ledger.registry import KINDS
 from shoal.ledger.state import state_hash
 from shoal.protocol.encoding import to_json
 from tests.golden.record import facts_of
-from tests.ledger.world import without_links
+from tests.ledger.ledger_fixture import without_links
 
 FOLDER = Path(__file__).parent / "logs"
 LOGS = sorted(path.stem for path in FOLDER.glob("*.json"))

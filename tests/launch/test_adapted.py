@@ -12,7 +12,7 @@ from shoal.run_folder import RunFolder
 from shoal.weights.base_model import base_root
 from shoal.weights.manifest import weights_root
 from tests.launch.test_join import SHOAL, begin, said
-from tests.launch.test_local import RUN_FILE, STEPS
+from tests.launch.test_supervisor import RUN_FILE, STEPS
 
 ADAPTED = RUN_FILE.replace("[[envs]]", "[policy.adapter]\nrank = 4\n\n[[envs]]", 1)
 

@@ -29,9 +29,9 @@ from shoal.protocol.rollout_validation import ROOM_REMEDY
 from shoal.protocol.task_draws import TaskList
 from shoal.run_folder import RunFolder
 from shoal.watch.no_gain import LearningSetup, diagnose
-from tests.launch.test_fits import RECIPES
+from tests.launch.test_memory_plan import RECIPES
+from tests.ledger.ledger_fixture import World
 from tests.ledger.test_no_signal import JUDGES, LONG, WORKER, serve_void, world_of
-from tests.ledger.world import World
 
 SMALL = RunConfig(name="r", steps=100, envs=(EnvConfig("words"),), train=TrainConfig(lr=6e-4))
 

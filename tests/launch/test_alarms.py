@@ -24,9 +24,9 @@ from shoal.net.client import PeerRefused
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol.messages import AdminRequest, Measured, Status
 from shoal.run_folder import RunFolder
-from tests.ledger.world import World
+from tests.ledger.ledger_fixture import World
 from tests.monitors.series import honest_lines
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 WORKER = "a" * 64
 FALLS = [line | ({"log_ratio_abs_mean_nats": 0.9} if line["step"] >= 10 else {}) for line in honest_lines(1, 20)]

@@ -15,7 +15,7 @@ from shoal.errors import StateError
 from shoal.launch.preflight import demand_computable
 from shoal.run_folder import RunFolder
 from tests.engine.architectures import write_any
-from tests.launch.test_local import RUN_FILE, STEPS
+from tests.launch.test_supervisor import RUN_FILE, STEPS
 
 GPT2_FILE = RUN_FILE.replace(STEPS, "steps = 3").replace(
     RUN_FILE[RUN_FILE.index("[policy.tiny]") : RUN_FILE.index("[[envs]]")],

@@ -27,7 +27,7 @@ from shoal.protocol import messages as t
 from shoal.roles.coordinator.status import Board
 from shoal.roles.node.activity import Judged
 from shoal.terminal import brief
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 from tests.watch.hostile import HOSTILE
 
 TEXTS = [

@@ -32,7 +32,7 @@ from shoal.net.key_files import load_or_make_key
 from shoal.net.process import living_pid, port_of_last_start, port_of_living, tell_address
 from shoal.protocol import messages as t
 from shoal.run_folder import RunFolder, is_locked, write_atomically
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 RUN = Path("runs/wordle")
 

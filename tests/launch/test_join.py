@@ -18,7 +18,7 @@ import pytest
 from shoal.config import load_run
 from shoal.protocol.messages import NodeState
 from shoal.run_folder import RunFolder
-from tests.launch.test_local import RUN_FILE
+from tests.launch.test_supervisor import RUN_FILE
 from tests.net.forward_proxy import forward_proxy
 
 SHOAL = [sys.executable, "-m", "shoal"]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from shoal.metrics import read_metrics
-from tests.launch.test_local import RUN_FILE
+from tests.launch.test_supervisor import RUN_FILE
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,10 +12,10 @@ from shoal.env_packages.publish import Pushed, push
 from shoal.env_packages.registry import FolderRegistry
 from shoal.net.key_files import save_key
 from shoal.protocol.signing import Key
-from tests.hub.author import attest
-from tests.hub.wheels import lock_of, make_wheel
+from tests.env_packages.author import attest
+from tests.env_packages.wheels import lock_of, make_wheel
 from tests.launch.test_join import SHOAL, begin, said
-from tests.launch.test_local import RUN_FILE
+from tests.launch.test_supervisor import RUN_FILE
 from tests.sandbox.needs import needs_bubblewrap
 
 pytestmark = needs_bubblewrap

@@ -5,7 +5,7 @@ import sys
 import threading
 from pathlib import Path
 
-from tests.launch.test_local import RUN_FILE, wait_for
+from tests.launch.test_supervisor import RUN_FILE, wait_for
 from tests.roles.test_no_signal import ALWAYS_HALF
 
 

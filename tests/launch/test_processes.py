@@ -11,13 +11,13 @@ import psutil
 import pytest
 
 from shoal.roles.trainer import processes
-from tests.launch import test_local
-from tests.launch.test_local import RUN_FILE, processes_in, wait_for
+from tests.launch import test_supervisor
+from tests.launch.test_supervisor import RUN_FILE, processes_in, wait_for
 
 STEPS = 12
 
 DIVIDED = (
-    RUN_FILE.replace(test_local.STEPS, f"steps = {STEPS}")
+    RUN_FILE.replace(test_supervisor.STEPS, f"steps = {STEPS}")
     .replace("cheating = 1", "")
     .replace("episodes = 32", "episodes = 0")
     .replace("batch_groups = 4", "batch_groups = 4\nmax_staleness = 0")

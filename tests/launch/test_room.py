@@ -23,7 +23,7 @@ from shoal.models.random_model import make_tiny, tiny_spec
 from shoal.plan.sizes import spec_of
 from shoal.run_folder import RunFolder
 from shoal.train.learner import Learner
-from tests.launch.test_fits import LARGE, RECIPES, has_free
+from tests.launch.test_memory_plan import LARGE, RECIPES, has_free
 
 ON_GPU = [f"{section}.device=cuda" for section in ("train", "workers", "validators")]
 OPEN = "train.microbatch_tokens=0"

@@ -14,7 +14,7 @@ from shoal.launch.admin import make_publisher, take_root
 from shoal.net.key_files import load_key, load_or_make_key
 from shoal.run_folder import RunFolder
 from tests.launch.test_join import SHOAL, begin, said
-from tests.launch.test_local import RUN_FILE
+from tests.launch.test_supervisor import RUN_FILE
 
 
 def shoal(folder: Path, *args: str) -> "subprocess.CompletedProcess[str]":

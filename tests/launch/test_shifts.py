@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launch.test_local import RUN_FILE
+from tests.launch.test_supervisor import RUN_FILE
 
 CHANGES = (
     "steps=6", "rollouts.max_staleness=0", "train.lr=0.001", "workers.count=2", "workers.cheating=0",

@@ -12,7 +12,7 @@ from shoal.ledger.verdict_tally import weigh
 from shoal.protocol.algorithm_config import Cispo, Composition, Grpo, Vine
 from shoal.protocol.audit_selection import REPLAY, influence, must_audit
 from shoal.protocol.messages import GroupVerdict
-from tests.ledger.world import World
+from tests.ledger.ledger_fixture import World
 
 
 def verdict(*outcomes, rewards=(0.0, 1.0)):

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.ledger.constants import LAW
 from shoal.ledger.log.check import redecide
-from tests.ledger.choosing import HONEST, PLANS, Plan, stage_of
+from tests.ledger.sim_choosy_workers import HONEST, PLANS, Plan, stage_of
 
 HOLD, FRIENDS, STOP = PLANS[0], PLANS[-3], PLANS[-1]
 QUICK = {(HOLD, 1), (HOLD, 2), (PLANS[2], 1), (FRIENDS, 2), (STOP, 1)}

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from shoal.protocol.messages import Bounds
-from tests.ledger.world import World
+from tests.ledger.ledger_fixture import World
 
 WORKER = "a" * 64
 JUDGES = ("d" * 64, "e" * 64, "f" * 64)

@@ -12,7 +12,7 @@ from shoal.protocol.algorithm_config import Composition, Vine
 from shoal.protocol.branching import FIRST_BLOCK, continued_slot, is_continued
 from shoal.protocol.constants import CONTINUATIONS, EPISODES
 from shoal.protocol.messages import EnvSpec, GroupVerdict, Verdict
-from tests.ledger.world import VALIDATOR, World
+from tests.ledger.ledger_fixture import VALIDATOR, World
 
 ALICE, BOB, CAROL = "a" * 64, "b" * 64, "c" * 64
 VINE = Composition(credit=Vine(continuations=2, every=2, most=2))

@@ -11,7 +11,7 @@ from shoal.ledger.errors import Refused, Wait
 from shoal.ledger.log.writer import checked_entry
 from shoal.ledger.registry import apply
 from shoal.ledger.state import State, state_hash
-from tests.ledger.world import World
+from tests.ledger.ledger_fixture import World
 
 OF_A_STREAM = (batch_selection.supply, batch_selection.in_flight, batch_selection.groups_wanted)
 OF_A_RUN = (lease_granting._workers, lease_granting._num_good_workers)

@@ -7,7 +7,7 @@ from shoal.ledger.constants import LAW
 from shoal.ledger.leases import LeaseLapsed
 from shoal.ledger.members import NodeRestored
 from shoal.ledger.verdicts import Decision, Rechecked
-from tests.ledger.world import World
+from tests.ledger.ledger_fixture import World
 
 WORKER, OTHER = "b" * 64, "a" * 64
 JUDGES = ("d" * 64, "e" * 64, "f" * 64)

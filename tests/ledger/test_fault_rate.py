@@ -18,7 +18,7 @@ from shoal.protocol.algorithm_config import Composition
 from shoal.protocol.messages import EnvSpec, Faults, GroupVerdict, Verdict
 from shoal.roles.coordinator.status import batch_of
 from shoal.verification.verdict_diff import differences
-from tests.ledger.world import VALIDATOR, World
+from tests.ledger.ledger_fixture import VALIDATOR, World
 
 WORKER, SECOND, THIRD = "a" * 64, "b" * 64, "c" * 64
 WORDS, SUMS = EnvSpec("words", "d" * 64, 100, 1.0, {}), EnvSpec("sums", "e" * 64, 100, 1.0, {})

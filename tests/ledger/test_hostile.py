@@ -25,7 +25,7 @@ from shoal.protocol.encoding import digest
 from shoal.protocol.message_sizes import most_lease_blocks
 from shoal.protocol.messages import GroupVerdict, Join, Verdict
 from shoal.verification.verify import AUDIT, MODEL_FREE
-from tests.ledger.world import TRAINER, World
+from tests.ledger.ledger_fixture import TRAINER, World
 
 WORKER = "a" * 64
 JUDGES = ("d" * 64, "e" * 64, "f" * 64)

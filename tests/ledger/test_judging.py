@@ -16,7 +16,7 @@ from shoal.ledger.state import state_hash
 from shoal.ledger.verdict_decisions import to_judge
 from shoal.protocol.audit_selection import REPLAY
 from shoal.protocol.messages import Bounds
-from tests.ledger.world import World
+from tests.ledger.ledger_fixture import World
 
 WORKER = "a" * 64
 JUDGES = ("d" * 64, "e" * 64, "f" * 64)

@@ -9,7 +9,7 @@ from shoal.ledger.records import TurnsRecord
 from shoal.ledger.state import state_hash
 from shoal.ledger.validator_turns import silent
 from shoal.ledger.verdict_decisions import to_judge
-from tests.ledger.world import World
+from tests.ledger.ledger_fixture import World
 
 WORKER = "a" * 64
 SILENT, QUICK, THIRD = JUDGES = ("d" * 64, "e" * 64, "f" * 64)

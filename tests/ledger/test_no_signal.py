@@ -10,7 +10,7 @@ from shoal.ledger.run import RulesChanged
 from shoal.ledger.state import state_hash
 from shoal.protocol.messages import Faults
 from shoal.verification.verify import STOPPED
-from tests.ledger.world import World
+from tests.ledger.ledger_fixture import World
 
 WORKER = "a" * 64
 FLAT, ALSO_FLAT = (0.0,) * 4, (1.0,) * 4

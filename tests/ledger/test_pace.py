@@ -6,8 +6,8 @@ from shoal.ledger.commands import AskLease
 from shoal.ledger.constants import LAW
 from shoal.ledger.errors import Wait
 from shoal.ledger.lease_sizing import usual_pace_s
+from tests.ledger.ledger_fixture import World
 from tests.ledger.test_reassign import ask, later
-from tests.ledger.world import World
 
 A, B = "a" * 64, "b" * 64
 LEASE_S = 120.0

@@ -17,7 +17,7 @@ from shoal.ledger.records import StopsRecord
 from shoal.ledger.registry import apply, make_entry
 from shoal.ledger.run import RulesChanged
 from shoal.ledger.state import state_hash
-from tests.ledger.world import VALIDATOR, World
+from tests.ledger.ledger_fixture import VALIDATOR, World
 
 A, B, C, D, E, STRANGER, OTHER = (letter * 64 for letter in "abcde78")
 JUDGES = (VALIDATOR, "w" * 64, "x" * 64)

@@ -8,7 +8,7 @@ from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.log.writer import Book
 from shoal.ledger.members import NodeJoined
 from shoal.protocol.messages import Join
-from tests.ledger.world import World
+from tests.ledger.ledger_fixture import World
 
 WORKER = "a" * 64
 

@@ -11,7 +11,7 @@ from shoal.ledger.log.writer import Book
 from shoal.ledger.members import NodeJoined, NodeLeft
 from shoal.ledger.run import RulesChanged
 from shoal.protocol.messages import Join
-from tests.ledger.world import World
+from tests.ledger.ledger_fixture import World
 
 WORKER, OTHER, JUDGES = "a" * 64, "b" * 64, ("1" * 64, "2" * 64, "3" * 64)
 

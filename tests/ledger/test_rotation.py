@@ -15,7 +15,7 @@ from shoal.protocol.encoding import digest
 from shoal.protocol.host_signatures import sign_rotation
 from shoal.protocol.messages import Rotation
 from shoal.protocol.signing import Key
-from tests.ledger.world import TRAINER, World, without_links
+from tests.ledger.ledger_fixture import TRAINER, World, without_links
 
 ROOT, NEW, NEWER, THIEF = (Key(bytes([n]) * 32) for n in range(11, 15))
 

@@ -19,7 +19,7 @@ from shoal.ledger.versions import LinkRevealed
 from shoal.protocol.algorithm_config import Grpo
 from shoal.protocol.encoding import digest
 from shoal.protocol.messages import GroupVerdict, Join, Receipt, Verdict
-from tests.ledger.world import TRAINER, VALIDATOR, World, rules
+from tests.ledger.ledger_fixture import TRAINER, VALIDATOR, World, rules
 
 
 @pytest.fixture

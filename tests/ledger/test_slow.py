@@ -4,11 +4,11 @@ import pytest
 
 from shoal.ledger.constants import LAW
 from shoal.ledger.lease_sizing import RECENT_LEASES, usual_pace_s
-from tests.ledger.choosing import SLOW, stage_of
+from tests.ledger.ledger_fixture import World
+from tests.ledger.sim_choosy_workers import SLOW, stage_of
 from tests.ledger.test_pace import LEASE_S, A, B, fill, world_of
 from tests.ledger.test_reassign import C, ask, later
 from tests.ledger.test_reassign import world_of as reassign_world
-from tests.ledger.world import World
 
 
 def hours(**scene):

@@ -18,7 +18,7 @@ from shoal.ledger.registry import apply, make_entry
 from shoal.ledger.state import state_hash
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.messages import EnvSpec
-from tests.ledger.world import World
+from tests.ledger.ledger_fixture import World
 
 SLOW, QUICK, THIRD, FOURTH = WORKERS = tuple(letter * 64 for letter in "abcd")
 

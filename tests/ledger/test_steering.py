@@ -19,7 +19,7 @@ from shoal.protocol.constants import MAX_MEASURED, MIN_LR_FACTOR
 from shoal.protocol.encoding import WireError, from_json, to_json
 from shoal.protocol.messages import AdminRequest, AlarmEvidence, Measured
 from shoal.roles.coordinator.status import batch_of, waiting_for
-from tests.ledger.world import VALIDATOR, World
+from tests.ledger.ledger_fixture import VALIDATOR, World
 
 WORKER = "a" * 64
 FALL = AlarmEvidence("collapse", 12, 15, (Measured("reward_all_mean", 0.1, 0.35),))

@@ -8,7 +8,7 @@ from shoal.ledger.errors import Refused
 from shoal.ledger.verdict_tally import weigh
 from shoal.protocol.algorithm_config import Composition, Steps, Turns
 from shoal.protocol.messages import GroupVerdict, StepReward
-from tests.ledger.world import World
+from tests.ledger.ledger_fixture import World
 
 S = StepReward
 TURNS = Composition(credit=Turns(most=2))

@@ -16,7 +16,7 @@ from shoal.ledger.log.writer import Book
 from shoal.ledger.state import state_hash
 from shoal.ledger.verdict_decisions import to_judge
 from shoal.protocol.messages import Join
-from tests.ledger.world import World
+from tests.ledger.ledger_fixture import World
 
 WORKERS = tuple(letter * 64 for letter in "abcd")
 JUDGES = tuple(digit * 64 for digit in "123")

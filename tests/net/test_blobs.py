@@ -14,8 +14,8 @@ from shoal.net.blobs import FolderBlobs
 from shoal.net.connection_limits import Limits
 from shoal.protocol import encoding
 from shoal.protocol.encoding import is_digest
+from tests.low_memory import no_more_files
 from tests.net.wires import request, run, serving, wires
-from tests.scarce import no_more_files
 
 DATA = b"some bytes" * 100
 

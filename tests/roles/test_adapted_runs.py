@@ -35,9 +35,9 @@ from shoal.weights.base_model import base_root, demand_same_base
 from shoal.weights.fetch import fetch
 from shoal.weights.fetch.chunks import Wanted, prepare
 from shoal.weights.manifest import ManifestError, chunks_of, open_manifest, sign_manifest, weights_root
-from tests.policy.hub_server import COMMIT, fake_hub
-from tests.roles.test_saving import Killed
-from tests.roles.town import TINY, Town, tiny_run
+from tests.models.hub_server import COMMIT, fake_hub
+from tests.roles.in_memory_run import TINY, Town, tiny_run
+from tests.roles.test_trainer_state import Killed
 
 ADAPTER = {"policy": {"tiny": TINY["policy"]["tiny"], "adapter": {"rank": 2, "alpha": 8.0}}, "train": {"lr": 3e-2}}
 

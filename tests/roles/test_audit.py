@@ -47,7 +47,7 @@ from shoal.roles.auditor.source import FolderRun, UrlRun
 from shoal.roles.auditor.verify_log import audit_folder, replay_log
 from shoal.weights.fetch import fetch
 from tests.roles.forgery import bodies, forged
-from tests.roles.town import URL, Town, tiny_run
+from tests.roles.in_memory_run import URL, Town, tiny_run
 
 ALL = Choice()
 

@@ -28,9 +28,9 @@ from shoal.weights import base_model
 from shoal.weights.base_model import base_root
 from shoal.weights.fetch import fetch
 from shoal.weights.manifest import weights_root
-from tests.policy.hub_server import fake_hub
-from tests.roles.test_saving import Killed
-from tests.roles.town import Town, tiny_run
+from tests.models.hub_server import fake_hub
+from tests.roles.in_memory_run import Town, tiny_run
+from tests.roles.test_trainer_state import Killed
 
 SHAPE = {"width": 64, "layers": 2, "heads": 2, "kv_heads": 1, "mlp_width": 128, "max_positions": 64}
 ADAPTER = {"rank": 2, "alpha": 8.0, "base": "nf4"}

@@ -15,7 +15,7 @@ from shoal.protocol.encoding import from_msgpack
 from shoal.roles.auditor.recompute import AGREE, Choice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
 from tests.envs import musing, pile, rivals
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import one_file

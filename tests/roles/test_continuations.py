@@ -27,10 +27,10 @@ from shoal.roles.validator import Validator
 from shoal.roles.worker.continuations import parents_of
 from shoal.roles.worker.worker import TooOld, Worker
 from tests.envs import rivals
-from tests.ledger.world import rules
+from tests.ledger.ledger_fixture import rules
 from tests.roles.forgery import forged
-from tests.roles.test_seat import refusal, saying
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
+from tests.roles.test_session import refusal, saying
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import one_file

@@ -32,8 +32,8 @@ from shoal.roles.coordinator.versions import admit_trainer, put_chunk, signed_ma
 from shoal.run_folder import RunFolder
 from shoal.tree import to_tree
 from shoal.weights.manifest import open_manifest, sign_manifest
-from tests.ledger.world import World
-from tests.roles.town import URL, Town, tiny_run
+from tests.ledger.ledger_fixture import World
+from tests.roles.in_memory_run import URL, Town, tiny_run
 
 
 @pytest.fixture

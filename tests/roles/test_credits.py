@@ -24,7 +24,7 @@ from shoal.roles.auditor import credits as accounts
 from shoal.roles.auditor import source, verify_log
 from shoal.roles.auditor.evidence import is_due
 from shoal.verification.encode_submission import commit
-from tests.roles.town import URL, Town, tiny_run
+from tests.roles.in_memory_run import URL, Town, tiny_run
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from shoal.ledger.batches import GroupAccepted
 from shoal.metrics import read_metrics
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import one_file

@@ -12,7 +12,7 @@ from shoal.errors import StateError
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.log.writer import Book
 from shoal.net.key_files import load_or_make_key
-from tests.ledger.world import World
+from tests.ledger.ledger_fixture import World
 
 WORKER = "a" * 64
 READERS = (["ledger", "verify"], ["ledger", "show", "--kind", "credit"], ["credits"], ["audit", "--all"])

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.engine.native import LocalEngine
 from shoal.metrics import read_metrics
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import one_file

@@ -22,7 +22,7 @@ from shoal.roles.node import session
 from shoal.roles.node.engine_loader import demand_engine_fits
 from shoal.roles.worker.worker import Worker
 from shoal.tree import to_tree
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 PAIR, VLLM = "vllm:float32/float32", "shoal-vllm/0.32.0-processor"
 

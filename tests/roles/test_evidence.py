@@ -37,8 +37,8 @@ from shoal.roles.worker.worker import Worker
 from shoal.weights.manifest import content_of, sign_manifest
 from shoal.weights.publish import publish
 from tests.roles.forgery import bodies, forged
+from tests.roles.in_memory_run import URL, Town, tiny_run
 from tests.roles.test_audit import judged_anew
-from tests.roles.town import URL, Town, tiny_run
 
 
 class Lies(httpx.AsyncBaseTransport):

@@ -24,7 +24,7 @@ from shoal.roles.coordinator.status import Board, batch_of
 from shoal.roles.coordinator.verdicts import MAX_REPORTED, _demand_recorded_faults, _is_new
 from shoal.roles.node.session import SOONEST_S
 from tests.envs import brittle
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import one_file

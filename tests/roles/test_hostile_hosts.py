@@ -14,8 +14,8 @@ from shoal.roles.worker.remote_env import AHEAD, Hands, Table, play_blocks
 from shoal.verification.checks import format
 from tests.envs import silent
 from tests.envs.conftest import FakeEngine
-from tests.roles.test_completions import ids
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
+from tests.roles.test_remote_env import ids
 
 SAMPLING = t.Sampling(temperature=1.0, max_turn_tokens=3, max_tokens=12, max_rollout_tokens=20)
 STOP, VOCABULARY, SIZE = 2, 16, 2

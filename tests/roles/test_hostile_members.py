@@ -31,8 +31,8 @@ from shoal.roles.coordinator.versions import put_chunk, take_checkpoint
 from shoal.roles.validator import Validator
 from shoal.roles.worker.worker import TooOld, Worker
 from shoal.weights.manifest import sign_manifest
+from tests.roles.in_memory_run import Town, tiny_run
 from tests.roles.test_replays import Night
-from tests.roles.town import Town, tiny_run
 
 NAMES = ["[" * 60, "]" * 30 + "[" * 30, "{" * MAX_FACT_CHARS, '"\\', "[/x] \N{SNOWMAN}"]
 

@@ -16,7 +16,7 @@ from shoal.roles.auditor.source import FolderRun
 from shoal.roles.auditor.verify_log import audit_folder
 from shoal.roles.coordinator.status import Board
 from tests.roles.forgery import bodies
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 HOUR_S = 3600.0
 

@@ -7,8 +7,8 @@ import pytest
 
 from shoal.env_packages.registry import FolderRegistry, archive_path, catalogue_path
 from shoal.net.client import Client
-from tests.hub.author import Author
-from tests.roles.town import URL, Town, tiny_run
+from tests.env_packages.author import Author
+from tests.roles.in_memory_run import URL, Town, tiny_run
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from shoal.errors import ConfigError
 from shoal.models.checkpoint import load_policy, tensors_of
 from shoal.models.int8 import dequantised, quantised
 from shoal.weights.manifest import is_whole
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import one_file

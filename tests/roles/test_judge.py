@@ -19,7 +19,7 @@ from shoal.models.transformer import Transformer
 from shoal.models.value_head import begin_valued, save_valued
 from shoal.roles.trainer.models import open_judge
 from shoal.run_folder import RunFolder
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import one_file

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.errors import StateError
 from shoal.roles.trainer.publish import copy_checkpoint
-from tests.scarce import full_disk
+from tests.low_memory import full_disk
 
 
 def test_a_full_disk_is_named_when_a_checkpoint_is_kept(tmp_path, monkeypatch):

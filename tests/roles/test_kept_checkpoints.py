@@ -9,7 +9,7 @@ from shoal.launch.summary import UsageBook, write_summary
 from shoal.ledger.commands import Admin
 from shoal.models.checkpoint import tensors_of
 from shoal.roles.trainer import publish
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 RUN = tiny_run(steps=2, storage={"checkpoint_every": 1})
 

@@ -14,8 +14,8 @@ from shoal.roles.node.engine_loader import Loaded
 from shoal.roles.node.session import Seat
 from shoal.weights.delta import tensor_codes
 from shoal.weights.manifest import weights_root
-from tests.engine.test_inplace import is_torn, none_is_too_small, rollouts, same, versions  # noqa: F401
-from tests.roles.town import Town, tiny_run
+from tests.engine.test_hot_swap import is_torn, none_is_too_small, rollouts, same, versions  # noqa: F401
+from tests.roles.in_memory_run import Town, tiny_run
 
 SLOW = {"train": {"lr": 1e-6}, "policy": {"dtype": "bfloat16"}}
 """Steps that leave most values as they were."""

@@ -21,7 +21,7 @@ from shoal.roles.trackers.feed import POLL_S, Follower, given_in
 from shoal.roles.trackers.main import _about, follow
 from shoal.roles.trackers.rows import Given, Row, Rows
 from shoal.run_folder import RunFolder
-from tests.roles.town import tiny_run
+from tests.roles.in_memory_run import tiny_run
 
 ROOT = Path(__file__).parents[2]
 

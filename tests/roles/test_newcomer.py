@@ -15,7 +15,7 @@ from shoal.run_folder import RunFolder
 from shoal.weights import publish
 from shoal.weights.manifest import is_whole
 from tests.net.fault_proxy import FaultProxy
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 RATE = 200_000
 """Bytes a second, of each uplink: the newcomer is slow."""

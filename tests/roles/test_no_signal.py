@@ -13,7 +13,7 @@ from shoal.ledger.commands import Admin
 from shoal.ledger.hints import IN_A_NEW_RUN
 from shoal.protocol.rollout_validation import ROOM_REMEDY
 from shoal.roles.coordinator.status import Board, waiting_for
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 ALWAYS_HALF = """
 from shoal.envs.builtin.arithmetic import Arithmetic, environment as sums

@@ -21,7 +21,7 @@ from shoal.protocol.encoding import to_json
 from shoal.protocol.pay_lines import Statement
 from shoal.roles.auditor import source, verify_log
 from tests.golden.test_golden import rows_of, under_version
-from tests.roles.town import URL
+from tests.roles.in_memory_run import URL
 
 
 def folder_of(rows, folder):

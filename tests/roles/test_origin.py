@@ -26,8 +26,8 @@ from shoal.weights.fetch.fetch import fetch
 from shoal.weights.fetch.relay_sources import Relays
 from shoal.weights.fetch.sources import COORDINATOR, ORIGIN, sources_of
 from tests.net.wires import serving
+from tests.roles.in_memory_run import Town, tiny_run
 from tests.roles.test_hostile_members import chunks_of, until
-from tests.roles.town import Town, tiny_run
 
 
 @pytest.fixture(scope="module")

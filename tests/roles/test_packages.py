@@ -25,9 +25,9 @@ from shoal.roles.env_server.env_process import _load
 from shoal.roles.node import memory_limit
 from shoal.roles.node.memory_limit import Memory
 from shoal.roles.node.packages import NoPackages, Volunteered, room_of
-from tests.envs.contained.place import line_of
-from tests.hub.author import Author, attest
-from tests.roles.town import Town, tiny_run
+from tests.env_packages.author import Author, attest
+from tests.envs.isolated.place import line_of
+from tests.roles.in_memory_run import Town, tiny_run
 from tests.sandbox.needs import needs_bubblewrap
 
 pytestmark = needs_bubblewrap

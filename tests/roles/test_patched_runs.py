@@ -17,7 +17,7 @@ from shoal.roles.node.session import Seat
 from shoal.weights.delta.apply import follow
 from shoal.weights.manifest import chunks_of, is_whole, weights_root
 from shoal.weights.publish import FolderSink
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 SLOW = {"train": {"lr": 1e-6}, "policy": {"dtype": "bfloat16"}, "steps": 5}
 """Steps that leave most values as they were."""

@@ -19,7 +19,7 @@ from shoal.roles.coordinator.coordinator import Desk
 from shoal.roles.coordinator.main import open_run
 from shoal.roles.coordinator.status import Board, batch_of
 from tests.roles.forgery import forged
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 ENVS = [
     {"name": "arithmetic", "label": "easy", "args": {"digits": 1, "num_tasks": 4}, "solved": 0.1},

@@ -8,7 +8,7 @@ from shoal.config import ACTIVATION_ERROR, check_run
 from shoal.engine.dishonest import Cheat
 from shoal.errors import ConfigError
 from shoal.roles.coordinator.main import rules_of
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 
 class Negating(Cheat):

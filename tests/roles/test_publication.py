@@ -16,7 +16,7 @@ from shoal.protocol.constants import MANIFEST_LIFETIME_S
 from shoal.protocol.encoding import digest, to_json
 from shoal.roles.coordinator.versions import put_chunk, take_checkpoint
 from shoal.weights.manifest import content_of, sign_manifest
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 ROOT = "a" * 64
 

@@ -11,7 +11,7 @@ from shoal.errors import StateError
 from shoal.metrics import read_metrics
 from shoal.models.random_model import make_tiny
 from shoal.roles.trainer.models import ROOT, demand_same
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import one_file

@@ -36,10 +36,10 @@ from shoal.weights.fetch.relay_sources import Relays, RelaySource, expected, hol
 from shoal.weights.fetch.sources import Passing
 from shoal.weights.manifest import content_of, open_manifest, sign_manifest
 from tests.net.wires import serving
+from tests.roles.in_memory_run import Town, tiny_run
 from tests.roles.test_hostile_members import chunks_of
-from tests.roles.town import Town, tiny_run
 from tests.weights.checkpoints import Chunks, make_checkpoint, published
-from tests.weights.test_follow import Line
+from tests.weights.test_apply_patches import Line
 
 ROOM = 1 << 30
 

@@ -17,7 +17,7 @@ from shoal.roles.coordinator import relays
 from shoal.roles.node.serve_chunks import application
 from shoal.roles.node.share_weights import SharedVersions
 from tests.net.wires import serving
-from tests.roles.town import URL, Town, tiny_run
+from tests.roles.in_memory_run import URL, Town, tiny_run
 
 VICTIM, REDIRECTING, MOVING, INSIDE = "127.0.1.1", "127.0.1.2", "127.0.1.3", "127.0.0.1"
 """127.0.1.x play the part of public addresses."""

@@ -20,7 +20,7 @@ from shoal.roles.coordinator import main, relay_challenges, relays
 from shoal.roles.coordinator.relays import RelayList
 from shoal.roles.node import serve_chunks
 from shoal.weights.fetch.sources import HttpSource
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 from tests.weights.web import head, web_server
 
 RUN = "r" * 32

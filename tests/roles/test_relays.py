@@ -15,7 +15,7 @@ from shoal.protocol.encoding import digest, from_json, to_json
 from shoal.protocol.host_signatures import sign_promise
 from shoal.protocol.signing import Key
 from shoal.roles.worker.worker import Worker
-from tests.roles.town import URL, Town, tiny_run
+from tests.roles.in_memory_run import URL, Town, tiny_run
 
 IMPOSTOR = Key(b"\x09" * 32)
 

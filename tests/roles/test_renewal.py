@@ -8,7 +8,7 @@ import pytest
 from shoal.ledger.commands import Admin
 from shoal.ledger.log.writer import Book
 from shoal.ledger.versions import CheckpointPublished
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 
 class Calendar:

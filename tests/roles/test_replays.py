@@ -22,7 +22,7 @@ from shoal.roles.coordinator.calls import application
 from shoal.roles.coordinator.main import open_run
 from shoal.weights.manifest import sign_manifest
 from tests.net.faults import Fault, FaultyTransport
-from tests.roles.town import URL, Town, _hurry, tiny_run
+from tests.roles.in_memory_run import URL, Town, _hurry, tiny_run
 
 
 class Tape(httpx.AsyncBaseTransport):

@@ -21,7 +21,7 @@ from shoal.roles.coordinator.status import Board
 from shoal.roles.node.publisher_pins import take_publishers
 from shoal.roles.node.session import take_seat
 from shoal.weights.manifest import sign_manifest, signer_of
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 ROOT, NEW, NEWER, THIEF = (Key(bytes([n]) * 32) for n in range(21, 25))
 

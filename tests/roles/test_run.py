@@ -26,7 +26,7 @@ from shoal.roles.coordinator.status import Board, batch_of
 from shoal.roles.node import engine_loader
 from shoal.roles.node.session import Seat
 from tests.envs import musing, pile
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import one_file

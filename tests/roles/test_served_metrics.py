@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from shoal.metrics import MAX_LINE_BYTES, MetricsTail
-from tests.roles.town import URL, Town, tiny_run
+from tests.roles.in_memory_run import URL, Town, tiny_run
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from shoal.roles.auditor.recompute import Choice, examine
 from shoal.roles.coordinator.status import batch_of
 from shoal.watch.reading import open_run
 from tests.roles.forgery import forged
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import one_file

@@ -12,7 +12,7 @@ from shoal.envs.isolated.connection import Gone
 from shoal.ledger.batches import SlotVoid
 from shoal.ledger.leases import LeaseLapsed
 from shoal.verification.verify import STOPPED
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 SOURCE = """
 import contextlib, os, time

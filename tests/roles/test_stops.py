@@ -24,7 +24,7 @@ from shoal.protocol.signing import Key
 from shoal.roles import validator
 from shoal.roles.coordinator import main as coordinator
 from shoal.roles.node import session
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import one_file

@@ -16,7 +16,7 @@ from shoal.ledger.run import RunCreated
 from shoal.protocol.encoding import to_json
 from shoal.protocol.task_draws import TaskList
 from shoal.roles.coordinator.main import open_run
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import one_file

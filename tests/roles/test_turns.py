@@ -24,7 +24,7 @@ from shoal.roles.coordinator.status import Board
 from shoal.roles.env_server import server
 from shoal.roles.env_server import server as stage_role
 from shoal.verification.encode_submission import commit
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 HOSTED = [{"name": "arithmetic", "kind": "completions"}]
 LIMIT = 1 << 20

@@ -18,7 +18,7 @@ from shoal.protocol.encoding import digest, from_json, from_msgpack, to_msgpack
 from shoal.protocol.signing import Key, RequestLine, sign_request
 from shoal.verification.encode_submission import commit
 from tests.net.wires import request, run, serving, wires
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 WORKER, OTHER = Key(b"\x01" * 32), Key(b"\x02" * 32)
 

@@ -18,7 +18,7 @@ from shoal.roles.coordinator.status import Board
 from shoal.roles.coordinator.verdicts import _why_skipped, next_check, take_verdict
 from shoal.roles.validator import Validator
 from tests.attacks.validators import Hangman, Idler
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 HURRIED = Law(turn_s=0.5, recheck_rate=1.0)
 """Short turns and a recheck of every submission, so that a short run has what else only a long one has."""

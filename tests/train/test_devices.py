@@ -7,7 +7,7 @@ import torch
 from shoal.config import TrainConfig
 from shoal.protocol.algorithm_config import Grpo
 from shoal.train.learner import Learner
-from tests.one_device import values_are_zeros
+from tests.fake_device import values_are_zeros
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ import torch
 from shoal.config import TrainConfig
 from shoal.models.cpu_offload import storages_in
 from shoal.train.learner import Learner
-from tests.one_device import values_are_zeros
-from tests.policy.test_parking import all_on
+from tests.fake_device import values_are_zeros
+from tests.models.test_cpu_offload import all_on
 from tests.train.test_devices import update_in_place  # noqa: F401
 
 LAYOUTS = [{}, {"moments": "8bit"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "moments": "8bit"}]

@@ -15,7 +15,7 @@ from shoal.errors import StateError
 from shoal.protocol.algorithm_config import Grpo
 from shoal.train.checkpoint import load_state, save_state
 from shoal.train.learner import Learner, LearnerState
-from tests.scarce import full_disk
+from tests.low_memory import full_disk
 
 CONFIG = TrainConfig(lr=1e-2, schedule="cosine", warmup_steps=2, weight_decay=0.1, algorithm=Grpo(entropy_bonus=0.01))
 

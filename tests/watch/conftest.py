@@ -8,7 +8,7 @@ import sqlite3
 
 import pytest
 
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 from tests.watch.hostile import hostile_shelf
 
 

@@ -14,7 +14,7 @@ from shoal.watch.event_text import sentence_of
 from shoal.watch.index import Builder, Look
 from shoal.watch.page import Shelf, page_app
 from shoal.watch.reading import open_run
-from tests.ledger.world import World
+from tests.ledger.ledger_fixture import World
 
 WORKER = "a" * 64
 FALL = AlarmEvidence("collapse", 12, 15, (Measured("reward_all_mean", 0.1, 0.35), Measured("<b>entropy", 0.2, 0.5)))

@@ -17,7 +17,7 @@ from shoal.net.process import port_of_living
 from shoal.roles.coordinator.calls import application
 from shoal.roles.coordinator.main import open_run
 from shoal.run_folder import RunFolder
-from tests.roles.town import tiny_run
+from tests.roles.in_memory_run import tiny_run
 
 BROWSER = {"accept": "text/html,*/*;q=0.8"}
 

@@ -25,7 +25,7 @@ from shoal.watch.index.metrics import MetricsIndex
 from shoal.watch.index.schema import NAMES, SIDECARS, open_to_read, open_to_write
 from shoal.watch.reading import Reading, Replaced, open_run
 from shoal.watch.tables import rows_of
-from tests.roles.town import URL
+from tests.roles.in_memory_run import URL
 from tests.watch.test_reading import append, grown, other
 
 

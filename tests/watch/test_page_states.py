@@ -24,7 +24,7 @@ from shoal.watch.reading import open_run
 from shoal.watch.report.html import report_of
 from tests.envs import brittle
 from tests.ledger.test_no_signal import JUDGES, LONG, WORKER, serve_void, world_of
-from tests.roles.town import Town, tiny_run
+from tests.roles.in_memory_run import Town, tiny_run
 
 TOKEN = "t" * 43
 

@@ -33,7 +33,7 @@ from shoal.run_folder import RunFolder
 from shoal.sandbox.bubblewrap import unreadable
 from shoal.watch.reading import Replaced, open_run
 from shoal.watch.reading.env_replay import open_envs
-from tests.roles.town import URL
+from tests.roles.in_memory_run import URL
 
 
 def at_url(town):

@@ -19,7 +19,7 @@ from shoal.weights.fetch.fetch import fetch
 from shoal.weights.manifest import ManifestError, open_manifest, weights_root
 from tests.weights.checkpoints import CHUNK_BYTES, KEY, NOW, RUN, Chunks
 from tests.weights.repository import signed
-from tests.weights.test_follow import Line
+from tests.weights.test_apply_patches import Line
 
 FLIP, CUT, REORDER = "flip", "cut", "reorder"
 

@@ -1,0 +1,341 @@
+"""Taking a seat in a run: a node refuses a run that it does not support, in one line and before it joins."""
+
+import asyncio
+import errno
+import os
+import time
+
+import httpx
+import msgspec
+import pytest
+
+from shoal.engine.native import LocalEngine
+from shoal.errors import PeerError, Superseded
+from shoal.launch.supervisor import LOOK_EVERY_S
+from shoal.ledger.commands import Admin
+from shoal.ledger.leases import LeaseLapsed
+from shoal.protocol.constants import MAX_GROUP_ROLLOUTS, MAX_LEASE_BLOCKS, MAX_ROLLOUT_TOKENS
+from shoal.protocol.encoding import from_json, to_json
+from shoal.protocol.messages import Block, Join, Lease, Sampling, Slot
+from shoal.roles.coordinator import coordinator
+from shoal.roles.coordinator.status import Board
+from shoal.roles.node import evidence, session
+from shoal.roles.node.lease_client import demand_sound
+from shoal.roles.node.session import take_seat
+from shoal.roles.worker.worker import LATE
+from shoal.weights.fetch import transfer
+from shoal.weights.fetch.chunks import Part
+from tests.roles.forgery import bodies
+from tests.roles.in_memory_run import Town, tiny_run
+
+ROLES = ("worker", "validator")
+
+
+def refusal(town, role):
+    """The one line with which a role refuses the town's run; it did not join."""
+    node = town.worker("worker") if role == "worker" else town.validator()
+    with pytest.raises(PeerError) as raised:
+        asyncio.run(asyncio.wait_for(node.run(), 30.0))
+    assert "\n" not in str(raised.value) and not town.desk.state.members
+    return str(raised.value)
+
+
+def saying(town, monkeypatch, **changes):
+    """The town, with these changes to what its run says of itself."""
+    info = Board.info
+    monkeypatch.setattr(Board, "info", lambda board: msgspec.structs.replace(info(board), **changes))
+    return town
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("key", ["protocol", "rules_version"])
+def test_the_versions_of_a_run_are_read_before_rules_that_a_node_cannot_read(tmp_path, monkeypatch, role, key):
+    town = Town(tmp_path / "run", tiny_run())
+    info = Board(town.desk).info()
+    later = msgspec.structs.replace(info.rules, proofs="later", algorithm=Later())
+    town = saying(town, monkeypatch, rules=later, **{key: 7})
+    theirs = {"protocol": "version 7 of the protocol and 1", "rules_version": "version 1 of the protocol and 7"}[key]
+    ours = "version 1 of the protocol and 1 of the rules"
+    assert f"the run follows {theirs} of the rules, this shoal {ours}: install" in refusal(town, role)
+
+
+class Replaced(httpx.AsyncBaseTransport):
+    """Another web server answers the first calls in the host's place."""
+
+    def __init__(self, host, times):
+        self.host, self.times = host, times
+
+    async def handle_async_request(self, request):
+        self.times -= 1
+        return (
+            httpx.Response(404, stream=httpx.ByteStream(b""))
+            if self.times >= 0
+            else await self.host.handle_async_request(request)
+        )
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_node_that_starts_again_waits_out_another_program_where_it_joined_before(tmp_path, role):
+    town = Town(tmp_path / "run", tiny_run())
+    home, key_file = town.folder.nodes / role, town.folder.keys / "validator-0.key"
+
+    async def join(times):
+        client, said = town.client(key_file), []
+        client._http._transport = Replaced(client.transport, times)
+        client._on_wait, client._monotonic = said.append, iter(range(0, 1000, 9)).__next__
+        async with client:
+            await take_seat(client, role, "one", home, lambda dtype: LocalEngine(1, dtype), True)
+        return said
+
+    with pytest.raises(PeerError, match="is not a shoal node"):
+        asyncio.run(join(3))
+    assert asyncio.run(join(0)) == []
+    assert "another program answers there now, with HTTP 404" in asyncio.run(join(3))[0]
+    (home / "evidence" / town.desk.state.run / "url").write_text("http://elsewhere")
+    with pytest.raises(PeerError, match="is not a shoal node"):
+        asyncio.run(join(3))
+
+
+def test_a_validator_that_is_not_admitted_asks_more_often_than_a_host_looks_whether_its_run_has_ended():
+    assert 2 * session.ADMISSION_POLL_S <= LOOK_EVERY_S
+
+
+def test_a_validator_that_was_admitted_says_so_at_once(tmp_path, monkeypatch):
+    town, said = Town(tmp_path / "run", tiny_run()), []
+    monkeypatch.setattr(session, "ADMISSION_POLL_S", 0.0)
+
+    async def story():
+        async with town.client(tmp_path / "guest.key") as client:
+            client.run = town.desk.state.run
+
+            def now(words):
+                said.append(words)
+                town.desk.book.write(Admin("admit", client.key.public, town.clock()), town.clock())
+
+            await session.join_run(client, Join("validator", "guest", 0.0, "test", "float32", "cpu"), now)
+
+    asyncio.run(story())
+    assert said == ["waiting: the host has not admitted this validator's key", "admitted: asking for work"]
+
+
+class Later(msgspec.Struct, tag="later", tag_field="name"):
+    """An algorithm that this version does not know."""
+
+
+LEASE = Lease("1", "w", 0, (Block(0, (Slot(0, "00" * 32, "easy", 0),)),), Sampling(1.0, 8, 64), 0.0, 1.0)
+
+
+def test_a_lease_of_episodes_has_the_bytes_that_it_had_before_there_were_kinds():
+    assert to_json(LEASE) == (
+        b'{"id":"1","worker":"w","version":0,"blocks":[{"index":0,"slots":[{"slot":0,"seed":"' + b"00" * 32 +
+        b'","env":"easy","task":0}]}],"sampling":{"temperature":1.0,"max_turn_tokens":8,"max_tokens":64},'
+        b'"issued":0.0,"deadline":1.0}'
+    )  # fmt: skip
+    assert from_json(to_json(LEASE), Lease).blocks[0].kind == "episodes"
+
+
+def of_another_kind(lease):
+    blocks = tuple(msgspec.structs.replace(block, kind="preferences") for block in lease.blocks)
+    return msgspec.structs.replace(lease, blocks=blocks)
+
+
+def test_a_kind_that_is_not_the_default_is_sent():
+    assert from_json(to_json(of_another_kind(LEASE)), Lease).blocks[0].kind == "preferences"
+
+
+def test_a_worker_gives_back_a_lease_of_a_kind_that_it_does_not_know(tmp_path, monkeypatch):
+    town, lease_of = Town(tmp_path / "run", tiny_run()), coordinator.lease_of
+    monkeypatch.setattr(coordinator, "lease_of", lambda *args: of_another_kind(lease_of(*args)))
+
+    async def story():
+        trainer = asyncio.create_task(town.trainer().run())
+        try:
+            with pytest.raises(
+                PeerError, match="the lease holds preferences, but this version of shoal knows only episodes"
+            ):
+                await asyncio.wait_for(town.worker("worker").run(), 30.0)
+        finally:
+            trainer.cancel()
+
+    asyncio.run(story())
+    lapses = [entry.body.cause for entry in town.audit().entries if isinstance(entry.body, LeaseLapsed)]
+    assert lapses == ["returned"] and not town.desk.state.submissions
+
+
+def test_a_validator_judges_no_lease_of_a_kind_that_it_does_not_know(tmp_path, monkeypatch):
+    town, lease_of = Town(tmp_path / "run", tiny_run()), coordinator.lease_of
+    worker, validator = town.worker("worker"), town.validator()
+
+    async def story():
+        others = [asyncio.create_task(role.run()) for role in (town.trainer(), worker)]
+        while not town.desk.state.submissions:
+            await asyncio.sleep(0.02)
+        monkeypatch.setattr(coordinator, "lease_of", lambda *args: of_another_kind(lease_of(*args)))
+        try:
+            with pytest.raises(PeerError, match="the lease holds preferences"):
+                await asyncio.wait_for(validator.run(), 30.0)
+        finally:
+            for task in others:
+                task.cancel()
+
+    asyncio.run(story())
+    assert not any(submission.verdicts for submission in town.desk.state.submissions.values())
+
+
+def test_a_lease_that_no_host_of_ours_grants_is_refused():
+    block = LEASE.blocks[0]
+    long = msgspec.structs.replace(LEASE, blocks=(block,) * (MAX_LEASE_BLOCKS + 1))
+    with pytest.raises(PeerError, match="a lease has 65 blocks, limit 64"):
+        demand_sound(long)
+    for seed in ("no", "", "g" * 64, "1" * 63, "1" * 65, "1" * 64 + "\n"):
+        slot = msgspec.structs.replace(block.slots[0], seed=seed)
+        with pytest.raises(PeerError, match="not 64 hex digits: tell the host"):
+            demand_sound(msgspec.structs.replace(LEASE, blocks=(msgspec.structs.replace(block, slots=(slot,)),)))
+    sampling = msgspec.structs.replace(LEASE.sampling, max_tokens=MAX_ROLLOUT_TOKENS + 1)
+    together = msgspec.structs.replace(LEASE.sampling, max_rollout_tokens=MAX_ROLLOUT_TOKENS + 1)
+    for too_long in (sampling, together):
+        with pytest.raises(PeerError, match="more than 1048576 tokens"):
+            demand_sound(msgspec.structs.replace(LEASE, sampling=too_long))
+    demand_sound(msgspec.structs.replace(LEASE, blocks=(block,) * MAX_LEASE_BLOCKS))
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_run_with_groups_that_no_host_of_ours_makes_is_refused(tmp_path, monkeypatch, role):
+    town = Town(tmp_path / "run", tiny_run())
+    for size in (-1, 0, MAX_GROUP_ROLLOUTS + 1, 10**4299):
+        rules = msgspec.structs.replace(town.desk.state.rules, group_size=size)
+        refused = refusal(saying(town, monkeypatch, rules=rules), role)
+        assert "groups of fewer than 1 or more than 4096" in refused
+
+
+def played(tmp_path, allowed_s, block_s):
+    """What a worker makes of a lease of two blocks that allows so much time, if a block takes `block_s`; and the worker."""
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    worker = town.worker("slow")
+
+    async def story():
+        trainer = asyncio.create_task(town.trainer().run())
+        async with worker.client:
+            await worker._join()
+            lease = (await worker.leases.next_grant(())).lease
+            await worker.seat.load(lease.version)
+        trainer.cancel()
+        return msgspec.structs.replace(lease, blocks=lease.blocks[:1] * 2, deadline=lease.issued + allowed_s)
+
+    lease, extend = asyncio.run(story()), worker.seat.engine.extend
+
+    def slow(requests, temperature):
+        time.sleep(block_s)
+        return extend(requests, temperature)
+
+    worker.seat.engine.extend = slow
+    return worker._play(lease, {}), worker
+
+
+@pytest.mark.parametrize("status", [200, 302, 401, 403, 404, 410, 502])
+def test_weights_are_waited_for_while_another_program_answers_in_the_hosts_place(tmp_path, monkeypatch, caplog, status):
+    monkeypatch.setattr(transfer, "PATIENCE_S", 0.2)
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    host, asked = httpx.ASGITransport(town.app, raise_app_exceptions=False), []
+
+    async def answer(request):
+        if "/v1/blobs/" in request.url.path:
+            asked.append(time.monotonic())
+            if asked[-1] < asked[0] + 1.0:
+                return httpx.Response(status, html="<h1>nginx</h1>", headers={"location": "https://login/"})
+        return await host.handle_async_request(request)
+
+    worker = town.worker("worker")
+    worker.client.transport = httpx.MockTransport(answer)
+
+    async def story():
+        trainer = asyncio.create_task(town.trainer().run())
+        async with worker.client:
+            await worker._join()
+            worker.seat.store = None
+            while town.desk.state.main.version < 0:
+                await asyncio.sleep(0.05)
+            await worker.seat.load(0)
+        trainer.cancel()
+
+    asyncio.run(asyncio.wait_for(story(), 60.0))
+    assert worker.seat.engine.version == 0
+    assert f"another program answers there now, with HTTP {status}" in caplog.text
+    assert "waiting for the weights of version=0 for " in caplog.text
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_node_whose_disk_is_full_waits_for_space_until_the_run_ends(tmp_path, monkeypatch, caplog, is_over):
+    monkeypatch.setattr(evidence, "LONGEST_RETRY_S", 0.01)
+    town, place, tried = Town(tmp_path / "run", tiny_run(steps=1)), Part.place, []
+
+    def full(part, piece):
+        tried.append(piece)
+        if len(tried) < 3 or is_over:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        place(part, piece)
+
+    monkeypatch.setattr(Part, "place", full)
+    worker = town.worker("worker")
+
+    async def story():
+        trainer = asyncio.create_task(town.trainer().run())
+        async with worker.client:
+            await worker._join()
+            worker.seat.store = None
+            while town.desk.state.main.version < 0:
+                await asyncio.sleep(0.05)
+            if is_over:
+                monkeypatch.setattr(town.desk.state, "phase", "ended")
+            await worker.seat.load(0)
+        trainer.cancel()
+
+    if is_over:
+        with pytest.raises(Superseded, match="Free some space"):
+            asyncio.run(asyncio.wait_for(story(), 60.0))
+    else:
+        asyncio.run(asyncio.wait_for(story(), 60.0))
+        assert worker.seat.engine.version == 0
+    assert caplog.text.count("waiting for space on the disk") == 1 and "Free some space" in caplog.text
+
+
+def test_a_chunk_that_the_host_itself_lacks_ends_the_fetch(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    worker = town.worker("worker")
+
+    async def story():
+        trainer = asyncio.create_task(town.trainer().run())
+        async with worker.client:
+            await worker._join()
+            worker.seat.store = None
+            while town.desk.state.main.version < 0:
+                await asyncio.sleep(0.05)
+            for path in town.folder.blobs.rglob("*"):
+                if path.is_file() and path.stat().st_size > 10_000:
+                    path.unlink()
+            with pytest.raises(PeerError, match="it was never stored, or has expired"):
+                await worker.seat.load(0)
+        trainer.cancel()
+
+    asyncio.run(asyncio.wait_for(story(), 60.0))
+
+
+def test_a_lease_that_takes_far_too_long_is_dropped_between_two_blocks(tmp_path):
+    """A host could ask for days of work. The worker then asks for a smaller lease, because it knows its speed."""
+    groups, worker = played(tmp_path, allowed_s=0.01, block_s=0.01 * LATE)
+    assert groups is None and 0 < worker.leases.tokens_per_s < 10_000
+
+
+def test_a_worker_that_is_past_its_deadline_goes_on_because_its_work_may_be_taken(tmp_path):
+    groups, _ = played(tmp_path, allowed_s=1.0, block_s=1.1)
+    assert len(groups) == 4
+
+
+def test_a_run_goes_on_after_a_lease_that_took_far_too_long(tmp_path):
+    town = Town(tmp_path / "run", tiny_run(steps=1))
+    worker = town.worker("slow")
+    play, late = worker._play, [True]
+    worker._play = lambda *work: None if late and late.pop() else play(*work)
+    asyncio.run(town.live(town.trainer(), town.validator(), worker, limit_s=60.0))
+    causes = [body.cause for _, body in bodies(town.folder.root) if isinstance(body, LeaseLapsed)]
+    assert causes[0] == "returned" and town.audit().findings == []
