@@ -33,7 +33,7 @@ from shoal.protocol.audit_selection import influence, must_audit
 from shoal.protocol.encoding import digest, from_json, to_json, to_msgpack
 from shoal.protocol.signing import Key, RequestLine, sign_request
 from shoal.roles.coordinator.calls import application
-from shoal.roles.coordinator.coordinator import Desk
+from shoal.roles.coordinator.coordinator import Coordinator
 from shoal.roles.coordinator.main import TICK_S, open_run
 from shoal.run_folder import RunFolder
 from shoal.tree import from_tree
@@ -126,7 +126,7 @@ class Town:
     def __init__(self, root: Path, workers: int, at_work: int, seed: int) -> None:
         folder, config = RunFolder(root / "run"), run_file(at_work)
         folder.prepare(config, root)
-        self.desk: Desk = open_run(folder, folder.config())
+        self.desk: Coordinator = open_run(folder, folder.config())
         self.app = application(self.desk)
         self.rng = random.Random(seed)
         self.counts = Counter[str]()
@@ -214,7 +214,7 @@ class Town:
                 for slot, draw in zip(slots, check.draws, strict=True)
             )  # fmt: skip
             verdict = t.Verdict(check.id, groups, dict.fromkeys(check.project_for, (1.0,) * VALUES))
-            await validator.ask("PUT", f"/v1/checks/{check.id}/verdict", verdict, t.Done)
+            await validator.ask("PUT", f"/v1/checks/{check.id}/verdict", verdict, t.WriteAck)
             self.counts["verdict"] += 1
 
     async def _train(self) -> None:
@@ -230,7 +230,7 @@ class Town:
                 self.trainer.run, POLICY_STREAM, step, parents, "float32", name, (file,), 1 << 20, 0.0, 0.0
             )
             signed = sign_manifest(manifest, self.trainer_key, now=self.desk.clock())
-            await self.trainer.ask("POST", "/v1/checkpoints", signed, t.Done)
+            await self.trainer.ask("POST", "/v1/checkpoints", signed, t.WriteAck)
             self.counts["version"] += 1
             while (await self.trainer.call("GET", f"/v1/batches/{step}"))[0] != 200:
                 pass

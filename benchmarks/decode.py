@@ -27,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from shoal.config import TinyPolicy, child_environment
-from shoal.engine.interface import Request
+from shoal.engine.interface import EngineRequest
 from shoal.engine.native import LocalEngine
 from shoal.models.random_model import make_tiny
 
@@ -86,7 +86,7 @@ def compare(engine: LocalEngine, peer: torch.nn.Module, batch: int, load: str, r
 def ours(engine: LocalEngine, prompts: torch.Tensor) -> None:
     """One block of rollouts, forgotten at the end."""
     requests = [
-        Request(str(row), tokens, row.to_bytes(32, "little"), NEW, frozenset())
+        EngineRequest(str(row), tokens, row.to_bytes(32, "little"), NEW, frozenset())
         for row, tokens in enumerate(prompts.tolist())
     ]
     turns = engine.extend(requests, 1.0)

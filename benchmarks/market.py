@@ -29,7 +29,7 @@ from benchmarks.verdicts import (
     weigh_said,
 )
 from shoal.ledger.constants import LAW
-from shoal.ledger.verdict_tally import Weighed
+from shoal.ledger.verdict_tally import VerdictTally
 
 BLOCK_S, QUARANTINE_S = 20.0, 30.0
 """Seconds to generate a block; seconds of a first quarantine (the run file's default)."""
@@ -278,7 +278,7 @@ class Worker:
         if blamed:
             key.valid, key.failures, self.refused = 0, key.failures + 1, self.refused + 1
 
-    def _hear(self, case: Case, said: list[tuple[str, ...]], blocks: int) -> Weighed | None:
+    def _hear(self, case: Case, said: list[tuple[str, ...]], blocks: int) -> VerdictTally | None:
         """Hear one more verdict. Returns what all add up to. Validators that are outvoted are at fault."""
         said.append(tuple(verdict_of(self.terms, case, said, case.order[len(said)])))
         more = len(said) < min(LAW.most_verdicts, len(case.order))
@@ -287,7 +287,7 @@ class Worker:
             self.bench.faults[case.order[int(outvoted)]] += 1
         return weighed
 
-    def _pay(self, key: Key, weighed: Weighed, sent: Sent, blamed: int, again: bool) -> None:
+    def _pay(self, key: Key, weighed: VerdictTally, sent: Sent, blamed: int, again: bool) -> None:
         key.valid += 0 if blamed else len(weighed.accepted)
         key.stake.extend(sent.pays * len(weighed.accepted))
         if weighed.slash:

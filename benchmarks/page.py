@@ -41,7 +41,7 @@ from benchmarks.crowd import WORK_S, Caller, Town
 from benchmarks.watch import write_run
 from shoal.net.process import port_of_living
 from shoal.run_folder import RunFolder
-from shoal.watch.page import Shelf, page_app
+from shoal.watch.page import PageRuns, page_app
 from shoal.watch.page.page_runs import CHANGE_EVERY_S
 from shoal.watch.page.serve import serve_hosted, server_of
 
@@ -67,7 +67,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         root, index = Path(temporary) / "run", Path(temporary) / "index.sqlite"
         write_run(root, asked.steps, asked.workers, asked.groups)
-        shelf = Shelf(index, [str(root)])
+        shelf = PageRuns(index, [str(root)])
         began = time.process_time()
         shelf.catch_up()
         figures: dict[str, object] = {
@@ -99,7 +99,7 @@ def main() -> int:
     return 0 if all(bars.values()) else 1
 
 
-def views(shelf: Shelf) -> dict[str, tuple[float, float]]:
+def views(shelf: PageRuns) -> dict[str, tuple[float, float]]:
     """Median and largest time of each view, rendered anew, in milliseconds."""
     look, client = shelf.look(), TestClient(page_app(shelf, TOKEN))
     key = look.nodes(1, role="worker")["rows"][0]["key"]
@@ -129,7 +129,7 @@ def views(shelf: Shelf) -> dict[str, tuple[float, float]]:
     return found
 
 
-def overview_kb(shelf: Shelf) -> float:
+def overview_kb(shelf: PageRuns) -> float:
     """What a new viewer of the overview is sent: the page and its assets, uncompressed."""
     client = TestClient(page_app(shelf, TOKEN))
     page = client.get("/1/")
@@ -150,7 +150,7 @@ def large(root: Path, index: Path, viewers: int, seconds: float) -> dict[str, ob
 
 
 def _serve_large(root: Path, index: Path) -> None:
-    shelf = Shelf(index, [str(root)])
+    shelf = PageRuns(index, [str(root)])
     shelf.catch_up()
 
     def changes() -> None:

@@ -37,20 +37,20 @@ sys.path.insert(0, str(ROOT))  # started as a file, as benchmarks are
 from benchmarks.peers import pulse  # noqa: E402
 from shoal.config import TrainConfig, child_environment  # noqa: E402
 from shoal.models.checkpoint import load_policy  # noqa: E402
-from shoal.models.config import PolicySpec  # noqa: E402
+from shoal.models.config import ModelConfig  # noqa: E402
 from shoal.models.random_model import initialise  # noqa: E402
 from shoal.models.transformer import Transformer  # noqa: E402
 from shoal.protocol.messages import POLICY  # noqa: E402
 from shoal.train.learner import Learner, LearnerState  # noqa: E402
 from shoal.train.loss import sft_objective  # noqa: E402
-from shoal.train.rows import Row, example_row  # noqa: E402
+from shoal.train.rows import TrainingRow, example_row  # noqa: E402
 from shoal.weights.delta.patch import apply_patch, make_patch  # noqa: E402
-from shoal.weights.delta.tensor_codes import KINDS, Coded, Weights, coded_tensors, exponents, places, root_of  # noqa: E402  # noqa: E402
+from shoal.weights.delta.tensor_codes import KINDS, EncodedTensor, Weights, coded_tensors, exponents, places, root_of  # noqa: E402  # noqa: E402
 
 LR, WARMUP_STEPS, ROW_TOKENS, ROWS = 1e-6, 12, 256, 2
 RATES = (1e-7, 3e-7, 3e-6, 1e-5, 1e-4)
 SKIPPED = (1, 2, 4, 8, 16, 32)
-SPEC = PolicySpec(
+SPEC = ModelConfig(
     family="qwen3", width=1024, layers=6, heads=16, kv_heads=8, head_dim=128, mlp_width=3072, vocab_size=8192,
     max_positions=ROW_TOKENS, rope_theta=1e6, norm_eps=1e-6, tied=True, eos_ids=(0,),
 )  # fmt: skip
@@ -120,7 +120,7 @@ class Run:
     def restore(self, state: LearnerState) -> None:
         self._learner.restore(state)
 
-    def _row(self) -> Row:
+    def _row(self) -> TrainingRow:
         start = int(self._rng.integers(len(self._tokens) - ROW_TOKENS))
         tokens_T = self._tokens[start : start + ROW_TOKENS]
         return example_row(tokens_T, [0] + [POLICY] * (ROW_TOKENS - 1))
@@ -179,7 +179,7 @@ def figures_of(base: Weights, new: Weights) -> dict[str, float]:
     full_bytes = sum(tensor.codes.nbytes for tensor in base.values())
     patch = make_patch(base, new, worth_it=1.0)
     assert patch is not None
-    weights = {name: Coded(one.dtype, one.shape, one.codes.copy()) for name, one in base.items()}
+    weights = {name: EncodedTensor(one.dtype, one.shape, one.codes.copy()) for name, one in base.items()}
     apply_patch(weights, patch)
     assert all(np.array_equal(weights[name].codes, new[name].codes) for name in new)
     apply_patch(weights, patch, back=True)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a fil
 from benchmarks.pages.markdown import percent, table
 from benchmarks.shaped_run import WARMUP_STEPS, Case, Seen, config_of, measured
 from shoal.plan.simulate import simulate
-from shoal.plan.simulation_input import Setting, WorkerMachine
+from shoal.plan.simulation_input import SimulationInput, WorkerMachine
 from shoal.roles.coordinator.main import rules_of
 
 SEEDS = 8
@@ -73,13 +73,13 @@ def request_s(base: Seen, steps: int) -> float:
     return min(REQUESTS_S, key=error)
 
 
-def setting_of(case: Case, base: Seen, own: Seen, steps: int, seed: int, request_s: float) -> Setting:
+def setting_of(case: Case, base: Seen, own: Seen, steps: int, seed: int, request_s: float) -> SimulationInput:
     """What the simulator is told: times from the open case of the same repeat, because they depend on what else this
     machine does; tokens and signal of the case itself, which follow from what its policy learns."""
     machines = tuple(
         WorkerMachine(speed, down, 0.0, base.load_s) for speed, down in zip(case.tokens_per_s, case.downs, strict=True)
     )  # fmt: skip
-    return Setting(
+    return SimulationInput(
         rules=rules_of(config_of(case, steps, 0)), workers=machines,
         rollout_tokens=own.rollout_tokens, train_s=case.train_s + base.save_s, publish_s=base.publish_s,
         check_s=base.check_s, full_bytes=base.full_bytes, origin_up=case.origin_up, relays_up=case.relays_up,

@@ -20,24 +20,24 @@ from typing import Any
 from unittest import mock
 
 from shoal.config import RunConfig
-from shoal.engine.interface import Continuation, Request
+from shoal.engine.interface import Continuation, EngineRequest
 from shoal.engine.native import LocalEngine
 from shoal.ledger.batches import BatchFormed, GroupAccepted
 from shoal.ledger.registry import read_entry
 from shoal.ledger.versions import CheckpointPublished
 from shoal.metrics import read_metrics
 from shoal.net.client import Client
-from shoal.net.connection_limits import Limits, http_server
+from shoal.net.connection_limits import ServerLimits, http_server
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol import messages as t
 from shoal.protocol.constants import MAX_CHUNK_BYTES
 from shoal.roles.coordinator.calls import application
-from shoal.roles.coordinator.coordinator import Desk
+from shoal.roles.coordinator.coordinator import Coordinator
 from shoal.roles.coordinator.main import _ticking, open_run
 from shoal.roles.relay import relay as relay
 from shoal.roles.trainer import Trainer
 from shoal.roles.validator import Validator
-from shoal.roles.worker.remote_env import Use
+from shoal.roles.worker.remote_env import EngineTurn
 from shoal.roles.worker.worker import Worker
 from shoal.run_folder import RunFolder
 from shoal.tree import from_tree
@@ -94,7 +94,7 @@ class PacedEngine(LocalEngine):
 
     pace = 0.0
 
-    def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
+    def extend(self, requests: Sequence[EngineRequest], temperature: float) -> list[Continuation]:
         began = time.monotonic()
         made = super().extend(requests, temperature)
         tokens = sum(len(continuation.token_ids) for continuation in made)
@@ -108,7 +108,7 @@ class TimedWorker(Worker):
     loads: list[tuple[int, float, float]]
     """Version, when it was there, and how long that took."""
 
-    async def _load_for(self, grant: t.Grant, use: Use | None = None) -> None:
+    async def _load_for(self, grant: t.Grant, use: EngineTurn | None = None) -> None:
         before, began = self.seat.engine.version, time.time()
         await super()._load_for(grant, use)
         if self.seat.engine.version != before:
@@ -174,11 +174,11 @@ async def measured(case: Case, steps: int, seed: int) -> Seen:
 
 
 @contextlib.asynccontextmanager
-async def serving(desk: Desk) -> AsyncIterator[int]:
+async def serving(desk: Coordinator) -> AsyncIterator[int]:
     """The port of the coordinator, while it serves."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    server = http_server(application(desk, lifespan=_ticking(desk)), Limits(total=256, trusted=("127.0.0.1",)))
+    server = http_server(application(desk, lifespan=_ticking(desk)), ServerLimits(total=256, trusted=("127.0.0.1",)))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
         await asyncio.sleep(0.01)
@@ -254,7 +254,8 @@ def trainer_of(folder: RunFolder, port: int, train_s: float) -> Trainer:
 
 
 def figures(
-    folder: RunFolder, desk: Desk, loads: list[tuple[int, float, float]], check_s: float, sent: float, first: int, last: int
+    folder: RunFolder, desk: Coordinator, loads: list[tuple[int, float, float]], check_s: float, sent: float, first: int,
+    last: int,
 ) -> Seen:  # fmt: skip
     """What the log, the metrics and the workers' notes say of the steps from `first` on."""
     entries = [read_entry(data)[0] for data, _ in desk.book.store.read()]

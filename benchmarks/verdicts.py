@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from benchmarks.terms import Draws, Terms
 from shoal.ledger.constants import LAW
-from shoal.ledger.verdict_tally import Weighed, weigh
+from shoal.ledger.verdict_tally import VerdictTally, tally_verdicts
 from shoal.protocol.audit_selection import must_audit
 from shoal.protocol.messages import GroupVerdict
 
@@ -76,10 +76,10 @@ _VERDICTS = {
 
 
 @lru_cache(10_000)
-def weigh_said(said: tuple[tuple[str, ...], ...], blocks: int, groups: int, more: bool) -> Weighed | None:
+def weigh_said(said: tuple[tuple[str, ...], ...], blocks: int, groups: int, more: bool) -> VerdictTally | None:
     """What the verdicts add up to. Validators are named by their place in the order."""
     verdicts = {str(place): [_VERDICTS[outcome] for outcome in verdict] for place, verdict in enumerate(said)}
-    return weigh(verdicts, range(blocks), groups, more)
+    return tally_verdicts(verdicts, range(blocks), groups, more)
 
 
 def case_of(draws: Draws, sent: Sent, order: Sequence[int], friendly: bool) -> Case:

@@ -38,7 +38,7 @@ from benchmarks.pages.verify_cost import tables
 from shoal.algos.noise.philox import gumbel
 from shoal.chat.renderer import Renderer
 from shoal.config import BOUNDS, SamplingConfig, TinyPolicy, child_environment, load_run
-from shoal.engine.interface import Request
+from shoal.engine.interface import EngineRequest
 from shoal.engine.native import LocalEngine
 from shoal.env import Env
 from shoal.envs.load import load_env
@@ -51,7 +51,7 @@ from shoal.models.transformer import Transformer
 from shoal.protocol.encoding import digest, domain_hash
 from shoal.protocol.messages import Block, Check, Lease, Rules, Sampling, Slot
 from shoal.verification.context import Tools, score_requests
-from shoal.verification.encode_submission import commit
+from shoal.verification.encode_submission import encode_submission
 from shoal.verification.verify import verify_submission
 
 GROUPS, GROUP_SIZE = 4, 16
@@ -111,7 +111,7 @@ def measure(name: str, policy: Path, envs: Mapping[str, Env], knobs: SamplingCon
         return play_block(engine, renderer, envs, lease.blocks[0], GROUP_SIZE, sampling)
 
     groups = play()
-    body = commit("run", lease, groups, engine.facts)
+    body = encode_submission("run", lease, groups, engine.facts)
     requests = [r for slot, group in zip(slots, groups, strict=True) for r in score_requests(slot, group)]
     free = Check(digest(body), lease, (), 60.0)
     audit = Check(digest(body), lease, tuple(range(GROUPS)), 60.0)
@@ -162,7 +162,7 @@ def seeded_sampling(size: str, vocabulary: int, repeats: int) -> dict[str, float
         engine = LocalEngine(threads=1)
         engine.load(Path(scratch) / "policy", 0)
     prompt = torch.randint(6, 64, (PROMPT,), generator=torch.Generator().manual_seed(0)).tolist()
-    requests = [Request(str(row), prompt, row.to_bytes(32, "little"), NEW, frozenset()) for row in range(batch)]
+    requests = [EngineRequest(str(row), prompt, row.to_bytes(32, "little"), NEW, frozenset()) for row in range(batch)]
 
     def decode() -> None:
         engine.extend(requests, 1.0)

@@ -103,11 +103,11 @@ def _drawn(scratch: Path, asked: argparse.Namespace) -> list[dict[str, Any]]:
 
 def compare(policy: Path, engines: dict[str, Any], asked: argparse.Namespace) -> dict[str, float]:
     """Tokens per second of each way, medians of alternating runs."""
-    from shoal.engine.interface import Request
+    from shoal.engine.interface import EngineRequest
     from shoal.protocol.seed_chain import sample_seed
 
     requests = [
-        Request(
+        EngineRequest(
             f"r{i}",
             [1 + (i // GROUP + j) % 60 for j in range(PROMPT)],
             sample_seed(b"bench", i),

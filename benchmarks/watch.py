@@ -35,7 +35,7 @@ from shoal.protocol.encoding import digest, domain_hash, to_msgpack
 from shoal.roles.coordinator.main import created
 from shoal.run_folder import RunFolder
 from shoal.tree import from_tree
-from shoal.watch.index import Builder, Filter, Look, filters, group, groups, same_task
+from shoal.watch.index import Builder, GroupFilter, IndexQueries, filters, group, groups, same_task
 from shoal.watch.reading import open_run
 
 ROLLOUTS = 8
@@ -72,14 +72,14 @@ def main(steps: int = 10_000, workers: int = 1_000, num_groups: int = 12_500) ->
         result = {
             "steps": steps, "workers": workers, "groups": num_groups, "rollouts": num_groups * ROLLOUTS,
             "build_cpu_s": round(build_s, 1), "restart_cpu_s": round(time.process_time() - began, 1),
-            "index_mb": round(index.stat().st_size / 1e6, 1), "answers_ms": answers(Look(index)),
+            "index_mb": round(index.stat().st_size / 1e6, 1), "answers_ms": answers(IndexQueries(index)),
         }  # fmt: skip
     slow = {name: ms for name, (_, ms) in result["answers_ms"].items() if ms > LIMIT_MS}
     print(f"slower than {LIMIT_MS:.0f} ms: {slow or 'none'}")
     print(json.dumps(result))
 
 
-def answers(look: Look) -> dict[str, tuple[float, float]]:
+def answers(look: IndexQueries) -> dict[str, tuple[float, float]]:
     """Median and largest time of each question, milliseconds."""
     key = look.nodes(1, role="worker")["rows"][0]["key"]
     newest = groups(look, 1)["rows"][0]
@@ -104,12 +104,12 @@ def answers(look: Look) -> dict[str, tuple[float, float]]:
         "timeline_search": lambda: look.timeline(1, search="refused block"),
         "groups": lambda: groups(look, 1),
         "groups_middle": lambda: groups(look, 1, after=middle),
-        "groups_reward": lambda: groups(look, 1, Filter(reward_from=0.99)),
-        "groups_worker": lambda: groups(look, 1, Filter(worker=key)),
-        "groups_text_common": lambda: groups(look, 1, Filter(text="carry")),
-        "groups_text_rare": lambda: groups(look, 1, Filter(text="needle")),
-        "groups_text_nothing": lambda: groups(look, 1, Filter(text="absent")),
-        "groups_text_and_worker": lambda: groups(look, 1, Filter(text="carry", worker=key)),
+        "groups_reward": lambda: groups(look, 1, GroupFilter(reward_from=0.99)),
+        "groups_worker": lambda: groups(look, 1, GroupFilter(worker=key)),
+        "groups_text_common": lambda: groups(look, 1, GroupFilter(text="carry")),
+        "groups_text_rare": lambda: groups(look, 1, GroupFilter(text="needle")),
+        "groups_text_nothing": lambda: groups(look, 1, GroupFilter(text="absent")),
+        "groups_text_and_worker": lambda: groups(look, 1, GroupFilter(text="carry", worker=key)),
         "group": lambda: group(look, 1, middle),
         "same_task": lambda: same_task(look, 1, "arithmetic", 7),
         "filters": lambda: filters(look, 1),

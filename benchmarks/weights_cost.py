@@ -213,7 +213,7 @@ def config_of(asked: argparse.Namespace) -> Any:
 
 def coordinate(root: Path, asked: argparse.Namespace) -> None:
     """The coordinator's application on a socket. Its batches are taken as formed, so that versions follow at once."""
-    from shoal.net.connection_limits import Limits, http_server
+    from shoal.net.connection_limits import ServerLimits, http_server
     from shoal.roles.coordinator.calls import application
     from shoal.roles.coordinator.main import open_run
     from shoal.run_folder import RunFolder
@@ -225,7 +225,7 @@ def coordinate(root: Path, asked: argparse.Namespace) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     host, port = listener.getsockname()[:2]
     folder.address.write_text(json.dumps({"url": f"http://{host}:{port}", "port": port}))
-    server = http_server(application(desk), Limits(total=100, trusted=()))
+    server = http_server(application(desk), ServerLimits(total=100, trusted=()))
 
     async def story() -> None:
         serving = asyncio.create_task(server.serve(sockets=[listener]))

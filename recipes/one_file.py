@@ -62,11 +62,11 @@ from shoal.train.batch_filter import select
 from shoal.train.behaviour_logprobs import with_own_denominators
 from shoal.train.checkpoint import States
 from shoal.train.critic import critic_of
-from shoal.train.frozen_models import Reference, judge_of, reference_of
+from shoal.train.frozen_models import KLReference, judge_of, reference_of
 from shoal.train.learner import Learner
 from shoal.train.loss import Objective
 from shoal.train.master_weights import module_dtype
-from shoal.train.rows import Row, overlong_share, rows_of_group
+from shoal.train.rows import TrainingRow, overlong_share, rows_of_group
 from shoal.weights.manifest import weights_root
 
 
@@ -138,7 +138,7 @@ def steps(
         max_tokens=config.sampling.all_tokens, critic=critic, objective=loss,
     )  # fmt: skip
     # A penalty on leaving the first policy needs that policy, as it is now.
-    refer: Reference | None = None
+    refer: KLReference | None = None
     if needs_reference(config.train.algorithm):
         refer = reference_of(model, load, sampling.temperature, config.train.microbatch_tokens)
     # A teacher or a reward model decides what rollouts are worth, if the run file names one.
@@ -273,7 +273,7 @@ def with_continuations(
 
 def learned_rows(
     config: RunConfig, members: list[BatchGroup], bodies: list[bytes], version: int, published: Path, vocabulary: int
-) -> list[Row]:
+) -> list[TrainingRow]:
     """What the trainer learns from a batch. It computes log-probs itself where workers could bend ratios by theirs."""
     algorithm, sampling = config.train.algorithm, sampling_of(config)
     rows_G = [

@@ -26,7 +26,7 @@ from shoal.envs.evaluate import MAX_EVAL_TOKENS as MAX_EVAL_TOKENS
 from shoal.envs.evaluate import Evaluation, eval_sampling
 from shoal.errors import ConfigError
 from shoal.models.open_model import spec_of
-from shoal.roles.auditor.recompute import Choice, Findings, examine
+from shoal.roles.auditor.recompute import Findings, GroupChoice, examine
 from shoal.tree import read_toml
 from shoal.watch.data_frame import Frame as Frame
 from shoal.watch.notebook_rollout import Replay as Replay
@@ -224,7 +224,7 @@ def audit(
             f"sample={sample}, rollout={rollout!r}, evidence={list(map(str, folders))}: give one of them, or none to audit "
             "every group"
         )
-    choice = Choice(rollout, sample, seed, folders)
+    choice = GroupChoice(rollout, sample, seed, folders)
     with _threads_of_torch_kept():
         return _in_a_loop_of_its_own(lambda: examine(os.fspath(run), choice, threads or _cores(), own_files))
 

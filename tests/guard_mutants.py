@@ -34,7 +34,7 @@ BY_HAND = {
     "no-leases": ("_one_of(1, _FCNTLS)", "[_end(_ALLOW)]"),
     "no-namespaces-by-clone": ("_none_of(0, _NEW_NAMESPACES | _CLONE_TRACED)", "[_end(_ALLOW)]"),
     "no-namespaces-by-unshare": ("_one_of(0, [_NESTED]) if zygote else refused", "[_end(_ALLOW)]"),
-    "no-process-fails-no-rollout": ("StateError", "Gone"),
+    "no-process-fails-no-rollout": ("StateError", "ProcessDied"),
     "no-sockets-but-unix": ("_one_of(0, [_UNIX], errno.EAFNOSUPPORT)", "[_end(_ALLOW)]"),
     "no-stage-is-no-refusal": ("503", "400"),
     "number-of-processes": ('limits["processes"] + 1', "4096"),
@@ -66,5 +66,5 @@ BY_HAND = {
     "vllm-reads-our-config": ("spec.to_hf()", "read_config(directory)"),
     "wake-for-batches-only": ("BatchFormed", "*TO_JUDGE"),
     "wake-for-versions-only": ("CheckpointPublished", "*(CheckpointPublished, *TO_JUDGE)"),
-    "watched-tokenizer-is-contained": ("contained(Limits(), state.sampling.stops)", "Renderer.from_directory"),
+    "watched-tokenizer-is-contained": ("contained(RendererLimits(), state.sampling.stops)", "Renderer.from_directory"),
 }

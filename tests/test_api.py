@@ -22,7 +22,7 @@ from shoal.errors import ConfigError, ShoalError, StateError
 from shoal.launch.background_run import _News
 from shoal.launch.evaluations import read_heldout
 from shoal.launch.run_lock import locked
-from shoal.launch.run_status import Snapshot
+from shoal.launch.run_status import RunStatus
 from shoal.metrics import read_metrics
 from shoal.models.random_model import make_tiny
 from shoal.protocol.messages import Status
@@ -345,7 +345,9 @@ def test_messages_for_people_go_to_the_log_and_nothing_else_is_a_warning(caplog)
             (1, ""),
             (9, "w left"),
         ]:
-            news.show(Snapshot("small", "run", 40, Status("r", "running", 3, 40, 0, {}, 0, 0, waits, float(waiting_s))))
+            news.show(
+                RunStatus("small", "run", 40, Status("r", "running", 3, 40, 0, {}, 0, 0, waits, float(waiting_s)))
+            )
         news.end("picture", "it has ended")
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("WARNING", "The run has paused itself\\u001b[2J"),
@@ -391,7 +393,7 @@ def test_a_file_in_this_folder_is_preferred_to_one_beside_the_package(run_file, 
 
 def test_policy_stays_a_function_when_the_package_of_that_name_is_imported():
     code = (
-        "import shoal.chat.renderer, shoal; from shoal.models.config import PolicySpec; print(shoal.models.__module__)"
+        "import shoal.chat.renderer, shoal; from shoal.models.config import ModelConfig; print(shoal.models.__module__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "shoal"

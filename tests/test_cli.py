@@ -493,7 +493,7 @@ def test_doctor_asks_for_the_clock_as_nodes_do(monkeypatch: pytest.MonkeyPatch) 
 
 def ask_clock(
     monkeypatch: pytest.MonkeyPatch, answer: Callable[[http.server.BaseHTTPRequestHandler], None]
-) -> doctor.Line:
+) -> doctor.DoctorLine:
     """What doctor says of a host that answers so."""
     monkeypatch.setattr(http.server.BaseHTTPRequestHandler, "do_GET", answer, raising=False)
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:

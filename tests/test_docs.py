@@ -401,7 +401,7 @@ def _body(kind: Any) -> str:
     return "" if kind is None else type_name(kind)
 
 
-BASES = (messages.Message, messages.Answer)
+BASES = (messages.Message, messages.Response)
 
 
 def type_tables() -> str:
@@ -414,7 +414,7 @@ def type_tables() -> str:
             continue
         fields = msgspec.structs.fields(kind)
         rows = [[f"`{field.encode_name}`", type_name(field.type), docs[field.name]] for field in fields]
-        open_ended = "\n\nNodes ignore fields that they do not know." if issubclass(kind, messages.Answer) else ""
+        open_ended = "\n\nNodes ignore fields that they do not know." if issubclass(kind, messages.Response) else ""
         heading = f"### {name}\n\n{one_line(kind.__doc__)}{open_ended}"
         parts.append(f"{heading}\n\n{table(['Field', 'Type', 'Meaning'], rows)}")
     return "\n\n".join(parts)
@@ -478,7 +478,7 @@ def vectors() -> str:
 
 def prometheus_table() -> str:
     """Every metric that a Prometheus server is told."""
-    told = prometheus.WATCHED | {of_step.name: of_step.watched for of_step in prometheus.of_steps().values()}
+    told = prometheus.WATCHED | {of_step.name: of_step.watched for of_step in prometheus.step_metrics().values()}
     rows = [
         [
             f"`{prometheus.PREFIX}{name}`",

@@ -13,7 +13,7 @@ import pytest
 from shoal.cli import main
 from shoal.config import TinyPolicy
 from shoal.envs.dataset import digest_of
-from shoal.envs.lint import Finding
+from shoal.envs.lint import CheckResult
 from shoal.envs.lint.run import check
 from shoal.envs.load import load_env
 from shoal.errors import ShoalError
@@ -33,7 +33,7 @@ def args_of(openai: Callable[..., Any]) -> Callable[[str], dict[str, Any]]:
     return lambda name: {"url": openai("compares").base_url, "model": "compares"} if name == "explain" else {}
 
 
-def faults(found: list[Finding]) -> list[Finding]:
+def faults(found: list[CheckResult]) -> list[CheckResult]:
     return [finding for finding in found if finding.outcome == "failed"]
 
 

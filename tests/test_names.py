@@ -24,7 +24,7 @@ import pytest
 
 from shoal import config
 from shoal.config.stages import StagesConfig
-from shoal.roles.coordinator.prometheus import PREFIX, WATCHED, of_steps
+from shoal.roles.coordinator.prometheus import PREFIX, WATCHED, step_metrics
 from shoal.tree import all_keys
 
 ROOT = Path(__file__).parent.parent
@@ -126,7 +126,7 @@ def vocabulary() -> frozenset[str]:
         prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             words.update(_words_of(node) if id(node) not in prose else ())
-    words.update(PREFIX + name for name in (*WATCHED, *(told.name for told in of_steps().values())))
+    words.update(PREFIX + name for name in (*WATCHED, *(told.name for told in step_metrics().values())))
     for file in [
         *ROOT.glob("recipes/*.toml"),
         ROOT / "pyproject.toml",

@@ -14,7 +14,7 @@ from shoal.envs.load import BUILT_IN, load_env
 from shoal.launch import memory_plan
 from shoal.launch.doctor import in_words
 from shoal.launch.memory_plan import amount, disk_of, reports, roles_of
-from shoal.launch.sizing import sized
+from shoal.launch.sizing import resolve_sizes
 from shoal.launch.stage_jobs import demand_doable
 from shoal.models.parameter_counts import parameters_of
 from shoal.models.random_model import tiny_spec
@@ -137,7 +137,7 @@ def test_a_recipe_states_the_memory_disk_and_bytes_that_the_preflight_reckons(
     gpu_gb = int(re.findall(r"GPU of (\d+) GB", text)[0])
     monkeypatch.setattr(memory_plan, "free_on", lambda device: gpu_gb * 10**9)
     spec = spec_of(config, path.parent)
-    config = sized(config, spec, with_workers=False).config
+    config = resolve_sizes(config, spec, with_workers=False).config
     need = {report.device: report.need for report in reports(config, spec, with_workers=False)}
     reckoned = {
         "GPU memory": amount(need["cuda"]),
@@ -158,7 +158,7 @@ def test_a_recipe_states_how_many_episodes_its_gpu_evaluates_at_a_time(
     config = load_run(path, [*asked, "eval.episodes=128"], random_policy=True)
     monkeypatch.setattr(memory_plan, "free_on", lambda device: 24 * 10**9)
     spec = spec_of(config, path.parent)
-    found = sized(config, spec, with_workers=False).config
+    found = resolve_sizes(config, spec, with_workers=False).config
     assert found.eval.rows == rows and f" {rows} episodes at a time" in path.read_text()
     need = {report.device: report for report in reports(found, spec, with_workers=False)}
     assert need["cuda"].need <= 24e9 and need["cuda"].shared == shared

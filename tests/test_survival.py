@@ -12,7 +12,7 @@ import pytest
 from benchmarks import kill_storm
 from shoal.config import load_run
 from shoal.roles.auditor import audit_folder
-from shoal.roles.trainer.state import Journal
+from shoal.roles.trainer.state import StepJournal
 from shoal.train.checkpoint import kept_versions
 from shoal.weights.manifest import weights_root
 from tests.roles.in_memory_run import Town
@@ -125,7 +125,7 @@ def learned_again(out, config):
     for version in kept_versions(out / "trainer"):
         if version:
             shutil.rmtree(out / "trainer" / f"v{version:06d}")
-    for step in list(Journal(out / "trainer" / "journal").after(0)):
+    for step in list(StepJournal(out / "trainer" / "journal").after(0)):
         (out / "trainer" / "journal" / f"v{step.version:06d}.step").unlink()
     shutil.rmtree(out / "checkpoints")
     town = Town(out, config)

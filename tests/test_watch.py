@@ -20,9 +20,9 @@ from shoal.config import LOGGERS
 from shoal.config.alarm_limits import CAUSES
 from shoal.ledger.commands import Admin
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.ledger.log.writer import Book
+from shoal.ledger.log.writer import LogWriter
 from shoal.metrics import read_metrics
-from shoal.roles.coordinator.prometheus import PREFIX, WATCHED, of_steps
+from shoal.roles.coordinator.prometheus import PREFIX, WATCHED, step_metrics
 from shoal.run_folder import RunFolder
 from tests.roles.test_logger import rows_of
 
@@ -51,7 +51,7 @@ def names_in(query: str) -> set[str]:
 
 
 def told() -> set[str]:
-    return {PREFIX + name for name in (*WATCHED, *(of_step.name for of_step in of_steps().values()))} | PROCESS
+    return {PREFIX + name for name in (*WATCHED, *(of_step.name for of_step in step_metrics().values()))} | PROCESS
 
 
 def alerts() -> list[str]:
@@ -164,7 +164,7 @@ def fired(scraping: Scraping) -> set[str]:
 
 def book_an_hour_ahead(folder: Path) -> None:
     """What a host's log has if its clock was an hour ahead, and was then set right."""
-    book, ahead = Book(Store(sqlite_url(folder / "log.sqlite"))), time.time() + 3600
+    book, ahead = LogWriter(Store(sqlite_url(folder / "log.sqlite"))), time.time() + 3600
     for action in ("pause", "resume"):
         book.write(Admin(action, "", ahead), ahead)
     book.store.close()

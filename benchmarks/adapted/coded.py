@@ -20,14 +20,14 @@ import torch
 from benchmarks.real.resident import peak_mb
 from benchmarks.real.shapes import SHAPES
 from shoal.config import TrainConfig
-from shoal.engine.interface import Request
+from shoal.engine.interface import EngineRequest
 from shoal.engine.native import LocalEngine
 from shoal.models.checkpoint import load_policy, write_nf4
 from shoal.models.lora import begin_adapter
 from shoal.models.lora_config import AdapterSpec
 from shoal.models.random_model import make_shaped
 from shoal.train.learner import Learner
-from shoal.train.rows import Row
+from shoal.train.rows import TrainingRow
 
 BASES = (("float32", "float32"), ("bfloat16", "bfloat16"), ("nf4", "float32"), ("nf4", "bfloat16"))
 """How the base is kept, and what it is computed in."""
@@ -59,7 +59,7 @@ def step(directory: Path, dtype: str) -> dict[str, float]:
     learner, rng = Learner(model, config, temperature=1.0, steps=10), np.random.default_rng(0)
     one, own = np.ones(TOKENS // 2, np.float32), np.arange(TOKENS // 2, TOKENS)
     said = rng.integers(0, model.spec.vocab_size, (ROWS, TOKENS))
-    rows = [Row(said[i], own, -one, one, one, 1.0, 0, "", (0, i, 0)) for i in range(ROWS)]
+    rows = [TrainingRow(said[i], own, -one, one, one, 1.0, 0, "", (0, i, 0)) for i in range(ROWS)]
     return {"s": _cpu_s(lambda: learner.step(rows, 0)), "mb": peak_mb()}
 
 
@@ -67,7 +67,7 @@ def turn(directory: Path, dtype: str) -> dict[str, float]:
     """The CPU-seconds of a turn of 16 conversations, and the most memory that the process took."""
     engine = LocalEngine(1, dtype)
     engine.load(directory, 0)
-    asked = [Request(str(i), [5 + i, 9, 2, 7], bytes([i]) * 32, WRITTEN, frozenset()) for i in range(16)]
+    asked = [EngineRequest(str(i), [5 + i, 9, 2, 7], bytes([i]) * 32, WRITTEN, frozenset()) for i in range(16)]
 
     def write() -> None:
         engine.extend(asked, 1.0)

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from benchmarks.detect.policies import GROUP_SIZE, Lab
 from shoal.algos.logprob_evidence import grown
-from shoal.algos.sampling_evidence import Evidence, excessive, update
-from shoal.algos.sampling_evidence import Figures as FlipFigures
-from shoal.algos.toploc import Figures, compare
+from shoal.algos.sampling_evidence import EvidenceFigures as FlipFigures
+from shoal.algos.sampling_evidence import SamplingEvidence, excessive, update
+from shoal.algos.toploc import ChunkFigures, compare
 from shoal.engine.interface import ScoreRequest
 from shoal.protocol.encoding import WireError, from_msgpack, to_msgpack
 from shoal.protocol.messages import Bounds, Group, GroupVerdict, Rollout, Submission
@@ -196,7 +196,7 @@ def _look_at_proof(seen: Seen, place: Place, lab: Lab) -> Bools:
         seen.refused_N["activations"][whole] = far_G[:given] = True
         return far_G
     for index in range(given):
-        own = Figures(*(array[figures.rollout_C == index] for array in figures))
+        own = ChunkFigures(*(array[figures.rollout_C == index] for array in figures))
         seen.refused_N["activations"][place.first + index] = activations.judge(own, bound) is not None
         wrong_C = own.mismatched_C > np.maximum(1, np.ceil(activations.MISMATCHED * own.entries_C))
         mean = own.error_C.sum() / max(1, int((own.entries_C - own.mismatched_C).sum()))
@@ -217,7 +217,7 @@ def _opened(body: bytes) -> Submission | None:
 
 def noticed_after(verdicts: Sequence[GroupVerdict], noise: Bounds) -> int:
     """After how many audited groups the evidence against their node is excessive; 0 if it never is."""
-    evidence = Evidence()
+    evidence = SamplingEvidence()
     for number, verdict in enumerate(verdicts, start=1):
         evidence = update(evidence, FlipFigures(verdict.tokens, verdict.flipped, verdict.gap_sum), noise)
         claims = grown(evidence.claims, verdict.off_sum, verdict.off_weighted, verdict.tokens, noise)

@@ -18,7 +18,7 @@ import torch
 
 from shoal.algos.regularisers import logprob_and_entropy
 from shoal.config import ACTIVATION_ERROR, BOUNDS, TrainConfig, wire_bounds
-from shoal.engine.interface import Engine, Score, ScoreRequest
+from shoal.engine.interface import Engine, PolicyScore, ScoreRequest
 from shoal.env import Step
 from shoal.envs.builtin.wordle import Wordle, WordleArgs, WordleState
 from shoal.models.checkpoint import load_policy, save_policy
@@ -27,7 +27,7 @@ from shoal.protocol.algorithm_config import Grpo
 from shoal.protocol.encoding import digest, to_msgpack
 from shoal.protocol.messages import BatchGroup, Group, Lease, Rules, Sampling
 from shoal.train.learner import Learner
-from shoal.train.rows import Row, rows_of_group
+from shoal.train.rows import TrainingRow, rows_of_group
 from tests.attacks.attack_fixture import VERSION, World, altered, lease_of
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -77,9 +77,9 @@ class Lab(World):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.envs = {"wordle": Rounds(ARGS)}
-        self.known: dict[tuple[bytes, bytes], Score] = {}
+        self.known: dict[tuple[bytes, bytes], PolicyScore] = {}
 
-    def score(self, requests: Sequence[ScoreRequest], engine: Engine | None = None) -> list[Score]:
+    def score(self, requests: Sequence[ScoreRequest], engine: Engine | None = None) -> list[PolicyScore]:
         if engine not in (None, self.engine):
             return super().score(requests, engine)
         named = [(_name(request), request) for request in requests]
@@ -187,7 +187,7 @@ def _entropy(lab: Lab) -> float:
         return float(logprob_and_entropy(logits_PV, logits_PV.argmax(-1))[1].mean())
 
 
-def _mean_off(scores: Iterable[Score], others: Iterable[Score]) -> float:
+def _mean_off(scores: Iterable[PolicyScore], others: Iterable[PolicyScore]) -> float:
     return float(
         np.mean(
             np.concatenate(
@@ -208,7 +208,7 @@ def _learn(learner: Learner, path: Path, step: int, rollouts: int, out: Path) ->
     return out
 
 
-def _rows(group: Group, rewards: tuple[float, ...]) -> list[Row]:
+def _rows(group: Group, rewards: tuple[float, ...]) -> list[TrainingRow]:
     data = to_msgpack(group)
     member = BatchGroup(VERSION, group.slot, "", 0, digest(data), rewards)
     return rows_of_group(member, data, algorithm=Grpo(), vocabulary=64, max_tokens=SAMPLING.max_tokens)

@@ -26,7 +26,7 @@ from shoal.protocol import algorithm_config as c
 from shoal.protocol.algorithm_config import Algorithm
 from shoal.train.loss import TokenTerms, objective_of
 from shoal.train.loss_weights import averaged
-from shoal.train.rows import Row, counted_only
+from shoal.train.rows import TrainingRow, counted_only
 
 PEER = Path(__file__).parents[1] / "peers" / "trl_losses.py"
 BAR = 1e-5
@@ -170,9 +170,9 @@ def gradient_of(case: dict[str, np.ndarray], algorithm: Algorithm, from_rewards:
     return logits_BTV.grad.numpy()
 
 
-def _row(case: dict[str, np.ndarray], b: int, length: int) -> Row:
+def _row(case: dict[str, np.ndarray], b: int, length: int) -> TrainingRow:
     ones_P = np.ones(length, dtype=np.float32)
-    return Row(
+    return TrainingRow(
         tokens_T=case["tokens_BT"][b, :length], positions_P=np.arange(length), behaviour_logp_P=ones_P,
         advantage_P=ones_P, weight_P=ones_P, reward=0.0, version=0,
     )  # fmt: skip

@@ -28,13 +28,13 @@ import torch
 from shoal.config import TinyPolicy, TrainConfig
 from shoal.models.random_model import tiny_spec
 from shoal.models.transformer import Transformer
-from shoal.models.value_head import Valued
+from shoal.models.value_head import TransformerWithValueHead
 from shoal.protocol import algorithm_config as c
 from shoal.protocol.algorithm_config import Algorithm
 from shoal.train.critic import critic_of
 from shoal.train.frozen_models import Teacher
 from shoal.train.learner import Learner
-from shoal.train.rows import Row
+from shoal.train.rows import TrainingRow
 
 BAR = 1.1
 GROUPS, SIZE, PROMPT, ANSWER, VOCABULARY = 8, 8, 24, 40, 64
@@ -94,7 +94,7 @@ def keyed(ratios: dict[str, float]) -> dict[str, float]:
 def learner_of(algorithm: Algorithm) -> Learner:
     """A learner of about 1M parameters."""
     config = TrainConfig(lr=1e-5, algorithm=algorithm)
-    critic = critic_of(config, lambda: drawn(Valued(SPEC)))
+    critic = critic_of(config, lambda: drawn(TransformerWithValueHead(SPEC)))
     return Learner(
         drawn(Transformer(SPEC)), config, temperature=1.0, steps=100, max_tokens=PROMPT + ANSWER, critic=critic
     )
@@ -109,7 +109,7 @@ def drawn(model: M) -> M:
     return model
 
 
-def made_up_rows() -> list[Row]:
+def made_up_rows() -> list[TrainingRow]:
     """Rows whose log-probs are those of a policy that knows nothing."""
     rng = np.random.default_rng(0)
     rows = []
@@ -119,7 +119,7 @@ def made_up_rows() -> list[Row]:
             length = int(rng.integers(ANSWER // 2, ANSWER + 1))
             logp_P = rng.normal(-np.log(VOCABULARY), 0.1, length).astype(np.float32)
             rows.append(
-                Row(
+                TrainingRow(
                     tokens_T=np.concatenate([prompt, rng.integers(0, VOCABULARY, length)]),
                     positions_P=np.arange(PROMPT, PROMPT + length), behaviour_logp_P=logp_P,
                     advantage_P=np.full(length, 0.5 - i % 2, dtype=np.float32),
@@ -130,7 +130,7 @@ def made_up_rows() -> list[Row]:
     return rows
 
 
-def work_of(name: str, learner: Learner, rows: list[Row]) -> Callable[[], object]:
+def work_of(name: str, learner: Learner, rows: list[TrainingRow]) -> Callable[[], object]:
     """A step, after the judgement of a teacher if the learner has one."""
     if name != TEACHER:
         return partial(learner.step, rows, 0)

@@ -11,9 +11,9 @@ from typing import Any
 
 from shoal.config import RunConfig, load_run
 from shoal.launch.alarms import AlarmWatch, setting_of
-from shoal.launch.run_status import Snapshot
+from shoal.launch.run_status import RunStatus
 from shoal.monitors.inputs import Machine
-from shoal.monitors.run_monitors import Follower
+from shoal.monitors.run_monitors import RunMonitors
 from shoal.protocol.messages import Status
 from shoal.run_folder import RunFolder
 
@@ -71,14 +71,14 @@ def _looks(folder: RunFolder, config: RunConfig, lines: Lines, began: float, cou
     now = [began]
     watch = AlarmWatch(folder, config, clock=lambda: now[0])
     for _ in range(count):
-        watch.look(Snapshot("", "", config.steps, RUNNING, metrics=tuple(lines)))
+        watch.look(RunStatus("", "", config.steps, RUNNING, metrics=tuple(lines)))
         now[0] += EVERY_S
     return {alarm.cause for alarm in watch.standing}
 
 
 def _disk(config: RunConfig, free: Callable[[float], float]) -> set[str]:
     """Alarms in an hour of looks, one a minute, at a disk whose free space follows its age."""
-    follower, seen, raised = Follower(setting_of(config)), list[tuple[float, float]](), set[str]()
+    follower, seen, raised = RunMonitors(setting_of(config)), list[tuple[float, float]](), set[str]()
     for i in range(60):
         seen.append((i * MINUTE_S, free(i * MINUTE_S)))
         changes = follower.look_between(Machine(now=i * MINUTE_S, disk=tuple(seen)), ())

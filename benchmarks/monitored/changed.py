@@ -8,7 +8,7 @@ run's own log.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shoal.monitors.inputs import Evaluation
+from shoal.monitors.inputs import HeldoutResult
 
 Lines = Sequence[dict[str, Any]]
 LEARNED = ("reward_all_mean", "reward_mean", "solve_rate")
@@ -70,10 +70,10 @@ def reward_rises(lines: Lines) -> list[dict[str, Any]]:
     ]
 
 
-def heldout_falls(lines: Lines) -> list[Evaluation]:
+def heldout_falls(lines: Lines) -> list[HeldoutResult]:
     """Evaluations of such a run, in which held-out tasks are solved less and less."""
     last = int(lines[-1]["step"])
-    return [Evaluation(0, 0.6, 0.55, 0.65), Evaluation(last - 5, 0.4, 0.35, 0.45)]
+    return [HeldoutResult(0, 0.6, 0.55, 0.65), HeldoutResult(last - 5, 0.4, 0.35, 0.45)]
 
 
 CHANGES: dict[str, tuple[Callable[[Lines], list[dict[str, Any]]], str]] = {

@@ -14,25 +14,25 @@ from typing import Any, NamedTuple
 from shoal.alarms import read_alarms
 from shoal.config import RunConfig, load_run
 from shoal.engine.dishonest import Cheat, Fabricate
-from shoal.engine.interface import Continuation, Engine, Request
+from shoal.engine.interface import Continuation, Engine, EngineRequest
 from shoal.engine.native import LocalEngine
 from shoal.evaluation_files import BEFORE
 from shoal.jobs import evaluate
 from shoal.launch.alarms import LOOK_EVERY_S, AlarmWatch, evaluations, setting_of
 from shoal.launch.evaluations import results_in
-from shoal.launch.run_status import MetricsWatch, Snapshot
+from shoal.launch.run_status import MetricsWatch, RunStatus
 from shoal.ledger.commands import Admin
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.registry import read_entry
 from shoal.metrics import read_metrics
-from shoal.monitors.inputs import Evaluation
-from shoal.monitors.run_monitors import Follower
+from shoal.monitors.inputs import HeldoutResult
+from shoal.monitors.run_monitors import RunMonitors
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol.messages import Grant
-from shoal.roles.coordinator.status import Board
+from shoal.roles.coordinator.status import StatusBoard
 from shoal.roles.trainer import Trainer
 from shoal.roles.validator import Validator
-from shoal.roles.worker.remote_env import Use
+from shoal.roles.worker.remote_env import EngineTurn
 from shoal.roles.worker.worker import Made, Worker
 from shoal.run_folder import RunFolder
 from tests.attacks.validators import Hangman
@@ -58,25 +58,25 @@ def alarms_of(folder: RunFolder, config: RunConfig) -> Alarms:
     return with_metrics(folder, config, read_metrics(folder.metrics), evaluated(folder, config), live)
 
 
-def evaluated(folder: RunFolder, config: RunConfig) -> list[Evaluation]:
+def evaluated(folder: RunFolder, config: RunConfig) -> list[HeldoutResult]:
     """The run's kept checkpoints on held-out tasks, as its launcher evaluates them beside training."""
     if not config.eval.episodes:
         return []
     for path in sorted(folder.checkpoints.glob("v[0-9]*")):
         name = path.name if int(path.name[1:]) else BEFORE
         evaluate.for_run(folder.root, path, 1, folder.evaluations / f"{name}.json", threads=1)
-    return evaluations(Snapshot("", "", config.steps, heldout=results_in(folder.evaluations)))
+    return evaluations(RunStatus("", "", config.steps, heldout=results_in(folder.evaluations)))
 
 
 def with_metrics(
     folder: RunFolder,
     config: RunConfig,
     lines: Sequence[dict[str, Any]],
-    heldout: Sequence[Evaluation] = (),
+    heldout: Sequence[HeldoutResult] = (),
     live: Iterable[tuple[str, str]] = (),
 ) -> Alarms:
     """The same with other metrics beside the run's own log; `live` are subjects of alarms that were raised before."""
-    follower = Follower(setting_of(config))
+    follower = RunMonitors(setting_of(config))
     rows = Store(sqlite_url(folder.log), read_only=True).read()
     changes = follower.see((read_entry(data)[0] for data, _ in rows), lines, heldout)
     names = follower.digest.names
@@ -214,12 +214,12 @@ def _live(town: Town, *workers: Worker, judges: Any = None, trainer: Trainer | N
     """Let a run go to its end, and look at it on the way as its launcher does. One that pauses itself is drained, as a host
     would who has seen enough. Returns how many looks there were."""
     watch, metrics = AlarmWatch(town.folder, town.config), MetricsWatch(town.folder.metrics)
-    board, looks = Board(town.desk), [0.0]
+    board, looks = StatusBoard(town.desk), [0.0]
 
     def look() -> None:
         if time.time() - looks[-1] >= LOOK_EVERY_S:
             looks.append(time.time())
-            watch.look(Snapshot("", "", town.config.steps, board.status(), metrics=metrics.read()))
+            watch.look(RunStatus("", "", town.config.steps, board.status(), metrics=metrics.read()))
 
     async def story() -> None:
         roles = (trainer or town.trainer(), *(judges or [town.validator()]), *workers)
@@ -242,7 +242,7 @@ class _Times(Cheat):
         super().__init__(engine)
         self._times = times
 
-    def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
+    def extend(self, requests: Sequence[EngineRequest], temperature: float) -> list[Continuation]:
         began = time.perf_counter()
         found = self.engine.extend(requests, temperature)
         time.sleep((self._times - 1) * (time.perf_counter() - began))
@@ -254,7 +254,7 @@ class _Sometimes(Cheat):
 
     calls = 0
 
-    def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
+    def extend(self, requests: Sequence[EngineRequest], temperature: float) -> list[Continuation]:
         self.calls += 1
         engine = self.engine if self.calls % 10 else Fabricate(self.engine)
         return engine.extend(requests, temperature)
@@ -263,14 +263,14 @@ class _Sometimes(Cheat):
 class _Idler(Worker):
     """Takes leases, and gives each back."""
 
-    async def _play_whole(self, grant: Grant, before: Use, use: Use) -> Made | None:
+    async def _play_whole(self, grant: Grant, before: EngineTurn, use: EngineTurn) -> Made | None:
         return None
 
 
 class _Slow(Cheat):
     """An honest engine of a slow machine, no matter how busy this one is."""
 
-    def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
+    def extend(self, requests: Sequence[EngineRequest], temperature: float) -> list[Continuation]:
         began = time.perf_counter()
         found = self.engine.extend(requests, temperature)
         time.sleep(max(SLOW_S, (SLOW_TIMES - 1) * (time.perf_counter() - began)))

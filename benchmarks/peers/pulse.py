@@ -15,7 +15,7 @@ if __name__ == "__main__":  # before the imports, which a reader may not have
 
 import numpy as np
 
-from shoal.weights.delta.tensor_codes import Coded, Weights
+from shoal.weights.delta.tensor_codes import EncodedTensor, Weights
 
 
 def encode(base: Weights, new: Weights, level: int = 1) -> tuple[bytes, dict[str, int]]:
@@ -56,7 +56,7 @@ def _runs(rows: np.ndarray) -> Iterator[tuple[int, int, int]]:
     yield from ((int(rows[first]), first, end) for first, end in zip(firsts, ends, strict=True))
 
 
-def _width(tensor: Coded) -> int:
+def _width(tensor: EncodedTensor) -> int:
     return tensor.shape[-1] if tensor.shape else 1
 
 

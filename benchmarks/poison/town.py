@@ -23,14 +23,14 @@ from shoal.envs.evaluate import Evaluation, evaluate
 from shoal.envs.load import load_env
 from shoal.envs.play import play_block, play_scripted
 from shoal.envs.replay import replay_group
-from shoal.ledger.commands import AskLease, Enter, Judge, Publish, Submit, Tick
+from shoal.ledger.commands import AskLease, JoinRun, Publish, Submit, SubmitVerdict, Tick
 from shoal.ledger.constants import LAW
 from shoal.ledger.errors import Wait
 from shoal.ledger.event import Entry
 from shoal.ledger.log.sqlite_store import Store
-from shoal.ledger.log.writer import Book
+from shoal.ledger.log.writer import LogWriter
 from shoal.ledger.members import NodeQuarantined
-from shoal.ledger.records import Member, SubmissionRecord
+from shoal.ledger.records import NodeRecord, SubmissionRecord
 from shoal.ledger.run import Create, RunCreated
 from shoal.ledger.slot_draws import audit_draws, lease_of, recheck_draw, turns
 from shoal.ledger.state import State
@@ -56,9 +56,9 @@ from shoal.protocol.tolerances import Dtype, claims_bend_ratios
 from shoal.train.batch_filter import select
 from shoal.train.behaviour_logprobs import with_own_denominators
 from shoal.train.learner import Learner
-from shoal.train.rows import Row, rows_of_group
+from shoal.train.rows import TrainingRow, rows_of_group
 from shoal.verification.context import Tools, policy_positions
-from shoal.verification.encode_submission import commit
+from shoal.verification.encode_submission import encode_submission
 from shoal.verification.verify import verify_submission
 from shoal.weights.manifest import weights_root
 
@@ -115,7 +115,7 @@ class Town:
         """Groups by digest."""
         self.course: list[float] = []
         self.num_poisoned = self.quarantines = 0
-        self.book = Book(Store("sqlite://"))
+        self.book = LogWriter(Store("sqlite://"))
         self._begin()
 
     def _begin(self) -> None:
@@ -136,7 +136,7 @@ class Town:
         roles = {TRAINER: "trainer"} | dict.fromkeys(JUDGES, "validator") | dict.fromkeys(WORKERS, "worker")
         for key, role in roles.items():
             join = Join(role, key[:8], 0.0, "local", self.case.dtype, "cpu")  # type: ignore[arg-type]
-            self.do(Enter(key, join, self.now))
+            self.do(JoinRun(key, join, self.now))
         self._publish(0)
 
     @property
@@ -173,11 +173,11 @@ class Town:
         groups = play_block(self.engine, self.renderer, self.envs, block, self.plan.group_size, SAMPLING)
         if worker in MALICIOUS and self._attacks(self.state.members[worker]):
             groups = [self._poison(group) for group in groups]
-        body = commit(self.state.run, lease, groups, self.engine.facts)
+        body = encode_submission(self.state.run, lease, groups, self.engine.facts)
         self._send(worker, lease, groups, body)
         self._judge(lease, groups, body)
 
-    def _attacks(self, node: Member) -> bool:
+    def _attacks(self, node: NodeRecord) -> bool:
         return bool(self.case.payload) and (not self.case.patient or LAW.audit_rate(node.valid_blocks, 0.05) <= 0.05)
 
     def _poison(self, honest: Group) -> Group:
@@ -202,7 +202,7 @@ class Town:
                 verdict = self._verdict(name, lease, groups, body)
             held, link = self.state.leases[lease.id], self._link("chain/audits", lease.version)
             again = recheck_draw(held, link)
-            entries = self.do(Judge(judges[0], verdict, self.now, recheck=again))
+            entries = self.do(SubmitVerdict(judges[0], verdict, self.now, recheck=again))
             self.quarantines += sum(isinstance(entry.body, NodeQuarantined) for entry in entries)
 
     def _verdict(self, name: str, lease: Lease, groups: Sequence[Group], body: bytes) -> Verdict:
@@ -279,7 +279,7 @@ class Town:
         if (version + 1) % COURSE_STEPS == 0:
             self.course.append(self.evaluate(COURSE_EPISODES).reward.mean)
 
-    def _denominators(self, rows: list[Row]) -> list[Row]:
+    def _denominators(self, rows: list[TrainingRow]) -> list[TrainingRow]:
         """As the trainer of a run makes them; without defences, those that workers claim."""
         rules = self.state.rules
         if not self.case.defended or not claims_bend_ratios(
@@ -309,7 +309,7 @@ class Town:
     def _link(self, chain: str, version: int) -> bytes:
         return self.links[chain][version + 1]
 
-    def share(self, of: Callable[[Member], float]) -> float:
+    def share(self, of: Callable[[NodeRecord], float]) -> float:
         """Of the malicious workers, in a sum over all."""
         total = sum(of(self.state.members[key]) for key in WORKERS)
         return sum(of(self.state.members[key]) for key in MALICIOUS) / total if total else 0.0

@@ -25,7 +25,7 @@ from shoal.models.checkpoint import save_policy
 from shoal.models.open_model import AUTO, open_policy
 from shoal.protocol.messages import Group, Rules
 from shoal.verification.context import by_group
-from shoal.verification.fit_tolerances import Noise, propose, propose_activation_error
+from shoal.verification.fit_tolerances import MeasuredNoise, propose, propose_activation_error
 from tests.attacks.attack import Attack, OtherEngine
 from tests.attacks.attack_fixture import World
 from tests.attacks.sampling_attacks import Cooler, HiddenPrompt, OwnSeeds
@@ -165,7 +165,7 @@ def rules_of(subject: Subject, sampled: str, judges: dict[str, InThrees]) -> Rul
     return rules("bfloat16", own, error)
 
 
-def _noise(field: Field, played: Sequence[Group], judge: InThrees) -> Noise:
+def _noise(field: Field, played: Sequence[Group], judge: InThrees) -> MeasuredNoise:
     scores = judge.score(field.requests(played), SAMPLING.temperature)
     claimed_P = np.concatenate([r.logprobs_P() for group in played for r in group.rollouts]).astype(np.float64)
     figures = []
@@ -173,7 +173,7 @@ def _noise(field: Field, played: Sequence[Group], judge: InThrees) -> Noise:
         found = compare([score.hidden_PD for score in of_group if score.hidden_PD is not None], proof)
         assert not isinstance(found, str), found
         figures.append(found)
-    return Noise(
+    return MeasuredNoise(
         np.concatenate([score.gaps_P for score in scores]),
         claimed_P - np.concatenate([score.logprobs_P for score in scores]),
         np.concatenate([score.largest_P for score in scores if score.largest_P is not None]),

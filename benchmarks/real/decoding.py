@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.real.kept import Kept
-from shoal.engine.interface import Request
+from shoal.engine.interface import EngineRequest
 from shoal.engine.native import LocalEngine
 
 GROUP = 16
@@ -93,7 +93,7 @@ def _compared(sides: _Sides, batch: int, kind: str, load: Load) -> dict[str, Any
 
 def _ours(engine: LocalEngine, prompts: torch.Tensor, new: int) -> None:
     requests = [
-        Request(str(row), tokens, row.to_bytes(32, "little"), new, frozenset())
+        EngineRequest(str(row), tokens, row.to_bytes(32, "little"), new, frozenset())
         for row, tokens in enumerate(prompts.tolist())
     ]
     turns = engine.extend(requests, 1.0)

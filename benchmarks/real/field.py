@@ -19,7 +19,7 @@ from benchmarks.detect.policies import GROUP_SIZE, Lab
 from shoal.algos.regularisers import logprob_and_entropy
 from shoal.chat.renderer import Renderer
 from shoal.config import ACTIVATION_ERROR, BOUNDS, TrainConfig, wire_bounds
-from shoal.engine.interface import Engine, Score, ScoreRequest
+from shoal.engine.interface import Engine, PolicyScore, ScoreRequest
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.envs.load import load_env
 from shoal.envs.replay import replay_group
@@ -29,7 +29,7 @@ from shoal.protocol.algorithm_config import Grpo
 from shoal.protocol.encoding import digest, to_msgpack
 from shoal.protocol.messages import BatchGroup, Bounds, Lease, Rules, Sampling
 from shoal.train.learner import Learner
-from shoal.train.rows import Row, rows_of_group
+from shoal.train.rows import TrainingRow, rows_of_group
 from shoal.verification.context import Tools
 from tests.attacks.attack_fixture import VERSION, lease_of
 from tests.engine.architectures import write_any
@@ -101,9 +101,9 @@ class InThrees:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.facts = engine, engine.facts
-        self._last: tuple[list[ScoreRequest], list[Score]] = ([], [])
+        self._last: tuple[list[ScoreRequest], list[PolicyScore]] = ([], [])
 
-    def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[Score]:
+    def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[PolicyScore]:
         if self._last[0] != list(requests):
             parts = [requests[start : start + 3] for start in range(0, len(requests), 3)]
             scores = [score for part in parts for score in self.engine.score(part, temperature, hidden=True)]
@@ -184,7 +184,7 @@ def _find_scale(name: str, target: float, folder: Path) -> float:
     return float(2 ** ((low + high) / 2))
 
 
-def _rows_of(policy: Path, step: int, groups: int) -> list[Row]:
+def _rows_of(policy: Path, step: int, groups: int) -> list[TrainingRow]:
     """What the learner gets of honest rollouts of one version."""
     field = Field(policy, policy, policy, lease(groups, f"train {step}"), rules("float32"))
     rows = []

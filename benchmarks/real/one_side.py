@@ -20,7 +20,7 @@ from shoal.models.checkpoint import load_policy
 from shoal.models.random_model import initialise, tiny_spec
 from shoal.models.transformer import Transformer
 from shoal.train.learner import Learner
-from shoal.train.rows import Row
+from shoal.train.rows import TrainingRow
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def warm_up() -> None:
     Learner(model, TrainConfig(packing="flat"), temperature=1.0, steps=1).step(rows, 0)
 
 
-def rows_of(batch: Batch, vocabulary: int) -> list[Row]:
+def rows_of(batch: Batch, vocabulary: int) -> list[TrainingRow]:
     """The batch as the learner takes it."""
     rows = []
     for index, ((prompt, completion), advantage) in enumerate(
@@ -59,7 +59,7 @@ def rows_of(batch: Batch, vocabulary: int) -> list[Row]:
         P = len(completion)
         ones_P = np.ones(P, np.float32)
         rows.append(
-            Row(
+            TrainingRow(
                 np.array([*prompt, *completion]), np.arange(len(prompt), len(prompt) + P), 0 * ones_P, advantage * ones_P,
                 ones_P, advantage, 0, id=(0, index // batch.group_size, index % batch.group_size),
             )

@@ -16,13 +16,13 @@ from benchmarks.detect.policies import GROUP_SIZE
 from benchmarks.real.architectures import CALIBRATED_GROUPS, SAFETY, TARGETS, in_4_bits
 from benchmarks.real.field import SAMPLING, Field, InThrees, Subject, lease, make_subject, rules
 from shoal.engine.hf import TransformersEngine
-from shoal.engine.interface import Continuation, Engine, Request, Score, ScoreRequest
+from shoal.engine.interface import Continuation, Engine, EngineRequest, PolicyScore, ScoreRequest
 from shoal.engine.native import LocalEngine
 from shoal.engine.vllm.engine import VllmEngine
 from shoal.protocol.constants import VLLM
 from shoal.protocol.encoding import from_msgpack, to_msgpack
 from shoal.protocol.messages import Group, Rules, Submission
-from shoal.verification.fit_tolerances import Noise, joined, propose
+from shoal.verification.fit_tolerances import MeasuredNoise, joined, propose
 from tests.attacks.attack import Attack, OtherEngine
 from tests.attacks.attack_fixture import VERSION
 from tests.attacks.sampling_attacks import Cooler, HiddenPrompt, OwnSeeds
@@ -98,7 +98,7 @@ def _rules(subject: Subject, sampler: VllmEngine, judges: dict[str, Engine], gro
     for judge in judges.values():
         scores = InThrees(judge).score(field.requests(played), SAMPLING.temperature)
         parts.append(
-            Noise(
+            MeasuredNoise(
                 np.concatenate([score.gaps_P for score in scores]),
                 claimed_P - np.concatenate([score.logprobs_P for score in scores]),
                 np.concatenate([score.largest_P for score in scores if score.largest_P is not None]),
@@ -121,13 +121,13 @@ class Both:
     def load(self, directory: Path, version: int) -> None:
         raise AssertionError("it is made of engines that have a policy")
 
-    def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
+    def extend(self, requests: Sequence[EngineRequest], temperature: float) -> list[Continuation]:
         return self.sampler.extend(requests, temperature)
 
     def forget(self, rollouts: Iterable[str]) -> None:
         self.sampler.forget(rollouts)
 
-    def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[Score]:
+    def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[PolicyScore]:
         return self.scorer.score(requests, temperature, hidden)
 
 

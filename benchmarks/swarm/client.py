@@ -17,7 +17,7 @@ from pathlib import Path
 import uvloop
 
 from shoal.net.client import Client
-from shoal.net.connection_limits import Limits, connections_that_fit, http_server
+from shoal.net.connection_limits import ServerLimits, connections_that_fit, http_server
 from shoal.net.key_files import load_or_make_key
 from shoal.net.process import listen
 from shoal.protocol.constants import MAX_MANIFEST_BYTES
@@ -26,7 +26,7 @@ from shoal.roles.node.serve_chunks import application, offer
 from shoal.roles.node.share_weights import SharedVersions
 from shoal.weights.fetch.fetch import fetch
 from shoal.weights.fetch.relay_sources import Relays
-from shoal.weights.fetch.sources import Source, sources_of
+from shoal.weights.fetch.sources import ChunkSource, sources_of
 from shoal.weights.manifest import open_manifest, weights_root
 
 
@@ -52,7 +52,7 @@ async def _sharing(client: Client, shared: SharedVersions, port: int, public_url
     shared.is_on = True
     with listen("127.0.0.1", port) as listener:
         server = http_server(
-            application(shared, client.key, client.run, time.time), Limits(total=connections_that_fit())
+            application(shared, client.key, client.run, time.time), ServerLimits(total=connections_that_fit())
         )
         server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
         tasks = [
@@ -83,7 +83,7 @@ async def _fetch(client: Client, info: RunInfo, home: Path, shared: SharedVersio
     print(json.dumps(said), flush=True)
 
 
-def _counted(source: Source) -> list[int]:
+def _counted(source: ChunkSource) -> list[int]:
     """Count the bytes that a source sends."""
     count, really = [0], source.parts
 

@@ -27,7 +27,7 @@ from shoal.config import RunConfig
 from shoal.net.client import Client
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol.encoding import to_json
-from shoal.protocol.messages import Done
+from shoal.protocol.messages import WriteAck
 from shoal.run_folder import RunFolder
 from shoal.tree import from_tree
 from shoal.weights.manifest import sign_manifest
@@ -121,7 +121,7 @@ class World:
                 chunk_bytes=chunk_bytes,
             )
             signed = to_json(sign_manifest(manifest, key, now=time.time()))
-            await client.send("POST", "/v1/checkpoints", signed, Done)
+            await client.send("POST", "/v1/checkpoints", signed, WriteAck)
         return time.time()
 
     def egress(self, *names: str) -> int:

@@ -20,7 +20,7 @@ import uvicorn
 from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
-from shoal.watch.page import Shelf, page_app
+from shoal.watch.page import PageRuns, page_app
 
 OUT = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 TOKEN = "t" * 43
@@ -43,7 +43,7 @@ SHOTS = {
 def main(run: str, *names: str) -> None:
     """Write the pictures of these names, or all."""
     with tempfile.TemporaryDirectory() as temporary:
-        shelf = Shelf(Path(temporary) / "index.sqlite", [run])
+        shelf = PageRuns(Path(temporary) / "index.sqlite", [run])
         while shelf.step():
             pass
         listener = socket.create_server(("127.0.0.1", 0))

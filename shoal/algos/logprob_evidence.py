@@ -37,7 +37,7 @@ SLACK = 2.0
 """Multiple of m that is taken off for each token: for small d, the log of the mean of e^d is twice the mean of d."""
 
 
-class Noise(Protocol):
+class ClaimNoise(Protocol):
     """What calibration says about honest claims, for one pair of sampling and replaying dtypes."""
 
     @property
@@ -49,17 +49,17 @@ class Noise(Protocol):
         """m; 0 if the run judges no sums."""
 
 
-def cut(off_N: NDArray[np.float64], noise: Noise) -> NDArray[np.float64]:
+def cut(off_N: NDArray[np.float64], noise: ClaimNoise) -> NDArray[np.float64]:
     """d of some tokens. A difference that is not a number counts as the largest."""
     return np.clip(np.nan_to_num(off_N, nan=noise.logprob), -noise.logprob, noise.logprob)
 
 
-def lean(total: float, tokens: int, noise: Noise) -> float:
+def lean(total: float, tokens: int, noise: ClaimNoise) -> float:
     """How far |D| exceeds what is honest, nats; to be compared with `LIMIT_NATS`."""
     return abs(total) - SLACK * tokens * noise.logprob_mean
 
 
-def grown(bits: tuple[float, ...], plain: float, weighted: float, tokens: int, noise: Noise) -> tuple[float, ...]:
+def grown(bits: tuple[float, ...], plain: float, weighted: float, tokens: int, noise: ClaimNoise) -> tuple[float, ...]:
     """Bits of a node's evidence after one more audited group: plain D upwards and downwards, weighted D likewise.
 
     Each stops at 0, so that an honest past does not let a node lie later. An honest node reaches b bits at most once in

@@ -49,7 +49,7 @@ LOG2_E = 1.4426950408889634
 """Nats to bits, written out, because the last bit of a library's logarithm may differ between machines."""
 
 
-class Noise(Protocol):
+class SamplingNoise(Protocol):
     """What calibration says about honest work, for one pair of sampling and replaying dtypes."""
 
     @property
@@ -76,7 +76,7 @@ def room(largest_N: NDArray[np.float32] | None, largest_logit: float) -> NDArray
     return np.maximum(1.0, largest_N / largest_logit).astype(np.float32)  # guard: room-is-never-below-1
 
 
-class Figures(NamedTuple):
+class EvidenceFigures(NamedTuple):
     """Pooled figures of a rollout, or of a group."""
 
     tokens: int
@@ -85,14 +85,14 @@ class Figures(NamedTuple):
     """Sum of the gaps, each cut at the bound, nats."""
 
 
-def pooled(gaps_N: NDArray[np.float32], bound: float) -> Figures:
+def pooled(gaps_N: NDArray[np.float32], bound: float) -> EvidenceFigures:
     """N, F and S of the gaps of some tokens, nats. A gap that is not a number counts as flipped."""
     gaps = gaps_N.astype(np.float64)
     # guard: nan-gap-is-a-flip
-    return Figures(gaps.size, int(np.count_nonzero(~(gaps <= bound))), float(np.fmin(gaps, bound).sum()))
+    return EvidenceFigures(gaps.size, int(np.count_nonzero(~(gaps <= bound))), float(np.fmin(gaps, bound).sum()))
 
 
-def most_flipped(tokens: int, noise: Noise, alpha: float = FALSE_ALARM) -> int:
+def most_flipped(tokens: int, noise: SamplingNoise, alpha: float = FALSE_ALARM) -> int:
     """Number of flipped tokens that honest work exceeds with probability at most alpha; at least 1: P(Poisson > c)."""
     mean = tokens * noise.flipped
     count, term = 0, math.exp(-mean)
@@ -106,7 +106,7 @@ def most_flipped(tokens: int, noise: Noise, alpha: float = FALSE_ALARM) -> int:
     return count
 
 
-def largest_sum(tokens: int, noise: Noise, alpha: float = FALSE_ALARM) -> float:
+def largest_sum(tokens: int, noise: SamplingNoise, alpha: float = FALSE_ALARM) -> float:
     """Sum of gaps, nats, that honest work exceeds with probability at most alpha.
 
     This is the s for which tokens * KL(s / (tokens * gap), r) = log(1 / alpha), with the KL of two Bernoulli distributions.
@@ -129,7 +129,7 @@ def _kl(share: float, rate: float) -> float:
 # --- a node over time ---
 
 
-class Evidence(NamedTuple):
+class SamplingEvidence(NamedTuple):
     """Bits against a node's honesty. 0 means no evidence. Of flips and gaps, one figure for each of `EXCESS_BITS`."""
 
     flips: tuple[float, ...] = (0.0,) * len(EXCESS_BITS)
@@ -138,7 +138,7 @@ class Evidence(NamedTuple):
     """From claimed log-probs, by direction; see `logprob_evidence`."""
 
 
-def update(evidence: Evidence, figures: Figures, noise: Noise) -> Evidence:
+def update(evidence: SamplingEvidence, figures: EvidenceFigures, noise: SamplingNoise) -> SamplingEvidence:
     """Evidence after one more audited group. Its figures must be pooled with the bound of the same `noise`."""
     return evidence._replace(
         flips=_grown(evidence.flips, float(figures.flipped), figures.tokens, noise.flipped),
@@ -153,7 +153,7 @@ def _grown(bits: tuple[float, ...], total: float, tokens: int, rate: float) -> t
     return tuple(max(0.0, had + b * total - expected * (2**b - 1)) for had, b in zip(bits, EXCESS_BITS, strict=True))
 
 
-def excessive(evidence: Evidence) -> bool:
+def excessive(evidence: SamplingEvidence) -> bool:
     """Whether honest noise cannot explain a node. An honest node gets here at most once in a million audited groups."""
     # guard: claims-are-evidence
     if max(evidence.claims) >= CLAIM_ALARM_BITS:
@@ -164,7 +164,7 @@ def excessive(evidence: Evidence) -> bool:
 # --- power ---
 
 
-def tokens_to_detect(changed: float, noise: Noise, power: float = 0.95, most: int = 1_000_000) -> int:
+def tokens_to_detect(changed: float, noise: SamplingNoise, power: float = 0.95, most: int = 1_000_000) -> int:
     """Number of tokens in a rollout from which a cheat that flips a share `changed` of them is refused with chance `power`.
 
     Accurate to 2 %, with tokens taken as independent. Returns `most` if it takes that many or more.

@@ -53,7 +53,7 @@ _VALUES_AT_ONCE = 1 << 18
 """Values searched together: as many as fit a cache."""
 
 
-class Figures(NamedTuple):
+class ChunkFigures(NamedTuple):
     """What `compare` found for each chunk, rollout after rollout: arrays over C."""
 
     rollout_C: Ints
@@ -103,7 +103,7 @@ def prove(hidden: Sequence[NDArray[np.float32]], k: int = 0, chunk_tokens: int =
 
 def compare(
     hidden: Sequence[NDArray[np.float32]], proof: bytes, k: int = 0, chunk_tokens: int = CHUNK_TOKENS
-) -> Figures | str:
+) -> ChunkFigures | str:
     """How far the proof is from the verifier's own hidden states of the same rollouts, or why it is not a proof.
 
     Arguments as in `prove`; `proof` may be any bytes.
@@ -132,7 +132,7 @@ def compare(
     lengths = [range(0, len(states_PD), chunk_tokens) for states_PD in hidden]
     rollout_C = np.repeat(np.arange(len(hidden)), [len(starts) for starts in lengths])
     first_C = np.array([first for starts in lengths for first in starts], dtype=np.int64)
-    return Figures(rollout_C, first_C, entries_C, mismatched_C, error_C)
+    return ChunkFigures(rollout_C, first_C, entries_C, mismatched_C, error_C)
 
 
 def _differ(points: _Points, m_C: Ints, coefficients_CK: Ints) -> tuple[Ints, Floats]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from shoal.chat.messages import BadMessage, Written, normal
 from shoal.chat.stop_tokens import num_shared
-from shoal.chat.template_capabilities import ASK, Dialect, calling, said
+from shoal.chat.template_capabilities import ASK, TemplateCapabilities, calling, said
 from shoal.env import Message
 from shoal.errors import StateError
 
@@ -30,7 +30,7 @@ class Words(NamedTuple):
     tokens contain what `text` adds to them."""
 
 
-class Place(NamedTuple):
+class TurnSpan(NamedTuple):
     """Where tokens of a turn of the policy go."""
 
     turn: int
@@ -39,8 +39,8 @@ class Place(NamedTuple):
 
 
 def places(
-    dialect: Dialect, items: Sequence[Message | Written], arguments: Mapping[str, Any], mark: str
-) -> list[Words | Place]:
+    dialect: TemplateCapabilities, items: Sequence[Message | Written], arguments: Mapping[str, Any], mark: str
+) -> list[Words | TurnSpan]:
     """The parts of the conversation in order, up to where the policy begins its next turn.
 
     Raises `StateError` if the template does not show a turn, and `BadMessage` for a malformed message.
@@ -71,7 +71,7 @@ def places(
         if isinstance(item, Written):
             for mark, most in zip(marks.of(item.turn), (1, 1, len(item.calls)), strict=True):
                 demand_once(text, mark, most, f"turn {item.turn}")
-    found: list[Words | Place] = []
+    found: list[Words | TurnSpan] = []
     begin: int = 0
     after: Literal["", "text", "calls"] = ""
     for index, item in enumerate(items):
@@ -105,8 +105,8 @@ def places(
                     prompted = _up_to_turn(words, prompted, bare, item.turn)
         found.append(Words(words, after, prompted))
         if item.reasoning and reasoning >= 0:
-            found.append(Place(item.turn, "reasoning"))
-        found.append(Place(item.turn, "visible"))
+            found.append(TurnSpan(item.turn, "reasoning"))
+        found.append(TurnSpan(item.turn, "visible"))
         last = marks.of(item.turn)[2 if called >= 0 else 1]
         begin, after = text.rfind(last) + len(last), "calls" if called >= 0 else "text"
     return [*found, Words(text[begin:], after)]
@@ -121,7 +121,7 @@ def demand_once(text: str, mark: str, most: int, whose: str) -> None:
         )
 
 
-def demand_results(dialect: Dialect) -> None:
+def demand_results(dialect: TemplateCapabilities) -> None:
     """Refuse the result of a tool after a turn that calls none, if the template shows it only after calls."""
     if not dialect.results:
         raise StateError(
@@ -143,7 +143,7 @@ def _after(text: str, last: str) -> str:
     return text[text.rfind(last) + len(last) :] if last in text else ""
 
 
-def _seen(dialect: Dialect, words: str, prompted: str, opening: str | None) -> str:
+def _seen(dialect: TemplateCapabilities, words: str, prompted: str, opening: str | None) -> str:
     """Of the words before a turn those that the policy saw, and an empty thought that the template has put there since.
     What else is added must be `opening`, with which the template begins the newest turn: that is the policy's own."""
     added = words.removeprefix(prompted)
@@ -157,7 +157,7 @@ def _seen(dialect: Dialect, words: str, prompted: str, opening: str | None) -> s
 
 
 def _opening(
-    dialect: Dialect, newest: Sequence[Message], marks: tuple[str, str, str], arguments: Mapping[str, Any]
+    dialect: TemplateCapabilities, newest: Sequence[Message], marks: tuple[str, str, str], arguments: Mapping[str, Any]
 ) -> str | None:
     """What the template writes between a prompt and the first mark of the turn after it, but for an empty thought; None if
     it shows another prompt."""
@@ -201,7 +201,7 @@ class _Marks:
 
 
 def _without_hidden(
-    dialect: Dialect, items: Sequence[Message | Written], marks: _Marks, arguments: Mapping[str, Any]
+    dialect: TemplateCapabilities, items: Sequence[Message | Written], marks: _Marks, arguments: Mapping[str, Any]
 ) -> list[Message | Written]:
     """The conversation without the empty thoughts that the template does not show."""
     bare = [
@@ -220,7 +220,7 @@ def _without_hidden(
 
 
 def _messages(
-    dialect: Dialect, items: Sequence[Message | Written], marks: _Marks, content: bool
+    dialect: TemplateCapabilities, items: Sequence[Message | Written], marks: _Marks, content: bool
 ) -> list[dict[str, Any]]:
     """Normal messages, with marks in the policy's turns. With `content`, a turn that calls tools has text, too."""
     told: list[Message] = []

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 import psutil
 
-from shoal.chat.isolated_messages import Answer, Facts, Opened, batches, packed, unpacked
-from shoal.chat.renderer import FILES, Prompt, Renderer, Segment
+from shoal.chat.isolated_messages import RendererAnswer, RendererFacts, RendererOpened, batches, packed, unpacked
+from shoal.chat.renderer import FILES, Prompt, Renderer, TextSpan
 from shoal.chat.template_capabilities import ASK
 from shoal.config.process_environment import child_environment
 from shoal.errors import Overreach, StateError
@@ -54,7 +54,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Limits(NamedTuple):
+class RendererLimits(NamedTuple):
     """What the child may take."""
 
     memory_mb: int = 1024
@@ -65,13 +65,13 @@ class Limits(NamedTuple):
     """Wall time for opening the tokenizer and the template."""
 
     @staticmethod
-    def within(max_memory_mb: int) -> "Limits":
+    def within(max_memory_mb: int) -> "RendererLimits":
         """A quarter of what a node may use; the default if a node has no limit (0)."""
-        usual = Limits()
+        usual = RendererLimits()
         return usual._replace(memory_mb=min(usual.memory_mb, max_memory_mb // 4)) if max_memory_mb else usual
 
 
-class Start(Protocol):
+class StartRenderer(Protocol):
     """Starts the child: `start_here`, or a function that a role passes. This room may not import
     `chat/isolated_tokenizer`."""
 
@@ -86,14 +86,18 @@ class ContainedRenderer(Renderer):
     """A renderer whose child process does the work. Every method may raise `Overreach`."""
 
     def __init__(
-        self, directory: Path, limits: Limits = Limits(), start: Start | None = None, stops: str = MODEL_STOPS
+        self,
+        directory: Path,
+        limits: RendererLimits = RendererLimits(),
+        start: StartRenderer | None = None,
+        stops: str = MODEL_STOPS,
     ) -> None:
         """Open the tokenizer and chat template of a checkpoint. Raises as `Renderer.from_directory`, and `Overreach`."""
         self.directory, self._limits, self._start = Path(directory), limits, start or start_here
         self._stops = stops
         self._lock = threading.Lock()
         self._child: _Child | None = None
-        self._facts: Facts | None = None
+        self._facts: RendererFacts | None = None
         self.decode([])
         assert self._facts is not None, "an open child has told its facts"
         self.eos_id, self.stop_ids = self._facts.eos_id, frozenset(self._facts.stop_ids)
@@ -127,10 +131,10 @@ class ContainedRenderer(Renderer):
     def _keeps_thinking(self, key: str) -> bool:
         return self._ask("keeps", key).yes
 
-    def _history(self, key: str) -> list[Segment]:
+    def _history(self, key: str) -> list[TextSpan]:
         answer = self._ask("history", key, key.count("["))  # a frame may name as many places as there are turns
         ids = iter(unpacked(answer.ids))
-        return [Segment(tuple(itertools.islice(ids, size)), turn, part) for size, turn, part in answer.places]
+        return [TextSpan(tuple(itertools.islice(ids, size)), turn, part) for size, turn, part in answer.places]
 
     def _written(self, key: str) -> list[int]:
         return unpacked(self._ask("written", key).ids)
@@ -142,7 +146,7 @@ class ContainedRenderer(Renderer):
         answer = self._ask(act, key)
         return Prompt(tuple(unpacked(answer.ids)), answer.yes)
 
-    def _ask(self, act: str, argument: Any, num_tokens: int = 0) -> "Answer":
+    def _ask(self, act: str, argument: Any, num_tokens: int = 0) -> "RendererAnswer":
         """One answer of the child. If the child dies or is too slow, a second one is asked, as the fault may be ours.
 
         `num_tokens` is the number of tokens whose texts the answer contains.
@@ -153,7 +157,7 @@ class ContainedRenderer(Renderer):
             for last in (False, True):
                 try:
                     self._child = self._child or self._open()
-                    answer = self._child.ask(request, self._limits.time_s, Answer, max_bytes)
+                    answer = self._child.ask(request, self._limits.time_s, RendererAnswer, max_bytes)
                     break
                 except _Gone as gone:
                     self._child = None
@@ -171,7 +175,7 @@ class ContainedRenderer(Renderer):
     def _open(self) -> "_Child":
         files = [self.directory.absolute() / name for name in FILES[self._stops]]
         child = _Child(self._limits, self._start, files)
-        opened = child.ask(msgspec.msgpack.encode((child.directory, self._stops)), self._limits.open_s, Opened)
+        opened = child.ask(msgspec.msgpack.encode((child.directory, self._stops)), self._limits.open_s, RendererOpened)
         if opened.facts is None:
             raise StateError(opened.refused.replace(child.directory, str(self.directory)))
         if self._facts is not None and opened.facts != self._facts:  # guard: contained-same-files
@@ -183,7 +187,7 @@ class ContainedRenderer(Renderer):
         return child
 
 
-OWN_LIMITS = Limits(open_s=20.0)
+OWN_LIMITS = RendererLimits(open_s=20.0)
 """What a model of the user's own may take for its first texts."""
 
 
@@ -219,7 +223,7 @@ class _Gone(Exception):
 class _Child:
     """A running child. It ends when this object is freed, and when this process ends."""
 
-    def __init__(self, limits: Limits, start: Start, files: Sequence[Path]) -> None:
+    def __init__(self, limits: RendererLimits, start: StartRenderer, files: Sequence[Path]) -> None:
         memory_mb = limits.memory_mb if SYSTEM_LIMITS_MEMORY else 1 << 20  # no limit
         program = "import sys; sys.path[:] = sys.argv[3:]; from shoal.chat.isolated import serve; serve()"
         self._process, self.directory = start(program, (str(memory_mb), str(limits.time_s)), files)
@@ -290,7 +294,7 @@ def serve() -> None:
     if first is None:
         return
     _limit(memory_mb)
-    signal.setitimer(signal.ITIMER_REAL, Limits().open_s)
+    signal.setitimer(signal.ITIMER_REAL, RendererLimits().open_s)
     try:
         renderer, opened = _opened(*msgspec.msgpack.decode(first, type=tuple[str, str]))
         _answer(msgspec.msgpack.encode(opened))
@@ -318,47 +322,47 @@ def _answer(data: bytes) -> None:
     write_frame(sys.stdout.fileno(), data)
 
 
-def _opened(place: str, stops: str) -> tuple[Renderer | None, Opened]:
+def _opened(place: str, stops: str) -> tuple[Renderer | None, RendererOpened]:
     directory = Path(place)
     try:
         renderer = Renderer.from_directory(directory, stops)
     except Overreach:
         raise
     except StateError as error:
-        return None, Opened(refused=_line(error))
+        return None, RendererOpened(refused=_line(error))
     files = [directory / name for name in FILES[stops]]
     digest = hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files if file.exists()))
     ends = sorted(renderer.stop_ids)
-    facts = Facts(renderer.eos_id, ends, renderer.vocabulary, renderer.notation, digest.hexdigest())
-    return renderer, Opened(facts)
+    facts = RendererFacts(renderer.eos_id, ends, renderer.vocabulary, renderer.notation, digest.hexdigest())
+    return renderer, RendererOpened(facts)
 
 
-def _obey(renderer: Renderer, act: str, argument: Any) -> Answer:
+def _obey(renderer: Renderer, act: str, argument: Any) -> RendererAnswer:
     try:
         match act:  # the parent caches: a second cache would take the child's memory
             case "decode":
-                return Answer(texts=renderer.decode_all([unpacked(turn) for turn in argument]))
+                return RendererAnswer(texts=renderer.decode_all([unpacked(turn) for turn in argument]))
             case "pieces":
                 found = renderer.pieces([unpacked(turn) for turn in argument])
-                return Answer(texts=[piece for turn in found for piece in turn])
+                return RendererAnswer(texts=[piece for turn in found for piece in turn])
             case "keeps":
-                return Answer(yes=renderer._keeps_thinking(argument))
+                return RendererAnswer(yes=renderer._keeps_thinking(argument))
             case "history":
                 told = renderer._history(argument)
                 ids = [token for segment in told for token in segment.token_ids]
                 sizes = [(len(segment.token_ids), segment.turn, segment.part) for segment in told]
-                return Answer(ids=_capped(ids), places=sizes)
+                return RendererAnswer(ids=_capped(ids), places=sizes)
             case "encode" | "written":
-                return Answer(
+                return RendererAnswer(
                     ids=_capped(renderer.encode(argument) if act == "encode" else renderer._written(argument))
                 )
             case _:
                 prompt = renderer._render_reply(argument) if act == "reply" else renderer._render_opening(argument)
-                return Answer(ids=_capped(prompt.token_ids), yes=prompt.thinking)
+                return RendererAnswer(ids=_capped(prompt.token_ids), yes=prompt.thinking)
     except (MemoryError, Overreach):
         raise
     except Exception as error:  # noqa: BLE001  a tokenizer raises anything; the text is refused as in one process
-        return Answer(refused=_line(error))
+        return RendererAnswer(refused=_line(error))
 
 
 def _capped(token_ids: Sequence[int]) -> bytes:

@@ -14,7 +14,7 @@ BATCH_TOKENS = 1 << 14
 """Most tokens that one request decodes, unless a single turn is longer."""
 
 
-class Facts(msgspec.Struct, frozen=True):
+class RendererFacts(msgspec.Struct, frozen=True):
     eos_id: int
     stop_ids: list[int]
     vocabulary: int
@@ -23,12 +23,12 @@ class Facts(msgspec.Struct, frozen=True):
     """Digest of the files that were opened."""
 
 
-class Opened(msgspec.Struct):
-    facts: Facts | None = None
+class RendererOpened(msgspec.Struct):
+    facts: RendererFacts | None = None
     refused: str = ""
 
 
-class Answer(msgspec.Struct, omit_defaults=True):
+class RendererAnswer(msgspec.Struct, omit_defaults=True):
     ids: bytes = b""
     yes: bool = False
     """The answer to a question, or whether the prompt leaves the policy's reasoning open."""

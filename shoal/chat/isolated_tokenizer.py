@@ -17,9 +17,9 @@ from typing import cast
 
 from shoal.errors import Overreach, StateError
 from shoal.sandbox.bubblewrap import unreadable
-from shoal.sandbox.filesystem import OUTSIDE, Shown, interpreter, outside, standard_paths
+from shoal.sandbox.filesystem import OUTSIDE, SandboxPath, interpreter, outside, standard_paths
 from shoal.sandbox.limits import NO_LIMIT, Limits
-from shoal.sandbox.sandbox import Cell, exit_code
+from shoal.sandbox.sandbox import Sandbox, exit_code
 from shoal.sandbox.selftest import examine
 
 LIMITS = Limits(cpu_s=NO_LIMIT, memory_mb=4096, processes=256, open_files=256, scratch_mb=4)
@@ -63,13 +63,13 @@ def start(program: str, arguments: Sequence[str], files: Sequence[Path]) -> "tup
     paths = [*standard_paths(), *(str(outside(path)) for path in (package.parent, *packages))]
     command = [str(interpreter()), "-I", "-S", "-B", "-c", program, *arguments, *paths]
     task = {"kind": "resident", "program": command}
-    checkpoint = [Shown(file.resolve(), PLACE / file.name) for file in _there(files)]
+    checkpoint = [SandboxPath(file.resolve(), PLACE / file.name) for file in _there(files)]
     try:
-        cell = Cell(LIMITS, task, [package, *packages, *checkpoint])
+        cell = Sandbox(LIMITS, task, [package, *packages, *checkpoint])
     except StateError as error:
         # guard: unstarted-refuses-no-text
         raise Overreach(f"the tokenizer of the policy cannot be opened: {error}") from None
-    return cast("subprocess.Popen[bytes]", Child(cell)), str(PLACE)
+    return cast("subprocess.Popen[bytes]", SandboxProcess(cell)), str(PLACE)
 
 
 def _code() -> list[Path]:
@@ -81,10 +81,10 @@ def _there(files: Iterable[Path]) -> list[Path]:
     return [file for file in files if file.exists()]
 
 
-class Child:
+class SandboxProcess:
     """A sandbox as a process, with the parts of `subprocess.Popen` that a contained renderer uses."""
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: Sandbox) -> None:
         self._cell = cell
         process = cell.process
         assert process.stdin is not None

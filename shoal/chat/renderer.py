@@ -16,11 +16,11 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from tokenizers import Tokenizer
 
-from shoal.chat.history import Part, Place, demand_once, demand_results, places
+from shoal.chat.history import Part, TurnSpan, demand_once, demand_results, places
 from shoal.chat.messages import Written, as_messages, normal, template_arguments
-from shoal.chat.stop_tokens import Ends, num_shared
+from shoal.chat.stop_tokens import StopTokens, num_shared
 from shoal.chat.template import Template
-from shoal.chat.template_capabilities import ASK, MARK, RESULT, Dialect, calling, said, unique_mark
+from shoal.chat.template_capabilities import ASK, MARK, RESULT, TemplateCapabilities, calling, said, unique_mark
 from shoal.chat.token_texts import pieces_of
 from shoal.chat.tool_call_formats import leaves_reasoning_open, notation_of
 from shoal.chat.turn_encoder import TurnEncoder
@@ -28,8 +28,8 @@ from shoal.env import Message
 from shoal.errors import Overreach, StateError
 from shoal.models import auto_tokenizer, chat_template_files
 from shoal.models.chat_template_files import TemplateSource
-from shoal.models.config import PolicySpec
-from shoal.models.hf_config import AnySpec
+from shoal.models.config import ModelConfig
+from shoal.models.hf_config import HFConfig
 from shoal.models.open_model import spec_of
 from shoal.protocol.constants import CONTROL_STOPS, MODEL_STOPS
 
@@ -59,7 +59,7 @@ class Prompt(NamedTuple):
     """Whether the template has begun the policy's reasoning for it."""
 
 
-class Segment(NamedTuple):
+class TextSpan(NamedTuple):
     """A piece of a history: token ids of the environment, or the place of tokens that the policy wrote."""
 
     token_ids: tuple[int, ...] = ()
@@ -79,7 +79,7 @@ class Renderer:
         tokenizer: Tokenizer,
         template: str,
         tokens: Mapping[str, str],
-        spec: PolicySpec | AnySpec,
+        spec: ModelConfig | HFConfig,
         stops: str = MODEL_STOPS,
         tool_template: str = "",
         cleans_up: bool = False,
@@ -92,7 +92,9 @@ class Renderer:
         self._tokenizer, self._cleans_up = tokenizer, cleans_up
         self.template_in = template_in
         sources = [source for source in (template, tool_template) if source] or [template]
-        dialects = [Dialect(Template(source, tokens, template_in), notation_of(source)) for source in sources]
+        dialects = [
+            TemplateCapabilities(Template(source, tokens, template_in), notation_of(source)) for source in sources
+        ]
         self._dialect, self._tool_dialect, self._template = dialects[0], dialects[-1], dialects[0].template
         self._only_tools = bool(tool_template and not template)
         self.notation: str = _one_notation(dialects)
@@ -113,7 +115,7 @@ class Renderer:
         named = {self.eos_id, *spec.eos_ids}, {self.eos_id, *(spec.turn_ends or spec.eos_ids)}
         texts = self._special | {index: added[index].content for index in (added.keys() & (named[0] | named[1]))}
         plain = {index: token.content for index, token in added.items() if index not in texts}
-        ends = [Ends(one.text, one.template.source, texts, one.notation, plain) for one in dialects]
+        ends = [StopTokens(one.text, one.template.source, texts, one.notation, plain) for one in dialects]
         control = frozenset[int]().union(*(one.control(named[0]) for one in ends))
         model = frozenset[int]().union(*(one.model(named[1]) for one in ends))
         self.has_own_stops = model != control
@@ -222,7 +224,7 @@ class Renderer:
         """Whether a system message is written before the user's text, because the template refuses it or leaves it out."""
         return not self._dialect_for(arguments or {}).system
 
-    def history(self, items: Sequence[Message | Written], arguments: Mapping[str, Any] | None = None) -> list[Segment]:
+    def history(self, items: Sequence[Message | Written], arguments: Mapping[str, Any] | None = None) -> list[TextSpan]:
         """A whole conversation as the template shows it now, with a place for the tokens of each turn of the policy."""
         told = [list(item) if isinstance(item, Written) else normal([item])[0] for item in items]
         return self._history(_key(told, arguments))
@@ -325,7 +327,7 @@ class Renderer:
         arguments = json.loads(key)[1]
         return self._dialect_for(arguments).keeps_thinking(arguments)
 
-    def _history(self, key: str) -> list[Segment]:
+    def _history(self, key: str) -> list[TextSpan]:
         told, arguments = json.loads(key)
         items = [item if isinstance(item, dict) else msgspec.convert(item, Written) for item in told]
         written, mark = {item.turn: item for item in items if isinstance(item, Written)}, unique_mark(key)
@@ -334,11 +336,11 @@ class Renderer:
             alone = said(mark) if kind == "text" else calling("", 1, written[turn].calls, mark)
             return self._text([ASK, alone], arguments, prompt=False).rpartition(mark)[2]
 
-        segments, turn = list[Segment](), -1
+        segments, turn = list[TextSpan](), -1
         for piece in places(self._dialect_for(arguments), items, arguments, mark):
-            if isinstance(piece, Place):
+            if isinstance(piece, TurnSpan):
                 turn = piece.turn
-                segments.append(Segment((), turn, piece.part))
+                segments.append(TextSpan((), turn, piece.part))
                 continue
             closing = closing_of(turn, piece.after) if piece.after else ""
             ids, prompted = (
@@ -346,7 +348,7 @@ class Renderer:
                 for text in (piece.text, piece.text if piece.prompted is None else piece.prompted)
             )
             begins = piece.prompted is not None and piece.text.startswith(piece.prompted)
-            segments.append(Segment(tuple(prompted if begins else ids[: num_shared(ids, prompted)])))
+            segments.append(TextSpan(tuple(prompted if begins else ids[: num_shared(ids, prompted)])))
         return segments
 
     def _written(self, key: str) -> list[int]:
@@ -397,7 +399,7 @@ class Renderer:
     def _text(self, messages: Sequence[Message], arguments: Mapping[str, Any], prompt: bool = True) -> str:
         return self._dialect_for(arguments).text(messages, arguments, prompt)
 
-    def _dialect_for(self, arguments: Mapping[str, Any]) -> Dialect:
+    def _dialect_for(self, arguments: Mapping[str, Any]) -> TemplateCapabilities:
         """That of the template which transformers picks for a conversation with these arguments."""
         if arguments.get("tools") is not None:
             return _unchanging(self._tool_dialect)
@@ -447,7 +449,7 @@ def _key(messages: Sequence[Any], arguments: Mapping[str, Any] | None) -> str:
     return key
 
 
-def _unchanging(dialect: Dialect) -> Dialect:
+def _unchanging(dialect: TemplateCapabilities) -> TemplateCapabilities:
     if dialect.changes:
         raise StateError(
             "the chat template changes the words of the assistant's turns, as a filter like upper or tojson does: let it "
@@ -456,7 +458,7 @@ def _unchanging(dialect: Dialect) -> Dialect:
     return dialect
 
 
-def _one_notation(dialects: Sequence[Dialect]) -> str:
+def _one_notation(dialects: Sequence[TemplateCapabilities]) -> str:
     """The notation of a model's templates. Raises `StateError` if they have two: a policy writes in one."""
     found = list(dict.fromkeys(dialect.notation for dialect in dialects if dialect.notation))
     if len(found) > 1:

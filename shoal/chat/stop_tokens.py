@@ -17,7 +17,7 @@ from shoal.env import Message
 from shoal.errors import StateError
 
 
-class Ends:
+class StopTokens:
     """The control tokens of one tokenizer, and where one template writes them."""
 
     def __init__(

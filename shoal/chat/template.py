@@ -39,7 +39,9 @@ class Template:
 
     def __init__(self, source: str, tokens: Mapping[str, str], where: TemplateSource = TemplateSource()) -> None:
         """Raises `StateError` if the template is malformed."""
-        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
+        environment = _Sandbox(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
+        )
         environment.filters |= {"tojson": _tojson, "random": _refuse_random}
         environment.globals |= {"raise_exception": _raise_exception, "lipsum": _refuse_random}
         self.source, self._tokens, self._where = source, dict(tokens), where
@@ -179,7 +181,7 @@ class _Day:
             raise _Refusal(f"date is {self._date!r:.40}: write it as {DATE}") from None
 
 
-class _Generation(jinja2.ext.Extension):
+class _GenerationBlock(jinja2.ext.Extension):
     """The block `{% generation %}`, with which templates mark what an assistant wrote. It renders its text unchanged."""
 
     tags = {"generation"}

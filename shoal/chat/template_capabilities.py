@@ -54,7 +54,7 @@ class CallStyle(NamedTuple):
     """There is no content; transformers drops one that is None."""
 
 
-class Dialect:
+class TemplateCapabilities:
     """What one template takes and shows."""
 
     def __init__(self, template: Template, notation: str) -> None:

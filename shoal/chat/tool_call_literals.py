@@ -1,7 +1,7 @@
 """Values inside a tool call, read strictly: JSON, and the notations of Gemma and LFM.
 
 Called by the parsers of the notations. The policy may write anything. Our limits on nesting and digits are below those
-of Python, which differ between machines and call depths. Every fault is a `Malformed`.
+of Python, which differ between machines and call depths. Every fault is a `MalformedArguments`.
 """
 
 import json
@@ -28,29 +28,29 @@ _NAME = re.compile(r"[\w.\-]{1,256}", re.ASCII)
 _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 
 
-class Malformed(Exception):
+class MalformedArguments(Exception):
     """A text that the notation does not allow. The message says why, in a few words."""
 
 
 def read_json(text: str) -> Any:
-    """One JSON value. Raises `Malformed`."""
+    """One JSON value. Raises `MalformedArguments`."""
     depth = deepest = 0
     for character in _QUOTED.sub("", text):
         depth += (character in "[{") - (character in "]}")
         deepest = max(deepest, depth)
     if deepest > MAX_DEPTH:  # guard: calls-are-shallow
-        raise Malformed(f"nested deeper than {MAX_DEPTH} levels")
+        raise MalformedArguments(f"nested deeper than {MAX_DEPTH} levels")
     try:
         return json.loads(text, parse_int=_whole, parse_float=_fraction, parse_constant=_constant)
     except ValueError:
-        raise Malformed("no JSON") from None  # Python's own words differ between its versions
+        raise MalformedArguments("no JSON") from None  # Python's own words differ between its versions
 
 
 def read_object(text: str) -> dict[str, Any]:
-    """A JSON object. Raises `Malformed`."""
+    """A JSON object. Raises `MalformedArguments`."""
     value = read_json(text)
     if not isinstance(value, dict):
-        raise Malformed(f"arguments are {type(value).__name__}, not an object")
+        raise MalformedArguments(f"arguments are {type(value).__name__}, not an object")
     return value
 
 
@@ -81,11 +81,11 @@ def _typed(text: str, schema: Mapping[str, Any]) -> Any:
         return text
     try:
         return _WORDS[text] if text in _WORDS else read_json(text)
-    except Malformed:
+    except MalformedArguments:
         return text
 
 
-class Reader:
+class ArgumentReader:
     """Reads `key=value` or `key:value` lists with quoted texts, from left to right."""
 
     def __init__(self, text: str, sign: str, quote: str) -> None:
@@ -103,13 +103,13 @@ class Reader:
 
     def need(self, mark: str) -> None:
         if not self.take(mark):
-            raise Malformed(f"{mark} is missing at {self.at}")
+            raise MalformedArguments(f"{mark} is missing at {self.at}")
 
     def name(self) -> str:
         self.take("")
         found = _NAME.match(self.text, self.at)
         if found is None:
-            raise Malformed(f"a name is missing at {self.at}")
+            raise MalformedArguments(f"a name is missing at {self.at}")
         self.at = found.end()
         return found[0]
 
@@ -127,7 +127,7 @@ class Reader:
 
     def value(self, depth: int = 0) -> Any:
         if depth > MAX_DEPTH:
-            raise Malformed(f"nested deeper than {MAX_DEPTH} levels")
+            raise MalformedArguments(f"nested deeper than {MAX_DEPTH} levels")
         text = self._text()
         if text is not None:
             return text
@@ -141,7 +141,7 @@ class Reader:
             return read_json(number[0])
         word = self.name()
         if word not in _WORDS:
-            raise Malformed(f"{word[:40]} is no value")
+            raise MalformedArguments(f"{word[:40]} is no value")
         return _WORDS[word]
 
     def _list(self, item: Callable[[], Any]) -> list[Any]:
@@ -165,28 +165,28 @@ class Reader:
         if self.quote == "'":
             found = _SINGLE.match(self.text, self.at)
             if found is None:
-                raise Malformed("a text is not closed")
+                raise MalformedArguments("a text is not closed")
             self.at = found.end()
             return _ESCAPE.sub(lambda escape: _ESCAPED.get(escape[1], escape[1]), found[1])
         end = self.text.find(self.quote, self.at)
         if end < 0:
-            raise Malformed("a text is not closed")
+            raise MalformedArguments("a text is not closed")
         text, self.at = self.text[self.at : end], end + len(self.quote)
         return text
 
 
 def _whole(text: str) -> int:
     if len(text) > MAX_DIGITS:  # guard: calls-have-short-numbers
-        raise Malformed(f"a number has more than {MAX_DIGITS} digits")
+        raise MalformedArguments(f"a number has more than {MAX_DIGITS} digits")
     return int(text)
 
 
 def _fraction(text: str) -> float:
     value = float(text)
     if value in (float("inf"), float("-inf")):
-        raise Malformed("a number is too large")
+        raise MalformedArguments("a number is too large")
     return value
 
 
 def _constant(text: str) -> Any:
-    raise Malformed(f"{text} is no JSON")
+    raise MalformedArguments(f"{text} is no JSON")

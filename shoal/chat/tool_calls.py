@@ -11,7 +11,15 @@ from typing import Any, TypeAlias
 
 from shoal.chat.messages import MAX_CALLS, REASONING_SEPARATOR
 from shoal.chat.tool_call_formats import reasoning_marks
-from shoal.chat.tool_call_literals import MAX_NAME, Malformed, Reader, read_json, read_object, tagged, typed
+from shoal.chat.tool_call_literals import (
+    MAX_NAME,
+    ArgumentReader,
+    MalformedArguments,
+    read_json,
+    read_object,
+    tagged,
+    typed,
+)
 from shoal.env import Action, Parsed, ToolCall
 
 MAX_CHARS = 1 << 20
@@ -24,7 +32,7 @@ BEGINS_CALL = ("<tool_call>", "<｜tool▁calls▁begin｜>", "<｜tool▁call�
 """A turn that begins with one of these skips the reasoning that its prompt began."""
 
 
-Calls: TypeAlias = Iterator[ToolCall | str | Malformed]
+Calls: TypeAlias = Iterator[ToolCall | str | MalformedArguments]
 """What a parser finds, in order: calls, visible text, and faults."""
 
 
@@ -85,23 +93,23 @@ def _blocks(text: str, opening: str, closing: str, read: Callable[[str], ToolCal
         begin += len(opening)
         end = text.find(closing, begin)
         if end < 0 and not open_end:
-            yield Malformed(f"{opening} is not closed")
+            yield MalformedArguments(f"{opening} is not closed")
             return
         at = len(text) if end < 0 else end + len(closing)
         yield _attempt(read, text[begin : end if end >= 0 else len(text)])
     yield text[at:]
 
 
-def _attempt(read: Callable[[str], ToolCall], text: str) -> ToolCall | Malformed:
+def _attempt(read: Callable[[str], ToolCall], text: str) -> ToolCall | MalformedArguments:
     try:
         return read(text)
-    except Malformed as fault:
+    except MalformedArguments as fault:
         return fault
 
 
 def _name(text: str) -> str:
     if not 0 < len(text) <= MAX_NAME or any(map(str.isspace, text)):
-        raise Malformed("a call has no name")
+        raise MalformedArguments("a call has no name")
     return text
 
 
@@ -115,7 +123,7 @@ def _named(value: Any) -> ToolCall:
     given: Any = next((value[key] for key in ("arguments", "parameters") if key in value), {})
     arguments = read_object(given) if isinstance(given, str) else given
     if not isinstance(arguments, dict):
-        raise Malformed(f"arguments of {name[:40]} are {type(arguments).__name__}, not an object")
+        raise MalformedArguments(f"arguments of {name[:40]} are {type(arguments).__name__}, not an object")
     number = value.get("id")
     is_id = isinstance(number, str) and _ID.fullmatch(number)  # guard: ids-of-calls-are-words
     return ToolCall(name, arguments, number if is_id else "")
@@ -133,7 +141,7 @@ def _qwen_xml(text: str, tools: Tools) -> Calls:
         _, found, rest = inner.partition("<function=")
         name, closed, body = rest.partition(">")
         if not (found and closed):
-            raise Malformed("<function=...> is missing")
+            raise MalformedArguments("<function=...> is missing")
         given = tagged(body, "<parameter=", ">", "</parameter>")
         texts = {key: value.removeprefix("\n").removesuffix("\n") for key, value in given.items()}
         return ToolCall(_name(name), typed(name, texts, tools))
@@ -165,7 +173,7 @@ def _deepseek(text: str, tools: Tools) -> Calls:
 
 def _gemma(text: str, tools: Tools) -> Calls:
     def read(inner: str) -> ToolCall:
-        reader = Reader(inner, ":", '<|"|>')
+        reader = ArgumentReader(inner, ":", '<|"|>')
         reader.need("call:")
         name = reader.name()
         reader.need("{")
@@ -181,10 +189,10 @@ def _lfm(text: str, tools: Tools) -> Calls:
     if not found:
         return
     inner, closed, after = rest.partition(closing)
-    reader = Reader(inner, "=", "'")
+    reader = ArgumentReader(inner, "=", "'")
     try:
         if not closed:
-            raise Malformed(f"{opening} is not closed")
+            raise MalformedArguments(f"{opening} is not closed")
         reader.need("[")
         while not reader.take("]"):
             name = reader.name()
@@ -193,7 +201,7 @@ def _lfm(text: str, tools: Tools) -> Calls:
             if not reader.take(","):
                 reader.need("]")
                 break
-    except Malformed as fault:
+    except MalformedArguments as fault:
         yield fault
     yield after
 
@@ -213,7 +221,7 @@ def _mistral(text: str, tools: Tools) -> Calls:
             continue
         try:
             listed = read_json(piece)
-        except Malformed as fault:
+        except MalformedArguments as fault:
             yield fault
             continue
         for value in listed if isinstance(listed, list) else [listed]:
@@ -230,7 +238,7 @@ def _llama(text: str, tools: Tools) -> Calls:
         return
     try:
         yield _named(read_json(said))
-    except Malformed as fault:
+    except MalformedArguments as fault:
         if called and not said.startswith("{"):
             yield ToolCall("code_interpreter", {"code": said})
         else:
@@ -257,7 +265,7 @@ _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.\-]{1,256})", re.ASCII)
 def _parse_channels(text: str, notation: str, tools: Tools) -> Parsed:
     """Messages, each with a header that names its channel or its recipient. The prompt has begun the first one."""
     reasoning, begins = [], -1
-    found: list[ToolCall | str | Malformed] = []
+    found: list[ToolCall | str | MalformedArguments] = []
     at = 0
     for piece in text[:MAX_CHARS].split("<|start|>")[:MAX_CALLS]:
         header, marked, body = piece.partition("<|message|>")
@@ -279,7 +287,9 @@ def _parse_channels(text: str, notation: str, tools: Tools) -> Parsed:
             else:
                 found.extend(_invoked(body, tools))
         elif header.strip():
-            found.append(header if notation == "harmony" and not at else Malformed("a message has no <|message|>"))
+            found.append(
+                header if notation == "harmony" and not at else MalformedArguments("a message has no <|message|>")
+            )
         at += len(piece) + len("<|start|>")
     visible, calls, problems = _collect(iter(found))
     return Parsed(
@@ -291,14 +301,14 @@ def _parse_channels(text: str, notation: str, tools: Tools) -> Parsed:
     )
 
 
-def _invoked(body: str, tools: Tools) -> Iterator[ToolCall | Malformed]:
+def _invoked(body: str, tools: Tools) -> Iterator[ToolCall | MalformedArguments]:
     pieces = body.split('<atem:invoke name="')[1:]
     for piece in pieces:
         name, _, inner = piece.partition('">')
         given = tagged(inner, '<atem:parameter name="', '">', "</atem:parameter>")
         yield _attempt(lambda name, given=given: ToolCall(_name(name), typed(name, given, tools)), name)  # type: ignore[misc]
     if not pieces:
-        yield Malformed("<atem:invoke ...> is missing")
+        yield MalformedArguments("<atem:invoke ...> is missing")
 
 
 # --- where the reasoning of a turn ends ---

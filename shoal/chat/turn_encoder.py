@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from shoal.chat.messages import text_of
 from shoal.chat.stop_tokens import num_shared
-from shoal.chat.template_capabilities import ASK, MARK, Dialect, calling, said
+from shoal.chat.template_capabilities import ASK, MARK, TemplateCapabilities, calling, said
 from shoal.chat.tool_call_formats import leaves_reasoning_open, reasoning_marks, without_thought
 from shoal.env import Message
 from shoal.errors import StateError
@@ -48,7 +48,7 @@ class TurnEncoder:
     """The turns of one tokenizer with its chat template."""
 
     def __init__(
-        self, dialect_for: Callable[[Mapping[str, Any]], Dialect], encode: Callable[[str], list[int]],
+        self, dialect_for: Callable[[Mapping[str, Any]], TemplateCapabilities], encode: Callable[[str], list[int]],
         encode_after: Callable[[str, str], list[int]], notation: str, stop_ids: frozenset[int],
         end_ids: tuple[int, int], call_closing: str,
     ) -> None:  # fmt: skip

@@ -343,13 +343,13 @@ def env_list(args: argparse.Namespace) -> None:
 def env_show(args: argparse.Namespace) -> None:
     from shoal.config import node_home
     from shoal.env_packages.attestations import lines_of, read_attestations
-    from shoal.env_packages.catalog import Trust
+    from shoal.env_packages.catalog import PinnedKeys
     from shoal.env_packages.naming import owner_of, read_reference
     from shoal.env_packages.publish import read_catalogue
     from shoal.env_packages.registry import open_registry
 
     reference, registry = read_reference(args.name), open_registry(args.registry)
-    believed = read_catalogue(registry, reference.name, Trust(node_home() / "authors.json"), pin=False)
+    believed = read_catalogue(registry, reference.name, PinnedKeys(node_home() / "authors.json"), pin=False)
     opened = believed.opened
     seen = "not seen on this machine before" if believed.is_new_owner else "known here"
     print(f"{reference.name}, by {owner_of(reference.name)}, key {opened.key} ({seen})")

@@ -11,26 +11,28 @@ from typing import TYPE_CHECKING
 from shoal.terminal import say
 
 if TYPE_CHECKING:
-    from shoal.env_packages.install_policy import Consent
+    from shoal.env_packages.install_policy import InstallDecision
     from shoal.roles.node.packages import Packages
 
 
-def consent_here(policy: Path | None = None, yes: bool = False, max_mb: int = 1000, heavy: bool = False) -> "Consent":
+def consent_here(
+    policy: Path | None = None, yes: bool = False, max_mb: int = 1000, heavy: bool = False
+) -> "InstallDecision":
     """`yes` answers without a question. Raises `ConfigError` if the policy file is wrong."""
     from shoal.config import node_home
-    from shoal.env_packages.install_policy import POLICY_FILE, Consent, read_policy
+    from shoal.env_packages.install_policy import POLICY_FILE, InstallDecision, read_policy
 
     usual = node_home() / POLICY_FILE
     file = policy or (usual if usual.exists() else None)
     ask = (lambda _: True) if yes else (_ask if sys.stdin.isatty() else None)
-    return Consent(read_policy(file) if file and not yes else None, ask, max_mb, heavy)
+    return InstallDecision(read_policy(file) if file and not yes else None, ask, max_mb, heavy)
 
 
 def packages_of(url: str) -> "Packages":
     """Which packages of the run at a URL this machine plays: those that its user agrees to."""
-    from shoal.roles.node.packages import Volunteered
+    from shoal.roles.node.packages import ConsentedPackages
 
-    return Volunteered(f"{url.rstrip('/')}/v1/hub", consent_here)
+    return ConsentedPackages(f"{url.rstrip('/')}/v1/hub", consent_here)
 
 
 def _ask(question: str) -> bool:

@@ -125,7 +125,7 @@ def ledger_show(args: argparse.Namespace) -> None:
 def audit(args: argparse.Namespace) -> int:
     from shoal.roles import auditor
 
-    choice = auditor.Choice(args.rollout, args.sample, args.seed, tuple(args.evidence))
+    choice = auditor.GroupChoice(args.rollout, args.sample, args.seed, tuple(args.evidence))
     return auditor.audit(args.source, choice, args.threads or cores(), args.own_files, args.max_memory, args.device)
 
 

@@ -166,8 +166,8 @@ def join(args: argparse.Namespace) -> None:
     from rich.console import Console
 
     from shoal.launch.node_view import NodeView, shown
-    from shoal.launch.pause import name_worker, steered
-    from shoal.roles.node.activity import Doing
+    from shoal.launch.pause import name_worker, on_pause_signals
+    from shoal.roles.node.activity import NodeActivity
     from shoal.roles.node.throttle import Allowance, Hours
     from shoal.roles.worker import worker
 
@@ -176,9 +176,9 @@ def join(args: argparse.Namespace) -> None:
     threads = args.threads or (allowance.threads() if args.cpu_share < 1 else cores())
     if args.cpu_share < 1:
         os.nice(NICE)
-    with steered(allowance.pause, allowance.resume), _home(args) as (home, lock_fd):
+    with on_pause_signals(allowance.pause, allowance.resume), _home(args) as (home, lock_fd):
         name_worker(lock_fd)
-        packages, share_port, doing = packages_of(args.url), _share_port(args), Doing()
+        packages, share_port, doing = packages_of(args.url), _share_port(args), NodeActivity()
         with shown(NodeView("worker", args.url, doing, allowance), Console(stderr=True)):
             worker.main(
                 args.url, home, threads, args.max_memory, args.name, max_disk_mb=args.max_disk, packages=packages,
@@ -189,9 +189,9 @@ def join(args: argparse.Namespace) -> None:
 
 def node(args: argparse.Namespace) -> None:
     from shoal.config import node_home
-    from shoal.launch.pause import steer
+    from shoal.launch.pause import signal_worker
 
-    say(steer(args.home or node_home(), args.action))
+    say(signal_worker(args.home or node_home(), args.action))
 
 
 def validate(args: argparse.Namespace) -> None:
@@ -200,11 +200,11 @@ def validate(args: argparse.Namespace) -> None:
 
     from shoal.launch.node_view import NodeView, shown
     from shoal.roles import validator
-    from shoal.roles.node.activity import Doing
+    from shoal.roles.node.activity import NodeActivity
 
     _log(args, "validator")
     with _home(args) as (home, _):
-        packages, share_port, doing = packages_of(args.url), _share_port(args), Doing()
+        packages, share_port, doing = packages_of(args.url), _share_port(args), NodeActivity()
         with shown(NodeView("validator", args.url, doing), Console(stderr=True)):
             validator.main(
                 args.url, home, args.threads or cores(), max_disk_mb=args.max_disk, max_memory_mb=args.max_memory,

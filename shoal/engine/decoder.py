@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.models.config import PolicySpec
+from shoal.models.config import ModelConfig
 from shoal.models.layers import (
     LayerLow,
     LayerWeights,
@@ -27,7 +27,7 @@ from shoal.models.layers import (
     hidden_states,
     rope_table,
 )
-from shoal.models.lora_layers import Pair, arranged_low
+from shoal.models.lora_layers import LoraPair, arranged_low
 from shoal.models.transformer import Transformer, head_order
 
 LARGE = 1 << 23
@@ -69,7 +69,7 @@ class Cache:
     `bias_BS` is 0 for a token and -inf for a hole. It is None while there are no holes.
     """
 
-    def __init__(self, spec: PolicySpec, rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, spec: ModelConfig, rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
         capacity = -(-columns // COLUMN_STEP) * COLUMN_STEP
         shape = (spec.layers, rows, spec.kv_heads, capacity, spec.head_dim)
         self.keys_LBKSE = torch.empty(shape, dtype=dtype, device=device)
@@ -118,11 +118,13 @@ class Decoder:
         self.spec, self.dtype, self.device = model.spec, arranged.frame.embedding_VD.dtype, device
 
     @torch.inference_mode()
-    def adapt(self, layers: Iterable[Mapping[str, Pair]]) -> None:
+    def adapt(self, layers: Iterable[Mapping[str, LoraPair]]) -> None:
         """Replace the adapter by another, of which these are the parts in each layer."""
         order, adapted = head_order(self.spec).to(self.device), []
         for w, pairs, norms_D in zip(self.weights.layers, layers, self._norms, strict=True):
-            moved = {name: Pair(a.to(self.device), b.to(self.device), scale) for name, (a, b, scale) in pairs.items()}
+            moved = {
+                name: LoraPair(a.to(self.device), b.to(self.device), scale) for name, (a, b, scale) in pairs.items()
+            }
             adapted.append(w._replace(low=_laid_out(arranged_low(moved, self.spec, norms_D, order))))
         self.weights = self.weights._replace(layers=tuple(adapted))
 

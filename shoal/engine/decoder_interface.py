@@ -13,14 +13,14 @@ from torch import Tensor
 from shoal.models.interface import Spec
 
 
-class Reading(Protocol):
+class KVCache(Protocol):
     """What a batch of conversations has been read so far: keys and values, or a state."""
 
     def rebuilt(self, rows: Sequence[int], room: int) -> Self:
         """One with the chosen rows, in that order, and room for at least `room` more tokens. This one is of no more use."""
 
 
-class Steps(Protocol):
+class DecoderBackend(Protocol):
     """A policy ready to generate."""
 
     device: str

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.engine.interface import Continuation, Engine, Request, Score, ScoreRequest
+from shoal.engine.interface import Continuation, Engine, EngineRequest, PolicyScore, ScoreRequest
 from shoal.errors import ConfigError
 from shoal.protocol.encoding import domain_hash
 
@@ -35,13 +35,13 @@ class Cheat:
     def load(self, directory: Path, version: int) -> None:
         self.engine.load(directory, version)
 
-    def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
+    def extend(self, requests: Sequence[EngineRequest], temperature: float) -> list[Continuation]:
         return self.engine.extend(requests, temperature)
 
     def forget(self, rollouts: Iterable[str]) -> None:
         self.engine.forget(rollouts)
 
-    def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[Score]:
+    def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[PolicyScore]:
         return self.engine.score(requests, temperature, hidden)
 
 
@@ -65,21 +65,21 @@ class OldWeights(Cheat):
 class LowTemperature(Cheat):
     """Wants higher rewards: samples at a third of the temperature, and claims the run's temperature."""
 
-    def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
+    def extend(self, requests: Sequence[EngineRequest], temperature: float) -> list[Continuation]:
         return self.engine.extend(requests, temperature / 3)
 
 
 class OtherSeed(Cheat):
     """Picks its luck: samples honestly, but with its own seeds."""
 
-    def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
+    def extend(self, requests: Sequence[EngineRequest], temperature: float) -> list[Continuation]:
         return self.engine.extend([r._replace(seed=domain_hash("luck", r.seed)) for r in requests], temperature)
 
 
 class Fabricate(Cheat):
     """Saves the work: never runs the model, and writes random tokens with plausible log-probs."""
 
-    def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
+    def extend(self, requests: Sequence[EngineRequest], temperature: float) -> list[Continuation]:
         continuations = []
         for request in requests:
             rng = np.random.default_rng(int.from_bytes(request.seed[:8], "big") + len(request.token_ids))

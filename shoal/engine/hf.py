@@ -22,14 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.engine.interface import Continuation, Request, Score, ScoreRequest, demand_room
-from shoal.engine.noise import Family, family
+from shoal.engine.interface import Continuation, EngineRequest, PolicyScore, ScoreRequest, demand_room
+from shoal.engine.noise import NoiseScheme, family
 from shoal.engine.prefill import by_length, prefill_tokens
 from shoal.engine.sampling import turn_length, write
 from shoal.engine.scoring import score
 from shoal.errors import StateError
 from shoal.models.cpu_offload import Parked
-from shoal.models.hf_model import CHOSEN, TOLERANCE, AnyModel, load_any, refused_by_name
+from shoal.models.hf_model import CHOSEN, TOLERANCE, HFModel, load_any, refused_by_name
 from shoal.protocol.messages import EngineFacts
 from shoal.protocol.noise import PHILOX
 from shoal.protocol.tolerances import TRANSFORMERS
@@ -60,10 +60,10 @@ class AnyCache:
 
 
 class AnyDecoder:
-    """A model of `transformers`, ready to generate: an `engine.decoder_interface.Steps`."""
+    """A model of `transformers`, ready to generate: an `engine.decoder_interface.DecoderBackend`."""
 
     @torch.inference_mode()
-    def __init__(self, model: AnyModel, device: str) -> None:
+    def __init__(self, model: HFModel, device: str) -> None:
         model.whole.to(device)
         self.model, self.spec, self.device = model, model.spec, device
         reader = model.body if model.head_weight() is not None else model.whole
@@ -242,7 +242,7 @@ class TransformersEngine:
         """Nothing: no conversation is remembered."""
 
     @torch.inference_mode()
-    def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
+    def extend(self, requests: Sequence[EngineRequest], temperature: float) -> list[Continuation]:
         """One turn of each conversation, as one batch. Raises `StateError` if a turn could pass the last position."""
         decoder = self._decoder()
         for request in requests:
@@ -251,7 +251,7 @@ class TransformersEngine:
             return _turns(decoder, requests, temperature, self._family)
 
     @torch.inference_mode()
-    def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[Score]:
+    def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[PolicyScore]:
         """Log-probs and replay gaps of the policy's tokens, with one prefill of each conversation."""
         decoder = self._decoder()
         budget = prefill_tokens(decoder.spec, decoder.device)
@@ -265,7 +265,9 @@ class TransformersEngine:
         return self._loaded
 
 
-def _turns(decoder: AnyDecoder, requests: Sequence[Request], temperature: float, family: Family) -> list[Continuation]:
+def _turns(
+    decoder: AnyDecoder, requests: Sequence[EngineRequest], temperature: float, family: NoiseScheme
+) -> list[Continuation]:
     """One turn of each conversation. One that passes the length at which the rotation changes is read again there."""
     turns = [Continuation([], []) for _ in requests]
     left = list(range(len(requests)))
@@ -279,7 +281,7 @@ def _turns(decoder: AnyDecoder, requests: Sequence[Request], temperature: float,
     return turns
 
 
-def _up_to_another_rotation(request: Request, turn: Continuation, short: int) -> Request:
+def _up_to_another_rotation(request: EngineRequest, turn: Continuation, short: int) -> EngineRequest:
     """What is written next of a turn: all that is left of it, or as much as has the rotation of the text so far."""
     if not short:
         return request
@@ -289,12 +291,12 @@ def _up_to_another_rotation(request: Request, turn: Continuation, short: int) ->
     return request._replace(token_ids=tokens, max_new=most)
 
 
-def _is_open(request: Request, turn: Continuation) -> bool:
+def _is_open(request: EngineRequest, turn: Continuation) -> bool:
     """Whether a turn goes on."""
     return len(turn.token_ids) < request.max_new and turn.token_ids[-1] not in request.stop_ids
 
 
-def _examine_rotation(decoder: AnyDecoder, family: Family) -> None:
+def _examine_rotation(decoder: AnyDecoder, family: NoiseScheme) -> None:
     """Refuse a model whose turns cannot be replayed across the length at which its rotation changes: a short conversation
     beside a long one, of a few tokens, as if it changed there."""
     model, limit = decoder.model, decoder.spec.max_positions
@@ -302,7 +304,7 @@ def _examine_rotation(decoder: AnyDecoder, family: Family) -> None:
         return
     step = max(1, decoder.spec.vocab_size // 10)
     opening = [1 + i * step % (decoder.spec.vocab_size - 1) for i in range(7)]
-    asked = [Request(str(n), opening[:n], bytes([n] * 32), 5, frozenset()) for n in (3, 7)]
+    asked = [EngineRequest(str(n), opening[:n], bytes([n] * 32), 5, frozenset()) for n in (3, 7)]
     with torch.inference_mode(), model.rotating_short_to(5):
         turns = _turns(decoder, asked, 1.0, family)
         written = [
@@ -320,7 +322,9 @@ def _examine_rotation(decoder: AnyDecoder, family: Family) -> None:
             )
 
 
-def _extend(decoder: AnyDecoder, requests: Sequence[Request], temperature: float, family: Family) -> list[Continuation]:
+def _extend(
+    decoder: AnyDecoder, requests: Sequence[EngineRequest], temperature: float, family: NoiseScheme
+) -> list[Continuation]:
     hidden_BD, cache = decoder.read([request.token_ids for request in requests])
     tokens_BT, logprobs_BT = write(decoder, cache, requests, hidden_BD, temperature, family)
     lengths_B = [turn_length(row, request) for row, request in zip(tokens_BT, requests, strict=True)]
@@ -330,7 +334,7 @@ def _extend(decoder: AnyDecoder, requests: Sequence[Request], temperature: float
     ]
 
 
-def _parts(requests: Sequence[Request], decoder: AnyDecoder) -> list[list[int]]:
+def _parts(requests: Sequence[EngineRequest], decoder: AnyDecoder) -> list[list[int]]:
     """Rows that are read together: all with the same rotation, or those of the same length where padding would change
     them."""
     parts: dict[int, list[int]] = {}

@@ -35,7 +35,7 @@ BLOCK_VALUES = 1 << 20
 
 
 @dataclass(frozen=True)
-class _Place:
+class _KernelSlot:
     """Where a stored matrix is: value [o, i] is at [i, columns_O[o]] of `into`; without columns, at [o, i]."""
 
     into: Tensor
@@ -44,7 +44,7 @@ class _Place:
     """The norm before the matrix, whose weight the values are multiplied by."""
 
 
-class Change:
+class WeightChange:
     """What turns the weights of a decoder from one version into another."""
 
     def __init__(self, decoder: Decoder, before: Path, after: Path) -> None:
@@ -87,7 +87,7 @@ class Change:
                 layer.qkv_bias_X.copy_(torch.cat([self._vector(f"{attention}{one}_proj.bias") for one in "qkv"])[order])
         self._decoder.pack_head()
 
-    def _write(self, name: str, place: _Place) -> None:
+    def _write(self, name: str, place: _KernelSlot) -> None:
         """Write the values of a matrix that differ, and those that the norm before it scales differently."""
         before_OI, after_OI = self._before[name].codes, self._after[name].codes
         flat, width, device = place.into.view(-1), after_OI.shape[1], self._decoder.device
@@ -123,10 +123,10 @@ class Change:
         return values.to(self._decoder.device)
 
 
-def _places(decoder: Decoder) -> dict[str, list[_Place]]:
+def _places(decoder: Decoder) -> dict[str, list[_KernelSlot]]:
     """Where each stored matrix is in a decoder. A tied embedding is there twice, unless the head is a view of it."""
     weights, spec = decoder.weights, decoder.spec
-    embedding, head = _Place(weights.frame.embedding_VD), _Place(weights.head_DV, _columns(weights.head_DV))
+    embedding, head = _KernelSlot(weights.frame.embedding_VD), _KernelSlot(weights.head_DV, _columns(weights.head_DV))
     is_view = weights.head_DV.data_ptr() == weights.frame.embedding_VD.data_ptr()
     found = {"model.embed_tokens.weight": [embedding] if is_view else [embedding, head]}
     if not spec.tied:
@@ -137,13 +137,13 @@ def _places(decoder: Decoder) -> dict[str, list[_Place]]:
         before = f"model.layers.{index}."
         for one, columns_O in zip("qkv", qkv_X.split([queries, keys, keys]), strict=True):
             norm = f"{before}input_layernorm.weight"
-            found[f"{before}self_attn.{one}_proj.weight"] = [_Place(_plain(layer.qkv_DX), columns_O, norm)]
+            found[f"{before}self_attn.{one}_proj.weight"] = [_KernelSlot(_plain(layer.qkv_DX), columns_O, norm)]
         gate_up_DX, out_XD, down_FD = (_plain(one) for one in (layer.gate_up_DX, layer.out_XD, layer.down_FD))
         for one, columns_O in zip(("gate", "up"), _columns(gate_up_DX).split(spec.mlp_width), strict=True):
             norm = f"{before}post_attention_layernorm.weight"
-            found[f"{before}mlp.{one}_proj.weight"] = [_Place(gate_up_DX, columns_O, norm)]
-        found[f"{before}self_attn.o_proj.weight"] = [_Place(out_XD, _columns(out_XD))]
-        found[f"{before}mlp.down_proj.weight"] = [_Place(down_FD, _columns(down_FD))]
+            found[f"{before}mlp.{one}_proj.weight"] = [_KernelSlot(gate_up_DX, columns_O, norm)]
+        found[f"{before}self_attn.o_proj.weight"] = [_KernelSlot(out_XD, _columns(out_XD))]
+        found[f"{before}mlp.down_proj.weight"] = [_KernelSlot(down_FD, _columns(down_FD))]
     return found
 
 

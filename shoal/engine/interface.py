@@ -13,7 +13,7 @@ from shoal.protocol.messages import EngineFacts
 # --- The interface to generation ---
 
 
-class Request(NamedTuple):
+class EngineRequest(NamedTuple):
     """Continue from `token_ids`: all tokens of the conversation from the first, by environment and policy."""
 
     rollout: str
@@ -42,7 +42,7 @@ class ScoreRequest(NamedTuple):
     seed: bytes
 
 
-class Score(NamedTuple):
+class PolicyScore(NamedTuple):
     """What the model says about the policy's tokens (axis P, in the order of the request)."""
 
     logprobs_P: NDArray[np.float32]
@@ -68,13 +68,13 @@ class Engine(Protocol):
     def load(self, directory: Path, version: int) -> None:
         """Load the policy of a checkpoint directory and forget all conversations. Raises `StateError`."""
 
-    def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
+    def extend(self, requests: Sequence[EngineRequest], temperature: float) -> list[Continuation]:
         """One turn of each conversation, as one batch. The bits depend only on these requests and earlier turns."""
 
     def forget(self, rollouts: Iterable[str]) -> None:
         """Forget these conversations, which are over."""
 
-    def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[Score]:
+    def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[PolicyScore]:
         """Log-probs and replay gaps of the policy's tokens, with one prefill of each conversation."""
 
 
@@ -99,7 +99,7 @@ def is_in_place(engine: Engine) -> TypeGuard[InPlace]:
 # --- What every engine refuses before it computes ---
 
 
-class Sized(Protocol):
+class SizedModel(Protocol):
     """The part of a policy's spec that says how long conversations may be, and of which tokens."""
 
     @property
@@ -109,7 +109,7 @@ class Sized(Protocol):
     def vocab_size(self) -> int: ...
 
 
-def demand_room(spec: Sized, token_ids: Sequence[int], max_new: int) -> None:
+def demand_room(spec: SizedModel, token_ids: Sequence[int], max_new: int) -> None:
     """Refuse a conversation that would pass the last position, and token ids that the policy does not have. Raises
     `StateError`."""
     length = len(token_ids)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.models.checkpoint import find_tensors
-from shoal.models.config import PolicySpec
-from shoal.models.hf_config import AnySpec
+from shoal.models.config import ModelConfig
+from shoal.models.hf_config import HFConfig
 from shoal.models.nf4_config import NF4, decoding_bytes_of, weight_bytes_of
 from shoal.models.parameter_counts import ANY_WIDTHS, adapter_parameters_of
 
@@ -58,7 +58,7 @@ READ_TOKENS = 8
 """Tokens that are read at a time for each row: a reply of the environment and the last token before it."""
 
 
-def adapter_bytes(spec: PolicySpec | AnySpec, rank: int, targets: Sequence[str]) -> int:
+def adapter_bytes(spec: ModelConfig | HFConfig, rank: int, targets: Sequence[str]) -> int:
     """What an engine holds of an adapter of this rank, beside its base; 0: there is none."""
     return ADAPTER_BYTES * adapter_parameters_of(spec, rank, targets) if rank else 0
 
@@ -77,7 +77,7 @@ def scored_on_gpu(size: int) -> int:
 class Needs:
     """What one policy needs in an engine of one dtype."""
 
-    spec: PolicySpec
+    spec: ModelConfig
     dtype: str
     adapter: int = 0
     """As `adapter_bytes`."""
@@ -172,7 +172,7 @@ HF_CACHE_COPIES = 3
 class AnyNeeds:
     """What one policy needs in an engine of one dtype."""
 
-    spec: AnySpec
+    spec: HFConfig
     dtype: str
     values: int
     """Of all tensors in its files."""
@@ -180,7 +180,7 @@ class AnyNeeds:
     """Values of the largest tensor."""
 
     @staticmethod
-    def of(spec: AnySpec, directory: Path, dtype: str) -> "AnyNeeds":
+    def of(spec: HFConfig, directory: Path, dtype: str) -> "AnyNeeds":
         """Those of the policy in a directory. Raises `StateError` if its files are damaged."""
         sizes = [math.prod(stored.shape) for stored in find_tensors(directory).values()]
         return AnyNeeds(spec, dtype, sum(sizes), max(sizes, default=0))
@@ -217,9 +217,9 @@ class AnyNeeds:
         return 4 * ANY_WIDTHS * max(self.spec.width, self.spec.heads * self.spec.head_dim)
 
 
-def needs_of_spec(spec: PolicySpec | AnySpec, dtype: str, adapter: int = 0, base: str = "") -> Needs | AnyNeeds:
+def needs_of_spec(spec: ModelConfig | HFConfig, dtype: str, adapter: int = 0, base: str = "") -> Needs | AnyNeeds:
     """What an engine needs for a policy whose files may not be here. `adapter` and `base` are as of `Needs`: other
     architectures have none."""
-    if isinstance(spec, PolicySpec):
+    if isinstance(spec, ModelConfig):
         return Needs(spec, dtype, adapter, base)
     return AnyNeeds(spec, dtype, spec.parameters, spec.vocab_size * spec.width)

@@ -16,15 +16,15 @@ from pathlib import Path
 import torch
 
 from shoal.engine.decoder import Cache, Decoder
-from shoal.engine.hot_swap import Change
-from shoal.engine.interface import Continuation, Request, Score, ScoreRequest, demand_room
+from shoal.engine.hot_swap import WeightChange
+from shoal.engine.interface import Continuation, EngineRequest, PolicyScore, ScoreRequest, demand_room
 from shoal.engine.noise import family
 from shoal.engine.prefill import prefill_tokens, punch_after, read, read_openings
 from shoal.engine.sampling import turn_length, write
 from shoal.engine.scoring import score, score_parts
 from shoal.errors import StateError
 from shoal.models.checkpoint import load_int8, load_policy
-from shoal.models.config import PolicySpec
+from shoal.models.config import ModelConfig
 from shoal.models.cpu_offload import Parked
 from shoal.models.hf_model import probe_tokens
 from shoal.models.load_tensors import demand_finite_logits
@@ -89,13 +89,13 @@ class LocalEngine:
             self._loaded, self._base = decoder, base
             self.version = version
 
-    def _computes_as(self, directory: Path, base: str, spec: PolicySpec) -> bool:
+    def _computes_as(self, directory: Path, base: str, spec: ModelConfig) -> bool:
         """Whether the model in memory is this directory's but for the adapter, in its weights and in its config, which no
         root covers: what a version computes does not depend on which versions a node loaded before it."""
         if not base or self.facts.dtype == "int8":  # guard: adapted-int8-is-loaded-anew
             return False
         # guard: adapter-over-its-base, adapter-with-the-config
-        return base == self._base and PolicySpec.from_directory(directory) == spec
+        return base == self._base and ModelConfig.from_directory(directory) == spec
 
     @torch.inference_mode()
     def change(self, before: Path, after: Path, version: int, is_right: Callable[[Path], bool]) -> bool:
@@ -106,7 +106,7 @@ class LocalEngine:
                 return False  # an adapter is as quickly loaded
             if has_adapter(after):
                 return False
-            change = Change(self._loaded, before, after)
+            change = WeightChange(self._loaded, before, after)
             if not change.is_worth_it:
                 return False
             self.version = -1  # guard: changed-weights-are-torn
@@ -132,7 +132,7 @@ class LocalEngine:
             self._batches.pop(rollout, None)
 
     @torch.inference_mode()
-    def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
+    def extend(self, requests: Sequence[EngineRequest], temperature: float) -> list[Continuation]:
         """One turn of each conversation, as one batch. Raises `StateError` if a turn could pass the last position."""
         if not requests:
             return []
@@ -140,14 +140,14 @@ class LocalEngine:
             return self._extend(requests, temperature)
 
     @torch.inference_mode()
-    def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[Score]:
+    def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[PolicyScore]:
         """Log-probs and replay gaps of the policy's tokens, with one prefill of each conversation."""
         with self._at_work:
             decoder = self._decoder()
             parts = score_parts(requests, prefill_tokens(decoder.spec, decoder.device))
             return score(decoder, requests, parts, temperature, hidden, self._family)
 
-    def _extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
+    def _extend(self, requests: Sequence[EngineRequest], temperature: float) -> list[Continuation]:
         decoder = self._decoder()
         for request in requests:
             demand_room(decoder.spec, request.token_ids, request.max_new)
@@ -174,7 +174,7 @@ class LocalEngine:
             raise StateError("the engine's weights are torn: a change to another version failed. Load a version")
         return self._loaded
 
-    def _recall(self, requests: Sequence[Request]) -> _Batch | None:
+    def _recall(self, requests: Sequence[EngineRequest]) -> _Batch | None:
         """The batch that holds exactly these conversations before their next turn, with room for it.
 
         None if they were not extended together before, or if a conversation differs from the one that we remember.
@@ -199,13 +199,13 @@ class LocalEngine:
         cache = batch.cache.rebuilt(rows, room if fits else 2 * room + batch.cache.used)
         return self._remember(requests, [batch.cached[row] for row in rows], cache)
 
-    def _open(self, requests: Sequence[Request]) -> _Batch:
+    def _open(self, requests: Sequence[EngineRequest]) -> _Batch:
         """Make a batch of new conversations, and read all but the last token of each."""
         openings = [list(request.token_ids[:-1]) for request in requests]
         cache = read_openings(self._decoder(), openings, room=1 + max(request.max_new for request in requests))
         return self._remember(requests, openings, cache)
 
-    def _remember(self, requests: Sequence[Request], cached: list[list[int]], cache: Cache) -> _Batch:
+    def _remember(self, requests: Sequence[EngineRequest], cached: list[list[int]], cache: Cache) -> _Batch:
         batch = _Batch([request.rollout for request in requests], cached, cache)
         assert len(set(batch.rollouts)) == len(requests), "a conversation is in one batch twice"
         self._batches |= dict.fromkeys(batch.rollouts, batch)

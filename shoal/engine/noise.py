@@ -98,7 +98,7 @@ Noise = Callable[[Tensor, Tensor, int], Tensor]
 """Noise, float32[N, V], from seed words, int64[N, 4], positions, int64[N], and the size of the vocabulary."""
 
 
-class Family(NamedTuple):
+class NoiseScheme(NamedTuple):
     """What sampling and scoring need of the noise. Logits are scaled: divided by the temperature, float32[N, V]."""
 
     noise: Noise
@@ -108,14 +108,14 @@ class Family(NamedTuple):
     """The largest score of each row less that of a token, float32[N]; its last argument is the tokens, int64[N]."""
 
 
-def family(name: str) -> Family:
+def family(name: str) -> NoiseScheme:
     """The family of that name. Raises `StateError` if this version of shoal does not have it."""
     if name not in FAMILIES:
         raise StateError(f"unknown noise family {name!r}: this version of shoal has {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 
-def _with_all_noise(noise: Noise) -> Family:
+def _with_all_noise(noise: Noise) -> NoiseScheme:
     """A family whose noise is made for every token, also of those that cannot win."""
 
     def best(scaled_NV: Tensor, words_N4: Tensor, positions_N: Tensor) -> Tensor:
@@ -125,14 +125,14 @@ def _with_all_noise(noise: Noise) -> Family:
         noisy_NV = scaled_NV + noise(words_N4, positions_N, scaled_NV.shape[1])
         return noisy_NV.amax(-1) - noisy_NV.gather(-1, tokens_N[:, None]).squeeze(-1)
 
-    return Family(noise, best, gaps)
+    return NoiseScheme(noise, best, gaps)
 
 
 def _best(scaled_NV: Tensor, words_N4: Tensor, positions_N: Tensor) -> Tensor:
     return gumbel_max(scaled_NV, words_N4, positions_N)[1]
 
 
-def _fused_on_gpus(name: str, plain: Family) -> Family:
+def _fused_on_gpus(name: str, plain: NoiseScheme) -> NoiseScheme:
     """A family that one kernel draws on a GPU where that is proven to draw the same; elsewhere `plain`."""
 
     def best(scaled_NV: Tensor, words_N4: Tensor, positions_N: Tensor) -> Tensor:
@@ -148,17 +148,17 @@ def _fused_on_gpus(name: str, plain: Family) -> Family:
         best_N, _, own_N = draw(scaled_NV, words_N4, positions_N, tokens_N)
         return best_N - own_N
 
-    return Family(plain.noise, best, gaps)
+    return NoiseScheme(plain.noise, best, gaps)
 
 
 _PLAIN = {
-    PHILOX: Family(gumbel, _best, gaps_of),
+    PHILOX: NoiseScheme(gumbel, _best, gaps_of),
     KEYED_32: _with_all_noise(keyed_gumbel_32),
     KEYED_64: _with_all_noise(keyed_gumbel_64),
     MURMUR_32: _with_all_noise(murmur_gumbel_32),
     MURMUR_53: _with_all_noise(murmur_gumbel_53),
 }
 
-FAMILIES: Mapping[str, Family] = MappingProxyType({
+FAMILIES: Mapping[str, NoiseScheme] = MappingProxyType({
     name: _fused_on_gpus(name, plain) for name, plain in _PLAIN.items()
 })  # fmt: skip

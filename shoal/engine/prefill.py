@@ -14,9 +14,9 @@ from torch import Tensor
 
 from shoal.engine.decoder import Cache, Copy, Decoder
 from shoal.engine.memory_estimate import PREFILL_BYTES, PREFILL_TOKENS
-from shoal.models.config import PolicySpec
+from shoal.models.config import ModelConfig
 from shoal.models.device import CPU
-from shoal.models.hf_config import AnySpec
+from shoal.models.hf_config import HFConfig
 from shoal.models.parameter_counts import layer_values_of
 
 
@@ -73,7 +73,7 @@ def punch_after(cache: Cache, start: int, counts_B: list[int]) -> None:
         cache.punch(start, columns >= torch.tensor(counts_B, device=columns.device)[:, None])
 
 
-def prefill_tokens(spec: PolicySpec | AnySpec, device: str) -> int:
+def prefill_tokens(spec: ModelConfig | HFConfig, device: str) -> int:
     """Padded tokens of one prefill of a policy. It depends on nothing that changes, because bits depend on it."""
     most, least = PREFILL_TOKENS[device.split(":")[0]], PREFILL_TOKENS[CPU]
     return min(most, max(least, PREFILL_BYTES // (4 * layer_values_of(spec))))

@@ -14,19 +14,19 @@ from torch import Tensor
 
 from shoal.algos.noise.philox import seed_words
 from shoal.engine.decoder import logprobs_of
-from shoal.engine.decoder_interface import Reading, Steps
-from shoal.engine.interface import Request
+from shoal.engine.decoder_interface import DecoderBackend, KVCache
+from shoal.engine.interface import EngineRequest
 from shoal.engine.memory_estimate import NOISE_VALUES
-from shoal.engine.noise import Family
+from shoal.engine.noise import NoiseScheme
 
 
 def write(
-    decoder: Steps,
-    cache: Reading,
-    requests: Sequence[Request],
+    decoder: DecoderBackend,
+    cache: KVCache,
+    requests: Sequence[EngineRequest],
     hidden_BD: Tensor,
     temperature: float,
-    family: Family,
+    family: NoiseScheme,
 ) -> tuple[list[list[int]], list[list[float]]]:
     """Sample until every row has ended its turn. Returns token ids and log-probs, [B][T], meaningless after a row's end.
 
@@ -52,14 +52,14 @@ def write(
 
 
 def _write_some(
-    decoder: Steps,
-    cache: Reading,
+    decoder: DecoderBackend,
+    cache: KVCache,
     rows: "_Rows",
     hidden_BD: Tensor,
     written: int,
     longest: int,
     temperature: float,
-    family: Family,
+    family: NoiseScheme,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The next tokens of every row, as many as share one call for noise: ids and log-probs [K, B], hidden states."""
     B, V = len(rows.index_B), decoder.spec.vocab_size
@@ -87,7 +87,7 @@ def _write_some(
 class _Rows:
     """The conversations being written: row b of the tensors is conversation index_B[b] of the turn."""
 
-    def __init__(self, requests: Sequence[Request], decoder: Steps) -> None:
+    def __init__(self, requests: Sequence[EngineRequest], decoder: DecoderBackend) -> None:
         device, sets = decoder.device, list(dict.fromkeys(request.stop_ids for request in requests))
         self.index_B = torch.arange(len(requests), device=device)
         self.words_B4 = seed_words([request.seed for request in requests]).to(device)
@@ -115,7 +115,7 @@ class _Rows:
             setattr(self, name, getattr(self, name)[rows])
 
 
-def turn_length(tokens_T: list[int], request: Request) -> int:
+def turn_length(tokens_T: list[int], request: EngineRequest) -> int:
     """Tokens of a row that belong to its turn: up to and including the first stop token, or up to the limit."""
     for index, token in enumerate(tokens_T[: request.max_new]):
         if token in request.stop_ids:

@@ -13,26 +13,26 @@ from torch import Tensor
 
 from shoal.algos.noise.philox import seed_words
 from shoal.engine.decoder import logprobs_of
-from shoal.engine.decoder_interface import Steps
-from shoal.engine.interface import Score, ScoreRequest, demand_room
+from shoal.engine.decoder_interface import DecoderBackend
+from shoal.engine.interface import PolicyScore, ScoreRequest, demand_room
 from shoal.engine.memory_estimate import SCORED_VALUES
-from shoal.engine.noise import Family
+from shoal.engine.noise import NoiseScheme
 from shoal.engine.prefill import by_length, padded
 
 
 def score(
-    decoder: Steps,
+    decoder: DecoderBackend,
     requests: Sequence[ScoreRequest],
     parts: Sequence[Sequence[int]],
     temperature: float,
     want_hidden: bool,
-    family: Family,
-) -> list[Score]:
+    family: NoiseScheme,
+) -> list[PolicyScore]:
     """Scores of conversations, in their order. A part has the indices of those that are prefilled together. Raises
     `StateError` if one is longer than the policy reads."""
     for request in requests:
         demand_room(decoder.spec, request.token_ids, 0)
-    scores: dict[int, Score] = {}
+    scores: dict[int, PolicyScore] = {}
     for part in parts:
         members = [requests[row] for row in part]
         hidden_BCD = decoder.hidden_states(padded([request.token_ids for request in members], decoder.device))
@@ -56,13 +56,13 @@ def score_parts(requests: Sequence[ScoreRequest], budget: int) -> list[list[int]
 
 
 def _score_rows(
-    decoder: Steps,
+    decoder: DecoderBackend,
     requests: list[ScoreRequest],
     hidden_BCD: Tensor,
     temperature: float,
     want_hidden: bool,
-    family: Family,
-) -> list[Score]:
+    family: NoiseScheme,
+) -> list[PolicyScore]:
     """Scores of prefilled conversations. The hidden state at t - 1 predicts token t."""
     counts = [len(request.policy_positions) for request in requests]
     rows_N = torch.repeat_interleave(torch.tensor(counts))
@@ -81,7 +81,9 @@ def _score_rows(
         gaps.append(family.gaps(scaled_NV, words_B4[rows_N[n]], positions_N[n], tokens_N[n]).cpu())
     hidden = hidden_ND.float().cpu().split(counts) if want_hidden else [None] * len(counts)
     return [
-        Score(logprobs_P.numpy(), gaps_P.numpy(), None if hidden_PD is None else hidden_PD.numpy(), largest_P.numpy())
+        PolicyScore(
+            logprobs_P.numpy(), gaps_P.numpy(), None if hidden_PD is None else hidden_PD.numpy(), largest_P.numpy()
+        )
         for logprobs_P, gaps_P, hidden_PD, largest_P in zip(
             *(torch.cat(parts).split(counts) for parts in (logprobs, gaps)),
             hidden,

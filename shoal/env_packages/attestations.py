@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.env_packages.catalog import Count, Release, Signed, Trust, open_signed, sign
-from shoal.env_packages.naming import Reference
+from shoal.env_packages.catalog import Count, PinnedKeys, Release, SignedBytes, open_signed, sign
+from shoal.env_packages.naming import PackageReference
 from shoal.env_packages.publish import read_catalogue
 from shoal.env_packages.registry import FolderRegistry, Registry, attestations_path
 from shoal.errors import ConfigError, NothingYet, PeerError
@@ -41,14 +41,14 @@ class SignedAttestation(NamedTuple):
     """An attestation whose signature holds."""
 
     attestation: Attestation
-    signed: Signed
+    signed: SignedBytes
 
 
 def read_attestations(registry: Registry, name: str, release: Release) -> tuple[SignedAttestation, ...]:
     """The attestations of a version, the latest of each key. Those that are wrong, or of other files, are left out."""
     try:
         data = registry.read(attestations_path(name, release.version), MAX_ATTESTATIONS_BYTES)
-        signed = from_json(data, tuple[Signed, ...])
+        signed = from_json(data, tuple[SignedBytes, ...])
     except NothingYet:
         return ()
     except WireError as error:
@@ -58,7 +58,7 @@ def read_attestations(registry: Registry, name: str, release: Release) -> tuple[
     return tuple(_latest(_sound(signed[:MAX_ATTESTATIONS], name, release)))
 
 
-def _sound(signed: Sequence[Signed], name: str, release: Release) -> Iterator[SignedAttestation]:
+def _sound(signed: Sequence[SignedBytes], name: str, release: Release) -> Iterator[SignedAttestation]:
     for one in signed:
         if len(one.body) > MAX_ATTESTATION_BYTES:  # guard: short-attestations
             continue
@@ -83,7 +83,7 @@ def _latest(found: Iterator[SignedAttestation]) -> Iterator[SignedAttestation]:
     yield from latest.values()
 
 
-def make_attestation(name: str, release: Release, machine: str, num_checks: int, key: Key, now: float) -> Signed:
+def make_attestation(name: str, release: Release, machine: str, num_checks: int, key: Key, now: float) -> SignedBytes:
     """A signed attestation. Raises `ConfigError` if it is too long."""
     signed = sign(
         Attestation(name, release.version, release.digest, int(now), machine, num_checks), key, PURPOSE
@@ -95,16 +95,16 @@ def make_attestation(name: str, release: Release, machine: str, num_checks: int,
     return signed
 
 
-def open_attestation(data: bytes) -> tuple[Signed, Attestation]:
+def open_attestation(data: bytes) -> tuple[SignedBytes, Attestation]:
     """An attestation that somebody sent as a file. Raises `PeerError` if its form or its signature is wrong."""
     try:
-        signed = from_json(data[: 4 * MAX_ATTESTATION_BYTES], Signed)
+        signed = from_json(data[: 4 * MAX_ATTESTATION_BYTES], SignedBytes)
     except WireError as error:
         raise PeerError(f"this is not an attestation ({error}): `shoal env attest --out FILE` writes one") from None
     return signed, open_signed(signed, Attestation, PURPOSE, "the attestation")
 
 
-def put_attestation(registry: FolderRegistry, name: str, release: Release, signed: Signed) -> None:
+def put_attestation(registry: FolderRegistry, name: str, release: Release, signed: SignedBytes) -> None:
     """Put an attestation of a version into a registry. Raises `ConfigError` if it is of other files, or if there are too
     many."""
     if not any(_sound([signed], name, release)):  # guard: attestations-of-this-registry
@@ -122,9 +122,9 @@ def put_attestation(registry: FolderRegistry, name: str, release: Release, signe
         registry.write(attestations_path(name, release.version), to_json(kept))
 
 
-def find_release(registry: Registry, reference: Reference, home: Path) -> Release:
+def find_release(registry: Registry, reference: PackageReference, home: Path) -> Release:
     """The release of a registry that is attested. Raises `ConfigError` if it has no such version."""
-    catalogue = read_catalogue(registry, reference.name, Trust(home / "authors.json"), pin=False).opened.catalogue
+    catalogue = read_catalogue(registry, reference.name, PinnedKeys(home / "authors.json"), pin=False).opened.catalogue
     if not reference.version:
         raise ConfigError(f"say which version: {reference.name}@VERSION, as `shoal env show` lists them")
     release = catalogue.release(reference.version)

@@ -32,7 +32,7 @@ MAX_CHANGES = 64
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
-class Signed(Message, frozen=True):
+class SignedBytes(Message, frozen=True):
     """Bytes as they were signed, with the key and signature in hex."""
 
     body: bytes
@@ -88,7 +88,7 @@ class KeyChange(Message, frozen=True):
     created: Count
 
 
-class Opened(NamedTuple):
+class VerifiedCatalog(NamedTuple):
     """A catalogue whose signature holds."""
 
     catalogue: Catalogue
@@ -97,13 +97,13 @@ class Opened(NamedTuple):
     """SHA-256 of the signed bytes: two catalogues with one serial differ in it."""
 
 
-def sign(statement: Message, key: Key, purpose: str) -> Signed:
+def sign(statement: Message, key: Key, purpose: str) -> SignedBytes:
     """Sign a statement for one purpose."""
     body = to_json(statement)
-    return Signed(body, key.public, key.sign(purpose, body))
+    return SignedBytes(body, key.public, key.sign(purpose, body))
 
 
-def open_signed(signed: Signed, kind: type[T], purpose: str, what: str) -> T:
+def open_signed(signed: SignedBytes, kind: type[T], purpose: str, what: str) -> T:
     """The statement in a signed message. Raises `PeerError` if the signature or the form is wrong; `what` names it."""
     if not verify_signature(signed.key, purpose, signed.body, signed.signature):  # guard: signed-words
         raise PeerError(f"the signature of {what} does not verify: it was changed. Use another registry")
@@ -113,14 +113,14 @@ def open_signed(signed: Signed, kind: type[T], purpose: str, what: str) -> T:
         raise PeerError(f"{what} is malformed ({error}): its author must publish it again") from None
 
 
-def open_catalogue(data: bytes, name: str) -> Opened:
+def open_catalogue(data: bytes, name: str) -> VerifiedCatalog:
     """The catalogue of a package, if it is well formed, signed, and of this package. Raises `PeerError`."""
     what = f"the catalogue of {name}"
-    signed = _decoded(data, Signed, MAX_CATALOGUE_BYTES, what)
+    signed = _decoded(data, SignedBytes, MAX_CATALOGUE_BYTES, what)
     catalogue = open_signed(signed, Catalogue, CATALOGUE, what)
     if flaw := _flaw(catalogue, name):  # guard: catalogue-is-checked
         raise PeerError(f"{what} is refused: {flaw}. Use another registry, or tell its author")
-    return Opened(catalogue, signed.key, digest(signed.body))
+    return VerifiedCatalog(catalogue, signed.key, digest(signed.body))
 
 
 def _flaw(catalogue: Catalogue, name: str) -> str:
@@ -145,7 +145,7 @@ def open_changes(data: bytes, owner: str) -> tuple[KeyChange, ...]:
     """The changes of an owner's key, each signed by the key before. Raises `PeerError`."""
     what = f"the list of keys of {owner}"
     changes = []
-    for signed in _decoded(data, tuple[Signed, ...], MAX_CHANGES_BYTES, what):
+    for signed in _decoded(data, tuple[SignedBytes, ...], MAX_CHANGES_BYTES, what):
         change = open_signed(signed, KeyChange, KEY_CHANGE, what)
         # guard: old-key-names-the-new
         if change.owner != owner or change.old != signed.key or not is_owner(owner) or not is_public_key(change.new):
@@ -168,7 +168,7 @@ def _decoded(data: bytes, kind: type[T], cap: int, what: str) -> T:
 # --- What this machine knows of authors and versions ---
 
 
-class Seen(Message, frozen=True):
+class PinnedCatalog(Message, frozen=True):
     """The newest catalogue of a package that this machine has seen."""
 
     serial: int
@@ -182,10 +182,10 @@ class Known(Message, frozen=True):
 
     keys: dict[str, str] = {}
     """Pinned key of each owner."""
-    packages: dict[str, Seen] = {}
+    packages: dict[str, PinnedCatalog] = {}
 
 
-class Trust:
+class PinnedKeys:
     """The file with what is known, `authors.json` in this machine's home. Several processes may use it."""
 
     def __init__(self, file: Path) -> None:
@@ -204,7 +204,7 @@ class Trust:
                 "as never seen"
             ) from None
 
-    def admit(self, opened: Opened, changes: Sequence[KeyChange], *, pin: bool = True) -> bool:
+    def admit(self, opened: VerifiedCatalog, changes: Sequence[KeyChange], *, pin: bool = True) -> bool:
         """Believe a catalogue, and remember it. Returns whether its owner was unknown until now: without `pin`, an unknown
         owner's is not remembered.
 
@@ -223,7 +223,7 @@ class Trust:
                 _demand_newer(known.packages[name], opened)
             if pin or pinned:
                 releases = {release.version: release.digest for release in opened.catalogue.releases}
-                seen = Seen(opened.catalogue.serial, opened.digest, releases)
+                seen = PinnedCatalog(opened.catalogue.serial, opened.digest, releases)
                 now_known = Known(known.keys | {owner: opened.key}, known.packages | {name: seen})
                 if now_known != known:
                     write_atomically(self.file, msgspec.json.format(to_json(now_known)))
@@ -251,7 +251,7 @@ def _demand_key(owner: str, pinned: str, key: str, changes: Sequence[KeyChange])
     )
 
 
-def _demand_newer(seen: Seen, opened: Opened) -> None:
+def _demand_newer(seen: PinnedCatalog, opened: VerifiedCatalog) -> None:
     """Compare a catalogue with the newest one that was seen."""
     catalogue = opened.catalogue
     offered = {release.version: release.digest for release in catalogue.releases}

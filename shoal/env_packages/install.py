@@ -16,12 +16,18 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
 from shoal.env_packages.archive import Index, unpack
-from shoal.env_packages.catalog import Release, Trust
-from shoal.env_packages.install_policy import Consent, Offer, demand_consent, demand_offer_fits, size_text
+from shoal.env_packages.catalog import PinnedKeys, Release
+from shoal.env_packages.install_policy import (
+    InstallCandidate,
+    InstallDecision,
+    demand_consent,
+    demand_offer_fits,
+    size_text,
+)
 from shoal.env_packages.installed import INSTALLED, Installed, PackageStore
 from shoal.env_packages.lock import Downloader, download, most_unpacked, unpack_wheels
 from shoal.env_packages.metadata import Described, describe, unfit
-from shoal.env_packages.naming import Reference
+from shoal.env_packages.naming import PackageReference
 from shoal.env_packages.publish import read_catalogue
 from shoal.env_packages.registry import Registry, archive_path
 from shoal.errors import PeerError, ShoalError, StateError, cause_of
@@ -29,7 +35,7 @@ from shoal.protocol.encoding import to_json
 from shoal.run_folder import held, name_folder, write_atomically
 
 
-class Start(Protocol):
+class StartInSandbox(Protocol):
     """Runs Python code inside the sandbox."""
 
     def __call__(self, code: str, paths: Sequence[Path], timeout_s: float) -> str:
@@ -72,12 +78,12 @@ class Result(NamedTuple):
 
 
 def install(
-    reference: Reference,
+    reference: PackageReference,
     registry: Registry,
     home: Path,
-    consent: Consent,
+    consent: InstallDecision,
     *,
-    start: Start | None = None,
+    start: StartInSandbox | None = None,
     downloader: Downloader | None = None,
     checks: Counter = nobody_checked,
     tell: Callable[[str], None] = lambda _: None,
@@ -101,7 +107,7 @@ def install(
             tell(f"downloading {offer.name} {offer.release.version}, {size_text(offer.release.size_bytes)}")
             files, described = _fetch(offer, registry, new)
             demand_consent(offer, described.about, described.requirements, consent)
-            Trust(home / "authors.json").admit(offer.believed.opened, offer.believed.changes)
+            PinnedKeys(home / "authors.json").admit(offer.believed.opened, offer.believed.changes)
             if described.requirements:
                 tell(f"downloading {len(described.requirements)} dependencies, at most {size_text(consent.max_bytes)}")
             num_wheel_files = _add_dependencies(described, new, consent.max_bytes, downloader or by_pip())
@@ -120,15 +126,17 @@ def install(
     return Result(package, store.package_of(package.digest), True, tried)
 
 
-def offer_of(reference: Reference, registry: Registry, home: Path, checks: Counter = nobody_checked) -> Offer:
+def offer_of(
+    reference: PackageReference, registry: Registry, home: Path, checks: Counter = nobody_checked
+) -> InstallCandidate:
     """What a registry offers under a name. The author is not pinned yet. Raises `PeerError`."""
-    believed = read_catalogue(registry, reference.name, Trust(home / "authors.json"), pin=False)
+    believed = read_catalogue(registry, reference.name, PinnedKeys(home / "authors.json"), pin=False)
     opened = believed.opened
     release = opened.catalogue.release(reference.version)
     if release is None:
         raise PeerError(opened.catalogue.lacks(reference.version))
     passed = checks(reference.name, release, opened.key)
-    return Offer(reference.name, release, believed, passed, registry.place)
+    return InstallCandidate(reference.name, release, believed, passed, registry.place)
 
 
 def by_pip(*options: str) -> Downloader:
@@ -172,7 +180,7 @@ def _locked(folder: Path) -> Iterator[bool]:
         yield locked
 
 
-def _fetch(offer: Offer, registry: Registry, new: Path) -> tuple[Index, Described]:
+def _fetch(offer: InstallCandidate, registry: Registry, new: Path) -> tuple[Index, Described]:
     """Bring the archive to the disk, verify and unpack it, and read what it says about itself."""
     archive = new / "archive"
     with archive.open("w+b") as file:
@@ -204,7 +212,7 @@ def _add_dependencies(described: Described, new: Path, max_bytes: int, downloade
     return num_files
 
 
-def _try(described: Described, new: Path, start: Start | None) -> str:
+def _try(described: Described, new: Path, start: StartInSandbox | None) -> str:
     """Import the environment's code inside the sandbox."""
     if start is None:
         return "not tried: there is no sandbox here"
@@ -217,7 +225,7 @@ def _try(described: Described, new: Path, start: Start | None) -> str:
     return " ".join(said.split())[:200]
 
 
-def _recorded(offer: Offer, described: Described, files: Index, num_wheel_files: int) -> Installed:
+def _recorded(offer: InstallCandidate, described: Described, files: Index, num_wheel_files: int) -> Installed:
     about = described.about
     dependencies = {requirement.name: requirement.version for requirement in described.requirements}
     return Installed(

@@ -22,7 +22,7 @@ POLICY_FILE = "install.toml"
 """In the node's home. Where it exists, nobody is asked."""
 
 
-class Policy(Section, frozen=True):
+class InstallPolicy(Section, frozen=True):
     """The contents of a policy file: what is installed without a question. Anything else is refused."""
 
     authors: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class Policy(Section, frozen=True):
     little of authors that are not listed."""
 
 
-class Offer(NamedTuple):
+class InstallCandidate(NamedTuple):
     """A package that could be installed, as far as the registry's signed list tells."""
 
     name: str
@@ -55,15 +55,15 @@ class Offer(NamedTuple):
         return self.believed.opened.key
 
 
-class Consent(NamedTuple):
+class InstallDecision(NamedTuple):
     """How a decision is made."""
 
-    policy: Policy | None
+    policy: InstallPolicy | None
     """Decides alone, if there is one."""
     ask: Callable[[str], bool] | None
     """Asks the user; None if there is nobody to ask."""
     max_mb: int = 1000
-    """As `Policy.max_mb`, where there is no policy."""
+    """As `InstallPolicy.max_mb`, where there is no policy."""
     heavy: bool = False
     """Whether dependencies of gigabytes are allowed, as on a host."""
 
@@ -78,9 +78,9 @@ def size_text(size_bytes: int) -> str:
     return f"{size_bytes / 1e6:,.1f} MB" if size_bytes >= 100_000 else f"{size_bytes:,} bytes"
 
 
-def read_policy(path: Path) -> Policy:
+def read_policy(path: Path) -> InstallPolicy:
     """Read a policy file. Raises `ConfigError` that names the key."""
-    policy = from_tree(read_toml(path, "a policy file"), Policy, str(path))
+    policy = from_tree(read_toml(path, "a policy file"), InstallPolicy, str(path))
     for key, values, fits in (("authors", policy.authors, is_public_key), ("digests", policy.digests, is_digest)):
         wrong = [value for value in values if not fits(value)]
         if wrong:
@@ -88,7 +88,7 @@ def read_policy(path: Path) -> Policy:
     return policy
 
 
-def demand_offer_fits(offer: Offer, consent: Consent) -> None:
+def demand_offer_fits(offer: InstallCandidate, consent: InstallDecision) -> None:
     """Refuse by what is known before the download. Raises `ConfigError`."""
     named, policy = f"{offer.name} {offer.release.version}", consent.policy
     if offer.release.size_bytes > consent.max_bytes:  # guard: size-of-an-offer
@@ -110,7 +110,9 @@ def demand_offer_fits(offer: Offer, consent: Consent) -> None:
         )
 
 
-def demand_consent(offer: Offer, about: About, requirements: tuple[Requirement, ...], consent: Consent) -> None:
+def demand_consent(
+    offer: InstallCandidate, about: About, requirements: tuple[Requirement, ...], consent: InstallDecision
+) -> None:
     """Refuse by what the package says about itself, then ask, if there is no policy. Raises `ConfigError`."""
     named, names = f"{offer.name} {offer.release.version}", heavy(requirements)
     if names and not consent.heavy:  # guard: heavy-stays-with-the-host
@@ -134,7 +136,7 @@ def demand_consent(offer: Offer, about: About, requirements: tuple[Requirement, 
         raise ConfigError(f"{named} was not installed, as you said")
 
 
-def question(offer: Offer, about: About, requirements: tuple[Requirement, ...]) -> str:
+def question(offer: InstallCandidate, about: About, requirements: tuple[Requirement, ...]) -> str:
     """What the user reads before the answer."""
     seen = "seen here for the first time" if offer.believed.is_new_owner else "known here"
     lines = [

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shoal.env_packages.archive import Index, digest_of, matches
-from shoal.env_packages.naming import Reference, order_of
+from shoal.env_packages.naming import PackageReference, order_of
 from shoal.errors import ConfigError, StateError, cause_of
 from shoal.protocol.encoding import WireError, from_json, is_digest
 from shoal.protocol.messages.base import Message
@@ -68,7 +68,7 @@ class PackageStore:
             raise StateError(f"{self.folder / digest} describes another package: delete it and install again")
         return installed
 
-    def find(self, reference: Reference) -> Installed:
+    def find(self, reference: PackageReference) -> Installed:
         """The installed package that a name and version, or a digest, means. Raises `ConfigError` if there is none."""
         if reference.digest:
             found = [package for package in [self.get(reference.digest)] if package]

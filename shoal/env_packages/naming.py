@@ -33,7 +33,7 @@ COMPILED = (".pyc", ".pyo")
 """Python would run these instead of the source that a reader sees, so no package holds them."""
 
 
-class Reference(NamedTuple):
+class PackageReference(NamedTuple):
     """What a person or a run file calls a package."""
 
     name: str
@@ -43,15 +43,15 @@ class Reference(NamedTuple):
     digest: str = ""
 
 
-def read_reference(text: str) -> Reference:
+def read_reference(text: str) -> PackageReference:
     """Owner/name, owner/name@1.2.3, or pkg: and a digest. Raises `ConfigError` for anything else."""
     pinned = _PINNED.fullmatch(text)
     if pinned:
-        return Reference("", "", pinned["digest"])
+        return PackageReference("", "", pinned["digest"])
     found = _REFERENCE.fullmatch(text)
     if found is None:
         raise ConfigError(f"{text!r} is not the name of a package: write owner/name or owner/name@1.2.3, in lower case")
-    return Reference(found["name"], found["version"] or "")
+    return PackageReference(found["name"], found["version"] or "")
 
 
 def names_one_package(text: str) -> bool:

@@ -16,10 +16,10 @@ from shoal.env_packages.archive import Packed, pack
 from shoal.env_packages.catalog import (
     Catalogue,
     KeyChange,
-    Opened,
+    PinnedKeys,
     Release,
-    Signed,
-    Trust,
+    SignedBytes,
+    VerifiedCatalog,
     open_catalogue,
     open_changes,
     sign,
@@ -55,17 +55,18 @@ class Pushed(NamedTuple):
 class Believed(NamedTuple):
     """A catalogue that fits all that this machine knows of its author."""
 
-    opened: Opened
+    opened: VerifiedCatalog
     changes: tuple[KeyChange, ...]
     """Of its owner's key, as the registry has them."""
     is_new_owner: bool
     """Whether the owner was unknown until now."""
 
 
-def read_catalogue(registry: Registry, name: str, trust: Trust, *, pin: bool = True) -> Believed:
+def read_catalogue(registry: Registry, name: str, trust: PinnedKeys, *, pin: bool = True) -> Believed:
     """A package's catalogue, believed. Without `pin`, a new owner's key is not remembered.
 
-    Raises `ConfigError` for what is not a name, `NothingYet` if the registry has none, `PeerError` as `Trust.admit` does.
+    Raises `ConfigError` for what is not a name, `NothingYet` if the registry has none, `PeerError` as `PinnedKeys.admit`
+    does.
     """
     if not is_name(name):
         raise ConfigError("name the package by owner/name here, not by its digest")
@@ -161,7 +162,7 @@ def _pack(folder: Path, registry: FolderRegistry, into: BinaryIO) -> Packed:
 
 def _known(name: str, registry: Registry, keys: Collection[str], home: Path) -> Catalogue | None:
     """The newest catalogue that the author has published, anywhere. Raises `ConfigError` if it is another's."""
-    trust, found = Trust(home / "authors.json"), list[Opened]()
+    trust, found = PinnedKeys(home / "authors.json"), list[VerifiedCatalog]()
     changes = read_changes(registry, name)
     with contextlib.suppress(FileNotFoundError):
         found.append(open_catalogue(_own_copy(home, name).read_bytes(), name))
@@ -183,7 +184,9 @@ def _known(name: str, registry: Registry, keys: Collection[str], home: Path) -> 
 def _write(catalogue: Catalogue, registry: FolderRegistry, key: Key, home: Path) -> None:
     """Sign a catalogue and put it into home and registry. Signing the same one twice gives the same bytes."""
     signed = to_json(sign(catalogue, key, words.CATALOGUE))
-    Trust(home / "authors.json").admit(open_catalogue(signed, catalogue.name), read_changes(registry, catalogue.name))
+    PinnedKeys(home / "authors.json").admit(
+        open_catalogue(signed, catalogue.name), read_changes(registry, catalogue.name)
+    )
     write_atomically(_own_copy(home, catalogue.name), signed)
     registry.write(catalogue_path(catalogue.name), signed)
     names = to_json(sorted({*names_of(registry), catalogue.name}))
@@ -194,12 +197,12 @@ def _write(catalogue: Catalogue, registry: FolderRegistry, key: Key, home: Path)
     registry.write(NAMES, names)
 
 
-def _changes(registry: Registry, name: str) -> tuple[Signed, ...]:
+def _changes(registry: Registry, name: str) -> tuple[SignedBytes, ...]:
     """The signed changes of an owner's key, to write them back."""
     with contextlib.suppress(NothingYet):
         data = registry.read(keys_path(name), words.MAX_CHANGES_BYTES)
         open_changes(data, owner_of(name))
-        return from_json(data, tuple[Signed, ...])
+        return from_json(data, tuple[SignedBytes, ...])
     return ()
 
 

@@ -19,7 +19,7 @@ import msgspec
 from shoal.env_packages.naming import is_name, is_version, owner_of
 from shoal.errors import ConfigError, NothingYet, PeerError, StateError, cause_of
 from shoal.net.forward_proxy import proxy_for
-from shoal.net.retryable_errors import Trouble, troubles
+from shoal.net.retryable_errors import RetryableError, map_http_errors
 from shoal.protocol.encoding import is_digest
 from shoal.run_folder import name_file, write_atomically
 
@@ -85,7 +85,7 @@ class WebRegistry:
             into.truncate()
             try:
                 return asyncio.run(self._answer(path, most, into, exactly))
-            except Trouble as trouble:
+            except RetryableError as trouble:
                 if attempt == ATTEMPTS:
                     raise PeerError(f"{self.place} gave no usable answer in {ATTEMPTS} attempts: {trouble}") from None
                 self._sleep(PAUSE_S)
@@ -104,7 +104,7 @@ class WebRegistry:
         )
         client.follow_redirects = False  # guard: no-redirects
         reached, taken = False, 0
-        with troubles(self.place, limit_s, lambda: reached):
+        with map_http_errors(self.place, limit_s, lambda: reached):
             # guard: slow-registry-ends
             async with asyncio.timeout(limit_s), client, client.stream("GET", f"{self.place}/{path}") as response:
                 reached = True
@@ -115,7 +115,7 @@ class WebRegistry:
                         raise PeerError(f"{self.place}/{path} has more than {most} bytes: use another registry")
                     into.write(part)
         if exactly and taken < most:
-            raise Trouble(f"{path} ended after {taken} of {most} bytes")
+            raise RetryableError(f"{path} ended after {taken} of {most} bytes")
 
     def _demand_file(self, response: httpx.Response, path: str) -> None:
         status = response.status_code
@@ -125,7 +125,7 @@ class WebRegistry:
         if status in (404, 410):
             raise NothingYet(f"{self.place} has no {path}: check the name, or use another registry")
         if status in (408, 429) or status >= 500:
-            raise Trouble(f"HTTP {status}")
+            raise RetryableError(f"HTTP {status}")
         if status != 200:
             raise PeerError(f"{self.place} answered {path} with HTTP {status}: check the registry's URL")
 

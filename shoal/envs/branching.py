@@ -12,7 +12,7 @@ from shoal.chat.renderer import Renderer
 from shoal.engine.interface import Engine
 from shoal.env import Env
 from shoal.envs.interface import task_of
-from shoal.envs.play import Episode, converse
+from shoal.envs.play import EpisodeAttempt, converse
 from shoal.envs.replay import replay_group
 from shoal.envs.rollout import Conversation
 from shoal.errors import Overreach, ShoalError
@@ -91,7 +91,7 @@ def _play(
     for slot, parent, branch in planned:
         env = _env_of(envs, slot)
         tokens = parent.rollouts[branch.rollout].tokens_T()[: branch.position].tolist()
-        episode = Episode(env, task_of(env, slot.task), branch.seed(bytes.fromhex(slot.seed)))
+        episode = EpisodeAttempt(env, task_of(env, slot.task), branch.seed(bytes.fromhex(slot.seed)))
         episodes.append(episode)
         begun.append(opened(episode, renderer, sampling, tokens))
     talks = converse(engine, renderer, episodes, sampling, begun)
@@ -102,7 +102,7 @@ def _play(
 
 
 def opened(
-    episode: Episode, renderer: Renderer, sampling: Sampling, tokens: list[int]
+    episode: EpisodeAttempt, renderer: Renderer, sampling: Sampling, tokens: list[int]
 ) -> tuple[Conversation, list[int]]:
     """A conversation after the whole turns among these tokens, which an accepted rollout begins with, and the tokens of the
     turn that they end in. Raises `OtherStart` if the conversation is another one than when it was compared with the parent:

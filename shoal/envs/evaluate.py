@@ -18,7 +18,7 @@ from shoal.engine.interface import Engine
 from shoal.env import Env, Task
 from shoal.envs.heldout_judge import opinions, tasks_of_judge
 from shoal.envs.interface import is_decided, label_of, task_of
-from shoal.envs.play import Episode, NoTask, converse, why_task_cannot_begin
+from shoal.envs.play import EpisodeAttempt, NoTask, converse, why_task_cannot_begin
 from shoal.envs.replay import judge_talks
 from shoal.envs.rollout import Conversation
 from shoal.errors import ConfigError, Interrupted, ShoalError, Undecided
@@ -210,11 +210,11 @@ def interval(values: Sequence[float], bounds: tuple[float, float]) -> Interval:
     return Interval(mean, max(bounds[0], mean - half), min(bounds[1], mean + half))
 
 
-def _plan(env: Env, episodes: int, seed: int) -> list[Episode]:
+def _plan(env: Env, episodes: int, seed: int) -> list[EpisodeAttempt]:
     root = domain_hash("evaluation", seed.to_bytes(8, "big", signed=True))
     heldout = env.num_heldout > 0
     tasks = [_task(env, i, heldout) for i in range(_num_tasks(env, episodes))]
-    return [Episode(env, tasks[i % len(tasks)], sample_seed(root, i)) for i in range(episodes)]
+    return [EpisodeAttempt(env, tasks[i % len(tasks)], sample_seed(root, i)) for i in range(episodes)]
 
 
 def _task(env: Env, index: int, heldout: bool) -> Task:

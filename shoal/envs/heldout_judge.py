@@ -17,7 +17,7 @@ from shoal.envs.rollout import Conversation
 from shoal.errors import ConfigError, Interrupted
 
 
-class Opinion(NamedTuple):
+class JudgeScore(NamedTuple):
     """What the judge says of one episode."""
 
     reward: float
@@ -47,14 +47,14 @@ def _are_same(one: Task, other: Task) -> bool:
     return bool(one == other)
 
 
-def opinions(judge: Env, talks: Sequence[Conversation], tasks: Sequence[Task]) -> list[Opinion]:
+def opinions(judge: Env, talks: Sequence[Conversation], tasks: Sequence[Task]) -> list[JudgeScore]:
     """What the judge says of each conversation that has a score, or that counts as lost. Conversation n is on task n, and
     once more from the first on after the last. Of a task that the environment could not give there is nothing to say."""
     judged = [(talk, tasks[n % len(tasks)]) for n, talk in enumerate(talks) if not talk.left_out]
     return together([_opinion(judge, talk, task) for talk, task in judged if not isinstance(task, NoTask)])
 
 
-def _opinion(judge: Env, talk: Conversation, task: Task) -> Calling[Opinion]:
+def _opinion(judge: Env, talk: Conversation, task: Task) -> Calling[JudgeScore]:
     try:
         state, _ = yield EnvCall(judge, "reset", (task,))
         rewards = list[float]()
@@ -67,12 +67,12 @@ def _opinion(judge: Env, talk: Conversation, task: Task) -> Calling[Opinion]:
         cut_short = talk.ending == "length" and getattr(judge, "truncated_score", None) is not None
         score = yield EnvCall(judge, "truncated_score" if cut_short else "score", (state,))
         success = bool((yield EnvCall(judge, "success", (state,)))) if is_decided(judge) else None
-        return Opinion(earned(judge, [score], rewards).reward, success)
+        return JudgeScore(earned(judge, [score], rewards).reward, success)
     except (Interrupted, MemoryError):
         raise
     except REPRODUCIBLE_ERRORS as error:  # of the judge, whose code may raise anything
         won = False if is_decided(judge) else None
-        return Opinion(min(judge.reward_bounds), won, describe_fault(error, source_of(judge)))
+        return JudgeScore(min(judge.reward_bounds), won, describe_fault(error, source_of(judge)))
 
 
 def _plain(task: Task) -> Task:

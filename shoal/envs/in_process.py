@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from shoal.env import Env
 from shoal.envs.interface import describe_fault, label_of, source_of
-from shoal.envs.replay import Replay
+from shoal.envs.replay import ReplayResult
 from shoal.errors import Overreach
 
 CALL_S = 30.0
@@ -41,7 +41,7 @@ class OwnEnv:
         found = getattr(self.env, name)
         return partial(self._call, name, found) if name in CALLS else found
 
-    def demand_sound(self, found: Sequence[Replay]) -> None:
+    def demand_sound(self, found: Sequence[ReplayResult]) -> None:
         """Raise `OwnFault` if a rollout has a fault that only shows in what calls returned, such as a score that is not a
         number."""
         for one in found:

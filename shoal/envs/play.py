@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from shoal.chat.messages import arguments_of
 from shoal.chat.renderer import Renderer
-from shoal.engine.interface import Engine, Request
+from shoal.engine.interface import Engine, EngineRequest
 from shoal.env import Env, Player, Task
 from shoal.envs.concurrent_episodes import Calling, together
 from shoal.envs.interface import label_of, task_of
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Episode:
+class EpisodeAttempt:
     """One attempt at a task, before it is played."""
 
     env: Env
@@ -53,7 +53,7 @@ def play_block(
 
     A task that cannot begin gives a group without rollouts. Validators find that it cannot, too, and the slot is void.
     """
-    episodes: list[Episode] = []
+    episodes: list[EpisodeAttempt] = []
     of_slot: dict[int, range] = {}
     for slot in block.slots:
         if slot.env not in envs:
@@ -65,7 +65,7 @@ def play_block(
         if opened is None:
             report_unbegun(slot.env, slot.task, why)
         else:
-            episodes += [Episode(env, opened.task, sample_seed(seed, i)) for i in range(group_size)]
+            episodes += [EpisodeAttempt(env, opened.task, sample_seed(seed, i)) for i in range(group_size)]
         of_slot[slot.slot] = range(first, len(episodes))
     rollouts = play(engine, renderer, episodes, sampling)
     return [
@@ -109,7 +109,7 @@ def report_unbegun(label: str, task: int, why: str) -> None:
     log.warning("task cannot begin env=%s task=%d reason=%s", label, task, why)
 
 
-def play(engine: Engine, renderer: Renderer, episodes: Sequence[Episode], sampling: Sampling) -> list[Rollout]:
+def play(engine: Engine, renderer: Renderer, episodes: Sequence[EpisodeAttempt], sampling: Sampling) -> list[Rollout]:
     """Play episodes to their end. Returns rollouts in the same order."""
     return [talk.rollout(engine.version) for talk in converse(engine, renderer, episodes, sampling)]
 
@@ -117,7 +117,7 @@ def play(engine: Engine, renderer: Renderer, episodes: Sequence[Episode], sampli
 def converse(
     engine: Engine,
     renderer: Renderer,
-    episodes: Sequence[Episode],
+    episodes: Sequence[EpisodeAttempt],
     sampling: Sampling,
     begun: Sequence[tuple[Conversation, list[int]]] = (),
     faults_end: bool = False,
@@ -141,7 +141,7 @@ def converse(
         while open_now:
             names = [_name(i, episodes[i], talks[i]) for i in open_now]
             requests = [
-                Request(
+                EngineRequest(
                     name, [*talks[i].context, *heads[i]], row_seed(episodes[i].seed, talks[i].row),
                     talks[i].room - len(heads[i]), renderer.stop_ids,
                 )
@@ -185,7 +185,7 @@ def _writing_or_fault(talk: Conversation, *turn: Any) -> Calling[None]:
         talk.fail(error, "step")
 
 
-def _name(index: int, episode: Episode, talk: Conversation) -> str:
+def _name(index: int, episode: EpisodeAttempt, talk: Conversation) -> str:
     """The engine's name for the row that an episode's next turn continues."""
     return f"{index}-{row_seed(episode.seed, talk.row).hex()[:16]}"
 

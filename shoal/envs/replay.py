@@ -28,7 +28,7 @@ from shoal.protocol.messages import ENVIRONMENT, Ending, Rollout, Sampling, Step
 
 
 @dataclass(frozen=True)
-class Replay:
+class ReplayResult:
     """The reward of a rollout, or what is wrong with it."""
 
     reward: float
@@ -71,7 +71,7 @@ class Replay:
 
 def replay_group(
     env: Env, renderer: Renderer, task: Task, rollouts: Sequence[Rollout], sampling: Sampling
-) -> list[Replay]:
+) -> list[ReplayResult]:
     """Replay the rollouts of a group, equal ones once, and compare them with each other. Raises as `replay_rollout`."""
     # guard: rows-name-a-replay
     names = [(rollout.token_ids, rollout.author, rollout.ending, rollout.starts) for rollout in rollouts]
@@ -84,7 +84,7 @@ def replay_group(
     return judge([found[name] for name in names], env)
 
 
-def judge(replays: Sequence[Replay], env: Env) -> list[Replay]:
+def judge(replays: Sequence[ReplayResult], env: Env) -> list[ReplayResult]:
     """Add what the environment's `group_scores` gives to each rollout. If it fails, it fails on all."""
     talks = [found.talk for found in replays if found.talk is not None]
     if getattr(env, "group_scores", None) is None or len(talks) < len(replays):
@@ -138,7 +138,7 @@ def replay_rollout(
     ending: Ending,
     sampling: Sampling,
     starts: Sequence[int] = (),
-) -> Replay:
+) -> ReplayResult:
     """Replay a claimed rollout. `starts` is where each row after the first begins.
 
     Pure: a false claim gives an answer with `problem`, not an exception.
@@ -157,11 +157,11 @@ def replaying(
     ending: Ending,
     sampling: Sampling,
     starts: Sequence[int] = (),
-) -> Calling[Replay]:
+) -> Calling[ReplayResult]:
     """`replay_rollout` as a generator, for several rollouts beside each other."""
 
-    def refused(problem: str, position: int = -1) -> Replay:
-        return Replay(min(env.reward_bounds), ending, problem, position)
+    def refused(problem: str, position: int = -1) -> ReplayResult:
+        return ReplayResult(min(env.reward_bounds), ending, problem, position)
 
     if len(tokens_T) != len(author_T):
         return refused(f"{len(tokens_T)} tokens but {len(author_T)} authors")
@@ -190,12 +190,12 @@ def replaying(
     left = sum(len(claim.tokens) - claim.compared for claim in claims)
     if left:  # guard: no-token-after-the-end
         problem = f"{left} tokens follow the end of the rollout, by {conversation.ending}"
-        return Replay(min(env.reward_bounds), conversation.ending, problem, _first_left(claims))
+        return ReplayResult(min(env.reward_bounds), conversation.ending, problem, _first_left(claims))
     if ending != conversation.ending:
         problem = f"ended by {conversation.ending}, not by {ending} as claimed"
-        return Replay(min(env.reward_bounds), conversation.ending, problem)
+        return ReplayResult(min(env.reward_bounds), conversation.ending, problem)
     earned = Earned(conversation.reward, conversation.parts, conversation.metrics)
-    return Replay(conversation.reward, conversation.ending, talk=conversation, earned=earned)
+    return ReplayResult(conversation.reward, conversation.ending, talk=conversation, earned=earned)
 
 
 def retell(env: Env, renderer: Renderer, task: Task, claim: Rollout, sampling: Sampling) -> Conversation | None:

@@ -36,8 +36,8 @@ from shoal.envs.interface import (
     step_of,
 )
 from shoal.envs.run_settings import LOWEST, limits_of, opening_of, plain_task, shaped
-from shoal.envs.seat_history import Next, TalkRow, Turn, View
-from shoal.envs.step_credit import Mark, Played, marks_of
+from shoal.envs.seat_history import Next, SeatHistory, TalkRow, WrittenTurn
+from shoal.envs.step_credit import CreditedTurn, Mark, marks_of
 from shoal.errors import MessagesRefused, ShoalError, StateError
 from shoal.protocol.constants import MAX_ROLLOUT_ROWS
 from shoal.protocol.env_faults import REPLY_REFUSED
@@ -78,8 +78,8 @@ class Conversation:
         """Index of the row that the next turn continues."""
         self.seat = 0
         """The seat that acts next."""
-        self._turns: list[Turn] = []
-        self._views: dict[int, View] = {}
+        self._turns: list[WrittenTurn] = []
+        self._views: dict[int, SeatHistory] = {}
         self._latest: dict[int, int] = {}
         """Each seat's latest turn."""
         self.texts: list[tuple[str, str]] = []
@@ -178,7 +178,7 @@ class Conversation:
         self.texts.append((f"seat {self.seat}" if self.seat else "policy", action))
         notation = getattr(self.env, "parser", "") or self.renderer.notation
         tools = self._arguments.get("tools", ())
-        turn = Turn(tuple(token_ids), Action(action, notation, self._thinking, tools))
+        turn = WrittenTurn(tuple(token_ids), Action(action, notation, self._thinking, tools))
         self._latest[self.seat] = len(self._turns)
         self._turns.append(turn)
         self._begins.append((self.row, begin))
@@ -191,13 +191,15 @@ class Conversation:
             self.tokens, self.author, self.logprobs, version=version, ending=self.ending, starts=self.starts
         )
 
-    def played(self) -> list[Played]:
+    def played(self) -> list[CreditedTurn]:
         """The turns of the policy, in the order in which they were played. One that the environment failed on earned 0, and
         so did all of an episode that failed: there a reward need not be a number."""
         starts, unearned = (0, *self.starts), [(0.0, ())] * (len(self._turns) - len(self._earned))
         # guard: odd-turn-rewards
         return [
-            Played(starts[row] + begin, turn.token_ids, turn.action, 0.0 if self.fault else float(reward or 0), marks)
+            CreditedTurn(
+                starts[row] + begin, turn.token_ids, turn.action, 0.0 if self.fault else float(reward or 0), marks
+            )
             for (row, begin), turn, (reward, marks) in zip(
                 self._begins, self._turns, [*self._earned, *unearned], strict=True
             )
@@ -226,11 +228,11 @@ class Conversation:
         if self.room < 1:
             yield from self._end("length")
 
-    def _view(self, seat: int) -> View:
+    def _view(self, seat: int) -> SeatHistory:
         """What a seat has seen."""
         if seat not in self._views:
             by_template = getattr(self.env, "history", "append") == "template"
-            self._views[seat] = View(self.renderer, self._arguments, by_template, self._turns)
+            self._views[seat] = SeatHistory(self.renderer, self._arguments, by_template, self._turns)
         return self._views[seat]
 
     def _answer(self, action: Action, row: TalkRow, begin: int, cut: bool) -> Calling[None]:
@@ -285,7 +287,7 @@ class Conversation:
             return view.opening(opening_of(self.env, as_messages(step.reply), self.task))
         return view.after(step.reply, self._latest[step.seat])
 
-    def _fits(self, view: View, told: Next) -> bool:
+    def _fits(self, view: SeatHistory, told: Next) -> bool:
         """Whether what the seat reads next leaves room for one token of the policy."""
         if told.opens and len(self.rows) >= MAX_ROLLOUT_ROWS:
             return False

@@ -40,7 +40,7 @@ class TalkRow:
         return next((i for i, author in enumerate(reversed(self.author)) if author == ENVIRONMENT), len(self.author))
 
 
-class Turn(NamedTuple):
+class WrittenTurn(NamedTuple):
     """What the policy wrote in one turn."""
 
     token_ids: tuple[int, ...]
@@ -60,10 +60,12 @@ class Next(NamedTuple):
     """The history, including this; empty if nothing needs it."""
 
 
-class View:
+class SeatHistory:
     """The history of one seat."""
 
-    def __init__(self, renderer: Renderer, arguments: Mapping[str, Any], by_template: bool, turns: list[Turn]) -> None:
+    def __init__(
+        self, renderer: Renderer, arguments: Mapping[str, Any], by_template: bool, turns: list[WrittenTurn]
+    ) -> None:
         """With `by_template`, the template decides what is shown of earlier turns. `turns` are those of all seats, in
         order."""
         self.renderer, self.arguments, self.turns = renderer, arguments, turns

@@ -23,7 +23,7 @@ Mark: TypeAlias = tuple[int, float]
 """Characters of an action up to the end of a step, and what the step earns."""
 
 
-class Played(NamedTuple):
+class CreditedTurn(NamedTuple):
     """A turn of the policy, and what the environment says that it earns."""
 
     begin: int
@@ -51,7 +51,11 @@ def marks_of(steps: Any, action: str) -> tuple[Mark, ...]:
 
 
 def step_rewards(
-    played: Sequence[Played], reward: float, failed: bool, credit: StepCredit, decode: Callable[[Sequence[int]], str]
+    played: Sequence[CreditedTurn],
+    reward: float,
+    failed: bool,
+    credit: StepCredit,
+    decode: Callable[[Sequence[int]], str],
 ) -> StepRewards:
     """The steps of an episode with this reward. What turns do not earn by themselves, such as the score at the end, is
     earned by the last step. In an episode that `failed`, nothing else was earned."""
@@ -65,7 +69,7 @@ def step_rewards(
     return divided(found, reward, credit.most)
 
 
-def _unearned(turn: Played) -> Played:
+def _unearned(turn: CreditedTurn) -> CreditedTurn:
     return turn._replace(reward=0.0, marks=tuple((end, 0.0) for end, _ in turn.marks))
 
 
@@ -75,7 +79,7 @@ def _sum(rewards: Sequence[float]) -> float:
     return math.fsum(min(max(reward, -most), most) for reward in rewards)  # guard: step-sums-are-finite
 
 
-def _steps_of(turn: Played, last: int, decode: Callable[[Sequence[int]], str]) -> list[StepReward]:
+def _steps_of(turn: CreditedTurn, last: int, decode: Callable[[Sequence[int]], str]) -> list[StepReward]:
     """The marked steps of a turn, then what follows them. A step that ends with the text has the stop token, too, and steps
     that end within one token are one."""
     earned: dict[int, list[float]] = {}

@@ -168,12 +168,12 @@ class Endpoint:
             return thread.submit(asyncio.run, post()).result()
 
 
-class _Said(msgspec.Struct):
+class _EndpointReply(msgspec.Struct):
     content: str | None = None
 
 
 class _Choice(msgspec.Struct):
-    message: _Said
+    message: _EndpointReply
     finish_reason: str | None = None
 
 

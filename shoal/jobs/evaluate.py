@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.chat.isolated import Limits
+from shoal.chat.isolated import RendererLimits
 from shoal.chat.renderer import Renderer
 from shoal.config import EnvConfig, sampling_of
 from shoal.config.env_settings import JudgeConfig
@@ -30,8 +30,8 @@ from shoal.models.device import CPU, demand_device
 from shoal.models.open_model import spec_of
 from shoal.protocol.constants import MODEL_STOPS
 from shoal.protocol.messages import Sampling
-from shoal.roles.node.device_queue import Alone, Shift, shift_of
-from shoal.roles.node.engine_loader import Loaded, contained
+from shoal.roles.node.device_queue import ExclusiveDevice, Shift, shift_of
+from shoal.roles.node.engine_loader import LoadedEngine, contained
 from shoal.run_folder import RunFolder, cold_start_of, write_atomically
 from shoal.terminal import printable
 
@@ -184,7 +184,7 @@ def main(
             print(f"\r{before + done} of {total} episodes", end="", file=shown, flush=True)
 
     spec = EngineSpec(dtype=plan.dtype, threads=threads, device=device)
-    policy = _load(plan.checkpoint, spec, contained(Limits(), plan.stops))
+    policy = _load(plan.checkpoint, spec, contained(RendererLimits(), plan.stops))
     figures = dict[str, Evaluation]()
     for label, one in _play(plan, policy, games, progress):
         figures[label] = one
@@ -203,7 +203,7 @@ def main(
 
 
 def _play(
-    plan: EvalPlan, policy: Loaded, games: Mapping[str, Env], progress: Callable[[int], None]
+    plan: EvalPlan, policy: LoadedEngine, games: Mapping[str, Env], progress: Callable[[int], None]
 ) -> Iterator[tuple[str, Evaluation]]:
     """Label and figures of each environment."""
     judge = load_env(plan.judge.name, plan.judge.args, own=in_process) if plan.judge.name else None
@@ -231,7 +231,7 @@ def figures_of(
     device: str = CPU,
 ) -> Evaluation:
     """Play the episodes; calls `progress` with how many are done. Raises as `main`."""
-    policy = _load(checkpoint, EngineSpec(threads=threads, device=device), contained(Limits()))
+    policy = _load(checkpoint, EngineSpec(threads=threads, device=device), contained(RendererLimits()))
     return evaluate(policy.engine, policy.renderer, env, episodes, seed, sampling, samples, progress)
 
 
@@ -259,11 +259,11 @@ def _load(
     spec: EngineSpec,
     open_renderer: Callable[[Path], Renderer] = Renderer.from_directory,
     shift: Shift | None = None,
-) -> Loaded:
+) -> LoadedEngine:
     if not (checkpoint / "config.json").is_file():
         raise StateError(f"{checkpoint} is not a checkpoint: give a directory with config.json, weights and tokenizer")
-    policy = Loaded(open_engine(replace(spec, kind=kind_for(checkpoint))), open_renderer)
-    (shift or Alone()).keeps(policy.engine)
+    policy = LoadedEngine(open_engine(replace(spec, kind=kind_for(checkpoint))), open_renderer)
+    (shift or ExclusiveDevice()).keeps(policy.engine)
     policy.load(checkpoint, 0)
     return policy
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from shoal.errors import ConfigError, StateError
 from shoal.models.checkpoint import load_policy, save_policy
-from shoal.models.config import PolicySpec
+from shoal.models.config import ModelConfig
 from shoal.models.lora import decode, load_adapter, merge
-from shoal.models.lora_config import AdapterSpec, Base, demand_adapter, has_adapter
+from shoal.models.lora_config import AdapterSpec, LoraBase, demand_adapter, has_adapter
 from shoal.models.nf4_config import PARTS
 from shoal.models.parameter_counts import adapter_parameters_of, layer_values_of, parameters_of
 from shoal.models.safetensors_header import files_of_base, read_header
@@ -36,7 +36,7 @@ computed from these."""
 
 
 @dataclass(frozen=True)
-class Difference:
+class MergeDifference:
     """How a merged model differs from the adapter over its base; both are computed in float32."""
 
     tokens: int
@@ -73,7 +73,7 @@ def main(adapter: Path, base: Path | None, out: Path, dtype: str, threads: int) 
     tensors = {name: one for file in files_of_base(model_in) for name, one in read_header(file).items()}
     stored = {one.dtype for name, one in tensors.items() if not name.endswith(PARTS)}
     dtype = dtype or ("bfloat16" if stored == {"BF16"} else "float32")
-    demand_memory(PolicySpec.from_directory(model_in), AdapterSpec.from_directory(adapter))
+    demand_memory(ModelConfig.from_directory(model_in), AdapterSpec.from_directory(adapter))
     demand_base(adapter, model_in)
     model = load_policy(model_in)
     if base is not None:
@@ -87,7 +87,7 @@ def main(adapter: Path, base: Path | None, out: Path, dtype: str, threads: int) 
     return f"{out}: a whole model in {dtype}. Against the adapter over its base, {difference.in_words()}"
 
 
-def demand_memory(spec: PolicySpec, adapter: AdapterSpec) -> None:
+def demand_memory(spec: ModelConfig, adapter: AdapterSpec) -> None:
     """Raise `StateError` if merging takes more memory than is free."""
     need, free = needs_of_merge(spec, adapter), free_bytes()
     if need > free:  # guard: merge-fits-memory
@@ -97,7 +97,7 @@ def demand_memory(spec: PolicySpec, adapter: AdapterSpec) -> None:
         )
 
 
-def needs_of_merge(spec: PolicySpec, adapter: AdapterSpec) -> int:
+def needs_of_merge(spec: ModelConfig, adapter: AdapterSpec) -> int:
     """Bytes that merging takes beside Python and torch: the whole model in float32, and what it is compared by."""
     tensors = {name: math.prod(shape) for name, shape in spec.tensor_shapes().items()}
     ends = tuple(f"model.layers.{layer}." for layer in {0, spec.layers - 1})
@@ -112,7 +112,7 @@ def demand_base(adapter: Path, model_in: Path) -> None:
     """Raise `StateError` if an adapter says that it belongs to another base."""
     if model_in != adapter and has_adapter(model_in):
         raise StateError(f"{model_in} holds an adapter itself: merge it first, or name the base alone")
-    named = Base.from_directory(adapter)
+    named = LoraBase.from_directory(adapter)
     found = base_root(adapter) if model_in == adapter else weights_root(model_in)
     if named is not None and named.root != found:  # guard: adapter-names-its-base
         source = f" ({named.source[:100]})" if named.source else ""
@@ -122,7 +122,7 @@ def demand_base(adapter: Path, model_in: Path) -> None:
         )
 
 
-def compare(before_BTV: Tensor, merged: Transformer, changes: dict[str, tuple[Tensor, Tensor]]) -> Difference:
+def compare(before_BTV: Tensor, merged: Transformer, changes: dict[str, tuple[Tensor, Tensor]]) -> MergeDifference:
     """How a merged model differs from logits of the unmerged one. `changes` has the matrices of the base that the adapter
     changes, and what they should be."""
     after_BTV = _logits(merged)
@@ -131,7 +131,7 @@ def compare(before_BTV: Tensor, merged: Transformer, changes: dict[str, tuple[Te
     for name, (base, whole) in changes.items():
         missing += float((merged.get_parameter(name).detach() - whole).square().sum())
         wanted += float((whole - base).square().sum())
-    return Difference(
+    return MergeDifference(
         tokens=before_BTV.shape[0] * before_BTV.shape[1],
         largest_logit=float((after_BTV - before_BTV).abs().max()),
         mean_nats=float((p_BTV.exp() * (p_BTV - q_BTV)).sum(-1).mean().clamp_min(0)),

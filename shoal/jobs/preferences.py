@@ -26,7 +26,14 @@ from shoal.models.value_head import begin_valued, save_valued
 from shoal.protocol.messages import ENVIRONMENT, POLICY
 from shoal.train.frozen_models import row_scores
 from shoal.train.preference_data import PreferencePair, pair_error, preference_pairs
-from shoal.train.preference_training import Pair, PairSettings, held_out, measure_scores, prefer_policy, prefer_scores
+from shoal.train.preference_training import (
+    PairSettings,
+    TokenPair,
+    held_out,
+    measure_scores,
+    prefer_policy,
+    prefer_scores,
+)
 from shoal.train.rows import example_row
 from shoal.train.sft_examples import Examples, tokenizer_digest
 
@@ -42,8 +49,8 @@ class Preferred:
     figures: dict[str, Any]
 
 
-def improve(
-    start: Path, pairs: Sequence[Pair], beta: float, settings: PairSettings, out: Path, dtype: str, threads: int
+def train_dpo(
+    start: Path, pairs: Sequence[TokenPair], beta: float, settings: PairSettings, out: Path, dtype: str, threads: int
 ) -> Preferred:
     """Train the policy in `start` on pairs by DPO, and write it to `out`."""
     torch.set_num_threads(threads)
@@ -54,8 +61,8 @@ def improve(
     return Preferred(tokens, {"learned_pairs": len(learned)} | asdict(found))
 
 
-def make_judge(
-    start: Path, pairs: Sequence[Pair], settings: PairSettings, out: Path, dtype: str, threads: int
+def train_reward_model(
+    start: Path, pairs: Sequence[TokenPair], settings: PairSettings, out: Path, dtype: str, threads: int
 ) -> Preferred:
     """Train a reward model on pairs, beginning with the layers of the policy in `start`, and write it to `out`."""
     torch.set_num_threads(threads)
@@ -79,7 +86,7 @@ def _told(steps: int) -> Any:
     return progress
 
 
-def pairs_of_examples(given: Examples, start: Path, max_tokens: int) -> list[Pair]:
+def pairs_of_examples(given: Examples, start: Path, max_tokens: int) -> list[TokenPair]:
     """Pairs that were taken from a run's groups: rows by twos, the preferred one first. Pairs with a longer row are left
     out. Raises `StateError` if none is left, or if another tokenizer wrote them."""
     if given.tokenizer != tokenizer_digest(start):  # guard: pairs-with-one-tokenizer
@@ -90,7 +97,7 @@ def pairs_of_examples(given: Examples, start: Path, max_tokens: int) -> list[Pai
     return _within_limit(list(zip(rows[::2], rows[1::2], strict=True)), start, max_tokens)
 
 
-def _begin(pairs: Sequence[Pair], start: Path, settings: PairSettings) -> tuple[list[Pair], list[Pair]]:
+def _begin(pairs: Sequence[TokenPair], start: Path, settings: PairSettings) -> tuple[list[TokenPair], list[TokenPair]]:
     """Pairs to learn from, and held-out ones. The first one is shown."""
     learned, measured = held_out(pairs)
     renderer = Renderer.from_directory(start)
@@ -105,7 +112,7 @@ _Row: TypeAlias = tuple[list[int], list[int]]
 """Token ids and authors."""
 
 
-def read_pairs(path: Path, start: Path, max_tokens: int) -> list[Pair]:
+def read_pairs(path: Path, start: Path, max_tokens: int) -> list[TokenPair]:
     """Pairs from a file with a JSON object in each line: `prompt`, `chosen` and `rejected`, each a text or chat messages.
     `tools` and `chat_template_kwargs` reach the chat template. Pairs with a longer row are left out. Raises `StateError`
     that names the line."""
@@ -133,7 +140,7 @@ def read_pairs(path: Path, start: Path, max_tokens: int) -> list[Pair]:
     return _within_limit(pairs, start, max_tokens)
 
 
-def _within_limit(pairs: Sequence[tuple[_Row, _Row]], start: Path, max_tokens: int) -> list[Pair]:
+def _within_limit(pairs: Sequence[tuple[_Row, _Row]], start: Path, max_tokens: int) -> list[TokenPair]:
     """Pairs whose rows are not too long for the settings or the policy; the others are counted. Raises `StateError` if none
     is left."""
     positions = spec_of(start).max_positions
@@ -147,7 +154,7 @@ def _within_limit(pairs: Sequence[tuple[_Row, _Row]], start: Path, max_tokens: i
         raise StateError("there are no pairs to learn from: give some")
     if left := len(pairs) - len(found):
         log.warning("%d of %d pairs have a row longer than %s, and are left out: %s", left, len(pairs), limit, remedy)
-    return [Pair(*(example_row(*row) for row in pair)) for pair in found]
+    return [TokenPair(*(example_row(*row) for row in pair)) for pair in found]
 
 
 def _arguments(line: PreferencePair, messages: list[Message], renderer: Renderer) -> dict[str, Any]:

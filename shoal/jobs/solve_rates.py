@@ -17,7 +17,7 @@ from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.envs.evaluate import BATCH
 from shoal.envs.interface import task_of
 from shoal.envs.load import env_digest, env_of
-from shoal.envs.play import Episode, converse
+from shoal.envs.play import EpisodeAttempt, converse
 from shoal.envs.replay import judge_talks
 from shoal.errors import StateError
 from shoal.ledger.task_difficulty import solve_rate
@@ -76,7 +76,7 @@ def measure(config: RunConfig, policy: Path, label: str, rollouts: int, most: in
         tasks = range(first, min(count, first + at_once))
         seeds = [domain_hash("solve rate", root, task.to_bytes(8, "big")) for task in tasks]
         episodes = [
-            Episode(env, task_of(env, task), sample_seed(seed, i))
+            EpisodeAttempt(env, task_of(env, task), sample_seed(seed, i))
             for task, seed in zip(tasks, seeds, strict=True)
             for i in range(rollouts)
         ]

@@ -21,7 +21,7 @@ from shoal.net.key_files import load_key, load_or_make_key, save_key
 from shoal.net.process import living_pid, port_of_living
 from shoal.protocol.constants import EPISODES, MAIN_STREAM, MIN_LR_FACTOR
 from shoal.protocol.host_signatures import sign_rotation
-from shoal.protocol.messages import AdminRequest, Done, NodeState, Rotation, RunInfo, Status
+from shoal.protocol.messages import AdminRequest, NodeState, Rotation, RunInfo, Status, WriteAck
 from shoal.protocol.required_features import kind_of
 from shoal.protocol.signing import Key, is_public_key
 from shoal.run_folder import RunFolder, is_locked, is_url, write_atomically
@@ -347,7 +347,7 @@ async def _rotate(url: str, root: Key, new_publisher: Callable[[], str]) -> str:
             rotation = Rotation(info.run, MAIN_STREAM, new_key, info.version + 1, serial, int(time.time()), "")
             try:
                 await client.post_json(
-                    "/v1/publisher", sign_rotation(rotation, root), Done, deadline_s=ADMIN_DEADLINE_S
+                    "/v1/publisher", sign_rotation(rotation, root), WriteAck, deadline_s=ADMIN_DEADLINE_S
                 )
             except PeerRefused as refusal:
                 if refusal.code != "conflict" or not left:

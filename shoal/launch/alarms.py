@@ -20,14 +20,14 @@ from shoal.errors import ShoalError
 from shoal.evaluation_files import Heldout, interval_of, version_of, why_not_comparable
 from shoal.launch.admin import call
 from shoal.launch.flat_groups import why_flat
-from shoal.launch.run_status import STARTING, CoordinatorWatch, Snapshot, own_keys
+from shoal.launch.run_status import STARTING, CoordinatorWatch, RunStatus, own_keys
 from shoal.ledger.batches import SlotVoid
 from shoal.ledger.hints import IS_STOPPED, NO_LEASE, split_remedy
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.registry import read_entry
-from shoal.monitors.alarm_state import BETWEEN, Change
-from shoal.monitors.inputs import Evaluation, Machine
-from shoal.monitors.run_monitors import Follower, Setting
+from shoal.monitors.alarm_state import BETWEEN, AlarmChange
+from shoal.monitors.inputs import HeldoutResult, Machine
+from shoal.monitors.run_monitors import MonitorConfig, RunMonitors
 from shoal.net.client import PeerRefused
 from shoal.protocol.encoding import WireError
 from shoal.protocol.messages import AdminRequest
@@ -55,10 +55,10 @@ READ_EVENTS = 5000
 Send = Callable[[str, AdminRequest], None]
 
 
-def setting_of(config: RunConfig) -> Setting:
+def setting_of(config: RunConfig) -> MonitorConfig:
     """What the monitors need of a run file."""
     moving = config.difficulty.curriculum or config.difficulty.pools
-    return Setting(config.monitors.limits, config.sampled_dtype, moving, config.rollouts.max_flat_groups)
+    return MonitorConfig(config.monitors.limits, config.sampled_dtype, moving, config.rollouts.max_flat_groups)
 
 
 class AlarmWatch:
@@ -69,7 +69,7 @@ class AlarmWatch:
     ) -> None:
         """`send(action, request)` signs and sends an admin call; it raises `ShoalError`."""
         self._folder, self._config, self._clock = folder, config, clock
-        self._follower = Follower(setting_of(config))
+        self._follower = RunMonitors(setting_of(config))
         self._log = AlarmsLog(folder.alarms)
         self._cheats = frozenset[str]()
         self._store: Store | None = None
@@ -103,7 +103,7 @@ class AlarmWatch:
         """Alarms that stand now."""
         return tuple(self._follower.watch.standing) if self._config.monitors.enabled else ()
 
-    def look(self, snapshot: Snapshot) -> list[str]:
+    def look(self, snapshot: RunStatus) -> list[str]:
         """Evaluate what is new, keep what changed, and act on it. Returns lines for a person."""
         now = self._clock()
         self._waits.see(snapshot, now)
@@ -121,7 +121,7 @@ class AlarmWatch:
             self._sweep(now)
         return said + self._act(now)
 
-    def _without_past(self, changes: list[Change]) -> list[Change]:
+    def _without_past(self, changes: list[AlarmChange]) -> list[AlarmChange]:
         """Those that are news. Of what was found while the log of before was read that are alarms which stand now, and did
         not when the launcher was started: the others are over, or were said before."""
         if self._past is None:
@@ -132,9 +132,9 @@ class AlarmWatch:
         past, self._past = {alarm.subject: alarm for alarm in self._past}, None
         stand = {alarm.subject for alarm in self.standing}
         # guard: past-alarms-are-no-news
-        return [Change("raised", one) for subject, one in past.items() if subject in stand - self._stood]
+        return [AlarmChange("raised", one) for subject, one in past.items() if subject in stand - self._stood]
 
-    def _of_steps(self, snapshot: Snapshot) -> list[Change]:
+    def _of_steps(self, snapshot: RunStatus) -> list[AlarmChange]:
         """Read the log on, and look at the steps that ended. What cannot be read now is read at the next look."""
         if self._store is None:
             if not self._folder.log.exists():
@@ -169,7 +169,7 @@ class AlarmWatch:
             self._cheats = frozenset(own_keys(self._folder, (f"cheater-{i}" for i in range(count))).values())
         return self._cheats
 
-    def _machine(self, snapshot: Snapshot, now: float) -> Machine:
+    def _machine(self, snapshot: RunStatus, now: float) -> Machine:
         if now - self._measured >= DISK_EVERY_S:
             self._measured = now
             self._disk.append((now, float(free_below(self._folder.root))))
@@ -245,7 +245,7 @@ class _WaitTimes:
         """The kind of the wait at the last look."""
         self._took_s, self._said = dict[str, float](), dict[str, str]()
 
-    def see(self, snapshot: Snapshot, now: float) -> None:
+    def see(self, snapshot: RunStatus, now: float) -> None:
         """Count the time since the last look for what was waited for then."""
         if snapshot.step != self._step or snapshot.notice or snapshot.status.phase != "running":
             self._step, self._now, self._took_s, self._said = snapshot.step, "", {}, {}
@@ -319,21 +319,21 @@ class _Acting:
             self._thread.join()
 
 
-def evaluations(snapshot: Snapshot) -> list[Evaluation]:
+def evaluations(snapshot: RunStatus) -> list[HeldoutResult]:
     """The snapshot's results on held-out tasks, by version."""
     found = (evaluation(version_of(name, snapshot.steps) or 0, one) for name, one in snapshot.heldout)
     return [one for one in found if one is not None]
 
 
-def evaluation(version: int, found: Heldout) -> Evaluation | None:
+def evaluation(version: int, found: Heldout) -> HeldoutResult | None:
     """A result on held-out tasks as the monitors take it, with what the judge says; None of one without a mean, or with too
     many faults to be compared."""
     own = None if why_not_comparable(found) else interval_of(found)
     judged = None if found.judge is None or why_not_comparable(found.judge) else interval_of(found.judge)
-    return own and Evaluation(version, *own, judged and Evaluation(version, *judged))
+    return own and HeldoutResult(version, *own, judged and HeldoutResult(version, *judged))
 
 
-def in_words(change: Change) -> str:
+def in_words(change: AlarmChange) -> str:
     """A change as one line."""
     alarm = change.alarm
     if change.change == "cleared":

@@ -22,7 +22,7 @@ from shoal.envs.describe import is_repeatable
 from shoal.errors import ShoalError, StateError, fault_of_user, no_torch
 from shoal.launch.admin import shared_url
 from shoal.launch.run_lock import demand_free_ports, locked_run
-from shoal.launch.run_status import Snapshot
+from shoal.launch.run_status import RunStatus
 from shoal.launch.supervisor import open_crew
 from shoal.launch.terminal_view import WATCHDOG_S
 from shoal.metrics import read_metrics
@@ -130,7 +130,7 @@ class _News:
         self._waits, self._waiting_s = "", 0.0
         """The last wait that was logged, without its numbers, and how long the run has waited."""
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: RunStatus) -> None:
         for metrics in snapshot.metrics:
             if metrics["step"] >= self.next_step:
                 self.next_step = metrics["step"] + 1

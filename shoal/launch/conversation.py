@@ -16,7 +16,7 @@ from shoal.envs.interface import task_of
 from shoal.envs.load import is_file, load_run_envs
 from shoal.envs.replay import retell
 from shoal.errors import ShoalError, StateError
-from shoal.launch.run_status import Sample
+from shoal.launch.run_status import SampleConversation
 from shoal.ledger.batches import GroupAccepted
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.registry import read_entry
@@ -48,11 +48,11 @@ class Samples:
 
     def __init__(self, newest: "NewestSample", every_s: float = SAMPLE_EVERY_S) -> None:
         self._newest, self._every_s = newest, every_s
-        self._sample: Sample | None = None
+        self._sample: SampleConversation | None = None
         self._thread: threading.Thread | None = None
         self._looked_at = -every_s
 
-    def latest(self) -> Sample | None:
+    def latest(self) -> SampleConversation | None:
         """What was found last; it waits for nothing."""
         now, found = time.monotonic(), self._sample
         if now - self._looked_at >= self._every_s and (self._thread is None or not self._thread.is_alive()):
@@ -80,7 +80,7 @@ class NewestSample:
         self._envs: Mapping[str, Env] = {}
         self._renderer: Renderer | None = None
 
-    def read(self) -> Sample | None:
+    def read(self) -> SampleConversation | None:
         """The first rollout of the newest group whose body is still here; None if there is no new one.
 
         Raises `ShoalError` if it cannot be read.
@@ -148,9 +148,9 @@ class NewestSample:
             store.close()
 
 
-def sample_of(title: str, texts: Iterable[tuple[str, str]]) -> Sample:
+def sample_of(title: str, texts: Iterable[tuple[str, str]]) -> SampleConversation:
     """A conversation, cut to what may be shown of it."""
-    return Sample(title, tuple((SPEAKERS.get(who, who), text[:MOST_CHARS]) for who, text in texts))
+    return SampleConversation(title, tuple((SPEAKERS.get(who, who), text[:MOST_CHARS]) for who, text in texts))
 
 
 def group_of(folder: RunFolder, accepted: GroupAccepted) -> t.Group:

@@ -28,8 +28,8 @@ from shoal.errors import ConfigError, StateError, cause_of, how_to_install
 from shoal.protocol.constants import SIGNATURE_WINDOW_S
 
 if TYPE_CHECKING:
-    from shoal.models.config import PolicySpec
-    from shoal.models.hf_config import AnySpec
+    from shoal.models.config import ModelConfig
+    from shoal.models.hf_config import HFConfig
     from shoal.plan.sizes import Sizes
 
 MIN_MEMORY_GB, MIN_DISK_GB, MIN_OPEN_FILES = 2.0, 1.0, 256
@@ -48,7 +48,7 @@ _NOTES = (
 """How lines about first prompts begin that are worth a note."""
 
 
-class Line(NamedTuple):
+class DoctorLine(NamedTuple):
     """What was found for one thing."""
 
     state: Literal["ok", "note", "missing"]
@@ -58,9 +58,9 @@ class Line(NamedTuple):
     remedy: str = ""
 
 
-def examine(url: str = "") -> Iterator[Line]:
+def examine(url: str = "") -> Iterator[DoctorLine]:
     """Look at everything, one line after another; `url` is a coordinator whose clock ours is compared with."""
-    yield Line("ok", "Python", f"{platform.python_version()} ({platform.system()} {platform.machine()})")
+    yield DoctorLine("ok", "Python", f"{platform.python_version()} ({platform.system()} {platform.machine()})")
     yield from _size()
     yield from _torch()
     yield _transformers()
@@ -92,22 +92,22 @@ def run(
     return 1 if missing else 0
 
 
-def fit(recipe: Path, changes: Sequence[str], memory_gb: float, random_policy: bool = False) -> Iterator[Line]:
+def fit(recipe: Path, changes: Sequence[str], memory_gb: float, random_policy: bool = False) -> Iterator[DoctorLine]:
     """Whether the run of a run file fits into the memory of this machine, role by role, and onto its disk; and its bytes.
 
     `memory_gb` replaces what is free in the memory of the device that trains, so that another machine can be asked about.
     Raises `ConfigError`, `StateError`.
     """
     from shoal.launch.memory_plan import amount, disk_of, reports
-    from shoal.launch.sizing import sized
+    from shoal.launch.sizing import resolve_sizes
     from shoal.plan.sizes import sizes_of
 
     config, memory = load_run(recipe, list(changes), random_policy=random_policy), int(memory_gb * 1e9)
     config = with_judge_at(config, recipe.parent)
     spec = _shape_of(config, recipe)
-    config, lines = sized(config, spec, with_workers=True, free=memory)
+    config, lines = resolve_sizes(config, spec, with_workers=True, free=memory)
     for line in lines:
-        yield Line("ok", "size", line)
+        yield DoctorLine("ok", "size", line)
     if config.policy.path and not random_policy:
         model = _first_policy(config, recipe, spec)
         yield model
@@ -118,50 +118,56 @@ def fit(recipe: Path, changes: Sequence[str], memory_gb: float, random_policy: b
             if role.on(report.device):
                 parts = ", ".join(f"{part.name} {amount(part.size)}" for part in role.parts)
                 each = f"{role.processes} processes, each " if role.processes > 1 else ""
-                yield Line("ok", role.name[:13], f"{amount(role.on(report.device))}: {each}{parts}")
+                yield DoctorLine("ok", role.name[:13], f"{amount(role.on(report.device))}: {each}{parts}")
         enough = report.need <= report.free
         found = f"{amount(report.need)} at once{', in shifts' if report.shared else ''}, {amount(report.free)} free"
-        yield Line("ok" if enough else "missing", f"memory {report.device}", found, "" if enough else report.advice)
+        yield DoctorLine(
+            "ok" if enough else "missing", f"memory {report.device}", found, "" if enough else report.advice
+        )
     need, free = disk_of(config, recipe.parent, with_workers=True), shutil.disk_usage(Path.cwd()).free
     remedy = (
         ""
         if need <= free
         else "free some space, lower storage.quota_mb, or take another disk: `shoal run RECIPE --out DIR`"
     )
-    yield Line("ok" if need <= free else "missing", "disk", f"at most {amount(need)}, {amount(free)} free here", remedy)
-    yield Line("ok", "bytes", f"{in_words(sizes_of(config, recipe.parent))} to each worker")
+    yield DoctorLine(
+        "ok" if need <= free else "missing", "disk", f"at most {amount(need)}, {amount(free)} free here", remedy
+    )
+    yield DoctorLine("ok", "bytes", f"{in_words(sizes_of(config, recipe.parent))} to each worker")
 
 
-def _first_policy(config: RunConfig, recipe: Path, spec: "PolicySpec | AnySpec") -> Line:
+def _first_policy(config: RunConfig, recipe: Path, spec: "ModelConfig | HFConfig") -> DoctorLine:
     """Whether the model's tokenizer, template and weights are there and fit; values that are not finite are found."""
     from shoal.chat.isolated import open_own
     from shoal.launch.memory_plan import amount
     from shoal.launch.preflight import demand_computable, demand_examined
     from shoal.models.checkpoint import demand_weights
-    from shoal.models.config import PolicySpec
+    from shoal.models.config import ModelConfig
 
     if is_hub(config.policy.path):
-        return Line("note", "model", "its weights and tokenizer were not looked at: a run fetches them when it begins")
+        return DoctorLine(
+            "note", "model", "its weights and tokenizer were not looked at: a run fetches them when it begins"
+        )
     directory = resolve_path("policy.path", config.policy.path, recipe.parent)
     try:
         open_own(directory)
         demand_computable(directory, config)
         stored = demand_weights(directory, spec)
         held = sum(one.end - one.start for one in stored.values())
-        ours = isinstance(spec, PolicySpec)
+        ours = isinstance(spec, ModelConfig)
         fits = ours or psutil.virtual_memory().available > 4 * held  # in float32, beside what torch takes
         examined = fits and demand_examined(directory, config, "cpu")
     except StateError as error:
-        return Line("missing", "model", str(error), "fix the model, or choose another policy.path")
+        return DoctorLine("missing", "model", str(error), "fix the model, or choose another policy.path")
     size = f"{len(stored)} tensors, {amount(held)}"
     if examined and not ours:
-        return Line("ok", "model", f"{size}; transformers computes with it")
+        return DoctorLine("ok", "model", f"{size}; transformers computes with it")
     if not ours:
-        return Line("ok", "model", f"{size}; transformers compares their names and shapes when a run begins")
-    return Line("ok", "model", f"{size} of finite numbers, with the names and shapes that config.json asks for")
+        return DoctorLine("ok", "model", f"{size}; transformers compares their names and shapes when a run begins")
+    return DoctorLine("ok", "model", f"{size} of finite numbers, with the names and shapes that config.json asks for")
 
 
-def _first_prompts(config: RunConfig, recipe: Path) -> Iterator[Line]:
+def _first_prompts(config: RunConfig, recipe: Path) -> Iterator[DoctorLine]:
     """What the model's chat template makes of the first prompts, seen as `shoal run` sees it at its start: in a process."""
     from shoal.launch.prompt_preview import preview_of
     from shoal.launch.supervisor import TICK_S
@@ -176,21 +182,25 @@ def _first_prompts(config: RunConfig, recipe: Path) -> Iterator[Line]:
                 preview.look()
                 time.sleep(TICK_S)
         except StateError as error:
-            yield Line("missing", "prompts", str(error), "do what this line says: until then `shoal run` begins no run")
+            yield DoctorLine(
+                "missing", "prompts", str(error), "do what this line says: until then `shoal run` begins no run"
+            )
             return
         finally:
             preview.end()
         if not folder.first_prompts.exists():
-            yield Line("note", "prompts", "no environment began its first task in time, so no prompt was looked at")
+            yield DoctorLine(
+                "note", "prompts", "no environment began its first task in time, so no prompt was looked at"
+            )
             return
         for line in folder.first_prompts.read_text().splitlines():
             if line.startswith("first prompt of ") and "it cannot be shown" not in line:
-                yield Line("ok", "prompts", line.removesuffix(", in [[ ]]"))
+                yield DoctorLine("ok", "prompts", line.removesuffix(", in [[ ]]"))
             elif line.startswith(_NOTES):
-                yield Line("note", "prompts", line)
+                yield DoctorLine("note", "prompts", line)
 
 
-def _shape_of(config: RunConfig, recipe: Path) -> "PolicySpec | AnySpec":
+def _shape_of(config: RunConfig, recipe: Path) -> "ModelConfig | HFConfig":
     """The shape of a run's model. Raises `ConfigError`, with another way to ask if the run file has one."""
     from shoal.plan.sizes import UnknownShape, spec_of
 
@@ -211,43 +221,43 @@ def in_words(sizes: "Sizes") -> str:
     return f"{amount(sizes.base + sizes.version)} at first, then {amount(sizes.patch or sizes.version)} a step"
 
 
-def _size() -> Iterator[Line]:
+def _size() -> Iterator[DoctorLine]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     remedy = "" if cores >= 2 else "one core works, but trainer and workers take turns: use --set workers.count=1"
-    yield Line("ok" if cores >= 2 else "note", "cores", str(cores), remedy)
+    yield DoctorLine("ok" if cores >= 2 else "note", "cores", str(cores), remedy)
     memory = psutil.virtual_memory()
     free_gb = memory.available / 2**30
     enough = free_gb >= MIN_MEMORY_GB
     remedy = "" if enough else f"a run of a tiny model takes about {MIN_MEMORY_GB:.0f} GB: close other programs"
     found = f"{free_gb:.1f} of {memory.total / 2**30:.1f} GB free"
-    yield Line("ok" if enough else "missing", "memory", found, remedy)
+    yield DoctorLine("ok" if enough else "missing", "memory", found, remedy)
     disk_gb = shutil.disk_usage(Path.cwd()).free / 2**30
     enough = disk_gb >= MIN_DISK_GB
     remedy = (
         "" if enough else "free some space, lower storage.quota_mb, or take another disk: `shoal run RECIPE --out DIR`"
     )
-    yield Line("ok" if enough else "missing", "disk", f"{disk_gb:.1f} GB free in {Path.cwd()}", remedy)
+    yield DoctorLine("ok" if enough else "missing", "disk", f"{disk_gb:.1f} GB free in {Path.cwd()}", remedy)
 
 
-def _torch() -> Iterator[Line]:
+def _torch() -> Iterator[DoctorLine]:
     if importlib.util.find_spec("torch") is None:
         remedy = f"{how_to_install('torch')}; without it this machine can only run a coordinator"
-        yield Line("missing", "torch", "not installed", remedy)
+        yield DoctorLine("missing", "torch", "not installed", remedy)
         return
     import torch
 
     threads = torch.get_num_threads()
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
-    yield Line("ok", "torch", f"{torch.__version__}, {threads} threads, {device}")
+    yield DoctorLine("ok", "torch", f"{torch.__version__}, {threads} threads, {device}")
     a = torch.rand(512, 512)
     per_s = _rate(lambda: torch.mm(a, a))
-    yield Line("ok", "matmul", f"{per_s * 2 * 512**3 / 1e9:.0f} GFLOP/s (fp32, {threads} threads)")
-    yield Line("ok", "decode", f"{_decode_tokens_per_s():,.0f} tokens/s (tiny policy, batch 64, one thread)")
+    yield DoctorLine("ok", "matmul", f"{per_s * 2 * 512**3 / 1e9:.0f} GFLOP/s (fp32, {threads} threads)")
+    yield DoctorLine("ok", "decode", f"{_decode_tokens_per_s():,.0f} tokens/s (tiny policy, batch 64, one thread)")
 
 
 def _decode_tokens_per_s() -> float:
     """Speed of the embedded engine on the default tiny policy: 64 prompts of 8 tokens, 32 new tokens each."""
-    from shoal.engine.interface import Request
+    from shoal.engine.interface import EngineRequest
     from shoal.engine.open import EngineSpec, open_engine
     from shoal.models.random_model import make_tiny
 
@@ -256,7 +266,7 @@ def _decode_tokens_per_s() -> float:
         make_tiny(TinyPolicy(), directory, seed=0, dtype="float32")
         engine = open_engine(EngineSpec(threads=1))
         engine.load(directory, 0)
-    batch = [Request(str(i), [7] * 8, i.to_bytes(32, "big"), 32, frozenset()) for i in range(64)]
+    batch = [EngineRequest(str(i), [7] * 8, i.to_bytes(32, "big"), 32, frozenset()) for i in range(64)]
 
     def decode() -> None:
         engine.extend(batch, 1.0)
@@ -275,19 +285,21 @@ def _rate(work: Callable[[], object]) -> float:
     return count / (time.perf_counter() - began)
 
 
-def _transformers() -> Line:
+def _transformers() -> DoctorLine:
     if importlib.util.find_spec("transformers") is None:
-        return Line("note", "transformers", "not installed; only policies of other architectures and tests use it")
-    return Line("ok", "transformers", importlib.metadata.version("transformers"))
+        return DoctorLine(
+            "note", "transformers", "not installed; only policies of other architectures and tests use it"
+        )
+    return DoctorLine("ok", "transformers", importlib.metadata.version("transformers"))
 
 
-def _clock(url: str) -> Line:
+def _clock(url: str) -> DoctorLine:
     """Compares this clock with the coordinator's `Date` header, which counts whole seconds."""
     if not url:
         remedy = (
             f"shoal doctor --url URL compares it with a host's; they may differ by less than {SIGNATURE_WINDOW_S} s"
         )
-        return Line("note", "clock", "offset unknown", remedy)
+        return DoctorLine("note", "clock", "offset unknown", remedy)
     try:
         answer = asyncio.run(_header(f"{url.rstrip('/')}/healthz"))
         if answer.is_redirect:
@@ -297,10 +309,10 @@ def _clock(url: str) -> Line:
         offset_s = time.time() - parsedate_to_datetime(answer.headers.get("date", "")).timestamp()
     except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, TypeError, OverflowError) as error:
         remedy = "check the URL and that the run is hosted now"
-        return Line("missing", "clock", f"{url} does not answer: {cause_of(error)}", remedy)
+        return DoctorLine("missing", "clock", f"{url} does not answer: {cause_of(error)}", remedy)
     if abs(offset_s) < SIGNATURE_WINDOW_S:
-        return Line("ok", "clock", f"{offset_s:+.0f} s from {url}")
-    return Line(
+        return DoctorLine("ok", "clock", f"{offset_s:+.0f} s from {url}")
+    return DoctorLine(
         "missing",
         "clock",
         f"{offset_s:+.0f} s from {url}, limit {SIGNATURE_WINDOW_S} s",
@@ -319,41 +331,41 @@ async def _header(url: str) -> httpx.Response:
             raise TimeoutError(f"no answer within {ANSWER_S:g} s") from None
 
 
-def _open_files() -> Line:
+def _open_files() -> DoctorLine:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= MIN_OPEN_FILES:
-        return Line("ok", "open files", f"limit {soft}")
-    return Line(
+        return DoctorLine("ok", "open files", f"limit {soft}")
+    return DoctorLine(
         "missing", "open files", f"limit {soft}, at least {MIN_OPEN_FILES} needed", f"ulimit -n {MIN_OPEN_FILES * 4}"
     )
 
 
-def _port() -> Line:
+def _port() -> DoctorLine:
     try:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
-            return Line("ok", "port", "can listen on 127.0.0.1")
+            return DoctorLine("ok", "port", "can listen on 127.0.0.1")
     except OSError as error:
-        return Line(
+        return DoctorLine(
             "missing", "port", f"cannot listen on 127.0.0.1: {cause_of(error)}", "allow loopback in the sandbox"
         )
 
 
-def _home() -> Line:
+def _home() -> DoctorLine:
     home = node_home()
     try:
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=home):
-            return Line("ok", "home", f"{home} is writable; this machine's key is kept there")
+            return DoctorLine("ok", "home", f"{home} is writable; this machine's key is kept there")
     except OSError as error:
         remedy = "set SHOAL_HOME to a folder of yours"
-        return Line("missing", "home", f"cannot write to {home}: {cause_of(error)}", remedy)
+        return DoctorLine("missing", "home", f"cannot write to {home}: {cause_of(error)}", remedy)
 
 
-def _sandbox() -> Line:
+def _sandbox() -> DoctorLine:
     from shoal.sandbox.selftest import examine as try_sandbox
 
     report = try_sandbox()
     if report.works:
-        return Line("ok", "sandbox", f"full; {report.found}")
-    return Line("note", "sandbox", f"none; foreign code does not run here: {report.found}", report.remedy)
+        return DoctorLine("ok", "sandbox", f"full; {report.found}")
+    return DoctorLine("note", "sandbox", f"none; foreign code does not run here: {report.found}", report.remedy)

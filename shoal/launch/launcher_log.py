@@ -13,14 +13,14 @@ from rich.console import RenderableType
 
 from shoal.launch.log_rotation import log_into
 from shoal.launch.role_process import RoleProcess, suspended_process
-from shoal.launch.run_status import Snapshot
-from shoal.launch.terminal_view import View
+from shoal.launch.run_status import RunStatus
+from shoal.launch.terminal_view import RunView
 
 
-class Told:
+class LoggingView:
     """A view that passes all on to another, and keeps what is said."""
 
-    def __init__(self, view: View, path: Path, form: Literal["text", "json"]) -> None:
+    def __init__(self, view: RunView, path: Path, form: Literal["text", "json"]) -> None:
         self._view = view
         # Not one of `logging.getLogger`: a program may have several runs, and each has its own file.
         self._log, self._file = logging.Logger("shoal.launch", logging.INFO), log_into(path, "launcher", form)
@@ -29,7 +29,7 @@ class Told:
         self._phase = ""
         self._lost, self._stopped = set[str](), set[str]()
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: RunStatus) -> None:
         """See `View`. Keeps the changes of the run's phase."""
         self._view.show(snapshot)
         if snapshot.status.phase != self._phase:

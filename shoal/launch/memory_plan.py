@@ -19,9 +19,9 @@ from shoal.config import RunConfig
 from shoal.engine.memory_estimate import AnyNeeds, Needs, adapter_bytes, needs_of_spec, played_on_gpu, scored_on_gpu
 from shoal.envs.evaluate import BATCH
 from shoal.errors import StateError
-from shoal.models.config import PolicySpec
+from shoal.models.config import ModelConfig
 from shoal.models.device import AUTO, CPU, MPS, take_device
-from shoal.models.hf_config import AnySpec
+from shoal.models.hf_config import HFConfig
 from shoal.models.open_model import sized_spec_of
 from shoal.models.parameter_counts import adapter_parameters_of, parameters_of
 from shoal.plan import units
@@ -29,7 +29,7 @@ from shoal.plan.sizes import quota_mb_of, sizes_of
 from shoal.protocol.algorithm_config import judge_named, needs_critic, needs_reference
 from shoal.protocol.constants import COMPLETIONS
 from shoal.run_folder import free_below, held_below
-from shoal.train.memory_estimate import ITEM_BYTES, Layout, Part, judge_parts_of, parts_of, state_of
+from shoal.train.memory_estimate import ITEM_BYTES, Layout, MemoryPart, judge_parts_of, parts_of, state_of
 
 LIBRARY_BYTES = 150_000_000
 """What the processes of a run share: the code of torch and of other libraries."""
@@ -67,7 +67,7 @@ class RoleNeeds:
 
     name: str
     device: str
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
     processes: int = 1
     own_gpus: bool = False
     """Whether each of its processes has a GPU of its own, if they compute on GPUs."""
@@ -92,7 +92,7 @@ class RoleNeeds:
         parked = sum(part.size for part in self.parts if part.name in KEPT and not part.on_cpu)
         loading = sum(part.size for part in self.parts if part.name == "loading")
         rest = [part for part in self.parts if part.name != "loading"]
-        return replace(self, parts=(*rest, Part("loading or parked", max(parked, loading), True)))
+        return replace(self, parts=(*rest, MemoryPart("loading or parked", max(parked, loading), True)))
 
 
 class Fit(NamedTuple):
@@ -104,7 +104,7 @@ class Fit(NamedTuple):
     """Bytes that this layout still lacks; 0: it fits."""
 
 
-def fits(spec: PolicySpec | AnySpec, layout: Layout, free: int, published: str = "float32") -> Fit:
+def fits(spec: ModelConfig | HFConfig, layout: Layout, free: int, published: str = "float32") -> Fit:
     """The first of LAYOUTS with which a trainer alone fits into `free` bytes of its device, or the one that lacks least.
 
     A trainer computes in float32 or in the dtype that is `published`, also with an adapter, which itself is float32.
@@ -122,7 +122,7 @@ def fits(spec: PolicySpec | AnySpec, layout: Layout, free: int, published: str =
     return min(tried, key=lambda fit: fit.missing)
 
 
-def layout_of(config: RunConfig, spec: PolicySpec | AnySpec) -> Layout:
+def layout_of(config: RunConfig, spec: ModelConfig | HFConfig) -> Layout:
     """The run file's layout of training."""
     train = config.train
     longest = min(config.sampling.max_tokens, spec.max_positions)
@@ -135,27 +135,29 @@ def layout_of(config: RunConfig, spec: PolicySpec | AnySpec) -> Layout:
     )  # fmt: skip
 
 
-def roles_of(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool) -> Iterator[RoleNeeds]:
+def roles_of(config: RunConfig, spec: ModelConfig | HFConfig, with_workers: bool) -> Iterator[RoleNeeds]:
     """What the roles of a run take that the launcher starts."""
     light = ["coordinator", "origin", *(["stage"] if any(env.kind == COMPLETIONS for env in config.envs) else [])]
-    yield RoleNeeds("the rest", CPU, (Part("libraries", LIBRARY_BYTES), *(Part(name, LIGHT_BYTES) for name in light)))
+    yield RoleNeeds(
+        "the rest", CPU, (MemoryPart("libraries", LIBRARY_BYTES), *(MemoryPart(name, LIGHT_BYTES) for name in light))
+    )
     adapter, several = config.policy.adapter, config.train.processes > 1
     learned = 4 * adapter_parameters_of(spec, adapter.rank, adapter.targets)
     # Several processes gather one tensor at a time, and the embedding is the largest.
     values = spec.vocab_size * spec.width if several else parameters_of(spec)
     size = learned if adapter.rank else int(values * ITEM_BYTES[config.policy.kept_dtype])
-    version = Part("version being published", size, True)
+    version = MemoryPart("version being published", size, True)
     parts = [*parts_of(spec, layout_of(config, spec)), *_judge_of(config, spec)]
     training = [*parts, version]
     if config.train.device != CPU and not several:  # guard: a-gpu-is-loaded-from-memory
-        training.append(Part("loading", next(part.size for part in parts if part.name == "weights"), True))
+        training.append(MemoryPart("loading", next(part.size for part in parts if part.name == "weights"), True))
     if config.storage.state_every > 1 and not several:  # guard: copied-state-takes-memory
-        training.append(Part("state being saved", state_of(spec, layout_of(config, spec)), True))
+        training.append(MemoryPart("state being saved", state_of(spec, layout_of(config, spec)), True))
     yield replace(
         _role("trainer", config.train.device, training, config.train.processes, own=TRAINER_BYTES), own_gpus=several
     )
     if several:
-        yield RoleNeeds("torchrun's agent", CPU, (Part("process", ENGINE_BYTES),))
+        yield RoleNeeds("torchrun's agent", CPU, (MemoryPart("process", ENGINE_BYTES),))
     adapted = adapter_bytes(spec, adapter.rank, adapter.targets)
     needs, rows = needs_of_spec(spec, config.sampled_dtype, adapted, adapter.base), config.rollouts.block_rollouts
     longest = config.sampling.max_tokens
@@ -172,7 +174,7 @@ def roles_of(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool) 
         yield _role("evaluation", config.workers.device, _engine(needs, "playing", size, config.workers.device))
 
 
-def _judge_of(config: RunConfig, spec: PolicySpec | AnySpec) -> list[Part]:
+def _judge_of(config: RunConfig, spec: ModelConfig | HFConfig) -> list[MemoryPart]:
     """The trainer's teacher or reward model; nothing if its shape cannot be read, for the trainer is to say why."""
     named = judge_named(config.train.algorithm)
     if not named:
@@ -182,22 +184,28 @@ def _judge_of(config: RunConfig, spec: PolicySpec | AnySpec) -> list[Part]:
     return []
 
 
-def _role(name: str, device: str, parts: Sequence[Part], processes: int = 1, own: int = ENGINE_BYTES) -> RoleNeeds:
-    process = [Part("process", own, True)]
+def _role(
+    name: str, device: str, parts: Sequence[MemoryPart], processes: int = 1, own: int = ENGINE_BYTES
+) -> RoleNeeds:
+    process = [MemoryPart("process", own, True)]
     if device != CPU:
-        process.append(Part("process", GPU_BYTES))
+        process.append(MemoryPart("process", GPU_BYTES))
     return RoleNeeds(name, device, (*process, *parts), processes)
 
 
-def _engine(needs: Needs | AnyNeeds, work: str, size: int, device: str) -> list[Part]:
+def _engine(needs: Needs | AnyNeeds, work: str, size: int, device: str) -> list[MemoryPart]:
     """An engine while it loads a version, or while it works: it needs the larger of the two."""
     if device == CPU:
-        return [Part("weights", needs.loaded), Part(work, max(size, needs.load() - needs.loaded))]
+        return [MemoryPart("weights", needs.loaded), MemoryPart(work, max(size, needs.load() - needs.loaded))]
     size = played_on_gpu(size) if work == "playing" else scored_on_gpu(size)
-    return [Part("loading", needs.in_passing(), True), Part("weights", needs.loaded), Part(work, size)]
+    return [
+        MemoryPart("loading", needs.in_passing(), True),
+        MemoryPart("weights", needs.loaded),
+        MemoryPart(work, size),
+    ]
 
 
-def demand_fit(config: RunConfig, spec: PolicySpec | AnySpec, root: Path, with_workers: bool) -> None:
+def demand_fit(config: RunConfig, spec: ModelConfig | HFConfig, root: Path, with_workers: bool) -> None:
     """Raise `StateError` if the run in the folder `root` needs more memory or more disk than this machine has free."""
     demand_memory(config, spec, with_workers)
     demand_disk(config, root, with_workers)
@@ -245,14 +253,14 @@ def disk_of(config: RunConfig, recipe_dir: Path, with_workers: bool) -> float:
     return sizes.host_disk + workers * sizes.worker_disk
 
 
-def demand_memory(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool) -> None:
+def demand_memory(config: RunConfig, spec: ModelConfig | HFConfig, with_workers: bool) -> None:
     """Raise `StateError` if the run's roles together need more memory than this machine has free."""
     for report in reports(config, spec, with_workers):
         if report.need > report.free:
             raise StateError(f"{report.in_words()}. {report.advice}")
 
 
-class Report(NamedTuple):
+class MemoryReport(NamedTuple):
     """The memory of one device, and what a run takes of it."""
 
     device: str
@@ -283,7 +291,9 @@ class Report(NamedTuple):
         )
 
 
-def reports(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool, free: int = 0) -> Iterator[Report]:
+def reports(
+    config: RunConfig, spec: ModelConfig | HFConfig, with_workers: bool, free: int = 0
+) -> Iterator[MemoryReport]:
     """What the run takes of each memory here. `free` replaces what is free in the memory of the device that trains."""
     config = settled(config)
     shared = shared_devices(config, spec, with_workers, free)
@@ -301,10 +311,12 @@ def reports(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool, f
         else:
             others = sum(role.on(device) for role in roles) - count * layout
         left = (has - others) // count if device == trainer.device else 0
-        yield Report(device, has, roles, _advice(config, spec, left), in_shifts)
+        yield MemoryReport(device, has, roles, _advice(config, spec, left), in_shifts)
 
 
-def shared_devices(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool, free: int = 0) -> frozenset[str]:
+def shared_devices(
+    config: RunConfig, spec: ModelConfig | HFConfig, with_workers: bool, free: int = 0
+) -> frozenset[str]:
     """The devices whose memory the run's processes have one after another, as `host.shifts` says; `free` is as in
     `reports`. auto: GPUs that cannot hold all of them at once."""
     config = settled(config)
@@ -340,7 +352,7 @@ def settled(config: RunConfig) -> RunConfig:
     return msgspec.structs.replace(config, **sections)
 
 
-def _advice(config: RunConfig, spec: PolicySpec | AnySpec, left: int) -> str:
+def _advice(config: RunConfig, spec: ModelConfig | HFConfig, left: int) -> str:
     """What to change, with `left` bytes for what depends on the layout of training."""
     fit = fits(spec, layout_of(config, spec), left, config.policy.dtype)
     keys = ", ".join(f'train.{key} = "{value}"' for key, value in fit.keys.items())

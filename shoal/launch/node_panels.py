@@ -15,11 +15,11 @@ from rich.panel import Panel
 from rich.text import Text
 
 from shoal.launch import terminal_panels
-from shoal.launch.run_status import Snapshot, left_label, seconds_left
+from shoal.launch.run_status import RunStatus, left_label, seconds_left
 from shoal.launch.terminal_panels import duration, last_reason
 from shoal.ledger.constants import LAW
 from shoal.protocol import messages as t
-from shoal.roles.node.activity import Judged
+from shoal.roles.node.activity import JudgingStats
 from shoal.terminal import brief
 from shoal.watch.reward_trend import trend_of
 
@@ -29,7 +29,7 @@ class NodeNow:
     """A node of this machine and its run at one moment."""
 
     role: str
-    snapshot: Snapshot
+    snapshot: RunStatus
     """The run, as anyone may see it."""
     words: str = "starting"
     words_s: float = 0.0
@@ -47,7 +47,7 @@ class NodeNow:
     limits: str = ""
     """What the user allows, in words."""
     paused: bool = False
-    judged: Judged = field(default_factory=Judged)
+    judged: JudgingStats = field(default_factory=JudgingStats)
     unheard_s: float = 0.0
     """For how long the host has answered nothing; 0 if it does."""
     seen_s: float = 0.0

@@ -20,11 +20,11 @@ from rich.live import Live
 from shoal.errors import PeerError
 from shoal.launch.keyboard import Keyboard, keyboard
 from shoal.launch.node_panels import NodeNow, picture, plain
-from shoal.launch.run_status import Snapshot
+from shoal.launch.run_status import RunStatus
 from shoal.launch.terminal_view import draws_on, print_lines
 from shoal.launch.url_status import RemoteRun
 from shoal.net.client import Client
-from shoal.roles.node.activity import Doing
+from shoal.roles.node.activity import NodeActivity
 from shoal.roles.node.throttle import Allowance
 
 log = logging.getLogger("shoal")
@@ -55,9 +55,9 @@ class LogLines(logging.Handler):
 class NodeView:
     """What is known of a node and its run, put together for the picture."""
 
-    def __init__(self, role: str, url: str, doing: Doing, allowance: Allowance | None = None) -> None:
+    def __init__(self, role: str, url: str, doing: NodeActivity, allowance: Allowance | None = None) -> None:
         self.role, self.url, self.doing, self.allowance = role, url, doing, allowance
-        self.snapshot = Snapshot("", url, 0, url=url)
+        self.snapshot = RunStatus("", url, 0, url=url)
         self._looked_at = -1e9
         self._answered_at: float | None = None
         self._memory = (0, 0)

@@ -19,7 +19,7 @@ SIGNALS = {"pause": signal.SIGUSR1, "resume": signal.SIGUSR2}
 
 
 @contextlib.contextmanager
-def steered(pause: Callable[[], None], resume: Callable[[], None]) -> Iterator[None]:
+def on_pause_signals(pause: Callable[[], None], resume: Callable[[], None]) -> Iterator[None]:
     """Call these at SIGUSR1 and SIGUSR2."""
 
     def act(number: int, frame: FrameType | None) -> None:
@@ -38,7 +38,7 @@ def name_worker(lock_fd: int) -> None:
     os.pwrite(lock_fd, f"{os.getpid()} {WORKER}".encode(), 0)
 
 
-def steer(home: Path, action: str) -> str:
+def signal_worker(home: Path, action: str) -> str:
     """Pause or resume the worker that uses this folder; returns what to tell the user. Raises `StateError`."""
     try:
         fd = os.open(home / ".lock", os.O_RDWR)

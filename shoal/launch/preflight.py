@@ -9,8 +9,8 @@ from pathlib import Path
 from shoal.config import BOUNDS, LOGGERS, RunConfig, child_environment
 from shoal.errors import ConfigError, StateError, how_to_install
 from shoal.models.checkpoint import demand_weights
-from shoal.models.config import PolicySpec
-from shoal.models.hf_config import AnySpec
+from shoal.models.config import ModelConfig
+from shoal.models.hf_config import HFConfig
 from shoal.models.load_tensors import demand_finite
 from shoal.models.nf4_config import NF4, flaw_of
 from shoal.models.open_model import demand_named_base, demand_no_adapter, needs_transformers
@@ -24,7 +24,7 @@ def demand_computable(directory: Path, config: RunConfig) -> None:
     demand_no_adapter(directory)
     demand_named_base(directory, config.policy.adapter.base)
     if not needs_transformers(directory, config.policy.implementation):
-        _demand_positions(PolicySpec.from_directory(directory), config)
+        _demand_positions(ModelConfig.from_directory(directory), config)
         return
     if importlib.util.find_spec("transformers") is None:
         raise StateError(
@@ -42,7 +42,7 @@ def demand_computable(directory: Path, config: RunConfig) -> None:
                 f"{key} out"
             )
     measured = config.sampled_dtype != "bfloat16" or _measured(config)
-    spec = AnySpec.from_directory(directory)
+    spec = HFConfig.from_directory(directory)
     _demand_positions(spec, config)
     if not measured and spec.experts > 1:  # guard: experts-need-bounds
         raise StateError(
@@ -51,7 +51,7 @@ def demand_computable(directory: Path, config: RunConfig) -> None:
         )
 
 
-def _demand_positions(spec: PolicySpec | AnySpec, config: RunConfig) -> None:
+def _demand_positions(spec: ModelConfig | HFConfig, config: RunConfig) -> None:
     if config.sampling.max_tokens > spec.max_positions:
         raise StateError(
             f"sampling.max_tokens = {config.sampling.max_tokens}, and the model has {spec.max_positions} positions: "
@@ -79,7 +79,7 @@ def demand_examined(directory: Path, config: RunConfig, device: str) -> bool:
     of its own. False if that could not be seen, for lack of memory, say. Of a policy that shoal computes, every value is
     read here first, and that is all unless some are very large."""
     kind = TRANSFORMERS if needs_transformers(directory, config.policy.implementation) else LOCAL
-    if kind == LOCAL and not demand_finite(demand_weights(directory, PolicySpec.from_directory(directory))):
+    if kind == LOCAL and not demand_finite(demand_weights(directory, ModelConfig.from_directory(directory))):
         return False
     command = [sys.executable, "-I", "-c", _PROGRAM, str(directory.absolute()), kind, config.sampled_dtype, device]
     command += sys.path
@@ -122,9 +122,9 @@ def demand_engine_of_workers(config: RunConfig) -> None:
         )
 
 
-def demand_codable(spec: PolicySpec | AnySpec, config: RunConfig) -> None:
+def demand_codable(spec: ModelConfig | HFConfig, config: RunConfig) -> None:
     """Raise `StateError` if the run's base is to be in NF4 and its matrices cannot be."""
-    fault = flaw_of(spec) if config.policy.adapter.base == NF4 and isinstance(spec, PolicySpec) else ""
+    fault = flaw_of(spec) if config.policy.adapter.base == NF4 and isinstance(spec, ModelConfig) else ""
     if fault:  # guard: codable-before-any-role
         raise StateError(f'policy.adapter.base = "{NF4}": {fault}. Leave it out, or choose another model')
 

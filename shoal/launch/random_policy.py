@@ -15,7 +15,7 @@ from shoal.config.resolve_paths import resolve_path
 from shoal.errors import ConfigError, StateError
 from shoal.launch.memory_plan import demand_fit
 from shoal.launch.preflight import demand_computable
-from shoal.launch.sizing import sized
+from shoal.launch.sizing import resolve_sizes
 from shoal.models.parameter_counts import parameters_of
 from shoal.models.random_model import demand_shape, make_shaped
 from shoal.plan.units import count
@@ -38,7 +38,7 @@ def random_policy(config: RunConfig, recipe_dir: Path, folder: RunFolder, with_w
     if not folder.policy.exists():
         demand_computable(shape, config)
         named = msgspec.structs.replace(config, policy=msgspec.structs.replace(config.policy, path=str(shape)))
-        demand_fit(sized(named, spec, with_workers).config, spec, folder.root, with_workers)
+        demand_fit(resolve_sizes(named, spec, with_workers).config, spec, folder.root, with_workers)
         _make(shape, folder.policy, config)
     return (
         f"Random policy: {count(parameters_of(spec))} weights in the shape of {shape.name}, and a tokenizer of bytes and "

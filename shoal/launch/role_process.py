@@ -34,14 +34,14 @@ State = Literal["running", "restarting", "done", "given up"]
 
 
 @dataclass(frozen=True)
-class Use:
+class RoleUsage:
     """CPU time and peak memory of a role, over all its starts."""
 
     cpu_s: float = 0.0
     peak_rss_mb: float = 0.0
 
-    def __add__(self, other: "Use") -> "Use":
-        return Use(self.cpu_s + other.cpu_s, max(self.peak_rss_mb, other.peak_rss_mb))
+    def __add__(self, other: "RoleUsage") -> "RoleUsage":
+        return RoleUsage(self.cpu_s + other.cpu_s, max(self.peak_rss_mb, other.peak_rss_mb))
 
 
 @dataclass(eq=False)
@@ -60,7 +60,7 @@ class RoleProcess:
     """Why it was given up, one line."""
     death: str = ""
     """How it died last: a signal or an exit code."""
-    use: Use = Use()
+    use: RoleUsage = RoleUsage()
     _begins_at: int = 0
     """Size of its log when it was last started, bytes."""
     _process: subprocess.Popen[bytes] | None = None
@@ -92,14 +92,14 @@ class RoleProcess:
         lines = tail(self.log, num_lines, self._begins_at)
         return lines[:-1] if lines and _without_error(lines[-1]) == self.reason else lines
 
-    def use_so_far(self) -> Use:
+    def use_so_far(self) -> RoleUsage:
         """Its use over all starts, including the current one."""
         if self.pid is None:
             return self.use
         try:
             process = psutil.Process(self.pid)
             times = process.cpu_times()
-            return self.use + Use(times.user + times.system, process.memory_info().rss / 2**20)
+            return self.use + RoleUsage(times.user + times.system, process.memory_info().rss / 2**20)
         except psutil.Error:
             return self.use
 
@@ -228,13 +228,13 @@ def counted_signals(crew: Stoppable) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def own_use() -> Use:
+def own_use() -> RoleUsage:
     """What this process has used so far."""
     return _use(resource.getrusage(resource.RUSAGE_SELF))
 
 
-def _use(usage: resource.struct_rusage) -> Use:
-    return Use(usage.ru_utime + usage.ru_stime, usage.ru_maxrss / _RSS_UNITS_PER_MB)
+def _use(usage: resource.struct_rusage) -> RoleUsage:
+    return RoleUsage(usage.ru_utime + usage.ru_stime, usage.ru_maxrss / _RSS_UNITS_PER_MB)
 
 
 def _death(code: int) -> str:

@@ -44,7 +44,7 @@ NO_STATUS = Status("", STARTING, -1, 0, 0, {}, 0, 0, "", 0.0)
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleConversation:
     """A conversation of the policy, to look at."""
 
     title: str
@@ -54,7 +54,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RunStatus:
     """All that the view shows."""
 
     name: str
@@ -79,7 +79,7 @@ class Snapshot:
     """What the launcher itself is doing, if it does more than watch."""
     evaluation_s: float = 0.0
     """What the evaluation after the last step takes; 0 if there is none or nobody knows."""
-    sample: Sample | None = None
+    sample: SampleConversation | None = None
     """A conversation of late."""
     hint: str = ""
     """The line below the picture; empty: how the run's host stops it."""
@@ -247,7 +247,7 @@ STILL_S, STILL_STEPS = 10.0, 2.0
 """Nobody can say how long a run takes that has waited for one thing for longer than this, and than so many steps take."""
 
 
-def seconds_left(snapshot: Snapshot) -> float | None:
+def seconds_left(snapshot: RunStatus) -> float | None:
     """Seconds until the last step, and the evaluation after it where that is known; None if nobody can say."""
     steps = snapshot.steps - snapshot.step
     if steps <= 0 or len(snapshot.series("step_s")) < 2 or snapshot.status.phase != "running":
@@ -258,6 +258,6 @@ def seconds_left(snapshot: Snapshot) -> float | None:
     return pace.left_s + snapshot.evaluation_s
 
 
-def left_label(snapshot: Snapshot) -> str:
+def left_label(snapshot: RunStatus) -> str:
     """Name of the time left in a line: whether it is that of the steps alone."""
     return "left" if snapshot.evaluation_s else "left_for_steps"

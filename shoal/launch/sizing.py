@@ -12,8 +12,8 @@ from shoal.config import PRESET_LR, RunConfig, preset_lr
 from shoal.envs.evaluate import BATCH
 from shoal.errors import ShoalError, StateError
 from shoal.launch.memory_plan import reports, settled, shared_devices
-from shoal.models.config import PolicySpec
-from shoal.models.hf_config import AnySpec
+from shoal.models.config import ModelConfig
+from shoal.models.hf_config import HFConfig
 from shoal.models.open_model import sized_spec_of
 from shoal.models.parameter_counts import adapter_parameters_of, parameters_of
 from shoal.models.random_model import tiny_spec
@@ -32,7 +32,7 @@ LEAST_ROWS = 8
 """Episodes that an evaluation plays at a time, at least: fewer are slow, and hardly smaller than the policy."""
 
 
-class Sized(NamedTuple):
+class ResolvedSizes(NamedTuple):
     """A run file without open sizes."""
 
     config: RunConfig
@@ -40,20 +40,20 @@ class Sized(NamedTuple):
     """What to say about the sizes that were found."""
 
 
-def learned_parameters_of(spec: PolicySpec | AnySpec, config: RunConfig) -> int:
+def learned_parameters_of(spec: ModelConfig | HFConfig, config: RunConfig) -> int:
     """Parameters of a policy that learn: those of the adapter, if the run has one."""
     adapter = config.policy.adapter
     return adapter_parameters_of(spec, adapter.rank, adapter.targets) if adapter.rank else parameters_of(spec)
 
 
-def with_preset_lr(config: RunConfig, spec: PolicySpec | AnySpec | None) -> RunConfig:
+def with_preset_lr(config: RunConfig, spec: ModelConfig | HFConfig | None) -> RunConfig:
     """The run file with the learning rate that it leaves open; as it is without a known shape, and the trainer counts."""
     if config.train.lr != PRESET_LR or spec is None:
         return config
     return _with_train(config, lr=preset_lr(learned_parameters_of(spec, config)))
 
 
-def first_spec(folder: RunFolder, config: RunConfig) -> PolicySpec | AnySpec | None:
+def first_spec(folder: RunFolder, config: RunConfig) -> ModelConfig | HFConfig | None:
     """The shape of the run's first policy; None if it is not known here, and the trainer is to say why."""
     with contextlib.suppress(ShoalError):
         if config.policy.path:
@@ -62,7 +62,7 @@ def first_spec(folder: RunFolder, config: RunConfig) -> PolicySpec | AnySpec | N
     return None
 
 
-def sized(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool, free: int = 0) -> Sized:
+def resolve_sizes(config: RunConfig, spec: ModelConfig | HFConfig, with_workers: bool, free: int = 0) -> ResolvedSizes:
     """Find the sizes that a run file leaves open. `free` is as in `fits.reports`.
 
     Training comes first: its micro-batches are sized beside an evaluation of LEAST_ROWS episodes at a time.
@@ -103,7 +103,7 @@ def sized(config: RunConfig, spec: PolicySpec | AnySpec, with_workers: bool, fre
                 f"An evaluation plays {rows} episodes at a time in this run: {BATCH} do not fit the memory of {device} "
                 "(eval.rows)"
             )
-    return Sized(config, tuple(lines))
+    return ResolvedSizes(config, tuple(lines))
 
 
 def _largest(sizes: Sequence[int], tried: Callable[[int], tuple[bool, bool]]) -> int:
@@ -164,7 +164,7 @@ class Shifts:
         return str(getattr(settled(self.config), section).device)
 
 
-def shifts_of(config: RunConfig, folder: RunFolder, spec: PolicySpec | AnySpec | None, with_workers: bool) -> Shifts:
+def shifts_of(config: RunConfig, folder: RunFolder, spec: ModelConfig | HFConfig | None, with_workers: bool) -> Shifts:
     """How a run's processes share devices. A shape that is not known shares none. Raises `StateError` if one that would
     take shifts cannot leave its device."""
     devices = shared_devices(config, spec, with_workers) if spec is not None else frozenset()

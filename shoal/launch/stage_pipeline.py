@@ -121,7 +121,7 @@ MAX_RESTARTS = 5
 """A stage whose process has died more often than this is given up. What it did is kept."""
 
 
-class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StageDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`done.json`, written last: the stage is finished, and its outputs are these."""
 
     kind: str
@@ -138,7 +138,7 @@ class Finished:
     """A stage that is done."""
 
     folder: Path
-    done: Done
+    done: StageDone
     again: bool
     """Whether it was done now, not found."""
 
@@ -166,7 +166,7 @@ def run_stages(config: StagesConfig, beside: Path, out: Path, say: Callable[[str
             return crew.run(settings, measure)
 
 
-class Stopped(Exception):
+class PipelineStopped(Exception):
     """Ctrl-C."""
 
 
@@ -192,7 +192,7 @@ class StagesRun:
                 place = finished.gives("policy").place if gives_policy else None
                 after = self._measured(measure, place, f"{what}: the policy after it")
                 ends.append(_end(stage, job.key, finished, before, after))
-        except Stopped:
+        except PipelineStopped:
             self._say(f"Stopped. The same command continues; everything is in {self._out}.")
             return EXIT_INTERRUPTED
         path = self._out / "report.json"
@@ -220,7 +220,7 @@ class StagesRun:
                 self._say(f"{what}: done before")
             return Finished(folder, done, again=False)
         if self.stop_requests:
-            raise Stopped
+            raise PipelineStopped
         log = folder / "log.txt"
         self._say(f"{what}: at work, log {log}")
         folder.mkdir(parents=True, exist_ok=True)
@@ -242,7 +242,7 @@ class StagesRun:
         if job.kind == "rl":  # which adds up its own use over all its starts
             seconds, cpu_s = float(made.figures["wall_s"]), sum(made.figures["cpu_s"].values())
         outputs = {key: files_of(folder / place) for key, place in OUTPUTS[job.kind].items()}
-        done = Done(job.kind, outputs, made, round(seconds, 3), round(cpu_s, 3))
+        done = StageDone(job.kind, outputs, made, round(seconds, 3), round(cpu_s, 3))
         write_atomically(folder / "done.json", msgspec.json.format(msgspec.json.encode(done)))
         return Finished(folder, done, again=True)
 
@@ -267,7 +267,7 @@ class StagesRun:
                 process.kill()
             time.sleep(TICK_S)
             process.tend()
-        raise Stopped
+        raise PipelineStopped
 
 
 def _measure_of(config: StagesConfig, beside: Path) -> tuple[EvalStage, RunConfig] | None:
@@ -294,10 +294,10 @@ def _threads(job: Job) -> int:
     return 1 if job.kind in ("rl", "reject") else int(job.settings["threads"])
 
 
-def _read_done(folder: Path, kind: str) -> Done | None:
+def _read_done(folder: Path, kind: str) -> StageDone | None:
     path = folder / "done.json"
     try:
-        done = msgspec.json.decode(path.read_bytes(), type=Done)
+        done = msgspec.json.decode(path.read_bytes(), type=StageDone)
         _demand_figures(done, kind)
         return done
     except FileNotFoundError:
@@ -308,7 +308,7 @@ def _read_done(folder: Path, kind: str) -> Done | None:
         ) from None
 
 
-def _demand_figures(done: Done, kind: str) -> None:
+def _demand_figures(done: StageDone, kind: str) -> None:
     """Raise `ValueError` or `ValidationError` if no stage of this kind ended so: people copy and edit such files."""
     if done.kind != kind or done.outputs.keys() != OUTPUTS[kind].keys():  # guard: done-is-of-its-kind
         raise ValueError(f"it is not of a stage of kind {kind}")

@@ -18,7 +18,7 @@ from shoal.tree import from_tree
 
 if TYPE_CHECKING:
     from shoal.config.stages import DpoStage, RewardModelStage
-    from shoal.train.preference_training import Pair, PairSettings
+    from shoal.train.preference_training import PairSettings, TokenPair
 
 
 def do(folder: Path) -> int:
@@ -116,7 +116,9 @@ def _dpo(job: Job, folder: Path) -> Made:
 
     asked, start = DpoStage(name="", policy="", **job.settings), Path(job.inputs["policy"])
     pairs, settings = _pairs(job, asked, start)
-    made = preferences.improve(start, pairs, asked.beta, settings, folder / POLICY, asked.publish_dtype, asked.threads)
+    made = preferences.train_dpo(
+        start, pairs, asked.beta, settings, folder / POLICY, asked.publish_dtype, asked.threads
+    )
     return Made(made.tokens, made.figures)
 
 
@@ -126,11 +128,13 @@ def _reward_model(job: Job, folder: Path) -> Made:
 
     asked, start = RewardModelStage(name="", policy="", **job.settings), Path(job.inputs["policy"])
     pairs, settings = _pairs(job, asked, start)
-    made = preferences.make_judge(start, pairs, settings, folder / REWARD_MODEL, asked.publish_dtype, asked.threads)
+    made = preferences.train_reward_model(
+        start, pairs, settings, folder / REWARD_MODEL, asked.publish_dtype, asked.threads
+    )
     return Made(made.tokens, made.figures)
 
 
-def _pairs(job: Job, asked: "DpoStage | RewardModelStage", start: Path) -> tuple["list[Pair]", "PairSettings"]:
+def _pairs(job: Job, asked: "DpoStage | RewardModelStage", start: Path) -> tuple["list[TokenPair]", "PairSettings"]:
     """The pairs that a stage learns from, and how."""
     from shoal.jobs import preferences
     from shoal.launch.training_examples import choose_pairs

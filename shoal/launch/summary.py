@@ -18,8 +18,8 @@ from msgspec import UNSET
 from shoal.config import EnvConfig, RunConfig, preset_lr
 from shoal.errors import ShoalError, StateError, cause_of
 from shoal.evaluation_files import AFTER, BEFORE, read_heldout
-from shoal.launch.role_process import Use, own_use
-from shoal.launch.run_status import Snapshot, names_apart, own_keys
+from shoal.launch.role_process import RoleUsage, own_use
+from shoal.launch.run_status import RunStatus, names_apart, own_keys
 from shoal.launch.sizing import first_spec, learned_parameters_of
 from shoal.ledger.batches import BY_ENVIRONMENT, GroupAccepted, SlotVoid
 from shoal.ledger.fault_rate import most_frequent_error
@@ -51,13 +51,14 @@ class UsageBook:
         self._path, self._has_ended = path, has_ended
         self._started = time.monotonic()
         self._wall_before_s = 0.0
-        self._before: dict[str, Use] = {}
-        self._now: dict[str, Use] = {}
+        self._before: dict[str, RoleUsage] = {}
+        self._now: dict[str, RoleUsage] = {}
         try:
             found = json.loads(path.read_bytes())
             self._wall_before_s = float(found["wall_s"])
             self._before = {
-                role: Use(float(cpu_s), float(found["peak_rss_mb"][role])) for role, cpu_s in found["cpu_s"].items()
+                role: RoleUsage(float(cpu_s), float(found["peak_rss_mb"][role]))
+                for role, cpu_s in found["cpu_s"].items()
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return
@@ -66,15 +67,15 @@ class UsageBook:
         """Seconds that the run was live, over all its starts."""
         return self._wall_before_s + (0.0 if self._has_ended else time.monotonic() - self._started)
 
-    def by_role(self) -> dict[str, Use]:
+    def by_role(self) -> dict[str, RoleUsage]:
         """Sums over all processes of a role: `worker-0`, `worker-1` and `cheater-0` are workers."""
         total = dict(self._before)
         for name, use in self._now.items():
             role = name.split("-")[0].replace("cheater", "worker")
-            total[role] = total.get(role, Use()) + use
+            total[role] = total.get(role, RoleUsage()) + use
         return total
 
-    def save(self, by_process: dict[str, Use]) -> None:
+    def save(self, by_process: dict[str, RoleUsage]) -> None:
         """Take over this launch's figures, and write them. A failed write, as on a full disk, is ignored."""
         if self._has_ended:
             return
@@ -97,7 +98,7 @@ class RunEnd:
 
     summary: dict[str, Any]
     run_dir: Path
-    snapshot: Snapshot
+    snapshot: RunStatus
     envs: tuple[EnvConfig, ...]
     games: tuple[tuple[str, dict[str, Any]], ...]
     """Sample episodes of the final policy, each with the label of its environment."""
@@ -113,7 +114,7 @@ class RunEnd:
     """Whether it was hosted for others, without workers of its own."""
 
 
-def write_summary(folder: RunFolder, config: RunConfig, snapshot: Snapshot, usage: UsageBook) -> RunEnd:
+def write_summary(folder: RunFolder, config: RunConfig, snapshot: RunStatus, usage: UsageBook) -> RunEnd:
     """Gather the figures of a run that has ended, write summary.json, and return them for the last table."""
     before, after = (_evaluation(folder.evaluations / f"{when}.json") for when in ("before", "after"))
     staleness: Counter[str] = Counter()
@@ -178,7 +179,7 @@ def _troubles(log: Path) -> tuple[int, str, str]:
 
 
 def _diagnosis(
-    folder: RunFolder, config: RunConfig, snapshot: Snapshot, after: dict[str, Any] | None
+    folder: RunFolder, config: RunConfig, snapshot: RunStatus, after: dict[str, Any] | None
 ) -> tuple[str, ...]:
     spec, rollouts = first_spec(folder, config), config.rollouts
     preset = preset_lr(learned_parameters_of(spec, config)) if spec else 0.0

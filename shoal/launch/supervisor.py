@@ -28,7 +28,7 @@ from shoal.launch.conversation import NewestSample, Samples
 from shoal.launch.end_screen import plain_end, render_end, save_picture
 from shoal.launch.evaluations import Evaluations
 from shoal.launch.flat_groups import flat_samples, newest_refusal, why_flat, why_paused
-from shoal.launch.launcher_log import Told
+from shoal.launch.launcher_log import LoggingView
 from shoal.launch.memory_plan import demand_fit, full_disk
 from shoal.launch.preflight import STOP_S as LOGGER_STOP_S
 from shoal.launch.preflight import (
@@ -41,11 +41,11 @@ from shoal.launch.preflight import (
 )
 from shoal.launch.prompt_preview import PromptPreview
 from shoal.launch.role_process import RoleProcess, counted_signals, suspended_process, with_ended_call, with_suspended
-from shoal.launch.run_status import CoordinatorWatch, MetricsWatch, Snapshot, own_keys
-from shoal.launch.sizing import Shifts, first_spec, learned_parameters_of, shifts_of, sized
+from shoal.launch.run_status import CoordinatorWatch, MetricsWatch, RunStatus, own_keys
+from shoal.launch.sizing import Shifts, first_spec, learned_parameters_of, resolve_sizes, shifts_of
 from shoal.launch.summary import USAGE, UsageBook, write_summary
 from shoal.launch.terminal_panels import WATCHDOG_S
-from shoal.launch.terminal_view import LiveView, View, render
+from shoal.launch.terminal_view import LiveView, RunView, render
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.hints import IN_A_NEW_RUN, no_signal_remedy
 from shoal.ledger.log.sqlite_store import creation_of
@@ -83,7 +83,7 @@ def launch(
         return crew.run(announce)
 
 
-def open_crew(run_dir: Path, lock_fd: int, with_workers: bool, make_view: Callable[[], View]) -> "LocalRun":
+def open_crew(run_dir: Path, lock_fd: int, with_workers: bool, make_view: Callable[[], RunView]) -> "LocalRun":
     """The processes of the run in a folder, not yet started. Raises as `check_first_policy` and `demand_fit`."""
     folder = RunFolder(run_dir)
     with contextlib.ExitStack() as refused:
@@ -93,7 +93,7 @@ def open_crew(run_dir: Path, lock_fd: int, with_workers: bool, make_view: Callab
     return crew
 
 
-def _crew_of(folder: RunFolder, lock_fd: int, with_workers: bool, make_view: Callable[[], View]) -> "LocalRun":
+def _crew_of(folder: RunFolder, lock_fd: int, with_workers: bool, make_view: Callable[[], RunView]) -> "LocalRun":
     config = folder.start_config()
     demand_loggers(config)
     if is_hub(config.policy.path) and not folder.policy.exists():
@@ -104,7 +104,7 @@ def _crew_of(folder: RunFolder, lock_fd: int, with_workers: bool, make_view: Cal
     spec, found = first_spec(folder, config), tuple[str, ...]()
     if spec is not None:
         demand_codable(spec, config)
-        config, found = sized(config, spec, with_workers)
+        config, found = resolve_sizes(config, spec, with_workers)
         demand_fit(config, spec, folder.root, with_workers)
         if config.policy.path and not folder.log.exists():
             demand_examined(
@@ -137,7 +137,7 @@ class LocalRun:
     """The processes of one run, and the last snapshot of it."""
 
     def __init__(
-        self, folder: RunFolder, lock_fd: int, with_workers: bool, view: View, shifts: Shifts,
+        self, folder: RunFolder, lock_fd: int, with_workers: bool, view: RunView, shifts: Shifts,
         found: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """`found` is said when the run starts."""
@@ -147,7 +147,7 @@ class LocalRun:
         """What is typed after `shoal host` for the same run."""
         config = shifts.config
         self._config, self._folder, self._lock_fd, self._shifts = config, folder, lock_fd, shifts
-        self._view = Told(view, folder.logs / "launcher.log", config.logging.format)
+        self._view = LoggingView(view, folder.logs / "launcher.log", config.logging.format)
         self._found = found
         self._watch = CoordinatorWatch(folder.address, config.host.bind)
         self._metrics = MetricsWatch(folder.metrics)
@@ -163,7 +163,7 @@ class LocalRun:
         self._looked = self._saved = -1e9
         self._answered = time.monotonic()
         """When the coordinator last answered."""
-        self._snapshot = Snapshot(config.name, str(folder.root), config.steps)
+        self._snapshot = RunStatus(config.name, str(folder.root), config.steps)
         self._coordinator = self._role("coordinator", threads=1)
         self._origin = self._role("origin", threads=1)
         self._onlookers = [self._role(name, threads=1) for name in onlookers(config, not with_workers)]
@@ -297,7 +297,7 @@ class LocalRun:
         self._looked, status = now, self._watch.status()
         waiting_for = with_ended_call(status.waiting_for, self._processes())
         waiting_for = with_suspended(waiting_for, self._processes(), partial(own_keys, self._folder))
-        self._snapshot = Snapshot(
+        self._snapshot = RunStatus(
             name=self._config.name,
             out=str(self._folder.root),
             steps=self._config.steps,
@@ -339,7 +339,7 @@ class LocalRun:
         why = f"it is started again if its process ended; {self._coordinator.log} says more"
         return f"the coordinator has not answered for {now - self._answered:.0f} s: {suspended_process(pid) or why}"
 
-    def _shown(self) -> Snapshot:
+    def _shown(self) -> RunStatus:
         """The snapshot for the host, whose commands have the run's folder: strangers never read it. Steps of an earlier
         start get no lines before the coordinator has taken the run up. A run that is still evaluated has not ended."""
         lines = self._trainer is None and not self._draws

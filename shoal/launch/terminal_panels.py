@@ -12,7 +12,7 @@ from rich.text import Text
 
 from shoal.evaluation_files import Heldout, Judged, format_of, interval_of, why_no_mean
 from shoal.launch.advice import MANY_OVERLONG
-from shoal.launch.run_status import STARTING, Sample, Snapshot, names_apart, seconds_left
+from shoal.launch.run_status import STARTING, RunStatus, SampleConversation, names_apart, seconds_left
 from shoal.ledger.fault_rate import FAULTS
 from shoal.ledger.hints import split_remedy
 from shoal.ledger.members import ASKED_BY_HOST
@@ -50,7 +50,7 @@ FIGURES = (
 """Label, name in metrics.jsonl, format."""
 
 
-def progress(snapshot: Snapshot, width: int) -> RenderableType:
+def progress(snapshot: RunStatus, width: int) -> RenderableType:
     """Phase, step, bar, version, time so far and time left, in one line."""
     status = snapshot.status
     # Metrics come less often than the status: a node that looks seldom must not read "step 22 ... policy v33".
@@ -76,10 +76,10 @@ def progress(snapshot: Snapshot, width: int) -> RenderableType:
     return row
 
 
-class Curve:
+class RewardCurve:
     """The reward of each step that was done, as wide as there is room, in `lines` lines with its title and axis."""
 
-    def __init__(self, snapshot: Snapshot, lines: int = CHART_HEIGHT + 2) -> None:
+    def __init__(self, snapshot: RunStatus, lines: int = CHART_HEIGHT + 2) -> None:
         self._snapshot, self._height = snapshot, max(1, lines - 2)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -97,7 +97,7 @@ class Curve:
         yield text.append(" " * 7 + "0" + str(steps).rjust(width - 1), style="dim")
 
 
-def figures(snapshot: Snapshot) -> list[tuple[Text, str]]:
+def figures(snapshot: RunStatus) -> list[tuple[Text, str]]:
     """Label and value of each figure, the most important first."""
     rows = [(Text("at token limit"), cut)] if (cut := at_token_limit(snapshot)) else []
     rows += [
@@ -122,20 +122,20 @@ def figures(snapshot: Snapshot) -> list[tuple[Text, str]]:
     return rows + [(_indented(env), said) for env, said in rates.items()]
 
 
-def at_token_limit(snapshot: Snapshot) -> str:
+def at_token_limit(snapshot: RunStatus) -> str:
     """The share of the newest step's rollouts that a token limit ended; empty unless they are many."""
     share = snapshot.metrics[-1].get("overlong_share") if snapshot.metrics else None
     return format_figure(share, "%") if is_number(share) and share > MANY_OVERLONG else ""
 
 
-def faults(snapshot: Snapshot) -> str:
+def faults(snapshot: RunStatus) -> str:
     """On how many rollouts the environment failed, of all steps so far, and in the newest step; empty if on none."""
     failed = sum(int(count) for count in snapshot.series("fault_rollouts"))
     newest = snapshot.metrics[-1].get("fault_rollouts") if snapshot.metrics else None
     return f"{failed:,}" + (f"(+{newest:,})" if isinstance(newest, int) else "") if failed else ""
 
 
-def figures_table(snapshot: Snapshot, lines: int | None = None) -> RenderableType:
+def figures_table(snapshot: RunStatus, lines: int | None = None) -> RenderableType:
     """At most so many figures, one below another."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
@@ -148,7 +148,7 @@ def figures_table(snapshot: Snapshot, lines: int | None = None) -> RenderableTyp
     return table
 
 
-def figures_in_a_row(snapshot: Snapshot, width: int, lines: int) -> Text:
+def figures_in_a_row(snapshot: RunStatus, width: int, lines: int) -> Text:
     """What is known of the figures, in at most so many lines of text; the reward with its curve in one line."""
     known = [f"{label.plain.strip()} {value}" for label, value in figures(snapshot) if value not in ("", "-")]
     rewards = snapshot.series("reward_all_mean")
@@ -166,7 +166,7 @@ def figures_in_a_row(snapshot: Snapshot, width: int, lines: int) -> Text:
     return Text("\n".join(shown), style="dim", no_wrap=True, overflow="ellipsis")
 
 
-def solved(snapshot: Snapshot) -> dict[str, str]:
+def solved(snapshot: RunStatus) -> dict[str, str]:
     """Solve rate and weight of each environment, by label; empty where a run has one environment."""
     weights = snapshot.by_env("draw_weight")
     return {
@@ -174,7 +174,7 @@ def solved(snapshot: Snapshot) -> dict[str, str]:
     }
 
 
-def watchdog(snapshot: Snapshot, width: int, lines: int) -> Text:
+def watchdog(snapshot: RunStatus, width: int, lines: int) -> Text:
     """What the run waits for, and since when, or in its place the launcher's own notice, in so many lines; what the host
     may do about environment faults, whole; then up to two alarms, each with what to do about it in two lines."""
     status, waits = snapshot.status, _waits(snapshot, in_flight=snapshot.has_counts)
@@ -226,7 +226,7 @@ def _in_two_lines(cause: str, remedy: str, width: int) -> str:
     return "\n".join(lines(cause, 1) + lines(remedy, 1, f" … ({LAUNCHER_LOG})"))
 
 
-def _waits(snapshot: Snapshot, in_flight: bool = True) -> Text:
+def _waits(snapshot: RunStatus, in_flight: bool = True) -> Text:
     status, text = snapshot.status, Text()
     if snapshot.notice:
         text.append(brief(split_remedy(snapshot.notice)[0], 400))
@@ -253,7 +253,7 @@ BLANK = "(blank)"
 """What is shown of a turn that holds spaces alone, which would look as if the picture were broken."""
 
 
-def conversation(sample: Sample, lines: int) -> Text:
+def conversation(sample: SampleConversation, lines: int) -> Text:
     """The beginning of a conversation, in at most so many lines of one terminal line each."""
     text = Text(brief(sample.title, 120), style="bold", no_wrap=True, overflow="ellipsis")
     for who, said in sample.turns:
@@ -296,7 +296,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
-def staleness(snapshot: Snapshot) -> str:
+def staleness(snapshot: RunStatus) -> str:
     """The newest step's rollouts by age in policy versions."""
     ages = snapshot.metrics[-1].get("staleness_rollouts") if snapshot.metrics else None
     if not isinstance(ages, dict) or not ages:
@@ -347,7 +347,7 @@ _STANDING_STYLE = {"good": "green", "new": "dim", "quarantined": "red", "suspend
 _IN_TROUBLE = ("quarantined", "suspended", "kicked")
 
 
-def workers(snapshot: Snapshot) -> list[NodeState]:
+def workers(snapshot: RunStatus) -> list[NodeState]:
     """The workers: cheaters and those that were refused or shut out first, then those that are silent, then by credits."""
 
     def rank(node: NodeState) -> tuple[bool, int, bool, int, str]:
@@ -356,12 +356,12 @@ def workers(snapshot: Snapshot) -> list[NodeState]:
     return sorted((node for node in snapshot.nodes if node.role == "worker"), key=rank)
 
 
-def in_trouble(node: NodeState, snapshot: Snapshot) -> bool:
+def in_trouble(node: NodeState, snapshot: RunStatus) -> bool:
     """Whether a reader should look at this worker."""
     return bool(node.refused) or node.standing in _IN_TROUBLE or node.key in snapshot.cheaters
 
 
-def nodes_table(snapshot: Snapshot, width: int, lines: int | None = None) -> RenderableType:
+def nodes_table(snapshot: RunStatus, width: int, lines: int | None = None) -> RenderableType:
     """Heading and at most so many lines; the last one says how many workers are not shown."""
     found = workers(snapshot)
     if not found:
@@ -404,7 +404,7 @@ def last_reason(node: NodeState) -> str:
     return f"last refusal: {brief(node.last_reason, 240)}" if node.last_reason else ""
 
 
-def _cells(node: NodeState, called: str, snapshot: Snapshot, width: int, room: int) -> dict[str, Text]:
+def _cells(node: NodeState, called: str, snapshot: RunStatus, width: int, room: int) -> dict[str, Text]:
     """What each column says; `room` are the cells of the last one, where the standing is where it has no column."""
     cheats = node.key in snapshot.cheaters
     standing = brief(node.standing, 12) + (", left" if node.left else "")
@@ -434,7 +434,7 @@ def _cells(node: NodeState, called: str, snapshot: Snapshot, width: int, room: i
     }
 
 
-def _others(left_out: Sequence[NodeState], snapshot: Snapshot) -> str:
+def _others(left_out: Sequence[NodeState], snapshot: RunStatus) -> str:
     troubled = sum(in_trouble(node, snapshot) for node in left_out)
     of_them = f"{troubled:,} of them refused or shut out" if troubled else "none refused"
     return f"… and {len(left_out):,} more, {of_them}"

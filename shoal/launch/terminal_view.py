@@ -23,7 +23,7 @@ from rich.text import Text
 
 from shoal.evaluation_files import Heldout, format_of, interval_of
 from shoal.launch import terminal_panels
-from shoal.launch.run_status import STARTING, Snapshot, left_label, seconds_left
+from shoal.launch.run_status import STARTING, RunStatus, left_label, seconds_left
 from shoal.launch.terminal_panels import (
     LAUNCHER_LOG,
     WATCHDOG_S,
@@ -63,7 +63,7 @@ MOST_HELD_LINES = 200
 
 
 def render(
-    snapshot: Snapshot, height: int | None = None, said: Sequence[str] = (), talks: bool = False
+    snapshot: RunStatus, height: int | None = None, said: Sequence[str] = (), talks: bool = False
 ) -> RenderableType:
     """The whole picture, in at most `height` lines: progress, workers, reward curve and figures, what is waited for.
 
@@ -75,7 +75,7 @@ def render(
 
 
 class _Picture:
-    def __init__(self, snapshot: Snapshot, height: int | None, said: Sequence[str], talks: bool) -> None:
+    def __init__(self, snapshot: RunStatus, height: int | None, said: Sequence[str], talks: bool) -> None:
         self._snapshot, self._height, self._said, self._talks = snapshot, height, said, talks
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -97,7 +97,7 @@ def _height(console: Console, options: ConsoleOptions, parts: list[RenderableTyp
 
 
 def _parts(
-    snapshot: Snapshot, width: int, body: int | None, said: Sequence[str], talk_lines: int = 0
+    snapshot: RunStatus, width: int, body: int | None, said: Sequence[str], talk_lines: int = 0
 ) -> tuple[list[RenderableType], bool]:
     """What is inside the frame, from the top, and whether a conversation is among it. Lines are given out by importance:
     what is waited for, workers in trouble, the messages, the figures, the other workers, a conversation. `talk_lines` are
@@ -127,7 +127,7 @@ def _parts(
         middle = Table.grid(expand=True, padding=(0, 2))
         middle.add_column(ratio=1)
         middle.add_column(width=terminal_panels.FIGURES_WIDTH)
-        curve = terminal_panels.Curve(snapshot, min(lines, terminal_panels.CHART_HEIGHT + 2))
+        curve = terminal_panels.RewardCurve(snapshot, min(lines, terminal_panels.CHART_HEIGHT + 2))
         middle.add_row(curve, terminal_panels.figures_table(snapshot, lines))
     else:
         middle = terminal_panels.figures_in_a_row(
@@ -179,7 +179,7 @@ def _lines(text: Text) -> int:
     return text.plain.count("\n") + 1 if text else 0
 
 
-def plain(snapshot: Snapshot) -> str:
+def plain(snapshot: RunStatus) -> str:
     """The newest training step as one line."""
     parts = [f"step {snapshot.step}/{snapshot.steps}"]
     if cut := terminal_panels.at_token_limit(snapshot):
@@ -216,7 +216,7 @@ def plain(snapshot: Snapshot) -> str:
     return "  ".join(parts)
 
 
-def _each_new(snapshot: Snapshot, after: int) -> list[str]:
+def _each_new(snapshot: RunStatus, after: int) -> list[str]:
     """A line for each step that came since so many steps. Only the newest has what is known of the run as it is now."""
     old = [place for place, line in enumerate(snapshot.metrics[:-1], 1) if after >= 0 and int(line["step"]) >= after]
     status = msgspec.structs.replace(snapshot.status, lr_factor=1.0)
@@ -239,7 +239,7 @@ def _word(label: str) -> str:
     return brief(label).replace(" ", "_")  # guard: labels-make-no-lines
 
 
-def plain_wait(snapshot: Snapshot, said: str = "") -> str:
+def plain_wait(snapshot: RunStatus, said: str = "") -> str:
     """The line about a long wait, or "" if there is none. What the host may do is left out if the text `said` has
     it."""
     status = snapshot.status
@@ -252,7 +252,7 @@ def plain_wait(snapshot: Snapshot, said: str = "") -> str:
     return f"waiting {status.waiting_s:.0f} s for {waits}  in_flight={status.in_flight}"
 
 
-def plain_pause(snapshot: Snapshot) -> str:
+def plain_pause(snapshot: RunStatus) -> str:
     """That the run is paused, for how long and why, and what its host may do, whole; else the line about a long wait."""
     status = snapshot.status
     if status.phase != "paused":
@@ -260,10 +260,10 @@ def plain_pause(snapshot: Snapshot) -> str:
     return f"paused for {duration(status.waiting_s)}, and waits for {brief(status.waiting_for, 2000)}"
 
 
-class View(Protocol):
+class RunView(Protocol):
     """Where a launcher reports its run: a terminal or a program."""
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: RunStatus) -> None:
         """The run as it is now; called about once a second."""
         ...
 
@@ -330,7 +330,7 @@ class LiveView:
         """Columns and lines of the terminal now."""
         return self._console.width, self._console.height
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: RunStatus) -> None:
         """Draw, or print what is new."""
         if self._live is not None:
             talks = int(time.monotonic() / TURN_S) % 2 == 1

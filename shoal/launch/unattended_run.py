@@ -15,9 +15,9 @@ from shoal.errors import StateError
 from shoal.launch.admin import administer
 from shoal.launch.flat_groups import why_paused
 from shoal.launch.role_process import counted_signals
-from shoal.launch.run_status import CoordinatorWatch, Snapshot
+from shoal.launch.run_status import CoordinatorWatch, RunStatus
 from shoal.launch.supervisor import open_crew
-from shoal.launch.terminal_view import LiveView, View
+from shoal.launch.terminal_view import LiveView, RunView
 from shoal.ledger.fault_rate import FAULTS, fault_remedy
 from shoal.ledger.hints import IN_A_NEW_RUN
 from shoal.ledger.run import NO_SIGNAL
@@ -43,7 +43,7 @@ def launch_unattended(run_dir: Path, lock_fd: int) -> int:
 class UnattendedView:
     """Another view, which also ends the run."""
 
-    def __init__(self, view: View, folder: RunFolder, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, view: RunView, folder: RunFolder, clock: Callable[[], float] = time.monotonic) -> None:
         self._view, self._folder, self._clock = view, folder, clock
         self._resumed_at = -1
         """Accepted groups when a pause of its own was last ended; a status of before may come later."""
@@ -60,7 +60,7 @@ class UnattendedView:
         administer("resume", str(self._folder.root), "", None)
         return "The run had paused itself. It was started again, so it goes on."
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: RunStatus) -> None:
         self._view.show(snapshot)
         cause = self._cause(snapshot.status, snapshot.metrics)
         if not cause:

@@ -16,7 +16,7 @@ import msgspec
 from shoal.alarms import Alarm
 from shoal.config.alarm_limits import said_of
 from shoal.errors import NothingYet, PeerError
-from shoal.launch.run_status import NO_STATUS, PAGING_SHARE, Snapshot
+from shoal.launch.run_status import NO_STATUS, PAGING_SHARE, RunStatus
 from shoal.launch.terminal_panels import FIGURES
 from shoal.metrics import declared
 from shoal.net.client import Client, PeerRefused
@@ -72,7 +72,7 @@ class RemoteRun:
         self.answered_at: float | None = None
         """When it last told its status; None if never."""
 
-    async def look(self) -> Snapshot:
+    async def look(self) -> RunStatus:
         """The run now, as far as the host answers; what it said before stays. Raises `PeerError` if it never answered."""
         try:
             self._status = cleaned_status(await self._client.get_json("/v1/status", Status, deadline_s=ANSWER_S))
@@ -85,7 +85,7 @@ class RemoteRun:
             ended = self._status.phase == "ended"
             self.trouble = ENDED if ended else str(error)
         status = self._status
-        return Snapshot(
+        return RunStatus(
             name=status.name, out=self._client.base_url, steps=status.steps, status=status, url=self._client.base_url,
             elapsed_s=self._elapsed_s(), times_steps=True, metrics=tuple(self._lines), nodes=self._nodes,
             notice=self.trouble,

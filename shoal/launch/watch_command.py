@@ -25,7 +25,7 @@ from shoal.launch.conversation import NewestSample, Samples
 from shoal.launch.evaluations import results_in
 from shoal.launch.keyboard import Keyboard, keyboard
 from shoal.launch.role_process import suspended_process
-from shoal.launch.run_status import CoordinatorWatch, MetricsWatch, Snapshot, own_keys
+from shoal.launch.run_status import CoordinatorWatch, MetricsWatch, RunStatus, own_keys
 from shoal.launch.summary import USAGE, wall_s_before
 from shoal.launch.terminal_view import LiveView, draws_on, plain, plain_pause, print_lines, render
 from shoal.launch.url_status import RemoteRun, cleaned_metrics
@@ -56,10 +56,10 @@ OVER = ("ended", "not hosted")
 """Phases in which nothing goes on."""
 
 
-class Watched(Protocol):
+class RunSource(Protocol):
     """A run that can be looked at."""
 
-    async def look(self) -> Snapshot:
+    async def look(self) -> RunStatus:
         """The run now. Raises `ShoalError` if nothing was ever seen of it."""
         ...
 
@@ -77,7 +77,7 @@ class FolderWatch:
         self._log: _Log | None = None
         """Of a run that nobody hosts."""
 
-    async def look(self) -> Snapshot:
+    async def look(self) -> RunStatus:
         """See `Watched`."""
         return await asyncio.to_thread(self._look)
 
@@ -99,7 +99,7 @@ class FolderWatch:
                 self._coordinator = CoordinatorWatch(self._folder.address, config.host.bind, is_reader=True)
             self._config = config
 
-    def _look(self) -> Snapshot:
+    def _look(self) -> RunStatus:
         self._read_config()
         config, folder, status, nodes = (
             self._config,
@@ -124,7 +124,7 @@ class FolderWatch:
             status = msgspec.structs.replace(status, phase=phase, waiting_for="", in_flight=0)
         names = {f"cheater-{i}" for i in range(config.workers.cheating)}
         cheaters = own_keys(folder, names).values() or {node.key for node in nodes if node.name in names}
-        return Snapshot(
+        return RunStatus(
             name=config.name, out=str(folder.root), steps=config.steps, status=status, url=self._coordinator.url(),
             elapsed_s=wall_s_before(folder.root / USAGE), metrics=self._metrics.read(),
             nodes=nodes, cheaters=frozenset(cheaters),
@@ -204,7 +204,7 @@ def _cleaned(path: Path) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.asynccontextmanager
-async def opened(source: str) -> AsyncIterator[Watched]:
+async def opened(source: str) -> AsyncIterator[RunSource]:
     """The run at a URL or in a folder. Raises `ShoalError`."""
     if is_url(source):
         async with Client(source, on_wait=lambda line: None) as client:
@@ -238,7 +238,7 @@ def watch(source: str, console: Console, once: bool = False) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-async def _look_once(source: str) -> tuple[Snapshot, int]:
+async def _look_once(source: str) -> tuple[RunStatus, int]:
     async with opened(source) as run:
         snapshot = await run.look()
         if not isinstance(run, FolderWatch) or not run.is_reading:
@@ -250,7 +250,7 @@ async def _look_once(source: str) -> tuple[Snapshot, int]:
         return await run.look(), _code(run)
 
 
-def _code(run: Watched) -> int:
+def _code(run: RunSource) -> int:
     return run.exit_code if isinstance(run, FolderWatch) else EXIT_DONE
 
 
@@ -266,7 +266,7 @@ async def _watch(source: str, console: Console) -> int:
         return _code(run)
 
 
-async def follow(run: Watched, first: Snapshot, view: LiveView, keys: Keyboard, piped: bool) -> None:
+async def follow(run: RunSource, first: RunStatus, view: LiveView, keys: Keyboard, piped: bool) -> None:
     """Show one snapshot after another until `q`; piped, until the run ends or nobody hosts it."""
     snapshot, looked = first, time.monotonic()
     size = view.size
@@ -284,5 +284,5 @@ async def follow(run: Watched, first: Snapshot, view: LiveView, keys: Keyboard, 
         view.show(_with_hint(snapshot))
 
 
-def _with_hint(snapshot: Snapshot) -> Snapshot:
+def _with_hint(snapshot: RunStatus) -> RunStatus:
     return replace(snapshot, hint="q leaves" if snapshot.status.phase in OVER else "q leaves; the run goes on")

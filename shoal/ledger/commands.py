@@ -37,7 +37,7 @@ class ReturnLeases:
 
 
 @dataclass(frozen=True)
-class Enter:
+class JoinRun:
     """A node joins."""
 
     key: str
@@ -48,7 +48,7 @@ class Enter:
 
 
 @dataclass(frozen=True)
-class Leave:
+class LeaveRun:
     """A node leaves."""
 
     key: str
@@ -122,7 +122,7 @@ class Submit:
 
 
 @dataclass(frozen=True)
-class Judge:
+class SubmitVerdict:
     """A validator's verdict, with what the coordinator adds."""
 
     key: str

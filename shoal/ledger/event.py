@@ -16,7 +16,7 @@ Body = Message
 """What an event says. Each file in `facts/` defines some."""
 
 
-class Stored(msgspec.Struct, frozen=True):
+class RawEvent(msgspec.Struct, frozen=True):
     """One event as stored, its body still raw."""
 
     seq: int
@@ -46,10 +46,10 @@ def encode(seq: int, time: float, kind: str, body: Body, prev: str) -> bytes:
     return to_json(Event(seq, time, kind, msgspec.Raw(to_json(body)), prev))
 
 
-def read_stored(data: bytes) -> Stored:
+def read_stored(data: bytes) -> RawEvent:
     """Decode stored bytes. Raises `WireError` if they are not an event."""
     event = from_json(data, Event)
-    return Stored(event.seq, event.time, event.kind, event.body, event.prev, data, event_hash(data))
+    return RawEvent(event.seq, event.time, event.kind, event.body, event.prev, data, event_hash(data))
 
 
 def event_hash(data: bytes) -> str:

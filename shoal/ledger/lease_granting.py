@@ -21,7 +21,7 @@ from shoal.ledger.batch_selection import (
     supply,
 )
 from shoal.ledger.batches import SlotVoid
-from shoal.ledger.commands import Admin, AskLease, Leave, ReturnLeases, Tick
+from shoal.ledger.commands import Admin, AskLease, LeaveRun, ReturnLeases, Tick
 from shoal.ledger.errors import Refused, Wait
 from shoal.ledger.event import Body
 from shoal.ledger.fault_rate import FAULTS, TOOK_TOO_LONG
@@ -45,8 +45,8 @@ from shoal.ledger.members import (
 )
 from shoal.ledger.pay import lapse_costs
 from shoal.ledger.per_event_cache import once_per_event
-from shoal.ledger.records import LeaseRecord, Member, StreamRecord
-from shoal.ledger.replay_context import Cause, Here, Table, Told
+from shoal.ledger.records import LeaseRecord, NodeRecord, StreamRecord
+from shoal.ledger.replay_context import LogPosition, PayContext, Table, Trigger
 from shoal.ledger.run import NO_SIGNAL, RulesChanged
 from shoal.ledger.state import State
 from shoal.protocol.branching import is_continued
@@ -134,7 +134,7 @@ def _pause_on_stops(state: State, lease: LeaseRecord, command: ReturnLeases) -> 
     return [RulesChanged(phase="paused", cause=cause)]
 
 
-def decide_leave(command: Leave, state: State) -> list[Body]:
+def decide_leave(command: LeaveRun, state: State) -> list[Body]:
     """A node that leaves gives back what it holds, at the same costs."""
     member = state.members.get(command.key)
     if member is None:
@@ -148,7 +148,7 @@ def decide_leave(command: Leave, state: State) -> list[Body]:
     return [*returned, *lapse_costs(state, back), NodeLeft(member.key, created)]
 
 
-def lapse_late(state: State, now: float, host_hung: Sequence[str] = ()) -> list[Body]:
+def expire_leases(state: State, now: float, host_hung: Sequence[str] = ()) -> list[Body]:
     """Leases past their deadlines, and what that costs. Of the time of the `host_hung` ones, the host's stage has taken
     half or more: they cost nothing, within the margin of stale ones, because a worker could make an environment hang."""
     reached = (state.leases[name] for name in state.due_by(now, "lease", state.open_leases))
@@ -162,7 +162,7 @@ def lapse_late(state: State, now: float, host_hung: Sequence[str] = ()) -> list[
     return [*lapsed, *lapse_costs(state, paying)]  # guard: lapses-cost
 
 
-def close_stale(state: State) -> list[Body]:
+def close_stale_leases(state: State) -> list[Body]:
     """Closes open leases from which nothing can be learned any more, so that no worker is given one again.
 
     It costs nothing up to the run's own share of such leases plus a margin, because versions come while a worker sleeps or
@@ -224,7 +224,7 @@ def void_free(state: State, stream: StreamRecord) -> list[Body]:
     return []
 
 
-def void_unbegun(state: State, stream: StreamRecord) -> list[Body]:
+def void_unleased_branches(state: State, stream: StreamRecord) -> list[Body]:
     """Voids the continuations that nobody makes in a run that drains, so that their parents can still fill a batch.
 
     Not at `max_staleness = 0`: a run that is drained and resumed must then end as one that was not. Its drain ends without
@@ -297,13 +297,13 @@ def without_signal(state: State, stream: StreamRecord) -> str:
     return f"the last {stream.flat} groups have no signal: {'; '.join(why)}"
 
 
-def _others(state: State, member: Member) -> list[Member]:
+def _others(state: State, member: NodeRecord) -> list[NodeRecord]:
     """Workers besides this one that may get leases."""
     return [other for other in _workers(state) if other.key != member.key]
 
 
 @once_per_event
-def _workers(state: State) -> list[Member]:
+def _workers(state: State) -> list[NodeRecord]:
     """Workers that may get leases."""
     # guard: left-is-no-other
     workers = (other for other in state.members.values() if other.role == "worker" and not other.left)
@@ -316,7 +316,7 @@ def _num_good_workers(state: State) -> int:
     return sum(other.standing == "good" for other in _workers(state))
 
 
-def _wait_after_lapses(state: State, member: Member, others: Sequence[Member], now: float) -> None:
+def _wait_after_lapses(state: State, member: NodeRecord, others: Sequence[NodeRecord], now: float) -> None:
     """A worker that submits nothing between its lapses waits for the next lease, twice as long each time; the only worker
     never long, because nobody else could go on, nor one that goes on alone with a block that was stopped."""
     wait_s = state.law.lapse_wait_s(member.dropped, state.rules.lease_s)
@@ -334,7 +334,7 @@ def _wait_after_lapses(state: State, member: Member, others: Sequence[Member], n
         )
 
 
-def _was_stopped_everywhere(state: State, member: Member, others: Sequence[Member]) -> bool:
+def _was_stopped_everywhere(state: State, member: NodeRecord, others: Sequence[NodeRecord]) -> bool:
     """Whether a block is done with that an environment stopped on all workers, and this one dropped nothing since."""
     everyone = {member.key, *(other.key for other in others)}
     fresh = (record for number, record in state.main.versions.items() if is_fresh(state, state.main, number))
@@ -346,7 +346,7 @@ def _was_stopped_everywhere(state: State, member: Member, others: Sequence[Membe
     )
 
 
-def _new_blocks(state: State, stream: StreamRecord, member: Member, asked: AskLease, room: int) -> list[int]:
+def _new_blocks(state: State, stream: StreamRecord, member: NodeRecord, asked: AskLease, room: int) -> list[int]:
     """Blocks of the newest version that nobody was leased, as many as the worker's speed allows."""
     most = _most_blocks(state, member, asked, room // state.rules.block_groups)
     first = sum(not is_continued(block) for block in stream.versions[stream.version].blocks)
@@ -355,14 +355,14 @@ def _new_blocks(state: State, stream: StreamRecord, member: Member, asked: AskLe
     return list(range(first, first + most))
 
 
-def _shared(state: State, member: Member, asked: AskLease, again: list[tuple[int, int]]) -> list[int]:
+def _shared(state: State, member: NodeRecord, asked: AskLease, again: list[tuple[int, int]]) -> list[int]:
     """One worker's part of blocks of one version that were leased before, or of continuations: all of one kind."""
     version, kind = again[0][0], is_continued(again[0][1])
     blocks = [block for v, block in again if (v, is_continued(block)) == (version, kind)]  # guard: one-kind-a-lease
     return blocks[: _most_blocks(state, member, asked, len(blocks), kind)]
 
 
-def _most_blocks(state: State, member: Member, asked: AskLease, room: int, continued: bool = False) -> int:
+def _most_blocks(state: State, member: NodeRecord, asked: AskLease, room: int, continued: bool = False) -> int:
     """The most blocks that a worker is leased, if there is room for so many in all."""
     # guard: newcomer-gets-one-block
     most = 1 if member.standing == "new" else blocks_for_speed(state, member, asked.tokens_per_s, continued)
@@ -373,7 +373,7 @@ def _most_blocks(state: State, member: Member, asked: AskLease, room: int, conti
 
 
 def _granted(
-    state: State, stream: StreamRecord, member: Member, asked: AskLease, version: int, blocks: Sequence[int]
+    state: State, stream: StreamRecord, member: NodeRecord, asked: AskLease, version: int, blocks: Sequence[int]
 ) -> LeaseGranted:
     soft, deadline = lease_times(state, member, blocks, asked.now)
     return LeaseGranted(str(len(state.leases)), member.key, version, tuple(blocks), deadline, stream.name, soft)
@@ -394,7 +394,7 @@ def _free_groups(state: State, stream: StreamRecord) -> int:
     return new * state.rules.block_groups
 
 
-def _wait_for_strangers(state: State, stream: StreamRecord, member: Member, others: Sequence[Member]) -> None:
+def _wait_for_strangers(state: State, stream: StreamRecord, member: NodeRecord, others: Sequence[NodeRecord]) -> None:
     """Workers without accepted work hold a bounded share of the blocks in flight while there are others with some."""
     if member.accepted or not any(other.accepted for other in others):
         return
@@ -407,48 +407,48 @@ def _wait_for_strangers(state: State, stream: StreamRecord, member: Member, othe
         )
 
 
-def cause_of_lease_granted(body: LeaseGranted, here: Here) -> Cause:
+def cause_of_lease_granted(body: LeaseGranted, here: LogPosition) -> Trigger:
     holding = tuple(lease.id for lease in here.state.open_leases_of(body.worker))
     # A slower worker gets fewer of the same blocks.
-    return Cause(AskLease(body.worker, holding, FASTEST_TOKENS_PER_S, here.now, len(body.blocks)))
+    return Trigger(AskLease(body.worker, holding, FASTEST_TOKENS_PER_S, here.now, len(body.blocks)))
 
 
-def cause_of_lease_lapsed(body: LeaseLapsed, here: Here) -> Cause | None:
+def cause_of_lease_lapsed(body: LeaseLapsed, here: LogPosition) -> Trigger | None:
     worker = here.state.leases[body.lease].worker
     if body.cause in ("deadline", *_HOST_HUNG):
-        return Cause(Tick(here.now, host_hung=_host_hung(here)))
+        return Trigger(Tick(here.now, host_hung=_host_hung(here)))
     if body.cause == "kicked":
-        return Cause(Admin("kick", worker, here.now, change_by_host(here).created))
+        return Trigger(Admin("kick", worker, here.now, change_by_host(here).created))
     if body.cause == BY_HOST:
         return cause_of_quarantine_by_host(worker, here)
     if body.cause == "stopped":
         block = -1 if body.block is UNSET else body.block
-        return Cause(ReturnLeases(worker, _returned(here, body), here.now, block, body.tasks or ""))
+        return Trigger(ReturnLeases(worker, _returned(here, body), here.now, block, body.tasks or ""))
     if body.cause != "returned":
         return None
-    return _cause_of_leaving(worker, here) or Cause(ReturnLeases(worker, _returned(here, body), here.now))
+    return _cause_of_leaving(worker, here) or Trigger(ReturnLeases(worker, _returned(here, body), here.now))
 
 
-def _cause_of_leaving(worker: str, here: Here) -> Cause | None:
+def _cause_of_leaving(worker: str, here: LogPosition) -> Trigger | None:
     """That the worker left, if the events from here to its leaving are what the rules then give."""
     most = MAX_OPEN_LEASES * 2 + 1  # each lease lapses and may cost pay
     coming = [entry.body for entry in here.entries[here.place : here.place + most]]
     left = next((body for body in coming if isinstance(body, NodeLeft) and body.key == worker), None)
     if left is None:
         return None
-    command = Leave(worker, here.now, left.created)
+    command = LeaveRun(worker, here.now, left.created)
     events = decide_leave(command, here.state)
-    return Cause(command) if coming[: len(events)] == events else None
+    return Trigger(command) if coming[: len(events)] == events else None
 
 
-def _host_hung(here: Here) -> tuple[str, ...]:
+def _host_hung(here: LogPosition) -> tuple[str, ...]:
     """Leases of which one tick's events say that the host's stage took their time. Nobody else can know."""
     lapsed = (here.entries[place].body for place in range(here.place, len(here.entries)))
     together = takewhile(lambda body: isinstance(body, LeaseLapsed) and body.cause in ("deadline", *_HOST_HUNG), lapsed)
     return tuple(body.lease for body in together if isinstance(body, LeaseLapsed) and body.cause in _HOST_HUNG)
 
 
-def _returned(here: Here, first: LeaseLapsed) -> tuple[str, ...]:
+def _returned(here: LogPosition, first: LeaseLapsed) -> tuple[str, ...]:
     """Leases that a worker gave back in one request, which names at most one block that was stopped."""
     worker, leases = here.state.leases[first.lease].worker, []
     for entry in here.entries[here.place : here.place + MAX_OPEN_LEASES]:
@@ -460,7 +460,7 @@ def _returned(here: Here, first: LeaseLapsed) -> tuple[str, ...]:
     return tuple(leases)
 
 
-def lines_of_lease_lapsed(body: LeaseLapsed, told: Told) -> Iterator[CreditLine]:
+def lines_of_lease_lapsed(body: LeaseLapsed, told: PayContext) -> Iterator[CreditLine]:
     lease = told.state.leases[body.lease]
     if lease.worker == told.node:
         blocks = ", ".join(map(str, lease.blocks))
@@ -480,6 +480,6 @@ _LEASE_ENDS = {
 }
 
 
-COMMANDS: Table = {AskLease: decide_ask_lease, ReturnLeases: decide_return_leases, Leave: decide_leave}
+COMMANDS: Table = {AskLease: decide_ask_lease, ReturnLeases: decide_return_leases, LeaveRun: decide_leave}
 CAUSES: Table = {LeaseGranted: cause_of_lease_granted, LeaseLapsed: cause_of_lease_lapsed}
 LINES: Table = {LeaseLapsed: lines_of_lease_lapsed}

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from shoal.ledger.batch_selection import blocks_in_the_way, is_fresh
 from shoal.ledger.per_event_cache import once_per_event
-from shoal.ledger.records import BlockRecord, LeaseRecord, Member, StreamRecord
+from shoal.ledger.records import BlockRecord, LeaseRecord, NodeRecord, StreamRecord
 from shoal.ledger.state import State
 from shoal.protocol.algorithm_config import vine_of
 from shoal.protocol.branching import FIRST_BLOCK, is_continued, work_of_block
@@ -34,7 +34,7 @@ def usual_pace_s(state: State) -> float:
     return 0.0
 
 
-def is_slow(state: State, member: Member) -> bool:
+def is_slow(state: State, member: NodeRecord) -> bool:
     """Whether a worker takes clearly longer than is usual. Others could make what it holds."""
     return member.pace_s > state.law.soft_times * usual_pace_s(state)
 
@@ -51,7 +51,7 @@ def work_of(state: State, blocks: Iterable[int]) -> float:
     return float_sum(work_of_block(vine) if vine and is_continued(block) else 1.0 for block in blocks)
 
 
-def blocks_for_speed(state: State, member: Member, tokens_per_s: float, continued: bool = False) -> int:
+def blocks_for_speed(state: State, member: NodeRecord, tokens_per_s: float, continued: bool = False) -> int:
     """Blocks, of continuations or others, that a worker should be able to make in `Law.lease_target_s`. `tokens_per_s` is
     what it claims."""
     if not state.accepted_groups:
@@ -65,7 +65,7 @@ def blocks_for_speed(state: State, member: Member, tokens_per_s: float, continue
     return int(max(1.0, min(MAX_LEASE_BLOCKS, in_time)))  # guard: claimed-speed
 
 
-def lease_times(state: State, member: Member, blocks: Sequence[int], now: float) -> tuple[float, float]:
+def lease_times(state: State, member: NodeRecord, blocks: Sequence[int], now: float) -> tuple[float, float]:
     """Soft time and deadline of a lease. A worker that was slow before gets more time. For a newcomer, the usual time in
     the run counts."""
     law, longest_s = state.law, state.rules.lease_s * work_of(state, blocks)
@@ -98,7 +98,7 @@ def reliable(state: State) -> frozenset[str]:
 
 
 def blocks_to_reassign(
-    state: State, stream: StreamRecord, member: Member, others: Sequence[Member], now: float, room: int
+    state: State, stream: StreamRecord, member: NodeRecord, others: Sequence[NodeRecord], now: float, room: int
 ) -> list[tuple[int, int]]:
     """(version, block) of the blocks that this worker may be given now: all of one version, the oldest that has some.
 
@@ -162,7 +162,7 @@ def _in_the_way(state: State, stream: StreamRecord, now: float) -> Iterator[tupl
             yield version, number
 
 
-def may_retry_stopped(member: Member, others: Sequence[Member], block: BlockRecord) -> bool:
+def may_retry_stopped(member: NodeRecord, others: Sequence[NodeRecord], block: BlockRecord) -> bool:
     """Whether a block that was stopped waits for none of the others: an environment stopped it on each of them since it did
     on this worker, whose leases of it all ended so. One that let it lapse otherwise may hold it without playing it."""
     stops = block.stopped.workers if block.stopped else []
@@ -172,7 +172,7 @@ def may_retry_stopped(member: Member, others: Sequence[Member], block: BlockReco
     return bool(stops) and {other.key for other in others} <= {*stops[len(stops) - since :]}  # guard: stopped-in-turn
 
 
-def _may_make(state: State, block: BlockRecord, member: Member, others: Sequence[Member], now: float) -> bool:
+def _may_make(state: State, block: BlockRecord, member: NodeRecord, others: Sequence[NodeRecord], now: float) -> bool:
     """Whether this worker may be given the block. Nobody gets a block twice, and workers with a good record come first. A
     free block waits for them for `lease_s`, and no longer, because they may be gone."""
     if block.status == "free":

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-from shoal.ledger.commands import Admin, Enter, Leave, Tick
+from shoal.ledger.commands import Admin, JoinRun, LeaveRun, Tick
 from shoal.ledger.errors import Refused
 from shoal.ledger.event import Body, Entry
 from shoal.ledger.leases import LeaseLapsed
-from shoal.ledger.records import Member, SubmissionRecord
-from shoal.ledger.replay_context import Cause, Here, Table, Told
+from shoal.ledger.records import NodeRecord, SubmissionRecord
+from shoal.ledger.replay_context import LogPosition, PayContext, Table, Trigger
 from shoal.ledger.run import RulesChanged
 from shoal.ledger.state import State
 from shoal.protocol.constants import MAX_OPEN_LEASES
@@ -67,7 +67,7 @@ def apply_node_joined(body: NodeJoined, state: State, entry: Entry) -> None:
         member.role, member.name, member.implementation, member.dtype, member.device = facts
         member.rejoins_until = max(member.rejoins_until, entry.time) + state.law.rejoin_s
     else:
-        member = state.members[body.key] = Member(body.key, *facts)
+        member = state.members[body.key] = NodeRecord(body.key, *facts)
         member.turns.joined = entry.time
     member.signed, member.left = body.created or member.signed, False
 
@@ -118,7 +118,7 @@ ASKED_BY_HOST = "the host asked for it"
 """Why a worker is quarantined whose host asked for it."""
 
 
-def decide_enter(command: Enter, state: State) -> list[Body]:
+def decide_enter(command: JoinRun, state: State) -> list[Body]:
     join, member = command.join, state.members.get(command.key)
     if join.role == "validator" and command.key not in state.validators:  # guard: admitted-validators
         raise Refused("not_admitted", f"validator {command.key[:12]} is not admitted: ask the host to run "
@@ -155,7 +155,7 @@ def refuse_replayed(created: int, latest: int, *, changes: bool) -> None:
                       f"{latest}: only a later one is taken, so sign it again in a second")  # fmt: skip
 
 
-def _refuse_frequent(member: Member, state: State, now: float) -> None:
+def _refuse_frequent(member: NodeRecord, state: State, now: float) -> None:
     """A key joins again and again with other facts: each join is an event, so the log would grow without end."""
     law = state.law
     wait_s = member.rejoins_until - now - (law.rejoins - 1) * law.rejoin_s
@@ -166,7 +166,7 @@ def _refuse_frequent(member: Member, state: State, now: float) -> None:
                       "unchanged")  # fmt: skip
 
 
-def member_as(state: State, key: str, role: str) -> Member:
+def member_as(state: State, key: str, role: str) -> NodeRecord:
     """A member that may act in a role. Raises `Refused`."""
     member = state.members.get(key)
     if member is None or member.role != role:
@@ -191,7 +191,7 @@ def quarantine(state: State, worker: str, submission: SubmissionRecord, cause: s
     yield NodeQuarantined(worker, until, cause, submission.digest)
 
 
-def quarantine_by_host(state: State, member: Member, now: float) -> Iterator[Body]:
+def quarantine_by_host(state: State, member: NodeRecord, now: float) -> Iterator[Body]:
     """The same by the host's request, for the longest time that the law knows, so that a person can look. Nothing for a
     node that gets no leases for half of that anyway."""
     until = now + state.law.max_quarantine_s
@@ -213,43 +213,43 @@ def restore_served(state: State, now: float) -> list[Body]:
     return [NodeRestored(member.key) for member in served if member.standing == "quarantined"]
 
 
-def change_by_host(here: Here) -> RulesChanged:
+def change_by_host(here: LogPosition) -> RulesChanged:
     """The change with which the events of a request end that took a node's leases; an empty one if there is none."""
     changes = (entry.body for entry in here.entries[here.place : here.place + MAX_OPEN_LEASES + 2])
     return next((body for body in changes if isinstance(body, RulesChanged)), RulesChanged())
 
 
-def cause_of_quarantine_by_host(worker: str, here: Here) -> Cause | None:
+def cause_of_quarantine_by_host(worker: str, here: LogPosition) -> Trigger | None:
     """The host's request that quarantined a worker; None if the events here are not of one."""
     change = change_by_host(here)
     if change.quarantined != worker:  # guard: quarantine-has-a-cause
         return None
-    return Cause(Admin("quarantine", worker, here.now, change.created, evidence=change.evidence))
+    return Trigger(Admin("quarantine", worker, here.now, change.created, evidence=change.evidence))
 
 
-def cause_of_node_quarantined(body: NodeQuarantined, here: Here) -> Cause | None:
+def cause_of_node_quarantined(body: NodeQuarantined, here: LogPosition) -> Trigger | None:
     return cause_of_quarantine_by_host(body.node, here)  # if no decision led to it
 
 
-def cause_of_node_joined(body: NodeJoined, here: Here) -> Cause:
+def cause_of_node_joined(body: NodeJoined, here: LogPosition) -> Trigger:
     join = Join(body.role, body.name, 0.0, body.implementation, body.dtype, body.device)  # type: ignore[arg-type]
-    return Cause(Enter(body.key, join, here.now, body.created))
+    return Trigger(JoinRun(body.key, join, here.now, body.created))
 
 
-def cause_of_node_left(body: NodeLeft, here: Here) -> Cause:
-    return Cause(Leave(body.key, here.now, body.created))
+def cause_of_node_left(body: NodeLeft, here: LogPosition) -> Trigger:
+    return Trigger(LeaveRun(body.key, here.now, body.created))
 
 
-def cause_of_node_restored(body: NodeRestored, here: Here) -> Cause:
-    return Cause(Tick(here.now))  # if no decision led to it, its time had come
+def cause_of_node_restored(body: NodeRestored, here: LogPosition) -> Trigger:
+    return Trigger(Tick(here.now))  # if no decision led to it, its time had come
 
 
-def lines_of_node_quarantined(body: NodeQuarantined, told: Told) -> Iterator[CreditLine]:
+def lines_of_node_quarantined(body: NodeQuarantined, told: PayContext) -> Iterator[CreditLine]:
     if body.node == told.node:
         yield told.line(f"no leases for {body.until - told.entry.time:.0f} s: {body.cause}")
 
 
-COMMANDS: Table = {Enter: decide_enter}
+COMMANDS: Table = {JoinRun: decide_enter}
 CAUSES: Table = {
     NodeJoined: cause_of_node_joined, NodeLeft: cause_of_node_left, NodeRestored: cause_of_node_restored,
     NodeQuarantined: cause_of_node_quarantined,

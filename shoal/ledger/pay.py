@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from shoal.ledger.event import Body, Entry
-from shoal.ledger.records import LeaseRecord, Member
-from shoal.ledger.replay_context import Table, Told
+from shoal.ledger.records import LeaseRecord, NodeRecord
+from shoal.ledger.replay_context import PayContext, Table
 from shoal.ledger.state import State
 from shoal.protocol.audit_selection import pay_of
 from shoal.protocol.constants import MAIN_STREAM
@@ -56,7 +56,7 @@ class Slash(Message, frozen=True):
     tokens: int
 
 
-def staked(state: State, tokens: int) -> list[int]:
+def stake_entries(state: State, tokens: int) -> list[int]:
     """What pay adds to the pay that a refusal or a lapse takes. Continuations that were not due bring nothing, so they take
     the place of none."""
     return [tokens] if tokens else []  # guard: no-pay-is-no-stake
@@ -65,7 +65,7 @@ def staked(state: State, tokens: int) -> list[int]:
 def apply_credit(body: Credit, state: State, entry: Entry) -> None:
     member = state.members[body.node]
     member.credits += body.tokens
-    member.stake += staked(state, body.tokens)
+    member.stake += stake_entries(state, body.tokens)
     state.issued += body.tokens
 
 
@@ -84,17 +84,17 @@ def apply_forfeited(body: Forfeited, state: State, entry: Entry) -> None:
         size = len(state.leases[body.lease].blocks) * state.rules.block_groups
         member.owes = max(member.owes, size - body.groups)  # guard: lapse-is-owed
     del member.stake[len(member.stake) - body.groups :]
-    burn(state, member, body.tokens)
+    remove_credits(state, member, body.tokens)
 
 
 def apply_slash(body: Slash, state: State, entry: Entry) -> None:
     member = state.members[body.node]
     member.stake.clear()
     member.valid_blocks = 0  # guard: slash-ends-trust
-    burn(state, member, body.tokens)
+    remove_credits(state, member, body.tokens)
 
 
-def burn(state: State, member: Member, tokens: int) -> None:
+def remove_credits(state: State, member: NodeRecord, tokens: int) -> None:
     """Take credits out of circulation."""
     member.credits -= tokens
     state.burned += tokens
@@ -111,7 +111,7 @@ EVENTS = {
 # --- What is paid for a group, when pay vests, and what a refusal or a lapse costs ---
 
 
-def vest(state: State, member: Member, stake: Sequence[int]) -> Iterator[Body]:
+def vest(state: State, member: NodeRecord, stake: Sequence[int]) -> Iterator[Body]:
     """Pay older than the vesting window is the worker's for good. `stake` includes what is paid in the same moment."""
     # guard: no-vesting-during-recheck
     if any(state.lease_of(state.submissions[name]).worker == member.key for name in state.rechecks):
@@ -121,7 +121,7 @@ def vest(state: State, member: Member, stake: Sequence[int]) -> Iterator[Body]:
         yield Vested(member.key, due, sum(stake[:due]))
 
 
-def vest_rest(state: State) -> list[Body]:
+def vest_all(state: State) -> list[Body]:
     """Once a run has ended and nothing is open, all pay vests."""
     if state.pending or state.rechecks:
         return []
@@ -129,7 +129,7 @@ def vest_rest(state: State) -> list[Body]:
 
 
 def refusal_costs(
-    state: State, member: Member, lease: LeaseRecord, stake: Sequence[int], blocks: int
+    state: State, member: NodeRecord, lease: LeaseRecord, stake: Sequence[int], blocks: int
 ) -> Iterator[Body]:
     """Each refused block of a submission that is not slashed costs the newest pay that has not vested."""
     each = state.law.refused_blocks * state.rules.block_groups  # guard: refusal-costs-no-more
@@ -138,7 +138,7 @@ def refusal_costs(
         yield Forfeited(member.key, lease.id, groups, sum(stake[-groups:]), "refused")
 
 
-def recheck_rate(state: State, member: Member, groups: Sequence[GroupVerdict]) -> float:
+def recheck_rate(state: State, member: NodeRecord, groups: Sequence[GroupVerdict]) -> float:
     """Share of submissions like this one that are judged again: enough that a forgery which a friend among the validators
     accepts gains nothing on average, because a recheck takes its pay and the worker's stake."""
     pay, stake = sum(pay_of(group, state.rules) for group in groups), sum(member.stake)
@@ -164,13 +164,13 @@ def lapse_costs(state: State, late: Sequence[LeaseRecord]) -> Iterator[Body]:
             del stake[len(stake) - groups :]
 
 
-def debt_costs(member: Member, lease: LeaseRecord, stake: Sequence[int]) -> list[Forfeited]:
+def debt_costs(member: NodeRecord, lease: LeaseRecord, stake: Sequence[int]) -> list[Forfeited]:
     """New pay first settles what an earlier lapse cost. `stake` includes the new pay."""
     groups = min(member.owes, len(stake))
     return [Forfeited(member.key, lease.id, groups, sum(stake[-groups:]), "owed")] if groups else []
 
 
-def lines_of_credit(body: Credit, told: Told) -> Iterator[CreditLine]:
+def lines_of_credit(body: Credit, told: PayContext) -> Iterator[CreditLine]:
     if body.node != told.node:
         return
     slot = told.state.streams[body.stream].versions[body.version].slots.get(body.slot)
@@ -187,12 +187,12 @@ def lines_of_credit(body: Credit, told: Told) -> Iterator[CreditLine]:
     )
 
 
-def lines_of_vested(body: Vested, told: Told) -> Iterator[CreditLine]:
+def lines_of_vested(body: Vested, told: PayContext) -> Iterator[CreditLine]:
     if body.node == told.node:
         yield told.line(f"vested: {body.tokens} tokens of the {body.groups} oldest groups are safe from a slash")
 
 
-def lines_of_forfeited(body: Forfeited, told: Told) -> Iterator[CreditLine]:
+def lines_of_forfeited(body: Forfeited, told: PayContext) -> Iterator[CreditLine]:
     if body.node == told.node:
         what = f"forfeited for lease {body.lease}, {body.cause}: {body.groups} groups"
         if body.cause == "owed":
@@ -200,7 +200,7 @@ def lines_of_forfeited(body: Forfeited, told: Told) -> Iterator[CreditLine]:
         yield told.line(what, -body.tokens)
 
 
-def lines_of_slash(body: Slash, told: Told) -> Iterator[CreditLine]:
+def lines_of_slash(body: Slash, told: PayContext) -> Iterator[CreditLine]:
     if body.node == told.node:
         yield told.line("slashed: two validators found a forgery", -body.tokens, submission=body.submission)
 

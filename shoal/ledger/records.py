@@ -8,7 +8,7 @@ from bisect import insort
 
 import msgspec
 
-from shoal.algos.sampling_evidence import Evidence
+from shoal.algos.sampling_evidence import SamplingEvidence
 from shoal.ledger.task_difficulty import SolvedRecord, TableChange
 from shoal.protocol.messages import GroupVerdict, StepRewards
 
@@ -36,7 +36,7 @@ class TurnsRecord(msgspec.Struct):
     """Rechecks since its last fault that confirmed a first verdict of its own with audited groups."""
 
 
-class Member(msgspec.Struct):
+class NodeRecord(msgspec.Struct):
     """A node that joined. Counts are of groups unless they say otherwise, credits are policy tokens."""
 
     key: str
@@ -64,7 +64,7 @@ class Member(msgspec.Struct):
     """Sum over its groups that a batch took, see `protocol.audit_selection.influence`."""
     valid_blocks: int = 0
     """Accepted blocks since the last refused one, or since its engine changed. Decides the audit rate."""
-    evidence: dict[str, Evidence] = {}
+    evidence: dict[str, SamplingEvidence] = {}
     """Against the honesty of its sampling over time, by validator."""
     failures: int = 0
     """Of a worker: refused submissions; each doubles the next quarantine. Of a validator: its faults."""
@@ -113,7 +113,7 @@ class LeaseRecord(msgspec.Struct):
     soft: float = 0.0
     """When others may lease the same blocks, too, seconds since the epoch."""
     unfilled: int = 0
-    """Blocks that count as `Member.unfilled`."""
+    """Blocks that count as `NodeRecord.unfilled`."""
 
 
 class StopsRecord(msgspec.Struct):

@@ -23,8 +23,8 @@ from shoal.ledger import (
     verdicts,
     versions,
 )
-from shoal.ledger.event import Body, Entry, Stored, encode, read_stored
-from shoal.ledger.replay_context import Cause, Here, Told
+from shoal.ledger.event import Body, Entry, RawEvent, encode, read_stored
+from shoal.ledger.replay_context import LogPosition, PayContext, Trigger
 from shoal.ledger.state import State
 from shoal.protocol.encoding import WireError, from_json
 from shoal.protocol.pay_lines import CreditLine
@@ -43,8 +43,8 @@ def _table(name: str) -> dict[Any, Any]:
 _EVENTS: dict[str, tuple[type[Body], Callable[[Any, State, Entry], None]]] = _table("EVENTS")
 _KINDS = {event: kind for kind, (event, _) in _EVENTS.items()}
 _COMMANDS: dict[type, Callable[[Any, State], list[Body]]] = _table("COMMANDS")
-_CAUSES: dict[type[Body], Callable[[Any, Here], Cause | None]] = _table("CAUSES")
-_LINES: dict[type[Body], Callable[[Any, Told], Iterator[CreditLine]]] = _table("LINES")
+_CAUSES: dict[type[Body], Callable[[Any, LogPosition], Trigger | None]] = _table("CAUSES")
+_LINES: dict[type[Body], Callable[[Any, PayContext], Iterator[CreditLine]]] = _table("LINES")
 
 KINDS = {kind: event for kind, (event, _) in _EVENTS.items()}
 """Type of each kind of event."""
@@ -65,7 +65,7 @@ def read_entry(data: bytes) -> tuple[Entry, str]:
     return typed(stored), stored.prev
 
 
-def typed(stored: Stored) -> Entry:
+def typed(stored: RawEvent) -> Entry:
     """An event with its body in its own type. Raises `WireError` for a kind or a body that this code does not know."""
     if stored.kind not in KINDS:
         raise WireError(f"event {stored.seq}: unknown kind {stored.kind!r}; a newer shoal wrote this log")
@@ -91,13 +91,13 @@ def decide(command: object, state: State) -> list[Body]:
     return _COMMANDS[type(command)](command, state)
 
 
-def cause_of(body: Body, here: Here) -> Cause | None:
+def cause_of(body: Body, here: LogPosition) -> Trigger | None:
     """The command behind an event; None for events that only ever follow from others."""
     find = _CAUSES.get(type(body))
     return find(body, here) if find else None
 
 
-def lines_of(body: Body, told: Told) -> Iterator[CreditLine]:
+def lines_of(body: Body, told: PayContext) -> Iterator[CreditLine]:
     """What an event says about a node's pay; most say nothing."""
     tell = _LINES.get(type(body))
     if tell:

@@ -16,14 +16,14 @@ Table = dict[type, Callable[..., Any]]
 """A function for each type of command or event. `table` merges those of all subjects."""
 
 
-class Cause(NamedTuple):
+class Trigger(NamedTuple):
     """What led to an event."""
 
     command: object | None
     """For the rules; None if the host alone decides."""
 
 
-class Here(NamedTuple):
+class LogPosition(NamedTuple):
     """An event's place in a log, with the state before it."""
 
     state: State
@@ -42,7 +42,7 @@ Verdicts = dict[tuple[str, int], list[tuple[str, GroupVerdict]]]
 """Each validator's, by submission and slot."""
 
 
-class Told(NamedTuple):
+class PayContext(NamedTuple):
     """What the lines about one event are told from."""
 
     entry: Entry

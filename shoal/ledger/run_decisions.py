@@ -8,11 +8,11 @@ from shoal.ledger.batches import form_batch
 from shoal.ledger.commands import Admin, Reconfigure, Tick
 from shoal.ledger.errors import Refused
 from shoal.ledger.event import Body
-from shoal.ledger.lease_granting import close_stale, lapse_late, void_free, void_unbegun
+from shoal.ledger.lease_granting import close_stale_leases, expire_leases, void_free, void_unleased_branches
 from shoal.ledger.leases import LeaseLapsed
 from shoal.ledger.members import quarantine_by_host, refuse_replayed, restore_served
-from shoal.ledger.pay import vest_rest
-from shoal.ledger.replay_context import Cause, Here, Table, Told
+from shoal.ledger.pay import vest_all
+from shoal.ledger.replay_context import LogPosition, PayContext, Table, Trigger
 from shoal.ledger.run import NO_SIGNAL, Create, RulesChanged, RunCreated, RunEnded
 from shoal.ledger.state import State
 from shoal.ledger.verdict_decisions import end_overdue
@@ -118,24 +118,24 @@ def decide_reconfigure(command: Reconfigure, state: State) -> list[Body]:
 
 
 def decide_tick(command: Tick, state: State) -> list[Body]:
-    due = [*lapse_late(state, command.now, command.host_hung), *restore_served(state, command.now)]
+    due = [*expire_leases(state, command.now, command.host_hung), *restore_served(state, command.now)]
     # What ends a submission reads the stake that these events change, so it waits for the next tick.
     return due or [*end_overdue(state, command.now, command.envs)] or [*reveal_rest(state, command.links)]
 
 
-def follow(state: State) -> list[Body]:
+def consequent_events(state: State) -> list[Body]:
     """What the state alone demands next; empty if nothing. The book repeats it until it is empty."""
     if state.seq < 0 or state.main.version < 0:
         return []
     if state.phase == "ended":
-        return close_stale(state) or vest_rest(state)
+        return close_stale_leases(state) or vest_all(state)
     if state.main.version >= state.rules.steps or _has_drained(state):
         return [RunEnded(state.main.version)]
-    closed = close_stale(state)
+    closed = close_stale_leases(state)
     if closed:
         return closed
     for _, stream in sorted(state.streams.items()):
-        events = void_free(state, stream) or void_unbegun(state, stream) or form_batch(state, stream)
+        events = void_free(state, stream) or void_unleased_branches(state, stream) or form_batch(state, stream)
         if events:
             return events
     return _pause_on_faults(state) or _pause_without_signal(state)
@@ -161,19 +161,23 @@ def _has_drained(state: State) -> bool:
     """A draining run ends when nothing is leased or unjudged and the trainer has used every batch that can be formed."""
     stream = state.main
     at_work = state.open_leases or state.pending or stream.version in stream.batches
-    more = state.phase == "draining" and not at_work and (void_unbegun(state, stream) or form_batch(state, stream))
+    more = (
+        state.phase == "draining"
+        and not at_work
+        and (void_unleased_branches(state, stream) or form_batch(state, stream))
+    )
     return state.phase == "draining" and not at_work and not more
 
 
-def cause_of_run_created(body: RunCreated, here: Here) -> Cause | None:
-    return Cause(None) if here.place == 0 else None
+def cause_of_run_created(body: RunCreated, here: LogPosition) -> Trigger | None:
+    return Trigger(None) if here.place == 0 else None
 
 
-def cause_of_rules_changed(body: RulesChanged, here: Here) -> Cause:
-    return Cause(None)  # the host's right
+def cause_of_rules_changed(body: RulesChanged, here: LogPosition) -> Trigger:
+    return Trigger(None)  # the host's right
 
 
-def lines_of_rules_changed(body: RulesChanged, told: Told) -> Iterator[CreditLine]:
+def lines_of_rules_changed(body: RulesChanged, told: PayContext) -> Iterator[CreditLine]:
     if body.kicked == told.node:
         yield told.line("the host removed this node")
     if body.quarantined == told.node and body.evidence:

@@ -13,7 +13,7 @@ import msgspec
 from shoal.ledger.constants import Law
 from shoal.ledger.event import GENESIS
 from shoal.ledger.fault_rate import FaultsRecord
-from shoal.ledger.records import LeaseRecord, Member, StreamRecord, SubmissionRecord
+from shoal.ledger.records import LeaseRecord, NodeRecord, StreamRecord, SubmissionRecord
 from shoal.protocol.constants import MAIN_STREAM
 from shoal.protocol.curriculum import Difficulty
 from shoal.protocol.encoding import digest, to_json
@@ -53,7 +53,7 @@ class State(msgspec.Struct, dict=True):
     """As in `RulesChanged`; empty if the host paused it."""
     host_signed: int = 0
     """When the host signed its latest request that the log holds, seconds since the epoch by its own clock."""
-    members: dict[str, Member] = {}
+    members: dict[str, NodeRecord] = {}
     leases: dict[str, LeaseRecord] = {}
     submissions: dict[str, SubmissionRecord] = {}
     streams: dict[str, StreamRecord] = msgspec.field(default_factory=lambda: {MAIN_STREAM: StreamRecord(MAIN_STREAM)})

@@ -6,8 +6,8 @@ from shoal.ledger.commands import Submit
 from shoal.ledger.errors import Refused
 from shoal.ledger.event import Body, Entry
 from shoal.ledger.members import member_as
-from shoal.ledger.records import LeaseRecord, Member, SubmissionRecord
-from shoal.ledger.replay_context import Cause, Here, Table
+from shoal.ledger.records import LeaseRecord, NodeRecord, SubmissionRecord
+from shoal.ledger.replay_context import LogPosition, Table, Trigger
 from shoal.ledger.slot_draws import audit_draws, turn_draws, turns
 from shoal.ledger.state import State
 from shoal.ledger.validator_turns import by_speed
@@ -83,7 +83,7 @@ def apply_submission_received(body: SubmissionReceived, state: State, entry: Ent
     state.pending.append(body.digest)
 
 
-def _measure_pace(member: Member, lease: LeaseRecord, now: float) -> None:
+def _measure_pace(member: NodeRecord, lease: LeaseRecord, now: float) -> None:
     """A worker plays one lease after another, so the time of one begins when the one before was sent. How long
     continuations take depends on how many there are, so they say nothing of a worker's usual speed."""
     took_s = (now - max(lease.issued, member.sent_at)) / len(lease.blocks)
@@ -141,7 +141,7 @@ def _influence_of_parents(state: State, lease: LeaseRecord) -> float:
     return max(influence(one.rewards, one.tokens, by, faults=one.faults or ()) for one in parents)
 
 
-def mean_newest_pay(state: State, member: Member) -> float:
+def mean_newest_pay(state: State, member: NodeRecord) -> float:
     """Mean pay of a worker's newest groups, those that a refusal takes, tokens. Groups that are missing count as 0, so less
     at stake raises the rate, too."""
     groups = state.law.refused_blocks * state.rules.block_groups
@@ -197,7 +197,7 @@ def refuse_other_time(state: State, created: int, now: float, size_bytes: int) -
                       f"{abs(late_s):.0f} s off (limit {allowed_s:.0f}), so sign it again")  # fmt: skip
 
 
-def cause_of_submission_received(body: SubmissionReceived, here: Here) -> Cause:
+def cause_of_submission_received(body: SubmissionReceived, here: LogPosition) -> Trigger:
     lease = here.state.leases[body.lease]
     if lease.version in here.links:
         link = bytes.fromhex(here.links[lease.version][1])
@@ -206,7 +206,7 @@ def cause_of_submission_received(body: SubmissionReceived, here: Here) -> Cause:
         of_turns = turn_draws(lease, here.state.validators, link)
     else:
         (draws, order), of_turns = _said_draws(body, here), {}
-    return Cause(
+    return Trigger(
         Submit(
             body.worker, body.lease, body.digest, body.size_bytes, body.groups, draws, order, here.now,
             body.created, of_turns, body.record,
@@ -214,7 +214,7 @@ def cause_of_submission_received(body: SubmissionReceived, here: Here) -> Cause:
     )  # fmt: skip
 
 
-def _said_draws(body: SubmissionReceived, here: Here) -> tuple[tuple[float, ...], tuple[str, ...]]:
+def _said_draws(body: SubmissionReceived, here: LogPosition) -> tuple[tuple[float, ...], tuple[str, ...]]:
     """Draws and turns; while their link is secret, what the next event says that they were."""
     for entry in here.entries[here.place + 1 : here.place + 2]:
         if isinstance(entry.body, AuditDrawn):

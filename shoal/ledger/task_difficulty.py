@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from shoal.protocol.curriculum import Difficulty
-from shoal.protocol.task_draws import DrawTable, EnvDraw, Pool
+from shoal.protocol.task_draws import DrawTable, EnvDraw, TaskPool
 
 EASY, NORMAL, HARD, RETIRED = "easy", "normal", "hard", "retired"
 
@@ -125,7 +125,7 @@ def table_after(envs: DrawTable, records: Mapping[str, SolvedRecord], rule: Diff
         pooled: dict[str, list[int]] = {pool: [] for pool in weight_of}
         for task, pool in record.pools.items():
             pooled[pool].append(task)
-        pools = tuple(Pool(weight_of[pool], tuple(sorted(tasks))) for pool, tasks in pooled.items() if tasks)
+        pools = tuple(TaskPool(weight_of[pool], tuple(sorted(tasks))) for pool, tasks in pooled.items() if tasks)
         table.append(EnvDraw(env.label, record.weight or env.weight, env.num_tasks, pools, env.listed))
     return table
 

@@ -12,7 +12,7 @@ validator that misses turns, or takes longer than that, is skipped for a while. 
 from collections.abc import Mapping, Sequence
 
 from shoal.ledger.per_event_cache import once_per_event
-from shoal.ledger.records import Member, SubmissionRecord
+from shoal.ledger.records import NodeRecord, SubmissionRecord
 from shoal.ledger.state import State
 
 CHECK_FADES = 0.98
@@ -46,7 +46,7 @@ def turn_begins(state: State, submission: SubmissionRecord, ahead: Sequence[str]
     return begins
 
 
-def idle_since(member: Member, submission: SubmissionRecord, began: float) -> float:
+def idle_since(member: NodeRecord, submission: SubmissionRecord, began: float) -> float:
     """Since when a validator has been idle while a submission waited for it: since its turn `began`, or since its last
     verdict, or since it joined. A verdict on a newer submission does not count: it left this one aside.
     """
@@ -98,11 +98,11 @@ def silent(state: State, now: float) -> set[str]:
     )  # guard: all-silent, left-is-skipped, gone-is-skipped
 
 
-def _is_missing(state: State, member: Member, now: float) -> bool:
+def _is_missing(state: State, member: NodeRecord, now: float) -> bool:
     return member.turns.counted >= state.law.missed_turns and misses_count(member, now)
 
 
-def misses_count(member: Member, now: float) -> bool:
+def misses_count(member: NodeRecord, now: float) -> bool:
     """Whether the turns that a validator missed still count: for a while, and until it sends a verdict."""
     # guard: verdicts-excuse-nothing, silent-until-heard
     return now < member.turns.counts_until or member.turns.voted < member.turns.missed_at

@@ -13,18 +13,18 @@ from msgspec import UNSET
 
 from shoal.algos.sampling_evidence import excessive
 from shoal.ledger.batches import BY_ENVIRONMENT, GroupAccepted, SlotVoid
-from shoal.ledger.commands import Judge, Tick
+from shoal.ledger.commands import SubmitVerdict, Tick
 from shoal.ledger.errors import Refused
 from shoal.ledger.event import Body
 from shoal.ledger.group_signal import teaches
 from shoal.ledger.members import NodeRestored, ValidatorFault, member_as, quarantine
-from shoal.ledger.pay import Credit, Slash, debt_costs, recheck_rate, refusal_costs, staked, vest
-from shoal.ledger.records import LeaseRecord, Member, SubmissionRecord
-from shoal.ledger.replay_context import Cause, Here, Table, Told
+from shoal.ledger.pay import Credit, Slash, debt_costs, recheck_rate, refusal_costs, stake_entries, vest
+from shoal.ledger.records import LeaseRecord, NodeRecord, SubmissionRecord
+from shoal.ledger.replay_context import LogPosition, PayContext, Table, Trigger
 from shoal.ledger.slot_draws import recheck_draw
 from shoal.ledger.state import State
 from shoal.ledger.validator_turns import in_order, may_judge, silent, turn_begins
-from shoal.ledger.verdict_tally import PROMPT, Weighed, refuse_malformed, weigh
+from shoal.ledger.verdict_tally import PROMPT, VerdictTally, refuse_malformed, tally_verdicts
 from shoal.ledger.verdicts import Decision, Rechecked, VerdictGiven, evidence_after
 from shoal.protocol.audit_selection import REPLAY, pay_of
 from shoal.protocol.branching import is_continued_slot
@@ -33,7 +33,7 @@ from shoal.protocol.messages import GroupVerdict, Verdict
 from shoal.protocol.pay_lines import CreditLine
 
 
-def decide_judge(command: Judge, state: State) -> list[Body]:
+def decide_judge(command: SubmitVerdict, state: State) -> list[Body]:
     """Events of a verdict. Raises `Refused` for one that is malformed, or from a validator whose turn it is not."""
     member_as(state, command.key, "validator")
     submission = state.submissions.get(command.verdict.submission)
@@ -61,14 +61,14 @@ def decide_judge(command: Judge, state: State) -> list[Body]:
         events.append(ValidatorFault(validator, submission.digest, cause))  # guard: idle-is-named
     more = _more(state, verdicts)
     worked = {key: groups for key, groups in verdicts.items() if key not in idle}  # guard: idle-verdict-is-void
-    weighed = weigh(worked, lease.blocks, state.rules.block_groups, more)
+    weighed = tally_verdicts(worked, lease.blocks, state.rules.block_groups, more)
     if command.differs_from and more:  # guard: third-tells-who-is-idle
         weighed = None  # one of two did not do the work; a third will tell which
     if submission.decided:
         doubted = len(verdicts) == 2 and bool(command.differs_from)
         return [*events, *_end_recheck(state, submission, lease, weighed, doubted, command)]
     if _is_noisy(state, state.members[lease.worker], command):  # guard: noise-over-time
-        weighed = Weighed({}, lease.blocks, (), slash=False, outvoted=())
+        weighed = VerdictTally({}, lease.blocks, (), slash=False, outvoted=())
         why = "sampling or logprobs: more noise over time than honest arithmetic makes"
         events += quarantine(state, lease.worker, submission, why, command.now)
     elif len(verdicts) == 1:
@@ -106,7 +106,7 @@ def end_overdue(state: State, now: float, envs: Mapping[str, Mapping[int, str]])
             yield Rechecked(name, "undecided")
             return
         lease = state.lease_of(submission)
-        weighed = weigh(submission.verdicts, lease.blocks, state.rules.block_groups, False)
+        weighed = tally_verdicts(submission.verdicts, lease.blocks, state.rules.block_groups, False)
         assert weighed is not None, "without more verdicts every submission ends"
         two_judged = len(submission.verdicts) > 1 and not submission.differs
         disputed = weighed.disputed if two_judged else weighed.refused  # guard: lone-refusal-is-no-fault
@@ -132,7 +132,7 @@ def is_final(state: State, submission: SubmissionRecord) -> bool:
     return submission.decided and (done or version.revealed or state.phase == "ended")  # guard: refused-is-private
 
 
-def _without_work(submission: SubmissionRecord, command: Judge) -> set[str]:
+def _without_work(submission: SubmissionRecord, command: SubmitVerdict) -> set[str]:
     """Validators whose activations differ from those of two others that agree: they never computed them.
 
     Invented numbers differ from everybody's. A single accuser, or three that all differ, show nothing.
@@ -148,7 +148,7 @@ def _without_work(submission: SubmissionRecord, command: Judge) -> set[str]:
     }
 
 
-def _is_noisy(state: State, member: Member, command: Judge) -> bool:
+def _is_noisy(state: State, member: NodeRecord, command: SubmitVerdict) -> bool:
     """Whether two validators, or the only one, each by its own figures, find more noise over time than is honest.
 
     Figures are not compared between validators, so those of one alone must not decide if there are others.
@@ -168,7 +168,7 @@ def _without_turn(state: State, names: list[str], now: float) -> list[str]:
     return [one.digest for one in records if now >= turn_begins(state, one, one.ahead_of("", skipped))]
 
 
-def _is_rechecked(state: State, lease: LeaseRecord, command: Judge) -> bool:
+def _is_rechecked(state: State, lease: LeaseRecord, command: SubmitVerdict) -> bool:
     """Whether a recheck of what a validator accepts is drawn, and another validator can make it."""
     rate = recheck_rate(state, state.members[lease.worker], command.verdict.groups)
     skipped = silent(state, command.now) & {*state.judges()}  # those that left may come back at any moment
@@ -186,7 +186,7 @@ def _more(state: State, verdicts: dict[str, tuple[GroupVerdict, ...]]) -> bool:
     )  # guard: left-may-judge
 
 
-def _failure(state: State, lease: LeaseRecord, submission: SubmissionRecord, command: Judge) -> Iterator[Body]:
+def _failure(state: State, lease: LeaseRecord, submission: SubmissionRecord, command: SubmitVerdict) -> Iterator[Body]:
     """What the first verdict on a submission leads to, or that which ends a recheck, if it refuses: quarantine if it is
     hard, and at every third refused submission.
 
@@ -213,7 +213,7 @@ def _void_cause(group: GroupVerdict) -> str:
 
 
 def _decide(
-    state: State, submission: SubmissionRecord, lease: LeaseRecord, weighed: Weighed,
+    state: State, submission: SubmissionRecord, lease: LeaseRecord, weighed: VerdictTally,
     verdicts: Mapping[str, Sequence[GroupVerdict]], recheck: bool = False, envs: Mapping[int, str] | None = None,
 ) -> Iterator[Body]:  # fmt: skip
     """The end of a submission: pay for what is accepted, and a slash if two validators found a forgery."""
@@ -241,7 +241,7 @@ def _decide(
                 _is_confirmed(state, submission, group, verdicts, recheck) if group.faults else UNSET,
             )  # fmt: skip
             pay = pay_of(group, state.rules)
-            paid += staked(state, pay)
+            paid += stake_entries(state, pay)
             yield Credit(lease.worker, lease.version, group.slot, pay, lease.stream)
     yield from _outvoted(submission, weighed)
     member = state.members[lease.worker]
@@ -279,9 +279,9 @@ def _end_recheck(
     state: State,
     submission: SubmissionRecord,
     lease: LeaseRecord,
-    weighed: Weighed | None,
+    weighed: VerdictTally | None,
     doubted: bool,
-    command: Judge,
+    command: SubmitVerdict,
 ) -> Iterator[Body]:
     """What a recheck found. If two validators refuse the submission, that costs what any refusal costs. `doubted`: one of
     two validators gave its verdict without doing the work, and there is no third to tell which."""
@@ -305,19 +305,19 @@ def _end_recheck(
     yield Rechecked(submission.digest, "undecided" if disputed else "confirmed")
 
 
-def _outvoted(submission: SubmissionRecord, weighed: Weighed) -> Iterator[Body]:
+def _outvoted(submission: SubmissionRecord, weighed: VerdictTally) -> Iterator[Body]:
     for validator in weighed.outvoted:
         yield ValidatorFault(validator, submission.digest, "two others agree on another verdict")
 
 
-def cause_of_verdict_given(body: VerdictGiven, here: Here) -> Cause:
+def cause_of_verdict_given(body: VerdictGiven, here: LogPosition) -> Trigger:
     verdict = Verdict(body.submission, body.groups)
     recheck = _recheck_draw(here, body.submission)
     envs = _said_envs(here, body.submission)
-    return Cause(Judge(body.validator, verdict, here.now, body.projection, recheck, body.differs_from, envs))
+    return Trigger(SubmitVerdict(body.validator, verdict, here.now, body.projection, recheck, body.differs_from, envs))
 
 
-def _said_envs(here: Here, submission: str) -> dict[int, str]:
+def _said_envs(here: LogPosition, submission: str) -> dict[int, str]:
     """The environments of a submission's slots, as far as its accepted groups say them: it is the host's own word, which
     only decides whether the host's own run pauses."""
     envs = dict[int, str]()
@@ -329,7 +329,7 @@ def _said_envs(here: Here, submission: str) -> dict[int, str]:
     return envs
 
 
-def _recheck_draw(here: Here, submission: str) -> float:
+def _recheck_draw(here: LogPosition, submission: str) -> float:
     """The draw for a recheck; while its link is secret, what the decision says that it was."""
     lease = here.state.lease_of(here.state.submissions[submission])
     if lease.version in here.links:
@@ -342,12 +342,12 @@ def _recheck_draw(here: Here, submission: str) -> float:
     return 1.0
 
 
-def cause_of_the_clock(body: Decision | Rechecked, here: Here) -> Cause:
+def cause_of_the_clock(body: Decision | Rechecked, here: LogPosition) -> Trigger:
     """If no verdict led to it, its time had come."""
-    return Cause(Tick(here.now, envs={body.submission: _said_envs(here, body.submission)}))
+    return Trigger(Tick(here.now, envs={body.submission: _said_envs(here, body.submission)}))
 
 
-def lines_of_verdict_given(body: VerdictGiven, told: Told) -> Iterator[CreditLine]:
+def lines_of_verdict_given(body: VerdictGiven, told: PayContext) -> Iterator[CreditLine]:
     lease = told.state.lease_of(told.state.submissions[body.submission])
     if lease.worker != told.node:
         return
@@ -366,7 +366,7 @@ def lines_of_verdict_given(body: VerdictGiven, told: Told) -> Iterator[CreditLin
             )
 
 
-def lines_of_decision(body: Decision, told: Told) -> Iterator[CreditLine]:
+def lines_of_decision(body: Decision, told: PayContext) -> Iterator[CreditLine]:
     """Groups that passed alone, but another group of their block was refused, or another validator refused them."""
     lease, size = told.state.lease_of(told.state.submissions[body.submission]), told.state.rules.block_groups
     if lease.worker != told.node:
@@ -393,7 +393,7 @@ def lines_of_decision(body: Decision, told: Told) -> Iterator[CreditLine]:
                 )
 
 
-COMMANDS: Table = {Judge: decide_judge}
+COMMANDS: Table = {SubmitVerdict: decide_judge}
 CAUSES: Table = {
     VerdictGiven: cause_of_verdict_given, Decision: cause_of_the_clock, Rechecked: cause_of_the_clock,
 }  # fmt: skip

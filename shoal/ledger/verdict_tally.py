@@ -18,7 +18,7 @@ from shoal.protocol.step_rewards import fault_of
 # --- What the verdicts on one submission add up to, block by block ---
 
 
-class Weighed(NamedTuple):
+class VerdictTally(NamedTuple):
     """How a submission ends."""
 
     accepted: dict[int, tuple[GroupVerdict, ...]]
@@ -32,12 +32,12 @@ class Weighed(NamedTuple):
     """Validators that contradict two others that agree. One whose replay was stopped contradicts nobody."""
 
 
-def weigh(
+def tally_verdicts(
     verdicts: Mapping[str, Sequence[GroupVerdict]],
     blocks: Sequence[int],
     block_groups: int,
     more: bool,
-) -> Weighed | None:
+) -> VerdictTally | None:
     """What the verdicts so far add up to; None while another one is needed and can come (`more`).
 
     `verdicts` are by validator, each with one group verdict for each slot of the lease, in order. A block was generated as
@@ -77,7 +77,7 @@ def weigh(
             others = [of_block[other] for other, meaning in meanings.items() if meaning == agreed != meanings[key]]
             if sum(_contradict(groups, other) for other in others) > 1:  # guard: outvoted-by-two
                 outvoted.add(key)  # guard: outvoted
-    return Weighed(accepted, tuple(refused), tuple(disputed), slash, tuple(sorted(outvoted)))
+    return VerdictTally(accepted, tuple(refused), tuple(disputed), slash, tuple(sorted(outvoted)))
 
 
 _REFUSED = ("refused",)

@@ -1,9 +1,9 @@
 """Verdicts of validators on submissions, and the decisions that they add up to."""
 
 from shoal.algos.logprob_evidence import grown
-from shoal.algos.sampling_evidence import Evidence, Figures, update
+from shoal.algos.sampling_evidence import EvidenceFigures, SamplingEvidence, update
 from shoal.ledger.event import Entry
-from shoal.ledger.records import LeaseRecord, Member, SubmissionRecord
+from shoal.ledger.records import LeaseRecord, NodeRecord, SubmissionRecord
 from shoal.ledger.state import State
 from shoal.ledger.validator_turns import CHECK_FADES, idle_since, misses_count, silent, slack_s, turn_begins, turn_s
 from shoal.protocol.branching import is_continued
@@ -77,21 +77,23 @@ def _book_turns(state: State, submission: SubmissionRecord, judge: str, now: flo
     turns.check_s = max(min(took_s, slack), CHECK_FADES * turns.check_s)
 
 
-def _miss_turn(state: State, member: Member, now: float) -> None:
+def _miss_turn(state: State, member: NodeRecord, now: float) -> None:
     turns = member.turns
     turns.counted = turns.counted + 1 if misses_count(member, now) else 1
     turns.missed, turns.missed_at = turns.missed + 1, now
     turns.counts_until = now + state.law.missed_counts_turns * turn_s(state)
 
 
-def evidence_after(state: State, validator: str, member: Member, groups: tuple[GroupVerdict, ...]) -> Evidence:
+def evidence_after(
+    state: State, validator: str, member: NodeRecord, groups: tuple[GroupVerdict, ...]
+) -> SamplingEvidence:
     """A validator's evidence about a worker, with the audited groups of its verdict added."""
-    evidence = member.evidence.get(validator, Evidence())
+    evidence = member.evidence.get(validator, SamplingEvidence())
     judge = state.members[validator]
     noise = bounds_for(state.rules, member.implementation, judge.implementation, judge.dtype)
     for group in groups:
         if noise is not None and group.audited and group.outcome == "accept":  # guard: audited-is-evidence
-            evidence = update(evidence, Figures(group.tokens, group.flipped, group.gap_sum), noise)
+            evidence = update(evidence, EvidenceFigures(group.tokens, group.flipped, group.gap_sum), noise)
             if noise.logprob_mean:
                 claims = grown(evidence.claims, group.off_sum, group.off_weighted, group.tokens, noise)
                 evidence = evidence._replace(claims=claims)

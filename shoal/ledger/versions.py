@@ -7,7 +7,7 @@ from shoal.ledger.errors import Refused
 from shoal.ledger.event import Body, Entry
 from shoal.ledger.pools import PoolsChanged, change_pools
 from shoal.ledger.records import StreamRecord, VersionRecord
-from shoal.ledger.replay_context import Cause, Here, Table
+from shoal.ledger.replay_context import LogPosition, Table, Trigger
 from shoal.ledger.state import State
 from shoal.protocol.constants import MAIN_STREAM, SIGNATURE_WINDOW_S
 from shoal.protocol.host_signatures import flaw_of_next
@@ -146,7 +146,7 @@ def reveal_rest(state: State, links: dict[int, tuple[str, str]]) -> Iterator[Bod
                 yield LinkRevealed(version, link, audit_link, stream.name)
 
 
-def cause_of_checkpoint_published(body: CheckpointPublished, here: Here) -> Cause:
+def cause_of_checkpoint_published(body: CheckpointPublished, here: LogPosition) -> Trigger:
     known = {v: links for v, links in here.links.items() if v <= body.version}
     for entry in here.entries[here.place + 1 : here.place + 2]:
         # It names a link that may be revealed later; `verify` checks that it is of the chain.
@@ -154,16 +154,16 @@ def cause_of_checkpoint_published(body: CheckpointPublished, here: Here) -> Caus
             retired = body.version - here.state.rules.max_staleness - 1
             known[retired] = entry.body.link, known.get(retired, ("", ""))[1]
     key = here.state.trainer_key
-    return Cause(Publish(key, body.version, body.root, body.manifest, known, here.now, body.stream))
+    return Trigger(Publish(key, body.version, body.root, body.manifest, known, here.now, body.stream))
 
 
-def cause_of_link_revealed(body: LinkRevealed, here: Here) -> Cause:
+def cause_of_link_revealed(body: LinkRevealed, here: LogPosition) -> Trigger:
     hidden = [v for v, version in here.state.streams[body.stream].versions.items() if not version.revealed]
-    return Cause(Tick(here.now, {v: links for v, links in here.links.items() if v in hidden}))
+    return Trigger(Tick(here.now, {v: links for v, links in here.links.items() if v in hidden}))
 
 
-def cause_of_publisher_changed(body: PublisherChanged, here: Here) -> Cause:
-    return Cause(Rotate(body.rotation(here.state.run), here.now))
+def cause_of_publisher_changed(body: PublisherChanged, here: LogPosition) -> Trigger:
+    return Trigger(Rotate(body.rotation(here.state.run), here.now))
 
 
 COMMANDS: Table = {Publish: decide_publish, Rotate: decide_rotate}

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from shoal.errors import StateError, cause_of, remedy_of
 from shoal.models import lora_config
-from shoal.models.config import HEAD, PolicySpec, merged_generation_config, write_json
-from shoal.models.hf_config import AnySpec, read_config
+from shoal.models.config import HEAD, ModelConfig, merged_generation_config, write_json
+from shoal.models.hf_config import HFConfig, read_config
 from shoal.models.load_tensors import demand_floats, demand_same_shapes, fill_all, without_scales
 from shoal.models.nf4_config import demand_coded, has_codes, is_coded
 from shoal.models.safetensors_header import ITEM_BYTES, StoredTensor, find_whole, read_header
@@ -56,7 +56,7 @@ def load_policy(directory: Path, dtype: "torch.dtype | None" = None) -> "Transfo
     from shoal.models.nf4_checkpoint import load_coded
     from shoal.models.transformer import Transformer
 
-    spec = PolicySpec.from_directory(directory)
+    spec = ModelConfig.from_directory(directory)
     stored = _needed(find_tensors(directory), spec)
     if has_codes(stored):
         model = load_coded(spec, stored, directory, dtype or torch.float32)
@@ -75,7 +75,7 @@ def load_policy(directory: Path, dtype: "torch.dtype | None" = None) -> "Transfo
     return model
 
 
-def policy_tensors(directory: Path) -> tuple[PolicySpec, dict[str, StoredTensor]]:
+def policy_tensors(directory: Path) -> tuple[ModelConfig, dict[str, StoredTensor]]:
     """What a checkpoint directory says of its policy, and where its tensors are by the names of `Transformer`.
 
     Raises `StateError` if a file is damaged or hostile, if the tensors do not match the config, or if they are int8.
@@ -85,9 +85,9 @@ def policy_tensors(directory: Path) -> tuple[PolicySpec, dict[str, StoredTensor]
     return spec, stored
 
 
-def _with_scales(directory: Path) -> tuple[PolicySpec, dict[str, StoredTensor], dict[str, StoredTensor]]:
+def _with_scales(directory: Path) -> tuple[ModelConfig, dict[str, StoredTensor], dict[str, StoredTensor]]:
     """As `policy_tensors`; and where the scales of tensors in int8 are."""
-    spec = PolicySpec.from_directory(directory)
+    spec = ModelConfig.from_directory(directory)
     found = _needed(find_tensors(directory), spec)
     if has_codes(found):  # guard: nf4-only-where-read
         raise StateError(
@@ -99,11 +99,11 @@ def _with_scales(directory: Path) -> tuple[PolicySpec, dict[str, StoredTensor], 
     return spec, stored, scales
 
 
-def demand_weights(directory: Path, spec: PolicySpec | AnySpec) -> dict[str, StoredTensor]:
+def demand_weights(directory: Path, spec: ModelConfig | HFConfig) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint directory, after the checks of loading that need no values, and no torch. Raises
     `StateError`. Of another architecture, only transformers knows the names."""
     stored = find_tensors(directory)
-    if not isinstance(spec, PolicySpec):
+    if not isinstance(spec, ModelConfig):
         demand_floats(stored, directory)
         return stored
     stored = _needed(stored, spec)
@@ -153,7 +153,7 @@ class MappedTensor:
     codes: NDArray[Any]
 
 
-def map_policy(directory: Path, spec: PolicySpec) -> dict[str, MappedTensor]:
+def map_policy(directory: Path, spec: ModelConfig) -> dict[str, MappedTensor]:
     """The tensors of a checkpoint directory by the names of `Transformer`, mapped into memory and not read.
 
     Raises `StateError` if a file is damaged or hostile, or if this is not a policy of this shape.
@@ -171,7 +171,7 @@ def map_policy(directory: Path, spec: PolicySpec) -> dict[str, MappedTensor]:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class WeightSnapshot:
     """A `policy.base.Published` whose tensors are in its dtype (float32 for int8), and which a model no longer changes."""
 
     dtype: str
@@ -184,7 +184,7 @@ class Snapshot:
         return self.tensors[name]
 
 
-def snapshot(model: "PolicyModel", dtype: str) -> Snapshot:
+def snapshot(model: "PolicyModel", dtype: str) -> WeightSnapshot:
     """A copy of a model's weights for `save_policy` in `dtype`, so that it can be written while the model learns on.
     Those of an adapter are always float32."""
     from shoal.models.safetensors_writer import written_dtype
@@ -192,11 +192,11 @@ def snapshot(model: "PolicyModel", dtype: str) -> Snapshot:
     published = model.published()
     target = written_dtype(_dtype_in(published.weights, dtype))
     tensors = {name: p.detach().to("cpu", target, copy=True) for name, p in published.tensors.items()}
-    return Snapshot(dtype, tensors, published.files, published.weights)
+    return WeightSnapshot(dtype, tensors, published.files, published.weights)
 
 
 def save_policy(
-    policy: "PolicyModel | Snapshot",
+    policy: "PolicyModel | WeightSnapshot",
     directory: Path,
     dtype: str,
     tokenizer_from: Path | None = None,
@@ -213,9 +213,9 @@ def save_policy(
     from shoal.models.safetensors_writer import write_weights, written_dtype
 
     directory = Path(directory)
-    is_of = isinstance(policy, Snapshot) and written_dtype(policy.dtype) != written_dtype(dtype)
+    is_of = isinstance(policy, WeightSnapshot) and written_dtype(policy.dtype) != written_dtype(dtype)
     assert not is_of, f"the snapshot is not for {dtype}"
-    published = policy if isinstance(policy, Snapshot) else policy.published()
+    published = policy if isinstance(policy, WeightSnapshot) else policy.published()
     try:
         with replaced_folder(directory, durable=durable) as scratch:
             write_weights(published, scratch / published.weights, _dtype_in(published.weights, dtype), shard_bytes)
@@ -267,7 +267,7 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     return found | read_header(adapter) if adapter.exists() else found
 
 
-def _needed(stored: dict[str, StoredTensor], spec: PolicySpec) -> dict[str, StoredTensor]:
+def _needed(stored: dict[str, StoredTensor], spec: ModelConfig) -> dict[str, StoredTensor]:
     """Leave out what some checkpoints store besides the weights: rotary tables, the copy of a tied head, an adapter."""
     return {
         name: tensor

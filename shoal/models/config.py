@@ -47,7 +47,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class PolicySpec:
+class ModelConfig:
     """The shape of a decoder-only transformer, and its special token ids."""
 
     family: str
@@ -115,7 +115,7 @@ class PolicySpec:
         return shapes if self.tied else shapes | {HEAD: (self.vocab_size, D)}
 
     @staticmethod
-    def from_directory(directory: Path) -> "PolicySpec":
+    def from_directory(directory: Path) -> "ModelConfig":
         """Read `config.json`. Raises `StateError` if it is missing, malformed or not a policy that we can run.
 
         As in `transformers`, a head that is stored with other values than the embedding is a head of its own, whatever
@@ -277,12 +277,12 @@ def _rope_of(config: _HfConfig) -> tuple[dict[str, Any], object, object]:
     return rope, rope.get("rope_theta", config.rope_theta), rope.get("rope_type", rope.get("type", "default"))
 
 
-def _from_hf(config: _HfConfig, turn_ends: tuple[int, ...], path: Path) -> PolicySpec:
+def _from_hf(config: _HfConfig, turn_ends: tuple[int, ...], path: Path) -> ModelConfig:
     rope, theta, kind = _rope_of(config)
     scaling = _scaling(kind, rope, config, path)
     heads = config.num_attention_heads
     eos_ids = _ids(config.eos_token_id)
-    spec = PolicySpec(
+    spec = ModelConfig(
         family=config.model_type,
         width=config.hidden_size,
         layers=config.num_hidden_layers,
@@ -334,7 +334,7 @@ def _foreign(config: _HfConfig) -> list[tuple[bool, str]]:
     ]
 
 
-def _demands(config: _HfConfig, spec: PolicySpec, scaling: RopeScaling | None) -> list[tuple[bool, str]]:
+def _demands(config: _HfConfig, spec: ModelConfig, scaling: RopeScaling | None) -> list[tuple[bool, str]]:
     """What must hold of a checkpoint's config, each with what is said if it does not, in the file's own keys."""
     rope, theta, kind = _rope_of(config)
     rope_key = "rope_scaling" if config.rope_scaling else "rope_parameters"

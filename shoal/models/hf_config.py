@@ -52,7 +52,7 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @dataclass(frozen=True)
-class AnySpec:
+class HFConfig:
     """A policy of any architecture: what it reads and writes, and numbers from which its memory is estimated."""
 
     architecture: str
@@ -86,7 +86,7 @@ class AnySpec:
         return self.layers * (attention + experts + 8 * self.width) + rows * self.width
 
     @staticmethod
-    def from_directory(directory: Path) -> "AnySpec":
+    def from_directory(directory: Path) -> "HFConfig":
         """Read the JSON files. Raises `StateError` if they do not describe a language model that we can run."""
         config = read_config(directory)
         path, text = Path(directory) / "config.json", text_config(config)
@@ -104,7 +104,7 @@ class AnySpec:
         experts = [count for key in _EXPERTS if isinstance(count := text.get(key), int)]
         widths = [width for key in _WIDTHS if isinstance(width := text.get(key), int) and not isinstance(width, bool)]
         turn_ends = turn_ends_of(Path(directory) / "generation_config.json", numbers["vocab_size"])
-        spec = AnySpec(
+        spec = HFConfig(
             architecture[:40],
             kv_heads=kv_heads if isinstance(kv_heads, int) else numbers["heads"],
             head_dim=head_dim if isinstance(head_dim, int) else -(-numbers["width"] // max(1, numbers["heads"])),

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from shoal.errors import StateError, cause_of, how_to_install
 from shoal.models.checkpoint import find_tensors, read_tensors
 from shoal.models.config import HEAD
-from shoal.models.hf_config import AnySpec, read_config, text_config, untied, with_floats, without_own_keys
+from shoal.models.hf_config import HFConfig, read_config, text_config, untied, with_floats, without_own_keys
 from shoal.models.interface import Published
 from shoal.models.load_tensors import cause_of_missing, cause_of_size, demand_finite_logits, demand_shape
-from shoal.models.packed_attention import Family
+from shoal.models.packed_attention import SharedPrefixGroup
 from shoal.models.rope import ORIGINAL, longrope_of, short_rotation
 from shoal.models.safetensors_header import bad_value, read_capped
 from shoal.protocol.constants import MAX_JSON_BYTES
@@ -49,10 +49,10 @@ BUFFER_BYTES = 64 << 20
 """Of tables that a model makes from its config, beyond the size of its weights: more is a hostile config."""
 
 
-class AnyModel:
+class HFModel:
     """A model of `transformers` as a `models.interface.PolicyModel`. Always in evaluation mode: nothing is random."""
 
-    def __init__(self, whole: Any, spec: AnySpec, files: dict[str, Any], directory: Path | None = None) -> None:
+    def __init__(self, whole: Any, spec: HFConfig, files: dict[str, Any], directory: Path | None = None) -> None:
         """`whole` is the model with its head; `files` are the JSON files that are published with it; `directory` is where
         it comes from, for errors."""
         self.whole, self.spec, self.where = whole, spec, str(directory or spec.architecture)
@@ -68,7 +68,7 @@ class AnyModel:
         self._examine_head()
         self._examine_order()
 
-    def hidden(self, tokens_BT: Tensor, families: Sequence[Family] | None = None) -> Tensor:
+    def hidden(self, tokens_BT: Tensor, families: Sequence[SharedPrefixGroup] | None = None) -> Tensor:
         """Hidden states after the final norm, [B, T, D], of right-padded rows; logits if the head is not known.
 
         Each is that of the text up to its token, whatever follows or is beside it: `transformers` rotates a whole batch by
@@ -238,12 +238,12 @@ class AnyModel:
             )
 
 
-def load_any(directory: Path, dtype: torch.dtype = torch.float32) -> AnyModel:
+def load_any(directory: Path, dtype: torch.dtype = torch.float32) -> HFModel:
     """Load a checkpoint directory with transformers as a model of `dtype`, and examine it.
 
     Raises `StateError` if transformers is missing or cannot run the model, or if files are missing, damaged or hostile.
     """
-    spec = AnySpec.from_directory(directory)
+    spec = HFConfig.from_directory(directory)
     stored = find_tensors(directory)
     if spec.layers > len(stored):  # before a hostile config makes us build too much
         raise StateError(f"{directory}: config.json says {spec.layers} layers, its files hold {len(stored)} tensors")
@@ -268,11 +268,11 @@ def load_any(directory: Path, dtype: torch.dtype = torch.float32) -> AnyModel:
         _own_memory(whole)
         if whole.config.tie_word_embeddings and _has_own_head(whole):
             files["config.json"] = untied(files["config.json"])
-        return AnyModel(whole, spec, files, directory)
+        return HFModel(whole, spec, files, directory)
 
 
 @contextlib.contextmanager
-def refused_by_name(directory: Path, spec: AnySpec) -> Iterator[None]:
+def refused_by_name(directory: Path, spec: HFConfig) -> Iterator[None]:
     """Around the first work with a model: what transformers raises becomes a `StateError`, unless memory ran out."""
     try:
         yield
@@ -291,7 +291,7 @@ def refused_by_name(directory: Path, spec: AnySpec) -> Iterator[None]:
         ) from None
 
 
-def _value_in(directory: Path, spec: AnySpec, error: Exception) -> StateError | None:
+def _value_in(directory: Path, spec: HFConfig, error: Exception) -> StateError | None:
     """The error about the value in a `config.json` for which transformers refused a model; None if it is not known."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -326,7 +326,7 @@ def _rotations(directory: Path) -> list[dict[str, Any]]:
     return [text, *(one for key in ("rope_scaling", "rope_parameters") if isinstance(one := text.get(key), dict))]
 
 
-def config_of(directory: Path, spec: AnySpec) -> tuple[Any, Any]:
+def config_of(directory: Path, spec: HFConfig) -> tuple[Any, Any]:
     """The class that opens causal language models, and this model's config without what the files may not decide.
 
     Raises `StateError` if transformers is missing or does not know the model.

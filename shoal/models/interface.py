@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from shoal.models.packed_attention import Family
+from shoal.models.packed_attention import SharedPrefixGroup
 
 WEIGHTS = "model.safetensors"
 """The file with a policy's weights, unless it is an adapter or in shards."""
@@ -70,7 +70,7 @@ class PolicyModel(Protocol):
     def after_head(self) -> Callable[[Tensor], Tensor] | None:
         """What turns hidden @ head, [..., V], into logits, such as a bias or a soft cap; None if nothing does."""
 
-    def hidden(self, tokens_BT: Tensor, families: Sequence[Family] | None = None) -> Tensor:
+    def hidden(self, tokens_BT: Tensor, families: Sequence[SharedPrefixGroup] | None = None) -> Tensor:
         """Hidden states after the final norm, [B, T, D], of right-padded rows.
 
         With `families`, of the one row that holds these conversations; see `packed`.

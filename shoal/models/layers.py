@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.models.config import PolicySpec
+from shoal.models.config import ModelConfig
 from shoal.models.nf4 import Frozen
 from shoal.models.rope import frequencies
 
@@ -68,10 +68,10 @@ class LayerWeights(NamedTuple):
     low: LayerLow | None = None
 
 
-class Frame(NamedTuple):
+class EmbeddingAndHead(NamedTuple):
     """What a policy has before its layers and after them."""
 
-    spec: PolicySpec
+    spec: ModelConfig
     embedding_VD: Tensor
     norm_D: Tensor
     """The final norm's weight, times sqrt(D)."""
@@ -90,10 +90,10 @@ Layers = Callable[[Tensor, Body], Tensor]
 """Takes hidden states through all layers, one after another."""
 
 
-class Weights(NamedTuple):
+class ModelWeights(NamedTuple):
     """A whole policy, arranged."""
 
-    frame: Frame
+    frame: EmbeddingAndHead
     layers: tuple[LayerWeights, ...]
     head_DV: Tensor
 
@@ -104,7 +104,7 @@ class Weights(NamedTuple):
         return x_ND
 
 
-def hidden_states(tokens_BT: Tensor, frame: Frame, layers: Layers) -> Tensor:
+def hidden_states(tokens_BT: Tensor, frame: EmbeddingAndHead, layers: Layers) -> Tensor:
     """Hidden states after the final norm, [B, T, D], of right-padded rows.
 
     A token sees only earlier tokens, so padding on the right changes nothing to its left and needs no mask. The common
@@ -128,12 +128,12 @@ def _num_shared(tokens_BT: Tensor) -> int:
     return shared if shared * (B - 1) >= WORTH_SHARING else 0
 
 
-def final_norm(x_ND: Tensor, frame: Frame) -> Tensor:
+def final_norm(x_ND: Tensor, frame: EmbeddingAndHead) -> Tensor:
     """The norm after the last layer."""
     return (unit(x_ND, frame.floor) * frame.norm_D).to(x_ND.dtype)
 
 
-def rope_table(spec: PolicySpec, positions: Tensor) -> Tensor:
+def rope_table(spec: ModelConfig, positions: Tensor) -> Tensor:
     """Complex numbers, [..., 1, J, e], that rotate the heads of tokens at given positions (arXiv:2104.09864 eq. 34).
 
     Those of the queries include the scale of attention, 1 / sqrt(E).
@@ -159,7 +159,7 @@ class Shape(NamedTuple):
 
 
 def causal_layer(
-    x_ND: Tensor, w: LayerWeights, rope: Tensor, shape: Shape, spec: PolicySpec
+    x_ND: Tensor, w: LayerWeights, rope: Tensor, shape: Shape, spec: ModelConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A layer over whole rows; each token sees those before it.
 
@@ -192,7 +192,7 @@ def by_row(qk_NKJE: Tensor, v_NKE: Tensor, B: int, T: int) -> tuple[Tensor, Tens
     return qk_BKJTE[:, :, :-1].flatten(1, 2), qk_BKJTE[:, :, -1], v_NKE.unflatten(0, (B, T)).transpose(1, 2)
 
 
-def heads(x_ND: Tensor, w: LayerWeights, rope: Tensor, spec: PolicySpec) -> tuple[Tensor, Tensor]:
+def heads(x_ND: Tensor, w: LayerWeights, rope: Tensor, spec: ModelConfig) -> tuple[Tensor, Tensor]:
     """Rotated queries and keys, [N, K, J, E], and values, [N, K, E]."""
     N, K, E = len(x_ND), spec.kv_heads, spec.head_dim
     J = spec.heads // K + 1

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from shoal.errors import StateError
-from shoal.models.config import PolicySpec
+from shoal.models.config import ModelConfig
 from shoal.models.load_tensors import demand_floats, demand_same_shapes, fill_all
-from shoal.models.lora_config import WEIGHTS, AdapterSpec, Base, stored_name
-from shoal.models.lora_layers import Pair
+from shoal.models.lora_config import WEIGHTS, AdapterSpec, LoraBase, stored_name
+from shoal.models.lora_layers import LoraPair
 from shoal.models.safetensors_header import read_header
 from shoal.models.transformer import Transformer
 
 
 @torch.no_grad()
-def begin_adapter(model: Transformer, adapter: AdapterSpec, seed: int, base: Base | None = None) -> None:
+def begin_adapter(model: Transformer, adapter: AdapterSpec, seed: int, base: LoraBase | None = None) -> None:
     """Give a model an adapter that changes nothing yet: B is 0, and A is uniform within 1 / sqrt(inputs), as in `peft`.
 
     Each matrix has a generator of its own, so the same seed gives a matrix the same A whatever else is adapted.
@@ -38,7 +38,7 @@ def begin_adapter(model: Transformer, adapter: AdapterSpec, seed: int, base: Bas
             parameter.copy_(values)
 
 
-def read_adapter(directory: Path, spec: PolicySpec) -> tuple[AdapterSpec, dict[str, Tensor]]:
+def read_adapter(directory: Path, spec: ModelConfig) -> tuple[AdapterSpec, dict[str, Tensor]]:
     """The adapter in a directory, float32, for a policy of this shape; its tensors by their names in the file.
 
     Raises `StateError` if it is missing, damaged or hostile, for a policy of another shape, or not of finite numbers.
@@ -56,7 +56,7 @@ def read_adapter(directory: Path, spec: PolicySpec) -> tuple[AdapterSpec, dict[s
 def load_adapter(model: Transformer, directory: Path) -> None:
     """Give a model the adapter in a directory. Raises as `read_adapter`."""
     adapter, tensors = read_adapter(directory, model.spec)
-    model.adapt(adapter, Base.from_directory(directory))
+    model.adapt(adapter, LoraBase.from_directory(directory))
     for name, parameter in model.trainable().items():
         parameter.copy_(tensors[stored_name(name)])
 
@@ -117,7 +117,7 @@ def decode(model: Transformer) -> None:
             matrix.decode()
 
 
-def pairs_of(adapter: AdapterSpec, tensors: dict[str, Tensor], spec: PolicySpec) -> Iterator[dict[str, Pair]]:
+def pairs_of(adapter: AdapterSpec, tensors: dict[str, Tensor], spec: ModelConfig) -> Iterator[dict[str, LoraPair]]:
     """The adapters of each layer's matrices, layer by layer."""
     for index in range(spec.layers):
         layer = {}
@@ -126,5 +126,5 @@ def pairs_of(adapter: AdapterSpec, tensors: dict[str, Tensor], spec: PolicySpec)
             if name in adapter.targets:
                 matrix = f"model.layers.{index}.{part}.{name}"
                 a_rI, b_Or = (tensors[stored_name(f"{matrix}.lora_{one}")] for one in "AB")
-                layer[name] = Pair(a_rI, b_Or, adapter.scale)
+                layer[name] = LoraPair(a_rI, b_Or, adapter.scale)
         yield layer

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from shoal.errors import ConfigError, StateError
-from shoal.models.config import PolicySpec
+from shoal.models.config import ModelConfig
 from shoal.models.safetensors_header import ADAPTER_WEIGHTS, read_capped
 from shoal.protocol.constants import MAX_ADAPTER_RANK, MAX_JSON_BYTES
 
@@ -54,7 +54,7 @@ class AdapterSpec:
             return "targets is empty, or names a matrix twice"
         return ""
 
-    def tensor_shapes(self, spec: PolicySpec) -> dict[str, tuple[int, int]]:
+    def tensor_shapes(self, spec: ModelConfig) -> dict[str, tuple[int, int]]:
         """The name and shape of every tensor in an adapter of this policy, as `peft` names them."""
         shapes: dict[str, tuple[int, int]] = {}
         for name, shape in spec.tensor_shapes().items():
@@ -64,7 +64,7 @@ class AdapterSpec:
                 shapes[stored_name(f"{matrix}.lora_B")] = (shape[0], self.rank)
         return shapes
 
-    def to_peft(self, base: "Base | None" = None) -> dict[str, Any]:
+    def to_peft(self, base: "LoraBase | None" = None) -> dict[str, Any]:
         """The `adapter_config.json` with which `peft` opens it."""
         name, _, revision = (base.source.removeprefix("hf:") if base else "").partition("@")
         return {
@@ -103,7 +103,7 @@ class AdapterSpec:
 
 
 @dataclass(frozen=True)
-class Base:
+class LoraBase:
     """The model that an adapter belongs to."""
 
     root: str
@@ -112,13 +112,13 @@ class Base:
     """hf:OWNER/NAME@REVISION if nodes get it from a hub; else empty."""
 
     @staticmethod
-    def from_directory(directory: Path) -> "Base | None":
+    def from_directory(directory: Path) -> "LoraBase | None":
         """What the adapter in a directory says; None if it does not say it. Raises `StateError` if that is damaged."""
         path = Path(directory) / BASE
         if not path.exists():
             return None
         try:
-            return msgspec.json.decode(read_capped(path, MAX_JSON_BYTES).decode(), type=Base)
+            return msgspec.json.decode(read_capped(path, MAX_JSON_BYTES).decode(), type=LoraBase)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise StateError(f"{path} is damaged: {error}. Copy the adapter again") from None
 

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.models.config import PolicySpec
+from shoal.models.config import ModelConfig
 from shoal.models.layers import LayerLow, Low
 
 
-class Pair(NamedTuple):
+class LoraPair(NamedTuple):
     """The adapter of one matrix, float32."""
 
     a_rI: Tensor
@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
 
 def arranged_low(
-    pairs: Mapping[str, Pair], spec: PolicySpec, norms_D: tuple[Tensor, Tensor], order: Tensor
+    pairs: Mapping[str, LoraPair], spec: ModelConfig, norms_D: tuple[Tensor, Tensor], order: Tensor
 ) -> LayerLow | None:
     """The adapters of one layer by the matrix that each belongs to; None if it has none.
 
@@ -49,7 +49,7 @@ def arranged_low(
 
 
 def _together(
-    pairs: Mapping[str, Pair],
+    pairs: Mapping[str, LoraPair],
     matrices: Sequence[tuple[str, int]],
     norm_D: Tensor | None = None,
     order: Tensor | None = None,

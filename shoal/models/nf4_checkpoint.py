@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from shoal.errors import StateError, cause_of
-from shoal.models.config import PolicySpec
+from shoal.models.config import ModelConfig
 from shoal.models.load_tensors import fill_all, read_rows
 from shoal.models.nf4 import CODE_DTYPES, coded, constants_coded
 from shoal.models.nf4_config import coded_forms, demand_coded, flaw_of, matrices_of
 from shoal.models.safetensors_header import INDEX, StoredTensor
-from shoal.models.safetensors_writer import Form, write_files
+from shoal.models.safetensors_writer import TensorHeader, write_files
 from shoal.models.transformer import Transformer
 from shoal.run_folder import replaced_folder
 
@@ -31,7 +31,7 @@ CODED_VALUES = 1 << 22
 
 
 def load_coded(
-    spec: PolicySpec, stored: Mapping[str, StoredTensor], directory: Path, dtype: torch.dtype
+    spec: ModelConfig, stored: Mapping[str, StoredTensor], directory: Path, dtype: torch.dtype
 ) -> Transformer:
     """The policy of a directory whose layers are codes, and stay so in memory. What is beside the codes is `dtype`.
 
@@ -56,16 +56,16 @@ def write_coded(source: Path, stored: Mapping[str, StoredTensor], target: Path, 
 
     Raises `StateError` if the model is of another kind, cannot be coded, or cannot be written.
     """
-    spec = PolicySpec.from_directory(source)
+    spec = ModelConfig.from_directory(source)
     if fault := flaw_of(spec):
         raise StateError(f"{source}: {fault}: leave policy.adapter.base out, or choose another model")
-    matrices, forms = matrices_of(spec), dict[str, dict[str, Form]]()
+    matrices, forms = matrices_of(spec), dict[str, dict[str, TensorHeader]]()
     for name, one in stored.items():
         if name in matrices:
             coded = coded_forms(name, one.shape).items()
-            forms[name] = {part: Form(CODE_DTYPES[form.dtype], form.shape) for part, form in coded}
+            forms[name] = {part: TensorHeader(CODE_DTYPES[form.dtype], form.shape) for part, form in coded}
         else:
-            forms[name] = {name: Form(torch.bfloat16 if one.dtype == "BF16" else torch.float32, one.shape)}
+            forms[name] = {name: TensorHeader(torch.bfloat16 if one.dtype == "BF16" else torch.float32, one.shape)}
 
     def tensors_of(name: str) -> Iterator[tuple[str, Tensor]]:
         if name in matrices:

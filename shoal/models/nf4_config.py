@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.errors import StateError
-from shoal.models.config import PolicySpec
+from shoal.models.config import ModelConfig
 from shoal.models.safetensors_header import StoredTensor, names_of_weights, read_header
 
 NF4 = "nf4"
@@ -26,7 +26,7 @@ PARTS = ("_nf4", "_constants", "_scales", "_mean")
 """What the names of a matrix's tensors end with."""
 
 
-class Form(NamedTuple):
+class Nf4Layout(NamedTuple):
     """What a file says of a tensor."""
 
     dtype: str
@@ -34,20 +34,20 @@ class Form(NamedTuple):
     shape: tuple[int, ...]
 
 
-def coded_forms(name: str, shape: tuple[int, ...]) -> dict[str, Form]:
+def coded_forms(name: str, shape: tuple[int, ...]) -> dict[str, Nf4Layout]:
     """The tensors of one matrix in NF4."""
     outputs, inputs = shape
     constants = outputs * inputs // BLOCK
     forms = (
-        Form("U8", (outputs, inputs // 2)),
-        Form("I8", (outputs, inputs // BLOCK)),
-        Form("F32", (-(-constants // GROUP),)),
-        Form("F32", (1,)),
+        Nf4Layout("U8", (outputs, inputs // 2)),
+        Nf4Layout("I8", (outputs, inputs // BLOCK)),
+        Nf4Layout("F32", (-(-constants // GROUP),)),
+        Nf4Layout("F32", (1,)),
     )
     return {name + part: form for part, form in zip(PARTS, forms, strict=True)}
 
 
-def matrices_of(spec: PolicySpec) -> dict[str, tuple[int, ...]]:
+def matrices_of(spec: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of what NF4 codes: the matrices of the layers. The others are as they were: a token reads one row of the
     embedding, the head decides each logit, and norms are small."""
     return {
@@ -57,7 +57,7 @@ def matrices_of(spec: PolicySpec) -> dict[str, tuple[int, ...]]:
     }
 
 
-def flaw_of(spec: PolicySpec) -> str:
+def flaw_of(spec: ModelConfig) -> str:
     """Why a policy of this shape cannot be coded; empty if it can."""
     odd = [f"{name} has {shape[1]}" for name, shape in matrices_of(spec).items() if shape[1] % BLOCK]
     return f"NF4 takes {BLOCK} inputs of a matrix at a time, and {odd[0]}" if odd else ""
@@ -74,14 +74,14 @@ def is_coded(directory: Path) -> bool:
     return any(has_codes(read_header(file)) for file in files if file.exists())
 
 
-def demand_coded(stored: Mapping[str, StoredTensor], spec: PolicySpec, directory: Path) -> None:
+def demand_coded(stored: Mapping[str, StoredTensor], spec: ModelConfig, directory: Path) -> None:
     """Refuse tensors that are not exactly those of a policy of this shape in NF4. Raises `StateError`."""
     fault = flaw_of(spec)
     if fault:
         raise StateError(f"{directory}: {fault}: use the model in full precision")
-    matrices, forms = matrices_of(spec), dict[str, Form]()
+    matrices, forms = matrices_of(spec), dict[str, Nf4Layout]()
     for name, shape in spec.tensor_shapes().items():
-        forms |= coded_forms(name, shape) if name in matrices else {name: Form("", shape)}
+        forms |= coded_forms(name, shape) if name in matrices else {name: Nf4Layout("", shape)}
     for name in sorted(stored.keys() ^ forms.keys()):
         fault = "lacks tensor" if name in forms else "has a tensor that a policy in NF4 of its config has not,"
         raise StateError(f"{directory} {fault} {name}: copy it again, or use the model in full precision")
@@ -108,7 +108,7 @@ def decoded_values(device: str) -> int:
     return _DECODED_VALUES.get(device, _DECODED_VALUES["cpu"])
 
 
-def weight_bytes_of(spec: PolicySpec, item: float, base: str = "") -> int:
+def weight_bytes_of(spec: ModelConfig, item: float, base: str = "") -> int:
     """The bytes of all weights, of which a plain one takes `item`. `base`: as of `policy.adapter.base`."""
     shapes = spec.tensor_shapes()
     if base != NF4:
@@ -118,7 +118,7 @@ def weight_bytes_of(spec: PolicySpec, item: float, base: str = "") -> int:
     return int(item * plain) + sum(_coded_bytes(shape) for shape in matrices.values())
 
 
-def decoding_bytes_of(spec: PolicySpec) -> int:
+def decoding_bytes_of(spec: ModelConfig) -> int:
     """What a product takes beside its result, where most is decoded at a time: a block, and the float32 constants of a
     matrix."""
     largest = max(math.prod(shape) for shape in matrices_of(spec).values())

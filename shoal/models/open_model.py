@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.errors import StateError
-from shoal.models.config import ARCHITECTURES, PolicySpec, UnsupportedModel
-from shoal.models.hf_config import AnySpec, read_config
-from shoal.models.lora_config import AdapterSpec, Base, has_adapter
+from shoal.models.config import ARCHITECTURES, ModelConfig, UnsupportedModel
+from shoal.models.hf_config import HFConfig, read_config
+from shoal.models.lora_config import AdapterSpec, LoraBase, has_adapter
 from shoal.models.nf4_config import NF4, is_coded
 
 if TYPE_CHECKING:
@@ -33,19 +33,19 @@ AUTO = "auto"
 def kind_of(directory: Path) -> str:
     """The kind of the policy in a directory."""
     try:
-        PolicySpec.from_directory(directory)
+        ModelConfig.from_directory(directory)
     except StateError:
         return ANY
     return OURS
 
 
-def spec_of(directory: Path) -> PolicySpec | AnySpec:
+def spec_of(directory: Path) -> ModelConfig | HFConfig:
     """The spec of a policy of either kind. Raises `StateError` if it is neither: for a family of ours, as for ours."""
     try:
-        return PolicySpec.from_directory(directory)
+        return ModelConfig.from_directory(directory)
     except StateError as refused:
         try:
-            return AnySpec.from_directory(directory)
+            return HFConfig.from_directory(directory)
         except StateError as other:
             known = is_of_ours(directory) and not isinstance(refused, UnsupportedModel)
             raise (refused if known else other) from None
@@ -59,13 +59,13 @@ def is_of_ours(directory: Path) -> bool:
         return True
 
 
-def sized_spec_of(directory: Path) -> PolicySpec | AnySpec:
+def sized_spec_of(directory: Path) -> ModelConfig | HFConfig:
     """As `spec_of`, with the number of weights that the files hold, if there are any: the spec of another architecture
     does not tell it exactly."""
     from shoal.models.checkpoint import find_tensors
 
     spec = spec_of(directory)
-    if isinstance(spec, AnySpec):
+    if isinstance(spec, HFConfig):
         with contextlib.suppress(StateError):
             stored = find_tensors(directory)
             return dataclasses.replace(spec, stored_values=sum(math.prod(one.shape) for one in stored.values()))
@@ -95,7 +95,9 @@ def demand_named_base(directory: Path, base: str) -> None:
         )
 
 
-def open_adapted(directory: Path, dtype: "torch.dtype", adapter: AdapterSpec, seed: int, base: Base) -> "PolicyModel":
+def open_adapted(
+    directory: Path, dtype: "torch.dtype", adapter: AdapterSpec, seed: int, base: LoraBase
+) -> "PolicyModel":
     """Load the policy in a directory as the base, of `dtype`, of a new adapter, which alone learns. Raises `StateError`."""
     from shoal.models.checkpoint import load_policy
     from shoal.models.lora import begin_adapter

@@ -14,8 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.models.config import PolicySpec
-from shoal.models.layers import Frame, Layers, LayerWeights, Shape, attend, final_norm, finish, heads, rope_table
+from shoal.models.config import ModelConfig
+from shoal.models.layers import (
+    EmbeddingAndHead,
+    Layers,
+    LayerWeights,
+    Shape,
+    attend,
+    final_norm,
+    finish,
+    heads,
+    rope_table,
+)
 
 MASK_COST = 2
 """How many times longer attention with a mask takes, for each pair of tokens, than causal attention."""
@@ -25,7 +35,7 @@ PADDING_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class Family:
+class SharedPrefixGroup:
     """Conversations that begin with the same tokens. In a row, these come first, then each conversation's own tokens."""
 
     shared: int
@@ -41,10 +51,10 @@ class Family:
         return self.shared + sum(self.own)
 
 
-class _Run:
+class _PackedRun:
     """Conversations of one family that one call of attention reads, and where their tokens are."""
 
-    def __init__(self, family: Family, begin: int, end: int, device: torch.device) -> None:
+    def __init__(self, family: SharedPrefixGroup, begin: int, end: int, device: torch.device) -> None:
         """Conversations `begin` to `end`; the run with the first one also gives what the shared tokens read."""
         P, own = family.shared, torch.tensor(family.own, device=device)
         own_B, starts_B = own[begin:end], (P + own.cumsum(0) - own)[begin:end]
@@ -69,10 +79,12 @@ class _Run:
         """Whether the run is the whole family as it is in the row."""
 
 
-def packed_hidden_states(tokens_N: Tensor, families: Sequence[Family], frame: Frame, layers: Layers) -> Tensor:
+def packed_hidden_states(
+    tokens_N: Tensor, families: Sequence[SharedPrefixGroup], frame: EmbeddingAndHead, layers: Layers
+) -> Tensor:
     """Hidden states after the final norm, [N, D], of a row that holds these families one after another."""
     device = tokens_N.device
-    runs = [[_Run(family, begin, end, device) for begin, end in _alike(family)] for family in families]
+    runs = [[_PackedRun(family, begin, end, device) for begin, end in _alike(family)] for family in families]
     sizes = [family.tokens for family in families]
     assert sum(sizes) == len(tokens_N), f"{len(tokens_N)} tokens for families of {sum(sizes)}"
     rope = rope_table(frame.spec, torch.cat([_positions(family, device) for family in families]))
@@ -81,7 +93,7 @@ def packed_hidden_states(tokens_N: Tensor, families: Sequence[Family], frame: Fr
     return final_norm(x_ND, frame)
 
 
-def _alike(family: Family) -> Iterator[tuple[int, int]]:
+def _alike(family: SharedPrefixGroup) -> Iterator[tuple[int, int]]:
     """Ranges of neighbouring conversations of similar lengths, so that little is padded."""
     begin, padding = 0, 0
     for place, length in enumerate(family.own):
@@ -92,14 +104,19 @@ def _alike(family: Family) -> Iterator[tuple[int, int]]:
     yield begin, len(family.own)
 
 
-def _positions(family: Family, device: torch.device) -> Tensor:
+def _positions(family: SharedPrefixGroup, device: torch.device) -> Tensor:
     """The position of each token of a family in its conversation."""
     spans = [torch.arange(family.shared, family.shared + length, device=device) for length in family.own]
     return torch.cat([torch.arange(family.shared, device=device), *spans])
 
 
 def _layer(
-    x_ND: Tensor, w: LayerWeights, rope: Tensor, runs: Sequence[Sequence[_Run]], sizes: list[int], spec: PolicySpec
+    x_ND: Tensor,
+    w: LayerWeights,
+    rope: Tensor,
+    runs: Sequence[Sequence[_PackedRun]],
+    sizes: list[int],
+    spec: ModelConfig,
 ) -> Tensor:
     qk_NKJE, v_NKE = heads(x_ND, w, rope, spec)
     parts = zip(runs, qk_NKJE.split(sizes), v_NKE.split(sizes), strict=True)
@@ -107,7 +124,7 @@ def _layer(
     return finish(x_ND, torch.cat(mixed), w)
 
 
-def _attend(run: _Run, qk_nKJE: Tensor, v_nKE: Tensor) -> Tensor:
+def _attend(run: _PackedRun, qk_nKJE: Tensor, v_nKE: Tensor) -> Tensor:
     """What the tokens of a run read of those before them, [tokens of the run, X]."""
     if run.plain:
         return attend(qk_nKJE, v_nKE, run.shape)[0]

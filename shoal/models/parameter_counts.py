@@ -7,8 +7,8 @@ light. It does not know dtypes, devices or what an engine or a trainer holds at 
 import math
 from collections.abc import Sequence
 
-from shoal.models.config import PolicySpec
-from shoal.models.hf_config import AnySpec
+from shoal.models.config import ModelConfig
+from shoal.models.hf_config import HFConfig
 from shoal.models.lora_config import TARGETS, AdapterSpec
 from shoal.models.nf4_config import weight_bytes_of
 
@@ -20,53 +20,53 @@ ANY_WIDTHS = 40
 widths, and what its gate computes."""
 
 
-def parameters_of(spec: PolicySpec | AnySpec) -> int:
+def parameters_of(spec: ModelConfig | HFConfig) -> int:
     """All weights."""
-    if isinstance(spec, AnySpec):
+    if isinstance(spec, HFConfig):
         return spec.parameters
     return sum(math.prod(shape) for shape in spec.tensor_shapes().values())
 
 
-def weights_of(spec: PolicySpec | AnySpec, item: float, base: str = "") -> int:
+def weights_of(spec: ModelConfig | HFConfig, item: float, base: str = "") -> int:
     """The bytes of a policy whose weights take `item` each, with the layers as `policy.adapter.base` keeps them."""
-    return weight_bytes_of(spec, item, base) if isinstance(spec, PolicySpec) else int(parameters_of(spec) * item)
+    return weight_bytes_of(spec, item, base) if isinstance(spec, ModelConfig) else int(parameters_of(spec) * item)
 
 
-def layer_parameters_of(spec: PolicySpec | AnySpec) -> int:
+def layer_parameters_of(spec: ModelConfig | HFConfig) -> int:
     """The weights of one layer."""
-    if isinstance(spec, AnySpec):
+    if isinstance(spec, HFConfig):
         return spec.parameters // spec.layers
     shapes = spec.tensor_shapes().items()
     return sum(math.prod(shape) for name, shape in shapes if name not in OUTSIDE) // spec.layers
 
 
-def critic_parameters_of(spec: PolicySpec | AnySpec) -> int:
+def critic_parameters_of(spec: ModelConfig | HFConfig) -> int:
     """The weights of the same layers below a head of one number; see `valued`."""
-    own_head = isinstance(spec, PolicySpec) and not spec.tied
+    own_head = isinstance(spec, ModelConfig) and not spec.tied
     return parameters_of(spec) - (spec.vocab_size * spec.width if own_head else 0) + spec.width
 
 
-def adapter_parameters_of(spec: PolicySpec | AnySpec, rank: int, targets: Sequence[str] = TARGETS) -> int:
+def adapter_parameters_of(spec: ModelConfig | HFConfig, rank: int, targets: Sequence[str] = TARGETS) -> int:
     """The weights of a low-rank adapter (arXiv:2106.09685) of these matrices in every layer; of every matrix of another
     architecture."""
-    if isinstance(spec, AnySpec):
+    if isinstance(spec, HFConfig):
         attention = 4 * spec.width + 2 * (spec.heads + spec.kv_heads) * spec.head_dim
         return spec.layers * rank * (attention + 3 * max(1, spec.experts) * (spec.width + spec.mlp_width))
     return sum(math.prod(shape) for shape in AdapterSpec(rank, 1.0, tuple(targets)).tensor_shapes(spec).values())
 
 
-def cached_values_of(spec: PolicySpec) -> int:
+def cached_values_of(spec: ModelConfig) -> int:
     """Keys and values that a cache holds of one token."""
     return 2 * spec.layers * spec.kv_heads * spec.head_dim
 
 
-def layer_values_of(spec: PolicySpec | AnySpec) -> int:
+def layer_values_of(spec: ModelConfig | HFConfig) -> int:
     """Numbers that one layer makes of one token and that its backward pass needs; see `layers`.
 
     The two normed inputs; query, key and value; queries and keys turned, and before that normed; queries apart from the
     keys that they share; what attention reads; gate and up; their product. Of another architecture they are estimated.
     """
-    if isinstance(spec, AnySpec):
+    if isinstance(spec, HFConfig):
         return ANY_WIDTHS * max(spec.width, spec.heads * spec.head_dim)
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     attention = (queries + 2 * keys) + (1 + spec.qk_norm) * (queries + keys) + queries
@@ -75,10 +75,10 @@ def layer_values_of(spec: PolicySpec | AnySpec) -> int:
     return 2 * spec.width + attention + 3 * spec.mlp_width
 
 
-def arranged_values_of(spec: PolicySpec | AnySpec) -> int:
+def arranged_values_of(spec: ModelConfig | HFConfig) -> int:
     """Numbers of one layer's weights in the copies that a pass with gradients makes: each matrix behind a norm, before and
     after it is multiplied by the norm's weight. Another architecture makes none."""
-    if isinstance(spec, AnySpec):
+    if isinstance(spec, HFConfig):
         return 0
     outputs = (spec.heads + 2 * spec.kv_heads) * spec.head_dim + 2 * spec.mlp_width
     return 2 * spec.width * outputs

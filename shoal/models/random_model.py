@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from shoal.config import TinyPolicy
 from shoal.errors import ConfigError
 from shoal.models.checkpoint import save_policy
-from shoal.models.config import PolicySpec, write_json
+from shoal.models.config import ModelConfig, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import StateError
-from shoal.models.hf_config import AnySpec, read_config, without_own_keys
+from shoal.models.hf_config import HFConfig, read_config, without_own_keys
 from shoal.models.open_model import spec_of
 
 if TYPE_CHECKING:
@@ -77,11 +77,11 @@ def write_all_but_weights(tiny: TinyPolicy, directory: Path) -> None:
     write_tokenizer(directory, tiny.max_positions)
 
 
-def _spec(tiny: TinyPolicy) -> PolicySpec:
+def _spec(tiny: TinyPolicy) -> ModelConfig:
     return dataclasses.replace(tiny_spec(tiny), turn_ends=TURN_ENDS)
 
 
-def tiny_spec(tiny: TinyPolicy) -> PolicySpec:
+def tiny_spec(tiny: TinyPolicy) -> ModelConfig:
     """The shape that a run file's `[policy.tiny]` describes. Raises `ConfigError`."""
     heads = max(tiny.heads, 1)
     demands = [
@@ -94,7 +94,7 @@ def tiny_spec(tiny: TinyPolicy) -> PolicySpec:
     for holds, fault in demands:
         if not holds:
             raise ConfigError(f"policy.tiny: {fault}")
-    return PolicySpec(
+    return ModelConfig(
         family=tiny.family,
         width=tiny.width,
         layers=tiny.layers,
@@ -127,7 +127,7 @@ def initialise(model: "Transformer", seed: int) -> None:
                 parameter.normal_(0.0, _deviation(name, parameter, model.spec), generator=generator)
 
 
-def _deviation(name: str, weight: "torch.Tensor", spec: PolicySpec) -> float:
+def _deviation(name: str, weight: "torch.Tensor", spec: ModelConfig) -> float:
     """1/sqrt(inputs) for matrices, divided by sqrt(2·layers) if they write to the residual stream; 0.02 for the others."""
     if "layers" not in name:
         return 0.02
@@ -176,13 +176,13 @@ def make_shaped(shape: Path, directory: Path, seed: int, dtype: str) -> None:
     The seed decides every weight. dtype is float32 or bfloat16. Raises `StateError` if the shape cannot be used.
     """
     spec = demand_shape(shape)
-    model = _ours(spec, seed, dtype) if isinstance(spec, PolicySpec) else _any(shape, spec, seed, dtype)
+    model = _ours(spec, seed, dtype) if isinstance(spec, ModelConfig) else _any(shape, spec, seed, dtype)
     with tempfile.TemporaryDirectory() as scratch:
         write_byte_tokenizer(Path(scratch), spec.vocab_size, spec.max_positions)
         save_policy(model, directory, dtype, tokenizer_from=Path(scratch))
 
 
-def demand_shape(shape: Path) -> PolicySpec | AnySpec:
+def demand_shape(shape: Path) -> ModelConfig | HFConfig:
     """The spec of a shape. Raises `StateError` if it is none, or too small for our tokenizer."""
     spec = spec_of(shape)
     if spec.vocab_size < LEAST_VOCABULARY:
@@ -193,7 +193,7 @@ def demand_shape(shape: Path) -> PolicySpec | AnySpec:
     return spec
 
 
-def _ours(spec: PolicySpec, seed: int, dtype: str) -> "PolicyModel":
+def _ours(spec: ModelConfig, seed: int, dtype: str) -> "PolicyModel":
     import torch
 
     from shoal.models.transformer import Transformer
@@ -204,10 +204,10 @@ def _ours(spec: PolicySpec, seed: int, dtype: str) -> "PolicyModel":
     return model
 
 
-def _any(shape: Path, spec: AnySpec, seed: int, dtype: str) -> "PolicyModel":
+def _any(shape: Path, spec: HFConfig, seed: int, dtype: str) -> "PolicyModel":
     import torch
 
-    from shoal.models.hf_model import AnyModel, config_of
+    from shoal.models.hf_model import HFModel, config_of
 
     auto_model, config = config_of(shape, spec)
     ends: dict[str, Any] = {"eos_token_id": END, "pad_token_id": PAD, "bos_token_id": None}
@@ -216,7 +216,7 @@ def _any(shape: Path, spec: AnySpec, seed: int, dtype: str) -> "PolicyModel":
     whole = auto_model.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False).eval()
     _fill(whole, seed)
     told = json.loads(config.to_json_string(use_diff=False)) | read_config(shape) | ends
-    return AnyModel(whole, spec, {"config.json": without_own_keys(told)})
+    return HFModel(whole, spec, {"config.json": without_own_keys(told)})
 
 
 def _fill(model: "nn.Module", seed: int) -> None:

@@ -19,7 +19,7 @@ from shoal.models.int8 import SCALE, codes_and_scale
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int8: "I8", torch.uint8: "U8"}
 
 
-class Form(NamedTuple):
+class TensorHeader(NamedTuple):
     """What a file says of a tensor."""
 
     dtype: torch.dtype
@@ -31,8 +31,8 @@ class Form(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Weights(Protocol):
-    """A policy's tensors by name: a `Published` or a `Snapshot`."""
+class NamedTensors(Protocol):
+    """A policy's tensors by name: a `Published` or a `WeightSnapshot`."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -47,7 +47,7 @@ def written_dtype(dtype: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.float32}[dtype]
 
 
-def write_weights(policy: Weights, path: Path, dtype: str, shard_bytes: int) -> None:
+def write_weights(policy: NamedTensors, path: Path, dtype: str, shard_bytes: int) -> None:
     """Write the weights as the file `path`, or as shards with their index, in float32, bfloat16 or int8. One tensor is
     copied in memory at a time."""
     forms = {name: _forms(name, tuple(tensor.shape), dtype) for name, tensor in policy.tensors.items()}
@@ -56,7 +56,7 @@ def write_weights(policy: Weights, path: Path, dtype: str, shard_bytes: int) -> 
 
 def write_files(
     path: Path,
-    forms: Mapping[str, Mapping[str, Form]],
+    forms: Mapping[str, Mapping[str, TensorHeader]],
     tensors_of: Callable[[str], Iterable[tuple[str, Tensor]]],
     shard_bytes: int,
 ) -> None:
@@ -77,7 +77,7 @@ def write_files(
         write_json(path.parent / f"{path.name}.index.json", index)
 
 
-def write_tensors(path: Path, forms: Mapping[str, Form], tensors: Iterable[tuple[str, Tensor]]) -> None:
+def write_tensors(path: Path, forms: Mapping[str, TensorHeader], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write tensors of these forms, which come one after the other, on the CPU and in any order."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset, starts = 0, dict[str, int]()
@@ -92,20 +92,22 @@ def write_tensors(path: Path, forms: Mapping[str, Form], tensors: Iterable[tuple
     with path.open("xb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for name, tensor in tensors:
-            assert Form(tensor.dtype, tuple(tensor.shape)) == forms[name], f"{name} is {tensor.dtype}{tensor.shape}"
+            assert TensorHeader(tensor.dtype, tuple(tensor.shape)) == forms[name], (
+                f"{name} is {tensor.dtype}{tensor.shape}"
+            )
             file.seek(8 + len(encoded) + starts.pop(name))
             file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     assert not starts, f"{path} lacks {sorted(starts)}"
 
 
-def _forms(name: str, shape: tuple[int, ...], dtype: str) -> dict[str, Form]:
+def _forms(name: str, shape: tuple[int, ...], dtype: str) -> dict[str, TensorHeader]:
     """What a file says of a tensor of the policy."""
     if _is_coded(shape, dtype):
-        return {name: Form(torch.int8, shape), name + SCALE: Form(torch.float32, (shape[0], 1))}
-    return {name: Form(written_dtype(dtype), shape)}
+        return {name: TensorHeader(torch.int8, shape), name + SCALE: TensorHeader(torch.float32, (shape[0], 1))}
+    return {name: TensorHeader(written_dtype(dtype), shape)}
 
 
-def _as_stored(policy: Weights, name: str, dtype: str) -> Iterable[tuple[str, Tensor]]:
+def _as_stored(policy: NamedTensors, name: str, dtype: str) -> Iterable[tuple[str, Tensor]]:
     """What a file holds of a tensor of the policy."""
     values = policy.whole(name, written_dtype(dtype))
     return (codes_and_scale(name, values) if _is_coded(values.shape, dtype) else {name: values}).items()

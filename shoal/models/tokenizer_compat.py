@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shoal.errors import StateError
 from shoal.models.auto_tokenizer import open_tokenizer
-from shoal.models.config import PolicySpec
+from shoal.models.config import ModelConfig
 
 
 def demand_same_vocabulary(directory: Path, policy: Path, what: str) -> None:
@@ -21,7 +21,7 @@ def demand_same_vocabulary(directory: Path, policy: Path, what: str) -> None:
             f"{what} = {directory}: its tokenizer is not the policy's, for {odd!r} is {_name(theirs, odd)} there and "
             f"{_name(ours, odd)} in the policy: choose a model of the same family"
         )
-    there, here = (PolicySpec.from_directory(one).vocab_size for one in (directory, policy))
+    there, here = (ModelConfig.from_directory(one).vocab_size for one in (directory, policy))
     if there < here:  # guard: no-id-beyond-its-embedding
         raise StateError(
             f"{what} = {directory}: it has {there} token ids, and the policy may write {here}: choose a model with as many"

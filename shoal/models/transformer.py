@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.models import lora_config
-from shoal.models.config import PolicySpec
+from shoal.models.config import ModelConfig
 from shoal.models.interface import Published
-from shoal.models.layers import Body, Frame, LayerWeights, Matrix, Weights, hidden_states, wide
-from shoal.models.lora_config import AdapterSpec, Base, stored_name
-from shoal.models.lora_layers import Pair, arranged_low
+from shoal.models.layers import Body, EmbeddingAndHead, LayerWeights, Matrix, ModelWeights, hidden_states, wide
+from shoal.models.lora_config import AdapterSpec, LoraBase, stored_name
+from shoal.models.lora_layers import LoraPair, arranged_low
 from shoal.models.nf4 import CODE_DTYPES, Codes, Frozen
 from shoal.models.nf4_config import coded_forms
-from shoal.models.packed_attention import Family, packed_hidden_states
+from shoal.models.packed_attention import SharedPrefixGroup, packed_hidden_states
 
 
 class Transformer(nn.Module):
@@ -31,7 +31,7 @@ class Transformer(nn.Module):
 
     after_head = None
 
-    def __init__(self, spec: PolicySpec, dtype: torch.dtype = torch.float32, coded: torch.dtype | None = None) -> None:
+    def __init__(self, spec: ModelConfig, dtype: torch.dtype = torch.float32, coded: torch.dtype | None = None) -> None:
         """Allocate without initialising: `files.load_policy` or `tiny.make_tiny` fill in the values. `coded`: what decoded
         weights are rounded to, if the layers' matrices are NF4 codes, which never learn; None: they are weights."""
         super().__init__()
@@ -42,10 +42,10 @@ class Transformer(nn.Module):
         if not spec.tied:
             self.lm_head = _Matrix(spec.vocab_size, spec.width, dtype)
         self.adapter: AdapterSpec | None = None
-        self.base: Base | None = None
+        self.base: LoraBase | None = None
         """What the adapter belongs to, if that is known."""
 
-    def adapt(self, adapter: AdapterSpec, base: Base | None = None) -> None:
+    def adapt(self, adapter: AdapterSpec, base: LoraBase | None = None) -> None:
         """Let only an adapter learn, which adds nothing yet: A is not initialised and B is 0."""
         self.adapter, self.base = adapter, base
         self.requires_grad_(False)
@@ -54,7 +54,7 @@ class Transformer(nn.Module):
                 if name in adapter.targets:
                     matrix.adapt(adapter)
 
-    def forward(self, tokens_BT: Tensor, families: Sequence[Family] | None = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, families: Sequence[SharedPrefixGroup] | None = None) -> Tensor:
         """Hidden states after the final norm, [B, T, D], of right-padded rows; see `layers.hidden_states`.
 
         With `families`, of the one row that holds these conversations; see `packed`.
@@ -64,7 +64,7 @@ class Transformer(nn.Module):
             return hidden_states(tokens_BT, frame, self._through)
         return packed_hidden_states(tokens_BT[0], families, frame, self._through)[None]
 
-    def hidden(self, tokens_BT: Tensor, families: Sequence[Family] | None = None) -> Tensor:
+    def hidden(self, tokens_BT: Tensor, families: Sequence[SharedPrefixGroup] | None = None) -> Tensor:
         """See `forward`."""
         return self(tokens_BT, families)
 
@@ -99,12 +99,12 @@ class Transformer(nn.Module):
         tensors = {stored_name(name): one for name, one in self.trainable().items()}
         return Published(tensors, files, lora_config.WEIGHTS)
 
-    def frame(self) -> Frame:
+    def frame(self) -> EmbeddingAndHead:
         """What is before the layers and after them, as `layers` needs it."""
         floor, _ = _floors(self.spec, self.head_weight().device)
-        return Frame(self.spec, self.model.embed_tokens.weight, norm_weight(self.model.norm.weight), floor)
+        return EmbeddingAndHead(self.spec, self.model.embed_tokens.weight, norm_weight(self.model.norm.weight), floor)
 
-    def arranged(self, lay_out: Callable[[LayerWeights], LayerWeights], device: str) -> Weights:
+    def arranged(self, lay_out: Callable[[LayerWeights], LayerWeights], device: str) -> ModelWeights:
         """The weights as `layers` needs them, on a device; this model loses its layers' matrices.
 
         `lay_out` changes each layer as soon as it is arranged, and the layer's matrices go as soon as it is laid out: all
@@ -120,7 +120,7 @@ class Transformer(nn.Module):
             layers.append(lay_out(_arrange(layer, self.spec, order)))  # type: ignore[arg-type]
             for matrix in layer.matrices().values():  # type: ignore[operator]
                 matrix.forget()
-        return Weights(self.frame(), tuple(layers), self.head_weight().t())
+        return ModelWeights(self.frame(), tuple(layers), self.head_weight().t())
 
     def _through(self, x_ND: Tensor, body: Body) -> Tensor:
         """See `layers.Layers`. Each layer is arranged when its turn comes."""
@@ -135,7 +135,7 @@ class Transformer(nn.Module):
 
 
 class _Stack(nn.Module):
-    def __init__(self, spec: PolicySpec, dtype: torch.dtype, coded: torch.dtype | None) -> None:
+    def __init__(self, spec: ModelConfig, dtype: torch.dtype, coded: torch.dtype | None) -> None:
         super().__init__()
         self.embed_tokens = _Matrix(spec.vocab_size, spec.width, dtype)
         self.layers = nn.ModuleList(_Layer(spec, dtype, coded) for _ in range(spec.layers))
@@ -143,14 +143,14 @@ class _Stack(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, spec: PolicySpec, dtype: torch.dtype, coded: torch.dtype | None) -> None:
+    def __init__(self, spec: ModelConfig, dtype: torch.dtype, coded: torch.dtype | None) -> None:
         super().__init__()
         self.input_layernorm = _Vector(spec.width, dtype)
         self.self_attn = _Attention(spec, dtype, coded)
         self.post_attention_layernorm = _Vector(spec.width, dtype)
         self.mlp = _Mlp(spec, dtype, coded)
 
-    def forward(self, x_ND: Tensor, body: Body, spec: PolicySpec, order: Tensor) -> Tensor:
+    def forward(self, x_ND: Tensor, body: Body, spec: ModelConfig, order: Tensor) -> Tensor:
         """What `body` does with the hidden states before this layer."""
         return body(x_ND, _arrange(self, spec, order))
 
@@ -159,9 +159,9 @@ class _Layer(nn.Module):
         return {name: one for part in (self.self_attn, self.mlp) for name, one in part.named_children()
                 if isinstance(one, _Matrix)}  # fmt: skip
 
-    def pairs(self) -> dict[str, Pair]:
+    def pairs(self) -> dict[str, LoraPair]:
         """The adapters of its matrices."""
-        return {name: Pair(matrix.lora_A, matrix.lora_B, matrix.scale) for name, matrix in self.matrices().items()
+        return {name: LoraPair(matrix.lora_A, matrix.lora_B, matrix.scale) for name, matrix in self.matrices().items()
                 if matrix.lora_A is not None and matrix.lora_B is not None}  # fmt: skip
 
     def norms(self) -> tuple[Tensor, Tensor]:
@@ -170,7 +170,7 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, spec: PolicySpec, dtype: torch.dtype, coded: torch.dtype | None) -> None:
+    def __init__(self, spec: ModelConfig, dtype: torch.dtype, coded: torch.dtype | None) -> None:
         super().__init__()
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.q_proj = _Matrix(queries, spec.width, dtype, coded, bias=spec.qkv_bias)
@@ -183,7 +183,7 @@ class _Attention(nn.Module):
 
 
 class _Mlp(nn.Module):
-    def __init__(self, spec: PolicySpec, dtype: torch.dtype, coded: torch.dtype | None) -> None:
+    def __init__(self, spec: ModelConfig, dtype: torch.dtype, coded: torch.dtype | None) -> None:
         super().__init__()
         self.gate_proj = _Matrix(spec.mlp_width, spec.width, dtype, coded)
         self.up_proj = _Matrix(spec.mlp_width, spec.width, dtype, coded)
@@ -253,7 +253,7 @@ class _Vector(nn.Module):
         self.weight = nn.Parameter(torch.empty(width, dtype=dtype))
 
 
-def _arrange(layer: _Layer, spec: PolicySpec, order: Tensor) -> LayerWeights:
+def _arrange(layer: _Layer, spec: ModelConfig, order: Tensor) -> LayerWeights:
     """Fuse and reorder one layer's weights."""
     attention, mlp = layer.self_attn, layer.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -310,19 +310,19 @@ def norm_weight(weight_xD: Tensor) -> Tensor:
     return weight_xD.to(wide(weight_xD.dtype)) * weight_xD.shape[-1] ** 0.5
 
 
-def heads_norm(query_E: Tensor, key_E: Tensor, spec: PolicySpec, order: Tensor) -> Tensor:
+def heads_norm(query_E: Tensor, key_E: Tensor, spec: ModelConfig, order: Tensor) -> Tensor:
     """The weights of the norms of a layer's queries and keys, [K, J, E], as `LayerWeights` has them."""
     norms_HE = torch.cat((*[query_E] * spec.heads, *[key_E] * spec.kv_heads))
     return norm_weight(norms_HE[order[: len(norms_HE)]].view(spec.kv_heads, -1, spec.head_dim))
 
 
-def _floors(spec: PolicySpec, device: torch.device) -> tuple[Tensor, Tensor]:
+def _floors(spec: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """Terms that keep the norms of the width and of a head from dividing by zero: sqrt(size * eps), [1]."""
     width, head = (torch.tensor([(n * spec.norm_eps) ** 0.5], device=device) for n in (spec.width, spec.head_dim))
     return width, head
 
 
-def head_order(spec: PolicySpec) -> Tensor:
+def head_order(spec: ModelConfig) -> Tensor:
     """Order of the outputs of query, key and value: each key head after the G queries that share it, then the values.
 
     Within a query or key head, element i is next to i + E / 2, with which it rotates. Scores do not change, because queries

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shoal.errors import StateError
 from shoal.models.checkpoint import find_tensors, policy_tensors, save_policy
-from shoal.models.config import ARCHITECTURES, NO_CONFIG, PolicySpec
+from shoal.models.config import ARCHITECTURES, NO_CONFIG, ModelConfig
 from shoal.models.interface import Published
 from shoal.models.load_tensors import demand_floats, demand_same_shapes, fill_all
 from shoal.models.lora_config import has_adapter
@@ -34,10 +34,10 @@ OF_POLICY = "ForCausalLM"
 WITH_HEAD = "ForSequenceClassification"
 
 
-class Valued(Transformer):
+class TransformerWithValueHead(Transformer):
     """The layers of a policy below a head of one number. It has no head over the vocabulary, so it writes nothing."""
 
-    def __init__(self, spec: PolicySpec, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, spec: ModelConfig, dtype: torch.dtype = torch.float32) -> None:
         """Allocate without initialising, except the head, which begins at 0. It is float32 whatever the layers are."""
         super().__init__(replace(spec, tied=True), dtype)
         self.score = _Head(spec.width)
@@ -70,7 +70,7 @@ class _Labels(msgspec.Struct):
     id2label: dict[str, str] | None = None
 
 
-def config_of(spec: PolicySpec) -> dict[str, Any]:
+def config_of(spec: ModelConfig) -> dict[str, Any]:
     """The `config.json` with which `transformers` opens a model of this shape with a head of one number."""
     return spec.to_hf() | {
         "architectures": [architecture_of(spec)],
@@ -80,12 +80,12 @@ def config_of(spec: PolicySpec) -> dict[str, Any]:
     }
 
 
-def architecture_of(spec: PolicySpec) -> str:
+def architecture_of(spec: ModelConfig) -> str:
     """The name of the class of `transformers` that has these layers below a head of labels."""
     return ARCHITECTURES[spec.family].removesuffix(OF_POLICY) + WITH_HEAD
 
 
-def begin_valued(directory: Path, dtype: torch.dtype = torch.float32) -> Valued:
+def begin_valued(directory: Path, dtype: torch.dtype = torch.float32) -> TransformerWithValueHead:
     """The layers of the policy in a directory, below a head of zeros: it gives 0 for everything, and learns from there.
 
     Raises `StateError` as `load_policy`, and if the policy is in int8 or NF4, or has an adapter beside it.
@@ -93,13 +93,13 @@ def begin_valued(directory: Path, dtype: torch.dtype = torch.float32) -> Valued:
     if has_adapter(directory):
         raise StateError(f"{directory} holds an adapter: `shoal policy merge` makes a whole model of it")
     spec, stored = policy_tensors(directory)
-    model = Valued(spec, dtype)
+    model = TransformerWithValueHead(spec, dtype)
     layers = {name: one for name, one in model.named_parameters() if name != HEAD}
     fill_all(layers, {name: one for name, one in stored.items() if name in layers}, directory)
     return model
 
 
-def load_valued(directory: Path, dtype: torch.dtype = torch.float32) -> Valued:
+def load_valued(directory: Path, dtype: torch.dtype = torch.float32) -> TransformerWithValueHead:
     """Load a directory with layers of `dtype` below a head of one number, ready to learn.
 
     Raises `StateError` if a file is missing, damaged or hostile, if the tensors do not match the config, if a weight is not
@@ -112,14 +112,14 @@ def load_valued(directory: Path, dtype: torch.dtype = torch.float32) -> Valued:
     shapes = replace(spec, tied=True).tensor_shapes() | {HEAD: (1, spec.width)}
     demand_same_shapes(stored, shapes, directory)  # guard: valued-has-its-shapes
     demand_floats(stored, directory)
-    model = Valued(spec, dtype)
+    model = TransformerWithValueHead(spec, dtype)
     fill_all(dict(model.named_parameters()), stored, directory)
     return model
 
 
-def valued_spec_of(directory: Path) -> PolicySpec:
+def valued_spec_of(directory: Path) -> ModelConfig:
     """The shape of the model with a head of one number in a directory. Raises `StateError` if it holds another model."""
-    spec, path = PolicySpec.from_directory(directory), Path(directory) / "config.json"
+    spec, path = ModelConfig.from_directory(directory), Path(directory) / "config.json"
     labels = decode_strictly(read_capped(path, MAX_JSON_BYTES), _Labels, path, NO_CONFIG)
     wanted, found = architecture_of(spec), (labels.architectures or ["none"])[0]
     if found != wanted:  # guard: a-policy-is-no-reward-model
@@ -135,7 +135,9 @@ def valued_spec_of(directory: Path) -> PolicySpec:
     return spec
 
 
-def save_valued(model: Valued, directory: Path, dtype: str, tokenizer_from: Path | None = None) -> None:
+def save_valued(
+    model: TransformerWithValueHead, directory: Path, dtype: str, tokenizer_from: Path | None = None
+) -> None:
     """Write a directory in `dtype` (float32 or bfloat16), with the tokenizer files of another. Raises as `save_policy`."""
     assert dtype in ("float32", "bfloat16"), f"a model with a head of one number is not written in {dtype}"
     save_policy(model, directory, dtype, tokenizer_from)

@@ -24,13 +24,13 @@ from shoal.monitors import (
     trainer_waits,
     validator_disagreement,
 )
-from shoal.monitors.inputs import Finding, View
+from shoal.monitors.inputs import LimitExceeded, MonitorInputs
 
 
 class Monitor(NamedTuple):
     """A monitor, and how often it must find something."""
 
-    look: Callable[[View], Iterator[Finding]]
+    look: Callable[[MonitorInputs], Iterator[LimitExceeded]]
     found: int
     """Steps with a finding that raise the alarm,"""
     of: int
@@ -63,7 +63,7 @@ BETWEEN: dict[str, Monitor] = {
 """The same for looks between steps, a few seconds apart: what must be seen though no step ends."""
 
 
-class Change(NamedTuple):
+class AlarmChange(NamedTuple):
     """An alarm was raised or cleared."""
 
     change: Literal["raised", "cleared"]
@@ -86,10 +86,10 @@ class _Table:
     monitors: dict[str, Monitor]
     subjects: dict[tuple[str, str], _Watched] = field(default_factory=dict)
 
-    def see(self, view: View, step: int) -> list[Change]:
-        changes: list[Change] = []
+    def see(self, view: MonitorInputs, step: int) -> list[AlarmChange]:
+        changes: list[AlarmChange] = []
         for cause, monitor in self.monitors.items():
-            found: dict[str, Finding] = {}
+            found: dict[str, LimitExceeded] = {}
             for finding in monitor.look(view):
                 if finding.node in view.announced:
                     continue
@@ -107,7 +107,9 @@ class _Table:
         return [watched.raised for watched in self.subjects.values() if watched.raised is not None]
 
 
-def _judged(watched: _Watched, monitor: Monitor, cause: str, finding: Finding | None, step: int) -> Iterable[Change]:
+def _judged(
+    watched: _Watched, monitor: Monitor, cause: str, finding: LimitExceeded | None, step: int
+) -> Iterable[AlarmChange]:
     """Take a finding, or that there is none. Returns the change that it makes."""
     watched.seen.append(finding is not None)
     watched.clean = 0 if finding else watched.clean + 1
@@ -117,20 +119,20 @@ def _judged(watched: _Watched, monitor: Monitor, cause: str, finding: Finding | 
         watched.raised = Alarm(
             cause, finding.severity, since, step, finding.summary, finding.remedy, finding.measured, finding.node
         )
-        return [] if before else [Change("raised", watched.raised)]
+        return [] if before else [AlarmChange("raised", watched.raised)]
     if before and watched.clean >= monitor.clear:
         watched.raised = None
-        return [Change("cleared", before)]
+        return [AlarmChange("cleared", before)]
     return []
 
 
-class Watch:
+class AlarmState:
     """All monitors of one run."""
 
     def __init__(self) -> None:
         self._of_steps, self._between = _Table(MONITORS), _Table(BETWEEN)
 
-    def see(self, view: View) -> list[Change]:
+    def see(self, view: MonitorInputs) -> list[AlarmChange]:
         """Take a view: of a step that has ended, or between steps if it has a machine."""
         here, other = self._of_steps, self._between
         if view.machine is not None:

@@ -8,7 +8,7 @@ two quick keys of one stranger could speak for all. What it cannot see: who is r
 from collections.abc import Iterator
 from statistics import median
 
-from shoal.monitors.inputs import Finding, View, measured
+from shoal.monitors.inputs import LimitExceeded, MonitorInputs, measured
 
 STEPS = 5
 """Newest steps that are looked at."""
@@ -18,14 +18,14 @@ BEHIND_S = 5.0
 REMEDY = "Set the clock by NTP (`timedatectl`) on the machine that is named"
 
 
-def look(view: View) -> Iterator[Finding]:
+def look(view: MonitorInputs) -> Iterator[LimitExceeded]:
     """Between steps, at the host's clock; else at what workers signed in the newest steps."""
     limit = view.limit("clock.seconds")
     if view.machine is not None:
         behind_s = view.machine.log_time - view.machine.now
         if view.machine.log_time and behind_s > BEHIND_S:
             what = f"the host's clock is {behind_s:.0f} s behind the log: it was set back, and leases wait for it"
-            yield Finding("critical", what, REMEDY, (measured("seconds behind the log", behind_s, BEHIND_S),))
+            yield LimitExceeded("critical", what, REMEDY, (measured("seconds behind the log", behind_s, BEHIND_S),))
         return
     seen = {key: [skew for one in done for skew in one.skews_s] for key, done in view.nodes_of(STEPS).items()}
     skews_s = {key: median(skews) for key, skews in seen.items() if skews}
@@ -34,9 +34,9 @@ def look(view: View) -> Iterator[Finding]:
         skew = median(off.values())
         way = "behind" if skew > 0 else "ahead of"
         what = f"the host's clock is about {abs(skew):.0f} s {way} the clocks of all workers"
-        yield Finding("critical", what, REMEDY, (measured("seconds", abs(skew), limit),))
+        yield LimitExceeded("critical", what, REMEDY, (measured("seconds", abs(skew), limit),))
         return
     for key, skew in off.items():
         way = "ahead of" if skew > 0 else "behind"
         what = f"the clock of {view.name_of(key)} is about {abs(skew):.0f} s {way} the host's"
-        yield Finding("warning", what, REMEDY, (measured("seconds", abs(skew), limit),), key)
+        yield LimitExceeded("warning", what, REMEDY, (measured("seconds", abs(skew), limit),), key)

@@ -11,8 +11,8 @@ from statistics import median
 from shoal.monitors.inputs import (
     LEAST_STEPS,
     START_STEPS,
-    Finding,
-    View,
+    LimitExceeded,
+    MonitorInputs,
     is_number,
     measured,
     noise_of,
@@ -26,12 +26,12 @@ REMEDY = (
 )
 
 
-def look(view: View) -> Iterator[Finding]:
+def look(view: MonitorInputs) -> Iterator[LimitExceeded]:
     """At reward, solve rate and gradient of the newest step."""
     yield from (found for found in (_reward(view), _solved(view), _gradient(view)) if found)
 
 
-def _reward(view: View) -> Finding | None:
+def _reward(view: MonitorInputs) -> LimitExceeded | None:
     rewards = view.series("reward_all_mean")
     if view.moving_tasks or len(rewards) < LEAST_STEPS:
         return None
@@ -42,22 +42,22 @@ def _reward(view: View) -> Finding | None:
     if now >= limit:
         return None
     what = f"reward fell from {best:.3g} to {now:.3g}"
-    return Finding("critical", what, REMEDY, (measured("reward_all_mean", now, limit),))
+    return LimitExceeded("critical", what, REMEDY, (measured("reward_all_mean", now, limit),))
 
 
-def _solved(view: View) -> Finding | None:
+def _solved(view: MonitorInputs) -> LimitExceeded | None:
     rates, was = view.series("solve_rate"), view.limit("collapse.solved")
     if len(rates) < LEAST_STEPS or now_of(rates) > 0 or max(smoothed(rates)) <= was:
         return None
     what = f"the solve rate was {max(smoothed(rates)):.1%} and is 0"
-    return Finding("critical", what, REMEDY, (measured("solve_rate", 0.0, was),))
+    return LimitExceeded("critical", what, REMEDY, (measured("solve_rate", 0.0, was),))
 
 
-def _gradient(view: View) -> Finding | None:
+def _gradient(view: MonitorInputs) -> LimitExceeded | None:
     skipped = sum(bool(line.get("update_skipped")) and bool(line.get("rollouts")) for line in view.lines[-START_STEPS:])
     if skipped and view.lines[-1].get("update_skipped") and view.lines[-1].get("rollouts"):
         what = f"{skipped} of the last {START_STEPS} gradients were not finite"
-        return Finding("critical", what, REMEDY, (measured("update_skipped", skipped, 0.0),))
+        return LimitExceeded("critical", what, REMEDY, (measured("update_skipped", skipped, 0.0),))
     norms = view.series("grad_norm")
     if len(norms) < LEAST_STEPS or not is_number(view.lines[-1].get("grad_norm")):
         return None
@@ -65,4 +65,4 @@ def _gradient(view: View) -> Finding | None:
     if norms[-1] <= limit:
         return None
     what = f"the norm of the gradient is {norms[-1]:.3g}, usually {median(norms[:-1]):.3g}"
-    return Finding("critical", what, REMEDY, (measured("grad_norm", norms[-1], limit),))
+    return LimitExceeded("critical", what, REMEDY, (measured("grad_norm", norms[-1], limit),))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import median, median_low
 
-from shoal.monitors.inputs import Finding, View, measured
+from shoal.monitors.inputs import LimitExceeded, MonitorInputs, measured
 
 LEAST_SAMPLES, LEAST_S = 10, 600.0
 """A rate needs so many looks over so long: a checkpoint is written in one piece."""
@@ -22,7 +22,7 @@ QUOTA = (
 )
 
 
-def look(view: View) -> Iterator[Finding]:
+def look(view: MonitorInputs) -> Iterator[LimitExceeded]:
     """At the free space now, its rate, and the quota."""
     machine = view.machine
     if machine is None:
@@ -32,13 +32,13 @@ def look(view: View) -> Iterator[Finding]:
         hours, least = _held(machine.disk), view.limit("disk.hours")
         if free_mb < least_mb:
             what = f"the disk of the run's folder has {free_mb:.0f} MB free"
-            yield Finding("critical", what, REMEDY, (measured("free MB", free_mb, least_mb),))
+            yield LimitExceeded("critical", what, REMEDY, (measured("free MB", free_mb, least_mb),))
         elif hours < least:
             what = f"the disk is full in {hours:.1f} h at this rate"
-            yield Finding("warning", what, REMEDY, (measured("hours", hours, least),))
+            yield LimitExceeded("warning", what, REMEDY, (measured("hours", hours, least),))
     share, most = machine.quota_share, view.limit("disk.quota")
     if share >= most:
-        yield Finding(
+        yield LimitExceeded(
             "warning", f"{share:.1%} of the run's quota is used", QUOTA, (measured("quota share", share, most),)
         )
 

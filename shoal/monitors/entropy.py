@@ -6,7 +6,7 @@ well, so low entropy alone says nothing.
 
 from collections.abc import Iterator
 
-from shoal.monitors.inputs import LEAST_STEPS, Finding, View, measured, now_of, start_of
+from shoal.monitors.inputs import LEAST_STEPS, LimitExceeded, MonitorInputs, measured, now_of, start_of
 
 REMEDY = (
     "Resume with a smaller train.lr, a higher sampling.temperature, or an entropy bonus or decoupled clipping in "
@@ -14,7 +14,7 @@ REMEDY = (
 )
 
 
-def look(view: View) -> Iterator[Finding]:
+def look(view: MonitorInputs) -> Iterator[LimitExceeded]:
     """At entropy and solve rate of the newest steps."""
     entropy, solved = view.series("entropy_nats"), view.series("solve_rate")
     if len(entropy) < LEAST_STEPS or not solved:
@@ -24,4 +24,4 @@ def look(view: View) -> Iterator[Finding]:
     if now < limit and rate < most:
         what = f"entropy fell from {start_of(entropy):.3g} to {now:.3g} nats, and {rate:.1%} of rollouts are solved"
         facts = measured("entropy_nats", now, limit), measured("solve_rate", rate, most)
-        yield Finding("warning", what, REMEDY, facts)
+        yield LimitExceeded("warning", what, REMEDY, facts)

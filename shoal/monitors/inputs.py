@@ -32,14 +32,14 @@ NO_PARENTHESES = str.maketrans("()", "??")
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class HeldoutResult:
     """The policy on held-out tasks, with its 95 % confidence interval."""
 
     version: int
     mean: float
     low95: float
     high95: float
-    judge: "Evaluation | None" = None
+    judge: "HeldoutResult | None" = None
     """The same episodes by the run's held-out judge, if it has one."""
 
 
@@ -78,7 +78,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class View:
+class MonitorInputs:
     """What is known at the end of one training step."""
 
     lines: Sequence[Mapping[str, Any]] = ()
@@ -88,11 +88,11 @@ class View:
     """What the log says of the same steps, as far as it is kept."""
     names: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """(role, name) of each node, by key."""
-    heldout: Sequence[Evaluation] = ()
+    heldout: Sequence[HeldoutResult] = ()
     """Oldest first."""
     at_best: Sequence[Mapping[str, Any]] = ()
     """Metrics of the steps around the best of these but the newest."""
-    judged: Sequence[Evaluation] = ()
+    judged: Sequence[HeldoutResult] = ()
     """What the held-out judge says of the same, oldest first."""
     at_best_judged: Sequence[Mapping[str, Any]] = ()
     """Metrics of the steps around the best of these but the newest."""
@@ -138,7 +138,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Finding:
+class LimitExceeded:
     """A limit exceeded at one step. Only several of these raise an alarm."""
 
     severity: Severity
@@ -155,7 +155,7 @@ def in_view(lines: Sequence[Mapping[str, Any]], count: int) -> Sequence[Mapping[
     return [*lines[:FIRST_LINES], *lines[count - KEPT_LINES : count]]
 
 
-def around_best(lines: Sequence[Mapping[str, Any]], heldout: Sequence[Evaluation]) -> Sequence[Mapping[str, Any]]:
+def around_best(lines: Sequence[Mapping[str, Any]], heldout: Sequence[HeldoutResult]) -> Sequence[Mapping[str, Any]]:
     """Lines of the steps around the best evaluation but the newest."""
     if len(heldout) < 2:
         return ()

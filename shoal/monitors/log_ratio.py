@@ -7,7 +7,7 @@ rollouts are too old, or that both do not compute the same: another temperature,
 from collections.abc import Iterator
 from statistics import median
 
-from shoal.monitors.inputs import LEAST_STEPS, Finding, View, is_number, measured
+from shoal.monitors.inputs import LEAST_STEPS, LimitExceeded, MonitorInputs, is_number, measured
 
 METRIC = "log_ratio_abs_mean_nats"
 REMEDY = (
@@ -16,7 +16,7 @@ REMEDY = (
 )
 
 
-def look(view: View) -> Iterator[Finding]:
+def look(view: MonitorInputs) -> Iterator[LimitExceeded]:
     """At the newest step's importance ratios, and at the self-check of the start."""
     values = view.series(METRIC)
     if not values or not is_number(view.lines[-1].get(METRIC)):
@@ -26,18 +26,18 @@ def look(view: View) -> Iterator[Finding]:
     grown, floor = view.limit("drift.growth") * usual, view.limit("drift.floor_nats")
     gap, gap_limit = _selfcheck(view), view.limit("drift.selfcheck_nats")
     if now > most:
-        yield Finding(
+        yield LimitExceeded(
             "critical", f"|log ratio| is {now:.3g} nats a token on average", REMEDY, (measured(METRIC, now, most),)
         )
     elif usual and now > max(grown, floor):
         what = f"|log ratio| has grown from {usual:.3g} to {now:.3g} nats a token"
-        yield Finding("warning", what, REMEDY, (measured(METRIC, now, max(grown, floor)),))
+        yield LimitExceeded("warning", what, REMEDY, (measured(METRIC, now, max(grown, floor)),))
     elif gap > gap_limit:
         what = f"a completion computed again differed by {gap:.3g} nats"
-        yield Finding("critical", what, REMEDY, (measured("selfcheck_gap_nats", gap, gap_limit),))
+        yield LimitExceeded("critical", what, REMEDY, (measured("selfcheck_gap_nats", gap, gap_limit),))
 
 
-def _selfcheck(view: View) -> float:
+def _selfcheck(view: MonitorInputs) -> float:
     """The largest gap that was found when the trainer last started; 0 if a gap is expected."""
     gaps = view.series("selfcheck_gap_nats")
     return gaps[-1] if gaps and view.dtype != "int8" else 0.0

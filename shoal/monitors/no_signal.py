@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shoal.monitors.inputs import Finding, View, is_number, measured
+from shoal.monitors.inputs import LimitExceeded, MonitorInputs, is_number, measured
 from shoal.protocol.rollout_validation import unbegun_remedy
 
 METRIC = "zero_signal_share"
@@ -31,7 +31,7 @@ MIN_BEST_RATE, MAX_LEFT = 0.25, 0.25
 """A policy that solved more than this share of a step's rollouts has collapsed if this share of its best reward is left."""
 
 
-def look(view: View) -> Iterator[Finding]:
+def look(view: MonitorInputs) -> Iterator[LimitExceeded]:
     """At the newest step; between steps, at the groups since the last one with signal."""
     solved = view.series("solve_rate")
     remedy = EASY if solved and solved[-1] > 0.5 else HARD
@@ -56,7 +56,7 @@ def look(view: View) -> Iterator[Finding]:
             what = (
                 f"the last {view.machine.flat_groups} groups have no signal; at {view.max_flat_groups} the run pauses"
             )
-            yield Finding("critical", what, remedy, (measured("groups", view.machine.flat_groups, most),))
+            yield LimitExceeded("critical", what, remedy, (measured("groups", view.machine.flat_groups, most),))
         return
     if not view.lines or not is_number(share := view.lines[-1].get(METRIC)):
         return
@@ -65,7 +65,7 @@ def look(view: View) -> Iterator[Finding]:
     limit = view.limit("no_signal.share")
     if share >= limit:
         what = f"{share:.1%} of accepted groups have no signal"
-        yield Finding("warning", what, remedy, (measured(METRIC, share, limit),))
+        yield LimitExceeded("warning", what, remedy, (measured(METRIC, share, limit),))
 
 
 def began_below_limit(lines: Sequence[Mapping[str, Any]]) -> bool:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from shoal.monitors.inputs import Finding, View, measured
+from shoal.monitors.inputs import LimitExceeded, MonitorInputs, measured
 from shoal.monitors.log_stats import NodeStep, StepDigest
 
 STEPS = 40
@@ -38,7 +38,7 @@ def remedy(key: str) -> str:
     )
 
 
-def look(view: View) -> Iterator[Finding]:
+def look(view: MonitorInputs) -> Iterator[LimitExceeded]:
     """At each worker's work of the newest steps."""
     nodes = view.nodes_of(STEPS)
     influence = sum(one.influence for done in nodes.values() for one in done)
@@ -54,7 +54,7 @@ def look(view: View) -> Iterator[Finding]:
             yield found
 
 
-def _refused(view: View, key: str, done: Sequence[NodeStep], share: float) -> Finding | None:
+def _refused(view: MonitorInputs, key: str, done: Sequence[NodeStep], share: float) -> LimitExceeded | None:
     refused, accepted = sum(one.refused for one in done), sum(one.accepted for one in done)
     most = view.limit("poisoning.refused")
     least = view.limit("poisoning.blocks") - (not accepted)
@@ -62,10 +62,10 @@ def _refused(view: View, key: str, done: Sequence[NodeStep], share: float) -> Fi
         return None
     rate = refused / (refused + accepted)
     what = f"{view.name_of(key)} had {rate:.1%} of its blocks refused, and {share:.1%} of the influence on batches"
-    return Finding("critical", what, remedy(key), (measured("refused share", rate, most),), key)
+    return LimitExceeded("critical", what, remedy(key), (measured("refused share", rate, most),), key)
 
 
-def _influential(view: View, key: str, done: Sequence[NodeStep], share: float) -> Finding | None:
+def _influential(view: MonitorInputs, key: str, done: Sequence[NodeStep], share: float) -> LimitExceeded | None:
     """Influence against agreement: what of the influence on batches is likely to be false."""
     refused, accepted = sum(one.refused for one in done), sum(one.accepted for one in done)
     most = view.limit("poisoning.false_influence")
@@ -78,7 +78,9 @@ def _influential(view: View, key: str, done: Sequence[NodeStep], share: float) -
         f"{view.name_of(key)} has {share:.1%} of the influence on batches, and {refused} of its "
         f"{refused + accepted} blocks were refused"
     )
-    return Finding("warning", what, remedy(key), (measured("influence x refused share", likely * share, most),), key)
+    return LimitExceeded(
+        "warning", what, remedy(key), (measured("influence x refused share", likely * share, most),), key
+    )
 
 
 def lowest_share(hits: int, tried: int) -> float:
@@ -90,14 +92,14 @@ def lowest_share(hits: int, tried: int) -> float:
     return max(0.0, (centre - half) / (1 + z2 / tried))
 
 
-def _leaning(view: View, key: str, lean: float, share: float) -> Finding | None:
+def _leaning(view: MonitorInputs, key: str, lean: float, share: float) -> LimitExceeded | None:
     most = view.limit("poisoning.lean")
     if abs(lean) <= most:
         return None
     way = "above" if lean > 0 else "below"
     what = f"rewards of {view.name_of(key)} are {abs(lean):.1f} deviations {way} those of others on like tasks"
     what += f", and it has {share:.1%} of the influence on batches"
-    return Finding("warning", what, remedy(key), (measured("reward lean", abs(lean), most),), key)
+    return LimitExceeded("warning", what, remedy(key), (measured("reward lean", abs(lean), most),), key)
 
 
 class _Rewards(NamedTuple):

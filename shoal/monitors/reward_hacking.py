@@ -14,9 +14,9 @@ from typing import Any
 from shoal.monitors.inputs import (
     LEAST_STEPS,
     START_STEPS,
-    Evaluation,
-    Finding,
-    View,
+    HeldoutResult,
+    LimitExceeded,
+    MonitorInputs,
     is_number,
     measured,
     noise_of,
@@ -33,7 +33,7 @@ REMEDY = (
 BOTH = ("reward_all_mean", "solve_rate")
 
 
-def look(view: View) -> Iterator[Finding]:
+def look(view: MonitorInputs) -> Iterator[LimitExceeded]:
     """At the signs, if reward has risen since the start."""
     yield from (found for found in (_judged(view), _heldout(view)) if found)
     rewards = view.series("reward_all_mean")
@@ -47,42 +47,42 @@ def look(view: View) -> Iterator[Finding]:
             yield found
 
 
-def _heldout(view: View) -> Finding | None:
+def _heldout(view: MonitorInputs) -> LimitExceeded | None:
     """What the environment itself says of held-out tasks."""
     fell = _fell(view, view.heldout, view.at_best)
     if fell is None:
         return None
     best, newest = fell
     what = f"held-out tasks fell from {best.mean:.1%} to {newest.mean:.1%} while reward in training rose"
-    return Finding("critical", what, REMEDY, (measured("held-out mean", newest.mean, best.low95),))
+    return LimitExceeded("critical", what, REMEDY, (measured("held-out mean", newest.mean, best.low95),))
 
 
-def _judged(view: View) -> Finding | None:
+def _judged(view: MonitorInputs) -> LimitExceeded | None:
     """What the held-out judge says of the same episodes."""
     fell = _fell(view, view.judged, view.at_best_judged)
     if fell is None:
         return None
     best, newest = fell
     what = f"the held-out judge gave {best.mean:.3g} and gives {newest.mean:.3g}, while reward in training rose"
-    return Finding("critical", what, REMEDY, (measured("judge's mean", newest.mean, best.low95),))
+    return LimitExceeded("critical", what, REMEDY, (measured("judge's mean", newest.mean, best.low95),))
 
 
 def _fell(
-    view: View, seen: Sequence[Evaluation], at_best: Sequence[Mapping[str, Any]]
-) -> tuple[Evaluation, Evaluation] | None:
+    view: MonitorInputs, seen: Sequence[HeldoutResult], at_best: Sequence[Mapping[str, Any]]
+) -> tuple[HeldoutResult, HeldoutResult] | None:
     """The best evaluation but the newest, and the newest, if their intervals are apart and reward rose between them."""
     if len(seen) < 2:
         return None
     newest, best = seen[-1], max(seen[:-1], key=lambda one: one.mean)
-    then, rewards = View(at_best).series("reward_all_mean"), view.series("reward_all_mean")
+    then, rewards = MonitorInputs(at_best).series("reward_all_mean"), view.series("reward_all_mean")
     least = view.limit("hacking.reward_noises") * noise_of(rewards)
     # guard: judge-against-reward
     rose = bool(then and rewards) and now_of(rewards) - median(then) > max(least, 1e-3)
     return (best, newest) if rose and newest.high95 < best.low95 else None
 
 
-def _solved(view: View) -> Finding | None:
-    both = View([line for line in view.lines if {*map(is_number, map(line.get, BOTH))} == {True}])
+def _solved(view: MonitorInputs) -> LimitExceeded | None:
+    both = MonitorInputs([line for line in view.lines if {*map(is_number, map(line.get, BOTH))} == {True}])
     rewards, rates = (both.series(name) for name in BOTH)
     if len(rates) < LEAST_STEPS or view.moving_tasks:
         return None
@@ -92,10 +92,10 @@ def _solved(view: View) -> Finding | None:
     if now_of(rates) >= limit or now_of(rewards) < smoothed(rewards)[best]:
         return None
     what = f"fewer rollouts are solved ({middle[best]:.1%}, now {now_of(rates):.1%}) while reward rises"
-    return Finding("warning", what, REMEDY, (measured("solve_rate", now_of(rates), limit),))
+    return LimitExceeded("warning", what, REMEDY, (measured("solve_rate", now_of(rates), limit),))
 
 
-def _length(view: View) -> Finding | None:
+def _length(view: MonitorInputs) -> LimitExceeded | None:
     lengths = [
         line["policy_tokens"] / line["rollouts"]
         for line in view.lines
@@ -110,12 +110,12 @@ def _length(view: View) -> Finding | None:
         return None
     what = f"reward follows length, and rollouts grew from {start_of(lengths):.3g} to {now_of(lengths):.3g} tokens"
     facts = measured("policy_tokens/rollouts", now_of(lengths), limit)
-    return Finding(
+    return LimitExceeded(
         "warning", what, REMEDY, (facts, measured("reward_length_correlation", max(smoothed(follows)), most))
     )
 
 
-def _repetition(view: View) -> Finding | None:
+def _repetition(view: MonitorInputs) -> LimitExceeded | None:
     shares = view.series("repetition_share")
     if len(shares) < LEAST_STEPS:
         return None
@@ -123,4 +123,4 @@ def _repetition(view: View) -> Finding | None:
     if now_of(shares) <= limit:
         return None
     what = f"rollouts repeat themselves: {now_of(shares):.1%} of their 4-grams, {start_of(shares):.1%} at the start"
-    return Finding("warning", what, REMEDY, (measured("repetition_share", now_of(shares), limit),))
+    return LimitExceeded("warning", what, REMEDY, (measured("repetition_share", now_of(shares), limit),))

@@ -5,7 +5,7 @@ It is done beside the next step, so it costs nothing until it takes longer than 
 
 from collections.abc import Iterator
 
-from shoal.monitors.inputs import Finding, View, is_number, measured
+from shoal.monitors.inputs import LimitExceeded, MonitorInputs, is_number, measured
 
 REMEDY = (
     "Train an adapter (policy.adapter) or publish bfloat16, which has half of the bytes; use a faster disk; or learn more "
@@ -13,7 +13,7 @@ REMEDY = (
 )
 
 
-def look(view: View) -> Iterator[Finding]:
+def look(view: MonitorInputs) -> Iterator[LimitExceeded]:
     """At the newest step."""
     line = view.lines[-1] if view.lines else {}
     took_s, waited_s, step_s = (line.get(name) for name in ("publish_s", "publish_wait_s", "step_s"))
@@ -22,4 +22,4 @@ def look(view: View) -> Iterator[Finding]:
     share, most = waited_s / step_s, view.limit("publishing.share")
     if took_s > view.limit("publishing.seconds") and share > most:
         what = f"publishing takes {took_s:.0f} s, and {share:.0%} of a step is spent waiting for it"
-        yield Finding("warning", what, REMEDY, (measured("publish_wait_s/step_s", share, most),))
+        yield LimitExceeded("warning", what, REMEDY, (measured("publish_wait_s/step_s", share, most),))

@@ -8,7 +8,7 @@ slow, so nobody is quarantined for it: the rules lease its blocks to others in t
 from collections.abc import Iterator
 from statistics import median
 
-from shoal.monitors.inputs import START_STEPS, Finding, View, measured
+from shoal.monitors.inputs import START_STEPS, LimitExceeded, MonitorInputs, measured
 
 STEPS = 20
 """That are looked at: a slow worker has few leases."""
@@ -25,7 +25,7 @@ ENVIRONMENT_REMEDY = (
 )
 
 
-def look(view: View) -> Iterator[Finding]:
+def look(view: MonitorInputs) -> Iterator[LimitExceeded]:
     """At leases and pace of each worker in the newest steps."""
     nodes = view.nodes_of(STEPS)
     times_s = view.series("step_s")[-STEPS:]
@@ -52,26 +52,26 @@ def look(view: View) -> Iterator[Finding]:
         others = [took for other, took in pace_s.items() if other != key and other in accepted]
         if lapsed >= LEAST_LAPSES and share > most:
             what = f"{view.name_of(key)} let {lapsed} of its {leases} leases lapse"
-            yield Finding("warning", what, REMEDY, (measured("lapsed share", share, most),), key)
+            yield LimitExceeded("warning", what, REMEDY, (measured("lapsed share", share, most),), key)
         elif stopped >= max(lapsed, LEAST_LAPSES - lapsed) and (both := (lapsed + stopped) / max(1, leases)) > most:
             what = f"{view.name_of(key)} gave back {stopped} of its {leases} leases because an environment was stopped"
-            yield Finding("warning", what, ENVIRONMENT_REMEDY, (measured("lapsed share", both, most),), key)
+            yield LimitExceeded("warning", what, ENVIRONMENT_REMEDY, (measured("lapsed share", both, most),), key)
         elif len(usual) >= LEAST_OTHERS and late > too_late:
             what = f"{late:.0%} of the leases of {view.name_of(key)} were filled by others first, or became too old"
-            yield Finding("notice", what, REMEDY, (measured("late share", late, too_late),), key)
+            yield LimitExceeded("notice", what, REMEDY, (measured("late share", late, too_late),), key)
         elif key in pace_s and len(others) >= LEAST_OTHERS:
             limit = max(view.limit("stragglers.slow") * median(others), LEAST_SECONDS)
             if pace_s[key] > limit:
                 what = f"{view.name_of(key)} takes {pace_s[key]:.3g} s for a group, the others {median(others):.3g} s"
-                yield Finding("notice", what, REMEDY, (measured("seconds a group", pace_s[key], limit),), key)
+                yield LimitExceeded("notice", what, REMEDY, (measured("seconds a group", pace_s[key], limit),), key)
             elif len(times_s) >= START_STEPS and pace_s[key] > view.limit("stragglers.held_slow") * median(others):
                 yield from _held(view, key, sum(one.held_s for one in done) / max(1e-9, sum(times_s)), pace_s[key])
 
 
-def _held(view: View, key: str, share: float, pace_s: float) -> Iterator[Finding]:
+def _held(view: MonitorInputs, key: str, share: float, pace_s: float) -> Iterator[LimitExceeded]:
     """A worker that is slower than others, if batches waited for it."""
     most = view.limit("stragglers.held")
     if share > most:
         waited = f"batches waited {share:.0%} of the time for {view.name_of(key)} alone"
         what = f"{waited}, which takes {pace_s:.3g} s for a group"
-        yield Finding("notice", what, REMEDY, (measured("held share", share, most),), key)
+        yield LimitExceeded("notice", what, REMEDY, (measured("held share", share, most),), key)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from shoal.ledger.hints import NO_LEASE, QUOTA, RAISE_QUOTA, WORKER_REMEDY, split_remedy
-from shoal.monitors.inputs import LEAST_STEPS, Finding, Machine, View, is_number, measured
+from shoal.monitors.inputs import LEAST_STEPS, LimitExceeded, Machine, MonitorInputs, is_number, measured
 
 REMEDIES = {
     "the trainer": "It may be at work, or stopped: see its process and logs/trainer.log",
@@ -30,7 +30,7 @@ PAST = (
 """Of a step that has ended. The metrics do not say for whom the trainer waited."""
 
 
-def look(view: View) -> Iterator[Finding]:
+def look(view: MonitorInputs) -> Iterator[LimitExceeded]:
     """At the newest step's time; between steps, at the time since the last one."""
     times_s = view.series("step_s")
     if len(times_s) < LEAST_STEPS:
@@ -44,7 +44,7 @@ def look(view: View) -> Iterator[Finding]:
             what = f"no step for {since_s:.0f} s, usually {_brief_s(median(times_s))} s"
             # who is waited for comes first: it is what a small terminal has room for
             what = f"{what}: {cause}" if _is_past(view.machine) else f"{cause}; {what}"
-            yield Finding(
+            yield LimitExceeded(
                 "warning", what, _remedy(view.machine), (measured("seconds since the last step", since_s, limit),)
             )
         return
@@ -55,7 +55,7 @@ def look(view: View) -> Iterator[Finding]:
     if times_s[-1] > limit and is_number(waiting) and waiting > view.limit("starved.share"):
         what = f"a step took {times_s[-1]:.0f} s, of which the trainer waited {waiting:.0%}{_meanwhile(view)}"
         facts = measured("step_s", times_s[-1], limit), measured("waiting_share", waiting, view.limit("starved.share"))
-        yield Finding("warning", what, PAST, facts)
+        yield LimitExceeded("warning", what, PAST, facts)
 
 
 def _brief_s(seconds: float) -> str:
@@ -67,7 +67,7 @@ def _is_past(machine: Machine) -> bool:
     return bool(machine.longest) and machine.longest.partition(":")[0] != machine.waiting_for.partition(":")[0]
 
 
-def _waits(view: View, machine: Machine) -> str:
+def _waits(view: MonitorInputs, machine: Machine) -> str:
     """What took most of the time."""
     who, colon, rest = split_remedy(_blamed(machine))[0].removesuffix(".").partition(": ")
     said = f"waiting for {who}{colon}{_whose(view, machine)}{rest}"
@@ -78,7 +78,7 @@ def _blamed(machine: Machine) -> str:
     return machine.longest or machine.waiting_for
 
 
-def _whose(view: View, machine: Machine) -> str:
+def _whose(view: MonitorInputs, machine: Machine) -> str:
     """Whose leases are the oldest, if workers are waited for and the status does not say who is silent."""
     blamed = _blamed(machine)
     if not blamed.startswith(WORKERS) or NO_LEASE in blamed or WORKER_REMEDY in blamed:
@@ -101,7 +101,7 @@ def _remedy(machine: Machine) -> str:
     return LEASED if machine.in_flight else UNLEASED
 
 
-def _meanwhile(view: View) -> str:
+def _meanwhile(view: MonitorInputs) -> str:
     """What the log says of workers in the newest step, if anything was lost."""
     nodes = view.steps[-1].nodes.values() if view.steps else ()
     counts = {"leases lapsed": sum(n.lapsed for n in nodes), "blocks were refused": sum(n.refused for n in nodes)}

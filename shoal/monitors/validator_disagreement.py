@@ -7,7 +7,7 @@ only two.
 from collections.abc import Iterator
 from statistics import median
 
-from shoal.monitors.inputs import Finding, View, measured
+from shoal.monitors.inputs import LimitExceeded, MonitorInputs, measured
 
 STEPS = 20
 """That are looked at: only some submissions are judged twice."""
@@ -17,7 +17,7 @@ REMEDY = (
 )
 
 
-def look(view: View) -> Iterator[Finding]:
+def look(view: MonitorInputs) -> Iterator[LimitExceeded]:
     """At verdicts of the newest steps on the same submissions."""
     nodes = view.nodes_of(STEPS)
     differed = {key: sum(one.differed for one in done) for key, done in nodes.items()}
@@ -29,11 +29,11 @@ def look(view: View) -> Iterator[Finding]:
         faults = sum(one.faults for one in nodes[key])
         if faults:
             what = f"validator {view.name_of(key)} was outvoted, or judged without doing the work, {faults} times"
-            yield Finding("critical", what, REMEDY, (measured("faults", faults, 0.0),), key)
+            yield LimitExceeded("critical", what, REMEDY, (measured("faults", faults, 0.0),), key)
         elif differed[key] >= least and shares[key] > most:
             others = [share for other, share in shares.items() if other != key]
             if len(others) > 1 and shares[key] <= beside * median(others):
                 continue  # it differs from the one that differs from all
             counts = f"{differed[key]} of {compared[key]} verdicts"
             what = f"validator {view.name_of(key)} disagreed with others on {counts}"
-            yield Finding("warning", what, REMEDY, (measured("differing share", shares[key], most),), key)
+            yield LimitExceeded("warning", what, REMEDY, (measured("differing share", shares[key], most),), key)

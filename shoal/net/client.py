@@ -20,8 +20,8 @@ import httpx
 
 from shoal.errors import NothingYet, PeerError, Superseded
 from shoal.net.forward_proxy import redacted
-from shoal.net.retryable_errors import Trouble, another_program, retry_after, troubles
-from shoal.net.safe_http import SHOAL, SidedTransport, location_of, read_capped
+from shoal.net.retryable_errors import RetryableError, another_program, map_http_errors, retry_after
+from shoal.net.safe_http import SHOAL, PinnedSideTransport, location_of, read_capped
 from shoal.net.urls import server_url
 from shoal.protocol import constants, encoding
 from shoal.protocol.messages import Refusal, RunVersions
@@ -105,7 +105,7 @@ class Client:
         self._reached = self._was_silent = False
         self.answered_at: float | None = None
         """When the server last answered anything, a refusal included, by the monotonic clock."""
-        self._network = SidedTransport(
+        self._network = PinnedSideTransport(
             httpx.URL(self.base_url).host,
             verify=self.base_url.startswith("https:"),  # plain HTTP needs no certificates, and loading them is slow
             limits=httpx.Limits(max_connections=24, max_keepalive_connections=24, keepalive_expiry=60.0),
@@ -289,7 +289,7 @@ class Client:
             try:
                 limit_s = call.timeout_s + len(call.body) / SLOWEST_BYTES_PER_S
                 answer = await self._attempt(call, min(limit_s, end - self._monotonic()))
-            except Trouble as trouble:
+            except RetryableError as trouble:
                 delay_s = max(pause_s * (0.5 + 0.5 * self._rng.random()), trouble.retry_s)
                 if self._monotonic() + delay_s < end:
                     failing_since = min(failing_since, self._monotonic(), attempted + constants.LONG_POLL_S)
@@ -327,7 +327,7 @@ class Client:
         return f"{NEVER_ANSWERED}, and that the proxy {redacted(proxy)} works"
 
     async def _attempt(self, call: "_Call", limit_s: float) -> bytes:
-        """One request and its answer, within `limit_s`. Raises `Trouble` if a retry may help, else `PeerError`."""
+        """One request and its answer, within `limit_s`. Raises `RetryableError` if a retry may help, else `PeerError`."""
         content = call.body if len(call.body) <= PART_BYTES else _parts(call.body)
         length = {"content-length": str(len(call.body))} if call.body else {}
         silence_s = SILENCE_TIMEOUT_S + min(len(call.body), SEND_BUFFER_BYTES) / SLOWEST_BYTES_PER_S
@@ -348,7 +348,7 @@ class Client:
                 manifest=self.manifest,
             )
             request.headers.update(signed)
-        with troubles(self.base_url, limit_s, lambda: self._reached):
+        with map_http_errors(self.base_url, limit_s, lambda: self._reached):
             silent = asyncio.get_running_loop().call_later(FIRST_PATIENCE_S, self._say_silent)
             try:
                 async with asyncio.timeout(limit_s):
@@ -367,29 +367,32 @@ class Client:
         if status in _PASSING:
             self.answered_at = self._monotonic() if ours else self.answered_at
             reason = _refusal(body).error if ours else f"HTTP {status}"
-            raise Trouble(reason, retry_s=retry_after(response))
+            raise RetryableError(reason, retry_s=retry_after(response))
         # A proxy of the host that refuses a body by its size (413) always will.
         if not ours and self._reached and status != 413:  # guard: strangers-at-the-url-are-waited-out
-            raise Trouble(another_program(status))
+            raise RetryableError(another_program(status))
         if not ours:
             raise self._not_shoal(call, response)
         if body is None:
             raise PeerError(f"{self.base_url}{call.path} answered with more than {call.cap} bytes: it was not read")
         promised = response.headers.get("content-digest")
         if promised is not None and promised != content_digest(encoding.digest(body)):
-            raise Trouble("the answer was damaged on the way. Check the connection")
+            raise RetryableError("the answer was damaged on the way. Check the connection")
         if status < 300:
             self.answered_at = self._monotonic()
             return body
         refusal = _refusal(body)
         if refusal.code in _DAMAGED:
-            raise Trouble(refusal.error)
+            raise RetryableError(refusal.error)
         # guard: other-nodes-at-the-url-are-waited-out
         if refusal.code == _NO_CALL and self._reached and call.deadline_s is None:
-            raise Trouble(f"a shoal node without this call answers there now, with HTTP {status}, such as an origin or a "
+            raise RetryableError(f"a shoal node without this call answers there now, with HTTP {status}, such as an "
+                                 "origin or a "
                           "relay: the host is down, or its address leads elsewhere")  # fmt: skip
         if refusal.code == _OTHER_RUN and self.run and self._reached and call.deadline_s is None:
-            raise Trouble(f"another run is hosted there now: ask the host of run {self.run[:12]} for its new address")
+            raise RetryableError(
+                f"another run is hosted there now: ask the host of run {self.run[:12]} for its new address"
+            )
         self.answered_at = self._monotonic()
         if status == 404 and refusal.code != _NO_CALL:
             raise NothingYet(refusal.error)

@@ -33,7 +33,7 @@ TELL_EVERY_S = 60.0
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Limits of one server. The defaults are the protocol's; tests use smaller ones."""
 
     total: int = constants.MAX_CONNECTIONS
@@ -54,7 +54,7 @@ class Limits:
     """A client must take part of its answer within this many seconds."""
 
 
-def http_server(app: ASGIApp, limits: Limits) -> uvicorn.Server:
+def http_server(app: ASGIApp, limits: ServerLimits) -> uvicorn.Server:
     """A server for an application, with these limits. It believes `X-Forwarded-For` only from trusted addresses."""
     config = uvicorn.Config(
         app,
@@ -95,7 +95,7 @@ def connections_that_fit(wanted: int = constants.MAX_CONNECTIONS) -> int:
 class Connections:
     """The open connections of one server."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
         self._trusted = [ipaddress.ip_network(name, strict=False) for name in limits.trusted]
         self._of: dict[str, set[Connection]] = {}

@@ -1,4 +1,5 @@
-"""Sorts errors of a connection into those worth another attempt (`Trouble`) and those that need a person (`PeerError`).
+"""Sorts errors of a connection into those worth another attempt (`RetryableError`) and those that need a person
+(`PeerError`).
 
 Called by `client` around each attempt, and by others that call a server. It explains errors of sockets, TLS and HTTP in one
 line. It does not try again. Of an answer it reads only how long to wait.
@@ -21,7 +22,7 @@ PROXY = "the proxy"
 """How an error of a proxy's connection begins."""
 
 
-class Trouble(Exception):
+class RetryableError(Exception):
     """An attempt failed in a way that may pass."""
 
     def __init__(self, reason: str, retry_s: float = 0.0) -> None:
@@ -44,17 +45,17 @@ def another_program(status: int) -> str:
 
 
 @contextlib.contextmanager
-def troubles(base_url: str, limit_s: float, reached: Callable[[], bool]) -> Iterator[None]:
-    """Sort what goes wrong on the way into `Trouble`, which may pass, and `PeerError`, which will not.
+def map_http_errors(base_url: str, limit_s: float, reached: Callable[[], bool]) -> Iterator[None]:
+    """Sort what goes wrong on the way into `RetryableError`, which may pass, and `PeerError`, which will not.
 
     `reached`: whether the server has answered before, so that its name and its TLS are known to be good.
     """
     try:
         yield
     except TimeoutError:
-        raise Trouble(f"no answer within {limit_s:.3g} s. Check that it is running") from None
+        raise RetryableError(f"no answer within {limit_s:.3g} s. Check that it is running") from None
     except (httpx.InvalidURL, UnicodeError) as error:  # httpx makes more of an answer's headers than we do
-        raise Trouble(f"its answer cannot be read ({cause_of(error)})") from None
+        raise RetryableError(f"its answer cannot be read ({cause_of(error)})") from None
     except httpx.TransportError as error:
         cause = _cause(error)
         if isinstance(cause, ssl.SSLCertVerificationError) or (isinstance(cause, ssl.SSLError) and not reached()):
@@ -69,7 +70,7 @@ def troubles(base_url: str, limit_s: float, reached: Callable[[], bool]) -> Iter
                 f"{base_url} does not speak HTTP ({cause_of(error)}): check the port, or try https:// in its place"
             ) from None
         reason = cause_of(error).rstrip(".")
-        raise Trouble(f"{reason}. Check that it is running and that nothing blocks the connection") from None
+        raise RetryableError(f"{reason}. Check that it is running and that nothing blocks the connection") from None
 
 
 def _cause(error: BaseException | None) -> BaseException | None:

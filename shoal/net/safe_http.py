@@ -14,7 +14,7 @@ import httpx
 from shoal.errors import PeerError
 from shoal.net import urls
 from shoal.net.forward_proxy import open_tunnel, proxy_error, proxy_for, redacted
-from shoal.net.retryable_errors import PROXY, Trouble, troubles
+from shoal.net.retryable_errors import PROXY, RetryableError, map_http_errors
 from shoal.net.urls import addresses_of, is_outside, port_of
 
 # --- Connections to strangers' servers ---
@@ -31,7 +31,7 @@ def location_of(response: httpx.Response) -> str:
     return str(response.extensions.get("location", response.headers.get("location", "?")))
 
 
-class StrangersTransport(httpx.AsyncHTTPTransport):
+class HardenedTransport(httpx.AsyncHTTPTransport):
     """The network, for servers of strangers. `location_of` has what it takes off an answer."""
 
     def __init__(self, *, verify: bool, limits: httpx.Limits = _DEFAULT, proxy: httpx.URL | None = None) -> None:
@@ -127,12 +127,12 @@ SHOAL = "shoal-protocol"
 """The header that every answer of a shoal node has."""
 
 
-class SidedTransport(httpx.AsyncBaseTransport):
+class PinnedSideTransport(httpx.AsyncBaseTransport):
     """The network, for one server."""
 
     def __init__(self, host: str, *, verify: bool, limits: httpx.Limits) -> None:
         self.proxy = proxy_for("https" if verify else "http", host)
-        self._inner = StrangersTransport(verify=verify, limits=limits, proxy=self.proxy)
+        self._inner = HardenedTransport(verify=verify, limits=limits, proxy=self.proxy)
         self._by_name = verify and self.proxy is not None
         """Whether the proxy may look the name up if this machine cannot: what it then reaches proves its name by TLS."""
         self.inside: bool | None = None
@@ -174,7 +174,7 @@ class SidedTransport(httpx.AsyncBaseTransport):
         request.url = request.url.copy_with(host=self.address)
 
     async def _next_address(self, host: str, port: int) -> str:
-        """An address of the name: the one after that which failed. Raises `Trouble`, and `httpx.ConnectError`."""
+        """An address of the name: the one after that which failed. Raises `RetryableError`, and `httpx.ConnectError`."""
         try:
             found = await urls.addresses_of(host, port)
         except (OSError, UnicodeError) as error:
@@ -190,7 +190,7 @@ class SidedTransport(httpx.AsyncBaseTransport):
             return found[(found.index(self.address) + 1) % len(found) if self.address in found else 0]
         outside = [address for address in found if urls.is_outside(address)]
         if not outside:
-            raise Trouble(
+            raise RetryableError(
                 f"{host} was outside when it first answered and is {', '.join(found)[:80]} now, inside a network: it is "
                 "not called there. If you moved into the host's network, start again"
             )
@@ -214,18 +214,19 @@ FEW_PARTS, PARTS_PER_S, LEAST_BYTES = 64, 200.0, 512
 async def raw_parts(
     response: httpx.Response, clock: Callable[[], float] = time.monotonic
 ) -> AsyncGenerator[bytes, None]:
-    """The parts of an answer's body, not decoded. Raises `Trouble` if they are small and come fast."""
+    """The parts of an answer's body, not decoded. Raises `RetryableError` if they are small and come fast."""
     began, count, num_bytes = clock(), 0, 0
     async for part in response.aiter_raw():
         count, num_bytes = count + 1, num_bytes + len(part)
         most = FEW_PARTS + PARTS_PER_S * (clock() - began) + num_bytes / LEAST_BYTES
         if count > most:  # guard: parts-of-an-answer
-            raise Trouble(f"sends its answer in parts of {num_bytes / count:.0f} bytes")
+            raise RetryableError(f"sends its answer in parts of {num_bytes / count:.0f} bytes")
         yield part
 
 
 async def read_capped(response: httpx.Response, cap: int) -> bytes | None:
-    """The body, or None if it has more than `cap` bytes. Raises `Trouble` if it ends early, or comes in tiny parts."""
+    """The body, or None if it has more than `cap` bytes. Raises `RetryableError` if it ends early, or comes in tiny
+    parts."""
     declared = response.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > cap:
         return None
@@ -235,7 +236,7 @@ async def read_capped(response: httpx.Response, cap: int) -> bytes | None:
         if len(body) > cap:
             return None
     if declared.isdecimal() and len(body) != int(declared):
-        raise Trouble(f"the answer ended after {len(body)} of {declared} bytes. Check the connection")
+        raise RetryableError(f"the answer ended after {len(body)} of {declared} bytes. Check the connection")
     return bytes(body)
 
 
@@ -272,11 +273,11 @@ async def ask(
     """The status and at most `cap` bytes of `GET url/path` at this address, in `limit_s` in all. Raises `PeerError`."""
     below = url.copy_with(path=f"{url.path.rstrip('/')}{path}", host=address)
     try:
-        with troubles(str(url), limit_s, lambda: True):
+        with map_http_errors(str(url), limit_s, lambda: True):
             async with (
                 asyncio.timeout(limit_s),
                 httpx.AsyncClient(
-                    transport=StrangersTransport(verify=url.scheme == "https"), trust_env=False, follow_redirects=False
+                    transport=HardenedTransport(verify=url.scheme == "https"), trust_env=False, follow_redirects=False
                 ) as http,
                 http.stream(
                     "GET",
@@ -296,5 +297,5 @@ async def ask(
                     if len(body) >= cap:
                         break
                 return response.status_code, bytes(body)
-    except Trouble as trouble:
+    except RetryableError as trouble:
         raise PeerError(f"{url}: {trouble}") from None

@@ -24,7 +24,7 @@ from shoal.errors import ConfigError
 from shoal.ledger.batch_selection import groups_a_worker
 from shoal.plan.machines import Machines
 from shoal.plan.simulate import simulate
-from shoal.plan.simulation_input import Outcome, Setting, Stalled, WorkerMachine
+from shoal.plan.simulation_input import Outcome, SimulationInput, Stalled, WorkerMachine
 from shoal.plan.sizes import TOKEN_BYTES, Sizes, UnknownShape, sizes_of
 from shoal.plan.units import count, duration
 from shoal.protocol.algorithm_config import vine_of
@@ -114,7 +114,7 @@ class Forecast:
     """What is expected of a run."""
 
     sizes: Sizes
-    setting: Setting
+    setting: SimulationInput
     outcome: Outcome | None
     """None if the run would not go on, or is not simulated."""
     needed: int | None
@@ -170,7 +170,7 @@ def forecast_by_rule(config: RunConfig, rules: Rules, recipe_dir: Path, machines
     )  # fmt: skip
 
 
-def enough_of(setting: Setting) -> tuple[int | None, int]:
+def enough_of(setting: SimulationInput) -> tuple[int | None, int]:
     """The fewest workers like the first one with which the simulated trainer is busy, and the most that were tried.
 
     The rule does not know that blocks are whole, that leases and checks take a moment, how far workers may run ahead, and
@@ -201,7 +201,7 @@ def enough_of(setting: Setting) -> tuple[int | None, int]:
     return number, tried
 
 
-def needed_by(setting: Setting, link: Link, size_bytes: float, sources: Sources) -> int | None:
+def needed_by(setting: SimulationInput, link: Link, size_bytes: float, sources: Sources) -> int | None:
     """Workers like the first one that keep the trainer busy, by ECHO-2's rule."""
     if setting.rules.max_staleness == 0:
         return None
@@ -209,7 +209,7 @@ def needed_by(setting: Setting, link: Link, size_bytes: float, sources: Sources)
     return workers_needed(rollouts, period_s(setting), rate, size_bytes, link, sources)
 
 
-def rates_of(setting: Setting) -> tuple[float, float]:
+def rates_of(setting: SimulationInput) -> tuple[float, float]:
     """Rollouts that a step needs, and those that the first worker makes in a second. Continuations count as many rollouts
     as have their tokens; groups without signal have none."""
     rules, vine = setting.rules, vine_of(setting.rules.algorithm)
@@ -218,17 +218,17 @@ def rates_of(setting: Setting) -> tuple[float, float]:
     return rollouts, setting.workers[0].tokens_per_s / setting.rollout_tokens
 
 
-def fewest_of_share(setting: Setting) -> int:
+def fewest_of_share(setting: SimulationInput) -> int:
     """The fewest workers that may fill a batch: one worker may have only a share of it."""
     return math.ceil(setting.rules.batch_groups / groups_a_worker(setting.rules))
 
 
-def period_s(setting: Setting) -> float:
+def period_s(setting: SimulationInput) -> float:
     """From one version to the next, if no batch is waited for: the trainer publishes beside the next step."""
     return max(setting.train_s, setting.publish_s)
 
 
-def sources_of(setting: Setting) -> Sources:
+def sources_of(setting: SimulationInput) -> Sources:
     """What workers fetch from. Each relay takes a copy from the origin first, and passes it on meanwhile."""
     if not setting.relays_up:
         return Sources(setting.origin_up)
@@ -236,22 +236,22 @@ def sources_of(setting: Setting) -> Sources:
     return Sources(sum(setting.relays_up), copies / setting.origin_up if setting.origin_up else 0.0)
 
 
-def fetched_bytes(setting: Setting) -> float:
+def fetched_bytes(setting: SimulationInput) -> float:
     """What a worker fetches that follows each version."""
     return setting.patch_bytes if has_patches(setting) else setting.full_bytes
 
 
-def load_s_of(setting: Setting, machine: WorkerMachine) -> float:
+def load_s_of(setting: SimulationInput, machine: WorkerMachine) -> float:
     """How long it then needs."""
     return machine.load_s + (setting.apply_s if has_patches(setting) else 0.0)
 
 
-def has_patches(setting: Setting) -> bool:
+def has_patches(setting: SimulationInput) -> bool:
     """Whether workers follow by patches."""
     return 0 < setting.patch_bytes < setting.full_bytes
 
 
-def setting_of(config: RunConfig, rules: Rules, sizes: Sizes, machines: Machines) -> tuple[Setting, list[str]]:
+def setting_of(config: RunConfig, rules: Rules, sizes: Sizes, machines: Machines) -> tuple[SimulationInput, list[str]]:
     """What is simulated, and what of it is assumed."""
     assumed = []
 
@@ -285,7 +285,7 @@ def setting_of(config: RunConfig, rules: Rules, sizes: Sizes, machines: Machines
         WorkerMachine(rate, down * BYTES_PER_S, machines.worker_uplink * BYTES_PER_S, load_s)
         for number, down, rate in kinds for _ in range(number)
     )  # fmt: skip
-    setting = Setting(
+    setting = SimulationInput(
         rules=rules, workers=workers, rollout_tokens=tokens, train_s=train_s,
         publish_s=sizes.version / PUBLISHED_BYTES_PER_S, check_s=check_s, full_bytes=sizes.version,
         validators=max(1, config.validators.count), patch_bytes=sizes.patch, anchor_every=config.storage.anchor_every,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from shoal.plan.event_queue import Clock
-from shoal.plan.simulation_input import Setting
+from shoal.plan.simulation_input import SimulationInput
 
 # --- Transfers that share links, in simulated time ---
 
@@ -104,7 +104,7 @@ class _Filling:
 class SimulatedRelays:
     """All relays. Where versions are patches, they fetch the patch first, and then what else is published."""
 
-    def __init__(self, clock: Clock, net: Network, setting: Setting, rng: random.Random) -> None:
+    def __init__(self, clock: Clock, net: Network, setting: SimulationInput, rng: random.Random) -> None:
         self._clock, self._net, self._s, self._rng = clock, net, setting, rng
         self._versions: dict[int, _Filling] = {}
         self._behind = 0

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET
 
 from shoal.ledger.batches import BatchFormed
-from shoal.ledger.commands import AskLease, Enter, Judge, Publish, Submit, Tick
+from shoal.ledger.commands import AskLease, JoinRun, Publish, Submit, SubmitVerdict, Tick
 from shoal.ledger.constants import LAW
 from shoal.ledger.errors import Refused, Wait
 from shoal.ledger.event import Body
@@ -25,12 +25,12 @@ from shoal.ledger.leases import LeaseGranted
 from shoal.ledger.records import LeaseRecord
 from shoal.ledger.registry import apply, decide, make_entry
 from shoal.ledger.run import Create, RunCreated
-from shoal.ledger.run_decisions import follow
+from shoal.ledger.run_decisions import consequent_events
 from shoal.ledger.state import State
 from shoal.plan.event_queue import Clock
 from shoal.plan.links import Network, SimulatedRelays
 from shoal.plan.simulated_trainer import SimulatedTrainer
-from shoal.plan.simulation_input import Outcome, Setting, Stalled, WorkerMachine
+from shoal.plan.simulation_input import Outcome, SimulationInput, Stalled, WorkerMachine
 from shoal.protocol.algorithm_config import step_credit_of
 from shoal.protocol.audit_selection import influence, must_audit, paid_tokens
 from shoal.protocol.constants import MAX_OPEN_LEASES
@@ -66,15 +66,15 @@ class _Worker:
     fetched_bytes: float = 0.0
 
 
-def simulate(setting: Setting) -> Outcome:
+def simulate(setting: SimulationInput) -> Outcome:
     """Simulate a run until its measured steps are done. Raises `Stalled` if it does not get there."""
-    run = _Run(setting)
+    run = _SimulatedRun(setting)
     run.live()
     return run.outcome()
 
 
-class _Run:
-    def __init__(self, setting: Setting) -> None:
+class _SimulatedRun:
+    def __init__(self, setting: SimulationInput) -> None:
         self.s, self.state, self.clock = setting, State(), Clock()
         self.rng = random.Random(setting.seed)
         rates = {f"down{i}": machine.down for i, machine in enumerate(setting.workers)}
@@ -107,7 +107,7 @@ class _Run:
         self.do(Create(created, self.now))
         for key, role in ((TRAINER, "trainer"), *((key, "validator") for key in self.free_judges),
                           *((worker.key, "worker") for worker in self.workers)):  # fmt: skip
-            self.do(Enter(key, Join(role, key[-8:], 0.0, "plan", rules.dtype, "any"), self.now))  # type: ignore[arg-type]
+            self.do(JoinRun(key, Join(role, key[-8:], 0.0, "plan", rules.dtype, "any"), self.now))  # type: ignore[arg-type]
         self.after(0.0, self._tick)
         for worker in self.workers:
             self.after(0.0, partial(self._ask, worker))
@@ -133,7 +133,7 @@ class _Run:
                 if isinstance(body, BatchFormed):
                     self.stale += [(body.step, body.step - version) for version, _ in body.groups]
             made += bodies
-            bodies = follow(self.state)
+            bodies = consequent_events(self.state)
         return made
 
     def live(self) -> None:
@@ -324,7 +324,7 @@ class _Run:
                 GroupVerdict(slot, outcome="accept", audited=audited, rewards=rewards, tokens=tokens, steps=steps)
             )
         if not record.decided:
-            self.do(Judge(judge, Verdict(name, tuple(groups)), self.now, "p" * 64, 1.0, ()))
+            self.do(SubmitVerdict(judge, Verdict(name, tuple(groups)), self.now, "p" * 64, 1.0, ()))
         self.free_judges.append(judge)
 
     # --- figures ---

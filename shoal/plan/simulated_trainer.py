@@ -10,7 +10,7 @@ from typing import NamedTuple
 from shoal.plan.event_queue import Clock
 
 
-class Step(NamedTuple):
+class StepTimes(NamedTuple):
     """How a step's time passed, seconds."""
 
     batch_s: float
@@ -26,7 +26,7 @@ class SimulatedTrainer:
     def __init__(self, clock: Clock, train_s: float, publish_s: float, publish: Callable[[], None]) -> None:
         """`publish` is called when a version can be fetched; the first one is version 0, before any step."""
         self._clock, self._train_s, self._publish_s, self._publish = clock, train_s, publish_s, publish
-        self.steps: list[Step] = []
+        self.steps: list[StepTimes] = []
         self._asked_at = 0.0
         """When it asked for the batch of the next step."""
         self._is_training = True
@@ -51,7 +51,7 @@ class SimulatedTrainer:
             self._then = partial(self._learned, waited_s, ended)
             return
         now = self._clock.now
-        self.steps.append(Step(waited_s, now - ended, now - self._asked_at))
+        self.steps.append(StepTimes(waited_s, now - ended, now - self._asked_at))
         self._is_training, self._is_publishing, self._asked_at = False, True, now
         self._clock.after(self._publish_s, self._published)
 

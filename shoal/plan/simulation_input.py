@@ -18,7 +18,7 @@ class WorkerMachine:
 
 
 @dataclass(frozen=True)
-class Setting:
+class SimulationInput:
     """What is simulated. Times are seconds, rates bytes per second (0: no limit), sizes bytes."""
 
     rules: Rules

@@ -13,8 +13,8 @@ from shoal.config.resolve_paths import resolve_path
 from shoal.engine.memory_estimate import ITEM_BYTES as LOADED_BYTES
 from shoal.engine.memory_estimate import adapter_bytes, needs_of_spec
 from shoal.errors import ConfigError, ShoalError
-from shoal.models.config import PolicySpec
-from shoal.models.hf_config import AnySpec
+from shoal.models.config import ModelConfig
+from shoal.models.hf_config import HFConfig
 from shoal.models.hub_download import Hub
 from shoal.models.open_model import AUTO, sized_spec_of
 from shoal.models.parameter_counts import adapter_parameters_of, critic_parameters_of, parameters_of, weights_of
@@ -138,7 +138,7 @@ def _blobs(config: RunConfig, version: float, patch: float) -> tuple[float, floa
     return max(needed, min(storage.quota_mb * 1e6, storage.window_steps * of_a_step)), needed, least
 
 
-def spec_of(config: RunConfig, recipe_dir: Path) -> PolicySpec | AnySpec:
+def spec_of(config: RunConfig, recipe_dir: Path) -> ModelConfig | HFConfig:
     """The shape of a run's model. Raises `UnknownShape`."""
     if config.policy.path:
         directory = resolve_path("policy.path", config.policy.path, recipe_dir)
@@ -147,7 +147,7 @@ def spec_of(config: RunConfig, recipe_dir: Path) -> PolicySpec | AnySpec:
                 directory = Hub().config(config.policy.path)
             if config.policy.implementation == AUTO:
                 return sized_spec_of(directory)
-            return PolicySpec.from_directory(directory)
+            return ModelConfig.from_directory(directory)
         except ShoalError as error:
             raise UnknownShape(str(error)) from None
     return tiny_spec(config.policy.tiny)

@@ -9,14 +9,14 @@ from msgspec import UNSET, UnsetType
 # ones ---
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name"):
+class AlgorithmPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name"):
     """Base of what an algorithm is composed of."""
 
 
 # --- losses ---
 
 
-class Clip(Part, frozen=True, tag="clip"):
+class Clip(AlgorithmPart, frozen=True, tag="clip"):
     """PPO's clipped objective (`algos/losses`)."""
 
     eps_low: float = 0.2
@@ -27,7 +27,7 @@ class Clip(Part, frozen=True, tag="clip"):
     """Upper bound of the ratio if the advantage is negative; 0: none. INTELLECT-2 has 4."""
 
 
-class Gspo(Part, frozen=True, tag="gspo"):
+class Gspo(AlgorithmPart, frozen=True, tag="gspo"):
     """The clipped objective with one ratio for each row (`algos/losses`)."""
 
     eps_low: float = 3e-4
@@ -38,7 +38,7 @@ class Gspo(Part, frozen=True, tag="gspo"):
     """Whether tokens of a row may have different advantages (GSPO-token)."""
 
 
-class Cispo(Part, frozen=True, tag="cispo"):
+class Cispo(AlgorithmPart, frozen=True, tag="cispo"):
     """REINFORCE with a bounded importance weight (`algos/losses`)."""
 
     least: float = 0.0
@@ -47,14 +47,14 @@ class Cispo(Part, frozen=True, tag="cispo"):
     """Largest weight."""
 
 
-class Dppo(Part, frozen=True, tag="dppo"):
+class Dppo(AlgorithmPart, frozen=True, tag="dppo"):
     """The policy gradient without tokens whose probability has moved far (`algos/losses`)."""
 
     bound: float = 0.2
     """How far a token's probability may move in the direction of its advantage and still have a gradient."""
 
 
-class Reinforce(Part, frozen=True, tag="reinforce"):
+class Reinforce(AlgorithmPart, frozen=True, tag="reinforce"):
     """The plain policy gradient, without a ratio (`algos/losses`)."""
 
 
@@ -65,7 +65,7 @@ Loss = Clip | Gspo | Cispo | Dppo | Reinforce
 # --- corrections ---
 
 
-class Truncate(Part, frozen=True, tag="truncate"):
+class Truncate(AlgorithmPart, frozen=True, tag="truncate"):
     """Multiply terms by an importance weight with an upper bound (`algos/corrections`)."""
 
     most: float = 2.0
@@ -74,7 +74,7 @@ class Truncate(Part, frozen=True, tag="truncate"):
     """Whether each token has a weight of its own, or the product over its row."""
 
 
-class IcePop(Part, frozen=True, tag="icepop"):
+class IcePop(AlgorithmPart, frozen=True, tag="icepop"):
     """Multiply terms by an importance weight, and drop tokens whose weight leaves a band (`algos/corrections`)."""
 
     least: float = 0.5
@@ -83,7 +83,7 @@ class IcePop(Part, frozen=True, tag="icepop"):
     """Largest weight."""
 
 
-class SequenceMask(Part, frozen=True, tag="sequence_mask"):
+class SequenceMask(AlgorithmPart, frozen=True, tag="sequence_mask"):
     """Drop rows whose importance weight, the product over tokens, leaves a band (`algos/corrections`)."""
 
     least: float = 0.0
@@ -92,7 +92,7 @@ class SequenceMask(Part, frozen=True, tag="sequence_mask"):
     """Largest product."""
 
 
-class GeometricMask(Part, frozen=True, tag="geometric_mask"):
+class GeometricMask(AlgorithmPart, frozen=True, tag="geometric_mask"):
     """Drop rows whose mean importance weight, the geometric mean over tokens, leaves a band (`algos/corrections`)."""
 
     least: float = 0.99
@@ -123,7 +123,7 @@ class Kl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # --- credit ---
 
 
-class Vine(Part, frozen=True, tag="vine"):
+class Vine(AlgorithmPart, frozen=True, tag="vine"):
     """VinePPO's credit (`algos/vineppo`): workers continue accepted rollouts from places within them, and the mean reward
     of the continuations is the value of the place."""
 
@@ -135,7 +135,7 @@ class Vine(Part, frozen=True, tag="vine"):
     """Places of one rollout, at most."""
 
 
-class Turns(Part, frozen=True, tag="turns"):
+class Turns(AlgorithmPart, frozen=True, tag="turns"):
     """Return-to-go over turns (`algos/advantages`): a turn is worth what it and later turns earn, less the group's
     mean at the same turn."""
 
@@ -145,7 +145,7 @@ class Turns(Part, frozen=True, tag="turns"):
     """Turns of one rollout with rewards of their own, at most; the last of them takes in all that follow."""
 
 
-class Steps(Part, frozen=True, tag="steps"):
+class Steps(AlgorithmPart, frozen=True, tag="steps"):
     """Process rewards (`algos/advantages`): a step is worth what it and later steps earn, each less the mean over all
     steps of the group. The environment marks steps within a turn; a turn without marks is one step."""
 

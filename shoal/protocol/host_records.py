@@ -11,7 +11,7 @@ from shoal.protocol.encoding import domain_hash
 from shoal.protocol.messages import Group, GroupRecord, Rollout
 
 
-class Difference(NamedTuple):
+class RecordDifference(NamedTuple):
     """Why a group is not the recorded one."""
 
     rollout: int
@@ -34,13 +34,13 @@ def differs(rollout: Rollout, digest: str) -> bool:
     return name != digest
 
 
-def difference(group: Group, record: GroupRecord) -> Difference | None:
+def difference(group: Group, record: GroupRecord) -> RecordDifference | None:
     """The first difference between a group and its record; None if there is none."""
     if group.slot != record.slot:
-        return Difference(-1, f"a group of slot {group.slot} where the record has slot {record.slot}")
+        return RecordDifference(-1, f"a group of slot {group.slot} where the record has slot {record.slot}")
     if len(group.rollouts) != len(record.rollouts):
-        return Difference(-1, f"{len(group.rollouts)} rollouts where the record has {len(record.rollouts)}")
+        return RecordDifference(-1, f"{len(group.rollouts)} rollouts where the record has {len(record.rollouts)}")
     for index, (rollout, recorded) in enumerate(zip(group.rollouts, record.rollouts, strict=True)):
         if differs(rollout, recorded.digest):
-            return Difference(index, "other tokens, authors or another ending than the host's stage recorded")
+            return RecordDifference(index, "other tokens, authors or another ending than the host's stage recorded")
     return None

@@ -4,10 +4,10 @@ The coordinator makes them from the log; nodes and auditors read them. Like `typ
 how pay is computed.
 """
 
-from shoal.protocol.messages import Answer, Message
+from shoal.protocol.messages import Message, Response
 
 
-class CreditLine(Answer, frozen=True):
+class CreditLine(Response, frozen=True):
     """One event that touched a node's pay, and why."""
 
     seq: int
@@ -31,7 +31,7 @@ class CreditLine(Answer, frozen=True):
     bound: float = 0.0
 
 
-class CreditPage(Answer, frozen=True):
+class CreditPage(Response, frozen=True):
     """`GET /v1/nodes/{key}/credits`: a node's pay explained, in the order of the log."""
 
     node: str

@@ -13,7 +13,7 @@ from shoal.protocol.messages import Message
 # --- Which environment and which task a slot seed decides ---
 
 
-class Pool(NamedTuple):
+class TaskPool(NamedTuple):
     """Tasks that are drawn more or less often than the others of their environment."""
 
     weight: float
@@ -30,7 +30,7 @@ class EnvDraw:
     """Share of the slots, relative to the weights of the other environments."""
     num_tasks: int
     """Tasks of which one is drawn: all of the environment, or those that are listed."""
-    pools: tuple[Pool, ...] = ()
+    pools: tuple[TaskPool, ...] = ()
     """No task is in two of them. Environments of which no task can be drawn have no slots."""
     listed: tuple[int, ...] = ()
     """The tasks of which one is drawn, ascending; empty for 0 to num_tasks - 1."""

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from shoal.net.blobs import shelf
-from shoal.net.connection_limits import Limits, connections_that_fit, http_server
+from shoal.net.connection_limits import ServerLimits, connections_that_fit, http_server
 from shoal.net.process import listen, port_of_last_start, tell_address
 from shoal.run_folder import RunFolder
 
@@ -26,5 +26,5 @@ def main(run_dir: Path) -> None:
     port = listener.getsockname()[1]
     tell_address(folder.origin_address, port)
     log.info("serving chunks bind=%s port=%d", host.bind, port)
-    limits = Limits(total=connections_that_fit(), trusted=host.trusted_proxies)
+    limits = ServerLimits(total=connections_that_fit(), trusted=host.trusted_proxies)
     http_server(shelf(folder.chunks, time.time), limits).run(sockets=[listener])

@@ -16,7 +16,7 @@ from pathlib import Path
 from shoal.engine.interface import Engine
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.envs.isolated.pool import Processes
-from shoal.envs.replay import Replay, replay_group
+from shoal.envs.replay import ReplayResult, replay_group
 from shoal.errors import Interrupted, NothingYet, Overreach, PeerError
 from shoal.models.device import CPU, demand_device
 from shoal.net.client import Client
@@ -27,18 +27,26 @@ from shoal.protocol.algorithm_config import vine_of
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.protocol.noise import PHILOX
 from shoal.protocol.tolerances import LOCAL
-from shoal.roles.node.activity import Doing
-from shoal.roles.node.device_queue import Alone, Shift, load_on_shift, shift_of
+from shoal.roles.node.activity import NodeActivity
+from shoal.roles.node.device_queue import ExclusiveDevice, Shift, load_on_shift, shift_of
 from shoal.roles.node.engine_loader import loaded_in_time
 from shoal.roles.node.lease_client import demand_sound
 from shoal.roles.node.memory_limit import enforced, limit_of, memory_mb
 from shoal.roles.node.packages import Packages
 from shoal.roles.node.reward_parts import ScoreFile, Tally
-from shoal.roles.node.session import GOODBYE_S, SOONEST_S, Seat, exit_after_timeout, say_goodbye, take_seat, unless_gone
-from shoal.roles.node.share_weights import Share, sharing
+from shoal.roles.node.session import (
+    GOODBYE_S,
+    SOONEST_S,
+    Session,
+    exit_after_timeout,
+    say_goodbye,
+    take_seat,
+    unless_gone,
+)
+from shoal.roles.node.share_weights import WeightSharing, sharing
 from shoal.run_folder import RunFolder
 from shoal.verification.branch_parents import fetch_parents, read_parents
-from shoal.verification.context import Replayed, Tools
+from shoal.verification.context import ReplayedRollout, Tools
 from shoal.verification.verify import verify_submission
 
 log = logging.getLogger("validator")
@@ -57,7 +65,7 @@ def main(
     share_url: str = "",
     device: str = CPU,
     shifts: Path | None = None,
-    doing: Doing | None = None,
+    doing: NodeActivity | None = None,
     name: str = "",
 ) -> None:
     """Judge submissions of the run at `url` until it has ended and all are judged, or until told to stop.
@@ -87,7 +95,7 @@ def main(
         doing.stopping, validator.doing = validator.doing.stopping, doing
     validator.doing.key, validator.doing.answered_at = key.public, lambda: validator.client.answered_at
     log.info("validating url=%s key=%s", url, key.public)
-    validator.share = None if share_port is None else Share(key, share_port, url=share_url)
+    validator.share = None if share_port is None else WeightSharing(key, share_port, url=share_url)
     validator.leave_at_once = exit_after_timeout
     asyncio.run(validator.run())
 
@@ -116,9 +124,9 @@ class Validator:
         self.clock, self.max_disk_mb, self.max_memory_mb = clock, max_disk_mb, max_memory_mb
         self.packages, self.name = packages, t.fact(name or home.name)
         self.stopping = Stopping()
-        self.share: Share | None = None
-        self.shift: Shift = Alone()
-        self.doing = Doing(stopping=lambda: bool(self.stopping))
+        self.share: WeightSharing | None = None
+        self.shift: Shift = ExclusiveDevice()
+        self.doing = NodeActivity(stopping=lambda: bool(self.stopping))
         self.took_s = 0.0
         """What the newest submission took to judge."""
         self.in_hand = ""
@@ -127,7 +135,7 @@ class Validator:
         """That the run is paused, and why, as it was logged last; empty while it goes on."""
         self.leave_at_once: Callable[[], None] = lambda: None
         """As of a worker."""
-        self.seat: Seat
+        self.seat: Session
 
     async def run(self) -> None:
         """The validator's whole job."""
@@ -269,10 +277,10 @@ class Validator:
             on_accept=self._tell_trainer,
         )
 
-    def _tell_trainer(self, label: str, replays: Sequence[Replayed]) -> None:
+    def _tell_trainer(self, label: str, replays: Sequence[ReplayedRollout]) -> None:
         """Tell the trainer what a group scored, part by part, if this is the host's machine."""
         if self.own_files:
-            own = [one for one in replays if isinstance(one, Replay)]
+            own = [one for one in replays if isinstance(one, ReplayResult)]
             tally = Tally().add(one.earned for one in own if one.earned)
             tally.faults = sum(one.is_learned_fault for one in own)
             scores = RunFolder(self.home.parent.parent).scores  # the launcher gives the host's nodes RUN/nodes/NAME
@@ -289,5 +297,5 @@ class Validator:
             )  # fmt: skip
         self.doing.now("sending a verdict")
         with contextlib.suppress(NothingYet):
-            await self.client.put_json(f"/v1/checks/{verdict.submission}/verdict", verdict, t.Done)
+            await self.client.put_json(f"/v1/checks/{verdict.submission}/verdict", verdict, t.WriteAck)
             self.doing.judged.add(verdict, self.took_s)

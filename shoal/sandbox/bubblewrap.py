@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from shoal.errors import StateError
-from shoal.sandbox.cgroups import Group
-from shoal.sandbox.filesystem import ENVIRONMENT, OUTSIDE, USER, Shown, links
+from shoal.sandbox.cgroups import Cgroup
+from shoal.sandbox.filesystem import ENVIRONMENT, OUTSIDE, USER, SandboxPath, links
 from shoal.sandbox.limits import Limits
 from shoal.sandbox.process_handle import START_S, Started, launch
 
@@ -30,7 +30,12 @@ FIRST_USER, NUM_USERS = 60600, 512
 
 
 def start(
-    shown: Sequence[Shown], limits: Limits, program: Sequence[str], group: Group, filter_program: bytes, first: bool
+    shown: Sequence[SandboxPath],
+    limits: Limits,
+    program: Sequence[str],
+    group: Cgroup,
+    filter_program: bytes,
+    first: bool,
 ) -> Started:
     """Raises `StateError`, with bubblewrap's message, if bubblewrap is not installed or does not work here.
 
@@ -87,7 +92,7 @@ def _first_process(told: int, process: "subprocess.Popen[bytes]") -> int:
 
 
 def command(
-    shown: Sequence[Shown],
+    shown: Sequence[SandboxPath],
     scratch_mb: int,
     filter_fd: int,
     info_fd: int,

@@ -17,14 +17,14 @@ _REMOVE_S = 2.0
 """A group stays busy for a moment after its last process has died."""
 
 
-class Group:
+class Cgroup:
     """One group: a directory in version 2, one for each controller in version 1, none where we may not make groups."""
 
     def __init__(self, directories: list[Path]) -> None:
         self._directories = directories
 
     @staticmethod
-    def make() -> "Group":
+    def make() -> "Cgroup":
         """A new group below ours, or a group without directories."""
         name = f"shoal-{os.getpid()}-{next(_number)}"
         for parents in _places():
@@ -34,11 +34,11 @@ class Group:
                 with contextlib.suppress(OSError):
                     (parent / name).mkdir()
                     made.append(parent / name)
-            group = Group(made)
+            group = Cgroup(made)
             if len(made) == len(parents) and group._works():
                 return group
             group.remove()
-        return Group([])
+        return Cgroup([])
 
     @property
     def entries(self) -> list[str]:

@@ -35,7 +35,7 @@ USER = 1000
 """The user id that foreign code sees. Outside the sandbox it has another."""
 
 
-class Shown(NamedTuple):
+class SandboxPath(NamedTuple):
     """A path of this machine, and its place in the sandbox."""
 
     source: Path
@@ -60,7 +60,7 @@ def outside(path: Path) -> Path:
     return OUTSIDE / path.absolute().relative_to("/")
 
 
-def shown(extra: Iterable[Path | Shown] = ()) -> list[Shown]:
+def shown(extra: Iterable[Path | SandboxPath] = ()) -> list[SandboxPath]:
     """What a sandbox shows: the interpreter and libraries at their own places, and each `extra` path below `OUTSIDE`."""
     wanted = {interpreter()}
     wanted |= {Path(sys.base_prefix) / "lib", Path("/usr/lib"), Path("/usr/lib64"), Path("/usr/local/lib")}
@@ -73,9 +73,9 @@ def shown(extra: Iterable[Path | Shown] = ()) -> list[Shown]:
     for path in there:
         if not any(path.is_relative_to(other) for other in outer):
             outer.append(path)
-    ours = Shown(Path(__file__).with_name("init.py"), Path(INSIDE))
-    named = [item if isinstance(item, Shown) else Shown(item.absolute(), outside(item)) for item in extra]
-    return [*(Shown(path, path) for path in outer), *named, ours]
+    ours = SandboxPath(Path(__file__).with_name("init.py"), Path(INSIDE))
+    named = [item if isinstance(item, SandboxPath) else SandboxPath(item.absolute(), outside(item)) for item in extra]
+    return [*(SandboxPath(path, path) for path in outer), *named, ours]
 
 
 def links() -> list[tuple[str, str]]:

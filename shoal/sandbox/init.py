@@ -48,7 +48,7 @@ SNIPPET = "snippet.py"
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Filter(ctypes.Structure):
+class SockFprog(ctypes.Structure):
     """`struct sock_fprog`."""
 
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
@@ -379,7 +379,7 @@ def drop_rights() -> None:
 def load_filter(program: bytes) -> None:
     """From here on, this process and its children can make only the calls that the filter allows."""
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    loaded = Filter(len(program) // 8, program)
+    loaded = SockFprog(len(program) // 8, program)
     check(libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(loaded), 0, 0), "seccomp")  # guard: snippets-are-filtered
 
 

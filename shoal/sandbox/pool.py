@@ -22,7 +22,7 @@ from shoal.errors import StateError
 from shoal.sandbox.filesystem import outside, standard_paths
 from shoal.sandbox.limits import Ended, Limits, Outcome, Reason, Stopped
 from shoal.sandbox.process_handle import START_S
-from shoal.sandbox.sandbox import Cell, Gone
+from shoal.sandbox.sandbox import Sandbox, SandboxExited
 
 GRACE_S = 5.0
 """The zygote ends a snippet when its time is up. If the zygote has not answered this much later, we end the sandbox."""
@@ -44,9 +44,9 @@ class Pool:
         self._limits, self._packages = limits, [path.absolute() for path in packages]
         paths = [*standard_paths(), *(str(outside(package)) for package in self._packages)]
         self._task = {"kind": "zygote", "imports": list(imports), "paths": paths}
-        self._places: queue.LifoQueue[_Place] = queue.LifoQueue()
+        self._places: queue.LifoQueue[_PooledSandbox] = queue.LifoQueue()
         for _ in range(self.size):
-            self._places.put(_Place(self))
+            self._places.put(_PooledSandbox(self))
         self._threads = ThreadPoolExecutor(self.size, thread_name_prefix="snippet")
 
     def run(self, source: str, stdin: bytes = b"", limits: Limits | None = None) -> Outcome:
@@ -94,11 +94,11 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> Cell:
-        cell = Cell(self._limits, self._task, self._packages)
+    def _open(self) -> Sandbox:
+        cell = Sandbox(self._limits, self._task, self._packages)
         try:
             started = json.loads(cell.receive(time.monotonic() + START_S, MAX_REPORT_BYTES))
-        except Gone as gone:
+        except SandboxExited as gone:
             raise StateError(f"the sandbox does not start, or its imports take too much: {gone}") from None
         if failed := started.get("failed"):
             cell.end()
@@ -107,14 +107,14 @@ class Pool:
         return cell
 
 
-class _Place:
+class _PooledSandbox:
     """One sandbox. If it was ended, the next use starts another."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._cell: Cell | None = None
+        self._cell: Sandbox | None = None
 
-    def ready(self) -> Cell:
+    def ready(self) -> Sandbox:
         if self._cell is not None and not self._cell.runs():  # something ended it while it waited for work
             self.close()
         self._cell = self._cell or self._pool._open()
@@ -123,11 +123,11 @@ class _Place:
     def run(self, source: bytes, stdin: bytes, limits: Limits) -> Outcome:
         try:
             return self._run(self.ready(), source, stdin, limits)
-        except Gone as gone:
+        except SandboxExited as gone:
             self._cell = None
             return gone.outcome if isinstance(gone.outcome, Stopped) else Stopped(Reason.KILLED)
 
-    def _run(self, cell: Cell, source: bytes, stdin: bytes, limits: Limits) -> Outcome:
+    def _run(self, cell: Sandbox, source: bytes, stdin: bytes, limits: Limits) -> Outcome:
         request = json.dumps({"limits": vars(limits)}).encode()
         cell.send(request)
         kills = cell.memory_kills()

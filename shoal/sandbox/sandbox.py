@@ -21,12 +21,12 @@ from typing import Any
 
 from shoal.errors import StateError
 from shoal.sandbox import bubblewrap
-from shoal.sandbox.cgroups import Group
-from shoal.sandbox.filesystem import ENVIRONMENT, INSIDE, INTERPRETER_FLAGS, Shown, interpreter, shown
+from shoal.sandbox.cgroups import Cgroup
+from shoal.sandbox.filesystem import ENVIRONMENT, INSIDE, INTERPRETER_FLAGS, SandboxPath, interpreter, shown
 from shoal.sandbox.limits import NO_LIMIT, Ended, Limits, Outcome, Reason, Stopped
 from shoal.sandbox.process_handle import START_S
 from shoal.sandbox.seccomp import snippet_filter, zygote_filter
-from shoal.sandbox.usage import Spent, exceeds, taken_bytes
+from shoal.sandbox.usage import CpuTime, exceeds, taken_bytes
 
 _LOOK_S = 0.025
 """Time between two checks of what a busy sandbox takes."""
@@ -43,7 +43,7 @@ OWN_PROCESSES = 16
 """Processes and threads that the sandbox itself needs in its control group."""
 
 
-class Gone(Exception):
+class SandboxExited(Exception):
     """The sandbox did not answer, and was ended."""
 
     def __init__(self, reason: Reason | None, why: str = "", exit_code: int = 0) -> None:
@@ -52,19 +52,19 @@ class Gone(Exception):
         """`Ended` if the first program inside exited, else `Stopped`."""
 
 
-class Cell:
+class Sandbox:
     """A running sandbox. It ends on `end()`, when this object is freed, and when this process ends."""
 
-    def __init__(self, limits: Limits, task: dict[str, Any], packages: Sequence[Path | Shown] = ()) -> None:
+    def __init__(self, limits: Limits, task: dict[str, Any], packages: Sequence[Path | SandboxPath] = ()) -> None:
         """Start it and give it its first frame. Raises `StateError` if it cannot be started."""
         self.limits = limits
         if sys.platform != "linux":
             raise StateError(f"the sandbox needs Linux; this is {sys.platform}")
-        self._group = Group.make()
+        self._group = Cgroup.make()
         self._processes = limits.processes + OWN_PROCESSES
         self._group.limit((limits.memory_mb + 2 * limits.scratch_mb + _START_MB) * _MB, self._processes)
         self._base_bytes, self._looked_s = 0, time.monotonic()
-        self._spent: Spent | None = None
+        self._spent: CpuTime | None = None
         first = task | {"limits": vars(limits), "filter": snippet_filter().hex(), "environment": ENVIRONMENT}
         program = [str(interpreter()), *INTERPRETER_FLAGS, INSIDE]
         sources, first_process = shown(packages), task["kind"] == "zygote"
@@ -79,12 +79,12 @@ class Cell:
         self._answers = select.poll()  # `select.select` fails above descriptor 1023
         self._answers.register(self._from, select.POLLIN)
         if not first_process and limits.cpu_s < NO_LIMIT:  # a zygote's snippets have limits of their own
-            self._spent = Spent(self.init, self._group)
+            self._spent = CpuTime(self.init, self._group)
         self._watched = _watched(self.init)
         self.end: Callable[[], object] = weakref.finalize(self, _end, self.process, self._watched, self._group)
         try:
             self.send(json.dumps(first).encode())
-        except Gone:
+        except SandboxExited:
             raise StateError(f"the sandbox does not start: {self.said()}") from None
 
     def settle(self) -> None:
@@ -170,7 +170,7 @@ class Cell:
         if self._spent is not None and self._spent.seconds() > self.limits.cpu_s:  # guard: cpu-of-a-sandbox
             raise self._gone(Reason.TIMEOUT)
 
-    def _ended(self) -> Gone:
+    def _ended(self) -> SandboxExited:
         """Why a sandbox closed its pipe."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
@@ -183,10 +183,10 @@ class Cell:
             return self._gone(Reason.TIMEOUT)
         return self._gone(None, f"it ended with exit code {code}", code)
 
-    def _gone(self, reason: Reason | None, why: str = "", code: int = 0) -> Gone:
+    def _gone(self, reason: Reason | None, why: str = "", code: int = 0) -> SandboxExited:
         said = self.said()
         self.end()
-        return Gone(reason, " ".join(filter(None, (why, said))), code)
+        return SandboxExited(reason, " ".join(filter(None, (why, said))), code)
 
 
 def exit_code(code: int | None) -> int | None:
@@ -206,7 +206,7 @@ def _watched(init: int) -> int:
         return -1
 
 
-def _end(process: "subprocess.Popen[bytes]", watched: int, group: Group) -> None:
+def _end(process: "subprocess.Popen[bytes]", watched: int, group: Cgroup) -> None:
     """Kill the first process of the sandbox: the kernel then kills all others. Wait until they are gone."""
     if watched >= 0:
         with contextlib.suppress(OSError):

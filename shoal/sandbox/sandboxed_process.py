@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.sandbox.filesystem import Shown
+from shoal.sandbox.filesystem import SandboxPath
 from shoal.sandbox.limits import Limits, Outcome, Reason, Stopped
-from shoal.sandbox.sandbox import Cell, Gone
+from shoal.sandbox.sandbox import Sandbox, SandboxExited
 from shoal.sandbox.usage import taken_bytes
 
 MAX_ANSWER_BYTES = 4 << 20
@@ -22,7 +22,7 @@ class Resident:
     """One running program. It ends on `close()`, when this object is freed, and when this process ends."""
 
     def __init__(
-        self, program: Sequence[str], limits: Limits = Limits(), packages: Sequence[Path | Shown] = (),
+        self, program: Sequence[str], limits: Limits = Limits(), packages: Sequence[Path | SandboxPath] = (),
     ) -> None:  # fmt: skip
         """`program` is a command, with `interpreter()` as its first word; `packages` are paths that it may read, each
         at `outside(path)` or at the place named.
@@ -31,7 +31,7 @@ class Resident:
         catches its own `MemoryError` reports it by sending itself the signal SIGRTMAX. Raises `StateError`.
         """
         self.limits = limits
-        self._cell = Cell(limits, {"kind": "resident", "program": list(program)}, packages)
+        self._cell = Sandbox(limits, {"kind": "resident", "program": list(program)}, packages)
         self._ended: Outcome | None = None
 
     def ask(self, request: bytes, limit_s: float = 0.0, most_bytes: int = MAX_ANSWER_BYTES) -> bytes | Outcome:
@@ -43,7 +43,7 @@ class Resident:
         if self._ended is None:
             try:
                 return self._cell.receive(time.monotonic() + limit_s, most_bytes)
-            except Gone as gone:
+            except SandboxExited as gone:
                 self._ended = gone.outcome
         return self._ended
 
@@ -68,7 +68,7 @@ def ask_all(
         if resident._ended is None:
             try:
                 resident._cell.send(request)
-            except Gone as gone:
+            except SandboxExited as gone:
                 resident._ended = gone.outcome
     asked_s = time.monotonic()
     answers: list[bytes | Outcome] = []
@@ -77,7 +77,7 @@ def ask_all(
             try:
                 answers.append(resident._cell.receive(asked_s + (limit_s or resident.limits.wall_s), most_bytes))
                 continue
-            except Gone as gone:
+            except SandboxExited as gone:
                 resident._ended = gone.outcome
         answers.append(resident._ended)
     return answers

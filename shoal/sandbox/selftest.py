@@ -26,7 +26,7 @@ LIMITS = Limits(wall_s=60.0, cpu_s=20, memory_mb=64, processes=8, scratch_mb=4, 
 must be stopped has a short limit."""
 
 
-class Report(NamedTuple):
+class SelftestReport(NamedTuple):
     """The result of the self-test for one kind of sandbox."""
 
     works: bool
@@ -37,22 +37,22 @@ class Report(NamedTuple):
     """In one line: what would let foreign code run here. Empty if it may."""
 
 
-def examine() -> Report:
+def examine() -> SelftestReport:
     """Test the sandbox. This takes about a second, and leaves nothing behind."""
     try:
         with Pool(1, LIMITS) as pool:
             found = {name: probe(pool) for name, probe in _PROBES.items()}
     except (StateError, OSError) as error:
-        return Report(False, " ".join(str(error).split())[:300], remedy(str(error)))
+        return SelftestReport(False, " ".join(str(error).split())[:300], remedy(str(error)))
     failed = {name: seen for name, seen in found.items() if seen}
     if failed:
         told = ", ".join(f"{name} ({seen})" for name, seen in failed.items())
-        return Report(False, f"bubblewrap starts, but does not keep its promises: {told}", _remedy_of(failed))
-    return Report(True, f"{_version()}: {', '.join(_PROBES)}")
+        return SelftestReport(False, f"bubblewrap starts, but does not keep its promises: {told}", _remedy_of(failed))
+    return SelftestReport(True, f"{_version()}: {', '.join(_PROBES)}")
 
 
 @cache
-def examined() -> Report:
+def examined() -> SelftestReport:
     """The same, once for this process."""
     return examine()
 

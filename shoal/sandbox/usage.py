@@ -5,7 +5,7 @@ import os
 import resource
 from pathlib import Path
 
-from shoal.sandbox.cgroups import Group
+from shoal.sandbox.cgroups import Cgroup
 
 # --- How much memory a tree of processes takes, seen from outside ---
 
@@ -62,10 +62,10 @@ def _share(pid: int) -> int:
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
-class Spent:
+class CpuTime:
     """The CPU time of one sandbox."""
 
-    def __init__(self, root: int, group: Group) -> None:
+    def __init__(self, root: int, group: Cgroup) -> None:
         self._root, self._group = root, group
         self._own: dict[tuple[int, str], int] = {}
         """Ticks of each process that was seen, by its id and its start: ids are used again."""

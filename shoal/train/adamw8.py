@@ -34,7 +34,7 @@ DECADES = 7
 """Powers of ten that a table reaches down to."""
 
 
-class Coded(NamedTuple):
+class EightBitValues(NamedTuple):
     """Values in 8 bits."""
 
     code_n: Tensor
@@ -46,16 +46,16 @@ class Coded(NamedTuple):
 class Moments8(NamedTuple):
     """The moments of a piece."""
 
-    m: Coded
-    r: Coded
+    m: EightBitValues
+    r: EightBitValues
 
 
 def no_moments(n: int, device: torch.device) -> Moments8:
     """Of weights that took no step yet: all zero."""
 
-    def zeros(signed: bool) -> Coded:
+    def zeros(signed: bool) -> EightBitValues:
         code_n = torch.full((n,), zero_code(signed), dtype=torch.uint8, device=device)
-        return Coded(code_n, torch.zeros(-(-n // BLOCK), device=device))
+        return EightBitValues(code_n, torch.zeros(-(-n // BLOCK), device=device))
 
     return Moments8(zeros(signed=True), zeros(signed=False))
 
@@ -75,7 +75,7 @@ def adamw8(
     return new_n, Moments8(coded(m_n, signed=True), coded(r_n, signed=False))
 
 
-def coded(value_n: Tensor, *, signed: bool) -> Coded:
+def coded(value_n: Tensor, *, signed: bool) -> EightBitValues:
     """Each value as its nearest code, of two as near the lower; without a sign, a positive value is at least code 1."""
     value_bB = F.pad(value_n, (0, -len(value_n) % BLOCK)).view(-1, BLOCK)
     a_b = value_bB.abs().amax(1)
@@ -83,7 +83,7 @@ def coded(value_n: Tensor, *, signed: bool) -> Coded:
     code_n = _nearest(share_bB.view(-1)[: len(value_n)], signed)
     if not signed:
         code_n = torch.maximum(code_n, (value_n > 0).to(torch.uint8))  # guard: no-vanished-denominator
-    return Coded(code_n, a_b)
+    return EightBitValues(code_n, a_b)
 
 
 def _nearest(share_n: Tensor, signed: bool) -> Tensor:
@@ -93,7 +93,7 @@ def _nearest(share_n: Tensor, signed: bool) -> Tensor:
     return code_n.add_(share_n > between.index_select(0, code_n)).to(torch.uint8)
 
 
-def decoded(values: Coded, *, signed: bool) -> Tensor:
+def decoded(values: EightBitValues, *, signed: bool) -> Tensor:
     """The float32 values, [n], of codes."""
     n = len(values.code_n)
     share_n = _table(signed, values.code_n.device).index_select(0, values.code_n.int())

@@ -18,13 +18,13 @@ from typing import NamedTuple
 from shoal.ledger.group_signal import teaches
 from shoal.protocol.algorithm_config import Algorithm
 from shoal.protocol.messages import BatchGroup
-from shoal.train.rows import Row, counted_only, learned, one_of_each
+from shoal.train.rows import TrainingRow, counted_only, learned, one_of_each
 
 
 class Selection(NamedTuple):
     """The rows of a step, in the order of the batch, and the number left out."""
 
-    rows: list[Row]
+    rows: list[TrainingRow]
     """Empty if nothing is learned from any of them."""
     groups_without_signal: int
     stale_rollouts: int
@@ -33,7 +33,7 @@ class Selection(NamedTuple):
 
 def select(
     members: Sequence[BatchGroup],
-    rows_G: Sequence[Sequence[Row]],
+    rows_G: Sequence[Sequence[TrainingRow]],
     *,
     algorithm: Algorithm,
     version: int,

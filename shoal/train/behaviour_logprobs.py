@@ -22,14 +22,14 @@ from shoal.models.lora import adapted_by
 from shoal.models.open_model import AUTO, open_policy
 from shoal.models.transformer import Transformer
 from shoal.train.logprobs import logprobs_of
-from shoal.train.rows import Row, learned
+from shoal.train.rows import TrainingRow, learned
 
-LogprobsAt = Callable[[Path, Sequence[Row]], list[NDArray[np.float32]]]
+LogprobsAt = Callable[[Path, Sequence[TrainingRow]], list[NDArray[np.float32]]]
 """Log-probs, float32[P], of each row's policy tokens under the policy in a directory, nats."""
 
 
 def with_own_denominators(
-    rows: Sequence[Row],
+    rows: Sequence[TrainingRow],
     published: Mapping[int, Path],
     *,
     dtype: str,
@@ -38,7 +38,7 @@ def with_own_denominators(
     device: str = "cpu",
     trained_in: torch.dtype = torch.float32,
     logprobs_at: LogprobsAt | None = None,
-) -> list[Row]:
+) -> list[TrainingRow]:
     """The rows with log-probs that this machine computed instead of those that their workers claimed.
 
     `published` has the directory of each version that sampled a row; `dtype` is the one in which workers sample. int8
@@ -51,7 +51,7 @@ def with_own_denominators(
             _logprobs_alone, dtype=dtype, temperature=temperature, microbatch_tokens=microbatch_tokens, device=device,
             trained_in=trained_in,
         )  # fmt: skip
-    own: dict[int, Row] = {}
+    own: dict[int, TrainingRow] = {}
     for version in sorted({row.version for row in learned(rows)}):
         places = [i for i, row in enumerate(rows) if row.version == version and not row.counts_only]
         logp = logprobs_at(published[version], [rows[place] for place in places])
@@ -68,7 +68,7 @@ def over_the_base(model: Transformer, temperature: float, microbatch_tokens: int
     it would be loaded anew.
     """
 
-    def logprobs_at(directory: Path, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+    def logprobs_at(directory: Path, rows: Sequence[TrainingRow]) -> list[NDArray[np.float32]]:
         with adapted_by(model, directory):
             return logprobs_of(model, rows, temperature, microbatch_tokens)
 
@@ -76,7 +76,7 @@ def over_the_base(model: Transformer, temperature: float, microbatch_tokens: int
 
 
 def _logprobs_alone(
-    directory: Path, rows: Sequence[Row], *, dtype: str, temperature: float, microbatch_tokens: int, device: str,
+    directory: Path, rows: Sequence[TrainingRow], *, dtype: str, temperature: float, microbatch_tokens: int, device: str,
     trained_in: torch.dtype,
 ) -> list[NDArray[np.float32]]:  # fmt: skip
     model = load_int8(directory) if dtype == "int8" else open_policy(directory, trained_in, AUTO)

@@ -21,18 +21,18 @@ from shoal.algos.gae import gae
 from shoal.algos.losses import value_loss
 from shoal.algos.lr_schedule import learning_rate
 from shoal.config import CriticConfig, TrainConfig
-from shoal.models.value_head import Valued
+from shoal.models.value_head import TransformerWithValueHead
 from shoal.protocol.algorithm_config import needs_critic
 from shoal.train.optimiser import Optimiser
 from shoal.train.packing_flat import Plan
 from shoal.train.packing_padded import MicroBatch, join
-from shoal.train.rows import Row
+from shoal.train.rows import TrainingRow
 
 
 class Critic:
     """The model with its optimiser. `Learner` calls it, plans its micro-batches and saves it."""
 
-    def __init__(self, model: Valued, config: TrainConfig) -> None:
+    def __init__(self, model: TransformerWithValueHead, config: TrainConfig) -> None:
         """It computes on the model's device, and the model must have the config's precision."""
         self.model = model.train()
         self.model.recompute = config.recompute == "layers"
@@ -47,7 +47,7 @@ class Critic:
         return version < self.config.critic.warmup_steps
 
     @torch.no_grad()
-    def values(self, rows: Sequence[Row], packed: Sequence[Plan]) -> list[NDArray[np.float32]]:
+    def values(self, rows: Sequence[TrainingRow], packed: Sequence[Plan]) -> list[NDArray[np.float32]]:
         """The value before each policy token of each row, float32[P]."""
         found: dict[int, NDArray[np.float32]] = {}
         for planned in packed:
@@ -56,7 +56,7 @@ class Critic:
             found |= dict(zip(planned.members, (part.numpy() for part in value_N.cpu().split(counts)), strict=True))
         return [found[i] for i in range(len(rows))]
 
-    def gradients(self, rows: Sequence[Row], packed: Sequence[Plan]) -> dict[str, float]:
+    def gradients(self, rows: Sequence[TrainingRow], packed: Sequence[Plan]) -> dict[str, float]:
         """Add up the gradients of micro-batches of rows that `credited` made. Returns means over tokens, by metric."""
         num_tokens = sum(len(row.positions_P) for row in rows)
         sums = {"value_loss": 0.0, "value_clip_share": 0.0}
@@ -105,15 +105,15 @@ class Critic:
         return self.model.values(hidden_BTD.flatten(0, 1).index_select(0, batch.predictor_N))
 
 
-def critic_of(config: TrainConfig, begin: Callable[[], Valued]) -> Critic | None:
+def critic_of(config: TrainConfig, begin: Callable[[], TransformerWithValueHead]) -> Critic | None:
     """The critic of a run that is about to learn, if its algorithm has one. `begin` gives the layers of the first policy
     below a head of zeros, on the device that computes."""
     return Critic(begin(), config) if needs_critic(config.algorithm) else None
 
 
 def credited(
-    rows: Sequence[Row], values: Sequence[NDArray[np.float32]], settings: CriticConfig
-) -> tuple[list[Row], dict[str, float]]:
+    rows: Sequence[TrainingRow], values: Sequence[NDArray[np.float32]], settings: CriticConfig
+) -> tuple[list[TrainingRow], dict[str, float]]:
     """The rows with advantages by these values, the values, and what they should have been; and the figures of a step.
 
     The policy's tokens of a rollout follow each other, its rows in the order of the batch. The last one earns the reward,
@@ -122,7 +122,7 @@ def credited(
     rollouts: dict[Hashable, list[int]] = {}
     for i, row in enumerate(rows):
         rollouts.setdefault(i if row.id is None else row.id, []).append(i)
-    found, returns = dict[int, Row](), list[NDArray[np.float64]]()
+    found, returns = dict[int, TrainingRow](), list[NDArray[np.float64]]()
     for members in rollouts.values():
         V_T = np.concatenate([values[i] for i in members]).astype(np.float64)
         r_T = np.zeros(len(V_T))

@@ -20,17 +20,17 @@ from shoal.models.lora import base_alone
 from shoal.models.open_model import open_policy, spec_of
 from shoal.models.tokenizer_compat import demand_same_vocabulary
 from shoal.models.transformer import Transformer
-from shoal.models.value_head import Valued, load_valued
+from shoal.models.value_head import TransformerWithValueHead, load_valued
 from shoal.protocol.algorithm_config import judge_named
 from shoal.train.logprobs import logprobs_of
 from shoal.train.master_weights import module_dtype
 from shoal.train.packing_padded import MicroBatch
-from shoal.train.rows import Row, change_learned, learned
+from shoal.train.rows import TrainingRow, change_learned, learned
 
 # --- The reference of a KL penalty ---
 
 
-class Reference:
+class KLReference:
     """The frozen policy. Call it with rows; it leaves a shared device between shifts, unless it is the learner's base."""
 
     def __init__(
@@ -41,11 +41,11 @@ class Reference:
         self._temperature, self._microbatch_tokens = temperature, microbatch_tokens
         self._parked = Parked()
 
-    def __call__(self, rows: Sequence[Row]) -> list[Row]:
+    def __call__(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
         """The rows with log-probs under the reference."""
         return change_learned(rows, self._referred(learned(rows)))
 
-    def _referred(self, rows: list[Row]) -> list[Row]:
+    def _referred(self, rows: list[TrainingRow]) -> list[TrainingRow]:
         with base_alone(self._adapted) if self._adapted is not None else contextlib.nullcontext():
             logp = logprobs_of(self._frozen, rows, self._temperature, self._microbatch_tokens)
         return [replace(row, reference_logp_P=logp_P) for row, logp_P in zip(rows, logp, strict=True)]
@@ -63,10 +63,10 @@ class Reference:
 
 def reference_of(
     learned: PolicyModel, load: Callable[[], PolicyModel], temperature: float, microbatch_tokens: int
-) -> Reference:
+) -> KLReference:
     """The reference of a policy that is about to learn. `load` gives its first version, on the device that computes."""
     adapted = learned if isinstance(learned, Transformer) and learned.adapter is not None else None
-    return Reference(adapted or load(), adapted, temperature, microbatch_tokens)
+    return KLReference(adapted or load(), adapted, temperature, microbatch_tokens)
 
 
 # --- The teacher of on-policy distillation ---
@@ -80,8 +80,8 @@ class Teacher(Resting):
         self._frozen, self._temperature, self._microbatch_tokens = frozen, temperature, microbatch_tokens
 
     def __call__(
-        self, rows: Sequence[Row], student: Callable[[Sequence[Row]], Sequence[np.ndarray]]
-    ) -> tuple[list[Row], dict[str, float]]:
+        self, rows: Sequence[TrainingRow], student: Callable[[Sequence[TrainingRow]], Sequence[np.ndarray]]
+    ) -> tuple[list[TrainingRow], dict[str, float]]:
         """The rows with the teacher's advantages, and how far the student is from it. There must be rows."""
         judged = learned(rows)
         own = student(judged)
@@ -104,13 +104,13 @@ class Teacher(Resting):
 class RewardModel(Resting):
     """The frozen model. Call it with rows."""
 
-    def __init__(self, frozen: Valued, microbatch_tokens: int) -> None:
+    def __init__(self, frozen: TransformerWithValueHead, microbatch_tokens: int) -> None:
         super().__init__(frozen)
         self._frozen, self._microbatch_tokens = frozen, microbatch_tokens
 
     def __call__(
-        self, rows: Sequence[Row], student: Callable[[Sequence[Row]], Sequence[np.ndarray]]
-    ) -> tuple[list[Row], dict[str, float]]:
+        self, rows: Sequence[TrainingRow], student: Callable[[Sequence[TrainingRow]], Sequence[np.ndarray]]
+    ) -> tuple[list[TrainingRow], dict[str, float]]:
         """The rows with advantages by the scores of their rollouts, and the mean score. There must be rows. The student's
         log-probs are not asked for."""
         last = {_rollout_of(row, i): i for i, row in enumerate(rows) if len(row.advantage_P)}
@@ -131,7 +131,9 @@ class RewardModel(Resting):
 
 
 @torch.no_grad()
-def scores_of(model: Valued, tokens_R_T: Sequence[NDArray[np.int64]], budget_tokens: int) -> NDArray[np.float64]:
+def scores_of(
+    model: TransformerWithValueHead, tokens_R_T: Sequence[NDArray[np.int64]], budget_tokens: int
+) -> NDArray[np.float64]:
     """The score of each text, [R], in micro-batches of similar lengths and at most so many tokens, padding included."""
     device = model.score.weight.device
     found = np.zeros(len(tokens_R_T))
@@ -144,11 +146,11 @@ def scores_of(model: Valued, tokens_R_T: Sequence[NDArray[np.int64]], budget_tok
     return found
 
 
-def row_scores(model: Valued) -> Callable[[MicroBatch, Sequence[Row]], Tensor]:
+def row_scores(model: TransformerWithValueHead) -> Callable[[MicroBatch, Sequence[TrainingRow]], Tensor]:
     """What trains such a model: the score of each row of a micro-batch, float32 [K], with gradients. Every token of a row
     is read, as by `scores_of`; the inputs of the micro-batch lack the last one."""
 
-    def score(batch: MicroBatch, rows: Sequence[Row]) -> Tensor:
+    def score(batch: MicroBatch, rows: Sequence[TrainingRow]) -> Tensor:
         found: Tensor = model.scores(*_padded([row.tokens_T for row in rows]))
         return found
 
@@ -163,27 +165,27 @@ def _padded(tokens_B_T: Sequence[NDArray[np.int64]]) -> tuple[Tensor, Tensor]:
     return tokens_BT, torch.tensor([len(tokens_T) - 1 for tokens_T in tokens_B_T])
 
 
-def _rollout_of(row: Row, place: int) -> Hashable:
+def _rollout_of(row: TrainingRow, place: int) -> Hashable:
     return place if row.id is None else row.id
 
 
-def _group_of(row: Row, place: int) -> Hashable:
+def _group_of(row: TrainingRow, place: int) -> Hashable:
     return place if row.group is None else row.group
 
 
 # --- The frozen model that decides what a run's rollouts are worth, if its algorithm has one ---
 
 
-class Judge(Protocol):
+class AdvantageModel(Protocol):
     """What gives rows their advantages before a step."""
 
     def __call__(
-        self, rows: Sequence[Row], student: Callable[[Sequence[Row]], Sequence[np.ndarray]]
-    ) -> tuple[list[Row], dict[str, float]]:
+        self, rows: Sequence[TrainingRow], student: Callable[[Sequence[TrainingRow]], Sequence[np.ndarray]]
+    ) -> tuple[list[TrainingRow], dict[str, float]]:
         """The rows with advantages, and figures of the step. `student` computes log-probs under the policy that learns."""
 
 
-def judge_of(config: RunConfig, policy: Path, device: str = "cpu") -> Judge | None:
+def judge_of(config: RunConfig, policy: Path, device: str = "cpu") -> AdvantageModel | None:
     """The judge of a run whose first policy is in a directory; None if groups are judged by their rewards alone, or by a
     critic. Raises `StateError`."""
     named = judge_named(config.train.algorithm)

@@ -38,7 +38,7 @@ from shoal.train.microbatches import free_cached, is_shortage, minibatches, smal
 from shoal.train.optimiser import Optimiser
 from shoal.train.packing_flat import Plan, plan
 from shoal.train.packing_padded import MicroBatch, silent
-from shoal.train.rows import Row, learned, one_of_each, rewarded
+from shoal.train.rows import TrainingRow, learned, one_of_each, rewarded
 
 T = TypeVar("T")
 LARGEST = "log_ratio_abs_max_nats"
@@ -70,7 +70,7 @@ class LearnerState:
 class _Part:
     """Rows that an update learns from, and their log-probs before the step's first update, as far as they are known."""
 
-    rows: Sequence[Row]
+    rows: Sequence[TrainingRow]
     old: dict[int, Tensor] = field(default_factory=dict)
     """By index of the row. Each of several processes has those of its own rows."""
 
@@ -127,7 +127,7 @@ class Learner:
         self._optimiser = Optimiser(parameters, config, ranks)
         self._parked = Parked()
 
-    def step(self, rows: Sequence[Row], version: int, budgets: Sequence[int] = ()) -> dict[str, Any]:
+    def step(self, rows: Sequence[TrainingRow], version: int, budgets: Sequence[int] = ()) -> dict[str, Any]:
         """Learn from rows, turning policy `version` into `version + 1`. Returns the metrics declared in `shoal.metrics`.
 
         The rows are learned from `updates_per_batch` times, in `minibatches` parts. Their log-probs stay those of the
@@ -201,7 +201,7 @@ class Learner:
             "train_tokens_per_s": learned_tokens / max(step_s, 1e-9),
         }
 
-    def logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+    def logprobs(self, rows: Sequence[TrainingRow]) -> list[NDArray[np.float32]]:
         """Log-probabilities, float32[P], of each row's policy tokens under the current weights, nats."""
         return logprobs_of(self.model, rows, self.temperature, self.config.microbatch_tokens, self.config.packing)
 
@@ -250,15 +250,17 @@ class Learner:
             self._critic.resume(critic_updates)
 
     def _credited(
-        self, rows: Sequence[Row], version: int, left: Iterator[int]
-    ) -> tuple[Sequence[Row], dict[str, float]]:
+        self, rows: Sequence[TrainingRow], version: int, left: Iterator[int]
+    ) -> tuple[Sequence[TrainingRow], dict[str, float]]:
         """The rows with the critic's credit, and figures of what it expected; as they are if there is no critic."""
         if self._critic is None:
             return rows, {}
         values = self._pass(rows, version, left, partial(self._critic.values, rows))
         return credited(rows, values, self.config.critic)
 
-    def _teach(self, critic: Critic, rows: Sequence[Row], version: int, left: Iterator[int]) -> dict[str, float]:
+    def _teach(
+        self, critic: Critic, rows: Sequence[TrainingRow], version: int, left: Iterator[int]
+    ) -> dict[str, float]:
         """One update of the critic from all rows of a part; gives its metrics."""
         figures = self._pass(rows, version, left, partial(critic.gradients, rows))
         norm = critic.update(version, self.steps)
@@ -302,14 +304,16 @@ class Learner:
         totals, largest = self._ranks.add_up(sums, largest)
         return {**totals, "largest": largest}
 
-    def _pass(self, rows: Sequence[Row], version: int, left: Iterator[int], work: Callable[[Sequence[Plan]], T]) -> T:
+    def _pass(
+        self, rows: Sequence[TrainingRow], version: int, left: Iterator[int], work: Callable[[Sequence[Plan]], T]
+    ) -> T:
         """As `_fitting`, with the next of the `left` budgets that a repeated step is given; keeps the one that it had."""
         self._budget = next(left, self._budget)
         found = self._fitting(rows, version, work)
         self.budgets.append(self._budget)
         return found
 
-    def _fitting(self, rows: Sequence[Row], version: int, work: Callable[[Sequence[Plan]], T]) -> T:
+    def _fitting(self, rows: Sequence[TrainingRow], version: int, work: Callable[[Sequence[Plan]], T]) -> T:
         """Do something with the micro-batches of these rows. If memory runs out, begin again with smaller ones."""
         while True:
             packed = plan(rows, self._budget, self.config.packing)
@@ -388,7 +392,7 @@ def _all_finite(updates: Sequence[Mapping[str, float]], taught: Sequence[Mapping
     return all(math.isfinite(norm) for norm in norms)
 
 
-def _staleness(rows: Sequence[Row], version: int) -> dict[str, int]:
+def _staleness(rows: Sequence[TrainingRow], version: int) -> dict[str, int]:
     """Number of rollouts by the age of their policy, in versions."""
     counts = Counter(version - row.version for row in rows)
     return {str(age): counts[age] for age in sorted(counts)}

@@ -18,7 +18,7 @@ from shoal.models.interface import PolicyModel
 from shoal.train.memory_estimate import HELD_LOGITS
 from shoal.train.packing_flat import PADDED, plan
 from shoal.train.packing_padded import MicroBatch
-from shoal.train.rows import Row
+from shoal.train.rows import TrainingRow
 
 
 def predict(model: PolicyModel, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,7 @@ def predict(model: PolicyModel, batch: MicroBatch, temperature: float) -> tuple[
 
 @torch.no_grad()
 def logprobs_of(
-    model: PolicyModel, rows: Sequence[Row], temperature: float, microbatch_tokens: int, packing: str = PADDED
+    model: PolicyModel, rows: Sequence[TrainingRow], temperature: float, microbatch_tokens: int, packing: str = PADDED
 ) -> list[NDArray[np.float32]]:
     """Log-probabilities, float32[P], of each row's policy tokens, nats."""
     logp: dict[int, NDArray[np.float32]] = {}

@@ -13,7 +13,7 @@ from functools import partial
 
 from torch import Tensor
 
-from shoal.algos.corrections import Truncated, icepop_weights, row_mask, truncated_row_weights, truncated_weights
+from shoal.algos.corrections import TruncatedWeights, icepop_weights, row_mask, truncated_row_weights, truncated_weights
 from shoal.algos.losses import TokenLoss, cispo_loss, dppo_loss, gspo_loss, ppo_loss, ratio, reinforce_loss, sft_loss
 from shoal.algos.regularisers import entropy_bonus, kl_terms, rest_of_penalty, squared_ratio
 from shoal.protocol import algorithm_config as c
@@ -108,7 +108,7 @@ def policy_loss(loss: c.Loss, logp_N: Tensor, base_N: Tensor, A_N: Tensor, row_N
             return reinforce_loss(logp_N, A_N)
 
 
-def _corrected(correction: c.Correction, terms: TokenTerms) -> Truncated:
+def _corrected(correction: c.Correction, terms: TokenTerms) -> TruncatedWeights:
     old_N, mu_N = terms.old_logp_N, terms.behaviour_logp_N
     match correction:
         case c.Truncate(most, "token"):

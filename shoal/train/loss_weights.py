@@ -15,10 +15,10 @@ from shoal.algos.advantages import batch_scale
 from shoal.algos.entropy_target import bonus_share
 from shoal.algos.loss_averaging import token_weights
 from shoal.protocol.algorithm_config import Algorithm, credits_tokens
-from shoal.train.rows import Row, learned, one_of_each
+from shoal.train.rows import TrainingRow, learned, one_of_each
 
 
-def normalised(rows: Sequence[Row], algorithm: Algorithm) -> Sequence[Row]:
+def normalised(rows: Sequence[TrainingRow], algorithm: Algorithm) -> Sequence[TrainingRow]:
     """The rows of a batch with their advantages as the algorithm normalises them over the batch: the same rows if it does
     not. A rollout that is only counted has a part in the deviation, as in TRL, if it has an advantage."""
     if not algorithm.batch_std:
@@ -31,12 +31,12 @@ def normalised(rows: Sequence[Row], algorithm: Algorithm) -> Sequence[Row]:
     return [replace(row, advantage_P=(row.advantage_P * scale).astype(np.float32)) for row in rows]
 
 
-def bonus_of(rows: Sequence[Row], algorithm: Algorithm) -> float:
+def bonus_of(rows: Sequence[TrainingRow], algorithm: Algorithm) -> float:
     """How much of the entropy bonus a step from these rows has."""
     return bonus_share(np.concatenate([row.behaviour_logp_P for row in rows]), algorithm.entropy_target)
 
 
-def averaged(rows: Sequence[Row], algorithm: Algorithm, max_tokens: int) -> Sequence[Row]:
+def averaged(rows: Sequence[TrainingRow], algorithm: Algorithm, max_tokens: int) -> Sequence[TrainingRow]:
     """The rows that an update learns from, with weights that make the sum over tokens, divided by their number, the
     algorithm's average.
 

@@ -27,7 +27,7 @@ def layout_of(config: TrainConfig) -> str:
     return " ".join(filter(None, [config.dtype, "8bit" if config.moments == "8bit" else ""]))
 
 
-class Masters:
+class MasterWeights:
     """The masters of a module's parameters, with sums of gradients. As long as it exists, it takes all gradients."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], device: torch.device | None = None) -> None:

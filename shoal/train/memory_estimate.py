@@ -7,8 +7,8 @@ bounds; `tests/train/test_memory_estimate.py` compares them with what a learner 
 import math
 from dataclasses import dataclass
 
-from shoal.models.config import PolicySpec
-from shoal.models.hf_config import AnySpec
+from shoal.models.config import ModelConfig
+from shoal.models.hf_config import HFConfig
 from shoal.models.lora_config import TARGETS
 from shoal.models.nf4_config import decoding_bytes_of
 from shoal.models.parameter_counts import (
@@ -70,7 +70,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryPart:
     """One of the things that memory is needed for."""
 
     name: str
@@ -80,7 +80,7 @@ class Part:
     """Whether it stays in the CPU's memory, whatever computes."""
 
 
-def parts_of(spec: PolicySpec | AnySpec, layout: Layout) -> list[Part]:
+def parts_of(spec: ModelConfig | HFConfig, layout: Layout) -> list[MemoryPart]:
     """What a trainer holds when it holds most: in the backward pass of a step's last micro-batch. If it has several
     processes, what each holds."""
     if layout.processes > 1:
@@ -89,37 +89,37 @@ def parts_of(spec: PolicySpec | AnySpec, layout: Layout) -> list[Part]:
     learned = adapter_parameters_of(spec, layout.rank, layout.targets) if layout.rank else weights
     has_masters = layout.dtype != "float32" and not layout.rank
     away = layout.moments == "offloaded"
-    parts = [Part("weights", weights_of(spec, ITEM_BYTES[layout.dtype], layout.base))]
+    parts = [MemoryPart("weights", weights_of(spec, ITEM_BYTES[layout.dtype], layout.base))]
     if layout.rank:
-        parts.append(Part("adapter", 4 * learned))
+        parts.append(MemoryPart("adapter", 4 * learned))
     if layout.reference and not layout.rank:
-        parts.append(Part("reference", int(weights * ITEM_BYTES[layout.dtype])))
+        parts.append(MemoryPart("reference", int(weights * ITEM_BYTES[layout.dtype])))
     if has_masters:
-        parts.append(Part("float32 weights", 4 * learned, away))
+        parts.append(MemoryPart("float32 weights", 4 * learned, away))
     parts += [
-        Part("gradients", 4 * learned),
-        Part("moments", int(learned * MOMENT_BYTES[layout.moments]), away),
+        MemoryPart("gradients", 4 * learned),
+        MemoryPart("moments", int(learned * MOMENT_BYTES[layout.moments]), away),
     ]
     if layout.critic:
         # Its gradients come when the policy's are gone, and its passes need less, for they make no logits.
         values = critic_parameters_of(spec)
-        parts.append(Part("critic", int(values * ITEM_BYTES[layout.dtype])))
+        parts.append(MemoryPart("critic", int(values * ITEM_BYTES[layout.dtype])))
         if layout.dtype != "float32":
-            parts.append(Part("critic's float32 weights", 4 * values, away))
-        parts.append(Part("critic's moments", int(values * MOMENT_BYTES[layout.moments]), away))
+            parts.append(MemoryPart("critic's float32 weights", 4 * values, away))
+        parts.append(MemoryPart("critic's moments", int(values * MOMENT_BYTES[layout.moments]), away))
     return [*parts, *_made(spec, layout, sum(part.size for part in parts if not part.on_cpu))]
 
 
-def judge_parts_of(name: str, spec: PolicySpec | AnySpec, layout: Layout) -> list[Part]:
+def judge_parts_of(name: str, spec: ModelConfig | HFConfig, layout: Layout) -> list[MemoryPart]:
     """What a trainer's frozen judge of this shape takes beside the policy: its weights, and one layer at work. It has no
     gradients, and computes before the policy does."""
     item = ITEM_BYTES[layout.dtype]
     tokens = max(layout.microbatch_tokens, layout.row_tokens)
     layer = item * (tokens * layer_values_of(spec) + arranged_values_of(spec))
-    return [Part(name, int(parameters_of(spec) * item)), Part(f"{name} at work", layer)]
+    return [MemoryPart(name, int(parameters_of(spec) * item)), MemoryPart(f"{name} at work", layer)]
 
 
-def _parts_of_one(spec: PolicySpec | AnySpec, layout: Layout) -> list[Part]:
+def _parts_of_one(spec: ModelConfig | HFConfig, layout: Layout) -> list[MemoryPart]:
     """What one of several processes holds. Its part is float32, whatever the passes read."""
     own = math.ceil(parameters_of(spec) / layout.processes)
     layer = layer_parameters_of(spec)
@@ -128,36 +128,36 @@ def _parts_of_one(spec: PolicySpec | AnySpec, layout: Layout) -> list[Part]:
     # exist as the passes give them, and once more as they are added up.
     gathered, item = ends + 2 * layer, ITEM_BYTES[layout.dtype]
     parts = [
-        Part("weights", 4 * own),
-        Part("gradients", 4 * own),
-        Part("moments", int(own * MOMENT_BYTES[layout.moments])),
-        Part("gathered weights", int(gathered * item)),
-        Part("their gradients", int(gathered * (item + 4))),
+        MemoryPart("weights", 4 * own),
+        MemoryPart("gradients", 4 * own),
+        MemoryPart("moments", int(own * MOMENT_BYTES[layout.moments])),
+        MemoryPart("gathered weights", int(gathered * item)),
+        MemoryPart("their gradients", int(gathered * (item + 4))),
     ]
     return [*parts, *_made(spec, layout, sum(part.size for part in parts))]
 
 
-def _made(spec: PolicySpec | AnySpec, layout: Layout, fixed: int) -> list[Part]:
+def _made(spec: ModelConfig | HFConfig, layout: Layout, fixed: int) -> list[MemoryPart]:
     """What a micro-batch needs, and what is lost between tensors, of which some that take `fixed` bytes stay."""
     made = activations_of(spec, layout)
     holes = int(min(fixed * FIXED_HOLES, MOST_FIXED_HOLES) + made * HOLES)
-    if layout.base and layout.recompute == "layers" and isinstance(spec, PolicySpec):
+    if layout.base and layout.recompute == "layers" and isinstance(spec, ModelConfig):
         tokens = max(layout.microbatch_tokens, layout.row_tokens)
         holes += min(spec.layers * 4 * tokens * 4 * spec.mlp_width, MOST_CODED_HOLES)
-    return [Part("activations", made), Part("holes between them", holes)]
+    return [MemoryPart("activations", made), MemoryPart("holes between them", holes)]
 
 
-def state_of(spec: PolicySpec | AnySpec, layout: Layout) -> int:
+def state_of(spec: ModelConfig | HFConfig, layout: Layout) -> int:
     """A saved state: float32 weights and moments of what is learned, a critic included."""
     learned = adapter_parameters_of(spec, layout.rank, layout.targets) if layout.rank else parameters_of(spec)
     learned += critic_parameters_of(spec) if layout.critic else 0
     return int(learned * (4 + MOMENT_BYTES[layout.moments]))
 
 
-def activations_of(spec: PolicySpec | AnySpec, layout: Layout) -> int:
+def activations_of(spec: ModelConfig | HFConfig, layout: Layout) -> int:
     """What the layers keep of a micro-batch, and the larger of two: what the head takes, or a layer's backward pass."""
     tokens, item = max(layout.microbatch_tokens, layout.row_tokens), 4 if layout.dtype == "float32" else 2
-    if layout.base and isinstance(spec, PolicySpec):  # nothing of a matrix is kept
+    if layout.base and isinstance(spec, ModelConfig):  # nothing of a matrix is kept
         arranged, work = 0, decoding_bytes_of(spec) + 4 * tokens * max(spec.width, spec.mlp_width)
     else:
         arranged, work = arranged_values_of(spec), item * layer_parameters_of(spec)

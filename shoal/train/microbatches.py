@@ -7,19 +7,19 @@ import torch
 
 from shoal.errors import StateError
 from shoal.train.packing_flat import Plan, plan
-from shoal.train.rows import Row
+from shoal.train.rows import TrainingRow
 
 # --- The parts of a batch that an update learns from, if a step takes several updates from different groups ---
 
 
-def minibatches(rows: Sequence[Row], count: int) -> list[Sequence[Row]]:
+def minibatches(rows: Sequence[TrainingRow], count: int) -> list[Sequence[TrainingRow]]:
     """At most `count` parts of whole groups, as equal in groups as can be; each row exactly once.
 
     Groups are dealt out in turn, because neighbours in a batch are alike: they were accepted one after another.
     """
     if count == 1:
         return [rows]
-    groups: dict[Hashable, list[Row]] = {}
+    groups: dict[Hashable, list[TrainingRow]] = {}
     for i, row in enumerate(rows):
         groups.setdefault(i if row.group is None else row.group, []).append(row)
     dealt = list(groups.values())
@@ -35,7 +35,9 @@ def is_shortage(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
-def smaller_budget(rows: Sequence[Row], packed: Sequence[Plan], budget_tokens: int, packing: str, cause: str) -> int:
+def smaller_budget(
+    rows: Sequence[TrainingRow], packed: Sequence[Plan], budget_tokens: int, packing: str, cause: str
+) -> int:
     """The largest half, quarter and so on of a budget that cuts these micro-batches in smaller ones.
 
     Raises `StateError` if each has one row already.

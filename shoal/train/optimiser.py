@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config import TrainConfig
-from shoal.train.adamw8 import BLOCK, Coded, Moments8, adamw8, no_moments
+from shoal.train.adamw8 import BLOCK, EightBitValues, Moments8, adamw8, no_moments
 from shoal.train.distributed.ranks import ALONE, Ranks
-from shoal.train.master_weights import Masters
+from shoal.train.master_weights import MasterWeights
 
 CPU = torch.device("cpu")
 
@@ -57,7 +57,7 @@ class Optimiser:
         coarse = any(parameter.dtype != torch.float32 for parameter in parameters.values())
         self._max_grad_norm = config.max_grad_norm
         self._parameters, self._ranks = parameters, ranks
-        self._masters = Masters(parameters, CPU if offloaded else None) if coarse or elsewhere else None
+        self._masters = MasterWeights(parameters, CPU if offloaded else None) if coarse or elsewhere else None
         self._learned = self._masters.tensors if self._masters else parameters
         self._moments: Moments = (ByteMoments if config.moments == "8bit" else FloatMoments)(self._learned, config)
 
@@ -181,5 +181,5 @@ def _piece_of(held: Moments8, start: int) -> Moments8:
     """The moments of a piece: views of those of the whole matrix."""
     values = slice(start, start + PIECE_VALUES)
     blocks = slice(start // BLOCK, (start + PIECE_VALUES) // BLOCK)
-    m, r = (Coded(each.code_n[values], each.a_b[blocks]) for each in held)
+    m, r = (EightBitValues(each.code_n[values], each.a_b[blocks]) for each in held)
     return Moments8(m, r)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shoal.models.packed_attention import Family
+from shoal.models.packed_attention import SharedPrefixGroup
 from shoal.train.packing_padded import (
     MicroBatch,
     collate,
@@ -24,7 +24,7 @@ from shoal.train.packing_padded import (
     places_of,
     reference_logp_of,
 )
-from shoal.train.rows import Row
+from shoal.train.rows import TrainingRow
 
 PADDED, FLAT = "padded", "flat"
 
@@ -36,7 +36,7 @@ class Plan:
     members: tuple[int, ...]
     families: tuple[int, ...] = ()
 
-    def build(self, rows: Sequence[Row]) -> MicroBatch:
+    def build(self, rows: Sequence[TrainingRow]) -> MicroBatch:
         """The micro-batch, from the rows that were planned."""
         if not self.families:
             return collate([rows[i] for i in self.members])
@@ -44,7 +44,7 @@ class Plan:
         return collate_flat(rows, [[next(left) for _ in range(size)] for size in self.families])
 
 
-def plan(rows: Sequence[Row], budget_tokens: int, packing: str) -> list[Plan]:
+def plan(rows: Sequence[TrainingRow], budget_tokens: int, packing: str) -> list[Plan]:
     """The micro-batches of these rows, padded or flat; each row exactly once."""
     if packing == PADDED:
         return [Plan(tuple(members)) for members in pack(rows, budget_tokens)]
@@ -54,7 +54,7 @@ def plan(rows: Sequence[Row], budget_tokens: int, packing: str) -> list[Plan]:
     ]
 
 
-def pack_flat(rows: Sequence[Row], budget_tokens: int) -> list[list[list[int]]]:
+def pack_flat(rows: Sequence[TrainingRow], budget_tokens: int) -> list[list[list[int]]]:
     """Indices of the rows in each family of each micro-batch; each row exactly once.
 
     A micro-batch has at most `budget_tokens` tokens, except one of a single row. Families are put, largest first, into the
@@ -78,7 +78,7 @@ def pack_flat(rows: Sequence[Row], budget_tokens: int) -> list[list[list[int]]]:
     return packed
 
 
-def collate_flat(rows: Sequence[Row], families: Sequence[Sequence[int]]) -> MicroBatch:
+def collate_flat(rows: Sequence[TrainingRow], families: Sequence[Sequence[int]]) -> MicroBatch:
     """Join the rows of these families into one row of tokens."""
     tokens, predictors, ordered, shapes = [], [], [], []
     begin = 0
@@ -109,7 +109,7 @@ def collate_flat(rows: Sequence[Row], families: Sequence[Sequence[int]]) -> Micr
     )
 
 
-def _cut(rows: Sequence[Row], members: list[int], budget_tokens: int) -> list[list[int]]:
+def _cut(rows: Sequence[TrainingRow], members: list[int], budget_tokens: int) -> list[list[int]]:
     """Divide the rows of a group, longest first, into families that fit the budget."""
     parts: list[list[int]] = []
     for i in sorted(members, key=lambda i: -input_length(rows[i])):
@@ -120,8 +120,8 @@ def _cut(rows: Sequence[Row], members: list[int], budget_tokens: int) -> list[li
     return parts
 
 
-def _family_of(rows: Sequence[Row], members: Sequence[int]) -> Family:
+def _family_of(rows: Sequence[TrainingRow], members: Sequence[int]) -> SharedPrefixGroup:
     """The rows as a family. The last token of a row is its own, though others may have the same."""
     lengths = [input_length(rows[i]) for i in members]
     shared = min(num_shared(rows, members), min(lengths) - 1) if len(members) > 1 else 0
-    return Family(shared, tuple(length - shared for length in lengths))
+    return SharedPrefixGroup(shared, tuple(length - shared for length in lengths))

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.models.layers import WORTH_SHARING
-from shoal.models.packed_attention import Family
-from shoal.train.rows import Row
+from shoal.models.packed_attention import SharedPrefixGroup
+from shoal.train.rows import TrainingRow
 
 PASS_TOKENS = 256
 """Fixed cost of a forward and backward pass, in tokens: its operations, and the poor use of a processor by small
@@ -42,7 +42,7 @@ class MicroBatch:
     """int64: the row of each policy token, counted from 0 in the order of the rows. All tokens of a row are here."""
     reference_logp_N: Tensor | None = None
     """None in runs without a reference."""
-    families: tuple[Family, ...] | None = None
+    families: tuple[SharedPrefixGroup, ...] | None = None
     """Of a flat micro-batch, whose `tokens_BT` is one row with these families in it; None if its rows are padded."""
 
     def on(self, device: torch.device) -> "MicroBatch":
@@ -54,7 +54,7 @@ class MicroBatch:
         return replace(self, **moved)
 
 
-def pack(rows: Sequence[Row], budget_tokens: int) -> list[list[int]]:
+def pack(rows: Sequence[TrainingRow], budget_tokens: int) -> list[list[int]]:
     """Indices of the rows in each micro-batch: longest first, ties in the given order, each row exactly once.
 
     A micro-batch computes the common start of its rows once (`models/layers`). So there are two good ways to pack: each
@@ -71,7 +71,7 @@ def pack(rows: Sequence[Row], budget_tokens: int) -> list[list[int]]:
     return sorted(packed, key=lambda members: -input_length(rows[members[0]]))
 
 
-def cost_of(rows: Sequence[Row], packed: Sequence[Sequence[int]]) -> int:
+def cost_of(rows: Sequence[TrainingRow], packed: Sequence[Sequence[int]]) -> int:
     """Cost of the forward and backward passes of these micro-batches: the tokens computed, plus `PASS_TOKENS` each."""
     total = 0
     for members in packed:
@@ -83,7 +83,7 @@ def cost_of(rows: Sequence[Row], packed: Sequence[Sequence[int]]) -> int:
     return total
 
 
-def _cut(rows: Sequence[Row], members: Iterable[int], budget_tokens: int) -> list[list[int]]:
+def _cut(rows: Sequence[TrainingRow], members: Iterable[int], budget_tokens: int) -> list[list[int]]:
     """Sort rows longest first, and put each into the open micro-batch or begin a new one.
 
     A new one begins when the budget is full, or when padding all remaining rows to the length of the open one would cost
@@ -101,7 +101,7 @@ def _cut(rows: Sequence[Row], members: Iterable[int], budget_tokens: int) -> lis
     return parts
 
 
-def num_shared(rows: Sequence[Row], members: Sequence[int]) -> int:
+def num_shared(rows: Sequence[TrainingRow], members: Sequence[int]) -> int:
     """How many input tokens are the same at the start of all these rows."""
     shared = min((input_length(rows[i]) for i in members), default=0)
     for i in members[1:]:
@@ -110,7 +110,7 @@ def num_shared(rows: Sequence[Row], members: Sequence[int]) -> int:
     return shared
 
 
-def collate(rows: Sequence[Row]) -> MicroBatch:
+def collate(rows: Sequence[TrainingRow]) -> MicroBatch:
     """Pad and join rows into one micro-batch."""
     width = max(input_length(row) for row in rows)
     tokens_BT = np.zeros((len(rows), width), dtype=np.int64)
@@ -133,19 +133,19 @@ def silent(batch: MicroBatch) -> MicroBatch:
     return replace(batch, weight_N=torch.zeros_like(batch.weight_N))
 
 
-def places_of(rows: Sequence[Row]) -> Tensor:
+def places_of(rows: Sequence[TrainingRow]) -> Tensor:
     """The place of each policy token's row, int64[N]."""
     return torch.from_numpy(np.repeat(np.arange(len(rows)), [len(row.positions_P) for row in rows]))
 
 
-def reference_logp_of(rows: Sequence[Row]) -> Tensor | None:
+def reference_logp_of(rows: Sequence[TrainingRow]) -> Tensor | None:
     """Log-probs under the reference, float32[N]; None if the rows have none."""
     found = [row.reference_logp_P for row in rows if row.reference_logp_P is not None]
     assert len(found) in (0, len(rows)), "some rows have log-probs under the reference and others do not"
     return join(found) if found else None
 
 
-def input_length(row: Row) -> int:
+def input_length(row: TrainingRow) -> int:
     """Tokens of a row up to the last that predicts one."""
     return int(row.positions_P[-1])
 

@@ -23,7 +23,7 @@ from shoal.models.interface import PolicyModel
 from shoal.train.logprobs import predict
 from shoal.train.optimiser import Optimiser
 from shoal.train.packing_padded import MicroBatch, collate, input_length
-from shoal.train.rows import Row
+from shoal.train.rows import TrainingRow
 
 MICROBATCH_TOKENS = 4096
 """Padded tokens of one forward pass, at most, except for a single pair."""
@@ -32,11 +32,11 @@ HELD_OUT = 8
 """One pair in this many is not learned from, but measured."""
 
 
-class Pair(NamedTuple):
+class TokenPair(NamedTuple):
     """Two answers to one prompt."""
 
-    chosen: Row
-    rejected: Row
+    chosen: TrainingRow
+    rejected: TrainingRow
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class PairFigures:
         return PairFigures(right, math.sqrt(right * (1 - right) / len(found)), float(found.mean()), len(found))
 
 
-Score = Callable[[MicroBatch, Sequence[Row]], Tensor]
+Score = Callable[[MicroBatch, Sequence[TrainingRow]], Tensor]
 """What the rows of a micro-batch are worth, float32[K], with gradients."""
 
 
-def held_out(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
+def held_out(pairs: Sequence[TokenPair]) -> tuple[list[TokenPair], list[TokenPair]]:
     """Pairs to learn from, and every HELD_OUT-th one, to measure; all are both if there are fewer than two times that."""
     if len(pairs) < 2 * HELD_OUT:
         return list(pairs), list(pairs)
@@ -85,14 +85,14 @@ def held_out(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
 
 
 def prefer_policy(
-    model: PolicyModel, pairs: Sequence[Pair], measured: Sequence[Pair], beta: float, settings: PairSettings,
+    model: PolicyModel, pairs: Sequence[TokenPair], measured: Sequence[TokenPair], beta: float, settings: PairSettings,
     progress: Callable[[int, float], None] = lambda step, loss: None,
 ) -> tuple[PairFigures, int]:  # fmt: skip
     """Train a policy in place by DPO; the reference is the policy as it is now. Gives the figures of `measured` after it,
     by the implied rewards, and the number of tokens learned from. Before it, all implied rewards are 0."""
     references = {id(pair): pair_sums(model, pair) for pair in [*pairs, *measured]}
 
-    def loss_of(now_K: Tensor, members: Sequence[Pair], num_pairs: int) -> tuple[Tensor, Tensor]:
+    def loss_of(now_K: Tensor, members: Sequence[TokenPair], num_pairs: int) -> tuple[Tensor, Tensor]:
         chosen_B, rejected_B = now_K.chunk(2)
         known = torch.tensor([references[id(pair)] for pair in members], dtype=torch.float32)
         terms = dpo_loss(chosen_B, rejected_B, known[:, 0], known[:, 1], beta=beta, num_pairs=float(num_pairs))
@@ -104,12 +104,12 @@ def prefer_policy(
 
 
 def prefer_scores(
-    parameters: Mapping[str, nn.Parameter], score: Score, pairs: Sequence[Pair], measured: Sequence[Pair],
+    parameters: Mapping[str, nn.Parameter], score: Score, pairs: Sequence[TokenPair], measured: Sequence[TokenPair],
     settings: PairSettings, progress: Callable[[int, float], None] = lambda step, loss: None,
 ) -> tuple[PairFigures, int]:  # fmt: skip
     """Train a model whose score of a text is `score`; gives what `prefer_policy` gives."""
 
-    def loss_of(now_K: Tensor, members: Sequence[Pair], num_pairs: int) -> tuple[Tensor, Tensor]:
+    def loss_of(now_K: Tensor, members: Sequence[TokenPair], num_pairs: int) -> tuple[Tensor, Tensor]:
         chosen_B, rejected_B = now_K.chunk(2)
         loss = bradley_terry_loss(chosen_B, rejected_B, num_pairs=float(num_pairs))
         return loss, (chosen_B - rejected_B).detach()
@@ -121,7 +121,7 @@ def prefer_scores(
 def answer_logps(model: PolicyModel) -> Score:
     """The log-probability of each row's whole answer under a policy, nats."""
 
-    def score(batch: MicroBatch, rows: Sequence[Row]) -> Tensor:
+    def score(batch: MicroBatch, rows: Sequence[TrainingRow]) -> Tensor:
         logp_N, _ = predict(model, batch, 1.0)
         return torch.zeros(len(rows)).index_add(0, batch.row_N, logp_N)
 
@@ -129,19 +129,20 @@ def answer_logps(model: PolicyModel) -> Score:
 
 
 @torch.no_grad()
-def pair_sums(model: PolicyModel, pair: Pair) -> tuple[float, float]:
+def pair_sums(model: PolicyModel, pair: TokenPair) -> tuple[float, float]:
     """The log-probabilities of a pair's answers under a policy, nats. Computed by itself, so that neither the order of the
     pairs nor their company changes a bit."""
     chosen, rejected = answer_logps(model)(collate(pair), pair).tolist()
     return chosen, rejected
 
 
-LossOf = Callable[[Tensor, Sequence[Pair], int], tuple[Tensor, Tensor]]
+LossOf = Callable[[Tensor, Sequence[TokenPair], int], tuple[Tensor, Tensor]]
 """(scores of the rows, the pairs, pairs of the whole batch) -> (loss, differences of the rewards without gradient)."""
 
 
 def _learn(
-    parameters: Mapping[str, nn.Parameter], score: Score, loss_of: LossOf, pairs: Sequence[Pair], settings: PairSettings,
+    parameters: Mapping[str, nn.Parameter], score: Score, loss_of: LossOf, pairs: Sequence[TokenPair],
+    settings: PairSettings,
     progress: Callable[[int, float], None],
 ) -> int:  # fmt: skip
     """Take all steps; gives how many tokens were learned from, prompts and repetitions included."""
@@ -164,7 +165,7 @@ def _learn(
 
 
 @torch.no_grad()
-def _measure(score: Score, loss_of: LossOf, pairs: Sequence[Pair]) -> PairFigures:
+def _measure(score: Score, loss_of: LossOf, pairs: Sequence[TokenPair]) -> PairFigures:
     margins = list[float]()
     for members in in_microbatches(pairs):
         rows = [*(pair.chosen for pair in members), *(pair.rejected for pair in members)]
@@ -173,19 +174,19 @@ def _measure(score: Score, loss_of: LossOf, pairs: Sequence[Pair]) -> PairFigure
     return PairFigures.of(margins)
 
 
-def measure_scores(score: Score, pairs: Sequence[Pair]) -> PairFigures:
+def measure_scores(score: Score, pairs: Sequence[TokenPair]) -> PairFigures:
     """How well scores tell the preferred answer."""
 
-    def margins(now_K: Tensor, members: Sequence[Pair], num_pairs: int) -> tuple[Tensor, Tensor]:
+    def margins(now_K: Tensor, members: Sequence[TokenPair], num_pairs: int) -> tuple[Tensor, Tensor]:
         chosen_B, rejected_B = now_K.chunk(2)
         return now_K.sum(), chosen_B - rejected_B
 
     return _measure(score, margins, pairs)
 
 
-def in_microbatches(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+def in_microbatches(pairs: Sequence[TokenPair]) -> Iterator[list[TokenPair]]:
     """The pairs in their order, cut so that rows times the longest row stay within MICROBATCH_TOKENS."""
-    members, longest = list[Pair](), 0
+    members, longest = list[TokenPair](), 0
     for pair in pairs:
         length = max(longest, *(input_length(row) for row in pair))
         if members and 2 * (len(members) + 1) * length > MICROBATCH_TOKENS:

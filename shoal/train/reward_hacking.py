@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.algos.reward_shaping import loop_share, rank_correlation
-from shoal.train.rows import Row
+from shoal.train.rows import TrainingRow
 
 
-def signs_of(rows: Sequence[Row]) -> dict[str, Any]:
+def signs_of(rows: Sequence[TrainingRow]) -> dict[str, Any]:
     """The metrics of a batch's rows; none if it has none."""
     tokens: dict[object, list[NDArray[np.int64]]] = {}
     rewards: dict[object, float] = {}

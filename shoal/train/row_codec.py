@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.train.rows import Row
+from shoal.train.rows import TrainingRow
 
 
 class RowBytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -31,7 +31,7 @@ class RowBytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     faulted: bool = False
 
 
-def bytes_of(row: Row) -> RowBytes:
+def bytes_of(row: TrainingRow) -> RowBytes:
     """A row, to be written or sent."""
 
     def whole(values: NDArray[np.int64]) -> bytes:
@@ -48,7 +48,7 @@ def bytes_of(row: Row) -> RowBytes:
     )  # fmt: skip
 
 
-def row_of(kept: RowBytes) -> Row:
+def row_of(kept: RowBytes) -> TrainingRow:
     """The row that `bytes_of` was given."""
 
     def whole(data: bytes) -> NDArray[np.int64]:
@@ -57,7 +57,7 @@ def row_of(kept: RowBytes) -> Row:
     def real(data: bytes) -> NDArray[Any]:
         return np.frombuffer(data, "<f4").astype(np.float32)
 
-    return Row(
+    return TrainingRow(
         whole(kept.tokens_T), whole(kept.positions_P), real(kept.behaviour_logp_P), real(kept.advantage_P),
         real(kept.weight_P), kept.reward, kept.version, kept.env, kept.id,
         real(kept.reference_logp_P) if kept.reference_logp_P else None,

@@ -27,7 +27,7 @@ class Unlearnable(PeerError):
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class TrainingRow:
     """One row of a rollout as the learner sees it: usually the whole rollout. It does not show which algorithm made its
     advantages and weights.
 
@@ -82,7 +82,7 @@ def rows_of_group(
     vocabulary: int,
     max_tokens: int,
     max_rollout_tokens: int = 0,
-) -> list[Row]:
+) -> list[TrainingRow]:
     """The rows of a batch member, from its bytes, in order of sample index. A row without a token to learn from is counted
     only, and so are those of a rollout on which the environment failed.
 
@@ -128,7 +128,7 @@ def rows_of_group(
             learned_P = author_T[written_P] == POLICY  # guard: masked-turns-teach-nothing
             positions_P = written_P[learned_P]
             begin, first = first, first + len(positions_P)
-            row = Row(
+            row = TrainingRow(
                 tokens_T=part.tokens_T.astype(np.int64),
                 positions_P=positions_P,
                 behaviour_logp_P=part.logprobs_P[learned_P].astype(np.float32),
@@ -146,7 +146,7 @@ def rows_of_group(
     return rows
 
 
-def counted_only(row: Row, *, faulted: bool = False) -> Row:
+def counted_only(row: TrainingRow, *, faulted: bool = False) -> TrainingRow:
     """A row from which nothing is learned, though its rollout counts in the divisor of the average.
 
     Its advantage stays in the deviation of the batch, if the run has one, unless it is `faulted`: a truncated rollout has
@@ -164,18 +164,18 @@ def counted_only(row: Row, *, faulted: bool = False) -> Row:
     )
 
 
-def learned(rows: Sequence[Row]) -> list[Row]:
+def learned(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
     """The rows that something is learned from, without those that are only counted."""
     return [row for row in rows if not row.counts_only]
 
 
-def change_learned(rows: Sequence[Row], changed: Sequence[Row]) -> list[Row]:
+def change_learned(rows: Sequence[TrainingRow], changed: Sequence[TrainingRow]) -> list[TrainingRow]:
     """The rows in their order, with `changed` in the place of those that something is learned from."""
     left = iter(changed)
     return [row if row.counts_only else next(left) for row in rows]
 
 
-def one_of_each(rows: Sequence[Row]) -> list[Row]:
+def one_of_each(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
     """One row of each rollout, so that a rollout of several rows counts once; all rows that are from no group."""
     seen: set[tuple[int, int, int]] = set()
     firsts = []
@@ -187,32 +187,32 @@ def one_of_each(rows: Sequence[Row]) -> list[Row]:
     return firsts
 
 
-def overlong_share(rows_G: Sequence[Sequence[Row]]) -> float | None:
+def overlong_share(rows_G: Sequence[Sequence[TrainingRow]]) -> float | None:
     """Share of these groups' rollouts that a token limit ended; None if there are none."""
     rollouts = one_of_each([row for rows in rows_G for row in rows])
     return sum(row.overlong for row in rollouts) / len(rollouts) if rollouts else None
 
 
-def rewarded(rows: Sequence[Row]) -> list[Row]:
+def rewarded(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
     """One row of each rollout that has a reward: also of one from which nothing is learned, but not of one whose
     environment failed."""
     return [row for row in one_of_each(rows) if not row.faulted]
 
 
-def mean_rewards(rows: Sequence[Row], labels: Sequence[str]) -> dict[str, float | None]:
+def mean_rewards(rows: Sequence[TrainingRow], labels: Sequence[str]) -> dict[str, float | None]:
     """Mean reward of each environment's rollouts; None for an environment without rows."""
     rollouts = rewarded(rows)
     rewards = {label: [row.reward for row in rollouts if row.env == label] for label in labels}
     return {label: float(np.mean(found)) if found else None for label, found in rewards.items()}
 
 
-def example_row(tokens_T: Sequence[int], author_T: Sequence[int]) -> Row:
+def example_row(tokens_T: Sequence[int], author_T: Sequence[int]) -> TrainingRow:
     """A row for supervised fine-tuning: the model imitates every policy token, so only ids and authors count."""
     positions_P = np.flatnonzero(np.asarray(author_T) == POLICY)
     ones_P = np.ones(len(positions_P), dtype=np.float32)
     assert len(tokens_T) == len(author_T), f"{len(tokens_T)} tokens, {len(author_T)} authors"
     assert len(positions_P) and positions_P[0] > 0, "an example needs a prompt and a policy token after it"
-    return Row(
+    return TrainingRow(
         tokens_T=np.asarray(tokens_T, dtype=np.int64),
         positions_P=positions_P,
         behaviour_logp_P=np.zeros_like(ones_P),

@@ -17,7 +17,7 @@ from shoal.models.interface import PolicyModel
 from shoal.train.checkpoint import States
 from shoal.train.learner import Learner
 from shoal.train.loss import sft_objective
-from shoal.train.rows import Row, example_row
+from shoal.train.rows import TrainingRow, example_row
 
 MICROBATCH_TOKENS = 4096
 """Padded tokens of one forward pass. On a CPU, more do not fit the cache and take more memory."""
@@ -73,7 +73,7 @@ class FineTuning:
             self._batch()
             self.steps_done += 1
 
-    def _batch(self) -> list[Row]:
+    def _batch(self) -> list[TrainingRow]:
         rows = [self._rows[next(self._order)] for _ in range(self._batch_rows)]
         self.tokens += sum(len(row.tokens_T) for row in rows)
         return rows

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from shoal.chat.messages import arguments_of
 from shoal.chat.renderer import Renderer
-from shoal.engine.interface import Score, ScoreRequest
+from shoal.engine.interface import PolicyScore, ScoreRequest
 from shoal.env import Message
 from shoal.errors import MessagesRefused, Overreach, StateError
 from shoal.ledger.group_signal import advantages, advantages_by_step
@@ -67,7 +67,7 @@ Severity = Literal["soft", "hard"]
 slash."""
 
 
-class Failure(NamedTuple):
+class CheckFailure(NamedTuple):
     """What a check found wrong, and the evidence: where it is, the measured figure, and the bound that it exceeds."""
 
     rollout: int
@@ -82,7 +82,7 @@ class Failure(NamedTuple):
     """True if the figure is near the bound: a hard check then refuses pay but does not slash."""
 
 
-def gravest(failures: Iterable[Failure | None]) -> Failure | None:
+def gravest(failures: Iterable[CheckFailure | None]) -> CheckFailure | None:
     """The first failure that is not mild, or else the first one, so that a token near its bound cannot hide a forgery."""
     found = [failure for failure in failures if failure is not None]
     return next((failure for failure in found if not failure.mild), found[0] if found else None)
@@ -98,7 +98,7 @@ class Environment(Protocol):
     def reset(self, task: Any) -> tuple[Any, Sequence[Message]]: ...
 
 
-class Replayed(FaultReport, Protocol):
+class ReplayedRollout(FaultReport, Protocol):
     """What `envs.replay.replay_rollout` found for one rollout."""
 
     @property
@@ -124,7 +124,7 @@ class CheckModule(Protocol):
     NAME: str
     SEVERITY: Severity
 
-    def check(self, group: Group, ctx: "Context") -> Failure | None: ...
+    def check(self, group: Group, ctx: "Context") -> CheckFailure | None: ...
 
 
 @dataclass(frozen=True)
@@ -135,16 +135,16 @@ class Tools:
     envs: Mapping[str, Environment]
     """The environments, by the labels in `info.envs`."""
     renderer: Renderer
-    replay: Callable[..., Sequence[Replayed]]
+    replay: Callable[..., Sequence[ReplayedRollout]]
     """`shoal.envs.replay.replay_group`."""
     dtype: str
     """Dtype of the engine that scores."""
-    score: Callable[[list[ScoreRequest]], list[Score]]
+    score: Callable[[list[ScoreRequest]], list[PolicyScore]]
     """One prefill with the policy of the lease's version at the run's temperature. Called once a submission, and only
     if a group is audited. With hidden states where the rules ask for proofs."""
     implementation: str = ""
     """Of the engine that scores, as it names itself."""
-    on_accept: Callable[[str, Sequence[Replayed]], None] = lambda label, replays: None
+    on_accept: Callable[[str, Sequence[ReplayedRollout]], None] = lambda label, replays: None
     """Gets the label and the replays of each group that is accepted, in the end."""
 
 
@@ -158,7 +158,7 @@ class Context:
     """The slot that this group must fill."""
     submission: Submission
     """The fields around the groups: run, lease, version."""
-    scores: Sequence[Score] = ()
+    scores: Sequence[PolicyScore] = ()
     """One score for each rollout; set before the audit checks run."""
     proof: bytes = b""
     """Proof of the group's activations; empty if the rules ask for none."""
@@ -166,7 +166,7 @@ class Context:
     """The group as the host's stage played it; None in a run whose workers play."""
     parent: Group | None = None
     """The accepted group that this one continues; None if it continues none."""
-    _replays: list[Replayed] | None = None
+    _replays: list[ReplayedRollout] | None = None
     _steps: tuple[StepRewards, ...] | UnsetType = UNSET
 
     @property
@@ -217,7 +217,7 @@ class Context:
             return self.parent.rollouts[branch.rollout].tokens_T()[: branch.position].tolist(), branch.position + 1
         return self.opening, max(int(policy_positions(rollout)[0]), len(self.opening))
 
-    def replays(self, group: Group) -> list[Replayed]:
+    def replays(self, group: Group) -> list[ReplayedRollout]:
         """Replay the rollouts of the group through the environment, once for all checks; equal rollouts only once."""
         if self._replays is None and self.record is not None:
             self._replays = _recorded(group, self.record)
@@ -227,14 +227,14 @@ class Context:
             self._replays = self._played(group.rollouts)
         return self._replays
 
-    def _played(self, rollouts: Sequence[Rollout]) -> list[Replayed]:
+    def _played(self, rollouts: Sequence[Rollout]) -> list[ReplayedRollout]:
         tools = self.tools
         return list(tools.replay(self.env, tools.renderer, self._task, rollouts, self.sampling)) if rollouts else []
 
-    def _continued(self, rollouts: Sequence[Rollout], parent: Group) -> list[Replayed]:
+    def _continued(self, rollouts: Sequence[Rollout], parent: Group) -> list[ReplayedRollout]:
         """Replays of continuations, each as a rollout that was played in one go. One with another prefix has a problem."""
         stops, whole = self.tools.renderer.stop_ids, dict[int, Rollout]()
-        found: dict[int, Replayed] = {}
+        found: dict[int, ReplayedRollout] = {}
         for index, (rollout, branch) in enumerate(zip(rollouts, self.branches, strict=False)):
             before = parent.rollouts[branch.rollout]
             at = other_prefix(rollout, before, branch.position)
@@ -339,9 +339,9 @@ class _Replay:
         return ()
 
 
-def _recorded(group: Group, record: GroupRecord) -> list[Replayed]:
+def _recorded(group: Group, record: GroupRecord) -> list[ReplayedRollout]:
     """The recorded rewards of a group's rollouts. One that is not the recorded rollout has a problem."""
-    found: list[Replayed] = []
+    found: list[ReplayedRollout] = []
     for index, rollout in enumerate(group.rollouts):
         known = record.rollouts[index] if index < len(record.rollouts) else None
         if known is None or differs(rollout, known.digest):
@@ -367,7 +367,7 @@ def score_requests(slot: Slot, group: Group, continued: Sequence[Branch] = ()) -
     ]
 
 
-def by_group(groups: Iterable[Group], scores: Iterable[Score]) -> list[list[Score]]:
+def by_group(groups: Iterable[Group], scores: Iterable[PolicyScore]) -> list[list[PolicyScore]]:
     """For each group one score for each rollout, from the scores of all rows in the order of `score_requests`.
 
     A rollout's score holds those of its rows one after another, as its log-probs do. So checks need not know rows.
@@ -376,12 +376,12 @@ def by_group(groups: Iterable[Group], scores: Iterable[Score]) -> list[list[Scor
     return [[_joined(list(islice(left, 1 + len(rollout.starts)))) for rollout in group.rollouts] for group in groups]
 
 
-def _joined(rows: Sequence[Score]) -> Score:
+def _joined(rows: Sequence[PolicyScore]) -> PolicyScore:
     if len(rows) == 1:
         return rows[0]
     hidden = [score.hidden_PD for score in rows if score.hidden_PD is not None]
     largest = [score.largest_P for score in rows if score.largest_P is not None]
-    return Score(
+    return PolicyScore(
         np.concatenate([score.logprobs_P for score in rows]),
         np.concatenate([score.gaps_P for score in rows]),
         np.concatenate(hidden) if len(hidden) == len(rows) else None,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shoal.algos.toploc import prove
-from shoal.engine.interface import Score
+from shoal.engine.interface import PolicyScore
 from shoal.errors import StateError
 from shoal.protocol.branching import num_rollouts
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
@@ -25,7 +25,7 @@ REMEDY = (
 )
 
 
-def commit(
+def encode_submission(
     run: str, lease: Lease, groups: Sequence[Group], engine: EngineFacts, proofs: tuple[bytes, ...] = ()
 ) -> bytes:
     """Encode the groups of a lease, in the lease's order, as msgpack `Submission` bytes.
@@ -52,7 +52,7 @@ def commit(
     return to_msgpack(submission)
 
 
-def prove_activations(groups: Sequence[Group], scores: Sequence[Score]) -> tuple[bytes, ...]:
+def prove_activations(groups: Sequence[Group], scores: Sequence[PolicyScore]) -> tuple[bytes, ...]:
     """Make one proof for each group, from a prefill of all rows of their rollouts with hidden states.
 
     Raises `StateError` if a hidden state is not finite: this machine is at fault.

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shoal.algos.logprob_evidence import SLACK
 from shoal.algos.sampling_evidence import pooled, room, tokens_to_detect
-from shoal.algos.toploc import Figures
+from shoal.algos.toploc import ChunkFigures
 from shoal.errors import StateError
 from shoal.protocol.messages import Bounds
 from shoal.protocol.tolerances import MEAN_OF_LOGPROB
@@ -34,7 +34,7 @@ LEAST_ACTIVATION_ERROR = 1e-3
 may round one value in eight to the neighbour."""
 
 
-class Noise(NamedTuple):
+class MeasuredNoise(NamedTuple):
     """What replaying honest tokens measured."""
 
     gaps_N: NDArray[np.float32]
@@ -43,7 +43,7 @@ class Noise(NamedTuple):
     """claimed - replayed log-probs, nats."""
     largest_N: NDArray[np.float32]
     """Largest |logit / temperature| at each token."""
-    figures: tuple[Figures, ...] = ()
+    figures: tuple[ChunkFigures, ...] = ()
     """Figures of each group's proof of activations, once for each replay; empty if the run asks for no proofs."""
 
     def activation_error(self) -> float:
@@ -55,9 +55,9 @@ class Noise(NamedTuple):
         return max(float((of_group.mismatched_C / of_group.entries_C).max()) for of_group in self.figures)
 
 
-def joined(parts: list[Noise]) -> Noise:
+def joined(parts: list[MeasuredNoise]) -> MeasuredNoise:
     """Concatenate the parts."""
-    return Noise(
+    return MeasuredNoise(
         np.concatenate([part.gaps_N for part in parts]),
         np.concatenate([part.off_N for part in parts]),
         np.concatenate([part.largest_N for part in parts]),
@@ -65,7 +65,7 @@ def joined(parts: list[Noise]) -> Noise:
     )
 
 
-def propose(noise: Noise, distinct: int, safety: float, coarse: bool = False) -> Bounds:
+def propose(noise: MeasuredNoise, distinct: int, safety: float, coarse: bool = False) -> Bounds:
     """Bounds for one pair of dtypes: `safety` times what was measured over `distinct` tokens.
 
     For a `coarse` pair, such as any with bfloat16, the bounds grow with the logits: `largest_logit` is the mean of what was
@@ -95,7 +95,7 @@ def _mean_off(off_N: NDArray[np.float64], logprob: float) -> float:
     return max(float(d_N.mean()), math.log(float(np.exp(d_N).mean())) / SLACK)
 
 
-def propose_activation_error(figures: Sequence[Figures], safety: float) -> float:
+def propose_activation_error(figures: Sequence[ChunkFigures], safety: float) -> float:
     """Bound on the mean relative error of a proof: `safety` times what the worst honest proof needs.
 
     How many values may change sign or size is fixed, so there `safety` decides whether proofs can be asked for at all.
@@ -111,7 +111,7 @@ def propose_activation_error(figures: Sequence[Figures], safety: float) -> float
     return _rounded_up(max(LEAST_ACTIVATION_ERROR, safety * max(least_bound(of_group) for of_group in figures)))
 
 
-def _near_the_limit(figures: Figures, safety: float) -> bool:
+def _near_the_limit(figures: ChunkFigures, safety: float) -> bool:
     """Whether `safety` times the values that a chunk changed would be too many. One value may change in any chunk."""
     wrong_C, most_C = figures.mismatched_C, most_mismatched(figures)
     return bool(((wrong_C > most_C) | ((wrong_C > 1) & (safety * wrong_C > most_C))).any())

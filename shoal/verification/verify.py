@@ -30,7 +30,7 @@ from shoal.verification.checks import (
     reward_range,
     sampling,
 )
-from shoal.verification.context import CheckModule, Context, Failure, Tools, by_group
+from shoal.verification.context import CheckFailure, CheckModule, Context, Tools, by_group
 from shoal.verification.encode_submission import largest_submission_bytes
 
 # guard: check-shape, check-lease, check-prompt, check-environment, check-reward, check-ending, check-complete
@@ -58,12 +58,12 @@ def verify_submission(
     """
     submission = _open(body, check, tools)
     slots = [slot for block in check.lease.blocks for slot in block.slots]
-    if isinstance(submission, Failure):
+    if isinstance(submission, CheckFailure):
         return Verdict(check.id, tuple(_refuse(slot.slot, format, submission) for slot in slots))
 
     proofs = submission.proofs or (b"",) * len(slots)
     recorded = _open_record(record, check, tools)
-    if isinstance(recorded, Failure):
+    if isinstance(recorded, CheckFailure):
         return Verdict(check.id, tuple(_void(slot.slot, recorded) for slot in slots))
     continued = [(parents or {})[slot.parent.digest] if slot.parent else None for slot in slots]
     contexts = [
@@ -109,46 +109,48 @@ def _is_due(verdict: GroupVerdict, draw: float, check: Check, tools: Tools) -> b
     )
 
 
-def _open(body: bytes, check: Check, tools: Tools) -> Submission | Failure:
+def _open(body: bytes, check: Check, tools: Tools) -> Submission | CheckFailure:
     """Decode everything around the groups. Refuses bytes larger than the lease can need."""
     largest = largest_submission_bytes(check.lease, tools.info.rules)
     if len(body) > largest:  # guard: submission-size
-        return Failure(-1, -1, len(body), largest, "submission is larger than its lease can need, in bytes")
+        return CheckFailure(-1, -1, len(body), largest, "submission is larger than its lease can need, in bytes")
     try:
         submission = from_msgpack(body, Submission)
     except WireError:
-        return Failure(-1, -1, 0, 0, "bytes are not a msgpack Submission")
+        return CheckFailure(-1, -1, 0, 0, "bytes are not a msgpack Submission")
     if submission.engine.dtype != tools.info.rules.dtype:  # guard: submission-dtype
-        return Failure(-1, -1, 0, 0, "made in a dtype other than the run's")
+        return CheckFailure(-1, -1, 0, 0, "made in a dtype other than the run's")
     due = sum(len(block.slots) for block in check.lease.blocks)
     if len(submission.groups) != due:  # guard: submission-groups
-        return Failure(-1, -1, len(submission.groups), due, "number of groups differs from the lease's")
+        return CheckFailure(-1, -1, len(submission.groups), due, "number of groups differs from the lease's")
     proofs = 0 if tools.info.rules.proofs == "none" else due
     if len(submission.proofs) != proofs:  # guard: submission-proofs
-        return Failure(-1, -1, len(submission.proofs), proofs, "number of proofs differs from what this run asks for")
+        return CheckFailure(
+            -1, -1, len(submission.proofs), proofs, "number of proofs differs from what this run asks for"
+        )
     return submission
 
 
-def _open_record(record: bytes, check: Check, tools: Tools) -> tuple[GroupRecord, ...] | Failure:
+def _open_record(record: bytes, check: Check, tools: Tools) -> tuple[GroupRecord, ...] | CheckFailure:
     """The host's record of a lease, group by group; none in a run whose workers play. A wrong one is the host's fault."""
     if all(block.kind != COMPLETIONS for block in check.lease.blocks):
         return ()
     try:
         found = from_msgpack(record, Record)
     except WireError:
-        return Failure(-1, -1, 0, 0, "the host's record of the lease is not a msgpack Record")
+        return CheckFailure(-1, -1, 0, 0, "the host's record of the lease is not a msgpack Record")
     due = [slot.slot for block in check.lease.blocks for slot in block.slots]
     said = (found.run, found.lease, found.version, [group.slot for group in found.groups])
     if said != (tools.info.run, check.lease.id, check.lease.version, due):  # guard: record-of-the-lease
-        return Failure(-1, -1, 0, 0, "the host's record is of another lease")
+        return CheckFailure(-1, -1, 0, 0, "the host's record is of another lease")
     return found.groups
 
 
-def _open_group(encoded: bytes) -> Group | Failure:
+def _open_group(encoded: bytes) -> Group | CheckFailure:
     try:
         return from_msgpack(encoded, Group)
     except WireError:
-        return Failure(-1, -1, 0, 0, "bytes are not a msgpack Group")
+        return CheckFailure(-1, -1, 0, 0, "bytes are not a msgpack Group")
 
 
 def _prefill(audited: Sequence[tuple[Group, Context]], tools: Tools) -> None:
@@ -161,13 +163,13 @@ def _prefill(audited: Sequence[tuple[Group, Context]], tools: Tools) -> None:
         ctx.scores = of_group
 
 
-def _judge_without_model(group: Group | Failure, ctx: Context) -> GroupVerdict:
+def _judge_without_model(group: Group | CheckFailure, ctx: Context) -> GroupVerdict:
     """Run the checks that need no model. A slot that nobody can fill, or that we cannot replay, is void."""
-    if isinstance(group, Failure):
+    if isinstance(group, CheckFailure):
         return _refuse(ctx.slot.slot, format, group)
     try:
         if why := ctx.unplayable():  # guard: unplayable-is-void
-            return _void(ctx.slot.slot, Failure(-1, -1, 0, 0, why))
+            return _void(ctx.slot.slot, CheckFailure(-1, -1, 0, 0, why))
         return _first_failure(MODEL_FREE, group, ctx) or _accept(group, ctx)
     except Undecided:
         # guard: undecided-is-void
@@ -209,12 +211,12 @@ def _accept(group: Group, ctx: Context) -> GroupVerdict:
     )
 
 
-def _void(slot: int, failure: Failure) -> GroupVerdict:
+def _void(slot: int, failure: CheckFailure) -> GroupVerdict:
     """Of a slot that no worker could fill."""
     return GroupVerdict(slot, False, "void", environment.NAME, failure.detail)
 
 
-def _refuse(slot: int, module: CheckModule, failure: Failure) -> GroupVerdict:
+def _refuse(slot: int, module: CheckModule, failure: CheckFailure) -> GroupVerdict:
     return GroupVerdict(
         slot=slot,
         audited=False,

@@ -41,11 +41,11 @@ groups shows what is not public; only the host may have it.
 """
 
 from shoal.watch.index import Builder as Builder
-from shoal.watch.index import Filter as Filter
-from shoal.watch.index import Look as Look
-from shoal.watch.reading import Place as Place
-from shoal.watch.reading import Reading as Reading
+from shoal.watch.index import GroupFilter as GroupFilter
+from shoal.watch.index import IndexQueries as IndexQueries
+from shoal.watch.reading import GroupRef as GroupRef
 from shoal.watch.reading import Replaced as Replaced
+from shoal.watch.reading import RunReader as RunReader
 from shoal.watch.reading import open_run as open_run
 from shoal.watch.tables import TABLES as TABLES
 from shoal.watch.tables import as_csv as as_csv

@@ -13,10 +13,10 @@ from shoal.errors import StateError
 from shoal.protocol.encoding import WireError, from_msgpack
 from shoal.protocol.messages import Group, GroupRecord, Record, Rollout
 from shoal.roles.auditor.recompute import load_envs
-from shoal.verification.context import CheckModule, Context, Failure, by_group
+from shoal.verification.context import CheckFailure, CheckModule, Context, by_group
 from shoal.verification.verify import AUDIT, MODEL_FREE
 from shoal.watch.event_rows import Row
-from shoal.watch.reading import Place, Reading
+from shoal.watch.reading import GroupRef, RunReader
 from shoal.watch.reading.rollouts import decoded
 from shoal.watch.rescore import Rebuilt, in_a_thread, rebuilt
 from shoal.watch.tables import Column
@@ -34,17 +34,17 @@ CHECK_COLUMNS = {
 }
 
 
-def judge(reading: Reading, place: Place, index: int, claim: Rollout | None, own_files: bool) -> list[Row]:
+def judge(reading: RunReader, place: GroupRef, index: int, claim: Rollout | None, own_files: bool) -> list[Row]:
     """A row for each check, with `claim` in the place of the rollout `index` if it is given. Raises `ShoalError`."""
     return in_a_thread(lambda: _judge(reading, place, index, claim, own_files))
 
 
-def claim_of(reading: Reading, place: Place, index: int) -> Rollout:
+def claim_of(reading: RunReader, place: GroupRef, index: int) -> Rollout:
     """A rollout as its worker sent it. Raises `NothingYet` for what is private."""
     return decoded(reading.bytes_of(place)).rollouts[index]
 
 
-async def _judge(reading: Reading, place: Place, index: int, claim: Rollout | None, own_files: bool) -> list[Row]:
+async def _judge(reading: RunReader, place: GroupRef, index: int, claim: Rollout | None, own_files: bool) -> list[Row]:
     reading.bytes_of(place)  # raises for what is private
     async with rebuilt(reading.name, place, load_envs(reading.state.envs, own_files)) as work:
         engine = await work.bench.take_weights(work.lease.version)
@@ -95,7 +95,7 @@ def _tell(modules: Sequence[CheckModule], group: Group, ctx: Context, rows: list
     return False
 
 
-def _row(module: CheckModule, result: str, failure: Failure | None) -> Row:
+def _row(module: CheckModule, result: str, failure: CheckFailure | None) -> Row:
     about = " ".join((module.__doc__ or "").partition("\n\n")[0].split())
     row: Row = {"check": module.NAME, "severity": module.SEVERITY, "result": result, "about": about}
     if failure is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.ledger.event import Body, Entry
 from shoal.ledger.leases import LeaseLapsed
-from shoal.ledger.records import Member
+from shoal.ledger.records import NodeRecord
 from shoal.ledger.run import RulesChanged
 from shoal.ledger.state import State
 from shoal.ledger.verdicts import VerdictGiven
@@ -49,7 +49,7 @@ def node_of(body: Body, state: State) -> str:
     return state.lease_of(state.submissions[submission]).worker if submission in state.submissions else ""
 
 
-def node_note(node: Member, state: State) -> str:
+def node_note(node: NodeRecord, state: State) -> str:
     """What a worker's standing does not say: whether the host announced it as a cheater, and that it was quarantined."""
     workers = state.config.get("workers")
     cheating = workers.get("cheating") if isinstance(workers, dict) else 0

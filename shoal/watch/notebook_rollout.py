@@ -15,8 +15,8 @@ from shoal.terminal import printable
 from shoal.watch.check_results import CHECK_COLUMNS, claim_of, judge
 from shoal.watch.data_frame import Frame, escaped
 from shoal.watch.event_rows import Row
-from shoal.watch.reading import Place, ReadGroup, Reading, ReadRollout, ReadTurn
-from shoal.watch.rescore import Limits, Scores, score
+from shoal.watch.reading import GroupRef, ReadGroup, ReadRollout, ReadTurn, RunReader
+from shoal.watch.rescore import Scores, TokenTolerances, score
 from shoal.watch.tables import Column
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Replay:
     """Nats."""
     largest_difference: float
     """Of log-probs, nats."""
-    limits: "Limits | None"
+    limits: "TokenTolerances | None"
     """What honest arithmetic may differ by in this run; None if the run has no such limits for this machine's engine."""
     logits_PV: "NDArray[np.float32] | None" = field(repr=False, default=None)
     """Logits at each of these tokens, before the temperature; if they were asked for."""
@@ -90,8 +90,8 @@ class Replay:
 class Rollout:
     """One attempt at a task. A notebook shows it with each token coloured by its advantage."""
 
-    reading: Reading = field(repr=False)
-    place: Place = field(repr=False)
+    reading: RunReader = field(repr=False)
+    place: GroupRef = field(repr=False)
     group: ReadGroup = field(repr=False)
     """The group that it belongs to, with what the log says of it."""
     index: int

@@ -12,7 +12,7 @@ from shoal.roles.auditor.recompute import read_id
 from shoal.run_folder import is_url
 from shoal.watch.data_frame import Frame
 from shoal.watch.notebook_rollout import Rollout
-from shoal.watch.reading import Reading, open_run
+from shoal.watch.reading import RunReader, open_run
 from shoal.watch.tables import TABLES, rows_of
 
 
@@ -28,7 +28,7 @@ class Opened:
         self._reading = open_run(place if is_url(place) else Path(place), private=private, own_files=own_files)
 
     @property
-    def reading(self) -> Reading:
+    def reading(self) -> RunReader:
         """The same run as `shoal.watch` reads it: state, events, manifests, groups."""
         return self._reading
 

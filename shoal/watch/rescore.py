@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.engine.interface import Score, ScoreRequest
+from shoal.engine.interface import PolicyScore, ScoreRequest
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.env import Env
 from shoal.errors import ConfigError, NothingYet, ShoalError, StateError, no_torch
@@ -29,13 +29,13 @@ from shoal.protocol.branching import is_continued_slot
 from shoal.protocol.encoding import WireError, digest, from_msgpack
 from shoal.protocol.messages import Group, Lease, Slot, Submission
 from shoal.protocol.tolerances import bounds_for
-from shoal.roles.auditor.context import Bench
+from shoal.roles.auditor.context import AuditContext
 from shoal.roles.auditor.evidence import leased
 from shoal.roles.auditor.source import open_run
 from shoal.roles.auditor.verify_log import replay_log
 from shoal.verification.checks import sampling
 from shoal.verification.context import by_group, score_requests
-from shoal.watch.reading import Place, Reading
+from shoal.watch.reading import GroupRef, RunReader
 from shoal.watch.reading.event_index import slot_of
 from shoal.watch.reading.rollouts import decoded
 
@@ -45,7 +45,7 @@ MAX_LOGITS = 1 << 26
 """Logits that are kept of a rollout, at most: 256 MiB."""
 
 
-class Limits(NamedTuple):
+class TokenTolerances(NamedTuple):
     """What honest arithmetic may differ by at a single token."""
 
     gap: float
@@ -61,7 +61,7 @@ class Scores:
     logprobs_P: NDArray[np.float32]
     gaps_P: NDArray[np.float32]
     largest_P: NDArray[np.float32] | None
-    limits: Limits | None
+    limits: TokenTolerances | None
     logits_PV: NDArray[np.float32] | None = None
 
 
@@ -69,7 +69,7 @@ class Scores:
 class Rebuilt:
     """A group, and what its worker was asked for, by the log and the revealed seeds alone."""
 
-    bench: Bench
+    bench: AuditContext
     lease: Lease
     slot: Slot
     group: Group
@@ -81,15 +81,15 @@ class Rebuilt:
 class GroupScores(NamedTuple):
     """Of all rollouts of a group."""
 
-    scores_G: list[Score]
+    scores_G: list[PolicyScore]
     """Gaps as the sampling check looks at them."""
-    limits: Limits | None
+    limits: TokenTolerances | None
     """None if the run has no bounds for the two engines."""
     policy: Path
     """The weights."""
 
 
-def score(reading: Reading, place: Place, index: int, policy: Path | None, logits: bool) -> Scores:
+def score(reading: RunReader, place: GroupRef, index: int, policy: Path | None, logits: bool) -> Scores:
     """Score a rollout by its version's weights, or by those of `policy`. Raises `ShoalError`."""
     return in_a_thread(lambda: _score(reading, place, index, policy, logits))
 
@@ -103,7 +103,7 @@ def in_a_thread(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 @asynccontextmanager
-async def rebuilt(where: str, place: Place, envs: Mapping[str, Env]) -> AsyncIterator[Rebuilt]:
+async def rebuilt(where: str, place: GroupRef, envs: Mapping[str, Env]) -> AsyncIterator[Rebuilt]:
     """Rebuild what a group's worker was asked for. Raises `NothingYet` while the seeds are secret, else `ShoalError`.
 
     In a folder it also reads what is private: callers ask a `Reading` first.
@@ -137,7 +137,7 @@ async def rebuilt(where: str, place: Place, envs: Mapping[str, Env]) -> AsyncIte
                 f"group {place.index} of submission {place.submission[:12]} is not the one that the log names"
             )
         with tempfile.TemporaryDirectory(prefix="shoal-replay-") as home:
-            bench = Bench(run, log, envs, EngineSpec(threads=torch.get_num_threads()), Path(home), 0)
+            bench = AuditContext(run, log, envs, EngineSpec(threads=torch.get_num_threads()), Path(home), 0)
             yield Rebuilt(bench, asked, slot, group, submission, booked)
 
 
@@ -161,10 +161,10 @@ async def scored(work: Rebuilt, policy: Path | None = None) -> GroupScores:
     if bounds is None:
         return GroupScores(scores_G, None, policy)
     judged_G = [each._replace(gaps_P=sampling.gaps_of(each, bounds)) for each in scores_G]
-    return GroupScores(judged_G, Limits(sampling.limit_of_a_token(bounds), bounds.logprob), policy)
+    return GroupScores(judged_G, TokenTolerances(sampling.limit_of_a_token(bounds), bounds.logprob), policy)
 
 
-async def _score(reading: Reading, place: Place, index: int, policy: Path | None, logits: bool) -> Scores:
+async def _score(reading: RunReader, place: GroupRef, index: int, policy: Path | None, logits: bool) -> Scores:
     reading.bytes_of(place)  # raises for what is private
     async with rebuilt(reading.name, place, {}) as work:
         found = await scored(work, policy)

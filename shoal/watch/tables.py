@@ -16,7 +16,7 @@ from shoal.ledger.verdicts import VerdictGiven
 from shoal.metrics import METRICS
 from shoal.protocol.env_faults import without_faults
 from shoal.watch.event_rows import Row, event_row, refusal_rows, verdict_row
-from shoal.watch.reading import Reading
+from shoal.watch.reading import RunReader
 from shoal.watch.reading.evaluations import HeldOut
 from shoal.watch.reading.event_index import slot_of, standing_of
 
@@ -31,11 +31,11 @@ class Table(NamedTuple):
     sentence: str
     columns: dict[str, Column]
     """What rows may have. Metrics may have more, in the families of `metrics.METRICS`."""
-    rows: Callable[[Reading], Iterator[Row]]
+    rows: Callable[[RunReader], Iterator[Row]]
     """The rows of a run, as far as it was read (`Reading.catch_up`)."""
 
 
-def rows_of(run: Reading, table: str) -> list[Row]:
+def rows_of(run: RunReader, table: str) -> list[Row]:
     """The rows of a table by its name. Raises `ConfigError` for an unknown one, `ShoalError` as `Reading` does."""
     if table not in TABLES:
         raise ConfigError(f"there is no table {table!r}: {', '.join(TABLES)}")
@@ -69,34 +69,34 @@ def _cell(value: Any) -> Any:
 # --- the tables ---
 
 
-def _events(run: Reading) -> Iterator[Row]:
+def _events(run: RunReader) -> Iterator[Row]:
     return (event_row(entry, run.state) for entry in run.events())
 
 
-def _verdicts(run: Reading) -> Iterator[Row]:
+def _verdicts(run: RunReader) -> Iterator[Row]:
     for entry in run.events():
         if isinstance(entry.body, VerdictGiven):
             yield verdict_row(entry, entry.body, run.state)
 
 
-def _refusals(run: Reading) -> Iterator[Row]:
+def _refusals(run: RunReader) -> Iterator[Row]:
     for entry in run.events():
         if isinstance(entry.body, VerdictGiven):
             for row in refusal_rows(entry, entry.body, run.state):
                 yield {**row, "status": standing_of(run.state, run.marks, row["submission"], row["index"])[0]}
 
 
-def _metrics(run: Reading) -> Iterator[Row]:
+def _metrics(run: RunReader) -> Iterator[Row]:
     yield from run.metrics()
 
 
-def _nodes(run: Reading) -> Iterator[Row]:
+def _nodes(run: RunReader) -> Iterator[Row]:
     for node in run.nodes():
         facts = {name: getattr(node, name) for name in _NODE_COLUMNS if hasattr(node, name)}
         yield {"seq": run.state.seq, **facts}
 
 
-def _versions(run: Reading) -> Iterator[Row]:
+def _versions(run: RunReader) -> Iterator[Row]:
     state = run.state
     for version in run.versions():
         record = state.main.versions[version.version]
@@ -110,7 +110,7 @@ def _versions(run: Reading) -> Iterator[Row]:
         }  # fmt: skip
 
 
-def _groups(run: Reading) -> Iterator[Row]:
+def _groups(run: RunReader) -> Iterator[Row]:
     state = run.state
     for place in run.places():
         name, index = place.submission, place.index
@@ -130,7 +130,7 @@ def _groups(run: Reading) -> Iterator[Row]:
         }  # fmt: skip
 
 
-def _rollouts(run: Reading) -> Iterator[Row]:
+def _rollouts(run: RunReader) -> Iterator[Row]:
     """Those whose bodies can be read now."""
     for place in run.places():
         try:
@@ -150,7 +150,7 @@ def _rollouts(run: Reading) -> Iterator[Row]:
             }  # fmt: skip
 
 
-def _evaluations(run: Reading) -> Iterator[Row]:
+def _evaluations(run: RunReader) -> Iterator[Row]:
     for one in run.evaluations():
         yield _heldout(one, one, "")
         yield from (_heldout(one, part, label) for label, part in one.envs.items())

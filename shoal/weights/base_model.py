@@ -230,6 +230,6 @@ def fault_of_base(directory: Path, manifest: Manifest) -> str:
     )
 
 
-def base_of(model: Path, source: str = "") -> lora_config.Base:
+def base_of(model: Path, source: str = "") -> lora_config.LoraBase:
     """What names a directory's model as the base of adapters. Raises `StateError`."""
-    return lora_config.Base(root_of(coded_directory(model), threads=cores()), source)
+    return lora_config.LoraBase(root_of(coded_directory(model), threads=cores()), source)

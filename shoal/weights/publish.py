@@ -122,7 +122,7 @@ class HttpSink:
 
 
 @dataclass(frozen=True)
-class Base:
+class PatchBase:
     """An earlier version, from which a patch may lead to the new one."""
 
     version: int
@@ -140,7 +140,7 @@ async def publish(
     parents: tuple[int, ...] = (),
     chunk_bytes: int = 0,
     known: Collection[str] = (),
-    base: Base | None = None,
+    base: PatchBase | None = None,
     whole: bool = True,
     adapts: AdapterBase | None = None,
     described: dict[Identity, FileEntry] | None = None,

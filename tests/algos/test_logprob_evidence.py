@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shoal.algos.logprob_evidence import LIMIT_NATS, cut, grown, lean
-from shoal.algos.sampling_evidence import CLAIM_ALARM_BITS, Evidence, excessive, room
+from shoal.algos.sampling_evidence import CLAIM_ALARM_BITS, SamplingEvidence, excessive, room
 from shoal.protocol.messages import Bounds
 
 NOISE = Bounds(gap=0.4, flipped=1e-3, mean_gap=5e-4, logprob=1.0, logprob_mean=0.005)
@@ -45,7 +45,7 @@ def test_evidence_grows_by_the_sums_beyond_the_slack_in_each_direction():
 
 
 def groups_until_excessive(plain, weighted, past=()):
-    evidence = Evidence(claims=tuple(past) or NOTHING)
+    evidence = SamplingEvidence(claims=tuple(past) or NOTHING)
     for number in range(1, 1000):
         evidence = evidence._replace(claims=grown(evidence.claims, plain, weighted, 100, NOISE))
         if excessive(evidence):

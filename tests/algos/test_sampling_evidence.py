@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 from shoal.algos import sampling_evidence
-from shoal.algos.sampling_evidence import Evidence, Figures, excessive, largest_sum, most_flipped, pooled, update
+from shoal.algos.sampling_evidence import (
+    EvidenceFigures,
+    SamplingEvidence,
+    excessive,
+    largest_sum,
+    most_flipped,
+    pooled,
+    update,
+)
 
 
 class Honest(NamedTuple):
@@ -22,18 +30,20 @@ PAIRS = pytest.mark.parametrize("noise", [FLOAT32, BFLOAT16], ids=["float32", "b
 GROUP_TOKENS = 480
 
 
-def honest(rng: np.random.Generator, noise: Honest) -> Figures:
+def honest(rng: np.random.Generator, noise: Honest) -> EvidenceFigures:
     """A group with as much noise as calibration allows: the allowed rate of flips, and gaps with the allowed mean."""
     flipped = int(rng.binomial(GROUP_TOKENS, noise.flipped))
     share = (
         noise.mean_gap / noise.gap - noise.flipped
     )  # the mean that remains for gaps below the bound; each gap is half of the bound
     small = int(rng.binomial(GROUP_TOKENS, 2 * share))
-    return Figures(GROUP_TOKENS, flipped, flipped * noise.gap + small * noise.gap / 2)
+    return EvidenceFigures(GROUP_TOKENS, flipped, flipped * noise.gap + small * noise.gap / 2)
 
 
-def groups_until_excessive(figures: Figures, noise: Honest, before: Evidence | None = None, most: int = 1000) -> int:
-    evidence = before or Evidence()
+def groups_until_excessive(
+    figures: EvidenceFigures, noise: Honest, before: SamplingEvidence | None = None, most: int = 1000
+) -> int:
+    evidence = before or SamplingEvidence()
     for count in range(1, most + 1):
         evidence = update(evidence, figures, noise)
         if excessive(evidence):
@@ -46,11 +56,11 @@ def groups_until_excessive(figures: Figures, noise: Honest, before: Evidence | N
 
 def test_gaps_are_pooled_by_count_and_by_sum_up_to_the_bound() -> None:
     gaps_N = np.array([0.0, 0.25, 0.5, 3.0, np.inf, np.nan, 0.0], dtype=np.float32)
-    assert pooled(gaps_N, 0.5) == Figures(tokens=7, flipped=3, gap_sum=0.25 + 4 * 0.5)
+    assert pooled(gaps_N, 0.5) == EvidenceFigures(tokens=7, flipped=3, gap_sum=0.25 + 4 * 0.5)
 
 
 def test_no_tokens_give_figures_of_zero() -> None:
-    assert pooled(np.empty(0, dtype=np.float32), 0.5) == Figures(0, 0, 0.0)
+    assert pooled(np.empty(0, dtype=np.float32), 0.5) == EvidenceFigures(0, 0, 0.0)
 
 
 # --- one rollout, one group ---
@@ -100,7 +110,7 @@ def test_the_allowed_flips_stay_near_the_expected_count_at_any_rate(rate: float,
 
 def test_evidence_grows_by_the_bits_worked_by_hand() -> None:
     noise = Honest(gap=0.5, flipped=0.01, mean_gap=0.01)
-    evidence = update(Evidence(), Figures(tokens=100, flipped=3, gap_sum=2.0), noise)
+    evidence = update(SamplingEvidence(), EvidenceFigures(tokens=100, flipped=3, gap_sum=2.0), noise)
     # Flips: 3 b - 100 * 0.01 * (2^b - 1) * log2(e). Gaps: 4 b - 100 * 0.02 * (2^b - 1) * log2(e).
     assert evidence.flips == pytest.approx((3 - 1.442695, 6 - 3 * 1.442695, 0.0, 0.0), abs=1e-5)
     assert evidence.gaps == pytest.approx((4 - 2 * 1.442695, 0.0, 0.0, 0.0), abs=1e-5)
@@ -108,7 +118,7 @@ def test_evidence_grows_by_the_bits_worked_by_hand() -> None:
 
 @PAIRS
 def test_honest_noise_raises_no_alarm_in_10_000_groups(noise: Honest) -> None:
-    rng, evidence = np.random.default_rng(0), Evidence()
+    rng, evidence = np.random.default_rng(0), SamplingEvidence()
     for _ in range(10_000):
         evidence = update(evidence, honest(rng, noise), noise)
         assert not excessive(evidence)
@@ -117,11 +127,11 @@ def test_honest_noise_raises_no_alarm_in_10_000_groups(noise: Honest) -> None:
 def test_false_alarms_stay_below_the_stated_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule for 2^8 groups: with the threshold at 8 + 3 bits, at most one of 256 honest groups raises the alarm."""
     monkeypatch.setattr(sampling_evidence, "ALARM_BITS", 11.0)
-    rng, alarms, evidence, groups = np.random.default_rng(2), 0, Evidence(), 100_000
+    rng, alarms, evidence, groups = np.random.default_rng(2), 0, SamplingEvidence(), 100_000
     for _ in range(groups):
         evidence = update(evidence, honest(rng, BFLOAT16), BFLOAT16)
         if excessive(evidence):
-            alarms, evidence = alarms + 1, Evidence()
+            alarms, evidence = alarms + 1, SamplingEvidence()
     assert 0 < alarms <= groups / 256
 
 
@@ -131,23 +141,23 @@ def test_using_up_the_tolerance_of_every_group_raises_the_alarm_within_four_grou
     """Every group has as much as the test of one group lets pass: as flips, or as gaps just below the bound."""
     if spent == "flips":
         most = most_flipped(GROUP_TOKENS, noise)
-        figures = Figures(GROUP_TOKENS, most, most * noise.gap)
+        figures = EvidenceFigures(GROUP_TOKENS, most, most * noise.gap)
     else:
-        figures = Figures(GROUP_TOKENS, 0, largest_sum(GROUP_TOKENS, noise))
+        figures = EvidenceFigures(GROUP_TOKENS, 0, largest_sum(GROUP_TOKENS, noise))
     assert groups_until_excessive(figures, noise) <= 4
 
 
 def test_twice_the_honest_noise_raises_the_alarm_within_a_hundred_groups() -> None:
-    one_flip = Figures(GROUP_TOKENS, 1, 0.0)  # 2.1 times the 0.48 flips that honest noise gives
+    one_flip = EvidenceFigures(GROUP_TOKENS, 1, 0.0)  # 2.1 times the 0.48 flips that honest noise gives
     assert 20 < groups_until_excessive(one_flip, BFLOAT16) <= 100
 
 
 def test_a_long_honest_past_does_not_delay_the_alarm() -> None:
-    cheat = Figures(GROUP_TOKENS, 6, 6 * BFLOAT16.gap)
-    evidence = Evidence()
+    cheat = EvidenceFigures(GROUP_TOKENS, 6, 6 * BFLOAT16.gap)
+    evidence = SamplingEvidence()
     for _ in range(1000):
-        evidence = update(evidence, Figures(GROUP_TOKENS, 0, 0.0), BFLOAT16)
-    assert evidence == Evidence()
+        evidence = update(evidence, EvidenceFigures(GROUP_TOKENS, 0, 0.0), BFLOAT16)
+    assert evidence == SamplingEvidence()
     assert groups_until_excessive(cheat, BFLOAT16, evidence) == groups_until_excessive(cheat, BFLOAT16)
 
 

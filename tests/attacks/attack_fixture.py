@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from shoal.algos.noise.philox import gumbel, seed_words
 from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
-from shoal.engine.interface import Engine, Score, ScoreRequest
+from shoal.engine.interface import Engine, PolicyScore, ScoreRequest
 from shoal.engine.native import LocalEngine
 from shoal.env import Env
 from shoal.envs.builtin.arithmetic import environment as arithmetic
@@ -186,7 +186,7 @@ class World:
         """What to prefill for groups that fill the lease."""
         return [r for slot, group in zip(self.slots, groups, strict=False) for r in score_requests(slot, group)]
 
-    def score(self, requests: Sequence[ScoreRequest], engine: Engine | None = None) -> list[Score]:
+    def score(self, requests: Sequence[ScoreRequest], engine: Engine | None = None) -> list[PolicyScore]:
         """One prefill, with hidden states where the run asks for proofs."""
         asked = {"hidden": True} if self.rules.proofs != "none" else {}
         return (engine or self.engine).score(requests, self.lease.sampling.temperature, **asked)

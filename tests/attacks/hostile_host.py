@@ -142,7 +142,7 @@ class HostileHost:
             case "PUT", ["v1", "checks", *_]:
                 self.verdicts.append(body)
                 self.check = None
-                return answer(t.Done(1))
+                return answer(t.WriteAck(1))
             case "GET", ["v1", "relays"]:
                 return answer([])
         raise AssertionError(path)

@@ -7,8 +7,8 @@ import numpy as np
 
 from shoal.algos.sampling_evidence import largest_sum, most_flipped
 from shoal.engine.dishonest import Cheat, Fabricate, OtherSeed
-from shoal.engine.interface import Continuation, Engine, Request
-from shoal.envs.play import Episode, play
+from shoal.engine.interface import Continuation, Engine, EngineRequest
+from shoal.envs.play import EpisodeAttempt, play
 from shoal.protocol.encoding import domain_hash
 from shoal.protocol.messages import ENVIRONMENT, POLICY, Group, Rollout
 from shoal.protocol.seed_chain import sample_seed
@@ -152,7 +152,7 @@ class Reseeded(Cheat):
         super().__init__(engine)
         self.salt = salt
 
-    def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
+    def extend(self, requests: Sequence[EngineRequest], temperature: float) -> list[Continuation]:
         return self.engine.extend(
             [r._replace(seed=domain_hash("try", self.salt, r.seed)) for r in requests], temperature
         )
@@ -315,7 +315,7 @@ class Detour(msgspec.Struct, frozen=True):
 def detoured(world: World, detours: Sequence[Detour]) -> list[Rollout]:
     """Each detour's rollout, continued honestly after the replaced token."""
     episodes = [
-        Episode(env, env.task(slot.task), sample_seed(bytes.fromhex(slot.seed), detour.index))
+        EpisodeAttempt(env, env.task(slot.task), sample_seed(bytes.fromhex(slot.seed), detour.index))
         for detour in detours
         for slot in [world.slots[detour.place]]
         for env in [world.envs[slot.env]]
@@ -333,7 +333,7 @@ class Forced(Cheat):
 
     def extend(self, requests, temperature):
         turns = list(self.engine.extend(requests, temperature))
-        again: dict[int, Request] = {}
+        again: dict[int, EngineRequest] = {}
         for row, (request, turn) in enumerate(zip(requests, turns, strict=True)):
             position, token = self.forced[int(request.rollout.split("-")[0])]
             before = position - len(request.token_ids)

@@ -11,7 +11,7 @@ import pytest
 
 from shoal.algos.advantages import group_advantages
 from shoal.algos.logprob_evidence import grown
-from shoal.algos.sampling_evidence import Evidence, Figures, excessive, update
+from shoal.algos.sampling_evidence import EvidenceFigures, SamplingEvidence, excessive, update
 from shoal.config import BOUNDS, wire_bounds
 from shoal.envs.builtin.wordle import environment as wordle
 from shoal.models.transformer import Transformer
@@ -110,12 +110,12 @@ def test_claims_of_0_4_nats_more_or_less_are_refused_though_each_token_is_within
             assert (verdict.outcome, verdict.check) == ("soft", "logprobs"), verdict
 
 
-def evidence_of(world: World, verdicts) -> tuple[Evidence, int]:
+def evidence_of(world: World, verdicts) -> tuple[SamplingEvidence, int]:
     """After these verdicts, and after how many it was excessive; 0 if never."""
-    noise, evidence, noticed = world.rules.bounds["bfloat16/float32"], Evidence(), 0
+    noise, evidence, noticed = world.rules.bounds["bfloat16/float32"], SamplingEvidence(), 0
     for number, verdict in enumerate(verdicts, start=1):
         assert verdict.outcome == "accept", verdict
-        evidence = update(evidence, Figures(verdict.tokens, verdict.flipped, verdict.gap_sum), noise)
+        evidence = update(evidence, EvidenceFigures(verdict.tokens, verdict.flipped, verdict.gap_sum), noise)
         claims = grown(evidence.claims, verdict.off_sum, verdict.off_weighted, verdict.tokens, noise)
         evidence = evidence._replace(claims=claims)
         noticed = noticed or number * excessive(evidence)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.engine.interface import Score
+from shoal.engine.interface import PolicyScore
 from shoal.protocol.encoding import to_msgpack
 from shoal.protocol.messages import EngineFacts, Submission
 from shoal.verification.encode_submission import largest_submission_bytes
@@ -33,7 +33,7 @@ class Oracle:
             assert 0 < min(request.policy_positions) <= max(request.policy_positions) < len(request.token_ids)
             assert 0 <= min(request.token_ids) <= max(request.token_ids) < 64
         counts = [len(request.policy_positions) for request in requests]
-        return [Score(np.full(n, -1.0, np.float32), np.zeros(n, np.float32), None) for n in counts]
+        return [PolicyScore(np.full(n, -1.0, np.float32), np.zeros(n, np.float32), None) for n in counts]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 
-from shoal.ledger.commands import AskLease, Enter, Publish
+from shoal.ledger.commands import AskLease, JoinRun, Publish
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol import messages as t
 from shoal.protocol.algorithm_config import Grpo
@@ -236,9 +236,9 @@ class Sender:
         self.key = load_or_make_key(self.town.folder.root / "stranger.key")
         desk.clock = self.clock
         self.app = application(desk)
-        desk.book.write(Enter(trainer, t.Join("trainer", "t", 0.0, "x", "float32", "cpu"), self.now), self.now)
+        desk.book.write(JoinRun(trainer, t.Join("trainer", "t", 0.0, "x", "float32", "cpu"), self.now), self.now)
         desk.book.write(Publish(trainer, 0, digest(b"root"), digest(b"manifest"), {}, self.now), self.now)
-        desk.book.write(Enter(self.key.public, t.Join("worker", "w", 0.0, "x", "float32", "cpu"), self.now), self.now)
+        desk.book.write(JoinRun(self.key.public, t.Join("worker", "w", 0.0, "x", "float32", "cpu"), self.now), self.now)
 
     def clock(self) -> float:
         self.now += 0.01

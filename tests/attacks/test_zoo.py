@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from shoal.algos.sampling_evidence import Evidence, Figures, excessive, update
+from shoal.algos.sampling_evidence import EvidenceFigures, SamplingEvidence, excessive, update
 from shoal.config import ACTIVATION_ERROR
 from shoal.protocol.encoding import WireError, from_msgpack, to_msgpack
 from shoal.protocol.messages import Submission
@@ -73,10 +73,10 @@ def test_using_up_the_tolerance_of_every_group_becomes_excessive_and_honest_work
     noise = world.rules.bounds["float32/float32"]
 
     def judged_for_long(body):
-        evidence = Evidence()
+        evidence = SamplingEvidence()
         for verdict in world.judge(body) * 40:
             assert verdict.outcome == "accept", verdict
-            evidence = update(evidence, Figures(verdict.tokens, verdict.flipped, verdict.gap_sum), noise)
+            evidence = update(evidence, EvidenceFigures(verdict.tokens, verdict.flipped, verdict.gap_sum), noise)
         return excessive(evidence)
 
     assert judged_for_long(Spends().body(world))

@@ -19,11 +19,11 @@ from benchmarks.market import (
 )
 from benchmarks.terms import ALL, ONE, Draws, Sight, Strategy, Terms
 from benchmarks.verdicts import Sent, case_of, recheck_rate, verdict_of
-from shoal.ledger.commands import AskLease, Enter, Judge, Leave, Publish, Submit, Tick
+from shoal.ledger.commands import AskLease, JoinRun, LeaveRun, Publish, Submit, SubmitVerdict, Tick
 from shoal.ledger.pay import Forfeited, Slash
 from shoal.ledger.registry import apply, decide, make_entry
 from shoal.ledger.run import Create, RunCreated
-from shoal.ledger.run_decisions import follow
+from shoal.ledger.run_decisions import consequent_events
 from shoal.ledger.state import State
 from shoal.protocol.constants import MAX_LEASE_BLOCKS
 from shoal.protocol.encoding import digest
@@ -64,10 +64,10 @@ class Court:
                     self.slashes[body.node] = self.slashes.get(body.node, 0) + 1
                 if isinstance(body, Slash | Forfeited):
                     self.burned[body.node] = self.burned.get(body.node, 0) + body.tokens
-            bodies = follow(self.state)
+            bodies = consequent_events(self.state)
 
     def enter(self, key, role="worker"):
-        self.do(Enter(key, Join(role, key[:6], 0.0, "test", "float32", "cpu"), 0.0))
+        self.do(JoinRun(key, Join(role, key[:6], 0.0, "test", "float32", "cpu"), 0.0))
 
     def publish(self):
         version = self.state.main.version + 1
@@ -142,7 +142,7 @@ class Defendant:
             gone = self.slashes() > before and self.strategy.renew
             if (gone or self.court.state.members[key].failures >= self.strategy.patience) and key in self.keys:
                 place = self.keys.index(key)
-                self.court.do(Leave(key, now * BLOCK_S, 1))
+                self.court.do(LeaveRun(key, now * BLOCK_S, 1))
                 self.keys[place] = self.new_key()
                 self.free_at[self.keys[place]] = now
 
@@ -181,7 +181,7 @@ class Defendant:
             rate = recheck_rate(terms, court.state.members[key].stake, sent)
             again = 0.0 if self.draws.again[sent.first] < rate else 1.0
             verdict = Verdict(name, groups)
-            court.do(Judge(judge_key(validator), verdict, (turn + waited) * BLOCK_S, recheck=again))
+            court.do(SubmitVerdict(judge_key(validator), verdict, (turn + waited) * BLOCK_S, recheck=again))
             if name in court.state.rechecks and terms.delay and len(said) == 1:
                 self.send(turn + terms.delay, key, name, sent._replace(order=(validator,), said=tuple(said)))
                 return

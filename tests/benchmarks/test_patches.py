@@ -5,12 +5,12 @@ import pytest
 
 from benchmarks.patches import entropy_bits
 from shoal.weights.delta.patch import make_patch
-from shoal.weights.delta.tensor_codes import Coded
+from shoal.weights.delta.tensor_codes import EncodedTensor
 from tests.weights.versions import copied, equal, versions
 
 
-def tensor(codes: list[int]) -> Coded:
-    return Coded("BF16", (len(codes),), np.array(codes, "<u2"))
+def tensor(codes: list[int]) -> EncodedTensor:
+    return EncodedTensor("BF16", (len(codes),), np.array(codes, "<u2"))
 
 
 def test_the_entropy_is_that_of_places_signs_and_sizes_by_exponent():

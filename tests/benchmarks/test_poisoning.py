@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.poison.payloads import DTYPES, PAYLOADS, cold_start
 from benchmarks.poison.town import MALICIOUS, Case, Plan, Town
-from shoal.train.rows import Row
+from shoal.train.rows import TrainingRow
 
 SMALL = Plan(steps=2, seeds=1, batch_groups=10, group_size=4, episodes=8)
 
@@ -43,7 +43,7 @@ def test_claims_within_the_bounds_of_bfloat16_are_found_and_are_no_denominators(
     open_town, guarded = towns
     assert open_town.quarantines == 0 and guarded.quarantines >= len(MALICIOUS)
     assert guarded.num_poisoned < open_town.num_poisoned
-    row = Row(
+    row = TrainingRow(
         np.arange(6), np.array([3, 4]), np.array([-9.0, -9.0], np.float32), *(np.ones(2, np.float32),) * 2,
         reward=1.0, version=plan.steps,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.whole_system import ALPHABET, RECIPE, SHARED_SETTINGS, Look, Watch, between, make_policy
 from shoal.chat.renderer import Renderer
 from shoal.config import load_run
-from shoal.engine.interface import Request
+from shoal.engine.interface import EngineRequest
 from shoal.engine.native import LocalEngine
 from shoal.envs.lint import check_env
 from shoal.envs.load import load_env
@@ -48,7 +48,7 @@ def test_a_prompt_is_32_tokens_and_nothing_that_the_policy_can_write_ends_a_turn
 def test_a_turn_has_64_tokens_and_reads_as_64_characters(policy):
     engine, renderer = LocalEngine(threads=1), Renderer.from_directory(policy)
     engine.load(policy, 0)
-    request = Request("r", [0] * 32, bytes(32), 64, renderer.stop_ids)
+    request = EngineRequest("r", [0] * 32, bytes(32), 64, renderer.stop_ids)
     (turn,) = engine.extend([request], 1.0)
     written = renderer.decode(turn.token_ids)
     assert len(turn.token_ids) == len(written) == 64

@@ -37,8 +37,8 @@ from shoal.envs.rollout import Conversation
 from shoal.errors import Overreach, ShoalError, StateError
 from shoal.jobs.preferences import read_pairs
 from shoal.models.auto_tokenizer import open_tokenizer
-from shoal.models.checkpoint import Snapshot, save_policy
-from shoal.models.config import PolicySpec
+from shoal.models.checkpoint import WeightSnapshot, save_policy
+from shoal.models.config import ModelConfig
 from shoal.models.hf_model import _files_of
 from shoal.models.open_model import OURS, kind_of
 from shoal.models.tokenizer_class import BUILD, FILE, class_of
@@ -915,11 +915,13 @@ def test_fix_mistral_regex_splits_where_transformers_does(
 def _published(directory: Path, target: Path) -> Path:
     """The same policy as a run publishes it."""
     if kind_of(directory) == OURS:
-        model = Transformer(PolicySpec.from_directory(directory), torch.bfloat16)
+        model = Transformer(ModelConfig.from_directory(directory), torch.bfloat16)
         save_policy(model, target, "bfloat16", directory, durable=False)
     else:
         files = _files_of(directory)
-        save_policy(Snapshot("bfloat16", {}, files, "model.safetensors"), target, "bfloat16", directory, durable=False)
+        save_policy(
+            WeightSnapshot("bfloat16", {}, files, "model.safetensors"), target, "bfloat16", directory, durable=False
+        )
     return target
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from shoal.chat import isolated, isolated_tokenizer
-from shoal.chat.isolated import ContainedRenderer, Limits
+from shoal.chat.isolated import ContainedRenderer, RendererLimits
 from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
 from shoal.envs.load import load_env
@@ -29,7 +29,7 @@ from shoal.verification.context import Context
 from tests.sandbox.needs import needs_bubblewrap
 
 HELLO = [{"role": "user", "content": "hello there"}]
-QUICK = Limits(memory_mb=200, time_s=1.0)
+QUICK = RendererLimits(memory_mb=200, time_s=1.0)
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 HOG = "{% set text = messages[0].content * 300000000 %}{{ text|length }}"
 """3.1 GB of text."""
@@ -189,7 +189,7 @@ def test_many_long_prompts_stay_within_the_memory_of_the_child(
     hostile: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A cache of 150 prompts of 800 kB would need more than the limit; each of them needs little."""
-    renderer = ContainedRenderer(hostile("{{ messages[0].content[:9] }}"), Limits(memory_mb=100))
+    renderer = ContainedRenderer(hostile("{{ messages[0].content[:9] }}"), RendererLimits(memory_mb=100))
     for number in range(150):
         renderer.start([{"role": "user", "content": f"{number} {'a' * 800_000}"}])
     assert caplog.text == "", "the child was restarted"

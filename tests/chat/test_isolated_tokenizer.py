@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from shoal.chat import isolated_tokenizer
-from shoal.chat.isolated import ContainedRenderer, Limits, start_here
+from shoal.chat.isolated import ContainedRenderer, RendererLimits, start_here
 from shoal.chat.renderer import FILES
 from shoal.config import TinyPolicy
 from shoal.errors import Overreach, StateError
 from shoal.models.random_model import make_tiny
 from shoal.protocol.constants import MODEL_STOPS
 from shoal.roles.node import engine_loader
-from shoal.sandbox.selftest import Report
+from shoal.sandbox.selftest import SelftestReport
 from tests.sandbox.needs import needs_bubblewrap
 
 
@@ -40,20 +40,20 @@ def test_strangers_get_the_sandbox_where_it_works(
     monkeypatch.setattr(isolated_tokenizer, "tried", lambda: settled(works))
     monkeypatch.setattr(isolated_tokenizer, "can_show", lambda files: shows)
     monkeypatch.setattr(engine_loader, "ContainedRenderer", lambda directory, limits, start, stops: start)
-    assert engine_loader.contained(Limits())(Path("policy")) is start  # type: ignore[comparison-overlap]
+    assert engine_loader.contained(RendererLimits())(Path("policy")) is start  # type: ignore[comparison-overlap]
 
 
 def test_a_process_tests_the_sandbox_once_and_works_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, go_on = [], threading.Event()
 
-    def examine() -> Report:
+    def examine() -> SelftestReport:
         calls.append(1)
         go_on.wait(10)
-        return Report(True, "")
+        return SelftestReport(True, "")
 
     monkeypatch.setattr(isolated_tokenizer, "examine", examine)
     monkeypatch.setattr(isolated_tokenizer, "_tried", [])
-    threads = [threading.Thread(target=engine_loader.contained, args=(Limits(),)) for _ in range(8)]
+    threads = [threading.Thread(target=engine_loader.contained, args=(RendererLimits(),)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -15,7 +15,7 @@ from shoal.config import TinyPolicy
 from shoal.env import Action
 from shoal.errors import Overreach, StateError
 from shoal.models.checkpoint import load_policy, save_policy, snapshot
-from shoal.models.config import ARCHITECTURES, PolicySpec, write_json
+from shoal.models.config import ARCHITECTURES, ModelConfig, write_json
 from shoal.models.random_model import TURN_ENDS, make_tiny, tiny_spec
 from shoal.protocol.constants import MAX_JSON_BYTES
 from tests.chat.test_templates import CALL, RESULT, TOOLS, WITHOUT_CALLS
@@ -177,7 +177,7 @@ def test_a_damaged_generation_config_is_refused_in_one_line(text: str, says: str
     write_json(tmp_path / "config.json", tiny_spec(TinyPolicy()).to_hf())
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(StateError, match=says) as refused:
-        PolicySpec.from_directory(tmp_path)
+        ModelConfig.from_directory(tmp_path)
     assert "\n" not in str(refused.value)
 
 
@@ -187,10 +187,10 @@ def test_published_versions_keep_the_end_tokens_of_the_first(tmp_path: Path) -> 
     save_policy(load_policy(tmp_path / "one"), tmp_path / "two", "float32", tokenizer_from=tmp_path / "one")
     name = "generation_config.json"
     assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
-    assert PolicySpec.from_directory(tmp_path / "two").turn_ends == TURN_ENDS
+    assert ModelConfig.from_directory(tmp_path / "two").turn_ends == TURN_ENDS
     plain = dataclasses.replace(load_policy(tmp_path / "one").spec, turn_ends=())
     write_json(tmp_path / "two" / name, {"eos_token_id": 5})
-    assert PolicySpec.from_directory(tmp_path / "two") == plain
+    assert ModelConfig.from_directory(tmp_path / "two") == plain
 
 
 SAMPLING = {"top_k": 20, "do_sample": True, "pad_token_id": 3, "temperature": 0.6, "top_p": 0.95, "own": {"é": [1e-7]}}
@@ -229,7 +229,7 @@ def test_published_versions_keep_what_the_first_says_of_sampling(
     one, two, three = _started(tmp_path / "one", family, **named), tmp_path / "two", tmp_path / "three"
     save_policy(load_policy(one), two, "float32", tokenizer_from=one)
     assert _generation(two) == SAMPLING | {"eos_token_id": kept}
-    assert PolicySpec.from_directory(two) == PolicySpec.from_directory(one)
+    assert ModelConfig.from_directory(two) == ModelConfig.from_directory(one)
     save_policy(snapshot(load_policy(two), "float32"), three, "float32", tokenizer_from=two)
     name = "generation_config.json"
     assert (three / name).read_bytes() == (two / name).read_bytes()
@@ -239,7 +239,7 @@ def test_the_end_tokens_of_a_policy_go_before_those_beside_its_tokenizer(tmp_pat
     one, other = _started(tmp_path / "one", eos_token_id=[4, 5]), _started(tmp_path / "other", eos_token_id=[3])
     save_policy(load_policy(one), tmp_path / "two", "float32", tokenizer_from=other)
     assert _generation(tmp_path / "two") == SAMPLING | {"eos_token_id": [4, 5]}
-    assert PolicySpec.from_directory(tmp_path / "two").turn_ends == (4, 5)
+    assert ModelConfig.from_directory(tmp_path / "two").turn_ends == (4, 5)
 
 
 def test_a_policy_that_began_without_a_generation_config_has_that_of_its_spec(tmp_path: Path) -> None:

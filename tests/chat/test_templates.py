@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from shoal.chat.isolated import ContainedRenderer
 from shoal.chat.messages import BadMessage, Written, normal
-from shoal.chat.renderer import Renderer, Segment
+from shoal.chat.renderer import Renderer, TextSpan
 from shoal.chat.template import Template, _Day
 from shoal.chat.template_capabilities import MARK
 from shoal.errors import StateError
@@ -280,7 +280,7 @@ def test_thinking_may_be_turned_off_and_is_reported_open() -> None:
 # --- histories ---
 
 
-def filled(segments: list[Segment], parts: dict[tuple[int, str], list[int]]) -> list[int]:
+def filled(segments: list[TextSpan], parts: dict[tuple[int, str], list[int]]) -> list[int]:
     """Token ids of a history, with those of the policy in their places."""
     return [
         token

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from shoal.engine.interface import Continuation, Request, ScoreRequest
+from shoal.engine.interface import Continuation, EngineRequest, ScoreRequest
 
 
-def claims_of(requests: Sequence[Request], turns: Sequence[Continuation]) -> list[ScoreRequest]:
+def claims_of(requests: Sequence[EngineRequest], turns: Sequence[Continuation]) -> list[ScoreRequest]:
     """Each conversation with its turn, whose tokens are to be scored."""
     return [
         ScoreRequest(

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shoal.engine import native
-from shoal.engine.interface import Continuation, Request, ScoreRequest
+from shoal.engine.interface import Continuation, EngineRequest, ScoreRequest
 from shoal.engine.native import LocalEngine
 from shoal.errors import StateError
 from shoal.models.checkpoint import load_int8, load_policy, save_policy, write_nf4
 from shoal.models.lora import begin_adapter, decode
-from shoal.models.lora_config import AdapterSpec, Base
+from shoal.models.lora_config import AdapterSpec, LoraBase
 from tests.engine.claims import claims_of
 from tests.engine.conftest import write_policy
 
@@ -24,7 +24,7 @@ from tests.engine.conftest import write_policy
 def version(base: Path, directory: Path, seed: int, rank: int = 4) -> Path:
     """A version's directory: an adapter drawn from a seed, beside other names of the files of its base."""
     model = load_policy(base)
-    begin_adapter(model, AdapterSpec(rank, 8.0), 1, Base("ab" * 32))
+    begin_adapter(model, AdapterSpec(rank, 8.0), 1, LoraBase("ab" * 32))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.trainable().items():
@@ -45,7 +45,7 @@ def engine(dtype: str = "float32") -> LocalEngine:
     return LocalEngine(threads=1, dtype=dtype)
 
 
-REQUESTS = [Request(f"r{i}", [5 + i, 9, 2, 7], bytes([i]) * 32, 12, frozenset({63})) for i in range(6)]
+REQUESTS = [EngineRequest(f"r{i}", [5 + i, 9, 2, 7], bytes([i]) * 32, 12, frozenset({63})) for i in range(6)]
 
 
 def written(loaded: LocalEngine) -> list[Continuation]:

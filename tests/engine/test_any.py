@@ -18,18 +18,18 @@ from torch import Tensor
 
 from shoal.config import TrainConfig
 from shoal.engine.hf import AnyDecoder, TransformersEngine
-from shoal.engine.interface import Continuation, Request, ScoreRequest
+from shoal.engine.interface import Continuation, EngineRequest, ScoreRequest
 from shoal.engine.native import LocalEngine
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.errors import StateError
 from shoal.models.checkpoint import demand_weights, find_tensors, save_policy, snapshot
-from shoal.models.hf_model import AnyModel, load_any
+from shoal.models.hf_model import HFModel, load_any
 from shoal.models.open_model import AUTO, open_policy, spec_of
 from shoal.models.safetensors_header import MASKS
 from shoal.protocol.noise import KEYED_32, KEYED_64, NOISES, PHILOX
 from shoal.protocol.seed_chain import sample_seed
 from shoal.train.learner import Learner
-from shoal.train.rows import Row
+from shoal.train.rows import TrainingRow
 from shoal.weights.manifest import weights_root
 from tests.engine.architectures import ARCHITECTURES, MIXTURES, write_any, write_config
 from tests.engine.claims import claims_of
@@ -65,22 +65,24 @@ def _peer(directory: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
-def _requests(count: int = 12, low: int = 3, high: int = 40, max_new: int = 16) -> list[Request]:
+def _requests(count: int = 12, low: int = 3, high: int = 40, max_new: int = 16) -> list[EngineRequest]:
     """Of groups of two with the same opening; openings of many lengths, longer than a sliding window."""
     rng = random.Random(1)
     openings = [[rng.randrange(6, 64) for _ in range(rng.randint(low, high))] for _ in range(count // 2)]
     prompts = [opening for opening in openings for _ in range(2)]
-    return [Request(f"r{i}", prompt, sample_seed(b"any", i), max_new, STOPS) for i, prompt in enumerate(prompts)]
+    return [EngineRequest(f"r{i}", prompt, sample_seed(b"any", i), max_new, STOPS) for i, prompt in enumerate(prompts)]
 
 
-def _rows(claims: Sequence[ScoreRequest], turns: Sequence[Continuation]) -> list[Row]:
+def _rows(claims: Sequence[ScoreRequest], turns: Sequence[Continuation]) -> list[TrainingRow]:
     rows = []
     for i, (claim, turn) in enumerate(zip(claims, turns, strict=True)):
         P = len(turn.token_ids)
         ones_P = np.ones(P, np.float32)
         advantage_P = ones_P * (1.0 if i % 2 else -1.0)
         tokens_T, logp_P = np.array(claim.token_ids), np.array(turn.logprobs, np.float32)
-        rows.append(Row(tokens_T, np.array(claim.policy_positions), logp_P, advantage_P, ones_P, float(i % 2), 0))
+        rows.append(
+            TrainingRow(tokens_T, np.array(claim.policy_positions), logp_P, advantage_P, ones_P, float(i % 2), 0)
+        )
     return rows
 
 
@@ -193,7 +195,7 @@ def test_gradients_are_those_of_plain_logits_with_and_without_pieces_and_recompu
     plain, again = gradients(), gradients(recompute="layers")
     monkeypatch.setattr("shoal.train.logprobs.HELD_LOGITS", 64 * 5)
     pieces = gradients()
-    monkeypatch.setattr(AnyModel, "_examine_head", lambda self: None)
+    monkeypatch.setattr(HFModel, "_examine_head", lambda self: None)
     whole = gradients()
     assert plain and all(torch.equal(plain[key], again[key]) for key in plain)
     for others in (pieces, whole):
@@ -393,7 +395,7 @@ def test_windows_are_examined_at_length_once_for_each_config(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = list[int]()
-    through, whole = AnyDecoder._through, AnyModel.hidden
+    through, whole = AnyDecoder._through, HFModel.hidden
 
     def count_through(self: Any, *args: Any) -> Tensor:
         passes.append(1)
@@ -404,7 +406,7 @@ def test_windows_are_examined_at_length_once_for_each_config(
         return whole(self, *args)
 
     monkeypatch.setattr(AnyDecoder, "_through", count_through)
-    monkeypatch.setattr(AnyModel, "hidden", count_whole)
+    monkeypatch.setattr(HFModel, "hidden", count_whole)
     directory = _changed(models["mistral, sliding"], tmp_path / "one", sliding_window=31)
     engine, counts = _engine(models["gpt2"]), list[int]()
     for version, path in enumerate(
@@ -491,7 +493,7 @@ def test_routers_choose_the_same_experts_but_where_two_are_nearly_equal(name: st
     assert flipped < 0.1
 
 
-def _experts(model: AnyModel, ids: Tensor) -> Tensor:
+def _experts(model: HFModel, ids: Tensor) -> Tensor:
     """The experts that each router chose for each token, sorted, [routers, tokens, k]."""
     found: list[Tensor] = []
     hooks = [
@@ -735,9 +737,9 @@ def test_weights_that_are_not_finite_are_refused(models: dict[str, Path], tmp_pa
 def test_only_runs_that_say_auto_compute_other_architectures(models: dict[str, Path]) -> None:
     with pytest.raises(StateError, match=r'model_type is .gpt2.*policy\.implementation = "auto"'):
         open_policy(models["gpt2"])
-    assert isinstance(open_policy(models["gpt2"], None, AUTO), AnyModel)
-    assert not isinstance(open_policy(models["llama"], None, AUTO), AnyModel)
-    assert isinstance(open_policy(models["mistral, sliding"], None, AUTO), AnyModel)
+    assert isinstance(open_policy(models["gpt2"], None, AUTO), HFModel)
+    assert not isinstance(open_policy(models["llama"], None, AUTO), HFModel)
+    assert isinstance(open_policy(models["mistral, sliding"], None, AUTO), HFModel)
     assert (kind_for(models["gpt2"]), kind_for(models["llama"])) == ("transformers", "local")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.engine.memory_estimate import AnyNeeds
-from shoal.models.hf_config import AnySpec
+from shoal.models.hf_config import HFConfig
 from tests.engine.test_needs import MEASURE
 
 MODELS = {
@@ -43,7 +43,7 @@ def test_an_engine_takes_at_most_what_it_is_said_to_need(model: str, shape: str,
     numbers = map(str, (rows, opening, tokens, vocabulary))
     command = [sys.executable, "-c", program, str(tmp_path / "policy"), "", *numbers]
     load, play, score = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
-    needs = AnyNeeds.of(AnySpec.from_directory(tmp_path / "policy"), tmp_path / "policy", "float32")
+    needs = AnyNeeds.of(HFConfig.from_directory(tmp_path / "policy"), tmp_path / "policy", "float32")
     spare = 30_000_000  # code of torch that is read at its first use
     for took, need in (
         (load, needs.load()),

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from shoal.engine.decoder import Decoder
-from shoal.engine.interface import Request, ScoreRequest
+from shoal.engine.interface import EngineRequest, ScoreRequest
 from shoal.engine.memory_estimate import PREFILL_BYTES, PREFILL_TOKENS
 from shoal.engine.native import LocalEngine
 from shoal.engine.prefill import prefill_tokens
-from shoal.models.config import PolicySpec
+from shoal.models.config import ModelConfig
 from shoal.models.device import AUTO, DEVICES
 from shoal.models.parameter_counts import layer_values_of
 from shoal.models.transformer import Transformer
 from tests.engine.test_hot_swap import rollouts, same, versions
 from tests.fake_device import MixedDevices, OneDevice, values_are_zeros
 
-SPEC = PolicySpec("qwen3", 32, 2, 4, 2, 8, 64, 100, 512, 1e4, 1e-6, True, (0,))
+SPEC = ModelConfig("qwen3", 32, 2, 4, 2, 8, 64, 100, 512, 1e4, 1e-6, True, (0,))
 SEED = b"device" + bytes(26)
 
 
@@ -34,7 +34,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalEngine]:
 
 
 def test_turns_and_scores_stay_on_the_device(elsewhere: LocalEngine) -> None:
-    requests = [Request(str(i), [1, 2, 3, *[i] * i], SEED, 5, frozenset({1, 7})) for i in range(3)]
+    requests = [EngineRequest(str(i), [1, 2, 3, *[i] * i], SEED, 5, frozenset({1, 7})) for i in range(3)]
     for _ in range(2):  # the second turn goes on from the cache
         turns = elsewhere.extend(requests, 0.7)
         requests = [
@@ -53,7 +53,7 @@ def test_every_device_has_a_size_of_prefill() -> None:
 
 def test_a_large_policy_reads_fewer_tokens_at_a_time_on_a_gpu() -> None:
     """A layer of it makes at most 1 GiB of them, which the preflight adds. A CPU's cache holds as many of any policy."""
-    shape = PolicySpec("qwen3", 4096, 36, 32, 8, 128, 12288, 151936, 32768, 1e6, 1e-6, False, (0,))
+    shape = ModelConfig("qwen3", 4096, 36, 32, 8, 128, 12288, 151936, 32768, 1e6, 1e-6, False, (0,))
     assert [prefill_tokens(SPEC, device) for device in ("cpu", "cuda", "cuda:1", "mps")] == [1024, 16384, 16384, 4096]
     assert prefill_tokens(shape, "cpu") == 1024 < prefill_tokens(shape, "cuda") < 4096
     assert PREFILL_BYTES - 4 * layer_values_of(shape) < 4 * layer_values_of(shape) * prefill_tokens(shape, "cuda")

@@ -9,7 +9,7 @@ import torch
 
 from shoal.engine import hot_swap
 from shoal.engine.dishonest import CHEATS, cheating
-from shoal.engine.interface import Request, Score, ScoreRequest, is_in_place
+from shoal.engine.interface import EngineRequest, PolicyScore, ScoreRequest, is_in_place
 from shoal.engine.native import LocalEngine
 from shoal.errors import StateError
 from shoal.models.checkpoint import load_policy, save_policy
@@ -83,9 +83,9 @@ def same(one: LocalEngine, other: LocalEngine) -> bool:
     return all(torch.equal(a, b) for a, b in zip(weights_of(one), weights_of(other), strict=True))
 
 
-def rollouts(engine: LocalEngine) -> tuple[list[object], list[Score]]:
+def rollouts(engine: LocalEngine) -> tuple[list[object], list[PolicyScore]]:
     """What an engine writes in two turns, and what it says of that."""
-    requests = [Request(f"{i}", [i, 7, 3], bytes([i]) * 32, 12, frozenset({0})) for i in range(5)]
+    requests = [EngineRequest(f"{i}", [i, 7, 3], bytes([i]) * 32, 12, frozenset({0})) for i in range(5)]
     turns = engine.extend(requests, 0.9)
     further = [r._replace(token_ids=[*r.token_ids, *t.token_ids, 9]) for r, t in zip(requests, turns, strict=True)]
     more = engine.extend(further, 0.9)
@@ -129,7 +129,7 @@ def test_a_norm_alone_changes_every_value_behind_it(tmp_path, two):
 
 def test_no_version_is_changed_while_a_block_is_open(two):
     engine = engine_with(two[0])
-    request = Request("open", [5, 6], bytes(32), 4, frozenset())
+    request = EngineRequest("open", [5, 6], bytes(32), 4, frozenset())
     (turn,) = engine.extend([request], 1.0)
     with pytest.raises(AssertionError, match="while a block is open"):
         engine.change(*two, 1, right)
@@ -142,7 +142,7 @@ def test_no_version_is_changed_while_a_block_is_open(two):
 def is_torn(engine: LocalEngine) -> bool:
     """Whether the engine has no version, and no way to use its weights is open."""
     with pytest.raises(StateError, match="weights are torn"):
-        engine.extend([Request("r", [5, 6], bytes(32), 4, frozenset())], 1.0)
+        engine.extend([EngineRequest("r", [5, 6], bytes(32), 4, frozenset())], 1.0)
     with pytest.raises(StateError, match="weights are torn"):
         engine.score([ScoreRequest([5, 6], [1], bytes(32))], 1.0)
     return engine.version == -1
@@ -151,7 +151,7 @@ def is_torn(engine: LocalEngine) -> bool:
 @pytest.mark.parametrize("failure", [MemoryError, KeyboardInterrupt, StateError, OSError])
 @pytest.mark.parametrize("at", [0, 1, 11, 22])
 def test_weights_that_were_changed_in_part_are_never_used_until_a_version_is_loaded(two, monkeypatch, failure, at):
-    engine, write, calls = engine_with(two[0]), hot_swap.Change._write, []
+    engine, write, calls = engine_with(two[0]), hot_swap.WeightChange._write, []
 
     def failing(change, name, place):
         calls.append(name)
@@ -160,7 +160,7 @@ def test_weights_that_were_changed_in_part_are_never_used_until_a_version_is_loa
         write(change, name, place)
 
     with monkeypatch.context() as patched:
-        patched.setattr(hot_swap.Change, "_write", failing)
+        patched.setattr(hot_swap.WeightChange, "_write", failing)
         with pytest.raises(failure, match="in the middle"):
             engine.change(*two, 1, right)
     assert is_torn(engine)

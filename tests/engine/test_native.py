@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from shoal.engine.interface import Continuation, Request, ScoreRequest
+from shoal.engine.interface import Continuation, EngineRequest, ScoreRequest
 from shoal.engine.native import LocalEngine
 from shoal.errors import StateError
 from shoal.protocol.noise import NOISES
@@ -46,8 +46,8 @@ def _prompts(count: int, seed: int = 0, low: int = 3, high: int = 20) -> list[li
     return [[rng.randrange(64) for _ in range(rng.randint(low, high))] for _ in range(count)]
 
 
-def _requests(prompts: Sequence[list[int]], max_new: int = 24, stops: frozenset[int] = STOPS) -> list[Request]:
-    return [Request(f"r{i}", prompt, _seed(i), max_new, stops) for i, prompt in enumerate(prompts)]
+def _requests(prompts: Sequence[list[int]], max_new: int = 24, stops: frozenset[int] = STOPS) -> list[EngineRequest]:
+    return [EngineRequest(f"r{i}", prompt, _seed(i), max_new, stops) for i, prompt in enumerate(prompts)]
 
 
 def _gaps(engine: LocalEngine, claims: Sequence[ScoreRequest], temperature: float = 1.0) -> np.ndarray:
@@ -82,7 +82,7 @@ def test_turns_on_a_cache_equal_one_prefill(family: str, tmp_path: Path) -> None
     logprobs: list[list[float]] = [[] for _ in talks]
     rows = list(range(len(talks)))
     for turn in range(6):
-        requests = [Request(f"r{i}", talks[i], _seed(i), rng.randint(4, 14), STOPS) for i in rows]
+        requests = [EngineRequest(f"r{i}", talks[i], _seed(i), rng.randint(4, 14), STOPS) for i in rows]
         for i, made in zip(rows, engine.extend(requests, 0.9), strict=True):
             written[i] += range(len(talks[i]), len(talks[i]) + len(made.token_ids))
             logprobs[i] += made.logprobs
@@ -163,7 +163,7 @@ def test_a_batch_has_the_same_bits_whatever_the_engine_did_before(policy: Path) 
         return first + engine.extend(more[::2], 1.0)
 
     fresh, used = _engine(policy), _engine(policy)
-    used.extend([Request(f"other{i}", p, _seed(i), 9, STOPS) for i, p in enumerate(_prompts(33, seed=5))], 1.0)
+    used.extend([EngineRequest(f"other{i}", p, _seed(i), 9, STOPS) for i, p in enumerate(_prompts(33, seed=5))], 1.0)
     assert play(fresh) == play(used)
 
 
@@ -181,7 +181,7 @@ def test_rollouts_of_a_group_share_their_opening_and_then_differ(policy: Path) -
 def test_a_turn_ends_with_its_first_stop_token_or_at_its_own_limit(policy: Path) -> None:
     prompts = _prompts(40)
     requests = [
-        Request(f"r{i}", prompt, _seed(i), 1 + i, STOPS if i % 2 else frozenset({50}))
+        EngineRequest(f"r{i}", prompt, _seed(i), 1 + i, STOPS if i % 2 else frozenset({50}))
         for i, prompt in enumerate(prompts)
     ]
     for request, turn in zip(requests, _engine(policy).extend(requests, 1.0), strict=True):
@@ -258,20 +258,20 @@ def test_no_requests_give_no_results(policy: Path) -> None:
 def test_what_the_policy_cannot_read_is_refused(policy: Path, token_ids: list[int], max_new: int, says: str) -> None:
     engine = _engine(policy)
     with pytest.raises(StateError, match=says):
-        engine.extend([Request("r", token_ids, _seed(0), max_new, STOPS)], 1.0)
+        engine.extend([EngineRequest("r", token_ids, _seed(0), max_new, STOPS)], 1.0)
 
 
 _WORKER = """
 import re, sys
 from pathlib import Path
 import httpx
-from shoal.engine.interface import Request
+from shoal.engine.interface import EngineRequest
 from shoal.engine.native import LocalEngine
 engine = LocalEngine(threads=1)
 engine.load(Path(sys.argv[1]), 0)
 for block in range(3):
     names = [f"{block}-{i}" for i in range(64)]
-    engine.extend([Request(n, list(range(32)), bytes([i]) * 32, 64, frozenset()) for i, n in enumerate(names)], 1.0)
+    engine.extend([EngineRequest(n, list(range(32)), bytes([i]) * 32, 64, frozenset()) for i, n in enumerate(names)], 1.0)
     engine.forget(names)
 heavy = [name for name in ("transformers", "torch._inductor", "pandas") if name in sys.modules]
 peak_kb = re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]
@@ -297,7 +297,7 @@ def test_rows_that_end_early_are_dropped_and_join_their_batch_again_in_the_next_
     engine, prompts = _engine(policy), _prompts(24)
     limits = [90 if i == 5 else 30 if i % 8 == 0 else 2 for i in range(24)]
     requests = [
-        Request(f"r{i}", p, _seed(i), n, NO_STOPS) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))
+        EngineRequest(f"r{i}", p, _seed(i), n, NO_STOPS) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))
     ]
     turns = engine.extend(requests, 1.0)
     assert [len(turn.token_ids) for turn in turns] == limits

@@ -8,22 +8,22 @@ from pathlib import Path
 import pytest
 
 from shoal.engine.memory_estimate import Needs, adapter_bytes
-from shoal.models.config import PolicySpec
+from shoal.models.config import ModelConfig
 from shoal.models.lora_config import TARGETS
 
 MEASURE = """
 import ctypes, json, re, sys
 from pathlib import Path
 import torch
-from shoal.engine.interface import Request, ScoreRequest
+from shoal.engine.interface import EngineRequest, ScoreRequest
 from shoal.engine.native import LocalEngine
 from shoal.models.lora import begin_adapter
 from shoal.models.lora_config import AdapterSpec
 from shoal.models.checkpoint import save_policy, write_nf4
 from shoal.models.transformer import Transformer
-from shoal.models.config import PolicySpec
+from shoal.models.config import ModelConfig
 
-spec = PolicySpec(**json.loads(sys.argv[2]))
+spec = ModelConfig(**json.loads(sys.argv[2]))
 rows, opening, tokens, rank = map(int, sys.argv[3:7])
 model = Transformer(spec)
 with torch.no_grad():
@@ -50,7 +50,7 @@ def kb(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
 def play():
-    requests = [Request(str(i), said[i], bytes([i % 256]) * 32, tokens - opening, frozenset()) for i in range(rows)]
+    requests = [EngineRequest(str(i), said[i], bytes([i % 256]) * 32, tokens - opening, frozenset()) for i in range(rows)]
     for one, turn in zip(said, engine.extend(requests, 1.0)):
         one += turn.token_ids
     engine.forget(map(str, range(rows)))
@@ -95,7 +95,7 @@ def test_an_engine_takes_at_most_what_it_is_said_to_need_and_not_much_less(shape
     spec = sizes | more | {"family": "qwen3", "eos_ids": [0]}
     numbers = map(str, (rows, opening, tokens, rank))
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "policy"), json.dumps(spec), *numbers, base]
-    policy = PolicySpec(**{**spec, "eos_ids": (0,)})  # type: ignore[arg-type]
+    policy = ModelConfig(**{**spec, "eos_ids": (0,)})  # type: ignore[arg-type]
     needs = Needs(policy, "float32", adapter_bytes(policy, rank, TARGETS), base)
     need = [needs.load(), needs.play(rows, tokens), needs.score(rows * tokens, tokens, hidden=True)]
     spare = 30_000_000  # code of torch that is read at its first use, and what its allocator keeps
@@ -106,7 +106,7 @@ def test_an_engine_takes_at_most_what_it_is_said_to_need_and_not_much_less(shape
 
 def test_what_no_machine_has_is_a_number_too() -> None:
     sizes = dict(width=1 << 24, layers=800, heads=1 << 12, kv_heads=1 << 12, head_dim=1 << 12, mlp_width=1 << 24)
-    spec = PolicySpec("llama", **sizes, vocab_size=1 << 24, max_positions=1 << 24, rope_theta=1e4, norm_eps=1e-5,
+    spec = ModelConfig("llama", **sizes, vocab_size=1 << 24, max_positions=1 << 24, rope_theta=1e4, norm_eps=1e-5,
                       tied=False, eos_ids=(0,))  # fmt: skip
     needs = Needs(spec, "float32")
     assert needs.play(1 << 60, 1 << 60) > 1 << 60 and needs.load() > needs.loaded > 1 << 50

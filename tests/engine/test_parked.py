@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.engine.decoder import Decoder
-from shoal.engine.interface import Request
+from shoal.engine.interface import EngineRequest
 from shoal.engine.memory_estimate import PREFILL_TOKENS
 from shoal.engine.native import LocalEngine
 from shoal.models.cpu_offload import storages_in
@@ -16,7 +16,7 @@ from tests.models.test_cpu_offload import all_on
 
 def turns_of(engine: LocalEngine, between) -> list[object]:
     """Two turns of some conversations, with something between them."""
-    requests = [Request(f"{i}", [i, 7, 3], bytes([i]) * 32, 12, frozenset({0})) for i in range(5)]
+    requests = [EngineRequest(f"{i}", [i, 7, 3], bytes([i]) * 32, 12, frozenset({0})) for i in range(5)]
     turns = engine.extend(requests, 0.9)
     between()
     further = [r._replace(token_ids=[*r.token_ids, *t.token_ids, 9]) for r, t in zip(requests, turns, strict=True)]
@@ -55,6 +55,6 @@ def test_an_engine_leaves_nothing_on_its_device(monkeypatch: pytest.MonkeyPatch)
     engine = LocalEngine(device="meta")
     engine._loaded, engine.version = Decoder(Transformer(SPEC), "meta"), 0
     with values_are_zeros(monkeypatch):
-        engine.extend([Request(str(i), [1, 2, 3], SEED, 5, frozenset({1})) for i in range(3)], 0.7)
+        engine.extend([EngineRequest(str(i), [1, 2, 3], SEED, 5, frozenset({1})) for i in range(3)], 0.7)
     found = {storage._cdata for storage in storages_in([engine._loaded, engine._batches], "meta")}
     assert found == all_on("meta").keys() - before.keys() and len(found) > 10

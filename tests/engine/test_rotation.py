@@ -12,15 +12,15 @@ import torch
 
 from shoal.config import TrainConfig
 from shoal.engine.hf import AnyDecoder, TransformersEngine
-from shoal.engine.interface import Request, ScoreRequest
+from shoal.engine.interface import EngineRequest, ScoreRequest
 from shoal.engine.vllm.checkpoint import config_for_vllm
 from shoal.errors import StateError
-from shoal.models.hf_model import AnyModel, load_any
+from shoal.models.hf_model import HFModel, load_any
 from shoal.models.open_model import kind_of, spec_of
 from shoal.protocol.noise import NOISES, PHILOX
 from shoal.protocol.seed_chain import sample_seed
 from shoal.train.learner import Learner
-from shoal.train.rows import Row
+from shoal.train.rows import TrainingRow
 from tests.engine.architectures import ARCHITECTURES, DYNAMIC, ROTATIONS, SHORT, write_config
 from tests.engine.claims import claims_of
 
@@ -45,10 +45,10 @@ def _engine(directory: Path, dtype: str = "float32") -> TransformersEngine:
     return engine
 
 
-def _requests(*lengths: int, max_new: int = 12, stops: frozenset[int] = frozenset({5})) -> list[Request]:
+def _requests(*lengths: int, max_new: int = 12, stops: frozenset[int] = frozenset({5})) -> list[EngineRequest]:
     rng = random.Random(1)
     return [
-        Request(f"r{i}", [rng.randrange(6, 64) for _ in range(length)], sample_seed(b"rope", i), max_new, stops)
+        EngineRequest(f"r{i}", [rng.randrange(6, 64) for _ in range(length)], sample_seed(b"rope", i), max_new, stops)
         for i, length in enumerate(lengths)
     ]
 
@@ -84,7 +84,7 @@ def test_neighbours_change_nothing_in_sampling_scoring_and_training(name: str, m
     for part in (claims, claims[:1], claims[1:3], claims[5:]):
         assert max(float(score.gaps_P.max()) for score in engine.score(part, 1.0)) < 1e-4
     rows = [
-        Row(
+        TrainingRow(
             np.array(claim.token_ids), np.array(claim.policy_positions), np.array(turn.logprobs, np.float32),
             np.ones(len(turn.logprobs), np.float32), np.ones(len(turn.logprobs), np.float32), 1.0, 0,
         )
@@ -136,7 +136,7 @@ def test_loading_replays_a_turn_across_the_change(
 ) -> None:
     _engine(models[name], dtype)
     # An engine that read a batch at once, as transformers does, is refused before it writes anything.
-    monkeypatch.setattr(AnyModel, "hidden", lambda self, tokens_BT, families=None: self._hidden(tokens_BT))
+    monkeypatch.setattr(HFModel, "hidden", lambda self, tokens_BT, families=None: self._hidden(tokens_BT))
     if dtype == "float32":
         with pytest.raises(StateError, match=r"where its rotation changes, a replay differs by .* nats"):
             _engine(models[name], dtype)
@@ -199,4 +199,4 @@ def test_layers_that_change_at_different_lengths_are_refused(models: dict[str, P
     model = load_any(models["llama"])
     model.whole.config.rope_parameters = each
     with pytest.raises(StateError, match=r"change at different lengths, \[4, 8\]"):
-        AnyModel(model.whole, model.spec, {})
+        HFModel(model.whole, model.spec, {})

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("vllm")
 
 from shoal.config import TinyPolicy
-from shoal.engine.interface import Continuation, Request
+from shoal.engine.interface import Continuation, EngineRequest
 from shoal.engine.native import LocalEngine
 from shoal.engine.vllm.engine import VllmEngine, makes_noise_of
 from shoal.errors import StateError
@@ -53,13 +53,15 @@ def _ours(directory: Path, family: str = PHILOX) -> LocalEngine:
     return engine
 
 
-def _requests(count: int = 24, max_new: int = 40) -> list[Request]:
+def _requests(count: int = 24, max_new: int = 40) -> list[EngineRequest]:
     """Groups of four with one opening, of several lengths."""
     openings = [[2 + (7 * i + j) % 50 for j in range(5 + 3 * (i % 7))] for i in range(count // 4)]
-    return [Request(f"r{i}", openings[i // 4], sample_seed(b"vllm", i), max_new, STOPS) for i in range(count)]
+    return [EngineRequest(f"r{i}", openings[i // 4], sample_seed(b"vllm", i), max_new, STOPS) for i in range(count)]
 
 
-def _agree(ours: LocalEngine, requests: Sequence[Request], turns: Sequence[Continuation], temperature: float) -> None:
+def _agree(
+    ours: LocalEngine, requests: Sequence[EngineRequest], turns: Sequence[Continuation], temperature: float
+) -> None:
     scores = ours.score(claims_of(requests, turns), temperature)
     for turn, score in zip(turns, scores, strict=True):
         assert score.gaps_P.max() < 1e-3
@@ -156,7 +158,7 @@ def test_the_engine_says_what_it_is_and_refuses_what_it_cannot(engine: VllmEngin
     assert engine_kind(engine.facts.implementation) == VLLM
     assert not any(makes_noise_of(family, "cpu") for family in NOISES)
     with pytest.raises(StateError, match="may grow by 200"):
-        engine.extend([Request("r", [3], b"s" * 32, 200, STOPS)], 1.0)
+        engine.extend([EngineRequest("r", [3], b"s" * 32, 200, STOPS)], 1.0)
     with pytest.raises(StateError, match="replays nothing"):
         engine.score([], 1.0)
     with pytest.raises(StateError, match="computes on cpu, not on cuda: choose --device cpu"):

@@ -51,7 +51,7 @@ import sys
 import numpy as np
 from pathlib import Path
 from shoal.config import TinyPolicy
-from shoal.engine.interface import Request
+from shoal.engine.interface import EngineRequest
 from shoal.engine.native import LocalEngine
 from shoal.engine.vllm.engine import VllmEngine
 from shoal.models.random_model import make_tiny

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.env_packages import attestations
 from shoal.env_packages.attestations import Attestation, lines_of, make_attestation, num_witnesses, read_attestations
-from shoal.env_packages.catalog import Release, Signed, sign
+from shoal.env_packages.catalog import Release, SignedBytes, sign
 from shoal.env_packages.registry import FolderRegistry, attestations_path
 from shoal.errors import ConfigError, PeerError
 from shoal.protocol.encoding import to_json
@@ -69,7 +69,7 @@ def test_an_attestation_that_nobody_would_read_is_not_written(machine: str) -> N
 def test_a_long_attestation_that_somebody_else_wrote_is_left_out(registry: FolderRegistry) -> None:
     key, body = Key.generate(), to_json(Attestation(NAME, "0.1.0", "a" * 64, 9, "Linux", 9))
     for padding, heard in ((b"", ["Linux"]), (b" " * attestations.MAX_ATTESTATION_BYTES, [])):
-        signed = Signed(body + padding, key.public, key.sign(attestations.PURPOSE, body + padding))
+        signed = SignedBytes(body + padding, key.public, key.sign(attestations.PURPOSE, body + padding))
         registry.write(PATH, to_json([signed]))
         assert machines(registry) == heard
 

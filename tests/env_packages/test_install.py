@@ -20,12 +20,12 @@ import pytest
 
 from shoal.env_packages import catalog as words
 from shoal.env_packages import install as installing
-from shoal.env_packages.catalog import Catalogue, Trust, sign
+from shoal.env_packages.catalog import Catalogue, PinnedKeys, sign
 from shoal.env_packages.install import Result, by_pip, install
-from shoal.env_packages.install_policy import Consent, Policy, read_policy
+from shoal.env_packages.install_policy import InstallDecision, InstallPolicy, read_policy
 from shoal.env_packages.installed import PackageStore
 from shoal.env_packages.lock import download, read_lock, unpack_wheels, verified
-from shoal.env_packages.naming import Reference, read_reference
+from shoal.env_packages.naming import PackageReference, read_reference
 from shoal.env_packages.publish import push
 from shoal.env_packages.registry import FolderRegistry, archive_path, catalogue_path
 from shoal.errors import ConfigError, PeerError, ShoalError, StateError
@@ -34,7 +34,7 @@ from tests.env_packages.author import Author
 from tests.env_packages.wheels import lock_of, make_wheel
 
 NAME = "ann/parrot"
-YES = Consent(None, lambda _: True)
+YES = InstallDecision(None, lambda _: True)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def push_with(author: Author, registry: FolderRegistry, lock: str, **other: str)
     push(folder, registry, author.key, author.home)
 
 
-def get(registry: FolderRegistry, home: Path, text: str = NAME, consent: Consent = YES, **other) -> Result:
+def get(registry: FolderRegistry, home: Path, text: str = NAME, consent: InstallDecision = YES, **other) -> Result:
     return install(read_reference(text), registry, home, consent, **other)
 
 
@@ -75,7 +75,7 @@ def test_a_package_is_installed_once_and_found(author: Author, registry: FolderR
     assert first.package.digest == pushed.release.digest and (first.folder / "words.txt").read_text() == "a b c"
     store = PackageStore(home / "envs")
     assert (
-        store.find(Reference(NAME, "0.1.0"))
+        store.find(PackageReference(NAME, "0.1.0"))
         == store.find(read_reference(f"pkg:{pushed.release.digest}"))
         == first.package
     )
@@ -157,11 +157,11 @@ def test_the_user_reads_author_size_and_dependencies_before_the_answer(
         return False
 
     with pytest.raises(ConfigError, match="was not installed, as you said"):
-        get(registry, home, consent=Consent(None, ask))
+        get(registry, home, consent=InstallDecision(None, ask))
     assert author.key.public in asked[0] and "seen here for the first time" in asked[0] and "tinydep 1.0" in asked[0]
-    assert nothing_installed(home) and Trust(home / "authors.json").known().keys == {}
+    assert nothing_installed(home) and PinnedKeys(home / "authors.json").known().keys == {}
     with pytest.raises(ConfigError, match="nobody can be asked"):
-        get(registry, home, consent=Consent(None, None))
+        get(registry, home, consent=InstallDecision(None, None))
 
 
 def test_a_policy_file_decides_alone(author: Author, registry: FolderRegistry, home: Path, tmp_path: Path) -> None:
@@ -178,10 +178,10 @@ def test_a_policy_file_decides_alone(author: Author, registry: FolderRegistry, h
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=why):
-            get(registry, home, consent=Consent(read_policy(file), None))
+            get(registry, home, consent=InstallDecision(read_policy(file), None))
     assert nothing_installed(home)
     file.write_text(f'digests = ["{digest}"]\nchecks = 2')
-    assert get(registry, home, consent=Consent(read_policy(file), None), checks=lambda *_: 2).is_new
+    assert get(registry, home, consent=InstallDecision(read_policy(file), None), checks=lambda *_: 2).is_new
 
 
 def test_a_wrong_policy_file_names_the_key(tmp_path: Path) -> None:
@@ -199,14 +199,14 @@ def test_heavy_dependencies_stay_with_the_host(
     with pytest.raises(ConfigError, match="needs torch: environments with such dependencies stay with the host"):
         get(registry, home, downloader=pip(wheels))
     assert nothing_installed(home)
-    assert get(registry, home, consent=Consent(None, lambda _: True, heavy=True), downloader=pip(wheels)).is_new
+    assert get(registry, home, consent=InstallDecision(None, lambda _: True, heavy=True), downloader=pip(wheels)).is_new
 
 
 def test_a_policy_limits_dependencies(author: Author, registry: FolderRegistry, home: Path, wheels: Path) -> None:
     push_with(author, registry, lock_of(make_wheel(wheels)))
-    policy = Policy(authors=(author.key.public,), max_dependencies=0)
+    policy = InstallPolicy(authors=(author.key.public,), max_dependencies=0)
     with pytest.raises(ConfigError, match="1 dependencies, limit 0"):
-        get(registry, home, consent=Consent(policy, None), downloader=pip(wheels))
+        get(registry, home, consent=InstallDecision(policy, None), downloader=pip(wheels))
 
 
 # --- hostile registries, authors and wheels ---
@@ -444,10 +444,11 @@ def test_a_kill_leaves_nothing_installed_and_the_next_try_cleans_up(
     digest = author.push(registry).release.digest
     code = (
         "import sys, time; from pathlib import Path; from shoal.env_packages.install import install\n"
-        "from shoal.env_packages.install_policy import Consent\n"
+        "from shoal.env_packages.install_policy import InstallDecision\n"
         "from shoal.env_packages.naming import read_reference; from shoal.env_packages.registry import FolderRegistry\n"
         "def ask(q): print('asked', flush=True); time.sleep(60)\n"
-        f"install(read_reference('{NAME}'), FolderRegistry(Path(sys.argv[1])), Path(sys.argv[2]), Consent(None, ask))"
+        f"decision = InstallDecision(None, ask)\n"
+        f"install(read_reference('{NAME}'), FolderRegistry(Path(sys.argv[1])), Path(sys.argv[2]), decision)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(registry.folder), str(home)], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"asked\n"
@@ -467,7 +468,7 @@ def test_a_question_to_one_user_holds_up_no_other(author: Author, registry: Fold
         others.append(get(registry, home))
         return True
 
-    first = get(registry, home, consent=Consent(None, answer_late))
+    first = get(registry, home, consent=InstallDecision(None, answer_late))
     assert [first.is_new, others[0].is_new] == [False, True]
     assert list(PackageStore(home / "envs").unfinished()) == []
 
@@ -481,7 +482,7 @@ def test_two_installations_at_once_install_once(author: Author, registry: Folder
         return True
 
     def work() -> None:
-        results.append(get(registry, home, consent=Consent(None, slowly)))
+        results.append(get(registry, home, consent=InstallDecision(None, slowly)))
 
     threads = [threading.Thread(target=work) for _ in range(3)]
     for thread in threads:
@@ -514,4 +515,4 @@ def test_a_record_of_another_package_is_refused(author: Author, registry: Folder
 
 def test_what_is_not_installed_is_named_with_the_command(home: Path) -> None:
     with pytest.raises(ConfigError, match=r"ann/parrot@1\.0\.0 is not installed: shoal env install ann/parrot@1\.0\.0"):
-        PackageStore(home / "envs").find(Reference(NAME, "1.0.0"))
+        PackageStore(home / "envs").find(PackageReference(NAME, "1.0.0"))

@@ -22,10 +22,10 @@ from shoal.env_packages.archive import unpack
 from shoal.env_packages.catalog import (
     Catalogue,
     KeyChange,
-    Opened,
+    PinnedKeys,
     Release,
-    Signed,
-    Trust,
+    SignedBytes,
+    VerifiedCatalog,
     open_catalogue,
     open_changes,
     sign,
@@ -50,8 +50,8 @@ NAME = "ann/parrot"
 
 
 @pytest.fixture
-def reader(tmp_path: Path) -> Trust:
-    return Trust(tmp_path / "reader" / "authors.json")
+def reader(tmp_path: Path) -> PinnedKeys:
+    return PinnedKeys(tmp_path / "reader" / "authors.json")
 
 
 def forge(registry: FolderRegistry, catalogue: Catalogue, key: Key) -> None:
@@ -59,7 +59,7 @@ def forge(registry: FolderRegistry, catalogue: Catalogue, key: Key) -> None:
     registry.write(catalogue_path(catalogue.name), to_json(sign(catalogue, key, words.CATALOGUE)))
 
 
-def taken_over(author: Author, registry: FolderRegistry, reader: Trust) -> Key:
+def taken_over(author: Author, registry: FolderRegistry, reader: PinnedKeys) -> Key:
     """A reader knows the author's package, and another key signs a newer catalogue of it. Returns that key."""
     author.push(registry)
     read_catalogue(registry, NAME, reader)
@@ -72,7 +72,7 @@ def catalogue_of(registry: FolderRegistry) -> Catalogue:
     return open_catalogue(registry.read(catalogue_path(NAME), 1 << 20), NAME).catalogue
 
 
-def read_catalogue(registry: Registry, name: str, trust: Trust) -> Opened:
+def read_catalogue(registry: Registry, name: str, trust: PinnedKeys) -> VerifiedCatalog:
     return publish.read_catalogue(registry, name, trust).opened
 
 
@@ -80,7 +80,7 @@ def read_catalogue(registry: Registry, name: str, trust: Trust) -> Opened:
 
 
 def test_versions_are_published_and_read(
-    author: Author, registry: FolderRegistry, reader: Trust, tmp_path: Path
+    author: Author, registry: FolderRegistry, reader: PinnedKeys, tmp_path: Path
 ) -> None:
     for version in ("0.9.0", "0.10.0", "0.2.0"):
         assert author.push(registry, version=version).is_new
@@ -117,7 +117,7 @@ def test_another_author_cannot_push_under_a_name(author: Author, registry: Folde
 
 
 def test_a_second_registry_continues_the_catalogue(
-    author: Author, registry: FolderRegistry, reader: Trust, tmp_path
+    author: Author, registry: FolderRegistry, reader: PinnedKeys, tmp_path
 ) -> None:
     (tmp_path / "second").mkdir()
     second = FolderRegistry(tmp_path / "second")
@@ -131,7 +131,7 @@ def test_a_second_registry_continues_the_catalogue(
 
 
 def test_a_registry_that_lost_its_catalogue_gets_the_right_one(
-    author: Author, registry: FolderRegistry, reader: Trust
+    author: Author, registry: FolderRegistry, reader: PinnedKeys
 ) -> None:
     author.push(registry)
     author.push(registry, version="0.2.0")
@@ -142,7 +142,7 @@ def test_a_registry_that_lost_its_catalogue_gets_the_right_one(
 
 
 def test_a_withdrawn_version_stays_but_is_not_the_newest(
-    author: Author, registry: FolderRegistry, reader: Trust
+    author: Author, registry: FolderRegistry, reader: PinnedKeys
 ) -> None:
     author.push(registry)
     author.push(registry, version="0.2.0")
@@ -175,16 +175,18 @@ def test_a_push_that_fails_leaves_the_registry_as_it_was(author: Author, registr
 # --- cheating registries and authors ---
 
 
-def test_a_changed_catalogue_is_refused(author: Author, registry: FolderRegistry, reader: Trust) -> None:
+def test_a_changed_catalogue_is_refused(author: Author, registry: FolderRegistry, reader: PinnedKeys) -> None:
     author.push(registry)
-    signed = from_json(registry.read(catalogue_path(NAME), 1 << 20), Signed)
+    signed = from_json(registry.read(catalogue_path(NAME), 1 << 20), SignedBytes)
     body = signed.body.replace(b"0.1.0", b"0.1.1")
-    registry.write(catalogue_path(NAME), to_json(Signed(body, signed.key, signed.signature)))
+    registry.write(catalogue_path(NAME), to_json(SignedBytes(body, signed.key, signed.signature)))
     with pytest.raises(PeerError, match="signature of the catalogue of ann/parrot does not verify"):
         read_catalogue(registry, NAME, reader)
 
 
-def test_a_signature_for_another_purpose_is_refused(author: Author, registry: FolderRegistry, reader: Trust) -> None:
+def test_a_signature_for_another_purpose_is_refused(
+    author: Author, registry: FolderRegistry, reader: PinnedKeys
+) -> None:
     author.push(registry)
     registry.write(catalogue_path(NAME), to_json(sign(catalogue_of(registry), author.key, "manifest")))
     with pytest.raises(PeerError, match="does not verify"):
@@ -199,14 +201,16 @@ def test_a_signature_for_another_purpose_is_refused(author: Author, registry: Fo
     ({"releases": (Release("1.0.0", "a" * 64, 1, 1), Release("1.0.0", "b" * 64, 1, 1))}, "listed twice"),
     ({"releases": tuple(Release(f"1.0.{i}", "a" * 64, 1, 1) for i in range(1001))}, "limit 1000"),
 ])  # fmt: skip
-def test_a_malformed_catalogue_is_refused(author: Author, registry: FolderRegistry, reader: Trust, change, why) -> None:
+def test_a_malformed_catalogue_is_refused(
+    author: Author, registry: FolderRegistry, reader: PinnedKeys, change, why
+) -> None:
     catalogue = Catalogue(**{"name": NAME, "serial": 1, "created": 1, "releases": ()} | change)
     registry.write(catalogue_path(NAME), to_json(sign(catalogue, author.key, words.CATALOGUE)))
     with pytest.raises(PeerError, match=why):
         read_catalogue(registry, NAME, reader)
 
 
-def test_a_huge_catalogue_is_not_read(author: Author, registry: FolderRegistry, reader: Trust) -> None:
+def test_a_huge_catalogue_is_not_read(author: Author, registry: FolderRegistry, reader: PinnedKeys) -> None:
     author.push(registry)
     (registry.folder / catalogue_path(NAME)).write_bytes(b"[" * (2 << 20))
     with pytest.raises(PeerError, match="more than 1048576 bytes"):
@@ -214,7 +218,7 @@ def test_a_huge_catalogue_is_not_read(author: Author, registry: FolderRegistry, 
 
 
 def test_another_key_under_a_known_owner_is_refused_by_name(
-    author: Author, registry: FolderRegistry, reader: Trust
+    author: Author, registry: FolderRegistry, reader: PinnedKeys
 ) -> None:
     eve = taken_over(author, registry, reader)
     with pytest.raises(PeerError, match=f"ann signs with the key {eve.public[:16]}"):
@@ -224,7 +228,7 @@ def test_another_key_under_a_known_owner_is_refused_by_name(
         read_catalogue(registry, "ann/new", reader)
 
 
-def test_an_older_catalogue_is_refused(author: Author, registry: FolderRegistry, reader: Trust) -> None:
+def test_an_older_catalogue_is_refused(author: Author, registry: FolderRegistry, reader: PinnedKeys) -> None:
     author.push(registry)
     old = registry.read(catalogue_path(NAME), 1 << 20)
     author.push(registry, version="0.2.0")
@@ -240,7 +244,7 @@ def test_an_older_catalogue_is_refused(author: Author, registry: FolderRegistry,
     (1, (Release("0.1.0", "", 1, 1), Release("0.5.0", "f" * 64, 1, 1)), "two catalogues with serial 1"),
 ])  # fmt: skip
 def test_an_author_cannot_rewrite_what_was_seen(
-    author: Author, registry: FolderRegistry, reader: Trust, serial: int, releases: tuple[Release, ...], why: str
+    author: Author, registry: FolderRegistry, reader: PinnedKeys, serial: int, releases: tuple[Release, ...], why: str
 ) -> None:
     digest = author.push(registry).release.digest
     read_catalogue(registry, NAME, reader)
@@ -251,7 +255,7 @@ def test_an_author_cannot_rewrite_what_was_seen(
 
 
 def test_a_change_of_key_that_the_old_key_signed_is_followed(
-    author: Author, registry: FolderRegistry, reader: Trust
+    author: Author, registry: FolderRegistry, reader: PinnedKeys
 ) -> None:
     author.push(registry)
     author.push(registry, name="ann/other")
@@ -273,7 +277,7 @@ def test_a_change_of_key_that_the_old_key_signed_is_followed(
 
 
 def test_a_change_of_key_reaches_a_second_registry(
-    author: Author, registry: FolderRegistry, reader: Trust, tmp_path
+    author: Author, registry: FolderRegistry, reader: PinnedKeys, tmp_path
 ) -> None:
     (tmp_path / "second").mkdir()
     second, old, new = FolderRegistry(tmp_path / "second"), author.key, Key.generate()
@@ -286,7 +290,7 @@ def test_a_change_of_key_reaches_a_second_registry(
 
 
 def test_a_change_of_key_that_another_key_signed_is_refused(
-    author: Author, registry: FolderRegistry, reader: Trust
+    author: Author, registry: FolderRegistry, reader: PinnedKeys
 ) -> None:
     eve = taken_over(author, registry, reader)
     change = KeyChange("ann", author.key.public, eve.public, 1)
@@ -295,21 +299,24 @@ def test_a_change_of_key_that_another_key_signed_is_refused(
         read_catalogue(registry, NAME, reader)
 
 
-def test_a_key_that_names_two_successors_is_refused(author: Author, registry: FolderRegistry, reader: Trust) -> None:
+def test_a_key_that_names_two_successors_is_refused(
+    author: Author, registry: FolderRegistry, reader: PinnedKeys
+) -> None:
     author.push(registry)
     opened = read_catalogue(registry, NAME, reader)
     changes = [KeyChange("ann", author.key.public, Key.generate().public, 1) for _ in range(2)]
     with pytest.raises(PeerError, match="names two keys after it"):
-        reader.admit(Opened(opened.catalogue, changes[0].new, opened.digest), changes)
+        reader.admit(VerifiedCatalog(opened.catalogue, changes[0].new, opened.digest), changes)
 
 
-def test_following_key_changes_in_a_circle_ends(author: Author, registry: FolderRegistry, reader: Trust) -> None:
+def test_following_key_changes_in_a_circle_ends(author: Author, registry: FolderRegistry, reader: PinnedKeys) -> None:
     author.push(registry)
     opened = read_catalogue(registry, NAME, reader)
     a, b = author.key.public, Key.generate().public
     with pytest.raises(PeerError, match="somebody else"):
         reader.admit(
-            Opened(opened.catalogue, "c" * 64, opened.digest), [KeyChange("ann", a, b, 1), KeyChange("ann", b, a, 1)]
+            VerifiedCatalog(opened.catalogue, "c" * 64, opened.digest),
+            [KeyChange("ann", a, b, 1), KeyChange("ann", b, a, 1)],
         )
 
 
@@ -358,7 +365,9 @@ def url(registry: FolderRegistry) -> Iterator[str]:
     server.server_close()
 
 
-def test_a_static_web_server_is_a_registry(author: Author, registry: FolderRegistry, reader: Trust, url: str) -> None:
+def test_a_static_web_server_is_a_registry(
+    author: Author, registry: FolderRegistry, reader: PinnedKeys, url: str
+) -> None:
     release = author.push(registry).release
     web = open_registry(url + "/")
     assert names_of(web) == (NAME,) and read_catalogue(web, NAME, reader).catalogue.release("0.1.0") == release

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
-from shoal.engine.interface import Continuation, Request, Score, ScoreRequest
+from shoal.engine.interface import Continuation, EngineRequest, PolicyScore, ScoreRequest
 from shoal.models.random_model import make_tiny
 from shoal.protocol.messages import EngineFacts, Sampling
 
@@ -20,7 +20,7 @@ class FakeEngine:
     version = 7
 
     def __init__(self) -> None:
-        self.calls: list[list[Request]] = []
+        self.calls: list[list[EngineRequest]] = []
         self.forgotten: list[str] = []
 
     def load(self, directory: Path, version: int) -> None:
@@ -29,15 +29,15 @@ class FakeEngine:
     def forget(self, rollouts: Iterable[str]) -> None:
         self.forgotten += rollouts
 
-    def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[Score]:
+    def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[PolicyScore]:
         raise NotImplementedError
 
-    def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
+    def extend(self, requests: Sequence[EngineRequest], temperature: float) -> list[Continuation]:
         self.calls.append([request._replace(token_ids=list(request.token_ids)) for request in requests])
         turns = [self.write(request)[: request.max_new] for request in requests]
         return [Continuation(turn, [-float(len(turn))] * len(turn)) for turn in turns]
 
-    def write(self, request: Request) -> list[int]:
+    def write(self, request: EngineRequest) -> list[int]:
         raise NotImplementedError
 
 
@@ -48,7 +48,7 @@ class RandomEngine(FakeEngine):
         super().__init__()
         self.renderer, self.texts = renderer, texts
 
-    def write(self, request: Request) -> list[int]:
+    def write(self, request: EngineRequest) -> list[int]:
         rng = random.Random(request.seed + len(request.token_ids).to_bytes(4, "big"))
         if self.texts and rng.random() < 0.8:
             return [*self.renderer.encode(rng.choice(self.texts)), self.renderer.eos_id]
@@ -67,7 +67,7 @@ class AnsweringEngine(FakeEngine):
         super().__init__()
         self.renderer, self.answer = renderer, answer
 
-    def write(self, request: Request) -> list[int]:
+    def write(self, request: EngineRequest) -> list[int]:
         return [*self.renderer.encode(self.answer(self.renderer.decode(request.token_ids))), self.renderer.eos_id]
 
 

@@ -11,8 +11,19 @@ import pytest
 from shoal.envs.lint import check_env, run, worker_process
 from shoal.envs.lint.checks import ALWAYS, SOMETIMES, checks_of
 from shoal.envs.lint.compare import OTHERS, compare
-from shoal.envs.lint.finding import Finding
-from shoal.envs.lint.messages import CALL, Episode, Failure, Loaded, Malformed, Recorded, Seen, Told, names_of, read
+from shoal.envs.lint.finding import CheckResult
+from shoal.envs.lint.messages import (
+    CALL,
+    LintEpisode,
+    LintFailure,
+    LoadedEnv,
+    MalformedReply,
+    Recorded,
+    Seen,
+    WorkerReply,
+    names_of,
+    read,
+)
 from shoal.envs.lint.run import check
 from shoal.envs.lint.worker_process import Failed
 from shoal.envs.load import load_env
@@ -48,7 +59,7 @@ FRAMES = {
 }
 
 
-def faults(found: list[Finding]) -> dict[str, str]:
+def faults(found: list[CheckResult]) -> dict[str, str]:
     return {finding.check: finding.detail for finding in found if finding.outcome == "failed"}
 
 
@@ -148,10 +159,10 @@ def test_an_honest_answer_is_read() -> None:
            "episodes": [{"actions": ["", "x"], "replies": [["user: y"], None], "end": [True, 0.5, None]}]}  # fmt: skip
     read_one: Any = read(json.dumps({"value": [one]}).encode(), list[Recorded])
     assert read_one == [
-        Recorded(3, False, ["user: \ud800"], [Episode(["", "x"], [["user: y"], None], (True, 0.5, None))])
+        Recorded(3, False, ["user: \ud800"], [LintEpisode(["", "x"], [["user: y"], None], (True, 0.5, None))])
     ]
-    assert read(b'{"failed": "it raised"}', Loaded) == Failure("it raised")
-    assert read(b'{"value": ["passed", "well"]}', Told) == Told("passed", "well")
+    assert read(b'{"failed": "it raised"}', LoadedEnv) == LintFailure("it raised")
+    assert read(b'{"value": ["passed", "well"]}', WorkerReply) == WorkerReply("passed", "well")
     assert read(b'{"value": [["files", "it writes x", "a.py line 3"]]}', Seen) == (
         ("files", "it writes x", "a.py line 3"),
     )
@@ -161,26 +172,26 @@ def test_an_honest_answer_is_read() -> None:
     "data", [b'{"value": ["perfect", ""]}', b'{"value": ["passed"]}', b'{"stuck": "", "seen": []}', b'{"failed": 1}']
 )
 def test_an_answer_of_another_form_is_refused(data: bytes) -> None:
-    with pytest.raises(Malformed):
-        read(data, Told)
+    with pytest.raises(MalformedReply):
+        read(data, WorkerReply)
 
 
 def test_the_names_of_the_checks_are_known_here() -> None:
     assert tuple(checks_of(load_env("wordle", {}))) == ALWAYS
-    assert names_of(Loaded((*SOMETIMES, *ALWAYS), True, True)) == [*ALWAYS, *SOMETIMES]
+    assert names_of(LoadedEnv((*SOMETIMES, *ALWAYS), True, True)) == [*ALWAYS, *SOMETIMES]
     for names in (ALWAYS[1:], (), (*ALWAYS, "applause"), (*ALWAYS, ALWAYS[0])):
-        with pytest.raises(Malformed, match="named other checks"):
-            names_of(Loaded(names, True, True))
+        with pytest.raises(MalformedReply, match="named other checks"):
+            names_of(LoadedEnv(names, True, True))
     assert [finding.check for finding in check_env(load_env("arithmetic", {}), tasks=2)] == list(ALWAYS)
 
 
 def recorded(*indices: int, reply: str = "x", episodes: int = 1) -> list[Recorded]:
-    return [Recorded(i, False, ["o"], [Episode(["a"], [reply], (True, 1.0, None))] * episodes) for i in indices]
+    return [Recorded(i, False, ["o"], [LintEpisode(["a"], [reply], (True, 1.0, None))] * episodes) for i in indices]
 
 
 def test_a_slow_process_that_played_fewer_tasks_is_compared_in_those() -> None:
     passed = compare(OTHERS[0], recorded(1, 2, 3), recorded(2, 3), True)
-    assert passed == Finding(
+    assert passed == CheckResult(
         "earlier tasks", "passed", "after other tasks, 2 of 3 tasks give the same replies and scores"
     )
     assert compare(OTHERS[0], recorded(1, 2, 3), recorded(2, reply="y"), True).outcome == "failed"

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.config import EnvConfig
 from shoal.env_packages.install import install
-from shoal.env_packages.install_policy import Consent
+from shoal.env_packages.install_policy import InstallDecision
 from shoal.env_packages.naming import read_reference
 from shoal.env_packages.publish import push
 from shoal.env_packages.registry import FolderRegistry
@@ -56,7 +56,7 @@ def test_the_description_of_a_folder_says_so_too(author: Author, tmp_path: Path,
         registry = FolderRegistry(tmp_path / "registry")
         registry.folder.mkdir()
         push(folder, registry, author.key, author.home)
-        install(read_reference("ann/parrot@0.1.0"), registry, author.home, Consent(None, lambda _: True))
+        install(read_reference("ann/parrot@0.1.0"), registry, author.home, InstallDecision(None, lambda _: True))
         name = "ann/parrot@0.1.0"
     env: Any = load_env(name, {})
     assert env.reproducible is False

@@ -11,7 +11,7 @@ from shoal.chat.renderer import Renderer
 from shoal.config import EnvConfig
 from shoal.env import Env, Step
 from shoal.envs.exceptions import redact_paths
-from shoal.envs.replay import Replay, judge, replay_rollout
+from shoal.envs.replay import ReplayResult, judge, replay_rollout
 from shoal.envs.rollout import Conversation
 from shoal.envs.run_settings import with_settings
 from shoal.errors import ConfigError, Overreach
@@ -48,7 +48,7 @@ class Compared(Odd):
         return [{"more": 0.75}.get(state, 0.0) for state in states]
 
 
-def played(env: Env, renderer: Renderer, *answers: str) -> list[Replay]:
+def played(env: Env, renderer: Renderer, *answers: str) -> list[ReplayResult]:
     """Replays of a group whose rollouts give these answers."""
     found = []
     for answer in answers:

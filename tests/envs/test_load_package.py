@@ -9,7 +9,7 @@ import pytest
 
 from shoal.env import Env
 from shoal.env_packages.install import install
-from shoal.env_packages.install_policy import Consent
+from shoal.env_packages.install_policy import InstallDecision
 from shoal.env_packages.installed import Installed
 from shoal.env_packages.naming import read_reference
 from shoal.env_packages.registry import FolderRegistry
@@ -20,7 +20,7 @@ from shoal.envs.load import env_digest, is_file, is_package, load_built_in, load
 from shoal.errors import ConfigError, StateError
 from shoal.net.key_files import save_key
 from shoal.protocol.messages import EnvSpec
-from shoal.sandbox.selftest import Report
+from shoal.sandbox.selftest import SelftestReport
 from tests.env_packages.author import CODE, Author
 from tests.sandbox.needs import needs_bubblewrap
 
@@ -36,7 +36,7 @@ def author(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Author:
     registry = FolderRegistry(tmp_path / "registry")
     author.push(registry)
     save_key(author.home / "author.key", author.key)
-    install(read_reference(NAME), registry, author.home, Consent(None, lambda _: True))
+    install(read_reference(NAME), registry, author.home, InstallDecision(None, lambda _: True))
     return author
 
 
@@ -45,7 +45,7 @@ def bob(author: Author, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     """Somebody else, who has installed the package too."""
     home = tmp_path / "bob"
     monkeypatch.setenv("SHOAL_HOME", str(home))
-    install(read_reference(NAME), FolderRegistry(tmp_path / "registry"), home, Consent(None, lambda _: True))
+    install(read_reference(NAME), FolderRegistry(tmp_path / "registry"), home, InstallDecision(None, lambda _: True))
     return home
 
 
@@ -74,7 +74,7 @@ def test_a_package_that_times_out_fails_alike_for_its_author_and_for_others(
     author.push(registry, version="0.2.0")
     for home in (author.home, tmp_path / "bob"):
         monkeypatch.setenv("SHOAL_HOME", str(home))
-        install(read_reference(name), registry, home, Consent(None, lambda _: True))
+        install(read_reference(name), registry, home, InstallDecision(None, lambda _: True))
         env = load_env(name, {}, own=in_process)
         assert isinstance(env, ContainedEnv)
         with pytest.raises(AuthorError, match="TimeoutError"):
@@ -105,7 +105,9 @@ def test_a_package_of_somebody_else_never_runs_in_this_process(bob: Path) -> Non
 def test_without_a_sandbox_a_package_of_somebody_else_is_refused_with_the_remedy(
     bob: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "examined", lambda: Report(False, "bubblewrap is not installed", "apt install it"))
+    monkeypatch.setattr(
+        opening, "examined", lambda: SelftestReport(False, "bubblewrap is not installed", "apt install it")
+    )
     monkeypatch.setattr(opening, "Line", lambda *_: pytest.fail("it was opened"))
     with pytest.raises(ConfigError, match=r"ann/parrot 0\.1\.0 runs only inside the sandbox, which .*: apt install it"):
         load_env(NAME, {})

@@ -12,7 +12,7 @@ from shoal.chat.renderer import Renderer
 from shoal.env import Env, Message, Step
 from shoal.envs.builtin import arithmetic, wordle
 from shoal.envs.interface import step_of
-from shoal.envs.play import Episode, begin, converse, play, play_block, play_scripted
+from shoal.envs.play import EpisodeAttempt, begin, converse, play, play_block, play_scripted
 from shoal.envs.prompt_preview import no_task_begins
 from shoal.errors import Interrupted, Overreach, ShoalError, StateError, Undecided
 from shoal.protocol.encoding import digest, to_msgpack
@@ -44,7 +44,7 @@ class Echo(Env):
 
 
 def run(engine: Any, renderer: Renderer, sampling: Sampling, task: str = "say") -> Any:
-    return converse(engine, renderer, [Episode(Echo(), task, bytes(32))], sampling)[0]
+    return converse(engine, renderer, [EpisodeAttempt(Echo(), task, bytes(32))], sampling)[0]
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_turns_are_written_and_answered_until_the_environment_is_done(saying: An
 
 
 def test_rollout_carries_the_conversation(saying: Any, renderer, sampling) -> None:
-    rollout = play(saying("end"), renderer, [Episode(Echo(), "say", bytes(32))], sampling)[0]
+    rollout = play(saying("end"), renderer, [EpisodeAttempt(Echo(), "say", bytes(32))], sampling)[0]
     assert rollout.version == 7 and rollout.ending == "environment"
     assert rollout.num_policy_tokens() == len(rollout.logprobs_P()) == 4
     assert set(rollout.author_T().tolist()) == {ENVIRONMENT, POLICY}
@@ -123,7 +123,7 @@ def test_an_opening_that_leaves_no_room_ends_by_length_before_any_token(saying, 
 def test_each_turn_is_one_engine_call_for_all_unfinished_rollouts_in_order(random_engine, renderer, sampling) -> None:
     env = wordle.environment(num_words=64, heldout=8)
     engine = random_engine(env.words)
-    episodes = [Episode(env, env.task(i % 5), sample_seed(bytes(32), i)) for i in range(20)]
+    episodes = [EpisodeAttempt(env, env.task(i % 5), sample_seed(bytes(32), i)) for i in range(20)]
     rollouts = play(engine, renderer, episodes, sampling)
     names = [[request.rollout for request in call] for call in engine.calls]
     assert len(names[0]) == len(set(names[0])) == 20

@@ -15,8 +15,8 @@ from shoal.engine.interface import ScoreRequest
 from shoal.engine.native import LocalEngine
 from shoal.env import Env
 from shoal.envs.builtin import arithmetic, wordle
-from shoal.envs.play import Episode, converse
-from shoal.envs.replay import Replay, replay_rollout
+from shoal.envs.play import EpisodeAttempt, converse
+from shoal.envs.replay import ReplayResult, replay_rollout
 from shoal.envs.rollout import Conversation
 from shoal.models.random_model import make_tiny
 from shoal.protocol.messages import POLICY, Sampling
@@ -35,13 +35,13 @@ def talks(game: wordle.Wordle, random_engine: Callable[..., Any], renderer: Rend
     """Many games under tight limits: won, lost, cut off within a turn and between turns."""
     played = []
     for max_turn, max_tokens in ((8, 200), (6, 40), (12, 57), (6, 24)):
-        episodes = [Episode(game, game.task(i % 7), sample_seed(bytes([max_turn] * 32), i)) for i in range(24)]
+        episodes = [EpisodeAttempt(game, game.task(i % 7), sample_seed(bytes([max_turn] * 32), i)) for i in range(24)]
         sampling = Sampling(1.0, max_turn, max_tokens)
         played += converse(random_engine(game.words[:12]), renderer, episodes, sampling)
     return played
 
 
-def again(talk: Conversation, **edits: Any) -> Replay:
+def again(talk: Conversation, **edits: Any) -> ReplayResult:
     """Replay a conversation's claim, with some of it edited."""
     claim = {"tokens": talk.tokens, "author": talk.author, "ending": talk.ending} | edits
     return replay_rollout(
@@ -59,14 +59,14 @@ def test_honest_rollouts_are_accepted_with_the_reward_they_earned(talks: list[Co
     assert {talk.ending for talk in talks} == {"environment", "length"}
     assert {talk.success for talk in talks} == {True, False}
     for talk in talks:
-        assert again(talk) == Replay(talk.reward, talk.ending)
+        assert again(talk) == ReplayResult(talk.reward, talk.ending)
 
 
 def test_every_other_ending_is_refused(talks: list[Conversation]) -> None:
     for talk in talks:
         for ending in set(ENDINGS) - {talk.ending}:
             told = f"ended by {talk.ending}, not by {ending} as claimed"
-            assert again(talk, ending=ending) == Replay(0.0, talk.ending, told)
+            assert again(talk, ending=ending) == ReplayResult(0.0, talk.ending, told)
 
 
 def test_every_flipped_author_is_refused(talks: list[Conversation]) -> None:
@@ -171,10 +171,10 @@ def test_an_environment_error_is_reproduced_and_cannot_be_claimed(
             return super().step(state, action)
 
     env: Env = Fragile(game.args)
-    episodes = [Episode(env, env.task(i), sample_seed(bytes(32), i)) for i in range(20)]
+    episodes = [EpisodeAttempt(env, env.task(i), sample_seed(bytes(32), i)) for i in range(20)]
     talks = converse(random_engine(game.words), renderer, episodes, sampling)
     failed = [talk for talk in talks if talk.ending == "error"]
-    assert failed and all(again(talk) == Replay(0.0, "error") for talk in failed)
+    assert failed and all(again(talk) == ReplayResult(0.0, "error") for talk in failed)
     assert all(again(talk, ending="environment").problem for talk in failed)
 
 
@@ -183,11 +183,11 @@ def test_what_the_real_engine_plays_passes_replay_and_its_own_prefill(tmp_path: 
     engine, renderer = LocalEngine(threads=1), Renderer.from_directory(tmp_path / "policy")
     engine.load(tmp_path / "policy", 0)
     env = wordle.environment()
-    episodes = [Episode(env, env.task(i), sample_seed(bytes(32), i)) for i in range(32)]
+    episodes = [EpisodeAttempt(env, env.task(i), sample_seed(bytes(32), i)) for i in range(32)]
     talks = converse(engine, renderer, episodes, sampling)
     assert max(len([who for who, _ in talk.texts if who == "policy"]) for talk in talks) > 1
     for talk in talks:
-        assert again(talk) == Replay(talk.reward, talk.ending)
+        assert again(talk) == ReplayResult(talk.reward, talk.ending)
     requests = [
         ScoreRequest(talk.tokens, np.flatnonzero(talk.author).tolist(), episode.seed)
         for talk, episode in zip(talks, episodes, strict=True)

@@ -16,8 +16,8 @@ from shoal.engine.native import LocalEngine
 from shoal.env import Env, Step
 from shoal.envs.lint import check_env
 from shoal.envs.load import load_env
-from shoal.envs.play import Episode, converse, play_block, play_scripted
-from shoal.envs.replay import Replay, replay_group, retell
+from shoal.envs.play import EpisodeAttempt, converse, play_block, play_scripted
+from shoal.envs.replay import ReplayResult, replay_group, retell
 from shoal.envs.rollout import Conversation
 from shoal.envs.run_settings import with_settings
 from shoal.errors import ConfigError, ShoalError
@@ -62,7 +62,7 @@ def scripted(
     return talk
 
 
-def replayed(env: Env, renderer: Renderer, task: int, rollout: Rollout, sampling: Sampling = SAMPLING) -> Replay:
+def replayed(env: Env, renderer: Renderer, task: int, rollout: Rollout, sampling: Sampling = SAMPLING) -> ReplayResult:
     return replay_group(env, renderer, env.task(task), [rollout], sampling)[0]
 
 
@@ -102,7 +102,7 @@ def test_each_seat_has_a_row_and_only_the_one_that_learns_is_learned_from(render
     rollout = talk.rollout(0)
     assert [row.start for row in rollout.rows()] == [0, *talk.starts]
     assert sum(len(row.logprobs_P) for row in rollout.rows()) == rollout.num_policy_tokens()
-    assert replayed(env, renderer, 3, rollout) == Replay(1.0, "environment")
+    assert replayed(env, renderer, 3, rollout) == ReplayResult(1.0, "environment")
 
 
 def test_a_template_that_drops_thoughts_opens_a_row_with_the_tokens_that_the_policy_wrote(thinker: Renderer) -> None:
@@ -114,7 +114,7 @@ def test_a_template_that_drops_thoughts_opens_a_row_with_the_tokens_that_the_pol
         "<|assistant|><think>\nhm</think>2<|end|>",
     ]
     assert all([author for author, _ in itertools.groupby(row.author)] == [0, 1] for row in talk.rows)
-    assert replayed(musing.environment(), thinker, 2, talk.rollout(0)) == Replay(1.0, "environment")
+    assert replayed(musing.environment(), thinker, 2, talk.rollout(0)) == ReplayResult(1.0, "environment")
 
 
 def test_appending_keeps_one_row_and_so_does_a_template_that_shows_thoughts(
@@ -200,7 +200,7 @@ def test_an_environment_may_begin_a_context_anew_with_turns_of_the_policy(render
         f"<|user|>so far<|end|><|assistant|>{before}<|end|><|user|>on<|end|><|assistant|>{text}<|end|>"
         for before, text in (("one", "two"), ("two", "three"))
     ]
-    assert replayed(env, renderer, 0, talk.rollout(0)) == Replay(0.5, "environment")
+    assert replayed(env, renderer, 0, talk.rollout(0)) == ReplayResult(0.5, "environment")
     lost = Conversation(env, renderer, 0, SAMPLING)
     lost.write(said(renderer, "lie"))
     assert lost.ending == "error" and "a turn that was not written" in lost.fault
@@ -311,7 +311,7 @@ def test_the_engine_remembers_one_row_of_each_episode(random_engine: Any, render
         forget(names)
 
     engine.extend, engine.forget = extend, forgotten
-    episodes = [Episode(env, env.task(i), sample_seed(bytes(32), i)) for i in range(8)]
+    episodes = [EpisodeAttempt(env, env.task(i), sample_seed(bytes(32), i)) for i in range(8)]
     talks = converse(engine, renderer, episodes, SAMPLING)
     assert max(held) == 8 and not open_names and {len(talk.rows) for talk in talks} == {2}
     seeds = {request.seed for call in engine.calls for request in call}

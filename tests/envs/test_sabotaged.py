@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from shoal.env_packages.install import install
-from shoal.env_packages.install_policy import Consent
+from shoal.env_packages.install_policy import InstallDecision
 from shoal.env_packages.naming import read_reference
 from shoal.env_packages.publish import push
 from shoal.env_packages.registry import FolderRegistry
-from shoal.envs.lint import Finding
+from shoal.envs.lint import CheckResult
 from shoal.envs.lint.package_checks import pins
 from shoal.envs.lint.run import busy, check
 from shoal.errors import ConfigError
@@ -48,11 +48,11 @@ LONG = ("endless_regex",)
 """It is waited for until its time is over, twice."""
 
 
-def failed(found: list[Finding]) -> dict[str, str]:
+def failed(found: list[CheckResult]) -> dict[str, str]:
     return {finding.check: finding.detail for finding in found if finding.outcome == "failed"}
 
 
-def checked(name: str, **more: object) -> list[Finding]:
+def checked(name: str, **more: object) -> list[CheckResult]:
     path = FOLDER / name
     return check(str(path if path.is_dir() else path.with_suffix(".py")), {}, call_s=2.0, **more)  # type: ignore[arg-type]
 
@@ -154,7 +154,7 @@ def test_a_change_under_a_published_version_is_found(
     (folder / "lock.txt").write_text("# nothing\n")
     push(folder, registry, author.key, author.home)
     if known == "by an installation":
-        install(read_reference("ann/parrot@0.1.0"), registry, author.home, Consent(None, lambda _: True))
+        install(read_reference("ann/parrot@0.1.0"), registry, author.home, InstallDecision(None, lambda _: True))
     place = str(tmp_path / "registry") if known == "by the registry" else ""
     assert failed(pins(folder, place)) == {}
     (folder / file).write_text((folder / file).read_text() + f"\n# {file}\n")
@@ -169,7 +169,7 @@ def test_a_change_under_a_published_version_is_found(
 def test_an_installed_package_is_checked_only_inside_the_sandbox(author: Author, tmp_path: Path) -> None:
     registry = FolderRegistry(tmp_path / "registry")
     push(author.folder(), registry, author.key, author.home)
-    install(read_reference("ann/parrot@0.1.0"), registry, author.home, Consent(None, lambda _: True))
+    install(read_reference("ann/parrot@0.1.0"), registry, author.home, InstallDecision(None, lambda _: True))
     with pytest.raises(ConfigError, match="is checked only inside the sandbox"):
         check("ann/parrot@0.1.0", {}, sandboxed=False)
 
@@ -178,7 +178,7 @@ def test_an_installed_package_is_checked_only_inside_the_sandbox(author: Author,
 def test_an_installed_package_is_checked(author: Author, tmp_path: Path) -> None:
     registry = FolderRegistry(tmp_path / "registry")
     push(author.folder(), registry, author.key, author.home)
-    install(read_reference("ann/parrot@0.1.0"), registry, author.home, Consent(None, lambda _: True))
+    install(read_reference("ann/parrot@0.1.0"), registry, author.home, InstallDecision(None, lambda _: True))
     found = {finding.check: finding for finding in check("ann/parrot@0.1.0", {})}
     assert found["members"].outcome == "passed" and found["sandbox"].outcome == "passed"
     assert found["reward hacks"].outcome == "failed", "it rewards every answer"
@@ -194,7 +194,7 @@ def test_an_installed_package_that_imports_more_than_its_lock_fails(author: Auth
         .replace("        return 1.0", "        import numpy\n        return 1.0")
     )
     push(folder, registry, author.key, author.home)
-    install(read_reference("ann/parrot@0.1.0"), registry, author.home, Consent(None, lambda _: True))
+    install(read_reference("ann/parrot@0.1.0"), registry, author.home, InstallDecision(None, lambda _: True))
     assert "imports numpy, which the lock does not list" in failed(check("ann/parrot@0.1.0", {}))["dependencies"]
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from benchmarks import kill_storm
 from shoal.engine.native import LocalEngine
-from shoal.ledger.commands import Admin, Leave, Reconfigure, Tick
+from shoal.ledger.commands import Admin, LeaveRun, Reconfigure, Tick
 from shoal.ledger.log.check import Audit, verify
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.ledger.state import state_hash
@@ -157,7 +157,7 @@ def record_rules(root: Path) -> Path:
     assert held.id in world.state.leases
     world.lease(leaver)
     world.do(Admin("kick", leaver, world.now))
-    world.do(Leave(slow, world.now, int(world.now)))
+    world.do(LeaveRun(slow, world.now, int(world.now)))
     world.do(Reconfigure({**world.state.config, "note": 1}, 4, 20.0, world.now))
     for step in range(2, 4):
         while step not in world.state.main.batches:

@@ -14,14 +14,14 @@ from rich.console import Console
 from shoal.cli import main
 from shoal.config import EnvConfig, TinyPolicy
 from shoal.env_packages.install import install
-from shoal.env_packages.install_policy import Consent
+from shoal.env_packages.install_policy import InstallDecision
 from shoal.env_packages.naming import read_reference
 from shoal.env_packages.registry import FolderRegistry
 from shoal.envs.evaluate import Evaluation, MixedEvaluation
 from shoal.errors import ConfigError, StateError
 from shoal.jobs import evaluate
 from shoal.launch.end_screen import plain_end, render_end
-from shoal.launch.run_status import Snapshot
+from shoal.launch.run_status import RunStatus
 from shoal.launch.summary import UsageBook, write_summary
 from shoal.models.random_model import make_tiny
 from shoal.net.key_files import load_or_make_key
@@ -79,7 +79,7 @@ def test_an_environment_has_its_own_number_of_episodes_or_none(evaluated):
     found = msgspec.json.decode((folder.evaluations / "after.json").read_bytes(), type=MixedEvaluation)
     assert {label: one.episodes for label, one in found.envs.items()} == {"hard": 6, "wordle": 4}
     assert found.mean == pytest.approx(sum(one.mean for one in found.envs.values()) / 2)
-    write_summary(folder, folder.config(), Snapshot("town", "x", 3), UsageBook(folder.root / "usage.json"))
+    write_summary(folder, folder.config(), RunStatus("town", "x", 3), UsageBook(folder.root / "usage.json"))
     summary = msgspec.json.decode(folder.summary.read_bytes())
     assert summary["heldout"]["after"]["envs"].keys() == {"hard", "wordle"}
 
@@ -92,7 +92,7 @@ def test_only_workers_of_a_run_file_that_also_starts_cheaters_are_called_honest(
         NodeState(key, "worker", name, "good", 0, 0, 0, 0, {}, "") for key, name in zip(keys, names, strict=True)
     )
     for cheaters, roles in ((keys[:1], ["cheating", "honest", ""]), ((), ["", "", ""])):
-        seen = Snapshot("town", "x", 3, nodes=nodes, cheaters=frozenset(cheaters))
+        seen = RunStatus("town", "x", 3, nodes=nodes, cheaters=frozenset(cheaters))
         end = write_summary(folder, folder.config(), seen, UsageBook(folder.root / "usage.json"))
         assert [end.summary["credits"][name]["role"] for name in names] == roles
         assert ("(honest)" in plain_end(end)) == bool(cheaters)
@@ -105,7 +105,7 @@ def test_a_worker_that_takes_the_name_of_another_takes_neither_its_credits_nor_i
         NodeState(key, "worker", "worker-0", "good", credits, 0, 0, 0, {}, "", influence=credits)
         for key, credits in zip(keys, (36364, 63636), strict=True)
     )
-    seen = Snapshot("town", "x", 3, nodes=nodes, cheaters=frozenset({"c" * 64}))
+    seen = RunStatus("town", "x", 3, nodes=nodes, cheaters=frozenset({"c" * 64}))
     end = write_summary(folder, folder.config(), seen, UsageBook(folder.root / "usage.json"))
     found = msgspec.json.decode(folder.summary.read_bytes())
     names = [f"worker-0 ({key[:12]})" for key in keys]
@@ -195,7 +195,7 @@ def test_the_end_of_a_run_says_why_it_gained_nothing(evaluated):
     lines = tuple({"step": step, "reward_all_mean": 0.3, "lr": 1e-7, "zero_signal_share": 0.9} for step in range(50))
     config = folder.config()
     config = msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, lr=1e-6))
-    end = write_summary(folder, config, Snapshot("town", "x", 50, metrics=lines), UsageBook(folder.root / "u"))
+    end = write_summary(folder, config, RunStatus("town", "x", 50, metrics=lines), UsageBook(folder.root / "u"))
     text = plain_end(end)
     assert "The reward did not rise beyond chance: held-out tasks" in text and "90% of groups were flat" in text
     assert "train.lr was 1e-06, and the preset for a policy of this size is 0.0005: set train.lr = 0.0005" in text
@@ -209,7 +209,7 @@ def test_the_end_of_a_run_without_evaluations_names_commands_whose_results_compa
     for place in (folder.policy, folder.checkpoints / "final"):
         make_tiny(TinyPolicy(width=16, layers=1, heads=2, kv_heads=1, mlp_width=32), place, 1, "float32")
     lines = tuple({"step": step, "reward_all_mean": 0.3} for step in range(50))
-    end = write_summary(folder, config, Snapshot("town", "x", 50, metrics=lines), UsageBook(folder.root / "u"))
+    end = write_summary(folder, config, RunStatus("town", "x", 50, metrics=lines), UsageBook(folder.root / "u"))
     places = [shlex.split(one)[-1] for one in re.findall("`([^`]* eval [^`]*)`", plain_end(end))]
     before, after = (evaluate.planned(Path(place)) for place in places)
     assert (before.checkpoint, after.checkpoint) == (folder.policy, folder.checkpoints / "final")
@@ -238,7 +238,7 @@ environment = Parts
 def test_the_end_shows_the_parts_of_a_reward_and_metrics(evaluated, tmp_path, others):
     (tmp_path / "parts.py").write_text(PARTS)
     folder = evaluated({"name": str(tmp_path / "parts.py"), "label": "mine"}, *others)
-    end = write_summary(folder, folder.config(), Snapshot("town", "x", 3), UsageBook(folder.root / "usage.json"))
+    end = write_summary(folder, folder.config(), RunStatus("town", "x", 3), UsageBook(folder.root / "usage.json"))
     found = msgspec.json.decode(folder.summary.read_bytes())["heldout"]["after"]
     mine = found["envs"]["mine"] if others else found
     assert mine["parts"] == {"form": 0.5, "right": 0.25} and mine["metrics"] == {"letters": 7.0}
@@ -276,7 +276,7 @@ def test_on_the_way_each_environment_has_a_part_of_its_episodes(evaluated, tmp_p
 
 def test_summary_has_the_figures_and_a_game_of_each_environment(evaluated):
     folder = evaluated(EASY, HARD)
-    end = write_summary(folder, folder.config(), Snapshot("town", "x", 3), UsageBook(folder.root / "usage.json"))
+    end = write_summary(folder, folder.config(), RunStatus("town", "x", 3), UsageBook(folder.root / "usage.json"))
     figures = {"mean", "low95", "high95", "episodes", "faults"}
     for found in msgspec.json.decode(folder.summary.read_bytes())["heldout"].values():
         assert found.keys() == figures | {"envs"} and found["episodes"] == 8
@@ -289,7 +289,7 @@ def test_summary_has_the_figures_and_a_game_of_each_environment(evaluated):
 
 def test_summary_of_one_environment_has_no_figures_by_environment(evaluated):
     folder = evaluated(HARD)
-    end = write_summary(folder, folder.config(), Snapshot("town", "x", 3), UsageBook(folder.root / "usage.json"))
+    end = write_summary(folder, folder.config(), RunStatus("town", "x", 3), UsageBook(folder.root / "usage.json"))
     for found in msgspec.json.decode(folder.summary.read_bytes())["heldout"].values():
         assert found.keys() == {"mean", "low95", "high95", "episodes", "faults", "measure"}
     assert [label for label, _ in end.games] == ["hard"]
@@ -304,7 +304,7 @@ def test_a_package_is_evaluated_in_the_sandbox(tmp_path, monkeypatch):
     registry = FolderRegistry(tmp_path / "hub")
     registry.folder.mkdir()
     author.push(registry)
-    install(read_reference("ann/parrot"), registry, tmp_path / "home", Consent(None, lambda _: True))
+    install(read_reference("ann/parrot"), registry, tmp_path / "home", InstallDecision(None, lambda _: True))
     plan = evaluate.EvalPlan(checkpoint, (EnvConfig("ann/parrot@0.1.0"),), (6,), SAMPLING, samples=0)
     evaluate.main(plan, tmp_path / "out.json")
     figures = msgspec.json.decode((tmp_path / "out.json").read_bytes(), type=Evaluation)

@@ -6,15 +6,15 @@ import pytest
 
 from shoal.config import EnvConfig
 from shoal.evaluation_files import Heldout
-from shoal.launch.run_status import Snapshot
+from shoal.launch.run_status import RunStatus
 from shoal.launch.summary import RunEnd
 from shoal.protocol.messages import NodeState, Status
 
 
 @pytest.fixture
-def snapshot() -> Snapshot:
+def snapshot() -> RunStatus:
     refusal = "gap of token 7 is 2.31 nats, bound 0.001: it was not sampled with the leased seed"
-    return Snapshot(
+    return RunStatus(
         name="wordle",
         out="runs/wordle",
         steps=90,
@@ -46,7 +46,7 @@ def snapshot() -> Snapshot:
 
 
 @pytest.fixture
-def end(snapshot: Snapshot) -> RunEnd:
+def end(snapshot: RunStatus) -> RunEnd:
     game = {
         "task": "cater",
         "turns": [["user", "wordle"], ["assistant", "crane"], ["user", "c=r+a+n-e+"], ["assistant", "cater"]],

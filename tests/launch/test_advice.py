@@ -20,7 +20,7 @@ from shoal.launch.advice import (
 )
 from shoal.launch.alarms import AlarmWatch
 from shoal.launch.flat_groups import newest_refusal
-from shoal.launch.run_status import Snapshot
+from shoal.launch.run_status import RunStatus
 from shoal.ledger.constants import LAW
 from shoal.ledger.run import RunCreated
 from shoal.protocol.algorithm_config import Dapo
@@ -179,7 +179,7 @@ def test_tasks_that_can_never_begin_are_told_while_the_run_goes_on_once_for_each
     assert first.look_at_unbegun(*watch.unbegun) == []
     serve_void(world)
     world.serve(WORKER, by=JUDGES[0])
-    watch.look(Snapshot("small", "", 30))
+    watch.look(RunStatus("small", "", 30))
     assert not world.state.main.unbegun and watch.unbegun[0] > 0, "a group with signal does not hide them"
     (line,) = first.look_at_unbegun(*watch.unbegun)
     assert LONG in line and ROOM_REMEDY in line and "sampling.max_tokens = 64" in line

@@ -12,13 +12,13 @@ from shoal.alarms import Alarm, AlarmLine, AlarmsLog, read_alarms, standing_alar
 from shoal.errors import ConfigError, PeerError, StateError
 from shoal.evaluation_files import Heldout, Judged
 from shoal.launch.alarms import AlarmWatch, _WaitTimes, evaluation
-from shoal.launch.run_status import Snapshot
+from shoal.launch.run_status import RunStatus
 from shoal.launch.terminal_view import render
 from shoal.ledger.commands import Admin
 from shoal.ledger.hints import CONTINUE_REMEDY, IS_STOPPED, SILENT_REMEDY
 from shoal.ledger.log.check import verify
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.ledger.log.writer import Book
+from shoal.ledger.log.writer import LogWriter
 from shoal.ledger.registry import read_entry
 from shoal.net.client import PeerRefused
 from shoal.net.key_files import load_or_make_key
@@ -72,7 +72,7 @@ class Run:
         self.folder.prepare(self.config, tmp_path)
         shutil.copy(published, self.folder.log)
         self.folder.metrics.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in FALLS))
-        self.book = Book(Store(sqlite_url(self.folder.log)))
+        self.book = LogWriter(Store(sqlite_url(self.folder.log)))
         self.now = self.book.state.time + 1.0
 
     def do(self, command):
@@ -109,7 +109,7 @@ def look(watch, times=3, phase="running"):
     said = []
     for _ in range(times):
         watch._looked = -1e9
-        said += watch.look(Snapshot("small", "", 30, Status("", phase, 19, 30, 0, {}, 0, 0, "", 0.0), metrics=FALLS))
+        said += watch.look(RunStatus("small", "", 30, Status("", phase, 19, 30, 0, {}, 0, 0, "", 0.0), metrics=FALLS))
         watch._acting.join()
     return said
 
@@ -233,7 +233,7 @@ def test_a_log_that_is_read_halfway_leads_to_nothing_and_is_told_once(tmp_path, 
     again = Host(town)
     watch = watching(town, again)
     monkeypatch.setattr(Store, "read", half)
-    watch._of_steps(Snapshot("small", "", 30, metrics=FALLS))
+    watch._of_steps(RunStatus("small", "", 30, metrics=FALLS))
     assert not caplog.text, "the coordinator starts, and says it itself if it cannot"
     look(watch)
     assert again.calls == [] and caplog.text.count("disk I/O error") == 1
@@ -271,7 +271,7 @@ def test_a_run_that_was_stopped_for_a_day_and_goes_on_is_not_starved(tmp_path, p
 def test_after_a_hang_of_the_coordinator_nobody_else_is_blamed_for_it(tmp_path, published):
     town, now = town_with(tmp_path, published), [FALLS[-1]["time_s"]]
     watch = watching(town, Host(town), lambda: now[0])
-    shot = Snapshot(
+    shot = RunStatus(
         "small", "", 30, Status("", "running", 19, 30, 0, {}, 0, 0, "the trainer: the next step", 0.0), metrics=FALLS
     )
 
@@ -339,7 +339,7 @@ def test_the_call_is_signed_and_reaches_the_coordinator(tmp_path):
 
 def test_the_view_shows_the_alarms_that_stand():
     console = Console(record=True, width=100, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(render(Snapshot("small", "out", 30, alarms=[drift()])))
+    console.print(render(RunStatus("small", "out", 30, alarms=[drift()])))
     assert "alarm drift since step 12: it drifts" in console.export_text()
 
 
@@ -386,7 +386,7 @@ def test_a_disk_that_is_full_again_at_the_same_step_pauses_the_run_again(tmp_pat
         for _ in range(2):
             watch._act(now)
             watch._acting.join()
-            watch._of_steps(Snapshot("small", "", 30, metrics=FALLS))
+            watch._of_steps(RunStatus("small", "", 30, metrics=FALLS))
 
     raised(town.now)
     assert host.calls == ["pause"]
@@ -404,7 +404,7 @@ def test_a_disk_that_is_full_again_at_the_same_step_pauses_the_run_again(tmp_pat
 
 def test_a_quota_that_the_next_pruning_makes_room_below_raises_no_alarm(tmp_path, published):
     town = town_with(tmp_path, published)
-    watch, snapshot = watching(town, Host(town)), Snapshot("small", "", 30)
+    watch, snapshot = watching(town, Host(town)), RunStatus("small", "", 30)
     kept = town.folder.blobs / "ab" / "cd"
     kept.parent.mkdir(parents=True, exist_ok=True)
     with kept.open("wb") as file:
@@ -427,7 +427,7 @@ def test_what_ended_flat_rollouts_is_looked_up_at_twice_as_many_groups_and_forgo
     told = []
     for groups in (8, 15, 16, 0, 8):
         status = msgspec.structs.replace(running, flat_groups=groups, no_signal="flat" if groups else "")
-        told.append(watch._machine(Snapshot("small", "", 30, status=status), 100.0).why_flat)
+        told.append(watch._machine(RunStatus("small", "", 30, status=status), 100.0).why_flat)
     assert told == ["first", "first", "second", "", "third"]
 
 
@@ -441,8 +441,8 @@ def test_a_wait_is_blamed_on_what_took_longest_since_the_last_step(tmp_path, pub
         watch._waits = _WaitTimes()
         for now, said in enumerate(waits):
             status = msgspec.structs.replace(running, waiting_for=said)
-            watch._waits.see(Snapshot("small", "", 30, status=status), float(10 * now))
-        return watch._machine(Snapshot("small", "", 30, status=status), 100.0)
+            watch._waits.see(RunStatus("small", "", 30, status=status), float(10 * now))
+        return watch._machine(RunStatus("small", "", 30, status=status), 100.0)
 
     machine = after(
         "workers: 1 of 4", silent, silent, "validators: 2 submissions to judge", "the trainer: the next step"

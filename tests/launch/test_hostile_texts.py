@@ -19,13 +19,13 @@ from shoal.evaluation_files import Heldout
 from shoal.launch.end_screen import plain_end, render_end
 from shoal.launch.node_panels import NodeNow, picture
 from shoal.launch.node_panels import plain as plain_node
-from shoal.launch.run_status import Sample, Snapshot
+from shoal.launch.run_status import RunStatus, SampleConversation
 from shoal.launch.summary import RunEnd
 from shoal.launch.terminal_view import LiveView, plain, render
 from shoal.launch.url_status import cleaned_line, cleaned_metrics
 from shoal.protocol import messages as t
-from shoal.roles.coordinator.status import Board
-from shoal.roles.node.activity import Judged
+from shoal.roles.coordinator.status import StatusBoard
+from shoal.roles.node.activity import JudgingStats
 from shoal.terminal import brief
 from tests.roles.in_memory_run import Town, tiny_run
 from tests.watch.hostile import HOSTILE
@@ -46,7 +46,7 @@ def shown(part: RenderableType, width: int = 80) -> list[str]:
     return sent.getvalue().decode().removesuffix("\n").split("\n")
 
 
-def said_by_strangers(snapshot: Snapshot, evil: str) -> Snapshot:
+def said_by_strangers(snapshot: RunStatus, evil: str) -> RunStatus:
     """The run, with one text in each place where a worker, a host, a policy or somebody else's folder may say one."""
     bad = msgspec.structs.replace(
         snapshot.nodes[0], name=evil, standing=evil, role="worker", reasons={evil: 3}, last_reason=evil
@@ -59,7 +59,7 @@ def said_by_strangers(snapshot: Snapshot, evil: str) -> Snapshot:
     return replace(
         snapshot, name=evil, out=evil, hint=evil, status=status, nodes=(bad, *snapshot.nodes),
         metrics=(*snapshot.metrics, line), heldout=((evil, found),),
-        sample=Sample(evil, (("assistant", evil), (evil, f"{evil}\n{evil}"))),
+        sample=SampleConversation(evil, (("assistant", evil), (evil, f"{evil}\n{evil}"))),
         alarms=[Alarm(evil, "critical", 3, 4, evil, evil)],
     )  # fmt: skip
 
@@ -77,7 +77,7 @@ def begins(text: str) -> str:
 
 @pytest.mark.parametrize("place", range(len(TEXTS)))
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 60), (140, 40), (40, 12)])
-def test_a_text_stays_text_in_the_view_of_a_run(snapshot: Snapshot, place: int, width: int, height: int) -> None:
+def test_a_text_stays_text_in_the_view_of_a_run(snapshot: RunStatus, place: int, width: int, height: int) -> None:
     evil = TEXTS[place]
     seen = said_by_strangers(snapshot, evil)
     assert_framed(shown(render(seen, height, said=[evil], talks=True), width), width, height)
@@ -90,7 +90,7 @@ def test_a_text_stays_text_in_the_view_of_a_run(snapshot: Snapshot, place: int, 
         assert begins(evil) in text
 
 
-def test_a_run_full_of_hostile_workers_shows_each_of_them_as_text(snapshot: Snapshot) -> None:
+def test_a_run_full_of_hostile_workers_shows_each_of_them_as_text(snapshot: RunStatus) -> None:
     nodes = tuple(
         msgspec.structs.replace(snapshot.nodes[0], key=f"{i:064x}", name=evil, reasons={evil: 99 - i}, last_reason=evil)
         for i, evil in enumerate(TEXTS)
@@ -103,7 +103,7 @@ def test_a_run_full_of_hostile_workers_shows_each_of_them_as_text(snapshot: Snap
 
 
 @pytest.mark.parametrize("evil", TEXTS)
-def test_a_text_makes_one_line_when_the_view_is_piped(snapshot: Snapshot, evil: str) -> None:
+def test_a_text_makes_one_line_when_the_view_is_piped(snapshot: RunStatus, evil: str) -> None:
     seen = said_by_strangers(snapshot, evil)
     for line in (plain(seen), plain_node(NodeNow("worker", seen, words=evil, node=seen.nodes[0]))):
         assert line.isprintable()
@@ -118,15 +118,15 @@ def test_a_text_makes_one_line_when_the_view_is_piped(snapshot: Snapshot, evil: 
 
 @pytest.fixture(scope="module")
 def info(tmp_path_factory: pytest.TempPathFactory) -> t.RunInfo:
-    return Board(Town(tmp_path_factory.mktemp("town") / "run", tiny_run()).desk).info()
+    return StatusBoard(Town(tmp_path_factory.mktemp("town") / "run", tiny_run()).desk).info()
 
 
 @pytest.mark.parametrize("evil", TEXTS)
 @pytest.mark.parametrize("role", ["worker", "validator"])
-def test_a_text_stays_text_in_the_view_of_a_node(snapshot: Snapshot, info: t.RunInfo, role: str, evil: str) -> None:
+def test_a_text_stays_text_in_the_view_of_a_node(snapshot: RunStatus, info: t.RunInfo, role: str, evil: str) -> None:
     seen = replace(said_by_strangers(snapshot, evil), url=evil)
     envs = tuple(msgspec.structs.replace(env, name=evil) for env in info.envs)
-    judged = Judged(3, 2, 0, 1, last_reason=evil)
+    judged = JudgingStats(3, 2, 0, 1, last_reason=evil)
     judged.refused[evil] = 1
     now = NodeNow(
         role, seen, f"waiting: {evil}", 3.0, seen.nodes[0].key, evil, msgspec.structs.replace(info, envs=envs),
@@ -167,7 +167,7 @@ def test_a_text_stays_text_at_the_end_of_a_run(end: RunEnd, evil: str, tmp_path:
     assert plain_end(over).replace("\n", "").isprintable()
 
 
-def test_labels_in_the_metrics_of_a_url_are_kept_as_names_and_shown_as_text(snapshot: Snapshot) -> None:
+def test_labels_in_the_metrics_of_a_url_are_kept_as_names_and_shown_as_text(snapshot: RunStatus) -> None:
     lines = [
         kept for i, evil in enumerate(TEXTS)
         if (kept := cleaned_line(json.dumps({"step": 40 + i, f"reward_mean/{evil}"[:100]: 0.5}).encode())) is not None

@@ -21,12 +21,12 @@ from shoal.config import HostConfig
 from shoal.errors import ConfigError, PeerError, StateError
 from shoal.launch.admin import LONE_VALIDATOR_RISK, NodesWatch, administer, hosted_url, invitation, rotate_publisher
 from shoal.launch.background_run import _News
-from shoal.launch.launcher_log import Told
+from shoal.launch.launcher_log import LoggingView
 from shoal.launch.role_process import RoleProcess, suspended_process
 from shoal.launch.run_lock import demand_free_ports, locked, locked_run
 from shoal.launch.run_status import CoordinatorWatch
 from shoal.launch.watch_command import FolderWatch
-from shoal.ledger.commands import Enter, Leave
+from shoal.ledger.commands import JoinRun, LeaveRun
 from shoal.net.client import Client
 from shoal.net.key_files import load_or_make_key
 from shoal.net.process import living_pid, port_of_last_start, port_of_living, tell_address
@@ -161,11 +161,11 @@ def test_host_is_warned_when_an_admission_or_a_removal_leaves_two_validators(
         assert tell("admit", load_or_make_key(key_file).public) is warned
         asyncio.run(take_seat(key_file))
     assert not tell("pause", "") and tell("kick", "guest-1")
-    town.desk.book.write(Leave(load_or_make_key(tmp_path / "guest-2.key").public, town.clock()), town.clock())
+    town.desk.book.write(LeaveRun(load_or_make_key(tmp_path / "guest-2.key").public, town.clock()), town.clock())
     assert tell("admit", load_or_make_key(tmp_path / "guest-3.key").public), "the one that left does not count"
     asyncio.run(take_seat(tmp_path / "guest-2.key"))
     worker = t.Join("worker", "alice", 0.0, "test", "float32", "cpu")
-    town.desk.book.write(Enter("aa" * 32, worker, town.clock()), town.clock())
+    town.desk.book.write(JoinRun("aa" * 32, worker, town.clock()), town.clock())
     assert not tell("kick", "alice") and not tell("kick", "guest-1"), "it changes nothing for who judges"
     more = [load_or_make_key(tmp_path / f"guest-{place}.key").public for place in (4, 5)]
     key_file, seq = tmp_path / "run/keys/run.key", town.desk.state.seq
@@ -174,7 +174,7 @@ def test_host_is_warned_when_an_admission_or_a_removal_leaves_two_validators(
     assert town.desk.state.seq == seq, "all or none"
     assert "two validators" not in administer("admit", "http://host", more[0], key_file, also=(more[1], more[0]))
     assert town.desk.state.validators[-2:] == tuple(more) and town.desk.state.seq == seq + 2
-    town.desk.book.write(Leave(load_or_make_key(tmp_path / "guest-2.key").public, town.clock()), town.clock())
+    town.desk.book.write(LeaveRun(load_or_make_key(tmp_path / "guest-2.key").public, town.clock()), town.clock())
     assert not tell("admit", more[0]), "several may judge, though they have not joined yet"
 
 
@@ -223,7 +223,7 @@ def test_a_coordinator_that_was_stopped_by_a_signal_is_named_with_what_goes_on(t
         with pytest.raises(PeerError, match=named):
             administer("pause", str(folder.root), "", None)
         assert re.search(named, asyncio.run(FolderWatch(folder.root).look()).notice)
-        view, role._process = Told(_News(), tmp_path / "launcher.log", "text"), process
+        view, role._process = LoggingView(_News(), tmp_path / "launcher.log", "text"), process
         view.stopped([role])
         view.stopped([role])
         assert (tmp_path / "launcher.log").read_text().count(f"coordinator: its process {process.pid} is stopped") == 1

@@ -32,7 +32,7 @@ from shoal.launch.sizing import shifts_of
 from shoal.launch.supervisor import LocalRun
 from shoal.launch.terminal_view import LiveView
 from shoal.models.checkpoint import demand_weights
-from shoal.models.config import PolicySpec, write_json
+from shoal.models.config import ModelConfig, write_json
 from shoal.models.load_tensors import demand_finite
 from shoal.models.lora_config import CONFIG, AdapterSpec
 from shoal.models.parameter_counts import adapter_parameters_of, parameters_of
@@ -44,10 +44,10 @@ from shoal.protocol.algorithm_config import DrGrpo, Kl, Ppo
 from shoal.roles.node.memory_limit import needs_of
 from shoal.run_folder import RunFolder
 from shoal.train.learner import Learner
-from shoal.train.memory_estimate import Layout, Part, parts_of
+from shoal.train.memory_estimate import Layout, MemoryPart, parts_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-LARGE = PolicySpec("qwen3", 1024, 28, 16, 8, 128, 3072, 151936, 32768, 1e6, 1e-6, True, (0,))
+LARGE = ModelConfig("qwen3", 1024, 28, 16, 8, 128, 3072, 151936, 32768, 1e6, 1e-6, True, (0,))
 """The shape of Qwen3-0.6B."""
 
 
@@ -100,7 +100,7 @@ def test_a_state_that_is_written_beside_the_next_steps_takes_memory(moments: str
 
 
 def test_what_stays_on_the_cpu_takes_none_of_the_gpu() -> None:
-    role = RoleNeeds("trainer", "cuda", (Part("weights", 5), Part("moments", 7, on_cpu=True)), processes=2)
+    role = RoleNeeds("trainer", "cuda", (MemoryPart("weights", 5), MemoryPart("moments", 7, on_cpu=True)), processes=2)
     assert (role.on("cuda"), role.on(CPU)) == (10, 14)
 
 
@@ -203,7 +203,7 @@ def test_processes_of_a_trainer_share_what_stays_and_not_what_a_pass_needs() -> 
     config = load_run(RECIPES / "wordle.toml", ["train.processes=4", "eval.episodes=0"])
     trainer = next(role for role in roles_of(config, LARGE, with_workers=False) if role.name == "trainer")
     assert trainer.on(CPU) == 4 * sum(part.size for part in trainer.parts)
-    on_gpus = replace(trainer, device="cuda", parts=(Part("a", 10), Part("b", 7, True)))
+    on_gpus = replace(trainer, device="cuda", parts=(MemoryPart("a", 10), MemoryPart("b", 7, True)))
     assert (on_gpus.on("cuda"), on_gpus.on(CPU)) == (10, 28)
 
 
@@ -263,7 +263,7 @@ def test_weights_that_no_engine_takes_begin_no_run(
     tensors = {name: one.to(getattr(torch, dtype)) for name, one in load_file(weights).items()}
     save_file(tensors, weights)
     if dtype != "int8":
-        demand_finite(demand_weights(weights.parent, PolicySpec.from_directory(weights.parent)))
+        demand_finite(demand_weights(weights.parent, ModelConfig.from_directory(weights.parent)))
     tensors["model.norm.weight"][-1] = value
     save_file(tensors, weights)
     assert main.main(["doctor", "--recipe", str(recipe)]) == 1
@@ -400,7 +400,7 @@ def test_a_run_that_does_not_fit_starts_no_role(
     assert not (tmp_path / "run").exists()
 
 
-def in_shifts(monkeypatch: pytest.MonkeyPatch, gb: float, *changes: str) -> dict[str, memory_plan.Report]:
+def in_shifts(monkeypatch: pytest.MonkeyPatch, gb: float, *changes: str) -> dict[str, memory_plan.MemoryReport]:
     """What a host of the adapter of 8B takes, by device, on a GPU with so much memory."""
     on_a_gpu = [f"{section}.device=cuda" for section in ("train", "workers", "validators")]
     config = load_run(RECIPES / "qwen3-8b-lora.toml", [*on_a_gpu, *changes], random_policy=True)

@@ -17,13 +17,13 @@ from rich.console import Console
 from shoal.alarms import Alarm
 from shoal.launch.node_panels import NodeNow, at, next_vesting, picture, plain
 from shoal.launch.node_view import NodeView, _draw, _on_screen, limits_of, shown
-from shoal.launch.run_status import Snapshot
+from shoal.launch.run_status import RunStatus
 from shoal.launch.url_status import RemoteRun
 from shoal.ledger.members import ASKED_BY_HOST
 from shoal.net.client import Client, PeerRefused
 from shoal.protocol import messages as t
-from shoal.roles.coordinator.status import Board
-from shoal.roles.node.activity import Doing, Judged
+from shoal.roles.coordinator.status import StatusBoard
+from shoal.roles.node.activity import JudgingStats, NodeActivity
 from shoal.roles.node.throttle import Allowance, Hours
 from tests.launch.test_watch_command import Presses, host_of, told
 from tests.roles.in_memory_run import Town, tiny_run
@@ -33,11 +33,11 @@ ME = "bb" * 32
 
 @pytest.fixture(scope="module")
 def info(tmp_path_factory: pytest.TempPathFactory) -> t.RunInfo:
-    return Board(Town(tmp_path_factory.mktemp("town") / "run", tiny_run()).desk).info()
+    return StatusBoard(Town(tmp_path_factory.mktemp("town") / "run", tiny_run()).desk).info()
 
 
 @pytest.fixture
-def worker(snapshot: Snapshot, info: t.RunInfo) -> NodeNow:
+def worker(snapshot: RunStatus, info: t.RunInfo) -> NodeNow:
     refused = {"commit": 1, "sampling": 3}
     me = t.NodeState(
         ME, "worker", "worker-0", "good", 81234, 611, 4, 1, refused, "sampling: gap 2.3 (limit 0.1)", vested=70000
@@ -99,7 +99,7 @@ def test_figures_of_a_host_that_is_gone_are_said_to_be_of_then(worker: NodeNow, 
 
 
 def test_a_host_that_stops_answering_is_silent_from_its_last_answer(
-    snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+    snapshot: RunStatus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers, now = [True], [1000.0]
     monkeypatch.setattr("shoal.launch.node_view.time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -109,7 +109,7 @@ def test_a_host_that_stops_answering_is_silent_from_its_last_answer(
 
     async def story() -> list[float]:
         client = Client("http://host", transport=httpx.MockTransport(host))
-        view, run = NodeView("worker", "http://host", Doing()), RemoteRun(client, lambda: now[0])
+        view, run = NodeView("worker", "http://host", NodeActivity()), RemoteRun(client, lambda: now[0])
         found = list[float]()
         for answers[0], now[0] in ((True, 1000.0), (False, 1010.0), (False, 1060.0), (True, 1070.0)):
             await view.look(run)
@@ -120,7 +120,7 @@ def test_a_host_that_stops_answering_is_silent_from_its_last_answer(
 
 
 def test_a_host_is_silent_from_its_last_answer_to_the_node_and_not_to_its_view(
-    snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+    snapshot: RunStatus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr("shoal.launch.node_view.time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -130,7 +130,7 @@ def test_a_host_is_silent_from_its_last_answer_to_the_node_and_not_to_its_view(
         client = Client("http://host", transport=answers[0], monotonic=lambda: now[0])
         refuses = httpx.MockTransport(lambda request: told({"error": "enough groups", "code": "not_yours"}, 403))
         node = Client("http://host", transport=refuses, monotonic=lambda: now[0])
-        view = NodeView("worker", "http://host", Doing(answered_at=lambda: node.answered_at))
+        view = NodeView("worker", "http://host", NodeActivity(answered_at=lambda: node.answered_at))
         await view.look(RemoteRun(client, lambda: now[0]))
         now[0] += 147.0
         with pytest.raises(PeerRefused):
@@ -194,7 +194,7 @@ def verdict_of(*outcomes: str) -> tuple[t.GroupVerdict, ...]:
 
 
 def test_a_validator_sees_what_it_judged(worker: NodeNow) -> None:
-    judged = Judged()
+    judged = JudgingStats()
     judged.add(t.Verdict("s1", verdict_of("", "sampling")), 2.0)
     judged.add(t.Verdict("s2", verdict_of("", "")), 1.0)
     now = replace(worker, role="validator", judged=judged, node=None)
@@ -207,7 +207,7 @@ def test_a_validator_sees_what_it_judged(worker: NodeNow) -> None:
 
 def test_a_wait_goes_on_where_only_its_numbers_change() -> None:
     now = [0.0]
-    doing = Doing(clock=lambda: now[0])
+    doing = NodeActivity(clock=lambda: now[0])
     for when, words, since in (
         (1.0, "fetching version 1", 1.0),
         (2.0, "fetching version 2", 2.0),
@@ -224,7 +224,7 @@ def test_a_wait_goes_on_where_only_its_numbers_change() -> None:
 
 
 def test_piped_the_view_logs_and_ends_with_the_role(caplog: pytest.LogCaptureFixture, info: t.RunInfo) -> None:
-    doing, before = Doing(), threading.active_count()
+    doing, before = NodeActivity(), threading.active_count()
     with (
         caplog.at_level(logging.INFO),
         shown(NodeView("worker", "http://127.0.0.1:9", doing), Console(file=io.StringIO())),
@@ -236,7 +236,7 @@ def test_piped_the_view_logs_and_ends_with_the_role(caplog: pytest.LogCaptureFix
     assert threading.active_count() == before
 
 
-def test_p_pauses_and_a_stop_gives_the_terminal_back_at_once(snapshot: Snapshot) -> None:
+def test_p_pauses_and_a_stop_gives_the_terminal_back_at_once(snapshot: RunStatus) -> None:
     presses = iter(["", "p", ""])
     left = [3]
 
@@ -244,7 +244,7 @@ def test_p_pauses_and_a_stop_gives_the_terminal_back_at_once(snapshot: Snapshot)
         left[0] -= 1
         return left[0] < 0
 
-    doing, allowance = Doing(stopping=stopping), Allowance()
+    doing, allowance = NodeActivity(stopping=stopping), Allowance()
     view = NodeView("worker", "http://host", doing, allowance)
     console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, _environ={"TERM": "xterm"})
     client = Client("http://host", transport=httpx.MockTransport(host_of(snapshot, None)))

@@ -13,8 +13,8 @@ from shoal.config import AdapterConfig, EnvConfig, PolicyConfig, RunConfig, Tiny
 from shoal.config.validate_algorithm import MAX_PRESET_LR
 from shoal.errors import StateError
 from shoal.launch import doctor, sizing
-from shoal.launch.memory_plan import Report, reports
-from shoal.launch.sizing import sized
+from shoal.launch.memory_plan import MemoryReport, reports
+from shoal.launch.sizing import resolve_sizes
 from shoal.launch.supervisor import open_crew
 from shoal.launch.terminal_view import LiveView
 from shoal.models.checkpoint import load_policy
@@ -33,7 +33,7 @@ def gsm8k(*changes: str) -> RunConfig:
     return load_run(RECIPES / "qwen3-0.6b-gsm8k.toml", [*ON_GPU, *changes], random_policy=True)
 
 
-def on_gpu(config: RunConfig, tokens: int = 0) -> Report:
+def on_gpu(config: RunConfig, tokens: int = 0) -> MemoryReport:
     if tokens:
         train = msgspec.structs.replace(config.train, microbatch_tokens=tokens)
         config = msgspec.structs.replace(config, train=train)
@@ -42,7 +42,7 @@ def on_gpu(config: RunConfig, tokens: int = 0) -> Report:
 
 def tokens_with(gb: float, monkeypatch: pytest.MonkeyPatch, *changes: str) -> int:
     has_free(monkeypatch, gb)
-    return sized(gsm8k(OPEN, *changes), LARGE, with_workers=False).config.train.microbatch_tokens
+    return resolve_sizes(gsm8k(OPEN, *changes), LARGE, with_workers=False).config.train.microbatch_tokens
 
 
 def test_a_micro_batch_has_as_many_tokens_as_fit_with_room_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_a_smaller_micro_batch_is_preferred_to_shifts(monkeypatch: pytest.Monkey
 
 def rows_with(gb: float, monkeypatch: pytest.MonkeyPatch, *changes: str) -> int:
     has_free(monkeypatch, gb)
-    return sized(gsm8k(*changes), LARGE, with_workers=False).config.eval.rows
+    return resolve_sizes(gsm8k(*changes), LARGE, with_workers=False).config.eval.rows
 
 
 def test_an_evaluation_plays_128_episodes_at_a_time_or_as_many_halves_as_memory_needs(
@@ -87,14 +87,14 @@ def test_a_run_that_evaluates_nothing_or_says_how_leaves_nothing_to_find(monkeyp
     assert rows_with(1, monkeypatch, "eval.episodes=0") == 0
     assert rows_with(1, monkeypatch, "eval.rows=100") == 100
     has_free(monkeypatch, 1)
-    assert "plays 8 episodes at a time" in sized(gsm8k(), LARGE, with_workers=False).lines[0]
+    assert "plays 8 episodes at a time" in resolve_sizes(gsm8k(), LARGE, with_workers=False).lines[0]
 
 
 def test_training_is_sized_before_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     has_free(monkeypatch, 26)
-    both = sized(gsm8k(OPEN), LARGE, with_workers=False).config
+    both = resolve_sizes(gsm8k(OPEN), LARGE, with_workers=False).config
     has_free(monkeypatch, 26)
-    least = sized(gsm8k(OPEN, f"eval.rows={sizing.LEAST_ROWS}"), LARGE, with_workers=False).config
+    least = resolve_sizes(gsm8k(OPEN, f"eval.rows={sizing.LEAST_ROWS}"), LARGE, with_workers=False).config
     assert both.train == least.train and both.eval.rows >= sizing.LEAST_ROWS
     assert on_gpu(both).need <= 26e9 and not on_gpu(both).shared
 
@@ -102,7 +102,7 @@ def test_training_is_sized_before_evaluations(monkeypatch: pytest.MonkeyPatch) -
 def test_a_number_in_the_run_file_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     has_free(monkeypatch, 1)
     config = gsm8k("eval.episodes=0")
-    assert sized(config, LARGE, with_workers=False) == (config, ())
+    assert resolve_sizes(config, LARGE, with_workers=False) == (config, ())
 
 
 def test_the_launcher_says_what_it_found_and_a_resumed_run_keeps_it(
@@ -185,7 +185,7 @@ def test_a_learner_without_a_learning_rate_takes_the_one_that_the_launcher_finds
     tiny = TinyPolicy(width=192, layers=3, heads=2, kv_heads=1, mlp_width=512, tied=tied)
     make_tiny(tiny, tmp_path, 0, "float32")
     config = RunConfig(name="r", steps=4, envs=(EnvConfig("arithmetic"),), policy=PolicyConfig(tiny=tiny))
-    found = sized(config, tiny_spec(tiny), with_workers=True).config.train
+    found = resolve_sizes(config, tiny_spec(tiny), with_workers=True).config.train
     learner = Learner(load_policy(tmp_path, torch.float32), config.train, temperature=1.0, steps=4)
     assert found.lr == learner.config.lr < MAX_PRESET_LR
     again = Learner(load_policy(tmp_path, torch.float32), found, temperature=1.0, steps=4)
@@ -195,6 +195,6 @@ def test_a_learner_without_a_learning_rate_takes_the_one_that_the_launcher_finds
 def test_only_the_parameters_of_an_adapter_count_for_the_learning_rate() -> None:
     config = load_run(RECIPES / "qwen3-8b-lora.toml", ["train.lr=-1"], random_policy=True)
     whole = msgspec.structs.replace(config, policy=msgspec.structs.replace(config.policy, adapter=AdapterConfig()))
-    rates = [sized(one, LARGE, with_workers=False).config.train.lr for one in (config, whole)]
+    rates = [resolve_sizes(one, LARGE, with_workers=False).config.train.lr for one in (config, whole)]
     assert rates == [preset_lr(adapter_parameters_of(LARGE, config.policy.adapter.rank)), 1e-6]
     assert rates[0] > 10 * rates[1]

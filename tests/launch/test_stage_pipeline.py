@@ -413,7 +413,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 def test_a_template_that_does_not_end_is_refused_by_stages_run_and_sft(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(isolated, "OWN_LIMITS", isolated.Limits(time_s=0.5, open_s=9.0))
+    monkeypatch.setattr(isolated, "OWN_LIMITS", isolated.RendererLimits(time_s=0.5, open_s=9.0))
     monkeypatch.setattr(isolated, "GRACE_S", 0.1)
     here = files.parent
     monkeypatch.chdir(here)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch.role_process import Use
-from shoal.launch.run_status import NO_STATUS, CoordinatorWatch, MetricsWatch, Snapshot, names_apart
+from shoal.launch.role_process import RoleUsage
+from shoal.launch.run_status import NO_STATUS, CoordinatorWatch, MetricsWatch, RunStatus, names_apart
 from shoal.launch.summary import UsageBook, _troubles, influence_shares
 from shoal.ledger.batches import GroupAccepted
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
@@ -36,11 +36,11 @@ def test_the_error_that_most_groups_share_is_in_the_log_of_a_run(tmp_path: Path)
 
 def test_usage_is_summed_by_role_and_over_restarts(tmp_path: Path) -> None:
     first = UsageBook(tmp_path / "usage.json")
-    first.save({"worker-0": Use(1.0, 50.0), "cheater-0": Use(2.0, 60.0), "trainer": Use(4.0, 90.0)})
+    first.save({"worker-0": RoleUsage(1.0, 50.0), "cheater-0": RoleUsage(2.0, 60.0), "trainer": RoleUsage(4.0, 90.0)})
     second = UsageBook(tmp_path / "usage.json")
-    second.save({"worker-0": Use(0.5, 10.0)})
+    second.save({"worker-0": RoleUsage(0.5, 10.0)})
     total = second.by_role()
-    assert (total["worker"], total["trainer"]) == (Use(3.5, 60.0), Use(4.0, 90.0))
+    assert (total["worker"], total["trainer"]) == (RoleUsage(3.5, 60.0), RoleUsage(4.0, 90.0))
     assert json.loads((tmp_path / "usage.json").read_text())["cpu_s"]["worker"] == 3.5
 
 
@@ -48,7 +48,7 @@ def test_wall_time_goes_on_from_where_the_last_launch_ended(tmp_path: Path) -> N
     (tmp_path / "usage.json").write_text('{"wall_s": 100.0, "cpu_s": {}, "peak_rss_mb": {}}')
     assert 100.0 <= UsageBook(tmp_path / "usage.json").wall_s() < 200.0
     seen = UsageBook(tmp_path / "usage.json", has_ended=True)
-    seen.save({"trainer": Use(1.0, 1.0)})
+    seen.save({"trainer": RoleUsage(1.0, 1.0)})
     assert seen.wall_s() == 100.0 and json.loads((tmp_path / "usage.json").read_text())["wall_s"] == 100.0
 
 
@@ -61,8 +61,8 @@ def test_a_damaged_usage_file_starts_again_at_zero(tmp_path: Path, damage: bytes
 def test_usage_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     book = UsageBook(tmp_path / "file" / "usage.json")
-    book.save({"trainer": Use(1.0, 1.0)})
-    assert book.by_role()["trainer"] == Use(1.0, 1.0) and (tmp_path / "file").read_text() == ""
+    book.save({"trainer": RoleUsage(1.0, 1.0)})
+    assert book.by_role()["trainer"] == RoleUsage(1.0, 1.0) and (tmp_path / "file").read_text() == ""
 
 
 def test_influence_is_each_workers_share_of_everything_learned() -> None:
@@ -106,7 +106,7 @@ def test_metrics_are_read_as_the_file_grows(tmp_path: Path) -> None:
     path.write_text(
         '{"step": 0, "policy_tokens": 10, "step_s": 2.0}\n{"step": 1, "policy_tokens": 30, "step_s": 2.0}\n'
     )
-    snapshot = Snapshot("x", "runs/x", 9, metrics=watch.read())
+    snapshot = RunStatus("x", "runs/x", 9, metrics=watch.read())
     assert (snapshot.step, snapshot.tokens_per_s(), snapshot.latest("policy_tokens")) == (2, 10.0, 30.0)
     assert snapshot.latest("reward_all_mean") is None
 

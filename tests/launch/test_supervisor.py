@@ -20,7 +20,7 @@ from rich.console import Console
 
 from shoal.config import load_run
 from shoal.errors import StateError
-from shoal.launch.launcher_log import Told
+from shoal.launch.launcher_log import LoggingView
 from shoal.launch.role_process import RoleProcess, suspended_process, with_ended_call, with_suspended
 from shoal.launch.run_lock import locked
 from shoal.launch.run_status import NO_STATUS, own_keys
@@ -164,7 +164,7 @@ def check_end(folder: Path, said: str) -> None:
 
 def test_a_role_that_dies_is_said_once_with_its_signal(tmp_path: Path) -> None:
     process = RoleProcess("trainer", [sys.executable, "-c", "input()"], tmp_path / "trainer.log", threads=1)
-    told = Told(LiveView(Console(file=(out := io.StringIO()), width=60)), tmp_path / "launcher.log", "text")
+    told = LoggingView(LiveView(Console(file=(out := io.StringIO()), width=60)), tmp_path / "launcher.log", "text")
     process.tend()
     told.died([process])
     assert process.pid is not None and out.getvalue() == ""

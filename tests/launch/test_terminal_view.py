@@ -16,7 +16,7 @@ from shoal.cli.main import parser
 from shoal.config import EnvConfig
 from shoal.evaluation_files import Heldout
 from shoal.launch.end_screen import plain_end, render_end, save_picture
-from shoal.launch.run_status import Sample, Snapshot
+from shoal.launch.run_status import RunStatus, SampleConversation
 from shoal.launch.summary import RunEnd
 from shoal.launch.terminal_panels import chart, duration, figures, figures_table
 from shoal.launch.terminal_view import LiveView, plain, plain_wait, render
@@ -30,7 +30,7 @@ def shown(picture: RenderableType, width: int = 110) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_the_picture_shows_progress_workers_and_what_the_run_waits_for(snapshot: Snapshot) -> None:
+def test_the_picture_shows_progress_workers_and_what_the_run_waits_for(snapshot: RunStatus) -> None:
     text = shown(render(snapshot))
     for expected in (
         "running", "step 37/90", "policy v37", "2m03s", "held-out before", "29.0% (25%-33%)", "41.0%",
@@ -43,7 +43,7 @@ def test_the_picture_shows_progress_workers_and_what_the_run_waits_for(snapshot:
 
 @pytest.mark.parametrize(("factor", "says"), [(0.5, True), (1.0, False)])
 def test_a_small_picture_says_that_the_host_changed_the_learning_rate(
-    snapshot: Snapshot, factor: float, says: bool
+    snapshot: RunStatus, factor: float, says: bool
 ) -> None:
     found = replace(snapshot, status=msgspec.structs.replace(snapshot.status, lr_factor=factor))
     console = Console(file=io.StringIO(), width=80, height=24, color_system=None)
@@ -52,17 +52,17 @@ def test_a_small_picture_says_that_the_host_changed_the_learning_rate(
     assert ("lr_factor=0.5" in plain(found)) is says
 
 
-def test_the_picture_says_which_workers_left(snapshot: Snapshot) -> None:
+def test_the_picture_says_which_workers_left(snapshot: RunStatus) -> None:
     gone = tuple(msgspec.structs.replace(node, left=node.name == "worker-0") for node in snapshot.nodes)
     assert "good, left" in shown(render(replace(snapshot, nodes=gone)))
 
 
 def test_the_picture_says_that_a_run_is_starting() -> None:
-    text = shown(render(Snapshot("wordle", "runs/wordle", 90, notice="starting the coordinator")))
+    text = shown(render(RunStatus("wordle", "runs/wordle", 90, notice="starting the coordinator")))
     assert "starting the coordinator" in text and "no worker has joined yet" in text and "step 0/90" in text
 
 
-def test_a_picture_of_an_ended_run_offers_nothing_to_stop(snapshot: Snapshot) -> None:
+def test_a_picture_of_an_ended_run_offers_nothing_to_stop(snapshot: RunStatus) -> None:
     status = msgspec.structs.replace(snapshot.status, phase="ended", waiting_for="nothing: the run has ended")
     text = shown(render(replace(snapshot, status=status)))
     assert "the run has ended" in text and "waiting" not in text.replace("trainer waits", "") and "Ctrl-C" not in text
@@ -70,22 +70,24 @@ def test_a_picture_of_an_ended_run_offers_nothing_to_stop(snapshot: Snapshot) ->
     assert "waiting" not in shown(render(evaluated)).replace("trainer waits", "")
 
 
-def test_the_step_is_never_behind_the_version(snapshot: Snapshot) -> None:
+def test_the_step_is_never_behind_the_version(snapshot: RunStatus) -> None:
     for version, step in ((40, 40), (30, 37), (10**6, 90)):
         status = msgspec.structs.replace(snapshot.status, version=version)
         assert f"step {step}/90" in shown(render(replace(snapshot, status=status)))
 
 
-def test_a_turn_of_spaces_alone_is_said_to_be_blank(snapshot: Snapshot) -> None:
-    assert "policy (blank)" in shown(render(replace(snapshot, sample=Sample("one rollout", (("policy", " \n "),)))))
+def test_a_turn_of_spaces_alone_is_said_to_be_blank(snapshot: RunStatus) -> None:
+    assert "policy (blank)" in shown(
+        render(replace(snapshot, sample=SampleConversation("one rollout", (("policy", " \n "),))))
+    )
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-def test_picture_fits_the_terminal(snapshot: Snapshot, width: int) -> None:
+def test_picture_fits_the_terminal(snapshot: RunStatus, width: int) -> None:
     assert max(len(line) for line in shown(render(snapshot), width).splitlines()) <= width
 
 
-def test_the_plain_line_shows_the_newest_step(snapshot: Snapshot) -> None:
+def test_the_plain_line_shows_the_newest_step(snapshot: RunStatus) -> None:
     line = plain(snapshot)
     assert "\n" not in line
     for expected in (
@@ -95,7 +97,7 @@ def test_the_plain_line_shows_the_newest_step(snapshot: Snapshot) -> None:
         assert expected in line, expected
 
 
-def test_reward_of_each_environment_of_a_mix_is_shown(snapshot: Snapshot) -> None:
+def test_reward_of_each_environment_of_a_mix_is_shown(snapshot: RunStatus) -> None:
     newest = {"step": 37, "reward_mean/easy": 0.75, "reward_mean/very hard": None}
     older = {"step": 36, "reward_mean/easy": 0.5, "reward_mean/very hard": 0.125}
     mix = replace(snapshot, metrics=(*snapshot.metrics, older, newest))
@@ -113,7 +115,7 @@ def test_reward_of_each_environment_of_a_mix_is_shown(snapshot: Snapshot) -> Non
         assert "[/x]" in text and "\x9b" not in text and "\u202e" not in text
 
 
-def test_the_plain_line_says_on_how_many_episodes_the_environment_failed(snapshot: Snapshot) -> None:
+def test_the_plain_line_says_on_how_many_episodes_the_environment_failed(snapshot: RunStatus) -> None:
     parts = {"hard": Heldout(None, None, None, 32, faults=32), "easy": Heldout(0.9, 0.8, 1.0, 32)}
     measured = replace(snapshot, heldout=(("before", Heldout(None, None, None, 64, parts, faults=32)),))
     console = Console(file=io.StringIO(), width=400)
@@ -123,7 +125,7 @@ def test_the_plain_line_says_on_how_many_episodes_the_environment_failed(snapsho
     assert "held-out_before_hard_faults=32/32  held-out_before_easy=90.0%  accepted" in said
 
 
-def test_each_step_of_a_batch_of_new_ones_has_a_line_when_piped(snapshot: Snapshot) -> None:
+def test_each_step_of_a_batch_of_new_ones_has_a_line_when_piped(snapshot: RunStatus) -> None:
     console = Console(file=io.StringIO(), width=400)
     view, lines = LiveView(console), tuple({"step": step, "reward_all_mean": step / 10} for step in range(6))
     for known in (lines[:2], lines[:2], lines[:5], lines):
@@ -136,7 +138,7 @@ def test_each_step_of_a_batch_of_new_ones_has_a_line_when_piped(snapshot: Snapsh
 
 
 def test_rollouts_on_which_the_environment_failed_are_counted_where_there_are_any(
-    snapshot: Snapshot, end: RunEnd
+    snapshot: RunStatus, end: RunEnd
 ) -> None:
     one, two = {"step": 37, "fault_rollouts": 3}, {"step": 38, "fault_rollouts": 2}
     assert "env_faults=3(+3)" in plain(replace(snapshot, metrics=(one,)))
@@ -156,7 +158,7 @@ def test_rollouts_on_which_the_environment_failed_are_counted_where_there_are_an
 
 @pytest.mark.parametrize("size", [(80, 24), (80, 40), (120, 40), (50, 24)])
 def test_the_share_of_rollouts_that_a_token_limit_ended_is_shown_where_it_is_large(
-    snapshot: Snapshot, size: tuple[int, int]
+    snapshot: RunStatus, size: tuple[int, int]
 ) -> None:
     many = replace(snapshot, metrics=(*snapshot.metrics[:-1], snapshot.metrics[-1] | {"overlong_share": 0.414}))
     few = replace(many, metrics=(*many.metrics, {"step": 37, "overlong_share": 0.1}))
@@ -186,7 +188,7 @@ def test_groups_whose_tasks_cannot_begin_are_counted_at_the_end(end: RunEnd) -> 
         assert "not played" not in said(end)
 
 
-def test_solve_rate_and_weight_of_each_environment_are_shown(snapshot: Snapshot) -> None:
+def test_solve_rate_and_weight_of_each_environment_are_shown(snapshot: RunStatus) -> None:
     line = {"step": 37, "solve_rate": 0.25, "solve_rate/easy": 0.75, "solve_rate/very hard": None}
     mix = replace(snapshot, metrics=({**line, "draw_weight/easy": 1.0, "draw_weight/very hard": 0.25},))
     assert "solved=25.0%" in plain(mix) and "solved_easy=75.0%×1" in plain(mix)
@@ -196,7 +198,7 @@ def test_solve_rate_and_weight_of_each_environment_are_shown(snapshot: Snapshot)
     assert "solved" not in plain(snapshot)
 
 
-def test_only_long_waits_are_reported(snapshot: Snapshot) -> None:
+def test_only_long_waits_are_reported(snapshot: RunStatus) -> None:
     assert plain_wait(snapshot).startswith("waiting 8 s for workers: 9 of 16 groups")
     brief = replace(snapshot, status=type(snapshot.status)("", "running", 0, 9, 0, {}, 0, 0, "the trainer", 1.0))
     assert plain_wait(brief) == ""
@@ -204,7 +206,7 @@ def test_only_long_waits_are_reported(snapshot: Snapshot) -> None:
     assert plain_wait(replace(snapshot, status=ended)) == "", "an older host counts on"
 
 
-def test_a_piped_view_says_the_remedy_of_a_pause_once_and_cuts_nothing(snapshot: Snapshot) -> None:
+def test_a_piped_view_says_the_remedy_of_a_pause_once_and_cuts_nothing(snapshot: RunStatus) -> None:
     waits = f"the host: {FAULTS}words fails on 40 of its newest 400 rollouts: {'no answer ' * 20}. {FAULT_REMEDY}"
     view = LiveView(Console(file=(file := io.StringIO()), width=80), wait_line_every_s=0.0)
     paused = replace(snapshot, status=msgspec.structs.replace(snapshot.status, phase="paused", waiting_for=waits))
@@ -216,7 +218,7 @@ def test_a_piped_view_says_the_remedy_of_a_pause_once_and_cuts_nothing(snapshot:
 
 
 def test_lines_about_one_wait_come_ever_less_often_when_piped(
-    snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+    snapshot: RunStatus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr("shoal.launch.terminal_view.time.monotonic", lambda: now[0])
@@ -243,7 +245,7 @@ def test_a_line_on_a_terminal_is_broken_at_spaces(monkeypatch: pytest.MonkeyPatc
         assert file.getvalue().splitlines()[0] == "a warning with a long word:" + " unaccompanied" * (not is_terminal)
 
 
-def test_piped_view_prints_each_step_once(snapshot: Snapshot) -> None:
+def test_piped_view_prints_each_step_once(snapshot: RunStatus) -> None:
     console = Console(file=io.StringIO(), width=80)
     view = LiveView(console, wait_line_every_s=1e9)
     view.show(snapshot)
@@ -386,14 +388,14 @@ def test_what_a_policy_wrote_cannot_steer_the_terminal(end: RunEnd) -> None:
         assert "\x1b[2J" not in text and "\x07" not in text and "[bold]boo" in text
 
 
-def test_name_of_a_worker_cannot_steer_the_terminal(snapshot: Snapshot, end: RunEnd) -> None:
+def test_name_of_a_worker_cannot_steer_the_terminal(snapshot: RunStatus, end: RunEnd) -> None:
     nodes = tuple(msgspec.structs.replace(node, name="\x1b[2J[red]x", last_reason="\x07") for node in snapshot.nodes)
     evil = replace(snapshot, nodes=nodes)
     for text in (shown(render(evil)), shown(render_end(replace(end, snapshot=evil)))):
         assert "\x1b[2J" not in text and "\x07" not in text
 
 
-def test_a_figure_that_the_newest_step_lacks_is_not_that_of_an_older_one(snapshot: Snapshot) -> None:
+def test_a_figure_that_the_newest_step_lacks_is_not_that_of_an_older_one(snapshot: RunStatus) -> None:
     known = {"step": 37, "reward_all_mean": 0.5, "solve_rate": 0.477, "solve_rate/easy": 0.7, "draw_weight/easy": 1.0}
     after = {"step": 38, "reward_all_mean": 0.5}
     for lines, is_known in (((known,), True), ((known, after), False)):
@@ -403,13 +405,13 @@ def test_a_figure_that_the_newest_step_lacks_is_not_that_of_an_older_one(snapsho
         assert ("solved_easy=" in plain(seen)) == is_known and ("  easy" in shown(figures_table(seen))) == is_known
 
 
-def test_two_workers_of_one_name_are_told_apart_in_the_table(snapshot: Snapshot) -> None:
+def test_two_workers_of_one_name_are_told_apart_in_the_table(snapshot: RunStatus) -> None:
     nodes = tuple(msgspec.structs.replace(node, name="a-machine-with-a-long-name") for node in snapshot.nodes)
     text = shown(render(replace(snapshot, nodes=nodes, cheaters=frozenset())), 80)
     assert "a-machine… (aaaaaaaaaaaa)" in text and "a-machine… (bbbbbbbbbbbb)" in text
 
 
-def test_names_are_not_read_as_markup(snapshot: Snapshot, end: RunEnd) -> None:
+def test_names_are_not_read_as_markup(snapshot: RunStatus, end: RunEnd) -> None:
     name = "[/x]\x9b\u202e"
     node = msgspec.structs.replace(next(n for n in snapshot.nodes if n.role == "worker"), name=name, last_reason=name)
     evil = replace(snapshot, name=name, out=name, nodes=(node,))
@@ -424,7 +426,7 @@ def test_names_are_not_read_as_markup(snapshot: Snapshot, end: RunEnd) -> None:
         assert "[/x]" in text and "\x9b" not in text and "\u202e" not in text
 
 
-def test_the_picture_can_be_saved_as_svg(snapshot: Snapshot, tmp_path: Path) -> None:
+def test_the_picture_can_be_saved_as_svg(snapshot: RunStatus, tmp_path: Path) -> None:
     save_picture(render(snapshot), tmp_path / "terminal.svg")
     content = (tmp_path / "terminal.svg").read_text()
     assert set(re.findall(r"\w+://[^\s\"]+", content)) <= {"http://www.w3.org/2000/svg", "https://www.textualize.io"}

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from shoal.errors import StateError
-from shoal.launch.run_status import NO_STATUS, Snapshot
+from shoal.launch.run_status import NO_STATUS, RunStatus
 from shoal.launch.unattended_run import IDLE_LIMIT_S, UnattendedView
 from shoal.run_folder import RunFolder
 from tests.launch.test_stage_pipeline import RL, ROOT, finish, start
@@ -24,7 +24,7 @@ class Heard:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def show(self, snapshot: Snapshot) -> None: ...
+    def show(self, snapshot: RunStatus) -> None: ...
 
     def say(self, line: str, passes: bool = False) -> None:
         self.lines.append(line)
@@ -53,9 +53,9 @@ def view(tmp_path: Path, clock: Clock) -> UnattendedView:
     return UnattendedView(Heard(), RunFolder(tmp_path), clock)
 
 
-def running(**changes: object) -> Snapshot:
+def running(**changes: object) -> RunStatus:
     status = msgspec.structs.replace(NO_STATUS, **{"phase": "running", "version": 0, "steps": 3} | changes)
-    return Snapshot("run", "runs/run", 3, status=status)
+    return RunStatus("run", "runs/run", 3, status=status)
 
 
 def test_a_run_that_paused_itself_ends_after_its_rollouts_were_shown(view: UnattendedView) -> None:
@@ -76,7 +76,7 @@ def test_a_run_whose_environment_fails_ends_with_the_error_and_what_to_do(view: 
 
 
 def test_a_run_that_a_person_paused_is_waited_for(view: UnattendedView, clock: Clock) -> None:
-    paused = Snapshot("run", "runs/run", 3, status=msgspec.structs.replace(running().status, phase="paused"))
+    paused = RunStatus("run", "runs/run", 3, status=msgspec.structs.replace(running().status, phase="paused"))
     for _ in range(3):
         clock.now += IDLE_LIMIT_S
         view.show(paused)

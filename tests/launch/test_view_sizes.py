@@ -14,7 +14,7 @@ from rich.text import Text
 
 from shoal.alarms import Alarm
 from shoal.launch.alarms import in_words
-from shoal.launch.run_status import Sample, Snapshot, seconds_left
+from shoal.launch.run_status import RunStatus, SampleConversation, seconds_left
 from shoal.launch.terminal_panels import cropped
 from shoal.launch.terminal_view import LiveView, plain, render
 from shoal.ledger.fault_rate import (
@@ -47,7 +47,7 @@ from shoal.monitors import (
     stragglers,
     validator_disagreement,
 )
-from shoal.monitors.alarm_state import Change
+from shoal.monitors.alarm_state import AlarmChange
 from shoal.monitors.trainer_waits import LEASED, UNLEASED
 from shoal.protocol.env_faults import REPLY_REFUSED
 from shoal.protocol.rollout_validation import MODEL_REMEDY, ROOM_REMEDY
@@ -58,7 +58,7 @@ SIZES = [(60, 24), (80, 24), (100, 30), (140, 40)]
 
 
 def lines_of(
-    snapshot: Snapshot, width: int, height: int | None, said: Sequence[str] = (), talks: bool = False
+    snapshot: RunStatus, width: int, height: int | None, said: Sequence[str] = (), talks: bool = False
 ) -> list[str]:
     """What the terminal shows."""
     console = Console(file=io.StringIO(), width=width, height=height or 100, force_terminal=True, color_system=None)
@@ -67,7 +67,7 @@ def lines_of(
     return text.splitlines()
 
 
-def crowd(snapshot: Snapshot, honest: int) -> Snapshot:
+def crowd(snapshot: RunStatus, honest: int) -> RunStatus:
     """The run with more honest workers, whose names come first in the alphabet and whose credits are higher."""
     good = next(node for node in snapshot.nodes if node.name == "worker-0")
     more = tuple(
@@ -77,7 +77,7 @@ def crowd(snapshot: Snapshot, honest: int) -> Snapshot:
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
-def test_who_was_refused_by_which_check_is_seen_at_every_size(snapshot: Snapshot, width: int, height: int) -> None:
+def test_who_was_refused_by_which_check_is_seen_at_every_size(snapshot: RunStatus, width: int, height: int) -> None:
     lines = lines_of(crowd(snapshot, 40), width, height, said=["Others join with:\n\n    shoal join http://host:8470"])
     assert len(lines) <= height and max(map(cell_len, lines)) <= width
     refused = next(line for line in lines if "cheater-0" in line)
@@ -94,14 +94,14 @@ def test_who_was_refused_by_which_check_is_seen_at_every_size(snapshot: Snapshot
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
-def test_workers_that_are_not_shown_are_counted(snapshot: Snapshot, width: int, height: int) -> None:
+def test_workers_that_are_not_shown_are_counted(snapshot: RunStatus, width: int, height: int) -> None:
     lines = lines_of(crowd(snapshot, 60), width, height)
     shown = sum(" a-" in line or "worker-0" in line or "cheater-0" in line for line in lines)
     assert any(f"… and {62 - shown} more, none refused" in line for line in lines), lines
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 20), (140, 40)])
-def test_three_alarms_do_not_hide_what_the_run_waits_for(snapshot: Snapshot, width: int, height: int) -> None:
+def test_three_alarms_do_not_hide_what_the_run_waits_for(snapshot: RunStatus, width: int, height: int) -> None:
     said = "a summary that is so long that it takes two lines of the terminal, and then goes on for a while " * 2
     alarms = [Alarm(cause, "warning", 30, 37, said, "") for cause in ("drift", "clipping", "disk")]
     lines = lines_of(replace(snapshot, alarms=alarms), width, height)
@@ -109,12 +109,12 @@ def test_three_alarms_do_not_hide_what_the_run_waits_for(snapshot: Snapshot, wid
 
 
 @pytest.mark.parametrize("cause", ["poisoning", "drift"])
-def test_an_alarm_takes_two_lines_of_a_small_terminal(snapshot: Snapshot, cause: str) -> None:
+def test_an_alarm_takes_two_lines_of_a_small_terminal(snapshot: RunStatus, cause: str) -> None:
     """Also while it is the newest message, which says the same once more."""
     summary = "worker-7 (3b6a27bcceb6) had 75.0% of its blocks refused, and 0.0% of the influence on batches"
     remedy = "See its refusals (`shoal credits RUN 3b6a27bcceb6`) and audit its groups (`shoal audit RUN`). " * 2
     alarm = Alarm(cause, "critical", 21, 24, summary, remedy)
-    said = [in_words(Change("raised", alarm))]
+    said = [in_words(AlarmChange("raised", alarm))]
     for width, height in ((80, 24), (60, 20), (120, 24)):
         shown = lines_of(replace(snapshot, alarms=[alarm]), width, height, said)
         first = next(i for i, line in enumerate(shown) if f"alarm {cause} since step 21: worker-7" in line)
@@ -126,7 +126,7 @@ def test_an_alarm_takes_two_lines_of_a_small_terminal(snapshot: Snapshot, cause:
 
 
 @pytest.mark.parametrize("remedy", [LEASED, UNLEASED])
-def test_what_to_do_about_an_alarm_is_whole_beside_a_long_cause(snapshot: Snapshot, remedy: str) -> None:
+def test_what_to_do_about_an_alarm_is_whole_beside_a_long_cause(snapshot: RunStatus, remedy: str) -> None:
     summary = "no step for 300 s, usually 12 s: waiting for workers: 3 of 16; leased longest: w-0 (3b6a27bcceb6) 290 s"
     alarm = Alarm("starved", "warning", 21, 24, summary, remedy)
     shown = lines_of(replace(snapshot, alarms=[alarm]), 80, 24)
@@ -146,13 +146,15 @@ def test_what_to_do_about_an_alarm_is_whole_beside_a_long_cause(snapshot: Snapsh
         (validator_disagreement.REMEDY, "`shoal audit RUN`"),
     ],
 )  # fmt: skip
-def test_the_core_of_a_remedy_comes_before_a_small_terminal_cuts_it(snapshot: Snapshot, remedy: str, core: str) -> None:
+def test_the_core_of_a_remedy_comes_before_a_small_terminal_cuts_it(
+    snapshot: RunStatus, remedy: str, core: str
+) -> None:
     alarm = Alarm("no_signal", "critical", 21, 24, "the last 64 groups have no signal; at 128 the run pauses", remedy)
     shown = lines_of(replace(snapshot, alarms=[alarm]), 80, 24)
     assert any(core in line for line in shown), shown
 
 
-def test_the_alarm_of_a_pause_leaves_its_cause_to_the_wait_and_has_its_remedy_whole(snapshot: Snapshot) -> None:
+def test_the_alarm_of_a_pause_leaves_its_cause_to_the_wait_and_has_its_remedy_whole(snapshot: RunStatus) -> None:
     summary = "the last 512 groups have no signal; at 500 the run pauses"
     alarm = Alarm("no_signal", "critical", 12, 13, summary, no_signal.FALLEN)
     for phase in ("running", "paused"):
@@ -163,7 +165,7 @@ def test_the_alarm_of_a_pause_leaves_its_cause_to_the_wait_and_has_its_remedy_wh
         assert ("512 groups" in text) == (phase == "running")
 
 
-def test_the_curve_spans_the_steps_that_were_done(snapshot: Snapshot) -> None:
+def test_the_curve_spans_the_steps_that_were_done(snapshot: RunStatus) -> None:
     for done in (3, 20, 37):
         lines = lines_of(replace(snapshot, metrics=snapshot.metrics[:done]), 120, 40)
         axis = next(i for i, line in enumerate(lines) if re.search(rf" 0 +{done} ", line))
@@ -171,13 +173,13 @@ def test_the_curve_spans_the_steps_that_were_done(snapshot: Snapshot) -> None:
         assert lines[axis - 1][end - 1] in "▁▂▃▄▅▆▇█" and lines[axis - 1][end] == " ", lines
 
 
-def test_a_worker_that_is_new_and_was_refused_is_said_to_be_not_proven_yet(snapshot: Snapshot) -> None:
+def test_a_worker_that_is_new_and_was_refused_is_said_to_be_not_proven_yet(snapshot: RunStatus) -> None:
     cheater = msgspec.structs.replace(snapshot.nodes[0], standing="new", refused=8, reasons={"sampling": 8}, left=True)
     line = next(line for line in lines_of(replace(snapshot, nodes=(cheater,)), 80, 24) if "cheater-0" in line)
     assert "sampling 8x; not proven yet, left" in line
 
 
-def test_a_small_table_says_who_is_silent_and_whose_leases_lapsed(snapshot: Snapshot) -> None:
+def test_a_small_table_says_who_is_silent_and_whose_leases_lapsed(snapshot: RunStatus) -> None:
     alice = msgspec.structs.replace(snapshot.nodes[2], name="alice", silent_s=170.0, lapsed=2)
     for width, said in ((80, "silent for 2m50s; 2 lapsed"), (120, "silent for 2m50s")):
         row = next(line for line in lines_of(replace(snapshot, nodes=(alice,)), width, 24) if " alice " in line)
@@ -192,7 +194,7 @@ def test_a_small_table_says_who_is_silent_and_whose_leases_lapsed(snapshot: Snap
     assert any(" zoe " in line and "silent" in line for line in lines_of(crowded, 80, 24))
 
 
-def test_workers_in_trouble_come_first_and_are_counted_when_there_is_no_room(snapshot: Snapshot) -> None:
+def test_workers_in_trouble_come_first_and_are_counted_when_there_is_no_room(snapshot: RunStatus) -> None:
     bad = next(node for node in snapshot.nodes if node.name == "cheater-0")
     cheats = tuple(msgspec.structs.replace(bad, key=f"z{i:063}", name=f"z-{i:02}", refused=i + 1) for i in range(30))
     lines = lines_of(replace(crowd(snapshot, 10), nodes=crowd(snapshot, 10).nodes + cheats), 80, 24)
@@ -201,7 +203,7 @@ def test_workers_in_trouble_come_first_and_are_counted_when_there_is_no_room(sna
     assert any(f"{31 - len(rows)} of them refused or shut out" in line for line in lines)
 
 
-def test_a_worker_refused_by_several_checks_shows_the_most_frequent_first(snapshot: Snapshot) -> None:
+def test_a_worker_refused_by_several_checks_shows_the_most_frequent_first(snapshot: RunStatus) -> None:
     nodes = tuple(msgspec.structs.replace(n, reasons={"commit": 1, "sampling": 7}) for n in snapshot.nodes[:1])
     for width, said in ((84, "sampling 7x, commit 1x; quarantined "), (80, "sampling 7x +1 more; quarantined ")):
         assert said in "\n".join(lines_of(replace(snapshot, nodes=nodes), width, 24))
@@ -211,7 +213,7 @@ def test_a_worker_refused_by_several_checks_shows_the_most_frequent_first(snapsh
     ("width", "said"), [(80, "sampling 120x +6 more; quarantined "), (200, "shape 3x +1 more · it")]
 )
 def test_what_is_left_out_of_the_checks_that_refused_a_worker_is_counted(
-    snapshot: Snapshot, width: int, said: str
+    snapshot: RunStatus, width: int, said: str
 ) -> None:
     checks = {"sampling": 120, "commit": 44, "log_probs": 30, "reward": 12, "length": 7, "shape": 3, "stops": 2}
     nodes = tuple(msgspec.structs.replace(n, reasons=checks, last_reason="it was") for n in snapshot.nodes[:1])
@@ -219,9 +221,9 @@ def test_what_is_left_out_of_the_checks_that_refused_a_worker_is_counted(
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (200, 60)])
-def test_the_table_of_workers_keeps_its_place(snapshot: Snapshot, width: int, height: int) -> None:
+def test_the_table_of_workers_keeps_its_place(snapshot: RunStatus, width: int, height: int) -> None:
     """Whatever else comes and goes: conversations, messages, alarms, the first figures, workers."""
-    talk = Sample("a rollout of version 37, reward 0.25", (("user", "2 + 2 = ?"), ("policy", "four")))
+    talk = SampleConversation("a rollout of version 37, reward 0.25", (("user", "2 + 2 = ?"), ("policy", "four")))
     alarms = [Alarm(cause, "warning", 30, 37, "a long summary " * 20, "") for cause in ("drift", "clipping")]
     talking = replace(snapshot, sample=talk)
     early = replace(snapshot, metrics=(), heldout=(), elapsed_s=0.0)
@@ -238,8 +240,10 @@ def test_the_table_of_workers_keeps_its_place(snapshot: Snapshot, width: int, he
     assert "no worker has joined yet" in lines_of(replace(early, nodes=()), width, height)[3]
 
 
-def test_a_conversation_is_shown_where_there_is_room_and_only_there(snapshot: Snapshot) -> None:
-    sample = Sample("a rollout of version 37, reward 0.25", (("user", "2 + 2 = ?"), ("policy", "four\nI think")))
+def test_a_conversation_is_shown_where_there_is_room_and_only_there(snapshot: RunStatus) -> None:
+    sample = SampleConversation(
+        "a rollout of version 37, reward 0.25", (("user", "2 + 2 = ?"), ("policy", "four\nI think"))
+    )
     talking = replace(snapshot, sample=sample)
     tall = "\n".join(lines_of(talking, 80, 40))
     for said in ("a rollout of version 37, reward 0.25", "2 + 2 = ?", "four", "I think"):
@@ -247,8 +251,10 @@ def test_a_conversation_is_shown_where_there_is_room_and_only_there(snapshot: Sn
     assert "2 + 2" not in "\n".join(lines_of(crowd(talking, 40), 80, 24))
 
 
-def test_at_80x24_a_conversation_takes_turns_with_the_curve_and_refusals_stay(snapshot: Snapshot) -> None:
-    talk = Sample("a rollout of version 37, reward 0.25", (("user", "2 + 2 = ?"), ("policy", "four\nI think")))
+def test_at_80x24_a_conversation_takes_turns_with_the_curve_and_refusals_stay(snapshot: RunStatus) -> None:
+    talk = SampleConversation(
+        "a rollout of version 37, reward 0.25", (("user", "2 + 2 = ?"), ("policy", "four\nI think"))
+    )
     talking = replace(snapshot, sample=talk)
     both = [lines_of(shown, 80, 24, talks=turn) for turn in (False, True) for shown in (talking, crowd(talking, 40))]
     for lines in both:
@@ -262,7 +268,7 @@ def test_at_80x24_a_conversation_takes_turns_with_the_curve_and_refusals_stay(sn
     assert lines_of(snapshot, 80, 24, talks=True) == lines_of(snapshot, 80, 24), "there is none"
 
 
-def test_time_left_follows_the_newest_steps_and_shrugs_off_one_long_night(snapshot: Snapshot) -> None:
+def test_time_left_follows_the_newest_steps_and_shrugs_off_one_long_night(snapshot: RunStatus) -> None:
     assert seconds_left(snapshot) == pytest.approx((90 - 37) * 2.0)
     night = replace(snapshot, metrics=(*snapshot.metrics[:-1], {"step": 36, "step_s": 36_000.0}))
     assert seconds_left(night) == pytest.approx((90 - 37) * (19 * 2 + 10) / 20)
@@ -279,7 +285,7 @@ def test_time_left_follows_the_newest_steps_and_shrugs_off_one_long_night(snapsh
         assert seconds_left(unknown) is None
 
 
-def test_the_page_and_the_terminal_say_the_same_speed_and_time_left(snapshot: Snapshot) -> None:
+def test_the_page_and_the_terminal_say_the_same_speed_and_time_left(snapshot: RunStatus) -> None:
     lines = [{"step": i, "step_s": 100.0 if i == 30 else 2.0, "policy_tokens": 10 * i} for i in range(37)]
     for kept in (lines, lines[:1], [*lines[:-1], {"step": 36, "step_s": 0}], [{"step": 0, "step_s": "x"}] * 3):
         told, run = _speed(kept[::-1], 90 - 37), replace(snapshot, metrics=tuple(kept))
@@ -287,7 +293,7 @@ def test_the_page_and_the_terminal_say_the_same_speed_and_time_left(snapshot: Sn
         assert seconds_left(run) in (None, pytest.approx((told["left_s"] or 0) * (90 - run.step) / (90 - 37)))
 
 
-def test_a_dumb_terminal_gets_lines_and_no_escapes(snapshot: Snapshot) -> None:
+def test_a_dumb_terminal_gets_lines_and_no_escapes(snapshot: RunStatus) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
     view = LiveView(console)
     view.show(snapshot)
@@ -297,7 +303,7 @@ def test_a_dumb_terminal_gets_lines_and_no_escapes(snapshot: Snapshot) -> None:
     assert "\x1b" not in text and "step 37/90" in text and "a word" in text
 
 
-def test_no_color_keeps_the_picture_and_drops_colours(snapshot: Snapshot) -> None:
+def test_no_color_keeps_the_picture_and_drops_colours(snapshot: RunStatus) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24,
                       _environ={"NO_COLOR": "1", "TERM": "xterm-256color"})  # fmt: skip
     console.print(render(snapshot, 24))
@@ -305,7 +311,7 @@ def test_no_color_keeps_the_picture_and_drops_colours(snapshot: Snapshot) -> Non
     assert "sampling 40x" in text and not any(f"\x1b[{code}m" in text for code in (31, 32, 33, 36, 91))
 
 
-def test_what_is_said_during_the_picture_is_printed_after_it(snapshot: Snapshot) -> None:
+def test_what_is_said_during_the_picture_is_printed_after_it(snapshot: RunStatus) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, color_system=None,
                       _environ={"TERM": "xterm"})  # fmt: skip
     view = LiveView(console)
@@ -322,7 +328,7 @@ WARNINGS = [f"{key} = 1e-09, and the preset is 0.0005: the policy may learn slow
 
 
 @pytest.mark.parametrize(("width", "height", "shows"), [(80, 24, "ef"), (60, 20, "f"), (140, 50, "abcdef")])
-def test_warnings_of_the_start_stay_in_the_picture(snapshot: Snapshot, width: int, height: int, shows: str) -> None:
+def test_warnings_of_the_start_stay_in_the_picture(snapshot: RunStatus, width: int, height: int, shows: str) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None,
                       _environ={"TERM": "xterm"})  # fmt: skip
     view = LiveView(console)
@@ -342,7 +348,7 @@ def test_warnings_of_the_start_stay_in_the_picture(snapshot: Snapshot, width: in
 
 
 def test_a_command_before_what_is_left_out_keeps_its_last_word_and_gets_more_room_before_the_first_step(
-    snapshot: Snapshot,
+    snapshot: RunStatus,
 ) -> None:
     said = [
         "a prompt of wordle",
@@ -358,14 +364,14 @@ def test_a_command_before_what_is_left_out_keeps_its_last_word_and_gets_more_roo
     assert cropped(Text(f"{far}\n{far}"), 40, 2).plain.endswith("…"), "half of a command is marked"
 
 
-def test_a_message_that_does_not_fit_says_where_it_is_whole(snapshot: Snapshot) -> None:
+def test_a_message_that_does_not_fit_says_where_it_is_whole(snapshot: RunStatus) -> None:
     assert "whole in logs/launcher.log" in "\n".join(lines_of(snapshot, 80, 24, ["a word " * 100]))
 
 
 @pytest.mark.parametrize("error", ["KeyError: 'no answer such as 5'", "KeyError: " + "no such answer " * 12])
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_a_pause_by_environment_faults_says_what_to_do_at_every_size(
-    snapshot: Snapshot, width: int, height: int, error: str
+    snapshot: RunStatus, width: int, height: int, error: str
 ) -> None:
     cause = f"{FAULTS}wordle fails on 40 of its newest 400 rollouts: words.py line 7: {error}"
     waits = f"the host: {cause}. {FAULT_REMEDY}"
@@ -391,7 +397,7 @@ def test_a_pause_by_environment_faults_says_what_to_do_at_every_size(
     (f"{REPLY_REFUSED}: it shows no turn", TEMPLATE_REMEDY, "the policy's chat"),
 ])  # fmt: skip
 def test_each_kind_of_fault_is_named_in_a_small_terminal_with_its_own_remedy(
-    snapshot: Snapshot, error: str, remedy: str, shows: str
+    snapshot: RunStatus, error: str, remedy: str, shows: str
 ) -> None:
     cause = f"{FAULTS}wordle fails on 40 of its newest 400 rollouts: {error}"
     assert fault_remedy(cause) == remedy
@@ -409,7 +415,7 @@ def test_each_kind_of_fault_is_named_in_a_small_terminal_with_its_own_remedy(
     ALARM_REMEDY, NO_SIGNAL_REMEDY, SILENT_REMEDY, ADMIT_REMEDY, ROOM_REMEDY + IN_A_NEW_RUN, FAULT_REMEDY,
     BOUNDS_REMEDY, NUMBER_REMEDY, HANG_REMEDY, TEMPLATE_REMEDY, MODEL_REMEDY + IN_A_NEW_RUN,
 ])  # fmt: skip
-def test_what_the_host_may_do_is_shown_whole_where_a_cause_is_cropped(snapshot: Snapshot, remedy: str) -> None:
+def test_what_the_host_may_do_is_shown_whole_where_a_cause_is_cropped(snapshot: RunStatus, remedy: str) -> None:
     cause = f"the host: the last 40 groups have no signal: {'the tasks of 40 of them can never begin; ' * 9}"
     waits = as_called(f"{cause}. {remedy}", Path("/srv/runs/wordle"))
     status = msgspec.structs.replace(snapshot.status, phase="paused", waiting_for=waits)

@@ -31,7 +31,7 @@ from shoal.errors import EXIT_DONE, EXIT_NO, EXIT_USER_ERROR, PeerError, StateEr
 from shoal.launch.conversation import NewestSample, Samples
 from shoal.launch.keyboard import Keyboard
 from shoal.launch.run_lock import locked
-from shoal.launch.run_status import Sample, Snapshot
+from shoal.launch.run_status import RunStatus, SampleConversation
 from shoal.launch.terminal_view import LiveView, plain, render
 from shoal.launch.url_status import MOST_NUMBER, PAGES_AT_ONCE, RemoteRun, cleaned_line, cleaned_node, cleaned_status
 from shoal.launch.watch_command import FolderWatch, _Log, follow, watch
@@ -67,8 +67,8 @@ def remote(host: Host, monotonic: Callable[[], float] = lambda: 0.0, nodes_every
     )
 
 
-def looked(run: RemoteRun, times: int = 1) -> Snapshot:
-    async def looks() -> Snapshot:
+def looked(run: RemoteRun, times: int = 1) -> RunStatus:
+    async def looks() -> RunStatus:
         for _ in range(times):
             snapshot = await run.look()
         return snapshot
@@ -76,7 +76,7 @@ def looked(run: RemoteRun, times: int = 1) -> Snapshot:
     return asyncio.run(looks())
 
 
-def host_of(snapshot: Snapshot, lines: bytes | None) -> Host:
+def host_of(snapshot: RunStatus, lines: bytes | None) -> Host:
     def answer(request: httpx.Request) -> httpx.Response:
         path, after = request.url.path, request.url.params.get("after", "-1")
         if path == "/v1/status":
@@ -91,7 +91,7 @@ def host_of(snapshot: Snapshot, lines: bytes | None) -> Host:
     return answer
 
 
-def test_from_a_url_anyone_sees_status_workers_and_figures(snapshot: Snapshot) -> None:
+def test_from_a_url_anyone_sees_status_workers_and_figures(snapshot: RunStatus) -> None:
     metrics = tuple({**line, "time_s": 2.0 * line["step"], "fault_rollouts": 3} for line in snapshot.metrics)
     snapshot = replace(snapshot, metrics=metrics)
     lines = b"".join(msgspec.json.encode(line) + b"\n" for line in snapshot.metrics)
@@ -107,12 +107,12 @@ def test_from_a_url_anyone_sees_status_workers_and_figures(snapshot: Snapshot) -
         assert point in text, point
 
 
-def test_of_a_host_without_metrics_the_watcher_times_the_versions_itself(snapshot: Snapshot) -> None:
+def test_of_a_host_without_metrics_the_watcher_times_the_versions_itself(snapshot: RunStatus) -> None:
     now, version = [0.0], [37]
 
     def answer(request: httpx.Request) -> httpx.Response:
         status = msgspec.structs.replace(snapshot.status, version=version[0])
-        return host_of(Snapshot("", "", 90, status=status, nodes=snapshot.nodes), None)(request)
+        return host_of(RunStatus("", "", 90, status=status, nodes=snapshot.nodes), None)(request)
 
     run = remote(answer, lambda: now[0])
     assert looked(run).step == 37 and not looked(run).metrics
@@ -121,7 +121,9 @@ def test_of_a_host_without_metrics_the_watcher_times_the_versions_itself(snapsho
     assert seen.step == 39 and seen.series("step_s") == [15.0]
 
 
-def test_a_host_that_goes_away_leaves_what_was_seen_and_one_that_never_answered_is_an_error(snapshot: Snapshot) -> None:
+def test_a_host_that_goes_away_leaves_what_was_seen_and_one_that_never_answered_is_an_error(
+    snapshot: RunStatus,
+) -> None:
     away = [False]
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -138,7 +140,7 @@ def test_a_host_that_goes_away_leaves_what_was_seen_and_one_that_never_answered_
         looked(remote(answer))
 
 
-def test_a_host_that_refuses_once_is_asked_again(snapshot: Snapshot) -> None:
+def test_a_host_that_refuses_once_is_asked_again(snapshot: RunStatus) -> None:
     lines = b"".join(msgspec.json.encode(line) + b"\n" for line in snapshot.metrics)
     refusals = [(403, "too_many"), (404, "unknown")]
 
@@ -154,7 +156,7 @@ def test_a_host_that_refuses_once_is_asked_again(snapshot: Snapshot) -> None:
     assert looked(run).notice == "" and looked(run).metrics == snapshot.metrics
 
 
-def test_figures_of_a_host_fill_no_memory(snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_of_a_host_fill_no_memory(snapshot: RunStatus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.launch.url_status.MOST_VALUES", 500)
     monkeypatch.setattr("shoal.launch.url_status.MOST_NAMES", 30)
     labels = {f"solve_rate/{i}": 0.5 for i in range(100)} | {f"env_metric/{i}": 1.0 for i in range(50)}
@@ -165,7 +167,7 @@ def test_figures_of_a_host_fill_no_memory(snapshot: Snapshot, monkeypatch: pytes
     assert 10 < len(names) < 30 and not any(name.startswith("env_metric") for name in names)
 
 
-def test_a_host_that_goes_away_after_the_end_is_no_trouble(snapshot: Snapshot) -> None:
+def test_a_host_that_goes_away_after_the_end_is_no_trouble(snapshot: RunStatus) -> None:
     status = msgspec.structs.replace(snapshot.status, phase="ended")
     ended, away = replace(snapshot, status=status), [False]
 
@@ -199,7 +201,7 @@ def test_only_finite_figures_of_known_names_are_kept_of_a_line() -> None:
     assert kept == {"step": 3, "loss": 0.5, "solve_rate/\u202e": 0.25, "staleness_rollouts": {"0": 5}}
 
 
-def test_metrics_of_a_hostile_host_neither_go_back_nor_go_on_for_ever(snapshot: Snapshot) -> None:
+def test_metrics_of_a_hostile_host_neither_go_back_nor_go_on_for_ever(snapshot: RunStatus) -> None:
     asked: list[str] = []
 
     def endless(request: httpx.Request) -> httpx.Response:
@@ -214,7 +216,7 @@ def test_metrics_of_a_hostile_host_neither_go_back_nor_go_on_for_ever(snapshot: 
     assert seen.series("reward_all_mean") == [1.0] * PAGES_AT_ONCE
 
 
-def test_alarms_of_a_url_are_shown_by_their_cause_and_too_many_are_refused(snapshot: Snapshot) -> None:
+def test_alarms_of_a_url_are_shown_by_their_cause_and_too_many_are_refused(snapshot: RunStatus) -> None:
     def host(alarms: int) -> Host:
         standing = tuple(StandingAlarm("drift", "critical", step) for step in range(alarms))
         status = msgspec.structs.replace(snapshot.status, alarms=standing)
@@ -227,7 +229,7 @@ def test_alarms_of_a_url_are_shown_by_their_cause_and_too_many_are_refused(snaps
         looked(remote(host(MAX_STANDING_ALARMS + 1)))
 
 
-def test_too_many_keys_that_never_joined_are_refused(snapshot: Snapshot) -> None:
+def test_too_many_keys_that_never_joined_are_refused(snapshot: RunStatus) -> None:
     def host(keys: int) -> Host:
         unjoined = tuple(f"{i:064x}" for i in range(keys))
         return host_of(replace(snapshot, status=msgspec.structs.replace(snapshot.status, unjoined=unjoined)), None)
@@ -237,7 +239,7 @@ def test_too_many_keys_that_never_joined_are_refused(snapshot: Snapshot) -> None
         looked(remote(host(MAX_NODES + 1)))
 
 
-def test_a_list_of_nodes_without_end_is_left_when_nothing_new_comes(snapshot: Snapshot) -> None:
+def test_a_list_of_nodes_without_end_is_left_when_nothing_new_comes(snapshot: RunStatus) -> None:
     asked: list[str] = []
     page = [msgspec.structs.replace(snapshot.nodes[0], key=f"{i:064x}", name="n") for i in range(MAX_NODES)]
 
@@ -250,7 +252,7 @@ def test_a_list_of_nodes_without_end_is_left_when_nothing_new_comes(snapshot: Sn
     assert len(looked(remote(endless)).nodes) == MAX_NODES and len(asked) == 2
 
 
-def test_the_first_node_to_look_need_not_wait_to_see_itself(snapshot: Snapshot) -> None:
+def test_the_first_node_to_look_need_not_wait_to_see_itself(snapshot: RunStatus) -> None:
     now, known = [0.0], [replace(snapshot, nodes=())]
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -279,7 +281,7 @@ def test_texts_and_numbers_of_a_hostile_host_are_cut() -> None:
         and max(status.refused.values()) == 998
     )
     assert node.credits == MOST_NUMBER and node.refused == 0 and node.influence == 0.0
-    snapshot = Snapshot("x", "x", status.steps, status=status, nodes=(node,))
+    snapshot = RunStatus("x", "x", status.steps, status=status, nodes=(node,))
     console = Console(file=io.StringIO(), width=80, height=24, color_system=None)
     console.print(render(snapshot, 24))
     assert {cell_len(line) for line in console.file.getvalue().splitlines()} == {80}  # type: ignore[attr-defined]
@@ -324,7 +326,7 @@ def test_a_look_at_a_paused_run_says_why_and_what_to_do_whole(monkeypatch: pytes
     )
     paused = replace(seen, status=status, notice="")
 
-    async def look(self: FolderWatch) -> Snapshot:
+    async def look(self: FolderWatch) -> RunStatus:
         return paused
 
     monkeypatch.setattr(FolderWatch, "look", look)
@@ -493,10 +495,10 @@ def test_a_folder_without_a_run_is_an_error_with_a_remedy(tmp_path: Path) -> Non
 
 def test_a_view_waits_for_no_conversation_and_survives_an_environment_that_raises(tmp_path: Path) -> None:
     samples = Samples(NewestSample(RunFolder(tmp_path)), every_s=0.0)
-    found = Sample("one", (("policy", "words"),))
+    found = SampleConversation("one", (("policy", "words"),))
     answers = iter([RuntimeError("an environment"), None, found, None, None])
 
-    def read() -> Sample | None:
+    def read() -> SampleConversation | None:
         answer = next(answers)
         if isinstance(answer, RuntimeError):
             raise answer
@@ -535,7 +537,7 @@ def test_a_terminal_that_is_gone_gives_no_more_keys() -> None:
 
 
 @pytest.mark.parametrize("key", ["q", "Q", "xyzq"])
-def test_q_leaves(snapshot: Snapshot, key: str) -> None:
+def test_q_leaves(snapshot: RunStatus, key: str) -> None:
     view = LiveView(Console(file=io.StringIO()))
     left = iter(["", "p", key, "not asked for"])
     asyncio.run(follow(remote(host_of(snapshot, None)), snapshot, view, Presses(left), piped=False))
@@ -543,7 +545,7 @@ def test_q_leaves(snapshot: Snapshot, key: str) -> None:
 
 
 @pytest.mark.parametrize("phase", ["running", "ended", "not hosted"])
-def test_a_run_goes_on_for_those_who_leave_only_if_it_does(snapshot: Snapshot, phase: str) -> None:
+def test_a_run_goes_on_for_those_who_leave_only_if_it_does(snapshot: RunStatus, phase: str) -> None:
     view = LiveView(Console(file=io.StringIO()))
     hints = list[str]()
     view.show = lambda shown: hints.append(shown.hint)  # type: ignore[method-assign]
@@ -552,9 +554,9 @@ def test_a_run_goes_on_for_those_who_leave_only_if_it_does(snapshot: Snapshot, p
     assert ["goes on" in hint for hint in hints] == [phase == "running"]
 
 
-def test_piped_it_ends_with_the_run(snapshot: Snapshot) -> None:
+def test_piped_it_ends_with_the_run(snapshot: RunStatus) -> None:
     ended = msgspec.structs.replace(snapshot.status, phase="ended")
-    over = Snapshot("wordle", "", 90, status=ended, metrics=snapshot.metrics)
+    over = RunStatus("wordle", "", 90, status=ended, metrics=snapshot.metrics)
     console = Console(file=io.StringIO())
     asyncio.run(follow(remote(host_of(over, None)), over, LiveView(console), Keyboard(None), piped=True))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -567,7 +569,7 @@ def frames(screen: bytes) -> list[list[str]]:
     return [text.split("\n") for text in texts]
 
 
-def test_each_picture_covers_the_whole_terminal_whatever_its_size_was_before(snapshot: Snapshot) -> None:
+def test_each_picture_covers_the_whole_terminal_whatever_its_size_was_before(snapshot: RunStatus) -> None:
     """So nothing of an earlier picture stays."""
     console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, _environ={"TERM": "xterm"})
     view, sizes = LiveView(console), ((80, 24), (60, 18), (140, 40), (40, 10))

@@ -2,11 +2,11 @@
 
 from msgspec import UNSET
 
-from shoal.ledger.commands import AskLease, Enter, Judge, Publish, Submit
+from shoal.ledger.commands import AskLease, JoinRun, Publish, Submit, SubmitVerdict
 from shoal.ledger.constants import LAW
 from shoal.ledger.log.check import AUDIT_CHAIN, SLOT_CHAIN, verify
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.ledger.log.writer import Book
+from shoal.ledger.log.writer import LogWriter
 from shoal.ledger.run import Create, RunCreated
 from shoal.protocol.audit_selection import influence, must_audit, paid_tokens
 from shoal.protocol.encoding import digest
@@ -41,7 +41,7 @@ class World:
     ):
         self.path, self.now, self.rechecks = tmp_path / "log.sqlite", 1000.0, {}
         self.links = []
-        self.book = Book(Store(sqlite_url(self.path)))
+        self.book = LogWriter(Store(sqlite_url(self.path)))
         ends = "00" * 32, "11" * 32
         if secret:
             self.links = [SecretChain(secret, purpose).links() for purpose in (SLOT_CHAIN, AUDIT_CHAIN)]
@@ -63,7 +63,7 @@ class World:
         return self.book.write(command, self.now)
 
     def enter(self, key, role="worker"):
-        return self.do(Enter(key, Join(role, key[:6], 0.0, "test", "float32", "cpu"), self.now))
+        return self.do(JoinRun(key, Join(role, key[:6], 0.0, "test", "float32", "cpu"), self.now))
 
     def publish(self, version=None):
         version = self.state.main.version + 1 if version is None else version
@@ -101,7 +101,7 @@ class World:
             for slot, drawn in zip(slots, due, strict=True)
         )
         verdict, recheck = Verdict(submission, groups), self.rechecks[submission]
-        return self.do(Judge(by, verdict, self.now, "p" * 64, recheck, tuple(differs_from)))
+        return self.do(SubmitVerdict(by, verdict, self.now, "p" * 64, recheck, tuple(differs_from)))
 
     def judge_of(self, submission, envs, faults):
         """Accept the groups of these slots, each with its environment and perhaps with faults."""
@@ -110,7 +110,7 @@ class World:
             GroupVerdict(slot, True, "accept", rewards=rewards, tokens=10, faults=faults.get(slot, UNSET))
             for slot in envs
         )
-        return self.do(Judge(VALIDATOR, Verdict(submission, groups), self.now, "p" * 64, 1.0, (), envs))
+        return self.do(SubmitVerdict(VALIDATOR, Verdict(submission, groups), self.now, "p" * 64, 1.0, (), envs))
 
     def serve(self, key, **how):
         lease = self.lease(key)

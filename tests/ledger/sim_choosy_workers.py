@@ -11,12 +11,12 @@ import itertools
 import random
 from typing import NamedTuple
 
-from shoal.ledger.commands import AskLease, Enter, Judge, Publish, ReturnLeases, Submit, Tick
+from shoal.ledger.commands import AskLease, JoinRun, Publish, ReturnLeases, Submit, SubmitVerdict, Tick
 from shoal.ledger.constants import LAW
 from shoal.ledger.errors import Refused, Wait
 from shoal.ledger.registry import apply, decide, make_entry
 from shoal.ledger.run import Create, RunCreated
-from shoal.ledger.run_decisions import follow
+from shoal.ledger.run_decisions import consequent_events
 from shoal.ledger.state import State
 from shoal.protocol.encoding import digest
 from shoal.protocol.messages import GroupVerdict, Join, Sampling, Verdict
@@ -126,13 +126,13 @@ class Stage:
             for body in bodies:
                 self.entries.append(make_entry(self.state.seq + 1, self.now, body, self.state.head))
                 apply(self.state, self.entries[-1])
-            bodies = follow(self.state)
+            bodies = consequent_events(self.state)
         if self.state.main.version in self.state.main.batches and not self.training:
             self.training = True
             self.at(self.scene.train_s, self.publish)
 
     def enter(self, key, role="worker"):
-        self.do(Enter(key, Join(role, key[:6], 0.0, "test", "float32", "cpu"), self.now))
+        self.do(JoinRun(key, Join(role, key[:6], 0.0, "test", "float32", "cpu"), self.now))
 
     def publish(self):
         self.training = False
@@ -154,7 +154,7 @@ class Stage:
             else GroupVerdict(slot, True, said, "sampling", "why")
             for slot in self.state.slots_of(lease)
         )
-        self.do(Judge(VALIDATOR, Verdict(name, groups), self.now))
+        self.do(SubmitVerdict(VALIDATOR, Verdict(name, groups), self.now))
 
     def draw(self, *of):
         return int(digest(f"{self.scene.seed}/{of}".encode())[:8], 16) / 2**32

@@ -10,14 +10,14 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from shoal.ledger.commands import AskLease, Enter, Judge, Publish, Submit, Tick
+from shoal.ledger.commands import AskLease, JoinRun, Publish, Submit, SubmitVerdict, Tick
 from shoal.ledger.constants import LAW
 from shoal.ledger.errors import Refused, Wait
 from shoal.ledger.members import ValidatorFault
 from shoal.ledger.pay import Slash
 from shoal.ledger.registry import apply, decide, make_entry
 from shoal.ledger.run import Create, RunCreated
-from shoal.ledger.run_decisions import follow
+from shoal.ledger.run_decisions import consequent_events
 from shoal.ledger.state import State
 from shoal.ledger.verdict_decisions import to_judge
 from shoal.ledger.verdicts import Decision, Rechecked
@@ -153,7 +153,7 @@ class Panel:
         ), 0.0))  # fmt: skip
         members = [(TRAINER, "trainer"), *((key, "validator") for key in keys)]
         for key, role in (*members, *((worker.key, "worker") for worker in self.workers)):
-            self.do(Enter(key, Join(role, key[:6], 0.0, "test", "float32", "cpu"), 0.0))
+            self.do(JoinRun(key, Join(role, key[:6], 0.0, "test", "float32", "cpu"), 0.0))
         self.publish()
         for index, worker in enumerate(self.workers):
             self.at(worker.every_s * (index + 1) / len(self.workers), self.work, worker)
@@ -186,7 +186,7 @@ class Panel:
             for body in bodies:
                 self.note(body)
                 apply(self.state, make_entry(self.state.seq + 1, self.now, body, self.state.head))
-            bodies = follow(self.state)
+            bodies = consequent_events(self.state)
         if self.state.seq > 0 and self.state.main.version in self.state.main.batches:
             self.at(self.now + self.train_s, self.publish)
         return made
@@ -276,7 +276,7 @@ class Panel:
                 other for other in record.verdicts if any(due) and not (judge.key in honest and other in honest)
             )
             try:
-                self.do(Judge(judge.key, Verdict(name, groups), self.now, "p" * 64, self.rng.random(), differs))
+                self.do(SubmitVerdict(judge.key, Verdict(name, groups), self.now, "p" * 64, self.rng.random(), differs))
             except Refused:
                 self.counts["overtaken"] += 1
         self.look(judge)

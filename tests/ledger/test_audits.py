@@ -8,7 +8,7 @@ import pytest
 from shoal.ledger.constants import LAW
 from shoal.ledger.errors import Refused
 from shoal.ledger.records import SubmissionRecord
-from shoal.ledger.verdict_tally import weigh
+from shoal.ledger.verdict_tally import tally_verdicts
 from shoal.protocol.algorithm_config import Cispo, Composition, Grpo, Vine
 from shoal.protocol.audit_selection import REPLAY, influence, must_audit
 from shoal.protocol.messages import GroupVerdict
@@ -24,7 +24,7 @@ def verdict(*outcomes, rewards=(0.0, 1.0)):
 
 
 def weighed(*verdicts, blocks=(0,), more=False):
-    return weigh(dict(zip("abc", verdicts, strict=False)), blocks, 2, more)
+    return tally_verdicts(dict(zip("abc", verdicts, strict=False)), blocks, 2, more)
 
 
 GOOD, SOFT, HARD = verdict("accept", "accept"), verdict("accept", "soft"), verdict("hard", "accept")

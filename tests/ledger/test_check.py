@@ -200,7 +200,7 @@ def test_books_that_do_not_balance_are_named(lines, monkeypatch):
     def forgetful(state, node, tokens):
         node.credits -= tokens
 
-    monkeypatch.setattr("shoal.ledger.pay.burn", forgetful)
+    monkeypatch.setattr("shoal.ledger.pay.remove_credits", forgetful)
     name = lines[place(lines, SubmissionReceived)][1].digest
     found = findings(ended_by(Slash(WORKER, name, 40))(lines))
     assert any("balances sum to 0 and 0 are burned, issued are 40" in finding for finding in found)

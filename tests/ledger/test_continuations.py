@@ -5,7 +5,7 @@ import pytest
 from shoal.ledger import lease_granting as leases_rules
 from shoal.ledger.batch_selection import blocks_in_the_way, blocks_to_continue, groups_wanted, next_members, supply
 from shoal.ledger.batches import SlotVoid
-from shoal.ledger.commands import Admin, AskLease, Judge, ReturnLeases, Tick
+from shoal.ledger.commands import Admin, AskLease, ReturnLeases, SubmitVerdict, Tick
 from shoal.ledger.errors import Refused, Wait
 from shoal.ledger.slot_draws import lease_of, solved_groups
 from shoal.protocol.algorithm_config import Composition, Vine
@@ -96,7 +96,7 @@ def test_a_lease_of_continuations_names_the_parents_that_teach_something(tmp_pat
         GroupVerdict(slot, audited=True, outcome="accept", rewards=rewards, tokens=10)
         for slot, rewards in zip(slots, (FLAT, (0.0, 1.0, 0.0, 1.0)), strict=True)
     )
-    world.do(Judge(VALIDATOR, Verdict(name, verdicts), world.now, "p" * 64, 1.0, ()))
+    world.do(SubmitVerdict(VALIDATOR, Verdict(name, verdicts), world.now, "p" * 64, 1.0, ()))
     asked = lease_of(world.state, world.lease(BOB), link)
     plain = lease_of(world.state, lease, link)
     assert [block.kind for block in (*plain.blocks, *asked.blocks)] == [EPISODES, CONTINUATIONS]

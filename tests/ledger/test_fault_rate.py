@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from shoal.ledger.batches import GroupAccepted
-from shoal.ledger.commands import Admin, Judge, Tick
+from shoal.ledger.commands import Admin, SubmitVerdict, Tick
 from shoal.ledger.constants import LAW
 from shoal.ledger.errors import Refused, Wait
 from shoal.ledger.fault_rate import EnvFaultRecord, GroupOutcome
@@ -260,7 +260,7 @@ def test_faults_count_where_the_second_verdict_never_came(tmp_path):
     accepted = GroupVerdict(first, True, "accept", rewards=(0.0, 1.0, 0.0, 1.0), tokens=10, faults=ONE)
     void = GroupVerdict(second, False, "void", "environment", "why")
     name, envs = world.submit(WORKER, lease), {first: "words", second: "sums"}
-    world.do(Judge(VALIDATOR, Verdict(name, (accepted, void)), world.now, envs=envs))
+    world.do(SubmitVerdict(VALIDATOR, Verdict(name, (accepted, void)), world.now, envs=envs))
     world.now += 2 * LAW.dispute_s
     made = world.do(Tick(world.now, envs={name: envs}))
     assert [(one.env, one.confirmed) for one in bodies(made, GroupAccepted)] == [("words", True)]

@@ -9,7 +9,7 @@ import pytest
 from shoal.ledger import registry
 from shoal.ledger.batch_selection import groups_wanted
 from shoal.ledger.batches import GroupAccepted, SlotVoid
-from shoal.ledger.commands import Admin, AskLease, Enter, Judge, Publish, ReturnLeases, Submit, Tick
+from shoal.ledger.commands import Admin, AskLease, JoinRun, Publish, ReturnLeases, Submit, SubmitVerdict, Tick
 from shoal.ledger.constants import LAW, Law, law_difference
 from shoal.ledger.errors import Refused, Wait
 from shoal.ledger.log.writer import replay
@@ -106,9 +106,11 @@ def test_a_bug_in_the_rules_delays_nobody_else_and_leaves_the_state_of_the_log(c
         raise ZeroDivisionError("a bug")
 
     async def story():
-        monkeypatch.setitem(registry._COMMANDS, Judge, broken)
-        joins = [Enter(f"{i}" * 64, Join("worker", f"w{i}", 0.0, "test", "float32", "cpu"), court.now) for i in (1, 2)]
-        asked = [joins[0], Judge(JUDGES[0], Verdict(name, groups), court.now), joins[1]]
+        monkeypatch.setitem(registry._COMMANDS, SubmitVerdict, broken)
+        joins = [
+            JoinRun(f"{i}" * 64, Join("worker", f"w{i}", 0.0, "test", "float32", "cpu"), court.now) for i in (1, 2)
+        ]
+        asked = [joins[0], SubmitVerdict(JUDGES[0], Verdict(name, groups), court.now), joins[1]]
         return await asyncio.wait_for(
             asyncio.gather(*(court.book.submit(command) for command in asked), return_exceptions=True), 2.0
         )
@@ -184,7 +186,7 @@ def test_a_kicked_worker_is_not_brought_back_by_a_later_verdict(court):
 
 
 def test_a_node_named_after_another_nodes_key_does_not_shield_that_node(court):
-    court.do(Enter("b" * 64, Join("worker", WORKER, 0.0, "test", "float32", "cpu"), court.now))
+    court.do(JoinRun("b" * 64, Join("worker", WORKER, 0.0, "test", "float32", "cpu"), court.now))
     court.do(Admin("kick", WORKER, court.now))
     assert [court.state.members[key].standing for key in (WORKER, "b" * 64)] == ["kicked", "new"]
 
@@ -195,7 +197,7 @@ def test_a_verdict_on_other_slots_than_the_leases_is_refused(court, order):
     slots = court.state.slots_of(court.state.leases[court.state.submissions[name].lease])
     groups = tuple(GroupVerdict(slots[i], True, "accept", rewards=(0.0,) * 4) for i in order)
     with pytest.raises(Refused, match="names every slot of the lease once, in order"):
-        court.do(Judge(JUDGES[0], Verdict(name, groups), court.now))
+        court.do(SubmitVerdict(JUDGES[0], Verdict(name, groups), court.now))
 
 
 def test_the_verdict_of_an_idle_validator_decides_nothing(court):
@@ -259,7 +261,7 @@ def test_a_bug_halfway_through_a_command_leaves_the_state_of_the_log(court, monk
 
     async def story():
         monkeypatch.setattr("shoal.ledger.log.writer.follow", broken)
-        await court.book.submit(Enter("1" * 64, Join("worker", "w", 0.0, "test", "float32", "cpu"), court.now))
+        await court.book.submit(JoinRun("1" * 64, Join("worker", "w", 0.0, "test", "float32", "cpu"), court.now))
 
     with pytest.raises(ZeroDivisionError):
         asyncio.run(story())

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from shoal.algos.sampling_evidence import ALARM_BITS, Evidence
+from shoal.algos.sampling_evidence import ALARM_BITS, SamplingEvidence
 from shoal.ledger.commands import AskLease, Tick
 from shoal.ledger.constants import LAW
 from shoal.ledger.errors import Refused, Wait
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.ledger.log.writer import Book
+from shoal.ledger.log.writer import LogWriter
 from shoal.ledger.pay import Slash, apply_slash
 from shoal.ledger.registry import kind_of
 from shoal.ledger.state import state_hash
@@ -494,7 +494,7 @@ def test_an_audited_group_counts_as_evidence_of_the_validator_that_audited_it(tm
     world.judge(name, by=JUDGES[1], flipped=1)
     after = world.state.members[WORKER].evidence
     assert after[JUDGES[0]] == before[JUDGES[0]]
-    assert (after[JUDGES[1]] != Evidence()) == drawn
+    assert (after[JUDGES[1]] != SamplingEvidence()) == drawn
 
 
 @pytest.mark.parametrize("liar", ["refuses", "accepts", "sleeps", "killed"])
@@ -534,7 +534,7 @@ def test_one_bad_validator_of_three_gets_no_honest_worker_slashed_and_blocks_no_
                 case "publish" if world.state.main.version in world.state.main.batches:
                     world.publish()
                 case "restart" if rng.random() < 0.02:
-                    world.book = Book(Store(sqlite_url(world.path)))
+                    world.book = LogWriter(Store(sqlite_url(world.path)))
         except (Wait, Refused, StopIteration):
             continue
     audit = world.audit()

@@ -2,10 +2,10 @@
 
 import pytest
 
-from shoal.ledger.commands import Enter, Leave
+from shoal.ledger.commands import JoinRun, LeaveRun
 from shoal.ledger.errors import Refused
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.ledger.log.writer import Book
+from shoal.ledger.log.writer import LogWriter
 from shoal.ledger.members import NodeJoined
 from shoal.protocol.messages import Join
 from tests.ledger.ledger_fixture import World
@@ -14,7 +14,7 @@ WORKER = "a" * 64
 
 
 def join(world, name="w", device="cpu", key=WORKER):
-    return Enter(key, Join("worker", name, 0.0, "test", "float32", device), world.now, int(world.now))
+    return JoinRun(key, Join("worker", name, 0.0, "test", "float32", device), world.now, int(world.now))
 
 
 def taken(world, *commands):
@@ -36,7 +36,7 @@ def written_in_an_hour(world, leaves):
         taken(world, join(world, "w" if leaves else f"w{second}"))
         world.now += 1 if leaves else 0
         if leaves and not world.state.members[WORKER].left:
-            world.do(Leave(WORKER, world.now, int(world.now)))
+            world.do(LeaveRun(WORKER, world.now, int(world.now)))
     return sum(len(data) for data, _ in world.book.store.read(begun))
 
 
@@ -55,7 +55,7 @@ def test_somebody_who_tries_names_and_engines_gets_in(tmp_path):
         world.now += 6
         assert taken(world, join(world, f"try-{start}", "cuda" if start % 2 else "cpu"))
     world.now += 1
-    again = Book(Store(sqlite_url(world.path)))
+    again = LogWriter(Store(sqlite_url(world.path)))
     for book in (world.book, again):
         with pytest.raises(Refused, match=r"joined 10 times in a short time.*join again in 5 s, or unchanged"):
             book.write(join(world, "eleventh"), world.now)
@@ -69,5 +69,5 @@ def test_somebody_who_tries_names_and_engines_gets_in(tmp_path):
 def test_a_worker_that_stops_each_evening_and_starts_each_morning_never_waits(tmp_path):
     world = World(tmp_path)
     for _ in range(30):
-        assert taken(world, join(world), Leave(WORKER, world.now + 1, int(world.now) + 1))
+        assert taken(world, join(world), LeaveRun(WORKER, world.now + 1, int(world.now) + 1))
         world.now += 12 * 3600

@@ -2,12 +2,12 @@
 
 import pytest
 
-from shoal.ledger.commands import Admin, AskLease, Enter, Leave, Tick
+from shoal.ledger.commands import Admin, AskLease, JoinRun, LeaveRun, Tick
 from shoal.ledger.constants import LAW
 from shoal.ledger.errors import Refused
 from shoal.ledger.leases import LeaseLapsed
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.ledger.log.writer import Book
+from shoal.ledger.log.writer import LogWriter
 from shoal.ledger.members import NodeJoined, NodeLeft
 from shoal.ledger.run import RulesChanged
 from shoal.protocol.messages import Join
@@ -17,7 +17,7 @@ WORKER, OTHER, JUDGES = "a" * 64, "b" * 64, ("1" * 64, "2" * 64, "3" * 64)
 
 
 def join(created, device="cpu", key=WORKER, role="worker"):
-    return Enter(key, Join(role, "w", 0.0, "test", "float32", device), 10_000.0, created)
+    return JoinRun(key, Join(role, "w", 0.0, "test", "float32", device), 10_000.0, created)
 
 
 def bodies(entries):
@@ -26,7 +26,7 @@ def bodies(entries):
 
 def refused(world, command):
     """Refused as replayed, and nothing changed; also by a coordinator that starts again now."""
-    seq, again = world.state.seq, Book(Store(sqlite_url(world.path)))
+    seq, again = world.state.seq, LogWriter(Store(sqlite_url(world.path)))
     for book in (world.book, again):
         with pytest.raises(Refused) as refusal:
             book.write(command, world.now)
@@ -71,13 +71,16 @@ def test_a_node_that_leaves_gives_back_its_leases_and_gets_no_more_until_it_join
     world.do(join(100))
     world.publish()
     lease = world.lease(WORKER)
-    assert bodies(world.do(Leave(WORKER, world.now, 200))) == [LeaseLapsed(lease.id, "returned"), NodeLeft(WORKER, 200)]
+    assert bodies(world.do(LeaveRun(WORKER, world.now, 200))) == [
+        LeaseLapsed(lease.id, "returned"),
+        NodeLeft(WORKER, 200),
+    ]
     with pytest.raises(Refused, match="has left this run"):
         world.do(AskLease(WORKER, (), 0.0, world.now))
-    assert world.do(Leave(WORKER, world.now, 200)) == world.do(Leave(WORKER, world.now, 201)) == []
+    assert world.do(LeaveRun(WORKER, world.now, 200)) == world.do(LeaveRun(WORKER, world.now, 201)) == []
     assert refused(world, join(100)) and refused(world, join(200))
     assert bodies(world.do(join(202))) == [NodeJoined(WORKER, "worker", "w", "test", "float32", "cpu", 202)]
-    assert refused(world, Leave(WORKER, world.now, 200)) and refused(world, Leave(WORKER, world.now, 202))
+    assert refused(world, LeaveRun(WORKER, world.now, 200)) and refused(world, LeaveRun(WORKER, world.now, 202))
     assert not world.state.members[WORKER].left
     assert world.audit().findings == []
 
@@ -92,7 +95,7 @@ def test_leaving_with_leases_costs_what_returning_them_costs(tmp_path):
         leases = [world.lease(WORKER)]
         leases.append(world.lease(WORKER, [leases[0].id]))
         world.now += 1000.0
-        events = bodies(world.do(Leave(WORKER, world.now, 200 + 2 * second)))
+        events = bodies(world.do(LeaveRun(WORKER, world.now, 200 + 2 * second)))
         assert [event.lease for event in events if isinstance(event, LeaseLapsed)] == [lease.id for lease in leases]
         world.do(join(201 + 2 * second))
         world.now += 1000.0
@@ -109,7 +112,7 @@ def test_coming_back_keeps_pay_standing_and_trust(tmp_path):
         world.serve(WORKER)
     before = world.state.members[WORKER]
     kept = (before.credits, before.standing, before.valid_blocks, before.accepted)
-    world.do(Leave(WORKER, world.now, 200))
+    world.do(LeaveRun(WORKER, world.now, 200))
     world.do(join(201))
     after = world.state.members[WORKER]
     assert (after.credits, after.standing, after.valid_blocks, after.accepted) == kept and kept[0] > 0
@@ -120,7 +123,7 @@ def test_a_validator_that_left_judges_nothing_and_the_others_do_not_wait_for_it(
     world.do(join(100))
     world.publish()
     submission = world.submit(WORKER, world.lease(WORKER), order=JUDGES)
-    world.do(Leave(JUDGES[0], world.now, 200))
+    world.do(LeaveRun(JUDGES[0], world.now, 200))
     assert world.state.judges() == list(JUDGES[1:])
     with pytest.raises(Refused, match="has left this run"):
         world.judge(submission, by=JUDGES[0])
@@ -142,7 +145,7 @@ def test_nobody_judges_alone_because_the_others_left(tmp_path, outcome, recheck)
     credits = world.state.members[WORKER].credits
     submission = world.submit(WORKER, world.lease(WORKER), order=JUDGES, recheck=recheck)
     for key in JUDGES[1:]:
-        world.do(Leave(key, world.now, 200))
+        world.do(LeaveRun(key, world.now, 200))
     world.judge(submission, outcome, by=JUDGES[0])
     assert (submission in world.state.rechecks) is (outcome == "accept")
     assert (submission in world.state.pending) is (outcome == "hard")
@@ -164,7 +167,7 @@ def test_a_forgery_that_a_recheck_cannot_settle_costs_trust(tmp_path, how):
     world.judge(submission, by=JUDGES[0])
     assert world.state.members[WORKER].valid_blocks == 2
     if how == "left":
-        world.do(Leave(JUDGES[2], world.now, 200))
+        world.do(LeaveRun(JUDGES[2], world.now, 200))
     world.judge(submission, "hard", by=JUDGES[1])
     world.now += 2 * LAW.dispute_s
     world.do(Tick(world.now))
@@ -179,8 +182,8 @@ def test_blocks_are_not_withheld_for_workers_that_left(tmp_path):
     world.publish()
     world.serve(OTHER)
     lease = world.lease(WORKER)
-    world.do(Leave(OTHER, world.now, 200))
-    world.do(Leave(WORKER, world.now, 201))
+    world.do(LeaveRun(OTHER, world.now, 200))
+    world.do(LeaveRun(WORKER, world.now, 201))
     world.do(join(202))
     assert world.lease(WORKER).blocks == lease.blocks
 

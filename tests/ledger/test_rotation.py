@@ -7,7 +7,7 @@ from shoal.ledger.commands import Publish, Rotate
 from shoal.ledger.errors import Refused
 from shoal.ledger.log.check import verify
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.ledger.log.writer import Book, replay
+from shoal.ledger.log.writer import LogWriter, replay
 from shoal.ledger.registry import make_entry, read_entry
 from shoal.ledger.state import state_hash
 from shoal.ledger.versions import PublisherChanged
@@ -70,7 +70,7 @@ def test_a_second_rotation_follows_the_first_and_a_replay_gives_the_same_state(w
     rotate(world, NEWER)
     assert world.state.trainer_key == NEWER.public and world.audit().findings == []
     assert state_hash(replay(world.book.store.read())) == state_hash(world.state)
-    assert Book(Store(sqlite_url(world.path))).state.publishers == world.state.publishers
+    assert LogWriter(Store(sqlite_url(world.path))).state.publishers == world.state.publishers
 
 
 def test_the_replaced_publisher_renews_nothing(world):

@@ -7,12 +7,12 @@ import pytest
 from shoal.errors import StateError
 from shoal.ledger.batch_selection import groups_wanted
 from shoal.ledger.batches import groups_beyond_share
-from shoal.ledger.commands import Admin, AskLease, Enter, Judge, Publish, Reconfigure, Tick
+from shoal.ledger.commands import Admin, AskLease, JoinRun, Publish, Reconfigure, SubmitVerdict, Tick
 from shoal.ledger.errors import Refused, Wait
 from shoal.ledger.lease_granting import groups_a_worker
 from shoal.ledger.log.check import verify
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.ledger.log.writer import Book
+from shoal.ledger.log.writer import LogWriter
 from shoal.ledger.registry import read_entry
 from shoal.ledger.state import state_hash
 from shoal.ledger.versions import LinkRevealed
@@ -182,7 +182,7 @@ def test_a_kicked_node_cannot_join_again(world):
 
 def test_a_worker_of_another_dtype_than_the_runs_is_refused_when_it_joins(world):
     with pytest.raises(Refused, match="samples in float32, the worker offers bfloat16"):
-        world.do(Enter("b" * 64, Join("worker", "b", 0.0, "test", "bfloat16", "cpu"), world.now))
+        world.do(JoinRun("b" * 64, Join("worker", "b", 0.0, "test", "bfloat16", "cpu"), world.now))
 
 
 def test_only_admitted_validators_judge(world):
@@ -200,7 +200,7 @@ def test_a_verdict_must_audit_what_was_drawn(world):
     name = world.submit("a" * 64, lease)
     lazy = tuple(GroupVerdict(s, False, "accept", rewards=(0.0, 1.0, 0.0, 1.0)) for s in world.state.slots_of(lease))
     with pytest.raises(Refused, match="drawn for audit"):
-        world.do(Judge(VALIDATOR, Verdict(name, lazy), world.now))
+        world.do(SubmitVerdict(VALIDATOR, Verdict(name, lazy), world.now))
 
 
 def test_a_version_is_published_once(world):
@@ -475,7 +475,7 @@ def test_balances_add_up_after_any_order_of_moves(tmp_path, seed, staleness, sha
                 case "publish" if world.state.main.version in world.state.main.batches:
                     world.publish()
                 case "restart" if rng.random() < 0.02:
-                    world.book = Book(Store(sqlite_url(world.path)))
+                    world.book = LogWriter(Store(sqlite_url(world.path)))
         except (Wait, Refused, StopIteration):
             continue
     assert world.state.phase == "ended"

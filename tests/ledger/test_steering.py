@@ -10,7 +10,7 @@ from shoal.ledger.leases import LeaseLapsed
 from shoal.ledger.log.check import report
 from shoal.ledger.log.pay_history import explain
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.ledger.log.writer import Book
+from shoal.ledger.log.writer import LogWriter
 from shoal.ledger.members import NodeQuarantined
 from shoal.ledger.registry import make_entry
 from shoal.ledger.run import RulesChanged
@@ -35,7 +35,7 @@ def test_a_pause_by_an_alarm_says_why_and_a_later_look_reads_the_same(tmp_path):
     assert bodies(world.do(Admin("pause", "", world.now, 100, evidence=FALL))) == [
         RulesChanged(phase="paused", cause="alarm: collapse", created=100, evidence=FALL)
     ]
-    again = Book(Store(sqlite_url(world.path))).state
+    again = LogWriter(Store(sqlite_url(world.path))).state
     assert state_hash(again) == state_hash(world.state) and again.pause_cause == "alarm: collapse"
     assert "alarm: collapse" in waiting_for(world.state)
     audit = world.audit()
@@ -60,7 +60,7 @@ def test_the_same_request_again_after_a_lost_answer_changes_nothing(tmp_path):
         node = WORKER if action == "quarantine" else ""
         asked = Admin(action, node, world.now, 100 + world.state.seq, evidence=FALL, **facts)
         assert world.do(asked)
-        assert Book(Store(sqlite_url(world.path))).write(asked, world.now) == [], action
+        assert LogWriter(Store(sqlite_url(world.path))).write(asked, world.now) == [], action
 
 
 def test_a_lower_rate_begins_with_the_next_batch_that_is_formed(tmp_path):
@@ -80,7 +80,7 @@ def test_a_lower_rate_begins_with_the_next_batch_that_is_formed(tmp_path):
         msgspec.UNSET, 0.5, msgspec.UNSET,
     ]  # fmt: skip
     assert world.audit().findings == []
-    assert state_hash(Book(Store(sqlite_url(world.path))).state) == state_hash(world.state)
+    assert state_hash(LogWriter(Store(sqlite_url(world.path))).state) == state_hash(world.state)
 
 
 def test_a_run_whose_host_never_lowers_the_rate_names_no_factor(tmp_path):

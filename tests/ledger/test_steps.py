@@ -5,7 +5,7 @@ import pytest
 
 from shoal.ledger.batches import GroupAccepted
 from shoal.ledger.errors import Refused
-from shoal.ledger.verdict_tally import weigh
+from shoal.ledger.verdict_tally import tally_verdicts
 from shoal.protocol.algorithm_config import Composition, Steps, Turns
 from shoal.protocol.messages import GroupVerdict, StepReward
 from tests.ledger.ledger_fixture import World
@@ -97,7 +97,7 @@ def test_a_refusal_says_no_steps(tmp_path):
 
 
 def weighed(*verdicts, more=False):
-    return weigh({str(i): groups for i, groups in enumerate(verdicts)}, (0,), 1, more)
+    return tally_verdicts({str(i): groups for i, groups in enumerate(verdicts)}, (0,), 1, more)
 
 
 def test_a_validator_that_moves_reward_between_turns_is_outvoted():

@@ -82,7 +82,7 @@ def test_no_function_of_the_ledger_is_named_underscore():
 
 GREETINGS = '''"""A greeting."""
 from dataclasses import dataclass
-from shoal.ledger.replay_context import Cause
+from shoal.ledger.replay_context import Trigger
 from shoal.protocol.messages import Message
 
 class Greeted(Message, frozen=True):
@@ -98,12 +98,12 @@ def apply_greeted(body, state, entry):
 
 EVENTS = {"greeted": (Greeted, apply_greeted)}
 COMMANDS = {Greet: lambda command, state: [Greeted(command.who)]}
-CAUSES = {Greeted: lambda body, here: Cause(Greet(body.who, here.now))}
+CAUSES = {Greeted: lambda body, here: Trigger(Greet(body.who, here.now))}
 LINES = {Greeted: lambda body, told: iter([told.line(f"greeted by {body.who}")])}
 '''
 USE = """
 from shoal.ledger.greetings import Greet
-from shoal.ledger.replay_context import Told
+from shoal.ledger.replay_context import PayContext
 from shoal.ledger.state import State
 from shoal.ledger.registry import apply, cause_of, decide, lines_of, make_entry, read_entry
 
@@ -111,7 +111,7 @@ state = State()
 (body,) = decide(Greet("a friend", 1.0), state)
 entry, _ = read_entry(make_entry(0, 1.0, body, state.head).data)
 apply(state, entry)
-lines = [line.detail for line in lines_of(entry.body, Told(entry, state, "", {}))]
+lines = [line.detail for line in lines_of(entry.body, PayContext(entry, state, "", {}))]
 print(entry.kind, state.name, lines, state.seq)
 """
 

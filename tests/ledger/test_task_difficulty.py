@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.ledger.commands import Judge, Submit, Tick
+from shoal.ledger.commands import Submit, SubmitVerdict, Tick
 from shoal.ledger.errors import Wait
 from shoal.ledger.log.writer import replay
 from shoal.ledger.pools import PoolsChanged
@@ -21,7 +21,7 @@ from shoal.ledger.task_difficulty import (
 from shoal.protocol.curriculum import Difficulty
 from shoal.protocol.encoding import digest
 from shoal.protocol.messages import EnvSpec, GroupVerdict, Verdict
-from shoal.protocol.task_draws import EnvDraw, Pool
+from shoal.protocol.task_draws import EnvDraw, TaskPool
 from tests.ledger.ledger_fixture import World
 
 ENVS = [EnvDraw("easy", 1.0, 4), EnvDraw("hard", 2.0, 100)]
@@ -87,10 +87,10 @@ def test_tasks_are_in_the_pool_of_their_latest_group():
     records = {}
     latest = [SolvedGroup("hard", task, rate) for task, rate in ((7, 0.1), (3, 0.2), (5, 0.5), (3, 0.9), (8, 0.8))]
     assert follow(latest, records, rule()).moved == {"hard": {"easy": (3, 8), "hard": (7,)}}
-    assert table_after(ENVS, records, rule())[1].pools == (Pool(0.5, (3, 8)), Pool(0.25, (7,)))
+    assert table_after(ENVS, records, rule())[1].pools == (TaskPool(0.5, (3, 8)), TaskPool(0.25, (7,)))
     back = follow([SolvedGroup("hard", 3, 0.6), SolvedGroup("hard", 8, 0.9)], records, rule())
     assert back.moved == {"hard": {"normal": (3,)}}
-    assert table_after(ENVS, records, rule())[1].pools == (Pool(0.5, (8,)), Pool(0.25, (7,)))
+    assert table_after(ENVS, records, rule())[1].pools == (TaskPool(0.5, (8,)), TaskPool(0.25, (7,)))
 
 
 def test_a_task_is_retired_after_groups_in_a_row_that_are_solved_whole_and_stays_so():
@@ -99,7 +99,7 @@ def test_a_task_is_retired_after_groups_in_a_row_that_are_solved_whole_and_stays
     follow([SolvedGroup("hard", 3, 0.9), SolvedGroup("hard", 3, 1.0)], records, how)  # begins anew
     assert records["hard"].pools == {3: "easy"} and records["hard"].streaks == {3: 1}
     assert follow([SolvedGroup("hard", 3, 1.0)], records, how).moved == {"hard": {"retired": (3,)}}
-    assert table_after(ENVS, records, how)[1].pools == (Pool(0.0, (3,)),)
+    assert table_after(ENVS, records, how)[1].pools == (TaskPool(0.0, (3,)),)
     # Made by a version before: nothing draws it any more.
     assert follow([SolvedGroup("hard", 3, 0.0)], records, how).moved == {}
 
@@ -178,7 +178,7 @@ class Following(World):
             GroupVerdict(slot.slot, outcome="accept", audited=True, rewards=reward_of(slot), tokens=10)
             for slot in self.slots(lease)
         )
-        self.do(Judge(VALIDATOR, Verdict(name, groups), self.now, "p" * 64, 1.0))
+        self.do(SubmitVerdict(VALIDATOR, Verdict(name, groups), self.now, "p" * 64, 1.0))
 
     def serve_until(self, worker, step):
         while step not in self.state.main.batches:

@@ -4,7 +4,7 @@ honest validator that is slow, restarts or dies is at no fault and holds up nobo
 import msgspec
 import pytest
 
-from shoal.ledger.commands import Admin, Enter, Leave, Submit, Tick
+from shoal.ledger.commands import Admin, JoinRun, LeaveRun, Submit, Tick
 from shoal.ledger.constants import LAW
 from shoal.ledger.errors import Refused
 from shoal.ledger.records import TurnsRecord
@@ -178,13 +178,13 @@ def test_what_waited_before_a_validator_joined_is_no_time_of_its_check(tmp_path)
 def test_a_validator_is_silent_from_when_it_joined_or_came_back(tmp_path):
     court = court_of(tmp_path, judges=(FIRST,), lease_s=100.0)
     submitted(court, order=(FIRST,))
-    court.do(Leave(FIRST, court.now))
+    court.do(LeaveRun(FIRST, court.now))
     court.now += 1800.0
     assert f"({FIRST[:12]}) left" in overdue_verdicts(court.state, court.now, 0.0)
     court.do(Admin("admit", SECOND, court.now))
     join = Join("validator", "again", 0.0, "test", "float32", "cpu")
     court.enter(SECOND, "validator")
-    court.do(Enter(FIRST, join, court.now, int(court.now)))
+    court.do(JoinRun(FIRST, join, court.now, int(court.now)))
     assert overdue_verdicts(court.state, court.now, 0.0) == ""
     court.now += 180.0
     assert [
@@ -329,7 +329,7 @@ def test_a_silent_validator_is_skipped_until_it_sends_a_verdict(court):
 def test_nobody_waits_for_a_validator_that_judges_no_more(court, how):
     name = submitted(court)
     if how == "left":
-        court.do(Leave(FIRST, court.now, int(court.now)))
+        court.do(LeaveRun(FIRST, court.now, int(court.now)))
     else:
         court.state.members[FIRST].standing = "suspended"
     assert to_judge(court.state, SECOND, court.now) == [name]

@@ -9,10 +9,10 @@ from collections import Counter
 
 import pytest
 
-from shoal.ledger.commands import Admin, AskLease, Enter, Leave, ReturnLeases, Tick
+from shoal.ledger.commands import Admin, AskLease, JoinRun, LeaveRun, ReturnLeases, Tick
 from shoal.ledger.errors import Refused, Wait
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.ledger.log.writer import Book
+from shoal.ledger.log.writer import LogWriter
 from shoal.ledger.state import state_hash
 from shoal.ledger.verdict_decisions import to_judge
 from shoal.protocol.messages import Join
@@ -65,7 +65,7 @@ class Walk(World):
             case "return":
                 self.do(ReturnLeases(key, held[:1], self.now))
             case "leave":
-                self.do(Leave(node, self.now, self.sign()))
+                self.do(LeaveRun(node, self.now, self.sign()))
             case "join":
                 self.join(node, rng.choice("xy"))
             case "host":
@@ -74,7 +74,7 @@ class Walk(World):
                 self.do(Admin(action, whom if action == "kick" else "", self.now, self.sign()))
             case "restart":
                 before = state_hash(state)
-                self.book = Book(Store(sqlite_url(self.path)))
+                self.book = LogWriter(Store(sqlite_url(self.path)))
                 assert state_hash(self.state) == before
 
     def send(self, lease):
@@ -83,7 +83,7 @@ class Walk(World):
 
     def join(self, key, name):
         role = "validator" if key in self.judges else "worker"
-        self.do(Enter(key, Join(role, name, 0.0, "test", "float32", "cpu"), self.now, self.sign()))
+        self.do(JoinRun(key, Join(role, name, 0.0, "test", "float32", "cpu"), self.now, self.sign()))
 
     def step(self, honest=False):
         try:

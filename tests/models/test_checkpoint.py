@@ -25,7 +25,7 @@ from shoal.errors import StateError
 from shoal.models import safetensors_writer
 from shoal.models.auto_tokenizer import open_tokenizer
 from shoal.models.checkpoint import find_tensors, load_policy, read_header, save_policy, tensors_of
-from shoal.models.config import PolicySpec, write_json
+from shoal.models.config import ModelConfig, write_json
 from shoal.models.load_tensors import _fill
 from shoal.models.lora_config import AdapterSpec
 from shoal.models.random_model import initialise, make_tiny, tiny_spec
@@ -169,7 +169,9 @@ def test_weights_are_written_with_the_bytes_of_the_safetensors_library(
         for (name, shape), dtype in zip(shapes.items(), itertools.cycle(dtypes), strict=False)
     }
     save_file(tensors, tmp_path / "library", metadata={"format": "pt"})
-    forms = {name: safetensors_writer.Form(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    forms = {
+        name: safetensors_writer.TensorHeader(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
+    }
     safetensors_writer.write_tensors(tmp_path / "ours", forms, tensors.items())
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "library").read_bytes()
 
@@ -490,14 +492,14 @@ def test_a_config_that_we_cannot_run_is_refused_with_the_reason(
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(StateError, match=says) as refused:
-        PolicySpec.from_directory(checkpoint)
+        ModelConfig.from_directory(checkpoint)
     assert str(checkpoint) in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_another_family_is_named_though_it_lacks_our_keys(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_embd": 768}')
     with pytest.raises(StateError, match="model_type is 'gpt2'; known: llama, mistral, qwen2, qwen3"):
-        PolicySpec.from_directory(tmp_path)
+        ModelConfig.from_directory(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 5000, '{"model_type": "qwen3"}', "\x00\xff"])
@@ -518,7 +520,7 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_a_spec_reads_back_from_its_own_config(family: str, tmp_path: Path) -> None:
     spec = tiny_spec(TinyPolicy(family=family, width=32, heads=4, kv_heads=2, tied=True))  # type: ignore[arg-type]
     (tmp_path / "config.json").write_text(json.dumps(spec.to_hf()))
-    assert PolicySpec.from_directory(tmp_path) == spec
+    assert ModelConfig.from_directory(tmp_path) == spec
 
 
 @pytest.mark.parametrize(

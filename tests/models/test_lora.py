@@ -17,7 +17,7 @@ from shoal.errors import StateError
 from shoal.models import lora_config
 from shoal.models.checkpoint import load_policy, save_policy, snapshot
 from shoal.models.lora import begin_adapter, load_adapter, merge, read_adapter
-from shoal.models.lora_config import TARGETS, AdapterSpec, Base
+from shoal.models.lora_config import TARGETS, AdapterSpec, LoraBase
 from shoal.models.random_model import make_tiny
 from shoal.models.transformer import Transformer
 
@@ -38,7 +38,7 @@ def base(tmp_path: Path) -> Path:
 def adapted(base: Path, targets: tuple[str, ...] = TARGETS, dtype: torch.dtype = torch.float32) -> Transformer:
     """A base with an adapter that changes what it computes."""
     model = load_policy(base, dtype)
-    begin_adapter(model, AdapterSpec(4, 8.0, targets), 1, Base("ab" * 32))
+    begin_adapter(model, AdapterSpec(4, 8.0, targets), 1, LoraBase("ab" * 32))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.trainable().items():
@@ -130,7 +130,7 @@ def test_what_is_published_is_the_adapter_alone_in_float32(base, tmp_path, dtype
             assert stored[lora_config.stored_name(name)].equal(parameter)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8)
-    assert Base.from_directory(tmp_path / "adapter") == Base("ab" * 32)
+    assert LoraBase.from_directory(tmp_path / "adapter") == LoraBase("ab" * 32)
     again = load_policy(base)
     load_adapter(again, tmp_path / "adapter")
     assert logits(again).equal(logits(model))

@@ -6,18 +6,18 @@ from torch import Tensor
 
 from shoal.config import TinyPolicy
 from shoal.models import packed_attention
-from shoal.models.packed_attention import Family
+from shoal.models.packed_attention import SharedPrefixGroup
 from shoal.models.random_model import initialise, tiny_spec
 from shoal.models.rope import RopeScaling
 from shoal.models.transformer import Transformer
 
 FAMILIES = [
-    Family(0, (9,)),
-    Family(5, (3, 8, 1, 6)),
-    Family(4, (7, 7)),
-    Family(0, (2, 5)),
-    Family(0, (1,)),
-    Family(12, (4,)),
+    SharedPrefixGroup(0, (9,)),
+    SharedPrefixGroup(5, (3, 8, 1, 6)),
+    SharedPrefixGroup(4, (7, 7)),
+    SharedPrefixGroup(0, (2, 5)),
+    SharedPrefixGroup(0, (1,)),
+    SharedPrefixGroup(12, (4,)),
 ]
 
 
@@ -120,7 +120,7 @@ def test_equal_lengths_give_the_bits_of_padded_rows() -> None:
     row_N = torch.randint(0, 64, (64 + 3 * 10,), generator=torch.Generator().manual_seed(5))
     rows_BT = torch.stack([torch.cat([row_N[:64], own_S]) for own_S in row_N[64:].split(10)])
     with torch.no_grad():
-        packed_ND, padded_BTD = model(row_N[None], [Family(64, (10, 10, 10))])[0], model(rows_BT)
+        packed_ND, padded_BTD = model(row_N[None], [SharedPrefixGroup(64, (10, 10, 10))])[0], model(rows_BT)
     assert torch.equal(packed_ND[:64], padded_BTD[0, :64])
     assert torch.equal(packed_ND[64:], padded_BTD[:, 64:].flatten(0, 1))
 
@@ -128,4 +128,4 @@ def test_equal_lengths_give_the_bits_of_padded_rows() -> None:
 @pytest.mark.parametrize("shape", [(-1, (3,)), (2, ()), (2, (3, 0))])
 def test_an_empty_conversation_is_a_fault_of_ours(shape: tuple[int, tuple[int, ...]]) -> None:
     with pytest.raises(AssertionError, match="no conversation is empty"):
-        Family(*shape)
+        SharedPrefixGroup(*shape)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from shoal.chat.renderer import Renderer
-from shoal.engine.interface import Request
+from shoal.engine.interface import EngineRequest
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.errors import StateError
-from shoal.models.config import PolicySpec
+from shoal.models.config import ModelConfig
 from shoal.models.open_model import AUTO, open_policy, sized_spec_of
 from shoal.models.parameter_counts import parameters_of
 from shoal.models.random_model import LEAST_VOCABULARY, SPECIALS, make_shaped
@@ -50,7 +50,7 @@ def test_a_random_policy_has_the_shape_writes_text_and_is_opened_by_transformers
     prompt = renderer.start([{"role": "user", "content": "Größe?\n"}])
     engine = open_engine(EngineSpec(kind_for(made)))
     engine.load(made, 0)
-    (turn,) = engine.extend([Request("r", prompt, bytes(32), 40, renderer.stop_ids)], 1.0)
+    (turn,) = engine.extend([EngineRequest("r", prompt, bytes(32), 40, renderer.stop_ids)], 1.0)
     assert len(renderer.decode(turn.token_ids)) > 40, "words of two letters and more"
     ids = torch.tensor([prompt])
     model = open_policy(made, implementation=AUTO)
@@ -90,7 +90,7 @@ def test_the_weights_of_a_shape_are_reckoned_without_files(name: str, tmp_path: 
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     exact, spec = sum(p.numel() for p in model.parameters()), sized_spec_of(tmp_path)
-    if isinstance(spec, PolicySpec):
+    if isinstance(spec, ModelConfig):
         assert parameters_of(spec) == exact
     else:
         assert exact <= parameters_of(spec) <= 1.4 * exact

@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from shoal.config import TinyPolicy
-from shoal.engine.interface import Request, ScoreRequest
+from shoal.engine.interface import EngineRequest, ScoreRequest
 from shoal.engine.native import LocalEngine
 from shoal.models.checkpoint import load_policy, save_policy
-from shoal.models.config import PolicySpec
+from shoal.models.config import ModelConfig
 from shoal.models.layers import rope_table
 from shoal.models.random_model import initialise, tiny_spec
 from shoal.models.rope import RopeScaling, frequencies
@@ -68,7 +68,7 @@ def test_a_scaled_rotation_gives_the_logits_of_transformers(kind: str, key: str,
     plain = _checkpoint(tmp_path / "plain", {})
     assert _difference(plain, again=directory) > 1e-2  # the scaling shows in these logits
     save_policy(load_policy(directory), tmp_path / "two", "float32")
-    assert PolicySpec.from_directory(tmp_path / "two") == PolicySpec.from_directory(directory)
+    assert ModelConfig.from_directory(tmp_path / "two") == ModelConfig.from_directory(directory)
     assert _difference(tmp_path / "two") < 1e-4
     assert _difference(tmp_path / "two", again=directory) < 1e-4
 
@@ -82,14 +82,14 @@ def test_all_families_scale_tied_and_untied(family: str, tied: bool, tmp_path: P
 def test_the_original_length_beside_the_parameters_goes_first(tmp_path: Path) -> None:
     change = {"rope_scaling": KINDS["yarn"], "original_max_position_embeddings": 32}
     assert _difference(_checkpoint(tmp_path, change)) < 1e-4
-    scaling = PolicySpec.from_directory(tmp_path).rope_scaling
+    scaling = ModelConfig.from_directory(tmp_path).rope_scaling
     assert scaling is not None and scaling.original == 32
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_angles_far_from_the_beginning_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     directory = _checkpoint(tmp_path, {"rope_scaling": KINDS[kind] | {"rope_theta": 5e5}, "rope_parameters": None})
-    spec, peer = PolicySpec.from_directory(directory), AutoModelForCausalLM.from_pretrained(directory)
+    spec, peer = ModelConfig.from_directory(directory), AutoModelForCausalLM.from_pretrained(directory)
     positions = torch.tensor([0, 7, 1000, 100_000, 131_071])
     cos, sin = peer.model.rotary_emb(torch.zeros(1), positions[None])
     keys_Te = rope_table(spec, positions)[:, 0, -1]
@@ -123,7 +123,7 @@ def test_the_engine_writes_and_scores_with_the_scaled_rotation(tmp_path: Path) -
     engine = LocalEngine(threads=1)
     engine.load(directory, 0)
     prompt = TOKENS_BT[0, :100].tolist()
-    (turn,) = engine.extend([Request("r", prompt, bytes(32), 60, frozenset())], 1.0)
+    (turn,) = engine.extend([EngineRequest("r", prompt, bytes(32), 60, frozenset())], 1.0)
     places = list(range(100, 160))
     (score,) = engine.score([ScoreRequest([*prompt, *turn.token_ids], places, bytes(32))], 1.0)
     assert score.gaps_P.max() == 0
@@ -132,7 +132,7 @@ def test_the_engine_writes_and_scores_with_the_scaled_rotation(tmp_path: Path) -
 
 def test_a_spec_with_scaling_reads_back_from_its_own_config(tmp_path: Path) -> None:
     for kind in KINDS.values():
-        scaled = PolicySpec.from_directory(_checkpoint(tmp_path, {"rope_scaling": kind})).rope_scaling
+        scaled = ModelConfig.from_directory(_checkpoint(tmp_path, {"rope_scaling": kind})).rope_scaling
         spec = dataclasses.replace(tiny_spec(TinyPolicy()), rope_scaling=scaled)
         (tmp_path / "config.json").write_text(json.dumps(spec.to_hf()))
-        assert PolicySpec.from_directory(tmp_path) == spec
+        assert ModelConfig.from_directory(tmp_path) == spec

@@ -17,7 +17,7 @@ from shoal.engine.native import LocalEngine
 from shoal.engine.vllm.checkpoint import config_for_vllm
 from shoal.errors import StateError
 from shoal.models.checkpoint import load_policy, map_policy, policy_tensors, save_policy, write_nf4
-from shoal.models.config import EMBEDDING, HEAD, PolicySpec
+from shoal.models.config import EMBEDDING, HEAD, ModelConfig
 from shoal.models.hf_model import load_any
 from shoal.models.lora_config import AdapterSpec
 from shoal.models.open_model import kind_of, spec_of
@@ -74,9 +74,9 @@ def test_every_way_to_open_a_stored_head_gives_the_log_probs_of_transformers(fam
         if dtype != "int8":
             assert peer_logprobs(published) == pytest.approx(expected, abs=1e-4 if dtype == "float32" else 0.2)
         assert scored(LocalEngine(threads=1), published) == pytest.approx(expected, abs=0.2)
-    assert map_policy(tmp_path / "published-0", PolicySpec.from_directory(directory))[HEAD].dtype == "F32"
+    assert map_policy(tmp_path / "published-0", ModelConfig.from_directory(directory))[HEAD].dtype == "F32"
     spec = spec_of(directory)
-    assert isinstance(spec, PolicySpec) and not config_for_vllm(directory, spec)["tie_word_embeddings"]
+    assert isinstance(spec, ModelConfig) and not config_for_vllm(directory, spec)["tie_word_embeddings"]
 
 
 def test_a_stored_head_of_equal_values_stays_tied(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_stored_head_of_equal_values_stays_tied(tmp_path: Path) -> None:
     ):  # fmt: skip
         tensors = load_file(tmp_path / "model.safetensors") | {EMBEDDING: embedding, HEAD: head}
         save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-        assert PolicySpec.from_directory(directory).tied is is_tied
+        assert ModelConfig.from_directory(directory).tied is is_tied
         assert (HEAD in dict(load_policy(directory).named_parameters())) is not is_tied
         peer = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         assert (peer.lm_head.weight is peer.model.embed_tokens.weight) is is_tied
@@ -131,7 +131,7 @@ def test_shards_adapters_and_a_base_in_nf4_have_the_stored_head(tmp_path: Path) 
     peer = AutoModelForCausalLM.from_pretrained(directory)
     peer.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
-    assert not PolicySpec.from_directory(tmp_path / "shards").tied
+    assert not ModelConfig.from_directory(tmp_path / "shards").tied
     expected = peer_logprobs(directory)
     assert scored(LocalEngine(threads=1), tmp_path / "shards") == pytest.approx(expected, abs=1e-4)
     assert not policy_tensors(tmp_path / "shards")[0].tied

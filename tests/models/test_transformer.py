@@ -12,7 +12,7 @@ from shoal.config import TinyPolicy
 from shoal.models import layers
 from shoal.models.checkpoint import load_policy, save_policy
 from shoal.models.layers import gated, unit
-from shoal.models.packed_attention import Family
+from shoal.models.packed_attention import SharedPrefixGroup
 from shoal.models.random_model import initialise, tiny_spec
 from shoal.models.transformer import Transformer, _behind
 
@@ -95,11 +95,11 @@ def test_padding_on_the_right_does_not_change_earlier_positions() -> None:
         assert torch.equal(model(padded)[:, :25], whole[:, :25])
 
 
-@pytest.mark.parametrize("families", [None, [Family(0, (40, 40, 40))]])
+@pytest.mark.parametrize("families", [None, [SharedPrefixGroup(0, (40, 40, 40))]])
 @pytest.mark.parametrize("pad_id", [None, 0, -1])
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("mistral", True), ("qwen2", True), ("qwen3", False)])
 def test_gradients_equal_those_of_transformers_at_each_pad_token(
-    family: str, tied: bool, pad_id: int | None, families: list[Family] | None, tmp_path: Path
+    family: str, tied: bool, pad_id: int | None, families: list[SharedPrefixGroup] | None, tmp_path: Path
 ) -> None:
     assert {0, 63} <= set(TOKENS_BT[:, :-1].flatten().tolist()), "each pad token is an input"
     save_policy(_model("llama" if family == "mistral" else family, tied), tmp_path, "float32")
@@ -176,10 +176,10 @@ def test_the_last_token_of_equal_rows_is_computed_for_each_row() -> None:
         assert (model(TOKENS_BT[:1].repeat(8, 1)) - expected_TD).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("families", [None, [Family(20, (30, 20)), Family(0, (25, 25))]])
+@pytest.mark.parametrize("families", [None, [SharedPrefixGroup(20, (30, 20)), SharedPrefixGroup(0, (25, 25))]])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_that_are_computed_again_give_the_same_gradients_and_keep_less(
-    family: str, families: list[Family] | None
+    family: str, families: list[SharedPrefixGroup] | None
 ) -> None:
     def learned(recompute: bool) -> tuple[list[torch.Tensor | None], int]:
         model, kept_bytes = _model(family, tied=False).train(), 0

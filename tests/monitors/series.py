@@ -2,7 +2,7 @@
 
 import random
 
-from shoal.monitors.inputs import View, around_best
+from shoal.monitors.inputs import MonitorInputs, around_best
 from shoal.monitors.log_stats import StepDigest
 
 WORKERS = ("a" * 64, "b" * 64, "c" * 64)
@@ -52,4 +52,4 @@ def views(lines, digests=(), **facts):
     for count in range(1, len(lines) + 1):
         done = [one for one in digests if one.step < count]
         at_best = around_best(lines[:count], facts.get("heldout", ()))
-        yield View(lines=lines[:count], steps=done[-64:], names=NAMES, at_best=at_best, **facts)
+        yield MonitorInputs(lines=lines[:count], steps=done[-64:], names=NAMES, at_best=at_best, **facts)

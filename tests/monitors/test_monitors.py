@@ -8,10 +8,10 @@ import pytest
 
 from shoal.ledger.hints import SILENT_REMEDY
 from shoal.monitors import no_signal
-from shoal.monitors.alarm_state import BETWEEN, MONITORS, Watch
-from shoal.monitors.inputs import FIRST_LINES, KEPT_LINES, Evaluation, Machine, View
+from shoal.monitors.alarm_state import BETWEEN, MONITORS, AlarmState
+from shoal.monitors.inputs import FIRST_LINES, KEPT_LINES, HeldoutResult, Machine, MonitorInputs
 from shoal.monitors.log_stats import StepDigest
-from shoal.monitors.run_monitors import Follower, Setting
+from shoal.monitors.run_monitors import MonitorConfig, RunMonitors
 from tests.monitors.series import WORKERS, honest_digests, honest_lines, views
 
 FROM = 40
@@ -20,7 +20,7 @@ FROM = 40
 
 def raised(views_so_far):
     """(cause, node) of each alarm that a whole run raises, with its step."""
-    watch, found = Watch(), {}
+    watch, found = AlarmState(), {}
     for view in views_so_far:
         for change, alarm in watch.see(view):
             if change == "raised":
@@ -86,7 +86,7 @@ def test_an_alarm_is_raised_once_and_cleared_once_after_the_fault_has_passed():
         line | ({"log_ratio_abs_mean_nats": 0.7} if FROM <= line["step"] < FROM + 6 else {})
         for line in honest_lines(4, 70)
     ]
-    watch = Watch()
+    watch = AlarmState()
     changes = [change for view in views(lines) for change in watch.see(view)]
     assert [(one.change, one.alarm.cause) for one in changes] == [("raised", "drift"), ("cleared", "drift")]
     assert watch.standing == []
@@ -110,16 +110,16 @@ def test_reward_that_follows_length_is_hacking_and_longer_answers_alone_are_not(
 
 def test_held_out_tasks_that_fall_while_reward_rises_are_hacking():
     lines = honest_lines(6)
-    fell = [Evaluation(0, 0.5, 0.45, 0.55), Evaluation(40, 0.3, 0.25, 0.35)]
-    rose = [Evaluation(0, 0.3, 0.25, 0.35), Evaluation(40, 0.5, 0.45, 0.55)]
+    fell = [HeldoutResult(0, 0.5, 0.45, 0.55), HeldoutResult(40, 0.3, 0.25, 0.35)]
+    rose = [HeldoutResult(0, 0.3, 0.25, 0.35), HeldoutResult(40, 0.5, 0.45, 0.55)]
     assert causes(lines, heldout=fell) == {"hacking"} and causes(lines, heldout=rose) == set()
 
 
 def judged(*means):
     """Evaluations at steps 0, 30, ... that the environment likes more and more, with a judge's means."""
     return [
-        Evaluation(
-            30 * i, 0.3 + 0.3 * i, 0.25 + 0.3 * i, 0.35 + 0.3 * i, Evaluation(30 * i, mean, mean - 0.05, mean + 0.05)
+        HeldoutResult(
+            30 * i, 0.3 + 0.3 * i, 0.25 + 0.3 * i, 0.35 + 0.3 * i, HeldoutResult(30 * i, mean, mean - 0.05, mean + 0.05)
         )
         for i, mean in enumerate(means)
     ]
@@ -336,7 +336,7 @@ def test_forgers_are_quick_and_make_no_honest_worker_slow():
 
 def test_a_name_that_looks_like_the_key_of_another_does_not_pass_for_it():
     name = f"worker-1 ({'b' * 12}) {'x' * 200}"
-    told = View(names={"a" * 64: ("worker", name)}).name_of("a" * 64)
+    told = MonitorInputs(names={"a" * 64: ("worker", name)}).name_of("a" * 64)
     assert told.startswith("worker-1 ?bbbbbbbbbbbb?") and told.endswith(f" ({'a' * 12})") and len(told) <= 60
 
 
@@ -358,9 +358,9 @@ def test_thousand_honest_workers_are_not_accused():
 
 
 def between(machines, lines=()):
-    watch = Watch()
+    watch = AlarmState()
     for machine in machines:
-        watch.see(View(lines=lines, machine=machine, max_flat_groups=100))
+        watch.see(MonitorInputs(lines=lines, machine=machine, max_flat_groups=100))
     return {alarm.cause: alarm for alarm in watch.standing}
 
 
@@ -447,12 +447,14 @@ def test_a_run_without_steps_is_told_with_what_took_the_time(longest, advises):
 
 
 def test_a_run_without_steps_names_the_workers_whose_leases_are_the_oldest():
-    lines, watch, key = honest_lines(8, 20), Watch(), "ab" * 32
+    lines, watch, key = honest_lines(8, 20), AlarmState(), "ab" * 32
     now = lines[-1]["time_s"] + 300.0
     for waits in ("workers: 1 of 4 groups", "the trainer: the next step"):
         machine = Machine(now=now, step_began=now - 300.0, waiting_for=waits, in_flight=3)
         for _ in range(3):
-            watch.see(View(lines=lines, machine=machine, names={key: ("worker", "w")}, leased=[(key, now - 290.0)]))
+            watch.see(
+                MonitorInputs(lines=lines, machine=machine, names={key: ("worker", "w")}, leased=[(key, now - 290.0)])
+            )
         (alarm,) = watch.standing
         named = "waiting for workers: leased longest: w (abababababab) 290 s; 1 of 4 groups; no step for 300 s"
         assert alarm.summary.startswith(named) == waits.startswith("workers")
@@ -470,7 +472,7 @@ def test_groups_without_signal_are_told_before_the_run_pauses():
 def test_groups_without_signal_are_too_easy_only_if_their_rewards_did_not_fall(rate, reward, remedy):
     lines = [line | {"solve_rate": rate, "reward_all_mean": rate} for line in honest_lines(8, 20)]
     (found,) = no_signal.look(
-        View(lines=lines, machine=Machine(now=1.0, flat_groups=60, flat_reward=reward), max_flat_groups=64)
+        MonitorInputs(lines=lines, machine=Machine(now=1.0, flat_groups=60, flat_reward=reward), max_flat_groups=64)
     )
     assert found.remedy == remedy
 
@@ -482,34 +484,36 @@ def test_a_policy_that_has_collapsed_is_not_told_to_take_easier_tasks(rates, rem
         for rate, line in zip(rates, honest_lines(8, 3), strict=False)
     ]
     machine = Machine(now=1.0, flat_groups=60, flat_reward=0.0)
-    (found,) = no_signal.look(View(lines=lines, machine=machine, max_flat_groups=64))
+    (found,) = no_signal.look(MonitorInputs(lines=lines, machine=machine, max_flat_groups=64))
     assert found.remedy == remedy
-    (found,) = no_signal.look(View(lines=lines, machine=machine, max_flat_groups=64, moving_tasks=True))
+    (found,) = no_signal.look(MonitorInputs(lines=lines, machine=machine, max_flat_groups=64, moving_tasks=True))
     assert found.remedy == no_signal.HARD, "tasks that follow the solve rate may be harder now"
     costs = [line | {"reward_all_mean": -0.4} for line in lines]
     machine = Machine(now=1.0, flat_groups=60, flat_reward=-0.4)
-    (found,) = no_signal.look(View(lines=costs, machine=machine, max_flat_groups=64))
+    (found,) = no_signal.look(MonitorInputs(lines=costs, machine=machine, max_flat_groups=64))
     assert found.remedy == no_signal.HARD
 
 
 def test_the_remedy_for_groups_without_signal_is_what_ended_their_rollouts():
     why = "A token limit ended 64 of the 64 rollouts: raise sampling.max_turn_tokens = 4"
     machine = Machine(now=1.0, flat_groups=60, why_flat=why)
-    (found,) = no_signal.look(View(machine=machine, max_flat_groups=64))
+    (found,) = no_signal.look(MonitorInputs(machine=machine, max_flat_groups=64))
     said = "Raise sampling.max_turn_tokens = 4. A token limit ended 64 of the 64 rollouts"
     assert found.remedy == said, "what to change comes before what a small terminal cuts"
     solved = [line | {"solve_rate": 0.9} for line in honest_lines(8, 20)]
-    (found,) = no_signal.look(View(lines=solved, machine=machine, max_flat_groups=64))
+    (found,) = no_signal.look(MonitorInputs(lines=solved, machine=machine, max_flat_groups=64))
     assert found.remedy == f"{said}. {no_signal.FALLEN}"
     for ended, remedy in ((why, no_signal.FALLEN), ("Errors of it", f"Errors of it. {no_signal.FALLEN}")):
         machine = Machine(now=1.0, flat_groups=60, why_flat=ended)
         grown = [line | {"overlong_share": share} for share, line in zip((0.0, *[0.9] * 19), solved, strict=False)]
-        (found,) = no_signal.look(View(lines=grown, machine=machine, max_flat_groups=64))
+        (found,) = no_signal.look(MonitorInputs(lines=grown, machine=machine, max_flat_groups=64))
         assert found.remedy == remedy, "a limit that ended none of the first step is a symptom"
     line = {"step": 9, "zero_signal_share": 0.95, "solve_rate": 0.1}
-    (found,) = no_signal.look(View(lines=[line | {"overlong_share": 0.8}]))
+    (found,) = no_signal.look(MonitorInputs(lines=[line | {"overlong_share": 0.8}]))
     assert "a token limit ended 80%" in found.remedy and "sampling.max_turn_tokens" in found.remedy
-    assert [one.remedy for one in no_signal.look(View(lines=[line | {"overlong_share": 0.2}]))] == [no_signal.HARD]
+    assert [one.remedy for one in no_signal.look(MonitorInputs(lines=[line | {"overlong_share": 0.2}]))] == [
+        no_signal.HARD
+    ]
 
 
 LONG_PROMPT = "its prompt takes 39 tokens, and sampling.max_tokens = 24 leaves no room for a turn"
@@ -526,11 +530,11 @@ LONG_PROMPT = "its prompt takes 39 tokens, and sampling.max_tokens = 24 leaves n
 )
 def test_the_remedy_for_tasks_that_can_never_begin_is_no_larger_group(cause, advice):
     machine = Machine(now=1.0, flat_groups=60, unbegun_groups=55, unbegun_cause=cause)
-    (found,) = no_signal.look(View(machine=machine, max_flat_groups=64))
+    (found,) = no_signal.look(MonitorInputs(machine=machine, max_flat_groups=64))
     assert f"55 of them can never begin; the last: {cause}. {advice}" in found.remedy
     assert "group_size" not in found.remedy
     few = Machine(now=1.0, flat_groups=60, unbegun_groups=5, unbegun_cause=cause)
-    assert [one.remedy for one in no_signal.look(View(machine=few, max_flat_groups=64))] == [no_signal.HARD]
+    assert [one.remedy for one in no_signal.look(MonitorInputs(machine=few, max_flat_groups=64))] == [no_signal.HARD]
 
 
 # --- all ---
@@ -557,7 +561,7 @@ def test_metrics_that_are_missing_raise_nothing(lines):
 
 def followed(lines, heldout=()):
     """Causes of the alarms at the newest steps of a run, as its launcher looks at them."""
-    follower, count = Follower(Setting()), len(lines)
+    follower, count = RunMonitors(MonitorConfig()), len(lines)
     views = [follower._view(lines, count - ago, heldout, None) for ago in range(8, -1, -1)]
     return {cause for cause, _ in raised(views)}
 
@@ -579,22 +583,22 @@ def test_a_fault_that_creeps_in_over_2000_steps_is_compared_with_the_start_of_th
 def test_an_evaluation_of_long_ago_is_compared_with_the_reward_of_its_steps():
     lines = [{"step": step, "reward_all_mean": 0.2 + 0.6 * min(1.0, step / 600)} for step in range(1400)]
     evaluations = [
-        Evaluation(version, mean, mean - 0.02, mean + 0.02) for version, mean in ((0, 0.2), (700, 0.7), (1380, 0.4))
+        HeldoutResult(version, mean, mean - 0.02, mean + 0.02) for version, mean in ((0, 0.2), (700, 0.7), (1380, 0.4))
     ]
     assert followed(lines, evaluations) == set(), "reward in training did not rise since version 700"
-    assert followed(lines, [Evaluation(400, 0.7, 0.68, 0.72), evaluations[2]]) == {"hacking"}
+    assert followed(lines, [HeldoutResult(400, 0.7, 0.68, 0.72), evaluations[2]]) == {"hacking"}
 
 
 def test_a_long_run_costs_no_more_for_each_step():
     lines = honest_lines(9, FIRST_LINES + KEPT_LINES + 9)
-    known = Follower(Setting())._view(lines, len(lines), (), None).lines
+    known = RunMonitors(MonitorConfig())._view(lines, len(lines), (), None).lines
     assert known == lines[:FIRST_LINES] + lines[-KEPT_LINES:]
-    assert Follower(Setting())._view(lines, 99, (), None).lines == lines[:99]
+    assert RunMonitors(MonitorConfig())._view(lines, 99, (), None).lines == lines[:99]
 
 
 def test_a_look_at_a_step_that_is_past_sees_no_later_one():
     """So a launcher that is started again comes to the same alarms."""
     lines = [{"step": step, "reward_mean": 0.5} for step in range(40)]
-    heldout = [Evaluation(10, 0.9, 0.8, 1.0), Evaluation(12, 0.5, 0.4, 0.6)]
-    live, again = (Follower(Setting())._view(known, 12, heldout, None) for known in (lines[:12], lines))
+    heldout = [HeldoutResult(10, 0.9, 0.8, 1.0), HeldoutResult(12, 0.5, 0.4, 0.6)]
+    live, again = (RunMonitors(MonitorConfig())._view(known, 12, heldout, None) for known in (lines[:12], lines))
     assert live.at_best == again.at_best != ()

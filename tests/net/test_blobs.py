@@ -11,7 +11,7 @@ from starlette.routing import Route
 from shoal.errors import NothingYet, StateError
 from shoal.net import server
 from shoal.net.blobs import FolderBlobs
-from shoal.net.connection_limits import Limits
+from shoal.net.connection_limits import ServerLimits
 from shoal.protocol import encoding
 from shoal.protocol.encoding import is_digest
 from tests.low_memory import no_more_files
@@ -152,7 +152,10 @@ def test_blobs_come_one_after_another_on_one_connection(blobs, size):
         return blobs.serve(request.path_params["digest"])
 
     async def story():
-        async with serving(server.application([Route("/{digest}", get)]), Limits()) as port, wires(port) as (wire_,):
+        async with (
+            serving(server.application([Route("/{digest}", get)]), ServerLimits()) as port,
+            wires(port) as (wire_,),
+        ):
             for _ in range(10):
                 wire_.send(request("GET", f"/{digest}"))
                 assert await wire_.answer() == (200, data)

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from shoal.net import connection_limits, server
 from shoal.net.client import Client
-from shoal.net.connection_limits import Limits, connections_that_fit
+from shoal.net.connection_limits import ServerLimits, connections_that_fit
 from shoal.protocol import constants, encoding
 from shoal.protocol.messages import Refusal
 from shoal.protocol.signing import Key, RequestLine, sign_request
@@ -38,7 +38,7 @@ def signed(time: Time, body: bytes) -> dict[str, str]:
 
 def test_the_connection_that_was_idle_longest_makes_room_for_a_newcomer(toy):
     async def story():
-        async with serving(toy.app, Limits(total=8, trusted=("127.0.0.1",))) as port, wires(port, 8) as flood:
+        async with serving(toy.app, ServerLimits(total=8, trusted=("127.0.0.1",))) as port, wires(port, 8) as flood:
             assert await flood[0].ask(OPEN) == 200  # so the second is idle for longer now
             async with wires(port) as (honest,):
                 assert await honest.ask(OPEN) == 200
@@ -52,7 +52,7 @@ def test_idle_connections_in_any_number_keep_no_client_from_its_answers(toy):
     """The client's own idle connection is closed too; it notices, and makes another."""
 
     async def story():
-        limits = Limits(total=8, trusted=("127.0.0.1",))
+        limits = ServerLimits(total=8, trusted=("127.0.0.1",))
         async with serving(toy.app, limits) as port, Client(f"http://127.0.0.1:{port}", on_wait=pytest.fail) as client:
             for _ in range(5):
                 async with wires(port, 20):
@@ -71,7 +71,7 @@ def test_a_newcomer_is_told_to_come_back_and_requests_in_flight_stay(toy):
 
     async def story():
         app = server.application([Route("/poll", poll)])
-        async with serving(app, Limits(total=4, trusted=("127.0.0.1",))) as port, wires(port, 4) as polls:
+        async with serving(app, ServerLimits(total=4, trusted=("127.0.0.1",))) as port, wires(port, 4) as polls:
             for each in polls:
                 each.send(request("GET", "/poll"))
             await asyncio.sleep(0.05)
@@ -86,7 +86,7 @@ def test_a_newcomer_is_told_to_come_back_and_requests_in_flight_stay(toy):
 
 def test_one_address_gets_a_share_of_the_connections_and_others_pass(toy):
     async def story():
-        limits = Limits(per_address=3, trusted=("127.0.0.1",))
+        limits = ServerLimits(per_address=3, trusted=("127.0.0.1",))
         crowd, stranger = "127.0.0.2", "127.0.0.3"
         async with (
             serving(toy.app, limits) as port,
@@ -104,7 +104,7 @@ def test_one_address_gets_a_share_of_the_connections_and_others_pass(toy):
 @pytest.mark.parametrize("trusted", ["127.0.0.2", "127.0.0.0/30"])
 def test_a_trusted_proxy_may_hold_all_connections(toy, trusted):
     async def story():
-        limits = Limits(per_address=3, trusted=(trusted,))
+        limits = ServerLimits(per_address=3, trusted=(trusted,))
         async with serving(toy.app, limits) as port, wires(port, 9, "127.0.0.2") as many:
             assert [await each.ask(OPEN) for each in many] == [200] * 9
 
@@ -115,7 +115,7 @@ def test_the_address_of_a_client_is_taken_from_a_trusted_proxy_alone(time):
     toy = Toy(time, address_rate=(1.0, 1))
 
     async def story():
-        async with serving(toy.app, Limits(trusted=("127.0.0.2",))) as port:
+        async with serving(toy.app, ServerLimits(trusted=("127.0.0.2",))) as port:
 
             async def statuses(host: str) -> list[int]:
                 async with wires(port, 1, host) as (one,):
@@ -129,7 +129,7 @@ def test_the_address_of_a_client_is_taken_from_a_trusted_proxy_alone(time):
 
 def test_closed_connections_are_logged_but_not_each_one(toy, caplog):
     async def story():
-        limits = Limits(total=2, trusted=("127.0.0.1",))
+        limits = ServerLimits(total=2, trusted=("127.0.0.1",))
         async with serving(toy.app, limits) as port, wires(port, 10):
             await asyncio.sleep(0.05)
 
@@ -168,7 +168,7 @@ def test_a_header_without_end_is_cut_off_at_its_size(toy, header):
     endless = {b"GET /open HTTP/1.1\r\n": b"x: y\r\n", b"\r\n": b"\r\n"}.get(header, b"x")
 
     async def story():
-        async with serving(toy.app, Limits(header_bytes=4000)) as port, wires(port) as (one,):
+        async with serving(toy.app, ServerLimits(header_bytes=4000)) as port, wires(port) as (one,):
             one.send(header)
             for _ in range(20):
                 one.send(endless * (1000 // len(endless)))
@@ -180,7 +180,7 @@ def test_a_header_without_end_is_cut_off_at_its_size(toy, header):
 
 def test_a_complete_header_is_held_to_the_same_size(toy):
     async def story():
-        async with serving(toy.app, Limits(header_bytes=4000)) as port, wires(port, 2) as (long, short):
+        async with serving(toy.app, ServerLimits(header_bytes=4000)) as port, wires(port, 2) as (long, short):
             assert await short.ask(request("GET", "/open", headers={"x": "y" * 3000})) == 200
             return await long.ask(request("GET", "/open", headers={"x": "y" * 5000}))
 
@@ -189,7 +189,7 @@ def test_a_complete_header_is_held_to_the_same_size(toy):
 
 def test_a_header_that_comes_too_slowly_is_refused_on_a_new_connection_and_on_one_in_use(toy):
     async def story():
-        async with serving(toy.app, Limits(header_s=0.2)) as port, wires(port, 3) as (mute, slow, used):
+        async with serving(toy.app, ServerLimits(header_s=0.2)) as port, wires(port, 3) as (mute, slow, used):
             assert await used.ask(OPEN) == 200
             for each in (slow, used):
                 each.send(b"GET /open HTTP/1.1\r\n")
@@ -203,7 +203,7 @@ def test_a_header_that_comes_too_slowly_is_refused_on_a_new_connection_and_on_on
 
 def test_a_header_that_comes_in_pieces_within_its_time_passes(toy):
     async def story():
-        async with serving(toy.app, Limits(header_s=0.5)) as port, wires(port) as (slow,):
+        async with serving(toy.app, ServerLimits(header_s=0.5)) as port, wires(port) as (slow,):
             for byte in OPEN[:-1]:
                 slow.send(bytes([byte]))
                 await asyncio.sleep(0.001)
@@ -222,7 +222,7 @@ def test_a_connection_without_a_request_is_closed_and_one_that_polls_is_not(toy)
 
     async def story():
         app = server.application([Route("/poll", poll), Route("/open", toy.open)])
-        limits = Limits(idle_s=0.2, header_s=0.2, rest_s=0.2, stall_s=0.2)
+        limits = ServerLimits(idle_s=0.2, header_s=0.2, rest_s=0.2, stall_s=0.2)
         async with serving(app, limits) as port, wires(port, 2) as (idle, polling):
             assert await idle.ask(OPEN) == 200
             polling.send(request("GET", "/poll"))
@@ -236,7 +236,7 @@ def test_a_client_that_uses_one_connection_for_long_keeps_it(toy):
     """It stays far longer than any time limit, and sends more bytes of headers in total than one request may have."""
 
     async def story():
-        limits = Limits(idle_s=0.4, header_s=0.4, rest_s=0.4, stall_s=0.4, header_bytes=200)
+        limits = ServerLimits(idle_s=0.4, header_s=0.4, rest_s=0.4, stall_s=0.4, header_bytes=200)
         async with serving(toy.app, limits) as port, wires(port) as (one,):
             return [await one.ask(OPEN) for _ in range(9) if await asyncio.sleep(0.1) is None]
 
@@ -253,7 +253,7 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off_and_a_slow_one_is_not
 
     async def story():
         app = server.application([Route("/large", large)])
-        async with serving(app, Limits(stall_s=0.3)) as port, wires(port, 2) as (deaf, slow):
+        async with serving(app, ServerLimits(stall_s=0.3)) as port, wires(port, 2) as (deaf, slow):
             for each in (deaf, slow):
                 each.send(request("GET", "/large"))
             taken = 0
@@ -285,7 +285,7 @@ async def _parts(reader, length):
 
 def test_a_request_before_the_answer_to_the_last_ends_the_connection(toy):
     async def story():
-        async with serving(toy.app, Limits()) as port, wires(port, 2) as (greedy, other):
+        async with serving(toy.app, ServerLimits()) as port, wires(port, 2) as (greedy, other):
             greedy.send(OPEN * 1000)
             assert await greedy.is_closed(1.0)
             return await other.ask(OPEN)
@@ -295,7 +295,7 @@ def test_a_request_before_the_answer_to_the_last_ends_the_connection(toy):
 
 def test_garbage_is_answered_and_ends_the_connection_without_a_log_line(toy, caplog):
     async def story():
-        async with serving(toy.app, Limits()) as port, wires(port) as (one,):
+        async with serving(toy.app, ServerLimits()) as port, wires(port) as (one,):
             one.send(b"\x16\x03\x01 not http\r\n\r\n")
             return await one.answer(), await one.is_closed(1.0)
 
@@ -306,7 +306,7 @@ def test_garbage_is_answered_and_ends_the_connection_without_a_log_line(toy, cap
 def test_a_chunked_body_is_refused_for_want_of_a_length(toy, time):
     async def story():
         headers = {"content-length": "", "transfer-encoding": "chunked", **signed(time, GOOD)}
-        async with serving(toy.app, Limits()) as port, wires(port, 2) as (put, get):
+        async with serving(toy.app, ServerLimits()) as port, wires(port, 2) as (put, get):
             put.send(request("PUT", "/deposits", headers=headers) + b"5\r\nhello\r\n")
             get.send(request("GET", "/open", headers=headers) + b"5\r\nhello\r\n")
             return [(await each.answer())[0] for each in (put, get)]
@@ -318,7 +318,7 @@ def test_an_unsigned_body_is_refused_before_it_arrives_and_is_not_kept(toy):
     """The sender can read the reason while it still sends, and nothing of the rest of its body is kept."""
 
     async def story():
-        async with serving(toy.app, Limits(rest_s=0.2)) as port, wires(port) as (one,):
+        async with serving(toy.app, ServerLimits(rest_s=0.2)) as port, wires(port) as (one,):
             one.send(request("PUT", "/deposits", headers={"content-length": "900"}))
             status, body = await one.answer()
             one.send(b"x" * 300)
@@ -330,7 +330,7 @@ def test_an_unsigned_body_is_refused_before_it_arrives_and_is_not_kept(toy):
 
 def test_a_connection_is_used_again_after_the_rest_of_a_refused_body(toy, time):
     async def story():
-        limits = Limits(rest_s=0.2, header_s=0.2, idle_s=0.3)
+        limits = ServerLimits(rest_s=0.2, header_s=0.2, idle_s=0.3)
         async with serving(toy.app, limits) as port, wires(port) as (one,):
             for _ in range(2):
                 assert await one.ask(request("PUT", "/deposits", b"x" * 5000)) == 413
@@ -346,7 +346,7 @@ def test_the_rest_of_a_refused_body_is_read_up_to_a_limit(toy, monkeypatch):
     monkeypatch.setattr(connection_limits.constants, "MAX_DISCARDED_BYTES", 100_000)
 
     async def story():
-        async with serving(toy.app, Limits(rest_s=10.0)) as port, wires(port) as (one,):
+        async with serving(toy.app, ServerLimits(rest_s=10.0)) as port, wires(port) as (one,):
             one.send(request("PUT", "/deposits", headers={"content-length": "9000000"}))
             for _ in range(40):
                 one.send(b"x" * 10_000)
@@ -365,7 +365,7 @@ def test_a_body_must_be_what_its_signed_headers_say(time, body, length, status):
 
     async def story():
         headers = {**signed(time, GOOD), "content-length": str(length)}
-        async with serving(toy.app, Limits()) as port, wires(port) as (one,):
+        async with serving(toy.app, ServerLimits()) as port, wires(port) as (one,):
             return await one.ask(request("PUT", "/deposits", body, headers))
 
     assert run(story()) == status and toy.deposits == ({"a": 5} if status == 200 else {})
@@ -378,7 +378,7 @@ def test_a_body_over_a_slow_link_is_accepted(time):
     body = encoding.to_json(Deposit(id="a" * 900, amount=5))
 
     async def story():
-        async with serving(toy.app, Limits()) as port, wires(port) as (one,):
+        async with serving(toy.app, ServerLimits()) as port, wires(port) as (one,):
             one.send(request("PUT", "/deposits", headers={**signed(time, body), "content-length": str(len(body))}))
             for start in range(0, len(body), 40):
                 one.send(body[start : start + 40])
@@ -395,7 +395,7 @@ def test_a_call_that_waits_when_the_server_stops_is_told_to_ask_again(caplog):
 
     async def story():
         listener = socket.create_server(("127.0.0.1", 0))
-        host = connection_limits.http_server(server.application([Route("/wait", wait)]), Limits())
+        host = connection_limits.http_server(server.application([Route("/wait", wait)]), ServerLimits())
         host.config.timeout_graceful_shutdown = 0.1
         logging.getLogger("uvicorn").addHandler(caplog.handler)  # uvicorn's lines go no higher
         serves = asyncio.create_task(host.serve(sockets=[listener]))

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.net import blobs
 from shoal.net.blobs import FolderBlobs, serve_blob, shelf
-from shoal.net.connection_limits import Limits
+from shoal.net.connection_limits import ServerLimits
 from tests.net.wires import run, serving
 
 DATA = bytes(range(256)) * 1000
@@ -98,7 +98,7 @@ def test_every_size_comes_whole_and_the_connection_goes_on(tmp_path, size):
 
     async def story():
         app = shelf(tmp_path, lambda: 0.0)
-        async with serving(app, Limits()) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+        async with serving(app, ServerLimits()) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
             for _ in range(3):
                 assert (await http.get(f"/v1/blobs/{name}")).content == data[:size]
             middle = await http.get(f"/v1/blobs/{name}", headers={"range": f"bytes={size // 2}-"})

@@ -9,7 +9,7 @@ import pytest
 from shoal.errors import PeerError
 from shoal.net import safe_http
 from shoal.net.client import Client
-from shoal.net.retryable_errors import Trouble
+from shoal.net.retryable_errors import RetryableError
 from shoal.net.safe_http import FEW_PARTS, LEAST_BYTES, PARTS_PER_S, raw_parts
 from tests.weights.web import Answer, head, web_server
 
@@ -28,7 +28,7 @@ def saying(data: bytes) -> Answer:
 
 
 def parts_read(parts: list[bytes], gap_s: float = 0.0) -> list[bytes]:
-    """What is read of an answer whose parts come so far apart. Raises `Trouble`."""
+    """What is read of an answer whose parts come so far apart. Raises `RetryableError`."""
     at = iter(range(1 << 30))
 
     class Body(httpx.AsyncByteStream):
@@ -43,9 +43,9 @@ def parts_read(parts: list[bytes], gap_s: float = 0.0) -> list[bytes]:
 
 
 def test_small_parts_that_come_fast_are_refused():
-    with pytest.raises(Trouble, match="in parts of 1 bytes"):
+    with pytest.raises(RetryableError, match="in parts of 1 bytes"):
         parts_read([b"x"] * 1000)
-    with pytest.raises(Trouble, match="in parts of 16 bytes"):
+    with pytest.raises(RetryableError, match="in parts of 16 bytes"):
         parts_read([b"x" * 1000, *[b"x"] * 1000])
 
 

@@ -10,7 +10,7 @@ import pytest
 from shoal.errors import PeerError
 from shoal.net import safe_http
 from shoal.net.client import Client
-from shoal.net.safe_http import MOST_HEAD_BYTES, StrangersTransport
+from shoal.net.safe_http import MOST_HEAD_BYTES, HardenedTransport
 from shoal.weights.fetch.sources import HttpSource, Passing
 from tests.weights.web import head, web_server
 
@@ -92,7 +92,7 @@ def test_a_connection_is_used_again_for_long_answers():
         await honest(path, headers, writer)
 
     async def story() -> None:
-        transport = StrangersTransport(verify=False)
+        transport = HardenedTransport(verify=False)
         async with web_server(counted) as url, httpx.AsyncClient(transport=transport, trust_env=False) as http:
             for _ in range(3):
                 assert (await http.get(url)).content == b"y" * 1_000_000
@@ -107,7 +107,7 @@ def test_a_407_through_a_tunnel_is_the_servers(tunnels: bool, monkeypatch: pytes
         return httpx.Response(407)
 
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", answer)
-    transport = StrangersTransport(verify=tunnels, proxy=httpx.URL("http://proxy.test:3128"))
+    transport = HardenedTransport(verify=tunnels, proxy=httpx.URL("http://proxy.test:3128"))
     asked = transport.handle_async_request(httpx.Request("GET", "https://host.test/"))
     if tunnels:
         assert asyncio.run(asked).status_code == 407

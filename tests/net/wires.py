@@ -9,7 +9,7 @@ from typing import Any
 
 import uvloop
 
-from shoal.net.connection_limits import Limits, http_server
+from shoal.net.connection_limits import ServerLimits, http_server
 
 
 def run(story: Coroutine[Any, Any, Any]) -> Any:
@@ -19,7 +19,7 @@ def run(story: Coroutine[Any, Any, Any]) -> Any:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Any, limits: Limits) -> AsyncIterator[int]:
+async def serving(app: Any, limits: ServerLimits) -> AsyncIterator[int]:
     """The port of a server of `app`, while it serves."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

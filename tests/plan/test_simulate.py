@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from shoal.plan.simulate import simulate
-from shoal.plan.simulation_input import Setting, Stalled, WorkerMachine
+from shoal.plan.simulation_input import SimulationInput, Stalled, WorkerMachine
 from shoal.protocol.messages import Rules
 
 MEGABIT = 1e6 / 8
@@ -26,7 +26,7 @@ def setting(workers=4, machine=None, **changes):
         rules=rules(), workers=machines, rollout_tokens=100.0, train_s=10.0, publish_s=0.0, check_s=0.0,
         full_bytes=1e6, request_s=0.0,
     )  # fmt: skip
-    return Setting(**(values | changes))
+    return SimulationInput(**(values | changes))
 
 
 def test_the_same_setting_gives_the_same_outcome():
@@ -147,7 +147,7 @@ def test_a_run_in_which_nobody_gets_a_version_in_time_is_said_to_stall():
 
 
 def test_fifty_workers_at_50_megabits_follow_7_billion_parameters_by_patches_and_not_whole():
-    big = Setting(
+    big = SimulationInput(
         rules=rules(group_size=16, batch_groups=128, lease_s=1800.0, dtype="bfloat16"),
         workers=(WorkerMachine(900.0, 50 * MEGABIT, 20 * MEGABIT, 14.0),) * 50, rollout_tokens=1500.0, train_s=240.0,
         publish_s=35.0, check_s=3.0, full_bytes=14e9, patch_bytes=14e9 / 150, apply_s=14.0, origin_up=1000 * MEGABIT,

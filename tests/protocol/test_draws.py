@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.protocol.encoding import domain_hash, float_sum
 from shoal.protocol.seed_chain import sample_seed
-from shoal.protocol.task_draws import EnvDraw, Pool, draw_task
+from shoal.protocol.task_draws import EnvDraw, TaskPool, draw_task
 
 SEED = bytes(range(32))
 SEEDS = [sample_seed(SEED, index) for index in range(6000)]
@@ -47,7 +47,7 @@ def test_a_table_without_pools_draws_by_the_weights_and_numbers_of_tasks_alone(
 
 
 def test_each_task_is_drawn_in_proportion_to_the_weight_of_its_pool() -> None:
-    env = EnvDraw("a", 1.0, 10, (Pool(0.25, (7, 2)), Pool(0.5, (0,)), Pool(0.0, (9, 4))))
+    env = EnvDraw("a", 1.0, 10, (TaskPool(0.25, (7, 2)), TaskPool(0.5, (0,)), TaskPool(0.0, (9, 4))))
     counts = Counter(task for _, task in (draw_task(seed, [env]) for seed in SEEDS))
     total = 5 * 1 + 2 * 0.25 + 0.5
     for task in range(10):
@@ -57,7 +57,7 @@ def test_each_task_is_drawn_in_proportion_to_the_weight_of_its_pool() -> None:
 
 
 def test_an_environment_of_which_no_task_can_be_drawn_has_no_slots() -> None:
-    spent = EnvDraw("spent", 100.0, 2, (Pool(0.0, (1, 0)),))
+    spent = EnvDraw("spent", 100.0, 2, (TaskPool(0.0, (1, 0)),))
     for table in ([EnvDraw("a", 1.0, 3), spent], [spent, EnvDraw("a", 1.0, 3)]):
         assert {draw_task(seed, table)[0] for seed in SEEDS[:200]} == {"a"}
 
@@ -65,8 +65,8 @@ def test_an_environment_of_which_no_task_can_be_drawn_has_no_slots() -> None:
 def test_the_highest_draw_does_not_fall_on_a_retired_task(monkeypatch: pytest.MonkeyPatch) -> None:
     """2**64 - 1 rounds to 2**64 as a float: the point then lies at the end of all weights."""
     monkeypatch.setattr("shoal.protocol.task_draws.domain_hash", lambda *parts: b"\xff" * 32)
-    spent = EnvDraw("spent", 1.0, 1, (Pool(0.0, (0,)),))
-    table = [EnvDraw("a", 1.0, 3, (Pool(0.0, (2,)),)), spent]
+    spent = EnvDraw("spent", 1.0, 1, (TaskPool(0.0, (0,)),))
+    table = [EnvDraw("a", 1.0, 3, (TaskPool(0.0, (2,)),)), spent]
     assert draw_task(SEED, table) == ("a", (2**64 - 1) % 2)
 
 
@@ -76,4 +76,4 @@ def test_tasks_in_no_pool_are_numbered_without_gaps(size: int, listed: set[int],
     left = [task for task in range(size) if task not in pooled]
     if left:
         number = int.from_bytes(domain_hash("task", seed)[8:16], "big")
-        assert draw_task(seed, [EnvDraw("a", 1.0, size, (Pool(0.0, pooled),))]) == ("a", left[number % len(left)])
+        assert draw_task(seed, [EnvDraw("a", 1.0, size, (TaskPool(0.0, pooled),))]) == ("a", left[number % len(left)])

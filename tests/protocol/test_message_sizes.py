@@ -81,8 +81,8 @@ def test_a_rollout_of_as_many_short_rows_as_possible_is_within_its_bound():
 @pytest.mark.parametrize(("rollouts", "max_tokens"), [(1, 1), (16, 4), (64, 512), (4096, 10)])
 def test_every_turn_and_its_answer_fit(rollouts, max_tokens):
     texts = tuple(np.full(max_tokens, i, dtype="<i4").tobytes() for i in range(rollouts))
-    assert len(to_msgpack(t.Turn(10**9, 10**9, texts))) <= turn_bytes(rollouts, max_tokens)
-    said = tuple(t.Said(i, max_tokens, "environment", 255) for i in range(rollouts))
+    assert len(to_msgpack(t.EnvTurn(10**9, 10**9, texts))) <= turn_bytes(rollouts, max_tokens)
+    said = tuple(t.EnvReply(i, max_tokens, "environment", 255) for i in range(rollouts))
     assert len(to_msgpack(t.TurnAnswer(texts, said))) <= turn_answer_bytes(rollouts, max_tokens)
 
 

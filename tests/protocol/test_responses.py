@@ -13,13 +13,13 @@ from shoal.errors import PeerError
 from shoal.net.client import Client
 from shoal.protocol import messages, pay_lines
 from shoal.protocol.encoding import WireError, digest, from_json
-from shoal.protocol.messages import Answer, Message
+from shoal.protocol.messages import Message, Response
 from shoal.protocol.signing import content_digest
 from tests.roles.in_memory_run import Town, tiny_run
 
 OPEN_ENDED = {
     messages.RunInfo, messages.RunVersions, messages.NodeState, messages.LeaseAnswer, messages.CheckAnswer,
-    messages.Status, messages.StateHash, messages.Done, messages.Refusal, pay_lines.CreditPage, pay_lines.CreditLine,
+    messages.Status, messages.StateHash, messages.WriteAck, messages.Refusal, pay_lines.CreditPage, pay_lines.CreditLine,
     messages.RelayEntry, messages.RelayStanding, messages.RelayProof, messages.StandingAlarm, Installed,
 }  # fmt: skip
 """All of them. A type joins only if nobody hashes or signs it, and if a node that ignores a field of it does no harm."""
@@ -36,14 +36,14 @@ def subclasses(kind: type) -> Iterator[type]:
 def test_these_types_and_no_others_ignore_unknown_fields() -> None:
     ours = {kind for kind in subclasses(Message) if kind.__module__.startswith("shoal.")}
     tolerant = {kind for kind in ours if not kind.__struct_config__.forbid_unknown_fields}
-    assert tolerant - {Answer} == OPEN_ENDED
+    assert tolerant - {Response} == OPEN_ENDED
     assert {messages.Rules, messages.Sampling, messages.EnvSpec, messages.Lease, messages.Block, messages.Slot,
             messages.Check, messages.Manifest, messages.SignedManifest, messages.Receipt, messages.Batch, messages.Event,
             messages.Submission, pay_lines.Statement} <= ours - tolerant  # fmt: skip
 
 
 def test_no_strict_message_holds_one_that_ignores_fields() -> None:
-    for kind in set(subclasses(Message)) - OPEN_ENDED - {Answer}:
+    for kind in set(subclasses(Message)) - OPEN_ENDED - {Response}:
         for field in msgspec.structs.fields(kind):
             assert not OPEN_ENDED & {field.type, *getattr(field.type, "__args__", ())}, f"{kind.__name__}.{field.name}"
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from shoal.protocol.encoding import WireError, digest, to_json
-from shoal.protocol.task_draws import MAX_LISTED, EnvDraw, Pool, TaskList, draw_task, read_task_list
+from shoal.protocol.task_draws import MAX_LISTED, EnvDraw, TaskList, TaskPool, draw_task, read_task_list
 
 LIST = TaskList("ab" * 32, {"digits": 1}, 100, (3, 7, 50, 99))
 
@@ -41,7 +41,7 @@ def test_tasks_of_a_list_are_drawn_alike_and_no_others() -> None:
 
 
 def test_pools_change_how_often_listed_tasks_are_drawn() -> None:
-    pools = (Pool(0.5, (7, 99)), Pool(0.0, (3,)))
+    pools = (TaskPool(0.5, (7, 99)), TaskPool(0.0, (3,)))
     drawn = draws(EnvDraw("sums", 1.0, 4, pools, LIST.tasks))
     assert set(drawn) == {7, 50, 99}
     assert all(900 < drawn[task] < 1100 for task in (7, 99)) and 1900 < drawn[50] < 2100

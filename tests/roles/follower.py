@@ -16,8 +16,8 @@ from shoal.net.client import Client
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol.messages import RunInfo
 from shoal.roles.node import share_weights
-from shoal.roles.node.evidence import Evidence
-from shoal.roles.node.session import Seat
+from shoal.roles.node.evidence import EvidenceStore
+from shoal.roles.node.session import Session
 from shoal.weights.manifest import weights_root
 
 
@@ -26,10 +26,10 @@ async def story(url: str, home: Path, versions: list[int], port: int, public_url
     async with Client(url, key) as client, contextlib.AsyncExitStack() as stack:
         info = await client.get_json("/v1/run", RunInfo)
         client.run = info.run
-        evidence = Evidence(home, info.run)
-        seat = Seat(client, home, info, {}, None, None, time.time, evidence, 2_000_000_000)  # type: ignore[arg-type]
+        evidence = EvidenceStore(home, info.run)
+        seat = Session(client, home, info, {}, None, None, time.time, evidence, 2_000_000_000)  # type: ignore[arg-type]
         if port:  # behind a link: at another URL than its own port
-            share = share_weights.Share(key, port, "127.0.0.1", public_url)
+            share = share_weights.WeightSharing(key, port, "127.0.0.1", public_url)
             await stack.enter_async_context(share_weights.sharing(share, client, seat.shared))
         for version in versions:
             brought = await seat.bring(version)

@@ -23,7 +23,7 @@ from shoal.net.client import Client
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol.constants import COMPLETIONS
 from shoal.roles.coordinator.calls import application
-from shoal.roles.coordinator.env_server_client import StageDoor
+from shoal.roles.coordinator.env_server_client import EnvServerClient
 from shoal.roles.coordinator.main import open_run
 from shoal.roles.env_server.server import Stage
 from shoal.roles.trainer import Trainer
@@ -81,7 +81,9 @@ class Town:
         if any(env.kind == COMPLETIONS for env in self.config.envs):
             self.stage = Stage(self.folder, self.config, clock=clock)
             write_atomically(self.folder.stage_address, json.dumps({"url": "http://stage"}).encode())
-            self.desk.stage = StageDoor(self.folder.stage_address, self.desk.key, self.folder.run_id(), self.to_stage)
+            self.desk.stage = EnvServerClient(
+                self.folder.stage_address, self.desk.key, self.folder.run_id(), self.to_stage
+            )
         self.app = application(self.desk)
         self.fault_rate, self.rng = fault_rate, random.Random(seed)
 

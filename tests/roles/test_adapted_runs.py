@@ -20,13 +20,13 @@ from shoal.errors import ConfigError, PeerError, StateError
 from shoal.models import lora_config
 from shoal.models.checkpoint import load_policy
 from shoal.models.hub_download import Hub
-from shoal.models.lora_config import Base
+from shoal.models.lora_config import LoraBase
 from shoal.models.random_model import make_tiny
 from shoal.protocol.encoding import digest, to_json
 from shoal.protocol.messages import AdapterBase, FileEntry, Manifest
 from shoal.protocol.required_features import ADAPTERS
 from shoal.protocol.signing import Key
-from shoal.roles.coordinator.status import Board
+from shoal.roles.coordinator.status import StatusBoard
 from shoal.roles.trainer import models
 from shoal.run_folder import RunFolder
 from shoal.train import behaviour_logprobs
@@ -130,8 +130,8 @@ def test_a_node_elsewhere_fetches_the_base_once_and_links_it(tmp_path, monkeypat
 
 
 def test_a_run_of_adapters_says_that_nodes_need_them(tmp_path):
-    assert ADAPTERS in Board(Town(tmp_path / "run", tiny_run(**ADAPTER)).desk).info().needs
-    assert ADAPTERS not in Board(Town(tmp_path / "plain", tiny_run()).desk).info().needs
+    assert ADAPTERS in StatusBoard(Town(tmp_path / "run", tiny_run(**ADAPTER)).desk).info().needs
+    assert ADAPTERS not in StatusBoard(Town(tmp_path / "plain", tiny_run()).desk).info().needs
 
 
 def test_an_adapter_of_another_base_is_refused_by_its_own_message(tmp_path):
@@ -238,7 +238,7 @@ def test_a_run_does_not_begin_at_a_directory_that_holds_an_adapter(tmp_path):
     config = json.loads((town.folder.checkpoints / "final" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] is None, "no path of the host's machine is published"
     shutil.copytree(town.folder.checkpoints / "final", tmp_path / "copy")
-    assert Base.from_directory(tmp_path / "copy") == Base(base_root(tmp_path / "copy"))
+    assert LoraBase.from_directory(tmp_path / "copy") == LoraBase(base_root(tmp_path / "copy"))
 
 
 def test_a_base_on_a_hub_never_crosses_the_hosts_uplink(tmp_path, monkeypatch):

@@ -37,8 +37,8 @@ from shoal.roles.auditor.recompute import (
     DISAGREE,
     PARTLY,
     UNAVAILABLE,
-    Choice,
     Findings,
+    GroupChoice,
     audit_rollouts,
     load_envs,
     summary,
@@ -49,7 +49,7 @@ from shoal.weights.fetch import fetch
 from tests.roles.forgery import bodies, forged
 from tests.roles.in_memory_run import URL, Town, tiny_run
 
-ALL = Choice()
+ALL = GroupChoice()
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_a_sample_of_a_url_is_drawn_from_what_its_run_keeps(tmp_path):
     town = Town(tmp_path / "run", tiny_run(steps=6, storage={"window_steps": 1}))
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("honest")))
     for seed in range(3):
-        found = at_url(town, Choice(sample=3, seed=seed))
+        found = at_url(town, GroupChoice(sample=3, seed=seed))
         assert (found.groups, found.with_model, found.exit_code()) == (3, 3, AGREE), summary(found)
         assert not found.left_out and not found.agrees
     lines = [line for line in summary(found) if line.startswith("not drawn from: ")]
@@ -130,9 +130,9 @@ def test_a_sample_of_a_url_is_drawn_from_what_its_run_keeps(tmp_path):
     for path in town.folder.blobs.rglob("*"):
         if path.is_file():
             path.unlink()
-    nothing = at_url(town, Choice(sample=3))
+    nothing = at_url(town, GroupChoice(sample=3))
     assert nothing.exit_code() == UNAVAILABLE and "nothing was available" in summary(nothing)[-1]
-    assert at_url(town, Choice(rollout="0/0")).exit_code() == UNAVAILABLE
+    assert at_url(town, GroupChoice(rollout="0/0")).exit_code() == UNAVAILABLE
 
 
 def test_a_host_that_hides_weights_that_every_run_keeps_gets_no_good_report(town, monkeypatch):
@@ -145,7 +145,7 @@ def test_a_host_that_hides_weights_that_every_run_keeps_gets_no_good_report(town
             return await asked(run, version, name)
 
         monkeypatch.setattr(UrlRun, "manifest", manifest)
-        state, found = town.desk.state, at_url(town, Choice(sample=2, seed=1))
+        state, found = town.desk.state, at_url(town, GroupChoice(sample=2, seed=1))
         codes.append(found.exit_code())
         assert "not drawn from: " in "\n".join(summary(found)) and "not public yet" not in found.undrawn
     assert (state.main.version, state.rules.max_staleness) == (3, 0), "so version 2 is kept by every run, 0 may be gone"
@@ -183,7 +183,7 @@ def test_what_a_live_run_deletes_while_a_sample_is_read_is_drawn_again(tmp_path,
         async with Client(URL, transport=httpx.ASGITransport(town.app)) as client:
             run = Hurried(client)
             run.seq = seq
-            return await audit_rollouts(run, Choice(sample=3, seed=1), threads=1, own_files=False)
+            return await audit_rollouts(run, GroupChoice(sample=3, seed=1), threads=1, own_files=False)
 
     found = asyncio.run(story())
     if silent:
@@ -200,7 +200,7 @@ def test_a_sample_that_is_deleted_each_time_before_it_is_read_ends_and_says_so(t
     monkeypatch.setattr(UrlRun, "blob", gone)
     monkeypatch.setattr(UrlRun, "oldest_served", lambda run, state: asyncio.sleep(0, next(served)))
     served = itertools.chain([0, 1, 2], itertools.repeat(2))
-    found = at_url(town, Choice(sample=4, seed=1))
+    found = at_url(town, GroupChoice(sample=4, seed=1))
     assert found.exit_code() == UNAVAILABLE and not found.groups, summary(found)
 
 
@@ -214,7 +214,7 @@ def test_a_host_that_hides_one_version_among_others_gets_no_good_report(town, mo
 
     monkeypatch.setattr(UrlRun, "manifest", manifest)
     monkeypatch.setattr(UrlRun, "oldest_served", lambda run, state: asyncio.sleep(0, 0))
-    found = at_url(town, Choice(sample=1000))
+    found = at_url(town, GroupChoice(sample=1000))
     assert found.exit_code() == PARTLY and "are gone (storage.retain)" in "\n".join(found.left_out)
     assert found.with_model < found.groups, "what needs no weights was recomputed"
 
@@ -307,9 +307,9 @@ def test_one_rollout_is_shown_with_its_seed_task_reward_and_verdict(run_dir, cap
 
 
 def test_the_seed_that_an_audit_prints_draws_the_same_sample_again(run_dir):
-    first = audit(run_dir, Choice(sample=3))
+    first = audit(run_dir, GroupChoice(sample=3))
     seed = int(first.told[0].rpartition(" ")[2])
-    again = audit(run_dir, Choice(sample=3, seed=seed))
+    again = audit(run_dir, GroupChoice(sample=3, seed=seed))
     assert (first.groups, first.disagreements) == (3, [])
     assert summary(first) == summary(again)
 
@@ -317,7 +317,7 @@ def test_the_seed_that_an_audit_prints_draws_the_same_sample_again(run_dir):
 @pytest.mark.parametrize("name", ["", "1", "1/2/3/4", "a/b", "1/-2", "99/0"])
 def test_a_rollout_that_is_not_there_is_an_error_of_one_line(run_dir, name):
     with pytest.raises(ConfigError, match=r"VERSION/SLOT|ledger show"):
-        audit(run_dir, Choice(rollout=name or " "))
+        audit(run_dir, GroupChoice(rollout=name or " "))
 
 
 # --- what was deleted or is not yet public is reported, not guessed ---
@@ -371,9 +371,9 @@ def test_what_the_run_deleted_by_its_own_rule_is_said_and_is_no_failure(copy):
     said = summary(found)
     assert f"not checked: {count} groups {reason}" in said
     assert said[-1] == "the log agrees with what was recomputed. This says nothing of what was not checked"
-    sample = audit(copy, Choice(sample=2))
+    sample = audit(copy, GroupChoice(sample=2))
     assert sample.groups == 2 and sample.exit_code() == AGREE, "it is drawn from what is here"
-    assert audit(copy, Choice(rollout="0/0")).exit_code() == UNAVAILABLE
+    assert audit(copy, GroupChoice(rollout="0/0")).exit_code() == UNAVAILABLE
 
 
 @pytest.mark.parametrize(("storage", "version"), [({"window_steps": 1}, 2), ({"retain": "all"}, 0), ({}, 0)])
@@ -450,7 +450,7 @@ def test_without_a_versions_weights_all_but_the_tokens_is_recomputed(copy):
     manifest = msgspec.json.decode(signed.body, type=t.Manifest)
     for chunk in next(file for file in manifest.files if file.path.endswith(".safetensors")).chunks:
         blob(copy, chunk).unlink()
-    whole, found = audit(copy, Choice(rollout="1/0")), audit(copy, Choice(rollout="0/0"))
+    whole, found = audit(copy, GroupChoice(rollout="1/0")), audit(copy, GroupChoice(rollout="0/0"))
     assert whole.with_model == whole.groups
     assert found.disagreements == [] and found.groups > 0 and found.with_model == 0 and found.exit_code() == PARTLY
     assert ["weights of their versions are gone" in reason for reason in found.left_out] == [True]
@@ -458,7 +458,7 @@ def test_without_a_versions_weights_all_but_the_tokens_is_recomputed(copy):
 
 def test_weights_that_do_not_fit_on_this_disk_are_left_out_and_are_no_disagreement(run_dir, monkeypatch):
     monkeypatch.setattr(source, "room_for_version", lambda folder, keep: 1000)
-    found = audit(run_dir, Choice(rollout="0/0"))
+    found = audit(run_dir, GroupChoice(rollout="0/0"))
     assert found.disagreements == [] and found.groups == found.with_model == 0
     assert any("only 1000 may be used" in reason and "set TMPDIR" in reason for reason in found.left_out)
 
@@ -468,7 +468,7 @@ def test_a_disk_that_fills_up_while_weights_are_fetched_is_no_disagreement(run_d
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(fetch, "finish", full)
-    found = audit(run_dir, Choice(rollout="0/0"))
+    found = audit(run_dir, GroupChoice(rollout="0/0"))
     assert found.disagreements == [] and any("No space left on device" in reason for reason in found.left_out)
 
 
@@ -499,7 +499,7 @@ def test_what_a_host_does_not_serve_is_left_out_and_the_rest_is_audited(run_dir)
 
 
 def test_a_run_without_rollouts_has_nothing_yet(tmp_path):
-    found = audit(Town(tmp_path / "run", tiny_run()).folder.root, Choice(sample=3))
+    found = audit(Town(tmp_path / "run", tiny_run()).folder.root, GroupChoice(sample=3))
     assert found.exit_code() == UNAVAILABLE and "no rollout" in summary(found)[-1]
 
 
@@ -509,9 +509,9 @@ def test_a_version_whose_link_is_not_revealed_cannot_be_recomputed(run_dir, tmp_
 
     live = forged(run_dir, tmp_path / "live", before_the_last_version)
     last = max(body.version for _, body in bodies(live) if isinstance(body, CheckpointPublished))
-    found = audit(live, Choice(rollout=f"{last}/0"))
+    found = audit(live, GroupChoice(rollout=f"{last}/0"))
     assert found.exit_code() == UNAVAILABLE and "is not revealed" in summary(found)[-2]
-    assert audit(live, Choice(rollout="0/0")).exit_code() == AGREE
+    assert audit(live, GroupChoice(rollout="0/0")).exit_code() == AGREE
 
 
 # --- attacks ---
@@ -578,7 +578,7 @@ def test_a_group_that_the_validator_should_have_refused_is_found(run_dir, tmp_pa
         msgspec.structs.replace(g, outcome="accept", check="", rewards=(1.0,) * 8, tokens=40) for g in refused.groups
     )
     lying = forged(run_dir, tmp_path / "lying", lambda lines: judged_anew(lines, refused, mild))
-    found = audit(lying, Choice(rollout=f"0/{refused.groups[0].slot}"))
+    found = audit(lying, GroupChoice(rollout=f"0/{refused.groups[0].slot}"))
     assert any("the log accepts it, here sampling refuses it" in line for line in found.disagreements)
 
 
@@ -631,7 +631,7 @@ def test_a_published_version_with_other_weights_is_found(copy):
     manifest = msgspec.json.decode(signed.body, type=t.Manifest)
     chunk = blob(copy, next(file for file in manifest.files if file.path.endswith(".safetensors")).chunks[0])
     chunk.write_bytes(chunk.read_bytes()[:-4] + b"\0\0\0\1")
-    found = audit(copy, Choice(rollout="1/0"))
+    found = audit(copy, GroupChoice(rollout="1/0"))
     assert found.exit_code() == DISAGREE and found.disagreements[0].startswith("version 1: ")
 
 

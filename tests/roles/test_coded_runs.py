@@ -20,7 +20,7 @@ from shoal.models.random_model import make_tiny
 from shoal.protocol.constants import VLLM
 from shoal.protocol.messages import AdapterBase
 from shoal.protocol.required_features import ADAPTERS, CODED_BASE
-from shoal.roles.coordinator.status import Board
+from shoal.roles.coordinator.status import StatusBoard
 from shoal.roles.node.engine_loader import demand_engine_fits
 from shoal.roles.trainer import models
 from shoal.run_folder import RunFolder
@@ -126,14 +126,14 @@ def test_the_codes_of_a_hubs_model_are_published_as_bytes(tmp_path: Path, monkey
 
 def test_nodes_are_told_and_vllm_stays_away(tmp_path: Path) -> None:
     town = Town(tmp_path / "run", tiny_run(**CODED))
-    run = Board(town.desk).info()
+    run = StatusBoard(town.desk).info()
     assert run.needs == (ADAPTERS, CODED_BASE)
     bounds = run.rules.bounds | {"vllm:float32/float32": run.rules.bounds["float32/float32"]}
     measured = msgspec.structs.replace(run, rules=msgspec.structs.replace(run.rules, bounds=bounds))
     with pytest.raises(PeerError, match="adapters of a model in NF4, which only shoal's own engine reads"):
         demand_engine_fits(measured, VLLM)
     plain = {"policy": {"tiny": SHAPE, "adapter": {"rank": 2}}}
-    assert CODED_BASE not in Board(Town(tmp_path / "plain", tiny_run(**plain)).desk).info().needs
+    assert CODED_BASE not in StatusBoard(Town(tmp_path / "plain", tiny_run(**plain)).desk).info().needs
 
 
 def test_codes_without_an_adapter_are_refused() -> None:

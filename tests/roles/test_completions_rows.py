@@ -12,7 +12,7 @@ from shoal.models.random_model import make_tiny
 from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.encoding import from_msgpack
-from shoal.roles.auditor.recompute import AGREE, Choice, audit_rollouts
+from shoal.roles.auditor.recompute import AGREE, GroupChoice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
 from tests.envs import musing, pile, rivals
 from tests.roles.in_memory_run import Town, tiny_run
@@ -56,7 +56,7 @@ def test_rows_settings_and_comparisons_give_the_bytes_of_episodes(tmp_path):
             rewards[group.env] |= {rollout.reward for rollout in recorded.rollouts}
     assert max(rows["pile"]) == 2 and max(rows["musing"]) == 3 and rows["rivals"] == {1}
     assert rewards["rivals"] == {0.0, 1.0}
-    found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), Choice(), threads=1, own_files=False))
+    found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), GroupChoice(), threads=1, own_files=False))
     assert found.exit_code() == AGREE and found.with_model == found.groups > 0, str(found)
     out = tmp_path / "one"
     assert town.weights() == one_file.train(config, out, out.parent)

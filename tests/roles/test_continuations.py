@@ -11,7 +11,7 @@ from shoal.engine.dishonest import OtherSeed
 from shoal.envs.branching import OtherStart
 from shoal.errors import ConfigError, NothingYet, PeerError, StateError
 from shoal.ledger.batches import GroupAccepted, SlotVoid
-from shoal.ledger.commands import Enter
+from shoal.ledger.commands import JoinRun
 from shoal.ledger.errors import Refused
 from shoal.protocol import messages as t
 from shoal.protocol.algorithm_config import Composition, Vine
@@ -19,13 +19,13 @@ from shoal.protocol.branching import FIRST_BLOCK, is_continued, is_continued_slo
 from shoal.protocol.constants import CONTINUATIONS, EPISODES, MAX_SUBMISSION_BYTES
 from shoal.protocol.encoding import WireError, digest, to_msgpack
 from shoal.protocol.task_draws import TaskList
-from shoal.roles.auditor.recompute import Choice, examine
+from shoal.roles.auditor.recompute import GroupChoice, examine
 from shoal.roles.auditor.source import FolderRun
 from shoal.roles.node.lease_client import demand_sound
 from shoal.roles.node.session import SOONEST_S
 from shoal.roles.validator import Validator
 from shoal.roles.worker.continuations import parents_of
-from shoal.roles.worker.worker import TooOld, Worker
+from shoal.roles.worker.worker import VersionExpired, Worker
 from tests.envs import rivals
 from tests.ledger.ledger_fixture import rules
 from tests.roles.forgery import forged
@@ -216,7 +216,7 @@ def test_an_auditor_recomputes_continuations_from_the_log_alone(tmp_path):
     town = Town(tmp_path / "run", vine_run(steps=1))
     worker = town.worker("w")
     asyncio.run(town.live(town.trainer(), town.validator(), worker))
-    found = asyncio.run(examine(str(town.folder.root), Choice(), 1, own_files=True))
+    found = asyncio.run(examine(str(town.folder.root), GroupChoice(), 1, own_files=True))
     continued = sum(is_continued_slot(body.slot, 2) for body in bodies(town, GroupAccepted))
     assert found.disagreements == [] and continued and found.with_model > continued and not found.left_out
 
@@ -224,7 +224,7 @@ def test_an_auditor_recomputes_continuations_from_the_log_alone(tmp_path):
         place = tmp_path / lie.__name__
         if not place.exists():
             forged(town.folder.root, place, lie)
-        return asyncio.run(examine(str(place), Choice(evidence=evidence), 1, own_files=True)).disagreements
+        return asyncio.run(examine(str(place), GroupChoice(evidence=evidence), 1, own_files=True)).disagreements
 
     with pytest.raises(StateError, match="groups of such continuations"):
         of(without_end)
@@ -274,7 +274,7 @@ def test_only_the_worker_of_a_lease_reads_what_it_continues(tmp_path):
     found = parents_of(lease, told.groups, town.desk.state.rules, 10**6)
     assert {slot.slot for block in lease.blocks for slot in block.slots if slot.parent} == found.keys()
     other, now = "b" * 64, max(town.clock(), town.desk.state.time)
-    town.desk.book.write(Enter(other, t.Join("worker", "other", 0.0, "i", "float32", "cpu"), now), now)
+    town.desk.book.write(JoinRun(other, t.Join("worker", "other", 0.0, "i", "float32", "cpu"), now), now)
     with pytest.raises(Refused, match="not one of yours"):
         asyncio.run(town.desk.parents(other, name.id))
 
@@ -315,10 +315,10 @@ def test_what_was_learned_from_stays_with_its_continuations_and_is_audited_at_th
     assert any(is_continued_slot(body.slot, 2) and body.version == 0 for body in needed)
     assert all(town.desk.blobs.has(body.submission) for body in needed)
     assert len(town.desk.kept.bodies) < len(town.desk.state.submissions), "others are deleted"
-    found = asyncio.run(examine(str(town.folder.root), Choice(), 1, own_files=True))
+    found = asyncio.run(examine(str(town.folder.root), GroupChoice(), 1, own_files=True))
     assert found.disagreements == [] and not found.left_out and found.groups >= len(needed)
     town.desk.blobs.delete(next(b.submission for b in needed if is_continued_slot(b.slot, 2) and b.version == 0))
-    assert asyncio.run(examine(str(town.folder.root), Choice(), 1, own_files=True)).left_out
+    assert asyncio.run(examine(str(town.folder.root), GroupChoice(), 1, own_files=True)).left_out
 
 
 def test_continuations_of_what_was_learned_from_stay_and_are_expected_to(tmp_path, monkeypatch):
@@ -351,7 +351,7 @@ def test_a_worker_does_not_ask_without_a_pause_for_parents_that_the_host_lacks(t
     worker.seat = None
     monkeypatch.setattr("shoal.roles.worker.worker.fetch_parents", lacks)
     monkeypatch.setattr("shoal.roles.worker.worker.asyncio.sleep", sleep)
-    with pytest.raises(TooOld):
+    with pytest.raises(VersionExpired):
         asyncio.run(worker._parents(leased(b"")))
     assert slept == [SOONEST_S]
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from shoal.config import BOUNDS
 from shoal.errors import NothingYet, StateError
-from shoal.ledger.commands import Admin, Enter, Leave
+from shoal.ledger.commands import Admin, JoinRun, LeaveRun
 from shoal.ledger.errors import Refused
 from shoal.ledger.hints import WORKER_REMEDY, split_remedy
 from shoal.ledger.log.check import verify
@@ -27,7 +27,7 @@ from shoal.protocol.encoding import digest, to_json
 from shoal.protocol.tolerances import bounds_for
 from shoal.roles.coordinator.calls import application
 from shoal.roles.coordinator.main import demand_steps, demand_whole_log, env_specs, open_run, rules_of
-from shoal.roles.coordinator.status import ALL_GONE, Board, waiting_for
+from shoal.roles.coordinator.status import ALL_GONE, StatusBoard, waiting_for
 from shoal.roles.coordinator.versions import admit_trainer, put_chunk, signed_manifest, take_checkpoint
 from shoal.run_folder import RunFolder
 from shoal.tree import to_tree
@@ -216,7 +216,7 @@ def test_garbage_is_refused_by_name_and_books_nothing(town):
 def test_a_restart_replays_to_the_same_state(town):
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("one")))
     again = open_run(town.folder, town.config)
-    assert Board(again).state_hash() == Board(town.desk).state_hash()
+    assert StatusBoard(again).state_hash() == StatusBoard(town.desk).state_hash()
 
 
 def test_an_environment_that_changed_is_refused_on_resume(town, monkeypatch):
@@ -295,17 +295,17 @@ def test_a_wait_for_workers_says_how_many_are_quarantined_or_that_all_left(tmp_p
     world.do(Admin("quarantine", "a" * 64, world.now))
     assert waiting_for(world.state).endswith("; 1 of 2 workers is quarantined")
     for key in ("a" * 64, "b" * 64):
-        world.do(Leave(key, world.now))
+        world.do(LeaveRun(key, world.now))
     assert waiting_for(world.state).endswith(ALL_GONE)
 
 
 def test_workers_that_left_before_the_host_started_are_not_back_yet(tmp_path):
     world, worker = World(tmp_path), "a" * 64
     town = Town(tmp_path / "run", tiny_run(), clock=lambda: world.now)
-    board = Board(town.desk)
+    board = StatusBoard(town.desk)
     world.enter(worker)
     world.publish()
-    world.do(Leave(worker, world.now))
+    world.do(LeaveRun(worker, world.now))
     town.desk.book = world.book
     assert board.status().waiting_for.endswith("; no worker has come back since the host started")
     town.desk.heard["d" * 64] = world.now
@@ -317,7 +317,7 @@ def test_workers_that_left_before_the_host_started_are_not_back_yet(tmp_path):
 def test_a_wait_for_workers_says_how_many_wait_after_lapses(tmp_path):
     world = World(tmp_path)
     town = Town(tmp_path / "run", tiny_run(), clock=lambda: world.now)
-    board = Board(town.desk)
+    board = StatusBoard(town.desk)
     for key in ("a" * 64, "b" * 64):
         world.enter(key)
     world.publish()
@@ -337,7 +337,7 @@ def test_a_wait_for_workers_says_how_many_wait_after_lapses(tmp_path):
 def test_a_wait_for_workers_names_the_one_that_is_silent_also_after_its_lease_lapsed(tmp_path):
     now = [1000.0]
     town = Town(tmp_path / "run", tiny_run(), clock=lambda: now[0])
-    board, world = Board(town.desk), World(tmp_path)
+    board, world = StatusBoard(town.desk), World(tmp_path)
     for key in ("a" * 64, "b" * 64):
         world.enter(key)
     world.publish()
@@ -365,7 +365,7 @@ def test_a_wait_for_workers_names_the_one_that_is_silent_also_after_its_lease_la
         "aaaaaa (aaaaaaaaaaaa) silent for 3 min, bbbbbb (bbbbbbbbbbbb) silent for 90 s; " in waits and len(silent) == 2
     )
     assert split_remedy(waits)[1] == WORKER_REMEDY
-    world.do(Leave("a" * 64, world.now))
+    world.do(LeaveRun("a" * 64, world.now))
     assert "a (aaaaaaaaaaaa)" not in at(171.0)[0]
 
 
@@ -471,7 +471,7 @@ def test_a_copy_of_the_log_that_is_older_by_moments_is_not_continued(town, caplo
         == 1
         == caplog.text.count("this node lies")
     )
-    (told,) = [node.key for node in Board(again).nodes() if node.forked]
+    (told,) = [node.key for node in StatusBoard(again).nodes() if node.forked]
     assert told == worker.client.key.public
 
 
@@ -490,7 +490,7 @@ def test_a_host_does_not_resume_with_one_of_the_validators_that_judge(town):
     desk = open_run(town.folder, tiny_run(validators={"count": 3}))
     for i in range(3):
         key = load_or_make_key(town.folder.keys / f"validator-{i}.key").public
-        enter = Enter(key, t.Join("validator", f"validator-{i}", 0.0, "test", "float32", "cpu"), desk.clock())
+        enter = JoinRun(key, t.Join("validator", f"validator-{i}", 0.0, "test", "float32", "cpu"), desk.clock())
         desk.book.write(enter, desk.clock())
     with pytest.raises(StateError, match=r"validator-1, validator-2 .* Set validators\.count = 3, as before.*kick"):
         open_run(town.folder, tiny_run(validators={"count": 1}))
@@ -557,7 +557,7 @@ def test_the_quota_stops_leases_and_says_so(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shoal.roles.coordinator.calls.LONG_POLL_S", 0.1)
         assert "quota" in ask(town, impatient)
-        assert "no lease is granted: the host's disk quota is used up" in Board(town.desk).status().waiting_for
+        assert "no lease is granted: the host's disk quota is used up" in StatusBoard(town.desk).status().waiting_for
 
 
 def test_the_state_is_hashed_once_for_each_head_and_seldom_if_it_takes_long(town, monkeypatch):
@@ -570,7 +570,7 @@ def test_the_state_is_hashed_once_for_each_head_and_seldom_if_it_takes_long(town
 
     monkeypatch.setattr("shoal.roles.coordinator.status.state_hash", slowly)
     town.desk.clock = lambda: now[0]
-    board = Board(town.desk)
+    board = StatusBoard(town.desk)
     first = board.state_hash()
     now[0] += 100.0
     assert board.state_hash() == first and hashed == [0]
@@ -586,7 +586,7 @@ def test_the_state_is_hashed_once_for_each_head_and_seldom_if_it_takes_long(town
 def test_a_wait_counts_from_when_its_cause_began_and_a_run_that_has_ended_waits_for_nothing(town, monkeypatch):
     now = [town.desk.state.time + 100.0]
     town.desk.clock = lambda: now[0]
-    board = Board(town.desk)
+    board = StatusBoard(town.desk)
 
     def waited_s(after_s, action=""):
         if action:
@@ -651,7 +651,7 @@ def test_nodes_are_read_page_by_page_in_the_order_in_which_they_joined(town, mon
     monkeypatch.setattr("shoal.roles.coordinator.status.MAX_NODES", 3)
     for number in range(7):
         join = t.Join("worker", f"w{number}", 0.0, "x", "float32", "cpu")
-        town.desk.book.write(Enter(digest(b"%d" % number), join, 0.0), 0.0)
+        town.desk.book.write(JoinRun(digest(b"%d" % number), join, 0.0), 0.0)
 
     async def story(client):
         pages = [await client.get_json("/v1/nodes", list[t.NodeState])]

@@ -11,7 +11,7 @@ import pytest
 
 from shoal.cli import main
 from shoal.errors import PeerError
-from shoal.ledger.commands import AskLease, Enter, Publish
+from shoal.ledger.commands import AskLease, JoinRun, Publish
 from shoal.ledger.log.check import Audit
 from shoal.ledger.log.pay_history import PURPOSE, disagreements, is_signed
 from shoal.ledger.verdicts import VerdictGiven
@@ -23,7 +23,7 @@ from shoal.protocol.pay_lines import CreditPage, Statement
 from shoal.roles.auditor import credits as accounts
 from shoal.roles.auditor import source, verify_log
 from shoal.roles.auditor.evidence import is_due
-from shoal.verification.encode_submission import commit
+from shoal.verification.encode_submission import encode_submission
 from tests.roles.in_memory_run import URL, Town, tiny_run
 
 
@@ -200,11 +200,11 @@ class TwoFaced:
         config = tiny_run()
         first = Town(root / "first", config)
         book, trainer = first.desk.book, load_or_make_key(first.folder.keys / "trainer.key").public
-        book.write(Enter(trainer, t.Join("trainer", "t", 0.0, "x", "float32", "cpu"), 1.0), 1.0)
+        book.write(JoinRun(trainer, t.Join("trainer", "t", 0.0, "x", "float32", "cpu"), 1.0), 1.0)
         book.write(Publish(trainer, 0, digest(b"root"), digest(b"manifest"), {}, 1.0), 1.0)
         self.workers = "a" * 64, "b" * 64
         for key in self.workers:
-            book.write(Enter(key, t.Join("worker", key[:1], 0.0, "x", "float32", "cpu"), 2.0), 2.0)
+            book.write(JoinRun(key, t.Join("worker", key[:1], 0.0, "x", "float32", "cpu"), 2.0), 2.0)
             book.write(AskLease(key, (), 0.0, 2.0), 2.0)
         book.store.close()
         shutil.copytree(first.folder.root, root / "second")
@@ -215,7 +215,7 @@ class TwoFaced:
         """The worker's receipt, in a file."""
         lease = town.desk.wire_lease(town.desk.state.open_leases_of(worker)[0])
         groups = [t.Group(slot.slot, slot.task, slot.env, ()) for block in lease.blocks for slot in block.slots]
-        body = commit(town.desk.state.run, lease, groups, t.EngineFacts("x", "float32", "cpu"))
+        body = encode_submission(town.desk.state.run, lease, groups, t.EngineFacts("x", "float32", "cpu"))
         with town.desk.kept.upload(lease.id) as upload:
             upload.write(body)
             receipt = asyncio.run(town.desk.take_submission(worker, lease.id, upload, digest(body), int(time.time())))

@@ -10,7 +10,7 @@ import pytest
 from shoal.cli import main
 from shoal.errors import StateError
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.ledger.log.writer import Book
+from shoal.ledger.log.writer import LogWriter
 from shoal.net.key_files import load_or_make_key
 from tests.ledger.ledger_fixture import World
 
@@ -133,4 +133,4 @@ def test_coordinator_does_not_start_on_a_damaged_log(tmp_path, log, damage):
     path.write_bytes(log)
     DAMAGE[damage](path)
     with pytest.raises(StateError, match=r"cannot be read: .* restore it from a copy"):
-        Book(Store(sqlite_url(path)))
+        LogWriter(Store(sqlite_url(path)))

@@ -17,7 +17,7 @@ from shoal.net.client import PeerRefused
 from shoal.protocol.messages import EngineFacts
 from shoal.protocol.required_features import ADAPTERS
 from shoal.roles.coordinator import calls
-from shoal.roles.coordinator.status import Board
+from shoal.roles.coordinator.status import StatusBoard
 from shoal.roles.node import session
 from shoal.roles.node.engine_loader import demand_engine_fits
 from shoal.roles.worker.worker import Worker
@@ -102,7 +102,7 @@ def test_an_engine_that_cannot_prove_activations_does_not_join_a_run_with_proofs
 def test_vllm_does_not_join_a_run_of_adapters_in_bfloat16(tmp_path: Path) -> None:
     """It would round them, and they would still be refused when the first version is there."""
     town = Town(tmp_path / "run", tiny_run(steps=1, verify=_bounds(PAIR)))
-    run = Board(town.desk).info()
+    run = StatusBoard(town.desk).info()
     adapters = msgspec.structs.replace(run, needs=(*run.needs, ADAPTERS))
     bounds = run.rules.bounds | {"vllm:bfloat16/bfloat16": run.rules.bounds[PAIR]}
     rounded = msgspec.structs.replace(run.rules, dtype="bfloat16", bounds=bounds)

@@ -27,11 +27,11 @@ from shoal.protocol import messages as t
 from shoal.protocol.encoding import digest, from_json, to_json
 from shoal.protocol.host_signatures import is_promised, sign_promise
 from shoal.protocol.noise import KEYED_32
-from shoal.roles.auditor.recompute import AGREE, CANNOT, DISAGREE, Choice, audit_rollouts
+from shoal.roles.auditor.recompute import AGREE, CANNOT, DISAGREE, GroupChoice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
-from shoal.roles.coordinator.status import Board
+from shoal.roles.coordinator.status import StatusBoard
 from shoal.roles.node import evidence, publisher_pins
-from shoal.roles.node.evidence import Evidence
+from shoal.roles.node.evidence import EvidenceStore
 from shoal.roles.node.session import Contradiction
 from shoal.roles.worker.worker import Worker
 from shoal.weights.manifest import content_of, sign_manifest
@@ -132,7 +132,7 @@ def proof(town, worker, tmp_path):
 
 
 def audit(public, *folders, **choice):
-    choice = Choice(evidence=folders, **choice)
+    choice = GroupChoice(evidence=folders, **choice)
     return asyncio.run(audit_rollouts(FolderRun(public), choice, threads=1, own_files=False))
 
 
@@ -245,20 +245,20 @@ def test_a_worker_that_is_told_other_environments_than_its_lease_names_plays_not
 
 
 def told_other_environments(town, monkeypatch):
-    info, known = Board.info, town.desk.state.envs
+    info, known = StatusBoard.info, town.desk.state.envs
     other = (msgspec.structs.replace(known[0], num_tasks=known[0].num_tasks, args={"operands": 3}),)
-    monkeypatch.setattr(Board, "info", lambda board: msgspec.structs.replace(info(board), envs=other))
+    monkeypatch.setattr(StatusBoard, "info", lambda board: msgspec.structs.replace(info(board), envs=other))
     return town
 
 
 def told_other_sampling(town, monkeypatch, **other):
-    info = Board.info
+    info = StatusBoard.info
 
     def lying(board):
         told = info(board)
         return msgspec.structs.replace(told, sampling=msgspec.structs.replace(told.sampling, **other))
 
-    monkeypatch.setattr(Board, "info", lying)
+    monkeypatch.setattr(StatusBoard, "info", lying)
     return town
 
 
@@ -359,7 +359,7 @@ def test_a_renewed_manifest_is_no_second_manifest(honest_run, tmp_path):
     town, workers = honest_run
     handed = Path(shutil.copytree(workers[0].seat.evidence.folder, tmp_path / "handed"))
     later = sign_manifest(town.desk.kept.manifests[0], trainer_key(town), now=town.clock() + 4 * 24 * 3600)
-    Evidence(tmp_path, town.desk.state.run).keep("manifest", to_json(later))
+    EvidenceStore(tmp_path, town.desk.state.run).keep("manifest", to_json(later))
     found = audit(town.folder.root, handed, tmp_path)
     assert found.disagreements == [] and "2 manifests" not in found.told[0]
 
@@ -367,7 +367,7 @@ def test_a_renewed_manifest_is_no_second_manifest(honest_run, tmp_path):
 def test_a_manifest_of_the_same_weights_with_other_files_is_a_second_manifest(honest_run, tmp_path):
     town, _ = honest_run
     other = sign_manifest(with_another_file(town.desk.kept.manifests[0]), trainer_key(town), now=town.clock())
-    Evidence(tmp_path, town.desk.state.run).keep("manifest", to_json(other))
+    EvidenceStore(tmp_path, town.desk.state.run).keep("manifest", to_json(other))
     found = audit(town.folder.root, tmp_path)
     assert ["with other files than the one that the log names" in line for line in found.disagreements] == [True]
 
@@ -379,7 +379,7 @@ def test_what_the_runs_keys_did_not_sign_proves_nothing(honest_run, tmp_path):
     grant = from_json(next(workers[0].seat.evidence.folder.glob("*.grant")).read_bytes(), t.Grant)
     receipt = from_json(next(workers[0].seat.evidence.folder.glob("*.receipt")).read_bytes(), t.Receipt)
     manifest = msgspec.structs.replace(town.desk.kept.manifests[0], root="ab" * 32)
-    made = Evidence(tmp_path, town.desk.state.run)
+    made = EvidenceStore(tmp_path, town.desk.state.run)
     made.keep("grant", to_json(msgspec.structs.replace(grant, root="ab" * 32)))
     made.keep("grant", to_json(sign_promise(msgspec.structs.replace(grant, root="ab" * 32), liar)))
     made.keep("grant", to_json(sign_promise(msgspec.structs.replace(grant, run="ab" * 16), town.desk.key)))
@@ -415,7 +415,7 @@ def test_what_could_not_be_compared_is_said(honest_run, tmp_path):
         if path.suffix == ".receipt" or path.name == f"{from_log(live)}.manifest":
             path.unlink()
     later = sign_manifest(town.desk.kept.manifests[0], trainer_key(town), now=town.clock() + 4 * 24 * 3600)
-    Evidence(tmp_path, town.desk.state.run).keep("manifest", to_json(later))
+    EvidenceStore(tmp_path, town.desk.state.run).keep("manifest", to_json(later))
     told = "\n".join(audit(live, handed, tmp_path).told)
     assert "1 manifests were compared by their weights only" in told
     assert "leases were compared without their seeds and tasks" in told
@@ -492,7 +492,7 @@ RUN = "0123456789abcdef" * 2
 
 def test_the_oldest_evidence_of_a_kind_makes_room(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "MOST_FILES", 3)
-    kept = Evidence(tmp_path, RUN, 90)
+    kept = EvidenceStore(tmp_path, RUN, 90)
     kept.keep("receipt", b"stays")
     for number in range(5):
         kept.keep("grant", b"%d" % number)
@@ -504,7 +504,7 @@ def test_the_oldest_evidence_of_a_kind_makes_room(tmp_path, monkeypatch):
 
 def test_what_is_kept_again_counts_as_new(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "MOST_FILES", 2)
-    kept = Evidence(tmp_path, RUN)
+    kept = EvidenceStore(tmp_path, RUN)
     for data in (b"used", b"old", b"used", b"new"):
         kept.keep("manifest", data)
     assert sorted(path.read_bytes() for path in kept.folder.iterdir()) == [b"new", b"used"]
@@ -513,8 +513,8 @@ def test_what_is_kept_again_counts_as_new(tmp_path, monkeypatch):
 def test_a_node_that_starts_again_counts_what_it_kept_before(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "MOST_FILES", 3)
     for data in (b"1", b"2", b"3", b"4", b"5"):
-        Evidence(tmp_path, RUN).keep("grant", data)
-    kept = Evidence(tmp_path, RUN)
+        EvidenceStore(tmp_path, RUN).keep("grant", data)
+    kept = EvidenceStore(tmp_path, RUN)
     kept.keep("grant", b"3")
     kept.keep("grant", b"6")
     assert sorted(path.read_bytes() for path in kept.folder.iterdir()) == [b"3", b"5", b"6"]
@@ -522,7 +522,7 @@ def test_a_node_that_starts_again_counts_what_it_kept_before(tmp_path, monkeypat
 
 def test_threads_that_keep_evidence_at_once_lose_no_count(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "MOST_FILES", 20)
-    kept = Evidence(tmp_path, RUN)
+    kept = EvidenceStore(tmp_path, RUN)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda number: kept.keep("submission", b"%d" % number), range(200)))
     assert len(list(kept.folder.iterdir())) == 20
@@ -531,9 +531,9 @@ def test_threads_that_keep_evidence_at_once_lose_no_count(tmp_path, monkeypatch)
 def test_a_kill_leaves_no_file_behind_and_old_runs_make_room(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "MOST_RUNS", 2)
     for number in range(3):
-        Evidence(tmp_path, f"{number:032x}").keep("grant", b"x")
+        EvidenceStore(tmp_path, f"{number:032x}").keep("grant", b"x")
     (tmp_path / "evidence" / f"{2:032x}" / ".half.grant.abc").write_bytes(b"y")
-    kept = Evidence(tmp_path, f"{2:032x}")
+    kept = EvidenceStore(tmp_path, f"{2:032x}")
     assert [path.name for path in kept.folder.iterdir()] == [f"{digest(b'x')}.grant"]
     assert sorted(path.name for path in kept.folder.parent.iterdir()) == [f"{1:032x}", f"{2:032x}"]
 
@@ -541,7 +541,7 @@ def test_a_kill_leaves_no_file_behind_and_old_runs_make_room(tmp_path, monkeypat
 def test_the_evidence_of_all_runs_stays_within_its_share_of_the_disk(tmp_path):
     """Of 9000 bytes each kind of the latest run gets 1000, receipts of all runs 1000, and older runs 4000 together."""
     for number in range(8):
-        kept = Evidence(tmp_path, f"{number:032x}", 9000)
+        kept = EvidenceStore(tmp_path, f"{number:032x}", 9000)
         for count in range(50):
             for kind in ("grant", "manifest", "submission"):
                 kept.keep(kind, b"%03d" % count * 33)
@@ -563,7 +563,7 @@ def test_evidence_is_kept_once_a_full_disk_has_space(tmp_path, monkeypatch, capl
 
     monkeypatch.setattr(evidence, "LONGEST_RETRY_S", 0.0)
     monkeypatch.setattr(evidence, "write_atomically", full)
-    kept = Evidence(tmp_path, RUN)
+    kept = EvidenceStore(tmp_path, RUN)
     client = SimpleNamespace(get_json=lambda path, kind: asyncio.sleep(0, SimpleNamespace(phase="running")))
     keep = partial(asyncio.to_thread, kept.keep, "grant", b"one")
     asyncio.run(evidence.retry_while_disk_full(client, keep))
@@ -627,7 +627,7 @@ def test_a_full_disk_is_waited_for_when_a_run_is_joined(tmp_path, monkeypatch):
 
 def test_a_receipt_after_one_that_a_full_disk_cut_off_can_be_read(tmp_path):
     (tmp_path / "receipts.jsonl").write_bytes(b"whole\nhal")
-    Evidence(tmp_path, RUN).note_receipt(b"next")
+    EvidenceStore(tmp_path, RUN).note_receipt(b"next")
     assert (tmp_path / "receipts.jsonl").read_bytes().splitlines() == [b"whole", b"hal", b"next"]
 
 
@@ -647,7 +647,7 @@ def test_what_a_volunteer_gives_of_its_disk_bounds_its_evidence_too(tmp_path):
 @pytest.mark.parametrize("run", ["", "../../else", "a" * 31, "A" * 32, "a" * 31 + "\n"])
 def test_a_run_id_that_could_lead_out_of_the_folder_is_refused(tmp_path, run):
     with pytest.raises(PeerError, match="which is not a run id"):
-        Evidence(tmp_path, run)
+        EvidenceStore(tmp_path, run)
     assert not any(tmp_path.iterdir())
 
 

@@ -20,7 +20,7 @@ from shoal.metrics import read_metrics
 from shoal.protocol.encoding import to_json, to_msgpack
 from shoal.protocol.messages import Faults, GroupRecord, GroupVerdict, Record, RolloutRecord, Verdict
 from shoal.protocol.task_draws import TaskList
-from shoal.roles.coordinator.status import Board, batch_of
+from shoal.roles.coordinator.status import StatusBoard, batch_of
 from shoal.roles.coordinator.verdicts import MAX_REPORTED, _demand_recorded_faults, _is_new
 from shoal.roles.node.session import SOONEST_S
 from tests.envs import brittle
@@ -106,7 +106,7 @@ def test_a_run_whose_environment_fails_often_pauses_and_says_why(tmp_path, kind,
                 await asyncio.sleep(0.02)
         await asyncio.sleep(3 * SOONEST_S)
         assert len([line for line in told() if line.startswith("waiting reason=")]) == 1
-        status = Board(town.desk).status()
+        status = StatusBoard(town.desk).status()
         for role in roles:
             role.cancel()
         await asyncio.gather(*roles, return_exceptions=True)

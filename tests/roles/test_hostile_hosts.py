@@ -10,7 +10,7 @@ from shoal.errors import PeerError
 from shoal.models.random_model import make_tiny
 from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS
-from shoal.roles.worker.remote_env import AHEAD, Hands, Table, play_blocks
+from shoal.roles.worker.remote_env import AHEAD, EngineShare, PlayContext, play_blocks
 from shoal.verification.checks import format
 from tests.envs import silent
 from tests.envs.conftest import FakeEngine
@@ -46,9 +46,9 @@ def play(host, engine) -> t.Group:
     async def ask(turn):
         return host(turn)
 
-    table = Table(engine, lambda: RENDERER, SIZE, SAMPLING, ask, lambda: False, ready)
+    table = PlayContext(engine, lambda: RENDERER, SIZE, SAMPLING, ask, lambda: False, ready)
     block = t.Block(0, (t.Slot(0, "00" * 32, "toy", 1),), COMPLETIONS)
-    return asyncio.run(play_blocks(table, [block], Hands()))[0]
+    return asyncio.run(play_blocks(table, [block], EngineShare()))[0]
 
 
 def blamed(group) -> str:
@@ -62,18 +62,18 @@ class Liar:
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.rows, self.open = rng, [1] * SIZE, SIZE
 
-    def __call__(self, turn: t.Turn) -> t.TurnAnswer:
+    def __call__(self, turn: t.EnvTurn) -> t.TurnAnswer:
         rng = self.rng
         texts = tuple(ids(*[3] * rng.choice([0, 1, 1, 2, 3, rng.randint(0, 14)])) for _ in range(3))
         said = [self.say(turn.turn, rng) for _ in range(self.open)]
         self.open -= sum(each.ending != "" for each in said)
         return t.TurnAnswer(texts, tuple(said))
 
-    def say(self, turn: int, rng: random.Random) -> t.Said:
+    def say(self, turn: int, rng: random.Random) -> t.EnvReply:
         ending = rng.choice(["environment", "length"]) if rng.random() < (0.4 if turn else 0.03) else ""
         row = rng.choice([0, 0, 0, 1, 1, 2]) if rng.random() < 0.3 else 0
         author = rng.choice([0, 1, 2, 3]) if rng.random() < 0.1 else t.POLICY
-        return t.Said(rng.randrange(3), 0 if ending else rng.randint(1, 3), ending, author, row)
+        return t.EnvReply(rng.randrange(3), 0 if ending else rng.randint(1, 3), ending, author, row)
 
 
 def test_no_host_can_make_a_worker_submit_what_it_is_blamed_for():

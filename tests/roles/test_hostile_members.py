@@ -13,7 +13,7 @@ from shoal.ledger.fault_rate import FAULT_REMEDY, FAULTS
 from shoal.ledger.hints import split_remedy
 from shoal.ledger.leases import LeaseLapsed
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.ledger.log.writer import Book
+from shoal.ledger.log.writer import LogWriter
 from shoal.ledger.records import LeaseRecord
 from shoal.ledger.registry import make_entry
 from shoal.ledger.run import RunEnded
@@ -26,10 +26,10 @@ from shoal.protocol.encoding import WireError, digest, to_json
 from shoal.roles.auditor.verify_log import audit_folder
 from shoal.roles.coordinator.env_hang_reports import StopReports
 from shoal.roles.coordinator.main import open_run
-from shoal.roles.coordinator.status import Board
+from shoal.roles.coordinator.status import StatusBoard
 from shoal.roles.coordinator.versions import put_chunk, take_checkpoint
 from shoal.roles.validator import Validator
-from shoal.roles.worker.worker import TooOld, Worker
+from shoal.roles.worker.worker import VersionExpired, Worker
 from shoal.weights.manifest import sign_manifest
 from tests.roles.in_memory_run import Town, tiny_run
 from tests.roles.test_replays import Night
@@ -56,7 +56,7 @@ def test_a_log_with_any_name_in_it_can_be_read_again(tmp_path, name):
 
     asyncio.run(story())
     assert [node.name for node in town.desk.state.members.values()] == [name]
-    again = Book(Store(sqlite_url(town.folder.log)))
+    again = LogWriter(Store(sqlite_url(town.folder.log)))
     assert again.state.head == town.desk.state.head and town.audit().findings == []
 
 
@@ -154,9 +154,9 @@ def test_what_a_worker_says_of_a_stopped_environment_is_told_as_its_words(tmp_pa
         for _ in range(2):
             lease = await night.lease()
             await back(lease, said)
-        waits, state = Board(night.desk).status().waiting_for, night.desk.state
+        waits, state = StatusBoard(night.desk).status().waiting_for, night.desk.state
         state.phase, state.pause_cause = "paused", f"{FAULTS}words fails"
-        paused, remedy = split_remedy(Board(night.desk).status().waiting_for)
+        paused, remedy = split_remedy(StatusBoard(night.desk).status().waiting_for)
         assert words in paused and remedy == FAULT_REMEDY, "the host's own advice ends the sentence"
         return waits
 
@@ -461,7 +461,7 @@ def test_a_worker_whose_version_is_too_old_by_now_asks_for_the_next_lease(tmp_pa
         town.desk.kept.make_room(0)
         async with late.client:
             await late._join()
-            with pytest.raises(TooOld):
+            with pytest.raises(VersionExpired):
                 await late._load_for(grant)
             with pytest.raises(PeerError):
                 await late._load_for(far)

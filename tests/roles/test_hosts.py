@@ -11,10 +11,10 @@ from shoal.ledger.errors import Wait
 from shoal.ledger.leases import LeaseLapsed
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import to_json
-from shoal.roles.auditor.recompute import Choice, audit_rollouts
+from shoal.roles.auditor.recompute import GroupChoice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
 from shoal.roles.auditor.verify_log import audit_folder
-from shoal.roles.coordinator.status import Board
+from shoal.roles.coordinator.status import StatusBoard
 from tests.roles.forgery import bodies
 from tests.roles.in_memory_run import Town, tiny_run
 
@@ -55,7 +55,7 @@ def test_a_worker_keeps_a_receipt_from_the_future_as_evidence_and_leaves(town):
     assert "s ahead of this machine's clock" in str(fault_of_worker(town))
     (finding,) = audit_folder(town.folder.root).findings
     assert "is signed for the time" in finding
-    evidence = Choice(evidence=(town.folder.nodes / "victim",))
+    evidence = GroupChoice(evidence=(town.folder.nodes / "victim",))
     found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), evidence, threads=1, own_files=True))
     assert [line for line in found.disagreements if "is signed for the time" in line]
 
@@ -69,7 +69,7 @@ def test_after_its_clock_was_set_back_a_host_grants_no_lease_until_its_log_is_re
     with pytest.raises(Exception) as refusal:
         asyncio.run(town.desk.lease("a" * 64, t.LeaseRequest()))
     assert (isinstance(refusal.value, Wait) and "ahead of the host's clock" in str(refusal.value)) == waits
-    assert ("1 min ahead of the host's clock" in Board(town.desk).status().waiting_for) == waits
+    assert ("1 min ahead of the host's clock" in StatusBoard(town.desk).status().waiting_for) == waits
 
 
 def test_a_run_goes_on_after_its_hosts_clock_was_set_back_by_two_seconds(tmp_path):

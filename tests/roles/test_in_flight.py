@@ -11,7 +11,7 @@ from shoal.protocol import messages as t
 from shoal.roles.coordinator import env_server_client as door
 from shoal.roles.env_server import server
 from shoal.roles.env_server import server as stage_role
-from shoal.roles.env_server.server import AtWork
+from shoal.roles.env_server.server import InFlight
 from tests.envs import rivals
 from tests.roles.test_turns import World
 
@@ -58,7 +58,7 @@ def test_slow_turns_of_one_worker_leave_places_for_others(world, monkeypatch):
     go_on = threading.Event()
 
     def slow(number: int):
-        turn = t.Turn(world.block.index, 0)
+        turn = t.EnvTurn(world.block.index, 0)
         return world.town.stage._answer(t.Staged(f"slow-{number}", 0, (world.block,), turn, world.keys[0]), turn)
 
     async def story():
@@ -80,7 +80,7 @@ def test_a_worker_that_asks_no_more_than_it_may_is_never_refused():
     """Sixteen blocks at a time, and the next as soon as one of them is done."""
 
     async def story():
-        work: AtWork[int] = AtWork("turn", 32, 16)
+        work: InFlight[int] = InFlight("turn", 32, 16)
         places = asyncio.Semaphore(16)
 
         async def block(number: int) -> int:
@@ -107,7 +107,7 @@ def test_work_that_failed_while_nobody_waited_is_done_again(monkeypatch):
         return "done"
 
     async def story():
-        work: AtWork[str] = AtWork("record", 4, 4)
+        work: InFlight[str] = InFlight("record", 4, 4)
         while True:
             try:
                 return await work.answer("worker", (1,), "", fails_once)

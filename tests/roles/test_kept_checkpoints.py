@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from shoal.launch.run_status import Snapshot
+from shoal.launch.run_status import RunStatus
 from shoal.launch.summary import UsageBook, write_summary
 from shoal.ledger.commands import Admin
 from shoal.models.checkpoint import tensors_of
@@ -51,7 +51,7 @@ def test_a_checkpoint_that_a_kill_left_out_is_kept_after_the_restart(tmp_path, m
     assert town.weights() == town.desk.state.main.versions[2].root
     assert tensors_of(kept / "v000002") == tensors_of(kept / "final") != tensors_of(kept / "v000001")
     assert tensors_of(kept / "v000000") == tensors_of(town.folder.policy)
-    end = write_summary(town.folder, town.config, Snapshot("town", "", 2), UsageBook(tmp_path / "usage.json"))
+    end = write_summary(town.folder, town.config, RunStatus("town", "", 2), UsageBook(tmp_path / "usage.json"))
     assert end.summary["weights_hash"] == town.weights()
     assert town.audit().findings == []
 

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from shoal.ledger.commands import Admin, AskLease, Enter, Publish, ReturnLeases
+from shoal.ledger.commands import Admin, AskLease, JoinRun, Publish, ReturnLeases
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import digest
@@ -57,7 +57,7 @@ class Crowd:
 
     async def join_event(self, name):
         join = t.Join("worker", name, 0.0, "x", "float32", "cpu")
-        await self.desk.book.submit(Enter(digest(name.encode()), join, self.desk.clock()))
+        await self.desk.book.submit(JoinRun(digest(name.encode()), join, self.desk.clock()))
         await asyncio.sleep(0.02)
 
     async def give_back(self, number):

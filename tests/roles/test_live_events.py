@@ -11,16 +11,16 @@ import pytest
 from shoal.errors import NothingYet, PeerError
 from shoal.ledger.commands import Admin
 from shoal.net.client import Client
-from shoal.net.connection_limits import Limits
+from shoal.net.connection_limits import ServerLimits
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import from_json, to_json
 from shoal.roles.coordinator import calls
-from shoal.roles.coordinator.request_context import Waits
+from shoal.roles.coordinator.request_context import LongPollLimits
 from shoal.roles.coordinator.versions import take_checkpoint
 from shoal.roles.relay import fetcher as news_module
 from shoal.roles.relay.chunk_store import ChunkStore
-from shoal.roles.relay.fetcher import ASK_EVERY_S, Filler, News
+from shoal.roles.relay.fetcher import ASK_EVERY_S, ChunkFetcher, VersionWatch
 from shoal.weights.fetch.relay_sources import Relays
 from shoal.weights.manifest import sign_manifest
 from tests.net.wires import serving
@@ -89,7 +89,7 @@ def test_a_question_is_answered_after_a_while_without_a_new_version(town, monkey
 @pytest.mark.parametrize(("most", "of_a_crowd"), [(64, 2), (2, 64)])
 def test_a_flood_of_waits_leaves_places_and_is_answered_at_once(town, monkeypatch, most, of_a_crowd):
     """One network gets few places, and all together no more than there are."""
-    monkeypatch.setattr(calls, "Waits", lambda: Waits(most, of_a_crowd))
+    monkeypatch.setattr(calls, "Waits", lambda: LongPollLimits(most, of_a_crowd))
     town.app = calls.application(town.desk)
 
     async def story():
@@ -113,7 +113,7 @@ def test_a_flood_of_waits_leaves_places_and_is_answered_at_once(town, monkeypatc
 
 
 def test_who_waits_for_a_batch_takes_one_of_the_same_places(town, monkeypatch):
-    monkeypatch.setattr(calls, "Waits", lambda: Waits(64, 2))
+    monkeypatch.setattr(calls, "Waits", lambda: LongPollLimits(64, 2))
     town.app = calls.application(town.desk)
 
     async def story():
@@ -137,7 +137,7 @@ def test_who_waits_for_a_batch_takes_one_of_the_same_places(town, monkeypatch):
 
 def test_strangers_who_hold_all_places_keep_no_trainer_from_waiting(town, monkeypatch):
     """It renews the manifest and takes a new key when its wait ends without a batch."""
-    monkeypatch.setattr(calls, "Waits", lambda: Waits(1, 1))
+    monkeypatch.setattr(calls, "Waits", lambda: LongPollLimits(1, 1))
     town.app = calls.application(town.desk)
 
     def client(name: str) -> Client:
@@ -163,7 +163,7 @@ def test_strangers_who_hold_all_places_keep_no_trainer_from_waiting(town, monkey
 
 
 def test_a_place_is_free_again_when_its_wait_ends():
-    waits = Waits(2, 1)
+    waits = LongPollLimits(2, 1)
     with waits.place("9.9.9.9", "a key") as first, waits.place("8.8.8.8", "a key") as second:
         assert (first, second) == (True, False)
     assert not waits._of_publishers
@@ -203,9 +203,9 @@ class Host:
         self.now += wait_s
 
 
-def follow(host: Host, info: t.RunInfo) -> News:
+def follow(host: Host, info: t.RunInfo) -> VersionWatch:
     async def story():
-        news = News(host, info, clock=lambda: host.now, sleep=host.sleep)
+        news = VersionWatch(host, info, clock=lambda: host.now, sleep=host.sleep)
         with pytest.raises(asyncio.CancelledError):
             await news.follow()
         return news
@@ -240,7 +240,7 @@ def test_a_version_whose_manifest_was_not_read_yet_stays_news(town, tmp_path):
             await asyncio.sleep(60)
 
     async def story():
-        filler = Filler(Slow(), info_of(town), ChunkStore(tmp_path, 1 << 30, 0), None, time.time)
+        filler = ChunkFetcher(Slow(), info_of(town), ChunkStore(tmp_path, 1 << 30, 0), None, time.time)
         await filler._look()
         began = time.monotonic()
         await filler._news.wait(filler._seen, 0.1)
@@ -266,7 +266,7 @@ def test_a_manifest_that_is_refused_is_asked_for_seldom(town, tmp_path):
             raise PeerError("refused")
 
     async def story():
-        filler = Filler(Refusing(), info_of(town), ChunkStore(tmp_path, 1 << 30, 0), None, time.time)
+        filler = ChunkFetcher(Refusing(), info_of(town), ChunkStore(tmp_path, 1 << 30, 0), None, time.time)
         filler._news._take(info_of(town, 0))
         looking = asyncio.create_task(filler._until_new())
         await asyncio.sleep(0.2)
@@ -290,11 +290,11 @@ def test_a_relay_has_a_version_as_soon_as_it_is_published(town, tmp_path, monkey
 
     async def story():
         async with (
-            serving(app, Limits()) as port,
+            serving(app, ServerLimits()) as port,
             Client(f"http://127.0.0.1:{port}", load_or_make_key(tmp_path / "node.key")) as client,
         ):
             store = ChunkStore(tmp_path / "relay", 1 << 30, 0)
-            filler = Filler(client, info_of(town), store, Relays(client), time.time)
+            filler = ChunkFetcher(client, info_of(town), store, Relays(client), time.time)
             filling = asyncio.create_task(filler.run())
             await asyncio.sleep(1.0)
             before, chunk = len(asked), await publish(town)

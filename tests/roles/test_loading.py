@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.engine.hot_swap import Change
+from shoal.engine.hot_swap import WeightChange
 from shoal.engine.native import LocalEngine
 from shoal.errors import Overreach, StateError
 from shoal.roles import validator as judging
-from shoal.roles.node.engine_loader import Loaded
-from shoal.roles.node.session import Seat
+from shoal.roles.node.engine_loader import LoadedEngine
+from shoal.roles.node.session import Session
 from shoal.weights.delta import tensor_codes
 from shoal.weights.manifest import weights_root
 from tests.engine.test_hot_swap import is_torn, none_is_too_small, rollouts, same, versions  # noqa: F401
@@ -47,7 +47,7 @@ def counted(monkeypatch):
 
 
 def policy_with(directory=None, dtype="bfloat16"):
-    policy = Loaded(LocalEngine(threads=1, dtype=dtype), lambda directory: object())
+    policy = LoadedEngine(LocalEngine(threads=1, dtype=dtype), lambda directory: object())
     if directory is not None:
         policy.load(directory, 0, weights_root(directory))
     return policy
@@ -94,7 +94,7 @@ def test_a_base_that_is_damaged_or_gone_is_not_gone_on_from(two, counted, harm):
 
 def test_a_base_that_is_damaged_while_it_is_read_leaves_no_old_value(two, counted, monkeypatch):
     """The disk then says of a value that it does not change, and the engine would keep the old one."""
-    policy, make = policy_with(two[0]), Change.make
+    policy, make = policy_with(two[0]), WeightChange.make
     before, after = (bytearray((directory / "model.safetensors").read_bytes()) for directory in two)
     assert len(before) == len(after)
 
@@ -104,20 +104,20 @@ def test_a_base_that_is_damaged_while_it_is_read_leaves_no_old_value(two, counte
         (two[0] / "model.safetensors").write_bytes(before)
         make(change)
 
-    monkeypatch.setattr(Change, "make", damaging)
+    monkeypatch.setattr(WeightChange, "make", damaging)
     policy.load(two[1], 1, weights_root(two[1]))
     assert same(policy.engine, fresh(two[1])) and counted == ([0, 1, 0], [])
 
 
 def test_a_base_that_is_deleted_meanwhile_is_still_gone_on_from(two, counted, monkeypatch):
     """A version that is fetched ahead makes room for itself."""
-    policy, make = policy_with(two[0]), Change.make
+    policy, make = policy_with(two[0]), WeightChange.make
 
     def deleting(change):
         shutil.rmtree(two[0])
         make(change)
 
-    monkeypatch.setattr(Change, "make", deleting)
+    monkeypatch.setattr(WeightChange, "make", deleting)
     policy.load(two[1], 1, weights_root(two[1]))
     assert counted == ([0], [1]) and same(policy.engine, fresh(two[1]))
 
@@ -149,7 +149,7 @@ def test_a_version_that_is_damaged_after_it_was_verified_is_never_used(two, tmp_
 
 @pytest.mark.parametrize("failure", [StateError, MemoryError])
 def test_a_change_that_fails_halfway_is_followed_by_a_load(two, counted, monkeypatch, failure):
-    policy, write, calls = policy_with(two[0]), Change._write, []
+    policy, write, calls = policy_with(two[0]), WeightChange._write, []
 
     def failing(change, name, place):
         calls.append(name)
@@ -157,7 +157,7 @@ def test_a_change_that_fails_halfway_is_followed_by_a_load(two, counted, monkeyp
             raise failure("in the middle")
         write(change, name, place)
 
-    monkeypatch.setattr(Change, "_write", failing)
+    monkeypatch.setattr(WeightChange, "_write", failing)
     root = weights_root(two[1])
     if failure is StateError:
         policy.load(two[1], 1, root)
@@ -185,14 +185,14 @@ def test_a_node_without_memory_for_a_change_leaves_and_does_not_play_on(tmp_path
                 task.cancel()
             await asyncio.gather(trainer, *others, return_exceptions=True)
 
-    make = Change.make
+    make = WeightChange.make
 
     def make_for(change):
         if change._decoder is worker.seat.engine._loaded:
             raise MemoryError
         make(change)
 
-    monkeypatch.setattr(Change, "make", make_for)
+    monkeypatch.setattr(WeightChange, "make", make_for)
     asyncio.run(story())
     assert is_torn(worker.seat.engine)
 
@@ -217,7 +217,9 @@ def test_a_run_in_place_ends_with_the_weights_of_one_that_loads_every_version(tm
 
 def test_a_validator_that_steps_back_and_forth_gives_the_same_verdicts(tmp_path, monkeypatch, counted):
     judged, seats, verify = [], [], judging.verify_submission
-    monkeypatch.setattr(Seat, "__post_init__", lambda seat, make=Seat.__post_init__: (make(seat), seats.append(seat)))
+    monkeypatch.setattr(
+        Session, "__post_init__", lambda seat, make=Session.__post_init__: (make(seat), seats.append(seat))
+    )
 
     def noted(body, check, tools, *more):
         verdict = verify(body, check, tools, *more)

@@ -11,11 +11,11 @@ import pytest
 
 from shoal.envs.builtin.arithmetic import Arithmetic
 from shoal.errors import Overreach
-from shoal.roles.auditor.recompute import Choice, audit_rollouts
+from shoal.roles.auditor.recompute import GroupChoice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
 from shoal.roles.node import memory_limit
 from shoal.roles.node.memory_limit import Memory, share_of_free_mb, taken_mb
-from shoal.roles.node.session import Seat
+from shoal.roles.node.session import Session
 from shoal.roles.worker import worker as worker_role
 from tests.roles.in_memory_run import Town, tiny_run
 
@@ -73,9 +73,11 @@ def test_a_policy_that_does_not_fit_is_refused_before_it_is_loaded(tmp_path, mon
 def test_a_submission_that_does_not_fit_is_not_judged_and_blames_nobody(tmp_path, monkeypatch):
     town = Town(tmp_path / "run", tiny_run())
     worker, validator = town.worker("worker"), stranger(town.validator())
-    demand = Seat.demand_judge
+    demand = Session.demand_judge
     monkeypatch.setattr(
-        Seat, "demand_judge", lambda seat, check, size_bytes, parents_bytes: demand(seat, check, 1 << 45, parents_bytes)
+        Session,
+        "demand_judge",
+        lambda seat, check, size_bytes, parents_bytes: demand(seat, check, 1 << 45, parents_bytes),
     )
     assert "a submission of " in stopped_by(town, town.trainer(), worker, validator)
     assert town.desk.state.submissions and town.desk.state.members[worker.key].refused == 0
@@ -87,8 +89,8 @@ def test_an_audit_stops_at_a_policy_that_does_not_fit_and_finds_nothing_wrong(tm
     asyncio.run(town.live(town.trainer(), town.validator(), town.worker("worker")))
     run = FolderRun(town.folder.root)
     with pytest.raises(Overreach, match="loading version 0 needs about"):
-        asyncio.run(audit_rollouts(run, Choice(), threads=1, own_files=False, max_memory_mb=1))
-    assert asyncio.run(audit_rollouts(run, Choice(), threads=1, own_files=False)).agrees
+        asyncio.run(audit_rollouts(run, GroupChoice(), threads=1, own_files=False, max_memory_mb=1))
+    assert asyncio.run(audit_rollouts(run, GroupChoice(), threads=1, own_files=False)).agrees
 
 
 def test_without_memory_no_slot_is_void_and_no_rollout_fails(tmp_path, monkeypatch):

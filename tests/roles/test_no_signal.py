@@ -12,7 +12,7 @@ from shoal.launch.flat_groups import flat_samples, why_flat
 from shoal.ledger.commands import Admin
 from shoal.ledger.hints import IN_A_NEW_RUN
 from shoal.protocol.rollout_validation import ROOM_REMEDY
-from shoal.roles.coordinator.status import Board, waiting_for
+from shoal.roles.coordinator.status import StatusBoard, waiting_for
 from tests.roles.in_memory_run import Town, tiny_run
 
 ALWAYS_HALF = """
@@ -36,11 +36,11 @@ def test_a_run_without_signal_says_so_waits_and_can_be_drained(tmp_path):
     heard, samples, waited, talks = [], [], [], []
 
     async def host():
-        while not Board(town.desk).status().pause_cause:
+        while not StatusBoard(town.desk).status().pause_cause:
             await asyncio.sleep(0.05)
         accepted = town.desk.state.accepted_groups
         await asyncio.sleep(1.0)  # what is in hand is still judged, and nothing more is leased
-        heard.append(Board(town.desk).status())
+        heard.append(StatusBoard(town.desk).status())
         waited.append(town.desk.state.accepted_groups - accepted)
         samples.extend(flat_samples(town.folder))
         watched = NewestSample(town.folder, own_files=True)
@@ -75,7 +75,7 @@ def test_samples_of_rollouts_that_were_deleted_are_refused_in_words(tmp_path):
     town = Town(tmp_path / "run", config)
 
     async def host():
-        while not Board(town.desk).status().pause_cause:
+        while not StatusBoard(town.desk).status().pause_cause:
             await asyncio.sleep(0.05)
         assert "have no signal" in waiting_for(town.desk.state)
         with pytest.MonkeyPatch.context() as patch:
@@ -116,7 +116,7 @@ def test_what_ended_most_rollouts_without_signal_is_named(tmp_path, source, sett
     town = Town(tmp_path / "run", tiny_run(envs=[env], rollouts={"max_flat_groups": 4}, sampling=sampling))
 
     async def host():
-        while not Board(town.desk).status().pause_cause:
+        while not StatusBoard(town.desk).status().pause_cause:
             await asyncio.sleep(0.05)
         await town.desk.book.submit(Admin("drain", "", town.desk.clock()))
 
@@ -153,9 +153,9 @@ def test_a_run_whose_prompts_leave_no_room_pauses_and_names_length_and_key(tmp_p
     heard = []
 
     async def host():
-        while not Board(town.desk).status().pause_cause:
+        while not StatusBoard(town.desk).status().pause_cause:
             await asyncio.sleep(0.05)
-        heard.append(Board(town.desk).status())
+        heard.append(StatusBoard(town.desk).status())
         await town.desk.book.submit(Admin("drain", "", town.desk.clock()))
 
     async def story():

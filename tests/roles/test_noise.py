@@ -11,7 +11,7 @@ from shoal.engine.dishonest import CHEATS
 from shoal.engine.native import LocalEngine
 from shoal.ledger.log.sqlite_store import creation_of
 from shoal.protocol.noise import KEYED_32, KEYED_64, NOISES
-from shoal.roles.auditor.recompute import AGREE, Choice, audit_rollouts
+from shoal.roles.auditor.recompute import AGREE, GroupChoice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
 from tests.roles.in_memory_run import Town, tiny_run
 
@@ -37,7 +37,7 @@ def test_a_run_has_the_family_that_its_file_names(tmp_path: Path, family: str) -
     assert town.weights() == one_file.train(config, tmp_path / "one", tmp_path)
     other = tiny_run(steps=2, storage={"retain": "all"})
     assert town.weights() != one_file.train(other, tmp_path / "other", tmp_path)
-    found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), Choice(), threads=1, own_files=False))
+    found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), GroupChoice(), threads=1, own_files=False))
     assert found.disagreements == [] and found.with_model > 0 and found.exit_code() == AGREE
 
 

@@ -15,7 +15,7 @@ from shoal.errors import PeerError
 from shoal.net import urls
 from shoal.net.blobs import FolderBlobs, shelf
 from shoal.net.client import Client
-from shoal.net.connection_limits import Limits
+from shoal.net.connection_limits import ServerLimits
 from shoal.net.process import listen
 from shoal.protocol.messages import RunInfo
 from shoal.roles.coordinator.calls import application
@@ -114,7 +114,7 @@ async def hosted(town: Town):
             asked.append(scope["path"])
         await app(scope, receive, send)
 
-    async with serving(watched, Limits()) as port:
+    async with serving(watched, ServerLimits()) as port:
         yield f"http://127.0.0.1:{port}", asked
 
 
@@ -139,7 +139,10 @@ async def fetched(url: str, town: Town, home: Path) -> tuple[RunInfo, float]:
 
 def test_the_coordinator_sends_no_chunk_while_the_origin_serves(ended, tmp_path):
     async def story():
-        async with hosted(ended) as (url, asked), serving(shelf(ended.folder.chunks, time.time), Limits()) as port:
+        async with (
+            hosted(ended) as (url, asked),
+            serving(shelf(ended.folder.chunks, time.time), ServerLimits()) as port,
+        ):
             say_origin(ended.folder, port)
             info, _ = await fetched(url, ended, tmp_path)
             assert info.origin == f":{port}/v1/blobs" and asked == []

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.config import EnvConfig
 from shoal.env_packages.install import install
-from shoal.env_packages.install_policy import Consent, Policy
+from shoal.env_packages.install_policy import InstallDecision, InstallPolicy
 from shoal.env_packages.installed import PackageStore
 from shoal.env_packages.naming import read_reference
 from shoal.env_packages.registry import FolderRegistry
@@ -24,7 +24,7 @@ from shoal.roles.coordinator.main import env_specs
 from shoal.roles.env_server.env_process import _load
 from shoal.roles.node import memory_limit
 from shoal.roles.node.memory_limit import Memory
-from shoal.roles.node.packages import NoPackages, Volunteered, room_of
+from shoal.roles.node.packages import ConsentedPackages, NoPackages, room_of
 from tests.env_packages.author import Author, attest
 from tests.envs.isolated.place import line_of
 from tests.roles.in_memory_run import Town, tiny_run
@@ -50,9 +50,9 @@ class Place:
         for key in keys:
             attest(self.registry, "ann/parrot", self.release, key)
 
-    def packages(self, consent: Consent | None = None) -> Volunteered:
-        agreed = Consent(Policy(authors=(self.author.key.public,)), None)
-        return Volunteered(self.registry.place, lambda: consent or agreed)
+    def packages(self, consent: InstallDecision | None = None) -> ConsentedPackages:
+        agreed = InstallDecision(InstallPolicy(authors=(self.author.key.public,)), None)
+        return ConsentedPackages(self.registry.place, lambda: consent or agreed)
 
     @property
     def installed(self) -> list[str]:
@@ -77,13 +77,13 @@ def test_a_package_that_two_others_checked_is_installed_and_opened_in_the_sandbo
 def test_a_user_is_asked_once(place: Place) -> None:
     place.attest(Key.generate(), Key.generate())
     asked: list[str] = []
-    packages = place.packages(Consent(None, lambda question: not asked.append(question)))
+    packages = place.packages(InstallDecision(None, lambda question: not asked.append(question)))
     packages.demand([place.spec, place.spec])
     packages.demand([place.spec])
     assert len(asked) == 1 and place.author.key.public in asked[0] and "passed by 2 keys" in asked[0]
     with pytest.raises(ConfigError, match="was not installed, as you said"):
         PackageStore(place.home / "envs").remove(place.release.digest)
-        place.packages(Consent(None, lambda _: False)).demand([place.spec])
+        place.packages(InstallDecision(None, lambda _: False)).demand([place.spec])
 
 
 def test_a_package_needs_two_witnesses_besides_its_author(place: Place) -> None:
@@ -163,7 +163,7 @@ def test_what_packages_may_take_counts_as_memory_of_the_node(
 
 @pytest.mark.parametrize(("call_s", "wall_s"), [(60.0, 60.0), (3.0, LIMITS.wall_s)])
 def test_the_sandbox_on_the_stage_ends_no_sooner_than_a_turn(place: Place, call_s: float, wall_s: float) -> None:
-    install(read_reference(NAME), place.registry, place.home, Consent(None, lambda _: True))
+    install(read_reference(NAME), place.registry, place.home, InstallDecision(None, lambda _: True))
     env: Any = _load((place.spec,), call_s)[NAME]
     assert line_of(env)._limits.wall_s == wall_s
 

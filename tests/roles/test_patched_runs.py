@@ -12,8 +12,8 @@ from shoal.metrics import read_metrics
 from shoal.protocol.encoding import digest
 from shoal.protocol.messages import FileEntry, Manifest, Patch
 from shoal.roles.auditor import source
-from shoal.roles.coordinator.retention import SLOWEST_LINE_BYTES_PER_S, needed
-from shoal.roles.node.session import Seat
+from shoal.roles.coordinator.retention import SLOWEST_LINE_BYTES_PER_S, versions_to_keep
+from shoal.roles.node.session import Session
 from shoal.weights.delta.apply import follow
 from shoal.weights.manifest import chunks_of, is_whole, weights_root
 from shoal.weights.publish import FolderSink
@@ -175,7 +175,7 @@ def test_a_worker_fetches_the_next_version_while_it_plays(tmp_path, monkeypatch)
     """Each version is fetched once, also if it came ahead of its lease's turn."""
     town = Town(tmp_path / "run", tiny_run(steps=5, rollouts={"max_staleness": 1, "block_rollouts": 8}))
     worker, order = town.worker("worker-0"), []
-    play, fetched = worker._play, Seat._fetch
+    play, fetched = worker._play, Session._fetch
 
     def slow_play(lease, parents):
         order.append(("begin", lease.version))
@@ -191,7 +191,7 @@ def test_a_worker_fetches_the_next_version_while_it_plays(tmp_path, monkeypatch)
         return brought
 
     worker._play = slow_play
-    monkeypatch.setattr(Seat, "_fetch", noted_fetch)
+    monkeypatch.setattr(Session, "_fetch", noted_fetch)
     asyncio.run(town.live(town.trainer(), town.validator(), worker))
     versions = [version for what, version in order if what == "fetched"]
     assert len(versions) == len(set(versions)) >= 4
@@ -206,7 +206,7 @@ def test_a_worker_fetches_the_next_version_while_it_plays(tmp_path, monkeypatch)
 
 def test_a_version_that_could_not_be_fetched_ahead_is_fetched_when_it_is_loaded(tmp_path, monkeypatch):
     town = Town(tmp_path / "run", tiny_run(steps=4, rollouts={"max_staleness": 1, "block_rollouts": 8}))
-    worker, bring, failed = town.worker("worker-0"), Seat.bring, []
+    worker, bring, failed = town.worker("worker-0"), Session.bring, []
 
     async def failing(seat, version, **options):
         if seat is worker.seat and "keep" not in options:  # loading says what to keep
@@ -214,7 +214,7 @@ def test_a_version_that_could_not_be_fetched_ahead_is_fetched_when_it_is_loaded(
             raise PeerError("the source went away")
         return await bring(seat, version, **options)
 
-    monkeypatch.setattr(Seat, "bring", failing)
+    monkeypatch.setattr(Session, "bring", failing)
     asyncio.run(town.live(town.trainer(), town.validator(), worker))
     assert failed and town.desk.state.phase == "ended" and town.audit().findings == []
 
@@ -276,15 +276,15 @@ def line_of(count: int, anchor_every: int, size: int = 6_250_000_000) -> dict[in
 
 def test_the_newest_anchor_stays_with_all_patches_after_it():
     manifests = line_of(20, 8)
-    assert needed(manifests, [19], now=1e9) == set(range(16, 20))
+    assert versions_to_keep(manifests, [19], now=1e9) == set(range(16, 20))
 
 
 def test_the_anchor_before_stays_until_the_slowest_node_has_fetched_it_and_its_patches():
     manifests = line_of(20, 8)
     fetched_s = (6_250_000_000 + 11 * 62_500_000) / SLOWEST_LINE_BYTES_PER_S
     published = 16 * 60.0
-    assert needed(manifests, [19], now=published + fetched_s - 1) == set(range(8, 20))
-    assert needed(manifests, [19], now=published + fetched_s + 1) == set(range(16, 20))
+    assert versions_to_keep(manifests, [19], now=published + fetched_s - 1) == set(range(8, 20))
+    assert versions_to_keep(manifests, [19], now=published + fetched_s + 1) == set(range(16, 20))
 
 
 def test_an_anchor_stays_however_many_came_after_it_if_the_slowest_node_still_fetches_it():
@@ -292,23 +292,25 @@ def test_an_anchor_stays_however_many_came_after_it_if_the_slowest_node_still_fe
     manifests = line_of(27, 4)
     fetched_s = (6_250_000_000 + 18 * 62_500_000) / SLOWEST_LINE_BYTES_PER_S
     superseded = 12 * 60.0
-    assert needed(manifests, [26], now=superseded + fetched_s - 1) == set(range(8, 27))
-    assert needed(manifests, [26], now=superseded + fetched_s + 1) == set(range(12, 27))
+    assert versions_to_keep(manifests, [26], now=superseded + fetched_s - 1) == set(range(8, 27))
+    assert versions_to_keep(manifests, [26], now=superseded + fetched_s + 1) == set(range(12, 27))
 
 
 def test_an_anchor_from_which_no_chain_leads_to_the_newest_version_goes():
     """A node that begins with it comes nowhere, so it must not fill the host's disk."""
-    assert needed(line_of(60, 20), [59], now=59 * 60.0) == set(range(40, 60)), "from 20 on, a chain would be too long"
+    assert versions_to_keep(line_of(60, 20), [59], now=59 * 60.0) == set(range(40, 60)), (
+        "from 20 on, a chain would be too long"
+    )
     dense = {v: msgspec.structs.replace(manifest, patches=()) for v, manifest in line_of(20, 1).items()}
-    assert needed(dense, [18, 19], now=19 * 60.0) == {18, 19}
+    assert versions_to_keep(dense, [18, 19], now=19 * 60.0) == {18, 19}
 
 
 def test_an_old_version_that_is_still_judged_stays_with_the_way_to_it():
-    assert needed(line_of(20, 8), [5, 19], now=1e9) == set(range(6)) | set(range(16, 20))
+    assert versions_to_keep(line_of(20, 8), [5, 19], now=1e9) == set(range(6)) | set(range(16, 20))
 
 
 def test_where_all_versions_are_whole_only_those_in_use_and_the_newest_stay():
-    assert needed(line_of(20, 1), [18, 19], now=1e9) == {18, 19}
+    assert versions_to_keep(line_of(20, 1), [18, 19], now=1e9) == {18, 19}
 
 
 def test_a_coordinator_keeps_the_way_to_its_newest_version_and_drops_what_no_way_needs(tmp_path):

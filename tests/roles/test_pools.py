@@ -12,12 +12,12 @@ from shoal.ledger.slot_draws import slot_of, table_of
 from shoal.ledger.task_difficulty import solve_rate
 from shoal.ledger.versions import LinkRevealed
 from shoal.metrics import read_metrics
-from shoal.roles.auditor.recompute import AGREE, DISAGREE, Choice, audit_rollouts
+from shoal.roles.auditor.recompute import AGREE, DISAGREE, GroupChoice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
 from shoal.roles.auditor.verify_log import audit_folder
-from shoal.roles.coordinator.coordinator import Desk
+from shoal.roles.coordinator.coordinator import Coordinator
 from shoal.roles.coordinator.main import open_run
-from shoal.roles.coordinator.status import Board, batch_of
+from shoal.roles.coordinator.status import StatusBoard, batch_of
 from tests.roles.forgery import forged
 from tests.roles.in_memory_run import Town, tiny_run
 
@@ -42,7 +42,7 @@ def run_dir(tmp_path_factory):
 
 
 def audit(run_dir):
-    return asyncio.run(audit_rollouts(FolderRun(run_dir), Choice(), threads=1, own_files=False))
+    return asyncio.run(audit_rollouts(FolderRun(run_dir), GroupChoice(), threads=1, own_files=False))
 
 
 def test_every_task_of_an_honest_run_is_derived_again(run_dir):
@@ -63,7 +63,7 @@ def test_a_run_with_staleness_is_audited_alike(tmp_path):
 
 def test_a_host_that_gives_easier_tasks_than_the_table_says_is_found(tmp_path, monkeypatch):
     """Its workers and validators believe their leases; the log holds; the seeds say otherwise."""
-    honest = Desk.wire_lease
+    honest = Coordinator.wire_lease
 
     def easier(desk, lease):
         asked = honest(desk, lease)
@@ -76,7 +76,7 @@ def test_a_host_that_gives_easier_tasks_than_the_table_says_is_found(tmp_path, m
         )
         return msgspec.structs.replace(asked, blocks=blocks)
 
-    monkeypatch.setattr(Desk, "wire_lease", easier)
+    monkeypatch.setattr(Coordinator, "wire_lease", easier)
     town = Town(tmp_path / "run", following(steps=2))
     worker = town.worker("one")
     asyncio.run(town.live(town.trainer(), town.validator(), worker))
@@ -192,4 +192,4 @@ def test_one_environment_has_one_solve_rate_and_a_restarted_coordinator_none_for
     assert 0 < line["solve_rate"] < 1 and not any("/" in name for name in line)
     again = open_run(town.folder, town.config)
     batch = batch_of(again.state, 0)
-    assert Board(again).with_solve_rates(batch) == batch and batch.solved == {}
+    assert StatusBoard(again).with_solve_rates(batch) == batch and batch.solved == {}

@@ -10,7 +10,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
 from shoal.alarms import Alarm, AlarmsLog
-from shoal.ledger.commands import Enter
+from shoal.ledger.commands import JoinRun
 from shoal.ledger.members import ValidatorFault, apply_validator_fault
 from shoal.metrics import METRICS, newest_metrics
 from shoal.protocol import messages as t
@@ -21,11 +21,11 @@ from shoal.roles.coordinator.prometheus import (
     PREFIX,
     WAITED_FOR,
     WATCHED,
-    Exposed,
     Meter,
-    of_steps,
+    PrometheusCollector,
+    step_metrics,
 )
-from shoal.roles.coordinator.status import Board, batch_of
+from shoal.roles.coordinator.status import StatusBoard, batch_of
 from tests.ledger.ledger_fixture import VALIDATOR, World
 from tests.roles.in_memory_run import URL, Town, tiny_run
 
@@ -67,7 +67,7 @@ def fill(town):
         (town.folder.evaluations / f"{name}.json").write_text(json.dumps(found | {"envs": {"easy": found}}))
     for number in range(2):
         join = t.Join("worker", f"w{number}", 0.0, "x", "float32", "cpu")
-        town.desk.book.write(Enter(digest(b"%d" % number), join, 0.0), 0.0)
+        town.desk.book.write(JoinRun(digest(b"%d" % number), join, 0.0), 0.0)
 
 
 def test_a_page_has_the_figures_of_the_run_its_evaluations_and_its_newest_step(town):
@@ -92,7 +92,7 @@ def test_a_page_has_the_figures_of_the_run_its_evaluations_and_its_newest_step(t
 
 def test_every_metric_that_is_declared_comes_with_its_type_and_sentence_in_both_formats(town):
     fill(town)
-    told = WATCHED | {of_step.name: of_step.watched for of_step in of_steps().values()}
+    told = WATCHED | {of_step.name: of_step.watched for of_step in step_metrics().values()}
     (text,), (exact,) = (
         get(town, "/metrics"),
         get(town, "/metrics", accept="application/openmetrics-text;version=1.0.0"),
@@ -119,7 +119,7 @@ def test_the_units_are_told_to_a_server_that_reads_openmetrics(town):
 def test_the_one_who_is_waited_for_has_the_seconds(tmp_path):
     now = [1000.0]
     town = Town(tmp_path / "run", tiny_run(), clock=lambda: now[0])
-    exposed = Exposed(town.desk, Board(town.desk), Meter(), clock=lambda: now[0])
+    exposed = PrometheusCollector(town.desk, StatusBoard(town.desk), Meter(), clock=lambda: now[0])
     exposed.page("")
     now[0] += 90.0
     found = samples(exposed.page("")[0].decode())
@@ -143,7 +143,7 @@ def test_what_a_run_has_left_how_rewards_spread_and_who_was_found_at_fault(town,
     town.desk.book = world.book
     steps = [{"step": i, "step_s": 3.0, "staleness_rollouts": {"0": 3, "2": 1}} for i in range(4)]
     town.folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in steps))
-    found = samples(Exposed(town.desk, Board(town.desk), Meter()).page("")[0].decode())
+    found = samples(PrometheusCollector(town.desk, StatusBoard(town.desk), Meter()).page("")[0].decode())
     assert found["shoal_time_left_seconds",] == (20 - world.state.main.version) * 3.0
     assert found["shoal_staleness_mean_versions",] == 0.5
     rewards = [reward for group in batch_of(world.state, 0).groups for reward in group.rewards]
@@ -158,13 +158,13 @@ def test_what_a_run_has_left_how_rewards_spread_and_who_was_found_at_fault(town,
         ("evil\x1b: text", "other"),
     ):
         cheater.last_reason = reason
-        found = samples(Exposed(town.desk, Board(town.desk), Meter()).page("")[0].decode())
+        found = samples(PrometheusCollector(town.desk, StatusBoard(town.desk), Meter()).page("")[0].decode())
         assert found["shoal_nodes_quarantined", f"cause={cause}"] == 1
 
 
 def test_alarms_are_told_by_their_cause_and_severity(town):
     two = [t.StandingAlarm("no_signal", severity, 3) for severity in ("critical", "warning")]
-    exposed = Exposed(town.desk, Board(town.desk), Meter(), alarms=lambda: two)
+    exposed = PrometheusCollector(town.desk, StatusBoard(town.desk), Meter(), alarms=lambda: two)
     assert samples(exposed.page("")[0].decode())["shoal_alarm", "cause=no_signal", "severity=critical"] == 1
 
 
@@ -198,7 +198,7 @@ def test_each_coordinator_of_a_process_counts_its_own(tmp_path):
 
 def test_no_series_has_the_name_or_the_key_of_a_node(town):
     key = digest(b"stranger")
-    town.desk.book.write(Enter(key, t.Join("worker", "mallory", 0.0, "x", "float32", "cpu"), 0.0), 0.0)
+    town.desk.book.write(JoinRun(key, t.Join("worker", "mallory", 0.0, "x", "float32", "cpu"), 0.0), 0.0)
     page = get(town, "/metrics")[0]
     assert key[:16] not in page and "mallory" not in page
 
@@ -221,7 +221,7 @@ def test_a_page_is_made_once_a_second_and_more_seldom_if_that_takes_long(town):
         now[0] += cost_s[0]
         return ()
 
-    exposed = Exposed(town.desk, Board(town.desk), Meter(), alarms, clock=lambda: now[0])
+    exposed = PrometheusCollector(town.desk, StatusBoard(town.desk), Meter(), alarms, clock=lambda: now[0])
     for _ in range(500):
         exposed.page("")
     assert len(pages) == 1

@@ -17,7 +17,7 @@ from shoal.errors import NothingYet, PeerError
 from shoal.ledger.constants import RULES_VERSION
 from shoal.net.blobs import shelf
 from shoal.net.client import Client
-from shoal.net.connection_limits import Limits
+from shoal.net.connection_limits import ServerLimits
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol import encoding
 from shoal.protocol.constants import PROTOCOL_VERSION
@@ -29,7 +29,7 @@ from shoal.roles.node.serve_chunks import application
 from shoal.roles.relay import chunk_store as store_module
 from shoal.roles.relay import fetcher, relay
 from shoal.roles.relay.chunk_store import BLOCK_BYTES, IN_HAND_BYTES, ChunkStore
-from shoal.roles.relay.fetcher import Filler
+from shoal.roles.relay.fetcher import ChunkFetcher
 from shoal.weights.fetch.chunks import sized_chunks as chunks_in
 from shoal.weights.fetch.fetch import fetch
 from shoal.weights.fetch.relay_sources import Relays, RelaySource, expected, holdings_of
@@ -135,7 +135,7 @@ def test_an_answer_under_way_outlives_its_chunk(tmp_path, monkeypatch):
 
     async def story():
         app = application(store, Key.generate(), "run", time.time)
-        async with serving(app, Limits()) as port, httpx.AsyncClient() as http:
+        async with serving(app, ServerLimits()) as port, httpx.AsyncClient() as http:
             url = f"http://127.0.0.1:{port}/v1/blobs/{name}"
             async with http.stream("GET", url) as response:
                 parts = response.aiter_raw(1 << 16)
@@ -193,10 +193,10 @@ async def filling(town: Town, home: Path, source: str, lies=None):
     async with Client(source, key) as client:
         info = await client.get_json("/v1/run", RunInfo)
         store = ChunkStore(home, ROOM, 0)
-        filler = Filler(client, info, store, Relays(client), time.time)
+        filler = ChunkFetcher(client, info, store, Relays(client), time.time)
         task = asyncio.create_task(filler.run())
         try:
-            async with serving(application(store, key, info.run, time.time), Limits()) as port:
+            async with serving(application(store, key, info.run, time.time), ServerLimits()) as port:
                 yield store, f"http://127.0.0.1:{port}"
         finally:
             task.cancel()
@@ -211,7 +211,7 @@ async def has(store: ChunkStore, names: set[str], limit_s: float = 10.0) -> None
 def test_a_client_fetches_a_version_from_a_relay_alone(ended, tmp_path):
     async def story():
         async with (
-            serving(coordinator(ended.desk), Limits()) as port,
+            serving(coordinator(ended.desk), ServerLimits()) as port,
             filling(ended, tmp_path / "relay", f"http://127.0.0.1:{port}") as (store, url),
         ):
             await has(store, chunks_of(ended, 3))
@@ -234,7 +234,7 @@ def test_a_newcomer_gets_an_anchor_and_the_patches_after_it_from_a_relay_alone(t
     cache, asked = tmp_path / "client", []
 
     async def story():
-        async with serving(application(store, Key.generate(), "run", time.time), Limits()) as port:
+        async with serving(application(store, Key.generate(), "run", time.time), ServerLimits()) as port:
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
             source = RelaySource(entry, beside=True)
             really = source.small
@@ -259,7 +259,7 @@ def test_a_relay_fetches_the_patches_of_versions_before_their_weights(tmp_path, 
             return []
 
     async def story():
-        filler = Filler(Host(), some_info(), store, Relays(Host()), time.time)
+        filler = ChunkFetcher(Host(), some_info(), store, Relays(Host()), time.time)
         for version, manifest in enumerate(line.manifests):
             signed = encoding.to_json(sign_manifest(manifest, Key.generate(), now=0.0))
             filler._manifests[version] = fetcher._Known(signed, manifest, 0.0)
@@ -291,7 +291,7 @@ def test_a_relay_serves_nothing_that_its_source_spoiled(ended, tmp_path, caplog,
             await app(scope, receive, spoiled)
 
         async with (
-            serving(lying, Limits()) as port,
+            serving(lying, ServerLimits()) as port,
             filling(ended, tmp_path / "relay", f"http://127.0.0.1:{port}") as (store, url),
         ):
             await has(store, chunks_of(ended, 3) - {victim})
@@ -320,7 +320,7 @@ def test_a_manifest_that_the_trainer_did_not_sign_fills_nothing(ended, tmp_path,
             await coordinator(ended.desk)(scope, receive, forging)
 
         async with (
-            serving(lying, Limits()) as port,
+            serving(lying, ServerLimits()) as port,
             filling(ended, tmp_path / "relay", f"http://127.0.0.1:{port}") as (store, _),
         ):
             await asyncio.sleep(0.5)
@@ -340,7 +340,7 @@ def test_a_relay_goes_on_where_a_kill_left_it(ended, tmp_path):
                 asked.append(scope["path"].rpartition("/")[2])
             await app(scope, receive, send)
 
-        async with serving(watched, Limits()) as port:
+        async with serving(watched, ServerLimits()) as port:
             url = f"http://127.0.0.1:{port}"
             half = sorted(chunks_of(ended, 3))[1:]
             give(ChunkStore(tmp_path / "relay", ROOM, 0), ended, half)
@@ -351,7 +351,7 @@ def test_a_relay_goes_on_where_a_kill_left_it(ended, tmp_path):
             assert set(store.held) == set(half)
             async with Client(url, load_or_make_key(tmp_path / "node.key")) as client:
                 run = await client.get_json("/v1/run", RunInfo)
-                filler = Filler(client, run, store, Relays(client), time.time)
+                filler = ChunkFetcher(client, run, store, Relays(client), time.time)
                 await filler._look()
                 await filler._fill()
             assert content_of(info) in store._chunks and chunks_of(ended, 3) <= set(store.held)
@@ -365,7 +365,7 @@ def test_a_full_disk_is_told_and_what_is_here_is_served(ended, tmp_path, monkeyp
 
     async def story():
         async with (
-            serving(coordinator(ended.desk), Limits()) as port,
+            serving(coordinator(ended.desk), ServerLimits()) as port,
             filling(ended, tmp_path / "relay", f"http://127.0.0.1:{port}") as (store, url),
         ):
 
@@ -391,7 +391,7 @@ def test_a_relay_whose_folder_is_deleted_meanwhile_fills_it_again(ended, tmp_pat
 
     async def story():
         async with (
-            serving(coordinator(ended.desk), Limits()) as port,
+            serving(coordinator(ended.desk), ServerLimits()) as port,
             filling(ended, tmp_path / "relay", f"http://127.0.0.1:{port}") as (store, url),
         ):
             await has(store, chunks_of(ended, 3))
@@ -433,7 +433,7 @@ def test_a_plain_web_server_with_the_chunks_is_a_relay_too(ended, tmp_path):
     """Such as nginx or a bucket: it does not say what it has, so it is asked for everything."""
 
     async def story():
-        async with serving(shelf(ended.folder.chunks, time.time), Limits()) as port:
+        async with serving(shelf(ended.folder.chunks, time.time), ServerLimits()) as port:
             manifest = ended.desk.kept.manifests[3]
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
             source = RelaySource(entry, beside=True)
@@ -449,7 +449,7 @@ def test_a_relay_that_says_without_end_what_it_has_is_left(ended):
             await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
 
     async def story():
-        async with serving(endless, Limits()) as port:
+        async with serving(endless, ServerLimits()) as port:
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
             manifest = ended.desk.kept.manifests[3]
             source = RelaySource(entry, beside=True)
@@ -483,11 +483,11 @@ def test_a_relay_follows_no_other_run_and_no_version_without_end(ended, tmp_path
 
     async def story():
         async with (
-            serving(coordinator(ended.desk), Limits()) as port,
+            serving(coordinator(ended.desk), ServerLimits()) as port,
             Client(f"http://127.0.0.1:{port}", load_or_make_key(tmp_path / "node.key")) as client,
         ):
             run = await client.get_json("/v1/run", RunInfo)
-            filler = Filler(client, run, ChunkStore(tmp_path / "relay", ROOM, 0), Relays(client), time.time)
+            filler = ChunkFetcher(client, run, ChunkStore(tmp_path / "relay", ROOM, 0), Relays(client), time.time)
 
             async def get(path, **more):
                 asked.append(path)
@@ -558,7 +558,7 @@ def test_manifests_without_end_do_not_fill_the_disk_or_the_memory(ended, tmp_pat
         nonlocal info, version, now
         async with ended.client(ended.folder.keys / "anyone.key") as client:
             info = await client.get_json("/v1/run", RunInfo)
-        filler = Filler(Host(), info, store, None, lambda: now)
+        filler = ChunkFetcher(Host(), info, store, None, lambda: now)
         rules = msgspec.structs.replace(info.rules, max_staleness=10**9)
         for _ in range(4):
             filler._news._take(msgspec.structs.replace(info, version=version, rules=rules))
@@ -620,7 +620,7 @@ def test_relays_that_come_and_go_begin_a_transfer_anew_less_and_less(ended, tmp_
             asked.append(every_s)
             return True
 
-    filler = Filler(None, some_info(), ChunkStore(tmp_path, ROOM, 0), Listed(), time.time)
+    filler = ChunkFetcher(None, some_info(), ChunkStore(tmp_path, ROOM, 0), Listed(), time.time)
 
     async def look():
         return is_new

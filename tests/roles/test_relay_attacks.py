@@ -9,7 +9,7 @@ import pytest
 
 from shoal.net import safe_http
 from shoal.net.client import Client, PeerRefused
-from shoal.net.connection_limits import Limits
+from shoal.net.connection_limits import ServerLimits
 from shoal.net.urls import is_outside
 from shoal.protocol.messages import RelayOffer, RelayStanding
 from shoal.protocol.signing import Key
@@ -89,7 +89,7 @@ def test_twenty_hostile_registrations_send_one_request_to_each_server_outside_an
             counted(VICTIM) as (two, reached_two),
             counted(MOVING) as (moving, reached_moving),
             counted(REDIRECTING, moved % inside) as (away, reached_away),
-            serving(app, Limits()) as relay,
+            serving(app, ServerLimits()) as relay,
         ):
             names.update({
                 "victim.example.org": [VICTIM], "www.victim.example.org": [VICTIM], "away.example.org": [REDIRECTING],

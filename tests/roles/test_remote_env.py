@@ -21,10 +21,10 @@ from shoal.ledger.submissions import SubmissionReceived
 from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS, MAX_ROLLOUT_ROWS
 from shoal.protocol.seed_chain import row_seed, sample_seed
-from shoal.roles.auditor.recompute import AGREE, Choice, audit_rollouts
+from shoal.roles.auditor.recompute import AGREE, GroupChoice, audit_rollouts
 from shoal.roles.auditor.source import FolderRun
 from shoal.roles.node.lease_client import Leases
-from shoal.roles.worker.remote_env import AHEAD, Hands, Table, TooLate, Use, play_blocks
+from shoal.roles.worker.remote_env import AHEAD, EngineShare, EngineTurn, PlayContext, TooLate, play_blocks
 from shoal.roles.worker.worker import Worker
 from shoal.run_folder import RunFolder, write_atomically
 from shoal.tree import from_tree
@@ -53,7 +53,7 @@ def test_completions_give_the_bytes_of_episodes_no_matter_who_serves(tmp_path, s
     assert town.weights() == single_file_weights
     assert town.audit().findings == []
     town.stage.close()
-    found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), Choice(), threads=1, own_files=False))
+    found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), GroupChoice(), threads=1, own_files=False))
     assert found.exit_code() == AGREE and found.with_model == found.groups > 0, str(found)
     records = [e.body.record for e in town.audit().entries if isinstance(e.body, SubmissionReceived)]
     assert all(records)
@@ -86,7 +86,7 @@ def test_strangers_train_on_a_file_that_only_the_host_has(tmp_path):
     asyncio.run(town.live(town.trainer(), town.validator(), *strangers))
     town.stage.close()
     (tmp_path / "counting.py").unlink()
-    found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), Choice(), threads=1, own_files=False))
+    found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), GroupChoice(), threads=1, own_files=False))
     assert found.exit_code() == AGREE and found.with_model == found.groups > 0, str(found)
     assert town.audit().findings == []
 
@@ -102,7 +102,7 @@ def test_an_environment_that_nobody_can_repeat_is_trained_on_and_its_record_is_t
     asyncio.run(town.live(town.trainer(), town.validator(), *strangers))
     town.stage.close()
     assert {env.kind for env in town.config.envs} == {COMPLETIONS}
-    found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), Choice(), threads=1, own_files=False))
+    found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), GroupChoice(), threads=1, own_files=False))
     assert found.exit_code() == AGREE and found.with_model == found.groups > 0, str(found)
     assert town.desk.state.refused == {}
 
@@ -219,7 +219,7 @@ def killed_twice(town, at, limit_s=110.0):
     assert town.audit().findings == [] and town.desk.state.refused == {}
     causes = [entry.body.cause for entry in town.audit().entries if isinstance(entry.body, LeaseLapsed)]
     assert causes.count("deadline") + causes.count("overtaken") >= 1
-    found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), Choice(), threads=1, own_files=False))
+    found = asyncio.run(audit_rollouts(FolderRun(town.folder.root), GroupChoice(), threads=1, own_files=False))
     assert found.exit_code() == AGREE and found.with_model == found.groups > 0, str(found)
     return town.weights()
 
@@ -255,7 +255,7 @@ def table(ask, engine=None, is_late=lambda: False):
     async def ready():
         return AHEAD
 
-    return Table(engine or Letters(), lambda: renderer, 2, SAMPLING, ask, is_late, ready)
+    return PlayContext(engine or Letters(), lambda: renderer, 2, SAMPLING, ask, is_late, ready)
 
 
 def blocks(count=1):
@@ -270,7 +270,7 @@ def answer(*said, texts=(ids(3, 4), b"")):
     return t.TurnAnswer(tuple(texts), tuple(said))
 
 
-OPEN, END = t.Said(0, 4, ""), t.Said(1, 0, "environment")
+OPEN, END = t.EnvReply(0, 4, ""), t.EnvReply(1, 0, "environment")
 
 
 def host(*answers, pause_s=0.0):
@@ -285,11 +285,11 @@ def host(*answers, pause_s=0.0):
 
 def play(ask, count=1, **options):
     playing = table(ask, **options)
-    return asyncio.run(play_blocks(playing, blocks(count), Hands())), playing
+    return asyncio.run(play_blocks(playing, blocks(count), EngineShare())), playing
 
 
 def test_a_worker_plays_what_the_host_says():
-    masked = t.Said(0, 4, "", 2)
+    masked = t.EnvReply(0, 4, "", 2)
     (group,), playing = play(host(answer(OPEN, OPEN), answer(masked, END), answer(END)))
     first, second = group.rollouts
     assert first.tokens_T().tolist() == [3, 4, 5, STOP, 3, 4, 5, STOP] and first.ending == "environment"
@@ -299,7 +299,7 @@ def test_a_worker_plays_what_the_host_says():
 
 
 def test_a_void_slot_gives_a_group_without_rollouts():
-    void = t.Said(1, 0, "void")
+    void = t.EnvReply(1, 0, "void")
     (group,), _ = play(host(answer(void, void)))
     assert group.rollouts == ()
 
@@ -309,23 +309,23 @@ def test_a_void_slot_gives_a_group_without_rollouts():
     [
         (answer(OPEN), "1 answers for 2 rollouts"),
         (answer(OPEN, OPEN, OPEN), "3 answers for 2 rollouts"),
-        (answer(OPEN, t.Said(2, 4, "")), "text 2 of 2"),
-        (answer(OPEN, t.Said(-1, 4, "")), "text -1 of 2"),
-        (answer(OPEN, t.Said(0, 4, "", 0)), "author 0"),
-        (answer(OPEN, t.Said(0, 4, "", 3)), "author 3"),
-        (answer(OPEN, t.Said(0, 5, "")), "room for 5 tokens"),
-        (answer(OPEN, t.Said(0, 0, "")), "room for 0 tokens"),
-        (answer(OPEN, t.Said(0, 4, "void")), "room for 4 tokens"),
+        (answer(OPEN, t.EnvReply(2, 4, "")), "text 2 of 2"),
+        (answer(OPEN, t.EnvReply(-1, 4, "")), "text -1 of 2"),
+        (answer(OPEN, t.EnvReply(0, 4, "", 0)), "author 0"),
+        (answer(OPEN, t.EnvReply(0, 4, "", 3)), "author 3"),
+        (answer(OPEN, t.EnvReply(0, 5, "")), "room for 5 tokens"),
+        (answer(OPEN, t.EnvReply(0, 0, "")), "room for 0 tokens"),
+        (answer(OPEN, t.EnvReply(0, 4, "void")), "room for 4 tokens"),
         (answer(OPEN, OPEN, texts=(ids(*[3] * 40), b"")), "room for 4 tokens after 40"),
         (answer(OPEN, OPEN, texts=(ids(*[3] * 41), b"")), "a row of 41 tokens"),
-        (answer(OPEN, t.Said(1, 4, "")), "an empty opening"),
-        (answer(OPEN, t.Said(0, 4, "", 1, 1)), "row 1 of 1"),
-        (answer(OPEN, t.Said(0, 4, "", 1, -1)), "row -1 of 1"),
-        (answer(OPEN, t.Said(0, 0, "length")), "ending 'length' before the first turn"),
+        (answer(OPEN, t.EnvReply(1, 4, "")), "an empty opening"),
+        (answer(OPEN, t.EnvReply(0, 4, "", 1, 1)), "row 1 of 1"),
+        (answer(OPEN, t.EnvReply(0, 4, "", 1, -1)), "row -1 of 1"),
+        (answer(OPEN, t.EnvReply(0, 0, "length")), "ending 'length' before the first turn"),
         (answer(OPEN, OPEN, texts=(ids(3)[:-1], b"")), "a text of 3 bytes"),
         (answer(OPEN, OPEN, texts=(ids(16), b"")), "outside the vocabulary"),
         (answer(OPEN, OPEN, texts=(ids(-1), b"")), "outside the vocabulary"),
-        (answer(OPEN, t.Said(1, 0, "void")), "void for some"),
+        (answer(OPEN, t.EnvReply(1, 0, "void")), "void for some"),
     ],
 )
 def test_a_worker_leaves_a_host_whose_openings_no_environment_gives(said, what):
@@ -336,13 +336,13 @@ def test_a_worker_leaves_a_host_whose_openings_no_environment_gives(said, what):
 @pytest.mark.parametrize(
     ("said", "what"),
     [
-        (answer(OPEN, t.Said(0, 4, "length")), "room for 4 tokens"),
+        (answer(OPEN, t.EnvReply(0, 4, "length")), "room for 4 tokens"),
         (answer(END, END, texts=(b"", ids(*[3] * 37))), "a row of 41 tokens"),
-        (answer(t.Said(0, 4, "", 1, 1), END, texts=(ids(*[3] * 35), b"")), "room for 4 tokens after 35"),
-        (answer(OPEN, t.Said(1, 3, "")), "room for 3 tokens"),
-        (answer(OPEN, t.Said(0, 4, "", 1, 2)), "row 2 of 1"),
-        (answer(END, t.Said(1, 0, "length", 1, 1)), "row 1 of 1, ending 'length'"),
-        (answer(OPEN, t.Said(1, 4, "", 1, 1)), "an empty opening"),
+        (answer(t.EnvReply(0, 4, "", 1, 1), END, texts=(ids(*[3] * 35), b"")), "room for 4 tokens after 35"),
+        (answer(OPEN, t.EnvReply(1, 3, "")), "room for 3 tokens"),
+        (answer(OPEN, t.EnvReply(0, 4, "", 1, 2)), "row 2 of 1"),
+        (answer(END, t.EnvReply(1, 0, "length", 1, 1)), "row 1 of 1, ending 'length'"),
+        (answer(OPEN, t.EnvReply(1, 4, "", 1, 1)), "an empty opening"),
     ],
 )
 def test_a_worker_leaves_a_host_whose_answers_no_environment_gives(said, what):
@@ -352,7 +352,7 @@ def test_a_worker_leaves_a_host_whose_answers_no_environment_gives(said, what):
 
 def test_rows_open_where_the_host_says_and_each_has_its_own_noise():
     """The first rollout begins anew after a turn, and then goes back to its first row."""
-    anew, back = t.Said(0, 4, "", 2, 1), t.Said(2, 4, "", 1, 0)
+    anew, back = t.EnvReply(0, 4, "", 2, 1), t.EnvReply(2, 4, "", 1, 0)
     texts = (ids(3, 4), b"", ids(7))
     (group,), playing = play(
         host(answer(OPEN, OPEN), answer(anew, END, texts=texts), answer(back, texts=texts), answer(END))
@@ -370,15 +370,15 @@ def test_rows_open_where_the_host_says_and_each_has_its_own_noise():
 def test_a_worker_leaves_a_host_that_opens_rows_without_end():
     async def ask(turn):
         if turn.turn > MAX_ROLLOUT_ROWS + 2:
-            end = t.Said(1, 0, "environment", 1, turn.turn - 1)
+            end = t.EnvReply(1, 0, "environment", 1, turn.turn - 1)
             return answer(end, end)
-        said = t.Said(0, 1, "", 1, turn.turn)
+        said = t.EnvReply(0, 1, "", 1, turn.turn)
         return answer(said, said, texts=(ids(3),))
 
     limits = msgspec.structs.replace(SAMPLING, max_turn_tokens=2, max_rollout_tokens=100_000)
     playing = table(ask)._replace(sampling=limits)
     with pytest.raises(PeerError, match=f"more than {MAX_ROLLOUT_ROWS} rows"):
-        asyncio.run(play_blocks(playing, blocks(), Hands()))
+        asyncio.run(play_blocks(playing, blocks(), EngineShare()))
 
 
 def test_blocks_are_played_at_a_time_and_the_engine_works_on_one():
@@ -414,7 +414,7 @@ def test_a_lease_that_takes_far_too_long_is_dropped_between_two_turns():
 
 def test_leases_of_one_version_use_the_engine_together_and_others_in_turn():
     async def story():
-        first, same, other = Use(3), Use(3), Use(4)
+        first, same, other = EngineTurn(3), EngineTurn(3), EngineTurn(4)
         waiting = [asyncio.create_task(use.follow(first)) for use in (same, other)]
         await asyncio.sleep(0)
         assert not any(task.done() for task in waiting)
@@ -532,7 +532,7 @@ def test_a_worker_is_as_fast_as_its_engine_also_when_two_leases_overlap(tmp_path
         worker._load_for, worker._submit, worker.standing.tell = ignore, ignore, tell
         worker.leases = Leases(worker.seat, worker.stopping, worker.clock)
         worker.leases.holding += ["1", "2"]
-        before, first, second = Use(), Use(0), Use(0)
+        before, first, second = EngineTurn(), EngineTurn(0), EngineTurn(0)
         before.end()
         await asyncio.gather(worker._fill(lease("1"), before, first), worker._fill(lease("2"), first, second))
 
@@ -567,7 +567,7 @@ def test_a_lease_whose_turns_were_taken_with_other_tokens_is_given_back_and_the_
 
     async def other_tokens(worker, lease):
         async def ask(*written):
-            turn = t.Turn(lease.blocks[0].index, len(written) and 1, written)
+            turn = t.EnvTurn(lease.blocks[0].index, len(written) and 1, written)
             return await worker.client.post_packed(f"/v1/leases/{lease.id}/turns", turn, t.TurnAnswer, cap=1 << 20)
 
         opening = await ask()

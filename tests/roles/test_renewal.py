@@ -6,7 +6,7 @@ import time
 import pytest
 
 from shoal.ledger.commands import Admin
-from shoal.ledger.log.writer import Book
+from shoal.ledger.log.writer import LogWriter
 from shoal.ledger.versions import CheckpointPublished
 from tests.roles.in_memory_run import Town, tiny_run
 
@@ -59,7 +59,7 @@ def test_a_run_paused_for_longer_than_a_manifest_lives_goes_on(town, calendar):
     asyncio.run(story())
     assert town.desk.state.main.version == 1 and town.audit().findings == []
     published = [e.body.manifest for e in town.audit().entries if isinstance(e.body, CheckpointPublished)]
-    for book in (town.desk.book, Book(town.desk.book.store)):
+    for book in (town.desk.book, LogWriter(town.desk.book.store)):
         assert len(published) > 3 and all(map(book.knows_manifest, published))
         assert not book.knows_manifest("ab" * 32)
 

@@ -379,16 +379,16 @@ def test_chunks_of_a_published_version_that_arrive_again_are_refused(tmp_path):
 
     async def story():
         chunk = digest(b"weights")
-        await night.client.send("PUT", f"/v1/blobs/{chunk}", b"weights", t.Done)
+        await night.client.send("PUT", f"/v1/blobs/{chunk}", b"weights", t.WriteAck)
         night.now += 1
         files = (t.FileEntry("model.safetensors", 7, chunk, (chunk,)),)
         manifest = t.Manifest(night.run, "policy", 0, (), "float32", "a" * 64, files, 8 << 20, 0.0, 0.0)
         signed = to_json(sign_manifest(manifest, key, now=night.now))
-        await night.client.send("POST", "/v1/checkpoints", signed, t.Done)
+        await night.client.send("POST", "/v1/checkpoints", signed, t.WriteAck)
         assert await night.tape.again(0) == (503, "replayed")
         assert (await night.tape.again(1))[0] == 200, "the same manifest again gets its first answer"
         night.now += 1
-        await night.client.send("PUT", f"/v1/blobs/{digest(b'next')}", b"next", t.Done)
+        await night.client.send("PUT", f"/v1/blobs/{digest(b'next')}", b"next", t.WriteAck)
         assert night.desk.kept.coming == {digest(b"next")}
 
     asyncio.run(story())

@@ -17,7 +17,7 @@ from shoal.protocol.host_signatures import sign_rotation
 from shoal.protocol.messages import Publishers, Rotation, RunInfo
 from shoal.protocol.signing import Key
 from shoal.roles.auditor.verify_log import audit_folder
-from shoal.roles.coordinator.status import Board
+from shoal.roles.coordinator.status import StatusBoard
 from shoal.roles.node.publisher_pins import take_publishers
 from shoal.roles.node.session import take_seat
 from shoal.weights.manifest import sign_manifest, signer_of
@@ -60,7 +60,7 @@ def rotation_of(town, key=NEW, root=ROOT, **changes):
 
 async def rotate(town, key=NEW, root=ROOT, **changes):
     async with client_of(town, root) as client:
-        await client.post_json("/v1/publisher", rotation_of(town, key, root, **changes), t.Done, deadline_s=2.0)
+        await client.post_json("/v1/publisher", rotation_of(town, key, root, **changes), t.WriteAck, deadline_s=2.0)
 
 
 async def until(holds):
@@ -110,8 +110,8 @@ def test_the_thief_of_a_replaced_key_sends_no_chunk_no_version_and_no_renewal(to
         known = town.desk.kept.manifests[0]
         async with client_of(town, old) as thief:
             for call in (
-                thief.send("PUT", f"/v1/blobs/{digest(b'x')}", b"x", t.Done, deadline_s=2.0),
-                thief.send("POST", "/v1/checkpoints", to_json(sign_manifest(known, old, now=town.clock() + 9)), t.Done,
+                thief.send("PUT", f"/v1/blobs/{digest(b'x')}", b"x", t.WriteAck, deadline_s=2.0),
+                thief.send("POST", "/v1/checkpoints", to_json(sign_manifest(known, old, now=town.clock() + 9)), t.WriteAck,
                            deadline_s=2.0),
             ):  # fmt: skip
                 with pytest.raises(PeerRefused, match="rotation 1 replaced the trainer key"):
@@ -119,7 +119,7 @@ def test_the_thief_of_a_replaced_key_sends_no_chunk_no_version_and_no_renewal(to
         async with client_of(town, NEW) as publisher:  # the new publisher passes on what the old one signed
             stale = to_json(sign_manifest(known, old, now=town.clock()))
             with pytest.raises(PeerError, match="which may not publish"):
-                await publisher.send("POST", "/v1/checkpoints", stale, t.Done, deadline_s=2.0)
+                await publisher.send("POST", "/v1/checkpoints", stale, t.WriteAck, deadline_s=2.0)
 
     asyncio.run(story())
     assert town.desk.state.main.version == 0 and town.audit().findings == []
@@ -208,7 +208,7 @@ def test_only_the_root_rotates(town):
 
 async def rotate_with(town, rotation):
     async with client_of(town, ROOT) as client:
-        await client.post_json("/v1/publisher", rotation, t.Done, deadline_s=2.0)
+        await client.post_json("/v1/publisher", rotation, t.WriteAck, deadline_s=2.0)
 
 
 async def publish_first(town):
@@ -229,7 +229,7 @@ def info(town):
 
 
 def run_info(town):
-    return from_json(to_json(Board(town.desk).info()), RunInfo)
+    return from_json(to_json(StatusBoard(town.desk).info()), RunInfo)
 
 
 def other(info, **changes):

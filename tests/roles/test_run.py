@@ -22,9 +22,9 @@ from shoal.metrics import read_metrics
 from shoal.models.random_model import make_tiny
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import from_msgpack
-from shoal.roles.coordinator.status import Board, batch_of
+from shoal.roles.coordinator.status import StatusBoard, batch_of
 from shoal.roles.node import engine_loader
-from shoal.roles.node.session import Seat
+from shoal.roles.node.session import Session
 from tests.envs import musing, pile
 from tests.roles.in_memory_run import Town, tiny_run
 
@@ -142,7 +142,7 @@ class ComesWhenCalled:
     async def run(self):
         while not self.heard:
             await asyncio.sleep(0.05)
-            waiting_for = Board(self.town.desk).status().waiting_for
+            waiting_for = StatusBoard(self.town.desk).status().waiting_for
             self.heard = waiting_for if waiting_for.startswith("other workers") else ""
         assert self.town.desk.state.main.batches == {}, "one worker alone fills no batch"
         await self.worker.run()
@@ -257,7 +257,7 @@ def test_a_worker_that_stops_gives_its_lease_back(tmp_path):
 def test_who_is_told_to_stop_does_not_wait_for_a_version_that_takes_long(tmp_path, monkeypatch, role):
     town = Town(tmp_path / "run", tiny_run())
     monkeypatch.setattr(engine_loader, "LOAD_GRACE_S", 0.2)
-    load = Seat.load
+    load = Session.load
 
     async def story():
         leaver = town.worker("leaver") if role == "worker" else town.validator()
@@ -270,7 +270,7 @@ def test_who_is_told_to_stop_does_not_wait_for_a_version_that_takes_long(tmp_pat
                 await asyncio.sleep(3600)
             await load(seat, *arguments, **named)
 
-        monkeypatch.setattr(Seat, "load", fetches_for_ever)
+        monkeypatch.setattr(Session, "load", fetches_for_ever)
         tasks = [asyncio.create_task(work) for work in (*(one.run() for one in others), town._tick())]
         leaving = asyncio.create_task(leaver.run())
         await asyncio.wait_for(begun.wait(), 30.0)
@@ -309,7 +309,7 @@ def test_a_drained_run_ends_for_everybody_at_once(tmp_path):
             await town.desk.book.submit(Admin("drain", "", town.desk.clock()))
             while town.desk.state.pending or town.desk.state.main.version in town.desk.state.main.batches:
                 await asyncio.sleep(0.01)
-            waiting_for = Board(town.desk).status().waiting_for
+            waiting_for = StatusBoard(town.desk).status().waiting_for
             assert re.fullmatch(r"workers: (1 lease|2 leases) to finish, then the run ends", waiting_for), waiting_for
             roles.append(group.create_task(town.worker("worker").run()))
             async with asyncio.timeout(60.0):

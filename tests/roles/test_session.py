@@ -18,13 +18,13 @@ from shoal.protocol.constants import MAX_GROUP_ROLLOUTS, MAX_LEASE_BLOCKS, MAX_R
 from shoal.protocol.encoding import from_json, to_json
 from shoal.protocol.messages import Block, Join, Lease, Sampling, Slot
 from shoal.roles.coordinator import coordinator
-from shoal.roles.coordinator.status import Board
+from shoal.roles.coordinator.status import StatusBoard
 from shoal.roles.node import evidence, session
 from shoal.roles.node.lease_client import demand_sound
 from shoal.roles.node.session import take_seat
 from shoal.roles.worker.worker import LATE
 from shoal.weights.fetch import transfer
-from shoal.weights.fetch.chunks import Part
+from shoal.weights.fetch.chunks import PartialChunk
 from tests.roles.forgery import bodies
 from tests.roles.in_memory_run import Town, tiny_run
 
@@ -42,8 +42,8 @@ def refusal(town, role):
 
 def saying(town, monkeypatch, **changes):
     """The town, with these changes to what its run says of itself."""
-    info = Board.info
-    monkeypatch.setattr(Board, "info", lambda board: msgspec.structs.replace(info(board), **changes))
+    info = StatusBoard.info
+    monkeypatch.setattr(StatusBoard, "info", lambda board: msgspec.structs.replace(info(board), **changes))
     return town
 
 
@@ -51,7 +51,7 @@ def saying(town, monkeypatch, **changes):
 @pytest.mark.parametrize("key", ["protocol", "rules_version"])
 def test_the_versions_of_a_run_are_read_before_rules_that_a_node_cannot_read(tmp_path, monkeypatch, role, key):
     town = Town(tmp_path / "run", tiny_run())
-    info = Board(town.desk).info()
+    info = StatusBoard(town.desk).info()
     later = msgspec.structs.replace(info.rules, proofs="later", algorithm=Later())
     town = saying(town, monkeypatch, rules=later, **{key: 7})
     theirs = {"protocol": "version 7 of the protocol and 1", "rules_version": "version 1 of the protocol and 7"}[key]
@@ -267,7 +267,7 @@ def test_weights_are_waited_for_while_another_program_answers_in_the_hosts_place
 @pytest.mark.parametrize("is_over", [False, True])
 def test_a_node_whose_disk_is_full_waits_for_space_until_the_run_ends(tmp_path, monkeypatch, caplog, is_over):
     monkeypatch.setattr(evidence, "LONGEST_RETRY_S", 0.01)
-    town, place, tried = Town(tmp_path / "run", tiny_run(steps=1)), Part.place, []
+    town, place, tried = Town(tmp_path / "run", tiny_run(steps=1)), PartialChunk.place, []
 
     def full(part, piece):
         tried.append(piece)
@@ -275,7 +275,7 @@ def test_a_node_whose_disk_is_full_waits_for_space_until_the_run_ends(tmp_path, 
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         place(part, piece)
 
-    monkeypatch.setattr(Part, "place", full)
+    monkeypatch.setattr(PartialChunk, "place", full)
     worker = town.worker("worker")
 
     async def story():

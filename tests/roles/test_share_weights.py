@@ -11,14 +11,14 @@ import pytest
 from shoal.cli import main
 from shoal.errors import NothingYet
 from shoal.net.client import Client
-from shoal.net.connection_limits import Limits
+from shoal.net.connection_limits import ServerLimits
 from shoal.protocol.messages import RelayEntry
 from shoal.protocol.signing import Key
 from shoal.roles import validator
 from shoal.roles.coordinator.calls import application as coordinator
 from shoal.roles.node import serve_chunks
 from shoal.roles.node.serve_chunks import application
-from shoal.roles.node.share_weights import SHARED_VERSIONS, Share, SharedVersions, sharing
+from shoal.roles.node.share_weights import SHARED_VERSIONS, SharedVersions, WeightSharing, sharing
 from shoal.roles.worker import worker
 from shoal.weights.fetch.chunks import sized_chunks
 from shoal.weights.fetch.fetch import fetch
@@ -57,7 +57,7 @@ def test_a_node_that_is_not_told_to_listens_nowhere_and_offers_nothing(tmp_path,
 
     async def story():
         alice, bert = town.worker("alice"), town.worker("bert")
-        bert.share = Share(bert.client.key, 0, "127.0.0.1")
+        bert.share = WeightSharing(bert.client.key, 0, "127.0.0.1")
         await alice._join()
         async with sharing(alice.share, alice.client, alice.seat.shared):
             assert not alice.seat.shared.is_on
@@ -119,7 +119,7 @@ def test_a_client_fetches_from_a_worker_that_shares(origin, tmp_path):
 
     async def story():
         await fetch(manifest, [origin], tmp_path / "cache", shared=shared)
-        async with serving(application(shared, Key.generate(), "run", time.time), Limits()) as port:
+        async with serving(application(shared, Key.generate(), "run", time.time), ServerLimits()) as port:
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
             source = RelaySource(entry, beside=True)
             assert (await fetch(manifest, [source], tmp_path / "other")).is_dir()
@@ -143,7 +143,7 @@ def test_a_node_shares_the_patches_by_which_it_got_its_versions(tmp_path):
     follow(line, shared, 0, 1, 2, 5)
 
     async def story():
-        async with serving(application(shared, Key.generate(), "run", time.time), Limits()) as port:
+        async with serving(application(shared, Key.generate(), "run", time.time), ServerLimits()) as port:
             entry = RelayEntry(f"http://127.0.0.1:{port}", "127.0.0.1", "key")
             for last in (2, 5):  # a newcomer has version 0, and takes all patches from the node that shares
                 source = RelaySource(entry, beside=True)
@@ -192,9 +192,9 @@ def test_a_sharing_node_is_listed_when_the_coordinator_reached_it_and_not_before
 
     async def story():
         relays, url = town.desk.relays, "http://127.0.0.1"
-        async with serving(coordinator(town.desk), Limits()) as port:
+        async with serving(coordinator(town.desk), ServerLimits()) as port:
             client, shared = Client(f"{url}:{port}", key, run=town.desk.state.run), SharedVersions(tmp_path / "weights")
-            async with client, sharing(Share(key, 0, "127.0.0.1"), client, shared), asyncio.timeout(10):
+            async with client, sharing(WeightSharing(key, 0, "127.0.0.1"), client, shared), asyncio.timeout(10):
                 while not relays.challenges.queue:
                     await asyncio.sleep(0.02)
                 await asyncio.sleep(2.2)  # it offers itself again; nobody has asked it yet
@@ -243,7 +243,7 @@ def test_serving_and_offering_that_end_are_told_and_start_again(tmp_path, monkey
     async def story():
         key, shared = Key.generate(), SharedVersions(tmp_path)
         client = Client("http://127.0.0.1:1", key, run="run")
-        async with client, sharing(Share(key, 0, "127.0.0.1"), client, shared), httpx.AsyncClient() as http:
+        async with client, sharing(WeightSharing(key, 0, "127.0.0.1"), client, shared), httpx.AsyncClient() as http:
             while True:
                 await asyncio.sleep(0.02)
                 if offers and len(offers) == 3 and not failures:
@@ -260,7 +260,7 @@ def test_serving_and_offering_that_end_are_told_and_start_again(tmp_path, monkey
 def test_a_node_that_leaves_prints_no_traceback_of_its_server(tmp_path, capfd):
     async def story():
         client = Client("http://127.0.0.1:1", Key.generate(), run="run")
-        share = Share(client.key, 0, "127.0.0.1")
+        share = WeightSharing(client.key, 0, "127.0.0.1")
         async with client, sharing(share, client, SharedVersions(tmp_path)):
             await asyncio.sleep(0.3)
 

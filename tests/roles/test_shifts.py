@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.roles.node import device_queue
-from shoal.roles.node.device_queue import Alone, Queue, Shared, shift_of
+from shoal.roles.node.device_queue import ExclusiveDevice, Queue, SharedDevice, shift_of
 
 
 class Weights:
@@ -30,8 +30,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_queue, "POLL_S", 0.002)
 
 
-def process(folder: Path, name: str) -> tuple[Shared, Weights]:
-    shift, weights = Shared(Queue(folder, name)), Weights()
+def process(folder: Path, name: str) -> tuple[SharedDevice, Weights]:
+    shift, weights = SharedDevice(Queue(folder, name)), Weights()
     shift.keeps(weights)
     return shift, weights
 
@@ -244,4 +244,4 @@ def test_a_wait_is_said_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_without_a_folder_a_process_has_its_device_to_itself() -> None:
-    assert isinstance(shift_of(None, "trainer"), Alone)
+    assert isinstance(shift_of(None, "trainer"), ExclusiveDevice)

@@ -16,11 +16,11 @@ from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.encoding import WireError
 from shoal.protocol.host_records import difference, rollout_digest
-from shoal.roles.env_server.replies import Memo, Reply, Step, Taken
-from shoal.roles.env_server.turns import Ask, Conflict, Limits, record_of, take_turn
+from shoal.roles.env_server.replies import Memo, PlacedReply, Reply, Taken
+from shoal.roles.env_server.turns import Conflict, TurnLimits, TurnRequest, record_of, take_turn
 
 STOP, SIZE = 9, 2
-LIMITS = Limits(vocabulary=16, stop_ids=frozenset({STOP}))
+LIMITS = TurnLimits(vocabulary=16, stop_ids=frozenset({STOP}))
 BLOCK = t.Block(4, (t.Slot(8, "00" * 32, "toy", 3), t.Slot(9, "11" * 32, "toy", 5)), COMPLETIONS)
 
 
@@ -32,7 +32,7 @@ class Toy:
     """Plays rollouts of three turns. Its words follow from the path; it counts how often it is asked."""
 
     def __init__(self, die_at: int = -1, salt: bytes = b"", void: int = -1) -> None:
-        self.asked: list[Ask] = []
+        self.asked: list[TurnRequest] = []
         self.calls, self.die_at, self.salt, self.void = 0, die_at, salt, void
 
     def __call__(self, asks):
@@ -42,7 +42,7 @@ class Toy:
         self.asked += asks
         return [self.reply(ask, place) for place, ask in enumerate(asks)]
 
-    def reply(self, ask: Ask, place: int) -> Reply:
+    def reply(self, ask: TurnRequest, place: int) -> Reply:
         hashed = hashlib.sha256(self.salt + ask.path).digest()
         if ask.slot.slot == self.void and not ask.before and place % 2:
             return Reply(b"", 0, "void", 0.0, t.POLICY)
@@ -75,12 +75,12 @@ def write(seed: int, turn: int, place: int) -> bytes:
 
 def play_all(memo, play, lease="1", seed=1, shared=True, other_from=99):
     """Take all turns of a block as a worker does; returns its answers. From turn `other_from` on it writes otherwise."""
-    answers = [ask(memo, t.Turn(BLOCK.index, 0), play, lease, shared)]
+    answers = [ask(memo, t.EnvTurn(BLOCK.index, 0), play, lease, shared)]
     open_ = [i for i, said in enumerate(answers[0].said) if not said.ending]
     while open_:
         turn = len(answers)
         written = tuple(write(seed + (turn >= other_from), turn, place) for place in open_)
-        answers.append(ask(memo, t.Turn(BLOCK.index, turn, written), play, lease, shared))
+        answers.append(ask(memo, t.EnvTurn(BLOCK.index, turn, written), play, lease, shared))
         open_ = [place for place, said in zip(open_, answers[-1].said, strict=True) if not said.ending]
     return answers
 
@@ -114,7 +114,7 @@ def test_a_turn_sent_again_gets_the_same_answer_and_other_tokens_are_refused(mem
     asked = len(toy.asked)
     assert play_all(memo, toy) == answers and len(toy.asked) == asked
     open_ = [place for place, said in enumerate(answers[0].said) if not said.ending]
-    other = t.Turn(BLOCK.index, 1, tuple(ids([7, STOP]) for _ in open_))
+    other = t.EnvTurn(BLOCK.index, 1, tuple(ids([7, STOP]) for _ in open_))
     with pytest.raises(Conflict, match="taken with other tokens"):
         ask(memo, other, toy)
     assert play_all(memo, toy) == answers
@@ -195,29 +195,29 @@ def test_a_record_names_the_rollouts_that_a_worker_makes_of_the_answers(memo: Me
 )
 def test_a_turn_that_no_policy_writes_is_refused_and_books_nothing(memo: Memo, written, reason) -> None:
     toy = Toy()
-    ask(memo, t.Turn(BLOCK.index, 0), toy)
+    ask(memo, t.EnvTurn(BLOCK.index, 0), toy)
     with pytest.raises(WireError, match=reason):
-        ask(memo, t.Turn(BLOCK.index, 1, written), toy)
+        ask(memo, t.EnvTurn(BLOCK.index, 1, written), toy)
     assert toy.calls == 1 and memo.taken("1", BLOCK.index, 1) is None
-    assert ask(memo, t.Turn(BLOCK.index, 1, (ids([1, STOP]),) * 4), toy)
+    assert ask(memo, t.EnvTurn(BLOCK.index, 1, (ids([1, STOP]),) * 4), toy)
 
 
 def test_turns_come_in_order_and_nothing_follows_the_end(memo: Memo) -> None:
     toy = Toy()
     with pytest.raises(Conflict, match="turn 1 of block 4 comes before turn 0"):
-        ask(memo, t.Turn(BLOCK.index, 1, (ids([STOP]),) * 4), toy)
+        ask(memo, t.EnvTurn(BLOCK.index, 1, (ids([STOP]),) * 4), toy)
     with pytest.raises(WireError, match="nothing is written"):
-        ask(memo, t.Turn(BLOCK.index, 0, (ids([STOP]),)), toy)
+        ask(memo, t.EnvTurn(BLOCK.index, 0, (ids([STOP]),)), toy)
     answers = play_all(memo, toy)
     for written in ((), (ids([STOP]),)):
         with pytest.raises(WireError, match="but 0 rollouts are open"):
-            ask(memo, t.Turn(BLOCK.index, len(answers), written), toy)
+            ask(memo, t.EnvTurn(BLOCK.index, len(answers), written), toy)
 
 
 def test_there_is_no_record_of_a_block_that_has_not_ended(memo: Memo) -> None:
     with pytest.raises(Conflict, match="not played to its end"):
         record_of(memo, "run", staged(), SIZE, unjudged)
-    ask(memo, t.Turn(BLOCK.index, 0), Toy())
+    ask(memo, t.EnvTurn(BLOCK.index, 0), Toy())
     with pytest.raises(Conflict, match="not played to its end"):
         record_of(memo, "run", staged(), SIZE, unjudged)
 
@@ -238,8 +238,8 @@ def test_the_first_of_two_replies_holds(memo: Memo) -> None:
 
 
 def test_old_versions_are_forgotten(memo: Memo) -> None:
-    ask(memo, t.Turn(BLOCK.index, 0), Toy(), lease="1", version=0)
-    ask(memo, t.Turn(BLOCK.index, 0), Toy(), lease="2", version=1)
+    ask(memo, t.EnvTurn(BLOCK.index, 0), Toy(), lease="1", version=0)
+    ask(memo, t.EnvTurn(BLOCK.index, 0), Toy(), lease="2", version=1)
     memo.forget(before=1)
     assert memo.last("1", BLOCK.index) is None
     assert memo.last("2", BLOCK.index) is not None
@@ -267,7 +267,7 @@ def test_turns_that_are_booked_together_fail_alone(memo: Memo) -> None:
 
 def test_one_that_cannot_be_booked_leaves_nobody_waiting(memo: Memo) -> None:
     """A process that plays may answer any number. SQLite has room for 63 bits."""
-    step = Step(b"p" * 32, b"", b"", Reply(b"", 1 << 63, "", 0.0, t.POLICY))
+    step = PlacedReply(b"p" * 32, b"", b"", Reply(b"", 1 << 63, "", 0.0, t.POLICY))
     with memo._writing, ThreadPoolExecutor(3) as threads:
         booked = [
             threads.submit(memo.keep, str(lease), 0, 4, 0, Taken("one", ()), [step] if lease == 1 else [])
@@ -321,7 +321,7 @@ def test_old_versions_are_forgotten_little_by_little(memo: Memo, monkeypatch) ->
     """Each piece leaves room for turns that wait to be booked."""
     monkeypatch.setattr("shoal.roles.env_server.replies._FORGOTTEN_AT_ONCE", 3)
     for lease in range(5):
-        ask(memo, t.Turn(BLOCK.index, 0), Toy(), lease=str(lease), shared=False, version=lease // 4)
+        ask(memo, t.EnvTurn(BLOCK.index, 0), Toy(), lease=str(lease), shared=False, version=lease // 4)
     pieces, write = [], memo._write
     monkeypatch.setattr(memo, "_write", lambda *changes: pieces.append(changes) or write(*changes))
     memo.forget(before=1)
@@ -337,7 +337,7 @@ def test_a_full_disk_books_nothing(memo: Memo) -> None:
     memo._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     try:
         for lease in range(200):
-            ask(memo, t.Turn(BLOCK.index, 0), toy, lease=str(lease), shared=False)
+            ask(memo, t.EnvTurn(BLOCK.index, 0), toy, lease=str(lease), shared=False)
     except StateError as error:
         assert "full" in str(error)
         assert memo.taken(str(lease), BLOCK.index, 0) is None

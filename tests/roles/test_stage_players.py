@@ -25,11 +25,11 @@ from shoal.graders.llm_judge import NoAnswer
 from shoal.models.random_model import make_tiny
 from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS
-from shoal.roles.env_server.env_process import Answer, Opening, Request, TimeLeft, loud
-from shoal.roles.env_server.process_pool import Players
+from shoal.roles.env_server.env_process import Opening, ProcessAnswer, ProcessRequest, TimeLeft, loud
+from shoal.roles.env_server.process_pool import EnvProcessPool
 from shoal.roles.env_server.replies import Memo
-from shoal.roles.env_server.shards import ChildPlayer, Gone, Shard
-from shoal.roles.env_server.turns import Ask, Limits, record_of, take_turn
+from shoal.roles.env_server.shards import ChildPlayer, ProcessDied, Shard
+from shoal.roles.env_server.turns import TurnLimits, TurnRequest, record_of, take_turn
 
 ODD = '''
 import random, time, os
@@ -111,10 +111,10 @@ class Theatre:
         args = {"log": str(self.diary)}
         self.spec = t.EnvSpec(path, env_digest(path), 20, 1.0, args, own_label="odd", kind=COMPLETIONS)
         self.env, self.renderer = load_env(path, args), Renderer.from_directory(policy)
-        self.limits = Limits(self.renderer.vocabulary, self.renderer.stop_ids)
+        self.limits = TurnLimits(self.renderer.vocabulary, self.renderer.stop_ids)
         self.made: list[ChildPlayer] = []
         self.memo, self.policy = Memo(folder / "memo.sqlite"), policy
-        self.players = Players(self.make, self.memo, lambda label: LIMIT_S, number, most)
+        self.players = EnvProcessPool(self.make, self.memo, lambda label: LIMIT_S, number, most)
 
     def make(self, label: str) -> ChildPlayer:
         args = {**self.spec.args, "quick": True} if label == "other" else self.spec.args
@@ -125,12 +125,12 @@ class Theatre:
     def staged(self, task: int, lease: str = "1") -> t.Staged:
         return t.Staged(lease, 0, (t.Block(task, (t.Slot(task, "00" * 32, "odd", task),), COMPLETIONS),))
 
-    def turn(self, task: int, turn: int, lease: str = "1") -> t.Said:
+    def turn(self, task: int, turn: int, lease: str = "1") -> t.EnvReply:
         """Take a turn of a group of one."""
         written = (self.write(),) if turn else ()
         asked = self.staged(task, lease)
         answer = take_turn(
-            self.memo, asked, t.Turn(task, turn, written), lambda label: True, 1, self.limits, self.players.play
+            self.memo, asked, t.EnvTurn(task, turn, written), lambda label: True, 1, self.limits, self.players.play
         )
         return answer.said[0]
 
@@ -139,10 +139,10 @@ class Theatre:
 
     def group(self, task: int, kill_before_judging: bool = False) -> list[t.RolloutRecord]:
         """Play a group of two, whose first answer is the longer one."""
-        asked, said, turn = self.staged(task), [t.Said(0, 1, "")], 0
+        asked, said, turn = self.staged(task), [t.EnvReply(0, 1, "")], 0
         while not all(each.ending for each in said):
             written = tuple(self.write(2 - i) for i in range(2)) if turn else ()
-            take = t.Turn(task, turn, written)
+            take = t.EnvTurn(task, turn, written)
             play = self.players.play
             said = list(take_turn(self.memo, asked, take, lambda label: True, 2, self.limits, play).said)
             turn += 1
@@ -328,7 +328,7 @@ def test_a_task_that_cannot_begin_is_void_and_the_record_says_why(theatre, task,
     """The other rollout of its group is not tried."""
     began = time.monotonic()
     asked, play = theatre.staged(task), theatre.players.play
-    taken = take_turn(theatre.memo, asked, t.Turn(task, 0), lambda label: True, 2, theatre.limits, play)
+    taken = take_turn(theatre.memo, asked, t.EnvTurn(task, 0), lambda label: True, 2, theatre.limits, play)
     assert [said.ending for said in taken.said] == ["void"] * 2 and time.monotonic() - began < 6 * LIMIT_S
     (group,) = record_of(theatre.memo, "run", asked, 2, theatre.players.judge).groups
     assert group.rollouts == () and re.match(why, group.why)
@@ -377,7 +377,7 @@ def test_several_processes_share_the_rollouts_of_a_group(tmp_path, policy) -> No
     theatre = Theatre(tmp_path, policy, number=2)
     slot = t.Slot(0, "00" * 32, "odd", 0)
     asked = t.Staged("1", 0, (t.Block(0, (slot,), COMPLETIONS),))
-    opening = t.Turn(0, 0)
+    opening = t.EnvTurn(0, 0)
     answer = take_turn(theatre.memo, asked, opening, lambda label: True, 4, theatre.limits, theatre.players.play)
     assert len(answer.said) == 4 and len(answer.texts) == 1
     assert all(player._child is not None for player in theatre.made)
@@ -399,7 +399,7 @@ def test_a_slow_environment_gets_more_processes_and_holds_up_no_other(tmp_path, 
         began = time.monotonic()
         block = t.Block(slot, (t.Slot(slot, "00" * 32, env, 14),), COMPLETIONS)
         written = (theatre.write(),) * 8 if turn else ()
-        take = t.Turn(slot, turn, written)
+        take = t.EnvTurn(slot, turn, written)
         play = theatre.players.play
         take_turn(theatre.memo, t.Staged("1", 0, (block,)), take, lambda label: True, 8, theatre.limits, play)
         return time.monotonic() - began
@@ -519,8 +519,8 @@ class Liar:
     def compares(self, label: str) -> bool:
         return False
 
-    def ask(self, request: Request, limit_s: float) -> Answer:
-        raise Gone("its process is always gone")
+    def ask(self, request: ProcessRequest, limit_s: float) -> ProcessAnswer:
+        raise ProcessDied("its process is always gone")
 
 
 def test_the_lowest_reward_is_the_environments_own(tmp_path, theatre) -> None:
@@ -535,7 +535,7 @@ def test_the_lowest_reward_is_the_environments_own(tmp_path, theatre) -> None:
 
 def take_ask(theatre):
     before = theatre.memo.last("1", 0).paths[0]
-    return Ask(t.Slot(0, "00" * 32, "odd", 0), 0, before, theatre.write(1), b"\0" * 32)
+    return TurnRequest(t.Slot(0, "00" * 32, "odd", 0), 0, before, theatre.write(1), b"\0" * 32)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
@@ -544,11 +544,11 @@ def test_an_environment_that_lets_no_thread_run_ends_with_the_stage(theatre) -> 
     theatre.turn(0, 0)
     stage = """
 import os, sys, threading, time, msgspec
-from shoal.roles.env_server.env_process import Opening, Request
+from shoal.roles.env_server.env_process import Opening, ProcessRequest
 from shoal.roles.env_server.shards import ChildPlayer
 player = ChildPlayer(msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=Opening))
-player.ask(Request(0, label="odd", task=0), 60.0)
-threading.Thread(target=player.ask, args=(Request(1, label="odd", task=15), 60.0), daemon=True).start()
+player.ask(ProcessRequest(0, label="odd", task=0), 60.0)
+threading.Thread(target=player.ask, args=(ProcessRequest(1, label="odd", task=15), 60.0), daemon=True).start()
 time.sleep(1)
 print(player._child._process.pid, flush=True)
 os.kill(os.getpid(), 9)
@@ -580,5 +580,5 @@ def test_a_system_without_room_for_a_process_fails_no_rollout(theatre, monkeypat
 
 def test_an_answer_beyond_all_sizes_ends_the_process(theatre, monkeypatch) -> None:
     monkeypatch.setattr("shoal.roles.env_server.shards.MAX_FRAME_BYTES", 8)
-    with pytest.raises(Gone, match="limit 8"):
-        theatre.make("odd").ask(Request(0, label="odd"), 1.0)
+    with pytest.raises(ProcessDied, match="limit 8"):
+        theatre.make("odd").ask(ProcessRequest(0, label="odd"), 1.0)

@@ -7,11 +7,11 @@ import pytest
 
 from shoal.errors import StateError
 from shoal.protocol import messages as t
-from shoal.roles.env_server.env_process import Answer, Request
-from shoal.roles.env_server.process_pool import Players
-from shoal.roles.env_server.replies import FinalScore, Memo, Reply, Step, Taken
-from shoal.roles.env_server.shards import Gone, Shard
-from shoal.roles.env_server.turns import Ask
+from shoal.roles.env_server.env_process import ProcessAnswer, ProcessRequest
+from shoal.roles.env_server.process_pool import EnvProcessPool
+from shoal.roles.env_server.replies import FinalScore, Memo, PlacedReply, Reply, Taken
+from shoal.roles.env_server.shards import ProcessDied, Shard
+from shoal.roles.env_server.turns import TurnRequest
 
 SLOT = t.Slot(0, "00" * 32, "toy", 0)
 
@@ -23,7 +23,7 @@ class Actor:
 
     def __init__(self, *opens: "bool | Exception", error: Exception | None = None) -> None:
         self.opens, self.error = [*opens], error
-        self.asked: list[Request] = []
+        self.asked: list[ProcessRequest] = []
         self.go_on = threading.Event()
         self.go_on.set()
 
@@ -42,12 +42,16 @@ class Actor:
             raise told
         return told
 
-    def ask(self, request: Request, limit_s: float) -> Answer:
+    def ask(self, request: ProcessRequest, limit_s: float) -> ProcessAnswer:
         self.asked.append(request)
         assert self.go_on.wait(60)
         if self.error is not None:
             raise self.error
-        return Answer(b"word", 1) if not request.judge else Answer(judged=(FinalScore(0.5),) * len(request.judge))
+        return (
+            ProcessAnswer(b"word", 1)
+            if not request.judge
+            else ProcessAnswer(judged=(FinalScore(0.5),) * len(request.judge))
+        )
 
 
 @pytest.fixture
@@ -57,14 +61,14 @@ def memo(tmp_path):
     memo.close()
 
 
-def opening(rollout: int = 0, path: bytes = b"") -> Ask:
-    return Ask(SLOT, rollout, b"", b"", path or bytes([rollout]) * 32)
+def opening(rollout: int = 0, path: bytes = b"") -> TurnRequest:
+    return TurnRequest(SLOT, rollout, b"", b"", path or bytes([rollout]) * 32)
 
 
 def test_a_turn_that_failed_leaves_no_load(memo):
     """Otherwise its process would seem to have more and more to do, and get nothing."""
     actor = Actor(error=StateError("the file was changed"))
-    players = Players(lambda label: actor, memo, lambda label: 1.0, 1, 1)
+    players = EnvProcessPool(lambda label: actor, memo, lambda label: 1.0, 1, 1)
     for _ in range(3):
         with pytest.raises(StateError, match="was changed"):
             players.play([opening(i) for i in range(4)])
@@ -86,8 +90,10 @@ def test_a_turn_that_two_leases_take_at_once_is_held_once(memo):
 
 def test_whether_an_environment_compares_is_never_guessed(memo):
     """A process that ended while it opened has not said so. Without its siblings beside it no rollout could be judged."""
-    actor = Actor(*[Gone("its process ended with code -9")] * 4, Gone("it took too long", slow=True), True)
-    players = Players(lambda label: actor, memo, lambda label: 1.0, 2, 2)
+    actor = Actor(
+        *[ProcessDied("its process ended with code -9")] * 4, ProcessDied("it took too long", slow=True), True
+    )
+    players = EnvProcessPool(lambda label: actor, memo, lambda label: 1.0, 2, 2)
     for why in ("ended with code -9", "took too long"):
         with pytest.raises(StateError, match=f"toy does not open: .*{why}"):
             players.play([opening()])
@@ -98,7 +104,7 @@ def test_whether_an_environment_compares_is_never_guessed(memo):
 def test_an_environment_that_opens_slowly_blocks_no_lock(memo):
     opened, actor = threading.Event(), Actor()
     actor.compares = lambda label: opened.wait(60)  # type: ignore[method-assign]
-    players = Players(lambda label: actor, memo, lambda label: 1.0, 1, 1)
+    players = EnvProcessPool(lambda label: actor, memo, lambda label: 1.0, 1, 1)
     with ThreadPoolExecutor(2) as threads:
         waiting = [threads.submit(players.play, [opening(i)]) for i in range(2)]
         troupe = players._troupe("toy")
@@ -110,10 +116,15 @@ def test_an_environment_that_opens_slowly_blocks_no_lock(memo):
 
 def test_a_group_that_two_leases_end_alike_is_judged_once(memo):
     actor = Actor(True)
-    players = Players(lambda label: actor, memo, lambda label: 1.0, 1, 1)
+    players = EnvProcessPool(lambda label: actor, memo, lambda label: 1.0, 1, 1)
     players.play([opening(0, b"e" * 32)])
     memo.keep(
-        "1", 0, 0, 0, Taken("", ()), [Step(b"e" * 32, b"", b"", Reply(b"word", 1, "", 0.0, t.POLICY, beside=True))]
+        "1",
+        0,
+        0,
+        0,
+        Taken("", ()),
+        [PlacedReply(b"e" * 32, b"", b"", Reply(b"word", 1, "", 0.0, t.POLICY, beside=True))],
     )
     actor.go_on.clear()
     with ThreadPoolExecutor(2) as threads:

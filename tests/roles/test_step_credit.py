@@ -11,7 +11,7 @@ from shoal.ledger.batches import GroupAccepted
 from shoal.ledger.verdicts import VerdictGiven
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import from_msgpack
-from shoal.roles.auditor.recompute import Choice, examine
+from shoal.roles.auditor.recompute import GroupChoice, examine
 from shoal.roles.coordinator.status import batch_of
 from shoal.watch.reading import open_run
 from tests.roles.forgery import forged
@@ -136,8 +136,8 @@ def shifted(lines):
 def test_an_auditor_finds_reward_that_was_moved_between_turns(tmp_path):
     town = lived(tmp_path, credit_run(tmp_path, steps=1), workers=1)
     assert any(moved(one).steps != one.steps for one in accepted(town))
-    found = asyncio.run(examine(str(town.folder.root), Choice(), 1, own_files=True))
+    found = asyncio.run(examine(str(town.folder.root), GroupChoice(), 1, own_files=True))
     assert found.disagreements == [] and found.groups
     place = forged(town.folder.root, tmp_path / "moved", shifted)
-    said = asyncio.run(examine(str(place), Choice(), 1, own_files=True)).disagreements
+    said = asyncio.run(examine(str(place), GroupChoice(), 1, own_files=True)).disagreements
     assert any("steps of rollout" in line for line in said), said

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.envs.isolated.connection import Gone
+from shoal.envs.isolated.connection import EnvProcessExited
 from shoal.ledger.batches import SlotVoid
 from shoal.ledger.leases import LeaseLapsed
 from shoal.verification.verify import STOPPED
@@ -139,7 +139,7 @@ def test_a_validator_whose_environment_dies_accuses_nobody(tmp_path: Path) -> No
 
         def dead(process: Any, job: Any, patience: float) -> Any:
             if job.states and job.states[0].task.number < 6:
-                raise Gone("was ended")
+                raise EnvProcessExited("was ended")
             return ask(process, job, patience)
 
         env.pool._answer, env.pool._together = dead, lambda queue: [queue.popleft()] if queue else []

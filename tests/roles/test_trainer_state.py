@@ -14,7 +14,7 @@ import pytest
 from shoal.errors import StateError
 from shoal.ledger.commands import Admin
 from shoal.metrics import read_metrics
-from shoal.roles.trainer.state import Journal, JournalStep, journal_step
+from shoal.roles.trainer.state import JournalStep, StepJournal, journal_step
 from shoal.train.checkpoint import kept_versions
 from tests.roles.in_memory_run import Town, tiny_run
 
@@ -96,7 +96,7 @@ def after_a_kill(town):
     fresh = town.folder.trainer / "v000003"
     assert kept_versions(town.folder.trainer) == [3, 0]
     shutil.rmtree(fresh)
-    return Journal(town.folder.trainer / "journal")
+    return StepJournal(town.folder.trainer / "journal")
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ def _full(path, data):
 
 def test_rows_come_back_from_the_journal_as_they_were(tmp_path, make_row):
     rows = [make_row(i) for i in range(3)]
-    journal = Journal(tmp_path)
+    journal = StepJournal(tmp_path)
     journal.write(journal_step(7, "ab", [2048, 512], rows, steps=9))
     (found,) = journal.after(6)
     assert (found.version, found.root, found.budgets, found.steps) == (7, "ab", (2048, 512), 9)
@@ -262,12 +262,12 @@ def test_rows_come_back_from_the_journal_as_they_were(tmp_path, make_row):
 
 @pytest.fixture
 def make_row():
-    from shoal.train.rows import Row
+    from shoal.train.rows import TrainingRow
 
     def make(i):
         rng = np.random.default_rng(i)
         logp, A, w = (rng.normal(size=4).astype(np.float32) for _ in range(3))
-        return Row(
+        return TrainingRow(
             rng.integers(0, 1 << 18, 9), np.arange(3, 7), logp, A, w, 0.1 * i, 5, "env", (5, i, 2) if i else None,
         )  # fmt: skip
 
@@ -275,7 +275,7 @@ def make_row():
 
 
 def test_a_step_of_the_journal_that_is_damaged_or_foreign_ends_it(tmp_path, make_row, caplog):
-    journal = Journal(tmp_path)
+    journal = StepJournal(tmp_path)
     for version in (1, 2, 3):
         journal.write(journal_step(version, "ab", [1], [make_row(version)], steps=3))
     path = tmp_path / "v000002.step"
@@ -291,7 +291,7 @@ def test_a_step_of_the_journal_that_is_damaged_or_foreign_ends_it(tmp_path, make
 
 
 def test_what_cannot_be_deleted_from_the_journal_stays_and_stops_nothing(tmp_path, make_row):
-    journal = Journal(tmp_path)
+    journal = StepJournal(tmp_path)
     (tmp_path / "v000001.step").mkdir()
     journal.write(journal_step(2, "ab", [1], [make_row(2)], steps=3))
     journal.forget(2)

@@ -11,7 +11,7 @@ import pytest
 
 from shoal.config import TinyPolicy
 from shoal.errors import PeerError, Superseded
-from shoal.ledger.commands import Admin, AskLease, Enter, Publish, ReturnLeases
+from shoal.ledger.commands import Admin, AskLease, JoinRun, Publish, ReturnLeases
 from shoal.ledger.records import LeaseRecord
 from shoal.models.random_model import make_tiny
 from shoal.net.client import Client, PeerRefused
@@ -20,10 +20,10 @@ from shoal.protocol import messages as t
 from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.encoding import from_msgpack
 from shoal.roles.coordinator import env_server_client as door
-from shoal.roles.coordinator.status import Board
+from shoal.roles.coordinator.status import StatusBoard
 from shoal.roles.env_server import server
 from shoal.roles.env_server import server as stage_role
-from shoal.verification.encode_submission import commit
+from shoal.verification.encode_submission import encode_submission
 from tests.roles.in_memory_run import Town, tiny_run
 
 HOSTED = [{"name": "arithmetic", "kind": "completions"}]
@@ -39,11 +39,11 @@ class World:
         make_tiny(TinyPolicy(width=16, layers=1, heads=1, kv_heads=1, mlp_width=16), self.folder.policy, 0, "float32")
         now, book = time.time(), self.desk.book
         trainer = load_or_make_key(self.folder.keys / "trainer.key").public
-        book.write(Enter(trainer, t.Join("trainer", "t", 0.0, "x", "float32", "cpu"), now), now)
+        book.write(JoinRun(trainer, t.Join("trainer", "t", 0.0, "x", "float32", "cpu"), now), now)
         book.write(Publish(trainer, 0, "00" * 32, "11" * 32, {}, now), now)
         self.keys = [load_or_make_key(root / f"worker-{i}.key").public for i in range(2)]
         for key in self.keys:
-            book.write(Enter(key, t.Join("worker", key[:8], 0.0, "x", "float32", "cpu"), now), now)
+            book.write(JoinRun(key, t.Join("worker", key[:8], 0.0, "x", "float32", "cpu"), now), now)
             book.write(AskLease(key, (), 0.0, now), now)
         self.leases = [self.desk.wire_lease(self.desk.state.open_leases_of(key)[0]) for key in self.keys]
         self.block = self.leases[0].blocks[0]
@@ -66,7 +66,7 @@ class World:
 
     async def turn(self, turn: int, written=(), which: int = 0, lease="", block=None, client=None, deadline_s=60.0):
         number = self.leases[which].blocks[0].index if block is None else block
-        value = t.Turn(number, turn, tuple(written))
+        value = t.EnvTurn(number, turn, tuple(written))
         path = f"/v1/leases/{lease or self.leases[which].id}/turns"
         return await (client or self.client(which)).post_packed(
             path, value, t.TurnAnswer, cap=LIMIT, deadline_s=deadline_s
@@ -94,7 +94,7 @@ class World:
         return self.body(groups, which)
 
     def body(self, groups, which: int = 0) -> bytes:
-        return commit(self.desk.state.run, self.leases[which], groups, t.EngineFacts("x", "float32", "cpu"))
+        return encode_submission(self.desk.state.run, self.leases[which], groups, t.EngineFacts("x", "float32", "cpu"))
 
     async def submit(self, body: bytes, which: int = 0, client=None) -> t.Receipt:
         path = f"/v1/leases/{self.leases[which].id}/submission"
@@ -138,7 +138,7 @@ def test_a_lease_is_played_turn_by_turn_and_its_submission_is_booked_with_a_reco
         booked.record, world.keys[1]
     )
     validator, now = world.desk.state.validators[0], time.time()
-    world.desk.book.write(Enter(validator, t.Join("validator", "v", 0.0, "x", "float32", "cpu"), now), now)
+    world.desk.book.write(JoinRun(validator, t.Join("validator", "v", 0.0, "x", "float32", "cpu"), now), now)
     assert world.desk.kept.may_read(booked.record, validator)
 
 
@@ -198,7 +198,7 @@ def test_the_worker_that_takes_a_lapsed_block_over_hears_the_same_and_plays_noth
         with pytest.raises(PeerRefused):
             await world.turn(0, which=1, block=lapsed)
         heir = t.Lease(**{**to_dict(world.leases[0]), "id": "77"})
-        asked = t.Staged(heir.id, 0, heir.blocks, t.Turn(lapsed, 0))
+        asked = t.Staged(heir.id, 0, heir.blocks, t.EnvTurn(lapsed, 0))
         world.town.stage._players = None  # nothing is played now
         world.town.stage._open = lambda: asyncio.sleep(0, SimpleNamespace(play=None))
         return first, await world.desk.stage.turn(asked, LIMIT)
@@ -278,17 +278,17 @@ def test_a_stage_that_does_not_answer_is_no_refusal(world, monkeypatch):
     monkeypatch.setattr(door, "STAGE_S", 0.05)
     answer = world.town.stage._answer
     monkeypatch.setattr(world.town.stage, "_answer", lambda asked, turn: asyncio.sleep(3))
-    assert "stage" not in Board(world.desk).status().waiting_for
+    assert "stage" not in StatusBoard(world.desk).status().waiting_for
     monkeypatch.setattr(door, "SLOW_TURN_S", 0.0)
     with pytest.raises(PeerError, match="the host's stage gives no answer now") as caught:
         asyncio.run(world.turn(0, client=world.hurried()))
     assert not isinstance(caught.value, PeerRefused) and "http://stage" not in str(caught.value), "a stranger reads it"
-    waits, block = Board(world.desk).status().waiting_for, world.block
+    waits, block = StatusBoard(world.desk).status().waiting_for, world.block
     assert waits.startswith("the host's stage: one answer takes ") and f" in task {block.slots[0].task} of " in waits
     monkeypatch.setattr(world.town.stage, "_answer", answer)
     monkeypatch.setattr(door, "STAGE_S", 25.0)
     asyncio.run(world.turn(0))
-    assert "stage" not in Board(world.desk).status().waiting_for
+    assert "stage" not in StatusBoard(world.desk).status().waiting_for
 
 
 def test_a_turn_that_takes_long_goes_on_while_its_worker_asks_again(world, monkeypatch):
@@ -433,7 +433,7 @@ def test_the_stage_answers_nobody_but_the_coordinator(world):
         worker = load_or_make_key(world.folder.root / "worker-0.key")
         client = world.town.to_stage("http://stage")
         client.key = worker
-        asked = t.Staged("1", 0, (world.block,), t.Turn(world.block.index, 0))
+        asked = t.Staged("1", 0, (world.block,), t.EnvTurn(world.block.index, 0))
         await client.post_packed("/v1/turns", asked, t.TurnAnswer, cap=LIMIT, deadline_s=60.0)
 
     assert refused(story())[:2] == (403, "not_admitted")
@@ -446,7 +446,7 @@ def test_a_run_whose_workers_play_has_no_turns(tmp_path):
     async def story():
         client = town.client(key)
         client.run = town.desk.state.run
-        await client.post_packed("/v1/leases/0/turns", t.Turn(0, 0), t.TurnAnswer, cap=LIMIT, deadline_s=60.0)
+        await client.post_packed("/v1/leases/0/turns", t.EnvTurn(0, 0), t.TurnAnswer, cap=LIMIT, deadline_s=60.0)
 
     status, code, reason = refused(story())
     assert (status, code) == (400, "malformed") and "workers play the environments themselves" in reason

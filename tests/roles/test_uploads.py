@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from shoal.ledger.commands import AskLease, Enter, Publish
-from shoal.net.connection_limits import Limits
+from shoal.ledger.commands import AskLease, JoinRun, Publish
+from shoal.net.connection_limits import ServerLimits
 from shoal.net.key_files import load_or_make_key
 from shoal.protocol import messages as t
 from shoal.protocol.branch_parents import most_bytes
 from shoal.protocol.constants import SMALL_BODY_BYTES
 from shoal.protocol.encoding import digest, from_json, from_msgpack, to_msgpack
 from shoal.protocol.signing import Key, RequestLine, sign_request
-from shoal.verification.encode_submission import commit
+from shoal.verification.encode_submission import encode_submission
 from tests.net.wires import request, run, serving, wires
 from tests.roles.in_memory_run import Town, tiny_run
 
@@ -28,15 +28,15 @@ def world(tmp_path):
     """A run with a lease for each of two workers, and the body that fills the first."""
     town = Town(tmp_path / "run", tiny_run())
     book, trainer, now = town.desk.book, load_or_make_key(town.folder.keys / "trainer.key").public, time.time()
-    book.write(Enter(trainer, t.Join("trainer", "t", 0.0, "x", "float32", "cpu"), now), now)
+    book.write(JoinRun(trainer, t.Join("trainer", "t", 0.0, "x", "float32", "cpu"), now), now)
     book.write(Publish(trainer, 0, digest(b"root"), digest(b"manifest"), {}, now), now)
     for key in (WORKER.public, OTHER.public):
-        book.write(Enter(key, t.Join("worker", key[:8], 0.0, "x", "float32", "cpu"), now), now)
+        book.write(JoinRun(key, t.Join("worker", key[:8], 0.0, "x", "float32", "cpu"), now), now)
         book.write(AskLease(key, (), 0.0, now), now)
     lease, other = (town.desk.wire_lease(town.desk.state.open_leases_of(key.public)[0]) for key in (WORKER, OTHER))
     groups = [t.Group(slot.slot, slot.task, slot.env, ()) for block in lease.blocks for slot in block.slots]
     named = {
-        engine: commit(town.desk.state.run, lease, groups, t.EngineFacts(engine, "float32", "cpu"))
+        engine: encode_submission(town.desk.state.run, lease, groups, t.EngineFacts(engine, "float32", "cpu"))
         for engine in ("x", "y")
     }
     return SimpleNamespace(town=town, lease=lease, other=other, body=named["x"], of_another_engine=named["y"])
@@ -62,7 +62,7 @@ def ahead(world):
 
 @contextlib.asynccontextmanager
 async def coordinator(world, count):
-    async with serving(world.town.app, Limits(rest_s=0.3)) as port, wires(port, count) as made:
+    async with serving(world.town.app, ServerLimits(rest_s=0.3)) as port, wires(port, count) as made:
         yield made
 
 

@@ -14,7 +14,7 @@ from shoal.ledger.pay import Slash
 from shoal.ledger.validator_turns import absent, silent
 from shoal.ledger.verdicts import VerdictGiven
 from shoal.protocol import messages as t
-from shoal.roles.coordinator.status import Board
+from shoal.roles.coordinator.status import StatusBoard
 from shoal.roles.coordinator.verdicts import _why_skipped, next_check, take_verdict
 from shoal.roles.validator import Validator
 from tests.attacks.validators import Hangman, Idler
@@ -244,7 +244,7 @@ def test_what_was_sent_while_a_hosts_clock_was_ahead_is_judged_after_it_was_set_
 def test_a_validator_that_fell_silent_is_named_once_a_lease_could_have_been_filled(tmp_path):
     town = town_of_three(tmp_path)
     asyncio.run(until_submitted(town, town.trainer(), town.worker("honest")))
-    board, began = Board(town.desk), town.desk.clock()
+    board, began = StatusBoard(town.desk), town.desk.clock()
     for minutes, left, says in [(0.4, False, ""), (3, False, " silent for 3 min"), (3, True, " left")]:
         town.desk.clock = lambda minutes=minutes: began + 60.0 * minutes
         for number in (0, 1):
@@ -257,7 +257,7 @@ def test_a_validator_that_fell_silent_is_named_once_a_lease_could_have_been_fill
         town.desk.state.phase, before = "paused", town.desk.state.phase
         assert "validator" not in board.status().waiting_for, "the wait has another cause"
         town.desk.state.phase = before
-    assert "silent" not in Board(town.desk).status().waiting_for, "the host has only just started"
+    assert "silent" not in StatusBoard(town.desk).status().waiting_for, "the host has only just started"
 
 
 def test_a_validator_that_joins_again_unchanged_is_not_silent_from_before(tmp_path):
@@ -273,7 +273,7 @@ def test_a_validator_that_joins_again_unchanged_is_not_silent_from_before(tmp_pa
             seqs.append(town.desk.state.seq)
 
     asyncio.run(until_submitted(town, town.trainer(), town.worker("honest")))
-    board, began = Board(town.desk), town.desk.clock()
+    board, began = StatusBoard(town.desk), town.desk.clock()
     assert "silent" not in board.status().waiting_for
     town.desk.clock = lambda: began + 180.0
     assert key_of(town, 0)[:12] in board.status().waiting_for
@@ -288,9 +288,9 @@ def test_a_validator_that_is_skipped_is_named_while_verdicts_are_waited_for(tmp_
     turns = state.members[absent_key].turns
     turns.missed = turns.counted = LAW.missed_turns
     turns.counts_until = town.desk.clock() + 60.0
-    assert f"is not waited for: validator-0 ({absent_key[:12]})" in Board(town.desk).status().waiting_for
+    assert f"is not waited for: validator-0 ({absent_key[:12]})" in StatusBoard(town.desk).status().waiting_for
     state.phase = "paused"
-    assert "validator-0" not in Board(town.desk).status().waiting_for, "the host waits for itself"
+    assert "validator-0" not in StatusBoard(town.desk).status().waiting_for, "the host waits for itself"
     assert _why_skipped(state, absent_key) == "missed_turns=2"
     state.members[absent_key].standing, state.members[absent_key].last_reason = "suspended", "other activations"
     assert _why_skipped(state, absent_key) == "standing=suspended reason='other activations'"
@@ -312,4 +312,4 @@ def test_a_run_with_a_validator_that_joined_and_left_waits_for_it_twice_and_no_m
     assert sum(wait >= law.turn_s for wait in waits) <= 2 * law.missed_turns < len(waits)
     skipped = absent(audit.state, town.desk.clock())
     assert f"is not waited for: validator-0 ({key_of(town, 0)[:12]})" in skipped
-    assert Board(town.desk).status().waiting_for == "nothing: the run has ended"
+    assert StatusBoard(town.desk).status().waiting_for == "nothing: the run has ended"

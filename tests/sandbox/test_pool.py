@@ -16,7 +16,7 @@ import pytest
 
 from shoal.errors import StateError
 from shoal.sandbox import bubblewrap
-from shoal.sandbox.cgroups import Group
+from shoal.sandbox.cgroups import Cgroup
 from shoal.sandbox.filesystem import outside
 from shoal.sandbox.limits import Ended, Limits, Reason, Stopped
 from shoal.sandbox.pool import Pool
@@ -95,7 +95,7 @@ def test_a_process_that_computes_too_long_is_stopped_before_the_wall_time(pool: 
 
 
 def test_without_control_groups_memory_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Group, "make", staticmethod(lambda: Group([])))
+    monkeypatch.setattr(Cgroup, "make", staticmethod(lambda: Cgroup([])))
     share = "import os, time\nfor _ in range(6): os.fork() or (bytearray(40 * 10**6), time.sleep(9))\ntime.sleep(9)"
     with Pool(1, LIMITS) as pool:
         told = pool.run(share)
@@ -199,7 +199,7 @@ os.kill(os.getpid(), 9)
     while Path(f"/proc/{init}").exists():
         assert time.monotonic() < until, f"the sandbox outlived its node: {processes_of(init)}"
         time.sleep(0.05)
-    Group.make().remove()
+    Cgroup.make().remove()
     assert list(Path("/sys/fs/cgroup").rglob(f"shoal-{node.pid}-*")) == [], "the next sandbox sweeps its groups away"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.sandbox.cgroups import Group
+from shoal.sandbox.cgroups import Cgroup
 from shoal.sandbox.filesystem import interpreter, outside
 from shoal.sandbox.limits import Ended, Limits, Reason, Stopped
 from shoal.sandbox.sandboxed_process import Resident, ask_all
@@ -54,7 +54,7 @@ def test_a_resident_remembers_and_answers() -> None:
 @needs_bubblewrap
 def test_memory_that_is_taken_between_two_answers_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without control groups nobody else counts it, and an answer that comes at once leaves no time to look."""
-    monkeypatch.setattr(Group, "make", staticmethod(lambda: Group([])))
+    monkeypatch.setattr(Cgroup, "make", staticmethod(lambda: Cgroup([])))
     resident = opened(Limits(wall_s=2.0, memory_mb=100))
     code = b"run [os.fork() or (globals().__setitem__('x', bytearray(50_000_000)), time.sleep(9)) for _ in range(4)]"
     resident.ask(code)

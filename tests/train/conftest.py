@@ -7,7 +7,7 @@ import torch
 from shoal.config import TinyPolicy
 from shoal.models.random_model import tiny_spec
 from shoal.models.transformer import Transformer
-from shoal.train.rows import Row
+from shoal.train.rows import TrainingRow
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def make_model():
 
 @pytest.fixture
 def make_rows():
-    def make(count: int = 12, seed: int = 0, version: int = 0) -> list[Row]:
+    def make(count: int = 12, seed: int = 0, version: int = 0) -> list[TrainingRow]:
         """Rows of one or two policy turns, of differing lengths."""
         rng = np.random.default_rng(seed)
         rows = []
@@ -48,7 +48,7 @@ def make_rows():
             positions_P = np.flatnonzero(author_T)
             P = len(positions_P)
             rows.append(
-                Row(
+                TrainingRow(
                     tokens_T=rng.integers(0, 64, length),
                     positions_P=positions_P,
                     behaviour_logp_P=rng.normal(-4.2, 0.5, P).astype(np.float32),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shoal.train import adamw8 as adamw8_file
-from shoal.train.adamw8 import BLOCK, Coded, adamw8, coded, decoded, no_moments, numbers
+from shoal.train.adamw8 import BLOCK, EightBitValues, adamw8, coded, decoded, no_moments, numbers
 
 SETTINGS = {"lr": 0.1, "betas": (0.9, 0.95), "decay": 0.1}
 
@@ -97,7 +97,7 @@ def test_a_step_of_pieces_is_the_step_of_the_whole():
     ]
     assert torch.cat([theta for theta, _ in parts]).equal(whole_n)
     for kind in (0, 1):
-        joined = Coded(*(torch.cat([moments[kind][field] for _, moments in parts]) for field in (0, 1)))
+        joined = EightBitValues(*(torch.cat([moments[kind][field] for _, moments in parts]) for field in (0, 1)))
         assert joined.code_n.equal(held[kind].code_n) and joined.a_b.equal(held[kind].a_b)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from shoal.algos.gae import gae
 from shoal.config import CriticConfig, TrainConfig
-from shoal.models.value_head import HEAD, Valued
+from shoal.models.value_head import HEAD, TransformerWithValueHead
 from shoal.protocol import algorithm_config as c
 from shoal.protocol.algorithm_config import Grpo
 from shoal.train.checkpoint import load_state, save_state
@@ -30,7 +30,7 @@ def learner_of(make_model, of_torch=torch.float32, **changes):
     config = msgspec.structs.replace(CONFIG, **changes)
 
     def begin():
-        model = Valued(make_model().spec, of_torch)
+        model = TransformerWithValueHead(make_model().spec, of_torch)
         model.load_state_dict(make_model().state_dict(), strict=False)
         with torch.no_grad():
             model.score.weight.zero_()
@@ -159,7 +159,7 @@ def test_a_step_that_is_repeated_from_its_rows_as_bytes_and_its_budgets_has_the_
 ):
     rows = grouped(make_rows(24))
     learner = learner_of(make_model, microbatch_tokens=384)
-    values, tried = Valued.values, []
+    values, tried = TransformerWithValueHead.values, []
 
     def scarce(model, hidden_xD):
         tried.append(len(hidden_xD))
@@ -167,7 +167,7 @@ def test_a_step_that_is_repeated_from_its_rows_as_bytes_and_its_budgets_has_the_
             raise MemoryError("no room")
         return values(model, hidden_xD)
 
-    monkeypatch.setattr(Valued, "values", scarce)
+    monkeypatch.setattr(TransformerWithValueHead, "values", scarce)
     learner.step(rows, 0)
     monkeypatch.undo()
     assert len(set(learner.budgets)) > 1, "memory ran out between two passes"

@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from shoal.config import TrainConfig
-from shoal.models.value_head import Valued
+from shoal.models.value_head import TransformerWithValueHead
 from shoal.protocol.algorithm_config import CispoNamed
 from shoal.train.frozen_models import RewardModel, Teacher, scores_of
 from shoal.train.learner import Learner
 from shoal.train.row_codec import bytes_of, row_of
-from shoal.train.rows import Row
+from shoal.train.rows import TrainingRow
 
 
 @pytest.fixture
 def scorer(make_model):
-    model = Valued(make_model().spec)
+    model = TransformerWithValueHead(make_model().spec)
     model.load_state_dict(make_model(3).state_dict(), strict=False)
     with torch.no_grad():
         model.score.weight.normal_(generator=torch.Generator().manual_seed(1))
@@ -76,7 +76,7 @@ def written(student, teacher, generator, count=128, length=4):
         tokens_BT = torch.cat([tokens_BT, drawn_B1], 1)
     ones = np.ones(length, np.float32)
     rows = [
-        Row(tokens_BT[b].numpy(), np.arange(2, 2 + length), logp_P.numpy(), ones, ones, 0.0, 0)
+        TrainingRow(tokens_BT[b].numpy(), np.arange(2, 2 + length), logp_P.numpy(), ones, ones, 0.0, 0)
         for b, logp_P in enumerate(torch.cat(logp, 1))
     ]
     return rows, sum(far) / length

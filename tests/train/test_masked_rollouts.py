@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from shoal.config import TrainConfig
-from shoal.models.value_head import Valued
+from shoal.models.value_head import TransformerWithValueHead
 from shoal.protocol import algorithm_config as c
 from shoal.protocol.messages import BatchGroup
 from shoal.train.batch_filter import select
-from shoal.train.frozen_models import Reference, RewardModel, Teacher
+from shoal.train.frozen_models import KLReference, RewardModel, Teacher
 from shoal.train.learner import Learner
 from shoal.train.loss import TokenTerms, objective_of
 from shoal.train.loss_weights import averaged, normalised
@@ -202,11 +202,11 @@ def test_no_model_reads_a_row_that_is_only_counted_but_a_reward_model_scores_tru
     model = make_model()
     rows = chosen(rollouts, c.DrGrpo(mask_overlong=True))
     absent = [i for i, row in enumerate(rows) if row.counts_only]
-    referred = Reference(model, None, 0.7, 256)(rows)
+    referred = KLReference(model, None, 0.7, 256)(rows)
     assert [i for i, row in enumerate(referred) if row.reference_logp_P is None] == absent == [1, 6, 11]
     taught, _ = Teacher(model, 0.7, 256)(rows, lambda asked: [np.zeros(len(row.positions_P)) for row in asked])
     assert [i for i, row in enumerate(taught) if row is rows[i]] == absent
-    valued = Valued(model.spec)
+    valued = TransformerWithValueHead(model.spec)
     with torch.no_grad():
         for parameter in valued.parameters():
             parameter.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.launch.memory_plan import KEPT
-from shoal.models.config import PolicySpec
+from shoal.models.config import ModelConfig
 from shoal.models.parameter_counts import adapter_parameters_of, critic_parameters_of, parameters_of
 from shoal.train.memory_estimate import Layout, judge_parts_of, parts_of, state_of
 
@@ -21,15 +21,15 @@ from shoal.config import TrainConfig
 from shoal.models.lora import begin_adapter
 from shoal.models.lora_config import AdapterSpec
 from shoal.models.transformer import Transformer
-from shoal.models.config import PolicySpec
-from shoal.models.value_head import Valued
+from shoal.models.config import ModelConfig
+from shoal.models.value_head import TransformerWithValueHead
 from shoal.protocol.algorithm_config import Ppo
 from shoal.train.critic import critic_of
-from shoal.train.rows import Row
+from shoal.train.rows import TrainingRow
 from shoal.train.learner import Learner
 
 torch.set_num_threads(1)
-spec, recompute, kind = PolicySpec(**json.loads(sys.argv[1])), *sys.argv[3:5]
+spec, recompute, kind = ModelConfig(**json.loads(sys.argv[1])), *sys.argv[3:5]
 base = kind if kind == "nf4" else ""
 rows, prompt, length, budget = json.loads(sys.argv[2])
 
@@ -51,7 +51,7 @@ def learner_of(spec):
     return Learner(model, config, temperature=1.0, steps=10, critic=critic_of(config, lambda: valued(spec)))
 
 def valued(spec):
-    model = Valued(spec)
+    model = TransformerWithValueHead(spec)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.02)
@@ -61,11 +61,13 @@ def rows_for(spec, rows, prompt, length):
     one = np.ones(length - prompt, np.float32)
     rng = np.random.default_rng(0)
     return [
-        Row(rng.integers(0, spec.vocab_size, length), np.arange(prompt, length), -one, one, one, 1.0, 0, "", (0, i, 0))
+        TrainingRow(
+            rng.integers(0, spec.vocab_size, length), np.arange(prompt, length), -one, one, one, 1.0, 0, "", (0, i, 0)
+        )
         for i in range(rows)
     ]
 
-small = PolicySpec("qwen3", 64, 2, 2, 1, 32, 64, 64, 64, 1e4, 1e-5, True, (0,))
+small = ModelConfig("qwen3", 64, 2, 2, 1, 32, 64, 64, 64, 1e4, 1e-5, True, (0,))
 learner_of(small).step(rows_for(small, 2, 8, 16), 0)  # torch reads its code at the first use
 ctypes.CDLL(None).malloc_trim(0)
 Path("/proc/self/clear_refs").write_text("5")
@@ -125,7 +127,7 @@ def test_a_step_takes_at_most_what_it_is_said_to_need_and_not_much_less(shape: s
         recompute=recompute, microbatch_tokens=work[3], row_tokens=work[2], rank=8 if kind == "nf4" else 0,
         base=kind if kind == "nf4" else "", critic=kind == "critic",
     )  # fmt: skip
-    need = sum(part.size for part in parts_of(PolicySpec(**spec), layout))  # type: ignore[arg-type]
+    need = sum(part.size for part in parts_of(ModelConfig(**spec), layout))  # type: ignore[arg-type]
     assert took <= need + SPARE_BYTES and need <= 1.3 * took + SPARE_BYTES, (shape, took, need)
 
 
@@ -136,8 +138,8 @@ QWEN = {
 }
 
 
-def qwen(name: str) -> PolicySpec:
-    return PolicySpec(**spec_of(QWEN[name], tied=name != "8b"))  # type: ignore[arg-type]
+def qwen(name: str) -> ModelConfig:
+    return ModelConfig(**spec_of(QWEN[name], tied=name != "8b"))  # type: ignore[arg-type]
 
 
 def test_the_counts_are_those_of_the_published_models() -> None:

@@ -32,7 +32,7 @@ from shoal.train.preference_training import (
     pair_sums,
     prefer_scores,
 )
-from shoal.train.rows import Row, example_row
+from shoal.train.rows import TrainingRow, example_row
 from shoal.train.sft_examples import Examples, tokenizer_digest
 
 SETTINGS = PairSettings(steps=20, batch=8, lr=3e-3, warmup_steps=2, max_grad_norm=1.0, seed=1)
@@ -57,7 +57,7 @@ def test_dpo_learns_which_answers_are_preferred_and_the_same_pairs_give_the_same
     tmp_path: Path, start: Path
 ) -> None:
     pairs = prefer.read_pairs(lines(tmp_path / "pairs.jsonl"), start, 64)
-    made = [prefer.improve(start, pairs, 0.1, SETTINGS, tmp_path / name, "float32", 1) for name in ("one", "two")]
+    made = [prefer.train_dpo(start, pairs, 0.1, SETTINGS, tmp_path / name, "float32", 1) for name in ("one", "two")]
     said = made[0].figures
     assert (said["learned_pairs"], said["pairs"]) == (35, 5) and made[0] == made[1]
     assert said["accuracy"] == 1.0 and said["margin"] > 0.05
@@ -84,7 +84,7 @@ def test_scores_learn_which_answers_are_preferred(tmp_path: Path, start: Path) -
     table = torch.nn.Embedding(64, 1)
     torch.nn.init.zeros_(table.weight)
 
-    def score(batch: MicroBatch, rows: Sequence[Row]) -> torch.Tensor:
+    def score(batch: MicroBatch, rows: Sequence[TrainingRow]) -> torch.Tensor:
         return torch.zeros(len(rows)).index_add(0, batch.row_N, table(batch.target_N).squeeze(-1))
 
     learned, measured = held_out(pairs)
@@ -97,7 +97,7 @@ def test_a_reward_model_learns_what_is_preferred_and_the_same_pairs_give_the_sam
     tmp_path: Path, start: Path
 ) -> None:
     pairs = prefer.read_pairs(lines(tmp_path / "pairs.jsonl"), start, 64)
-    made = [prefer.make_judge(start, pairs, SETTINGS, tmp_path / name, "float32", 1) for name in ("one", "two")]
+    made = [prefer.train_reward_model(start, pairs, SETTINGS, tmp_path / name, "float32", 1) for name in ("one", "two")]
     said = made[0].figures
     assert (said["learned_pairs"], said["pairs"], said["accuracy_before"]) == (35, 5, 0.5) and made[0] == made[1]
     assert said["accuracy"] == 1.0 and said["margin"] > 0.05
@@ -288,4 +288,4 @@ def test_a_reward_model_of_another_architecture_is_refused_without_a_key_that_no
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     settings = PairSettings(1, 1, 1e-3, 0, 1.0, 0)
     with pytest.raises(StateError, match=r"model_type is 'gpt2'.* choose another model$"):
-        prefer.make_judge(tmp_path, [], settings, tmp_path / "out", "float32", 1)
+        prefer.train_reward_model(tmp_path, [], settings, tmp_path / "out", "float32", 1)

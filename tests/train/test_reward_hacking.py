@@ -3,13 +3,13 @@
 import numpy as np
 
 from shoal.train.reward_hacking import signs_of
-from shoal.train.rows import Row
+from shoal.train.rows import TrainingRow
 
 
 def row(tokens, reward, place, slot=0):
     tokens_T = np.array([99, *tokens])
     zeros_P = np.zeros(len(tokens), np.float32)
-    return Row(tokens_T, np.arange(1, len(tokens_T)), zeros_P, zeros_P, zeros_P, reward, 0, id=(0, slot, place))
+    return TrainingRow(tokens_T, np.arange(1, len(tokens_T)), zeros_P, zeros_P, zeros_P, reward, 0, id=(0, slot, place))
 
 
 def test_the_signs_count_rollouts_once_and_compare_within_groups():

@@ -15,7 +15,7 @@ from shoal.algos.corrections import truncated_weights
 from shoal.config import TrainConfig
 from shoal.errors import StateError
 from shoal.protocol.algorithm_config import Grpo, Truncate
-from shoal.train.distributed.ranks import Alone
+from shoal.train.distributed.ranks import SingleProcess
 from shoal.train.learner import Learner
 
 CONFIG = TrainConfig(
@@ -241,7 +241,7 @@ def test_weights_correct_for_who_sampled_and_clips_are_against_the_start_of_the_
         assert learner.state(1).tensors[name].equal(tensor), name
 
 
-class First(Alone):
+class First(SingleProcess):
     """One of several processes, which computes the first micro-batch."""
 
     def shares(self, packed):

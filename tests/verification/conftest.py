@@ -9,7 +9,7 @@ import pytest
 
 from shoal.chat.renderer import Renderer
 from shoal.config import TinyPolicy
-from shoal.engine.interface import Score
+from shoal.engine.interface import PolicyScore
 from shoal.env import Env
 from shoal.envs.builtin.arithmetic import environment as arithmetic
 from shoal.envs.builtin.wordle import environment as wordle
@@ -82,7 +82,7 @@ class Desk:
 
     def _score(self, requests):
         self.prefills.append(len(requests))
-        return [Score(self.logprobs(request), self.gaps(request), None) for request in requests]
+        return [PolicyScore(self.logprobs(request), self.gaps(request), None) for request in requests]
 
     def body(self, groups=None) -> bytes:
         """A submission of any groups, even those that the prover would refuse to send."""

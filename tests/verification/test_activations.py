@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from shoal.algos.activation_projection import agree
-from shoal.algos.toploc import Figures, prove
+from shoal.algos.toploc import ChunkFigures, prove
 from shoal.config import ACTIVATION_ERROR
-from shoal.engine.interface import Score
+from shoal.engine.interface import PolicyScore
 from shoal.errors import StateError
 from shoal.protocol.encoding import digest
 from shoal.protocol.messages import Check
 from shoal.verification.checks.activations import judge, least_bound
 from shoal.verification.context import policy_positions
-from shoal.verification.encode_submission import commit, largest_submission_bytes, prove_activations
+from shoal.verification.encode_submission import encode_submission, largest_submission_bytes, prove_activations
 from shoal.verification.verify import verify_submission
 from tests.verification.conftest import ENGINE, RULES
 
@@ -40,7 +40,7 @@ def asking(desk):
     def score(requests):
         of = [places[tuple(request.token_ids)] for request in requests]
         none = [np.zeros(rollout.num_policy_tokens(), np.float32) for rollout in of]
-        return [Score(zeros - 1, zeros, states(rollout)) for zeros, rollout in zip(none, of, strict=True)]
+        return [PolicyScore(zeros - 1, zeros, states(rollout)) for zeros, rollout in zip(none, of, strict=True)]
 
     desk.tools = replace(desk.tools, info=SimpleNamespace(run="run-1", rules=ASKING), score=score)
     return desk
@@ -59,14 +59,14 @@ def test_honest_proofs_are_accepted(asking):
 
 
 def test_prover_makes_the_proofs_that_the_check_reads(asking):
-    scores = [Score(np.zeros(0), np.zeros(0), states(r)) for group in asking.groups for r in group.rollouts]
+    scores = [PolicyScore(np.zeros(0), np.zeros(0), states(r)) for group in asking.groups for r in group.rollouts]
     proofs = prove_activations(asking.groups, scores)
     assert list(proofs) == proofs_of(asking)
-    assert commit("run-1", asking.lease, asking.groups, ENGINE, proofs) == asking.resubmit(proofs=proofs)
+    assert encode_submission("run-1", asking.lease, asking.groups, ENGINE, proofs) == asking.resubmit(proofs=proofs)
 
 
 def test_prover_does_not_send_states_that_are_not_finite(asking):
-    bad = Score(np.zeros(0), np.zeros(0), np.full((3, WIDTH), np.nan, np.float32))
+    bad = PolicyScore(np.zeros(0), np.zeros(0), np.full((3, WIDTH), np.nan, np.float32))
     with pytest.raises(StateError, match="slot 0: an activation is not finite"):
         prove_activations(asking.groups[:1], [bad] * 4)
 
@@ -136,7 +136,7 @@ def figures(*chunks, entries=32):
     wrong = np.array([chunk[0] for chunk in chunks])
     errors = np.array([chunk[1] for chunk in chunks])
     places = np.arange(len(chunks))
-    return Figures(places, places * 0, np.full(len(chunks), entries), wrong, errors * (entries - wrong))
+    return ChunkFigures(places, places * 0, np.full(len(chunks), entries), wrong, errors * (entries - wrong))
 
 
 def outcome(found):

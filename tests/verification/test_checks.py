@@ -12,7 +12,7 @@ from shoal.envs.load import env_digest, load_run_envs
 from shoal.errors import ShoalError, StateError, Undecided
 from shoal.protocol.encoding import digest
 from shoal.protocol.messages import ENVIRONMENT, POLICY, Check, EngineFacts, EnvSpec, make_rollout
-from shoal.verification.encode_submission import commit
+from shoal.verification.encode_submission import encode_submission
 from shoal.verification.verify import verify_submission
 from tests.verification.conftest import Desk
 
@@ -192,11 +192,11 @@ def test_rollout_without_a_turn_of_the_policy_is_hard(desk):
 def test_prover_refuses_to_send_a_log_prob_that_is_not_finite(desk):
     bad = np.full(desk.groups[0].rollouts[0].num_policy_tokens(), np.nan, dtype="<f4").tobytes()
     with pytest.raises(StateError, match=r"rollout 0 of slot 0 .* not finite"):
-        commit("run-1", desk.lease, desk.edit(0, 0, logprobs=bad), ENGINE)
+        encode_submission("run-1", desk.lease, desk.edit(0, 0, logprobs=bad), ENGINE)
 
 
 def test_prover_writes_what_the_verifier_reads(desk):
-    assert commit("run-1", desk.lease, desk.groups, ENGINE) == desk.body()
+    assert encode_submission("run-1", desk.lease, desk.groups, ENGINE) == desk.body()
 
 
 # --- submission ---

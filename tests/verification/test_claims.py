@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.engine.interface import Score
+from shoal.engine.interface import PolicyScore
 from tests.verification.conftest import RULES
 
 BOUNDS = RULES.bounds["float32/float32"]
@@ -24,7 +24,9 @@ def judged(desk, shifts, bounds, gap=0.0):
         for request, nats in zip(requests, shifts, strict=True):
             n = len(request.policy_positions)
             gaps = gap * np.eye(1, n, dtype=np.float32)[0]
-            scores.append(Score(np.full(n, -1.0 - nats / n, np.float32), gaps, None, np.full(n, 24.0, np.float32)))
+            scores.append(
+                PolicyScore(np.full(n, -1.0 - nats / n, np.float32), gaps, None, np.full(n, 24.0, np.float32))
+            )
         return scores
 
     rules = msgspec.structs.replace(RULES, bounds=RULES.bounds | {"float32/float32": bounds})

@@ -13,7 +13,7 @@ from shoal.config import TinyPolicy
 from shoal.engine.dishonest import OtherSeed
 from shoal.engine.native import LocalEngine
 from shoal.envs.branching import OtherStart, continue_block, opened
-from shoal.envs.play import Episode
+from shoal.envs.play import EpisodeAttempt
 from shoal.models.random_model import make_tiny
 from shoal.protocol import messages
 from shoal.protocol.algorithm_config import Composition, Vine
@@ -326,7 +326,7 @@ def test_an_environment_that_does_not_play_alike_twice_continues_nothing(vines, 
     _, endless_turn = forgeries(vines)
     slot = vines.slots[0]
     env = vines.desk.envs[slot.env]
-    episode = Episode(env, env.task(slot.task), bytes(32))
+    episode = EpisodeAttempt(env, env.task(slot.task), bytes(32))
     with pytest.raises(OtherStart, match="than a moment ago"):
         opened(episode, vines.renderer, SAMPLING, endless_turn.rollouts[0].tokens_T().tolist())
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from shoal.algos.toploc import Figures
+from shoal.algos.toploc import ChunkFigures
 from shoal.errors import StateError
 from shoal.protocol.messages import Bounds
 from shoal.verification.fit_tolerances import (
     LEAST,
-    Noise,
+    MeasuredNoise,
     joined,
     power,
     power_by_entropy,
@@ -17,12 +17,12 @@ from shoal.verification.fit_tolerances import (
 )
 
 
-def noise(gaps: dict[float, int], tokens: int, off: float, logit: float = 5.0) -> Noise:
+def noise(gaps: dict[float, int], tokens: int, off: float, logit: float = 5.0) -> MeasuredNoise:
     """So many tokens with each gap, all others at 0; every other log-prob off by `off`, the rest by -`off`."""
     gaps_N = np.zeros(tokens, dtype=np.float32)
     gaps_N[: sum(gaps.values())] = np.repeat(list(gaps), list(gaps.values()))
     signs_N = np.where(np.arange(tokens) % 2, -1.0, 1.0)
-    return Noise(gaps_N, off * signs_N, np.full(tokens, logit, dtype=np.float32))
+    return MeasuredNoise(gaps_N, off * signs_N, np.full(tokens, logit, dtype=np.float32))
 
 
 def test_no_bound_is_below_the_least_however_small_the_noise() -> None:
@@ -82,11 +82,11 @@ def test_power_is_given_by_entropy_and_counts_tokens_beyond_the_bound() -> None:
     assert power(entropy_P, gaps_P, bounds).changed == 0.5
 
 
-def proof(*mismatched: int, entries: int = 32, error: float = 0.004) -> Figures:
+def proof(*mismatched: int, entries: int = 32, error: float = 0.004) -> ChunkFigures:
     """A group's figures: chunks of so many values, of which some changed sign or size and the others are off by `error`."""
     wrong_C = np.array(mismatched)
     entries_C, zeros_C = np.full(len(wrong_C), entries), np.zeros(len(wrong_C), dtype=int)
-    return Figures(zeros_C, zeros_C, entries_C, wrong_C, error * (entries_C - wrong_C))
+    return ChunkFigures(zeros_C, zeros_C, entries_C, wrong_C, error * (entries_C - wrong_C))
 
 
 def test_the_bound_of_proofs_is_the_worst_honest_one_times_the_safety_factor() -> None:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from shoal.config import BOUNDS, wire_bounds
-from shoal.engine.interface import Score
+from shoal.engine.interface import PolicyScore
 from shoal.protocol.messages import ENVIRONMENT, POLICY, Group, make_rollout
 from shoal.verification.checks import logprobs, sampling
-from shoal.verification.context import Failure, gravest
+from shoal.verification.context import CheckFailure, gravest
 
 TOKENS = 20
 MILD_GAP, FORGED_GAP = 0.003, 9.0
@@ -22,7 +22,7 @@ def group_and_context(gaps, off):
         make_rollout(range(TOKENS + 1), author, [-1.0 - error] * TOKENS, version=0, ending="length") for error in off
     )
     scores = [
-        Score(np.full(TOKENS, -1.0, np.float32), np.array([gap] + [0.0] * (TOKENS - 1), np.float32), None)
+        PolicyScore(np.full(TOKENS, -1.0, np.float32), np.array([gap] + [0.0] * (TOKENS - 1), np.float32), None)
         for gap in gaps
     ]
     bounds = wire_bounds(BOUNDS["float32/float32"])
@@ -50,4 +50,4 @@ def test_mild_failures_alone_stay_mild_and_the_first_is_reported():
     failure = sampling.check(group, ctx)
     assert failure is not None and failure.mild and failure.rollout == 1
     assert gravest([None, None]) is None
-    assert gravest([None, Failure(0, 0, 0, 0, "hard")]) == Failure(0, 0, 0, 0, "hard")
+    assert gravest([None, CheckFailure(0, 0, 0, 0, "hard")]) == CheckFailure(0, 0, 0, 0, "hard")

@@ -5,7 +5,7 @@ from dataclasses import replace
 from urllib.parse import urlencode
 
 from shoal.metrics import METRICS
-from shoal.watch.page import Shelf
+from shoal.watch.page import PageRuns
 
 HOSTILE = [
     "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "</title><script>alert(1)</script>",
@@ -23,7 +23,7 @@ HOSTILE = [
 
 def hostile_shelf(root, index, monkeypatch):
     """A page whose run says hostile things wherever strangers may say something."""
-    shelf = Shelf(index, [str(root)])
+    shelf = PageRuns(index, [str(root)])
     while shelf.step():
         pass
     db = shelf.runs[0].builder._db

@@ -11,8 +11,8 @@ from shoal.ledger.commands import Admin, Reconfigure
 from shoal.ledger.run import RulesChanged
 from shoal.protocol.messages import AlarmEvidence, Measured
 from shoal.watch.event_text import sentence_of
-from shoal.watch.index import Builder, Look
-from shoal.watch.page import Shelf, page_app
+from shoal.watch.index import Builder, IndexQueries
+from shoal.watch.page import PageRuns, page_app
 from shoal.watch.reading import open_run
 from tests.ledger.ledger_fixture import World
 
@@ -53,7 +53,7 @@ def acted(tmp_path_factory):
     log = AlarmsLog(root / "alarms.jsonl")
     for evidence in (FALL, POISON, AlarmEvidence("collapse", 13, 13, ())):
         log.write("raised", alarm_of(evidence), 1000.0)
-    shelf = Shelf(root / "index.sqlite", [str(root)])
+    shelf = PageRuns(root / "index.sqlite", [str(root)])
     while shelf.step():
         pass
     yield shelf, seqs
@@ -130,6 +130,6 @@ def test_evidence_that_was_indexed_stays_when_the_index_is_opened_again(tmp_path
             builder = Builder(tmp_path / "index.sqlite", run)
             builder.build()
             builder.close()
-    look = Look(tmp_path / "index.sqlite")
+    look = IndexQueries(tmp_path / "index.sqlite")
     assert [(act["seq"], act["cause"]) for act in look.acts(1)] == [(3, "collapse"), (4, "collapse")]
     look.close()

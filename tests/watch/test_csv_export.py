@@ -9,7 +9,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from shoal.net.connection_limits import Limits
+from shoal.net.connection_limits import ServerLimits
 from shoal.watch.page import csv_export
 from shoal.watch.page.csv_export import Download, Places
 from tests.net.wires import request, run, serving
@@ -58,7 +58,7 @@ async def table(num_lines=1 << 30, **limits):
     """The port of a server of a table, which is endless as it is used here."""
     places = Places()
     route = Route("/table.csv", lambda _: Download((LINE for _ in range(num_lines)), places, {}))
-    async with serving(Starlette(routes=[route]), Limits(**limits)) as port:
+    async with serving(Starlette(routes=[route]), ServerLimits(**limits)) as port:
         yield port
 
 
@@ -122,7 +122,7 @@ def test_a_download_without_a_first_line_in_time_is_told_so(monkeypatch):
 
     async def story():
         route = Route("/table.csv", lambda _: Download(slow(), Places(), {}))
-        async with serving(Starlette(routes=[route]), Limits()) as port:
+        async with serving(Starlette(routes=[route]), ServerLimits()) as port:
             assert (await asked(port)).status == 503
 
     run(story())

@@ -20,10 +20,20 @@ from shoal.ledger.submissions import SubmissionReceived
 from shoal.ledger.verdicts import VerdictGiven
 from shoal.ledger.versions import CheckpointPublished
 from shoal.protocol.messages import Measured
-from shoal.watch.index import Builder, Filter, Look, body_rows, filters, group, groups, number_of, same_task
+from shoal.watch.index import (
+    Builder,
+    GroupFilter,
+    IndexQueries,
+    body_rows,
+    filters,
+    group,
+    groups,
+    number_of,
+    same_task,
+)
 from shoal.watch.index.metrics import MetricsIndex
 from shoal.watch.index.schema import NAMES, SIDECARS, open_to_read, open_to_write
-from shoal.watch.reading import Reading, Replaced, open_run
+from shoal.watch.reading import Replaced, RunReader, open_run
 from shoal.watch.tables import rows_of
 from tests.roles.in_memory_run import URL
 from tests.watch.test_reading import append, grown, other
@@ -54,7 +64,7 @@ def index(town, tmp_path_factory):
 
 @pytest.fixture
 def look(index):
-    asked = Look(index)
+    asked = IndexQueries(index)
     yield asked
     asked.close()
 
@@ -83,7 +93,7 @@ def test_series_are_smoothed_and_thinned_here(tmp_path):
     (root / "run.json").write_text("{}")
     lines = [f'{{"step": {step}, "loss": {step % 2}.0, "gone": null}}' for step in range(1000)]
     (root / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    asked = Look(built(tmp_path / "index.sqlite", root))
+    asked = IndexQueries(built(tmp_path / "index.sqlite", root))
     whole = asked.series(1, "loss", points=1000)
     assert [row["value"] for row in whole[:4]] == [0, 1, 0, 1] and asked.names(1) == ["loss", "step"]
     few = asked.series(1, "loss", points=10, smooth=0.99)
@@ -185,7 +195,7 @@ def test_a_search_of_the_log_looks_at_a_bounded_number_of_events_and_goes_on(loo
 def test_groups_come_in_the_order_of_their_rewards(look, by):
     found, after = [], None
     while True:
-        page = groups(look, 1, Filter(by=by), after, limit=3)
+        page = groups(look, 1, GroupFilter(by=by), after, limit=3)
         found += page["rows"]
         if (after := page["next"]) is None:
             break
@@ -207,8 +217,8 @@ def test_groups_are_filtered_and_paged_and_found_by_their_words(look, run):
         (row["id"] for row in every), reverse=True
     )
     cheater = next(node.key for node in run.nodes() if node.name == "cheater")
-    assert {row["status"] for row in groups(look, 1, Filter(worker=cheater))["rows"]} == {"refused"}
-    good = groups(look, 1, Filter(env="arithmetic", status="signal", version=0, reward_from=0.0))["rows"]
+    assert {row["status"] for row in groups(look, 1, GroupFilter(worker=cheater))["rows"]} == {"refused"}
+    good = groups(look, 1, GroupFilter(env="arithmetic", status="signal", version=0, reward_from=0.0))["rows"]
     assert good and all(row["version"] == 0 and row["task"] >= 0 for row in good)
     one = group(look, 1, good[0]["id"])
     read = run.group(run.place_named(one["digest"]))
@@ -217,9 +227,9 @@ def test_groups_are_filtered_and_paged_and_found_by_their_words(look, run):
     assert [r["ending"] for r in one["rollouts"]] == [rollout.ending for rollout in read.rollouts]
     assert one["body"]["state"] == "done" and one["verdicts"] and one["findings"] == []
     text = read.rollouts[0].turns[0].text.split()[-1].strip("=")
-    found = groups(look, 1, Filter(text=text))["rows"]
+    found = groups(look, 1, GroupFilter(text=text))["rows"]
     assert one["id"] in [row["id"] for row in found] and all(row["excerpt"] for row in found)
-    assert groups(look, 1, Filter(text='zzz" OR text : "'))["rows"] == []
+    assert groups(look, 1, GroupFilter(text='zzz" OR text : "'))["rows"] == []
     assert number_of(look, 1, digest=one["digest"]) == number_of(look, 1, version=0, slot=one["slot"]) == one["id"]
     assert one["id"] in [row["id"] for row in same_task(look, 1, one["env"], one["task"])]
     assert filters(look, 1)["envs"][0]["env"] == "arithmetic"
@@ -228,7 +238,7 @@ def test_groups_are_filtered_and_paged_and_found_by_their_words(look, run):
 def test_groups_of_a_step_and_steps_of_a_worker_are_found_without_a_look_at_all_of_the_run(look, run):
     asked, worker = list[str](), next(node.key for node in run.nodes() if node.name == "honest")
     look.db.set_trace_callback(asked.append)
-    assert groups(look, 1, Filter(step=0))["rows"] and look.node(1, worker)["steps"]
+    assert groups(look, 1, GroupFilter(step=0))["rows"] and look.node(1, worker)["steps"]
     look.db.set_trace_callback(None)
     plans = [[row["detail"] for row in look.rows(f"EXPLAIN QUERY PLAN {one}")] for one in asked if "step" in one]
     assert len(plans) == 2 and not [row for plan in plans for row in plan if "(run=?)" in row or "status=?" in row]
@@ -365,15 +375,15 @@ def test_events_that_fit_no_state_are_told_and_stop_no_thread(town, tmp_path, mo
 def test_a_body_that_asks_for_too_much_is_left_with_the_reason(town, tmp_path, monkeypatch):
     with open_run(town.folder.root, clock=lambda: 1e9) as run:
         run.catch_up()
-        name, read = next(iter(run.state.submissions)), Reading.group
+        name, read = next(iter(run.state.submissions)), RunReader.group
 
         def group(reading, place, with_pieces=False):
             if place.submission == name:
                 raise Overreach("the tokenizer took too long")
             return read(reading, place, with_pieces)
 
-        monkeypatch.setattr(Reading, "group", group)
-        asked = Look(built(tmp_path / "index.sqlite", town.folder.root))
+        monkeypatch.setattr(RunReader, "group", group)
+        asked = IndexQueries(built(tmp_path / "index.sqlite", town.folder.root))
         gone = asked.rows("SELECT submission, why FROM bodies WHERE state = 'gone'")
         assert [(row["submission"], row["why"].partition(";")[0]) for row in gone] == [
             (name, "the tokenizer took too long")
@@ -388,12 +398,12 @@ def test_two_runs_in_one_index_do_not_mix(index, town, copied, tmp_path):
     path = built(tmp_path / "both.sqlite", town.folder.root)
     (copied / "metrics.jsonl").unlink()
     built(path, copied)
-    asked = Look(path)
+    asked = IndexQueries(path)
     assert [row["run"] for row in asked.runs()] == [1, 2]
     assert len(groups(asked, 1)["rows"]) == len(groups(asked, 2)["rows"]) > 0
     assert asked.metric_names(1, "entropy") and not asked.metric_names(2, "entropy")
     word = asked.rows("SELECT text FROM texts LIMIT 1")[0]["text"].split()[1]
-    assert {row["run"] for row in groups(asked, 2, Filter(text=word))["rows"]} == {2}
+    assert {row["run"] for row in groups(asked, 2, GroupFilter(text=word))["rows"]} == {2}
     asked.close()
 
 
@@ -408,7 +418,7 @@ def test_alarms_of_a_folder_are_told_by_cause_node_and_step_the_open_ones_first(
     ]:  # fmt: skip
         log.write(change, alarm, time)
     built(path, copied)
-    asked = Look(path)
+    asked = IndexQueries(path)
     rows = asked.alarms(1)
     assert [(row["cause"], row["node"], row["since_step"], row["is_open"]) for row in rows] == [
         ("stragglers", slow[1].node, 3, 1), ("stragglers", slow[0].node, 3, 1), ("disk", "", 8, 0), ("disk", "", 5, 0),
@@ -429,7 +439,7 @@ def test_a_url_tells_alarms_by_their_cause_alone_and_what_it_stops_telling_was_c
             log.write("raised", alarm, 1.0)
         with open_run("http://host", transport=httpx.ASGITransport(town.app), clock=lambda: 1e9) as run:
             now = iter([10.0, 20.0, 30.0])
-            builder, asked = Builder(path, run, clock=lambda: next(now)), Look(path)
+            builder, asked = Builder(path, run, clock=lambda: next(now)), IndexQueries(path)
             builder.note_condition()
             first = asked.alarms(1)
             log.write("cleared", alarms[2], 2.0)
@@ -469,12 +479,12 @@ def test_hostile_numbers_and_texts_are_stored_as_text(town, tmp_path, monkeypatc
     append(root, rechained)
     text = "\0 <b> ' \" \ud83d odd"
     monkeypatch.setattr("shoal.watch.reading.rollouts.ReadRollout.text", lambda rollout: text)
-    asked = Look(built(tmp_path / "index.sqlite", root))
+    asked = IndexQueries(built(tmp_path / "index.sqlite", root))
     assert [row["reason"] for row in asked.refusal_counts(1)] == [odd]
-    assert groups(asked, 1, Filter(text="odd"))["rows"][0]["excerpt"].endswith("odd")
+    assert groups(asked, 1, GroupFilter(text="odd"))["rows"][0]["excerpt"].endswith("odd")
     assert asked.nodes(1)["rows"] and asked.overview(1)["facts"]
     for typed in [*HOSTILE, "*", '"', "a AND", "(", "text:x", "-x", "^x", "\0", ""]:
-        groups(asked, 1, Filter(text=typed)), asked.timeline(1, search=typed), asked.nodes(1, search=typed)
+        groups(asked, 1, GroupFilter(text=typed)), asked.timeline(1, search=typed), asked.nodes(1, search=typed)
     asked.close()
 
 
@@ -488,12 +498,16 @@ def test_a_log_with_larger_numbers_than_a_run_is_refused(town, tmp_path):
 
 def test_a_private_group_shows_only_what_the_log_says(town, tmp_path, monkeypatch):
     monkeypatch.setattr("shoal.watch.reading.replay.is_final", lambda state, submission: False)
-    asked = Look(built(tmp_path / "index.sqlite", town.folder.root, private=True))
-    row = groups(asked, 1, Filter(status="signal"))["rows"][0]
+    asked = IndexQueries(built(tmp_path / "index.sqlite", town.folder.root, private=True))
+    row = groups(asked, 1, GroupFilter(status="signal"))["rows"][0]
     assert row["env"] is None and row["reward"] is not None
-    assert groups(asked, 1, Filter(env="arithmetic"))["rows"] == [] == groups(asked, 1, Filter(text="policy"))["rows"]
+    assert (
+        groups(asked, 1, GroupFilter(env="arithmetic"))["rows"]
+        == []
+        == groups(asked, 1, GroupFilter(text="policy"))["rows"]
+    )
     assert "ending" not in group(asked, 1, row["id"])["rollouts"][0] and filters(asked, 1)["envs"] == []
-    own = groups(asked, 1, Filter(env="arithmetic", text="policy"), private=True)["rows"]
+    own = groups(asked, 1, GroupFilter(env="arithmetic", text="policy"), private=True)["rows"]
     assert own and own[0]["env"] == "arithmetic" and "ending" in group(asked, 1, row["id"], private=True)["rollouts"][0]
     asked.close()
     built(path := tmp_path / "public.sqlite", town.folder.root)
@@ -568,7 +582,7 @@ def test_an_index_that_another_process_makes_is_not_deleted(tmp_path, monkeypatc
 def test_a_damaged_or_older_index_is_made_anew_and_a_missing_one_is_told(index, tmp_path):
     path = tmp_path / "index.sqlite"
     with pytest.raises(StateError, match="cannot be read"):
-        Look(path)
+        IndexQueries(path)
     path.write_bytes(b"not a database" * 100)
     open_to_write(path).close()
     db = sqlite3.connect(path)
@@ -576,6 +590,6 @@ def test_a_damaged_or_older_index_is_made_anew_and_a_missing_one_is_told(index, 
     db.commit()
     db.close()
     with pytest.raises(StateError, match="another version"):
-        Look(path)
+        IndexQueries(path)
     open_to_write(path).close()
-    assert Look(path).runs() == []
+    assert IndexQueries(path).runs() == []

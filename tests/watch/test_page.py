@@ -27,19 +27,19 @@ from shoal.ledger.log.sqlite_store import Store, sqlite_url
 from shoal.metrics import METRICS
 from shoal.run_folder import RunFolder
 from shoal.verification.checks import sampling
-from shoal.watch.index.group_queries import Filter, groups
-from shoal.watch.page import Shelf, csv_export, page_app
+from shoal.watch.index.group_queries import GroupFilter, groups
+from shoal.watch.page import PageRuns, csv_export, page_app
 from shoal.watch.page.app import HEADERS
-from shoal.watch.page.charts import Chart, Line, chart_of, compared, picture_of
+from shoal.watch.page.charts import Chart, ChartLine, chart_of, compared, picture_of
 from shoal.watch.page.csv_export import DOWNLOADS, lines_of_csv
 from shoal.watch.page.format import number, parts, percent, templates
-from shoal.watch.page.page_request import Asked
+from shoal.watch.page.page_request import PageRequest
 from shoal.watch.page.page_runs import CHANGE_EVERY_S
 from shoal.watch.page.replay_gaps import Gaps, Rescoring
 from shoal.watch.page.replay_gaps_main import gaps_of
 from shoal.watch.page.run_pages import _ends
 from shoal.watch.page.serve import host_token
-from shoal.watch.reading import Place
+from shoal.watch.reading import GroupRef
 from shoal.watch.rescore import rebuilt, scored
 from tests.watch.hostile import hostile_addresses
 from tests.watch.test_reading import grown
@@ -49,7 +49,7 @@ TOKEN = "t" * 43
 
 @pytest.fixture(scope="module")
 def shelf(town, tmp_path_factory):
-    shelf = Shelf(tmp_path_factory.mktemp("page") / "index.sqlite", [str(town.folder.root)])
+    shelf = PageRuns(tmp_path_factory.mktemp("page") / "index.sqlite", [str(town.folder.root)])
     while shelf.step():
         pass
     yield shelf
@@ -145,7 +145,7 @@ def test_a_page_that_did_not_change_is_not_sent_again(anyone, shelf):
 
 
 def test_a_page_answers_before_anything_of_its_run_was_read(town, tmp_path):
-    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(town.folder.root)])) as shelf:
+    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(town.folder.root)])) as shelf:
         assert "Reading the log, 0 %" in TestClient(page_app(shelf, TOKEN)).get("/1/").text
 
 
@@ -153,7 +153,7 @@ def test_a_log_that_grows_all_the_time_changes_the_page_once_in_a_while(tmp_path
     root, now = tmp_path / "run", [0.0]
     root.mkdir()
     (root / "run.json").write_text("{}")
-    shelf = Shelf(tmp_path / "index.sqlite", [str(root)], clock=lambda: now[0])
+    shelf = PageRuns(tmp_path / "index.sqlite", [str(root)], clock=lambda: now[0])
     changes = []
     with contextlib.closing(shelf), (root / "metrics.jsonl").open("w") as metrics:
         for step in range(20):
@@ -214,7 +214,7 @@ def test_private_bodies_are_shown_to_the_host_alone(anyone, host, one_private):
 def test_what_is_private_is_refused_where_it_is_read(shelf, one_private):
     row = shelf.look().rows("SELECT submission, place FROM groups WHERE id = ?", one_private)[0]
     with pytest.raises(NothingYet, match="private"):
-        shelf.group(1, Place(row["submission"], row["place"]), private=False)
+        shelf.group(1, GroupRef(row["submission"], row["place"]), private=False)
 
 
 @pytest.mark.parametrize("given", ["", "x" * 43, TOKEN[:-1], "é" * 43])
@@ -291,7 +291,7 @@ def test_no_cell_of_a_csv_is_a_formula(hostile):
 
 
 def test_a_metrics_name_begins_no_row_of_a_csv(town, tmp_path):
-    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(town.folder.root)])) as shelf:
+    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(town.folder.root)])) as shelf:
         while shelf.step():
             pass
         line = json.dumps({"step": 1, "a\n=HYPERLINK(1)": 0.5, "b": 0.5})
@@ -305,11 +305,11 @@ def test_a_metrics_name_begins_no_row_of_a_csv(town, tmp_path):
 
 
 def test_a_download_keeps_no_old_state_for_others_and_no_journal(town, tmp_path):
-    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(town.folder.root)])) as shelf:
+    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(town.folder.root)])) as shelf:
         while shelf.step():
             pass
         db, look = shelf.runs[0].builder._db, shelf.look()
-        asked = Asked(shelf, look, 1, {}, QueryParams(), False, 0.0)
+        asked = PageRequest(shelf, look, 1, {}, QueryParams(), False, 0.0)
         begun = [(lines := lines_of_csv(asked, table), next(lines, "")) for table in DOWNLOADS]
         db.execute("UPDATE runs SET name = 'new'")
         assert look.runs()[0]["name"] == "new"
@@ -356,7 +356,7 @@ def test_many_alarms_fill_no_overview_and_come_page_by_page(town, copied, tmp_pa
             Alarm("stragglers", level, 1, 1, f"w{worker} is slow.", "Ask. " * 200 + "End.", node=f"w{worker}"),
             1.0,
         )
-    shelf = Shelf(tmp_path / "index.sqlite", [str(copied)])
+    shelf = PageRuns(tmp_path / "index.sqlite", [str(copied)])
     while shelf.step():
         pass
     client = TestClient(page_app(shelf, TOKEN))
@@ -497,7 +497,7 @@ def test_only_a_viewer_with_the_hosts_link_has_this_machine_compute(anyone, host
 
 def test_the_legend_has_the_limit_that_findings_have(town, shelf):
     row = shelf.look().rows("SELECT submission, place FROM groups WHERE id = ?", private_group(shelf))[0]
-    place = Place(row["submission"], row["place"])
+    place = GroupRef(row["submission"], row["place"])
     told = asyncio.run(gaps_of(str(town.folder.root), place))
 
     async def failure():
@@ -525,7 +525,7 @@ def test_what_could_not_be_computed_now_is_not_kept_for_later(host, shelf, monke
 
 
 def test_gaps_are_computed_one_group_at_a_time_and_remembered(monkeypatch):
-    rescoring, places, made = Rescoring(), [Place("a", 0), Place("b", 0)], []
+    rescoring, places, made = Rescoring(), [GroupRef("a", 0), GroupRef("b", 0)], []
 
     def computed(where, place):
         with pytest.raises(NothingYet, match="another"):
@@ -688,7 +688,7 @@ def words_of_figures(page):
 
 
 def test_a_run_of_several_environments_has_the_reward_and_spread_of_each(town, tmp_path):
-    shelf = Shelf(tmp_path / "index.sqlite", [str(town.folder.root)])
+    shelf = PageRuns(tmp_path / "index.sqlite", [str(town.folder.root)])
     while shelf.step():
         pass
     db, labels = shelf.runs[0].builder._db, ("one", "<b>two")
@@ -716,8 +716,8 @@ def test_a_run_of_several_environments_has_the_reward_and_spread_of_each(town, t
     )
     shelf.change += 1
     assert words_of_figures(client.get("/1/").text)["one"] == told["one"]
-    assert len(groups(shelf.look(), 1, Filter(step=1))["rows"]) == len(shelf.runs[0].reading.state.main.batches[1])
-    taken = groups(shelf.look(), 1, Filter(step=1))["rows"][0]["id"]
+    assert len(groups(shelf.look(), 1, GroupFilter(step=1))["rows"]) == len(shelf.runs[0].reading.state.main.batches[1])
+    taken = groups(shelf.look(), 1, GroupFilter(step=1))["rows"][0]["id"]
     assert re.findall(r"groups\?step=(\d)", client.get(f"/1/groups/{taken}").text) == ["1"]
     db.execute(
         "UPDATE groups SET public = 0 WHERE id = (SELECT max(id) FROM groups WHERE step = 1 AND status = 'signal')"
@@ -748,7 +748,7 @@ def test_what_is_of_a_family_has_its_unit_and_meaning_and_an_environment_may_be_
     (root / "run.json").write_text("{}")
     line = {"step": 0, "reward_mean": 0.5, "reward_mean/all": 0.25, "reward_part/format": 0.5, "draw_weight/a": 1.0}
     (root / "metrics.jsonl").write_text(json.dumps({**line, "staleness_rollouts": {"3": 8}}) + "\n")
-    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(root)])) as shelf:
+    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(root)])) as shelf:
         while shelf.step():
             pass
         client = TestClient(page_app(shelf, ""))
@@ -772,7 +772,7 @@ def test_an_age_that_a_step_does_not_name_has_no_rollouts(tmp_path):
     (root / "run.json").write_text("{}")
     lines = [{"step": step, "staleness_rollouts": ages} for step, ages in enumerate(({"0": 8}, {"1": 8}))]
     (root / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(root)])) as shelf:
+    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(root)])) as shelf:
         first = html.unescape(" ".join(Tags(TestClient(page_app(shelf, "")).get("/1/").text).words))
         assert "0 of 0" not in first and "not evaluated yet" not in first
         while shelf.step():
@@ -797,7 +797,7 @@ def test_a_step_without_a_value_is_a_gap_in_charts_and_their_pictures(tmp_path, 
         for step in range(steps)
     ]
     (root / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(root)])) as shelf:
+    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(root)])) as shelf:
         while shelf.step():
             pass
         for name, parts in (("loss", [1, 2]), ("entropy_nats", [2])):
@@ -812,7 +812,7 @@ def test_a_step_without_a_value_is_a_gap_in_charts_and_their_pictures(tmp_path, 
 
 def test_before_the_first_version_the_version_is_none_and_not_minus_one(town, tmp_path):
     first = verify(Store(sqlite_url(town.folder.log), read_only=True).read()).entries[0]
-    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(grown(tmp_path, [first]))])) as shelf:
+    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(grown(tmp_path, [first]))])) as shelf:
         while shelf.step():
             pass
         client = TestClient(page_app(shelf, ""))
@@ -826,7 +826,7 @@ def test_the_form_of_a_figure_asks_for_the_same_metric(hostile):
 
 
 def test_several_runs_are_compared(town, copied, tmp_path):
-    shelf = Shelf(tmp_path / "index.sqlite", [str(town.folder.root), str(copied)])
+    shelf = PageRuns(tmp_path / "index.sqlite", [str(town.folder.root), str(copied)])
     while shelf.step():
         pass
     for worker in ("ann", "bob"):
@@ -856,7 +856,11 @@ def test_runs_are_told_apart_by_the_shortest_ends_of_their_paths():
 
 
 def test_the_legend_has_the_newest_value_of_a_shorter_line():
-    lines = [Line("long", [0.1, 0.2, 0.3]), Line("short", [0.4, 0.5, None]), Line("none", [None, None, None])]
+    lines = [
+        ChartLine("long", [0.1, 0.2, 0.3]),
+        ChartLine("short", [0.4, 0.5, None]),
+        ChartLine("none", [None, None, None]),
+    ]
     chart = Chart("reward", "Reward", "", "", "step", [0, 1, 2], lines)
     assert [chart.last(line) for line in lines] == [(2, 0.3), (1, 0.5), (2, None)]
     drawn = {"chart": chart, "picture": picture_of(chart)}
@@ -866,7 +870,7 @@ def test_the_legend_has_the_newest_value_of_a_shorter_line():
 
 def test_a_folder_without_a_run_is_an_error_in_one_line(tmp_path):
     with pytest.raises(ConfigError, match="no folder"):
-        Shelf(tmp_path / "index.sqlite", [str(tmp_path / "nothing")])
+        PageRuns(tmp_path / "index.sqlite", [str(tmp_path / "nothing")])
 
 
 def test_the_hosts_token_is_kept_for_it_alone(tmp_path):

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from shoal.watch.page import Shelf
+from shoal.watch.page import PageRuns
 from shoal.watch.page.group_pages import GROUP_VIEWS
 from shoal.watch.page.log_pages import HELDOUT_VIEWS, LOG_VIEWS
 from shoal.watch.page.run_pages import VIEWS as RUN_VIEWS
@@ -42,7 +42,7 @@ def pattern(path):
 
 @pytest.fixture(scope="module")
 def url(town, tmp_path_factory):
-    shelf = Shelf(tmp_path_factory.mktemp("browser") / "index.sqlite", [str(town.folder.root)])
+    shelf = PageRuns(tmp_path_factory.mktemp("browser") / "index.sqlite", [str(town.folder.root)])
     while shelf.step():
         pass
     with served(shelf) as url:
@@ -55,7 +55,7 @@ def url_of_two(town, tmp_path_factory):
     """A page of two runs."""
     folder = tmp_path_factory.mktemp("two")
     other = shutil.copytree(town.folder.root, folder / "other")
-    shelf = Shelf(folder / "index.sqlite", [str(town.folder.root), str(other)])
+    shelf = PageRuns(folder / "index.sqlite", [str(town.folder.root), str(other)])
     while shelf.step():
         pass
     with served(shelf) as url:

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from shoal.watch.page import Shelf
+from shoal.watch.page import PageRuns
 from tests.watch.browsing import MOST_S, needs_browser, opened, served, sync_api
 
 LATER_MS = 6_000
@@ -34,7 +34,7 @@ class Going:
         self._lines = self._metrics.read_text()
         self._metrics.write_text("")
         # Each look at the clock is later by more than the time after which a run is asked how it does.
-        self.shelf = Shelf(index, [str(root)], itertools.count(step=10).__next__)
+        self.shelf = PageRuns(index, [str(root)], itertools.count(step=10).__next__)
         self.on(len(self._rows) // 2)
 
     def on(self, events=None, lines=True):

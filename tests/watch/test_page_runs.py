@@ -17,10 +17,10 @@ from starlette.testclient import TestClient
 from shoal.alarms import Alarm, AlarmsLog
 from shoal.errors import Overreach
 from shoal.run_folder import RunFolder
-from shoal.watch.index import Look, numbered
+from shoal.watch.index import IndexQueries, numbered
 from shoal.watch.index.schema import SIDECARS
-from shoal.watch.page import Shelf, page_app
-from shoal.watch.page.page_request import Asked
+from shoal.watch.page import PageRuns, page_app
+from shoal.watch.page.page_request import PageRequest
 from shoal.watch.page.page_runs import AGAIN_S, IDLE_S, LATE_S, MOST_AGAIN_S, STALE_S
 from shoal.watch.reading import open_run
 from tests.roles.in_memory_run import URL
@@ -34,7 +34,7 @@ def now():
 
 @pytest.fixture
 def shelf(copied, tmp_path, now):
-    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as made:
+    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as made:
         yield made
 
 
@@ -68,7 +68,7 @@ def test_a_log_that_is_half_read_is_not_shown_as_the_present(copied, tmp_path, n
     monkeypatch.setattr("shoal.roles.auditor.source.MAX_EVENTS", 25)
     evaluate_last(copied)
     shutil.copy(RunFolder(copied).evaluations / "before.json", RunFolder(copied).evaluations / "v000001.json")
-    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
+    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
         seen, read = [], []
         while shelf.step() and not shelf.runs[0].is_whole:
             page, log = words(shelf), words(shelf, "/1/log")
@@ -107,7 +107,7 @@ def test_a_log_that_is_half_read_is_not_shown_as_the_present(copied, tmp_path, n
 def test_the_share_of_a_log_that_was_read_is_of_all_of_it_from_the_first_page_on(copied, tmp_path, now, monkeypatch):
     """Also where no second passes between the pages, so that nobody asks again how long the log is."""
     monkeypatch.setattr("shoal.roles.auditor.source.MAX_EVENTS", 40)
-    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
+    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
         newest = shelf.runs[0].reading.source.newest()
         shelf.step()
         assert f"Reading the log, {100 * 40 // (newest + 1)} %" in words(shelf)
@@ -116,7 +116,7 @@ def test_the_share_of_a_log_that_was_read_is_of_all_of_it_from_the_first_page_on
 def test_a_live_log_is_whole_once_all_is_read_that_it_had(copied, tmp_path, now, monkeypatch):
     """Each look finds more of it: events come all the time, and bodies take longer than events."""
     monkeypatch.setattr("shoal.roles.auditor.source.MAX_EVENTS", 40)
-    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
+    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
         monkeypatch.setattr(shelf.runs[0].reading.source, "newest", lambda: 99)
         said = [words(shelf) for _ in range(3) if shelf.step()]
         assert ["Reading the log" in page for page in said] == [True, True, False]
@@ -124,7 +124,7 @@ def test_a_live_log_is_whole_once_all_is_read_that_it_had(copied, tmp_path, now,
 
 def test_a_log_of_unknown_length_is_read_without_a_share(copied, tmp_path, now, monkeypatch):
     monkeypatch.setattr("shoal.roles.auditor.source.MAX_EVENTS", 40)
-    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
+    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
         monkeypatch.setattr(shelf.runs[0].reading.source, "newest", lambda: -1)
         shelf.step()
         assert "Reading the log. Until" in words(shelf)
@@ -133,7 +133,7 @@ def test_a_log_of_unknown_length_is_read_without_a_share(copied, tmp_path, now, 
 
 
 def test_an_empty_page_says_that_it_reads_before_it_has_read(copied, tmp_path, now):
-    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
+    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
         page, log = words(shelf), words(shelf, "/1/log")
         assert "Reading the log, 0 %" in page and "not begun" not in page + log
         assert "of which nothing was read" in page and "event -1" not in page
@@ -146,7 +146,7 @@ def test_a_broken_log_is_told_and_stays_told_while_it_is_read_again(copied, tmp_
         log.execute("UPDATE events SET hash = ? WHERE seq = ?", ("0" * 64, last - 5))
         log.commit()
     evaluate_last(copied)
-    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
+    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
         while shelf.step():
             now[0] += 10.0
         for _ in range(8):
@@ -195,7 +195,9 @@ def test_a_host_that_is_gone_is_told_before_its_log_is_asked_for_and_a_run_that_
     def open_one(where, private):
         return open_run(where, private=private, transport=way)
 
-    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [URL], clock=lambda: now[0], open_one=open_one)) as shelf:
+    with contextlib.closing(
+        PageRuns(tmp_path / "index.sqlite", [URL], clock=lambda: now[0], open_one=open_one)
+    ) as shelf:
         shelf.catch_up()
         assert "no longer answers" not in words(shelf) and shelf.look().condition(1)["is_live"]
         way.is_gone, before = True, shelf.change
@@ -217,7 +219,7 @@ def test_a_run_is_asked_how_it_does_when_its_log_has_another_version(copied, tmp
     with contextlib.closing(sqlite3.connect(copied / "log.sqlite")) as log, log:
         rows = log.execute("SELECT * FROM events ORDER BY seq").fetchall()
         log.execute("DELETE FROM events WHERE seq >= ?", (len(rows) // 2,))
-        with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
+        with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(copied)], clock=lambda: now[0])) as shelf:
             log.commit()
             shelf.catch_up()
             assert shelf.look().condition(1)["version"] == 1
@@ -278,7 +280,7 @@ def test_alarms_of_a_strangers_folder_stop_nothing(shelf, copied, now):
 
 def test_a_damaged_index_is_made_anew_for_all_runs_and_all_viewers(town, copied, tmp_path, now):
     path, places = tmp_path / "index.sqlite", [str(town.folder.root), str(copied)]
-    with contextlib.closing(Shelf(path, places, clock=lambda: now[0])) as shelf:
+    with contextlib.closing(PageRuns(path, places, clock=lambda: now[0])) as shelf:
         indexed(shelf, now)
         shelf.runs[0].builder._db.execute("UPDATE runs SET name = 'old'")
         assert {row["name"] for row in shelf.look().runs()} == {"old"}
@@ -296,7 +298,7 @@ def test_a_damaged_index_is_made_anew_for_all_runs_and_all_viewers(town, copied,
 
 def test_an_index_that_is_deleted_is_told_and_made_anew(town, copied, tmp_path, now):
     path, places = tmp_path / "index.sqlite", [str(town.folder.root), str(copied)]
-    with contextlib.closing(Shelf(path, places, clock=lambda: now[0])) as shelf:
+    with contextlib.closing(PageRuns(path, places, clock=lambda: now[0])) as shelf:
         indexed(shelf, now)
         path.unlink()
         client = TestClient(page_app(shelf, ""))
@@ -321,7 +323,7 @@ def test_the_name_of_a_table_says_how_much_of_the_log_is_in_it(shelf, now):
 def test_a_table_that_cannot_be_read_has_a_status_of_its_own(shelf, now, tmp_path):
     indexed(shelf, now)
     client = TestClient(page_app(shelf, ""))
-    shelf.look_apart = lambda: Look(tmp_path / "nothing")
+    shelf.look_apart = lambda: IndexQueries(tmp_path / "nothing")
     assert client.get("/1/csv/events.csv").status_code == 503 and client.head("/1/csv/events.csv").status_code == 200
 
 
@@ -330,7 +332,7 @@ def test_runs_keep_their_numbers_in_an_index_made_anew_or_are_told_apart(copied,
     monkeypatch.setattr("shoal.roles.auditor.source.ANSWER_S", 0.1)
     monkeypatch.setattr("shoal.watch.reading.source.ANSWER_S", 0.1)
     path, places = tmp_path / "index.sqlite", ["http://127.0.0.1:9", str(copied)]
-    with contextlib.closing(Shelf(path, places, clock=lambda: now[0])) as shelf:
+    with contextlib.closing(PageRuns(path, places, clock=lambda: now[0])) as shelf:
         while shelf.step():
             pass
         path.unlink()
@@ -348,7 +350,7 @@ def test_runs_keep_their_numbers_in_an_index_made_anew_or_are_told_apart(copied,
             pass
         assert [shown.number for shown in shelf.runs] == [2, 1]
         for look in (before, shelf.look()):
-            for run in Asked(shelf, look, 0, {}, QueryParams(), False, 0.0).runs():
+            for run in PageRequest(shelf, look, 0, {}, QueryParams(), False, 0.0).runs():
                 assert str(copied) not in str(run) and run["is_own"] == (run["run"] == (2 if look is before else 1))
         before.close()
         for address in ("/1/", "/2/", "/compare", "/1/csv/runs.csv"):
@@ -358,7 +360,7 @@ def test_runs_keep_their_numbers_in_an_index_made_anew_or_are_told_apart(copied,
 def test_a_host_that_does_not_answer_holds_up_no_other_run(copied, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         places = [f"http://127.0.0.1:{silent.getsockname()[1]}", str(copied)]
-        with contextlib.closing(Shelf(tmp_path / "index.sqlite", places)) as shelf:
+        with contextlib.closing(PageRuns(tmp_path / "index.sqlite", places)) as shelf:
             shelf.start()
             deadline = time.monotonic() + 20  # the silent host has 30 s to answer
             while shelf.look().overview(2)["facts"].get("phase") != "ended" or not shelf.change:

@@ -18,8 +18,8 @@ from shoal.ledger.fault_rate import FAULT_REMEDY, FAULTS
 from shoal.protocol.audit_selection import REPLAY
 from shoal.watch.event_rows import node_note
 from shoal.watch.event_text import sentence_of
-from shoal.watch.page import Shelf, page_app
-from shoal.watch.page.charts import OVERVIEW, TITLES, Chart, Line, chart_of, overview_charts, picture_of
+from shoal.watch.page import PageRuns, page_app
+from shoal.watch.page.charts import OVERVIEW, TITLES, Chart, ChartLine, chart_of, overview_charts, picture_of
 from shoal.watch.reading import open_run
 from shoal.watch.report.html import report_of
 from tests.envs import brittle
@@ -31,7 +31,7 @@ TOKEN = "t" * 43
 
 @pytest.fixture
 def shelf(town, tmp_path):
-    shelf = Shelf(tmp_path / "index.sqlite", [str(town.folder.root)])
+    shelf = PageRuns(tmp_path / "index.sqlite", [str(town.folder.root)])
     while shelf.step():
         pass
     yield shelf
@@ -53,7 +53,7 @@ def tell(shelf, **said):
 
 
 def test_the_page_says_that_it_reads_where_it_could_only_say_that_something_is_missing(town, tmp_path):
-    with contextlib.closing(Shelf(tmp_path / "index.sqlite", [str(town.folder.root)])) as shelf:
+    with contextlib.closing(PageRuns(tmp_path / "index.sqlite", [str(town.folder.root)])) as shelf:
         for address in ("/1/", "/1/nodes", "/1/versions", "/1/refusals", "/1/validators", "/1/groups", "/1/log"):
             words = words_of(shelf, address)
             assert "Nothing so far: reading the log" in words, address
@@ -84,7 +84,7 @@ def test_a_run_that_was_stopped_says_so_with_its_step_and_what_resumes_it(copied
 
     def said():
         with (
-            contextlib.closing(Shelf(tmp_path / f"{len(shown)}.sqlite", [str(copied)])) as shelf,
+            contextlib.closing(PageRuns(tmp_path / f"{len(shown)}.sqlite", [str(copied)])) as shelf,
             open_run(copied) as run,
         ):
             shelf.catch_up(), run.catch_up()
@@ -160,18 +160,18 @@ def test_a_volunteer_finds_its_own_page_in_one_step_and_a_list_where_several_mat
 
 
 def test_a_chart_of_one_point_is_a_dot_with_its_value():
-    lines = [Line("mean", [0.5]), Line("95 %, high", [0.625], True), Line("95 %, low", [0.4], True)]
+    lines = [ChartLine("mean", [0.5]), ChartLine("95 %, high", [0.625], True), ChartLine("95 %, low", [0.4], True)]
     drawn = picture_of(Chart("heldout", "Held-out results", "success", "", "version", [0], lines, "95 %"))
     assert drawn is not None
     first, last = drawn.lines[0][1][0].split(" ")
     assert first == last and drawn.only == "version 0: 0.5, 95 %: 0.4 to 0.625"
-    longer = picture_of(Chart("heldout", "", "", "", "version", [0, 2], [Line("mean", [0.5, 0.75])]))
+    longer = picture_of(Chart("heldout", "", "", "", "version", [0, 2], [ChartLine("mean", [0.5, 0.75])]))
     assert longer is not None and longer.only == ""
 
 
 @pytest.mark.parametrize(("value", "edges"), [(0.0, (0, 1)), (0.25, (0, 0.5)), (3.0, (0, 6)), (-1.0, (-2, 0))])
 def test_the_axis_of_equal_values_reaches_to_0(value, edges):
-    drawn = picture_of(Chart("clip_share", "", "share", "", "step", [0, 1], [Line("all", [value, value])]))
+    drawn = picture_of(Chart("clip_share", "", "share", "", "step", [0, 1], [ChartLine("all", [value, value])]))
     assert drawn is not None and (drawn.low, drawn.high) == edges
 
 
@@ -219,7 +219,7 @@ def brittle_shelf(tmp_path_factory):
     def open_one(where, private):
         return open_run(where, private=private, own_files=True)
 
-    shelf = Shelf(tmp_path_factory.mktemp("brittle") / "index.sqlite", [str(town.folder.root)], open_one=open_one)
+    shelf = PageRuns(tmp_path_factory.mktemp("brittle") / "index.sqlite", [str(town.folder.root)], open_one=open_one)
     shelf.catch_up()
     yield shelf
     shelf.close()
@@ -267,13 +267,13 @@ def test_the_overview_says_why_tasks_cannot_begin_while_the_run_goes_on(tmp_path
     world.serve(WORKER, by=JUDGES[0])
     world.book.store.close()
     (tmp_path / "run.json").write_text("{}")
-    shelf = Shelf(tmp_path / "index.sqlite", [str(tmp_path)])
+    shelf = PageRuns(tmp_path / "index.sqlite", [str(tmp_path)])
     while shelf.step():
         pass
     for is_new in (True, False):
         assert (LONG in words_of(shelf, "/1/")) == is_told, is_new
         shelf.close()
-        shelf = Shelf(tmp_path / "index.sqlite", [str(tmp_path)])
+        shelf = PageRuns(tmp_path / "index.sqlite", [str(tmp_path)])
     shelf.close()
 
 
@@ -296,7 +296,7 @@ def test_the_start_page_says_which_log_is_broken_and_which_is_still_read(town, c
     broken = shutil.copytree(copied, tmp_path / "broken")
     with contextlib.closing(sqlite3.connect(broken / "log.sqlite")) as log, log:
         log.execute("UPDATE events SET hash = printf('%064d', 0) WHERE seq = 3")
-    shelf = Shelf(tmp_path / "index.sqlite", [str(town.folder.root), str(copied), str(broken)])
+    shelf = PageRuns(tmp_path / "index.sqlite", [str(town.folder.root), str(copied), str(broken)])
     words = words_of(shelf, "/compare")
     assert words.count("reading the log, 0 %") == 3 and "starting" not in words
     shelf.catch_up()

@@ -12,7 +12,7 @@ from shoal.cli.main import main
 from shoal.errors import ConfigError, NothingYet, how_to_install
 from shoal.evaluation_files import Judged
 from shoal.metrics import METRICS
-from shoal.watch.page.charts import Chart, Line
+from shoal.watch.page.charts import Chart, ChartLine
 from shoal.watch.page.charts import picture_of as chart_picture
 from shoal.watch.plots.render import _panel, draw, draw_inline, thinned
 from shoal.watch.plots.series import EVALUATED, USUAL, ReadRun, picture_of
@@ -166,7 +166,7 @@ def test_a_series_of_one_value_has_the_axis_of_the_pages_chart(value, metric):
 
     picture = picture_of([read(rewards=(value, value), clip_share=value)], [metric])
     _panel(axes := Figure().subplots(), picture.panels[0], picture)
-    on_page = chart_picture(Chart("x", "x", "", "", "step", [0, 1], [Line("x", [value, value])]))
+    on_page = chart_picture(Chart("x", "x", "", "", "step", [0, 1], [ChartLine("x", [value, value])]))
     margin = 0.05 * (on_page.high - on_page.low)
     assert axes.get_ylim() == pytest.approx((on_page.low - margin, on_page.high + margin))
 

@@ -11,14 +11,14 @@ from starlette.testclient import TestClient
 from shoal.envs.load import env_digest
 from shoal.errors import NothingYet
 from shoal.run_folder import RunFolder
-from shoal.watch.page import Shelf, page_app
-from shoal.watch.reading import Place, open_run
+from shoal.watch.page import PageRuns, page_app
+from shoal.watch.reading import GroupRef, open_run
 from tests.watch.test_page import TOKEN
 
 
 @pytest.fixture
 def shelf(copied, tmp_path):
-    shelf = Shelf(tmp_path / "index.sqlite", [str(copied)])
+    shelf = PageRuns(tmp_path / "index.sqlite", [str(copied)])
     while shelf.step():
         pass
     yield shelf
@@ -88,7 +88,7 @@ def place_of(shelf):
     row = shelf.look().rows("SELECT id, submission, place FROM groups WHERE run = 1 AND status = 'signal' ORDER BY id")[
         0
     ]
-    return row["id"], Place(row["submission"], row["place"])
+    return row["id"], GroupRef(row["submission"], row["place"])
 
 
 def test_an_answer_is_shown_to_the_host_on_request_and_to_nobody_else(anyone, host, shelf, monkeypatch):
@@ -145,7 +145,7 @@ def environment(**args):
 @pytest.mark.parametrize("own_files", [False, True])
 def test_parts_by_the_hosts_own_file_come_when_the_page_may_run_it(copied, tmp_path, own_files):
     (file := tmp_path / "in_parts.py").write_text(IN_PARTS)
-    shelf = Shelf(tmp_path / "index.sqlite", [str(copied)], open_one=partial(open_run, own_files=own_files))
+    shelf = PageRuns(tmp_path / "index.sqlite", [str(copied)], open_one=partial(open_run, own_files=own_files))
     while shelf.step():
         pass
     state = shelf.runs[0].reading.state

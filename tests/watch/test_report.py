@@ -19,7 +19,7 @@ from shoal.watch import open_run
 from shoal.watch.reading.evaluations import HeldOut
 from shoal.watch.report import html as page
 from shoal.watch.report.content import _changes, _config, facts_of, gain_of, policy_of, without_folders
-from shoal.watch.report.samples import Said, Sample, Talk, shade_of
+from shoal.watch.report.samples import ReportSample, SampleTurn, Talk, shade_of
 
 HOSTILE = (
     "<script>alert(1)</script>", "</style><script>x</script>", '"><img src=x onerror=alert(1)>', "' onmouseover='x",
@@ -174,11 +174,11 @@ def test_thirty_hostile_texts_are_text(ended, monkeypatch):
         alarms = [
             msgspec.structs.replace(line, alarm=msgspec.structs.replace(line.alarm, summary=text)) for text in HOSTILE
         ]
-        talks = tuple(Talk(1.0, text, (Said(text, text),), text, False) for text in HOSTILE)
+        talks = tuple(Talk(1.0, text, (SampleTurn(text, text),), text, False) for text in HOSTILE)
         everywhere = "".join(HOSTILE)
         return facts.__class__(**{
             **facts.__dict__, "name": everywhere, "nodes": nodes, "alarms": alarms, "config": everywhere,
-            "gain": everywhere, "samples": [Sample(everywhere, everywhere, talks)], "envs": [(everywhere, "x")],
+            "gain": everywhere, "samples": [ReportSample(everywhere, everywhere, talks)], "envs": [(everywhere, "x")],
             "algorithm": everywhere,
         })  # fmt: skip
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.protocol import encoding
-from shoal.weights.fetch.chunks import Piece, Place, take_up_parts
+from shoal.weights.fetch.chunks import Chunk, FileRange, take_up_parts
 from shoal.weights.fetch.sources import Passing
 from shoal.weights.fetch.transfer import Transfer
 
@@ -121,7 +121,7 @@ class Version:
         folder.mkdir(parents=True, exist_ok=True)
         self.file.write_bytes(b"")
         self.missing = [
-            Piece(encoding.digest(chunk), chunk_bytes, [Place(self.file, index * chunk_bytes)])
+            Chunk(encoding.digest(chunk), chunk_bytes, [FileRange(self.file, index * chunk_bytes)])
             for index, chunk in enumerate(self.chunks)
         ]
         self.blamed: list[tuple[str, str]] = []

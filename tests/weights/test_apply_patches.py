@@ -15,7 +15,7 @@ from shoal.weights.delta.apply import follow
 from shoal.weights.delta.tensor_codes import coded_directory
 from shoal.weights.fetch.fetch import MOST_MANIFESTS, MOST_NAMES, fetch
 from shoal.weights.manifest import ManifestError, is_whole, weights_root
-from shoal.weights.publish import Base, publish
+from shoal.weights.publish import PatchBase, publish
 from tests.weights.checkpoints import CHUNK_BYTES, RUN, Chunks, Dying, Lying, write_checkpoint
 from tests.weights.test_download_plan import manifest
 from tests.weights.versions import series
@@ -38,7 +38,7 @@ class Line:
             )  # fmt: skip
             self.manifests.append(asyncio.run(story))
             self.directories.append(directory)
-            base = Base(version, self.manifests[-1].root, coded_directory(directory))
+            base = PatchBase(version, self.manifests[-1].root, coded_directory(directory))
 
     async def manifest_of(self, version: int) -> Manifest:
         self.asked_for.append(version)

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from shoal.weights.delta.bitset_rank import Members, select
+from shoal.weights.delta.bitset_rank import PositionSet, select
 
 
 def members_of(mask):
     padded = np.concatenate([mask, np.zeros(-len(mask) % 64, bool)])
-    return Members(np.packbits(padded, bitorder="little").view("<u8"))
+    return PositionSet(np.packbits(padded, bitorder="little").view("<u8"))
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 5000])

@@ -5,9 +5,9 @@ import dataclasses
 
 import pytest
 
-from shoal.net.connection_limits import Limits
+from shoal.net.connection_limits import ServerLimits
 from shoal.protocol.messages import RelayEntry
-from shoal.weights.fetch.blocklist import FORGET_S, LIAR_S, LONGEST_S, MOST_SOURCES, UNREACHED_S, LeftOut
+from shoal.weights.fetch.blocklist import FORGET_S, LIAR_S, LONGEST_S, MOST_SOURCES, UNREACHED_S, SourceBlocklist
 from shoal.weights.fetch.fetch import fetch
 from shoal.weights.fetch.relay_sources import Relays
 from tests.net.wires import serving
@@ -27,8 +27,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def left(clock) -> LeftOut:
-    return LeftOut(clock)
+def left(clock) -> SourceBlocklist:
+    return SourceBlocklist(clock)
 
 
 def test_one_wrong_chunk_may_be_an_accident_and_two_are_not(left, clock):
@@ -107,7 +107,7 @@ def test_a_relay_that_lies_to_clients_costs_them_few_chunks_and_not_some_of_each
         return len(asked)
 
     async def story():
-        async with serving(lying, Limits()) as port:
+        async with serving(lying, ServerLimits()) as port:
             relays = Relays(Host(f"http://127.0.0.1:{port}"), clock=clock)
             asked_of = [await follow(relays, version) for version in range(4)]
             assert sum(asked_of) == 2 and asked_of[2:] == [0, 0]

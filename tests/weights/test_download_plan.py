@@ -6,7 +6,7 @@ import pytest
 
 from shoal.protocol.constants import MAX_PATCH_CHAIN
 from shoal.protocol.messages import FileEntry, Manifest, Patch
-from shoal.weights.delta.plan import APPLY_SHARE, Lacking, Way, cheapest
+from shoal.weights.delta.plan import APPLY_SHARE, DownloadPlan, NeedsManifest, plan_download
 
 FULL, SMALL = 1_000_000, 7_000
 
@@ -33,16 +33,18 @@ def manifest(version: int, bases: dict[int, int] | None = None, whole: bool = Tr
     )  # fmt: skip
 
 
-def found(asked: Manifest, here: list[int], served: list[Manifest], **options: object) -> tuple[Way | None, list[int]]:
+def found(
+    asked: Manifest, here: list[int], served: list[Manifest], **options: object
+) -> tuple[DownloadPlan | None, list[int]]:
     """The way, and the manifests that had to be fetched for it."""
     known: dict[int, Manifest | None] = {}
     roots = {version: root(version) for version in here}
-    while isinstance(way := cheapest(asked, roots, known, weights_bytes=FULL, **options), Lacking):  # type: ignore[arg-type]
+    while isinstance(way := plan_download(asked, roots, known, weights_bytes=FULL, **options), NeedsManifest):  # type: ignore[arg-type]
         known[way.version] = {one.version: one for one in served}.get(way.version)
     return way, list(known)
 
 
-def versions_of(way: Way | None) -> list[int]:
+def versions_of(way: DownloadPlan | None) -> list[int]:
     assert way is not None
     return [way.start, *(hop.version for hop in way.hops)]
 
@@ -85,8 +87,8 @@ def test_of_two_patches_the_one_with_the_cheaper_way_is_taken():
 
 
 def test_a_version_that_is_here_with_another_root_is_no_base():
-    way = cheapest(manifest(9), {8: root(77)}, {8: None}, weights_bytes=FULL)
-    assert isinstance(way, Way) and versions_of(way) == [9]
+    way = plan_download(manifest(9), {8: root(77)}, {8: None}, weights_bytes=FULL)
+    assert isinstance(way, DownloadPlan) and versions_of(way) == [9]
 
 
 def test_a_manifest_with_another_root_than_the_patch_begins_at_is_not_followed():

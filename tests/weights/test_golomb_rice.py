@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shoal.weights.delta.golomb_rice import (
     MOST,
     BadBits,
-    Reader,
+    BitReader,
     read_bits,
     read_flags,
     read_number,
@@ -31,7 +31,7 @@ def members(values):
 
 
 def read_all(data, sets, universes):
-    reader = Reader(data)
+    reader = BitReader(data)
     found = read_sets(reader, [len(one) for one in sets], universes)
     reader.finish()
     return found
@@ -42,7 +42,7 @@ def read_all(data, sets, universes):
 
 @given(st.integers(0, MOST))
 def test_a_number_is_read_as_it_was_written(value):
-    reader = Reader(write_number(value))
+    reader = BitReader(write_number(value))
     assert read_number(reader, MOST) == value
     reader.finish()
 
@@ -53,7 +53,7 @@ def test_bits_are_read_as_they_were_written(pairs):
     values = words([value % (1 << width) for width, value in pairs])
     data = write_bits(values, widths)
     assert len(data) == -(-sum(width for width, _ in pairs) // 8)
-    reader = Reader(data)
+    reader = BitReader(data)
     assert read_bits(reader, widths).tolist() == values.tolist()
     reader.finish()
 
@@ -92,40 +92,40 @@ def refused(read, *parts):
 
 
 def test_bytes_that_end_early_or_late_are_refused():
-    assert "3 bytes early" in refused(Reader(b"12").take, 5)
-    reader = Reader(b"12")
+    assert "3 bytes early" in refused(BitReader(b"12").take, 5)
+    reader = BitReader(b"12")
     reader.take(1)
     assert "1 bytes too many" in refused(reader.finish)
 
 
 def test_a_number_has_a_limit_an_end_and_one_spelling():
-    assert refused(read_number, Reader(write_number(41)), 40) == "gives 41 for a number of at most 40"
-    assert "at most" in refused(read_number, Reader(b"\x85\x00"), 40)
-    assert "without an end" in refused(read_number, Reader(b"\xff" * 20), MOST)
-    assert "early" in refused(read_number, Reader(b"\x80"), 40)
+    assert refused(read_number, BitReader(write_number(41)), 40) == "gives 41 for a number of at most 40"
+    assert "at most" in refused(read_number, BitReader(b"\x85\x00"), 40)
+    assert "without an end" in refused(read_number, BitReader(b"\xff" * 20), MOST)
+    assert "early" in refused(read_number, BitReader(b"\x80"), 40)
 
 
 def test_bits_are_filled_up_with_zeros_only():
-    assert read_bits(Reader(b"\x1f"), words([5])).tolist() == [31]
-    assert "with ones" in refused(read_bits, Reader(b"\x3f"), words([5]))
+    assert read_bits(BitReader(b"\x1f"), words([5])).tolist() == [31]
+    assert "with ones" in refused(read_bits, BitReader(b"\x3f"), words([5]))
 
 
 def test_flags_are_bits_of_width_1():
     flags = np.array([True, False, False, True, True])
     assert write_flags(flags) == write_bits(words(flags), words([1] * 5)) == b"\x19"
-    assert read_flags(Reader(b"\x19"), 5).tolist() == flags.tolist()
-    assert "with ones" in refused(read_flags, Reader(b"\x39"), 5)
+    assert read_flags(BitReader(b"\x19"), 5).tolist() == flags.tolist()
+    assert "with ones" in refused(read_flags, BitReader(b"\x39"), 5)
 
 
 def test_a_set_is_filled_up_with_zeros_only():
     good = write_sets([members([1, 10, 31])], [40])
-    assert "with ones" in refused(read_sets, Reader(bytes([good[0] | 128, *good[1:]])), [3], [40])
+    assert "with ones" in refused(read_sets, BitReader(bytes([good[0] | 128, *good[1:]])), [3], [40])
 
 
 def test_a_set_with_fewer_gaps_than_members_is_refused():
-    assert "before the last of 3 gaps" in refused(read_sets, Reader(b"\x05\x00\x00"), [3], [40])
+    assert "before the last of 3 gaps" in refused(read_sets, BitReader(b"\x05\x00\x00"), [3], [40])
 
 
 def test_a_member_beyond_its_universe_is_refused():
     data = write_sets([members([1, 10, 31])], [40])
-    assert refused(read_sets, Reader(data), [3], [31]) == "names member 31 of 31"
+    assert refused(read_sets, BitReader(data), [3], [31]) == "names member 31 of 31"

@@ -11,7 +11,7 @@ from shoal.errors import PeerError, StateError
 from shoal.weights.delta import patch
 from shoal.weights.delta.golomb_rice import write_number
 from shoal.weights.delta.patch import MAGIC, apply_patch, make_patch
-from shoal.weights.delta.tensor_codes import Coded, coded_directory, coded_tensors, root_of
+from shoal.weights.delta.tensor_codes import EncodedTensor, coded_directory, coded_tensors, root_of
 from shoal.weights.manifest import weights_root
 from tests.weights.versions import as_stored, copied, equal, framed, sections_of, versions
 
@@ -66,7 +66,7 @@ def test_a_tensor_that_does_not_change_costs_a_byte():
 def test_a_version_with_other_tensors_has_no_patch():
     old, new = versions()
     renamed = {("extra" if name == "head" else name): one for name, one in new.items()}
-    turned = {**new, "head": Coded("BF16", (60, 40), new["head"].codes)}
+    turned = {**new, "head": EncodedTensor("BF16", (60, 40), new["head"].codes)}
     for other in (renamed, turned, {**new, "head": as_stored(np.ones((40, 60)), "F16")}):
         with pytest.raises(StateError, match=r"no patch leads to this version: (head|extra) was .* and is .* Publish"):
             make_patch(old, other)
@@ -178,9 +178,9 @@ def test_a_spoiled_patch_never_makes_wrong_weights(spoil, back):
 
 
 def test_the_format_has_not_changed():
-    old = {"b": Coded("BF16", (6,), np.array([0x3C00, 0x3C01, 0x3C7F, 0xBC00, 0, 0x8000], "<u2"))}
-    new = {"b": Coded("BF16", (6,), np.array([0x3C00, 0x3C02, 0x3C80, 0xBC00, 0, 0], "<u2"))}
-    old["a"] = new["a"] = Coded("F32", (), np.array([7], "<u4"))
+    old = {"b": EncodedTensor("BF16", (6,), np.array([0x3C00, 0x3C01, 0x3C7F, 0xBC00, 0, 0x8000], "<u2"))}
+    new = {"b": EncodedTensor("BF16", (6,), np.array([0x3C00, 0x3C02, 0x3C80, 0xBC00, 0, 0], "<u2"))}
+    old["a"] = new["a"] = EncodedTensor("F32", (), np.array([7], "<u4"))
     made = patch_of(old, new, worth_it=100)
     assert made[:8] == MAGIC and made[40:] == bytes(
         [

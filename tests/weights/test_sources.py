@@ -16,11 +16,11 @@ from starlette.routing import Route
 from shoal.errors import NothingYet, PeerError
 from shoal.net import server
 from shoal.net.blobs import FolderBlobs
-from shoal.net.connection_limits import Limits
+from shoal.net.connection_limits import ServerLimits
 from shoal.protocol import encoding
 from shoal.weights.fetch import sources, transfer
 from shoal.weights.fetch.fetch import fetch
-from shoal.weights.fetch.sources import HttpSource, Passing, Source, WrongBytes
+from shoal.weights.fetch.sources import ChunkSource, HttpSource, Passing, WrongBytes
 from shoal.weights.publish import publish
 from tests.net.fault_proxy import FaultProxy, LineFault
 from tests.net.wires import serving
@@ -67,7 +67,7 @@ async def blob_server(folder: Path) -> AsyncIterator[int]:
     async def get(request):
         return blobs.serve(request.path_params["digest"])
 
-    async with serving(server.application([Route("/v1/blobs/{digest}", get)]), Limits()) as port:
+    async with serving(server.application([Route("/v1/blobs/{digest}", get)]), ServerLimits()) as port:
         yield port
 
 
@@ -212,7 +212,7 @@ def test_faults_on_the_way_load_no_wrong_weights(faults, tmp_path, monkeypatch):
                     FaultProxy(port, rng, faults=kinds, every_bytes=10_000) as worse,
                     FaultProxy(port, rng) as good,
                 ):
-                    lines: list[Source] = [
+                    lines: list[ChunkSource] = [
                         HttpSource(f"http://127.0.0.1:{proxy.port}/v1/blobs", trusted_address=True)
                         for proxy in (bad, worse, good)
                     ]

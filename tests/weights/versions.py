@@ -2,20 +2,20 @@
 
 import numpy as np
 
-from shoal.weights.delta.golomb_rice import Reader, read_number, write_number
-from shoal.weights.delta.tensor_codes import KINDS, Coded, Weights
+from shoal.weights.delta.golomb_rice import BitReader, read_number, write_number
+from shoal.weights.delta.tensor_codes import KINDS, EncodedTensor, Weights
 
 SHAPES = {"embed": (60, 40), "layers.0.up": (90, 40), "layers.0.norm": (40,), "head": (40, 60)}
 
 
-def as_stored(values: np.ndarray, dtype: str) -> Coded:
+def as_stored(values: np.ndarray, dtype: str) -> EncodedTensor:
     """Float values as a tensor of this dtype, BF16 rounded to nearest."""
     if dtype == "F16":
-        return Coded(dtype, values.shape, values.astype("<f2").reshape(-1).view("<u2"))
+        return EncodedTensor(dtype, values.shape, values.astype("<f2").reshape(-1).view("<u2"))
     codes = values.astype("<f4").reshape(-1).view("<u4")
     if dtype == "BF16":
         codes = (codes + 0x7FFF + (codes >> 16 & 1) >> 16).astype("<u2")
-    return Coded(dtype, values.shape, codes)
+    return EncodedTensor(dtype, values.shape, codes)
 
 
 def versions(seed: int = 0, dtype: str = "BF16", lr: float = 1e-6, shapes=SHAPES) -> tuple[Weights, Weights]:
@@ -40,8 +40,8 @@ def series(count: int, seed: int = 0, dtype: str = "BF16", lr: float = 1e-6, sha
     return found
 
 
-def copied(weights: Weights) -> dict[str, Coded]:
-    return {name: Coded(one.dtype, one.shape, one.codes.copy()) for name, one in weights.items()}
+def copied(weights: Weights) -> dict[str, EncodedTensor]:
+    return {name: EncodedTensor(one.dtype, one.shape, one.codes.copy()) for name, one in weights.items()}
 
 
 def equal(one: Weights, other: Weights) -> bool:
@@ -56,7 +56,7 @@ def random_codes(dtype: str, size: int, rng: np.random.RandomState) -> np.ndarra
 
 def sections_of(patch: bytes) -> tuple[bytes, list[bytes]]:
     """The beginning of a patch, and the changes of each piece."""
-    reader, sections = Reader(patch), []
+    reader, sections = BitReader(patch), []
     head = bytes(reader.take(40))
     while reader.left:
         sections.append(bytes(reader.take(read_number(reader, len(patch)))))

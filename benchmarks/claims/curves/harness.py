@@ -37,7 +37,7 @@ from shoal.env import Task
 from shoal.envs.branching import opened
 from shoal.envs.interface import ShapedTask, task_of
 from shoal.envs.load import env_of
-from shoal.envs.play import Episode, converse
+from shoal.envs.play import EpisodeAttempt, converse
 from shoal.envs.rollout import Conversation
 from shoal.envs.step_credit import step_rewards
 from shoal.jobs import solve_rates
@@ -55,7 +55,7 @@ from shoal.train.critic import critic_of
 from shoal.train.frozen_models import judge_of, reference_of
 from shoal.train.learner import Learner
 from shoal.train.loss import sft_objective
-from shoal.train.rows import Row, rows_of_group
+from shoal.train.rows import TrainingRow, rows_of_group
 from shoal.tree import from_tree, merge
 from shoal.weights.manifest import weights_root
 
@@ -250,7 +250,7 @@ class TrainedRun:
         episodes, begun = [], []
         for branch in branches(group, vine):
             tokens = group.rollouts[branch.rollout].tokens_T()[: branch.position].tolist()
-            episodes.append(Episode(self.env, task, branch.seed(seed)))
+            episodes.append(EpisodeAttempt(self.env, task, branch.seed(seed)))
             begun.append(opened(episodes[-1], self.renderer, self.sampling, tokens))
         return converse(self.engine, self.renderer, episodes, self.sampling, begun) if episodes else []
 
@@ -266,7 +266,7 @@ class TrainedRun:
         metrics = self.learner.step(self._rows(batch, version), version)
         book(self.learned, {name: float(metrics.get(name, 0.0)) for name in LEARNED})
 
-    def _rows(self, batch: _Batch, version: int) -> list[Row]:
+    def _rows(self, batch: _Batch, version: int) -> list[TrainingRow]:
         """What a step learns from."""
         algorithm = self.config.train.algorithm
         rows_G = [
@@ -291,7 +291,7 @@ class TrainedRun:
     def _seed(self, purpose: str, step: int, slot: int) -> bytes:
         return slot_seed(f"shelf/{purpose}/{self.config.seed}", step, "", b"", slot)
 
-    def _episodes(self, purpose: str, step: int, groups: int, size: int) -> list[Episode]:
+    def _episodes(self, purpose: str, step: int, groups: int, size: int) -> list[EpisodeAttempt]:
         """Episodes of so many tasks, drawn by the seed, the purpose and the step."""
         found = []
         heldout = self.beside.heldout and purpose == "test"
@@ -299,10 +299,10 @@ class TrainedRun:
         for slot in range(groups):
             seed = self._seed(purpose, step, slot)
             task = task_of(self.env, draw_task(seed, self.drawn if purpose == "train" else table)[1], heldout)
-            found += [Episode(self.env, task, sample_seed(seed, i)) for i in range(size)]
+            found += [EpisodeAttempt(self.env, task, sample_seed(seed, i)) for i in range(size)]
         return found
 
-    def _play(self, engine: Engine, episodes: Sequence[Episode]) -> list[Conversation]:
+    def _play(self, engine: Engine, episodes: Sequence[EpisodeAttempt]) -> list[Conversation]:
         """Play in blocks of the run's size."""
         rows = self.config.rollouts.block_rollouts
         talks: list[Conversation] = []

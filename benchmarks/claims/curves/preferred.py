@@ -30,12 +30,12 @@ from benchmarks.envs.liked_letters import ANSWERS, PROMPTS, WORST, utility
 from shoal.chat.renderer import Renderer
 from shoal.models.checkpoint import load_policy, save_policy
 from shoal.models.interface import PolicyModel
-from shoal.models.value_head import Valued, begin_valued, save_valued
+from shoal.models.value_head import TransformerWithValueHead, begin_valued, save_valued
 from shoal.protocol.messages import ENVIRONMENT, POLICY
 from shoal.train.frozen_models import scores_of
 from shoal.train.packing_padded import MicroBatch, collate
-from shoal.train.preference_training import Pair, PairSettings, Score, answer_logps, prefer_policy, prefer_scores
-from shoal.train.rows import Row, example_row
+from shoal.train.preference_training import PairSettings, Score, TokenPair, answer_logps, prefer_policy, prefer_scores
+from shoal.train.rows import TrainingRow, example_row
 from shoal.tree import merge
 from shoal.weights.manifest import weights_root
 
@@ -144,7 +144,7 @@ class _Texts:
         return np.exp(np.stack(logp))
 
 
-def _row(renderer: Renderer, prompt: str, answer: str) -> Row:
+def _row(renderer: Renderer, prompt: str, answer: str) -> TrainingRow:
     opening = renderer.start([{"role": "user", "content": prompt}])
     written = [*renderer.encode(answer), renderer.eos_id]
     return example_row([*opening, *written], [ENVIRONMENT] * len(opening) + [POLICY] * len(written))
@@ -157,7 +157,7 @@ def _unseen(seed: int) -> NDArray[np.bool_]:
     return unseen_Y
 
 
-def _pairs(tree: Tree, start: Path, unseen_Y: NDArray[np.bool_]) -> Iterator[Pair]:
+def _pairs(tree: Tree, start: Path, unseen_Y: NDArray[np.bool_]) -> Iterator[TokenPair]:
     """Pairs of different answers that the first policy wrote, the preferred one first. Answers of another form are among
     them."""
     config = config_of(merge(tree | {"train": {}}, {"rollouts": {"block_rollouts": WRITTEN}}), start)
@@ -171,13 +171,13 @@ def _pairs(tree: Tree, start: Path, unseen_Y: NDArray[np.bool_]) -> Iterator[Pai
                 continue
             prefers_a = rng.random() < 1 / (1 + math.exp(b.reward - a.reward))
             chosen, rejected = (a, b) if prefers_a else (b, a)
-            yield Pair(*(example_row(talk.tokens, talk.author) for talk in (chosen, rejected)))
+            yield TokenPair(*(example_row(talk.tokens, talk.author) for talk in (chosen, rejected)))
 
 
-def _scores(model: Valued) -> Score:
+def _scores(model: TransformerWithValueHead) -> Score:
     """The score of each row: that at its last token."""
 
-    def score(batch: MicroBatch, rows: Sequence[Row]) -> Tensor:
+    def score(batch: MicroBatch, rows: Sequence[TrainingRow]) -> Tensor:
         width = max(len(row.tokens_T) for row in rows)
         tokens_BT = torch.zeros(len(rows), width, dtype=torch.int64)
         for b, row in enumerate(rows):
@@ -187,7 +187,7 @@ def _scores(model: Valued) -> Score:
     return score
 
 
-def _correlations(model: Valued, texts: _Texts, unseen_Y: NDArray[np.bool_]) -> Column:
+def _correlations(model: TransformerWithValueHead, texts: _Texts, unseen_Y: NDArray[np.bool_]) -> Column:
     """Rank correlation of scores with utilities, mean over prompts: of unseen answers, and of the others."""
     scores_XY = np.stack([scores_of(model, [row.tokens_T for row in rows], 4096) for rows in texts.rows_X_Y])
     found = {

@@ -10,8 +10,8 @@ from typing import Any
 from shoal.errors import StateError
 from shoal.models import lora_config
 from shoal.models.checkpoint import find_tensors, policy_tensors
-from shoal.models.config import PolicySpec, write_json
-from shoal.models.hf_config import AnySpec, read_config, text_config, untied, without_own_keys
+from shoal.models.config import ModelConfig, write_json
+from shoal.models.hf_config import HFConfig, read_config, text_config, untied, without_own_keys
 from shoal.models.hf_model import config_of
 from shoal.models.lora import read_adapter
 from shoal.models.lora_config import AdapterSpec, has_adapter
@@ -22,14 +22,14 @@ from shoal.models.safetensors_header import differ_in_files, key_of_base
 
 
 @contextlib.contextmanager
-def files_for_vllm(directory: Path, spec: PolicySpec | AnySpec) -> Iterator[Path]:
+def files_for_vllm(directory: Path, spec: ModelConfig | HFConfig) -> Iterator[Path]:
     """A directory with links to a policy's weights, and a config; an adapter's are not among them, since vLLM would take
     them for the model's. It exists while vLLM loads the weights.
 
     Raises `StateError` if the weights are damaged, hostile, or not those of the config, and if vLLM is not to load such a
     policy here.
     """
-    stored = policy_tensors(directory)[1] if isinstance(spec, PolicySpec) else find_tensors(directory)
+    stored = policy_tensors(directory)[1] if isinstance(spec, ModelConfig) else find_tensors(directory)
     with tempfile.TemporaryDirectory(prefix="shoal-vllm-") as made:
         for file in sorted({one.file for one in stored.values()} - {directory / lora_config.WEIGHTS}):
             (Path(made) / file.name).symlink_to(file.resolve())
@@ -37,9 +37,9 @@ def files_for_vllm(directory: Path, spec: PolicySpec | AnySpec) -> Iterator[Path
         yield Path(made)
 
 
-def config_for_vllm(directory: Path, spec: PolicySpec | AnySpec) -> dict[str, Any]:
+def config_for_vllm(directory: Path, spec: ModelConfig | HFConfig) -> dict[str, Any]:
     """What vLLM is told of a policy: only what decides what the model computes. Raises `StateError`."""
-    if isinstance(spec, PolicySpec):
+    if isinstance(spec, ModelConfig):
         return spec.to_hf()  # guard: vllm-reads-our-config
     given = read_config(directory)
     if text_config(given) is not given:  # guard: vllm-reads-no-inner-config
@@ -97,12 +97,12 @@ class Adapter:
         return LoRARequest(f"shoal-{number}", number, str(self.directory))
 
 
-def adapter_in(directory: Path, spec: PolicySpec | AnySpec, dtype: str) -> Adapter | None:
+def adapter_in(directory: Path, spec: ModelConfig | HFConfig, dtype: str) -> Adapter | None:
     """The adapter in a directory, if there is one. Raises `StateError` if it is malformed, or not for float32, because vLLM
     would round it to the dtype of its base."""
     if not has_adapter(directory):
         return None
-    if dtype != "float32" or not isinstance(spec, PolicySpec):
+    if dtype != "float32" or not isinstance(spec, ModelConfig):
         raise StateError(
             f"{directory} holds an adapter, which vLLM computes in float32 only here, not in {dtype}: join without "
             "--engine vllm"

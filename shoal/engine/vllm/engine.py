@@ -25,8 +25,8 @@ from torch import Tensor
 
 from shoal.config import settle_vllm, settle_vllm_runner, without_hub
 from shoal.engine.decoder import logprobs_of
-from shoal.engine.interface import Continuation, Request, Score, ScoreRequest, demand_room
-from shoal.engine.noise import Family, family
+from shoal.engine.interface import Continuation, EngineRequest, PolicyScore, ScoreRequest, demand_room
+from shoal.engine.noise import NoiseScheme, family
 from shoal.engine.vllm.checkpoint import Adapter, adapter_in, files_for_vllm
 from shoal.errors import StateError
 from shoal.models.device import AUTO, CPU, CUDA
@@ -131,7 +131,7 @@ class VllmEngine:
     def forget(self, rollouts: Iterable[str]) -> None:
         """Nothing: vLLM drops what it remembers of openings when it needs the memory."""
 
-    def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
+    def extend(self, requests: Sequence[EngineRequest], temperature: float) -> list[Continuation]:
         """One turn of each conversation. What their openings share is read once. Raises `StateError` if a turn could pass
         the last position."""
         assert self._llm is not None and self.version >= 0, "load a policy before using the engine"
@@ -153,13 +153,13 @@ class VllmEngine:
             )
         return [_continuation(output.outputs[0]) for output in outputs]
 
-    def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[Score]:
+    def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[PolicyScore]:
         """Raises `StateError`."""
         raise StateError(
             "vLLM writes, but replays nothing here: validate and prove activations with shoal's own engine"
         )
 
-    def _params(self, request: Request, temperature: float) -> Any:
+    def _params(self, request: EngineRequest, temperature: float) -> Any:
         from vllm import SamplingParams
 
         if self._native:
@@ -237,7 +237,7 @@ def makes_noise_of(noise: str, device: str) -> bool:
 
 
 def choose(
-    of: Family, logits_NV: Tensor, rows_N: Tensor, words_N4: Tensor, positions_N: Tensor, temperature_N: Tensor
+    of: NoiseScheme, logits_NV: Tensor, rows_N: Tensor, words_N4: Tensor, positions_N: Tensor, temperature_N: Tensor
 ) -> Tensor:
     """Logits of which the chosen rows have one finite value: at the winning token, its log-prob."""
     scaled_NV = logits_NV[rows_N].float().div_(temperature_N[:, None])

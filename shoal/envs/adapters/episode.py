@@ -40,18 +40,18 @@ class Problem(NamedTuple):
         return repr(self.content)
 
 
-class Played(NamedTuple):
+class TurnsSoFar(NamedTuple):
     """A state: the turns so far. Only the program in `live` changes; it saves playing the turns again."""
 
     task: Problem
     actions: tuple[str, ...]
     replies: tuple[Told, ...]
-    live: "Live"
+    live: "RunningEpisode"
     result: Score | None = None
     """The score, once the package has ended the episode."""
 
 
-class Live:
+class RunningEpisode:
     """A suspended episode, how many turns it has taken, and the global random state that belongs to it."""
 
     def __init__(self, episode: Episode, seed: bytes) -> None:
@@ -75,7 +75,7 @@ class Live:
                 return score
 
 
-class Foreign(Env):
+class GeneratorEnv(Env):
     """An environment whose episodes are programs. A subclass writes `content` and `episode`."""
 
     reproducible = True
@@ -97,22 +97,22 @@ class Foreign(Env):
         with Randomness(self._seed(at, b"task")).swapped():
             return Problem(self.content(at), index, heldout)
 
-    def reset(self, task: Problem) -> tuple[Played, list[Message]]:
+    def reset(self, task: Problem) -> tuple[TurnsSoFar, list[Message]]:
         live = self._live(task)
         told = live.begin()
-        return Played(task, (), (told,), live), list(told)
+        return TurnsSoFar(task, (), (told,), live), list(told)
 
-    def step(self, state: Played, action: str) -> Step:
+    def step(self, state: TurnsSoFar, action: str) -> Step:
         if state.result is not None:
             return Step(state, None, True)
         live = self._at(state)
         answer = live.send(action)
-        played = Played(state.task, (*state.actions, action), state.replies, live)
+        played = TurnsSoFar(state.task, (*state.actions, action), state.replies, live)
         if isinstance(answer, Score):
             return Step(played._replace(result=answer), None, True)
         return Step(played._replace(replies=(*state.replies, answer)), list(answer), False)
 
-    def score(self, state: Played) -> Score:
+    def score(self, state: TurnsSoFar) -> Score:
         """The score at the end, or the package's score for an episode that a token limit ends here."""
         if state.result is not None:
             return state.result
@@ -124,11 +124,11 @@ class Foreign(Env):
             state.live.cut[turns] = score
         return state.live.cut[turns]
 
-    def _live(self, task: Problem) -> Live:
+    def _live(self, task: Problem) -> RunningEpisode:
         at = task.number + (self.num_tasks if task.heldout else 0)
-        return Live(self.episode(task), self._seed(at, b"episode"))
+        return RunningEpisode(self.episode(task), self._seed(at, b"episode"))
 
-    def _at(self, state: Played) -> Live:
+    def _at(self, state: TurnsSoFar) -> RunningEpisode:
         """The suspended episode after the turns of `state`: the live one, or a new one in which they are played again."""
         if state.live.turns == len(state.actions):
             return state.live
@@ -243,7 +243,7 @@ CLOSE_S = 5.0
 """How long a cancelled coroutine may clean up. After that we no longer wait for it."""
 
 
-class Line(Generic[Q, A]):
+class CoroutineBridge(Generic[Q, A]):
     """The requests of one coroutine that wait for an answer."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -263,7 +263,7 @@ def suspended(
     loop: asyncio.AbstractEventLoop, program: Callable[[Callable[[Q], Awaitable[A]]], Coroutine[Any, Any, R]]
 ) -> Generator[Q, A, R]:
     """Run `program` with a function that asks. Closing the generator cancels the program."""
-    line: Line[Q, A] = Line(loop)
+    line: CoroutineBridge[Q, A] = CoroutineBridge(loop)
     task = loop.create_task(program(line.ask))
     try:
         while True:
@@ -281,7 +281,7 @@ def suspended(
                 loop.run_until_complete(asyncio.wait([task], timeout=CLOSE_S))
 
 
-async def _until_asked(task: "asyncio.Task[R]", line: Line[Q, A]) -> None:
+async def _until_asked(task: "asyncio.Task[R]", line: CoroutineBridge[Q, A]) -> None:
     ring = asyncio.ensure_future(line.rang.wait())
     try:
         await asyncio.wait([task, ring], return_when=asyncio.FIRST_COMPLETED)

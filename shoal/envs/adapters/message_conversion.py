@@ -8,7 +8,7 @@ from shoal.env import Action
 from shoal.errors import ShoalError
 
 
-class Said(NamedTuple):
+class ModelTurn(NamedTuple):
     """A turn as an OpenAI-style server would return it."""
 
     content: str
@@ -17,20 +17,20 @@ class Said(NamedTuple):
     """Id, function name, and arguments as JSON."""
 
 
-def said(action: str, first_call: int, inline: bool = False) -> Said:
+def said(action: str, first_call: int, inline: bool = False) -> ModelTurn:
     """A turn in parts. Ids of calls are numbered from `first_call`.
 
     `inline` leaves the reasoning in the content, for parsers that look for it there.
     """
     if not isinstance(action, Action):
-        return Said(action, "", ())
+        return ModelTurn(action, "", ())
     calls = tuple(
         (f"call{first_call + i:05d}", call.name, json.dumps(call.arguments)) for i, call in enumerate(action.tool_calls)
     )
     content = action.visible if calls or not action.problems else str(action)[action.parsed.begins :].strip()
     if inline and action.reasoning:
-        return Said(f"<think>\n{action.reasoning}\n</think>\n\n{content}", "", calls)
-    return Said(content, action.reasoning, calls)
+        return ModelTurn(f"<think>\n{action.reasoning}\n</think>\n\n{content}", "", calls)
+    return ModelTurn(content, action.reasoning, calls)
 
 
 def spoken(action: str) -> str:
@@ -60,7 +60,7 @@ class History:
         self._known = messages
         return [_named(message, messages) for message in messages[known:]]
 
-    def wrote(self, turn: Said) -> None:
+    def wrote(self, turn: ModelTurn) -> None:
         """Remember a turn of the policy."""
         self.calls += len(turn.calls)
         self._known.append(_assistant(turn.content, turn.reasoning, turn.calls))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.env import Player, Score
-from shoal.envs.adapters.episode import Episode, Foreign, Played, Problem
+from shoal.envs.adapters.episode import Episode, GeneratorEnv, Problem, TurnsSoFar
 from shoal.envs.adapters.message_conversion import spoken
 from shoal.errors import ShoalError
 
@@ -26,7 +26,7 @@ UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticErro
 """What a few tasks raise for an answer that they cannot read. Such an answer is wrong."""
 
 
-class ReasoningGym(Foreign):
+class ReasoningGym(GeneratorEnv):
     """A task of reasoning_gym."""
 
     def __init__(
@@ -70,7 +70,7 @@ class ReasoningGym(Foreign):
         if self._sets[False][0]["answer"] is None:
             return {}
 
-        def right(state: Played, rng: random.Random) -> str:
+        def right(state: TurnsSoFar, rng: random.Random) -> str:
             return f"<answer>{self._sets[state.task.heldout][state.task.number]['answer']}</answer>"
 
         return {"right": right, "wrong": lambda state, rng: "<answer></answer>"}

@@ -71,7 +71,7 @@ class ToolServer:
         return f"{self._toolset.server_name}_{name}" if self._toolset.server_name else name
 
 
-class Rollout:
+class AgentRollout:
     """One agent on one task: `open`, any number of segments, `close`."""
 
     def __init__(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.env import Score
-from shoal.envs.adapters.episode import Episode, Foreign, Problem, one_opponent, opponents_move
+from shoal.envs.adapters.episode import Episode, GeneratorEnv, Problem, one_opponent, opponents_move
 from shoal.envs.adapters.message_conversion import spoken
 from shoal.errors import ShoalError
 
@@ -18,7 +18,7 @@ MAX_MOVES = 1000
 """Limit on the moves of a game, by all players together."""
 
 
-class TextArena(Foreign):
+class TextArena(GeneratorEnv):
     """A game. Its reward is the package's: usually -1 for a loss, 0 for a draw, 1 for a win."""
 
     def __init__(

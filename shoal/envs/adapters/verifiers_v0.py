@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from shoal.env import Score
-from shoal.envs.adapters.episode import Ask, Episode, Foreign, Problem, bounds_of, split, suspended
+from shoal.envs.adapters.episode import Ask, Episode, GeneratorEnv, Problem, bounds_of, split, suspended
 from shoal.envs.adapters.message_conversion import History, openai_tool, said
 from shoal.envs.exceptions import REPRODUCIBLE_ERRORS
 from shoal.errors import ShoalError
 
 
-class VerifiersV0(Foreign):
+class VerifiersV0(GeneratorEnv):
     """An environment of verifiers v0."""
 
     def __init__(

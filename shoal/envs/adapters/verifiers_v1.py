@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.env import Score
-from shoal.envs.adapters.episode import (  # fmt: skip
+from shoal.envs.adapters.episode import (
     Ask,
     Episode,
-    Foreign,
+    GeneratorEnv,
     Problem,
     bounds_of,
     one_opponent,
@@ -28,12 +28,12 @@ from shoal.envs.adapters.episode import (  # fmt: skip
     split,
     suspended,
 )
-from shoal.envs.adapters.message_conversion import History, Said, said
-from shoal.envs.adapters.rollout_v1 import Rollout, ToolServer, refuse
+from shoal.envs.adapters.message_conversion import History, ModelTurn, said
+from shoal.envs.adapters.rollout_v1 import AgentRollout, ToolServer, refuse
 from shoal.errors import ShoalError
 
 
-class VerifiersV1(Foreign):
+class VerifiersV1(GeneratorEnv):
     """A taskset of verifiers v1."""
 
     def __init__(
@@ -106,10 +106,12 @@ class VerifiersV1(Foreign):
         task = self._tasks[problem.number + (self.num_tasks if problem.heldout else 0)]
         told = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         episode = TheirEpisode(env=EnvInfo(id=self._env.config.env_id), task=told)
-        seats: dict[str, Seat] = {}
+        seats: dict[str, EpisodeAgent] = {}
 
-        def make(name: str, config: Any) -> Seat:
-            seats[name] = Seat(name, config, self._other(name, problem), self._shared, type(task), episode.traces)
+        def make(name: str, config: Any) -> EpisodeAgent:
+            seats[name] = EpisodeAgent(
+                name, config, self._other(name, problem), self._shared, type(task), episode.traces
+            )
             return seats[name]
 
         agents = Agents(self._env.config, make)
@@ -135,7 +137,7 @@ class VerifiersV1(Foreign):
     def _policy(self, ask: Ask) -> "Voice":
         history = History(self.name)
 
-        async def speak(messages: Sequence[Any], tools: Sequence[str]) -> Said | None:
+        async def speak(messages: Sequence[Any], tools: Sequence[str]) -> ModelTurn | None:
             if sorted(tools) != sorted(tool["function"]["name"] for tool in self.tools):
                 raise ShoalError(f"environment {self.name} offers other tools in this episode: {', '.join(tools)}")
             action = await ask(history.new(message.model_dump() for message in messages))
@@ -151,13 +153,13 @@ class VerifiersV1(Foreign):
         """The voice of an agent that the policy does not play."""
         rng, turns = random.Random(f"{self.name}/{name}/{problem.number}/{problem.heldout}"), itertools.count()
 
-        async def speak(messages: Sequence[Any], tools: Sequence[str]) -> Said:
-            return Said(opponents_move(self._opponent, str(messages[-1].content), next(turns), rng), "", ())
+        async def speak(messages: Sequence[Any], tools: Sequence[str]) -> ModelTurn:
+            return ModelTurn(opponents_move(self._opponent, str(messages[-1].content), next(turns), rng), "", ())
 
         return speak
 
 
-class Seat:
+class EpisodeAgent:
     """An agent of an episode, with what the package's `Env.run` uses: `run` and `interaction`."""
 
     def __init__(
@@ -182,11 +184,11 @@ class Seat:
             rollout.trace.stop("user_closed")
 
     @asynccontextmanager
-    async def _rollout(self, task: Any, options: Mapping[str, Any]) -> AsyncIterator[Rollout]:
+    async def _rollout(self, task: Any, options: Mapping[str, Any]) -> AsyncIterator[AgentRollout]:
         if unknown := [name for name, value in options.items() if value and name != "on_trace"]:
             raise ShoalError(f"an agent is run with {', '.join(unknown)}, which this adapter does not support")
         shared = self._shared if isinstance(task, self._kind) else ()
-        rollout = Rollout(task, self.config, self._name, self.trainable, self.voice, shared)
+        rollout = AgentRollout(task, self.config, self._name, self.trainable, self.voice, shared)
         if options.get("on_trace"):
             options["on_trace"](rollout.trace)
         try:
@@ -201,7 +203,7 @@ class Seat:
 class Exchange:
     """A rollout that its caller talks to."""
 
-    def __init__(self, rollout: Rollout) -> None:
+    def __init__(self, rollout: AgentRollout) -> None:
         self._rollout = rollout
 
     @property

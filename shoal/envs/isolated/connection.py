@@ -24,7 +24,7 @@ from shoal.envs.isolated import messages as f
 from shoal.envs.isolated.stack_trace import StackFile
 from shoal.errors import ShoalError, StateError, cause_of
 from shoal.pipes import Late, Pipes
-from shoal.sandbox.filesystem import INTERPRETER_FLAGS, OUTSIDE, Shown, interpreter, standard_paths
+from shoal.sandbox.filesystem import INTERPRETER_FLAGS, OUTSIDE, SandboxPath, interpreter, standard_paths
 from shoal.sandbox.limits import NO_LIMIT, Ended, Limits, Outcome, Reason, Stopped
 from shoal.sandbox.sandboxed_process import Resident
 from shoal.sandbox.usage import taken_bytes
@@ -56,7 +56,7 @@ OWN_FLAGS = ("-P", "-B", "-c")
 
 log = logging.getLogger("envs")
 _encode = msgspec.msgpack.Encoder().encode
-_first = msgspec.msgpack.Decoder(f.Facts | f.Refused).decode
+_first = msgspec.msgpack.Decoder(f.EnvFacts | f.EnvRefused).decode
 _decode = msgspec.msgpack.Decoder(f.AnyAnswer).decode
 
 
@@ -70,7 +70,7 @@ class Running(Protocol):
     def close(self) -> None: ...
 
 
-class Source(NamedTuple):
+class PackageSource(NamedTuple):
     """A package on this machine, which plays in the sandbox."""
 
     folder: Path
@@ -87,7 +87,11 @@ class Source(NamedTuple):
     def start(self, limits: Limits) -> Running:
         """Start the sandbox. Raises `StateError`."""
         deps = self.dependencies
-        shown = [Shown(self.folder, PACKAGE), *([Shown(deps, DEPENDENCIES)] if deps.is_dir() else []), *our_code()]
+        shown = [
+            SandboxPath(self.folder, PACKAGE),
+            *([SandboxPath(deps, DEPENDENCIES)] if deps.is_dir() else []),
+            *our_code(),
+        ]
         program = [str(interpreter()), *INTERPRETER_FLAGS, "-c", PROGRAM, self.file, self.function, *PATHS]
         return Resident(program, limits, shown)
 
@@ -203,7 +207,7 @@ class OwnProcess:
         return Stopped(Reason.KILLED) if code is None else Ended(code)
 
 
-class Gone(Exception):
+class EnvProcessExited(Exception):
     """The process was ended instead of answering; the text says why, as the end of a sentence."""
 
     def __init__(self, why: str, method: str = "") -> None:
@@ -212,10 +216,10 @@ class Gone(Exception):
         self.method = method
 
 
-class Line:
+class EnvConnection:
     """A running process with one environment in it, for one thread at a time."""
 
-    def __init__(self, source: Source | OwnFile, limits: Limits, tell: Callable[[str], None]) -> None:
+    def __init__(self, source: PackageSource | OwnFile, limits: Limits, tell: Callable[[str], None]) -> None:
         """Start it. `tell` gets each traceback of the environment, a text that may contain anything.
 
         Raises `ShoalError` if the environment does not load, `StateError` if the process does not start.
@@ -227,19 +231,21 @@ class Line:
         """Tracebacks that were already shown."""
         try:
             self._running, self.facts = self._open()
-        except Gone as gone:
+        except EnvProcessExited as gone:
             raise ShoalError(source.refused(f"it {gone}")) from None
 
     def forget(self, state: int) -> None:
         """Say with the next request that nobody needs a state any more. Any thread may call it."""
         self._drop.append(state)
 
-    def ask(self, kind: type[f.Request], fields: Mapping[str, Any], patience: float = 1.0) -> tuple[f.AnyAnswer, bytes]:
+    def ask(
+        self, kind: type[f.IsolatedRequest], fields: Mapping[str, Any], patience: float = 1.0
+    ) -> tuple[f.AnyAnswer, bytes]:
         """The answer, and its bytes. Raises as `ask_all`."""
         return next(self.ask_all([(kind, fields)], patience))
 
     def ask_all(
-        self, requests: Sequence[tuple[type[f.Request], Mapping[str, Any]]], patience: float = 1.0
+        self, requests: Sequence[tuple[type[f.IsolatedRequest], Mapping[str, Any]]], patience: float = 1.0
     ) -> Iterator[tuple[f.AnyAnswer, bytes]]:
         """The answers to several requests, which are sent at once, and their bytes, as they come. Each has its own time.
         Raises `Gone`; a later request then gets a new process, which keeps no states."""
@@ -247,7 +253,7 @@ class Line:
             self._running, facts = self._open()
             if facts != self.facts:
                 self.end()
-                raise Gone("became another environment when it was started again")
+                raise EnvProcessExited("became another environment when it was started again")
         drop, self._drop = self._drop, []
         sent = [kind(drop if i == 0 else [], **fields) for i, (kind, fields) in enumerate(requests)]
         running, limit_s = self._running, patience * self._limits.wall_s
@@ -259,8 +265,8 @@ class Line:
                 answer = _decode(data)
             except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
                 self.end()
-                raise Gone("sent a malformed answer") from None  # guard: answers-of-an-environment
-            if isinstance(answer, f.Fault) and not (kind is f.Pose and answer.usual):
+                raise EnvProcessExited("sent a malformed answer") from None  # guard: answers-of-an-environment
+            if isinstance(answer, f.EnvFault) and not (kind is f.Pose and answer.usual):
                 self._show(answer.trace)
             yield answer, data
 
@@ -269,7 +275,7 @@ class Line:
             self._told.add(trace)
             self._tell(trace)
 
-    def _open(self) -> tuple[Running, f.Facts]:
+    def _open(self) -> tuple[Running, f.EnvFacts]:
         source = self._source
         running = source.start(self._limits)
         try:
@@ -278,8 +284,8 @@ class Line:
             answer = _first(self._taken(opened, OPEN_S))
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
             running.close()
-            raise Gone("sent a malformed answer") from None
-        if isinstance(answer, f.Refused):
+            raise EnvProcessExited("sent a malformed answer") from None
+        if isinstance(answer, f.EnvRefused):
             running.close()
             self._show(answer.trace)
             raise ShoalError(source.refused(answer.why))
@@ -290,7 +296,7 @@ class Line:
             return told
         where, method = self._place()
         self.end()
-        raise Gone(gone_of(told, limit_s, self._limits) + where, method)
+        raise EnvProcessExited(gone_of(told, limit_s, self._limits) + where, method)
 
     def _place(self) -> tuple[str, str]:
         """Where in the file of this user its process was ended, and within which of its methods; empty if unknown."""
@@ -347,10 +353,10 @@ OWN_PROGRAM = (
 )
 
 
-def our_code() -> Sequence[Shown]:
+def our_code() -> Sequence[SandboxPath]:
     """Our own code, and the one package that our end inside needs."""
     folders = Path(__file__).parents[2], Path(str(msgspec.__file__)).parent
-    return [Shown(folder, CODE / folder.name) for folder in folders]
+    return [SandboxPath(folder, CODE / folder.name) for folder in folders]
 
 
 def gone_of(outcome: Outcome, limit_s: float, limits: Limits) -> str:

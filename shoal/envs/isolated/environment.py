@@ -14,10 +14,19 @@ from shoal.env import Env, Message, Player, Score, Scored, Step
 from shoal.env_packages.installed import Installed
 from shoal.envs.interface import AuthorError
 from shoal.envs.isolated import messages as f
-from shoal.envs.isolated.connection import CODE, LIMITS, OWN_LIMITS, Line, OwnFile, Source, gone_of, our_code
+from shoal.envs.isolated.connection import (
+    CODE,
+    LIMITS,
+    OWN_LIMITS,
+    EnvConnection,
+    OwnFile,
+    PackageSource,
+    gone_of,
+    our_code,
+)
 from shoal.envs.isolated.pool import EnvProcess, PendingCall, Processes, ProcessPool, StateHandle, TaskHandle, hash_of
 from shoal.errors import ConfigError, ShoalError
-from shoal.sandbox.filesystem import INTERPRETER_FLAGS, OUTSIDE, Shown, interpreter, standard_paths
+from shoal.sandbox.filesystem import INTERPRETER_FLAGS, OUTSIDE, SandboxPath, interpreter, standard_paths
 from shoal.sandbox.limits import Limits
 from shoal.sandbox.sandboxed_process import Resident
 from shoal.sandbox.selftest import examined
@@ -33,7 +42,7 @@ class ContainedEnv:
     """The file that makes it, if it is this user's."""
 
     def __init__(
-        self, start: Callable[[], Line], processes: Processes = Processes(), where: str = "the sandbox stopped it",
+        self, start: Callable[[], EnvConnection], processes: Processes = Processes(), where: str = "the sandbox stopped it",
         remedy: str = "",
     ) -> None:  # fmt: skip
         """See `ProcessPool`."""
@@ -109,7 +118,7 @@ class ContainedEnv:
 
     def _play(self, player: str, state: StateHandle, rng: random.Random) -> str:
         fields = {"state": state.number, "player": player, "seed": rng.getrandbits(64) >> 1}
-        return self._result(f.Said, f.Play, fields, [state], lambda said: str(said.text))
+        return self._result(f.StepReply, f.Play, fields, [state], lambda said: str(said.text))
 
     def _solution(self, task: TaskHandle) -> str | tuple[str, ...] | None:
         fields = {"index": task.number, "heldout": task.heldout}
@@ -120,8 +129,8 @@ class ContainedEnv:
         return points if known else self.pool.result(self._judging(state, how))
 
     def _result(
-        self, wanted: type[f.Answer], kind: type[f.Request], fields: Mapping[str, Any], states: Sequence[StateHandle],
-        finish: Callable[[Any], Any],
+        self, wanted: type[f.IsolatedAnswer], kind: type[f.IsolatedRequest], fields: Mapping[str, Any],
+        states: Sequence[StateHandle], finish: Callable[[Any], Any],
     ) -> Any:  # fmt: skip
         return self.pool.result(PendingCall(wanted, kind, fields, states, lambda answer, data, process: finish(answer)))
 
@@ -149,7 +158,9 @@ class ContainedEnv:
 
     def _judging(self, state: StateHandle, how: str) -> PendingCall[Any]:
         fields = {"state": state.number, "how": how}
-        return PendingCall(f.Judged, f.Judge, fields, [state], lambda answer, data, process: _scored(answer.points))
+        return PendingCall(
+            f.ScoreReply, f.ScoreState, fields, [state], lambda answer, data, process: _scored(answer.points)
+        )
 
     def _comparing(self, states: Sequence[StateHandle]) -> PendingCall[list[Scored]]:
         def finish(answer: f.Compared, data: bytes, process: EnvProcess) -> list[Scored]:
@@ -215,8 +226,8 @@ def in_sandbox(
     title = f"{package.name} {package.version}"
     demand_sandbox(title)
     file, _, function = package.entry.partition(":")
-    source = Source(paths[0], paths[1], file, function, args, title)
-    env = ContainedEnv(lambda: Line(source, limits, tell or (lambda _: None)), processes)
+    source = PackageSource(paths[0], paths[1], file, function, args, title)
+    env = ContainedEnv(lambda: EnvConnection(source, limits, tell or (lambda _: None)), processes)
     env.reproducible &= package.reproducible
     return cast("Env", env)
 
@@ -224,7 +235,9 @@ def in_sandbox(
 def in_process(path: Path, args: Mapping[str, Any], function: str, processes: Processes = Processes()) -> Env:
     """The environment of a file of this user. Raises `ShoalError` if it does not load."""
     source = OwnFile(path, function, args)
-    env = ContainedEnv(lambda: Line(source, OWN_LIMITS, lambda _: None), processes, "its process was ended", REMEDY)
+    env = ContainedEnv(
+        lambda: EnvConnection(source, OWN_LIMITS, lambda _: None), processes, "its process was ended", REMEDY
+    )
     env.source, env.pool.has_network = path, True
     return cast("Env", env)
 
@@ -247,7 +260,7 @@ def try_code(code: str, paths: Sequence[Path], timeout_s: float) -> str:
     """What a Python program prints in a sandbox that has these paths first in its `sys.path`: see `Start` of
     `shoal.env_packages.install`. Raises `ShoalError` if it fails, is stopped or cannot be started."""
     demand_sandbox("the package")
-    shown = [Shown(path, OUTSIDE / path.name) for path in paths]
+    shown = [SandboxPath(path, OUTSIDE / path.name) for path in paths]
     places = [*(str(place) for _, place in shown), str(CODE), *standard_paths()]
     resident = Resident([str(interpreter()), *INTERPRETER_FLAGS, "-c", _TRY, *places], LIMITS, [*shown, *our_code()])
     told = resident.ask(code.encode(), timeout_s, 1 << 16)

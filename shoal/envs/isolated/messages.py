@@ -24,20 +24,20 @@ MARK = "written by the policy"
 """Key of the table that replaces a `Written` among messages."""
 
 
-class Request(msgspec.Struct, tag=True):
+class IsolatedRequest(msgspec.Struct, tag=True):
     """`drop` names states that nobody needs any more."""
 
     drop: list[int]
 
 
-class Pose(Request):
+class Pose(IsolatedRequest):
     """Make a task."""
 
     index: int
     heldout: bool
 
 
-class Begin(Request):
+class Begin(IsolatedRequest):
     """Reset a task, and keep its state under the number `new`."""
 
     new: int
@@ -45,7 +45,7 @@ class Begin(Request):
     heldout: bool
 
 
-class Act(Request):
+class Act(IsolatedRequest):
     """Take a step from `state`, and keep the next one as `new`."""
 
     new: int
@@ -57,20 +57,20 @@ class Act(Request):
     """The tools that the policy was shown; None if they are the environment's own."""
 
 
-class Judge(Request):
+class ScoreState(IsolatedRequest):
     """Score a state, by the name of the method."""
 
     state: int
     how: str
 
 
-class Compare(Request):
+class Compare(IsolatedRequest):
     """Compare states with each other."""
 
     states: list[int]
 
 
-class Play(Request):
+class Play(IsolatedRequest):
     """Ask a scripted player for its action."""
 
     state: int
@@ -78,14 +78,14 @@ class Play(Request):
     seed: int
 
 
-class Solve(Request):
+class Solve(IsolatedRequest):
     """Ask for the solution of a task."""
 
     index: int
     heldout: bool
 
 
-AnyRequest = Pose | Begin | Act | Judge | Compare | Play | Solve
+AnyRequest = Pose | Begin | Act | ScoreState | Compare | Play | Solve
 
 
 class Parts(msgspec.Struct, tag=True):
@@ -98,11 +98,11 @@ class Parts(msgspec.Struct, tag=True):
 Points = bool | int | float | Parts
 
 
-class Answer(msgspec.Struct, tag=True):
+class IsolatedAnswer(msgspec.Struct, tag=True):
     """What the inside says."""
 
 
-class Facts(Answer):
+class EnvFacts(IsolatedAnswer):
     """The environment, as it is when it has been made."""
 
     name: str
@@ -127,25 +127,25 @@ OPTIONAL = ("truncated_score", "group_scores", "success", "players", "solution")
 """Methods that an environment need not have."""
 
 
-class Refused(Answer):
+class EnvRefused(IsolatedAnswer):
     """The environment cannot be made."""
 
     why: str
     trace: str
 
 
-class TaskAnswer(Answer):
+class TaskAnswer(IsolatedAnswer):
     """A task as text for people, and a digest of its whole content."""
 
     shown: str
     digest: bytes
 
 
-class Begun(Answer):
+class Begun(IsolatedAnswer):
     messages: Any
 
 
-class Acted(Answer):
+class Acted(IsolatedAnswer):
     reply: Any
     done: bool
     reward: float
@@ -158,23 +158,23 @@ class Acted(Answer):
     steps: tuple[tuple[int, float], ...] = ()
 
 
-class Judged(Answer):
+class ScoreReply(IsolatedAnswer):
     points: Points
 
 
-class Compared(Answer):
+class Compared(IsolatedAnswer):
     points: list[Points]
 
 
-class Said(Answer):
+class StepReply(IsolatedAnswer):
     text: str
 
 
-class Solution(Answer):
+class Solution(IsolatedAnswer):
     turns: str | tuple[str, ...] | None
 
 
-class Fault(Answer):
+class EnvFault(IsolatedAnswer):
     """What the environment raised."""
 
     line: str
@@ -185,10 +185,10 @@ class Fault(Answer):
     """An endpoint, such as a judge, did not answer. See `envs.exceptions.is_unreachable`."""
 
 
-class Unknown(Answer):
+class Unknown(IsolatedAnswer):
     """States that the inside does not keep."""
 
     states: list[int]
 
 
-AnyAnswer = TaskAnswer | Begun | Acted | Judged | Compared | Said | Solution | Fault | Unknown
+AnyAnswer = TaskAnswer | Begun | Acted | ScoreReply | Compared | StepReply | Solution | EnvFault | Unknown

@@ -30,7 +30,7 @@ import psutil
 from shoal.env import Action
 from shoal.envs.interface import AuthorError
 from shoal.envs.isolated import messages as f
-from shoal.envs.isolated.connection import Gone, Line
+from shoal.envs.isolated.connection import EnvConnection, EnvProcessExited
 from shoal.errors import Interrupted, ShoalError, Undecided
 
 TRIES = 2
@@ -53,7 +53,7 @@ TOGETHER_S, MAX_TOGETHER = 0.02, 32
 
 LOOK_S = 0.05
 
-A = TypeVar("A", bound=f.Answer)
+A = TypeVar("A", bound=f.IsolatedAnswer)
 T = TypeVar("T")
 log = logging.getLogger("envs")
 
@@ -97,7 +97,7 @@ def digest_of(task: Any) -> str:
 class EnvProcess:
     """One process, and what waits for it."""
 
-    line: Line
+    line: EnvConnection
     waiting: "deque[PendingCall[Any]]" = field(default_factory=deque)
     sent: "deque[PendingCall[Any]]" = field(default_factory=deque)
     """Calls that went out together and have no answer yet. The first is under way."""
@@ -129,8 +129,8 @@ class StateHandle:
 class PendingCall(Generic[T]):
     """A call."""
 
-    wanted: type[f.Answer]
-    kind: type[f.Request]
+    wanted: type[f.IsolatedAnswer]
+    kind: type[f.IsolatedRequest]
     fields: Mapping[str, Any]
     states: Sequence[StateHandle]
     finish: Callable[[Any, bytes, EnvProcess], T]
@@ -152,7 +152,7 @@ class PendingCall(Generic[T]):
         return hash(repr((self.words(), told, [(state.task.number, state.actions) for state in self.states])))
 
 
-CALLS: Mapping[type[f.Request], str] = {
+CALLS: Mapping[type[f.IsolatedRequest], str] = {
     f.Pose: "task()", f.Begin: "task() or reset()", f.Act: "step() or score()", f.Compare: "group_scores()",
     f.Play: "a player", f.Solve: "solution()",
 }  # fmt: skip
@@ -162,7 +162,7 @@ CALLS: Mapping[type[f.Request], str] = {
 class ProcessPool:
     """All processes of an environment. Any thread may use it."""
 
-    def __init__(self, start: Callable[[], Line], processes: Processes, where: str, remedy: str = "") -> None:
+    def __init__(self, start: Callable[[], EnvConnection], processes: Processes, where: str, remedy: str = "") -> None:
         """`where` begins the sentence about a process that had to be ended, and `remedy` says what its user may do."""
         self._start, self._most, self._where, self._remedy = start, processes.most, where, remedy
         self._stopped = set[int]()
@@ -256,10 +256,10 @@ class ProcessPool:
 
     # --- the thread of a process ---
 
-    def _add(self, wanted: f.Facts | None = None) -> "Future[f.Facts]":
+    def _add(self, wanted: f.EnvFacts | None = None) -> "Future[f.EnvFacts]":
         """Start one more process. Its thread starts it and lives as long: the system ends a child with that thread. If the
         process has another environment than the `wanted` one, it answers nothing, and the pool starts no more."""
-        opened: Future[f.Facts] = Future()
+        opened: Future[f.EnvFacts] = Future()
         with self._changed:
             self._starting += 1
         try:
@@ -268,7 +268,7 @@ class ProcessPool:
             self._stay(error, opened)
         return opened
 
-    def _serve(self, opened: "Future[f.Facts]", wanted: f.Facts | None) -> None:
+    def _serve(self, opened: "Future[f.EnvFacts]", wanted: f.EnvFacts | None) -> None:
         try:
             process = EnvProcess(self._start())
         except BaseException as error:  # noqa: BLE001  raised again by who waits for the first process
@@ -294,7 +294,7 @@ class ProcessPool:
         finally:
             self._leave(process)
 
-    def _stay(self, error: BaseException, opened: "Future[f.Facts]") -> None:
+    def _stay(self, error: BaseException, opened: "Future[f.EnvFacts]") -> None:
         """A process did not start, so the pool tries no other."""
         with self._changed:
             self._starting -= 1
@@ -368,13 +368,13 @@ class ProcessPool:
                 for job, (answer, data) in zip(jobs, told, strict=True):
                     if not self._has(process, job):
                         process.line.forget(job.fields.get("new", 0))
-                    elif isinstance(answer, job.wanted | f.Fault):
+                    elif isinstance(answer, job.wanted | f.EnvFault):
                         _settle(job, partial(self._checked, process, job, answer, data))
                     else:
                         again.append(job)
-            except (Gone, ShoalError, OSError) as error:
+            except (EnvProcessExited, ShoalError, OSError) as error:
                 ended, why = next(iter(process.sent), None), str(error)  # the call under way
-                if isinstance(error, Gone) and ended is not None:
+                if isinstance(error, EnvProcessExited) and ended is not None:
                     tries = TRIES + 1 - self._most_tries(process, ended)
                     why = self._tell(ended, error, tries < TRIES)
         while (one := again.popleft() if again else self._next(process)) is not None:
@@ -409,7 +409,7 @@ class ProcessPool:
                 return self._checked(process, job, *self._answer(process, job, float(tries)))
             except Undecided:
                 raise
-            except Gone as gone:
+            except EnvProcessExited as gone:
                 if tries == most and len(self._stopped) < MAX_STOPPED:
                     self._stopped.add(job.retry_key())
                 most = self._most_tries(process, job)
@@ -418,7 +418,7 @@ class ProcessPool:
                 why = str(error)
         raise Undecided(f"{self.called}: {why}")  # guard: stopped-is-no-verdict
 
-    def _tell(self, job: PendingCall[Any], gone: Gone, once_more: bool) -> str:
+    def _tell(self, job: PendingCall[Any], gone: EnvProcessExited, once_more: bool) -> str:
         """What happened in a call. It is logged once for each, if the call is tried `once_more`."""
         why = f"{job.words(gone.method)}: {self._where}: it {gone}"
         wanted = once_more and not (self._closed or job.future in self._unwanted or self._stopping())
@@ -488,13 +488,13 @@ def _settle(job: PendingCall[Any], act: Callable[[], Any]) -> None:
         job.future.set_result(result)
 
 
-def _demanded(line: Line, wanted: type[A], answer: f.AnyAnswer, has_network: bool) -> A:
-    if isinstance(answer, f.Fault):
+def _demanded(line: EnvConnection, wanted: type[A], answer: f.AnyAnswer, has_network: bool) -> A:
+    if isinstance(answer, f.EnvFault):
         text = " ".join(answer.line.split())[: f.MAX_LINE_CHARS]
         if answer.unreachable and has_network:
             raise Undecided(f"an endpoint of the environment did not answer: {text}")  # guard: silence-is-no-fault
         raise (RaisedValue if answer.usual else AuthorError)(text)
     if not isinstance(answer, wanted):
         line.end()  # guard: answer-to-this-request
-        raise Gone("answered something else than was asked")
+        raise EnvProcessExited("answered something else than was asked")
     return answer

@@ -35,7 +35,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _leave = os._exit
 
 
-class Kept(NamedTuple):
+class EpisodeState(NamedTuple):
     """A state, and its place in an episode."""
 
     state: Any
@@ -82,11 +82,11 @@ def _serve(requests: int, answers: int, path: Path, function: str, hidden: str) 
         try:
             _seed("made")
             env = make_env(path, args, function)
-            first: f.Answer = facts_of(env)
+            first: f.IsolatedAnswer = facts_of(env)
         except MemoryError:
             raise
         except BaseException as error:  # noqa: BLE001  foreign code may raise anything while it is imported
-            _send(answers, _encode(f.Refused(_line(error, describe_fault(error, path), hidden), _trace(error))))
+            _send(answers, _encode(f.EnvRefused(_line(error, describe_fault(error, path), hidden), _trace(error))))
             return
         _send(answers, _encode(first))
         host = Inside(env, path, hidden)
@@ -121,9 +121,9 @@ class Inside:
 
     def __init__(self, env: Env, path: Path, hidden: str) -> None:
         self.env, self._path, self._hidden = env, path, hidden
-        self._kept: dict[int, Kept] = {}
-        self._acts: Mapping[type, Callable[[Any], f.Answer]] = {
-            f.Pose: self._pose, f.Begin: self._begin, f.Act: self._act, f.Judge: self._judge,
+        self._kept: dict[int, EpisodeState] = {}
+        self._acts: Mapping[type, Callable[[Any], f.IsolatedAnswer]] = {
+            f.Pose: self._pose, f.Begin: self._begin, f.Act: self._act, f.ScoreState: self._judge,
             f.Compare: self._compare, f.Play: self._play, f.Solve: self._solve,
         }  # fmt: skip
 
@@ -145,20 +145,20 @@ class Inside:
             name = _CALLS.get(type(request)) or str(getattr(request, "how", ""))
             said = describe_fault_of_call(error, self.env, name, self._path)
             line, trace = _line(error, said, self._hidden), _trace(error)
-            return _encode(f.Fault(line, trace, usual, is_unreachable(error, self._path)))
+            return _encode(f.EnvFault(line, trace, usual, is_unreachable(error, self._path)))
 
-    def _pose(self, request: f.Pose) -> f.Answer:
+    def _pose(self, request: f.Pose) -> f.IsolatedAnswer:
         text = repr(self._task(request.index, request.heldout))
         return f.TaskAnswer(_plain(text[:200]), hashlib.sha256(text.encode("utf-8", "replace")).digest()[:16])
 
-    def _begin(self, request: f.Begin) -> f.Answer:
+    def _begin(self, request: f.Begin) -> f.IsolatedAnswer:
         task = self._task(request.index, request.heldout)
         _seed("reset", request.index, request.heldout)
         state, messages = self.env.reset(task)
-        self._keep(request.new, Kept(state, request.index, request.heldout, 0))
+        self._keep(request.new, EpisodeState(state, request.index, request.heldout, 0))
         return f.Begun(_marked(messages))
 
-    def _act(self, request: f.Act) -> f.Answer:
+    def _act(self, request: f.Act) -> f.IsolatedAnswer:
         if (before := self._kept.get(request.state)) is None:
             return f.Unknown([request.state])
         tools = getattr(self.env, "tools", ()) if request.tools is None else request.tools
@@ -181,14 +181,14 @@ class Inside:
                 answer.points = None
         return answer
 
-    def _judge(self, request: f.Judge) -> f.Answer:
+    def _judge(self, request: f.ScoreState) -> f.IsolatedAnswer:
         if (kept := self._kept.get(request.state)) is None:
             return f.Unknown([request.state])
         if request.how == "success":
-            return f.Judged(self._success(kept) or False)
-        return f.Judged(self._points(kept, request.how))
+            return f.ScoreReply(self._success(kept) or False)
+        return f.ScoreReply(self._points(kept, request.how))
 
-    def _compare(self, request: f.Compare) -> f.Answer:
+    def _compare(self, request: f.Compare) -> f.IsolatedAnswer:
         if missing := [number for number in request.states if number not in self._kept]:
             return f.Unknown(missing)
         states = [self._kept[number].state for number in request.states]
@@ -196,12 +196,12 @@ class Inside:
         scores = self.env.group_scores(states)  # type: ignore[attr-defined]
         return f.Compared([_points(score) for score in scores])
 
-    def _play(self, request: f.Play) -> f.Answer:
+    def _play(self, request: f.Play) -> f.IsolatedAnswer:
         if (kept := self._kept.get(request.state)) is None:
             return f.Unknown([request.state])
-        return f.Said(str(players_of(self.env)[request.player](kept.state, random.Random(request.seed))))
+        return f.StepReply(str(players_of(self.env)[request.player](kept.state, random.Random(request.seed))))
 
-    def _solve(self, request: f.Solve) -> f.Answer:
+    def _solve(self, request: f.Solve) -> f.IsolatedAnswer:
         turns = self.env.solution(self._task(request.index, request.heldout))  # type: ignore[attr-defined]
         return f.Solution(turns if turns is None or isinstance(turns, str) else tuple(turns))
 
@@ -209,25 +209,25 @@ class Inside:
         _seed("task", index, heldout)
         return self.env.task(index, heldout=True) if heldout else self.env.task(index)
 
-    def _points(self, kept: Kept, how: str) -> f.Points:
+    def _points(self, kept: EpisodeState, how: str) -> f.Points:
         _seed(how, *kept[1:])
         return _points(getattr(self.env, how)(kept.state))
 
-    def _success(self, kept: Kept) -> bool | None:
+    def _success(self, kept: EpisodeState) -> bool | None:
         decide = getattr(self.env, "success", None)
         return None if decide is None else bool(decide(kept.state))
 
-    def _keep(self, number: int, kept: Kept) -> None:
+    def _keep(self, number: int, kept: EpisodeState) -> None:
         self._kept[number] = kept
         if len(self._kept) > f.MAX_STATES:
             del self._kept[next(iter(self._kept))]
 
 
-def facts_of(env: Env) -> f.Facts:
+def facts_of(env: Env) -> f.EnvFacts:
     """What the other end needs to know before the first task. Raises what the environment raises."""
     low, high = env.reward_bounds
     members = [name for name in f.OPTIONAL if callable(getattr(env, name, None))]
-    return f.Facts(
+    return f.EnvFacts(
         str(env.name), _whole(env.num_tasks), _whole(env.num_heldout), (float(low), float(high)), members,
         [str(name) for name in env.players()] if "players" in members else [],  # type: ignore[attr-defined]
         _whole(getattr(env, "num_seats", 1)), _whole(getattr(env, "max_turn_tokens", 0)),

@@ -47,7 +47,7 @@ _STANDARD = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"
 _PACKAGES = ("site-packages", "dist-packages")
 
 
-class Seen(NamedTuple):
+class AuditFinding(NamedTuple):
     """Something that an environment did or tried."""
 
     kind: str
@@ -56,7 +56,7 @@ class Seen(NamedTuple):
     """Such as "my_env.py line 7"."""
 
 
-class Watch:
+class EnvAudit:
     """What the environment's code does, while it runs."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Watch:
         self._call_s, self._begins = call_s, begins
         self.task = ""
         """The task that was made last, such as "task 3"."""
-        self.seen: list[Seen] = []
+        self.seen: list[AuditFinding] = []
         self._own, self._refuses, self._stuck = own, refuses, stuck
         self._inside, self._loading, self._until_s = 0, False, float("inf")
         self._call, self._begun_s, self._limit_s, self._thread = "", 0.0, call_s, 0
@@ -110,17 +110,17 @@ class Watch:
             sys.stdout, random.seed = shown, seed
             for name, value in _world().items():
                 if _changed(before[name], value):
-                    self._note(Seen(IMPORT, f"it changes {name}", ""))
+                    self._note(AuditFinding(IMPORT, f"it changes {name}", ""))
 
     def _seeds(self, *arguments: Any) -> None:
         place, its_own = self.place(sys._getframe(1))
         if its_own:
-            self._note(Seen(IMPORT, "it seeds Python's global random numbers", place))
+            self._note(AuditFinding(IMPORT, "it seeds Python's global random numbers", place))
 
     def _note_print(self) -> None:
-        self._note(Seen(IMPORT, "it prints", self.place(sys._getframe(1))[0]))
+        self._note(AuditFinding(IMPORT, "it prints", self.place(sys._getframe(1))[0]))
 
-    def _note(self, seen: Seen) -> None:
+    def _note(self, seen: AuditFinding) -> None:
         if seen not in self.seen and len(self.seen) < 20:
             self.seen.append(seen)
 
@@ -139,7 +139,7 @@ class Watch:
             return
         if self._loading and not its_own and kind is not NETWORK:
             return  # a library that is imported may keep a cache, or look for a compiler
-        self._note(Seen(kind, what, place))
+        self._note(AuditFinding(kind, what, place))
         if self._refuses and kind is not IMPORT:
             raise PermissionError(f"{REFUSED}: {what}")
 
@@ -173,10 +173,10 @@ class Watch:
                 return
 
 
-class Watched:
+class AuditedEnv:
     """An environment under a watch. All else is the environment's own."""
 
-    def __init__(self, env: Any, watch: Watch, own: Mapping[str, Any]) -> None:
+    def __init__(self, env: Any, watch: EnvAudit, own: Mapping[str, Any]) -> None:
         """`own` are members that are set here."""
         self.env, self._watch = env, watch
         self.__dict__.update(own)

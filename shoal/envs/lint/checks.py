@@ -13,19 +13,19 @@ from typing import Any
 from shoal.chat.messages import BadMessage, arguments_of, normal, template_arguments
 from shoal.env import Action, Env, Task
 from shoal.envs.interface import describe_fault, earned, players_of, solution_of, source_of, step_of
-from shoal.envs.lint.finding import Broken, Differs, Finding, Missing, find, reproducible
+from shoal.envs.lint.finding import CheckFailed, CheckResult, Differs, NotImplementedByEnv, find, reproducible
 from shoal.envs.lint.reward_checks import hacks, leaks, right_player, solutions, wrong_player
 from shoal.envs.lint.scripted_episode import (
     HOSTILE,
     MAX_TURNS,
-    Walk,
+    ScriptedEpisode,
+    describe_difference,
     difference,
-    perform,
     played,
-    recite,
+    replay_actions,
+    scripted_player,
     stepwise,
     two_walks,
-    unlike,
     while_time,
 )
 from shoal.protocol.audit_selection import MAX_REWARD
@@ -52,7 +52,7 @@ ALWAYS = (
 """Checks of every environment."""
 
 
-def check_env(env: Env, tasks: int = NUM_TASKS, seed: int = 0) -> list[Finding]:
+def check_env(env: Env, tasks: int = NUM_TASKS, seed: int = 0) -> list[CheckResult]:
     """Run every check, from the simplest to the deepest, on up to `tasks` tasks that `seed` picks."""
     return [find(name, check, env) for name, check in checks_of(env, tasks, seed).items()]
 
@@ -95,11 +95,13 @@ def pick(env: Env, tasks: int, seed: int) -> list[int]:
 def _members(env: Env) -> str:
     low, high = env.reward_bounds
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise Broken(f"reward_bounds are {low} to {high}: give two finite numbers, the lower first")
+        raise CheckFailed(f"reward_bounds are {low} to {high}: give two finite numbers, the lower first")
     if max(-low, high) > MAX_REWARD:
-        raise Broken(f"reward_bounds are {low} to {high}, the limit is {MAX_REWARD:g} in size: scale the rewards down")
+        raise CheckFailed(
+            f"reward_bounds are {low} to {high}, the limit is {MAX_REWARD:g} in size: scale the rewards down"
+        )
     if env.num_tasks < 1 or env.num_heldout < 0:
-        raise Broken(f"num_tasks is {env.num_tasks} (at least 1), num_heldout is {env.num_heldout} (at least 0)")
+        raise CheckFailed(f"num_tasks is {env.num_tasks} (at least 1), num_heldout is {env.num_heldout} (at least 0)")
     return f"{env.num_tasks} tasks, {env.num_heldout} held out, rewards {low:g} to {high:g}"
 
 
@@ -113,7 +115,7 @@ def _indices(env: Env) -> str:
         except (IndexError, ValueError):
             continue
         call = f"task({index}{', heldout=True' if heldout else ''})"
-        raise Broken(f"{call} gives a task: raise IndexError, for example with shoal.env.require_index")
+        raise CheckFailed(f"{call} gives a task: raise IndexError, for example with shoal.env.require_index")
     return "an index outside the range is refused"
 
 
@@ -122,17 +124,18 @@ def _openings(env: Env, picked: Sequence[int]) -> str:
     for count, index in enumerate(while_time(picked), 1):  # noqa: B007
         _, messages = env.reset(env.task(index))
         if not messages:
-            raise Broken(f"reset() of task {index} gives no message to open with")
+            raise CheckFailed(f"reset() of task {index} gives no message to open with")
         try:
             repr(normal(messages)).encode()
         except BadMessage as problem:
-            raise Broken(f"task {index}: {problem}") from None
+            raise CheckFailed(f"task {index}: {problem}") from None
         if messages[-1]["role"] == "assistant":
-            raise Broken(f"task {index}: the last message is the assistant's; the policy writes the next one")
+            raise CheckFailed(f"task {index}: the last message is the assistant's; the policy writes the next one")
         again = env.reset(env.task(index))[1]
         if messages != again:
             raise Differs(
-                f"task({index}) opens differently the second time, {unlike(messages, again)}: use no global random state, "
+                f"task({index}) opens differently the second time, {describe_difference(messages, again)}: use no global "
+                "random state, "
                 "and nothing that an earlier episode changed"
             )
     return f"{count} tasks open correctly, and the same way twice"
@@ -140,19 +143,23 @@ def _openings(env: Env, picked: Sequence[int]) -> str:
 
 def _heldout(env: Env) -> str:
     if env.num_heldout == 0:
-        raise Missing("there are no held-out tasks (num_heldout = 0): shoal eval will use training tasks")
+        raise NotImplementedByEnv("there are no held-out tasks (num_heldout = 0): shoal eval will use training tasks")
     training = {repr(env.task(i)) for i in range(min(env.num_tasks, MAX_COMPARED))}
     held = {repr(_task(env, i, True)) for i in range(min(env.num_heldout, MAX_COMPARED))}
     if both := sorted(training & held):
-        raise Broken(f"{len(both)} held-out tasks are training tasks too, such as {both[0]:.100}")
+        raise CheckFailed(f"{len(both)} held-out tasks are training tasks too, such as {both[0]:.100}")
     last = env.num_heldout - 1
     for index in while_time(sorted({last * place // (FEWER_TASKS - 1) for place in range(FEWER_TASKS)})):
         task, right = _task(env, index, True), players_of(env).get("right")
         turns = solution_of(env, task)
         try:
-            played(env, task, perform(right, 0, index) if turns is None and right else recite(turns or HOSTILE))
-        except Broken as problem:
-            raise Broken(f"held-out task {index}: {problem}") from None
+            played(
+                env,
+                task,
+                scripted_player(right, 0, index) if turns is None and right else replay_actions(turns or HOSTILE),
+            )
+        except CheckFailed as problem:
+            raise CheckFailed(f"held-out task {index}: {problem}") from None
     return f"{len(held)} held-out tasks, none among {len(training)} training tasks"
 
 
@@ -160,7 +167,7 @@ def _replay(env: Env, picked: Sequence[int], seed: int) -> str:
     count = 0
     for index in while_time(picked):
         for walk in two_walks(env, index, seed):
-            again, count = played(env, env.task(index), recite(walk.actions)), count + 1
+            again, count = played(env, env.task(index), replay_actions(walk.actions)), count + 1
             if again != walk:
                 raise Differs(f"task {index}, same actions again: {difference(walk, again)}")
     return f"{count} episodes replayed: same replies, same scores"
@@ -172,8 +179,8 @@ def _isolation(env: Env, picked: Sequence[int], seed: int) -> str:
     for index in while_time(picked):
         first, second = two_walks(env, index, seed)[:2]
         task, count = env.task(index), count + 1
-        sides = [stepwise(env, task, recite(walk.actions), score_often=True) for walk in (first, second)]
-        ends: list[Walk | None] = [None, None]
+        sides = [stepwise(env, task, replay_actions(walk.actions), score_often=True) for walk in (first, second)]
+        ends: list[ScriptedEpisode | None] = [None, None]
         while None in ends:
             for side in (0, 1):
                 if ends[side] is None:
@@ -192,19 +199,19 @@ def _hostile(env: Env, picked: Sequence[int]) -> str:
         failed: dict[str, str] = {}
         for action in HOSTILE:
             try:
-                played(env, env.task(index), recite((action,)))
-            except Broken as problem:
+                played(env, env.task(index), replay_actions((action,)))
+            except CheckFailed as problem:
                 failed[f"{action!r:.60}"] = str(problem)
             except Exception as error:  # noqa: BLE001  foreign code: the finding must name the action
                 failed[f"{action!r:.60}"] = f"raised {describe_fault(error, source_of(env))}"
         if failed:
             (first, why), *others = failed.items()
             named = f"; so do {', '.join(action for action, _ in others[:NAMED])}" if others else ""
-            raise Broken(
+            raise CheckFailed(
                 f"task {index}, action {first}: {why}{named}. Correct that line, so that it answers any text: a run leaves "
                 "such rollouts out, and pauses if there are many"
             )
-        played(env, env.task(index), recite(HOSTILE))
+        played(env, env.task(index), replay_actions(HOSTILE))
     return f"{len(HOSTILE)} of them answered and scored"
 
 
@@ -216,7 +223,7 @@ def _group(env: Env, picked: Sequence[int], seed: int) -> str:
         states = []
         players = [player for _, player in sorted(players_of(env).items())]
         for player in [*players, lambda state, rng: "", lambda state, rng: "a"]:
-            act = perform(player, seed, index)
+            act = scripted_player(player, seed, index)
             state, done, turns = env.reset(env.task(index))[0], False, 0
             while not done and turns < MAX_TURNS:
                 state, _, done = step_of(env.step(state, Action(act(state))))[:3]
@@ -224,7 +231,7 @@ def _group(env: Env, picked: Sequence[int], seed: int) -> str:
             states.append(state)
         scores, again = list(compare(list(states))), list(compare(list(states)))
         if len(scores) != len(states):
-            raise Broken(f"task {index}: group_scores() gives {len(scores)} scores for {len(states)} states")
+            raise CheckFailed(f"task {index}: group_scores() gives {len(scores)} scores for {len(states)} states")
         if scores != again:
             raise Differs(
                 f"task {index}: group_scores() gives {scores!r:.60} and then {again!r:.60} for the same states"
@@ -233,7 +240,7 @@ def _group(env: Env, picked: Sequence[int], seed: int) -> str:
             try:
                 earned(env, [env.score(state), score])
             except (ValueError, TypeError) as fault:
-                raise Broken(f"task {index}, beside its siblings: {fault}") from None
+                raise CheckFailed(f"task {index}, beside its siblings: {fault}") from None
     return f"{len(picked)} groups compared, the same way twice"
 
 
@@ -244,16 +251,16 @@ def _tools(env: Env) -> str:
         function: Any = tool.get("function") if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if not (isinstance(tool, Mapping) and tool.get("type") == "function" and isinstance(name, str) and name):
-            raise Broken(f'a tool is {tool!r:.80}: write {{"type": "function", "function": {{"name": ..., ...}}}}')
+            raise CheckFailed(f'a tool is {tool!r:.80}: write {{"type": "function", "function": {{"name": ..., ...}}}}')
         if not isinstance(function.get("parameters", {}), Mapping):
-            raise Broken(f"the parameters of tool {name} are no JSON schema: give an object")
+            raise CheckFailed(f"the parameters of tool {name} are no JSON schema: give an object")
         names.append(name)
     try:
         template_arguments(arguments_of(env))
     except BadMessage as problem:
-        raise Broken(str(problem)) from None
+        raise CheckFailed(str(problem)) from None
     if len(set(names)) < len(names):
-        raise Broken(f"two tools have the same name: {', '.join(names)}")
+        raise CheckFailed(f"two tools have the same name: {', '.join(names)}")
     return f"{', '.join(names)}"
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from shoal.envs.interface import describe_fault, source_of
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """The result of one check."""
 
     check: str
@@ -18,15 +18,15 @@ class Finding(NamedTuple):
     """One line: the evidence, the fault, or what is missing."""
 
 
-class Broken(Exception):
+class CheckFailed(Exception):
     """The environment breaks a promise; the message says which."""
 
 
-class Differs(Broken):
+class Differs(CheckFailed):
     """The same actions were answered in two ways. An environment may declare that this happens."""
 
 
-class Missing(Exception):
+class NotImplementedByEnv(Exception):
     """A check cannot run; the message says why."""
 
 
@@ -39,22 +39,22 @@ def reproducible(env: object) -> bool:
     return bool(getattr(env, "reproducible", True))
 
 
-def find(name: str, check: Callable[[], str], env: Any) -> Finding:
+def find(name: str, check: Callable[[], str], env: Any) -> CheckResult:
     """Run one check. Whatever it raises is its finding."""
     try:
-        return Finding(name, "passed", check())
-    except Missing as reason:
-        return Finding(name, "skipped", str(reason))
+        return CheckResult(name, "passed", check())
+    except NotImplementedByEnv as reason:
+        return CheckResult(name, "skipped", str(reason))
     except Differs as problem:
         return differs(name, str(problem), reproducible(env))
-    except Broken as problem:
-        return Finding(name, "failed", str(problem))
+    except CheckFailed as problem:
+        return CheckResult(name, "failed", str(problem))
     except Exception as error:  # noqa: BLE001  foreign code may raise anything: that is a finding too
-        return Finding(name, "failed", f"raised {describe_fault(error, source_of(env))}")
+        return CheckResult(name, "failed", f"raised {describe_fault(error, source_of(env))}")
 
 
-def differs(name: str, problem: str, promised: bool) -> Finding:
+def differs(name: str, problem: str, promised: bool) -> CheckResult:
     """The finding about an environment that is not reproducible: a fault only if it promised to be."""
     if promised:
-        return Finding(name, "failed", f"{problem}, {OR_DECLARE}")
-    return Finding(name, "skipped", f"{NOT_THE_SAME}: {problem}")
+        return CheckResult(name, "failed", f"{problem}, {OR_DECLARE}")
+    return CheckResult(name, "skipped", f"{NOT_THE_SAME}: {problem}")

@@ -23,11 +23,11 @@ CALL = b"\x01"
 T = TypeVar("T")
 
 
-class Malformed(Exception):
+class MalformedReply(Exception):
     """An answer that our end of the process does not write. The text is the end of a sentence."""
 
 
-class Failure(msgspec.Struct, forbid_unknown_fields=True):
+class LintFailure(msgspec.Struct, forbid_unknown_fields=True):
     """A request could not be answered, or, with `stuck`, did not end."""
 
     failed: str = ""
@@ -35,7 +35,7 @@ class Failure(msgspec.Struct, forbid_unknown_fields=True):
     seen: Seen = ()
 
 
-class Loaded(msgspec.Struct, forbid_unknown_fields=True):
+class LoadedEnv(msgspec.Struct, forbid_unknown_fields=True):
     """What an environment is."""
 
     checks: tuple[str, ...]
@@ -45,14 +45,14 @@ class Loaded(msgspec.Struct, forbid_unknown_fields=True):
     """As the class says."""
 
 
-class Told(NamedTuple):
+class WorkerReply(NamedTuple):
     """The finding of one check."""
 
     outcome: Literal["passed", "failed", "skipped"]
     detail: str
 
 
-class Episode(msgspec.Struct, forbid_unknown_fields=True):
+class LintEpisode(msgspec.Struct, forbid_unknown_fields=True):
     """One episode of a task."""
 
     actions: list[str]
@@ -69,35 +69,37 @@ class Recorded(msgspec.Struct, forbid_unknown_fields=True):
     index: int
     heldout: bool
     opens: list[str]
-    episodes: list[Episode]
+    episodes: list[LintEpisode]
     prompt: Any = None
     """Messages of the opening, arguments of the chat template, and the environment's `max_tokens`; None if not JSON."""
 
 
-def read(data: bytes, kind: type[T]) -> T | Failure:
-    """The answer to a request that is answered by `kind`. Raises `Malformed`."""
+def read(data: bytes, kind: type[T]) -> T | LintFailure:
+    """The answer to a request that is answered by `kind`. Raises `MalformedReply`."""
     try:
         tree = json.loads(data)
         is_value = isinstance(tree, Mapping) and list(tree) == ["value"]
-        told: Any = msgspec.convert(tree["value"], kind) if is_value else msgspec.convert(tree, Failure)
+        told: Any = msgspec.convert(tree["value"], kind) if is_value else msgspec.convert(tree, LintFailure)
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
-        raise Malformed(f"gave an answer of another form ({str(error)[:100]})") from None  # guard: frames-of-a-check
-    if isinstance(told, Failure) and not (told.failed or told.stuck):
-        raise Malformed("gave an empty answer")
+        raise MalformedReply(
+            f"gave an answer of another form ({str(error)[:100]})"
+        ) from None  # guard: frames-of-a-check
+    if isinstance(told, LintFailure) and not (told.failed or told.stuck):
+        raise MalformedReply("gave an empty answer")
     return told
 
 
-def names_of(loaded: Loaded) -> Sequence[str]:
-    """The checks that an environment gets. Raises `Malformed` if one that all get is missing."""
+def names_of(loaded: LoadedEnv) -> Sequence[str]:
+    """The checks that an environment gets. Raises `MalformedReply` if one that all get is missing."""
     names = [name for name in (*ALWAYS, *SOMETIMES) if name in loaded.checks]
     if len(names) != len(loaded.checks) or not set(ALWAYS) <= set(names):  # guard: no-check-is-left-out
-        raise Malformed(f"named other checks ({', '.join(loaded.checks)[:100]})")
+        raise MalformedReply(f"named other checks ({', '.join(loaded.checks)[:100]})")
     return names
 
 
 def demand_episodes(recorded: Sequence[Recorded]) -> None:
-    """Raise `Malformed` unless each task was recorded once, with an episode and a score."""
+    """Raise `MalformedReply` unless each task was recorded once, with an episode and a score."""
     tasks = {(task.index, task.heldout) for task in recorded}
     whole = all(task.episodes and all(math.isfinite(one.end[1]) for one in task.episodes) for task in recorded)
     if not recorded or len(tasks) < len(recorded) or not whole:  # guard: a-check-plays-episodes
-        raise Malformed("recorded no episodes, or a task twice")
+        raise MalformedReply("recorded no episodes, or a task twice")

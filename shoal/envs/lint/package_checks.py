@@ -18,17 +18,17 @@ from pathlib import Path
 
 from shoal.config import node_home
 from shoal.env_packages.archive import Index, digest_of, index_folder, read_index
-from shoal.env_packages.catalog import Trust
+from shoal.env_packages.catalog import PinnedKeys
 from shoal.env_packages.installed import PackageStore
 from shoal.env_packages.lock import Requirement, normal_name
 from shoal.env_packages.metadata import About, describe
 from shoal.env_packages.publish import own_catalogue, read_catalogue
 from shoal.env_packages.registry import archive_path, open_registry
-from shoal.envs.lint.finding import Finding
+from shoal.envs.lint.finding import CheckResult
 from shoal.errors import NothingYet
 
 
-def pins(folder: Path, registry: str = "") -> list[Finding]:
+def pins(folder: Path, registry: str = "") -> list[CheckResult]:
     """Findings about dependencies and data of a package."""
     index = index_folder(folder)
     about, requirements = describe(folder, index)
@@ -38,7 +38,7 @@ def pins(folder: Path, registry: str = "") -> list[Finding]:
     return [locked if locked.outcome == "failed" else unlocked(folder, index, known) or locked, *changed]
 
 
-def _locked(requirements: Sequence[Requirement]) -> Finding:
+def _locked(requirements: Sequence[Requirement]) -> CheckResult:
     """The dependencies that are installed here are those of the lock, as their authors packed them."""
     missing = []
     for requirement in requirements:
@@ -48,18 +48,19 @@ def _locked(requirements: Sequence[Requirement]) -> Finding:
             missing.append(requirement.name)
             continue
         if installed.version != requirement.version:
-            return Finding("dependencies", "failed", f"{requirement.name} {installed.version} is installed, and the lock "
+            return CheckResult("dependencies", "failed", f"{requirement.name} {installed.version} is installed, and the "
+                               "lock "
                            f"says {requirement.version}: install what is locked, or lock what you use")  # fmt: skip
         if file := _changed_file(installed):
-            return Finding("dependencies", "failed", f"{file} of {requirement.name} {requirement.version} was changed "
+            return CheckResult("dependencies", "failed", f"{file} of {requirement.name} {requirement.version} was changed "
                            "after it was installed, under the same version: install it again")  # fmt: skip
     if missing:
-        return Finding("dependencies", "skipped", f"{', '.join(missing[:5])} of the lock are not installed here")
+        return CheckResult("dependencies", "skipped", f"{', '.join(missing[:5])} of the lock are not installed here")
     told = f"the {len(requirements)} of the lock are installed unchanged" if requirements else "there are none"
-    return Finding("dependencies", "passed", told)
+    return CheckResult("dependencies", "passed", told)
 
 
-def unlocked(folder: Path, index: Index, known: Collection[str]) -> Finding | None:
+def unlocked(folder: Path, index: Index, known: Collection[str]) -> CheckResult | None:
     """A finding about the first import of something that is installed here and not in the lock, which names `known`; None
     if there is none."""
     own = {Path(file.path).parts[0].removesuffix(".py") for file in index.files} | {"shoal", "msgspec"}
@@ -68,7 +69,7 @@ def unlocked(folder: Path, index: Index, known: Collection[str]) -> Finding | No
         for line, name in _imports((folder / path).read_bytes()):
             dists = {normal_name(dist) for dist in packed.get(name, ())}
             if name not in own and name not in sys.stdlib_module_names and dists and not dists & set(known):
-                return Finding("dependencies", "failed", f"{path} line {line} imports {name}, which the lock does not "
+                return CheckResult("dependencies", "failed", f"{path} line {line} imports {name}, which the lock does not "
                                f"list: where others install this package, it is missing. Add {min(dists)}, and what that "
                                "needs, to the lock")  # fmt: skip
     return None
@@ -120,7 +121,9 @@ def _changed_since(about: About, index: Index, registry: str) -> Iterator[tuple[
     if registry:
         with suppress(NothingYet):
             source = open_registry(registry)
-            catalogue = read_catalogue(source, about.name, Trust(home / "authors.json"), pin=False).opened.catalogue
+            catalogue = read_catalogue(
+                source, about.name, PinnedKeys(home / "authors.json"), pin=False
+            ).opened.catalogue
             release = catalogue.release(about.version)
             if release and release.digest != own:
                 with tempfile.TemporaryFile() as archive:
@@ -132,18 +135,19 @@ def _changed_since(about: About, index: Index, registry: str) -> Iterator[tuple[
         yield "published", None
 
 
-def _unlike(about: About, index: Index, versions: Iterator[tuple[str, Index | None]]) -> Iterator[Finding]:
+def _unlike(about: About, index: Index, versions: Iterator[tuple[str, Index | None]]) -> Iterator[CheckResult]:
     """One finding for each kind of file that differs from the same version elsewhere."""
     here = {file.path: file.sha256 for file in index.files}
     for where, files in versions:
         named = f"{about.name} {about.version} was {where}"
         if files is None:
-            yield Finding("version", "failed", f"{named} with other files: raise version in environment.toml")
+            yield CheckResult("version", "failed", f"{named} with other files: raise version in environment.toml")
             continue
         there = {file.path: file.sha256 for file in files.files}
         changed = sorted(path for path in here.keys() | there.keys() if here.get(path) != there.get(path))
         for kind, paths in _by_kind(about, changed).items():
-            yield Finding(kind, "failed", f"{', '.join(paths[:3])} changed since {named}, under the same version: raise "
+            yield CheckResult(kind, "failed", f"{', '.join(paths[:3])} changed since {named}, under the same version: "
+                              "raise "
                           "version in environment.toml")  # fmt: skip
 
 

@@ -11,8 +11,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from shoal.chat.messages import normal, text_of
 from shoal.env import Env
 from shoal.envs.interface import players_of, solution_of
-from shoal.envs.lint.finding import Broken, Missing, reproducible
-from shoal.envs.lint.scripted_episode import HOSTILE, MAX_TURNS, Walk, perform, played, recite, share_of, while_time
+from shoal.envs.lint.finding import CheckFailed, NotImplementedByEnv, reproducible
+from shoal.envs.lint.scripted_episode import (
+    HOSTILE,
+    MAX_TURNS,
+    ScriptedEpisode,
+    played,
+    replay_actions,
+    scripted_player,
+    share_of,
+    while_time,
+)
 
 RIGHT_AT_LEAST, WRONG_AT_MOST = 0.9, 0.5
 """Limits on the scripted players' mean score, as a fraction of the range from the lowest reward to the highest. From
@@ -49,14 +58,14 @@ def solutions(env: Env) -> str:
     for heldout, index in while_time(_every(env)):
         turns = solution_of(env, env.task(index, heldout=True) if heldout else env.task(index))
         if turns is None:
-            raise Missing("there is no solution(task), so the answers were not tried")
+            raise NotImplementedByEnv("there is no solution(task), so the answers were not tried")
         task = env.task(index, heldout=True) if heldout else env.task(index)
-        walk, count = played(env, task, recite(turns)), count + 1
+        walk, count = played(env, task, replay_actions(turns)), count + 1
         where = f"{'held-out task' if heldout else 'task'} {index}: its own solution {turns[-1]!r:.60}"
         if not walk.done:
-            raise Broken(f"{where} does not end the episode after {len(turns)} turns: solution() gives all turns")
+            raise CheckFailed(f"{where} does not end the episode after {len(turns)} turns: solution() gives all turns")
         if walk.score < high - 1e-9 * max(1.0, abs(high)):
-            raise Broken(
+            raise CheckFailed(
                 f"{where} earns {walk.score:g}, the highest reward is {high:g}: correct this answer, score() or "
                 "reward_bounds"
             )
@@ -66,10 +75,12 @@ def solutions(env: Env) -> str:
 def right_player(env: Env, picked: Sequence[int], seed: int) -> str:
     walks = _play_all(env, picked, "right", seed)
     if endless := sum(not walk.done for walk in walks):
-        raise Broken(f"{endless} of {len(walks)} episodes of the right player did not end within {MAX_TURNS} turns")
+        raise CheckFailed(
+            f"{endless} of {len(walks)} episodes of the right player did not end within {MAX_TURNS} turns"
+        )
     share, wins = _standing(env, walks)
     if share < RIGHT_AT_LEAST or (wins is not None and wins < RIGHT_WINS_AT_LEAST):
-        raise Broken(
+        raise CheckFailed(
             f"the right player scores too low: {_tell(share, wins)}; at least {RIGHT_AT_LEAST:.0%} is expected"
         )
     return _tell(share, wins)
@@ -78,19 +89,21 @@ def right_player(env: Env, picked: Sequence[int], seed: int) -> str:
 def wrong_player(env: Env, picked: Sequence[int], seed: int) -> str:
     share, wins = _standing(env, _play_all(env, picked, "wrong", seed))
     if share > WRONG_AT_MOST or (wins is not None and wins > WRONG_WINS_AT_MOST):
-        raise Broken(f"the wrong player scores too high: {_tell(share, wins)}; at most {WRONG_AT_MOST:.0%} is expected")
+        raise CheckFailed(
+            f"the wrong player scores too high: {_tell(share, wins)}; at most {WRONG_AT_MOST:.0%} is expected"
+        )
     return _tell(share, wins)
 
 
 def leaks(env: Env, picked: Sequence[int], seed: int) -> str:
     """No solution can be copied from the opening by a rule that fits all tasks."""
     if getattr(env, "answer_in_prompt", False):
-        raise Missing("the answer is in the prompt, as the environment declares (answer_in_prompt)")
+        raise NotImplementedByEnv("the answer is in the prompt, as the environment declares (answer_in_prompt)")
     known = _single_answers(env, picked, seed)
     if len(set(known.values())) < 3:
         given = getattr(env, "solution", None) is not None
         remedy = "solution(task) gives several turns, or too few" if given else "give solution(task)"
-        raise Missing(f"fewer than three different answers of one turn are known: {remedy}")
+        raise NotImplementedByEnv(f"fewer than three different answers of one turn are known: {remedy}")
     form = before, _ = _form(list(known.values()))
     contexts: Counter[str] = Counter()
     for index, answer in known.items():
@@ -103,7 +116,7 @@ def leaks(env: Env, picked: Sequence[int], seed: int) -> str:
     found = [(count, len(context), context) for context, count in contexts.items() if count >= needed]
     if found:
         count, _, context = max(found)
-        raise Broken(
+        raise CheckFailed(
             f"the opening tells the answer: in {count} of {len(known)} tasks it comes right after {context!r}, and a copy "
             f"{f'behind {before!r} ' if before else ''}is rewarded. Leave it out; if copying is the task, declare "
             "answer_in_prompt = True"
@@ -114,7 +127,7 @@ def leaks(env: Env, picked: Sequence[int], seed: int) -> str:
 def hacks(env: Env, picked: Sequence[int], seed: int) -> str:
     """No answer that is not right is rewarded: nothing, the prompt itself, another task's answer, all answers at once."""
     if getattr(env, "num_seats", 1) > 1:
-        raise Missing("the policy plays several seats, so a fixed answer may win")
+        raise NotImplementedByEnv("the policy plays several seats, so a fixed answer may win")
     known = _single_answers(env, picked, seed)
     few = list(picked)[: FEW_TASKS if reproducible(env) else 2]
     tried = 0
@@ -126,7 +139,7 @@ def hacks(env: Env, picked: Sequence[int], seed: int) -> str:
         for what, text in _mixed(env, index, known):
             tried += 1
             if (reward := share_of(env, _given(env, index, text))) >= RIGHT_AT_LEAST:
-                raise Broken(
+                raise CheckFailed(
                     f"task {index} rewards {what} with {reward:.0%} of the range, {text!r:.60}: take one answer from a "
                     "fixed place, and compare the whole of it"
                 )
@@ -155,9 +168,9 @@ def _single_answers(env: Env, picked: Sequence[int], seed: int) -> dict[int, str
     for index in while_time(picked, 2.0):
         turns = solution_of(env, env.task(index))
         if turns is None and player is not None:
-            walk = played(env, env.task(index), perform(player, seed, index), turns=2)
+            walk = played(env, env.task(index), scripted_player(player, seed, index), turns=2)
         elif turns is not None and len(turns) == 1:
-            walk = played(env, env.task(index), recite(turns))
+            walk = played(env, env.task(index), replay_actions(turns))
         else:
             continue
         if walk.done and len(walk.actions) == 1 and share_of(env, walk.score) >= RIGHT_AT_LEAST:
@@ -238,7 +251,7 @@ def _solved_otherwise(indices: Sequence[int], known: Mapping[int, str], guess: s
 def _demand_unrewarded(env: Env, indices: Sequence[int], guess: str) -> None:
     rewards = [share_of(env, _given(env, index, guess)) for index in indices]
     if len(rewards) >= 2 and (mean := sum(rewards) / len(rewards)) > WRONG_AT_MOST:
-        raise Broken(
+        raise CheckFailed(
             f"the answer {guess!r:.60} earns {mean:.0%} of the range on average, limit {WRONG_AT_MOST:.0%}, whatever the "
             "task: reward right answers only"
         )
@@ -251,7 +264,7 @@ def _demand_own_answers(env: Env, indices: Sequence[int], known: Mapping[int, st
         i for i in asked if all(share_of(env, _given(env, i, text)) >= RIGHT_AT_LEAST for text in _others(i, known))
     ]
     if asked and len(easy) > len(asked) / 2:
-        raise Broken(
+        raise CheckFailed(
             f"task {easy[0]} rewards the answers of other tasks, such as {_others(easy[0], known)[0]!r:.60}, and so do "
             f"{len(easy)} of {len(asked)} tasks: compare the answer with the task's own"
         )
@@ -261,7 +274,7 @@ def _demand_no_copies(env: Env, indices: Sequence[int]) -> None:
     """Where no answers are known, a copy of the prompt may win a game by chance, but not nearly every one."""
     rewards = [share_of(env, _given(env, i, text_of(normal(env.reset(env.task(i))[1])[-1]))) for i in indices]
     if len(rewards) >= 2 and (mean := sum(rewards) / len(rewards)) >= RIGHT_AT_LEAST:
-        raise Broken(f"a copy of the prompt earns {mean:.0%} of the range on average: reward right answers only")
+        raise CheckFailed(f"a copy of the prompt earns {mean:.0%} of the range on average: reward right answers only")
 
 
 def _others(index: int, known: Mapping[int, str]) -> list[str]:
@@ -296,14 +309,14 @@ def _mixed(env: Env, index: int, known: Mapping[int, str]) -> Iterator[tuple[str
 # --- scripted players ---
 
 
-def _play_all(env: Env, picked: Sequence[int], name: str, seed: int) -> list[Walk]:
+def _play_all(env: Env, picked: Sequence[int], name: str, seed: int) -> list[ScriptedEpisode]:
     players = players_of(env)
     if name not in players:
-        raise Missing(f'players() gives no "{name}" player, so its scores were not checked')
-    return [played(env, env.task(index), perform(players[name], seed, index)) for index in while_time(picked)]
+        raise NotImplementedByEnv(f'players() gives no "{name}" player, so its scores were not checked')
+    return [played(env, env.task(index), scripted_player(players[name], seed, index)) for index in while_time(picked)]
 
 
-def _standing(env: Env, walks: Sequence[Walk]) -> tuple[float, float | None]:
+def _standing(env: Env, walks: Sequence[ScriptedEpisode]) -> tuple[float, float | None]:
     """Mean score as a fraction of the range from lowest to highest, and the share of wins if known."""
     share = sum(share_of(env, walk.score) for walk in walks) / len(walks)
     told = [walk.success for walk in walks if walk.success is not None]

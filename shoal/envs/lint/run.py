@@ -31,8 +31,18 @@ from shoal.env_packages.naming import read_reference
 from shoal.envs.lint.audit import CALL_S, FILES, IMPORT, MEMORY_MB, NETWORK, PROCESSES, REFUSED
 from shoal.envs.lint.compare import LATER, OTHERS, Other, compare
 from shoal.envs.lint.fake_clock import HERE_ZONE
-from shoal.envs.lint.finding import NOT_THE_SAME, OR_DECLARE, Finding
-from shoal.envs.lint.messages import Failure, Loaded, Malformed, Recorded, Seen, Told, demand_episodes, names_of, read
+from shoal.envs.lint.finding import NOT_THE_SAME, OR_DECLARE, CheckResult
+from shoal.envs.lint.messages import (
+    LintFailure,
+    LoadedEnv,
+    MalformedReply,
+    Recorded,
+    Seen,
+    WorkerReply,
+    demand_episodes,
+    names_of,
+    read,
+)
 from shoal.envs.lint.package_checks import pins, unlocked
 from shoal.envs.lint.worker_process import Failed, Process, start
 from shoal.envs.load import BUILT_IN, env_digest, is_file, is_package, no_environment, with_place_looked
@@ -42,7 +52,7 @@ from shoal.protocol.rollout_validation import ROOM_REMEDY, no_room
 from shoal.sandbox.bubblewrap import INSTALL
 from shoal.sandbox.filesystem import OUTSIDE, outside
 from shoal.sandbox.limits import Reason
-from shoal.sandbox.selftest import Report, examined
+from shoal.sandbox.selftest import SelftestReport, examined
 from shoal.tree import to_tree
 
 TOTAL_S = 30.0
@@ -78,7 +88,7 @@ REMEDIES = {
 T = TypeVar("T")
 
 
-class Place(NamedTuple):
+class EnvLocation(NamedTuple):
     """Where the environment is."""
 
     name: str
@@ -90,7 +100,7 @@ class Place(NamedTuple):
     folder: Path | None = None
     """Of a package."""
     reproducible: bool = True
-    unlocked: Sequence[Finding] = ()
+    unlocked: Sequence[CheckResult] = ()
     """About imports of an installed package that its lock does not list."""
 
 
@@ -98,7 +108,7 @@ def check(
     name: str, args: Mapping[str, Any], settings: EnvConfig | None = None, sandboxed: bool = True, registry: str = "",
     call_s: float = CALL_S, policy: tuple[Renderer, Sampling] | None = None,
     wait: Callable[[str], None] = lambda line: None,
-) -> list[Finding]:  # fmt: skip
+) -> list[CheckResult]:  # fmt: skip
     """All findings, in the order of the checks. Raises `ShoalError` if there is no such environment.
 
     `settings` are what a run file adds. `registry` is where versions of a package are published. `call_s` is the time for
@@ -106,21 +116,21 @@ def check(
     what is waited for, if that takes longer than WAIT_S.
     """
     place = _place(name)
-    report = examined() if sandboxed else Report(False, "--no-sandbox", "")
+    report = examined() if sandboxed else SelftestReport(False, "--no-sandbox", "")
     if is_package(name) and not report.works:  # guard: packages-are-checked-inside
         raise ConfigError(
             f"the installed package {name} is checked only inside the sandbox: {report.remedy or report.found}"
         )
     findings = pins(place.folder, registry) if place.folder else place.unlocked
-    with Checked(place, args, settings, report.works, sandboxed, call_s, policy, wait) as checked:
+    with CheckedEnv(place, args, settings, report.works, sandboxed, call_s, policy, wait) as checked:
         return [*checked.findings(), *findings, _about_sandbox(report, sandboxed)]
 
 
-class Checked:
+class CheckedEnv:
     """One environment, while it is checked."""
 
     def __init__(
-        self, place: Place, args: Mapping[str, Any], settings: EnvConfig | None, sandboxed: bool, refuses: bool,
+        self, place: EnvLocation, args: Mapping[str, Any], settings: EnvConfig | None, sandboxed: bool, refuses: bool,
         call_s: float, policy: tuple[Renderer, Sampling] | None, wait: Callable[[str], None],
     ) -> None:  # fmt: skip
         """`refuses`: whether it must do without network, processes and files."""
@@ -143,23 +153,23 @@ class Checked:
         self._refuses, self._policy = refuses, policy
         self._promised = place.reproducible
 
-    def __enter__(self) -> "Checked":
+    def __enter__(self) -> "CheckedEnv":
         return self
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.close()
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[CheckResult]:
         """Make every check."""
-        found: list[Finding] = []
+        found: list[CheckResult] = []
         try:
             self._check(found)
         except Failed as failed:
             found += [*self._conduct(failed.seen), self._failure(failed)] if failed.seen else [self._failure(failed)]
         return _without_echoes([finding._replace(detail=_shown(finding.detail)) for finding in found])
 
-    def _check(self, found: list[Finding]) -> None:
+    def _check(self, found: list[CheckResult]) -> None:
         first = self._started(0, HERE_ZONE)
         about = self._loaded(first, elsewhere=False, found=found)
         if about is None:
@@ -168,7 +178,8 @@ class Checked:
         names = self._sound(names_of, about)
         self._promised = about.promised
         if self._place.folder and self._place.reproducible and not about.by_class:
-            found.append(Finding("members", "failed", "the class says reproducible = False, and environment.toml does not: "
+            found.append(CheckResult("members", "failed", "the class says reproducible = False, and environment.toml does "
+                                     "not: "
                                  "write reproducible = false there"))  # fmt: skip
         recorded = self._record(first, None)
         with ThreadPoolExecutor(2) as threads:
@@ -179,13 +190,15 @@ class Checked:
             for place, name in enumerate(names):
                 if time.monotonic() > self._until:
                     over = f"{TOTAL_S * self._busy:.0f} s were over: make the environment faster to have them checked"
-                    found.append(Finding("not checked", "skipped", f"{', '.join(names[place:])}: {over}"))
+                    found.append(CheckResult("not checked", "skipped", f"{', '.join(names[place:])}: {over}"))
                     break
                 found.append(self._finding(first, name))
             found += self._conduct(self._seen(first))
             told: dict[Other, Any] = {other: replay.exception() or replay.result() for other, replay in others.items()}
         if not isinstance(recorded, list):
-            found += [Finding(name, "failed", recorded) for name in ("episodes", *(other.check for other in OTHERS))]
+            found += [
+                CheckResult(name, "failed", recorded) for name in ("episodes", *(other.check for other in OTHERS))
+            ]
             return
         found += [prompt_lengths(recorded, *self._policy)] if self._policy else []
         steady = [f for f in found if f.check in ("openings", "replay")]
@@ -193,28 +206,28 @@ class Checked:
         broken = next((f.detail for f in steady if f.outcome == "failed"), "")  # an episode failed
         told[LATER] = self._record(first, actions, backwards=True)
         later, *compared = (
-            Finding(other.check, "skipped", "replies differ already within one process and at one moment")
+            CheckResult(other.check, "skipped", "replies differ already within one process and at one moment")
             if unsteady
-            else Finding(other.check, "failed", broken)
+            else CheckResult(other.check, "failed", broken)
             if broken
             else compare(other, recorded, told[other], self._promised)
             for other in (LATER, *OTHERS)
         )
         found += compared if later.outcome == "passed" else [later, *compared[1:]]
 
-    def _finding(self, process: Process, name: str) -> Finding:
+    def _finding(self, process: Process, name: str) -> CheckResult:
         """The finding of one check in the first process."""
         limit_s = self._call_s + CHECK_S * self._busy
-        told = self._asked(process, Told, limit_s, f'checking "{name}"', ask="check", name=name)
-        if isinstance(told, Failure):
-            return Finding(name, "failed", f"{process.call}: {told.failed}" if process.call else told.failed)
-        return Finding(name, *told)
+        told = self._asked(process, WorkerReply, limit_s, f'checking "{name}"', ask="check", name=name)
+        if isinstance(told, LintFailure):
+            return CheckResult(name, "failed", f"{process.call}: {told.failed}" if process.call else told.failed)
+        return CheckResult(name, *told)
 
     def _seen(self, process: Process) -> Seen:
         told = self._asked(process, Seen, 5.0 * self._busy, "asking what it did", ask="seen")
-        return () if isinstance(told, Failure) else told
+        return () if isinstance(told, LintFailure) else told
 
-    def _asked(self, process: Process, kind: type[T], limit_s: float, doing: str, **request: Any) -> T | Failure:
+    def _asked(self, process: Process, kind: type[T], limit_s: float, doing: str, **request: Any) -> T | LintFailure:
         """What a process answers. Raises `Failed` if a call did not end, or if the answer has another form. `doing` is what
         the process does until then."""
         process.call, called = "", self._called
@@ -228,7 +241,7 @@ class Checked:
         timer.start()
         try:
             told = self._sound(read, process.ask(limit_s, **request), kind)
-            if isinstance(told, Failure) and told.stuck:
+            if isinstance(told, LintFailure) and told.stuck:
                 raise Failed(told.stuck, Reason.TIMEOUT, told.seen)
             return told
         except Failed as failed:
@@ -241,10 +254,10 @@ class Checked:
         """What `judge` makes of an answer. Raises `Failed` if it finds it malformed."""
         try:
             return judge(*told)
-        except Malformed as fault:
+        except MalformedReply as fault:
             raise Failed(f"the process of the environment {fault}") from None
 
-    def _conduct(self, seen: Sequence[Sequence[str]]) -> list[Finding]:
+    def _conduct(self, seen: Sequence[Sequence[str]]) -> list[CheckResult]:
         """What the environment did beside its task."""
         kinds: dict[str, list[str]] = {}
         for kind, what, place in seen:
@@ -254,13 +267,13 @@ class Checked:
         for kind, told in kinds.items():
             text = f"{told[0]}{f', and {len(told) - 1} more' if len(told) > 1 else ''}"
             if kind != IMPORT and not self._promised and not self._refuses:
-                found.append(Finding(kind, "passed", f"{text}: it stays with the host, as it declares"))
+                found.append(CheckResult(kind, "passed", f"{text}: it stays with the host, as it declares"))
             else:
-                found.append(Finding(kind, "failed", f"{text}: {REMEDIES[kind]}"))
+                found.append(CheckResult(kind, "failed", f"{text}: {REMEDIES[kind]}"))
         if not found and seen:
-            return [Finding("conduct", "passed", f"a package did without what was refused to it: {seen[0][1]}")]
+            return [CheckResult("conduct", "passed", f"a package did without what was refused to it: {seen[0][1]}")]
         return found or [
-            Finding("conduct", "passed", "no network, no processes, no files written, nothing done at import")
+            CheckResult("conduct", "passed", "no network, no processes, no files written, nothing done at import")
         ]
 
     def _started(self, hash_seed: int, zone: str) -> Process:
@@ -268,43 +281,43 @@ class Checked:
         self._processes.append(process)
         return process
 
-    def _loaded(self, process: Process, elsewhere: bool, found: list[Finding]) -> Loaded | None:
+    def _loaded(self, process: Process, elsewhere: bool, found: list[CheckResult]) -> LoadedEnv | None:
         """What a process says of the environment; None if it cannot load it, which is then a finding."""
-        told = self._asked(process, Loaded, LOAD_S * self._busy, LOADING, **self._load, elsewhere=elsewhere)
-        if isinstance(told, Loaded):
+        told = self._asked(process, LoadedEnv, LOAD_S * self._busy, LOADING, **self._load, elsewhere=elsewhere)
+        if isinstance(told, LoadedEnv):
             return told
         words = with_place_looked(told.failed, self._args)
-        found.append(Finding("data" if told.failed.startswith("data set ") else "load", "failed", words))
+        found.append(CheckResult("data" if told.failed.startswith("data set ") else "load", "failed", words))
         return None
 
     def _record(self, process: Process, actions: Any, backwards: bool = False) -> list[Recorded] | str:
         """What a process recorded, or one line that says why it did not."""
         limit_s, doing = self._call_s + RECORD_S * self._busy, "recording episodes"
         told = self._asked(process, list[Recorded], limit_s, doing, ask="record", actions=actions, backwards=backwards)
-        if isinstance(told, Failure):
+        if isinstance(told, LintFailure):
             return f"{process.call}: {told.failed}" if process.call else told.failed
         self._sound(demand_episodes, told)
         return told
 
     def _replay(self, other: Other, actions: Any) -> list[Recorded] | str:
         """What another process answers to the same actions."""
-        process, found = self._started(other.hash_seed, other.zone), list[Finding]()
+        process, found = self._started(other.hash_seed, other.zone), list[CheckResult]()
         if self._loaded(process, other.zone != HERE_ZONE, found) is None:
             return found[0].detail
         return self._record(process, actions, other.backwards)
 
-    def _failure(self, failed: Failed) -> Finding:
+    def _failure(self, failed: Failed) -> CheckResult:
         """The finding about a process that gave no answer."""
         where = f"in {failed.call}, while {failed.doing}" if failed.call else f"while {failed.doing}"
         if failed.reason is Reason.MEMORY:
-            return Finding("memory", "failed", f"{failed} {where}: load less")
+            return CheckResult("memory", "failed", f"{failed} {where}: load less")
         if failed.reason is Reason.TIMEOUT and failed.seen is None:
-            return Finding("time", "failed", f"{failed} {where}, and no line of Python ran: look for a regular "
+            return CheckResult("time", "failed", f"{failed} {where}, and no line of Python ran: look for a regular "
                            "expression or a number that takes very long")  # fmt: skip
         if failed.reason is Reason.TIMEOUT and failed.doing == LOADING:
-            return Finding("time", "failed", f"{failed}: let it do less when it is imported")
+            return CheckResult("time", "failed", f"{failed}: let it do less when it is imported")
         if failed.reason is Reason.TIMEOUT:
-            return Finding("time", "failed", f"{failed}: every call must end soon, whatever the policy wrote")
+            return CheckResult("time", "failed", f"{failed}: every call must end soon, whatever the policy wrote")
         has_code = "exit code" in str(failed) and "exit code None" not in str(failed)
         remedy = "raise an error instead"
         if not has_code:  # its pipe holds other bytes, or was closed
@@ -316,12 +329,12 @@ class Checked:
             remedy = "leave out what ends it, or use less memory"
         elif "signal" in str(failed):
             remedy = "code that is not Python's crashes there, such as a package's: leave that call out, or replace it"
-        return Finding("process", "failed", f"{self._called}: {failed} {where}: {remedy}")
+        return CheckResult("process", "failed", f"{self._called}: {failed} {where}: {remedy}")
 
 
-def _without_echoes(found: Sequence[Finding]) -> list[Finding]:
+def _without_echoes(found: Sequence[CheckResult]) -> list[CheckResult]:
     """Each fault once: checks that failed only because something was refused, or memory was short, refer to it."""
-    shown: list[Finding] = []
+    shown: list[CheckResult] = []
     same: dict[str, list[str]] = {}
     for finding in found:
         cause = next((one for one in shown if one.outcome == "failed" and _cause(one) in _cause(finding)), None)
@@ -329,31 +342,33 @@ def _without_echoes(found: Sequence[Finding]) -> list[Finding]:
             same.setdefault(cause.check, []).append(finding.check)
         elif finding.outcome == "failed" and REFUSED in finding.detail:
             shown.append(
-                Finding(finding.check, "skipped", f"not checked, because it did what is not allowed: {finding.detail}")
+                CheckResult(
+                    finding.check, "skipped", f"not checked, because it did what is not allowed: {finding.detail}"
+                )
             )
         elif finding.outcome == "failed" and INSTALL in finding.detail:
             if not any(one.check == PROCESSES for one in shown):
-                shown.append(Finding(PROCESSES, "failed", f"it starts a sandbox of its own: {REMEDIES[PROCESSES]}"))
+                shown.append(CheckResult(PROCESSES, "failed", f"it starts a sandbox of its own: {REMEDIES[PROCESSES]}"))
         elif finding.outcome == "failed" and "MemoryError" in finding.detail:
             if not any(one.check == "memory" for one in shown):
                 when = " when it is imported" if finding.check == "load" else ""
                 needed = f"more than {MEMORY_MB:,} MB are needed{when}: {finding.detail}. Use less"
-                shown.append(Finding("memory", "failed", needed))
+                shown.append(CheckResult("memory", "failed", needed))
         else:
             shown.append(finding)
     for check, others in same.items():
-        shown.append(Finding("not checked", "skipped", f"{', '.join(others)}: the cause is that of {check!r}"))
+        shown.append(CheckResult("not checked", "skipped", f"{', '.join(others)}: the cause is that of {check!r}"))
     return shown
 
 
-def _cause(finding: Finding) -> str:
+def _cause(finding: CheckResult) -> str:
     """What a finding says after the task and the call, without numbers: the same for one mistake in several checks."""
     raised = finding.detail.rpartition("raised ")[2]
     words = raised if raised != finding.detail else re.sub(r"^(held-out )?task \d+[^:]*: ", "", finding.detail)
     return re.sub(r"\d+(\.\d+)?", "#", words)
 
 
-def prompt_lengths(recorded: Sequence[Recorded], renderer: Renderer, sampling: Sampling) -> Finding:
+def prompt_lengths(recorded: Sequence[Recorded], renderer: Renderer, sampling: Sampling) -> CheckResult:
     """Whether the policy's chat template takes the prompts, and they leave it room to write."""
     lengths, long, refused = list[int](), list[str](), list[str]()
     texts, prompts = set[str](), set[tuple[int, ...]]()
@@ -362,7 +377,7 @@ def prompt_lengths(recorded: Sequence[Recorded], renderer: Renderer, sampling: S
             messages, arguments, most = msgspec.convert(task.prompt, tuple[list[Any], dict[str, Any], int])
             token_ids = renderer.open(messages, arguments).token_ids
         except msgspec.ValidationError as error:  # what a process says is a stranger's
-            return Finding("prompts", "skipped", f"they cannot be measured: {error}")
+            return CheckResult("prompts", "skipped", f"they cannot be measured: {error}")
         except ShoalError as error:
             refused.append(str(error))
             continue
@@ -382,8 +397,8 @@ def prompt_lengths(recorded: Sequence[Recorded], renderer: Renderer, sampling: S
         share = f"{len(long)} of {len(recorded)} prompts are too long, and their tasks never begin"
         faults.append(f"{share}; the first: {long[0]}. {ROOM_REMEDY}")
     if faults:
-        return Finding("prompts", "failed", ". ".join(faults))
-    return Finding(
+        return CheckResult("prompts", "failed", ". ".join(faults))
+    return CheckResult(
         "prompts", "passed", f"{len(lengths)} prompts take up to {max(lengths)} tokens of {sampling.max_tokens}"
     )
 
@@ -398,7 +413,7 @@ def busy() -> float:
     return min(MOST_BUSY, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
-def _place(name: str) -> Place:
+def _place(name: str) -> EnvLocation:
     """Where an environment is. Raises `ConfigError` if there is none."""
     if is_package(name):
         store = PackageStore(node_home() / "envs")
@@ -406,27 +421,30 @@ def _place(name: str) -> Place:
         folder = store.demand_unchanged(package)
         file = folder / package.entry.partition(":")[0]
         missing = [found for found in [unlocked(folder, package.files, package.dependencies)] if found]
-        return Place(str(folder), (file, folder), store.paths_of(package.digest), None, package.reproducible, missing)
+        return EnvLocation(
+            str(folder), (file, folder), store.paths_of(package.digest), None, package.reproducible, missing
+        )
     if not is_file(name):
         env_digest(name)  # says what is near a name that is none
-        return Place(name, (Path(str(BUILT_IN[name].modules[0].__file__)),), ())
+        return EnvLocation(name, (Path(str(BUILT_IN[name].modules[0].__file__)),), ())
     path = Path(name).absolute()
     if not path.exists():
         raise no_environment(name)
     if path.is_dir():
         about = describe(path, index_folder(path)).about
-        return Place(str(path), (path / about.entry_file, path), (path,), path, about.reproducible)
-    return Place(str(path), (path,), (path,))
+        return EnvLocation(str(path), (path / about.entry_file, path), (path,), path, about.reproducible)
+    return EnvLocation(str(path), (path,), (path,))
 
 
 def _is_one_of(value: object, files: Sequence[Path]) -> bool:
     return isinstance(value, str) and bool(value) and Path(value) in files
 
 
-def _about_sandbox(report: Report, sandboxed: bool) -> Finding:
+def _about_sandbox(report: SelftestReport, sandboxed: bool) -> CheckResult:
     if report.works:
-        return Finding("sandbox", "passed", "it ran without network, with files read-only, and within limits")
+        return CheckResult("sandbox", "passed", "it ran without network, with files read-only, and within limits")
     if not sandboxed:
-        return Finding("sandbox", "skipped", "it ran as your own code (--no-sandbox), with network and files")
-    return Finding("sandbox", "skipped", f"it ran as your own code: only what Python tells of network, files and processes "
+        return CheckResult("sandbox", "skipped", "it ran as your own code (--no-sandbox), with network and files")
+    return CheckResult("sandbox", "skipped", "it ran as your own code: only what Python tells of network, files and "
+                       "processes "
                    f"was seen and refused ({report.found}). {report.remedy}")  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from shoal.chat.messages import BadMessage, Written, as_messages, normal
 from shoal.env import Action, Env, Player, State, Task
 from shoal.envs.interface import earned, finite_rewards, players_of, step_of, success_of
-from shoal.envs.lint.finding import Broken, Differs, reproducible
+from shoal.envs.lint.finding import CheckFailed, Differs, reproducible
 from shoal.envs.step_credit import marks_of
 
 MAX_TURNS = 256
@@ -47,7 +47,7 @@ Act = Callable[[State], str | None]
 """The next action; None ends the episode early."""
 
 
-class Walk(NamedTuple):
+class ScriptedEpisode(NamedTuple):
     """An episode, played to its end or for MAX_TURNS turns."""
 
     actions: tuple[str, ...]
@@ -59,14 +59,14 @@ class Walk(NamedTuple):
     """Of each turn: what it earns, then the end and the reward of each step in it."""
 
 
-def played(env: Env, task: Task, act: Act, turns: int = MAX_TURNS) -> Walk:
+def played(env: Env, task: Task, act: Act, turns: int = MAX_TURNS) -> ScriptedEpisode:
     """Play an episode. If `act` gives None, it ends early."""
     return next(walk for walk in stepwise(env, task, act, turns=turns) if walk is not None)
 
 
 def stepwise(
     env: Env, task: Task, act: Act, score_often: bool = False, turns: int = MAX_TURNS
-) -> Iterator[Walk | None]:
+) -> Iterator[ScriptedEpisode | None]:
     """Play an episode turn by turn: yield None after each turn, then the walk. Tools are called as in Hermes."""
     state, _ = env.reset(task)
     actions: list[str] = []
@@ -81,70 +81,70 @@ def stepwise(
         try:
             step = step_of(told)
         except TypeError as problem:
-            raise Broken(str(problem)) from None
+            raise CheckFailed(str(problem)) from None
         state, reply, done = step[:3]
         seats = getattr(env, "num_seats", 1)
         if step.seat not in range(seats):
-            raise Broken(f"step() gives the next turn to seat {step.seat!r:.20}: num_seats is {seats}")
+            raise CheckFailed(f"step() gives the next turn to seat {step.seat!r:.20}: num_seats is {seats}")
         try:
             marks = marks_of(step.steps, action)
         except (TypeError, ValueError) as problem:
-            raise Broken(f"step() marks steps that are none: {problem}") from None
+            raise CheckFailed(f"step() marks steps that are none: {problem}") from None
         try:
             finite_rewards([step.reward])
         except (TypeError, ValueError) as problem:
-            raise Broken(f"step() gives the reward {step.reward!r:.60}: {problem}") from None
+            raise CheckFailed(f"step() gives the reward {step.reward!r:.60}: {problem}") from None
         earned_so_far += [step.reward, *(reward for _, reward in marks)]
         earned_by.append((step.reward, *(number for mark in marks for number in mark)))
         if not done:
             try:
                 normal(as_messages(_without_turns(reply) if step.restart else reply))
             except BadMessage as problem:
-                raise Broken(f"step() is not done but replies {type(reply).__name__}: {problem}") from None
+                raise CheckFailed(f"step() is not done but replies {type(reply).__name__}: {problem}") from None
         actions.append(action)
         replies.append(None if done else reply)
         if score_often:
             _score(env, state, earned_so_far)
         yield None
     score = _score(env, state, earned_so_far)
-    yield Walk(tuple(actions), tuple(replies), bool(done), score, success_of(env, state), tuple(earned_by))
+    yield ScriptedEpisode(tuple(actions), tuple(replies), bool(done), score, success_of(env, state), tuple(earned_by))
 
 
-def recite(actions: Sequence[str]) -> Act:
+def replay_actions(actions: Sequence[str]) -> Act:
     """A player that plays the given actions, then stops."""
     left = iter(actions)
     return lambda state: next(left, None)
 
 
-def perform(player: Player, seed: int, index: int) -> Callable[[State], str]:
+def scripted_player(player: Player, seed: int, index: int) -> Callable[[State], str]:
     """A scripted player with random numbers of its own."""
     rng = random.Random(f"{seed}/{index}")
     return lambda state: player(state, rng)
 
 
-def two_walks(env: Env, index: int, seed: int) -> list[Walk]:
+def two_walks(env: Env, index: int, seed: int) -> list[ScriptedEpisode]:
     """At least two episodes of one task: those of the scripted players, or of hostile actions if there are too few."""
-    acts: list[Act] = [perform(player, seed, index) for _, player in sorted(players_of(env).items())]
-    spare = [recite(HOSTILE), recite(HOSTILE[::-1])]
+    acts: list[Act] = [scripted_player(player, seed, index) for _, player in sorted(players_of(env).items())]
+    spare = [replay_actions(HOSTILE), replay_actions(HOSTILE[::-1])]
     return [played(env, env.task(index), act) for act in [*acts, *spare][: max(2, len(acts))]]
 
 
-def difference(before: Walk, after: Walk) -> str:
+def difference(before: ScriptedEpisode, after: ScriptedEpisode) -> str:
     """The first difference between two walks that play the same actions."""
     for turn, (old, new) in enumerate(zip(before.replies, after.replies, strict=False)):
         if old != new:
-            return f"turn {turn} is answered {unlike(old, new)}"
+            return f"turn {turn} is answered {describe_difference(old, new)}"
     if len(before.replies) != len(after.replies):
         return f"the episode takes {len(before.replies)} turns, then {len(after.replies)}"
     for turn, (paid, then) in enumerate(zip(before.earned, after.earned, strict=False)):
         if paid != then:
-            return f"turn {turn} earns {unlike(paid, then)}"
+            return f"turn {turn} earns {describe_difference(paid, then)}"
     if before.score != after.score:
         return f"it scores {before.score}, then {after.score}"
     return f"done {before.done} and success {before.success}, then {after.done} and {after.success}"
 
 
-def unlike(old: object, new: object) -> str:
+def describe_difference(old: object, new: object) -> str:
     """Two values that differ, from a little before the place where they do."""
     before, after = repr(old), repr(new)
     pairs = enumerate(zip(before, after, strict=False))
@@ -177,7 +177,7 @@ def _without_turns(reply: Any) -> Any:
 def _score(env: Env, state: State, turn_rewards: Sequence[float] = ()) -> float:
     """The reward, computed twice if the environment promises that this gives the same.
 
-    Raises `Broken` if it is not a number within the bounds.
+    Raises `CheckFailed` if it is not a number within the bounds.
     """
     low, high = env.reward_bounds
     for judge in (getattr(env, "truncated_score", None), env.score):
@@ -187,14 +187,14 @@ def _score(env: Env, state: State, turn_rewards: Sequence[float] = ()) -> float:
         score = judge(state)
         again = judge(state) if reproducible(env) else score
         if isinstance(score, bool):
-            raise Broken(f"{name}() gives {score!r:.60}, not a number from {low:g} to {high:g}")
+            raise CheckFailed(f"{name}() gives {score!r:.60}, not a number from {low:g} to {high:g}")
         if score != again and not (score != score and again != again):
             raise Differs(f"{name}() gives {score} and then {again} for the same state")
         try:
             reward = earned(env, [score], turn_rewards).reward
         except (TypeError, ValueError) as fault:
             why = "" if isinstance(score, Real) and not any(turn_rewards) else f": {fault}"
-            raise Broken(
+            raise CheckFailed(
                 f"{name}() gives {score!r:.60}, not a number within reward_bounds {low:g} to {high:g}{why}"
             ) from None
     return reward

@@ -20,12 +20,12 @@ from shoal.chat.messages import arguments_of, as_messages, normal, text_of
 from shoal.config.env_settings import EnvConfig
 from shoal.env import Env
 from shoal.envs.interface import describe_fault, players_of
-from shoal.envs.lint.audit import MEMORY_MB, Watch, Watched
+from shoal.envs.lint.audit import MEMORY_MB, AuditedEnv, EnvAudit
 from shoal.envs.lint.checks import FEWER_TASKS, checks_of, pick
 from shoal.envs.lint.fake_clock import ELSEWHERE_S, HERE_S, set_clock
-from shoal.envs.lint.finding import Broken, find, reproducible
+from shoal.envs.lint.finding import CheckFailed, find, reproducible
 from shoal.envs.lint.messages import CALL
-from shoal.envs.lint.scripted_episode import HOSTILE, Act, perform, played, recite, while_time
+from shoal.envs.lint.scripted_episode import HOSTILE, Act, played, replay_actions, scripted_player, while_time
 from shoal.envs.load import load_env
 from shoal.envs.run_settings import opening_of, with_settings
 from shoal.errors import ShoalError
@@ -43,7 +43,7 @@ MAX_TEXT = 2000
 _leave = os._exit
 
 
-class Child:
+class LintedEnv:
     """The environment of this process."""
 
     def __init__(self, answer: Callable[[Any], None], begins: Callable[[str], None] = lambda call: None) -> None:
@@ -53,7 +53,7 @@ class Child:
         self._bare: Any = None
         """The environment as its author wrote it."""
         self.source: Path | None = None
-        self._watch: Watch | None = None
+        self._watch: EnvAudit | None = None
         self.limit_s = 0.0
         """Time for the request in hand."""
         self._checks: Mapping[str, Callable[[], str]] = {}
@@ -81,7 +81,7 @@ class Child:
         def own(file: str) -> bool:
             return any(file == source or file.startswith(source + "/") for source in sources)
 
-        watch = self._watch = Watch(own, refuses, call_s, self._stop, self._begins)
+        watch = self._watch = EnvAudit(own, refuses, call_s, self._stop, self._begins)
         set_clock(ELSEWHERE_S if elsewhere else HERE_S, own, elsewhere)
         random.seed(0)
         if "numpy" in sys.modules:
@@ -93,7 +93,7 @@ class Child:
             env: Any = load_env(name, args)
         self._bare = env
         promised = reproducible and bool(getattr(env, "reproducible", True))
-        watched: Env = Watched(env, watch, {"reproducible": promised, "source": Path(sources[0])})
+        watched: Env = AuditedEnv(env, watch, {"reproducible": promised, "source": Path(sources[0])})
         self._env = watched
         if settings is not None:
             self._env = with_settings(watched, from_tree(settings, EnvConfig, "envs"))
@@ -135,11 +135,11 @@ class Child:
     def _episodes(self, index: int, heldout: bool, chosen: Sequence[Sequence[str]] | None) -> Any:
         env = self._env
         task = env.task(index, heldout=True) if heldout else env.task(index)
-        acts: list[Act] = [recite(actions) for actions in chosen or ()]
+        acts: list[Act] = [replay_actions(actions) for actions in chosen or ()]
         if chosen is None:
             acts = [
-                *(perform(player, 0, index) for _, player in sorted(players_of(env).items())),
-                recite(HOSTILE[::-1]),
+                *(scripted_player(player, 0, index) for _, player in sorted(players_of(env).items())),
+                replay_actions(HOSTILE[::-1]),
             ]
         messages = env.reset(task)[1]
         told: dict[str, Any] = {"index": index, "heldout": heldout, "opens": _texts(messages), "episodes": []}
@@ -196,7 +196,7 @@ def main() -> None:
         begins(f"{call}at {place}" if place else child.last)
         _leave(128 + number)
 
-    child = Child(answer, begins)
+    child = LintedEnv(answer, begins)
     signal.signal(signal.SIGALRM, report_alarm)
     os._exit = report_exit  # type: ignore[assignment]
     while size := requests.read(4):
@@ -207,7 +207,7 @@ def main() -> None:
             answer({"value": getattr(child, f"ask_{request.pop('ask')}")(**request)})
         except ShoalError as error:
             answer({"failed": str(error) or type(error).__name__})
-        except Broken as error:
+        except CheckFailed as error:
             answer({"failed": child.located(str(error))})
         except MemoryError as error:
             answer({"failed": _short_of_memory(error, child.source)})

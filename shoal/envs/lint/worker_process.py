@@ -102,7 +102,7 @@ class Sandboxed:
         self._resident.close()
 
 
-class Open:
+class WorkerProcess:
     """A child process of this user, with network and files."""
 
     call = ""
@@ -185,4 +185,4 @@ def importable() -> list[Path]:
 
 def start(sandboxed: bool, hash_seed: int, zone: str, shown: Sequence[Path], dependencies: Sequence[Path]) -> Process:
     """Start a process. The sandbox shows it the paths in `shown`; it finds modules in `dependencies`, too."""
-    return Sandboxed(hash_seed, zone, shown, dependencies) if sandboxed else Open(hash_seed, zone)
+    return Sandboxed(hash_seed, zone, shown, dependencies) if sandboxed else WorkerProcess(hash_seed, zone)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from shoal.algos.regularisers import logprob_and_entropy
-from shoal.engine.interface import Score
+from shoal.engine.interface import PolicyScore
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.jobs.calibrate.recorded_rollouts import Recording
 from shoal.models.open_model import AUTO, open_policy
@@ -45,7 +45,7 @@ def _line(row: Power) -> str:
     return f"{row.entropy:>22.3f}{row.changed:>10.2%}   {needed}"
 
 
-def _entropies(policy: Path, scores: Sequence[Score], temperature: float) -> NDArray[np.float64]:
+def _entropies(policy: Path, scores: Sequence[PolicyScore], temperature: float) -> NDArray[np.float64]:
     """Entropy of the policy where each token was drawn, nats, [P]."""
     model = open_policy(policy, torch.float32, AUTO)
     hidden_PD = torch.from_numpy(np.concatenate([score.hidden_PD for score in scores if score.hidden_PD is not None]))

@@ -29,7 +29,7 @@ from shoal.protocol.messages import Bounds
 from shoal.protocol.package_reference import is_hub
 from shoal.protocol.tolerances import CHOSEN_ENGINES
 from shoal.run_folder import RunFolder, write_atomically
-from shoal.verification.fit_tolerances import Noise, joined, propose, propose_activation_error
+from shoal.verification.fit_tolerances import MeasuredNoise, joined, propose, propose_activation_error
 
 
 def main(
@@ -66,7 +66,7 @@ def main(
             write_atomically(save, to_msgpack(chosen or own))
             remark(f"wrote {save}: recompute it on another machine with --with")
         spec = EngineSpec(kind_for(policy), device=device, noise=own.sampling.noise)
-        noise, bounds = dict[str, Noise](), dict[str, Bounds]()
+        noise, bounds = dict[str, MeasuredNoise](), dict[str, Bounds]()
         for dtype in dict.fromkeys((own.dtype, "float32")):
             measured = measure(recordings, policy, replace(spec, dtype=dtype))
             for sampled, names in _sides(recordings, own.dtype).items():

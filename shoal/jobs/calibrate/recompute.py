@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.algos.toploc import Figures, compare
-from shoal.engine.interface import Engine, Score
+from shoal.algos.toploc import ChunkFigures, compare
+from shoal.engine.interface import Engine, PolicyScore
 from shoal.engine.open import EngineSpec, open_engine
 from shoal.errors import StateError
 from shoal.jobs.calibrate.progress import progress
 from shoal.jobs.calibrate.recorded_rollouts import THREADS, Recording, machine
 from shoal.terminal import say
 from shoal.verification.context import by_group
-from shoal.verification.fit_tolerances import FAR_PERCENTILE, Noise, joined
+from shoal.verification.fit_tolerances import FAR_PERCENTILE, MeasuredNoise, joined
 
 SHAPES = ("whole", "alone", "threes", "mixed")
 """How the rollouts' rows are divided among the engine's calls: all in one, each alone, three at a time, or shuffled."""
@@ -30,7 +30,7 @@ MIXED_ROWS = 16
 """Rollouts in one call when they are shuffled."""
 
 
-class Setting(NamedTuple):
+class RecomputeVariant(NamedTuple):
     """One way to recompute."""
 
     threads: int
@@ -40,10 +40,13 @@ class Setting(NamedTuple):
         return f"{self.threads} thread{'s' * (self.threads > 1)}, {self.shape}"
 
 
-SETTINGS = (*(Setting(threads, "whole") for threads in THREADS), *(Setting(1, shape) for shape in SHAPES[1:]))
+SETTINGS = (
+    *(RecomputeVariant(threads, "whole") for threads in THREADS),
+    *(RecomputeVariant(1, shape) for shape in SHAPES[1:]),
+)
 
 
-def measure(recordings: dict[str, Recording], policy: Path, spec: EngineSpec) -> dict[str, Noise]:
+def measure(recordings: dict[str, Recording], policy: Path, spec: EngineSpec) -> dict[str, MeasuredNoise]:
     """Recompute all recordings in every setting with such an engine, and print a line for each. Returns the noise of each
     recording."""
     engine = open_engine(spec)
@@ -66,11 +69,11 @@ def measure(recordings: dict[str, Recording], policy: Path, spec: EngineSpec) ->
     return noise
 
 
-def _noise(engine: Engine, recording: Recording, setting: Setting) -> Noise:
+def _noise(engine: Engine, recording: Recording, setting: RecomputeVariant) -> MeasuredNoise:
     torch.set_num_threads(setting.threads)
     requests = recording.requests()
     proven = any(part.proofs for part in recording.played)
-    scores: dict[int, Score] = {}
+    scores: dict[int, PolicyScore] = {}
     calls = _calls(len(requests), setting.shape)
     for done, rows in enumerate(calls):
         if done % 50 == 0:
@@ -81,15 +84,15 @@ def _noise(engine: Engine, recording: Recording, setting: Setting) -> Noise:
     ordered = [scores[row] for row in range(len(requests))]
     off_P = recording.claimed_P() - np.concatenate([score.logprobs_P for score in ordered])
     figures = tuple(_figures(recording, ordered)) if proven else ()
-    return Noise(np.concatenate([score.gaps_P for score in ordered]), off_P, largest_logits(ordered), figures)
+    return MeasuredNoise(np.concatenate([score.gaps_P for score in ordered]), off_P, largest_logits(ordered), figures)
 
 
-def largest_logits(scores: Sequence[Score]) -> NDArray[np.float32]:
+def largest_logits(scores: Sequence[PolicyScore]) -> NDArray[np.float32]:
     """Largest |logit / temperature| at each token, [N]."""
     return np.concatenate([score.largest_P for score in scores if score.largest_P is not None])
 
 
-def _figures(recording: Recording, scores: Sequence[Score]) -> Iterator[Figures]:
+def _figures(recording: Recording, scores: Sequence[PolicyScore]) -> Iterator[ChunkFigures]:
     """How far each group's proof is from the recomputed hidden states. Raises `StateError` if it is not a proof."""
     proven = [pair for part in recording.played for pair in zip(part.groups, part.proofs, strict=True)]
     for (group, proof), of_group in zip(proven, by_group([group for group, _ in proven], scores), strict=True):
@@ -108,7 +111,7 @@ def _calls(count: int, shape: str) -> list[list[int]]:
     return [rows[start : start + size] for start in range(0, count, size)]
 
 
-def _line(label: str, noise: Noise) -> None:
+def _line(label: str, noise: MeasuredNoise) -> None:
     p999, p9999 = np.quantile(noise.gaps_N, (0.999, FAR_PERCENTILE))
     off_N = np.abs(noise.off_N)
     activations = f"{noise.activation_error():>21.2g}{noise.mismatched():>12.1%}" if noise.figures else ""

@@ -35,7 +35,7 @@ THREADS = (1, 2, 4)
 """Threads of the engines that play, in turn, and of those that recompute."""
 
 
-class Played(Message, frozen=True):
+class RecordedBlock(Message, frozen=True):
     """One block as a worker plays it."""
 
     threads: int
@@ -53,7 +53,7 @@ class Recording(Message, frozen=True):
     """Weights root of the policy that played."""
     dtype: str
     sampling: Sampling
-    played: tuple[Played, ...]
+    played: tuple[RecordedBlock, ...]
 
     @property
     def kind(self) -> str:
@@ -97,7 +97,7 @@ def play(config: RunConfig, policy: Path, episodes: int, device: str = CPU, kind
         if config.verify.proofs != "none":
             scores = engine.score(_requests(slots, groups), sampling.temperature, hidden=True)
             proofs = prove_activations(groups, scores)
-        played.append(Played(threads, slots, groups, proofs))
+        played.append(RecordedBlock(threads, slots, groups, proofs))
     progress("playing", num_blocks, num_blocks)
     recording = Recording(machine(engine), weights_root(policy), config.sampled_dtype, sampling, tuple(played))
     if not recording.rollouts():

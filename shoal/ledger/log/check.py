@@ -18,14 +18,14 @@ from shoal.ledger.batches import BatchFormed, GroupAccepted
 from shoal.ledger.constants import law_difference
 from shoal.ledger.errors import Refused, Wait
 from shoal.ledger.event import GENESIS, Body, Entry, read_stored
-from shoal.ledger.log.check_host import HostWatch
+from shoal.ledger.log.check_host import HostCheck
 from shoal.ledger.log.writer import UnknownRules, broken_after, checked_entry, follows
 from shoal.ledger.pay import Credit
 from shoal.ledger.pools import PoolsChanged
 from shoal.ledger.registry import apply, cause_of, decide, kind_of
-from shoal.ledger.replay_context import Here
+from shoal.ledger.replay_context import LogPosition
 from shoal.ledger.run import RulesChanged
-from shoal.ledger.run_decisions import follow, what_was_done
+from shoal.ledger.run_decisions import consequent_events, what_was_done
 from shoal.ledger.state import State, state_hash
 from shoal.ledger.submissions import SubmissionReceived
 from shoal.ledger.verdicts import Decision
@@ -47,7 +47,7 @@ def redecide(entries: Sequence[Entry], links: Mapping[int, tuple[str, str]]) -> 
     state, findings = State(), list[str]()
     expected: list[Body] = []
     for place, entry in enumerate(entries):
-        expected = expected or _due(Here(state, entries, place, links), findings)
+        expected = expected or _due(LogPosition(state, entries, place, links), findings)
         if expected:
             due = expected.pop(0)
             if entry.body != due:  # guard: event-fits
@@ -55,7 +55,7 @@ def redecide(entries: Sequence[Entry], links: Mapping[int, tuple[str, str]]) -> 
                 expected = []
         apply(state, entry)
         try:
-            expected = expected or follow(state)
+            expected = expected or consequent_events(state)
         except FAULTS as fault:  # it would be the same after each later event
             findings.append(
                 f"the rules cannot say what follows {_name(entry)} ({type(fault).__name__}). No coordinator wrote this; "
@@ -67,7 +67,7 @@ def redecide(entries: Sequence[Entry], links: Mapping[int, tuple[str, str]]) -> 
     return findings
 
 
-def _due(here: Here, findings: list[str]) -> list[Body]:
+def _due(here: LogPosition, findings: list[str]) -> list[Body]:
     """Events that the rules give here, this one first; none if nothing can be said of it."""
     entry = here.entries[here.place]
     try:
@@ -134,7 +134,7 @@ class Audit:
         self.links: dict[int, LinkRevealed] = {}
         self.pool_links: dict[int, str] = {}
         """Links by which the groups of retired versions were counted."""
-        self.host = HostWatch()
+        self.host = HostCheck()
 
     def see(self, entry: Entry) -> None:
         """Book one entry and count what must balance at the end. Raises `StateError` if it cannot be booked."""

@@ -24,7 +24,7 @@ JUDGED_WITHIN_S = 3600.0
 end. Validators judge the oldest first, and a dispute ends after ten minutes."""
 
 
-class HostWatch:
+class HostCheck:
     """What the events of one log say about its host."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ import msgspec
 
 from shoal.ledger.event import Entry
 from shoal.ledger.registry import apply, lines_of
-from shoal.ledger.replay_context import Told, Verdicts
+from shoal.ledger.replay_context import PayContext, Verdicts
 from shoal.ledger.state import State
 from shoal.ledger.verdicts import VerdictGiven
 from shoal.protocol.encoding import to_json
@@ -27,7 +27,7 @@ def explain(entries: Iterable[Entry], state: State, node: str) -> Iterator[Credi
         if isinstance(body, VerdictGiven) and state.lease_of(state.submissions[body.submission]).worker == node:
             for group in body.groups:
                 verdicts.setdefault((body.submission, group.slot), []).append((body.validator, group))
-        yield from lines_of(body, Told(entry, state, node, verdicts))
+        yield from lines_of(body, PayContext(entry, state, node, verdicts))
 
 
 # --- A balance that its owner can show to anybody ---

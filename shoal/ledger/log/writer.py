@@ -13,11 +13,11 @@ import msgspec
 
 from shoal.errors import ShoalError, StateError
 from shoal.ledger.constants import RULES_VERSION
-from shoal.ledger.event import Body, Entry, Stored, read_stored
+from shoal.ledger.event import Body, Entry, RawEvent, read_stored
 from shoal.ledger.log.sqlite_store import Store
 from shoal.ledger.registry import apply, decide, make_entry, typed
 from shoal.ledger.run import RunCreated
-from shoal.ledger.run_decisions import follow
+from shoal.ledger.run_decisions import consequent_events
 from shoal.ledger.state import State
 from shoal.ledger.versions import CheckpointPublished
 from shoal.protocol.branching import NO_FIT, groups_fit
@@ -57,7 +57,7 @@ def checked_entry(state: State, data: bytes, stored_hash: str) -> Entry:
     return entry
 
 
-def follows(stored: Stored, stored_hash: str, seq: int, head: str) -> None:
+def follows(stored: RawEvent, stored_hash: str, seq: int, head: str) -> None:
     """An event must have its stored hash and follow the event with this number and hash. Raises `BrokenLog`."""
     if stored.seq != seq + 1 or stored.prev != head or stored.hash != stored_hash:  # guard: event-hash, event-prev
         raise BrokenLog(
@@ -75,7 +75,7 @@ class UnknownRules(StateError):
     """A log was written by rules that this code lacks."""
 
 
-def _refuse_unknown_rules(first: Stored) -> None:
+def _refuse_unknown_rules(first: RawEvent) -> None:
     """Another law may have other fields, so its version is read before the rest is typed."""
     version = from_json(bytes(first.body), _FirstBody).law.version
     if version != RULES_VERSION:
@@ -109,7 +109,7 @@ class _Waiting:
     done: "asyncio.Future[list[Entry]]"
 
 
-class Book:
+class LogWriter:
     """An open log and its state."""
 
     def __init__(self, store: Store) -> None:
@@ -219,7 +219,7 @@ class Book:
                 entry = make_entry(self.state.seq + 1, now, body, self.state.head)
                 apply(self.state, entry)
                 entries.append(entry)
-            bodies = follow(self.state)
+            bodies = consequent_events(self.state)
         return entries
 
     def _replay(self) -> State:

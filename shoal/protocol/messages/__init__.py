@@ -1,7 +1,7 @@
 """What crosses the wire: the nouns of the protocol, as frozen values, by subject. Names only."""
 
 from shoal.protocol.messages.admin import AdminRequest, AlarmEvidence, LrFactor, Measured
-from shoal.protocol.messages.base import Answer, Fact, Message, fact
+from shoal.protocol.messages.base import Fact, Message, Response, fact
 from shoal.protocol.messages.batches import (
     AdapterBase,
     Batch,
@@ -13,18 +13,18 @@ from shoal.protocol.messages.batches import (
     SolveRate,
 )
 from shoal.protocol.messages.host_environments import (
+    EnvReply,
+    EnvTurn,
     GroupRecord,
     Outcome,
     Record,
     RolloutRecord,
-    Said,
     Staged,
-    Turn,
     TurnAnswer,
 )
 from shoal.protocol.messages.publishers import Publishers, Rotation
 from shoal.protocol.messages.relays import RelayEntry, RelayOffer, RelayProof, RelayStanding
-from shoal.protocol.messages.responses import CheckAnswer, Done, Event, Refusal, StandingAlarm, StateHash, Status
+from shoal.protocol.messages.responses import CheckAnswer, Event, Refusal, StandingAlarm, StateHash, Status, WriteAck
 from shoal.protocol.messages.rollouts import (
     ENVIRONMENT,
     POLICY,
@@ -55,17 +55,17 @@ __all__ = [
     "AdapterBase",
     "AdminRequest",
     "AlarmEvidence",
-    "Answer",
     "Batch",
     "BatchGroup",
     "Block",
     "Bounds",
     "Check",
     "CheckAnswer",
-    "Done",
     "Ending",
     "EngineFacts",
+    "EnvReply",
     "EnvSpec",
+    "EnvTurn",
     "Event",
     "Fact",
     "Faults",
@@ -95,13 +95,13 @@ __all__ = [
     "RelayOffer",
     "RelayProof",
     "RelayStanding",
+    "Response",
     "Rollout",
     "RolloutRecord",
     "Rotation",
     "Rules",
     "RunInfo",
     "RunVersions",
-    "Said",
     "Sampling",
     "SignedManifest",
     "Slot",
@@ -113,9 +113,9 @@ __all__ = [
     "StepReward",
     "StepRewards",
     "Submission",
-    "Turn",
     "TurnAnswer",
     "Verdict",
+    "WriteAck",
     "fact",
     "make_rollout",
 ]

@@ -36,7 +36,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `Answer` does not."""
 
 
-class Answer(Message, frozen=True, forbid_unknown_fields=False):
+class Response(Message, frozen=True, forbid_unknown_fields=False):
     """Base of a coordinator's answers that nobody hashes or signs. It may gain fields, which older nodes ignore.
 
     So a field that a node must understand to take part is never added to one.

@@ -16,7 +16,7 @@ Outcome = Literal["", "environment", "length", "error", "void"]
 """How a rollout ended, in the words of `Ending`; empty while it goes on, and void if its slot cannot be filled."""
 
 
-class Turn(Message, frozen=True):
+class EnvTurn(Message, frozen=True):
     """`POST /v1/leases/{id}/turns`, msgpack: what the policy wrote in one turn of a block.
 
     A lease takes each turn once. The same turn again, with the same tokens, gets the same answer.
@@ -29,7 +29,7 @@ class Turn(Message, frozen=True):
     """Token ids, one entry for each rollout that was open after the last answer, in its order; empty in turn 0."""
 
 
-class Said(Message, frozen=True, array_like=True):
+class EnvReply(Message, frozen=True, array_like=True):
     """The environment's answer to one rollout."""
 
     text: int
@@ -49,7 +49,7 @@ class TurnAnswer(Message, frozen=True):
 
     texts: tuple[bytes, ...]
     """Different texts, each once: the rollouts of a group open alike."""
-    said: tuple[Said, ...]
+    said: tuple[EnvReply, ...]
 
 
 class RolloutRecord(Message, frozen=True, omit_defaults=True):
@@ -89,6 +89,6 @@ class Staged(Message, frozen=True):
     lease: str
     version: int
     blocks: tuple[Block, ...]
-    turn: Turn | None = None
+    turn: EnvTurn | None = None
     worker: str = ""
     """Key of the worker that holds the lease: what it keeps the stage busy with is limited."""

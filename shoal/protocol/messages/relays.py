@@ -1,6 +1,6 @@
 """Relays, which serve weights that they fetched: how one is offered to the coordinator, proves its URL, and is listed."""
 
-from shoal.protocol.messages.base import Answer, Message, Url
+from shoal.protocol.messages.base import Message, Response, Url
 
 
 class RelayOffer(Message, frozen=True):
@@ -11,7 +11,7 @@ class RelayOffer(Message, frozen=True):
     port: int = 0
 
 
-class RelayStanding(Answer, frozen=True):
+class RelayStanding(Response, frozen=True):
     """Answer to an offer."""
 
     url: str
@@ -23,7 +23,7 @@ class RelayStanding(Answer, frozen=True):
     """When to offer again. An offer that is not repeated lapses."""
 
 
-class RelayProof(Answer, frozen=True):
+class RelayProof(Response, frozen=True):
     """`GET /.well-known/shoal-relay/{nonce}` of a relay: who serves there."""
 
     key: str
@@ -31,7 +31,7 @@ class RelayProof(Answer, frozen=True):
     """Over the run and the nonce."""
 
 
-class RelayEntry(Answer, frozen=True):
+class RelayEntry(Response, frozen=True):
     """One of `GET /v1/relays`."""
 
     url: str

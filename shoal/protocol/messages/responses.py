@@ -6,7 +6,7 @@ import msgspec
 
 from shoal.protocol.constants import MAX_NODES, MAX_STANDING_ALARMS
 from shoal.protocol.messages.admin import Cause, LrFactor
-from shoal.protocol.messages.base import Answer, Fact, Message
+from shoal.protocol.messages.base import Fact, Message, Response
 from shoal.protocol.messages.verdicts import Check
 
 
@@ -20,7 +20,7 @@ class Event(Message, frozen=True):
     prev: str
 
 
-class Refusal(Answer, frozen=True):
+class Refusal(Response, frozen=True):
     """Body of every 4xx and 5xx: what happened, why, and what to do."""
 
     error: str
@@ -28,14 +28,14 @@ class Refusal(Answer, frozen=True):
     """Stable word such as "superseded", "too_large", "not_admitted"."""
 
 
-class CheckAnswer(Answer, frozen=True):
+class CheckAnswer(Response, frozen=True):
     """Answer to `GET /v1/checks`: a submission to judge, or why there is none."""
 
     check: Check | None
     reason: str
 
 
-class StandingAlarm(Answer, frozen=True):
+class StandingAlarm(Response, frozen=True):
     """An alarm of a run, as anyone may know it: not which node it is about, nor the figures. The log has both once the
     host acts on it."""
 
@@ -45,7 +45,7 @@ class StandingAlarm(Answer, frozen=True):
     """Training step at which it was raised."""
 
 
-class Status(Answer, frozen=True):
+class Status(Response, frozen=True):
     """`GET /v1/status`: how far the run is, and what it waits for."""
 
     name: str
@@ -85,7 +85,7 @@ class Status(Answer, frozen=True):
     """Keys of validators that were admitted and have never joined: the last of them."""
 
 
-class StateHash(Answer, frozen=True):
+class StateHash(Response, frozen=True):
     """`GET /v1/state`: what a replay of the log up to `seq` must give."""
 
     seq: int
@@ -93,7 +93,7 @@ class StateHash(Answer, frozen=True):
     state_hash: str
 
 
-class Done(Answer, frozen=True):
+class WriteAck(Response, frozen=True):
     """Answer to a write that returns nothing else."""
 
     seq: int

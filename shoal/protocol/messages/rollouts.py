@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.protocol.constants import EPISODES, MAX_ROLLOUT_ROWS
-from shoal.protocol.messages.base import Answer, Fact, Message, Said
+from shoal.protocol.messages.base import Fact, Message, Response, Said
 from shoal.protocol.messages.run import Sampling
 
 ENVIRONMENT, POLICY, UNTRAINED = 0, 1, 2
@@ -89,7 +89,7 @@ class LeaseRequest(Message, frozen=True):
     """Which call that was, and what happened, for the host; it decides nothing."""
 
 
-class LeaseAnswer(Answer, frozen=True):
+class LeaseAnswer(Response, frozen=True):
     """A lease, or when to come back and why."""
 
     lease: Lease | None

@@ -9,7 +9,7 @@ import msgspec
 
 from shoal.protocol.algorithm_config import Algorithm, Grpo
 from shoal.protocol.constants import EPISODES
-from shoal.protocol.messages.base import Answer, Fact, Message
+from shoal.protocol.messages.base import Fact, Message, Response
 from shoal.protocol.messages.publishers import Publishers
 from shoal.protocol.noise import PHILOX, FamilyName
 from shoal.protocol.reward_shaping import Shaping
@@ -146,14 +146,14 @@ class Rules(Message, frozen=True):
     """Length of a worker's first quarantine, seconds."""
 
 
-class RunVersions(Answer, frozen=True):
+class RunVersions(Response, frozen=True):
     """What a node reads of `GET /v1/run` before it reads the rest, which it may not understand."""
 
     protocol: int
     rules_version: int = 0
 
 
-class RunInfo(Answer, frozen=True, omit_defaults=True):
+class RunInfo(Response, frozen=True, omit_defaults=True):
     """`GET /v1/run`: all that a stranger needs to take part."""
 
     run: str
@@ -210,7 +210,7 @@ class Join(Message, frozen=True):
     device: Fact
 
 
-class NodeState(Answer, frozen=True):
+class NodeState(Response, frozen=True):
     """What the coordinator knows about a node."""
 
     key: str

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.chat.isolated import Limits
+from shoal.chat.isolated import RendererLimits
 from shoal.chat.renderer import Renderer
-from shoal.engine.interface import Engine, Score, ScoreRequest
+from shoal.engine.interface import Engine, PolicyScore, ScoreRequest
 from shoal.engine.memory_estimate import scored_on_gpu
 from shoal.engine.open import EngineSpec, kind_for, open_engine
 from shoal.env import Env
@@ -23,7 +23,7 @@ from shoal.ledger.verdicts import Decision, Rechecked, VerdictGiven
 from shoal.protocol import messages as t
 from shoal.protocol.constants import PROTOCOL_VERSION
 from shoal.roles.auditor.source import PublicRun, fetch_weights
-from shoal.roles.node.engine_loader import Loaded, contained
+from shoal.roles.node.engine_loader import LoadedEngine, contained
 from shoal.roles.node.memory_limit import Memory, needs_of, share_of_free_mb
 from shoal.verification.context import Tools
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shoal.engine.memory_estimate import AnyNeeds, Needs
 
 
-class Bench:
+class AuditContext:
     """What is needed to recompute groups: the log, the environments, and one version's weights at a time."""
 
     def __init__(
@@ -41,15 +41,15 @@ class Bench:
         self.run, self.log, self.envs, self.spec, self.home = run, log, envs, spec, home
         self._limit_mb = max_memory_mb or share_of_free_mb()
         self.state = log.state
-        self._open_renderer = contained(Limits.within(self._limit_mb), self.state.sampling.stops)
+        self._open_renderer = contained(RendererLimits.within(self._limit_mb), self.state.sampling.stops)
         self.verdicts: dict[str, list[VerdictGiven]] = defaultdict(list)
         self.decisions: dict[str, Decision] = {}
         self.forged: set[str] = set()
         """Submissions that were accepted, and that a recheck then found forged."""
         self.take_verdicts(log.entries)
-        self.scores: list[Score] = []
+        self.scores: list[PolicyScore] = []
         """Scores of the submission that was judged last."""
-        self._policy: Loaded | None = None
+        self._policy: LoadedEngine | None = None
         self._room: tuple[Memory, Needs | AnyNeeds] | None = None
         """The limit of memory, and what the policy that was loaded last needs."""
         self._renderer: Renderer | None = None
@@ -71,7 +71,7 @@ class Bench:
         if self._policy is None:
             kind, noise = kind_for(directory), self.state.sampling.noise
             engine = open_engine(replace(self.spec, kind=kind, dtype=self.state.rules.dtype, noise=noise))
-            self._policy = Loaded(engine, self._open_renderer)
+            self._policy = LoadedEngine(engine, self._open_renderer)
         memory = self._room[0] if self._room else Memory.of(self._limit_mb, device=self._policy.engine.facts.device)
         self._room = memory, needs_of(directory, self.state.rules.dtype)
         needs = self._room[1]
@@ -107,7 +107,7 @@ class Bench:
         assert state.sampling is not None and self._renderer is not None
         temperature = state.sampling.temperature
 
-        def score(requests: list[ScoreRequest]) -> list[Score]:
+        def score(requests: list[ScoreRequest]) -> list[PolicyScore]:
             assert engine is not None and self._room is not None, "nothing is audited without weights"
             (memory, needs), hidden = self._room, state.rules.proofs != "none"
             lengths = [len(request.token_ids) for request in requests]

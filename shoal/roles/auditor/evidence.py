@@ -39,7 +39,7 @@ UNHASHED_S = 600.0
 """For so long, a coordinator may vouch for a state that lacks its newest events."""
 
 
-class Signed(NamedTuple):
+class TrainerManifest(NamedTuple):
     """A manifest that the trainer key signed."""
 
     file: str
@@ -49,10 +49,10 @@ class Signed(NamedTuple):
 
 
 @dataclass
-class Pile:
+class EvidenceSet:
     """What nodes kept of one run, with the name of each file."""
 
-    manifests: list[Signed] = field(default_factory=list)
+    manifests: list[TrainerManifest] = field(default_factory=list)
     grants: list[tuple[str, t.Grant]] = field(default_factory=list)
     receipts: list[tuple[str, t.Receipt]] = field(default_factory=list)
     bodies: dict[str, Path] = field(default_factory=dict)
@@ -71,9 +71,9 @@ class Pile:
         return lines + [f"evidence: {count} {why}" for why, count in sorted(self.notes.items())]
 
 
-def read_evidence(folders: Iterable[Path], state: State) -> Pile:
+def read_evidence(folders: Iterable[Path], state: State) -> EvidenceSet:
     """All evidence of a run in these folders: homes of nodes, or what nodes handed over. Raises `ConfigError`."""
-    pile = Pile()
+    pile = EvidenceSet()
     for folder in folders:
         files = kept_in(folder, state.run)
         if not files:
@@ -84,7 +84,7 @@ def read_evidence(folders: Iterable[Path], state: State) -> Pile:
     return pile
 
 
-def _take(pile: Pile, kind: Kind, path: Path, state: State) -> None:
+def _take(pile: EvidenceSet, kind: Kind, path: Path, state: State) -> None:
     """Add a file to the pile if the run's keys signed what it holds. Raises `ConfigError` if it cannot be read."""
     try:
         data = path.read_bytes() if path.stat().st_size <= CAPS[kind] else b""
@@ -93,7 +93,7 @@ def _take(pile: Pile, kind: Kind, path: Path, state: State) -> None:
     try:
         if kind == "manifest":
             manifest = open_manifest(data, run=state.run, keys=state.publishers, now=None)
-            pile.manifests.append(Signed(str(path), digest(data), manifest))
+            pile.manifests.append(TrainerManifest(str(path), digest(data), manifest))
         elif kind == "grant":
             pile.grants.append((str(path), _promise(data, t.Grant, state)))
         elif kind == "receipt":
@@ -114,7 +114,7 @@ def _promise(data: bytes, kind: type[P], state: State) -> P:
 class WithEvidence:
     """A run as an auditor reads it; bodies that it does not give come from evidence. Their names are their hashes."""
 
-    def __init__(self, run: PublicRun, pile: Pile) -> None:
+    def __init__(self, run: PublicRun, pile: EvidenceSet) -> None:
         self.name, self._run, self._pile = run.name, run, pile
 
     def expiry(self, state: State) -> Expiry | None:
@@ -141,7 +141,7 @@ class WithEvidence:
         return await self._run.manifest(version, name)
 
 
-async def accusations(pile: Pile, log: Audit, run: PublicRun) -> list[str]:
+async def accusations(pile: EvidenceSet, log: Audit, run: PublicRun) -> list[str]:
     """What the evidence proves against the host, a sentence each."""
     logged = await _logged_manifests(pile, log, run)
     decided = {submission.digest for submission in log.state.submissions.values() if submission.decided}
@@ -184,7 +184,7 @@ def _apart(said: Iterable[tuple[tuple[object, str, str], object, str]]) -> Itera
             yield f"{key} signed two different {what} {name} ({first_file}; {file})"
 
 
-async def _logged_manifests(pile: Pile, log: Audit, run: PublicRun) -> dict[int, t.Manifest]:
+async def _logged_manifests(pile: EvidenceSet, log: Audit, run: PublicRun) -> dict[int, t.Manifest]:
     """By version, a manifest that the log names, if anybody still has it."""
     state = log.state
     names = {(e.body.version, e.body.manifest) for e in log.entries if isinstance(e.body, CheckpointPublished)}
@@ -197,7 +197,7 @@ async def _logged_manifests(pile: Pile, log: Audit, run: PublicRun) -> dict[int,
     return found
 
 
-def _manifests_against(pile: Pile, logged: dict[int, t.Manifest], state: State) -> Iterator[str]:
+def _manifests_against(pile: EvidenceSet, logged: dict[int, t.Manifest], state: State) -> Iterator[str]:
     """Signed manifests whose weights, or whose other files, are not those of the version that the log has."""
     for file, _, manifest in pile.manifests:
         record, known = state.main.versions.get(manifest.version), logged.get(manifest.version)
@@ -213,7 +213,7 @@ def _manifests_against(pile: Pile, logged: dict[int, t.Manifest], state: State) 
                    f"log names ({file})")  # fmt: skip
 
 
-def _grants_against(pile: Pile, logged: dict[int, t.Manifest], log: Audit) -> Iterator[str]:
+def _grants_against(pile: EvidenceSet, logged: dict[int, t.Manifest], log: Audit) -> Iterator[str]:
     """Signed leases that are not what the log gives."""
     for file, grant in pile.grants:
         if grant.lease.version not in log.links:

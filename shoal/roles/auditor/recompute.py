@@ -31,8 +31,8 @@ from shoal.protocol.constants import COMPLETIONS
 from shoal.protocol.encoding import WireError, digest, from_msgpack
 from shoal.protocol.required_features import kind_of
 from shoal.protocol.seed_chain import sample_seed
-from shoal.roles.auditor.context import Bench
-from shoal.roles.auditor.evidence import Pile, WithEvidence, accusations, leased, read_evidence
+from shoal.roles.auditor.context import AuditContext
+from shoal.roles.auditor.evidence import EvidenceSet, WithEvidence, accusations, leased, read_evidence
 from shoal.roles.auditor.source import Expiry, PublicRun, Unavailable, open_run
 from shoal.roles.auditor.verify_log import read_log
 from shoal.terminal import printable, say
@@ -51,7 +51,7 @@ IN_VAIN = 5
 """A sample is given up when so many draws, one after another, gave nothing that was still there."""
 
 
-class Choice(NamedTuple):
+class GroupChoice(NamedTuple):
     """Which groups to recompute: one by its name, a sample, those of evidence, or all if nothing is given."""
 
     rollout: str = ""
@@ -63,7 +63,7 @@ class Choice(NamedTuple):
     """Folders of evidence that nodes kept."""
 
 
-class Place(NamedTuple):
+class JudgedGroup(NamedTuple):
     """A group that was judged: one slot of one submission."""
 
     version: int
@@ -120,7 +120,9 @@ class Findings:
         return PARTLY if self.left_out or self.unclear else AGREE  # guard: partly-is-not-agreed
 
 
-def audit(source: str, choice: Choice, threads: int, own_files: bool, max_memory_mb: int = 0, device: str = CPU) -> int:
+def audit(
+    source: str, choice: GroupChoice, threads: int, own_files: bool, max_memory_mb: int = 0, device: str = CPU
+) -> int:
     """Audit rollouts of a run, print what was found, and return the exit code; raises as `examine`."""
     findings = asyncio.run(examine(source, choice, threads, own_files, max_memory_mb, device))
     say("\n".join(summary(findings)))
@@ -128,7 +130,7 @@ def audit(source: str, choice: Choice, threads: int, own_files: bool, max_memory
 
 
 async def examine(
-    source: str, choice: Choice, threads: int, own_files: bool, max_memory_mb: int = 0, device: str = CPU
+    source: str, choice: GroupChoice, threads: int, own_files: bool, max_memory_mb: int = 0, device: str = CPU
 ) -> Findings:
     """Audit rollouts of the run in a folder or at a URL.
 
@@ -174,11 +176,11 @@ def summary(found: Findings) -> list[str]:
 
 
 async def audit_rollouts(
-    run: PublicRun, choice: Choice, threads: int, own_files: bool, max_memory_mb: int = 0, device: str = CPU
+    run: PublicRun, choice: GroupChoice, threads: int, own_files: bool, max_memory_mb: int = 0, device: str = CPU
 ) -> Findings:
     """Recompute the chosen groups and compare them with the log; raises as `examine`."""
     # The log is read after the evidence, which must not be newer. Its first event names the run's keys.
-    pile = read_evidence(choice.evidence, replay(await run.rows(1))) if choice.evidence else Pile()
+    pile = read_evidence(choice.evidence, replay(await run.rows(1))) if choice.evidence else EvidenceSet()
     log, found = await read_log(run), Findings()
     if choice.evidence:
         found.disagreements += [f"evidence: {line}" for line in await accusations(pile, log, run)]
@@ -194,7 +196,7 @@ async def audit_rollouts(
     envs = load_envs(log.state.envs, own_files)
     with tempfile.TemporaryDirectory(prefix="shoal-audit-") as home:
         spec = EngineSpec(threads=threads, device=device)
-        bench = Bench(run, log, envs, spec, Path(home), max_memory_mb)
+        bench = AuditContext(run, log, envs, spec, Path(home), max_memory_mb)
         if choice.sample:
             await _audit_sample(bench, choice, only, found)
         else:
@@ -204,11 +206,13 @@ async def audit_rollouts(
     return found
 
 
-async def _audit_sample(bench: Bench, choice: Choice, only: Collection[str] | None, found: Findings) -> None:
+async def _audit_sample(
+    bench: AuditContext, choice: GroupChoice, only: Collection[str] | None, found: Findings
+) -> None:
     """Draw groups and recompute them. A live run deletes while this reads, so what expired meanwhile is drawn again from
     what is there now; whether it may be gone is asked of the log as it is after it was missed."""
     run, rng = bench.run, random.Random(choice.seed)
-    taken, missed, expired, in_vain = set[Place](), list[Place](), 0, 0
+    taken, missed, expired, in_vain = set[JudgedGroup](), list[JudgedGroup](), 0, 0
     while True:
         oldest = await run.oldest_served(bench.state)
         bench.take_verdicts(extend(bench.log, await run.newer(bench.state.seq)))  # guard: owed-when-it-was-missed
@@ -244,28 +248,38 @@ async def _audit_sample(bench: Bench, choice: Choice, only: Collection[str] | No
 
 
 async def _audit_places(
-    bench: Bench, places: Iterable[Place], choice: Choice, found: Findings, expiry: Expiry | None, again: bool = False
-) -> list[Place]:
+    bench: AuditContext,
+    places: Iterable[JudgedGroup],
+    choice: GroupChoice,
+    found: Findings,
+    expiry: Expiry | None,
+    again: bool = False,
+) -> list[JudgedGroup]:
     """Recompute groups, the oldest first. If they may be drawn `again`, those that the run does not have now are not
     counted, but returned."""
     slots: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for place in places:
         slots[place.version][place.submission].append(place.slot)
-    missed = list[Place]()
+    missed = list[JudgedGroup]()
     for version in sorted(slots):
         names = await _audit_version(bench, version, slots[version], choice, found, expiry, again)
-        missed += [Place(version, slot, name) for name in names for slot in slots[version][name]]
+        missed += [JudgedGroup(version, slot, name) for name in names for slot in slots[version][name]]
     return missed
 
 
 def choose(
-    log: Audit, choice: Choice, only: Collection[str] | None, expiry: Expiry | None, found: Findings, oldest: int = 0
-) -> list[Place]:
+    log: Audit,
+    choice: GroupChoice,
+    only: Collection[str] | None,
+    expiry: Expiry | None,
+    found: Findings,
+    oldest: int = 0,
+) -> list[JudgedGroup]:
     """The groups to recompute, of the submissions in `only` if that is given, and of those whose bodies the run has not
     deleted by its own rule; `found` is told of the others. For a sample, all that it is drawn from: of versions since the
     `oldest` whose seeds are public. Raises `ConfigError` if the choice names a group that nobody judged."""
     judged = [
-        Place(lease.version, slot, submission.digest)
+        JudgedGroup(lease.version, slot, submission.digest)
         for submission in log.state.submissions.values()
         if submission.decided and (only is None or submission.digest in only)
         for lease in [log.state.leases[submission.lease]]
@@ -291,7 +305,7 @@ def choose(
     if choice.sample:
         served = [place for place in judged if place.version >= oldest]
         here = [place for place in served if place.version in log.links]
-        kept_from = log.state.main.version - log.state.rules.max_staleness - 1  # as `Kept.forget_old`, at the least
+        kept_from = log.state.main.version - log.state.rules.max_staleness - 1  # as `BlobRetention.forget_old`
         owed = sum(kept_from <= place.version < oldest for place in judged)
         if owed:  # guard: fresh-weights-are-served
             found.left_out[
@@ -336,7 +350,7 @@ def load_envs(specs: Sequence[t.EnvSpec], own_files: bool) -> dict[str, Env]:
 
 
 async def _audit_version(
-    bench: Bench, version: int, slots_by_submission: Mapping[str, list[int]], choice: Choice, found: Findings,
+    bench: AuditContext, version: int, slots_by_submission: Mapping[str, list[int]], choice: GroupChoice, found: Findings,
     expiry: Expiry | None, again: bool,
 ) -> list[str]:  # fmt: skip
     """Recompute groups of one version. Returns the submissions that are not here now, if they may be drawn `again`."""
@@ -399,7 +413,7 @@ async def _audit_version(
     return missed
 
 
-async def _parents(bench: Bench, lease: t.Lease) -> dict[str, t.Group | None]:
+async def _parents(bench: AuditContext, lease: t.Lease) -> dict[str, t.Group | None]:
     """What a lease continues. Raises `StateError` if the bodies hold other groups than the log says; else as
     `PublicRun.blob`."""
     rules = bench.state.rules
@@ -410,7 +424,7 @@ async def _parents(bench: Bench, lease: t.Lease) -> dict[str, t.Group | None]:
 
 
 def _compare(
-    bench: Bench, check: t.Check, body: bytes, verdict: t.Verdict, slots: Sequence[int], found: Findings
+    bench: AuditContext, check: t.Check, body: bytes, verdict: t.Verdict, slots: Sequence[int], found: Findings
 ) -> None:
     """Count what was recomputed of a submission, and note where the log differs."""
     version, state = check.lease.version, bench.state
@@ -449,7 +463,7 @@ def _group_digests(body: bytes) -> tuple[str, ...]:
         return ()
 
 
-def _tell(bench: Bench, check: t.Check, verdict: t.Verdict, choice: Choice) -> list[str]:
+def _tell(bench: AuditContext, check: t.Check, verdict: t.Verdict, choice: GroupChoice) -> list[str]:
     """The facts of the chosen group or rollout: as recomputed, and as the log has them."""
     version, number, index = read_id(choice.rollout)
     state, lease = bench.state, check.lease

@@ -98,7 +98,7 @@ class FolderRun:
             return None
         if storage.retain == "all":
             return None
-        steps = max(storage.window_steps, state.rules.max_staleness + 1)  # as `Kept.forget_old`
+        steps = max(storage.window_steps, state.rules.max_staleness + 1)  # as `BlobRetention.forget_old`
         oldest, versions = state.main.version - steps, state.main.versions
         size = state.rules.block_groups
         trained_on = {

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from shoal import __version__
 from shoal.ledger.batches import BatchFormed
-from shoal.ledger.commands import Admin, Enter, Leave
+from shoal.ledger.commands import Admin, JoinRun, LeaveRun
 from shoal.ledger.errors import Refused, Wait
 from shoal.ledger.members import NodeJoined, NodeLeft, ValidatorFault, refuse_replayed
 from shoal.ledger.run import RulesChanged, RunEnded
@@ -40,10 +40,10 @@ from shoal.protocol.constants import (
 from shoal.protocol.encoding import from_msgpack, to_json, to_msgpack
 from shoal.protocol.pay_lines import CreditPage, Statement
 from shoal.protocol.tolerances import unmeasured
-from shoal.roles.coordinator.coordinator import Desk
-from shoal.roles.coordinator.lease_queue import Asked, Line
+from shoal.roles.coordinator.coordinator import Coordinator
+from shoal.roles.coordinator.lease_queue import LeasePollReplays, LeaseQueue
 from shoal.roles.coordinator.log_pages import Pages
-from shoal.roles.coordinator.prometheus import Exposed, Meter, Metered
+from shoal.roles.coordinator.prometheus import Meter, Metered, PrometheusCollector
 from shoal.roles.coordinator.public_calls import (
     get_credits,
     get_events,
@@ -60,8 +60,8 @@ from shoal.roles.coordinator.public_calls import (
     get_status,
     get_steps,
 )
-from shoal.roles.coordinator.request_context import Door, Handler, Waits, number
-from shoal.roles.coordinator.status import Board, batch_of, node_state
+from shoal.roles.coordinator.request_context import Handler, LongPollLimits, RequestContext, number
+from shoal.roles.coordinator.status import StatusBoard, batch_of, node_state
 from shoal.roles.coordinator.verdicts import admit_validator, next_check, take_verdict
 from shoal.roles.coordinator.versions import admit_trainer, put_chunk, rotate, take_checkpoint
 
@@ -79,12 +79,13 @@ TO_JUDGE = (
 """Events after which a validator may have something to judge, or may learn that it has not."""
 
 
-def application(desk: Desk, **options: Any) -> Starlette:
+def application(desk: Coordinator, **options: Any) -> Starlette:
     """The coordinator as an ASGI application. `options` are Starlette's."""
-    meter, board = Meter(), Board(desk)
-    door = Door(
-        desk, board, Gate(desk.clock), Line(desk.book, desk.clock), Asked(), Pages(desk.book.store), Waits(),
-        Exposed(desk, board, meter, board.alarms),
+    meter, board = Meter(), StatusBoard(desk)
+    door = RequestContext(
+        desk, board, Gate(desk.clock), LeaseQueue(desk.book, desk.clock), LeasePollReplays(), Pages(desk.book.store),
+        LongPollLimits(),
+        PrometheusCollector(desk, board, meter, board.alarms),
     )  # fmt: skip
     routes = [_route(call, _bound(handler, door), meter) for call, handler in CALLS]
     app = server.application(routes, **options)
@@ -97,7 +98,7 @@ def _route(call: Call, endpoint: Callable[[Request], Awaitable[Response]], meter
     return Route(call.path, endpoint, methods=[call.method], middleware=[metered])
 
 
-def _bound(handler: Handler, door: Door) -> Callable[[Request], Awaitable[Response]]:
+def _bound(handler: Handler, door: RequestContext) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
             return await handler(door, request)
@@ -108,7 +109,7 @@ def _bound(handler: Handler, door: Door) -> Callable[[Request], Awaitable[Respon
     return endpoint
 
 
-async def get_run(door: Door, request: Request) -> Response:
+async def get_run(door: RequestContext, request: Request) -> Response:
     """The run; with ?after=VERSION a long poll, answered when a newer version is published. A caller for whom there is no
     place to wait is answered at once."""
     await door.gate.anyone(request)
@@ -121,7 +122,7 @@ async def get_run(door: Door, request: Request) -> Response:
     return answer(door.board.info())
 
 
-async def get_batch(door: Door, request: Request) -> Response:
+async def get_batch(door: RequestContext, request: Request) -> Response:
     """Long poll: answered when the batch is formed. A caller for whom there is no place to wait is to ask again soon.
 
     The trainer always has a place: it renews the manifest, and looks for a new key, when its wait ends without a batch.
@@ -141,7 +142,7 @@ async def get_batch(door: Door, request: Request) -> Response:
             await door.desk.book.changed(left_s, BatchFormed, RunEnded)  # guard: wake-for-batches-only
 
 
-async def _publisher_or_anyone(door: Door, request: Request) -> str:
+async def _publisher_or_anyone(door: RequestContext, request: Request) -> str:
     """The key of a request that a publisher of the run signed, also one that was replaced; empty for all others."""
     signed = request.headers.get("signature-input", "")
     if not any(f'keyid="{key}"' in signed for key in door.desk.state.publishers.keys):
@@ -150,7 +151,7 @@ async def _publisher_or_anyone(door: Door, request: Request) -> str:
     return door.admit(request, cap=0).key
 
 
-async def get_openapi(door: Door, request: Request) -> Response:
+async def get_openapi(door: RequestContext, request: Request) -> Response:
     await door.gate.anyone(request)
     return answer_bytes(_openapi(), "application/json")
 
@@ -163,7 +164,7 @@ def _openapi() -> bytes:
 # --- nodes ---
 
 
-async def post_nodes(door: Door, request: Request) -> Response:
+async def post_nodes(door: RequestContext, request: Request) -> Response:
     caller, body = await door.caller(request)
     join = server.decode(body, t.Join)
     why = unmeasured(door.desk.state.rules, join.implementation) if join.role == "worker" else ""
@@ -171,21 +172,21 @@ async def post_nodes(door: Door, request: Request) -> Response:
         raise Refused("no_bounds", why)
     if caller.key not in door.desk.state.members:  # guard: newcomers-of-an-address
         door.gate.newcomer(request)
-    await door.desk.book.submit(Enter(caller.key, join, door.desk.clock(), caller.created))
+    await door.desk.book.submit(JoinRun(caller.key, join, door.desk.clock(), caller.created))
     if join.role == "validator":
         door.desk.entered[caller.key] = door.desk.clock()
     return answer(node_state(door.desk.state.members[caller.key]))
 
 
-async def post_leave(door: Door, request: Request) -> Response:
+async def post_leave(door: RequestContext, request: Request) -> Response:
     caller, _ = await door.caller(request)
     # A leave that comes late is refused if the node came back and has asked for a lease since.
     door.asked.refuse_older(caller)  # guard: leave-that-comes-late
-    await door.desk.book.submit(Leave(caller.key, door.desk.clock(), caller.created))
+    await door.desk.book.submit(LeaveRun(caller.key, door.desk.clock(), caller.created))
     return answer(node_state(door.desk.state.members[caller.key]))
 
 
-async def post_leases(door: Door, request: Request) -> Response:
+async def post_leases(door: RequestContext, request: Request) -> Response:
     """Long poll: answered when there is a lease, or when none can come soon."""
     caller, body = await door.caller(request)
     asked, until = server.decode(body, t.LeaseRequest), time.monotonic() + LONG_POLL_S
@@ -206,7 +207,7 @@ async def post_leases(door: Door, request: Request) -> Response:
     return answer(t.LeaseAnswer(None, 0.0, "the caller has gone"))
 
 
-async def put_submission(door: Door, request: Request) -> Response:
+async def put_submission(door: RequestContext, request: Request) -> Response:
     """Stream an expected body to disk; it is decoded only if its digest is the signed one."""
     caller, lease = door.admit(request, MAX_SUBMISSION_BYTES), request.path_params["id"]
     known = door.desk.expect_submission(caller.key, lease, caller.digest, server.body_bytes(request))
@@ -219,23 +220,23 @@ async def put_submission(door: Door, request: Request) -> Response:
         return answer(await door.desk.take_submission(caller.key, lease, upload, caller.digest, caller.created))
 
 
-async def post_turns(door: Door, request: Request) -> Response:
+async def post_turns(door: RequestContext, request: Request) -> Response:
     """One turn of a leased block, which the host's stage answers."""
     caller, size = door.admit(request, MAX_SUBMISSION_BYTES), server.body_bytes(request)
     lease = door.desk.expect_turn(caller.key, request.path_params["id"], size)
-    turn = from_msgpack(await door.gate.body(request, caller), t.Turn)
+    turn = from_msgpack(await door.gate.body(request, caller), t.EnvTurn)
     with door.desk.stage.place(caller.key):  # not while a body trickles in: slow ones would hold the places of all
         return answer_bytes(to_msgpack(await door.desk.take_turn(lease, turn)), "application/msgpack")
 
 
-async def get_parents(door: Door, request: Request) -> Response:
+async def get_parents(door: RequestContext, request: Request) -> Response:
     """What a lease of continuations continues."""
     caller, _ = await door.caller(request)
     parents = await door.desk.parents(caller.key, request.path_params["id"])
     return answer_bytes(to_msgpack(parents), "application/msgpack")
 
 
-async def get_checks(door: Door, request: Request) -> Response:
+async def get_checks(door: RequestContext, request: Request) -> Response:
     """Long poll: answered when there is a submission to judge, or when the run is over."""
     caller, _ = await door.caller(request)
     until = time.monotonic() + LONG_POLL_S
@@ -250,7 +251,7 @@ async def get_checks(door: Door, request: Request) -> Response:
         )  # a turn begins without an event
 
 
-async def put_verdict(door: Door, request: Request) -> Response:
+async def put_verdict(door: RequestContext, request: Request) -> Response:
     caller = door.admit(request, MAX_JSON_BYTES)
     admit_validator(door.desk, caller.key)  # guard: verdicts-from-validators
     body = await door.gate.body(request, caller)
@@ -258,17 +259,17 @@ async def put_verdict(door: Door, request: Request) -> Response:
     if verdict.submission != request.path_params["id"]:
         raise Refused("malformed", "the verdict is for another submission than the path names")
     await take_verdict(door.desk, caller.key, verdict)
-    return answer(t.Done(door.desk.state.seq))
+    return answer(t.WriteAck(door.desk.state.seq))
 
 
-async def post_checkpoints(door: Door, request: Request) -> Response:
+async def post_checkpoints(door: RequestContext, request: Request) -> Response:
     caller = door.admit(request, MAX_MANIFEST_BYTES)
     admit_trainer(door.desk, caller.key)
     await take_checkpoint(door.desk, caller.key, await door.gate.body(request, caller), caller.created)
-    return answer(t.Done(door.desk.state.seq))
+    return answer(t.WriteAck(door.desk.state.seq))
 
 
-async def get_blob(door: Door, request: Request) -> Response:
+async def get_blob(door: RequestContext, request: Request) -> Response:
     """A blob. Private ones need a signed request."""
     name = request.path_params["hash"]
     key = door.admit(request).key if "signature" in request.headers else ""
@@ -279,18 +280,18 @@ async def get_blob(door: Door, request: Request) -> Response:
     return door.desk.blobs.serve(name, public=not key)  # guard: private-answers-are-not-cached
 
 
-async def post_relays(door: Door, request: Request) -> Response:
+async def post_relays(door: RequestContext, request: Request) -> Response:
     caller, body = await door.caller(request)  # not always a member: it serves, and takes no part
     return answer(door.desk.relays.offer(caller.key, server.decode(body, t.RelayOffer), *server.came_from(request)))
 
 
-async def put_blob(door: Door, request: Request) -> Response:
+async def put_blob(door: RequestContext, request: Request) -> Response:
     caller = door.admit(request, MAX_CHUNK_BYTES)
     admit_trainer(door.desk, caller.key)  # guard: chunks-from-the-trainer
     refuse_replayed(caller.created, door.desk.kept.published_at, changes=False)  # guard: old-chunk
     body = await door.gate.body(request, caller)
     put_chunk(door.desk, request.path_params["hash"], body, caller.digest)
-    return answer(t.Done(door.desk.state.seq))
+    return answer(t.WriteAck(door.desk.state.seq))
 
 
 def _demand_admissible(keys: Sequence[str], state: State) -> None:
@@ -304,7 +305,7 @@ def _demand_admissible(keys: Sequence[str], state: State) -> None:
             raise Refused("conflict", f"{whose} was {member.standing}, and that is for good: admit another key")
 
 
-async def post_admin(door: Door, request: Request) -> Response:
+async def post_admin(door: RequestContext, request: Request) -> Response:
     caller, body = await door.caller(request)
     if caller.key != door.desk.state.run_key:
         raise Refused(
@@ -320,10 +321,10 @@ async def post_admin(door: Door, request: Request) -> Response:
     return answer(door.board.status())
 
 
-async def post_publisher(door: Door, request: Request) -> Response:
+async def post_publisher(door: RequestContext, request: Request) -> Response:
     caller, body = await door.caller(request)
     await rotate(door.desk, caller.key, server.decode(body, t.Rotation))
-    return answer(t.Done(door.desk.state.seq))
+    return answer(t.WriteAck(door.desk.state.seq))
 
 
 CALLS: list[tuple[Call, Handler]] = [
@@ -357,10 +358,10 @@ CALLS: list[tuple[Call, Handler]] = [
     (Call("POST", "/v1/leases/{id}/turns", "worker", "Play a turn; msgpack both ways.", None, None), post_turns),
     (Call("GET", "/v1/leases/{id}/parents", "worker", "What it continues; msgpack.", None, None), get_parents),
     (Call("GET", "/v1/checks", "validator", "A submission to judge (long poll).", None, t.CheckAnswer), get_checks),
-    (Call("PUT", "/v1/checks/{id}/verdict", "validator", "The verdict.", t.Verdict, t.Done), put_verdict),
-    (Call("POST", "/v1/checkpoints", "trainer", "Publish a version.", t.SignedManifest, t.Done), post_checkpoints),
+    (Call("PUT", "/v1/checks/{id}/verdict", "validator", "The verdict.", t.Verdict, t.WriteAck), put_verdict),
+    (Call("POST", "/v1/checkpoints", "trainer", "Publish a version.", t.SignedManifest, t.WriteAck), post_checkpoints),
     (Call("GET", "/v1/blobs/{hash}", "anyone, or by key", "A blob by its SHA-256; Range.", None, None), get_blob),
-    (Call("PUT", "/v1/blobs/{hash}", "trainer", "A chunk.", None, t.Done), put_blob),
+    (Call("PUT", "/v1/blobs/{hash}", "trainer", "A chunk.", None, t.WriteAck), put_blob),
     (Call("GET", "/v1/relays", "anyone", "Some relays that serve chunks.", None, list[t.RelayEntry]), get_relays),
     (Call("POST", "/v1/relays", "anyone, by key", "Offer a relay.", t.RelayOffer, t.RelayStanding), post_relays),
     (
@@ -378,7 +379,7 @@ CALLS: list[tuple[Call, Handler]] = [
         ),
         post_admin,
     ),
-    (Call("POST", "/v1/publisher", "root", "Name another publisher.", t.Rotation, t.Done), post_publisher),
+    (Call("POST", "/v1/publisher", "root", "Name another publisher.", t.Rotation, t.WriteAck), post_publisher),
     (Call("GET", "/healthz", "anyone", "Whether the coordinator serves.", None, None), get_health),
     (Call("GET", "/metrics", "anyone", "Prometheus metrics.", None, None), get_metrics),
     (Call("GET", "/openapi.json", "anyone", "These calls.", None, None), get_openapi),

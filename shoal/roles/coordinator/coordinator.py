@@ -21,7 +21,7 @@ from shoal.ledger.commands import AskLease, ReturnLeases, Submit, Tick
 from shoal.ledger.errors import Refused, Wait
 from shoal.ledger.hints import QUOTA
 from shoal.ledger.log.check import AUDIT_CHAIN, SLOT_CHAIN
-from shoal.ledger.log.writer import Book
+from shoal.ledger.log.writer import LogWriter
 from shoal.ledger.records import LeaseRecord
 from shoal.ledger.registry import decide
 from shoal.ledger.run import RulesChanged
@@ -44,10 +44,10 @@ from shoal.protocol.required_features import kind_of
 from shoal.protocol.seed_chain import SecretChain
 from shoal.protocol.signing import Key
 from shoal.roles.coordinator.env_hang_reports import StopReports
-from shoal.roles.coordinator.env_server_client import StageDoor, tasks_text
+from shoal.roles.coordinator.env_server_client import EnvServerClient, tasks_text
 from shoal.roles.coordinator.public_blobs import origin_of
 from shoal.roles.coordinator.relays import RelayList
-from shoal.roles.coordinator.retention import Kept
+from shoal.roles.coordinator.retention import BlobRetention
 from shoal.run_folder import RunFolder
 from shoal.verification.branch_parents import named_parents
 from shoal.verification.encode_submission import largest_submission_bytes
@@ -60,10 +60,12 @@ FULL = (
 log = logging.getLogger("coordinator")
 
 
-class Desk:
+class Coordinator:
     """An open run."""
 
-    def __init__(self, folder: RunFolder, config: RunConfig, book: Book, key: Key, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, folder: RunFolder, config: RunConfig, book: LogWriter, key: Key, clock: Callable[[], float]
+    ) -> None:
         self.book, self.clock = book, clock
         self._config, self.key, self._first_policy = config, key, folder.policy
         self.blobs = FolderBlobs(folder.blobs)
@@ -76,7 +78,7 @@ class Desk:
         secret = folder.secret()
         self.slot_links = SecretChain(secret, SLOT_CHAIN).links()
         self.audit_links = SecretChain(secret, AUDIT_CHAIN).links()
-        self.kept = Kept(self.blobs, book, config.storage, folder.chunks)
+        self.kept = BlobRetention(self.blobs, book, config.storage, folder.chunks)
         inside = not config.host.public_url
         # no event has their times, and a clock that is set must not drop all of them
         self.relays = RelayList(book.state.run, time.monotonic, self.kept.public_piece, may_be_inside=inside)
@@ -93,7 +95,7 @@ class Desk:
         self.forked = set[str]()
         """Members that have seen an event which this log lacks."""
         self.stop_reports = StopReports()
-        self.stage = StageDoor(folder.stage_address, key, book.state.run)
+        self.stage = EnvServerClient(folder.stage_address, key, book.state.run)
         self._forgers = set[str]()
         """Workers that sent another rollout than the stage recorded, each told in the log once."""
 
@@ -282,7 +284,7 @@ class Desk:
             raise WireError(f"the turn has {size_bytes} bytes, more than the {largest} that a block can need")
         return self.wire_lease(lease)
 
-    async def take_turn(self, lease: t.Lease, turn: t.Turn) -> t.TurnAnswer:
+    async def take_turn(self, lease: t.Lease, turn: t.EnvTurn) -> t.TurnAnswer:
         """What the stage answers. Raises `RequestRefused`, `WireError`."""
         block = next((block for block in lease.blocks if block.index == turn.block), None)
         if block is None:  # guard: turn-of-a-leased-block
@@ -340,7 +342,7 @@ class Desk:
     async def _keep_record(self, lease: LeaseRecord, submission: t.Submission) -> str | UnsetType:
         """Where the host plays the environments: keep what its stage played for a lease, if this is what was submitted.
 
-        Returns the name of the record's blob. Raises `WireError` if a group differs, and as `StageDoor.record`.
+        Returns the name of the record's blob. Raises `WireError` if a group differs, and as `EnvServerClient.record`.
         """
         if kind_of(self.state.envs) != COMPLETIONS:
             return UNSET

@@ -90,7 +90,7 @@ def tasks_text(block: t.Block) -> str:
     return f"task {first[0]} of {first[1][:150]}{f' and {len(more)} more' if more else ''}"
 
 
-class StageDoor:
+class EnvServerClient:
     """Requests to the stage, signed with the run key."""
 
     def __init__(self, address: Path, key: Key, run: str, connect: Callable[[str], Client] | None = None) -> None:

@@ -17,7 +17,7 @@ from shoal.ledger.errors import Refused
 from shoal.ledger.event import Body, Entry
 from shoal.ledger.lease_granting import blocks_to_give
 from shoal.ledger.leases import LeaseGranted, LeaseLapsed
-from shoal.ledger.log.writer import Book
+from shoal.ledger.log.writer import LogWriter
 from shoal.ledger.members import NodeQuarantined, NodeRestored, member_as, refuse_replayed
 from shoal.ledger.run import RulesChanged, RunEnded
 from shoal.ledger.state import State
@@ -43,17 +43,17 @@ _FOR_THOSE_ASIDE = (BatchFormed, CheckpointPublished, NodeQuarantined, SlotVoid)
 """Events after which polls that were left aside may be able to use a block."""
 
 
-class Line:
+class LeaseQueue:
     """All polls of a coordinator that wait for a lease."""
 
-    def __init__(self, book: Book, clock: Callable[[], float]) -> None:
+    def __init__(self, book: LogWriter, clock: Callable[[], float]) -> None:
         self._book, self._clock = book, clock
         self._numbers = itertools.count()
-        self._polls: dict[str, list[Place]] = {}
+        self._polls: dict[str, list[WaitingPoll]] = {}
         """Polls of each worker, by its key."""
-        self._waiting: dict[int, Place] = {}
+        self._waiting: dict[int, WaitingPoll] = {}
         """Polls to call when there are blocks, by number."""
-        self._aside: dict[int, Place] = {}
+        self._aside: dict[int, WaitingPoll] = {}
         """Polls not to call for a while, by number: there were blocks, but the rules gave them none."""
         self._called = 0
         """How many polls were called and have not asked yet."""
@@ -64,12 +64,12 @@ class Line:
         book.watch(self._committed)
 
     @contextmanager
-    def place(self, key: str) -> "Iterator[Place]":
+    def place(self, key: str) -> "Iterator[WaitingPoll]":
         """Give a worker's poll a place in the line for as long as the poll lasts."""
         number, left_at = self._left.pop(key, (-1, 0.0))
         if number < 0 or time.monotonic() - left_at > KEPT_S:
             number = next(self._numbers)
-        place = Place(self, key, number)
+        place = WaitingPoll(self, key, number)
         self._polls.setdefault(key, []).append(place)
         try:
             yield place
@@ -80,7 +80,7 @@ class Line:
         """Whether a newcomer may ask at once."""
         return not self._waiting and not self._called  # guard: no-overtaking
 
-    def wait_again(self, place: "Place", aside_s: float | None) -> None:
+    def wait_again(self, place: "WaitingPoll", aside_s: float | None) -> None:
         """Put a poll that got nothing back into the line, or aside for a while, and call the next."""
         self._end_call(place)
         # guard: useless-block-passes-on
@@ -91,13 +91,13 @@ class Line:
             self._waiting[place.number] = place
         self._call_next()
 
-    def step_out(self, place: "Place") -> None:
+    def step_out(self, place: "WaitingPoll") -> None:
         """Take a poll out of the line: it asks now, or ends."""
         self._waiting.pop(place.number, None)
         if self._aside.pop(place.number, None) is not None:
             place.timer.cancel()
 
-    def _leave(self, place: "Place") -> None:
+    def _leave(self, place: "WaitingPoll") -> None:
         self.step_out(place)
         self._end_call(place)
         polls = self._polls[place.key]
@@ -108,14 +108,14 @@ class Line:
             self._remember(place)  # guard: place-in-line
         self._call_next()  # guard: call-passes-on
 
-    def _remember(self, place: "Place") -> None:
+    def _remember(self, place: "WaitingPoll") -> None:
         now = time.monotonic()
         self._left.pop(place.key, None)
         self._left[place.key] = (place.number, now)
         while now - next(iter(self._left.values()))[1] > KEPT_S:
             del self._left[next(iter(self._left))]
 
-    def _end_call(self, place: "Place") -> None:
+    def _end_call(self, place: "WaitingPoll") -> None:
         self._called -= place.called
         place.called = False
 
@@ -136,7 +136,7 @@ class Line:
         self._timer = None
         self._call_next()
 
-    def _call(self, places: "Iterable[Place]") -> None:
+    def _call(self, places: "Iterable[WaitingPoll]") -> None:
         for place in places:
             if place.bell is not None and not place.bell.done():
                 self.step_out(place)
@@ -144,7 +144,7 @@ class Line:
                 place.called = True
                 place.bell.set_result(None)
 
-    def _back_in_line(self, place: "Place") -> None:
+    def _back_in_line(self, place: "WaitingPoll") -> None:
         self.step_out(place)
         self._waiting[place.number] = place
         self._call_next()
@@ -168,10 +168,10 @@ class Line:
         self._call_next()
 
 
-class Place:
+class WaitingPoll:
     """One poll's place."""
 
-    def __init__(self, line: Line, key: str, number: int) -> None:
+    def __init__(self, line: LeaseQueue, key: str, number: int) -> None:
         self._line = line
         self.key, self.number = key, number
         self.called = self.has_waited = self.served = False
@@ -224,7 +224,7 @@ class Poll:
         """Whether it was answered, or its sender has gone."""
 
 
-class Asked:
+class LeasePollReplays:
     """The polls that each worker signed in its latest second."""
 
     def __init__(self) -> None:

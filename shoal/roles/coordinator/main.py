@@ -32,10 +32,10 @@ from shoal.ledger.commands import Admin, Reconfigure
 from shoal.ledger.constants import LAW, Law
 from shoal.ledger.log.check import AUDIT_CHAIN, SLOT_CHAIN
 from shoal.ledger.log.sqlite_store import Store, sqlite_url
-from shoal.ledger.log.writer import Book
+from shoal.ledger.log.writer import LogWriter
 from shoal.ledger.run import Create, RunCreated
 from shoal.ledger.state import State
-from shoal.net.connection_limits import Limits, connections_that_fit, http_server
+from shoal.net.connection_limits import ServerLimits, connections_that_fit, http_server
 from shoal.net.key_files import load_key, load_or_make_key
 from shoal.net.process import listen, port_of_last_start, tell_address
 from shoal.protocol import messages as t
@@ -47,7 +47,7 @@ from shoal.protocol.seed_chain import SecretChain
 from shoal.protocol.task_draws import TaskList
 from shoal.protocol.tolerances import dtypes_of
 from shoal.roles.coordinator.calls import application
-from shoal.roles.coordinator.coordinator import Desk
+from shoal.roles.coordinator.coordinator import Coordinator
 from shoal.roles.node.serve_chunks import kept_up
 from shoal.run_folder import RunFolder
 from shoal.tree import to_tree
@@ -76,14 +76,16 @@ def main(run_dir: Path) -> None:
     )
     if behind := desk.clock_behind():
         log.warning("%s", behind)
-    limits = Limits(total=connections_that_fit(), trusted=config.host.trusted_proxies)
+    limits = ServerLimits(total=connections_that_fit(), trusted=config.host.trusted_proxies)
     http_server(application(desk, lifespan=_ticking(desk)), limits).run(sockets=[listener])
 
 
-def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = time.time, law: Law = LAW) -> Desk:
+def open_run(
+    folder: RunFolder, config: RunConfig, clock: Callable[[], float] = time.time, law: Law = LAW
+) -> Coordinator:
     """Open a run's desk: replay its log, or begin one under `law`."""
     key = load_or_make_key(folder.keys / "run.key")
-    book = Book(Store(sqlite_url(folder.log)))
+    book = LogWriter(Store(sqlite_url(folder.log)))
     now = clock()
     demand_whole_log(book.state, folder)
     demand_receipts(book, folder, key.public)
@@ -117,7 +119,7 @@ def open_run(folder: RunFolder, config: RunConfig, clock: Callable[[], float] = 
         book.write(changed, now)
         for validator in own_validators(folder, config):  # the host may have raised validators.count
             book.write(Admin("admit", validator, now), now)
-    desk = Desk(folder, config, book, key, clock)
+    desk = Coordinator(folder, config, book, key, clock)
     desk.kept.make_room(desk.quota_bytes)  # the quota may be lower than before
     return desk
 
@@ -141,7 +143,7 @@ def demand_whole_log(state: State, folder: RunFolder) -> None:
         )
 
 
-def demand_receipts(book: Book, folder: RunFolder, run_key: str) -> None:
+def demand_receipts(book: LogWriter, folder: RunFolder, run_key: str) -> None:
     """Raise `StateError` if the log lacks an event for which a node in the folder has a receipt: a copy was put back that
     is older, if only by seconds. What is written after it would fork the run."""
     for path in sorted(folder.nodes.glob("*/receipts.jsonl")):
@@ -325,7 +327,7 @@ def bounds_of(config: RunConfig) -> dict[str, t.Bounds]:
     }
 
 
-def _ticking(desk: Desk) -> Any:
+def _ticking(desk: Coordinator) -> Any:
     """A lifespan that ticks the desk: rules have no clock, so the ticks make leases lapse and quarantines end in time."""
 
     @contextlib.asynccontextmanager

@@ -16,13 +16,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shoal import __version__
 from shoal.evaluation_files import BEFORE, Heldout, evaluations_in, interval_of, read_heldout
 from shoal.ledger.members import ASKED_BY_HOST
-from shoal.ledger.records import Member
+from shoal.ledger.records import NodeRecord
 from shoal.metrics import METRICS, NEWEST_STEPS, newest_lines, newest_metrics, pace_of
 from shoal.protocol.audit_selection import CHECKS
 from shoal.protocol.env_faults import without_faults
 from shoal.protocol.messages import StandingAlarm, Status
-from shoal.roles.coordinator.coordinator import Desk
-from shoal.roles.coordinator.status import Board, batch_of
+from shoal.roles.coordinator.coordinator import Coordinator
+from shoal.roles.coordinator.status import StatusBoard, batch_of
 from shoal.run_folder import free_below
 from shoal.terminal import printable
 
@@ -32,7 +32,7 @@ from shoal.terminal import printable
 PREFIX = "shoal_"
 
 
-class Watched(NamedTuple):
+class MetricSpec(NamedTuple):
     """A metric's type, the sentence that explains it, its labels, and its unit if it has one."""
 
     kind: Literal["gauge", "counter", "histogram", "info"]
@@ -50,87 +50,89 @@ REQUEST_BYTES = (1e3, 1e5, 1e6, 1e7, 1e8)
 LAG_SECONDS = (0.002, 0.01, 0.05, 0.25, 1.0, 5.0)
 """Limits of the buckets of the event loop's lag."""
 
-WATCHED: dict[str, Watched] = {
-    "run_info": Watched("info", "The run's id, its name, and the version of shoal.", ("run", "name", "shoal")),
-    "phase": Watched("gauge", "1 for the phase that the run is in, 0 for the others.", ("phase",)),
-    "version": Watched("gauge", "Newest published version of the policy; -1 before the first."),
-    "steps": Watched("gauge", "Training steps of the whole run."),
-    "time_left_seconds": Watched(
+WATCHED: dict[str, MetricSpec] = {
+    "run_info": MetricSpec("info", "The run's id, its name, and the version of shoal.", ("run", "name", "shoal")),
+    "phase": MetricSpec("gauge", "1 for the phase that the run is in, 0 for the others.", ("phase",)),
+    "version": MetricSpec("gauge", "Newest published version of the policy; -1 before the first."),
+    "steps": MetricSpec("gauge", "Training steps of the whole run."),
+    "time_left_seconds": MetricSpec(
         "gauge", "Until the last step, at the pace of the newest 20; absent before the first, and of a run that is paused.",
         unit="seconds",
     ),
-    "reward_spread": Watched(
+    "reward_spread": MetricSpec(
         "gauge", "Standard deviation of the rewards of all rollouts of the newest batch; absent before the first."
     ),
-    "staleness_mean_versions": Watched(
+    "staleness_mean_versions": MetricSpec(
         "gauge", "Mean age of the rollouts of the newest step, in versions of the policy; absent before the first.",
     ),
-    "groups_accepted_total": Watched("counter", "Accepted groups."),
-    "groups_refused_total": Watched("counter", "Refused groups, by the check that refused them.", ("check",)),
-    "groups_in_flight": Watched("gauge", "Groups that are leased, submitted or accepted, for batches that are to come."),
-    "groups_flat": Watched("gauge", "Groups in a row whose rewards were all equal: they teach nothing, but are paid."),
-    "submissions_pending": Watched("gauge", "Submissions that wait for validators, those of second looks included."),
-    "waiting_seconds": Watched(
+    "groups_accepted_total": MetricSpec("counter", "Accepted groups."),
+    "groups_refused_total": MetricSpec("counter", "Refused groups, by the check that refused them.", ("check",)),
+    "groups_in_flight": MetricSpec("gauge", "Groups that are leased, submitted or accepted, for batches that are to come."),
+    "groups_flat": MetricSpec("gauge", "Groups in a row whose rewards were all equal: they teach nothing, but are paid."),
+    "submissions_pending": MetricSpec("gauge", "Submissions that wait for validators, those of second looks included."),
+    "waiting_seconds": MetricSpec(
         "gauge",
         "Seconds since what the run waits for has changed, a count in it included, for whom it waits; 0 for the others.",
         ("on",),
         "seconds",
     ),
-    "nodes": Watched("gauge", "Nodes by role and standing; `left` is the standing of those that left.",
+    "nodes": MetricSpec("gauge", "Nodes by role and standing; `left` is the standing of those that left.",
                      ("role", "standing")),
-    "nodes_quarantined": Watched(
+    "nodes_quarantined": MetricSpec(
         "gauge",
         "Workers in quarantine now, by what led to it: a check, `noise` (over time), `forged` (two validators found it), "
         "`host` (asked for it) or `other`.", ("cause",),
     ),
-    "validators_differed": Watched(
+    "validators_differed": MetricSpec(
         "gauge", "Validators that were found at fault: the others outvoted them, or they judged without doing the work."
     ),
-    "validator_faults_total": Watched("counter", "How often that was found, of all validators."),
-    "influence_largest_ratio": Watched(
+    "validator_faults_total": MetricSpec("counter", "How often that was found, of all validators."),
+    "influence_largest_ratio": MetricSpec(
         "gauge", "Share of the influence on all batches that the worker with the most of it has.", unit="ratio"
     ),
-    "leases_open": Watched("gauge", "Leases that are neither filled nor lapsed."),
-    "blocks_leased_total": Watched("counter", "Blocks that were ever leased."),
-    "blocks_unfilled_total": Watched(
+    "leases_open": MetricSpec("gauge", "Leases that are neither filled nor lapsed."),
+    "blocks_leased_total": MetricSpec("counter", "Blocks that were ever leased."),
+    "blocks_unfilled_total": MetricSpec(
         "counter", "Leased blocks that workers dropped, or that another filled because they were late."
     ),
-    "credits_issued_total": Watched("counter", "Credits ever issued, policy tokens."),
-    "credits_burned_total": Watched("counter", "Credits slashed and forfeited, policy tokens."),
-    "blob_bytes": Watched("gauge", "Disk space that blobs take.", unit="bytes"),
-    "blob_quota_bytes": Watched("gauge", "Disk space that they may take: storage.quota_mb.", unit="bytes"),
-    "disk_free_bytes": Watched("gauge", "Free space on the disk of the run's folder.", unit="bytes"),
-    "events_total": Watched("counter", "Events in the log."),
-    "event_time_seconds": Watched("gauge", "Time of the newest event, since the epoch.", unit="seconds"),
-    "clock_behind_seconds": Watched(
+    "credits_issued_total": MetricSpec("counter", "Credits ever issued, policy tokens."),
+    "credits_burned_total": MetricSpec("counter", "Credits slashed and forfeited, policy tokens."),
+    "blob_bytes": MetricSpec("gauge", "Disk space that blobs take.", unit="bytes"),
+    "blob_quota_bytes": MetricSpec("gauge", "Disk space that they may take: storage.quota_mb.", unit="bytes"),
+    "disk_free_bytes": MetricSpec("gauge", "Free space on the disk of the run's folder.", unit="bytes"),
+    "events_total": MetricSpec("counter", "Events in the log."),
+    "event_time_seconds": MetricSpec("gauge", "Time of the newest event, since the epoch.", unit="seconds"),
+    "clock_behind_seconds": MetricSpec(
         "gauge", "How far the host's clock is behind the log, if it was set back: no lease is granted then.", unit="seconds"
     ),
-    "alarm": Watched("gauge", "1 for each alarm that is raised, by its cause and severity.", ("cause", "severity")),
-    "heldout_mean": Watched(
+    "alarm": MetricSpec("gauge", "1 for each alarm that is raised, by its cause and severity.", ("cause", "severity")),
+    "heldout_mean": MetricSpec(
         "gauge",
         "Share of wins, or mean reward, on held-out tasks, in the evaluation of the first version and in the newest; `env` "
         "is empty for all environments together.",
         ("of", "env"),
     ),
-    "heldout_low95": Watched("gauge", "Lower bound of its 95 % confidence interval.", ("of", "env")),
-    "heldout_high95": Watched("gauge", "Upper bound of its 95 % confidence interval.", ("of", "env")),
-    "heldout_episodes": Watched("gauge", "Episodes of that evaluation.", ("of", "env")),
-    "heldout_faults": Watched(
+    "heldout_low95": MetricSpec("gauge", "Lower bound of its 95 % confidence interval.", ("of", "env")),
+    "heldout_high95": MetricSpec("gauge", "Upper bound of its 95 % confidence interval.", ("of", "env")),
+    "heldout_episodes": MetricSpec("gauge", "Episodes of that evaluation.", ("of", "env")),
+    "heldout_faults": MetricSpec(
         "gauge", "Of these episodes, on which the environment failed; they have no part in the mean.", ("of", "env")
     ),
-    "heldout_judge_mean": Watched(
+    "heldout_judge_mean": MetricSpec(
         "gauge", "What the held-out judge, eval.judge, says of the same episodes; absent without one.", ("of",)
     ),
-    "heldout_judge_low95": Watched("gauge", "Lower bound of its 95 % confidence interval.", ("of",)),
-    "heldout_judge_high95": Watched("gauge", "Upper bound of its 95 % confidence interval.", ("of",)),
-    "requests_total": Watched("counter", "Answered requests, by call and first digit of the status.", ("call", "status")),
-    "request_seconds": Watched(
+    "heldout_judge_low95": MetricSpec("gauge", "Lower bound of its 95 % confidence interval.", ("of",)),
+    "heldout_judge_high95": MetricSpec("gauge", "Upper bound of its 95 % confidence interval.", ("of",)),
+    "requests_total": MetricSpec(
+        "counter", "Answered requests, by call and first digit of the status.", ("call", "status"),
+    ),
+    "request_seconds": MetricSpec(
         "histogram", "From a request's headers to the end of its answer; long polls wait for up to 20 s.", ("call",),
         "seconds",
     ),
-    "request_bytes": Watched("histogram", "Declared sizes of the bodies of requests.", ("call",), "bytes"),
-    "answer_bytes": Watched("histogram", "Sizes of the bodies of answers.", ("call",), "bytes"),
-    "event_loop_lag_seconds": Watched(
+    "request_bytes": MetricSpec("histogram", "Declared sizes of the bodies of requests.", ("call",), "bytes"),
+    "answer_bytes": MetricSpec("histogram", "Sizes of the bodies of answers.", ("call",), "bytes"),
+    "event_loop_lag_seconds": MetricSpec(
         "histogram", "How much later than it was due the coordinator's event loop did something.", unit="seconds"
     ),
 }  # fmt: skip
@@ -148,17 +150,17 @@ _LABELS = {"": (), "LABEL": ("env",), "NAME": ("name",)}
 """By what follows the slash in a name of `shoal/metrics.py`."""
 
 
-class OfStep(NamedTuple):
+class StepMetric(NamedTuple):
     """A figure of the newest training step, as Prometheus is told it."""
 
     name: str
-    watched: Watched
+    watched: MetricSpec
 
 
-def of_steps() -> dict[str, OfStep]:
+def step_metrics() -> dict[str, StepMetric]:
     """The metrics of training steps, by the name that they have in `metrics.jsonl` before a slash. A metric that
     `shoal/metrics.py` declares is told without being named here."""
-    found: dict[str, OfStep] = {}
+    found: dict[str, StepMetric] = {}
     for declared, metric in METRICS.items():
         name, _, after = declared.partition("/")
         if name == _NO_NUMBER:
@@ -166,7 +168,7 @@ def of_steps() -> dict[str, OfStep]:
         told, unit = _told(name)
         sentence = found[name].watched.sentence if name in found else f"Of the newest training step: {metric.sentence}"
         labels = ("versions",) if name == _BY_AGE else _LABELS[after]
-        found[name] = OfStep(told, Watched("gauge", sentence, labels, unit))
+        found[name] = StepMetric(told, MetricSpec("gauge", sentence, labels, unit))
     return found
 
 
@@ -277,11 +279,11 @@ Values = Iterable[tuple[tuple[str, ...], float]]
 """Of a metric, by the values of its labels."""
 
 
-class Exposed(Collector):
+class PrometheusCollector(Collector):
     """The pages of one coordinator."""
 
     def __init__(
-        self, desk: Desk, board: Board, meter: Meter, alarms: Callable[[], Sequence[StandingAlarm]] = tuple,
+        self, desk: Coordinator, board: StatusBoard, meter: Meter, alarms: Callable[[], Sequence[StandingAlarm]] = tuple,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         """`alarms` gives those that are raised now."""
@@ -289,7 +291,7 @@ class Exposed(Collector):
         self._alarms, self._clock = alarms, clock
         meter.registry.register(self)
         ProcessCollector(registry=meter.registry)
-        self._of_steps = of_steps()
+        self._of_steps = step_metrics()
         self._pages: dict[str, bytes] = {}
         self._again_at = -1e9
 
@@ -394,7 +396,7 @@ class Exposed(Collector):
         for at, field in enumerate(("mean", "low95", "high95")):
             yield f"heldout_judge_{field}", [((of,), figures[at]) for of, figures in judged]
 
-    def _of_newest_step(self) -> Iterator[tuple[OfStep, Values]]:
+    def _of_newest_step(self) -> Iterator[tuple[StepMetric, Values]]:
         line = newest_metrics(self._desk.metrics_file) or {}
         values: dict[str, dict[str, float]] = {}
         for key, value in line.items():
@@ -412,7 +414,7 @@ class Exposed(Collector):
                 yield figure, _one(by_label[""])
 
 
-def _cause(node: Member) -> str:
+def _cause(node: NodeRecord) -> str:
     """Which of `QUARANTINE_CAUSES` led to a quarantine, by the words that the log has."""
     first = node.last_reason.partition(":")[0]
     known = {"sampling or logprobs": "noise", ASKED_BY_HOST: "host"} | {check: check for check in CHECKS}
@@ -432,7 +434,7 @@ def _bounded(chosen: Iterable[str]) -> dict[str, str]:
     return shown
 
 
-def _family(name: str, watched: Watched, values: Values) -> Metric:
+def _family(name: str, watched: MetricSpec, values: Values) -> Metric:
     """A metric as prometheus_client has it, which adds the ending `_total` or `_info` itself."""
     kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
     if watched.kind == "info":

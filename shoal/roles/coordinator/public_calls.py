@@ -15,8 +15,8 @@ from shoal.net.server import answer, answer_bytes
 from shoal.protocol.constants import MAX_EVENTS
 from shoal.protocol.encoding import digest
 from shoal.protocol.pay_lines import CreditLine, CreditPage, Statement
-from shoal.roles.coordinator.coordinator import Desk
-from shoal.roles.coordinator.request_context import Door, number
+from shoal.roles.coordinator.coordinator import Coordinator
+from shoal.roles.coordinator.request_context import RequestContext, number
 from shoal.roles.coordinator.status import NOT_WAITING, node_state
 from shoal.roles.coordinator.versions import signed_manifest
 
@@ -29,7 +29,7 @@ LOOK_BACK_EVENTS = 200
 """Events read before a page, to find the verdicts behind its first lines."""
 
 
-def credit_page(desk: Desk, key: str, after: int) -> CreditPage:
+def credit_page(desk: Coordinator, key: str, after: int) -> CreditPage:
     """What changed a member's pay after event `after`: about `MAX_CREDIT_LINES` lines from at most `MAX_EVENTS` events."""
     after = max(-1, after)
     first = max(-1, after - LOOK_BACK_EVENTS)
@@ -48,7 +48,7 @@ def credit_page(desk: Desk, key: str, after: int) -> CreditPage:
     return CreditPage(key, node.leases, node.lapsed, tuple(lines), end, end < desk.state.seq)
 
 
-def statement(desk: Desk, key: str) -> Statement:
+def statement(desk: Coordinator, key: str) -> Statement:
     """A member's balance, signed by the run."""
     return sign_statement(desk.state, key, desk.key, desk.clock())
 
@@ -56,25 +56,25 @@ def statement(desk: Desk, key: str) -> Statement:
 # --- Calls that show the run to anyone ---
 
 
-async def get_nodes(door: Door, request: Request) -> Response:
+async def get_nodes(door: RequestContext, request: Request) -> Response:
     await door.gate.anyone(request)
     return answer(door.board.nodes(request.query_params.get("after", "")))
 
 
-async def get_node(door: Door, request: Request) -> Response:
+async def get_node(door: RequestContext, request: Request) -> Response:
     return answer(node_state(door.desk.state.members[await _member(door, request)]))
 
 
-async def get_credits(door: Door, request: Request) -> Response:
+async def get_credits(door: RequestContext, request: Request) -> Response:
     key = await _member(door, request)
     return answer(credit_page(door.desk, key, number(request.query_params.get("after", "-1"), "after")))
 
 
-async def get_statement(door: Door, request: Request) -> Response:
+async def get_statement(door: RequestContext, request: Request) -> Response:
     return answer(statement(door.desk, await _member(door, request)))
 
 
-async def _member(door: Door, request: Request) -> str:
+async def _member(door: RequestContext, request: Request) -> str:
     """The key in the path. Raises `Refused` if it is not a member's."""
     await door.gate.anyone(request)
     key: str = request.path_params["key"]
@@ -83,38 +83,38 @@ async def _member(door: Door, request: Request) -> str:
     return key
 
 
-async def get_status(door: Door, request: Request) -> Response:
+async def get_status(door: RequestContext, request: Request) -> Response:
     await door.gate.anyone(request)
     return answer(door.board.status())
 
 
-async def get_state(door: Door, request: Request) -> Response:
+async def get_state(door: RequestContext, request: Request) -> Response:
     await door.gate.anyone(request)
     return answer(door.board.state_hash())
 
 
-async def get_manifest(door: Door, request: Request) -> Response:
+async def get_manifest(door: RequestContext, request: Request) -> Response:
     await door.gate.anyone(request)
     return answer_bytes(signed_manifest(door.desk, request.path_params["version"]), "application/json")
 
 
-async def get_events(door: Door, request: Request) -> Response:
+async def get_events(door: RequestContext, request: Request) -> Response:
     await door.gate.anyone(request)
     return await door.pages.after(number(request.query_params.get("after", "-1"), "after"))
 
 
-async def get_health(door: Door, request: Request) -> Response:
+async def get_health(door: RequestContext, request: Request) -> Response:
     await door.gate.anyone(request)
     return PlainTextResponse("ok\n")
 
 
-async def get_metrics(door: Door, request: Request) -> Response:
+async def get_metrics(door: RequestContext, request: Request) -> Response:
     """For a Prometheus server: its text format, or OpenMetrics to one that accepts that."""
     await door.gate.anyone(request)
     return answer_bytes(*door.exposed.page(request.headers.get("accept", "")))
 
 
-async def get_steps(door: Door, request: Request) -> Response:
+async def get_steps(door: RequestContext, request: Request) -> Response:
     """A page of the run's metrics: lines of the steps above ?after=STEP. A browser that has the page gets no body."""
     await door.gate.anyone(request)
     step = number(request.query_params.get("after", "-1"), "after")
@@ -128,9 +128,9 @@ async def get_steps(door: Door, request: Request) -> Response:
     return response
 
 
-async def get_front(door: Door, request: Request) -> Response:
+async def get_front(door: RequestContext, request: Request) -> Response:
     """A page for people who open the URL: a browser is led to the run's dashboard, if there is one. Nothing is passed on to
-    that: see `Desk.dashboard`. With `?text` it stays, for those whom no way leads to the dashboard's port."""
+    that: see `Coordinator.dashboard`. With `?text` it stays, for those whom no way leads to the dashboard's port."""
     await door.gate.anyone(request)
     proxied = "x-forwarded-for" in request.headers  # who sends this without a proxy misleads himself
     page = door.desk.dashboard(request.url.scheme, request.url.hostname or "", proxied)
@@ -149,7 +149,7 @@ async def get_front(door: Door, request: Request) -> Response:
     )
 
 
-async def get_hub(door: Door, request: Request) -> Response:
+async def get_hub(door: RequestContext, request: Request) -> Response:
     """A file of the registry in the run's folder. Nothing is written over HTTP: the host pushes on its own machine."""
     await door.gate.anyone(request)
     path = request.path_params["path"]
@@ -159,6 +159,6 @@ async def get_hub(door: Door, request: Request) -> Response:
     return FileResponse(file, media_type="application/octet-stream")
 
 
-async def get_relays(door: Door, request: Request) -> Response:
+async def get_relays(door: RequestContext, request: Request) -> Response:
     await door.gate.anyone(request)
     return answer(door.desk.relays.told())

@@ -35,7 +35,7 @@ def crowd_of(host: str) -> str:
     return str(ipaddress.ip_network((address, OF_IPV4 if address.version == 4 else OF_IPV6), strict=False))
 
 
-def gives_way(crowds: Iterable[str], newcomer: str) -> str | None:
+def subnet_to_evict(crowds: Iterable[str], newcomer: str) -> str | None:
     """Which crowd gives a place to one more of the newcomer's crowd, if all places are taken: the largest one, unless it
     would then be the smaller of the two."""
     counts = Counter(crowds)
@@ -233,7 +233,7 @@ def _as_offered(waiting: Waiting) -> str:
 def _take_place(places: dict[str, Waiting], newcomer: Waiting, most: int) -> bool:
     """Let an offer wait among others; returns whether it does. A larger network of offerers gives way."""
     if len(places) >= most:
-        crowd = gives_way((each.crowd for each in places.values()), newcomer.crowd)
+        crowd = subnet_to_evict((each.crowd for each in places.values()), newcomer.crowd)
         if crowd is None:
             return False
         last = next(name for name in reversed(places) if places[name].crowd == crowd)

@@ -26,8 +26,8 @@ from shoal.roles.coordinator.relay_challenges import (
     Challenges,
     Waiting,
     crowd_of,
-    gives_way,
     remember,
+    subnet_to_evict,
 )
 
 log = logging.getLogger("coordinator")
@@ -169,7 +169,7 @@ class RelayList:
         if same >= MOST_OF_AN_ADDRESS and not ipaddress.ip_address(address).is_loopback:  # guard: relays-of-an-address
             return f"{MOST_OF_AN_ADDRESS} relays at {address} are listed, which is the limit: this one is not needed"
         if len(others) >= MOST_LISTED:
-            crowd = gives_way(map(crowd_of, others.values()), crowd_of(address))
+            crowd = subnet_to_evict(map(crowd_of, others.values()), crowd_of(address))
             if crowd is None:  # guard: largest-crowd-gives-way
                 return f"{MOST_LISTED} relays are listed, which is the limit: this one is offered again by itself"
             last = next(name for name in reversed(others) if crowd_of(others[name]) == crowd)

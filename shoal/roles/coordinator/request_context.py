@@ -16,12 +16,12 @@ from shoal.net import server
 from shoal.net.server import Gate
 from shoal.protocol.constants import SMALL_BODY_BYTES
 from shoal.protocol.signing import Caller
-from shoal.roles.coordinator.coordinator import Desk
-from shoal.roles.coordinator.lease_queue import Asked, Line
+from shoal.roles.coordinator.coordinator import Coordinator
+from shoal.roles.coordinator.lease_queue import LeasePollReplays, LeaseQueue
 from shoal.roles.coordinator.log_pages import Pages
-from shoal.roles.coordinator.prometheus import Exposed
+from shoal.roles.coordinator.prometheus import PrometheusCollector
 from shoal.roles.coordinator.relay_challenges import crowd_of
-from shoal.roles.coordinator.status import Board
+from shoal.roles.coordinator.status import StatusBoard
 
 # --- Places for those who wait for news ---
 
@@ -30,7 +30,7 @@ MOST_WAITS, MOST_OF_A_CROWD = 512, 32
 """Callers that wait at one time: an eighth of all connections, and room for all relays that can be listed."""
 
 
-class Waits:
+class LongPollLimits:
     """The callers that wait."""
 
     def __init__(self, most: int = MOST_WAITS, of_a_crowd: int = MOST_OF_A_CROWD) -> None:
@@ -62,15 +62,15 @@ log = logging.getLogger("coordinator")
 
 
 @dataclass(frozen=True)
-class Door:
-    desk: Desk
-    board: Board
+class RequestContext:
+    desk: Coordinator
+    board: StatusBoard
     gate: Gate
-    line: Line
-    asked: Asked
+    line: LeaseQueue
+    asked: LeasePollReplays
     pages: Pages
-    waits: Waits
-    exposed: Exposed
+    waits: LongPollLimits
+    exposed: PrometheusCollector
 
     def admit(self, request: Request, cap: int = SMALL_BODY_BYTES) -> Caller:
         """Who signed the request, before its body is read. Raises `Refused` if our log lacks the head that the caller saw
@@ -100,7 +100,7 @@ class Door:
         return caller, await self.gate.body(request, caller)
 
 
-Handler: TypeAlias = Callable[[Door, Request], Awaitable[Response]]
+Handler: TypeAlias = Callable[[RequestContext, Request], Awaitable[Response]]
 
 
 def number(text: str, what: str) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from shoal.config import StorageConfig
 from shoal.errors import NothingYet, StateError
 from shoal.ledger.errors import Refused
-from shoal.ledger.log.writer import Book
+from shoal.ledger.log.writer import LogWriter
 from shoal.ledger.state import State
 from shoal.ledger.verdict_decisions import is_final, is_open
 from shoal.net.blobs import FolderBlobs, Upload
@@ -32,7 +32,7 @@ SLOWEST_LINE_BYTES_PER_S = 6_250_000
 """Of a node that the run waits for: 50 Mb/s, 37 minutes for a policy of 7B parameters in bfloat16."""
 
 
-def needed(manifests: Mapping[int, Manifest], used: Iterable[int], now: float) -> set[int]:
+def versions_to_keep(manifests: Mapping[int, Manifest], used: Iterable[int], now: float) -> set[int]:
     """The versions whose weights must stay, if those in `used` must be loadable.
 
     These are the versions themselves with what their patches begin at, back to whole ones; the newest anchor with all after
@@ -81,10 +81,10 @@ def _chain_bytes(manifests: Mapping[int, Manifest], anchor: int) -> float | None
 log = logging.getLogger("coordinator")
 
 
-class Kept:
+class BlobRetention:
     """The blobs of a run, sorted by what they are."""
 
-    def __init__(self, blobs: FolderBlobs, book: Book, storage: StorageConfig, public: Path) -> None:
+    def __init__(self, blobs: FolderBlobs, book: LogWriter, storage: StorageConfig, public: Path) -> None:
         """`public` is the folder of what anyone may read."""
         self._blobs, self._book, self._storage = blobs, book, storage
         self.public = PublicBlobs(public, blobs)
@@ -252,7 +252,7 @@ class Kept:
         used = [
             version for version in self.manifests if version >= fresh or version in at_work
         ]  # guard: fresh-weights-stay
-        stay = needed(self.manifests, used, now)
+        stay = versions_to_keep(self.manifests, used, now)
         return [version for version in sorted(self.manifests) if version not in stay]
 
     def _oldest_fresh(self) -> int:
@@ -273,8 +273,8 @@ class Kept:
         dropped = [self.manifests.pop(version) for version in versions]
         for version in versions:
             self._contents.pop(version, None)
-        needed = _chunks(self.manifests.values()) | self.coming  # guard: coming-chunks-stay
-        for chunk in _chunks(dropped) - needed:
+        versions_to_keep = _chunks(self.manifests.values()) | self.coming  # guard: coming-chunks-stay
+        for chunk in _chunks(dropped) - versions_to_keep:
             self._delete_public(chunk)
         for version in versions:
             self._delete_public(self.state.main.versions[version].manifest)

@@ -27,7 +27,7 @@ from shoal.ledger.hints import (
     split_remedy,
 )
 from shoal.ledger.lease_granting import without_signal
-from shoal.ledger.records import Member
+from shoal.ledger.records import NodeRecord
 from shoal.ledger.run import NO_SIGNAL
 from shoal.ledger.slot_draws import slot_of, table_of
 from shoal.ledger.state import State, state_hash
@@ -39,7 +39,7 @@ from shoal.protocol.constants import LONG_POLL_S, MAX_NODES, MAX_STANDING_ALARMS
 from shoal.protocol.env_faults import fault_indices, without_faults
 from shoal.protocol.messages import SolveRate
 from shoal.protocol.required_features import needs_of
-from shoal.roles.coordinator.coordinator import Desk
+from shoal.roles.coordinator.coordinator import Coordinator
 
 KEPT = 8
 """Batches whose figures are remembered: the trainer may ask for one again."""
@@ -48,7 +48,7 @@ KEPT = 8
 class SolveRates:
     """Follows a desk's log."""
 
-    def __init__(self, desk: Desk, solved: Mapping[str, float]) -> None:
+    def __init__(self, desk: Coordinator, solved: Mapping[str, float]) -> None:
         """`solved` is the least reward of a solved rollout, by label."""
         self._desk, self._solved = desk, solved
         self._since: dict[str, list[float]] | None = {} if not desk.state.accepted_groups else None
@@ -111,10 +111,10 @@ HASHING_SHARE = 0.02
 """Maximum fraction of the coordinator's time spent hashing its state for `GET /v1/state`."""
 
 
-class Board:
+class StatusBoard:
     """What anyone may read about a desk's run."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Coordinator) -> None:
         self._desk, self._solve_rates = desk, SolveRates(desk, desk.solved)
         self._began = desk.clock()
         self._waiting, self._alarms = ("", self._began), StandingAlarms(desk.alarms)
@@ -158,7 +158,7 @@ class Board:
         state, now = self._desk.state, self._desk.clock()
         return {*state.judges()} - silent(state, now) - overdue(state, now, self._began, self._desk.entered).keys()
 
-    def _silent_s(self, member: Member, at_work: set[str]) -> float:
+    def _silent_s(self, member: NodeRecord, at_work: set[str]) -> float:
         """For how long a node has asked for nothing, although it is not `at_work`; 0 if it has not been silent for long, or
         left."""
         now = self._desk.clock()
@@ -356,7 +356,7 @@ def _to_judge(state: State) -> str:
     return f"{waiting} submission{'s' if waiting != 1 else ''} to judge"
 
 
-def node_state(node: Member) -> t.NodeState:
+def node_state(node: NodeRecord) -> t.NodeState:
     """A node as the wire shows it."""
     return t.NodeState(
         key=node.key, role=node.role, name=node.name, standing=node.standing,  # type: ignore[arg-type]

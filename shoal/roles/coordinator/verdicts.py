@@ -12,7 +12,7 @@ import msgspec
 from shoal.algos.activation_projection import VALUES, agree
 from shoal.errors import NothingYet, StateError
 from shoal.ledger.batches import SlotVoid
-from shoal.ledger.commands import Judge
+from shoal.ledger.commands import SubmitVerdict
 from shoal.ledger.errors import Refused
 from shoal.ledger.lease_granting import without_signal
 from shoal.ledger.members import NodeQuarantined, ValidatorFault
@@ -26,7 +26,7 @@ from shoal.ledger.verdict_decisions import is_open, to_judge
 from shoal.ledger.verdicts import VerdictGiven
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import WireError, from_json, from_msgpack, to_json
-from shoal.roles.coordinator.coordinator import Desk
+from shoal.roles.coordinator.coordinator import Coordinator
 
 MAX_REPORTED = 1000
 """Causes of void slots, of which each is logged once; of more, some are logged again."""
@@ -34,13 +34,13 @@ MAX_REPORTED = 1000
 log = logging.getLogger("coordinator")
 
 
-def admit_validator(desk: Desk, key: str) -> None:
+def admit_validator(desk: Coordinator, key: str) -> None:
     """Raises `Refused` unless the key is that of a validator of this run, suspended or not."""
     if key not in desk.state.validators:
         raise Refused("not_admitted", f"{key[:12]} is not a validator's key: the host must `shoal admin admit` it")
 
 
-def next_check(desk: Desk, key: str) -> t.Check | None:
+def next_check(desk: Coordinator, key: str) -> t.Check | None:
     """The oldest submission that it is this validator's turn to judge; None if there is none. Raises `Refused`."""
     node = desk.state.members.get(key)
     if node is None or node.role != "validator":
@@ -60,7 +60,7 @@ def next_check(desk: Desk, key: str) -> t.Check | None:
     )  # fmt: skip
 
 
-async def take_verdict(desk: Desk, key: str, verdict: t.Verdict) -> None:
+async def take_verdict(desk: Coordinator, key: str, verdict: t.Verdict) -> None:
     """Book a verdict. Raises `Refused`."""
     submission = desk.state.submissions.get(verdict.submission)
     if submission is None:
@@ -70,7 +70,7 @@ async def take_verdict(desk: Desk, key: str, verdict: t.Verdict) -> None:
     bare = msgspec.structs.replace(verdict, projections={})
     lease = desk.state.lease_of(submission)
     again = recheck_draw(lease, desk.audit_links[lease.version + 1])
-    judged = Judge(key, bare, desk.clock(), projection, again, differs_from, desk.labels(lease))
+    judged = SubmitVerdict(key, bare, desk.clock(), projection, again, differs_from, desk.labels(lease))
     before = silent(desk.state, judged.now)
     try:
         entries = await desk.book.submit(judged)
@@ -98,7 +98,7 @@ async def take_verdict(desk: Desk, key: str, verdict: t.Verdict) -> None:
         log.warning("validator=%s is not waited for: %s", skipped[:12], _why_skipped(desk.state, skipped))
 
 
-def _demand_recorded_faults(desk: Desk, submission: SubmissionRecord, verdict: t.Verdict) -> None:
+def _demand_recorded_faults(desk: Coordinator, submission: SubmissionRecord, verdict: t.Verdict) -> None:
     """Where the host plays, a validator may name no fault that the host's stage did not record, because the ledger takes it
     for the host's own finding. Raises `Refused`."""
     named = {group.slot: group.faults for group in verdict.groups if group.faults is not msgspec.UNSET}
@@ -135,7 +135,9 @@ def _is_new(cause: str, reported: dict[str, None]) -> bool:
     return True
 
 
-def _compare(desk: Desk, key: str, submission: SubmissionRecord, verdict: t.Verdict) -> tuple[str, tuple[str, ...]]:
+def _compare(
+    desk: Coordinator, key: str, submission: SubmissionRecord, verdict: t.Verdict
+) -> tuple[str, tuple[str, ...]]:
     """Keep the projections of a verdict; returns their blob, and the validators whose earlier projections differ.
 
     Raises `Refused` if a projection is missing for the validator itself or for one that has judged before it.
@@ -159,7 +161,7 @@ def _compare(desk: Desk, key: str, submission: SubmissionRecord, verdict: t.Verd
     return blob, tuple(other for other in alike if not _agrees(desk, submission, other, shown))
 
 
-def _agrees(desk: Desk, submission: SubmissionRecord, other: str, found: dict[str, tuple[float, ...]]) -> bool:
+def _agrees(desk: Coordinator, submission: SubmissionRecord, other: str, found: dict[str, tuple[float, ...]]) -> bool:
     """Whether another validator's own projection is what a later validator found for that key."""
     try:
         data = desk.blobs.get(submission.projections.get(other, ""))

@@ -17,14 +17,14 @@ from shoal.ledger.errors import Refused
 from shoal.protocol.constants import CHAIN_LENGTH, MAX_CHUNK_BYTES
 from shoal.protocol.encoding import from_json
 from shoal.protocol.messages import Manifest, Rotation, SignedManifest
-from shoal.roles.coordinator.coordinator import Desk
+from shoal.roles.coordinator.coordinator import Coordinator
 from shoal.weights.base_model import demand_same_base
 from shoal.weights.manifest import chunks_of, content_of, is_renewal, open_manifest
 
 log = logging.getLogger("coordinator")
 
 
-def admit_trainer(desk: Desk, key: str) -> None:
+def admit_trainer(desk: Coordinator, key: str) -> None:
     """Raises `Refused` unless the key is the trainer's."""
     if key != desk.state.trainer_key:  # guard: trainer-puts-chunks
         if key in desk.state.publishers.keys:
@@ -36,7 +36,7 @@ def admit_trainer(desk: Desk, key: str) -> None:
         )
 
 
-def put_chunk(desk: Desk, name: str, body: bytes, found: str) -> None:
+def put_chunk(desk: Coordinator, name: str, body: bytes, found: str) -> None:
     """Keep a chunk from the trainer. `found` is the hash of its bytes. Raises `Refused`."""
     if len(body) > MAX_CHUNK_BYTES or found != name:  # guard: chunk-name
         raise Refused("malformed", "the bytes do not have the hash in the path, or are longer than MAX_CHUNK_BYTES")
@@ -44,7 +44,7 @@ def put_chunk(desk: Desk, name: str, body: bytes, found: str) -> None:
     desk.kept.stored(found)
 
 
-async def take_checkpoint(desk: Desk, key: str, signed: bytes, created: int = 0) -> None:
+async def take_checkpoint(desk: Coordinator, key: str, signed: bytes, created: int = 0) -> None:
     """Book a new version whose chunks are all here, or a version's renewed manifest. Raises `Refused`, `PeerError`.
 
     A version stays as it was published first: the same weights in other files change nothing, and leases name the files.
@@ -62,7 +62,7 @@ async def take_checkpoint(desk: Desk, key: str, signed: bytes, created: int = 0)
         await _book(desk, key, signed, manifest, created)
 
 
-async def _book(desk: Desk, key: str, signed: bytes, manifest: Manifest, created: int) -> None:
+async def _book(desk: Coordinator, key: str, signed: bytes, manifest: Manifest, created: int) -> None:
     state, versions = desk.state, desk.state.main.versions
     known = desk.kept.manifests.get(manifest.version)
     for other in list(desk.kept.manifests.values())[-1:]:
@@ -95,7 +95,7 @@ async def _book(desk: Desk, key: str, signed: bytes, manifest: Manifest, created
     desk.kept.make_room(desk.quota_bytes)
 
 
-def _has_other_signer(desk: Desk, manifest: Manifest) -> bool:
+def _has_other_signer(desk: Coordinator, manifest: Manifest) -> bool:
     """Whether a known version's manifest, which a new publisher signs again, is still that of the one before."""
     data = desk.blobs.get(desk.state.main.versions[manifest.version].manifest)
     return from_json(data, SignedManifest).key != desk.state.trainer_key and content_of(manifest) == content_of(
@@ -103,14 +103,14 @@ def _has_other_signer(desk: Desk, manifest: Manifest) -> bool:
     )
 
 
-async def rotate(desk: Desk, key: str, rotation: Rotation) -> None:
+async def rotate(desk: Coordinator, key: str, rotation: Rotation) -> None:
     """Book that the root names another publisher. Raises `Refused`."""
     if key != desk.state.root:  # guard: root-rotates
         raise Refused("not_admitted", f"only the root key may name a publisher; this run's root is {desk.state.root}")
     await desk.book.submit(Rotate(rotation, desk.clock()))
 
 
-async def _take_over(desk: Desk, chunk: str) -> bool:
+async def _take_over(desk: Coordinator, chunk: str) -> bool:
     """Keep a chunk that the trainer left in the run's folder; returns whether it was there."""
     file = desk.outgoing / chunk
     try:
@@ -131,7 +131,7 @@ def _size_and_digest(path: Path) -> tuple[int, str]:
         return size, "" if size > MAX_CHUNK_BYTES else hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def signed_manifest(desk: Desk, version: str) -> bytes:
+def signed_manifest(desk: Coordinator, version: str) -> bytes:
     """The signed manifest of a version or of "latest", as stored. Raises `Refused`, `NothingYet`."""
     # guard: number-length
     known = version.isdecimal() and len(version) <= len(str(CHAIN_LENGTH))  # int() refuses 5,000 digits

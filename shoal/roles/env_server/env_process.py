@@ -61,7 +61,7 @@ class Opening(msgspec.Struct):
     """What a turn may take. The sandbox of a package ends no sooner."""
 
 
-class Opened(msgspec.Struct):
+class ProcessOpened(msgspec.Struct):
     """The answer to the first frame."""
 
     lowest: dict[str, float] = {}
@@ -73,7 +73,7 @@ class Opened(msgspec.Struct):
     refused: str = ""
 
 
-class Request(msgspec.Struct):
+class ProcessRequest(msgspec.Struct):
     """One turn of a conversation, or its opening, or the judgement of a group."""
 
     number: int = -1
@@ -88,7 +88,7 @@ class Request(msgspec.Struct):
     """Conversations that have ended, to be compared with each other."""
 
 
-class Answer(msgspec.Struct):
+class ProcessAnswer(msgspec.Struct):
     """The conversation after a request."""
 
     words: bytes = b""
@@ -124,15 +124,15 @@ def serve() -> None:
         loaded = _load(opening.envs, opening.call_s)
         source = next(filter(None, map(_source, loaded.values())), "")
         envs = {label: loud(env, time_left) for label, env in loaded.items()}
-        playing = Playing(envs, _renderer(opening), opening.sampling)
+        playing = Conversations(envs, _renderer(opening), opening.sampling)
     except ShoalError as error:
-        write_frame(answers, msgspec.msgpack.encode(Opened(refused=str(error))))
+        write_frame(answers, msgspec.msgpack.encode(ProcessOpened(refused=str(error))))
         return
     lowest = {label: float(min(env.reward_bounds)) for label, env in envs.items()}
     compare = frozenset(label for label, env in envs.items() if compares(env))
-    write_frame(answers, msgspec.msgpack.encode(Opened(lowest, compare, source)))
+    write_frame(answers, msgspec.msgpack.encode(ProcessOpened(lowest, compare, source)))
     while True:
-        request = msgspec.msgpack.decode(requests.get(), type=Request)
+        request = msgspec.msgpack.decode(requests.get(), type=ProcessRequest)
         time_left.begin()
         try:
             answer = playing.obey(request)
@@ -157,14 +157,14 @@ def _source(env: Env) -> str:
     return "" if isinstance(inner, ContainedEnv) or file is None else str(file)
 
 
-class Playing:
+class Conversations:
     """The conversations of this process."""
 
     def __init__(self, envs: Mapping[str, Env], renderer: Renderer, sampling: Sampling) -> None:
         self._envs, self._renderer, self._sampling = envs, renderer, sampling
         self._talks: dict[int, Conversation] = {}
 
-    def obey(self, request: Request) -> Answer:
+    def obey(self, request: ProcessRequest) -> ProcessAnswer:
         for number in request.forget:
             self._talks.pop(number, None)
         if request.label:
@@ -177,7 +177,7 @@ class Playing:
                 FinalScore(float(one.reward), talk.public_fault if talk.left_out else "", talk.outside)
                 for one, talk in zip(found, talks, strict=True)
             )
-            return Answer(judged=judged, fault=fault, scores=_scores(found, talks))
+            return ProcessAnswer(judged=judged, fault=fault, scores=_scores(found, talks))
         talk, tokens = self._talks[request.number], np.frombuffer(request.written, dtype="<i4").tolist()
         lengths, row = [len(row.tokens) for row in talk.rows], talk.row
         begin = lengths[row]
@@ -185,15 +185,15 @@ class Playing:
         talk.write(tokens)
         return self._answer(request.number, talk, lengths, talk.rows[row].author[begin])
 
-    def _open(self, request: Request) -> Answer:
+    def _open(self, request: ProcessRequest) -> ProcessAnswer:
         env = self._envs[request.label]
         talk, why = begin(env, self._renderer, request.task, self._sampling)
         if talk is None:
-            return Answer(ending="void", fault=redact_paths(why, source_of(env)))
+            return ProcessAnswer(ending="void", fault=redact_paths(why, source_of(env)))
         self._talks[request.number] = talk
         return self._answer(request.number, talk, [0], POLICY)
 
-    def _answer(self, number: int, talk: Conversation, lengths: Sequence[int], author: int) -> Answer:
+    def _answer(self, number: int, talk: Conversation, lengths: Sequence[int], author: int) -> ProcessAnswer:
         """What a conversation says after a turn, given how long its rows were before."""
         beside = talk.ending in ("environment", "length") and compares(talk.env)
         if talk.ending is not None and not beside:
@@ -204,7 +204,7 @@ class Playing:
         words = np.asarray(row.tokens[begin:], dtype="<i4").tobytes()
         final = talk.ending is not None and not beside
         scores = _scores([Earned(talk.reward, talk.parts, talk.metrics)], [talk]) if final else None
-        return Answer(
+        return ProcessAnswer(
             words, talk.room, talk.ending or "", float(talk.reward), author, talk.public_fault, talk.left_out,
             talk.outside, talk.row, beside=beside, scores=scores,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from functools import partial
 from shoal.protocol.messages import Slot
 from shoal.roles.env_server.replies import FinalScore, Memo, Reply, group_name
 from shoal.roles.env_server.shards import Player, Shard
-from shoal.roles.env_server.turns import Ask
+from shoal.roles.env_server.turns import TurnRequest
 
 START_PLAYERS = 2
 """Processes of an environment that answers quickly."""
@@ -25,7 +25,7 @@ PINNED = 4096
 """Slots whose process, and groups whose judgement, are remembered."""
 
 
-class Players:
+class EnvProcessPool:
     """All processes of a stage."""
 
     def __init__(
@@ -37,13 +37,13 @@ class Players:
         most: int = MAX_PLAYERS,
     ) -> None:
         """`make` makes a player of an environment, by its label. `limit_s` gives the environment's time for one turn."""
-        self._troupe_of = lambda label: Troupe(label, lambda: Shard(make(label), memo, limit_s), start, most)
-        self._troupes: dict[str, Troupe] = {}
+        self._troupe_of = lambda label: EnvProcesses(label, lambda: Shard(make(label), memo, limit_s), start, most)
+        self._troupes: dict[str, EnvProcesses] = {}
         self._judged: OrderedDict[bytes, Future[list[FinalScore]]] = OrderedDict()
         """The newest groups that are judged, or were."""
         self._lock = threading.Lock()
 
-    def play(self, asks: Sequence[Ask]) -> list[Reply]:
+    def play(self, asks: Sequence[TurnRequest]) -> list[Reply]:
         """The replies to turns of different rollouts, in order. All processes work at the same time. Raises `StateError` if
         an environment does not open."""
         for label in {ask.slot.env for ask in asks}:
@@ -74,14 +74,14 @@ class Players:
         for troupe in self._troupes.values():
             troupe.close()
 
-    def _troupe(self, label: str) -> "Troupe":
+    def _troupe(self, label: str) -> "EnvProcesses":
         with self._lock:
             if label not in self._troupes:
                 self._troupes[label] = self._troupe_of(label)
             return self._troupes[label]
 
 
-class Troupe:
+class EnvProcesses:
     """The processes of one environment."""
 
     def __init__(self, label: str, make: Callable[[], Shard], start: int, most: int) -> None:
@@ -101,7 +101,7 @@ class Troupe:
             compares = self._compares
         compares.result()
 
-    def place(self, ask: Ask) -> Shard:
+    def place(self, ask: TurnRequest) -> Shard:
         """Who is to play a turn."""
         with self._lock:
             shard = self._place(ask.slot, ask.before)

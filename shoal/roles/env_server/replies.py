@@ -88,7 +88,7 @@ class Reply(NamedTuple):
         return FinalScore(self.reward, self.fault, self.outside)
 
 
-class Played(NamedTuple):
+class RolloutSoFar(NamedTuple):
     """A rollout so far."""
 
     token_ids: bytes
@@ -98,7 +98,7 @@ class Played(NamedTuple):
     last: Reply
 
 
-class Step(NamedTuple):
+class PlacedReply(NamedTuple):
     """A reply with its place: after `written` at `parent`."""
 
     path: bytes
@@ -177,17 +177,17 @@ class Memo:
         query = "SELECT digest, paths FROM turns WHERE lease = ? AND block = ? ORDER BY turn DESC LIMIT 1"
         return next((Taken(digest, _split(paths)) for digest, paths in self._read(query, lease, block)), None)
 
-    def story(self, path: bytes) -> list[Step]:
+    def story(self, path: bytes) -> list[PlacedReply]:
         """All steps from the opening to a path."""
-        steps: list[Step] = []
+        steps: list[PlacedReply] = []
         while path:
             query = f"SELECT parent, written, {_REPLY} FROM replies WHERE path = ?"
             parent, written, *reply = self._read(query, path)[0]
-            steps.append(Step(path, parent, written, _reply(reply)))
+            steps.append(PlacedReply(path, parent, written, _reply(reply)))
             path = parent
         return steps[::-1]
 
-    def rollout(self, path: bytes) -> Played:
+    def rollout(self, path: bytes) -> RolloutSoFar:
         """A rollout so far, as a worker has it."""
         rows, row = [(bytearray(), bytearray())], 0
         for step in (steps := self.story(path)):
@@ -202,7 +202,7 @@ class Memo:
             author += bytes([ENVIRONMENT]) * (len(step.reply.words) // 4)
         starts = tuple(accumulate(len(author) for _, author in rows[:-1]))
         token_ids, authors = (b"".join(parts) for parts in zip(*rows, strict=True))
-        return Played(token_ids, authors, starts, steps[-1].reply)
+        return RolloutSoFar(token_ids, authors, starts, steps[-1].reply)
 
     def judged(self, name: bytes) -> tuple[FinalScore, ...]:
         """What the rollouts of a group earn when compared; nothing if they were not compared yet."""
@@ -217,7 +217,7 @@ class Memo:
         return self.judged(name)
 
     def keep(
-        self, lease: str, version: int, block: int, turn: int, taken: Taken, steps: Sequence[Step]
+        self, lease: str, version: int, block: int, turn: int, taken: Taken, steps: Sequence[PlacedReply]
     ) -> dict[bytes, Reply]:
         """Book a turn with its new replies, all or nothing; returns the replies that hold. Of two for one path, the first
         holds. Raises `StateError` if the disk is full."""

@@ -23,7 +23,7 @@ from shoal.config import RunConfig
 from shoal.errors import StateError
 from shoal.ledger.log.sqlite_store import creation_of
 from shoal.net import server
-from shoal.net.connection_limits import Limits as Connections
+from shoal.net.connection_limits import ServerLimits as Connections
 from shoal.net.connection_limits import http_server
 from shoal.net.key_files import load_or_make_key
 from shoal.net.process import tell_address
@@ -32,10 +32,10 @@ from shoal.protocol import messages as t
 from shoal.protocol.constants import MAX_SUBMISSION_BYTES
 from shoal.protocol.encoding import digest, from_msgpack, to_msgpack
 from shoal.roles.env_server.env_process import Opening
-from shoal.roles.env_server.process_pool import Players
+from shoal.roles.env_server.process_pool import EnvProcessPool
 from shoal.roles.env_server.replies import Memo
 from shoal.roles.env_server.shards import ChildPlayer, Player
-from shoal.roles.env_server.turns import Conflict, Limits, record_of, take_turn
+from shoal.roles.env_server.turns import Conflict, TurnLimits, record_of, take_turn
 from shoal.roles.node.reward_parts import ScoreFile
 from shoal.run_folder import RunFolder
 
@@ -48,7 +48,7 @@ ANSWER_S = 20.0
 T = TypeVar("T")
 
 
-class AtWork(Generic[T]):
+class InFlight(Generic[T]):
     """Work of one kind."""
 
     def __init__(self, kind: str, most: int, most_each: int) -> None:
@@ -161,12 +161,12 @@ class Stage:
         self._key = load_or_make_key(folder.keys / "run.key").public
         self._gate = Gate(clock, address_rate=RATE, key_rate=RATE)
         self._memo = Memo(folder.stage_memo)
-        self._turns: AtWork[t.TurnAnswer] = AtWork("turn", MAX_TURNS, MAX_WORKER_TURNS)
-        self._records: AtWork[t.Record] = AtWork("record", MAX_RECORDS, MAX_WORKER_RECORDS)
+        self._turns: InFlight[t.TurnAnswer] = InFlight("turn", MAX_TURNS, MAX_WORKER_TURNS)
+        self._records: InFlight[t.Record] = InFlight("record", MAX_RECORDS, MAX_WORKER_RECORDS)
         self._newest = -1
         self._forgetting: asyncio.Task[None] | None = None
-        self._players: Players | None = None
-        self._limits: Limits
+        self._players: EnvProcessPool | None = None
+        self._limits: TurnLimits
         self._shared: set[str]
         """Labels of environments whose replies leases share, because anybody would get the same."""
         self._opening = asyncio.Lock()
@@ -215,7 +215,7 @@ class Stage:
             raise RequestRefused(403, "not_admitted", "only the coordinator of this run asks the stage")
         return from_msgpack(await self._gate.body(request, caller), t.Staged)
 
-    async def _answer(self, asked: t.Staged, turn: t.Turn) -> t.TurnAnswer:
+    async def _answer(self, asked: t.Staged, turn: t.EnvTurn) -> t.TurnAnswer:
         """The answer to a turn. Raises `RequestRefused`."""
         players = await self._open()
         self._forget_old(asked.version)
@@ -225,7 +225,7 @@ class Stage:
         with _refused():
             return await self._turns.answer(asked.worker, place, digest(to_msgpack(turn)), play)
 
-    async def _open(self) -> Players:
+    async def _open(self) -> EnvProcessPool:
         """The players, once the trainer has made the first policy, whose tokenizer they need."""
         async with self._opening:
             if self._players is None:
@@ -234,14 +234,14 @@ class Stage:
                     raise RequestRefused(503, "busy", "the first policy is not here yet: ask again", retry_s=1.0)
                 created = creation_of(folder.log)  # an environment that was changed since is refused
                 renderer = await asyncio.to_thread(Renderer.from_directory, folder.policy, created.sampling.stops)
-                self._limits = Limits(renderer.vocabulary, renderer.stop_ids)
+                self._limits = TurnLimits(renderer.vocabulary, renderer.stop_ids)
                 specs = created.envs
                 self._shared = {spec.label for spec in specs if spec.reproducible}
                 policy = str(folder.policy)
                 limits_s = {env.label: env.call_s for env in config.envs}
                 opening = {one.label: Opening((one,), policy, created.sampling, limits_s[one.label]) for one in specs}
                 make = self._make
-                self._players = Players(lambda label: make(opening[label]), self._memo, limits_s.__getitem__)
+                self._players = EnvProcessPool(lambda label: make(opening[label]), self._memo, limits_s.__getitem__)
             return self._players
 
     def _child(self, opening: Opening) -> Player:

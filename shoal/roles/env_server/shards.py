@@ -31,9 +31,9 @@ from shoal.errors import StateError, cause_of
 from shoal.pipes import Late, Pipes
 from shoal.protocol.constants import MAX_ROLLOUT_TOKENS
 from shoal.protocol.messages import POLICY, Slot
-from shoal.roles.env_server.env_process import Answer, Opened, Opening, Request
+from shoal.roles.env_server.env_process import Opening, ProcessAnswer, ProcessOpened, ProcessRequest
 from shoal.roles.env_server.replies import FinalScore, Memo, Reply
-from shoal.roles.env_server.turns import VOID, Ask
+from shoal.roles.env_server.turns import VOID, TurnRequest
 from shoal.roles.node.reward_parts import Tally
 
 log = logging.getLogger("stage")
@@ -61,7 +61,7 @@ MAX_KINDS, MAX_KIND_CHARS = 1000, 200
 T = TypeVar("T")
 
 
-class Gone(Exception):
+class ProcessDied(Exception):
     """A process ended, or had to be killed. The text says how."""
 
     def __init__(self, why: str, slow: bool = False, call: str = "") -> None:
@@ -91,7 +91,7 @@ class Player(Protocol):
     def compares(self, label: str) -> bool:
         """Whether an environment compares an answer with its siblings. Raises as `ask`."""
 
-    def ask(self, request: Request, limit_s: float) -> Answer:
+    def ask(self, request: ProcessRequest, limit_s: float) -> ProcessAnswer:
         """Raises `Gone`; the next request then meets a fresh process."""
 
 
@@ -117,7 +117,7 @@ class Shard:
         """Do something after all that was submitted before."""
         return self._thread.submit(act)
 
-    def replies(self, asks: Sequence[Ask]) -> list[Reply]:
+    def replies(self, asks: Sequence[TurnRequest]) -> list[Reply]:
         """The replies to turns that it was told to `expect`, one after another."""
         replies, void = list[Reply](), dict[int, Reply]()
         try:
@@ -145,7 +145,7 @@ class Shard:
     def holds(self, path: bytes) -> bool:
         return path in self._held
 
-    def reply(self, ask: Ask) -> Reply:
+    def reply(self, ask: TurnRequest) -> Reply:
         """Play one turn. Whatever the environment does, there is a reply."""
         return self._tried(ask.slot, lambda: self._play(ask), lambda why: self._failed(ask, why))
 
@@ -158,7 +158,7 @@ class Shard:
         for _ in range(1 + RETRIES):
             try:
                 return self._player.compares(label)
-            except Gone as gone:
+            except ProcessDied as gone:
                 why = f"{gone.call}: {gone}"
                 if gone.slow:
                     break
@@ -169,12 +169,12 @@ class Shard:
         for _ in range(1 + RETRIES):
             try:
                 return act()
-            except Gone as gone:
+            except ProcessDied as gone:
                 why = f"{gone.call} of task {slot.task}: {gone}"
                 log.warning("killed env=%s task=%d reason=%r", slot.env, slot.task, why)
         return failed(why)
 
-    def _play(self, ask: Ask) -> Reply:
+    def _play(self, ask: TurnRequest) -> Reply:
         if not ask.before:
             return self._open(ask.slot, ask.path)
         if not self._holds(ask.before) and not self._play_again(ask.slot, ask.before):
@@ -188,7 +188,7 @@ class Shard:
             if not all(self._holds(path) or self._play_again(slot, path) for path in whole):
                 return self._unjudged(slot, len(paths), OTHER_WORDS)
         numbers = tuple(self._held.pop(path) for path in whole)
-        answer = self._exchanged(slot, Request(judge=numbers))
+        answer = self._exchanged(slot, ProcessRequest(judge=numbers))
         scores = iter(answer.judged)
         return [next(scores) if replies[path].beside else replies[path].score for path in paths]
 
@@ -208,12 +208,12 @@ class Shard:
         return True
 
     def _open(self, slot: Slot, path: bytes) -> Reply:
-        return self._asked(slot, path, Request(next(self._numbers), label=slot.env, task=slot.task))
+        return self._asked(slot, path, ProcessRequest(next(self._numbers), label=slot.env, task=slot.task))
 
     def _write(self, slot: Slot, before: bytes, written: bytes, path: bytes) -> Reply:
-        return self._asked(slot, path, Request(self._held.pop(before), written))
+        return self._asked(slot, path, ProcessRequest(self._held.pop(before), written))
 
-    def _asked(self, slot: Slot, path: bytes, request: Request) -> Reply:
+    def _asked(self, slot: Slot, path: bytes, request: ProcessRequest) -> Reply:
         """Send a turn, and remember the path that its conversation has reached."""
         answer = self._exchanged(slot, request)
         if not answer.ending or answer.beside:
@@ -227,7 +227,7 @@ class Shard:
             answer.row, answer.beside, answer.fault if answer.left_out or answer.ending == "void" else "", answer.outside,
         )  # fmt: skip
 
-    def _exchanged(self, slot: Slot, request: Request) -> Answer:
+    def _exchanged(self, slot: Slot, request: ProcessRequest) -> ProcessAnswer:
         request.forget, self._forget = tuple(self._forget), []
         began, generation = time.monotonic(), self._player.generation
         answer = self._player.ask(request, self._limit_s(slot.env))
@@ -241,7 +241,7 @@ class Shard:
             self._report(slot, answer)
         return answer
 
-    def _report(self, slot: Slot, answer: Answer) -> None:
+    def _report(self, slot: Slot, answer: ProcessAnswer) -> None:
         """Log a fault; one of the same place and kind at the first time, the second, the fourth, the eighth and so on."""
         kind = slot.env, re.sub(r"[\d.]+", "#", answer.fault)[:MAX_KIND_CHARS]
         if len(self._faults) >= MAX_KINDS and kind not in self._faults:
@@ -253,7 +253,7 @@ class Shard:
                 "fault env=%s task=%d ending=%s fault=%s%s", slot.env, slot.task, answer.ending, answer.fault, often
             )
 
-    def _failed(self, ask: Ask, why: str) -> Reply:
+    def _failed(self, ask: TurnRequest, why: str) -> Reply:
         """The reply for an environment that gave none: an error, or void if it could not begin."""
         log.error("failed env=%s task=%d reason=%r", ask.slot.env, ask.slot.task, why)
         if not ask.before:
@@ -274,7 +274,7 @@ class Shard:
 
 def call_of(value: object) -> str:
     """The calls of an environment that a request leads to."""
-    if not isinstance(value, Request):
+    if not isinstance(value, ProcessRequest):
         return "loading it"
     return "task() or reset()" if value.label else "group_scores()" if value.judge else "step() or score()"
 
@@ -285,9 +285,9 @@ class ChildPlayer:
     def __init__(self, opening: Opening, on_scores: Callable[[Tally], None] = lambda scores: None) -> None:
         """`on_scores` gets what rollouts scored, part by part."""
         self._opening, self._on_scores = opening, on_scores
-        self._child: _Child | None = None
+        self._child: _EnvProcess | None = None
         self.generation = 0
-        self._opened: Opened | None = None
+        self._opened: ProcessOpened | None = None
 
     def lowest(self, label: str) -> float:
         return self._opened.lowest[label] if self._opened is not None else 0.0
@@ -305,11 +305,11 @@ class ChildPlayer:
         assert self._opened is not None
         return label in self._opened.compare
 
-    def ask(self, request: Request, limit_s: float) -> Answer:
+    def ask(self, request: ProcessRequest, limit_s: float) -> ProcessAnswer:
         """Raises `Gone`, and `StateError` if the environments cannot be loaded."""
         if self._child is None:
             self._start()
-        answer = self._exchange(request, limit_s, Answer)
+        answer = self._exchange(request, limit_s, ProcessAnswer)
         if answer.scores is not None:
             self._on_scores(answer.scores)
         return answer
@@ -317,11 +317,11 @@ class ChildPlayer:
     def _start(self) -> None:
         self.generation += 1
         try:
-            self._child = _Child()
+            self._child = _EnvProcess()
         except OSError as error:
             why = f"the stage cannot start a process ({cause_of(error)}): let it have more processes or memory"
             raise StateError(why) from None  # the environment is not to blame  # guard: no-process-fails-no-rollout
-        opened = self._exchange(self._opening, START_S, Opened)
+        opened = self._exchange(self._opening, START_S, ProcessOpened)
         if opened.refused:
             self._end()
             raise StateError(opened.refused)
@@ -333,13 +333,13 @@ class ChildPlayer:
             return msgspec.msgpack.decode(self._child.ask(msgspec.msgpack.encode(value), limit_s), type=kind)
         except (OSError, msgspec.MsgspecError) as error:
             self._end()
-            raise Gone(f"its process ended or gave a wrong answer ({error})", call=call_of(value)) from None
-        except Gone as gone:
+            raise ProcessDied(f"its process ended or gave a wrong answer ({error})", call=call_of(value)) from None
+        except ProcessDied as gone:
             source = "" if self._opened is None else self._opened.source
             where, method = self._child.stack.place(source)
             where = where.replace(source, Path(source).name)  # others read it
             self._end()
-            raise Gone(f"{gone}{where}", gone.slow, f"{method}()" if method else call_of(value)) from None
+            raise ProcessDied(f"{gone}{where}", gone.slow, f"{method}()" if method else call_of(value)) from None
 
     def _end(self) -> None:
         if self._child is not None:
@@ -347,7 +347,7 @@ class ChildPlayer:
         self._child, self.generation = None, self.generation + 1
 
 
-class _Child:
+class _EnvProcess:
     """A running process. It ends when this object is freed, and with the thread that started it."""
 
     def __init__(self) -> None:
@@ -368,13 +368,13 @@ class _Child:
             self._pipes.send(data, until)
             size = self._pipes.size(until)
             if size > MAX_FRAME_BYTES:  # guard: answer-of-a-player
-                raise Gone(f"its process answered with {size} bytes, limit {MAX_FRAME_BYTES}")
+                raise ProcessDied(f"its process answered with {size} bytes, limit {MAX_FRAME_BYTES}")
             return self._pipes.read(size, until)
         except Late:
             self.stack.ask(self._process)
-            raise Gone(f"its process was ended: it took longer than {limit_s:g} s", slow=True) from None
+            raise ProcessDied(f"its process was ended: it took longer than {limit_s:g} s", slow=True) from None
         except EOFError:
-            raise Gone(f"its process ended with {self._code()}") from None
+            raise ProcessDied(f"its process ended with {self._code()}") from None
 
     def _code(self) -> str:
         """The signal that ended it, by name, or its exit code."""

@@ -19,9 +19,9 @@ from shoal.protocol.host_records import rollout_digest
 from shoal.roles.env_server.replies import (
     FinalScore,
     Memo,
-    Played,
+    PlacedReply,
     Reply,
-    Step,
+    RolloutSoFar,
     Taken,
     group_name,
     next_path,
@@ -36,7 +36,7 @@ class Conflict(ShoalError):
     """What a lease asks for does not follow what it has taken here."""
 
 
-class Ask(NamedTuple):
+class TurnRequest(NamedTuple):
     """A turn of one rollout that must be played."""
 
     slot: t.Slot
@@ -48,7 +48,7 @@ class Ask(NamedTuple):
     path: bytes
 
 
-class Limits(NamedTuple):
+class TurnLimits(NamedTuple):
     """What a turn may hold."""
 
     vocabulary: int
@@ -58,7 +58,7 @@ class Limits(NamedTuple):
 MOST_TURNS = 1 << 31
 """More than any rollout has tokens, and small enough for the memo."""
 
-Play = Callable[[Sequence[Ask]], list[Reply]]
+Play = Callable[[Sequence[TurnRequest]], list[Reply]]
 """Plays turns of different rollouts; returns their replies in order."""
 
 Judge = Callable[[t.Slot, Sequence[bytes]], list[FinalScore]]
@@ -66,7 +66,13 @@ Judge = Callable[[t.Slot, Sequence[bytes]], list[FinalScore]]
 
 
 def take_turn(
-    memo: Memo, asked: t.Staged, turn: t.Turn, shared: Callable[[str], bool], size: int, limits: Limits, play: Play
+    memo: Memo,
+    asked: t.Staged,
+    turn: t.EnvTurn,
+    shared: Callable[[str], bool],
+    size: int,
+    limits: TurnLimits,
+    play: Play,
 ) -> t.TurnAnswer:
     """The answer to a turn of a lease. `shared` says whether leases share the replies of a label, and `size` is the size of
     a group. Raises `WireError` for a turn that no honest worker sends, and `Conflict` for one out of order."""
@@ -84,7 +90,7 @@ def take_turn(
             raise WireError("turn 0 asks for the openings, so nothing is written in it")
         owner = {slot.env: "" if shared(slot.env) else asked.lease for slot in block.slots}
         asks = [
-            Ask(slot, index, b"", b"", opening_path(asked.version, slot.slot, index, owner[slot.env]))
+            TurnRequest(slot, index, b"", b"", opening_path(asked.version, slot.slot, index, owner[slot.env]))
             for slot in block.slots
             for index in range(size)
         ]
@@ -95,7 +101,7 @@ def take_turn(
     if known is None:
         new = [ask for ask in asks if ask.path not in replies]
         played = _whole_slots(new, play(new)) if new else []
-        steps = [Step(ask.path, ask.before, ask.written, reply) for ask, reply in zip(new, played, strict=True)]
+        steps = [PlacedReply(ask.path, ask.before, ask.written, reply) for ask, reply in zip(new, played, strict=True)]
         replies |= memo.keep(asked.lease, asked.version, block.index, turn.turn, Taken(name, paths), steps)
     return _answer([replies[ask.path] for ask in asks])
 
@@ -121,7 +127,7 @@ def record_of(memo: Memo, run: str, asked: t.Staged, size: int, judge: Judge) ->
     return t.Record(run, asked.lease, asked.version, tuple(groups))
 
 
-def _recorded(rollouts: Sequence[Played], scores: Sequence[FinalScore]) -> tuple[t.RolloutRecord, ...]:
+def _recorded(rollouts: Sequence[RolloutSoFar], scores: Sequence[FinalScore]) -> tuple[t.RolloutRecord, ...]:
     recorded = []
     for played, score in zip(rollouts, scores, strict=True):
         ending = played.last.ending
@@ -133,8 +139,8 @@ def _recorded(rollouts: Sequence[Played], scores: Sequence[FinalScore]) -> tuple
 
 
 def _continued(
-    memo: Memo, asked: t.Staged, turn: t.Turn, size: int, limits: Limits
-) -> tuple[tuple[bytes, ...], list[Ask]]:
+    memo: Memo, asked: t.Staged, turn: t.EnvTurn, size: int, limits: TurnLimits
+) -> tuple[tuple[bytes, ...], list[TurnRequest]]:
     """The paths after a turn, and what must be answered."""
     block = asked.blocks[0]
     before = memo.taken(asked.lease, block.index, turn.turn - 1)
@@ -153,12 +159,12 @@ def _continued(
             tokens, old = next(written), path
             _demand_turn(tokens, replies[path].room, limits)
             path = next_path(old, tokens)
-            asks.append(Ask(block.slots[place // size], place % size, old, tokens, path))
+            asks.append(TurnRequest(block.slots[place // size], place % size, old, tokens, path))
         paths.append(path)
     return tuple(paths), asks
 
 
-def _demand_turn(written: bytes, room: int, limits: Limits) -> None:
+def _demand_turn(written: bytes, room: int, limits: TurnLimits) -> None:
     """Raise `WireError` unless this is one whole turn of a policy: up to its first stop token, or as long as it may be."""
     if len(written) % 4 or not 4 <= len(written) <= 4 * room:  # guard: turn-fits-its-room
         raise WireError(f"a turn of {len(written)} bytes, where it may have 1 to {room} tokens of 4 bytes")
@@ -170,7 +176,7 @@ def _demand_turn(written: bytes, room: int, limits: Limits) -> None:
         raise WireError(f"a turn of {len(tokens)} tokens where a stop token or its limit ends it after {end}")
 
 
-def _whole_slots(asks: Sequence[Ask], replies: Sequence[Reply]) -> list[Reply]:
+def _whole_slots(asks: Sequence[TurnRequest], replies: Sequence[Reply]) -> list[Reply]:
     """A slot with a rollout that cannot begin is void as a whole: a group is complete or empty."""
     void = {ask.slot.slot: reply for ask, reply in zip(asks, replies, strict=True) if reply.ending == "void"}
     return [void.get(ask.slot.slot, reply) for ask, reply in zip(asks, replies, strict=True)]
@@ -178,5 +184,5 @@ def _whole_slots(asks: Sequence[Ask], replies: Sequence[Reply]) -> list[Reply]:
 
 def _answer(replies: Sequence[Reply]) -> t.TurnAnswer:
     texts = {words: place for place, words in enumerate(dict.fromkeys(reply.words for reply in replies))}
-    said = tuple(t.Said(texts[reply.words], reply.room, reply.ending, reply.author, reply.row) for reply in replies)
+    said = tuple(t.EnvReply(texts[reply.words], reply.room, reply.ending, reply.author, reply.row) for reply in replies)
     return t.TurnAnswer(tuple(texts), said)

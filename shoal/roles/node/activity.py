@@ -16,7 +16,7 @@ from shoal.protocol import messages as t
 
 
 @dataclass
-class Judged:
+class JudgingStats:
     """What a validator judged since it started, in groups."""
 
     submissions: int = 0
@@ -42,7 +42,7 @@ class Judged:
 
 
 @dataclass
-class Doing:
+class NodeActivity:
     """A node of this machine, now."""
 
     clock: Callable[[], float] = time.monotonic
@@ -60,7 +60,7 @@ class Doing:
     """What the node takes of the machine's memory and of its GPU's, MB; 0 if unknown."""
     answered_at: Callable[[], float | None] = lambda: None
     """When the host last answered the node anything, by the monotonic clock; None if never."""
-    judged: Judged = field(default_factory=Judged)
+    judged: JudgingStats = field(default_factory=JudgingStats)
     stopping: Callable[[], bool] = bool
     """Whether it was told to stop."""
 
@@ -90,7 +90,7 @@ ANSWER_S = 5.0
 """How long to wait for an answer."""
 
 
-class Standing:
+class NodeReport:
     """What the coordinator says of a worker: its accepted, refused and lapsed work, and its credits."""
 
     def __init__(self, client: Client, key: str, name: str) -> None:

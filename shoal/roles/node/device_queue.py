@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 from shoal.errors import StateError, cause_of
 
 if TYPE_CHECKING:
-    from shoal.roles.node.session import Seat
+    from shoal.roles.node.session import Session
 
 
 # --- A queue of processes before one thing that only one of them can have ---
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _DOOR, _NEW = ".door", ".new-"
 
 
-class Place(NamedTuple):
+class QueueTicket(NamedTuple):
     """A place in the queue."""
 
     number: int
@@ -56,7 +56,7 @@ class Queue:
     def __init__(self, folder: Path, name: str) -> None:
         """`name` is what others are told of this process."""
         self._folder, self._name = folder, name
-        self._own: Place | None = None
+        self._own: QueueTicket | None = None
         self._fd = -1
 
     @property
@@ -96,18 +96,18 @@ class Queue:
         assert self._own is not None, "this process is not in the queue"
         return any(place.number > self._own.number and place.is_taken() for place in self._places())
 
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[QueueTicket]:
         """All places in their order, those of the dead among them."""
         named = [(path.name.partition(".")[0], path) for path in self._folder.iterdir()]
-        return sorted(Place(int(number), path) for number, path in named if number.isdecimal())
+        return sorted(QueueTicket(int(number), path) for number, path in named if number.isdecimal())
 
-    def _locked(self, number: int) -> tuple[Place, int]:
+    def _locked(self, number: int) -> tuple[QueueTicket, int]:
         """A new place with its lock. It is named when it is locked, so that nobody takes it for one of the dead."""
         scratch = self._folder / f"{_NEW}{os.getpid()}"
         fd = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            place = Place(number, self._folder / f"{number:08d}.{self._name}")
+            place = QueueTicket(number, self._folder / f"{number:08d}.{self._name}")
             scratch.rename(place.path)
         except OSError:
             os.close(fd)
@@ -175,20 +175,21 @@ class Shift(Protocol):
 
 def shift_of(folder: Path | None, name: str) -> Shift:
     """The shifts of a process, among those that queue in a folder; without one, it has the device to itself."""
-    return Alone() if folder is None else Shared(Queue(folder, name))
+    return ExclusiveDevice() if folder is None else SharedDevice(Queue(folder, name))
 
 
 async def load_on_shift(
-    seat: "Seat", shift: Shift, work: contextlib.AsyncExitStack, version: int, *, keep: int = 2, **how: Any
+    seat: "Session", shift: Shift, work: contextlib.AsyncExitStack, version: int, *, keep: int = 2, **how: Any
 ) -> None:
-    """Fetch a version, begin a shift, and load the version. The shift ends with `work`; the rest is as of `Seat.load`."""
+    """Fetch a version, begin a shift, and load the version. The shift ends with `work`; the rest is as of
+    `Session.load`."""
     if seat.engine.version != version:
         await seat.bring(version, keep=keep, **how)  # while others have the device
     await work.enter_async_context(shift.on())
     await seat.load(version, keep=keep, **how)
 
 
-class Alone:
+class ExclusiveDevice:
     """The only process on its device."""
 
     def keeps(self, thing: object) -> None:
@@ -207,7 +208,7 @@ class Alone:
         """See `Shift`."""
 
 
-class Shared:
+class SharedDevice:
     """One of several processes."""
 
     def __init__(

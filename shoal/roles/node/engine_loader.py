@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.chat import isolated_tokenizer
-from shoal.chat.isolated import ContainedRenderer, Limits
+from shoal.chat.isolated import ContainedRenderer, RendererLimits
 from shoal.chat.renderer import FILES, Renderer
 from shoal.engine.interface import Engine, is_in_place
 from shoal.errors import PeerError, StateError
@@ -62,7 +62,7 @@ async def loaded_in_time(load: Coroutine[Any, Any, None], stopping: Stopping) ->
     return bool(await stopping.unless(loaded(), LOAD_GRACE_S))  # guard: long-fetch-ends-when-told
 
 
-def contained(limits: Limits, stops: str = MODEL_STOPS) -> Callable[[Path], Renderer]:
+def contained(limits: RendererLimits, stops: str = MODEL_STOPS) -> Callable[[Path], Renderer]:
     """Opens strangers' tokenizers: in the sandbox where it works, else in a child process that has only the limits.
     `stops` is the run's rule that says which tokens end a turn.
 
@@ -85,7 +85,7 @@ class CheckpointRef(NamedTuple):
     root: str
 
 
-class Loaded:
+class LoadedEngine:
     """An engine with one version of a policy in it, and the renderer of that policy's tokenizer."""
 
     def __init__(self, engine: Engine, open_renderer: Callable[[Path], Renderer] = Renderer.from_directory) -> None:

@@ -51,7 +51,7 @@ MOST_RUNS = 8
 """Runs whose evidence is kept."""
 
 
-class Evidence:
+class EvidenceStore:
     """The evidence of one run in a node's home. One process uses it."""
 
     def __init__(self, home: Path, run: str, most_bytes: int | None = None) -> None:

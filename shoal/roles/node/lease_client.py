@@ -29,8 +29,8 @@ from shoal.protocol.constants import (
     MAX_SAID_CHARS,
 )
 from shoal.protocol.encoding import is_digest
-from shoal.roles.node.activity import Doing
-from shoal.roles.node.session import SOONEST_S, Seat
+from shoal.roles.node.activity import NodeActivity
+from shoal.roles.node.session import SOONEST_S, Session
 from shoal.roles.node.throttle import LOOK_S, Allowance
 
 log = logging.getLogger("worker")
@@ -45,11 +45,11 @@ class Leases:
     """The leases of one worker."""
 
     def __init__(
-        self, seat: Seat, stopping: Stopping, clock: Callable[[], float], allowance: Allowance | None = None,
-        doing: Doing | None = None,
+        self, seat: Session, stopping: Stopping, clock: Callable[[], float], allowance: Allowance | None = None,
+        doing: NodeActivity | None = None,
     ) -> None:  # fmt: skip
         self._seat, self._stopping, self._clock = seat, stopping, clock
-        self._allowance, self._doing = allowance or Allowance(), doing or Doing()
+        self._allowance, self._doing = allowance or Allowance(), doing or NodeActivity()
         self.tokens_per_s = 0.0
         """What the worker says of its speed."""
         self.holding: list[str] = []

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from shoal.chat.isolated import Limits
+from shoal.chat.isolated import RendererLimits
 from shoal.engine.interface import Engine
 from shoal.errors import Overreach, StateError
-from shoal.models.config import PolicySpec
+from shoal.models.config import ModelConfig
 from shoal.models.device import CPU, CUDA
 from shoal.models.lora_config import AdapterSpec, has_adapter
 from shoal.models.nf4_config import NF4, is_coded
@@ -65,7 +65,7 @@ class Memory:
         """The limit from now on; 0 is a share of what is free. Call it when torch is imported and no policy is loaded.
         `reserved_mb` is what the sandboxes of packages may take, `device` is what an engine of ours computes on."""
         limit_mb = max_memory_mb or share_of_free_mb()
-        base_mb = taken_mb() + Limits.within(limit_mb).memory_mb + reserved_mb
+        base_mb = taken_mb() + RendererLimits.within(limit_mb).memory_mb + reserved_mb
         return Memory(limit_mb, base_mb, free_on_gpu if device == CUDA else None)
 
     @property
@@ -200,7 +200,7 @@ def needs_of(directory: Path, dtype: str) -> "Needs | AnyNeeds":
     )
 
     spec = spec_of(directory)
-    if not isinstance(spec, PolicySpec):
+    if not isinstance(spec, ModelConfig):
         return AnyNeeds.of(spec, directory, dtype)
     base = NF4 if is_coded(directory) else ""
     if not has_adapter(directory):

@@ -20,7 +20,7 @@ from shoal.config import node_home
 from shoal.env import Env
 from shoal.env_packages.attestations import num_witnesses
 from shoal.env_packages.install import install, offer_of
-from shoal.env_packages.install_policy import Consent
+from shoal.env_packages.install_policy import InstallDecision
 from shoal.env_packages.installed import Installed, PackageStore
 from shoal.env_packages.naming import read_reference
 from shoal.env_packages.registry import open_registry
@@ -62,7 +62,7 @@ class Packages(Protocol):
         """How they are opened; `processes` is for each package, `limits` are those of each sandbox."""
 
 
-class OnTheHost:
+class HostPackages:
     """Those of the host: everything in the run file. Tracebacks go to the role's log."""
 
     def demand(self, specs: Sequence[EnvSpec]) -> None:
@@ -85,10 +85,10 @@ class NoPackages:
         return refused
 
 
-class Volunteered:
+class ConsentedPackages:
     """Those that the user of this machine agreed to. `registry` is where the run's registry is."""
 
-    def __init__(self, registry: str, consent: Callable[[], Consent]) -> None:
+    def __init__(self, registry: str, consent: Callable[[], InstallDecision]) -> None:
         """`consent` reads how the user decides; it is asked only where a run plays packages."""
         self._registry, self._consent = registry, consent
         self._agreed: set[str] = set()

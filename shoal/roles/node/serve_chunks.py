@@ -22,7 +22,7 @@ from starlette.routing import Route
 from shoal.errors import NothingYet, PeerError
 from shoal.net.blobs import FileAnswer, shelf
 from shoal.net.client import Client
-from shoal.net.connection_limits import Limits, http_server
+from shoal.net.connection_limits import ServerLimits, http_server
 from shoal.net.process import listen
 from shoal.net.server import Gate, answer
 from shoal.protocol.messages.relays import RelayOffer, RelayProof, RelayStanding
@@ -43,7 +43,7 @@ END_S = 3.0
 """The server may take so long to end."""
 
 
-class Shelf(Protocol):
+class ServedFiles(Protocol):
     """What a node serves."""
 
     folder: Path
@@ -57,7 +57,7 @@ class Shelf(Protocol):
         ...
 
 
-def application(held: Shelf, key: Key, run: str, clock: Callable[[], float]) -> Starlette:
+def application(held: ServedFiles, key: Key, run: str, clock: Callable[[], float]) -> Starlette:
     """The calls of a relay, for a server."""
     gate = Gate(clock)
 
@@ -82,7 +82,7 @@ def application(held: Shelf, key: Key, run: str, clock: Callable[[], float]) -> 
 
 @contextlib.asynccontextmanager
 async def serving(
-    app: Starlette, listener: socket.socket, client: Client, *, public_url: str, limits: Limits
+    app: Starlette, listener: socket.socket, client: Client, *, public_url: str, limits: ServerLimits
 ) -> AsyncIterator[None]:
     """Serve at a listening socket, and offer that to the coordinator, meanwhile."""
     (bind, port), is_over = listener.getsockname()[:2], False

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from shoal.chat.isolated import Limits
+from shoal.chat.isolated import RendererLimits
 from shoal.chat.renderer import Renderer
 from shoal.engine.interface import Engine
 from shoal.engine.memory_estimate import played_on_gpu, scored_on_gpu
@@ -39,10 +39,10 @@ from shoal.protocol.message_sizes import BYTES_PER_TOKEN
 from shoal.protocol.noise import PHILOX
 from shoal.protocol.required_features import kind_of
 from shoal.protocol.tolerances import TRANSFORMERS
-from shoal.roles.node.engine_loader import Loaded, contained, demand_engine_fits
-from shoal.roles.node.evidence import DISK_PART, Evidence, joined_before, retry_while_disk_full
+from shoal.roles.node.engine_loader import LoadedEngine, contained, demand_engine_fits
+from shoal.roles.node.evidence import DISK_PART, EvidenceStore, joined_before, retry_while_disk_full
 from shoal.roles.node.memory_limit import Memory, needs_of, share_of_free_mb
-from shoal.roles.node.packages import NoPackages, OnTheHost, Packages, aside, room_of
+from shoal.roles.node.packages import HostPackages, NoPackages, Packages, aside, room_of
 from shoal.roles.node.publisher_pins import take_publishers
 from shoal.roles.node.share_weights import SHARED_PART, SharedVersions
 from shoal.run_folder import RunFolder
@@ -83,18 +83,18 @@ class Contradiction(PeerError):
 
 
 @dataclass
-class Seat:
+class Session:
     """A node that has joined a run."""
 
     client: Client
     home: Path
     info: t.RunInfo
     envs: Mapping[str, Env]
-    policy: Loaded
+    policy: LoadedEngine
     node: t.NodeState
     """What the coordinator reported of the node when it joined."""
     clock: Callable[[], float]
-    evidence: Evidence
+    evidence: EvidenceStore
     max_disk_bytes: int | None
     """Limit of all versions and evidence on disk. None means no limit, for the host's nodes."""
     memory: Memory | None = None
@@ -113,7 +113,7 @@ class Seat:
     """Those of the run."""
     shared: SharedVersions = field(init=False)
     """What this node has, for others, if its user shares it."""
-    _brought: "Brought | None" = None
+    _brought: "FetchedVersion | None" = None
     """The version that was fetched last and is not loaded yet."""
     _in_use: Path | None = None
     """The directory of the version that the engine has."""
@@ -187,7 +187,7 @@ class Seat:
 
     async def bring(
         self, version: int, *, keep: int = 2, max_bytes: int | None = None, grant: t.Grant | None = None
-    ) -> "Brought":
+    ) -> "FetchedVersion":
         """Fetch and verify a version, so that `load` finds it; arguments and errors as for `load`. It may go on while the
         engine is at work with another version."""
         async with self._bringing:
@@ -198,7 +198,7 @@ class Seat:
             self._brought = known
             return known
 
-    async def _fetch(self, version: int, keep: int, max_bytes: int | None, grant: t.Grant | None) -> "Brought":
+    async def _fetch(self, version: int, keep: int, max_bytes: int | None, grant: t.Grant | None) -> "FetchedVersion":
         most_bytes = self._most_bytes(keep, max_bytes)
 
         async def earlier(other: int) -> t.Manifest:  # it is old, and the new one names its root
@@ -222,7 +222,7 @@ class Seat:
                     in_use=self._in_use, store=self.store, on_lie=self.relays.lied,
                     shared=self.shared if self.shared.is_on else None,
                 )  # fmt: skip
-                return Brought(manifest, signed, directory)
+                return FetchedVersion(manifest, signed, directory)
             except HostAway as error:
                 log.warning(
                     "waiting for the weights of version=%d for %.0f s: %s", version, self.clock() - started, error
@@ -264,7 +264,7 @@ class Seat:
     def _publishers(self) -> t.Publishers:
         return self.publishers or self.info.all_publishers
 
-    async def _load(self, brought: "Brought") -> None:
+    async def _load(self, brought: "FetchedVersion") -> None:
         """Let the engine load a version from its directory. Raises `Overreach` if it does not fit into the memory."""
         directory, version, root = brought.directory, brought.manifest.version, brought.manifest.root
         if self.memory is not None:
@@ -315,7 +315,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Brought:
+class FetchedVersion:
     """A version that is on the disk, verified."""
 
     manifest: t.Manifest
@@ -337,7 +337,7 @@ async def take_seat(
     chosen: str = "",
     now: Callable[[str], None] = log.info,
     processes: Processes = Processes(),
-) -> Seat:
+) -> Session:
     """Read the run's description, load its environments, make an engine for its dtype (kind and noise), and join.
 
     `own_files` allows environments that are files on this machine, and trusts the policy's tokenizer and chat template.
@@ -373,18 +373,20 @@ async def take_seat(
     await retry_while_disk_full(client, partial(asyncio.to_thread, evidence.note_url, client.base_url))
     ours = CPU if chosen == VLLM else facts.device  # vLLM takes a share of a GPU when it starts
     memory = Memory.of(limit_mb, reserved_mb, ours)  # guard: packages-take-memory
-    limits = Limits.within(memory.limit_mb)
+    limits = RendererLimits.within(memory.limit_mb)
     stops = info.sampling.stops
     # guard: strangers-are-contained
     opened = partial(Renderer.from_directory, stops=stops) if own_files else contained(limits, stops)
-    policy = Loaded(engine, opened)
+    policy = LoadedEngine(engine, opened)
     if own_files:
         store = RunFolder(home.parent.parent).blobs  # the launcher gives the host's nodes RUN/nodes/NAME
-        return Seat(
+        return Session(
             client, home, info, envs, policy, node, clock, evidence, None,
             publishers=publishers, store=store,
         )  # fmt: skip
-    return Seat(client, home, info, envs, policy, node, clock, evidence, max_disk_bytes, memory, publishers=publishers)
+    return Session(
+        client, home, info, envs, policy, node, clock, evidence, max_disk_bytes, memory, publishers=publishers
+    )
 
 
 async def join_run(client: Client, join: t.Join, now: Callable[[str], None]) -> t.NodeState:
@@ -417,16 +419,16 @@ def _load(
     info: t.RunInfo, own_files: bool, packages: Packages | None, processes: Processes, sandboxes: SandboxLimits
 ) -> dict[str, Env]:
     """The environments of a run whose nodes play them."""
-    packages = packages or (OnTheHost() if own_files else NoPackages())
+    packages = packages or (HostPackages() if own_files else NoPackages())
     packages.demand(info.envs)
     return load_run_envs(
         info.envs, own_files, packages.open(processes, sandboxes), partial(in_process, processes=processes)
     )
 
 
-def _known_host(home: Path, info: t.RunInfo, most_bytes: int | None) -> tuple[Evidence, t.Publishers]:
+def _known_host(home: Path, info: t.RunInfo, most_bytes: int | None) -> tuple[EvidenceStore, t.Publishers]:
     """The evidence of a run, and its publishers, if its host is that of before. Raises `PeerError`, `StateError`."""
-    evidence = Evidence(home, info.run, most_bytes)
+    evidence = EvidenceStore(home, info.run, most_bytes)
     evidence.demand_same_host(info.run_key)
     return evidence, take_publishers(evidence.publishers, info)
 

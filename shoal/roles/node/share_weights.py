@@ -17,7 +17,7 @@ from typing import NamedTuple
 from shoal.errors import NothingYet
 from shoal.net.blobs import FileAnswer
 from shoal.net.client import Client
-from shoal.net.connection_limits import Limits, connections_that_fit
+from shoal.net.connection_limits import ServerLimits, connections_that_fit
 from shoal.net.process import listen
 from shoal.protocol.messages import Manifest, Patch
 from shoal.protocol.signing import Key
@@ -38,7 +38,7 @@ PATCHES = ".patches"
 
 
 @dataclass(frozen=True)
-class Share:
+class WeightSharing:
     """How a node shares."""
 
     key: Key
@@ -48,7 +48,7 @@ class Share:
     """Where others reach it; empty: at the address from which it calls the host."""
 
 
-class _Place(NamedTuple):
+class _SharedFile(NamedTuple):
     version: str
     file: str
     offset: int
@@ -63,7 +63,7 @@ class SharedVersions:
         self.folder, self.most_bytes = folder, most_bytes
         self.is_on = False
         """Whether anything is shared: only then it is worth finding out what is here."""
-        self._places: OrderedDict[str, dict[str, _Place]] = OrderedDict()
+        self._places: OrderedDict[str, dict[str, _SharedFile]] = OrderedDict()
         """Of each version, by its content: where its chunks are, or will be."""
         self._chunks: dict[str, list[str]] = {}
         """All chunks that its manifest names, in order."""
@@ -102,7 +102,7 @@ class SharedVersions:
             path.unlink(missing_ok=True)  # there was no room, or others came after it
             return
         for piece in pieces_of([Wanted(path.name, patch.file, manifest.chunk_bytes)], Path(), manifest.version):
-            self._places[content][piece.digest] = _Place(PATCHES, path.name, piece.places[0].offset, piece.size)
+            self._places[content][piece.digest] = _SharedFile(PATCHES, path.name, piece.places[0].offset, piece.size)
             self._held[content].add(piece.digest)
 
     def serve(self, name: str) -> FileAnswer:
@@ -137,7 +137,7 @@ class SharedVersions:
         if content not in self._places:
             name = directory_name(manifest)
             self._places[content] = {
-                piece.digest: _Place(name, piece.places[0].path.name, piece.places[0].offset, piece.size)
+                piece.digest: _SharedFile(name, piece.places[0].path.name, piece.places[0].offset, piece.size)
                 for piece in pieces_of(files_of(manifest), Path(), manifest.version)
             }
             self._chunks[content] = list(sized_chunks(manifest))
@@ -159,13 +159,13 @@ class SharedVersions:
 
 
 @contextlib.asynccontextmanager
-async def sharing(share: Share | None, client: Client, shared: SharedVersions) -> AsyncIterator[None]:
+async def sharing(share: WeightSharing | None, client: Client, shared: SharedVersions) -> AsyncIterator[None]:
     """Serve what is shared, and offer it to the coordinator, meanwhile. Raises `StateError` if the port cannot be used."""
     if share is None:
         yield
         return
     shared.is_on = True
-    app, limits = application(shared, share.key, client.run, time.time), Limits(total=connections_that_fit())
+    app, limits = application(shared, share.key, client.run, time.time), ServerLimits(total=connections_that_fit())
     with listen(share.bind, share.port, key="--share-port") as listener:
         async with serving(app, listener, client, public_url=share.url, limits=limits):
             yield

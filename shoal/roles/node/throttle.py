@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from shoal.engine.interface import Continuation, Engine, Request, Score, ScoreRequest
+from shoal.engine.interface import Continuation, Engine, EngineRequest, PolicyScore, ScoreRequest
 from shoal.errors import ConfigError
 from shoal.protocol.messages import EngineFacts
 
@@ -170,7 +170,7 @@ class BoundedEngine:
         """See `Engine`."""
         self._engine.load(directory, version)
 
-    def extend(self, requests: Sequence[Request], temperature: float) -> list[Continuation]:
+    def extend(self, requests: Sequence[EngineRequest], temperature: float) -> list[Continuation]:
         """See `Engine`."""
         self._allowance.breathe()
         return self._engine.extend(requests, temperature)
@@ -179,7 +179,7 @@ class BoundedEngine:
         """See `Engine`."""
         self._engine.forget(rollouts)
 
-    def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[Score]:
+    def score(self, requests: Sequence[ScoreRequest], temperature: float, hidden: bool = False) -> list[PolicyScore]:
         """See `Engine`."""
         self._allowance.breathe()
         return self._engine.score(requests, temperature, hidden)

@@ -33,7 +33,7 @@ REST_S = 10.0
 """After a question that failed."""
 
 
-class News:
+class VersionWatch:
     """The run as the coordinator told it last."""
 
     def __init__(
@@ -103,14 +103,14 @@ class _Known(NamedTuple):
     read_at: float
 
 
-class Filler:
+class ChunkFetcher:
     """Keeps a store filled with the versions that nodes may still need."""
 
     def __init__(
         self, client: Client, info: RunInfo, store: ChunkStore, relays: Relays, clock: Callable[[], float]
     ) -> None:
         self._client, self._store, self._relays, self._clock = client, store, relays, clock
-        self._news = News(client, info)
+        self._news = VersionWatch(client, info)
         self._seen: int | None = None
         """The newest version at the last look that was not broken off."""
         self._manifests: dict[int, _Known] = {}

@@ -15,14 +15,14 @@ import uvloop
 from shoal.errors import PeerError
 from shoal.ledger.constants import RULES_VERSION
 from shoal.net.client import Client
-from shoal.net.connection_limits import Limits, connections_that_fit
+from shoal.net.connection_limits import ServerLimits, connections_that_fit
 from shoal.net.key_files import load_or_make_key
 from shoal.net.process import Stopping, listen
 from shoal.protocol.messages import RunInfo
 from shoal.protocol.signing import Key
 from shoal.roles.node.serve_chunks import application, serving
 from shoal.roles.relay.chunk_store import ChunkStore
-from shoal.roles.relay.fetcher import Filler
+from shoal.roles.relay.fetcher import ChunkFetcher
 from shoal.weights.disk_quota import disk_limit
 from shoal.weights.fetch.relay_sources import Relays
 
@@ -58,9 +58,9 @@ async def _run(url: str, key: Key, home: Path, bind: str, port: int, public_url:
             log.info(
                 "relaying run=%s port=%d held_mb=%.0f", info.name, listener.getsockname()[1], store.held_bytes / 1e6
             )
-            limits = Limits(total=connections_that_fit(), trusted=LOCAL_PROXIES)
+            limits = ServerLimits(total=connections_that_fit(), trusted=LOCAL_PROXIES)
             app = application(store, key, info.run, time.time)
-            filler = Filler(client, info, store, Relays(client, but=key.public), time.time)
+            filler = ChunkFetcher(client, info, store, Relays(client, but=key.public), time.time)
             async with serving(app, listener, client, public_url=public_url, limits=limits):
                 await stopping.unless(filler.run())
 

@@ -22,7 +22,7 @@ from shoal.protocol.env_faults import fault_indices, without_faults
 from shoal.roles.node.reward_parts import means_of, take_scores
 from shoal.train.batch_filter import select
 from shoal.train.reward_hacking import signs_of
-from shoal.train.rows import Row, Unlearnable, learned, mean_rewards, overlong_share, rows_of_group
+from shoal.train.rows import TrainingRow, Unlearnable, learned, mean_rewards, overlong_share, rows_of_group
 
 log = logging.getLogger("trainer")
 
@@ -35,7 +35,7 @@ class BatchReader:
         self._config, self._client, self._vocabulary, self._scores = config, client, vocabulary, scores
         self.seen_seq = -1
 
-    async def rows(self, batch: t.Batch, info: t.RunInfo) -> tuple[list[Row], dict[str, Any]]:
+    async def rows(self, batch: t.Batch, info: t.RunInfo) -> tuple[list[TrainingRow], dict[str, Any]]:
         """The batch's rows in canonical order, and figures: what the filter left out, and rewards of all groups."""
         rules, bodies = info.rules, {}
         for name in dict.fromkeys(member.submission for member in batch.groups):
@@ -65,7 +65,7 @@ class BatchReader:
         counts |= means_of(scores, labels)
         return chosen.rows, counts
 
-    def _rows_of(self, member: t.BatchGroup, data: bytes, algorithm: Algorithm) -> list[Row]:
+    def _rows_of(self, member: t.BatchGroup, data: bytes, algorithm: Algorithm) -> list[TrainingRow]:
         """A group's rows; none if a validator should have refused it, since one bad group must not stop the run."""
         try:
             return rows_of_group(

@@ -22,7 +22,7 @@ from shoal.protocol.constants import MAX_MANIFEST_BYTES
 from shoal.protocol.package_reference import is_hub
 from shoal.roles.trainer.publish import copy_checkpoint
 from shoal.run_folder import RunFolder, write_atomically
-from shoal.train.frozen_models import Judge, Reference, judge_of, reference_of
+from shoal.train.frozen_models import AdvantageModel, KLReference, judge_of, reference_of
 from shoal.train.master_weights import module_dtype
 from shoal.weights.base_model import base_of
 from shoal.weights.fetch.fetch import fetch_version
@@ -94,7 +94,7 @@ class PastPolicies:
 ROOT = "reference.root"
 
 
-def open_reference(folder: RunFolder, config: RunConfig, learned: PolicyModel, device: str) -> Reference | None:
+def open_reference(folder: RunFolder, config: RunConfig, learned: PolicyModel, device: str) -> KLReference | None:
     """What computes log-probs under the run's first policy; None if the run needs none. Raises `StateError`."""
     if not needs_reference(config.train.algorithm):
         return None
@@ -127,7 +127,7 @@ def _load(directory: Path, config: RunConfig, device: str) -> PolicyModel:
 # --- The judge of a run, opened where the run file says, and with the same bytes at every start ---
 
 
-def open_judge(folder: RunFolder, config: RunConfig, device: str) -> Judge | None:
+def open_judge(folder: RunFolder, config: RunConfig, device: str) -> AdvantageModel | None:
     """What gives rows their advantages; None if the run needs no judge. Raises `StateError`."""
     named = judge_named(config.train.algorithm)
     if not named:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from shoal.config import RunConfig
 from shoal.errors import StateError, cause_of
-from shoal.models.checkpoint import Snapshot, save_policy, snapshot
+from shoal.models.checkpoint import WeightSnapshot, save_policy, snapshot
 from shoal.models.interface import PolicyModel
-from shoal.models.lora_config import Base, has_adapter
+from shoal.models.lora_config import LoraBase, has_adapter
 from shoal.models.safetensors_header import Identity, files_of_base
 from shoal.net.client import Client, PeerRefused
 from shoal.protocol import messages as t
@@ -29,8 +29,8 @@ from shoal.run_folder import RunFolder, clear_leftovers, replaced_folder
 from shoal.weights.base_model import directory_root, link_base, link_from
 from shoal.weights.delta.tensor_codes import coded_directory
 from shoal.weights.manifest import chunks_of, open_manifest, renew_at, sign_manifest, signer_of
-from shoal.weights.publish import Base as PatchBase
 from shoal.weights.publish import ChunkSink, FolderSink, HttpSink, publish
+from shoal.weights.publish import PatchBase as PatchBase
 
 log = logging.getLogger("trainer")
 
@@ -57,12 +57,15 @@ class Publisher:
         self.published_s = 0.0
         """How long the last publication took."""
 
-    def snapshot(self, model: PolicyModel) -> Snapshot | Path:
+    def snapshot(self, model: PolicyModel) -> WeightSnapshot | Path:
         """The policy as it is published, which learning on does not change: a copy, or its files if it is divided."""
         return self._write(model) if model.published().gather else snapshot(model, self._config.policy.dtype)
 
     async def publish(
-        self, policy: PolicyModel | Snapshot | Path, version: int, record: Callable[[str], None] = lambda root: None
+        self,
+        policy: PolicyModel | WeightSnapshot | Path,
+        version: int,
+        record: Callable[[str], None] = lambda root: None,
     ) -> None:
         """Send the version's chunks and manifest, and keep it if it is due. Doing so twice changes nothing.
 
@@ -81,7 +84,7 @@ class Publisher:
             )  # fmt: skip
             await asyncio.to_thread(record, manifest.root)  # guard: recorded-before-announced
             signed = to_json(sign_manifest(manifest, self.key, now=self._clock()))
-            await self._client.send("POST", "/v1/checkpoints", signed, t.Done)
+            await self._client.send("POST", "/v1/checkpoints", signed, t.WriteAck)
             return manifest
 
         try:
@@ -122,7 +125,7 @@ class Publisher:
             replaced = signer_of(data) != self.key.public  # guard: new-publisher-signs-again
             if replaced or renew_at(manifest) <= self._clock():
                 signed = sign_manifest(manifest, self.key, now=self._clock())
-                await self._client.send("POST", "/v1/checkpoints", to_json(signed), t.Done)
+                await self._client.send("POST", "/v1/checkpoints", to_json(signed), t.WriteAck)
                 log.info("renewed version=%d", version)
                 dates.append(self._clock() + MANIFEST_LIFETIME_S / 2)
             else:
@@ -133,7 +136,7 @@ class Publisher:
         """Publish with another key, and sign what can still be fetched again."""
         self.key, self._renew_at = key, 0.0
 
-    def _write(self, policy: PolicyModel | Snapshot | Path, name: str = "publishing", dtype: str = "") -> Path:
+    def _write(self, policy: PolicyModel | WeightSnapshot | Path, name: str = "publishing", dtype: str = "") -> Path:
         """Write the policy in HF format, to a directory that the next version replaces, unless it is there. What is
         published and kept of it is made durable; each start writes it anew."""
         if isinstance(policy, Path):
@@ -149,7 +152,7 @@ class Publisher:
 
     def _adapts(self, directory: Path) -> t.AdapterBase | None:
         """What the adapter in a directory belongs to."""
-        base = Base.from_directory(directory)
+        base = LoraBase.from_directory(directory)
         return None if base is None else t.AdapterBase(base.root, base.source)
 
     def _due(self, version: int) -> list[str]:
@@ -158,7 +161,9 @@ class Publisher:
             return [f"v{version:06d}", "final"]
         return [f"v{version:06d}"] if version % self._config.storage.checkpoint_every == 0 else []
 
-    def _keep(self, policy: PolicyModel | Snapshot | Path, names: list[str], published: Path | None = None) -> None:
+    def _keep(
+        self, policy: PolicyModel | WeightSnapshot | Path, names: list[str], published: Path | None = None
+    ) -> None:
         """Keep the policy under these names. `published` is the directory that it was published from, if it was."""
         if not names:
             return

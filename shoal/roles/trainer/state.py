@@ -14,7 +14,7 @@ from shoal.errors import StateError, cause_of
 from shoal.run_folder import write_atomically
 from shoal.train.checkpoint import States, kept_versions
 from shoal.train.row_codec import RowBytes, bytes_of, row_of
-from shoal.train.rows import Row
+from shoal.train.rows import TrainingRow
 
 # --- The steps since the trainer's last state was saved, each with all that is needed to repeat it ---
 
@@ -39,19 +39,19 @@ class JournalStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lr_factor: float = 1.0
     """What the learning rate was multiplied by, as its batch said."""
 
-    def learned(self) -> list[Row]:
+    def learned(self) -> list[TrainingRow]:
         """The rows as the learner was given them."""
         return [row_of(row) for row in self.rows]
 
 
 def journal_step(
-    version: int, root: str, budgets: Sequence[int], rows: Sequence[Row], *, steps: int, lr_factor: float = 1.0
+    version: int, root: str, budgets: Sequence[int], rows: Sequence[TrainingRow], *, steps: int, lr_factor: float = 1.0
 ) -> JournalStep:
     """The entry of a step that made `version` from these rows, by a schedule of `steps` times a factor."""
     return JournalStep(version, root, tuple(budgets), tuple(bytes_of(row) for row in rows), steps, lr_factor)
 
 
-class Journal:
+class StepJournal:
     """The entries of a folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -105,12 +105,12 @@ def _decode(data: bytes) -> JournalStep:
 # --- How a trainer that is killed comes back to the same bits ---
 
 
-class Saving:
+class TrainerState:
     """Saves the states of one learner."""
 
     def __init__(self, states: States, every: int) -> None:
         self._states, self._every = states, every
-        self._journal = Journal(states.folder / "journal")
+        self._journal = StepJournal(states.folder / "journal")
         self._writing: asyncio.Task[None] | None = None
         self._saved = -1
         """Version of the newest state that was saved, or is being written."""
@@ -157,7 +157,7 @@ class Saving:
             self._writing = asyncio.create_task(asyncio.to_thread(self._write, copy))
         self._saved = version if due else self._saved
 
-    def record(self, version: int, rows: Sequence[Row], budgets: Sequence[int]) -> Callable[[str], None]:
+    def record(self, version: int, rows: Sequence[TrainingRow], budgets: Sequence[int]) -> Callable[[str], None]:
         """What must be done with the root of a version before it is announced: the step goes into the journal."""
         if self._every == 1:
             return lambda root: None

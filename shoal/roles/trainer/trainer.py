@@ -23,7 +23,7 @@ import torch
 from shoal.config import RunConfig, notes_of
 from shoal.errors import NothingYet, PeerError, StateError, Superseded
 from shoal.metrics import MetricsLog
-from shoal.models.checkpoint import Snapshot
+from shoal.models.checkpoint import WeightSnapshot
 from shoal.models.device import take_device
 from shoal.models.interface import PolicyModel
 from shoal.models.transformer import Transformer
@@ -35,19 +35,19 @@ from shoal.protocol import messages as t
 from shoal.protocol.algorithm_config import narrowest_bound
 from shoal.protocol.signing import Key
 from shoal.protocol.tolerances import claims_bend_ratios
-from shoal.roles.node.device_queue import Alone, Shift, shift_of
+from shoal.roles.node.device_queue import ExclusiveDevice, Shift, shift_of
 from shoal.roles.trainer.batches import BatchReader
 from shoal.roles.trainer.models import PastPolicies, first_model, open_judge, open_reference
 from shoal.roles.trainer.publish import Publisher
-from shoal.roles.trainer.state import Saving
+from shoal.roles.trainer.state import TrainerState
 from shoal.run_folder import RunFolder
 from shoal.train.behaviour_logprobs import LogprobsAt, over_the_base, with_own_denominators
 from shoal.train.checkpoint import States
 from shoal.train.critic import critic_of
-from shoal.train.frozen_models import Judge, Reference
+from shoal.train.frozen_models import AdvantageModel, KLReference
 from shoal.train.learner import Learner
 from shoal.train.master_weights import module_dtype
-from shoal.train.rows import Row, learned
+from shoal.train.rows import TrainingRow, learned
 from shoal.train.selfcheck import largest_gap_nats, row_to_check
 
 T = TypeVar("T")
@@ -83,9 +83,9 @@ class Learning(NamedTuple):
     device: str
     logprobs_at: LogprobsAt | None = None
     """As `with_own_denominators` takes it."""
-    refer: Reference | None = None
+    refer: KLReference | None = None
     """What computes log-probs under the run's first policy, if it needs them."""
-    judge: Judge | None = None
+    judge: AdvantageModel | None = None
     """What gives rows their advantages, if a teacher or a reward model does."""
 
 
@@ -121,14 +121,14 @@ class Trainer:
         self.folder, self.config, self.client = folder, config, client
         learning = learning or learning_alone(folder, config)
         self.learner, states, self.device, self.logprobs_at, self.refer, self.judge = learning
-        self.shift = shift or Alone()
+        self.shift = shift or ExclusiveDevice()
         for model in (self.learner, self.refer, self.judge):
             if model is not None:
                 self.shift.keeps(model)
         self.batches = BatchReader(config, client, self.learner.model.spec.vocab_size, folder.scores)
         self.past = PastPolicies(folder, client)
         self.publisher = Publisher(folder, config, client, key, clock)
-        self.saving = Saving(states, config.storage.state_every)
+        self.saving = TrainerState(states, config.storage.state_every)
         self.metrics = MetricsLog(folder.metrics)
         self.stopping = Stopping()
         self.waits: dict[str, float] = {}
@@ -264,7 +264,10 @@ class Trainer:
                     await self._join()
 
     async def _publish(
-        self, policy: PolicyModel | Snapshot | Path, version: int, record: Callable[[str], None] = lambda root: None
+        self,
+        policy: PolicyModel | WeightSnapshot | Path,
+        version: int,
+        record: Callable[[str], None] = lambda root: None,
     ) -> None:
         await self._as_publisher(lambda: self.publisher.publish(policy, version, record))
 
@@ -296,7 +299,7 @@ class Trainer:
         await shift.enter_async_context(self.shift.on())
         return True
 
-    def _selfcheck(self, rows: list[Row], version: int) -> dict[str, Any]:
+    def _selfcheck(self, rows: list[TrainingRow], version: int) -> dict[str, Any]:
         """Once: recompute a row that is sampled by the current version."""
         fresh = row_to_check(rows, version)
         if self.checked or fresh is None:
@@ -309,14 +312,16 @@ class Trainer:
         log.log(level, "self-check: one completion recomputed, largest |Δ log-prob| = %.2e nats", gap)
         return {"selfcheck_gap_nats": gap}
 
-    async def _sampled_by(self, rows: list[Row]) -> dict[int, Path]:
+    async def _sampled_by(self, rows: list[TrainingRow]) -> dict[int, Path]:
         """The versions that sampled these rows, if the trainer computes the denominators itself."""
         rules = self.info.rules
         if not claims_bend_ratios(rules.bounds, rules.dtype, narrowest_bound(rules.algorithm)):
             return {}
         return await self.past.directories((row.version for row in learned(rows)), self.info)
 
-    async def _denominators(self, rows: list[Row], sampled_by: dict[int, Path]) -> tuple[list[Row], dict[str, Any]]:
+    async def _denominators(
+        self, rows: list[TrainingRow], sampled_by: dict[int, Path]
+    ) -> tuple[list[TrainingRow], dict[str, Any]]:
         """The rows as the loss may use them: with denominators of our own, if workers could bend the ratio by theirs."""
         rules, began = self.info.rules, time.perf_counter()
         if not sampled_by:
@@ -328,14 +333,14 @@ class Trainer:
         )  # fmt: skip
         return own, {"denominators_s": time.perf_counter() - began}
 
-    async def _referred(self, rows: list[Row]) -> tuple[list[Row], dict[str, Any]]:
+    async def _referred(self, rows: list[TrainingRow]) -> tuple[list[TrainingRow], dict[str, Any]]:
         """The rows with log-probs under the run's first policy, if its algorithm needs them."""
         if self.refer is None:
             return rows, {}
         began = time.perf_counter()
         return await asyncio.to_thread(self.refer, rows), {"reference_s": time.perf_counter() - began}
 
-    async def _judged(self, rows: list[Row]) -> tuple[list[Row], dict[str, Any]]:
+    async def _judged(self, rows: list[TrainingRow]) -> tuple[list[TrainingRow], dict[str, Any]]:
         """The rows with the advantages of a teacher or a reward model, if the run has one."""
         if self.judge is None or not rows:  # guard: nothing-to-judge
             return rows, {}
@@ -343,7 +348,7 @@ class Trainer:
         rows, figures = await asyncio.to_thread(self.judge, rows, self.learner.logprobs)
         return rows, figures | {"judge_s": time.perf_counter() - began}
 
-    async def _save_and_publish(self, version: int, rows: list[Row]) -> dict[str, Any]:
+    async def _save_and_publish(self, version: int, rows: list[TrainingRow]) -> dict[str, Any]:
         """Save the state if it is due, and begin to publish the version, which goes on beside the next step.
 
         The version before must be published first: after a kill, the state that is found is published, and no other.

@@ -17,14 +17,14 @@ from shoal.protocol.branch_parents import readable_parent
 from shoal.protocol.branching import branches
 from shoal.protocol.constants import CONTINUATIONS, MAX_SUBMISSION_BYTES
 from shoal.protocol.encoding import WireError, digest, from_msgpack
-from shoal.roles.node.session import Seat
+from shoal.roles.node.session import Session
 from shoal.verification.context import score_requests
 
 Parents: TypeAlias = dict[int, t.Group]
 """By slot of a lease of continuations: what it continues. Slots in which nothing is due are missing."""
 
 
-async def fetch_parents(seat: Seat, lease: t.Lease) -> Parents:
+async def fetch_parents(seat: Session, lease: t.Lease) -> Parents:
     """The groups that a lease continues; none of another kind. Raises `PeerError` if the host serves others, and as
     `Client.get`."""
     if all(block.kind != CONTINUATIONS for block in lease.blocks):
@@ -56,7 +56,7 @@ def parents_of(lease: t.Lease, encoded: Sequence[bytes], rules: t.Rules, vocabul
     return found
 
 
-def play_leased(seat: Seat, lease: t.Lease, block: t.Block, parents: Parents) -> list[t.Group]:
+def play_leased(seat: Session, lease: t.Lease, block: t.Block, parents: Parents) -> list[t.Group]:
     """Fill the slots of a block."""
     rules, engine, renderer = seat.info.rules, seat.engine, seat.policy.renderer
     vine = vine_of(rules.algorithm)

@@ -2,9 +2,9 @@
 turn.
 
 Called by the worker. Blocks advance on their own, several at a time, so that the turn of one travels while the engine
-extends another, also across two leases: `Hands` is what they share. Each turn of a block is one batch of its open rollouts
-in their order, as in `envs/play`, so the bits are those of a worker that has the environments. It trusts nothing that the
-host says about sizes.
+extends another, also across two leases: `EngineShare` is what they share. Each turn of a block is one batch of its open
+rollouts in their order, as in `envs/play`, so the bits are those of a worker that has the environments. It trusts nothing
+that the host says about sizes.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.chat.renderer import Renderer
-from shoal.engine.interface import Continuation, Engine, Request
+from shoal.engine.interface import Continuation, Engine, EngineRequest
 from shoal.envs.seat_history import TalkRow
 from shoal.errors import PeerError
 from shoal.protocol import messages as t
@@ -35,7 +35,7 @@ class TooLate(Exception):
     """The lease has taken far too long."""
 
 
-class Hands:
+class EngineShare:
     """What the leases of a worker share."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Hands:
         """Tokens that the engine has written, for all leases."""
 
 
-class Use:
+class EngineTurn:
     """A lease's use of the engine."""
 
     def __init__(self, version: int = -1) -> None:
@@ -60,19 +60,19 @@ class Use:
         self.loaded.set()
         self.over.set()
 
-    async def follow(self, before: "Use") -> None:
+    async def follow(self, before: "EngineTurn") -> None:
         """Wait until the version may be loaded. Leases of one version use the engine together."""
         await (before.loaded if before.version == self.version else before.over).wait()  # guard: one-version-at-a-time
 
 
-class Table(NamedTuple):
+class PlayContext(NamedTuple):
     """What a lease is played with."""
 
     engine: Engine
     renderer: Callable[[], Renderer]
     group_size: int
     sampling: t.Sampling
-    ask: Callable[[t.Turn], Awaitable[t.TurnAnswer]]
+    ask: Callable[[t.EnvTurn], Awaitable[t.TurnAnswer]]
     """Sends a turn to the host. It may take any time."""
     is_late: Callable[[], bool]
     """Whether the lease is to be dropped."""
@@ -116,7 +116,7 @@ class _Rollout:
         return t.make_rollout(tokens, author, logprobs, version=version, ending=self.ending, starts=starts)  # type: ignore[arg-type]
 
 
-async def play_blocks(table: Table, blocks: Sequence[t.Block], hands: Hands) -> list[t.Group]:
+async def play_blocks(table: PlayContext, blocks: Sequence[t.Block], hands: EngineShare) -> list[t.Group]:
     """Fill the slots of blocks, in their order. Openings are fetched before the engine is ready for the lease.
 
     Raises `TooLate`, what `ask` and `ready` raise, and `PeerError` if the host's answers cannot be those of an environment.
@@ -127,7 +127,7 @@ async def play_blocks(table: Table, blocks: Sequence[t.Block], hands: Hands) -> 
 
     async def play(block: t.Block) -> list[t.Group]:
         async with hands.places:
-            opening = await table.ask(t.Turn(block.index, 0))
+            opening = await table.ask(t.EnvTurn(block.index, 0))
             async with await asyncio.shield(own):
                 return await _play_block(table, block, opening, hands)
 
@@ -145,7 +145,7 @@ async def play_blocks(table: Table, blocks: Sequence[t.Block], hands: Hands) -> 
         await asyncio.gather(own, *tasks, return_exceptions=True)
 
 
-async def _play_block(table: Table, block: t.Block, answer: t.TurnAnswer, hands: Hands) -> list[t.Group]:
+async def _play_block(table: PlayContext, block: t.Block, answer: t.TurnAnswer, hands: EngineShare) -> list[t.Group]:
     """Fill the slots of a block, given the answer to its turn 0."""
     seeds = [(slot, bytes.fromhex(slot.seed), index) for slot in block.slots for index in range(table.group_size)]
     rollouts = [
@@ -163,16 +163,16 @@ async def _play_block(table: Table, block: t.Block, answer: t.TurnAnswer, hands:
                 if table.is_late():
                     raise TooLate
                 turn += 1
-                answer = await table.ask(t.Turn(block.index, turn, await _extend(table, open_, hands)))
+                answer = await table.ask(t.EnvTurn(block.index, turn, await _extend(table, open_, hands)))
     finally:
         table.engine.forget([rollout.name for rollout in open_])
     return _groups(table, block, rollouts)
 
 
-async def _extend(table: Table, open_: Sequence[_Rollout], hands: Hands) -> tuple[bytes, ...]:
+async def _extend(table: PlayContext, open_: Sequence[_Rollout], hands: EngineShare) -> tuple[bytes, ...]:
     """Let the policy write a turn in each open rollout, as one batch."""
     stop_ids = table.renderer().stop_ids
-    requests = [Request(r.name, r.context, row_seed(r.seed, r.row), r.room, stop_ids) for r in open_]
+    requests = [EngineRequest(r.name, r.context, row_seed(r.seed, r.row), r.room, stop_ids) for r in open_]
     async with hands.engine:
         work = asyncio.ensure_future(asyncio.to_thread(table.engine.extend, requests, table.sampling.temperature))
         try:
@@ -192,7 +192,7 @@ def _write(rollout: _Rollout, turn: Continuation) -> bytes:
     return np.asarray(turn.token_ids, dtype="<i4").tobytes()
 
 
-def _take(table: Table, answer: t.TurnAnswer, open_: Sequence[_Rollout]) -> None:
+def _take(table: PlayContext, answer: t.TurnAnswer, open_: Sequence[_Rollout]) -> None:
     """Append what the environment says. Raises `PeerError` if it does not fit: the check `shape` would blame the worker."""
     texts = [_token_ids(text, table.renderer().vocabulary) for text in answer.texts]
     if len(answer.said) != len(open_):  # guard: answers-for-the-open
@@ -213,7 +213,7 @@ def _take(table: Table, answer: t.TurnAnswer, open_: Sequence[_Rollout]) -> None
         rollout.room, rollout.ending, rollout.written = said.room, said.ending, 0
 
 
-def _demand_room(limits: t.Sampling, rollout: _Rollout, said: t.Said) -> None:
+def _demand_room(limits: t.Sampling, rollout: _Rollout, said: t.EnvReply) -> None:
     """Raise `PeerError` unless what was said leaves as much room as it says."""
     row = rollout.rows[rollout.row]
     length, in_all, in_turn = len(row.tokens), rollout.num_tokens(), row.num_in_turn()
@@ -230,7 +230,7 @@ def _demand_room(limits: t.Sampling, rollout: _Rollout, said: t.Said) -> None:
         raise _wrong("an empty opening")
 
 
-def _open_row(rollout: _Rollout, said: t.Said) -> None:
+def _open_row(rollout: _Rollout, said: t.EnvReply) -> None:
     """Go to the row that goes on, or open another. Raises `PeerError`."""
     count = len(rollout.rows)
     most = count if rollout.written and not said.ending else rollout.row
@@ -252,7 +252,7 @@ def _token_ids(text: bytes, vocabulary: int) -> list[int]:
     return tokens_T.tolist()
 
 
-def _groups(table: Table, block: t.Block, rollouts: Sequence[_Rollout]) -> list[t.Group]:
+def _groups(table: PlayContext, block: t.Block, rollouts: Sequence[_Rollout]) -> list[t.Group]:
     groups, failed = [], list[str]()
     for slot, own in zip(block.slots, _of_each(rollouts, table.group_size), strict=True):
         void = {rollout.ending == "void" for rollout in own}

@@ -33,8 +33,8 @@ from shoal.protocol.host_signatures import is_promised
 from shoal.protocol.message_sizes import turn_answer_bytes
 from shoal.protocol.noise import PHILOX
 from shoal.protocol.tolerances import LOCAL
-from shoal.roles.node.activity import Doing, Standing
-from shoal.roles.node.device_queue import Alone, Shift, load_on_shift, shift_of
+from shoal.roles.node.activity import NodeActivity, NodeReport
+from shoal.roles.node.device_queue import ExclusiveDevice, Shift, load_on_shift, shift_of
 from shoal.roles.node.engine_loader import loaded_in_time
 from shoal.roles.node.evidence import retry_while_disk_full
 from shoal.roles.node.lease_client import Leases
@@ -44,17 +44,17 @@ from shoal.roles.node.session import (
     GOODBYE_S,
     SOONEST_S,
     Contradiction,
-    Seat,
+    Session,
     exit_after_timeout,
     say_goodbye,
     take_seat,
     unless_gone,
 )
-from shoal.roles.node.share_weights import Share, sharing
+from shoal.roles.node.share_weights import WeightSharing, sharing
 from shoal.roles.node.throttle import Allowance, BoundedEngine
 from shoal.roles.worker.continuations import Parents, fetch_parents, play_leased, to_prove
-from shoal.roles.worker.remote_env import AHEAD, Hands, Table, TooLate, Use, play_blocks
-from shoal.verification.encode_submission import commit, prove_activations
+from shoal.roles.worker.remote_env import AHEAD, EngineShare, EngineTurn, PlayContext, TooLate, play_blocks
+from shoal.verification.encode_submission import encode_submission, prove_activations
 from shoal.weights.fetch.chunks import NoSpace
 
 log = logging.getLogger("worker")
@@ -67,11 +67,11 @@ Made: TypeAlias = tuple[list[t.Group], tuple[bytes, ...]]
 """Groups of a lease, and their proofs."""
 
 
-class TooOld(Exception):
+class VersionExpired(Exception):
     """The lease's version is too old by now. The host closes the lease, which costs nothing."""
 
 
-class Left(TooOld):
+class StoppedWhileLoading(VersionExpired):
     """We were told to stop before the version was here, or an environment was stopped. The lease was given back."""
 
 
@@ -91,7 +91,7 @@ def main(
     engine: str = "",
     shifts: Path | None = None,
     allowance: Allowance | None = None,
-    doing: Doing | None = None,
+    doing: NodeActivity | None = None,
 ) -> None:
     """Work for the run at `url` until it ends. At the first SIGINT or SIGTERM, finish the lease in hand and leave.
 
@@ -122,7 +122,7 @@ def main(
     if doing is not None:
         doing.stopping, worker.doing = worker.doing.stopping, doing
         doing.answered_at = lambda: worker.client.answered_at
-    worker.share = None if share_port is None else Share(key, share_port, url=share_url)
+    worker.share = None if share_port is None else WeightSharing(key, share_port, url=share_url)
     try:
         asyncio.run(worker.run())
     except RuntimeError as failed:  # no memory is left for the thread that would end the others
@@ -160,19 +160,19 @@ class Worker:
         self.max_memory_mb, self.max_disk_mb, self.name, self.own_files = max_memory_mb, max_disk_mb, name, own_files
         self.clock, self.packages = clock, packages
         self.stopping = Stopping()
-        self.share: Share | None = None
-        self.shift: Shift = Alone()
+        self.share: WeightSharing | None = None
+        self.shift: Shift = ExclusiveDevice()
         self.chosen = ""
         """Kind of the engine that the user chose."""
-        self.allowance, self.doing = Allowance(), Doing(stopping=lambda: bool(self.stopping))
-        self.hands = Hands()
+        self.allowance, self.doing = Allowance(), NodeActivity(stopping=lambda: bool(self.stopping))
+        self.hands = EngineShare()
         self.leave_at_once: Callable[[], None] = lambda: None
         """Called when the host is gone and we were told to stop: the process need not wait for its threads."""
         self.due = math.inf  # a step that hung is not tried again so late that the lease would lapse meanwhile
         self.idle_since = 0.0
         """When the engine was needed no more for a lease."""
-        self.standing = Standing(client, key, name)
-        self.seat: Seat
+        self.standing = NodeReport(client, key, name)
+        self.seat: Session
         self.leases: Leases
 
     async def run(self) -> None:
@@ -210,19 +210,19 @@ class Worker:
 
         Where the host plays, a lease begins while the one before it is played, so that the engine waits for no answer.
         """
-        before = Use()
+        before = EngineTurn()
         before.end()
         async with contextlib.aclosing(self.leases.granted()) as grants:
             with _first_error():
                 async with asyncio.TaskGroup() as filling:
                     async for grant in grants:
-                        use = Use(grant.lease.version)
+                        use = EngineTurn(grant.lease.version)
                         task = filling.create_task(self._fill(grant, before, use))
                         if self.seat.kind != COMPLETIONS:
                             await task
                         before = use
 
-    async def _fill(self, grant: t.Grant, before: Use, use: Use) -> None:
+    async def _fill(self, grant: t.Grant, before: EngineTurn, use: EngineTurn) -> None:
         """Fill a lease, and submit it. `before` and `use` are the uses of the engine by the lease before it and by this
         one."""
         lease, play = grant.lease, self._play_turns if self.seat.kind == COMPLETIONS else self._play_whole
@@ -235,7 +235,7 @@ class Worker:
                 await self.leases.give_back(lease)
                 return
             await self._submit(lease, *made)
-        except TooOld:
+        except VersionExpired:
             await self._end(before, use)
         finally:
             self.leases.ended(lease)
@@ -244,7 +244,7 @@ class Worker:
         if not self.leases.holding:
             self.doing.now("waiting for a lease")
 
-    async def _end(self, before: Use, use: Use) -> None:
+    async def _end(self, before: EngineTurn, use: EngineTurn) -> None:
         """Let the engine go, once the leases before have."""
         await before.over.wait()
         self.idle_since = time.perf_counter()
@@ -268,16 +268,16 @@ class Worker:
         )  # fmt: skip
         return True
 
-    async def _load_for(self, grant: t.Grant, use: Use | None = None) -> None:
-        """Load the lease's version, on a shift that ends with its use. Raises `TooOld` if the host may have deleted the
-        weights, and `Left`."""
-        lease, shift = grant.lease, (use or Use()).shift
+    async def _load_for(self, grant: t.Grant, use: EngineTurn | None = None) -> None:
+        """Load the lease's version, on a shift that ends with its use. Raises `VersionExpired` if the host may have deleted
+        the weights, and `Left`."""
+        lease, shift = grant.lease, (use or EngineTurn()).shift
         self.doing.now(f"fetching version {lease.version}")
         try:
             load = load_on_shift(self.seat, self.shift, shift, lease.version, grant=grant)
             if not await loaded_in_time(load, self.stopping):
                 await self.leases.give_back(lease)
-                raise Left
+                raise StoppedWhileLoading
             self.doing.now(
                 f"filling a lease of {sum(len(b.slots) for b in lease.blocks)} groups, version {lease.version}"
             )
@@ -290,10 +290,10 @@ class Worker:
                 raise
             log.warning("dropped lease=%s reason='version %d is too old by now'", lease.id, lease.version)
             await self.stopping.unless(asyncio.sleep(SOONEST_S))
-            raise TooOld from None
+            raise VersionExpired from None
 
-    async def _play_whole(self, grant: t.Grant, before: Use, use: Use) -> Made | None:
-        """Generate the groups of a lease, and prove them. None if it is to be given back. Raises `TooOld`."""
+    async def _play_whole(self, grant: t.Grant, before: EngineTurn, use: EngineTurn) -> Made | None:
+        """Generate the groups of a lease, and prove them. None if it is to be given back. Raises `VersionExpired`."""
         lease = grant.lease
         await self._load_for(grant, use)
         self.seat.demand_play(lease)
@@ -306,12 +306,12 @@ class Worker:
             # guard: stopped-is-given-back
             stopped, said = (why.block, str(why)) if isinstance(why, BlockStopped) else (-1, "")
             await self.leases.give_back(lease, stopped, said)  # guard: other-starts-are-given-back
-            raise Left from None
+            raise StoppedWhileLoading from None
         return None if groups is None else (groups, await asyncio.to_thread(self._prove, lease, groups, parents))
 
     async def _parents(self, lease: t.Lease) -> Parents:
-        """The groups that a lease continues. Raises `TooOld` if the lease ended meanwhile, or if the host lacks them: it
-        gives the lease again, and perhaps restores its disk. One that serves anything else gets the lease back."""
+        """The groups that a lease continues. Raises `VersionExpired` if the lease ended meanwhile, or if the host lacks
+        them: it gives the lease again, and perhaps restores its disk. One that serves anything else gets the lease back."""
         try:
             return await fetch_parents(self.seat, lease)
         except PeerError as reason:
@@ -319,9 +319,9 @@ class Worker:
             if not isinstance(reason, NothingYet | Superseded):
                 await self.leases.give_back(lease)  # guard: other-parents-end-no-worker
             await self.stopping.unless(asyncio.sleep(SOONEST_S))  # guard: missing-parents-are-waited-for
-            raise TooOld from None
+            raise VersionExpired from None
 
-    async def _play_turns(self, grant: t.Grant, before: Use, use: Use) -> Made | None:
+    async def _play_turns(self, grant: t.Grant, before: EngineTurn, use: EngineTurn) -> Made | None:
         """The same while the host plays the environments."""
         lease, started, seat = grant.lease, time.perf_counter(), self.seat
         size, allowed_s = seat.info.rules.group_size, lease.deadline - lease.issued
@@ -329,7 +329,7 @@ class Worker:
         loaded_s, tokens = started, self.hands.tokens
         cap = turn_answer_bytes(most, lease.sampling.max_tokens)
 
-        async def ask(turn: t.Turn) -> t.TurnAnswer:
+        async def ask(turn: t.EnvTurn) -> t.TurnAnswer:
             return await self.client.post_packed(f"/v1/leases/{lease.id}/turns", turn, t.TurnAnswer, cap=cap)
 
         def taken_s() -> float:
@@ -353,7 +353,7 @@ class Worker:
             use.loaded.set()
             return at_once
 
-        table = Table(seat.engine, lambda: seat.policy.renderer, size, lease.sampling, ask, is_late, ready)
+        table = PlayContext(seat.engine, lambda: seat.policy.renderer, size, lease.sampling, ask, is_late, ready)
         try:
             groups = await play_blocks(table, lease.blocks, self.hands)
         except (TooLate, Superseded) as reason:
@@ -406,7 +406,7 @@ class Worker:
         """Send the groups, and keep them with the receipt. A superseded lease is dropped, and one whose turns the host has
         forgotten is given back."""
         self.doing.now(f"sending a lease of version {lease.version}")
-        body = commit(self.seat.info.run, lease, groups, self.seat.engine.facts, proofs)
+        body = encode_submission(self.seat.info.run, lease, groups, self.seat.engine.facts, proofs)
         try:
             keep = partial(asyncio.to_thread, self.seat.evidence.keep, "submission", body)
             await retry_while_disk_full(self.client, keep, self.stopping)  # guard: body-is-kept

@@ -25,17 +25,17 @@ from torch.distributed.tensor import DTensor
 from shoal.config import TrainConfig
 from shoal.errors import StateError
 from shoal.models.checkpoint import policy_tensors
-from shoal.models.config import PolicySpec
+from shoal.models.config import ModelConfig
 from shoal.models.interface import PolicyModel, Published
 from shoal.models.load_tensors import read_rows
-from shoal.models.packed_attention import Family
+from shoal.models.packed_attention import SharedPrefixGroup
 from shoal.models.transformer import Transformer
 from shoal.train.distributed.messages import Channel, Gather
-from shoal.train.distributed.ranks import Share
+from shoal.train.distributed.ranks import MicrobatchShare
 from shoal.train.logprobs import predict
 from shoal.train.master_weights import module_dtype
 from shoal.train.packing_flat import PADDED, Plan, plan
-from shoal.train.rows import Row
+from shoal.train.rows import TrainingRow
 
 
 class ShardedPolicy:
@@ -50,7 +50,7 @@ class ShardedPolicy:
         self._parts = dict(whole.named_parameters())
 
     @property
-    def spec(self) -> PolicySpec:
+    def spec(self) -> ModelConfig:
         """See `PolicyModel`."""
         return self.whole.spec
 
@@ -68,7 +68,7 @@ class ShardedPolicy:
     def recompute(self, wanted: bool) -> None:
         self.whole.recompute = wanted
 
-    def hidden(self, tokens_BT: Tensor, families: Sequence[Family] | None = None) -> Tensor:
+    def hidden(self, tokens_BT: Tensor, families: Sequence[SharedPrefixGroup] | None = None) -> Tensor:
         """See `PolicyModel`. All processes compute as many of these, one after another."""
         hidden_BTD: Tensor = self.whole(tokens_BT, families)
         return hidden_BTD
@@ -172,13 +172,13 @@ class Sharded:
     def settle(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """See `Ranks`. The parts are in memory of their own already."""
 
-    def shares(self, packed: Sequence[Plan]) -> list[Share]:
+    def shares(self, packed: Sequence[Plan]) -> list[MicrobatchShare]:
         """See `Ranks`: in turn, the longest first. At the end, some compute what others have, too, so that all of them take
         part in gathering and adding up."""
         rank, world = self._channel.rank, self._channel.world
-        own = [Share(planned) for planned in packed[rank::world]]
+        own = [MicrobatchShare(planned) for planned in packed[rank::world]]
         rounds = math.ceil(len(packed) / world)
-        return own + [Share(packed[-1], counts=False)] * (rounds - len(own))
+        return own + [MicrobatchShare(packed[-1], counts=False)] * (rounds - len(own))
 
     def add_up(self, sums: Mapping[str, float], largest: float) -> tuple[dict[str, float], float]:
         """See `Ranks`."""
@@ -203,7 +203,7 @@ class Sharded:
 
 @torch.no_grad()
 def sharded_logprobs(
-    policy: ShardedPolicy, rows: Sequence[Row], channel: Channel, *, temperature: float, microbatch_tokens: int,
+    policy: ShardedPolicy, rows: Sequence[TrainingRow], channel: Channel, *, temperature: float, microbatch_tokens: int,
     packing: str = PADDED,
 ) -> list[NDArray[np.float32]]:  # fmt: skip
     """As `logprobs_of`, of rows that all processes have. Each computes some; rank 0 gets all, and the others none."""

@@ -19,15 +19,15 @@ from shoal.config import RunConfig
 from shoal.train.checkpoint import Numbers, States, crc32_of, keep, newest
 from shoal.train.distributed.checkpoint import read_shards, shapes_of, shard_of, write_shards
 from shoal.train.distributed.fsdp import Sharded, ShardedPolicy, load_sharded, sharded_logprobs
-from shoal.train.distributed.messages import Channel, End, Gather, Load, Predict, PredictAt, Save, Step
+from shoal.train.distributed.messages import Channel, End, Gather, LearnRequest, Load, Predict, PredictAt, Save
 from shoal.train.learner import Learner
 from shoal.train.master_weights import layout_of
 from shoal.train.packing_flat import PADDED
 from shoal.train.row_codec import bytes_of, row_of
-from shoal.train.rows import Row
+from shoal.train.rows import TrainingRow
 
 
-class Member(Learner):
+class RankLearner(Learner):
     """The learner of any of the processes, which has a part of the policy."""
 
     def __init__(self, policy: ShardedPolicy, config: RunConfig, channel: Channel) -> None:
@@ -37,38 +37,40 @@ class Member(Learner):
         )  # fmt: skip
         self.policy, self.channel = policy, channel
 
-    def logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+    def logprobs(self, rows: Sequence[TrainingRow]) -> list[NDArray[np.float32]]:
         """See `Learner`. Rank 0 gets them, and the others none."""
         return self._logprobs_of(self.policy, rows, self.config.packing)
 
-    def logprobs_at(self, directory: Path, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+    def logprobs_at(self, directory: Path, rows: Sequence[TrainingRow]) -> list[NDArray[np.float32]]:
         """The same under a published policy, for `denominators`."""
         published = load_sharded(directory, self.config, self.policy.device.type, self.channel)
         return self._logprobs_of(published, rows, PADDED)
 
-    def _logprobs_of(self, policy: ShardedPolicy, rows: Sequence[Row], packing: str) -> list[NDArray[np.float32]]:
+    def _logprobs_of(
+        self, policy: ShardedPolicy, rows: Sequence[TrainingRow], packing: str
+    ) -> list[NDArray[np.float32]]:
         return sharded_logprobs(
             policy, rows, self.channel, temperature=self.temperature,
             microbatch_tokens=self.config.microbatch_tokens, packing=packing,
         )  # fmt: skip
 
 
-class Leader(Member):
+class Leader(RankLearner):
     """The learner of rank 0, for the trainer's role."""
 
-    def step(self, rows: Sequence[Row], version: int, budgets: Sequence[int] = ()) -> dict[str, Any]:
+    def step(self, rows: Sequence[TrainingRow], version: int, budgets: Sequence[int] = ()) -> dict[str, Any]:
         """See `Learner`."""
-        order = Step(tuple(map(bytes_of, rows)), version, tuple(budgets), self.steps, self.lr_factor)
+        order = LearnRequest(tuple(map(bytes_of, rows)), version, tuple(budgets), self.steps, self.lr_factor)
         with self.channel.following(order):
             return super().step(rows, version, budgets)
 
-    def logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+    def logprobs(self, rows: Sequence[TrainingRow]) -> list[NDArray[np.float32]]:
         """See `Learner`."""
         with self.channel.following(Predict(tuple(map(bytes_of, rows)))):
             return super().logprobs(rows)
 
-    def logprobs_at(self, directory: Path, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
-        """See `Member`."""
+    def logprobs_at(self, directory: Path, rows: Sequence[TrainingRow]) -> list[NDArray[np.float32]]:
+        """See `RankLearner`."""
         with self.channel.following(PredictAt(str(directory), tuple(map(bytes_of, rows)))):
             return super().logprobs_at(directory, rows)
 
@@ -117,11 +119,11 @@ def lead(
 
 def follow(directory: Path, config: RunConfig, device: str, channel: Channel) -> None:
     """What all processes but rank 0 do: obey until the end."""
-    learner = Member(load_sharded(directory, config.train, device, channel), config, channel)
+    learner = RankLearner(load_sharded(directory, config.train, device, channel), config, channel)
     while not isinstance(order := channel.hear(), End):
         with channel.reached():
             match order:
-                case Step(rows, version, budgets, steps, lr_factor):
+                case LearnRequest(rows, version, budgets, steps, lr_factor):
                     learner.steps, learner.lr_factor = steps, lr_factor
                     learner.step([row_of(row) for row in rows], version, budgets)
                 case Predict(rows):

@@ -31,7 +31,7 @@ class Lost(PeerError):
     """Another process of this trainer has ended."""
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class LearnRequest(msgspec.Struct, frozen=True, tag=True):
     """Learn from rows, see `Learner.step`."""
 
     rows: tuple[RowBytes, ...]
@@ -49,7 +49,7 @@ class Predict(msgspec.Struct, frozen=True, tag=True):
 
 
 class PredictAt(msgspec.Struct, frozen=True, tag=True):
-    """Compute the log-probs of rows under the policy in a directory, see `Member.logprobs_at`."""
+    """Compute the log-probs of rows under the policy in a directory, see `RankLearner.logprobs_at`."""
 
     directory: str
     rows: tuple[RowBytes, ...]
@@ -81,7 +81,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """Nothing follows."""
 
 
-Order = Step | Predict | PredictAt | Gather | Save | Load | End
+Order = LearnRequest | Predict | PredictAt | Gather | Save | Load | End
 
 
 class Channel:

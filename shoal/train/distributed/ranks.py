@@ -1,8 +1,8 @@
 """The processes that take a training step together, as the step sees them: which micro-batches each computes, and how their
 sums become those of all.
 
-Called by `step` and `optimiser`. `Alone` is the only process of its step. `distributed.fsdp` has those that share a policy.
-It knows neither models nor the network.
+Called by `step` and `optimiser`. `SingleProcess` is the only process of its step. `distributed.fsdp` has those that share a
+policy. It knows neither models nor the network.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from shoal.train.master_weights import module_dtype
 from shoal.train.packing_flat import Plan
 
 
-class Share(NamedTuple):
+class MicrobatchShare(NamedTuple):
     """A micro-batch that a process computes."""
 
     plan: Plan
@@ -36,7 +36,7 @@ class Ranks(Protocol):
         """Prepare parameters for an optimiser, before their first gradient."""
         ...
 
-    def shares(self, packed: Sequence[Plan]) -> list[Share]:
+    def shares(self, packed: Sequence[Plan]) -> list[MicrobatchShare]:
         """What this process computes of a step's micro-batches: each process has as many."""
         ...
 
@@ -53,7 +53,7 @@ class Ranks(Protocol):
         ...
 
 
-class Alone:
+class SingleProcess:
     """One process has the whole policy."""
 
     def demand_dtype(self, model: PolicyModel, config: TrainConfig) -> None:
@@ -70,9 +70,9 @@ class Alone:
             # alignment, so a resumed run would differ in the last bit.
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
-    def shares(self, packed: Sequence[Plan]) -> list[Share]:
+    def shares(self, packed: Sequence[Plan]) -> list[MicrobatchShare]:
         """See `Ranks`."""
-        return [Share(planned) for planned in packed]
+        return [MicrobatchShare(planned) for planned in packed]
 
     def add_up(self, sums: Mapping[str, float], largest: float) -> tuple[dict[str, float], float]:
         """See `Ranks`."""
@@ -86,4 +86,4 @@ class Alone:
         """See `Ranks`."""
 
 
-ALONE = Alone()
+ALONE = SingleProcess()

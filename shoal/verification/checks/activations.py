@@ -14,9 +14,9 @@ error of the whole group. A chunk has few values, so its mean varies more than t
 import numpy as np
 
 from shoal.algos.field_polynomials import Floats
-from shoal.algos.toploc import Figures, compare
+from shoal.algos.toploc import ChunkFigures, compare
 from shoal.protocol.messages import Group
-from shoal.verification.context import Context, Failure, Severity, policy_positions
+from shoal.verification.context import CheckFailure, Context, Severity, policy_positions
 
 NAME = "activations"
 SEVERITY: Severity = "hard"
@@ -35,14 +35,14 @@ SPREAD = 4.0
 """The mean error of K values may exceed the bound by this fraction of it, divided by the square root of K."""
 
 
-def check(group: Group, ctx: Context) -> Failure | None:
+def check(group: Group, ctx: Context) -> CheckFailure | None:
     if ctx.rules.proofs == "none":
         return None
     hidden = [score.hidden_PD for score in ctx.scores if score.hidden_PD is not None]
     assert len(hidden) == len(group.rollouts), "a run that asks for proofs is scored with hidden states"
     figures = compare(hidden, ctx.proof)
     if isinstance(figures, str):
-        return Failure(-1, -1, len(ctx.proof), 0, f"proof of activations: {figures}")
+        return CheckFailure(-1, -1, len(ctx.proof), 0, f"proof of activations: {figures}")
     failure = judge(figures, ctx.rules.activation_error)
     if failure is None or failure.rollout < 0:
         return failure
@@ -50,7 +50,7 @@ def check(group: Group, ctx: Context) -> Failure | None:
     return failure._replace(position=at)
 
 
-def judge(figures: Figures, bound: float) -> Failure | None:
+def judge(figures: ChunkFigures, bound: float) -> CheckFailure | None:
     """What is wrong with a group's figures. `bound` is on the mean relative error; positions count policy tokens."""
     entries_C, wrong_C = figures.entries_C, figures.mismatched_C
     allowed_C = most_mismatched(figures)
@@ -64,27 +64,27 @@ def judge(figures: Figures, bound: float) -> Failure | None:
         rollout, first = int(figures.rollout_C[worst]), int(figures.first_C[worst])
         if wrong_C[worst] > allowed_C[worst]:
             detail = f"values of 32 tokens whose sign or size differs from the proof's, bad chunks: {bad.size}"
-            return Failure(rollout, first, int(wrong_C[worst]), float(allowed_C[worst]), detail, mild)
+            return CheckFailure(rollout, first, int(wrong_C[worst]), float(allowed_C[worst]), detail, mild)
         detail = f"mean relative error of the proof's values for 32 tokens, bad chunks: {bad.size}"
-        return Failure(rollout, first, float(error_C[worst]), float(most_C[worst]), detail, mild)
+        return CheckFailure(rollout, first, float(error_C[worst]), float(most_C[worst]), detail, mild)
     if mean > bound:  # guard: group-mean
         mild = mean <= MILD * bound  # guard: near-the-bound-is-mild
-        return Failure(-1, -1, mean, bound, "mean relative error of the proof's values", mild)
+        return CheckFailure(-1, -1, mean, bound, "mean relative error of the proof's values", mild)
     return None
 
 
-def most_mismatched(figures: Figures) -> Floats:
+def most_mismatched(figures: ChunkFigures) -> Floats:
     """How many values of each chunk may have another sign or size."""
     return np.maximum(1, np.ceil(MISMATCHED * figures.entries_C))
 
 
-def least_bound(figures: Figures) -> float:
+def least_bound(figures: ChunkFigures) -> float:
     """The smallest bound that every mean error of a group's proof passes, however many values mismatch."""
     error_C, room_C, mean = _errors(figures)
     return max(mean, float((error_C / room_C).max()))
 
 
-def _errors(figures: Figures) -> tuple[Floats, Floats, float]:
+def _errors(figures: ChunkFigures) -> tuple[Floats, Floats, float]:
     """Mean error of each chunk, the multiple of the bound that it may reach, and the group's mean error."""
     matched_C = figures.entries_C - figures.mismatched_C
     error_C = figures.error_C / np.maximum(1, matched_C)

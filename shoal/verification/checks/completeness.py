@@ -8,14 +8,14 @@ Soft: the submission is refused, which costs its pay, the newest unvested pay of
 """
 
 from shoal.protocol.messages import Group
-from shoal.verification.context import Context, Failure, Severity
+from shoal.verification.context import CheckFailure, Context, Severity
 
 NAME = "complete"
 SEVERITY: Severity = "soft"
 
 
-def check(group: Group, ctx: Context) -> Failure | None:
+def check(group: Group, ctx: Context) -> CheckFailure | None:
     given, due = len(group.rollouts), ctx.due
     if given != due:
-        return Failure(-1, -1, given, due, "rollouts of the group are missing")
+        return CheckFailure(-1, -1, given, due, "rollouts of the group are missing")
     return None

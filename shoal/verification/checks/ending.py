@@ -7,15 +7,15 @@ Hard: endings follow from the tokens and the rules, by counting.
 """
 
 from shoal.protocol.messages import Group
-from shoal.verification.context import Context, Failure, Severity
+from shoal.verification.context import CheckFailure, Context, Severity
 
 NAME = "ending"
 SEVERITY: Severity = "hard"
 
 
-def check(group: Group, ctx: Context) -> Failure | None:
+def check(group: Group, ctx: Context) -> CheckFailure | None:
     """Report every problem that the replay found at the rollout's end and that no earlier check reported."""
     for index, replayed in enumerate(ctx.replays(group)):
         if replayed.problem:
-            return Failure(index, replayed.position, 0, 0, f"ending: {replayed.problem}")
+            return CheckFailure(index, replayed.position, 0, 0, f"ending: {replayed.problem}")
     return None

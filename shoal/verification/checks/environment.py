@@ -7,13 +7,13 @@ Soft: a difference may be the fault of the environment, or of this machine, unti
 """
 
 from shoal.protocol.messages import Group
-from shoal.verification.context import Context, Failure, Severity
+from shoal.verification.context import CheckFailure, Context, Severity
 
 NAME = "environment"
 SEVERITY: Severity = "soft"
 
 
-def check(group: Group, ctx: Context) -> Failure | None:
+def check(group: Group, ctx: Context) -> CheckFailure | None:
     """An environment that fails for the worker or for this validator counts here too.
 
     The check `ending` reports other problems of the end. Where the host plays, the rollout is compared with its record.
@@ -21,5 +21,5 @@ def check(group: Group, ctx: Context) -> Failure | None:
     for index, (rollout, replayed) in enumerate(zip(group.rollouts, ctx.replays(group), strict=True)):
         inside = 0 <= replayed.position < rollout.tokens_T().size or ctx.record is not None  # guard: record-is-compared
         if replayed.problem and (inside or "error" in (rollout.ending, replayed.ending)):
-            return Failure(index, replayed.position, 0, 0, f"environment replayed: {replayed.problem}")
+            return CheckFailure(index, replayed.position, 0, 0, f"environment replayed: {replayed.problem}")
     return None

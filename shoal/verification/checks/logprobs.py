@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from shoal.algos.logprob_evidence import LIMIT_NATS, cut, lean
 from shoal.algos.sampling_evidence import room
 from shoal.protocol.messages import Group
-from shoal.verification.context import Context, Failure, Severity, gravest, policy_positions
+from shoal.verification.context import CheckFailure, Context, Severity, gravest, policy_positions
 
 NAME = "logprobs"
 SEVERITY: Severity = "hard"
@@ -38,11 +38,11 @@ class Leaning(NamedTuple):
     """Times the sign of each rollout's advantage, or of each token's where steps decide it."""
 
 
-def check(group: Group, ctx: Context) -> Failure | None:
+def check(group: Group, ctx: Context) -> CheckFailure | None:
     return gravest(_failures(group, ctx))
 
 
-def _failures(group: Group, ctx: Context) -> Iterator[Failure]:
+def _failures(group: Group, ctx: Context) -> Iterator[CheckFailure]:
     yield from _single_tokens(group, ctx)
     if not ctx.bounds.logprob_mean:
         return
@@ -50,13 +50,13 @@ def _failures(group: Group, ctx: Context) -> Iterator[Failure]:
     for index, (total, score) in enumerate(zip(totals_G, ctx.scores, strict=True)):
         excess = lean(total, len(score.logprobs_P), ctx.bounds)
         if excess > LIMIT_NATS:  # guard: leaning-rollout
-            yield Failure(index, -1, excess, LIMIT_NATS, "claimed log-probs lean one way, nats over", mild=True)
+            yield CheckFailure(index, -1, excess, LIMIT_NATS, "claimed log-probs lean one way, nats over", mild=True)
     tokens = sum(len(score.logprobs_P) for score in ctx.scores)
     leaning = _leaning(totals_G, group, ctx)
     for total, how in ((leaning.plain, "one way"), (leaning.weighted, "against the advantages")):
         excess = lean(total, tokens, ctx.bounds)
         if excess > LIMIT_NATS:  # guard: leaning-group
-            yield Failure(-1, -1, excess, LIMIT_NATS, f"the group's log-probs lean {how}, nats over", mild=True)
+            yield CheckFailure(-1, -1, excess, LIMIT_NATS, f"the group's log-probs lean {how}, nats over", mild=True)
 
 
 def leaning_of(group: Group, ctx: Context) -> Leaning:
@@ -83,7 +83,7 @@ def _off(group: Group, ctx: Context) -> Iterator[NDArray[np.float64]]:
         yield cut(rollout.logprobs_P().astype(np.float64) - score.logprobs_P, ctx.bounds)
 
 
-def _single_tokens(group: Group, ctx: Context) -> Iterator[Failure]:
+def _single_tokens(group: Group, ctx: Context) -> Iterator[CheckFailure]:
     bound = ctx.bounds.logprob
     claimed_N = np.concatenate([rollout.logprobs_P() for rollout in group.rollouts]).astype(np.float64)
     off_N = np.abs(claimed_N - np.concatenate([score.logprobs_P for score in ctx.scores]))
@@ -101,4 +101,4 @@ def _single_tokens(group: Group, ctx: Context) -> Iterator[Failure]:
             at = int(policy_positions(rollout)[worst])
             detail = "claimed log-prob is not the policy's, nats"
             # guard: small-difference-is-mild
-            yield Failure(index, at, figure, bound, detail, mild=figure <= MILD * bound)
+            yield CheckFailure(index, at, figure, bound, detail, mild=figure <= MILD * bound)

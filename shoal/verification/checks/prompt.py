@@ -9,13 +9,13 @@ slash only if two validators derived the same one, so data that differ between m
 
 from shoal.protocol.encoding import digest, to_json
 from shoal.protocol.messages import Group
-from shoal.verification.context import Context, Failure, Severity
+from shoal.verification.context import CheckFailure, Context, Severity
 
 NAME = "prompt"
 SEVERITY: Severity = "hard"
 
 
-def check(group: Group, ctx: Context) -> Failure | None:
+def check(group: Group, ctx: Context) -> CheckFailure | None:
     """The replay builds the conversation from the task. A difference before the first turn, as the claim or the task has
     it, is in the prompt."""
     for index, (rollout, replayed) in enumerate(zip(group.rollouts, ctx.replays(group), strict=True)):
@@ -24,5 +24,7 @@ def check(group: Group, ctx: Context) -> Failure | None:
         prompt, end = ctx.prompt(index, rollout)
         if replayed.position < end:
             name = digest(to_json(prompt))[:16]
-            return Failure(index, replayed.position, 0, 0, f"prompt is not the task's ({name}): {replayed.problem}")
+            return CheckFailure(
+                index, replayed.position, 0, 0, f"prompt is not the task's ({name}): {replayed.problem}"
+            )
     return None

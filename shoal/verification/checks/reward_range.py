@@ -10,21 +10,21 @@ import math
 
 from shoal.protocol.audit_selection import MAX_REWARD
 from shoal.protocol.messages import Group
-from shoal.verification.context import Context, Failure, Severity
+from shoal.verification.context import CheckFailure, Context, Severity
 
 NAME = "reward"
 SEVERITY: Severity = "soft"
 
 
-def check(group: Group, ctx: Context) -> Failure | None:
+def check(group: Group, ctx: Context) -> CheckFailure | None:
     low, high = ctx.reward_bounds
     for index, replayed in enumerate(ctx.replays(group)):
         if not math.isfinite(replayed.reward):
-            return Failure(index, -1, 0, high, "environment gives a reward that is not a finite number")
+            return CheckFailure(index, -1, 0, high, "environment gives a reward that is not a finite number")
         if not low <= replayed.reward <= high:
-            return Failure(index, -1, replayed.reward, high, "environment gives a reward outside its bounds")
+            return CheckFailure(index, -1, replayed.reward, high, "environment gives a reward outside its bounds")
     for index, steps in enumerate(ctx.steps(group) or ()):
         largest = max((abs(step.reward) for step in steps), default=0.0)
         if largest > MAX_REWARD:  # guard: large-step-rewards
-            return Failure(index, -1, largest, MAX_REWARD, "environment gives a step too large a reward")
+            return CheckFailure(index, -1, largest, MAX_REWARD, "environment gives a step too large a reward")
     return None

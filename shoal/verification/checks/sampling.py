@@ -18,10 +18,10 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.algos.sampling_evidence import Figures, largest_sum, most_flipped, pooled, room
-from shoal.engine.interface import Score
+from shoal.algos.sampling_evidence import EvidenceFigures, largest_sum, most_flipped, pooled, room
+from shoal.engine.interface import PolicyScore
 from shoal.protocol.messages import Bounds, Group
-from shoal.verification.context import Context, Failure, Severity, gravest, policy_positions
+from shoal.verification.context import CheckFailure, Context, Severity, gravest, policy_positions
 
 NAME = "sampling"
 SEVERITY: Severity = "hard"
@@ -34,11 +34,11 @@ MILD = 10.0
 """A token, or a count, up to this many times its bound costs the pay but is not slashed."""
 
 
-def check(group: Group, ctx: Context) -> Failure | None:
+def check(group: Group, ctx: Context) -> CheckFailure | None:
     return gravest(_failures(group, ctx))
 
 
-def _failures(group: Group, ctx: Context) -> Iterator[Failure | None]:
+def _failures(group: Group, ctx: Context) -> Iterator[CheckFailure | None]:
     far = limit_of_a_token(ctx.bounds)
     for index, (rollout, score) in enumerate(zip(group.rollouts, ctx.scores, strict=True)):
         gaps_P = gaps_of(score, ctx.bounds)
@@ -52,13 +52,13 @@ def _failures(group: Group, ctx: Context) -> Iterator[Failure | None]:
             figure = float(np.nan_to_num(gaps_P[widest], nan=1e9, posinf=1e9))
             detail = "token that its seed does not choose, nats"
             # guard: small-gap-is-mild
-            yield Failure(index, int(positions_P[widest]), figure, far, detail, mild=figure <= MILD * far)
+            yield CheckFailure(index, int(positions_P[widest]), figure, far, detail, mild=figure <= MILD * far)
         first = int(positions_P[np.argmax(gaps_P > ctx.bounds.gap)])
         yield _too_many(index, first, pooled(gaps_P, ctx.bounds.gap), ctx)  # guard: flips-of-a-rollout
     figures = figures_of(ctx)
     most = largest_sum(figures.tokens, ctx.bounds)
     if figures.gap_sum > most:  # guard: gap-sum
-        yield Failure(-1, -1, figures.gap_sum, most, "sum of the group's small gaps, nats", mild=True)
+        yield CheckFailure(-1, -1, figures.gap_sum, most, "sum of the group's small gaps, nats", mild=True)
     yield _too_many(-1, -1, figures, ctx)  # guard: flips-of-a-group
 
 
@@ -67,19 +67,19 @@ def limit_of_a_token(bounds: Bounds) -> float:
     return FAR * bounds.gap
 
 
-def figures_of(ctx: Context) -> Figures:
+def figures_of(ctx: Context) -> EvidenceFigures:
     """The group's pooled figures, for the verdict."""
     return pooled(np.concatenate([gaps_of(score, ctx.bounds) for score in ctx.scores]), ctx.bounds.gap)
 
 
-def gaps_of(score: Score, bounds: Bounds) -> NDArray[np.float32]:
+def gaps_of(score: PolicyScore, bounds: Bounds) -> NDArray[np.float32]:
     """A rollout's gaps, reduced where its logits are larger than those for which the bounds hold."""
     return score.gaps_P / room(score.largest_P, bounds.largest_logit)  # guard: large-logits-flip-coarsely
 
 
-def _too_many(rollout: int, position: int, figures: Figures, ctx: Context) -> Failure | None:
+def _too_many(rollout: int, position: int, figures: EvidenceFigures, ctx: Context) -> CheckFailure | None:
     most = most_flipped(figures.tokens, ctx.bounds)
     if figures.flipped <= most:
         return None
     mild = figures.flipped <= MILD * most  # guard: few-flips-are-mild
-    return Failure(rollout, position, figures.flipped, most, "tokens that their seeds do not choose", mild)
+    return CheckFailure(rollout, position, figures.flipped, most, "tokens that their seeds do not choose", mild)

@@ -1,9 +1,9 @@
 from shoal.watch.index.build import Builder as Builder
 from shoal.watch.index.build import numbered as numbered
-from shoal.watch.index.group_queries import Filter as Filter
+from shoal.watch.index.group_queries import GroupFilter as GroupFilter
 from shoal.watch.index.group_queries import filters as filters
 from shoal.watch.index.group_queries import group as group
 from shoal.watch.index.group_queries import groups as groups
 from shoal.watch.index.group_queries import number_of as number_of
 from shoal.watch.index.group_queries import same_task as same_task
-from shoal.watch.index.queries import Look as Look
+from shoal.watch.index.queries import IndexQueries as IndexQueries

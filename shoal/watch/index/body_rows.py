@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from shoal.errors import NothingYet, StateError
 from shoal.watch.index.schema import MOST_ROLLOUTS, run_word
 from shoal.watch.index.sqlite_values import fit_for_search, plain
-from shoal.watch.reading import Place, ReadGroup, Reading
+from shoal.watch.reading import GroupRef, ReadGroup, RunReader
 from shoal.watch.tables import mean
 
 
-def decode_bodies(db: sqlite3.Connection, run: int, reading: Reading, most: int) -> bool:
+def decode_bodies(db: sqlite3.Connection, run: int, reading: RunReader, most: int) -> bool:
     """Decode at most so many submissions; returns whether there were any. Raises `PeerError`."""
     wanted = "SELECT submission FROM bodies WHERE run = ? AND state = 'wanted' ORDER BY seq LIMIT ?"
     names = [name for (name,) in db.execute(wanted, (run, most)) if name in reading.state.submissions]
@@ -28,13 +28,13 @@ def decode_bodies(db: sqlite3.Connection, run: int, reading: Reading, most: int)
     return bool(names)
 
 
-def _decode(db: sqlite3.Connection, run: int, reading: Reading, name: str) -> None:
+def _decode(db: sqlite3.Connection, run: int, reading: RunReader, name: str) -> None:
     asked = "SELECT id, place FROM groups WHERE run = ? AND submission = ? ORDER BY place"
     places = db.execute(asked, (run, name)).fetchall()
     why, found = [], []
     for number, place in places:
         try:
-            found.append((number, reading.group(Place(name, place))))
+            found.append((number, reading.group(GroupRef(name, place))))
         except NothingYet as error:
             why.append(str(error))
             break

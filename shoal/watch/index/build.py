@@ -37,7 +37,7 @@ from shoal.watch.index.errors import told_as_errors
 from shoal.watch.index.metrics import MetricsIndex
 from shoal.watch.index.schema import MOST_ROLLOUTS, begun, forget, open_to_write, run_word
 from shoal.watch.index.sqlite_values import fit_for_search, plain
-from shoal.watch.reading import Reading
+from shoal.watch.reading import RunReader
 from shoal.watch.reading.evaluations import HeldOut
 from shoal.watch.reading.event_index import slot_of, standing_of
 from shoal.watch.reading.source import Value, step_of
@@ -65,7 +65,7 @@ def numbered(path: Path, places: Sequence[str]) -> list[int]:
 class Builder:
     """The index of one run, while it is built. Several builders may write to one index, one transaction after another."""
 
-    def __init__(self, path: Path, run: Reading, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, run: RunReader, clock: Callable[[], float] = time.time) -> None:
         """Open or make the index. Raises `StateError`."""
         assert run.state.seq < 0, "a builder has a reading of its own, and reads it from the beginning"
         self.reading, self._clock = run, clock

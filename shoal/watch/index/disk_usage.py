@@ -4,7 +4,7 @@ Called by `build` when it notes how a run does. A folder is measured; a URL does
 """
 
 from shoal.run_folder import held_below
-from shoal.watch.reading import Reading
+from shoal.watch.reading import RunReader
 from shoal.watch.reading.source import FolderSource
 
 EVERY_S = 60.0
@@ -18,7 +18,7 @@ class Quota:
         self._told: dict[str, int] = {}
         self._at = -EVERY_S
 
-    def of(self, reading: Reading, now: float) -> dict[str, int]:
+    def of(self, reading: RunReader, now: float) -> dict[str, int]:
         """`blob_bytes` and, if the log names the quota, `quota_bytes`; nothing of a URL."""
         source = reading.source
         if isinstance(source, FolderSource) and (not self._told.get("blob_bytes") or abs(now - self._at) >= EVERY_S):

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from shoal.errors import ConfigError
 from shoal.watch.event_rows import Row
-from shoal.watch.index.queries import PAGE, SCANNED, Look, before, limited, page_of
+from shoal.watch.index.queries import PAGE, SCANNED, IndexQueries, before, limited, page_of
 from shoal.watch.index.schema import MOST_ROLLOUTS, run_word
 from shoal.watch.index.sqlite_values import LARGEST, query_of
 
 EXCERPT_WORDS = 24
 
 
-class Filter(NamedTuple):
+class GroupFilter(NamedTuple):
     """Which groups; what is left out filters nothing."""
 
     env: str = ""
@@ -37,7 +37,12 @@ class Filter(NamedTuple):
 
 
 def groups(
-    look: Look, run: int, only: Filter = Filter(), after: int | None = None, limit: int = PAGE, private: bool = False
+    look: IndexQueries,
+    run: int,
+    only: GroupFilter = GroupFilter(),
+    after: int | None = None,
+    limit: int = PAGE,
+    private: bool = False,
 ) -> Row:
     """A page of groups, newest first. With a text, each has an `excerpt` of a rollout that matches. In order of reward, a
     page's `next` is the number of groups up to its end."""
@@ -79,7 +84,7 @@ _ORDERS = {"best": "reward DESC, id DESC", "worst": "reward IS NULL, reward, id 
 _EXCERPT = f"SELECT snippet(texts, 1, '', '', ' ... ', {EXCERPT_WORDS}) FROM texts WHERE texts MATCH ? AND rowid = ?"
 
 
-def _matches(look: Look, asked: str, after: int | None) -> Iterator[int | None]:
+def _matches(look: IndexQueries, asked: str, after: int | None) -> Iterator[int | None]:
     """A rollout of each group that has one with the words, newest first; None if there may be more."""
     end, known, scanned = before(None) if after is None else min(after, LARGEST // MOST_ROLLOUTS) * MOST_ROLLOUTS, -1, 0
     query = "SELECT rowid FROM texts WHERE texts MATCH ? AND rowid < ? ORDER BY rowid DESC LIMIT ?"
@@ -92,7 +97,7 @@ def _matches(look: Look, asked: str, after: int | None) -> Iterator[int | None]:
         yield None
 
 
-def _where(run: int, only: Filter, private: bool) -> tuple[str, list[Any]]:
+def _where(run: int, only: GroupFilter, private: bool) -> tuple[str, list[Any]]:
     where, values = ["run = ?"], list[Any]([run])
     if only.step is not None:
         where, values = [OF_A_BATCH], [run, only.step]
@@ -119,7 +124,7 @@ def _shown(row: Row, private: bool) -> Row:
     return {**row, "env": None, "task": None}
 
 
-def group(look: Look, run: int, number: int, private: bool = False) -> Row | None:
+def group(look: IndexQueries, run: int, number: int, private: bool = False) -> Row | None:
     """One group by its number in the index, with its rollouts, the verdicts on its submission and the findings on it."""
     found = look.rows("SELECT * FROM groups WHERE run = ? AND id = ?", run, number)
     if not found:
@@ -149,7 +154,7 @@ def group(look: Look, run: int, number: int, private: bool = False) -> Row | Non
     }  # fmt: skip
 
 
-def number_of(look: Look, run: int, *, digest: str = "", version: int = -1, slot: int = -1) -> int:
+def number_of(look: IndexQueries, run: int, *, digest: str = "", version: int = -1, slot: int = -1) -> int:
     """The number of a group by the digest of its bytes, or by the slot that it filled. Raises `ConfigError`."""
     if digest:
         found = look.rows("SELECT id FROM groups WHERE run = ? AND digest = ? ORDER BY id LIMIT 1", run, digest)
@@ -163,7 +168,7 @@ def number_of(look: Look, run: int, *, digest: str = "", version: int = -1, slot
     return int(found[0]["id"])
 
 
-def same_task(look: Look, run: int, env: str, task: int, limit: int = 100) -> list[Row]:
+def same_task(look: IndexQueries, run: int, env: str, task: int, limit: int = 100) -> list[Row]:
     """Groups of one task, by version: how the policy came to solve it, or not. Only those whose bodies are public."""
     return look.rows(
         "SELECT * FROM groups WHERE run = ? AND env = ? AND task = ? AND public = 1 ORDER BY version DESC, id DESC LIMIT ?",
@@ -171,7 +176,7 @@ def same_task(look: Look, run: int, env: str, task: int, limit: int = 100) -> li
     )  # fmt: skip
 
 
-def filters(look: Look, run: int) -> Row:
+def filters(look: IndexQueries, run: int) -> Row:
     """What a page offers to filter by: environments, statuses and their numbers of groups."""
     envs = look.rows(
         "SELECT env, count(*) AS groups FROM groups WHERE run = ? AND env IS NOT NULL AND public = 1 GROUP BY env", run

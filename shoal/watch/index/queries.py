@@ -43,7 +43,7 @@ RANKINGS = ("credits", "accepted", "refused", "influence", "lapsed", "leases", "
 """What nodes may be ordered by; `place` is the order in which they joined."""
 
 
-class Look:
+class IndexQueries:
     """Answers questions about an index. One thread uses it at a time; opening one is fast."""
 
     def __init__(self, path: Path) -> None:

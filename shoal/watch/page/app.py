@@ -33,8 +33,8 @@ from shoal.watch.page.csv_export import Download, Places, lines_of_csv
 from shoal.watch.page.format import STATIC, parts, templates
 from shoal.watch.page.group_pages import GROUP_VIEWS
 from shoal.watch.page.log_pages import HELDOUT_VIEWS, LOG_VIEWS
-from shoal.watch.page.page_request import Asked, BadNumber, NotHere, View
-from shoal.watch.page.page_runs import Shelf
+from shoal.watch.page.page_request import BadNumber, NotHere, PageRequest, View
+from shoal.watch.page.page_runs import PageRuns
 from shoal.watch.page.run_pages import VIEWS, chart, comparison
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ HEADERS = {
 }  # fmt: skip
 
 
-def page_app(shelf: Shelf, token: str, clock: Callable[[], float] = time.time) -> ASGIApp:
+def page_app(shelf: PageRuns, token: str, clock: Callable[[], float] = time.time) -> ASGIApp:
     """The application for the runs of a shelf. A viewer with the token is the host; if the token is empty, nobody is."""
     page = _Page(shelf, token, clock)
     views = {**VIEWS, **GROUP_VIEWS, **LOG_VIEWS, **HELDOUT_VIEWS}
@@ -93,7 +93,7 @@ class _Viewer(NamedTuple):
 class _Page:
     """What all requests share."""
 
-    def __init__(self, shelf: Shelf, token: str, clock: Callable[[], float]) -> None:
+    def __init__(self, shelf: PageRuns, token: str, clock: Callable[[], float]) -> None:
         self._shelf, self._clock = shelf, clock
         self._templates = templates()
         self._boot = secrets.token_hex(4)
@@ -145,7 +145,7 @@ class _Page:
     def show(self, view: View) -> Endpoint:
         """An endpoint that renders a view."""
 
-        def made(asked: Asked) -> tuple[bytes, bool]:
+        def made(asked: PageRequest) -> tuple[bytes, bool]:
             template, values = view(asked)
             is_whole = not (
                 values.get("why") or values.get("failed")
@@ -154,11 +154,11 @@ class _Page:
 
         return self._endpoint(made, "text/html")
 
-    def data(self, view: Callable[[Asked], Mapping[str, Any]]) -> Endpoint:
+    def data(self, view: Callable[[PageRequest], Mapping[str, Any]]) -> Endpoint:
         """An endpoint that gives the script numbers."""
         return self._endpoint(lambda asked: (json.dumps(view(asked)).encode(), True), "application/json")
 
-    def _endpoint(self, make: Callable[[Asked], tuple[bytes, bool]], kind: str) -> Endpoint:
+    def _endpoint(self, make: Callable[[PageRequest], tuple[bytes, bool]], kind: str) -> Endpoint:
         async def endpoint(request: Request) -> Response:
             viewer = self._viewer(request)
             change = f"{self._shelf.change}-{self._shelf.late_s(viewer.run)}"
@@ -210,14 +210,14 @@ class _Page:
         own = any(shown.is_own for shown in self._shelf.runs if run in (0, shown.number))
         return _Viewer(run, is_known and own, is_known)
 
-    def _asked(self, request: Request, viewer: _Viewer) -> Asked:
+    def _asked(self, request: Request, viewer: _Viewer) -> PageRequest:
         """What is asked; called in the thread that reads the index."""
-        return Asked(
+        return PageRequest(
             self._shelf, self._shelf.look(), viewer.run, request.path_params, request.query_params, viewer.is_host,
             self._clock(), viewer.may_compute,
         )  # fmt: skip
 
-    def _render(self, template: str, asked: Asked, values: Mapping[str, Any]) -> bytes:
+    def _render(self, template: str, asked: PageRequest, values: Mapping[str, Any]) -> bytes:
         fault, being_read = self._shelf.fault(asked.run), self._shelf.being_read(asked.run)
         common = {
             "run": asked.run, "runs": asked.runs(), "is_host": asked.is_host, "has_host": bool(self._token),
@@ -228,7 +228,7 @@ class _Page:
         }  # fmt: skip
         return self._templates.get_template(template).render({**common, **values}).encode("utf-8", "replace")
 
-    def _badge(self, asked: Asked) -> str:
+    def _badge(self, asked: PageRequest) -> str:
         """How the run does in a few words: "Live" only of one whose coordinator answers, and whose log is read."""
         if unread := self._shelf.unread(asked.run):
             return unread.replace("the log, ", "").capitalize()
@@ -257,7 +257,7 @@ class _Page:
         number = request.path_params.get("run", 0)
         run = number if isinstance(number, int) and self._shelf.of(number) else 0
         try:
-            asked = Asked(self._shelf, self._shelf.look(), run, {}, _NOTHING, False, self._clock())
+            asked = PageRequest(self._shelf, self._shelf.look(), run, {}, _NOTHING, False, self._clock())
             words = error if isinstance(error, str) else asked.excuse(error)
             title = FAULTS.get(status, "This cannot be shown")
             body = self._render("fault.html", asked, {"words": words, "title": title})

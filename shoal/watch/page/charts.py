@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from shoal.evaluation_files import Heldout, why_not_comparable
 from shoal.metrics import meaning_of
 from shoal.watch.event_rows import Row
-from shoal.watch.index import Look
+from shoal.watch.index import IndexQueries
 
 MOST_LINES = 12
 POINTS = 400
@@ -20,7 +20,7 @@ WIDTH, HEIGHT = 640.0, 180.0
 """Of a picture, without its border."""
 
 
-class Line(NamedTuple):
+class ChartLine(NamedTuple):
     label: str
     values: list[float | None]
     """One for each x of the chart."""
@@ -35,11 +35,11 @@ class Chart(NamedTuple):
     sentence: str
     x_label: str
     x: list[int]
-    lines: list[Line]
+    lines: list[ChartLine]
     band: str = ""
     """What the band around the first line is."""
 
-    def last(self, line: Line) -> tuple[int, float | None]:
+    def last(self, line: ChartLine) -> tuple[int, float | None]:
         """The newest value of a line, which may be shorter than others, and its x."""
         pairs = zip(reversed(self.x), reversed(line.values), strict=True)
         return next(((x, value) for x, value in pairs if value is not None), (self.x[-1], None))
@@ -67,7 +67,7 @@ TITLES = {
 """Of metrics that people look for by another word; others have their names."""
 
 
-def chart_of(look: Look, run: int, name: str, smooth: float = 0.0, known: Sequence[str] = ()) -> Chart:
+def chart_of(look: IndexQueries, run: int, name: str, smooth: float = 0.0, known: Sequence[str] = ()) -> Chart:
     """A chart by its name: `by-version`, `by-version/LABEL`, `heldout`, or a metric with its family (reward_mean/LABEL).
     `known` are the names of the run's metrics, so that a page of charts asks for them once."""
     if name.partition("/")[0] == BY_VERSION:
@@ -84,7 +84,7 @@ def chart_of(look: Look, run: int, name: str, smooth: float = 0.0, known: Sequen
     return drawn._replace(lines=lines)  # labelled last: an environment may be called "all"
 
 
-def has_chart(look: Look, run: int, name: str, known: Sequence[str]) -> bool:
+def has_chart(look: IndexQueries, run: int, name: str, known: Sequence[str]) -> bool:
     """Whether a chart has anything to draw; cheaper than drawing it."""
     head, _, env = name.partition("/")
     if head == BY_VERSION:
@@ -101,12 +101,12 @@ def empty_chart(name: str) -> Chart:
     return Chart(name, "", "", "", "", [], [])
 
 
-def family_of(look: Look, run: int, name: str, known: Sequence[str] = ()) -> list[str]:
+def family_of(look: IndexQueries, run: int, name: str, known: Sequence[str] = ()) -> list[str]:
     """A metric and those that are it for one label: `reward_mean` and `reward_mean/LABEL`."""
     return [metric for metric in known or look.names(run) if metric == name or metric.startswith(f"{name}/")]
 
 
-def compared(look: Look, runs: Mapping[int, str], name: str, smooth: float = 0.0) -> Chart:
+def compared(look: IndexQueries, runs: Mapping[int, str], name: str, smooth: float = 0.0) -> Chart:
     """One metric of several runs, each a line with the label given."""
     drawn = list(runs.items())[:MOST_LINES]
     wide = _wide(max((look.last_step(run, [name]) for run, _ in drawn), default=-1))
@@ -121,7 +121,7 @@ def _wide(last_step: int) -> int:
     return max(1, math.ceil((last_step + 1) / POINTS))
 
 
-def _points(look: Look, run: int, name: str, smooth: float, wide: int) -> dict[int, tuple[int, float]]:
+def _points(look: IndexQueries, run: int, name: str, smooth: float, wide: int) -> dict[int, tuple[int, float]]:
     """The points by their places: the last step of each, and its value."""
     # An age that a step does not name has no rollouts.
     found = look.series(run, name, POINTS, smooth, wide=wide, counts=name.startswith("staleness_rollouts/"))
@@ -134,14 +134,14 @@ def _aligned(empty: Chart, series: Mapping[str, Mapping[int, tuple[int, float]]]
     places = range(min(at), max(at) + 1) if at else range(0)
     x = [max((points[i][0] for points in series.values() if i in points), default=(i + 1) * wide - 1) for i in places]
     lines = [
-        Line(label, [points[i][1] if i in points else None for i in places])
+        ChartLine(label, [points[i][1] if i in points else None for i in places])
         for label, points in series.items()
         if points
     ]
     return empty._replace(x=x, lines=lines)
 
 
-def overview_charts(look: Look, run: int) -> list[str]:
+def overview_charts(look: IndexQueries, run: int) -> list[str]:
     """Names of the charts of the first page: also the rewards of each of several environments, and the parts of rewards."""
     envs = look.envs(run)
     more = [f"{BY_VERSION}/{env}" for env in envs[:MOST_ENVS]] if len(envs) > 1 else []
@@ -156,7 +156,7 @@ def reward_name(names: Sequence[str]) -> str:
     return next((name for name in REWARDS if name in names), REWARDS[0])
 
 
-def rewards_of(look: Look, run: int, env: str = "") -> list[Row]:
+def rewards_of(look: IndexQueries, run: int, env: str = "") -> list[Row]:
     """Accepted groups by version: how many, their mean reward, and the mean standard deviation within one. Of all, or of
     one environment: then of the groups whose body is public, because it says of which environment they are."""
     only = "AND env = ? AND public = 1" if env else ""
@@ -166,14 +166,14 @@ def rewards_of(look: Look, run: int, env: str = "") -> list[Row]:
     )  # fmt: skip
 
 
-def _by_version(look: Look, run: int, env: str) -> Chart:
+def _by_version(look: IndexQueries, run: int, env: str) -> Chart:
     rows = rewards_of(look, run, env)
     width = max(1, math.ceil(len(rows) / POINTS))
     rows = rows[width - 1 :: width]
     lines = [
-        Line("mean", [row["mean"] for row in rows]),
-        Line("mean + spread", [row["mean"] + row["spread"] for row in rows], True),
-        Line("mean - spread", [row["mean"] - row["spread"] for row in rows], True),
+        ChartLine("mean", [row["mean"] for row in rows]),
+        ChartLine("mean + spread", [row["mean"] + row["spread"] for row in rows], True),
+        ChartLine("mean - spread", [row["mean"] - row["spread"] for row in rows], True),
     ]
     sentence = (
         f"Mean reward of the accepted groups of each version{', in this environment' if env else ''}, from the log; the "
@@ -191,11 +191,11 @@ def of_task(rows: Sequence[Mapping[str, Any]]) -> Chart:
         if row["reward"] is not None:
             by_version.setdefault(row["version"], []).append(row["reward"])
     x = sorted(by_version)
-    line = Line("mean", [math.fsum(by_version[version]) / len(by_version[version]) for version in x])
+    line = ChartLine("mean", [math.fsum(by_version[version]) / len(by_version[version]) for version in x])
     return Chart("task", "Reward of this task", "reward", "", "version", x, [line] if len(x) > 1 else [])
 
 
-def _heldout(look: Look, run: int) -> Chart:
+def _heldout(look: IndexQueries, run: int) -> Chart:
     found = look.heldout(run)
     faulty = {
         row["version"]
@@ -206,12 +206,12 @@ def _heldout(look: Look, run: int) -> Chart:
     rows = list({row["version"]: row for row in rows}.values())
     measure = rows[-1]["measure"] if rows else ""
     lines = [
-        Line("mean", [row["mean"] for row in rows]),
-        Line("95 %, high", [row["high95"] for row in rows], True),
-        Line("95 %, low", [row["low95"] for row in rows], True),
+        ChartLine("mean", [row["mean"] for row in rows]),
+        ChartLine("95 %, high", [row["high95"] for row in rows], True),
+        ChartLine("95 %, low", [row["low95"] for row in rows], True),
     ]
     if any(row["judge"] is not None for row in rows):
-        lines.append(Line("judge", [row["judge"] for row in rows]))
+        lines.append(ChartLine("judge", [row["judge"] for row in rows]))
     kinds = " and ".join(sorted({"held-out" if row["tasks"] == "heldout" else row["tasks"] for row in rows}))
     sentence = f"Evaluations on {kinds or 'held-out'} tasks, with 95 % intervals; the host's word."
     sentence += f" Not drawn, because of faults: {len(faulty)}." if faulty else ""
@@ -222,7 +222,7 @@ def _heldout(look: Look, run: int) -> Chart:
 # --- the picture ---
 
 
-class Picture(NamedTuple):
+class ChartPicture(NamedTuple):
     low: float
     high: float
     lines: list[tuple[str, list[str]]]
@@ -234,7 +234,7 @@ class Picture(NamedTuple):
     """Of a chart with one x, what is there, in words."""
 
 
-def picture_of(chart: Chart) -> Picture | None:
+def picture_of(chart: Chart) -> ChartPicture | None:
     """The lines of a chart in a rectangle of WIDTH x HEIGHT; None if there is nothing to draw."""
     found = [value for line in chart.lines for value in line.values if value is not None]
     if not found or not chart.x:
@@ -265,7 +265,7 @@ def picture_of(chart: Chart) -> Picture | None:
         if first
         else "no values"
     )
-    return Picture(low, high, lines, band, summary, _only(chart) if left == right else "")
+    return ChartPicture(low, high, lines, band, summary, _only(chart) if left == right else "")
 
 
 def _only(chart: Chart) -> str:

@@ -23,13 +23,13 @@ from starlette.types import Receive, Scope, Send
 
 from shoal.metrics import meaning_of
 from shoal.watch.event_rows import Row
-from shoal.watch.index import Filter, Look, groups
+from shoal.watch.index import GroupFilter, IndexQueries, groups
 from shoal.watch.index.queries import MOST_ROWS
 from shoal.watch.index.schema import MOST_ROLLOUTS
 from shoal.watch.index.sqlite_values import numbers_of
 from shoal.watch.page.charts import REWARDS, family_of, rewards_of
 from shoal.watch.page.group_pages import only_of
-from shoal.watch.page.page_request import Asked, NotHere, asked_nodes, asked_refusals
+from shoal.watch.page.page_request import NotHere, PageRequest, asked_nodes, asked_refusals
 from shoal.watch.tables import csv_line
 
 log = logging.getLogger(__name__)
@@ -118,14 +118,14 @@ class Download(StreamingResponse):
         await super().__call__(scope, receive, send)
 
 
-def lines_of_csv(asked: Asked, table: str) -> Iterator[str]:
+def lines_of_csv(asked: PageRequest, table: str) -> Iterator[str]:
     """A table by its name. Raises `NotHere` for an unknown one, at once."""
     if table not in DOWNLOADS:
         raise NotHere(f"there is no table {table[:40]}: {', '.join(DOWNLOADS)}")
     return _apart(asked, table)
 
 
-def _apart(asked: Asked, table: str) -> Iterator[str]:
+def _apart(asked: PageRequest, table: str) -> Iterator[str]:
     with closing(asked.shelf.look_apart()) as look:
         yield from _written(DOWNLOADS[table](replace(asked, look=look)))
 
@@ -141,7 +141,7 @@ def _written(rows: Iterable[Row]) -> Iterator[str]:
         yield csv_line(row.get(name) for name in columns)
 
 
-def _nodes(asked: Asked) -> Iterator[Row]:
+def _nodes(asked: PageRequest) -> Iterator[Row]:
     """Those of the filter in the address, by its ranking."""
     role, by, search = asked_nodes(asked)
     after: int | None = 0
@@ -151,7 +151,7 @@ def _nodes(asked: Asked) -> Iterator[Row]:
         after = page["next"]
 
 
-def _metrics(asked: Asked) -> Iterator[Row]:
+def _metrics(asked: PageRequest) -> Iterator[Row]:
     """All metrics by step, or one with its family."""
     known, name = asked.look.names(asked.run), asked.word("name")
     names = ["step", *(family_of(asked.look, asked.run, name, known) if name else (n for n in known if n != "step"))]
@@ -160,23 +160,23 @@ def _metrics(asked: Asked) -> Iterator[Row]:
         yield {name: told.get(name) for name in names}
 
 
-def _groups(asked: Asked) -> Iterator[Row]:
+def _groups(asked: PageRequest) -> Iterator[Row]:
     """Those of the filter in the address."""
     only = only_of(asked)
     return _paged(lambda after: groups(asked.look, asked.run, only, after, MOST_ROWS, asked.is_host))
 
 
-def _rollouts(asked: Asked) -> Iterator[Row]:
+def _rollouts(asked: PageRequest) -> Iterator[Row]:
     """Of one group, of the groups of the filter in the address, or all."""
     number = asked.whole("group")
     if number is not None:
         return _rollouts_of(asked, number)
-    if only_of(asked) != Filter():
+    if only_of(asked) != GroupFilter():
         return (rollout for row in _groups(asked) for rollout in _rollouts_of(asked, row["id"]))
     return _rollouts_of(asked, None)
 
 
-def _rollouts_of(asked: Asked, number: int | None) -> Iterator[Row]:
+def _rollouts_of(asked: PageRequest, number: int | None) -> Iterator[Row]:
     public = "" if asked.is_host else "AND g.public = 1"
     first = (number or 0) * MOST_ROLLOUTS
     of_one = "" if number is None else f"AND r.id >= {first} AND r.id < {first + MOST_ROLLOUTS}"
@@ -190,7 +190,7 @@ def _rollouts_of(asked: Asked, number: int | None) -> Iterator[Row]:
         yield {name: value for name, value in row.items() if name != "id"}
 
 
-def _step(asked: Asked) -> Iterator[Row]:
+def _step(asked: PageRequest) -> Iterator[Row]:
     """The metrics of one step, with what they mean."""
     step = asked.whole("step", 0)
     for row in asked.look.rows("SELECT line FROM metrics WHERE run = ? AND step = ?", asked.run, step):
@@ -200,7 +200,7 @@ def _step(asked: Asked) -> Iterator[Row]:
             yield {"step": step, "name": name, "value": value, "unit": unit, "meaning": sentence}
 
 
-def _events(asked: Asked) -> Iterator[Row]:
+def _events(asked: PageRequest) -> Iterator[Row]:
     """Those of the filter in the address."""
     kinds, node, search = asked.words("kind"), asked.word("node"), asked.word("q")
     if kinds or node or search:
@@ -208,39 +208,39 @@ def _events(asked: Asked) -> Iterator[Row]:
     return _in_order(asked.look, "SELECT * FROM events WHERE run = ?", (asked.run,), ("seq",))
 
 
-def _refusals(asked: Asked) -> Iterator[Row]:
+def _refusals(asked: PageRequest) -> Iterator[Row]:
     """Those of the filter in the address."""
     only = asked_refusals(asked)
     return _paged(lambda after: asked.look.refusals(asked.run, after=after, limit=MOST_ROWS, **only))
 
 
-def _differences(asked: Asked) -> Iterator[Row]:
+def _differences(asked: PageRequest) -> Iterator[Row]:
     return _paged(lambda after: asked.look.differences(asked.run, after, MOST_ROWS, asked.word("validator")))
 
 
-def _versions(asked: Asked) -> Iterator[Row]:
+def _versions(asked: PageRequest) -> Iterator[Row]:
     return _paged(lambda after: asked.look.versions(asked.run, after, MOST_ROWS))
 
 
-def _spread(asked: Asked) -> Iterator[Row]:
+def _spread(asked: PageRequest) -> Iterator[Row]:
     """When workers were leased which versions: of all workers, or of one."""
     worker = asked.word("worker")
     query = "SELECT * FROM spread WHERE run = ? AND (? = '' OR worker = ?)"
     return _in_order(asked.look, query, (asked.run, worker, worker), ("version", "worker"))
 
 
-def _verdicts(asked: Asked) -> Iterator[Row]:
+def _verdicts(asked: PageRequest) -> Iterator[Row]:
     """All verdicts, or those of one validator."""
     validator = asked.word("validator")
     query = "SELECT * FROM verdicts WHERE run = ? AND (? = '' OR validator = ?)"
     return _in_order(asked.look, query, (asked.run, validator, validator), ("seq",))
 
 
-def _heldout(asked: Asked) -> Iterable[Row]:
+def _heldout(asked: PageRequest) -> Iterable[Row]:
     return asked.look.rows("SELECT * FROM heldout WHERE run = ? ORDER BY version, env", asked.run)
 
 
-def _alarms(asked: Asked) -> Iterator[Row]:
+def _alarms(asked: PageRequest) -> Iterator[Row]:
     """With the figures of each for the host, and the events of what the host did."""
     for row in asked.alarms():
         measured = "; ".join(
@@ -249,7 +249,7 @@ def _alarms(asked: Asked) -> Iterator[Row]:
         yield {**row, "evidence": measured, "acts": " ".join(map(str, row["acts"]))}
 
 
-def _runs(asked: Asked) -> Iterator[Row]:
+def _runs(asked: PageRequest) -> Iterator[Row]:
     """The runs of this page beside each other: how each does."""
     for row in asked.runs():
         found = asked.look.overview(row["run"])
@@ -279,7 +279,7 @@ def _paged(page_after: Callable[[int | None], Row]) -> Iterator[Row]:
 
 
 def _in_order(
-    look: Look, query: str, values: Sequence[Any], keys: Sequence[str], most: int = MOST_ROWS
+    look: IndexQueries, query: str, values: Sequence[Any], keys: Sequence[str], most: int = MOST_ROWS
 ) -> Iterator[Row]:
     """The rows of a query in order of its keys, together unique, of which each row has the value by its last name."""
     names, order = [key.rpartition(".")[2] for key in keys], ", ".join(keys)
@@ -292,7 +292,7 @@ def _in_order(
         after, last = f"AND ({order}) > ({', '.join('?' * len(keys))})", [page[-1][name] for name in names]
 
 
-DOWNLOADS: dict[str, Callable[[Asked], Iterable[Row]]] = {
+DOWNLOADS: dict[str, Callable[[PageRequest], Iterable[Row]]] = {
     "nodes": _nodes, "metrics": _metrics, "step": _step, "groups": _groups, "rollouts": _rollouts, "events": _events,
     "versions": _versions, "verdicts": _verdicts, "refusals": _refusals, "heldout": _heldout,
     "alarms": _alarms, "spread": _spread, "differences": _differences, "runs": _runs,

@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from shoal.errors import ConfigError, NothingYet, ShoalError
-from shoal.watch.index import Filter, filters, group, groups, number_of, same_task
+from shoal.watch.index import GroupFilter, filters, group, groups, number_of, same_task
 from shoal.watch.index.schema import MOST_ROLLOUTS
 from shoal.watch.page.charts import of_task, picture_of
-from shoal.watch.page.page_request import LARGEST, Asked, NotHere, View
+from shoal.watch.page.page_request import LARGEST, NotHere, PageRequest, View
 from shoal.watch.page.replay_gaps import Gaps
-from shoal.watch.reading import Place
+from shoal.watch.reading import GroupRef
 from shoal.watch.reading.rollouts import ReadGroup, ReadRollout, ReadTurn
 
 TOKENS = 3000
@@ -36,7 +36,7 @@ LOGPROB_LEVELS = (-0.05, -0.3, -1.0, -2.5, -5.0)
 """Above the first a token is of level 0, as the policy expected it; below the last of level 5."""
 
 
-def listing(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+def listing(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     """Groups, newest first unless another order is asked for."""
     page = groups(asked.look, asked.run, only_of(asked), asked.whole("after"), private=asked.is_host)
     typed = {name: asked.word(name) for name in
@@ -45,15 +45,15 @@ def listing(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     return "groups.html", {"title": "Groups", **page, "typed": typed, "choices": choices}
 
 
-def only_of(asked: Asked) -> Filter:
+def only_of(asked: PageRequest) -> GroupFilter:
     """The filter in an address."""
-    return Filter(
+    return GroupFilter(
         asked.word("env"), asked.word("worker"), asked.whole("version"), asked.word("status"), asked.whole("step"),
         asked.whole("task"), asked.real("from"), asked.real("to"), asked.word("q"), asked.word("by"),
     )  # fmt: skip
 
 
-def one(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+def one(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     """A group, with the rollouts of one prompt side by side."""
     number = asked.path["group"]
     found = group(asked.look, asked.run, number, asked.is_host) if number < LARGEST else None
@@ -62,7 +62,7 @@ def one(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     colours = [word for word in COLOURS if word != "gap" or asked.may_compute]  # guard: gaps-only-on-request
     colour = asked.word("colour") if asked.word("colour") in colours else colours[0]
     parts = bool(asked.word("parts")) and asked.may_compute  # guard: parts-only-on-request
-    place = Place(found["submission"], found["place"])
+    place = GroupRef(found["submission"], found["place"])
     read, why, failed, gaps = _read(asked, place, parts, colour == "gap")
     answer, no_answer = _answer(asked, place)
     chosen, start = asked.whole("rollout"), asked.whole("at", 0) or 0
@@ -76,14 +76,16 @@ def one(asked: Asked) -> tuple[str, Mapping[str, Any]]:
         "title": f"Group {found['version']}/{found['slot']}", "place": "Groups", "group": found, "read": read, "why": why,
         "failed": failed or no_answer, "colour": colour, "answer": answer,
         "colours": colours, "by": by, "parts": parts, "chosen": chosen, "limit": gaps.limit if gaps else None,
-        "columns": [Column.of(r, colour, start, budget, gaps) for r in shown],
+        "columns": [RolloutColumn.of(r, colour, start, budget, gaps) for r in shown],
         "prompt": _prompt(shown) if chosen is None else "", "levels": LOGPROB_LEVELS,
         "command": shlex.join(["shoal", "audit", asked.one()["place"], "--rollout", name, *own_files]),
         "around": _around(asked, number), "has_parts": any(r.parts or r.metrics for r in shown),
     }  # fmt: skip
 
 
-def _read(asked: Asked, place: Place, parts: bool, with_gaps: bool) -> tuple[ReadGroup | None, str, str, Gaps | None]:
+def _read(
+    asked: PageRequest, place: GroupRef, parts: bool, with_gaps: bool
+) -> tuple[ReadGroup | None, str, str, Gaps | None]:
     """A group, why it cannot be read, what of it could not be computed, and its gaps if they were asked for."""
     failed, gaps = "", None
     try:
@@ -100,7 +102,7 @@ def _read(asked: Asked, place: Place, parts: bool, with_gaps: bool) -> tuple[Rea
     return read, "", failed, gaps
 
 
-def _answer(asked: Asked, place: Place) -> tuple[tuple[str, ...] | None, str]:
+def _answer(asked: PageRequest, place: GroupRef) -> tuple[tuple[str, ...] | None, str]:
     """What solves the task, if its host asks for it, and why it is not known; None if nobody asks."""
     if not (asked.word("answer") and asked.is_host):  # guard: answers-for-the-host-on-request
         return None, ""
@@ -110,7 +112,7 @@ def _answer(asked: Asked, place: Place) -> tuple[tuple[str, ...] | None, str]:
         return None, asked.excuse(error)
 
 
-def at_slot(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+def at_slot(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     """The group that filled a slot: an address that is known without the index."""
     version, slot = asked.path["version"], asked.path["slot"]
     try:
@@ -121,7 +123,7 @@ def at_slot(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     return one(replace(asked, path=path))
 
 
-def task(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+def task(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     """Groups of one task in all versions."""
     env, number = asked.word("env"), asked.whole("task", 0) or 0
     rows = same_task(asked.look, asked.run, env, number)
@@ -152,7 +154,7 @@ class Token(NamedTuple):
     """The figure in words."""
 
 
-class Part(NamedTuple):
+class RolloutPart(NamedTuple):
     author: str
     learned: bool
     text: str
@@ -162,19 +164,21 @@ class Part(NamedTuple):
     """Tokens of it that are not shown."""
 
 
-class Column(NamedTuple):
+class RolloutColumn(NamedTuple):
     """A rollout as it is shown."""
 
     rollout: ReadRollout
-    parts: list[Part]
+    parts: list[RolloutPart]
     left: int
     """Tokens after those that are shown."""
     next: int
 
     @classmethod
-    def of(cls, rollout: ReadRollout, colour: str, start: int, budget: int, gaps: Gaps | None = None) -> "Column":
+    def of(
+        cls, rollout: ReadRollout, colour: str, start: int, budget: int, gaps: Gaps | None = None
+    ) -> "RolloutColumn":
         """The parts of a rollout within so many tokens from a place."""
-        parts, end, written = list[Part](), start + budget, 0
+        parts, end, written = list[RolloutPart](), start + budget, 0
         of_gaps = gaps.by_rollout[rollout.index] if gaps and rollout.index < len(gaps.by_rollout) else ()
         largest = max((abs(a) for turn in rollout.turns for a in turn.advantages), default=0.0)
         for turn in rollout.turns:
@@ -187,7 +191,9 @@ class Column(NamedTuple):
                 tokens = list(_with_gaps(turn, of_gaps[before : before + length], gaps, low, high))
             else:
                 tokens = list(_tokens(turn, colour, largest, low, high))
-            parts.append(Part(turn.author, turn.learned, turn.text, tokens, length - (high - low) if tokens else 0))
+            parts.append(
+                RolloutPart(turn.author, turn.learned, turn.text, tokens, length - (high - low) if tokens else 0)
+            )
         return cls(rollout, parts, max(0, rollout.tokens - end), end)
 
 
@@ -226,7 +232,7 @@ def _prompt(rollouts: Sequence[ReadRollout]) -> str:
     return firsts.pop() if len(firsts) == 1 else ""
 
 
-def _around(asked: Asked, number: int) -> dict[str, int | None]:
+def _around(asked: PageRequest, number: int) -> dict[str, int | None]:
     """The groups before and after one."""
     look, run = asked.look, asked.run
     older = look.rows("SELECT max(id) AS id FROM groups WHERE run = ? AND id < ?", run, number)
@@ -234,7 +240,7 @@ def _around(asked: Asked, number: int) -> dict[str, int | None]:
     return {"older": older[0]["id"], "newer": newer[0]["id"]}
 
 
-def _first_text(asked: Asked, number: int) -> str:
+def _first_text(asked: PageRequest, number: int) -> str:
     """The end of a group's first rollout, which tells how the policy answers now."""
     row = asked.look.rows("SELECT text FROM texts WHERE rowid = ?", number * MOST_ROLLOUTS)
     return str(row[0]["text"])[-400:] if row else ""

@@ -5,12 +5,12 @@ from typing import Any
 
 from shoal.errors import NothingYet, ShoalError
 from shoal.watch.page.charts import chart_of, picture_of
-from shoal.watch.page.page_request import LARGEST, Asked, NotHere, View
+from shoal.watch.page.page_request import LARGEST, NotHere, PageRequest, View
 
 # --- The log as a timeline, and one event of it ---
 
 
-def timeline(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+def timeline(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     """Events, newest first."""
     kinds = asked.look.kinds(asked.run)
     chosen = asked.words("kind")
@@ -19,7 +19,7 @@ def timeline(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     return "log.html", {"title": "Log", **page, "kinds": kinds, "chosen": chosen, "node": node, "search": search}
 
 
-def event(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+def event(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     """One event, with what it is about."""
     seq = asked.path["seq"]
     found = asked.look.event(asked.run, seq) if seq < LARGEST else None
@@ -48,7 +48,7 @@ EPISODES = 10
 """Of one page."""
 
 
-def heldout(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+def heldout(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     """All evaluations, and to the host the episodes of one."""
     rows = asked.look.heldout(asked.run)
     found, why = {}, ""

@@ -14,9 +14,9 @@ from starlette.datastructures import QueryParams
 from shoal.config.alarm_limits import said_of
 from shoal.errors import StateError
 from shoal.watch.event_rows import Row
-from shoal.watch.index import Look
+from shoal.watch.index import IndexQueries
 from shoal.watch.index.queries import RANKINGS
-from shoal.watch.page.page_runs import Shelf, Shown
+from shoal.watch.page.page_runs import PageRun, PageRuns
 from shoal.watch.page.run_address import ANY_PLACE, without_paths
 
 MOST_CHARS = 200
@@ -37,9 +37,9 @@ class BadNumber(StateError):
 
 
 @dataclass(frozen=True)
-class Asked:
-    shelf: Shelf
-    look: Look
+class PageRequest:
+    shelf: PageRuns
+    look: IndexQueries
     run: int
     """Number of the run in the index; 0 for pages of all runs."""
     path: Mapping[str, Any]
@@ -68,7 +68,7 @@ class Asked:
         nobody = {"run": 0, "name": "", "place": "", "where": "", "id": "", "seq": -1, "is_own": False}
         return next((row for row in self.runs() if row["run"] == self.run), nobody)
 
-    def _named(self, row: Row, shown: Shown) -> Row:
+    def _named(self, row: Row, shown: PageRun) -> Row:
         whole = self.is_host or not shown.is_own  # guard: page-hides-the-folder
         place = row["place"] if whole else shown.address
         folder = f"its host's folder {row['run']}" if len(self.shelf.runs) > 1 else "its host's folder"
@@ -131,7 +131,7 @@ class Asked:
         return min(max(self.real("smooth") or 0.0, 0.0), 0.99)
 
 
-View = Callable[[Asked], tuple[str, Mapping[str, Any]]]
+View = Callable[[PageRequest], tuple[str, Mapping[str, Any]]]
 """A request in, a template and its values out."""
 
 
@@ -145,13 +145,13 @@ def _as_told(alarms: Sequence[Row]) -> list[Row]:
     return list(told.values())
 
 
-def asked_nodes(asked: Asked) -> tuple[str, str, str]:
+def asked_nodes(asked: PageRequest) -> tuple[str, str, str]:
     """Role, ranking and search of a list of nodes."""
     by = asked.word("by")
     return asked.word("role"), by if by in RANKINGS else "credits", asked.word("q")
 
 
-def asked_refusals(asked: Asked) -> dict[str, Any]:
+def asked_refusals(asked: PageRequest) -> dict[str, Any]:
     """The filter of a list of refusals."""
     only = {name: asked.word(name) for name in ("check", "worker", "validator", "outcome")}
     return {**only, "seq": asked.whole("seq")}

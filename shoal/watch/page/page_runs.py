@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError, NothingYet, Overreach, PeerError, ShoalError, StateError
-from shoal.watch.index import Builder, Look, numbered
+from shoal.watch.index import Builder, IndexQueries, numbered
 from shoal.watch.page.replay_gaps import Gaps, Rescoring
 from shoal.watch.page.run_address import address_for_others, is_folder, without_paths
-from shoal.watch.reading import Place, ReadGroup, Reading, open_run
+from shoal.watch.reading import GroupRef, ReadGroup, RunReader, open_run
 from shoal.watch.reading.evaluations import ReadTranscript
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ BEING_READ = "the log is being read: reload the page in a few seconds"
 
 
 @dataclass
-class Shown:
+class PageRun:
     """A run of the page."""
 
     where: str
@@ -62,7 +62,7 @@ class Shown:
     """In the index."""
     generation: int = 0
     """Of the index's file, to which its builder writes."""
-    reading: Reading | None = None
+    reading: RunReader | None = None
     builder: Builder | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     again_at: float = 0.0
@@ -96,12 +96,12 @@ class Shown:
         return is_folder(self.where)
 
 
-class Shelf:
+class PageRuns:
     """Some runs and their index. `start` indexes each in a thread; without it, each `step` indexes one page of each."""
 
     def __init__(
         self, path: Path, places: Sequence[str], clock: Callable[[], float] = time.monotonic,
-        open_one: Callable[..., Reading] = open_run,
+        open_one: Callable[..., RunReader] = open_run,
     ) -> None:  # fmt: skip
         """Open all runs. Raises `ConfigError` for a folder without a run, `PeerError` for a bad URL, `StateError`."""
         self._path, self._clock, self._open_one = path, clock, open_one
@@ -116,7 +116,7 @@ class Shelf:
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
         self._opening, self._telling = threading.Lock(), threading.Lock()
-        self.runs = [Shown(place) for place in places]
+        self.runs = [PageRun(place) for place in places]
         for shown in self.runs:
             self._open(shown)
 
@@ -136,26 +136,26 @@ class Shelf:
         for shown in self.runs:
             self._let_go(shown)
 
-    def look(self) -> Look:
+    def look(self) -> IndexQueries:
         """The index, for the thread that asks."""
-        found: Look | None = getattr(self._local, "look", None)
+        found: IndexQueries | None = getattr(self._local, "look", None)
         if found is not None and self._local.generation != self._generation:  # guard: index-made-anew
             found.close()
             found = self._local.look = None
         if found is None:
             self._local.generation = self._generation
-            found = self._local.look = Look(self._path)
+            found = self._local.look = IndexQueries(self._path)
         return found
 
-    def look_apart(self) -> Look:
+    def look_apart(self) -> IndexQueries:
         """The index by a connection of the caller's own, which it closes. Raises `StateError`."""
-        return Look(self._path)
+        return IndexQueries(self._path)
 
-    def at(self, place: str) -> Shown | None:
+    def at(self, place: str) -> PageRun | None:
         """The run that the index calls so, if this page shows it."""
         return next((shown for shown in self.runs if shown.place == place), None)
 
-    def of(self, number: int) -> Shown | None:
+    def of(self, number: int) -> PageRun | None:
         """The run of a number in the index, if this page shows it."""
         return next((shown for shown in self.runs if shown.number == number), None)
 
@@ -199,13 +199,13 @@ class Shelf:
             return shutil.disk_usage(shown.where).free if shown is not None and shown.is_own else None
         return None
 
-    def gaps(self, number: int, place: Place) -> Gaps:
+    def gaps(self, number: int, place: GroupRef) -> Gaps:
         """The replay gaps of a group that the asker may see. Raises `NothingYet`, `ShoalError`."""
         shown = self.of(number)
         assert shown is not None, "the asker saw a group of it"
         return self._rescoring.gaps(shown.where, place)
 
-    def group(self, number: int, place: Place, private: bool, parts: bool = False) -> ReadGroup:
+    def group(self, number: int, place: GroupRef, private: bool, parts: bool = False) -> ReadGroup:
         """A group with the text of its tokens. `private`: whether the host asks. With `parts` its environment plays it
         again and names the parts of each reward. Raises `NothingYet`, `ShoalError`."""
         with self._reading(number) as reading:
@@ -216,7 +216,7 @@ class Shelf:
             found = reading.group(place, with_pieces=True)
             return with_parts(found, reading.replayed(place).group) if parts else found
 
-    def answer(self, number: int, place: Place) -> tuple[str, ...]:
+    def answer(self, number: int, place: GroupRef) -> tuple[str, ...]:
         """What solves a group's task, for its host. Raises as `group`."""
         with self._reading(number) as reading:
             return reading.answer(place)
@@ -232,7 +232,7 @@ class Shelf:
             }  # fmt: skip
 
     @contextmanager
-    def _reading(self, number: int) -> Iterator[Reading]:
+    def _reading(self, number: int) -> Iterator[RunReader]:
         """A run's reading, while no other thread has it. Raises `NothingYet`."""
         shown = self.of(number)
         if shown is None or not shown.lock.acquire(timeout=GROUP_WAIT_S):
@@ -256,7 +256,7 @@ class Shelf:
         """Index all that there is now."""
         self._catch_up(self.step)
 
-    def _keep(self, shown: Shown) -> None:
+    def _keep(self, shown: PageRun) -> None:
         """Index a run until the end."""
 
         def step() -> bool:
@@ -286,7 +286,7 @@ class Shelf:
         gc.collect()
         gc.freeze()
 
-    def _step(self, shown: Shown) -> bool:
+    def _step(self, shown: PageRun) -> bool:
         now = self._clock()
         if now < shown.again_at:
             return False
@@ -313,7 +313,7 @@ class Shelf:
                 self._let_go(shown)
                 return False
 
-    def _advance(self, shown: Shown) -> bool:
+    def _advance(self, shown: PageRun) -> bool:
         """Index a page of a run, and now and then how it does. Raises anything."""
         is_there = self._inode() == self._file  # guard: deleted-index-is-made-anew
         if shown.builder is None or shown.generation != self._generation or not is_there:
@@ -351,7 +351,7 @@ class Shelf:
             self._is_news = True
         return busy
 
-    def _is_due(self, shown: Shown) -> bool:
+    def _is_due(self, shown: PageRun) -> bool:
         """Whether to ask a run how it does: now and then, and once its log, that is read to the end, has another version,
         so that the figures of a page are of one moment."""
         assert shown.reading is not None
@@ -359,14 +359,14 @@ class Shelf:
         every_s = CONDITION_EVERY_S if shown.is_own or not shown.is_whole else IDLE_S
         return is_past or self._clock() - shown.asked_at >= every_s
 
-    def _say(self, shown: Shown, trouble: str) -> None:
+    def _say(self, shown: PageRun, trouble: str) -> None:
         """Let pages say what keeps a run from being read. The host has the whole of it in the log of this process."""
         words = without_paths(trouble, shown.where) if shown.is_own else trouble  # guard: trouble-without-paths
         is_new, shown.trouble = words != shown.trouble, words
         if is_new:
             self._is_news = True
 
-    def _open(self, shown: Shown) -> None:
+    def _open(self, shown: PageRun) -> None:
         self._let_go(shown)
         if shown.is_own and not Path(shown.where).exists():
             raise ConfigError(f"there is no folder {shown.where}: give a run's folder or its URL")
@@ -393,7 +393,7 @@ class Shelf:
         except FileNotFoundError:
             return -1
 
-    def _let_go(self, shown: Shown) -> None:
+    def _let_go(self, shown: PageRun) -> None:
         builder, reading = shown.builder, shown.reading
         shown.builder = shown.reading = None
         if builder is not None:
@@ -401,7 +401,7 @@ class Shelf:
         if reading is not None:
             reading.close()
 
-    def _note(self, shown: Shown) -> None:
+    def _note(self, shown: PageRun) -> None:
         """Note how a run does, its evaluations and alarms. Raises `ShoalError`."""
         if shown.builder is None or shown.reading is None:
             return
@@ -418,7 +418,7 @@ class Shelf:
             self._is_news = True
 
 
-def _moment(reading: Reading) -> tuple[int, str]:
+def _moment(reading: RunReader) -> tuple[int, str]:
     return reading.state.main.version, reading.state.phase
 
 

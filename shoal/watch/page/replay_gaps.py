@@ -12,7 +12,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from shoal.errors import NothingYet, StateError
-from shoal.watch.reading import Place
+from shoal.watch.reading import GroupRef
 
 LIMIT_S = 120.0
 """Time of one computation."""
@@ -34,9 +34,9 @@ class Rescoring:
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self._limit_s = limit_s
         self._turn = threading.Lock()
-        self._known = OrderedDict[tuple[str, Place], Gaps]()
+        self._known = OrderedDict[tuple[str, GroupRef], Gaps]()
 
-    def gaps(self, where: str, place: Place) -> Gaps:
+    def gaps(self, where: str, place: GroupRef) -> Gaps:
         """The gaps of a group. Raises `NothingYet` while another is computed, or its seeds are secret; `StateError`."""
         if (known := self._known.get((where, place))) is not None:
             return known
@@ -50,7 +50,7 @@ class Rescoring:
         finally:
             self._turn.release()
 
-    def _computed(self, where: str, place: Place) -> Gaps:
+    def _computed(self, where: str, place: GroupRef) -> Gaps:
         command = [sys.executable, "-m", "shoal.watch.page.replay_gaps_main", where, place.submission, str(place.index)]
         try:
             done = subprocess.run(command, capture_output=True, timeout=self._limit_s, check=False)

@@ -13,20 +13,20 @@ from typing import Any
 
 from shoal.errors import NothingYet, ShoalError
 from shoal.protocol.encoding import WireError
-from shoal.watch.reading import Place
+from shoal.watch.reading import GroupRef
 from shoal.watch.rescore import rebuilt, scored
 
 
 def main(where: str, submission: str, index: int) -> None:
     """Print what `gaps_of` finds, or why it finds nothing."""
     try:
-        told = asyncio.run(gaps_of(where, Place(submission, index)))
+        told = asyncio.run(gaps_of(where, GroupRef(submission, index)))
     except (ShoalError, NothingYet, WireError) as error:
         told = {"error": str(error)}
     print(json.dumps(told))
 
 
-async def gaps_of(where: str, place: Place) -> dict[str, Any]:
+async def gaps_of(where: str, place: GroupRef) -> dict[str, Any]:
     """The gaps of a group of a submission. Raises `ShoalError`; `NothingYet` while its seeds are secret."""
     async with rebuilt(where, place, {}) as work:
         found = await scored(work)

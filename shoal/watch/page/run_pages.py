@@ -31,7 +31,7 @@ from shoal.watch.page.charts import (
     rewards_of,
 )
 from shoal.watch.page.format import query
-from shoal.watch.page.page_request import Asked, NotHere, View, asked_nodes, asked_refusals
+from shoal.watch.page.page_request import NotHere, PageRequest, View, asked_nodes, asked_refusals
 from shoal.watch.page.run_address import ANY_PLACE
 from shoal.watch.reward_trend import TREND_STEPS, trend_of
 
@@ -42,7 +42,7 @@ MOST_ALARMS = 5
 """Of an overview, the critical ones first."""
 
 
-def overview(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+def overview(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     """How the run does."""
     look, run = asked.look, asked.run
     found = look.overview(run)
@@ -64,7 +64,7 @@ def overview(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     }  # fmt: skip
 
 
-def figures(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+def figures(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     """All metrics of the run, or those that a search finds."""
     names, search = asked.look.names(asked.run), asked.word("q")
     if search:
@@ -78,7 +78,7 @@ def figures(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     }  # fmt: skip
 
 
-def figure(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+def figure(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     """One metric with its newest values: the address of a figure."""
     name = asked.word("name")
     found = chart_of(asked.look, asked.run, name, asked.smooth())
@@ -97,7 +97,7 @@ def figure(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     }  # fmt: skip
 
 
-def _by_version(asked: Asked, name: str) -> Mapping[str, Any]:
+def _by_version(asked: PageRequest, name: str) -> Mapping[str, Any]:
     """The rows of a figure that the log or evaluations say by version, newest first."""
     env, point = name.partition("/")[2], "groups?version="
     columns: tuple[str, ...] = ("groups", "mean", "spread")
@@ -121,7 +121,7 @@ def _by_version(asked: Asked, name: str) -> Mapping[str, Any]:
     }
 
 
-def step(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+def step(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     """The metrics of one step: the line that the trainer wrote."""
     number = asked.path["step"]
     found = asked.look.rows("SELECT line FROM metrics WHERE run = ? AND step = ?", asked.run, min(number, 1 << 62))
@@ -132,7 +132,7 @@ def step(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     return "step.html", {"title": f"Step {number}", "place": "Figures", "step": number, "values": values, "told": told}
 
 
-def nodes(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+def nodes(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     """Nodes in order of a ranking. A volunteer finds its own by the start of its key: the page of the only one found."""
     role, by, search = asked_nodes(asked)
     page = asked.look.nodes(asked.run, role, by, search, asked.whole("after", 0) or 0)
@@ -144,7 +144,7 @@ def nodes(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     }  # fmt: skip
 
 
-def node(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+def node(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     """What one node did, and what it helped with."""
     key = asked.path["key"]
     found = asked.look.node(asked.run, key)
@@ -169,7 +169,7 @@ def node(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     }
 
 
-def validators(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+def validators(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     """What each validator judged, and where they differed."""
     validator = asked.word("validator")
     differences = asked.look.differences(asked.run, asked.whole("after"), validator=validator)
@@ -180,7 +180,7 @@ def validators(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     }  # fmt: skip
 
 
-def refusals(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+def refusals(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     """Refused groups, with the check, its reason and its figures."""
     only = asked_refusals(asked)
     page = asked.look.refusals(asked.run, after=asked.whole("after"), **only)
@@ -189,7 +189,7 @@ def refusals(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     }  # fmt: skip
 
 
-def versions(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+def versions(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     """Policy versions and how they spread."""
     page = asked.look.versions(asked.run, asked.whole("after"))
     numbers = [row["version"] for row in page["rows"]] or [0]
@@ -201,7 +201,7 @@ def versions(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     }  # fmt: skip
 
 
-def alarms(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+def alarms(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     """What monitors found."""
     rows, at = asked.alarms(), asked.whole("at", 0) or 0
     return "alarms.html", {
@@ -209,7 +209,7 @@ def alarms(asked: Asked) -> tuple[str, Mapping[str, Any]]:
     }  # fmt: skip
 
 
-def comparison(asked: Asked) -> tuple[str, Mapping[str, Any]]:
+def comparison(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
     """Several runs beside each other."""
     runs = asked.runs()
     drawn = _drawn_runs(asked)
@@ -265,7 +265,7 @@ def _ends(places: Sequence[str]) -> dict[str, str]:
     return {place: end(place) for place in parts}
 
 
-def _drawn_runs(asked: Asked) -> list[int]:
+def _drawn_runs(asked: PageRequest) -> list[int]:
     """The runs that a comparison draws: those that are chosen, else all."""
     known = [row["run"] for row in asked.runs()]
     return [run for run in known if str(run) in asked.words("run")] or known
@@ -280,7 +280,7 @@ VIEWS: dict[str, View] = {
 # --- numbers for the script ---
 
 
-def chart(asked: Asked) -> Mapping[str, Any]:
+def chart(asked: PageRequest) -> Mapping[str, Any]:
     """The numbers of one chart; with `of=all`, of all runs."""
     name = asked.word("name")
     if asked.word("of") == "all":
@@ -293,7 +293,7 @@ def chart(asked: Asked) -> Mapping[str, Any]:
     ]}  # fmt: skip
 
 
-def _charts(asked: Asked, names: Any) -> list[dict[str, Any]]:
+def _charts(asked: PageRequest, names: Any) -> list[dict[str, Any]]:
     smooth, known = asked.smooth(), asked.look.names(asked.run)
     if asked.is_poll():
         drawn = [name for name in names if has_chart(asked.look, asked.run, name, known)]
@@ -305,7 +305,7 @@ def _drawn(found: Chart) -> dict[str, Any]:
     return {"chart": found, "picture": picture_of(found)}
 
 
-def _spreads(asked: Asked, step: int | None, metrics: Mapping[str, Any]) -> dict[str, float | None]:
+def _spreads(asked: PageRequest, step: int | None, metrics: Mapping[str, Any]) -> dict[str, float | None]:
     """How far the rewards of a group differ, the mean over the groups behind a reward of the newest step: of all by the
     empty label; by environment over the groups of its batch, if the viewer may know of which environment each is."""
     look, run = asked.look, asked.run
@@ -330,7 +330,7 @@ def _newest(line: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((line[name] for name in names if line.get(name) is not None), None)
 
 
-def _first_reward(asked: Asked) -> float | None:
+def _first_reward(asked: PageRequest) -> float | None:
     line = {
         row["name"]: row["value"]
         for row in asked.look.rows(
@@ -341,7 +341,7 @@ def _first_reward(asked: Asked) -> float | None:
     return first
 
 
-def _trend(asked: Asked) -> str:
+def _trend(asked: PageRequest) -> str:
     """The same sentence as in the terminal of `shoal join`."""
     newest = asked.look.rows(
         "SELECT value FROM series WHERE run = ? AND name = ? ORDER BY step DESC LIMIT ?", asked.run, REWARDS[0],
@@ -350,7 +350,7 @@ def _trend(asked: Asked) -> str:
     return trend_of([row["value"] for row in newest[::-1] if row["value"] is not None])
 
 
-def _last_verdict(asked: Asked) -> Row | None:
+def _last_verdict(asked: PageRequest) -> Row | None:
     """The newest of all validators: whether they are alive."""
     found = asked.look.rows("SELECT seq, time_s FROM verdicts WHERE run = ? ORDER BY seq DESC LIMIT 1", asked.run)
     return found[0] if found else None

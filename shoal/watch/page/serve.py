@@ -18,11 +18,11 @@ from starlette.types import ASGIApp
 
 from shoal.config.run_file import HostConfig
 from shoal.errors import StateError
-from shoal.net.connection_limits import Limits, connections_that_fit, http_server
+from shoal.net.connection_limits import ServerLimits, connections_that_fit, http_server
 from shoal.net.process import listen, port_of_last_start, tell_address
 from shoal.run_folder import RunFolder, is_url
 from shoal.watch.page.app import page_app
-from shoal.watch.page.page_runs import Shelf
+from shoal.watch.page.page_runs import PageRuns
 from shoal.watch.reading import open_run
 
 
@@ -58,7 +58,7 @@ def serve_on(
 ) -> None:  # fmt: skip
     """The same on a socket; `told` is called when the runs are open. `trusted`: addresses or networks of proxies."""
     os.umask(0o077)  # a host's index has texts that are still private
-    shelf = Shelf(index, places, open_one=partial(open_run, own_files=own_files))
+    shelf = PageRuns(index, places, open_one=partial(open_run, own_files=own_files))
     with contextlib.closing(shelf):
         shelf.start()
         told()
@@ -67,7 +67,7 @@ def serve_on(
 
 def server_of(page: ASGIApp, trusted: tuple[str, ...] = HostConfig().trusted_proxies) -> uvicorn.Server:
     """A server for a page. Its viewers are strangers like those of a coordinator, so connections have the same limits."""
-    return http_server(page, Limits(total=connections_that_fit(), trusted=trusted))
+    return http_server(page, ServerLimits(total=connections_that_fit(), trusted=trusted))
 
 
 def address(bind: str, port: int) -> str:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from shoal.errors import ConfigError, how_to_install
-from shoal.watch.plots.series import ACROSS, Curve, Panel, Picture, Point
+from shoal.watch.plots.series import ACROSS, Panel, Picture, PlotCurve, Point
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
 DASHES = ("-", "--", ":", "-.")
@@ -129,7 +129,7 @@ def _panel(axes: Any, panel: Panel, picture: Picture) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def _style(curve: Curve) -> dict[str, Any]:
+def _style(curve: PlotCurve) -> dict[str, Any]:
     """Colour and dashes of a line, the same in all panels."""
     return {"color": OKABE_ITO[curve.colour % len(OKABE_ITO)], "linestyle": DASHES[curve.colour % len(DASHES)]}
 
@@ -151,7 +151,7 @@ def _names(panels: Sequence[Panel]) -> dict[str, Any]:
     """The legend: a line's name, and how it is drawn. None for a single run."""
     from matplotlib.lines import Line2D
 
-    curves: dict[str, Curve] = {}
+    curves: dict[str, PlotCurve] = {}
     for panel in panels:
         for curve in panel.curves:
             curves.setdefault(curve.label, curve)

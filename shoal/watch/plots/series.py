@@ -15,7 +15,7 @@ from shoal.evaluation_files import interval_of, why_not_comparable
 from shoal.ledger.run import RunCreated
 from shoal.metrics import METRICS, Metric, declared, mean_of_counts
 from shoal.terminal import brief, docs_page
-from shoal.watch.reading import Reading
+from shoal.watch.reading import RunReader
 from shoal.watch.reading.evaluations import HeldOut, read_heldout
 from shoal.watch.reading.source import Value, step_of
 
@@ -75,7 +75,7 @@ class Point(NamedTuple):
     """Low and high are those of the band or of the interval; equal to y where there is none."""
 
 
-class Curve(NamedTuple):
+class PlotCurve(NamedTuple):
     label: str
     colour: int
     """The same number for the same line in all panels."""
@@ -89,7 +89,7 @@ class Panel(NamedTuple):
     unit: str
     dots: bool
     """Whether points are measured seldom, and are drawn as dots with intervals."""
-    curves: list[Curve]
+    curves: list[PlotCurve]
 
 
 class Picture(NamedTuple):
@@ -99,7 +99,7 @@ class Picture(NamedTuple):
     """What a reader must know: what bands and intervals are, and smoothing."""
 
 
-def read_run(run: Reading) -> ReadRun:
+def read_run(run: RunReader) -> ReadRun:
     """What is drawn of a run. Reads no more of its log than its beginning. Raises `ShoalError`."""
     name, config = "", dict[str, Any]()
     if run.state.seq >= 0 or run.refresh():
@@ -130,7 +130,7 @@ def picture_of(
     usual = USUAL if has_all else ("reward_mean", *USUAL[1:])
     for name in wanted or (*usual, *_parts_of(runs)):
         curves = [
-            Curve(label, number, points, len(same))
+            PlotCurve(label, number, points, len(same))
             for number, (label, same) in enumerate(zip(labels, sets, strict=True))
             if (points := _points(same, name, across, smooth))
         ]

@@ -1,10 +1,10 @@
-from shoal.watch.reading.env_replay import Replayed as Replayed
+from shoal.watch.reading.env_replay import ReplayedEpisode as ReplayedEpisode
 from shoal.watch.reading.evaluations import HeldOut as HeldOut
 from shoal.watch.reading.evaluations import ReadTranscript as ReadTranscript
 from shoal.watch.reading.replay import Condition as Condition
-from shoal.watch.reading.replay import Place as Place
-from shoal.watch.reading.replay import Reading as Reading
+from shoal.watch.reading.replay import GroupRef as GroupRef
 from shoal.watch.reading.replay import Replaced as Replaced
+from shoal.watch.reading.replay import RunReader as RunReader
 from shoal.watch.reading.replay import Version as Version
 from shoal.watch.reading.replay import open_run as open_run
 from shoal.watch.reading.rollouts import ReadGroup as ReadGroup

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from shoal.chat.renderer import Renderer
 from shoal.env import Env
 from shoal.envs.interface import describe_fault, players_of, solution_of, source_of, task_of
-from shoal.envs.lint.scripted_episode import perform, played
+from shoal.envs.lint.scripted_episode import played, scripted_player
 from shoal.envs.load import files_needed, load_run_envs
 from shoal.envs.replay import replay_group
 from shoal.errors import ConfigError, ShoalError
@@ -24,7 +24,7 @@ ANSWER_TURNS = 32
 """Of an answer, so many turns at most."""
 
 
-class Replayed(NamedTuple):
+class ReplayedEpisode(NamedTuple):
     group: ReadGroup
     """With parts, metrics and problems of its rollouts."""
     texts: tuple[tuple[tuple[str, str], ...], ...]
@@ -48,7 +48,7 @@ def open_envs(state: State, own_files: bool) -> dict[str, Env]:
     return load_run_envs(state.envs, own_files)
 
 
-def replay(state: State, envs: dict[str, Env], renderer: Renderer, group: ReadGroup, sent: t.Group) -> Replayed:
+def replay(state: State, envs: dict[str, Env], renderer: Renderer, group: ReadGroup, sent: t.Group) -> ReplayedEpisode:
     """Play a group again. Raises `ShoalError` if its environment cannot begin the task."""
     env = _env_of(envs, group)
     whole = [rollout for rollout in group.rollouts if not rollout.flaw]
@@ -66,7 +66,7 @@ def replay(state: State, envs: dict[str, Env], renderer: Renderer, group: ReadGr
         )
         texts[rollout.index] = tuple(talk.texts) if talk else ()
     rollouts = tuple(told.get(rollout.index, rollout) for rollout in group.rollouts)
-    return Replayed(replace(group, rollouts=rollouts), tuple(texts.get(r.index, ()) for r in group.rollouts))
+    return ReplayedEpisode(replace(group, rollouts=rollouts), tuple(texts.get(r.index, ()) for r in group.rollouts))
 
 
 def answer_of(envs: dict[str, Env], group: ReadGroup) -> tuple[str, ...]:
@@ -79,7 +79,7 @@ def answer_of(envs: dict[str, Env], group: ReadGroup) -> tuple[str, ...]:
         right = players_of(env).get("right") if told is None else None
         if right is None:
             return told or ()
-        walk = played(env, task, perform(right, 0, group.task), turns=ANSWER_TURNS)
+        walk = played(env, task, scripted_player(right, 0, group.task), turns=ANSWER_TURNS)
     except (MemoryError, ShoalError):
         raise
     except Exception as error:  # noqa: BLE001  foreign code may raise anything: its user gets one line

@@ -29,11 +29,11 @@ from shoal.protocol.encoding import WireError, digest, from_msgpack
 from shoal.roles.auditor.source import EVENT_BYTES, EVENT_COPIES, is_full
 from shoal.roles.coordinator.status import NOT_WAITING, groups_in_flight, node_state, waiting_for
 from shoal.roles.node.memory_limit import share_of_free_mb
-from shoal.watch.reading.env_replay import Replayed, answer_of, open_envs, replay
+from shoal.watch.reading.env_replay import ReplayedEpisode, answer_of, open_envs, replay
 from shoal.watch.reading.evaluations import HeldOut, read_heldout
 from shoal.watch.reading.event_index import Marks, slot_of, standing_of
 from shoal.watch.reading.rollouts import ReadGroup, decoded, read_rollouts, with_faults
-from shoal.watch.reading.source import Source, Value, source_of, step_of
+from shoal.watch.reading.source import RunFileSource, Value, source_of, step_of
 from shoal.weights.manifest import open_manifest
 
 
@@ -64,7 +64,7 @@ class Version(NamedTuple):
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class GroupRef:
     """Where a group is: its submission, and its place in it."""
 
     submission: str
@@ -79,7 +79,7 @@ def open_run(
     max_memory_mb: int = 0,
     clock: Callable[[], float] = time.time,
     transport: httpx.AsyncBaseTransport | None = None,
-) -> "Reading":
+) -> "RunReader":
     """Read the run in a folder or at a URL. Nothing is read yet: call `refresh`, or `catch_up`.
 
     `private` also shows bodies that are still private and held-out tasks. That takes the host's folder with its run key.
@@ -92,17 +92,17 @@ def open_run(
     source = source_of(where, transport)
     if private and not source.is_own:
         raise ConfigError(f"{where} is a URL: what is private is read from the host's folder, which has its run key")
-    return Reading(source, private, max_memory_mb, clock, own_files)
+    return RunReader(source, private, max_memory_mb, clock, own_files)
 
 
-class Reading:
+class RunReader:
     """A run that is being read. Calls block, and one thread makes them at a time. Use as `with open_run(where) as run`.
 
     Methods raise `ShoalError`: `PeerError` if a URL does not answer, `StateError` if what it says cannot be true.
     """
 
     def __init__(
-        self, source: Source, private: bool, max_memory_mb: int, clock: Callable[[], float], own_files: bool = False
+        self, source: RunFileSource, private: bool, max_memory_mb: int, clock: Callable[[], float], own_files: bool = False
     ) -> None:  # fmt: skip
         self.source, self._private, self._clock, self._own_files = source, private, clock, own_files
         self.state = State()
@@ -120,7 +120,7 @@ class Reading:
         self._body: tuple[str, tuple[bytes, ...]] = ("", ())
         """Name and groups of the submission that was read last."""
 
-    def __enter__(self) -> "Reading":
+    def __enter__(self) -> "RunReader":
         return self
 
     def __exit__(
@@ -298,27 +298,27 @@ class Reading:
         """Whether anyone may read the body of a submission."""
         return is_final(self.state, self.state.submissions[submission])
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[GroupRef]:
         """All groups that were submitted, in the order of the log."""
         for name, submission in self.state.submissions.items():
-            yield from (Place(name, index) for index in range(len(submission.groups)))
+            yield from (GroupRef(name, index) for index in range(len(submission.groups)))
 
-    def place_of(self, version: int, slot: int) -> Place:
+    def place_of(self, version: int, slot: int) -> GroupRef:
         """The group that was accepted for a slot. Raises `NothingYet`."""
         versions = self.state.main.versions
         record = versions[version].slots.get(slot) if version in versions else None
         if record is None or not record.submission:
             raise NothingYet(f"no group was accepted for slot {slot} of version {version}")
-        return Place(record.submission, record.index)
+        return GroupRef(record.submission, record.index)
 
-    def place_named(self, digest: str) -> Place:
+    def place_named(self, digest: str) -> GroupRef:
         """The group whose bytes have this digest. Raises `NothingYet`."""
         for place in self.places():
             if self.state.submissions[place.submission].groups[place.index] == digest:
                 return place
         raise NothingYet(f"no group of this log has the digest {digest[:16]}")
 
-    def group(self, place: Place, with_pieces: bool = False) -> ReadGroup:
+    def group(self, place: GroupRef, with_pieces: bool = False) -> ReadGroup:
         """A group, decoded; `with_pieces` also gives the text of each token, which takes longer.
 
         Raises `NothingYet` if its body is private or not kept any more, `StateError` if it is not what the log names.
@@ -346,14 +346,14 @@ class Reading:
         """Whether environment files that the run names may be executed here."""
         return self._own_files
 
-    def replayed(self, place: Place) -> Replayed:
+    def replayed(self, place: GroupRef) -> ReplayedEpisode:
         """A group played again by its environment, without the model: named parts of rewards, metrics, chat roles.
 
         Raises as `group`, and `ShoalError` if the environment is not here or its host alone plays it.
         """
         return replay(self.state, self._opened(), self.renderer(), self.group(place), decoded(self.bytes_of(place)))
 
-    def answer(self, place: Place) -> tuple[str, ...]:
+    def answer(self, place: GroupRef) -> tuple[str, ...]:
         """The turns that solve a group's task by its environment; empty if it knows none. Raises as `replayed`, and
         `NothingYet` if what is private is not shown: an answer is the host's to tell."""
         if not self.shows_private():  # guard: answers-need-the-run-key
@@ -365,7 +365,7 @@ class Reading:
             self._envs = open_envs(self.state, self._own_files)  # guard: own-files-on-request
         return self._envs
 
-    def bytes_of(self, place: Place) -> bytes:
+    def bytes_of(self, place: GroupRef) -> bytes:
         """The bytes of a group as its worker sent them. Raises as `group`."""
         name = place.submission
         if not (self.is_public(name) or self.shows_private()):  # guard: private-bodies-stay-private

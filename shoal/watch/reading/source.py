@@ -19,7 +19,7 @@ import httpx
 import msgspec
 
 from shoal.alarms import AlarmLine, read_alarms
-from shoal.chat.isolated import Limits
+from shoal.chat.isolated import RendererLimits
 from shoal.chat.renderer import FILES, Renderer
 from shoal.errors import ConfigError, NothingYet, PeerError, ShoalError, StateError
 from shoal.ledger.state import State
@@ -57,7 +57,7 @@ Value = int | float | str | None | dict[str, int | float]
 """Of a metric."""
 
 
-class Source(Protocol):
+class RunFileSource(Protocol):
     """Where a run is read from."""
 
     name: str
@@ -117,7 +117,7 @@ class Source(Protocol):
         ...
 
 
-def source_of(where: str | Path, transport: httpx.AsyncBaseTransport | None = None) -> Source:
+def source_of(where: str | Path, transport: httpx.AsyncBaseTransport | None = None) -> RunFileSource:
     """The source for a URL or a folder. Raises `ConfigError` for a folder without a run."""
     if is_url(where):
         return UrlSource(str(where), transport)
@@ -310,7 +310,9 @@ class UrlSource:
         )
         self._home = home = tempfile.TemporaryDirectory(prefix="shoal-watch-")
         self._asking.wait(fetch_tokenizer(self._client, manifest, state.sampling.stops, Path(home.name)))
-        return contained(Limits(), state.sampling.stops)(Path(home.name))  # guard: watched-tokenizer-is-contained
+        return contained(RendererLimits(), state.sampling.stops)(
+            Path(home.name)
+        )  # guard: watched-tokenizer-is-contained
 
     def has_key(self, run_key: str) -> bool:
         return False

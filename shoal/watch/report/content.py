@@ -22,17 +22,17 @@ from shoal.envs.load import files_needed
 from shoal.errors import ShoalError, StateError
 from shoal.evaluation_files import Judged, interval_of, why_not_comparable
 from shoal.ledger.run import RulesChanged, RunCreated
-from shoal.models.config import PolicySpec
-from shoal.models.hf_config import AnySpec
+from shoal.models.config import ModelConfig
+from shoal.models.hf_config import HFConfig
 from shoal.models.open_model import spec_of
 from shoal.models.parameter_counts import parameters_of
 from shoal.protocol import messages as t
 from shoal.protocol.encoding import digest
 from shoal.watch.event_rows import node_note
-from shoal.watch.reading import Reading, Version
+from shoal.watch.reading import RunReader, Version
 from shoal.watch.reading.evaluations import HeldOut
 from shoal.watch.reading.source import FolderSource
-from shoal.watch.report.samples import Sample, samples_of
+from shoal.watch.report.samples import ReportSample, samples_of
 from shoal.weights.manifest import open_manifest
 
 MOST_ROWS = 100
@@ -45,7 +45,7 @@ MOST_CONFIG_CHARS, MOST_LINE_CHARS, MOST_DEPTH = 40_000, 500, 20
 
 
 @dataclass(frozen=True)
-class Facts:
+class ReportContent:
     run: str
     name: str
     command: str
@@ -89,14 +89,14 @@ class Facts:
     wall_s: float
     use: list[tuple[str, float, float | None]]
     """Role, CPU seconds, and the largest process in MB."""
-    samples: list[Sample]
+    samples: list[ReportSample]
     why_no_samples: str
     seq: int
     head: str
     run_key: str
 
 
-def facts_of(run: Reading) -> Facts:
+def facts_of(run: RunReader) -> ReportContent:
     """Everything that the report says. Raises `StateError` if the log has not begun, `ShoalError` as `Reading` does."""
     first = next(run.events(), None)
     if first is None:
@@ -118,7 +118,7 @@ def facts_of(run: Reading) -> Facts:
     train = config.get("train")
     samples, why = samples_of(run)
     later = [entry.body.config for entry in run.events() if isinstance(entry.body, RulesChanged) and entry.body.config]
-    return Facts(
+    return ReportContent(
         run=run.run, name=begun.name, command=shlex.quote(run.name) if not run.source.is_own else "RUN_FOLDER",
         needs_files=bool(files_needed(state.envs)),
         is_url=not run.source.is_own, status=condition.status, is_live=condition.is_live,
@@ -221,7 +221,7 @@ def _said(section: object) -> str:
     return ", ".join(said)[:MOST_LINE_CHARS]
 
 
-def policy_of(run: Reading, section: object) -> str:
+def policy_of(run: RunReader, section: object) -> str:
     """The policy that was used: its architecture and size as its published files say, then where it began."""
     settings = section if isinstance(section, dict) else {}
     used = [key for key in ("dtype", "path", "implementation") if settings.get(key)]
@@ -232,19 +232,19 @@ def policy_of(run: Reading, section: object) -> str:
     if spec is None and not settings.get("path"):
         used.append("tiny")
     said = [_said({key: settings[key] for key in used})]
-    if isinstance(spec, PolicySpec):
+    if isinstance(spec, ModelConfig):
         said.insert(0, f"{spec.family}, {parameters_of(spec):,} parameters, {_shape(spec)}, MLP {spec.mlp_width}")
     elif spec is not None:
         said.insert(0, f"{spec.architecture}, about {parameters_of(spec):,} parameters, {_shape(spec)}")
     return "; ".join(filter(None, said))[:MOST_LINE_CHARS]
 
 
-def _shape(spec: PolicySpec | AnySpec) -> str:
+def _shape(spec: ModelConfig | HFConfig) -> str:
     heads = f"{spec.heads} heads ({spec.kv_heads} for keys and values)"
     return f"{spec.layers} layers of width {spec.width}, {heads}, vocabulary {spec.vocab_size:,}"
 
 
-def _spec(run: Reading) -> PolicySpec | AnySpec | None:
+def _spec(run: RunReader) -> ModelConfig | HFConfig | None:
     """The shape of the newest version, from the files that its manifest names; None if they cannot be had."""
     state, version = run.state, run.state.main.version
     with contextlib.suppress(ShoalError, OSError), tempfile.TemporaryDirectory(prefix="shoal-report-") as home:
@@ -275,7 +275,7 @@ def _as_told(lines: Sequence[AlarmLine]) -> list[AlarmLine]:
     return list(told.values())
 
 
-def _use(run: Reading) -> tuple[float, list[tuple[str, float, float | None]]]:
+def _use(run: RunReader) -> tuple[float, list[tuple[str, float, float | None]]]:
     """Time and CPU by role, as the launcher wrote them; nothing if it did not, or of a URL."""
     if isinstance(run.source, FolderSource):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):

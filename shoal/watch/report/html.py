@@ -18,13 +18,13 @@ from shoal.errors import NothingYet
 from shoal.terminal import printable
 from shoal.watch.plots.render import draw_inline
 from shoal.watch.plots.series import picture_of, read_run, sentence_of
-from shoal.watch.reading import Reading
+from shoal.watch.reading import RunReader
 from shoal.watch.report.content import facts_of
 
 CSP = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'none'; base-uri 'none'"
 
 
-def report_of(run: Reading, now: float) -> str:
+def report_of(run: RunReader, now: float) -> str:
     """The report on a run that was replayed to its end. `now`, seconds since the epoch, is printed in it.
 
     What is private is in it only if the reading was opened so.

@@ -10,7 +10,7 @@ from itertools import islice
 
 from shoal.errors import NothingYet, ShoalError
 from shoal.evaluation_files import AFTER, BEFORE
-from shoal.watch.reading import Place, Reading
+from shoal.watch.reading import GroupRef, RunReader
 from shoal.watch.reading.evaluations import HeldOut, ReadTranscript
 from shoal.watch.reading.rollouts import ReadGroup, ReadRollout
 
@@ -26,17 +26,17 @@ SHADES = (0.05, 0.25, 0.7, 2.0)
 
 
 @dataclass(frozen=True)
-class Piece:
+class SamplePiece:
     text: str
     shade: int
     surprise: float
 
 
 @dataclass(frozen=True)
-class Said:
+class SampleTurn:
     author: str
     text: str
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[SamplePiece, ...] = ()
     """Empty where nothing is known of single tokens: then the text is shown."""
 
 
@@ -44,7 +44,7 @@ class Said:
 class Talk:
     reward: float | None
     ending: str
-    turns: tuple[Said, ...]
+    turns: tuple[SampleTurn, ...]
     flaw: str
     cut: bool
     """Whether more was said than is shown."""
@@ -53,7 +53,7 @@ class Talk:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ReportSample:
     when: str
     """Which policy: before, after, or which of those that are kept."""
     where: str
@@ -61,7 +61,7 @@ class Sample:
     talks: tuple[Talk, ...]
 
 
-def samples_of(run: Reading) -> tuple[list[Sample], str]:
+def samples_of(run: RunReader) -> tuple[list[ReportSample], str]:
     """The samples, and if there are none, why."""
     found, why = (
         [],
@@ -81,12 +81,12 @@ def samples_of(run: Reading) -> tuple[list[Sample], str]:
     return found, why
 
 
-def _kept(run: Reading) -> list[list[Place]]:
+def _kept(run: RunReader) -> list[list[GroupRef]]:
     """Places of accepted groups by version and slot, of the versions whose bodies can be read: of a run that deletes old
     ones, those from some version on, which is searched by halves."""
-    versions = list[list[Place]]()
+    versions = list[list[GroupRef]]()
     for _, record in sorted(run.state.main.versions.items()):
-        places = [Place(slot.submission, slot.index) for _, slot in sorted(record.slots.items()) if slot.submission]
+        places = [GroupRef(slot.submission, slot.index) for _, slot in sorted(record.slots.items()) if slot.submission]
         versions += [places] if places else []
     for _ in range(min(MOST_TRIED, len(versions))):
         if _is_kept(run, versions[-1]):
@@ -101,7 +101,7 @@ def _kept(run: Reading) -> list[list[Place]]:
     return versions[low:]
 
 
-def _is_kept(run: Reading, places: list[Place]) -> bool:
+def _is_kept(run: RunReader, places: list[GroupRef]) -> bool:
     try:
         run.bytes_of(places[0])
     except NothingYet:
@@ -109,7 +109,7 @@ def _is_kept(run: Reading, places: list[Place]) -> bool:
     return True
 
 
-def _first(run: Reading, versions: list[list[Place]], label: str) -> ReadGroup | None:
+def _first(run: RunReader, versions: list[list[GroupRef]], label: str) -> ReadGroup | None:
     """The first group of an environment, in this order of versions."""
     for place in islice((place for places in versions for place in places), MOST_TRIED):
         with contextlib.suppress(NothingYet):
@@ -118,25 +118,27 @@ def _first(run: Reading, versions: list[list[Place]], label: str) -> ReadGroup |
     return None
 
 
-def _sample(when: str, group: ReadGroup) -> Sample:
+def _sample(when: str, group: ReadGroup) -> ReportSample:
     talks = tuple(_talk(rollout) for rollout in group.rollouts[:ROLLOUTS])
-    return Sample(
+    return ReportSample(
         when, f"version {group.version}, slot {group.slot}, environment {group.env}, task {group.task}", talks
     )
 
 
 def _talk(rollout: ReadRollout) -> Talk:
-    said, room = list[Said](), MOST_TOKENS
+    said, room = list[SampleTurn](), MOST_TOKENS
     for turn in rollout.turns:
         if room <= 0:
             break
         whole, room = len(turn.token_ids) <= room, room - len(turn.token_ids)
         if len(turn.pieces) == len(turn.logprobs) > 0:
             end = len(turn.pieces) if whole else room
-            pieces = [Piece(text, shade_of(-at), -at) for text, at in zip(turn.pieces, turn.logprobs, strict=True)]
-            said.append(Said(turn.author, turn.text, tuple(pieces[:end])))
+            pieces = [
+                SamplePiece(text, shade_of(-at), -at) for text, at in zip(turn.pieces, turn.logprobs, strict=True)
+            ]
+            said.append(SampleTurn(turn.author, turn.text, tuple(pieces[:end])))
         else:
-            said.append(Said(turn.author, turn.text[: 8 * MOST_TOKENS]))
+            said.append(SampleTurn(turn.author, turn.text[: 8 * MOST_TOKENS]))
     return Talk(rollout.reward, rollout.ending, tuple(said), rollout.flaw, room < 0)
 
 
@@ -145,9 +147,9 @@ def shade_of(surprise: float) -> int:
     return sum(not surprise <= edge for edge in SHADES)
 
 
-def _heldout(one: HeldOut) -> Sample:
+def _heldout(one: HeldOut) -> ReportSample:
     talks = tuple(map(_episode, _episodes(one)[:TRANSCRIPTS]))
-    return Sample(one.name, f"held-out tasks, version {one.version}", talks)
+    return ReportSample(one.name, f"held-out tasks, version {one.version}", talks)
 
 
 def _episodes(one: HeldOut) -> list[ReadTranscript]:
@@ -155,5 +157,5 @@ def _episodes(one: HeldOut) -> list[ReadTranscript]:
 
 
 def _episode(transcript: ReadTranscript) -> Talk:
-    turns = tuple(Said(who, text[: 8 * MOST_TOKENS]) for who, text in transcript.turns)
+    turns = tuple(SampleTurn(who, text[: 8 * MOST_TOKENS]) for who, text in transcript.turns)
     return Talk(transcript.score, transcript.ending, turns, "", False, transcript.fault)

@@ -14,7 +14,7 @@ from shoal.protocol import encoding
 from shoal.protocol.messages import Manifest
 from shoal.weights.base_model import directory_root
 from shoal.weights.delta.patch import apply_patch
-from shoal.weights.delta.plan import Hop
+from shoal.weights.delta.plan import PatchStep
 from shoal.weights.delta.tensor_codes import coded_directory, cores
 from shoal.weights.fetch.chunks import MANIFEST_FILE, Wanted, files_of
 from shoal.weights.fetch.verify_directory import finish
@@ -48,14 +48,14 @@ def weights_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.glob(WEIGHTS))
 
 
-def files_to_fetch(manifest: Manifest, hops: Sequence[Hop]) -> list[Wanted]:
+def files_to_fetch(manifest: Manifest, hops: Sequence[PatchStep]) -> list[Wanted]:
     """The patches of a way, and the version's files other than weights."""
     plain = [wanted for wanted in files_of(manifest) if not Path(wanted.name).match(WEIGHTS)]
     return plain + [Wanted(_patch_name(hop), hop.patch.file, hop.chunk_bytes) for hop in hops]
 
 
 def follow(
-    base: Path, partial: Path, target: Path, manifest: Manifest, hops: Sequence[Hop], aside: Sequence[Path] = ()
+    base: Path, partial: Path, target: Path, manifest: Manifest, hops: Sequence[PatchStep], aside: Sequence[Path] = ()
 ) -> None:
     """Copy the weights of the base, apply the patches, which are in the unfinished directory, and give that its name.
 
@@ -79,5 +79,5 @@ def follow(
     finish(partial, target, manifest)
 
 
-def _patch_name(hop: Hop) -> str:
+def _patch_name(hop: PatchStep) -> str:
     return f"{hop.version:06d}.patch"

@@ -14,7 +14,7 @@ Ints = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
 
-class Members:
+class PositionSet:
     """Some of the positions 0 .. N - 1."""
 
     def __init__(self, word_W: Words) -> None:

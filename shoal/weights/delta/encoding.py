@@ -27,11 +27,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.weights.delta.bitset_rank import Members, select
+from shoal.weights.delta.bitset_rank import PositionSet, select
 from shoal.weights.delta.golomb_rice import (
     BadBits,
+    BitReader,
     Ints,
-    Reader,
     read_bits,
     read_flags,
     read_number,
@@ -57,7 +57,7 @@ _FEWEST_CHANGES, _USUAL_GROUPS = 200, 8
 """A group has at least this many changes and this part of them all: fewer are not worth its bytes and its pass."""
 
 
-class Group(NamedTuple):
+class ExponentGroup(NamedTuple):
     """The values of a piece whose exponents are in a range, both ends included."""
 
     low: int
@@ -95,11 +95,11 @@ def apply_changes(codes: Codes, data: bytes | memoryview, kind: Kind, *, back: b
     changes are not meant for. The piece may then be changed in part. Without an error it may still be wrong: compare its
     hash.
     """
-    reader = Reader(data)
-    groups: list[Group] = []
+    reader = BitReader(data)
+    groups: list[ExponentGroup] = []
     values: list[int] = []
     for _ in range(read_number(reader, MOST_GROUPS)):
-        group = Group(*reader.take(2))
+        group = ExponentGroup(*reader.take(2))
         if not (groups[-1].high if groups else -1) < group.low <= group.high:  # guard: patch-groups-in-order
             raise BadBits("has groups that overlap or are not in order")
         groups.append(group)
@@ -145,7 +145,7 @@ def _leaves(old: Codes, new: Codes, kind: Kind, group_of: NDArray[np.uint8]) -> 
     return leaves
 
 
-def _members(codes: Codes, kind: Kind, groups: list[Group]) -> list[Members]:
+def _members(codes: Codes, kind: Kind, groups: list[ExponentGroup]) -> list[PositionSet]:
     """Which values of a piece are in each group."""
     packed = np.zeros((len(groups), -(-len(codes) // 64) * 8), np.uint8)
     mask, above = np.empty(_BLOCK_VALUES, bool), np.empty(_BLOCK_VALUES, np.uint8)
@@ -159,10 +159,10 @@ def _members(codes: Codes, kind: Kind, groups: list[Group]) -> list[Members]:
                 np.less_equal(np.subtract(block, np.uint8(low), out=above), np.uint8(high - low), out=mask)
             bits = np.packbits(mask, bitorder="little")
             row[start // 8 : start // 8 + len(bits)] = bits
-    return [Members(row.view("<u8")) for row in packed]
+    return [PositionSet(row.view("<u8")) for row in packed]
 
 
-def _group_of(groups: list[Group]) -> NDArray[np.uint8]:
+def _group_of(groups: list[ExponentGroup]) -> NDArray[np.uint8]:
     """The number of the group of each exponent, 255 for none."""
     numbers = np.full(256, 255, np.uint8)
     for number, (low, high) in enumerate(groups):
@@ -170,20 +170,20 @@ def _group_of(groups: list[Group]) -> NDArray[np.uint8]:
     return numbers
 
 
-def _choose_groups(before: NDArray[np.uint8]) -> list[Group]:
+def _choose_groups(before: NDArray[np.uint8]) -> list[ExponentGroup]:
     """Neighbouring exponents in one group, until it has its share of the changes."""
     changed_E = np.bincount(before, minlength=256)
     fewest = max(_FEWEST_CHANGES, len(before) // _USUAL_GROUPS)
-    groups: list[Group] = []
+    groups: list[ExponentGroup] = []
     low, changed = -1, 0
     for exponent in np.flatnonzero(changed_E).tolist():
         low, changed = low if changed else exponent, changed + int(changed_E[exponent])
         if changed >= fewest:
-            groups.append(Group(low, exponent))
+            groups.append(ExponentGroup(low, exponent))
             changed = 0
     if changed:  # too few for a group of their own
         low = groups.pop().low if groups else low
-        groups.append(Group(low, exponent))
+        groups.append(ExponentGroup(low, exponent))
     return groups
 
 
@@ -210,7 +210,7 @@ def _write_places_and_jumps(found: list[Ints], universes: list[int], jumps: Code
     return counts + write_sets(sets, sets_of) + directions + write_bits(large - (np.uint64(1) << widths), widths)
 
 
-def _read_places_and_jumps(reader: Reader, universes: list[int], kind: Kind) -> tuple[list[Ints], Codes]:
+def _read_places_and_jumps(reader: BitReader, universes: list[int], kind: Kind) -> tuple[list[Ints], Codes]:
     """The places, and the jumps of all of them."""
     counts = [_read_counts(reader, universe, kind) for universe in universes]
     total = sum(chain[0] for chain in counts)
@@ -235,7 +235,7 @@ def _read_places_and_jumps(reader: Reader, universes: list[int], kind: Kind) -> 
     return sets[: len(counts)], (sizes ^ down) - down
 
 
-def _read_counts(reader: Reader, universe: int, kind: Kind) -> list[int]:
+def _read_counts(reader: BitReader, universe: int, kind: Kind) -> list[int]:
     """How many values change; how many of these by 2 units or more, by 4 or more, and so on. The last is 0."""
     chain = [read_number(reader, universe)]
     while chain[-1]:

@@ -29,7 +29,7 @@ class BadBits(ValueError):
     """Bytes that this module does not write."""
 
 
-class Reader:
+class BitReader:
     """A position in some bytes, which only moves forward."""
 
     def __init__(self, data: bytes | memoryview) -> None:
@@ -66,7 +66,7 @@ def write_number(value: int) -> bytes:
     return bytes([*out, value])
 
 
-def read_number(reader: Reader, limit: int) -> int:
+def read_number(reader: BitReader, limit: int) -> int:
     """The next number, at most `limit`."""
     value = 0
     for shift in range(0, MOST.bit_length() + 7, 7):
@@ -94,7 +94,7 @@ def write_bits(values: NDArray[np.uint64], widths: NDArray[np.uint64]) -> bytes:
     return words.tobytes()[: -(-int(ends[-1]) // 8)] if num_words else b""
 
 
-def read_bits(reader: Reader, widths: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def read_bits(reader: BitReader, widths: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The next values of these widths, 0 to 56."""
     ends = np.cumsum(widths)
     num_bits = int(ends[-1]) if len(ends) else 0
@@ -112,7 +112,7 @@ def write_flags(flags: NDArray[np.bool_]) -> bytes:
     return np.packbits(flags, bitorder="little").tobytes()
 
 
-def read_flags(reader: Reader, count: int) -> NDArray[np.uint8]:
+def read_flags(reader: BitReader, count: int) -> NDArray[np.uint8]:
     """The next values of one bit each: what `read_bits` gives for such widths, faster."""
     flat = np.unpackbits(np.frombuffer(reader.take(-(-count // 8)), np.uint8), bitorder="little")
     if flat[count:].any():  # guard: patch-padding-of-flags
@@ -137,7 +137,7 @@ def write_sets(sets: Sequence[Ints], universes: Sequence[int]) -> bytes:
     return np.packbits(unary, bitorder="little").tobytes() + low
 
 
-def read_sets(reader: Reader, counts: Sequence[int], universes: Sequence[int]) -> list[Ints]:
+def read_sets(reader: BitReader, counts: Sequence[int], universes: Sequence[int]) -> list[Ints]:
     """The next sets: of each, so many integers of 0 .. its universe - 1, strictly ascending."""
     shape = _Shape([min(count, n - count) for count, n in zip(counts, universes, strict=True)], universes)
     high = _read_unary(reader, shape)
@@ -170,7 +170,7 @@ class _Shape:
         )
 
 
-def _read_unary(reader: Reader, shape: _Shape) -> NDArray[np.uint64]:
+def _read_unary(reader: BitReader, shape: _Shape) -> NDArray[np.uint64]:
     """The high parts of all gaps."""
     total = len(shape.widths)
     if total == 0:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from shoal.errors import PeerError, StateError
 from shoal.protocol import encoding
 from shoal.weights.delta.encoding import PIECE_VALUES, apply_changes, write_changes
-from shoal.weights.delta.golomb_rice import BadBits, Reader, read_number, write_number
+from shoal.weights.delta.golomb_rice import BadBits, BitReader, read_number, write_number
 from shoal.weights.delta.tensor_codes import KINDS, Codes, Kind, Weights
 
 CODEC, MAGIC = "gaps-1", b"shoalp1\n"
@@ -64,12 +64,12 @@ def apply_patch(weights: Weights, patch: bytes, *, back: bool = False, threads: 
             pass  # raises what a piece raised
 
 
-def open_patch(weights: Weights, patch: bytes) -> list[tuple["Piece", memoryview]]:
+def open_patch(weights: Weights, patch: bytes) -> list[tuple["ChangedRun", memoryview]]:
     """The pieces of the weights that a patch changes, with the changes of each.
 
     Raises `PeerError` if it is not a whole patch, or is for other tensors. The changes themselves are not yet read.
     """
-    reader = Reader(patch)
+    reader = BitReader(patch)
     try:
         magic, layout = bytes(reader.take(len(MAGIC))), bytes(reader.take(32))
         if magic != MAGIC:  # guard: patch-magic
@@ -83,7 +83,7 @@ def open_patch(weights: Weights, patch: bytes) -> list[tuple["Piece", memoryview
     return [(piece, changes) for piece, changes in found if len(changes)]
 
 
-class Piece(NamedTuple):
+class ChangedRun(NamedTuple):
     """A run of a tensor's values: a view of their codes."""
 
     name: str
@@ -91,13 +91,13 @@ class Piece(NamedTuple):
     codes: Codes
 
 
-def _pieces(weights: Weights) -> Iterator[Piece]:
+def _pieces(weights: Weights) -> Iterator[ChangedRun]:
     for name, tensor in sorted(weights.items()):
         for start in range(0, len(tensor.codes), PIECE_VALUES):
-            yield Piece(name, KINDS[tensor.dtype], tensor.codes[start : start + PIECE_VALUES])
+            yield ChangedRun(name, KINDS[tensor.dtype], tensor.codes[start : start + PIECE_VALUES])
 
 
-def _apply(piece: Piece, changes: memoryview, *, back: bool) -> None:
+def _apply(piece: ChangedRun, changes: memoryview, *, back: bool) -> None:
     try:
         apply_changes(piece.codes, changes, piece.kind, back=back)
     except BadBits as error:

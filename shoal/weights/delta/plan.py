@@ -27,7 +27,7 @@ while a line of 100 Mb/s brings 12; a line of 10 Gb/s brings more, but there the
 
 
 @dataclass(frozen=True)
-class Hop:
+class PatchStep:
     """A patch on the way, and the version that it leads to."""
 
     version: int
@@ -36,24 +36,24 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class Way:
+class DownloadPlan:
     """How to get a version: begin with `start`, then take the hops in order."""
 
     start: int
     is_here: bool
     """Whether the weights of `start` are here; otherwise they are fetched whole."""
-    hops: tuple[Hop, ...]
+    hops: tuple[PatchStep, ...]
     cost_bytes: float
 
 
 @dataclass(frozen=True)
-class Lacking:
+class NeedsManifest:
     """The manifest of this version is needed to go on."""
 
     version: int
 
 
-def cheapest(
+def plan_download(
     asked: Manifest,
     here: Mapping[int, str],
     manifests: Mapping[int, Manifest | None],
@@ -61,7 +61,7 @@ def cheapest(
     broken: Collection[tuple[int, int]] = (),
     weights_bytes: int = 0,
     most_bytes: float = float("inf"),
-) -> Way | Lacking | None:
+) -> DownloadPlan | NeedsManifest | None:
     """The cheapest way to a version; or the manifest that the search lacks; or None if there is no way.
 
     `here` has the roots of the versions that are here. `manifests` are those of other versions; None marks one that nobody
@@ -74,17 +74,17 @@ def cheapest(
     apply_bytes = APPLY_SHARE * max([weights_bytes, *sizes])
     room_bytes = most_bytes - sum(entry.size for entry in asked.files if not entry.path.endswith(".safetensors"))
     cheapest_whole, order, done = float("inf"), itertools.count(), set[tuple[int, str]]()
-    heap = [(0.0, next(order), _Place(asked.version, asked.root, False, ()))]
+    heap = [(0.0, next(order), _SearchState(asked.version, asked.root, False, ()))]
     while heap:
         cost, _, place = heapq.heappop(heap)
         version, root, hops = place.version, place.root, place.hops
         if place.is_whole or (here.get(version) == root and hops):
-            return Way(version, not place.is_whole, hops, cost)
+            return DownloadPlan(version, not place.is_whole, hops, cost)
         if (version, root) in done:
             continue
         done.add((version, root))
         if version not in manifests:
-            return Lacking(version)
+            return NeedsManifest(version)
         manifest = manifests[version]
         if manifest is None or manifest.root != root:  # guard: patch-from-the-signed-base
             continue
@@ -99,15 +99,17 @@ def cheapest(
             if sum(hop.patch.file.size for hop in hops) + patch.file.size > room_bytes:  # guard: patches-fit-the-disk
                 continue
             if helps and patch.codec in CODECS and (patch.base, version) not in broken and len(hops) < MAX_PATCH_CHAIN:
-                hop = Hop(version, patch, manifest.chunk_bytes)
-                heapq.heappush(heap, (further, next(order), _Place(patch.base, patch.base_root, False, (hop, *hops))))
+                hop = PatchStep(version, patch, manifest.chunk_bytes)
+                heapq.heappush(
+                    heap, (further, next(order), _SearchState(patch.base, patch.base_root, False, (hop, *hops)))
+                )
     return None
 
 
-class _Place(NamedTuple):
+class _SearchState(NamedTuple):
     """Where the search is: at a version, which is fetched whole or not, with the hops from there to the end."""
 
     version: int
     root: str
     is_whole: bool
-    hops: tuple[Hop, ...]
+    hops: tuple[PatchStep, ...]

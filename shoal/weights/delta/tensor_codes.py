@@ -80,7 +80,7 @@ def signs(codes: Codes) -> Codes:
 
 
 @dataclass(frozen=True, eq=False)
-class Coded:
+class EncodedTensor:
     """A tensor: its dtype by safetensors' name, its shape, and its values as a flat array of codes."""
 
     dtype: str
@@ -88,18 +88,18 @@ class Coded:
     codes: Codes
 
 
-Weights = Mapping[str, Coded]
+Weights = Mapping[str, EncodedTensor]
 """The tensors of a version by name."""
 
 
-def coded(dtype: str, shape: tuple[int, ...], data: np.ndarray) -> Coded:
+def coded(dtype: str, shape: tuple[int, ...], data: np.ndarray) -> EncodedTensor:
     """A tensor over the bytes of an array, which are not copied. Raises `StateError` for an unknown dtype."""
     if dtype not in KINDS:
         raise StateError(f"a tensor is {dtype}: known are {', '.join(KINDS)}")
-    return Coded(dtype, shape, data.reshape(-1).view(np.uint8).view(KINDS[dtype].codes))
+    return EncodedTensor(dtype, shape, data.reshape(-1).view(np.uint8).view(KINDS[dtype].codes))
 
 
-def coded_directory(directory: Path, *, writable: bool = False) -> dict[str, Coded]:
+def coded_directory(directory: Path, *, writable: bool = False) -> dict[str, EncodedTensor]:
     """The tensors of a checkpoint directory, mapped into memory. `writable`: changes go to its files.
 
     Raises `StateError` if its files are not plain, whole safetensors files.
@@ -114,7 +114,7 @@ def coded_directory(directory: Path, *, writable: bool = False) -> dict[str, Cod
     return weights
 
 
-def coded_tensors(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, Coded]:
+def coded_tensors(tensors: Mapping[str, "torch.Tensor"]) -> dict[str, EncodedTensor]:
     """Contiguous tensors in the memory of this process, by name. What is written to the codes, the tensors hold."""
     import torch
 
@@ -166,5 +166,5 @@ _FEW_BYTES = 32 << 20
 """Fewer are hashed sooner than threads are started."""
 
 
-def _digest(tensor: Coded) -> str:
+def _digest(tensor: EncodedTensor) -> str:
     return hashlib.sha256(np.ascontiguousarray(tensor.codes).view(np.uint8).data).hexdigest()

@@ -8,9 +8,9 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 
 from shoal.errors import PeerError
-from shoal.weights.fetch.chunks import Piece
-from shoal.weights.fetch.scheduler import Choice, Fault
-from shoal.weights.fetch.sources import Passing, Source, is_filling
+from shoal.weights.fetch.chunks import Chunk
+from shoal.weights.fetch.scheduler import SourceFault, SourceScheduler
+from shoal.weights.fetch.sources import ChunkSource, Passing, is_filling
 
 ASK_SOON_S, ASK_EVERY_S = 0.5, 1.0
 """Time between the first two questions to a source that lacks chunks, and between all others."""
@@ -26,7 +26,7 @@ LOOK_AT = 32
 class Holdings:
     """What the sources of a fetch have, by their index. A source that never says so has everything."""
 
-    def __init__(self, sources: Sequence[Source], choice: Choice, waiting: Collection[Piece]) -> None:
+    def __init__(self, sources: Sequence[ChunkSource], choice: SourceScheduler, waiting: Collection[Chunk]) -> None:
         """`waiting` are all chunks that are wanted, in the order in which they are best asked for, last first. The caller
         takes out those that were asked for."""
         self._choice, self._waiting, self._wanted = choice, waiting, frozenset(piece.digest for piece in waiting)
@@ -42,11 +42,11 @@ class Holdings:
         """The sources that say what they have."""
         return list(self._fillers)
 
-    def lacks(self, piece: Piece) -> list[int]:
+    def lacks(self, piece: Chunk) -> list[int]:
         """The sources that do not have a chunk."""
         return [index for index, held in self._held.items() if piece.digest not in held]
 
-    def pick(self, index: int) -> Piece | None:
+    def pick(self, index: int) -> Chunk | None:
         """The waiting chunk that a source is asked for: one that is begun, or the rarest of some.
 
         Without any, the source is idle until it says more, or `waits_again`.
@@ -57,9 +57,9 @@ class Holdings:
             return None
         return min(found, key=self._order) if self._fillers else found[0]
 
-    def _some(self, index: int) -> list[Piece]:
+    def _some(self, index: int) -> list[Chunk]:
         """At most LOOK_AT waiting chunks that a source has."""
-        offered, found = self._offered[index], dict[Piece, None]()
+        offered, found = self._offered[index], dict[Chunk, None]()
         while offered and len(found) < LOOK_AT:
             piece = offered.pop()
             if piece in self._waiting:
@@ -67,7 +67,7 @@ class Holdings:
         offered.extend(reversed(found))
         return [*found]
 
-    def waits_again(self, piece: Piece) -> None:
+    def waits_again(self, piece: Chunk) -> None:
         """A chunk that was asked for waits again."""
         for index, offered in self._offered.items():
             if piece.digest in self._held.get(index, (piece.digest,)):
@@ -83,7 +83,9 @@ class Holdings:
         self._offered[index] = [piece for piece in self._waiting if held is None or piece.digest in held]
         self._choice.sources[index].idle = False
 
-    async def follow(self, index: int, changed: Callable[[], None], blame: Callable[[Fault, str, float], None]) -> None:
+    async def follow(
+        self, index: int, changed: Callable[[], None], blame: Callable[[SourceFault, str, float], None]
+    ) -> None:
         """Ask a source what it has until it has everything that is wanted. `blame` is told of its faults."""
         clock = asyncio.get_running_loop().time
         source, standing = self._fillers[index], self._choice.sources[index]
@@ -92,7 +94,7 @@ class Holdings:
             try:
                 held = await source.holds()
             except PeerError as error:
-                blame(Fault.FAILED, str(error), error.retry_s if isinstance(error, Passing) else 0.0)
+                blame(SourceFault.FAILED, str(error), error.retry_s if isinstance(error, Passing) else 0.0)
             else:
                 if held is None or held != self._held[index]:
                     self._offers(index, held)
@@ -108,5 +110,5 @@ class Holdings:
                 standing.grew_at = clock()
             pause_s = ASK_EVERY_S
 
-    def _order(self, piece: Piece) -> tuple[bool, int]:
+    def _order(self, piece: Chunk) -> tuple[bool, int]:
         return piece.part is None, sum(piece.digest in held for held in self._held.values())

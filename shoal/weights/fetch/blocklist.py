@@ -39,7 +39,7 @@ class _Memory:
     forget_at: float = 0.0
 
 
-class LeftOut:
+class SourceBlocklist:
     """The sources that a node leaves out, by name."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

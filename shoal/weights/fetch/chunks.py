@@ -34,7 +34,7 @@ class NoSpace(NotStored):
     """The disk is full: once there is space, the same call works."""
 
 
-class Place(NamedTuple):
+class FileRange(NamedTuple):
     """Where a chunk goes."""
 
     path: Path
@@ -42,13 +42,13 @@ class Place(NamedTuple):
 
 
 @dataclass(eq=False)
-class Piece:
+class Chunk:
     """A chunk that is needed, with all the places where it goes."""
 
     digest: str
     size: int
-    places: list[Place] = field(default_factory=list)
-    part: "Part | None" = None
+    places: list[FileRange] = field(default_factory=list)
+    part: "PartialChunk | None" = None
     """Its first bytes, if a source or an earlier process left some and no attempt is adding to them."""
 
     def write(self, chunk: bytes) -> None:
@@ -69,14 +69,14 @@ class Piece:
         """Whether these are the chunk's bytes."""
         return len(chunk) == self.size and encoding.digest(chunk) == self.digest
 
-    def new_part(self, directory: Path) -> "Part":
+    def new_part(self, directory: Path) -> "PartialChunk":
         """An empty part in a new file. Raises OSError."""
         paths = (directory / f"{_PART}{self.digest}-{number}" for number in itertools.count())
-        return Part(next(path for path in paths if not path.exists()))
+        return PartialChunk(next(path for path in paths if not path.exists()))
 
 
 @dataclass(eq=False)
-class StoredPiece(Piece):
+class StoredPiece(Chunk):
     """A chunk that is to be a file of its own, as in a relay."""
 
     store: Callable[[str, Path], None] = lambda digest, part: None
@@ -87,7 +87,7 @@ class StoredPiece(Piece):
         self.store(self.digest, part)
 
 
-class Segment(NamedTuple):
+class ReceivedRange(NamedTuple):
     """Bytes of a part that came from one source, up to `end`. No source: an earlier process fetched them."""
 
     source: str
@@ -97,12 +97,12 @@ class Segment(NamedTuple):
     """Of these bytes, once that is of interest."""
 
 
-class Part:
+class PartialChunk:
     """The first bytes of a chunk, in a file, with the sources that sent them."""
 
     def __init__(self, path: Path) -> None:
         """Opens the file. If it has bytes, they are those of an earlier process."""
-        self.path, self.size, self.segments = path, 0, list[Segment]()
+        self.path, self.size, self.segments = path, 0, list[ReceivedRange]()
         self._hash = hashlib.sha256()
         self._file: BinaryIO = path.open("a+b", buffering=0)
         self._file.seek(0)
@@ -110,12 +110,12 @@ class Part:
             self._hash.update(data)
             self.size += len(data)
         if self.size:
-            self.segments.append(Segment("", 0, self.size))
+            self.segments.append(ReceivedRange("", 0, self.size))
 
     def add(self, data: bytes, source: str) -> None:
         """Append bytes from a source. Raises OSError."""
         if not self.segments or self.segments[-1].source != source:
-            self.segments.append(Segment(source, self.size, self.size))
+            self.segments.append(ReceivedRange(source, self.size, self.size))
         left = memoryview(data)
         while left:
             left = left[self._file.write(left) :]
@@ -123,7 +123,7 @@ class Part:
         self.size += len(data)
         self.segments[-1] = self.segments[-1]._replace(end=self.size)
 
-    def copy(self, part: "Part") -> "Part":
+    def copy(self, part: "PartialChunk") -> "PartialChunk":
         """Begin `part`, which is empty, with what this one has; returns it. Raises OSError."""
         for segment in self.segments:
             for data in _read_span(self.path, segment.start, segment.end):
@@ -134,18 +134,18 @@ class Part:
         """Whether all its bytes came from this source."""
         return all(segment.source == source for segment in self.segments)
 
-    def matches(self, piece: Piece) -> bool:
+    def matches(self, piece: Chunk) -> bool:
         """Whether it is the whole chunk."""
         return self.size == piece.size and self._hash.hexdigest() == piece.digest
 
-    def evidence(self) -> list[Segment]:
+    def evidence(self) -> list[ReceivedRange]:
         """Which source sent which bytes, with the digests of those bytes."""
         return [
             segment._replace(digest=_digest_of(_read_span(self.path, segment.start, segment.end)))
             for segment in self.segments
         ]
 
-    def liars(self, evidence: list[Segment]) -> list[str]:
+    def liars(self, evidence: list[ReceivedRange]) -> list[str]:
         """The sources whose bytes differ from this part, which is right."""
         return [
             segment.source
@@ -153,7 +153,7 @@ class Part:
             if segment.source and _digest_of(_read_span(self.path, segment.start, segment.end)) != segment.digest
         ]
 
-    def place(self, piece: Piece) -> None:
+    def place(self, piece: Chunk) -> None:
         """Put the verified chunk into all its places. Raises OSError."""
         piece.take(self.path)
 
@@ -195,23 +195,23 @@ def files_of(manifest: Manifest) -> list[Wanted]:
     return [Wanted(entry.path, entry, manifest.chunk_bytes) for entry in manifest.files]
 
 
-def pieces_of(files: Iterable[Wanted], directory: Path, version: int) -> list[Piece]:
+def pieces_of(files: Iterable[Wanted], directory: Path, version: int) -> list[Chunk]:
     """The chunks of some files, with their places in a directory. A repeated chunk comes once.
 
     Raises `StateError` if one hash is to be of two sizes: no source could serve both.
     """
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, Chunk] = {}
     for name, entry, chunk_bytes in files:
         for index, digest in enumerate(entry.chunks):
             offset = index * chunk_bytes
             size = min(chunk_bytes, entry.size - offset)
-            piece = pieces.setdefault(digest, Piece(digest, size))
+            piece = pieces.setdefault(digest, Chunk(digest, size))
             if piece.size != size:  # guard: one-size-a-chunk
                 raise StateError(
                     f"version {version}: chunk {digest[:16]}… has {piece.size} bytes in one place and {size} in "
                     "another: the publisher is at fault. Tell the run's host"
                 )
-            piece.places.append(Place(directory / name, offset))
+            piece.places.append(FileRange(directory / name, offset))
     return list(pieces.values())
 
 
@@ -239,7 +239,7 @@ def prepare(
     *,
     store: Path | None = None,
     extra_bytes: int = 0,
-) -> list[Piece]:
+) -> list[Chunk]:
     """Make the unfinished directory, copy in the chunks that this machine has, and return the missing pieces.
 
     `store` is a folder of blobs that also has chunks, such as that of a coordinator on this machine. Raises `NoSpace` if
@@ -265,7 +265,7 @@ def prepare(
             continue
         known = here.get((piece.digest, piece.size))
         if known is None and store is not None:
-            known = Place(path_of(store, piece.digest), 0)
+            known = FileRange(path_of(store, piece.digest), 0)
         if known and piece.matches(chunk := _read(known, piece.size)):
             piece.write(chunk)
         else:
@@ -281,9 +281,9 @@ def prepare(
     return missing
 
 
-def _chunks_here(folder: Path) -> dict[tuple[str, int], Place]:
+def _chunks_here(folder: Path) -> dict[tuple[str, int], FileRange]:
     """Where this folder's versions store their chunks, by their manifests. Chunks are verified when read."""
-    here: dict[tuple[str, int], Place] = {}
+    here: dict[tuple[str, int], FileRange] = {}
     for known in folder.glob(f"v*/{MANIFEST_FILE}"):
         try:
             manifest = encoding.from_json(known.read_bytes(), Manifest)
@@ -300,7 +300,7 @@ def chunks_here(manifest: Manifest, directory: Path) -> set[str]:
     return {piece.digest for piece in pieces if piece.matches(_read(piece.places[0], piece.size))}
 
 
-def _read(place: Place, size: int) -> bytes:
+def _read(place: FileRange, size: int) -> bytes:
     try:
         with place.path.open("rb") as file:
             file.seek(place.offset)
@@ -309,7 +309,7 @@ def _read(place: Place, size: int) -> bytes:
         return b""
 
 
-def take_up_parts(partial: Path, missing: list[Piece]) -> None:
+def take_up_parts(partial: Path, missing: list[Chunk]) -> None:
     """Give each missing piece the longest part that an earlier process left of it. The other parts are deleted."""
     by_digest = {piece.digest: piece for piece in missing}
     left = sorted(partial.glob(f"{_PART}*"), key=lambda path: -path.stat().st_size)
@@ -318,7 +318,7 @@ def take_up_parts(partial: Path, missing: list[Piece]) -> None:
         if piece is None or piece.part is not None or not 0 < path.stat().st_size <= piece.size:
             path.unlink()
         else:
-            piece.part = Part(path)
+            piece.part = PartialChunk(path)
 
 
 def clear_parts(partial: Path) -> None:

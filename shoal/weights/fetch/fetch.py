@@ -24,13 +24,13 @@ from shoal.protocol.constants import MAX_PATCH_CHAIN
 from shoal.protocol.messages import Manifest, Patch, Publishers
 from shoal.weights.base_model import bases_here, entries_of_base, forget_fetched, from_hub, link_base
 from shoal.weights.delta.apply import files_to_fetch, follow, root_here, versions_here, weights_bytes
-from shoal.weights.delta.plan import Lacking, Way, cheapest
+from shoal.weights.delta.plan import DownloadPlan, NeedsManifest, plan_download
 from shoal.weights.fetch.chunks import (
     MANIFEST_FILE,
     UNFINISHED,
+    Chunk,
     NoSpace,
     NotStored,
-    Piece,
     Wanted,
     chunks_here,
     files_of,
@@ -39,7 +39,7 @@ from shoal.weights.fetch.chunks import (
     prepare,
 )
 from shoal.weights.fetch.relay_sources import expected
-from shoal.weights.fetch.sources import Source, is_filling
+from shoal.weights.fetch.sources import ChunkSource, is_filling
 from shoal.weights.fetch.transfer import Transfer
 from shoal.weights.fetch.verify_directory import directory_name, fault_of, finish, prune, take_from_stock
 from shoal.weights.manifest import ManifestError, chunks_of, open_manifest
@@ -56,7 +56,7 @@ def tell_blame(source: str, reason: str) -> None:
     log.warning("source=%s left=true reason=%s", source, reason)
 
 
-class Shared(Protocol):
+class SharingHooks(Protocol):
     """What a node shares with others of the versions that it fetches."""
 
     def begin(self, manifest: Manifest) -> None:
@@ -79,7 +79,7 @@ class Shared(Protocol):
 async def fetch_version(
     data: bytes,
     version: int,
-    sources: Sequence[Source],
+    sources: Sequence[ChunkSource],
     folder: Path,
     *,
     run: str,
@@ -118,7 +118,7 @@ async def fetch_version(
 
 async def fetch(
     manifest: Manifest,
-    sources: Sequence[Source],
+    sources: Sequence[ChunkSource],
     folder: Path,
     *,
     keep: int = 2,
@@ -129,7 +129,7 @@ async def fetch(
     on_blame: Callable[[str, str], None] = tell_blame,
     on_progress: Callable[[str], None] | None = None,
     on_lie: Callable[[str], None] = lambda source: None,
-    shared: Shared | None = None,
+    shared: SharingHooks | None = None,
     rng: random.Random | None = None,
 ) -> Path:
     """Fetch and verify a version; returns its directory in `folder`, where the `keep` newest versions stay, and `in_use`.
@@ -150,7 +150,7 @@ async def fetch(
         log.info("version=%d %s", manifest.version, line)
 
     async def transfer(
-        missing: Sequence[Piece], of: Sequence[Manifest], directory: Path, on_chunk: Callable[[str], None]
+        missing: Sequence[Chunk], of: Sequence[Manifest], directory: Path, on_chunk: Callable[[str], None]
     ) -> None:
         versions = expected(of)
         for source in sources:
@@ -188,10 +188,10 @@ class _Fetch:
     def __init__(
         self,
         folder: Path,
-        transfer: Callable[[Sequence[Piece], Sequence[Manifest], Path, Callable[[str], None]], Awaitable[None]],
+        transfer: Callable[[Sequence[Chunk], Sequence[Manifest], Path, Callable[[str], None]], Awaitable[None]],
         manifest_of: Callable[[int], Awaitable[Manifest]],
         store: Path | None,
-        shared: Shared | None,
+        shared: SharingHooks | None,
         *,
         keep: int,
         max_bytes: int | None,
@@ -246,13 +246,13 @@ class _Fetch:
         )
         raise problem or self._too_long or nothing
 
-    def _begins_with(self, way: Way) -> Manifest:
+    def _begins_with(self, way: DownloadPlan) -> Manifest:
         """The version that is fetched whole before its patches are applied."""
         start = self._known[way.start]
         assert start is not None, "the way begins at a version whose manifest is known"
         return start
 
-    def _on_the_way(self, asked: Manifest, way: Way) -> list[Manifest]:
+    def _on_the_way(self, asked: Manifest, way: DownloadPlan) -> list[Manifest]:
         """The versions to which the patches of a way lead; the last one is asked for."""
         known = [self._known[hop.version] for hop in way.hops[:-1]]
         return [*(manifest for manifest in known if manifest is not None), asked]
@@ -305,17 +305,17 @@ class _Fetch:
 
     async def _way(
         self, asked: Manifest, broken: Collection[tuple[int, int]], *, is_bounded: bool = True
-    ) -> Way | None:
+    ) -> DownloadPlan | None:
         """The cheapest way that is not broken; if it `is_bounded`, one that fits on the disk."""
         most_bytes = self._max_bytes if is_bounded and self._max_bytes is not None else float("inf")
         here = await asyncio.to_thread(versions_here, self._folder, asked.run) if asked.patches else {}
         roots = {version: root for version, (root, _) in here.items()}
         sizes = [weights_bytes(directory) for _, directory in here.values()]
         while isinstance(
-            found := cheapest(
+            found := plan_download(
                 asked, roots, self._known, broken=broken, weights_bytes=max(sizes, default=0), most_bytes=most_bytes
             ),
-            Lacking,
+            NeedsManifest,
         ):
             self._known[found.version] = await self._earlier(asked, found.version)
         return found
@@ -346,7 +346,7 @@ class _Fetch:
         await asyncio.to_thread(forget_fetched, self._folder)
         return target
 
-    async def _by_patches(self, asked: Manifest, way: Way) -> Path:
+    async def _by_patches(self, asked: Manifest, way: DownloadPlan) -> Path:
         """A version from one that is here, or that is fetched whole first."""
         target, unfinished = self._target(asked), self._unfinished(asked)
         if way.is_here:

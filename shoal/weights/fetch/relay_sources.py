@@ -15,9 +15,9 @@ from shoal.errors import NothingYet, PeerError
 from shoal.net.client import Client
 from shoal.protocol.messages import Manifest
 from shoal.protocol.messages.relays import RelayEntry
-from shoal.weights.fetch.blocklist import LeftOut
+from shoal.weights.fetch.blocklist import SourceBlocklist
 from shoal.weights.fetch.chunks import sized_chunks
-from shoal.weights.fetch.sources import HttpSource, Source
+from shoal.weights.fetch.sources import ChunkSource, HttpSource
 from shoal.weights.manifest import content_of
 
 LIST_EVERY_S = 60.0
@@ -90,7 +90,7 @@ class Relays:
         self._client, self._but, self._clock = client, but, clock
         self._listed: list[RelayEntry] = []
         self._ask_at = float("-inf")
-        self._left_out = LeftOut(clock)
+        self._left_out = SourceBlocklist(clock)
 
     async def refresh(self, every_s: float = LIST_EVERY_S) -> bool:
         """Ask for the list if the last one is so old. Returns whether it names relays that the last one did not, and had
@@ -103,7 +103,7 @@ class Relays:
         new = {relay.url for relay in self._listed if relay.key != self._but} - before
         return bool(new) and len(before) < MOST_RELAYS  # guard: others-of-many-are-no-news
 
-    def usable(self, sources: Sequence[Source]) -> list[Source]:
+    def usable(self, sources: Sequence[ChunkSource]) -> list[ChunkSource]:
         """Sources without those that lied or were not reached lately, but always with the last one."""
         return [s for s in sources if s is sources[-1] or s.name not in self._left_out]  # guard: liars-are-left-out
 
@@ -111,7 +111,7 @@ class Relays:
         """Note that a source sent a wrong chunk."""
         self._left_out.lied(source)
 
-    def learn(self, sources: Sequence[Source]) -> None:
+    def learn(self, sources: Sequence[ChunkSource]) -> None:
         """Note which sources of a fetch did not answer at all, such as an origin behind a firewall."""
         for source in sources:
             if isinstance(source, HttpSource) and source.was_asked:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from shoal.weights.fetch.chunks import Part, Piece
+from shoal.weights.fetch.chunks import Chunk, PartialChunk
 
 # --- Which source is asked for the next chunk, and which are left alone for how long ---
 
@@ -61,7 +61,7 @@ LEAST_S = 1.0
 """Differences of rate that cost less time than this do not matter."""
 
 
-class Fault(Enum):
+class SourceFault(Enum):
     """Why a source is left alone."""
 
     FAILED = "it does not answer, or stopped"
@@ -69,11 +69,11 @@ class Fault(Enum):
     WRONG = "it sent wrong bytes"
 
 
-FIRST_PAUSE_S = {Fault.FAILED: 0.5, Fault.SLOW: 5.0, Fault.WRONG: 0.5}
+FIRST_PAUSE_S = {SourceFault.FAILED: 0.5, SourceFault.SLOW: 5.0, SourceFault.WRONG: 0.5}
 
 
 @dataclass
-class Standing:
+class SourceStats:
     """What is known of a source in this fetch."""
 
     name: str
@@ -94,7 +94,7 @@ class Standing:
     rests_until: float = 0.0
     never: bool = False
     """Whether it is never asked again in this fetch."""
-    fault: Fault | None = None
+    fault: SourceFault | None = None
     """Its last one."""
     reason: str = ""
     """Of its last fault."""
@@ -125,7 +125,7 @@ class Standing:
         self.waited_s, self.ran_s = self.waited_s * share, self.ran_s * share
 
 
-class Choice:
+class SourceScheduler:
     """The standing of all sources of a fetch, by their index."""
 
     def __init__(
@@ -138,7 +138,7 @@ class Choice:
         now: float = 0.0,
     ) -> None:
         """`ranks` are 0 if they are not given; `origins` are for sources of rank `LAST`. `now` is when the fetch begins."""
-        self.sources = [Standing(name, rank) for name, rank in zip(names, ranks or [0] * len(names), strict=True)]
+        self.sources = [SourceStats(name, rank) for name, rank in zip(names, ranks or [0] * len(names), strict=True)]
         self._origins = [self.sources[index] for index in origins]
         self._rng, self._began = rng, now
 
@@ -162,7 +162,7 @@ class Choice:
         """Bytes a second that one more request to a source is expected to bring."""
         return self._rate(self.sources[index], self._mean_rate(), now)
 
-    def _rate(self, source: Standing, mean: float, now: float) -> float:
+    def _rate(self, source: SourceStats, mean: float, now: float) -> float:
         source.fade(now)
         prior = mean if source.seconds else max(FIRST_RATE, mean)
         return (source.num_bytes + PRIOR_S * prior) / (source.seconds + PRIOR_S)
@@ -232,13 +232,13 @@ class Choice:
             return self._rng.choice(free)
         return self._rng.choices(free, [rates[index] / (1 + self.sources[index].busy) for index in free])[0]
 
-    def _is_up(self, origin: Standing, now: float) -> bool:
+    def _is_up(self, origin: SourceStats, now: float) -> bool:
         """Whether nothing shows that an origin does not answer: perhaps it was not asked. A slow one does."""
         is_mute = origin.busy > 0 and origin.heard_at < self._began and now - origin.asked_at >= SPARE_AFTER_S
-        has_failed = origin.rests_until > now and origin.fault is not Fault.SLOW
+        has_failed = origin.rests_until > now and origin.fault is not SourceFault.SLOW
         return not (origin.never or has_failed or is_mute)
 
-    def _may_give(self, source: Standing, now: float) -> bool:
+    def _may_give(self, source: SourceStats, now: float) -> bool:
         """Whether a source has chunks that wait, or may have some soon."""
         if not source.idle or now - self._began < SAY_S:
             return True
@@ -253,17 +253,17 @@ class Choice:
         """A source's chunk was right."""
         self.sources[index].faults, self.sources[index].proven = 0, True
 
-    def failed(self, index: int, fault: Fault, reason: str, now: float, *, pause_s: float = 0.0) -> float | None:
+    def failed(self, index: int, fault: SourceFault, reason: str, now: float, *, pause_s: float = 0.0) -> float | None:
         """Leave a source alone for a growing pause, at least `pause_s`.
 
         Returns the seconds; inf means for good, and None that it is left alone already: its requests fail together.
         """
         source = self.sources[index]
-        if source.never or (source.rests_until > now and fault is not Fault.WRONG):
+        if source.never or (source.rests_until > now and fault is not SourceFault.WRONG):
             source.failed_at = now
-            source.fault = source.fault if fault is Fault.SLOW else fault
+            source.fault = source.fault if fault is SourceFault.SLOW else fault
             return None
-        source.wrong += fault is Fault.WRONG
+        source.wrong += fault is SourceFault.WRONG
         source.proven = False
         source.fault, source.reason, source.failed_at = fault, reason, now
         if source.wrong >= WRONG_CHUNKS:  # guard: liars-are-left
@@ -325,8 +325,8 @@ class Attempt:
     """One request to a source for one chunk."""
 
     source: int
-    piece: Piece
-    part: Part
+    piece: Chunk
+    part: PartialChunk
     began: float
     first: int
     """Bytes of the chunk that were here when it began."""
@@ -341,7 +341,7 @@ class Attempt:
     task: "asyncio.Task[None] | None" = None
     has_begun: bool = False
     """Whether the task runs. If it were cancelled before, it would end without a word."""
-    ended: tuple[Fault, str] | None = None
+    ended: tuple[SourceFault, str] | None = None
     """Why we ended it, if for a fault of its source."""
     lost: bool = False
     """Whether we ended it because another source sends the same chunk."""
@@ -362,11 +362,11 @@ class Attempt:
 
 
 def latest(
-    attempts: Sequence[Attempt], choice: Choice, now: float, lacks: Callable[[Piece], Collection[int]]
+    attempts: Sequence[Attempt], choice: SourceScheduler, now: float, lacks: Callable[[Chunk], Collection[int]]
 ) -> tuple[Attempt, int] | None:
     """Of the chunks that a free source would bring much sooner, the one that would come last: its slowest attempt, and
     that source. `lacks`: which sources do not have a chunk."""
-    by_piece: dict[Piece, list[Attempt]] = {}
+    by_piece: dict[Chunk, list[Attempt]] = {}
     for each in attempts:
         if not each.lost and each.ended is None and now - each.began > LOOK_S:
             by_piece.setdefault(each.piece, []).append(each)
@@ -382,7 +382,7 @@ def latest(
     return None
 
 
-def hindrance(attempts: Sequence[Attempt], choice: Choice, now: float) -> Attempt | None:
+def hindrance(attempts: Sequence[Attempt], choice: SourceScheduler, now: float) -> Attempt | None:
     """The slowest attempt, if a source that is much faster has nothing to do because all requests are taken."""
     judged = [each for each in attempts if now - each.began > JUDGE_S and each.ended is None]
     slowest = min(judged, key=lambda each: each.pace(now, 0.0), default=None)
@@ -396,7 +396,7 @@ def hindrance(attempts: Sequence[Attempt], choice: Choice, now: float) -> Attemp
 
 def bytes_twice(attempts: Sequence[Attempt]) -> int:
     """Bytes that two sources have sent so far of the chunks for which they race."""
-    sizes: dict[Piece, list[int]] = {}
+    sizes: dict[Chunk, list[int]] = {}
     for each in attempts:
         if each.raced_from is not None and not each.lost:
             sizes.setdefault(each.piece, []).append(max(0, each.part.size - each.raced_from))

@@ -16,8 +16,8 @@ import httpx
 from shoal.errors import NothingYet, PeerError
 from shoal.net.client import Client
 from shoal.net.forward_proxy import proxy_for
-from shoal.net.retryable_errors import Trouble, another_program, retry_after, troubles
-from shoal.net.safe_http import SHOAL, StrangersTransport, location_of, raw_parts
+from shoal.net.retryable_errors import RetryableError, another_program, map_http_errors, retry_after
+from shoal.net.safe_http import SHOAL, HardenedTransport, location_of, raw_parts
 from shoal.net.urls import addresses_of, demand_port, outside_address, port_of
 from shoal.protocol import constants
 from shoal.protocol.messages import RunInfo
@@ -45,7 +45,7 @@ class HostAway(PeerError):
     """Chunks could not be fetched, and the run's host is down or another program answers in its place."""
 
 
-class _Answered(Trouble):
+class _Answered(RetryableError):
     """The source itself said that a request may succeed later."""
 
 
@@ -53,7 +53,7 @@ class WrongBytes(PeerError):
     """What a source sent cannot be the chunk."""
 
 
-class Source(Protocol):
+class ChunkSource(Protocol):
     """A source of chunks."""
 
     name: str
@@ -75,7 +75,7 @@ class Source(Protocol):
         ...
 
 
-class FillingSource(Source, Protocol):
+class FillingSource(ChunkSource, Protocol):
     """A source that may lack chunks and says which it has."""
 
     async def holds(self) -> Collection[str] | None:
@@ -87,7 +87,7 @@ class FillingSource(Source, Protocol):
         ...
 
 
-def is_filling(source: Source) -> TypeGuard[FillingSource]:
+def is_filling(source: ChunkSource) -> TypeGuard[FillingSource]:
     """Whether a source is a `FillingSource`."""
     return hasattr(source, "holds")
 
@@ -137,7 +137,7 @@ class HttpSource:
         headers = {"range": f"bytes={start}-{size - 1}"} if start else {}
         self.was_asked = True
         try:
-            with troubles(self.name, NEVER_S, lambda: True):
+            with map_http_errors(self.name, NEVER_S, lambda: True):
                 request = await self._request(self._path(digest), headers)
                 try:
                     response = await self._opened().send(request, stream=True)
@@ -151,7 +151,7 @@ class HttpSource:
                         skip = max(0, skip - len(data))
                 finally:
                     await response.aclose()
-        except Trouble as trouble:
+        except RetryableError as trouble:
             self._address = ""  # look the name up again: the server may have moved
             is_away = self._is_host and not isinstance(trouble, _Answered)
             raise Passing(str(trouble), trouble.retry_s, is_away) from None
@@ -167,7 +167,7 @@ class HttpSource:
             limits = httpx.Limits(max_keepalive_connections=MOST_LANES, keepalive_expiry=60.0)
             self._http = httpx.AsyncClient(
                 transport=self._transport
-                or StrangersTransport(
+                or HardenedTransport(
                     verify=self._url.scheme == "https", limits=limits, proxy=proxy_for(self._url.scheme, self._url.host)
                 ),
                 trust_env=False,
@@ -180,14 +180,14 @@ class HttpSource:
     async def small(self, path: str, cap: int) -> bytes:
         """At most `cap` bytes of a path that is relative to that of the chunks. Raises as `parts`."""
         try:
-            with troubles(self.name, SMALL_S, lambda: True):
+            with map_http_errors(self.name, SMALL_S, lambda: True):
                 async with asyncio.timeout(SMALL_S):
                     response = await self._opened().send(await self._request(self._path(path), {}), stream=True)
                     try:
                         return await self._read_small(response, cap)
                     finally:
                         await response.aclose()
-        except Trouble as trouble:
+        except RetryableError as trouble:
             self._address = ""
             raise Passing(str(trouble), trouble.retry_s) from None
 
@@ -195,12 +195,12 @@ class HttpSource:
         if response.status_code in (404, 410):
             raise NothingYet(f"has nothing at {response.url.path[:80]}")
         if response.status_code != 200:
-            raise Trouble(f"HTTP {response.status_code}", retry_after(response))
+            raise RetryableError(f"HTTP {response.status_code}", retry_after(response))
         data = b""
         async for part in raw_parts(response):
             data += part
             if len(data) > cap:  # guard: small-answers
-                raise Trouble(f"answered more than {cap} bytes at {response.url.path[:80]}")
+                raise RetryableError(f"answered more than {cap} bytes at {response.url.path[:80]}")
         return data
 
     def _path(self, below: str) -> str:
@@ -219,11 +219,11 @@ class HttpSource:
                 judged = self._judged_address(self._known or url.host, port_of(url))
                 self._address = await asyncio.wait_for(judged, CONNECT_TIMEOUT_S)
             except TimeoutError:
-                raise Trouble(f"the address of {url.host} was not found in {CONNECT_TIMEOUT_S:.0f} s") from None
+                raise RetryableError(f"the address of {url.host} was not found in {CONNECT_TIMEOUT_S:.0f} s") from None
             except (OSError, UnicodeError):
                 if self._by_name:
                     return self._opened().build_request("GET", url, headers=headers)
-                raise Trouble(f"the address of {url.host} was not found") from None
+                raise RetryableError(f"the address of {url.host} was not found") from None
         return self._opened().build_request(
             "GET",
             url.copy_with(host=self._address),
@@ -238,10 +238,11 @@ class HttpSource:
         return await outside_address(host, port)
 
     def _skipped(self, response: httpx.Response, start: int, size: int) -> int:
-        """How many bytes of an answer come before `start`. Raises `Trouble` or `PeerError` if it is not the chunk."""
+        """How many bytes of an answer come before `start`. Raises `RetryableError` or `PeerError` if it is not the
+        chunk."""
         status = response.status_code
         if self._is_host and SHOAL not in response.headers:  # guard: strangers-serve-no-chunks
-            raise Trouble(another_program(status), retry_after(response))
+            raise RetryableError(another_program(status), retry_after(response))
         if response.is_redirect:
             raise PeerError(f"redirects to {location_of(response)[:200]}: no redirect is followed")
         if status in (404, 410):
@@ -280,14 +281,14 @@ ORIGIN, COORDINATOR = 1, LAST
 
 
 def sources_of(
-    info: RunInfo, client: Client, others: Sequence[Source] = (), *, spare_origin: bool = True
-) -> list[Source]:
+    info: RunInfo, client: Client, others: Sequence[ChunkSource] = (), *, spare_origin: bool = True
+) -> list[ChunkSource]:
     """Where the weights of a run come from: `others`, such as relays; its origin; and the coordinator that `client` calls.
 
     The origin is spared while others serve, unless `spare_origin` is false, as for a relay: somebody must have the chunks
     first. The coordinator is asked only if the origin is not there, or not to be reached from here.
     """
-    origin = list[Source]()
+    origin = list[ChunkSource]()
     with contextlib.suppress(PeerError):  # the coordinator serves chunks, too
         origin += _origin(info.origin, client, ORIGIN if spare_origin else 0)
     rank = COORDINATOR if spare_origin or origin else 0
@@ -302,7 +303,7 @@ def sources_of(
 _PORT = re.compile(r":(\d{1,5})(/[A-Za-z0-9._/-]{0,200})", re.ASCII)
 
 
-def _origin(said: str, client: Client, rank: int) -> list[Source]:
+def _origin(said: str, client: Client, rank: int) -> list[ChunkSource]:
     """The origin that a coordinator named. Raises `PeerError` for a bad URL."""
     called = httpx.URL(client.base_url)
     if beside := _PORT.fullmatch(said):

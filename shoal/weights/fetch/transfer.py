@@ -9,9 +9,18 @@ from pathlib import Path
 
 from shoal.errors import PeerError
 from shoal.weights.fetch.availability import Holdings
-from shoal.weights.fetch.chunks import Part, Piece, Segment
-from shoal.weights.fetch.scheduler import IN_FLIGHT, LAST, Attempt, Choice, Fault, bytes_twice, hindrance, latest
-from shoal.weights.fetch.sources import HostAway, Passing, Source, WrongBytes, is_filling
+from shoal.weights.fetch.chunks import Chunk, PartialChunk, ReceivedRange
+from shoal.weights.fetch.scheduler import (
+    IN_FLIGHT,
+    LAST,
+    Attempt,
+    SourceFault,
+    SourceScheduler,
+    bytes_twice,
+    hindrance,
+    latest,
+)
+from shoal.weights.fetch.sources import ChunkSource, HostAway, Passing, WrongBytes, is_filling
 
 # --- Tells how far a fetch is, if it takes more than a moment ---
 
@@ -70,8 +79,8 @@ class Transfer:
 
     def __init__(
         self,
-        missing: Sequence[Piece],
-        sources: Sequence[Source],
+        missing: Sequence[Chunk],
+        sources: Sequence[ChunkSource],
         directory: Path,
         *,
         rng: random.Random,
@@ -90,7 +99,7 @@ class Transfer:
         self._waiting_bytes = self._total_bytes = sum(piece.size for piece in missing)
         self._left = set(missing)
         self._attempts: list[Attempt] = []
-        self._doubts: dict[Piece, list[list[Segment]]] = {}
+        self._doubts: dict[Chunk, list[list[ReceivedRange]]] = {}
         """What several sources sent of chunks that were then wrong."""
         self._placed_bytes = self._duplicate_bytes = 0
         self._failure: OSError | None = None
@@ -99,7 +108,7 @@ class Transfer:
         self._clock = asyncio.get_running_loop().time
         names, ranks = [source.name for source in self._sources], [source.rank for source in self._sources]
         origins = [index for index, source in enumerate(self._sources) if source.rank < LAST and not is_filling(source)]
-        self._choice = Choice(names, rng, ranks=ranks, origins=origins, now=self._clock())
+        self._choice = SourceScheduler(names, rng, ranks=ranks, origins=origins, now=self._clock())
         self._directory = directory
         self._holdings = Holdings(self._sources, self._choice, self._waiting)
         self._heard = self._clock()
@@ -173,7 +182,7 @@ class Transfer:
         ):
             slow, source = race
             if slow.raced_from is not None or self._duplicate_bytes >= DUPLICATE_SHARE * self._total_bytes:
-                self._end(slow, Fault.SLOW, "another source is much faster")
+                self._end(slow, SourceFault.SLOW, "another source is much faster")
                 return
             with self._kept_failure():
                 part = slow.piece.new_part(self._directory)
@@ -182,7 +191,7 @@ class Transfer:
                 self._begin(group, slow.piece, source, now, slow.raced_from)
 
     def _begin(
-        self, group: asyncio.TaskGroup, piece: Piece, source: int, now: float, raced_from: int | None = None
+        self, group: asyncio.TaskGroup, piece: Chunk, source: int, now: float, raced_from: int | None = None
     ) -> None:
         with self._kept_failure():
             part, piece.part = piece.part, None
@@ -199,7 +208,7 @@ class Transfer:
     async def _follow(self, index: int) -> None:
         """Keep track of what a source has that is still filling."""
 
-        def blame(fault: Fault, reason: str, pause_s: float) -> None:
+        def blame(fault: SourceFault, reason: str, pause_s: float) -> None:
             self._blame(index, fault, reason, self._clock(), pause_s)
 
         await self._holdings.follow(index, self._changed.set, blame)
@@ -273,29 +282,31 @@ class Transfer:
             for rival in self._rivals(piece):
                 self._lose(rival)
             if isinstance(problem, WrongBytes):
-                self._blame(attempt.source, Fault.WRONG, str(problem), now)
+                self._blame(attempt.source, SourceFault.WRONG, str(problem), now)
             liars = [liar for evidence in self._doubts.pop(piece, []) for liar in part.liars(evidence)]
             for liar in dict.fromkeys(liars):
-                self._blame(self._index(liar), Fault.WRONG, f"sent wrong bytes for chunk {piece.digest[:16]}…", now)
+                self._blame(
+                    self._index(liar), SourceFault.WRONG, f"sent wrong bytes for chunk {piece.digest[:16]}…", now
+                )
             part.drop()
             return
         if isinstance(problem, WrongBytes):
-            self._blame(attempt.source, Fault.WRONG, str(problem), now)
+            self._blame(attempt.source, SourceFault.WRONG, str(problem), now)
         elif part.size == piece.size:
             self._doubt(attempt, now)
         elif isinstance(problem, Passing):
-            fault = attempt.ended[0] if attempt.ended else Fault.FAILED
+            fault = attempt.ended[0] if attempt.ended else SourceFault.FAILED
             self._blame(attempt.source, fault, str(problem), now, problem.retry_s)
             self._is_host_away |= problem.is_host_away
         elif problem is None:
             reason = f"sent {part.size} of the {piece.size} bytes of chunk {piece.digest[:16]}…"
-            self._blame(attempt.source, Fault.FAILED, reason, now)
+            self._blame(attempt.source, SourceFault.FAILED, reason, now)
         elif not self._choice.sources[attempt.source].never:
             self._choice.never(attempt.source, str(problem), now)
             self._on_blame(self._sources[attempt.source].name, f"{problem}: not asked again")
         self._hand_on(piece, part, is_good=not (isinstance(problem, WrongBytes) and attempt.got))
 
-    def _hand_on(self, piece: Piece, part: Part, is_good: bool) -> None:
+    def _hand_on(self, piece: Chunk, part: PartialChunk, is_good: bool) -> None:
         """Keep what an attempt left of a chunk for the next one, and let the chunk wait if nobody is fetching it."""
         if is_good and 0 < part.size < piece.size and (piece.part is None or piece.part.size < part.size):
             piece.part, part = part, piece.part or part
@@ -315,12 +326,12 @@ class Transfer:
         """A whole chunk was wrong. Blame its only source, or keep the evidence until the right bytes are here."""
         piece, part, name = attempt.piece, attempt.part, self._sources[attempt.source].name
         if part.is_only_from(name):
-            self._blame(attempt.source, Fault.WRONG, f"sent wrong bytes for chunk {piece.digest[:16]}…", now)
+            self._blame(attempt.source, SourceFault.WRONG, f"sent wrong bytes for chunk {piece.digest[:16]}…", now)
         else:
             self._doubts.setdefault(piece, []).append(part.evidence())  # guard: blame-by-evidence
 
-    def _blame(self, source: int, fault: Fault, reason: str, now: float, pause_s: float = 0.0) -> None:
-        if fault is Fault.WRONG:
+    def _blame(self, source: int, fault: SourceFault, reason: str, now: float, pause_s: float = 0.0) -> None:
+        if fault is SourceFault.WRONG:
             self._on_lie(self._sources[source].name)
         rest_s = self._choice.failed(source, fault, reason, now, pause_s=pause_s)
         if rest_s is None:
@@ -339,9 +350,9 @@ class Transfer:
             self._measure(attempt, now)
             heard = max(each.heard for each in self._attempts if each.source == attempt.source)
             if now - heard > SILENCE_S or now - attempt.heard > 3 * SILENCE_S:  # guard: silence-ends
-                self._end(attempt, Fault.FAILED, f"sent nothing for {SILENCE_S:.0f} s")
+                self._end(attempt, SourceFault.FAILED, f"sent nothing for {SILENCE_S:.0f} s")
         if self._waiting and (slow := hindrance(self._attempts, self._choice, now)) is not None:
-            self._end(slow, Fault.SLOW, f"gave {slow.pace(now, 0.0) / 1000:.0f} kB/s, and others give much more")
+            self._end(slow, SourceFault.SLOW, f"gave {slow.pace(now, 0.0) / 1000:.0f} kB/s, and others give much more")
         coming = {attempt.piece: attempt.part.size for attempt in self._attempts}
         self._progress.at(now, self._placed_bytes + sum(coming.values()), len({a.source for a in self._attempts}))
 
@@ -350,13 +361,13 @@ class Transfer:
         self._choice.measured(attempt.source, attempt.part.size - before, now - then, now)
         attempt.counted = (now, attempt.part.size)
 
-    def _end(self, attempt: Attempt, fault: Fault, reason: str) -> None:
+    def _end(self, attempt: Attempt, fault: SourceFault, reason: str) -> None:
         """End an attempt for a fault of its source."""
         if attempt.ended is None:
             attempt.ended = (fault, reason)
             self._stop(attempt)
 
-    def _rivals(self, piece: Piece) -> list[Attempt]:
+    def _rivals(self, piece: Chunk) -> list[Attempt]:
         """The attempts at a chunk."""
         return [attempt for attempt in self._attempts if attempt.piece is piece and not attempt.lost]
 
@@ -371,7 +382,7 @@ class Transfer:
         if attempt.has_begun and attempt.task is not None:
             attempt.task.cancel()
 
-    def _limit_race(self, piece: Piece) -> None:
+    def _limit_race(self, piece: Chunk) -> None:
         """End the one with fewer bytes of two that race for a chunk when too many bytes came twice."""
         twice = self._duplicate_bytes + bytes_twice(self._attempts)
         rivals = self._rivals(piece)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.envs.interface import AuthorError
-from shoal.envs.isolated.connection import LIMITS, Line, Source
+from shoal.envs.isolated.connection import LIMITS, EnvConnection, PackageSource
 from shoal.envs.isolated.environment import ContainedEnv
 from shoal.envs.isolated.pool import Processes
 from shoal.sandbox.limits import Limits
@@ -45,11 +45,13 @@ def opened(
     """The environment of HEAD and then `code`, in a sandbox."""
     folder.mkdir(exist_ok=True)
     (folder / "environment.py").write_text(HEAD + code)
-    source = Source(folder, dependencies or folder / "none", "environment.py", "environment", args, "ann/asked 0.1.0")
-    return ContainedEnv(lambda: Line(source, limits, tell or (lambda _: None)), processes)
+    source = PackageSource(
+        folder, dependencies or folder / "none", "environment.py", "environment", args, "ann/asked 0.1.0"
+    )
+    return ContainedEnv(lambda: EnvConnection(source, limits, tell or (lambda _: None)), processes)
 
 
-def line_of(env: ContainedEnv) -> Line:
+def line_of(env: ContainedEnv) -> EnvConnection:
     """Of the only process."""
     (process,) = env.pool._processes
     return process.line

@@ -33,7 +33,7 @@ for n in range(64):
     except OSError: pass"""
 """The package itself writes an answer."""
 
-SAID = msgspec.msgpack.encode(f.Said("x"))
+SAID = msgspec.msgpack.encode(f.StepReply("x"))
 
 STOPPED = {
     "loops": ("while True: pass", "took longer than 2 s"),

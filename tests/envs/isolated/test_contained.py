@@ -20,7 +20,7 @@ from shoal.envs.isolated.pool import StateHandle
 from shoal.envs.isolated.server import Inside
 from shoal.envs.lint import check_env
 from shoal.envs.load import load_env
-from shoal.envs.play import Episode, converse
+from shoal.envs.play import EpisodeAttempt, converse
 from shoal.envs.replay import replay_group
 from shoal.envs.rollout import Conversation
 from shoal.errors import Undecided
@@ -113,7 +113,7 @@ def test_rollouts_have_the_same_tokens_and_rewards_and_replay(tmp_path: Path, re
     for env in pair(tmp_path / "package", RICH.replace('"tools"', '"no"').replace("    tools =", "    nothing =")):
         engine = RandomEngine(renderer, ["yes", "mask", "no"])
         talks = converse(
-            engine, renderer, [Episode(env, env.task(i % 6), bytes([i] * 32)) for i in range(12)], sampling
+            engine, renderer, [EpisodeAttempt(env, env.task(i % 6), bytes([i] * 32)) for i in range(12)], sampling
         )
         rollouts.append(
             [(talk.tokens, talk.author, talk.reward, talk.ending, talk.parts, talk.success) for talk in talks]

@@ -24,7 +24,7 @@ from shoal.envs.isolated import pool as pools
 from shoal.envs.isolated.environment import ContainedEnv, in_process
 from shoal.envs.isolated.pool import Processes, TaskHandle
 from shoal.envs.load import env_of, load_env
-from shoal.envs.play import Episode, converse
+from shoal.envs.play import EpisodeAttempt, converse
 from shoal.envs.replay import replay_group
 from shoal.envs.rollout import Conversation
 from shoal.errors import Interrupted, ShoalError, Undecided
@@ -249,7 +249,7 @@ def test_slow_steps_run_beside_each_other_and_give_the_same_rollouts(tmp_path: P
             no_time = {"sleep": staticmethod(lambda seconds: None), "monotonic": time.monotonic}
             type(env).step.__globals__["time"] = type("NoTime", (), no_time)
         engine = RandomEngine(renderer, ["yes", "mask", "no"])
-        episodes = [Episode(env, env.task(i % 8), bytes([i] * 32)) for i in range(48)]
+        episodes = [EpisodeAttempt(env, env.task(i % 8), bytes([i] * 32)) for i in range(48)]
         talks = converse(engine, renderer, episodes, SAMPLING)
         ends.append([(talk.tokens, talk.author, talk.logprobs, talk.reward, talk.ending) for talk in talks])
         if isinstance(env, ContainedEnv):
@@ -304,7 +304,7 @@ def test_episodes_of_an_environment_that_is_not_reproducible_stay_in_their_proce
     (tmp_path / "judged.py").write_text(HEAD + code)
     env = env_of(EnvConfig(str(tmp_path / "judged.py"), reproducible=said == "class"))
     pool = getattr(env, "env", env).pool
-    episodes = [Episode(env, env.task(i), bytes([i] * 32)) for i in range(8)]
+    episodes = [EpisodeAttempt(env, env.task(i), bytes([i] * 32)) for i in range(8)]
     talks = converse(RandomEngine(renderer, ["yes"]), renderer, episodes, SAMPLING)
     assert not any(talk.fault for talk in talks) and any(len(talk.state.actions) > 1 for talk in talks)
     assert (len(pool._processes) == 1) == compares
@@ -375,9 +375,9 @@ def _no_room(thread: threading.Thread) -> None:
 
 def test_the_memory_of_a_process_that_ends_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path := tmp_path / "asked.py").write_text(HEAD)
-    line = lines.Line(lines.OwnFile(path, "environment", {}), lines.OWN_LIMITS, print)
+    line = lines.EnvConnection(lines.OwnFile(path, "environment", {}), lines.OWN_LIMITS, print)
     looks = iter([line._running])
-    ending = type("Ending", (lines.Line,), {"_running": property(lambda line: next(looks, None))})
+    ending = type("Ending", (lines.EnvConnection,), {"_running": property(lambda line: next(looks, None))})
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(line, "__class__", ending)
         assert line.memory_bytes() > 0
@@ -394,14 +394,14 @@ def test_64_rollouts_take_few_round_trips(tmp_path: Path, renderer: Renderer, mo
     monkeypatch.setattr(env.pool, "_call_s", 1e-4)
     talks = converse(
         RandomEngine(renderer, ["yes"]), renderer,
-        [Episode(env, env.task(i % 8), bytes([i] * 32)) for i in range(64)], SAMPLING,
+        [EpisodeAttempt(env, env.task(i % 8), bytes([i] * 32)) for i in range(64)], SAMPLING,
     )  # fmt: skip
     assert len(talks) == 64 and frames["asked"] < 64 + 3 * 64 // 4, "64 tasks, and two or three calls of each rollout"
 
 
 def test_calls_that_answer_all_the_time_get_more_processes_too(tmp_path: Path, renderer: Renderer) -> None:
     env = played_by(tmp_path / "brief.py", acting("time.sleep(0.03)"), Processes(4))
-    episodes = [Episode(env, env.task(i % 8), bytes([i] * 32)) for i in range(64)]
+    episodes = [EpisodeAttempt(env, env.task(i % 8), bytes([i] * 32)) for i in range(64)]
     converse(RandomEngine(renderer, ["yes"]), renderer, episodes, SAMPLING)
     assert len(env.pool._processes) > 1
 
