@@ -165,15 +165,14 @@ def demand_environments(config: "RunConfig", beside: Path) -> None:
 
 
 def admin(args: argparse.Namespace) -> None:
-    from shoal.launch import admin as hosting
-    from shoal.launch import admin as rotation
+    from shoal.launch.admin import administer, rotate_publisher
 
     demand_its_own(args)
     if args.action == "rotate-publisher":
-        say(rotation.rotate_publisher(args.run, args.root, args.new_key))
+        say(rotate_publisher(args.run, args.root, args.new_key))
         return
     node, *also = args.nodes or [""]
-    say(hosting.administer(args.action, args.run, node, args.key, args.factor, tuple(also)))
+    say(administer(args.action, args.run, node, args.key, args.factor, tuple(also)))
 
 
 def demand_its_own(args: argparse.Namespace) -> None:

@@ -2,7 +2,8 @@
 
 It parses, then imports what the command needs, so that help is quick on a machine without torch. Exit codes: 0 done,
 1 the answer is no (a log or an environment has a fault), 2 the user must fix something, 3 and 4 of audits,
-130 stopped by Ctrl-C, 75 (roles only) another node could not be reached. What each command does is in `commands`.
+130 stopped by Ctrl-C, 75 (roles only) another node could not be reached. What each command does is in the other files of
+this folder.
 """
 
 import argparse

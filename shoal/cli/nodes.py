@@ -242,12 +242,12 @@ def _home(args: argparse.Namespace) -> Iterator[tuple[Path, int]]:
 def relay(args: argparse.Namespace) -> None:
     from shoal.config import node_home
     from shoal.launch.run_lock import locked
-    from shoal.roles.relay import relay as role
+    from shoal.roles.relay.relay import main
 
     _log(args, "relay")
     home = args.home or node_home() / "relay"
     with locked(home, "give this relay another folder with --home"):
-        role.main(args.url, home, args.bind, args.port, args.public_url, args.max_disk)
+        main(args.url, home, args.bind, args.port, args.public_url, args.max_disk)
 
 
 def train(args: argparse.Namespace) -> None:

@@ -13,11 +13,17 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.algos import advantages as grpo_advantages
-from shoal.algos import advantages as maxrl
-from shoal.algos import advantages as process_rewards
-from shoal.algos import advantages as returns
-from shoal.algos import advantages as rloo
+from shoal.algos.advantages import (
+    group_advantages,
+    maxrl_advantages,
+    maxrl_has_signal,
+    process_advantages,
+    returns_differ,
+    rewards_differ,
+    rloo_advantages,
+    step_rewards_differ,
+    turn_advantages,
+)
 from shoal.protocol.algorithm_config import Algorithm, Steps, Turns, judged_by_trainer, step_credit_of
 from shoal.protocol.env_faults import has_enough_rollouts, without_faults
 from shoal.protocol.messages import StepRewards
@@ -27,7 +33,7 @@ from shoal.protocol.step_rewards import of_each
 def teaches(
     rewards_G: Sequence[float], algorithm: Algorithm, steps_G: Sequence[StepRewards] = (), faults: Sequence[int] = ()
 ) -> bool:
-    """Whether the algorithm can learn anything from a group with these rewards: whether the group has signal. `steps_G` is
+    """Whether the algorithm can learn anything from a group with these rewards: whether it has signal. `steps_G` is
     what the rollouts' turns or steps earn, in runs that credit them. Rollouts with `faults` count in nothing."""
     if not has_enough_rollouts(len(rewards_G), faults):
         return False
@@ -37,15 +43,15 @@ def teaches(
         return True
     match algorithm.advantage, algorithm.credit:
         case "maxrl", _:
-            return maxrl.maxrl_has_signal(rewards_G)
+            return maxrl_has_signal(rewards_G)
         case "reward", _:
             return any(rewards_G)
         case _, Turns(discount):
-            return returns.returns_differ(of_each(steps_G), discount)
+            return returns_differ(of_each(steps_G), discount)
         case _, Steps():
-            return process_rewards.step_rewards_differ(of_each(steps_G))
+            return step_rewards_differ(of_each(steps_G))
         case _:
-            return grpo_advantages.rewards_differ(rewards_G)
+            return rewards_differ(rewards_G)
 
 
 def advantages(rewards_G: Sequence[float], algorithm: Algorithm, faults: Sequence[int] = ()) -> NDArray[np.float32]:
@@ -63,11 +69,11 @@ def advantages(rewards_G: Sequence[float], algorithm: Algorithm, faults: Sequenc
         return worth_G
     match algorithm.advantage:
         case "mean" | "mean_std" as method:
-            return grpo_advantages.group_advantages(rewards_G, method)
+            return group_advantages(rewards_G, method)
         case "rloo":
-            return rloo.rloo_advantages(rewards_G)
+            return rloo_advantages(rewards_G)
         case "maxrl":
-            return maxrl.maxrl_advantages(rewards_G)
+            return maxrl_advantages(rewards_G)
         case "reward":
             return np.asarray(rewards_G, dtype=np.float32)
         case "gae" | "teacher" | "reward_model":
@@ -88,6 +94,6 @@ def advantages_by_step(
     credit = step_credit_of(algorithm)
     assert credit is not None, "only runs that credit steps ask"
     if isinstance(credit, Turns):
-        return returns.turn_advantages(of_each(steps_G), credit.discount)
+        return turn_advantages(of_each(steps_G), credit.discount)
     method: Literal["mean", "mean_std"] = "mean_std" if algorithm.advantage == "mean_std" else "mean"
-    return process_rewards.process_advantages(of_each(steps_G), method)
+    return process_advantages(of_each(steps_G), method)

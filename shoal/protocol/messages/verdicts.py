@@ -1,6 +1,6 @@
 """Judgement: what a validator is asked, and what it answers.
 
-`proofs` makes verdicts, and `ledger` decides what follows from them.
+`verification` makes verdicts, and `ledger` decides what follows from them.
 """
 
 from typing import Annotated, Literal, NamedTuple
