@@ -244,7 +244,7 @@ def heldout_rate(env: Any, policy: Path) -> float:
 def run_roles(settings: list[str], out: Path) -> dict[str, Any]:
     """The same by `shoal run`. Games are those of all groups that were judged."""
     words = [word for setting in [*settings, "eval.episodes=0"] for word in ("--set", setting)]
-    command = [sys.executable, "-m", "shoal", "run", str(RECIPES / "stones.toml"), "--out", str(out), *words]
+    command = [sys.executable, "-m", "shoal.cli.main", "run", str(RECIPES / "stones.toml"), "--out", str(out), *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     log = out.with_suffix(".log")
     with log.open("wb") as told:

@@ -125,7 +125,7 @@ def pinned(cores: set[int]) -> Iterator[None]:
 def started(folder: Path, name: str, *words: str) -> Iterator[None]:
     """A command of ours in the background."""
     with (folder / f"{name}.log").open("wb") as log:
-        command = [sys.executable, "-m", "shoal", *words]
+        command = [sys.executable, "-m", "shoal.cli.main", *words]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env=environment)
         try:

@@ -66,7 +66,7 @@ def coordinator() -> Iterator[tuple[psutil.Process, int]]:
     with tempfile.TemporaryDirectory(prefix="shoal-connections-") as name:
         folder = RunFolder(Path(name) / "run")
         folder.prepare(from_tree(RUN, RunConfig, "benchmark"), Path(name))
-        command = [sys.executable, "-m", "shoal", "role", "coordinator", "--run-dir", str(folder.root)]
+        command = [sys.executable, "-m", "shoal.cli.main", "role", "coordinator", "--run-dir", str(folder.root)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=_limit_files)
         try:
             while not folder.address.exists():

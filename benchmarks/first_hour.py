@@ -119,7 +119,7 @@ def newcomer(task: str, seed: int, folder: Path, limit_s: float) -> TutorialRun:
 
     def shoal(*words: str) -> str:
         left_s = deadline - time.monotonic()
-        code, used, output = measured([sys.executable, "-m", "shoal", *words], folder, left_s)
+        code, used, output = measured([sys.executable, "-m", "shoal.cli.main", *words], folder, left_s)
         cpu_s.append(used)
         if code:
             raise RuntimeError(f"shoal {words[0]} ended with {code}: {output[-400:]}")

@@ -107,7 +107,7 @@ def start(folder: Path, out: Path, kind: str = "episodes", more: str = "", **val
     recipe = folder / "storm.toml"
     recipe.write_text(f"{RUN_FILE.format(kind=kind, **values)}{more}\n")
     log = (folder / "launcher.log").open("ab")
-    command = [sys.executable, "-m", "shoal", "run", str(recipe), "--out", str(out)]
+    command = [sys.executable, "-m", "shoal.cli.main", "run", str(recipe), "--out", str(out)]
     return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 

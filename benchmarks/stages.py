@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def start(file: Path, out: Path, flags: list[str]) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "shoal", "stages", str(file), "--out", str(out), *flags]
+    command = [sys.executable, "-m", "shoal.cli.main", "stages", str(file), "--out", str(out), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, env=environment, stdout=sys.stderr)
 

@@ -22,7 +22,7 @@ WITH_MODEL = ("trainer", "validator", "worker")
 def main() -> None:
     """Run the command line of shoal, or a role by the command that the launcher writes: -m shoal role ROLE ..."""
     folder = Path(os.environ["SHOAL_TALLY"])
-    if sys.argv[1:3] == ["-m", "shoal"]:
+    if sys.argv[1:3] == ["-m", "shoal.cli.main"]:
         del sys.argv[1:3]
         if sys.argv[2] in WITH_MODEL:
             _watch(folder / f"{os.getpid()}.json")

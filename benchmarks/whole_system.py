@@ -282,7 +282,7 @@ class Watch:
 @contextmanager
 def running(policy: Path, out: Path, steps: int, lr: float | None = None, tally: Path | None = None) -> Iterator[Watch]:
     """A run of the recipe, stopped at the end; with `tally`, its three jobs are counted there."""
-    program = ["-m", "shoal"] if tally is None else [str(HERE / "tally.py")]
+    program = ["-m", "shoal.cli.main"] if tally is None else [str(HERE / "tally.py")]
     changes = [f"policy.path={policy}", f"steps={steps}"] + ([] if lr is None else [f"train.lr={lr}"])
     command = [sys.executable, *program, "run", str(RECIPE), "--out", str(out)]
     command += [word for change in changes for word in ("--set", change)]

@@ -58,12 +58,12 @@ def environment(**args): return Hello()
 
 
 def shoal(*args: str, cwd: Path | None = None, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shoal", *args]
+    command = [sys.executable, "-m", "shoal.cli.main", *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=cwd)
 
 
 def test_the_package_runs_as_a_module() -> None:
-    told = subprocess.run([sys.executable, "-m", "shoal", "--version"], capture_output=True, text=True)
+    told = subprocess.run([sys.executable, "-m", "shoal.cli.main", "--version"], capture_output=True, text=True)
     assert told.returncode == 0 and told.stdout.startswith("shoal ")
 
 
@@ -266,7 +266,8 @@ def test_machine_without_torch_is_told_how_to_get_it_and_nothing_is_begun(comman
     (tmp_path / "blocked" / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
     path = os.pathsep.join([str(tmp_path / "blocked"), *sys.path])
     result = subprocess.run(
-        [sys.executable, "-m", "shoal", *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-m", "shoal.cli.main", *command.split()],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
         env=os.environ | {"PYTHONPATH": path, "SHOAL_HOME": str(tmp_path / "home")},
     )  # fmt: skip
     check_one_line(result, "torch is not installed: ")
@@ -464,7 +465,7 @@ def test_doctor_measures_this_machine() -> None:
 def test_doctor_says_what_to_do_about_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     environment = os.environ | {"SHOAL_HOME": str(tmp_path / "file")}
-    command = [sys.executable, "-m", "shoal", "doctor", "--url", "http://127.0.0.1:9"]
+    command = [sys.executable, "-m", "shoal.cli.main", "doctor", "--url", "http://127.0.0.1:9"]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 1
     assert "missing  home" in result.stdout and "set SHOAL_HOME" in result.stdout

@@ -101,7 +101,7 @@ def test_every_stage_can_be_done_whole_and_quick(path: Path, quick: bool) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("path", STAGES, ids=name)
 def test_the_quick_form_of_stages_runs_to_its_report(path: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "shoal", "stages", str(path), "--quick", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "shoal.cli.main", "stages", str(path), "--quick", "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     ends = json.loads((tmp_path / "out" / "report.json").read_bytes())["stages"]

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.real.kept import Kept
-from benchmarks.whole_system import SHARED_ARGUMENTS, SHARED_SETTINGS, make_policy
+from benchmarks.whole_system import SHARED_SETTINGS, make_policy
 from shoal.config import RunConfig, TinyPolicy, load_run
 from shoal.metrics import read_metrics
 from shoal.models.lora_config import CONFIG, WEIGHTS
+from shoal.protocol.algorithm_config import Clip
 from shoal.run_folder import RunFolder
 from shoal.tree import to_tree
 
@@ -70,7 +71,7 @@ def _ours(config: RunConfig, policy: Path, folder: Path) -> Result:
     """A whole run. Its first adapter stays in the folder."""
     out = folder / f"run-{config.seed}-{config.steps}"
     shutil.rmtree(out, ignore_errors=True)
-    command = [sys.executable, "-m", "shoal", "run", str(RECIPE), "--out", str(out)]
+    command = [sys.executable, "-m", "shoal.cli.main", "run", str(RECIPE), "--out", str(out)]
     sets = (f"policy.path={policy}", f"seed={config.seed}", f"steps={config.steps}")
     command += [word for one in sets for word in ("--set", one)]
     subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, check=True)
@@ -95,7 +96,9 @@ def _theirs(config: RunConfig, policy: Path, peer: Path, folder: Path) -> Result
         "microbatch": min(PEER_MICROBATCH, completions), "seed": config.seed, "adapter": str(first), **args,
     }  # fmt: skip
     settings |= {name: getattr(config.train, name) for name in SHARED_SETTINGS}
-    settings |= {name: getattr(config.train.algorithm, name) for name in SHARED_ARGUMENTS}
+    loss = config.train.algorithm.loss
+    assert isinstance(loss, Clip)
+    settings |= {"epsilon": loss.eps_low, "delta": loss.delta}
     command = [str(peer), str(PEER), str(policy), json.dumps(settings)]
     pinned = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(command, env=os.environ | pinned, stdout=subprocess.PIPE, text=True, check=True)

@@ -78,7 +78,7 @@ class Watch:
 def run(out: Path, steps: int, shape: Path | None, *more: str) -> Watch:
     """The run, to its end. `shape` is a directory with a config.json, if it is not the recipe's. Raises RuntimeError."""
     sets = [f"steps={steps}", *SETTINGS, *([f"policy.path={shape}"] if shape else []), *more]
-    command = [sys.executable, "-m", "shoal", "run", str(RECIPE), "--random-policy", "--out", str(out)]
+    command = [sys.executable, "-m", "shoal.cli.main", "run", str(RECIPE), "--random-policy", "--out", str(out)]
     command += [word for one in sets for word in ("--set", one)]
     said = out.with_suffix(".out")
     said.parent.mkdir(parents=True, exist_ok=True)

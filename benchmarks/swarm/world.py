@@ -91,7 +91,7 @@ class Process:
 
 def shoal(*args: object) -> list[str]:
     """A command of shoal."""
-    return [sys.executable, "-m", "shoal", *map(str, args)]
+    return [sys.executable, "-m", "shoal.cli.main", *map(str, args)]
 
 
 @dataclass

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shoal.launch.end_screen import save_picture
 from shoal.launch.terminal_view import render
-from shoal.launch.watch_command import LEAVES, LOOK_EVERY_S, OVER, opened
+from shoal.launch.watch_command import LOOK_EVERY_S, OVER, opened
 
 OUT = Path(__file__).resolve().parents[2] / "docs" / "pictures" / "watch.svg"
 COLUMNS, LINES = 100, 30
@@ -28,7 +28,7 @@ async def main(source: str, step: int, shown_as: str) -> None:
                     f"{source} is {snapshot.status.phase} at step {snapshot.status.version}: start it again"
                 )
             await asyncio.sleep(LOOK_EVERY_S)
-    save_picture(render(replace(snapshot, out=shown_as, hint=LEAVES), LINES), OUT, COLUMNS)
+    save_picture(render(replace(snapshot, out=shown_as, hint="q leaves; the run goes on"), LINES), OUT, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -55,9 +55,9 @@ def role(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     log_to_stderr(args.home.name if args.home else args.name, _log_form(args.run_dir))
     if args.name == "coordinator":
-        from shoal.roles import coordinator
+        from shoal.roles.coordinator.main import main
 
-        coordinator.main(args.run_dir)
+        main(args.run_dir)
     elif args.name == "origin":
         from shoal.roles import origin
 

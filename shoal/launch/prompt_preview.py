@@ -63,5 +63,5 @@ class PromptPreview:
 
 def preview_of(folder: RunFolder) -> PromptPreview:
     """The first prompts of a run whose first policy is there already, and which is not to begin."""
-    command = [sys.executable, "-m", "shoal", "role", "prompts", "--run-dir", str(folder.root)]
+    command = [sys.executable, "-m", "shoal.cli.main", "role", "prompts", "--run-dir", str(folder.root)]
     return PromptPreview(folder, RoleProcess("prompts", command, folder.logs / "prompts.log", 1))

@@ -229,7 +229,7 @@ class StagesRun:
         (folder / "made.json").unlink(missing_ok=True)
         write_atomically(folder / "job.json", msgspec.json.format(msgspec.json.encode(job)))
         began = time.monotonic()
-        command = [sys.executable, "-m", "shoal", "stage-job", str(folder)]
+        command = [sys.executable, "-m", "shoal.cli.main", "stage-job", str(folder)]
         process = RoleProcess(f"stage {name}", command, log, _threads(job), self._lock_fd)
         self._attend(process)
         try:

@@ -269,7 +269,7 @@ class LocalRun:
 
     def _role(self, name: str, threads: int, *args: str) -> RoleProcess:
         role = name.split("-")[0].replace("cheater", "worker")
-        command = [sys.executable, "-m", "shoal", "role", role, "--run-dir", str(self._folder.root), *args]
+        command = [sys.executable, "-m", "shoal.cli.main", "role", role, "--run-dir", str(self._folder.root), *args]
         return RoleProcess(name, command, self._folder.logs / f"{name}.log", threads, self._lock_fd)
 
     # --- watching ---

@@ -295,6 +295,8 @@ def _value_in(directory: Path, spec: HFConfig, error: Exception) -> StateError |
     """The error about the value in a `config.json` for which transformers refused a model; None if it is not known."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    if isinstance(error, RecursionError):
+        return None
     path, config = directory / "config.json", with_floats(read_config(directory))
     text = text_config(config)
     for key, kind in {"rope_scaling": dict, "rope_parameters": dict, "layer_types": list, "head_dim": int}.items():

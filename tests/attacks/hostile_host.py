@@ -219,7 +219,7 @@ def stay(
     ready_at, stopped = 0.0, False
     with (folder / "said").open("wb") as out:
         node = subprocess.Popen(
-            [sys.executable, "-m", "shoal", *command], stdout=out, stderr=out, env=environment,
+            [sys.executable, "-m", "shoal.cli.main", *command], stdout=out, stderr=out, env=environment,
             start_new_session=True,
         )  # fmt: skip
         try:

@@ -389,7 +389,7 @@ def test_a_description_that_unpacks_to_gigabytes_ends_pip(tmp_path: Path, wheels
 def test_pip_dies_with_the_installation(tmp_path: Path, wheels: Path) -> None:
     """Alone it would go on, and nobody would look at how much it downloads."""
     code = (
-        "import sys; from pathlib import Path; from shoal.env_packages import wheels\n"
+        "import sys; from pathlib import Path; from shoal.env_packages import lock as wheels\n"
         "wheels._PIP = wheels._PIP.replace(\"runpy.run_module('pip', run_name='__main__')\", "
         "\"import os, time; print(os.getpid(), flush=True, file=open('/proc/self/fd/2', 'w')); time.sleep(60)\")\n"
         "wheels.download([], Path(sys.argv[1]), max_bytes=1 << 20)"

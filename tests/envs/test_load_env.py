@@ -165,7 +165,7 @@ def test_an_environment_from_a_file_must_be_allowed_and_have_the_right_digest_be
 
 
 def test_environments_load_without_torch_and_transformers() -> None:
-    modules = "load, play, replay, check, evaluate, interface, conversation"
+    modules = "load, play, replay, lint, evaluate, interface, rollout"
     code = f"import sys; from shoal.envs import {modules}; print({{'torch', 'transformers'}} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert out.stdout.strip() == "set()"

@@ -43,7 +43,7 @@ DAY_S = 24 * 3600.0
 def record_demo(root: Path) -> Path:
     """Processes over HTTP, one of three workers cheating."""
     out = root / "run"
-    command = [sys.executable, "-m", "shoal", "run", "recipes/wordle.toml", "--out", str(out)]
+    command = [sys.executable, "-m", "shoal.cli.main", "run", "recipes/wordle.toml", "--out", str(out)]
     subprocess.run([*command, "--set", "steps=6", "--set", "eval.episodes=0"], check=True, stdout=subprocess.DEVNULL)
     return out
 

@@ -80,7 +80,7 @@ from shoal.models.checkpoint import load_policy, save_policy
 from shoal.models.transformer import Transformer
 from shoal.models.config import ModelConfig
 from shoal.models.random_model import initialise
-from shoal.roles import merge
+from shoal.jobs import merge_adapter as merge
 
 folder, spec = Path(sys.argv[1]), ModelConfig(**json.loads(sys.argv[2]))
 model = Transformer(spec)

@@ -585,7 +585,7 @@ def test_a_killed_cold_start_leaves_nothing_outside_its_folder_and_the_next_clea
 ) -> None:
     (temporary := tmp_path / "tmp").mkdir()
     out, environ = tmp_path / "out", os.environ | {"TMPDIR": str(temporary)}
-    command = [sys.executable, "-m", "shoal", "sft", str(recipe), "--out", str(out), "--set"]
+    command = [sys.executable, "-m", "shoal.cli.main", "sft", str(recipe), "--out", str(out), "--set"]
     process = subprocess.Popen([*command, "steps=99999"], stderr=subprocess.PIPE, text=True, env=environ)
     assert process.stderr is not None
     for line in process.stderr:

@@ -26,7 +26,7 @@ GPT2_FILE = RUN_FILE.replace(STEPS, "steps = 3").replace(
 def run(folder: Path, *overrides: str) -> "subprocess.CompletedProcess[str]":
     (folder / "any.toml").write_text(GPT2_FILE)
     sets = [part for override in overrides for part in ("--set", override)]
-    command = [sys.executable, "-m", "shoal", "run", "any.toml", *sets]
+    command = [sys.executable, "-m", "shoal.cli.main", "run", "any.toml", *sets]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
 
 
@@ -47,7 +47,7 @@ def test_a_run_of_another_architecture_learns_catches_a_cheat_and_is_audited(tmp
     assert summary["steps"] == 3 and summary["credits"]["worker-0"]["credits"] == summary["tokens"] > 0
     assert summary["credits"]["cheater-0"]["credits"] == 0 and summary["refused"].keys() == {"sampling"}
     audit = subprocess.run(
-        [sys.executable, "-m", "shoal", "audit", str(root), "--sample", "6"],
+        [sys.executable, "-m", "shoal.cli.main", "audit", str(root), "--sample", "6"],
         capture_output=True,
         text=True,
         timeout=200,
@@ -91,7 +91,7 @@ def test_what_only_the_loaded_model_shows_is_said_before_anything_starts(command
     (tmp_path / "any.toml").write_text(GPT2_FILE)
 
     def typed(*words: str) -> "subprocess.CompletedProcess[str]":
-        line = [sys.executable, "-m", "shoal", *words]
+        line = [sys.executable, "-m", "shoal.cli.main", *words]
         return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=200)
 
     words = ("doctor", "--recipe") if command == "doctor" else (command,)

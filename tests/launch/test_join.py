@@ -21,7 +21,7 @@ from shoal.run_folder import RunFolder
 from tests.launch.test_supervisor import RUN_FILE
 from tests.net.forward_proxy import forward_proxy
 
-SHOAL = [sys.executable, "-m", "shoal"]
+SHOAL = [sys.executable, "-m", "shoal.cli.main"]
 
 
 def begin(folder: Path, name: str, *args: str) -> subprocess.Popen[bytes]:

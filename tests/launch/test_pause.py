@@ -22,7 +22,7 @@ def test_a_run_without_signal_shows_its_host_two_rollouts_and_ends_when_drained(
         assert old in run_file
         run_file = run_file.replace(old, new)
     (tmp_path / "small.toml").write_text(run_file)
-    shoal, said = [sys.executable, "-m", "shoal"], list[str]()
+    shoal, said = [sys.executable, "-m", "shoal.cli.main"], list[str]()
     run = subprocess.Popen(
         [*shoal, "run", "small.toml"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -36,7 +36,7 @@ def start(folder: Path, processes: int, steps: int = STEPS, storage: str = "") -
     text = DIVIDED.replace("{processes}", str(processes)).replace(f"steps = {STEPS}", f"steps = {steps}")
     text = text.replace("[storage]", f"[storage]\n{storage}")
     (folder / "small.toml").write_text(text)
-    command = [sys.executable, "-m", "shoal", "run", "small.toml"]
+    command = [sys.executable, "-m", "shoal.cli.main", "run", "small.toml"]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -63,7 +63,7 @@ def finished(folder: Path, run: subprocess.Popen[str], timeout_s: float = 240) -
     assert run.returncode == 0, said
     out = folder / "runs" / "small"
     verified = subprocess.run(
-        [sys.executable, "-m", "shoal", "ledger", "verify", str(out)], capture_output=True, text=True
+        [sys.executable, "-m", "shoal.cli.main", "ledger", "verify", str(out)], capture_output=True, text=True
     )
     assert verified.returncode == 0, verified.stdout
     assert processes_in(folder) == []

@@ -58,7 +58,7 @@ def folder_of(tmp_path: Path, begins: str) -> RunFolder:
 
 def said(folder: RunFolder) -> list[str]:
     """All that is said until there is no more to wait for."""
-    command = [sys.executable, "-m", "shoal", "role", "prompts", "--run-dir", str(folder.root)]
+    command = [sys.executable, "-m", "shoal.cli.main", "role", "prompts", "--run-dir", str(folder.root)]
     role = RoleProcess("prompts", command, folder.logs / "prompts.log", 1)
     prompts, found = PromptPreview(folder, role), list[str]()
     deadline = time.monotonic() + 60
@@ -111,7 +111,7 @@ def test_a_run_whose_prompts_are_all_too_long_does_not_begin_until_its_file_give
     folder_of(tmp_path, "return 0, [{'role': 'user', 'content': 'word ' * 40}]")
     short = RUN_FILE.replace("[[envs]]", "[sampling]\nmax_turn_tokens = 8\nmax_tokens = 24\n[[envs]]", 1)
     (tmp_path / "run.toml").write_text(short.replace("small", "new"))
-    typed = [sys.executable, "-m", "shoal", "run", "run.toml"]
+    typed = [sys.executable, "-m", "shoal.cli.main", "run", "run.toml"]
     done = subprocess.run(typed, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     error = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 2 and error.startswith("error: no task of environment own can begin, "), done.stderr
@@ -133,12 +133,12 @@ def test_a_chat_template_that_refuses_a_first_prompt_begins_no_run(command: str,
     (model / "chat_template.jinja").write_text(refuses)
     tiny = RUN_FILE[RUN_FILE.index("[policy.tiny]") : RUN_FILE.index("[[envs]]")]
     (tmp_path / "run.toml").write_text(RUN_FILE.replace(tiny, '[policy]\npath = "model"\n').replace("small", "own"))
-    typed = [sys.executable, "-m", "shoal", command, "run.toml"]
+    typed = [sys.executable, "-m", "shoal.cli.main", command, "run.toml"]
     done = subprocess.run(typed, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     error = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 2 and error.startswith("error: environment arithmetic cannot begin task "), done.stderr
     assert "must alternate. Let the environment send others, or use a model that takes them" in error
-    looked = [sys.executable, "-m", "shoal", "doctor", "--recipe", "run.toml"]
+    looked = [sys.executable, "-m", "shoal.cli.main", "doctor", "--recipe", "run.toml"]
     seen = subprocess.run(looked, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert seen.returncode == 1 and f"missing  prompts       {error.removeprefix('error: ')}" in seen.stdout, (
         seen.stdout

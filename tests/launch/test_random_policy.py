@@ -39,7 +39,7 @@ def twin_of(shape: str, folder: Path) -> Path:
 
 def run(folder: Path, recipe: str, *overrides: str, more: tuple[str, ...] = ()) -> "subprocess.CompletedProcess[str]":
     sets = [part for override in overrides for part in ("--set", override)]
-    command = [sys.executable, "-m", "shoal", "run", str(RECIPES / f"{recipe}.toml"), "--random-policy", *more]
+    command = [sys.executable, "-m", "shoal.cli.main", "run", str(RECIPES / f"{recipe}.toml"), "--random-policy", *more]
     return subprocess.run([*command, *sets], cwd=folder, capture_output=True, text=True, timeout=280)
 
 

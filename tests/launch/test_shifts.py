@@ -24,7 +24,7 @@ def start(folder: Path, shifts: str) -> subprocess.Popen[str]:
     folder.mkdir()
     (folder / "small.toml").write_text(RUN_FILE)
     changes = [word for change in (*CHANGES, f"host.shifts={shifts}") for word in ("--set", change)]
-    command = [sys.executable, "-m", "shoal", "run", "small.toml", *changes]
+    command = [sys.executable, "-m", "shoal.cli.main", "run", "small.toml", *changes]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

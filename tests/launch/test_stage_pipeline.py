@@ -531,7 +531,7 @@ def test_the_teacher_of_a_run_may_be_another_stages_policy(files: Path, tmp_path
 
 
 def start(files: Path, out: Path, *options: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "shoal", "stages", str(files), "--out", str(out), *options]
+    command = [sys.executable, "-m", "shoal.cli.main", "stages", str(files), "--out", str(out), *options]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )

@@ -73,7 +73,7 @@ checkpoint_every = 30
 
 def start(folder: Path) -> subprocess.Popen[str]:
     (folder / "small.toml").write_text(RUN_FILE)
-    command = [sys.executable, "-m", "shoal", "run", "small.toml"]
+    command = [sys.executable, "-m", "shoal.cli.main", "run", "small.toml"]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -109,7 +109,7 @@ def test_run_is_stopped_killed_resumed_and_ends_with_a_summary(tmp_path: Path) -
     wait_for("the lock", lambda: lock.exists() and lock.read_text() == str(run.pid), run)
 
     second = subprocess.run(
-        [sys.executable, "-m", "shoal", "run", "small.toml"], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-m", "shoal.cli.main", "run", "small.toml"], cwd=tmp_path, capture_output=True, text=True
     )
     assert second.returncode == 2 and f"in use by another shoal (process {run.pid})" in second.stderr
 
@@ -119,7 +119,7 @@ def test_run_is_stopped_killed_resumed_and_ends_with_a_summary(tmp_path: Path) -
     assert run.returncode == 130, said
     assert "The same command resumes the run" in said
     assert processes_in(tmp_path) == []
-    fewer = [sys.executable, "-m", "shoal", "run", "small.toml", "--set", "steps=1"]
+    fewer = [sys.executable, "-m", "shoal.cli.main", "run", "small.toml", "--set", "steps=1"]
     for _ in range(2):  # the second start does not repeat what the first one logged
         refused = subprocess.run(fewer, cwd=tmp_path, capture_output=True, text=True)
         assert refused.returncode == 2 and "of steps = 30: it would end at once" in refused.stderr
@@ -158,7 +158,9 @@ def check_end(folder: Path, said: str) -> None:
     assert {"coordinator", "trainer", "worker", "validator", "evaluate", "launcher"} <= summary["cpu_s"].keys()
     assert summary["wall_s"] > 1 and sum(summary["staleness"].values()) > 0
     assert "held-out after:" in said and "checkpoints/final" in said and "shoal ledger verify" in said
-    verified = subprocess.run([sys.executable, "-m", "shoal", "ledger", "verify", str(folder)], capture_output=True)
+    verified = subprocess.run(
+        [sys.executable, "-m", "shoal.cli.main", "ledger", "verify", str(folder)], capture_output=True
+    )
     assert verified.returncode == 0, verified.stdout
 
 
@@ -307,7 +309,7 @@ def test_a_role_that_cannot_continue_ends_the_run_with_its_reason(tmp_path: Path
     (tmp_path / "small.toml").write_text(RUN_FILE)
     (tmp_path / "runs" / "small").mkdir(parents=True)
     (tmp_path / "runs" / "small" / "log.sqlite").write_bytes(b"no log" * 1000)
-    command = [sys.executable, "-m", "shoal", "run", "small.toml", "--set", "seed=-1"]
+    command = [sys.executable, "-m", "shoal.cli.main", "run", "small.toml", "--set", "seed=-1"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     assert result.stderr.count("error: ") == 1 and "log.sqlite cannot be read" in result.stderr
@@ -371,7 +373,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was_and_a_watch_follows_one_that_
     assert book.state.phase == "draining"
     book.store.close()
     watched, before = FolderWatch(folder.root), folder.run_file.read_bytes()
-    command = [sys.executable, "-m", "shoal", "run", "small.toml", "--out", "run", "--set", change]
+    command = [sys.executable, "-m", "shoal.cli.main", "run", "small.toml", "--out", "run", "--set", change]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2, result.stdout
     assert folder.run_file.read_bytes() == before and not folder.start_file.exists()
@@ -387,7 +389,7 @@ def test_a_resume_deletes_what_was_kept_only_where_set_says_so(
     (tmp_path / "small.toml").write_text(RUN_FILE)
     folder, run_file = RunFolder(tmp_path / "run"), tmp_path / "small.toml"
     Town(folder.root, load_run(run_file, ["storage.retain=all"])).desk.book.store.close()
-    command = [sys.executable, "-m", "shoal", "run", "small.toml", "--out", "run"]
+    command = [sys.executable, "-m", "shoal.cli.main", "run", "small.toml", "--out", "run"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2 and not folder.start_file.exists(), result.stderr
     assert "--set storage.retain=all" in result.stderr and "--set storage.retain=window" in result.stderr
@@ -403,7 +405,7 @@ def test_a_resume_deletes_what_was_kept_only_where_set_says_so(
 
 def test_a_run_without_workers_of_its_own_says_how_one_joins(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(RUN_FILE)
-    command = [sys.executable, "-m", "shoal", "run", "small.toml", "--set", "workers.count=0"]
+    command = [sys.executable, "-m", "shoal.cli.main", "run", "small.toml", "--set", "workers.count=0"]
     run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert run.stdout is not None
     said = next(line for line in run.stdout if line.startswith("workers.count = 0"))

@@ -593,7 +593,7 @@ def test_it_follows_the_size_of_the_terminal_and_gives_it_back(tmp_path: Path, l
     before = termios.tcgetattr(inside)
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
     environment |= {"TERM": "xterm", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "shoal", "watch", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "shoal.cli.main", "watch", str(tmp_path / "run")]
     watcher = subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, env=environment, start_new_session=True,
                                preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))  # fmt: skip
     screen = b""

@@ -204,7 +204,7 @@ def test_the_command_line_says_in_one_line_that_a_model_is_absent(hub, tmp_path)
         'name = "absent"\nsteps = 1\n[policy]\npath = "hf:ann/absent@main"\n[[envs]]\nname = "arithmetic"\n'
     )
     done = subprocess.run(
-        [sys.executable, "-m", "shoal", "run", str(recipe), "--out", str(tmp_path / "out")],
+        [sys.executable, "-m", "shoal.cli.main", "run", str(recipe), "--out", str(tmp_path / "out")],
         env=os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")},
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip

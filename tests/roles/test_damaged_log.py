@@ -104,7 +104,7 @@ def test_an_edited_log_does_not_hold_and_is_no_error_of_the_reader(tmp_path, cap
 
 def test_damaged_log_gives_no_traceback_on_the_command_line(tmp_path, log):
     (tmp_path / "log.sqlite").write_bytes(log[: len(log) // 2])
-    command = [sys.executable, "-m", "shoal", "ledger", "verify", str(tmp_path)]
+    command = [sys.executable, "-m", "shoal.cli.main", "ledger", "verify", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     assert result.stderr == (

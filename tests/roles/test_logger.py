@@ -249,7 +249,7 @@ import json, os, signal, sys
 from pathlib import Path
 from shoal.config import LoggingConfig, settle_loggers
 from shoal.run_folder import RunFolder
-from shoal.roles.trackers import role
+from shoal.roles.trackers import main as role
 folder = RunFolder(Path(sys.argv[1]))
 settle_loggers(folder.loggers)
 folder.run_id = lambda: "abcdef"
@@ -276,14 +276,14 @@ def look(folder: RunFolder, name: str, end: str = "close") -> dict[str, float]:
     return json.loads(summary[0]) if summary else {}
 
 
-def trackio_rows(folder: RunFolder) -> list[dict[str, float]]:
+def trackio_rows(folder: RunFolder, run: str = "town") -> list[dict[str, float]]:
     code = (
-        "import json; from trackio.sqlite_storage import SQLiteStorage as s;"
-        "rows = s.get_logs('shoal', 'town');"
+        "import json, sys; from trackio.sqlite_storage import SQLiteStorage as s;"
+        "rows = s.get_logs('shoal', sys.argv[1]);"
         "print(json.dumps([{k: v for k, v in row.items() if k != 'timestamp'} for row in rows]))"
     )
     env = os.environ | {"TRACKIO_DIR": str(folder.loggers / "trackio")}
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    found = subprocess.run([sys.executable, "-c", code, run], capture_output=True, text=True, env=env, check=True)
     return json.loads(found.stdout)
 
 

@@ -99,7 +99,7 @@ def test_the_page_is_told_with_the_join_line(tmp_path):
 @pytest.mark.slow
 def test_the_process_of_the_page_serves_what_it_tells(copied):
     folder = RunFolder(copied)
-    command = [sys.executable, "-m", "shoal", "role", "dashboard", "--run-dir", str(copied)]
+    command = [sys.executable, "-m", "shoal.cli.main", "role", "dashboard", "--run-dir", str(copied)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
     try:
         deadline = time.monotonic() + 30

@@ -469,7 +469,7 @@ def test_hostile_numbers_and_texts_are_stored_as_text(town, tmp_path, monkeypatc
     for entry in entries:
         body = entry.body
         if isinstance(body, VerdictGiven):
-            body = replace(body, group_queries=tuple(replace(g, detail=odd) if g.check else g for g in body.groups))
+            body = replace(body, groups=tuple(replace(g, detail=odd) if g.check else g for g in body.groups))
         elif isinstance(body, Credit):
             body = replace(body, tokens=10**30)
         rechained.append(make_entry(entry.seq, entry.time, body, head))

@@ -178,7 +178,7 @@ _VICTIM = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from shoal.net.blobs import FolderBlobs
-from shoal.protocol import wire
+from shoal.protocol import encoding as wire
 from shoal.protocol.messages import Manifest
 from shoal.weights.fetch.fetch import fetch
 

@@ -229,7 +229,7 @@ def test_faults_on_the_way_load_no_wrong_weights(faults, tmp_path, monkeypatch):
 _CLIENT = """
 import asyncio, resource, sys
 from pathlib import Path
-from shoal.protocol import wire
+from shoal.protocol import encoding as wire
 from shoal.protocol.messages import Manifest
 from shoal.weights.fetch.fetch import fetch
 from shoal.weights.fetch.sources import HttpSource

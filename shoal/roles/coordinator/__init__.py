@@ -1,3 +1,0 @@
-from shoal.roles.coordinator.main import main
-
-__all__ = ["main"]
