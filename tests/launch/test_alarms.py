@@ -325,7 +325,7 @@ def test_a_request_that_is_refused_for_good_is_sent_once_and_told_in_one_line(tm
 
 
 def test_the_call_is_signed_and_reaches_the_coordinator(tmp_path):
-    """Over the network of a town, as `hosting.call` does over HTTP."""
+    """Over the network of a town, as `admin.call` does over HTTP."""
     town = Town(tmp_path / "run", tiny_run())
 
     async def story():

@@ -28,7 +28,7 @@ def test_a_logger_that_dies_at_once_stops_no_training_and_every_log_is_json(tmp_
         [
             sys.executable, "-m", "shoal.cli.main", "run", "small.toml",
             *(word for value in values for word in ("--set", value)),
-        ],  # fmt: skip
+        ],
         cwd=tmp_path, capture_output=True, text=True, timeout=180,
         env=os.environ | {"PYTHONPATH": f"{tmp_path / 'broken'}:{ROOT}"},
     )  # fmt: skip
