@@ -7,6 +7,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 # --- The numpy half of GRPO ---
+#
+# How much better than its siblings each rollout of a group did, and whether any did.
+#
+# numpy alone, so that the coordinator may import it. The loss is in `losses.py`.
+#
+#       symbol   meaning                                       where
+#       R_i      reward of rollout i of the group              DeepSeekMath, arXiv:2402.03300, section 4.1.2
+#       A_i      its advantage, the same for all its tokens
+#       G        rollouts of the group
+#
+# Axes: G rollouts of one group.
 
 
 STD_FLOOR = 1e-6
@@ -36,6 +47,19 @@ def rewards_differ(rewards_G: Sequence[float]) -> bool:
 
 
 # --- RLOO's advantages ---
+#
+# The reward of a rollout minus the mean of the others (arXiv:2402.14740, section 3; Kool et al. 2019).
+#
+# numpy alone, so that the coordinator may import it.
+#
+#       symbol   meaning                                                        argument
+#       R_i      reward of rollout i of the group                               rewards_G
+#       A_i      R_i - 1/(G - 1) sum_{j != i} R_j  =  G/(G - 1) (R_i - mean(R))
+#
+# The baseline of a rollout leaves that rollout out, so the estimate of the gradient has no bias. With the mean of the
+# whole group it is (G - 1)/G times as long.
+#
+# Axes: G rollouts of one group.
 
 
 def rloo_advantages(rewards_G: Sequence[float]) -> NDArray[np.float32]:
@@ -45,6 +69,23 @@ def rloo_advantages(rewards_G: Sequence[float]) -> NDArray[np.float32]:
 
 
 # --- MaxRL's advantages ---
+#
+# They make the policy gradient one of the log-likelihood of success (arXiv:2602.02710).
+#
+# numpy alone, so that the coordinator may import it.
+#
+#       symbol   meaning                                           argument
+#       R_i      1 if rollout i of the group succeeded, else 0     rewards_G
+#       p        probability of success of one task
+#       A_i      (R_i - mean(R)) / mean(R)
+#
+# The policy gradient is that of the sum of p over tasks, so easy tasks count as much as hard ones. The gradient of log p
+# is 1/p times as large, which gives most weight to tasks that are seldom solved. With the group's mean in the place of p,
+# the estimate approximates the gradient of log p the better, the larger the group is.
+#
+# Changed from the paper: rewards may be any numbers from 0 on. A group whose mean is not positive teaches nothing.
+#
+# Axes: G rollouts of one group.
 
 
 def maxrl_advantages(rewards_G: Sequence[float]) -> NDArray[np.float32]:
@@ -60,6 +101,24 @@ def maxrl_has_signal(rewards_G: Sequence[float]) -> bool:
 
 
 # --- Return-to-go over turns ---
+#
+# A turn is credited with what came after it, not with what came before (G(PO)MDP, Baxter and Bartlett 2001, J. Artif.
+# Intell. Res. 15).
+#
+#       symbol    meaning                                                                    argument
+#       r_i^s     reward that turn s of rollout i earns; the last turn earns the score, too  rewards_G_S
+#       gamma     discount of a turn; 1 counts later turns in full                           gamma
+#       G_i^s     sum of gamma^(k - s) r_i^k over the turns k >= s
+#       A_i^s     G_i^s - (1 / n) sum_j G_j^s: of every token of the turn
+#
+# A reward that was earned before a turn does not depend on it, so leaving it out keeps the gradient's expectation and
+# takes away variance. The baseline of a turn is the mean over all n rollouts of the group; one that has ended before has
+# earned nothing more, so its G is 0 there. With one turn in each rollout this is the advantage of `advantages`.
+#
+# Changed from the paper: the baseline is the group's, which includes the rollout itself, so the expected gradient is (n -
+# 1) / n times the true one, as in GRPO.
+#
+# Axes: G rollouts of one group; S turns of a rollout, which differ in number.
 
 
 def returns_to_go(rewards_S: Sequence[float], gamma: float = 1.0) -> NDArray[np.float64]:
@@ -89,6 +148,22 @@ def returns_differ(rewards_G_S: Sequence[Sequence[float]], gamma: float = 1.0) -
 
 
 # --- Rewards for each step of an answer ---
+#
+# GRPO with process supervision, from DeepSeekMath (arXiv:2402.03300, section 4.1.3).
+#
+#       symbol       meaning                                                                   argument
+#       r_i^j        reward of step j of rollout i                                             rewards_G_S
+#       R            all step rewards of the group, one list
+#       r~_i^j       (r_i^j - mean(R)) / std(R)
+#       A_i^j        sum of r~_i^k over the steps k >= j: the advantage of every token of step j
+#
+# The mean is over steps, so a rollout of many average steps counts as much as one of a few: the number of steps earns
+# nothing. With one step in each rollout this is the outcome's advantage of `advantages`.
+#
+# Changed from the paper: the deviation is left out unless asked for, as in Dr. GRPO (arXiv:2503.20783), and is the
+# sample's (ddof = 1) with the floor of `advantages`.
+#
+# Axes: G rollouts of one group; S steps of a rollout, which differ in number.
 
 
 def process_advantages(
@@ -109,6 +184,21 @@ def step_rewards_differ(rewards_G_S: Sequence[Sequence[float]]) -> bool:
 
 
 # --- Advantages in units of their deviation over the batch ---
+#
+# ScaleRL (arXiv:2510.13786) and REINFORCE++ (arXiv:2501.03262).
+#
+# numpy alone; it knows neither tokens nor losses.
+#
+#       symbol   meaning                                                   argument
+#       A_i      advantage of rollout i of the batch; with a critic, a
+#                teacher or continuations, of token i                      A_I
+#       A'_i     A_i / (std(A) + 1e-6), with the deviation of all I        A_i times the result
+#
+# Dividing by the deviation of the group instead (GRPO) gives most weight to tasks that are nearly solved or nearly
+# hopeless. The batch's is the same for all tasks, so it changes only the size of the step. The mean is not subtracted:
+# advantages already have a baseline.
+#
+# Axes: I rollouts of a batch, or tokens.
 
 
 def batch_scale(A_I: NDArray[np.float64]) -> float:

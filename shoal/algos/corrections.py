@@ -8,6 +8,34 @@ from torch import Tensor
 from shoal.algos.losses import exp_of, row_mean, row_sum
 
 # --- Truncated importance weights ---
+#
+# What corrects a loss where the policy that samples is not the one that learns.
+#
+# The log-probs of quantised actors are not the trainer's, even for the same version.
+#
+#       symbol   meaning                                                              argument
+#       mu       the policy that sampled, quantised and perhaps of an older version    mu_logp_N
+#       pi_old   the policy that learns, before the step's first update                old_logp_N
+#       C        the largest weight                                                    C
+#       w        min( pi_old(o) / mu(o), C ) of one token                              the result
+#
+# The gradient of PPO's objective is an expectation under pi_old, and tokens come from mu. Weighting each token's term by
+# pi_old / mu makes it one (up to the tokens before, as is usual); C bounds the variance, for a little bias towards mu
+# (truncated importance sampling: Ionides 2008, J. Comput. Graph. Stat. 17(2)). Yao et al. 2025 (Your Efficient RL
+# Framework Secretly Brings You Off-Policy RL Training) use it between a quantised sampler and its trainer:
+#
+#       grad J = E_mu[ w * grad min( r A, clip(r, 1 - eps, 1 + eps) A ) ],    r = pi_theta / pi_old
+#
+# So the clip is around the policy that the step began with, and mismatch does not use up its range. Without weights, r is
+# pi_theta / mu, and a token whose rounding alone moves it out of the range teaches nothing.
+#
+# Changed from the paper: pi_old is the policy of the step, not of the version that sampled, as in decoupled PPO
+# (arXiv:2110.00641); so w also corrects staleness. Of older versions the trainer has only the rounded weights.
+#
+# `truncated_row_weights` has the ratio of a whole row instead. It corrects for the tokens before, too, and has a far
+# larger variance.
+#
+# Axes: N policy tokens of a micro-batch.
 
 
 class TruncatedWeights(NamedTuple):
@@ -31,6 +59,19 @@ def truncated_row_weights(old_logp_N: Tensor, mu_logp_N: Tensor, row_N: Tensor, 
 
 
 # --- IcePop ---
+#
+# Importance weights within a band, and none outside it (Ring-1T, arXiv:2510.18855, section 3).
+#
+#       symbol   meaning                                                               argument
+#       mu       the policy that sampled, perhaps quantised or of an older version     mu_logp_N
+#       pi_old   the policy that learns, before the step's first update                old_logp_N
+#       a, b     smallest and largest weight                                           least, most
+#       w        k = pi_old(o) / mu(o) of one token if a <= k <= b, else 0             the result
+#
+# A token on which sampler and trainer differ by so much says more about their arithmetic than about the answer. The paper
+# has 0.5 and 5; INTELLECT-3 (arXiv:2512.16144) takes them, too.
+#
+# Axes: N policy tokens of a micro-batch.
 
 
 def icepop_weights(old_logp_N: Tensor, mu_logp_N: Tensor, *, least: float, most: float) -> TruncatedWeights:
@@ -41,6 +82,25 @@ def icepop_weights(old_logp_N: Tensor, mu_logp_N: Tensor, *, least: float, most:
 
 
 # --- Masks of whole rows ---
+#
+# A row on which sampler and trainer differ too much teaches nothing.
+#
+# Source: Liu et al. 2025, When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch,
+# whose names are sequence and geometric masks.
+#
+#       symbol      meaning                                                               argument
+#       mu          the policy that sampled, perhaps quantised or of an older version     mu_logp_N
+#       pi_old      the policy that learns, before the step's first update                old_logp_N
+#       k           pi_old(o) / mu(o) of one token
+#       K           sequence: the product of k over the row;                              geometric
+#                   geometric: its root by the row's number of tokens
+#       a, b        smallest and largest K of a row that is kept                          least, most
+#       w           1 if a <= K <= b, else 0: the same for all tokens of a row            the result
+#
+# The product is the importance weight of the row. It leaves any band with enough tokens, so long rows are dropped first;
+# the geometric mean does not depend on length. Neither weights the rows that are kept: `truncated` does that.
+#
+# Axes: N policy tokens of a micro-batch.
 
 
 def row_mask(

@@ -9,6 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # --- What the policy losses share ---
+#
+# The importance ratio, what a loss says of each token, and sums over the tokens of a row.
+#
+# A loss is a formula for one token; which tokens count how much, and what the sum is divided by, is decided before the
+# step (`loss_averaging`). So the losses of micro-batches add up to that of the batch.
+#
+# Axes: N policy tokens of a micro-batch, row after row; R rows, of which there are at most N.
 
 
 LOG_RATIO_LIMIT = 20.0
@@ -61,6 +68,29 @@ def row_rest(x_N: Tensor, row_N: Tensor) -> Tensor:
 
 
 # --- PPO's clipped objective, with a range for each side and a bound where the advantage is negative ---
+#
+#       symbol     meaning                                                        argument
+#       r          importance ratio pi_theta(o) / pi_old(o) of one token          exp(logp_N - old_logp_N)
+#       A          advantage of the token                                         A_N
+#       eps_low    a token with A < 0 has no gradient while r < 1 - eps_low       eps_low
+#       eps_high   a token with A > 0 has no gradient while r > 1 + eps_high      eps_high
+#       delta      upper bound of r where A < 0                                   delta; inf: none
+#       J_n        min( min(r, delta) A, clip(r, 1 - eps_low, 1 + eps_high) A )
+#
+#       eps_low = eps_high              PPO, arXiv:1707.06347, eq. 7
+#       eps_high = 0.28 > eps_low       DAPO's clip-higher, arXiv:2503.14476, eq. 8: a token of low probability p may rise
+# to                                       (1 + eps_high) p in a step, so rare tokens can become likely and entropy stays
+# higher       delta > 1 + eps_high            dual clip, arXiv:1912.09729, eq. 5 (c there), and INTELLECT-2's GRPO,
+# arXiv:2505.07291
+# Without delta, r A is unbounded below where A < 0: one token that is likely under the new policy and unlikely under the
+# old one can dominate the step. Where A > 0, the inner clip is already tighter.
+#
+# Changed from the papers: pi_old may be the policy that sampled, which then corrects for staleness, too, and in a step of
+# several updates for those already made. Its log-probs are the worker's claims where these cannot differ much from the
+# truth unseen (`claims_bend_ratios`), else the trainer computes them. A worker that lies about its log-probs could mute
+# its tokens, or scale their gradient up to 1 + eps_high (A > 0) or delta (A < 0).
+#
+# Axes: N policy tokens of a micro-batch.
 
 
 def ppo_loss(
@@ -82,6 +112,24 @@ def clipped(
 
 
 # --- GSPO ---
+#
+# The clipped objective with one ratio for a whole row, and GSPO-token (arXiv:2507.18071).
+#
+#       symbol    meaning                                                          argument
+#       y_i       the policy's tokens of row i
+#       s_i       ( pi_theta(y_i) / pi_old(y_i) )^(1 / |y_i|): the geometric mean of the tokens' ratios
+#       s_i,t     sg[s_i] pi_theta(y_i,t) / sg[pi_theta(y_i,t)]: as large as s_i, with the gradient of its token alone
+#       A         advantage; the same for all tokens of a row, unless by_token     A_N
+#       J_n       min( s A, clip(s, 1 - eps_low, 1 + eps_high) A )                 GSPO: s = s_i, eq. 5; by_token: s_i,t,
+# eq. 13
+# The reward is of the whole answer, so the ratio is, too: the product of many tokens' ratios has a huge variance, and its
+# geometric mean a small one. Therefore the range is small: 3e-4 and 4e-4 in the paper. Where A is the same in all tokens
+# of a row, both forms have the same value and gradient.
+#
+# The paper takes the mean of J over rows; so average over rollouts. A mean over tokens gives long rows more weight.
+# Changed from the paper: a rollout of several rows has a ratio for each, because the policy read each anew.
+#
+# Axes: N policy tokens of a micro-batch.
 
 
 def gspo_loss(
@@ -95,6 +143,20 @@ def gspo_loss(
 
 
 # --- CISPO ---
+#
+# REINFORCE with a bounded importance weight, which never takes a token's gradient away (arXiv:2506.13585).
+#
+#       symbol   meaning                                                  argument
+#       r        importance ratio pi_theta(o) / pi_old(o) of one token    exp(logp_N - old_logp_N)
+#       A        advantage of the token                                   A_N
+#       a, b     smallest and largest weight                              least, most
+#       J_n      sg[ clip(r, a, b) ] A log pi_theta(o)                    eq. 4 and 5; sg: no gradient flows through it
+#
+# PPO's clip gives a token outside the range no gradient at all, and these are often the rare words at which a chain of
+# thought turns. Here such a token has the gradient of a token at the bound. The paper tunes only b and leaves a out (0).
+# ScaleRL (arXiv:2510.13786, section 3.2) has min(r, b) and finds little difference between b = 4, 5 and 8.
+#
+# Axes: N policy tokens of a micro-batch.
 
 
 def cispo_loss(logp_N: Tensor, old_logp_N: Tensor, A_N: Tensor, *, least: float, most: float) -> TokenLoss:
@@ -104,6 +166,25 @@ def cispo_loss(logp_N: Tensor, old_logp_N: Tensor, A_N: Tensor, *, least: float,
 
 
 # --- DPPO ---
+#
+# The policy gradient without tokens whose probability has already moved far enough (arXiv:2602.04879).
+#
+# With `squared_ratio` at 1e-3 and advantages without a deviation, this is the default loss of prime-rl in August 2026.
+#
+#       symbol   meaning                                                      argument
+#       mu       the policy that sampled                                      mu_logp_N
+#       r        importance ratio pi_theta(o) / mu(o) of one token            exp(logp_N - mu_logp_N)
+#       d        pi_theta(o) - mu(o): of all total variation between the two policies, what "this token or another" shows
+#       A        advantage of the token                                       A_N
+#       bound    largest |d| in the direction in which A pushes               bound
+#       J_n      r A, or 0 if A > 0 and d > bound, or A <= 0 and d < -bound   the binary total variation mask
+#
+# A bound on the ratio stops rare tokens first: one that goes from 0.001 to 0.002 has r = 2 and moved the policy by 0.001.
+# A bound on d stops tokens that moved the policy much. Those that move back towards mu keep their gradient.
+#
+# Changed from the paper: |log r| is cut at 20 nats, so that an absurd mu leaves the gradient finite.
+#
+# Axes: N policy tokens of a micro-batch.
 
 
 def dppo_loss(logp_N: Tensor, mu_logp_N: Tensor, A_N: Tensor, *, bound: float) -> TokenLoss:
@@ -115,6 +196,19 @@ def dppo_loss(logp_N: Tensor, mu_logp_N: Tensor, A_N: Tensor, *, bound: float) -
 
 
 # --- REINFORCE ---
+#
+# The plain policy gradient (Williams 1992, Machine Learning 8, eq. 4).
+#
+#       symbol   meaning                    argument
+#       A        advantage of the token     A_N
+#       J_n      A log pi_theta(o)
+#
+# There is no ratio, so this is the gradient only for tokens that the policy itself sampled: one update a batch, and
+# weights (`truncated`, `icepop`) if an older or rounded policy sampled. The sum over a rollout's tokens, averaged over
+# rollouts, is the gradient of the mean reward. With the advantages of `rloo` this is RLOO (arXiv:2402.14740), with those
+# of `maxrl` MaxRL.
+#
+# Axes: N policy tokens of a micro-batch.
 
 
 def reinforce_loss(logp_N: Tensor, A_N: Tensor) -> TokenLoss:
@@ -123,6 +217,14 @@ def reinforce_loss(logp_N: Tensor, A_N: Tensor) -> TokenLoss:
 
 
 # --- Supervised fine-tuning ---
+#
+# Cross entropy on the tokens that the policy should have written.
+#
+#       symbol   meaning                                            argument
+#       p        the policy's probability of the example's token    exp(logp_N)
+#       L        loss:  -(1 / sum_i |o_i|) sum_n w_n log p_n
+#
+# Axes: N policy tokens of a micro-batch.
 
 
 def sft_loss(logp_N: Tensor, weight_N: Tensor, *, num_tokens: float) -> Tensor:
@@ -131,6 +233,25 @@ def sft_loss(logp_N: Tensor, weight_N: Tensor, *, num_tokens: float) -> Tensor:
 
 
 # --- The clipped loss of PPO's critic ---
+#
+# Squared error that gains nothing from leaving the range around the old value.
+#
+# The targets come from `gae`.
+#
+#       symbol   meaning                                                                  argument
+#       V        the critic's value before token n, to be learned                         V_N
+#       V_old    its value before the step's first update                                 V_old_N
+#       R        target of the value                                                      R_N
+#       eps      range within which a step may move a value; infinite: plain error         eps
+#       L        1/2 (1 / sum_i |o_i|) sum_n max( (V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2 )
+#
+# The paper of PPO (arXiv:1707.06347, equation 9) has the plain squared error; the clip is that of the authors' code,
+# which arXiv:2006.05990 studies and finds that it may harm. So a run may turn it off. The maximum makes the clip one of
+# progress alone: a value that the step moved away from its target keeps its gradient.
+#
+# Changed from the code: one half, and the sum is divided by the batch's tokens.
+#
+# Axes: N policy tokens of a micro-batch.
 
 
 class ValueTerms(NamedTuple):

@@ -8,6 +8,33 @@ from torch import Tensor
 from shoal.algos.losses import LOG_RATIO_LIMIT, row_rest
 
 # --- The KL divergence of the policy from a reference ---
+#
+# Three estimators, as penalties in the loss or in the advantages.
+#
+# Source of the estimators: Schulman 2020, Approximating KL Divergence.
+#
+#       symbol   meaning                                                argument
+#       pi       the policy that learns                                 logp_N
+#       rho      the reference                                          reference_logp_N
+#       x        log rho(o) - log pi(o) of one token
+#       k1       -x                  its mean under pi is the KL divergence
+#       k2       x^2 / 2             smaller variance, a little bias
+#       k3       e^x - 1 - x         no bias, and never negative: GRPO's penalty, arXiv:2402.03300, eq. 4
+#
+# A good estimate of the divergence need not have its gradient (arXiv:2506.09477). Under pi, with the estimator in the
+# loss, the mean gradient of one token is
+#
+#       k1       0: E[grad log pi] = 0, so this penalty does nothing but add noise
+#       k2       the gradient of KL(pi, rho)
+#       k3       the gradient of KL(rho, pi), the other way round; near it if pi is near rho
+#
+# `weighted` multiplies the estimator by the importance ratio, through which gradient flows. Then k1 and k3 have the
+# gradient of KL(pi, rho) although another policy sampled, if the ratio is to that policy (k3: DeepSeek-V3.2,
+# arXiv:2512.02556). All of these take what was written before a token as given. `rest_of_penalty` is the gradient of the
+# divergence between whole rows: each token answers for the penalties of all that follow, as for a reward (RLHF's usual
+# form, arXiv:2009.01325; RLOO, arXiv:2402.14740).
+#
+# Axes: N policy tokens of a micro-batch.
 
 
 Estimator = Literal["k1", "k2", "k3"]
@@ -34,6 +61,18 @@ def rest_of_penalty(old_logp_N: Tensor, reference_logp_N: Tensor, row_N: Tensor)
 
 
 # --- A penalty on the squared log-ratio ---
+#
+# It pulls the policy back to the one that sampled.
+#
+#       symbol   meaning                              argument
+#       mu       the policy that sampled              mu_logp_N
+#       r        pi_theta(o) / mu(o) of one token     exp(logp_N - mu_logp_N)
+#       P_n      (log r)^2
+#
+# The default loss of prime-rl adds 1e-3 P; it names Kimi K2.5 as its source. P is twice the estimator k2 of the KL
+# divergence from mu (Schulman 2020), whose gradient on policy is that of the divergence.
+#
+# Axes: N policy tokens of a micro-batch.
 
 
 def squared_ratio(logp_N: Tensor, mu_logp_N: Tensor) -> Tensor:
@@ -42,6 +81,20 @@ def squared_ratio(logp_N: Tensor, mu_logp_N: Tensor) -> Tensor:
 
 
 # --- Log-probability and entropy from logits, in one pass over the vocabulary, and the entropy bonus ---
+#
+# The logits are the largest tensor of a training step (tokens x vocabulary), so the forward pass keeps only one tensor of
+# that size, and the backward pass makes only one.
+#
+#       symbol   meaning
+#       z        logits / temperature
+#       p        softmax(z)
+#       o        the token that was written
+#       H        entropy of p, nats:   H = -sum_v p_v log p_v
+#       beta     weight of the bonus
+#
+# Derivatives, which the backward pass uses: d log p_o / d z_v = [v = o] - p_v d H / d z_v = -p_v (log p_v + H)
+#
+# Axes: N tokens, V vocabulary.
 
 
 def logprob_and_entropy(z_NV: Tensor, o_N: Tensor) -> tuple[Tensor, Tensor]:

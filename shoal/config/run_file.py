@@ -18,6 +18,8 @@ from shoal.protocol.tolerances import MEAN_OF_LOGPROB, Dtype
 from shoal.tree import Section
 
 # --- The settings of a model that learns beside the policy ---
+#
+# Part of `sections`. What a critic goes together with is checked in `credit`.
 
 
 class CriticConfig(Section, frozen=True):
@@ -100,6 +102,11 @@ def is_loopback(address: str) -> bool:
 
 
 # --- The sections of a run file and of an SFT recipe ---
+#
+# Every knob with its default, its unit and a sentence.
+#
+# Every role reads its own; `load` makes them from a TOML file, and `check` finds values that contradict each other. They
+# are together here because the run file is one document, which the coordinator must read without importing torch.
 
 
 Device = Literal["cpu", "cuda", "mps", "auto"]

@@ -21,6 +21,8 @@ from shoal.protocol.message_sizes import most_batch_groups, most_lease_groups
 from shoal.tree import merge, to_tree
 
 # --- What decides the worth of rollouts and tokens beside their rewards, and what it does not go together with ---
+#
+# A critic, a teacher, a reward model, continuations, rewards of turns or steps.
 
 
 WHERE = "train.algorithm"
@@ -179,6 +181,8 @@ def _steps_fit(config: RunConfig, algorithm: c.Composition) -> Iterator[Demand]:
 
 
 # --- `[train.algorithm]` of a run file ---
+#
+# What a named algorithm leaves to its defaults, and which parts do not go together.
 
 
 def filled(tree: dict[str, Any]) -> dict[str, Any]:
@@ -388,6 +392,8 @@ def _sampling_fits(config: RunConfig, algorithm: c.Composition) -> Iterator[Dema
 
 # --- The learning rate of a run file that names none, and what a run file or a recipe may not say about the optimiser
 # ---
+#
+# A negative limit on the gradient would turn it around, and what is no number would become every weight.
 
 
 MIN_PRESET_LR, MAX_PRESET_LR = 1e-6, 5e-4

@@ -54,6 +54,9 @@ def product(hidden_ND: Tensor, packed_VD: Tensor) -> Tensor:
 
 
 # --- A policy's weights arranged for generation, and the two passes that read and fill a key/value cache ---
+#
+# Axes: B rows, C new tokens of a row, N = B * C, S columns of the cache, D width, L layers, H query heads, K key/value
+# heads, G = H / K queries that share a key, E head dimension, V vocabulary.
 
 
 COLUMN_STEP = 32

@@ -11,6 +11,10 @@ from shoal.errors import StateError
 from shoal.protocol.messages import EngineFacts
 
 # --- The interface to generation ---
+#
+# Extend conversations of token ids, and score them with one prefill.
+#
+# Light: code that only passes an engine on needs no torch.
 
 
 class EngineRequest(NamedTuple):
@@ -97,6 +101,8 @@ def is_in_place(engine: Engine) -> TypeGuard[InPlace]:
 
 
 # --- What every engine refuses before it computes ---
+#
+# Conversations that are too long, empty, or of other tokens.
 
 
 class SizedModel(Protocol):

@@ -12,6 +12,10 @@ from shoal.models.nf4_config import NF4, decoding_bytes_of, weight_bytes_of
 from shoal.models.parameter_counts import ANY_WIDTHS, adapter_parameters_of
 
 # --- How much the embedded engine holds at a time ---
+#
+# What bounds its memory beyond weights and caches.
+#
+# Light: what a run needs is also asked on a machine without torch.
 
 
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384, "mps": 4096}
@@ -29,6 +33,12 @@ SCORED_VALUES = 1 << 22
 
 
 # --- How much memory the embedded engine needs for a policy and a piece of work, before anything is allocated ---
+#
+# The host chose the policy, the sampling limits and the lease. The figures are upper bounds for usual work; long replies
+# of an environment can take more, which `roles/node/memory_limit` limits in another way. `tests/engine/test_needs.py`
+# compares them with what the engine takes.
+#
+# All results are bytes.
 
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 4}
@@ -159,6 +169,12 @@ class Needs:
 
 
 # --- How much memory the engine for other architectures needs, before anything is allocated ---
+#
+# Called as `needs` is, for policies that transformers computes. The weights' sizes are those of the files. What an
+# architecture computes between them is not known, so its activations are taken to be as large as those of common ones.
+# The operating system enforces the limit in any case.
+#
+# All results are bytes.
 
 
 LIBRARY_BYTES = 200_000_000

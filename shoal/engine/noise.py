@@ -92,6 +92,12 @@ def _tried(noise: str, device: torch.device) -> Draw | None:
 
 
 # --- The noise families of `protocol.noise`, as engines compute them ---
+#
+# In torch, with the bits of the references.
+#
+# To add a family, add its reference to `protocol.noise`, and its functions here; for GPUs, also to `fused`.
+#
+# Axes: N rows, V vocabulary.
 
 
 Noise = Callable[[Tensor, Tensor, int], Tensor]

@@ -14,6 +14,13 @@ from shoal.protocol.signing import Key, is_public_key, verify_signature
 from shoal.run_folder import held, write_atomically
 
 # --- Signed words of an author ---
+#
+# The catalogue of a package's versions, and changes of the owner's key.
+#
+# Made by `publish`, read by everyone. A catalogue lists every version of one package under one signature, with a serial
+# that grows with each change. So a machine that has seen a newer list notices if a registry mixes old and new lists,
+# leaves a version out, or brings an old list back. This file says whether the words are well formed and signed; whether
+# the key is the right one is for `trust` to say.
 
 
 T = TypeVar("T")
@@ -166,6 +173,12 @@ def _decoded(data: bytes, kind: type[T], cap: int, what: str) -> T:
 
 
 # --- What this machine knows of authors and versions ---
+#
+# The first key seen of an owner, and all that it has signed since.
+#
+# Called before anything of a registry is believed. The first key of an owner is taken on trust and pinned. From then on
+# another key needs a statement signed by the pinned one, a version keeps its digest for ever, and a list that is older
+# than one seen before is refused. It reads no registry; callers bring what they read.
 
 
 class PinnedCatalog(Message, frozen=True):

@@ -21,6 +21,12 @@ from typing import NamedTuple
 from shoal.errors import ConfigError, PeerError, ShoalError, StateError, cause_of
 
 # --- The lock of a package ---
+#
+# Its dependencies, each with one version and the hashes of its wheels.
+#
+# Called when a package is packed and before it is installed. A lock is a requirements file of pip in its hash mode,
+# reduced to what needs no decision: `name==version` and `--hash=sha256:...`. Options, URLs, paths and markers are refused
+# by name, so pip reads nothing that this file has not read. It uses no index and installs nothing.
 
 
 MAX_LOCK_BYTES = 1 << 20
@@ -104,6 +110,13 @@ def heavy(requirements: Sequence[Requirement]) -> tuple[str, ...]:
 
 
 # --- The dependencies of a package ---
+#
+# Wheels that pip downloads by hash, verified and unpacked by us.
+#
+# pip only chooses and downloads: it builds nothing (`--only-binary :all:`), follows no dependency (`--no-deps`) and takes
+# nothing without a hash of the lock (`--require-hashes`). We compare the hashes again, and unpack the wheels ourselves,
+# because a wheel is a zip archive by a stranger: its names and sizes are checked before anything is written. No
+# interpreter is started on what was unpacked.
 
 
 MAX_WHEEL_FILES = 50_000

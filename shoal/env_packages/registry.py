@@ -24,6 +24,12 @@ from shoal.protocol.encoding import is_digest
 from shoal.run_folder import name_file, write_atomically
 
 # --- A registry behind HTTP ---
+#
+# Any web server that serves the registry's folder, or a coordinator.
+#
+# Made by `registry` for a URL. It follows no redirect, so a registry cannot make this machine call an address that its
+# user did not give; it uses no proxy of the process environment; and each answer has limits of size and time. Its methods
+# block, and need a thread without an event loop of its own.
 
 
 ATTEMPTS = 3
@@ -131,6 +137,17 @@ class WebRegistry:
 
 
 # --- A registry ---
+#
+# Signed lists and archives in a fixed layout, in a folder or behind any web server that serves this folder.
+#
+#       names.json                                  names of all packages; unsigned, only for looking around
+#       names/OWNER/keys.json                       changes of the owner's key
+#       names/OWNER/NAME/catalogue.json             all versions, signed
+#       names/OWNER/NAME/VERSION/attestations.json  who says that a version passes its check, each signed
+#       packages/DIGEST                             archives
+#
+# A registry is never trusted: it can only withhold. Paths are made here, from names and digests that were checked, so
+# nothing that a registry says leads to another address or file.
 
 
 NAMES = "names.json"

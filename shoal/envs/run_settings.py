@@ -21,6 +21,14 @@ from shoal.protocol.messages import Sampling
 from shoal.protocol.reward_shaping import Shaping
 
 # --- What a run adds to an environment's rewards ---
+#
+# A length to aim at, a penalty near the limit, and one for repetition.
+#
+# It sees the tokens that the policy wrote, and no text, so every replay of a rollout gives the same terms. The formulas
+# are in `algos`.
+#
+# The length that a prompt asks for follows from the task's index alone. So all rollouts of a group have the same, and a
+# worker cannot choose it.
 
 
 LENGTH, OVERLONG, REPETITION = "shaping.length", "shaping.overlong", "shaping.repetition"
@@ -133,6 +141,8 @@ def _demands(asked: Shaping) -> list[tuple[bool, str]]:
 
 
 # --- What a run file adds to an environment ---
+#
+# A system prompt, examples, template arguments, weights, shaping, token limits.
 
 
 HISTORIES = ("append", "template")

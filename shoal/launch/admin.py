@@ -28,6 +28,10 @@ from shoal.run_folder import RunFolder, is_locked, is_url, write_atomically
 from shoal.terminal import command
 
 # --- For the host of a run ---
+#
+# The text that says how others join and how to add TLS, and the admin calls.
+#
+# The coordinator decides what an admin call does.
 
 
 ADMIN_DEADLINE_S = 10.0
@@ -274,6 +278,11 @@ def _nothing_to_do(action: str, request: AdminRequest, nodes: Sequence[NodeState
 
 
 # --- The root key of a run, for its host ---
+#
+# Which one a new run gets, and how it names another publisher.
+#
+# The root's private key is read, used once and not kept. The coordinator decides whether a rotation is valid, and the
+# trainer finds its new key in the run's folder.
 
 
 TRIES = 5

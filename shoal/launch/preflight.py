@@ -17,6 +17,10 @@ from shoal.models.open_model import demand_named_base, demand_no_adapter, needs_
 from shoal.protocol.tolerances import LOCAL, TRANSFORMERS, is_measured
 
 # --- Whether a run can use its first policy at all ---
+#
+# Asked before any role starts, so that the host reads why not.
+#
+# Light: it reads JSON files and weights, and loads neither torch nor the policy.
 
 
 def demand_computable(directory: Path, config: RunConfig) -> None:
@@ -139,6 +143,10 @@ def _measured(config: RunConfig) -> bool:
 
 
 # --- Which processes look on while a run goes on ---
+#
+# Loggers, if this machine has their packages, and the page.
+#
+# The packages are imported by the logger's process alone.
 
 
 STOP_S = 30.0

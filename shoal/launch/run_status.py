@@ -241,6 +241,8 @@ def _get(url: str) -> bytes | None:
 
 
 # --- How long a run still takes, by the wall time of its newest steps ---
+#
+# The pace is that of `shoal/metrics.py`, as on the page.
 
 
 STILL_S, STILL_STEPS = 10.0, 2.0

@@ -20,6 +20,12 @@ from shoal.models.random_model import tiny_spec
 from shoal.run_folder import RunFolder
 
 # --- What of a run follows from the policy's size, where its run file leaves it open ---
+#
+# The learning rate, and by the memory that is free the tokens of a micro-batch and the episodes that an evaluation plays
+# at a time.
+#
+# Called before the roles of a run start, and by `shoal doctor --recipe`. It tries sizes with the reckoning of `fits`, so
+# nothing is loaded. The launcher keeps what is found in the run's folder: bits depend on it, so a resumed run keeps it.
 
 
 MOST_TOKENS = 16_384
@@ -133,6 +139,8 @@ def _with_rows(config: RunConfig, rows: int) -> RunConfig:
 
 
 # --- Which processes of a run take shifts on a device of this machine, and how they are told ---
+#
+# What they do then is in `roles/node/device_queue`; whether it is needed is decided in `fits`.
 
 
 SECTIONS = {"train": "trainer", "validators": "validators", "workers": "workers and evaluations"}

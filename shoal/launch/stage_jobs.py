@@ -33,6 +33,8 @@ from shoal.train.preference_data import demand_preference_pairs
 from shoal.tree import to_tree
 
 # --- What a finished stage leaves in its folder, and the digests that say whether it is still that ---
+#
+# It knows files and no work.
 
 
 POLICY, RUN, EVALUATION, EXAMPLES, TASKS, RATES, REWARD_MODEL = (
@@ -89,6 +91,11 @@ def demand_whole(job_folder: Path, outputs: dict[str, dict[str, str]], kind: str
 
 
 # --- A stage as a job ---
+#
+# What decides its output and so its key.
+#
+# A job's folder is named by its key. Its `job.json` is written before the work, and all that the process reads beside the
+# inputs: a recipe that changes meanwhile changes nothing.
 
 
 JUDGES = ("teacher", "reward_model")

@@ -33,6 +33,10 @@ from shoal.protocol.encoding import digest, to_json
 from shoal.run_folder import write_atomically
 
 # --- What a run of stages came to ---
+#
+# Report.json, and a table for the terminal.
+#
+# It knows figures and words, and nothing of how a stage is done.
 
 
 def share_of(right: float, count: int) -> Heldout:
@@ -108,6 +112,15 @@ def _mean(found: Heldout | None) -> str:
 
 
 # --- A run of stages ---
+#
+# Each stage is done once, in a folder named by what decides its output, and skipped when it is there.
+#
+# It starts a process for each stage that is not done (`launch/stage_work` says what that does), one at a time, and
+# remembers nothing: a folder with a `done.json` is a finished stage, and any other is begun again or, if it is a run,
+# resumed. So the same command continues after a kill at any moment.
+#
+# The key of a stage is a digest of its kind, its settings after overrides, its inputs' digests and the format of stages.
+# So a changed setting gives that stage another folder, and those after it, if its output differs. Old folders stay.
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]

@@ -21,6 +21,10 @@ from shoal.protocol.messages import NodeState
 from shoal.terminal import brief
 
 # --- The parts of the terminal view, each from a snapshot and a width ---
+#
+# Progress, reward curve, figures, what is waited for.
+#
+# The table of nodes is in `launch/terminal_panels`.
 
 
 WATCHDOG_S = 5.0
@@ -330,6 +334,10 @@ def _indented(label: str) -> Text:
 
 
 # --- The table of workers ---
+#
+# Those in trouble first, with the checks that refused them, at any width.
+#
+# Names, checks and reasons are strangers' text; from a URL, all of it is.
 
 
 ALL_COLUMNS, WITH_REASON, WITHOUT_CREDITS = 104, 120, 66

@@ -11,6 +11,12 @@ from shoal.protocol.branching import FIRST_BLOCK, continued_slot, is_continued
 from shoal.protocol.messages import Rules
 
 # --- What the next batch would take, and which blocks it waits for ---
+#
+# A group may be learned from until it is `max_staleness` versions old. So each version has a last batch, which waits for
+# every block of the version. Otherwise a worker could keep a group that it does not like until it is too old.
+#
+# Where the run's algorithm learns from continuations, a batch takes a group once its continuations are final: accepted,
+# or void by an event. What has arrived by then decides nothing.
 
 
 def groups_a_worker(rules: Rules) -> int:
@@ -100,6 +106,8 @@ def _may_still_come(state: State, block: BlockRecord) -> bool:
 
 
 # --- How many groups the coming batches have already, and how many more may be leased for them ---
+#
+# Continuations fill no batch, so they count only as work that somebody has.
 
 
 @once_per_event

@@ -12,6 +12,9 @@ from shoal.protocol.constants import MAX_LEASE_BLOCKS
 from shoal.protocol.encoding import float_sum
 
 # --- How fast workers are, and so how many blocks a lease has, and until when ---
+#
+# The log shows the time between a worker's submissions, and that limits the size of its leases. What it claims about its
+# speed can only make them smaller.
 
 
 RECENT_LEASES = 10
@@ -81,6 +84,11 @@ def lease_times(state: State, member: NodeRecord, blocks: Sequence[int], now: fl
 
 
 # --- Which blocks that were leased before are leased to other workers, to whom, and when ---
+#
+# A worker can compute its own rewards. If dropped blocks were not leased again, workers could bias training by dropping
+# rollouts. So a block that is given back, that is late, or that the next batch waits for goes to a worker with a good
+# record, before any new block is leased. Its slots keep their seeds, so the policy learns from the same tokens, whichever
+# worker makes them.
 
 
 @once_per_event

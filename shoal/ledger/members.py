@@ -15,6 +15,8 @@ from shoal.protocol.messages import Join, Message
 from shoal.protocol.pay_lines import CreditLine
 
 # --- Who takes part ---
+#
+# Nodes join, leave, are quarantined, come back; validators are found at fault.
 
 
 class NodeJoined(Message, frozen=True):

@@ -13,6 +13,10 @@ from shoal.protocol.messages import GroupVerdict, Message
 from shoal.protocol.pay_lines import CreditLine
 
 # --- Pay in policy tokens ---
+#
+# Credits given, vested, forfeited and slashed.
+#
+# No command asks for pay; verdicts and lapses lead to it.
 
 
 class Credit(Message, frozen=True):

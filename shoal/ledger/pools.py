@@ -40,6 +40,10 @@ EVENTS = {"pools_changed": (PoolsChanged, apply_pools_changed)}
 
 
 # --- How the draws of a version follow from the groups of the versions before, in runs that follow solve rates ---
+#
+# The groups of a version count when it retires. Then nothing can be submitted for it, so its link tells nobody anything
+# that is still secret; and the last batch that could use its groups has waited for all of them, so a worker that holds a
+# group back does not keep it out.
 
 
 def change_pools(

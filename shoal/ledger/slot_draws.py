@@ -52,6 +52,8 @@ def table_of(state: State, stream: StreamRecord, version: int) -> DrawTable:
 
 
 # --- What the secret links of a version decide ---
+#
+# The seed, environment and task of each slot; audits, rechecks and turns.
 
 
 MOST_COUNTED = 8192

@@ -17,6 +17,8 @@ from shoal.protocol.constants import BODY_WINDOW_BYTES, BODY_WINDOW_S, BOOKED_WI
 from shoal.protocol.messages import Message
 
 # --- Submissions ---
+#
+# A worker fills a lease, and the draws that say how closely it is looked at.
 
 
 class SubmissionReceived(Message, frozen=True):

@@ -16,6 +16,16 @@ from shoal.protocol.messages import GroupVerdict
 from shoal.protocol.step_rewards import fault_of
 
 # --- What the verdicts on one submission add up to, block by block ---
+#
+# One verdict suffices to accept a block. A refusal needs a second verdict, and two that differ need a third. If no
+# further verdict can come, a block that no majority accepts brings no pay. A slash needs two validators that found, each
+# on its own, what no honest worker sends. Both must have found it with the model, or both without. A check without the
+# model is exact; a check with the model compares numbers with bounds, and a validator whose hardware rounds badly may
+# exceed them. Its accusation must not complete a slash that another validator began for a different reason.
+#
+# Validators derive a prompt from their own copies of the data. If they refuse a prompt, but each names another one as
+# right, their data differ, and nobody knows whose is right. So two refusals of a prompt agree only if they name the same
+# one.
 
 
 class VerdictTally(NamedTuple):
@@ -113,6 +123,8 @@ def _is_hard(groups: Sequence[GroupVerdict], with_model: bool) -> bool:
 
 
 # --- What no honest validator sends as a verdict ---
+#
+# Slots, checks, audits, rewards or figures that its submission cannot have.
 
 
 def refuse_malformed(

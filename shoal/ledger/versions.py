@@ -14,6 +14,8 @@ from shoal.protocol.host_signatures import flaw_of_next
 from shoal.protocol.messages import Message, Publishers, Rotation
 
 # --- Policy versions ---
+#
+# Published by the trainer, and their secret links revealed once they are retired; and who publishes.
 
 
 class CheckpointPublished(Message, frozen=True):

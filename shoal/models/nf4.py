@@ -12,6 +12,25 @@ from torch import Tensor
 from shoal.models.nf4_config import decoded_values
 
 # --- NF4 ---
+#
+# Weights of a frozen base in 4 bits a value, as quantiles of a normal distribution (QLoRA, arXiv:2305.14314).
+#
+# Decoding takes single operations of float32, which round alike everywhere, so codes give the same weights on every
+# machine. Coding takes a mean, whose sum may not: so codes are published, once.
+#
+#       symbol   meaning
+#       w        weights, about normally distributed around 0
+#       q        16 numbers between -1 and 1 with about as many weights near each; one is 0 (eq. 4)
+#       c_b      largest |weight| of a block, which the paper calls a quantisation constant
+#       code     place of the number nearest to w / c_b
+#       c2_g     the same of c_b, less their mean, for double quantisation
+#
+# A code has 4 bits, two to a byte; with float32 constants a weight takes 4.5 bits, with double quantisation 4.127.
+#
+# Changed from the paper: constants are coded linearly in int8, where the paper takes 8-bit floats. Of normal weights, c_b
+# are all of about the same size, so a float's range is of no use.
+#
+# Axes: n weights, b blocks of them, B = 64 weights of a block, g groups of blocks, G = 256 blocks of a group.
 
 
 BLOCK, GROUP = 64, 256
@@ -101,6 +120,18 @@ def _between(device: torch.device) -> Tensor:
 
 
 # --- Matrices of a frozen base that are kept as NF4 codes, also while they are multiplied ---
+#
+# QLoRA (arXiv:2305.14314 eq. 5).
+#
+# Made by `model`, which has the codes; `layers` multiplies by them, with gradients and without. A product decodes some
+# outputs at a time and forgets them. So does the backward pass, which needs the matrix for the gradient of the inputs;
+# the codes never learn.
+#
+# What the policy is, are the decoded weights: a number times a constant in float32, rounded to the dtype that the base
+# has beside its codes. Every node decodes the same, whatever it computes in.
+#
+# Axes: N rows of inputs, I inputs, O outputs of a matrix in its file, P pairs of codes, b constants, g scales of
+# constants, X outputs of several matrices side by side.
 
 
 CODE_DTYPES = {"U8": torch.uint8, "I8": torch.int8, "F32": torch.float32}

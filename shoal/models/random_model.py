@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
 
 # --- Make a tiny policy from scratch ---
+#
+# Weights from a seed, and a tokenizer of 64 characters with a chat template.
+#
+# Torch is imported late, because the shape alone is asked for where there is none.
 
 
 SPECIALS = ("<|pad|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -160,6 +164,12 @@ def write_tokenizer(directory: Path, max_positions: int) -> None:
 
 
 # --- Make a policy with random weights of a model's shape, so that a run can be tried without the model ---
+#
+# The shape is the `config.json` of any model that shoal can run. The tokenizer is made, too, because that of the model is
+# part of what is not there: it reads bytes, and every other token of the vocabulary is a made-up word, so whatever such a
+# policy samples is text.
+#
+# Torch is imported late, because the shape alone is asked for where there is none.
 
 
 PAD, END = SPECIALS.index("<|pad|>"), SPECIALS.index("<|end|>")

@@ -24,6 +24,10 @@ from shoal.protocol.encoding import is_digest
 from shoal.run_folder import name_file, sync_folder
 
 # --- A file as an answer, for clients that may be many and slow ---
+#
+# Ranges, conditional requests, little memory.
+#
+# A file's name is its hash, so its bytes never change and any cache may keep them.
 
 
 FIRST_PART_BYTES = 64 << 10
@@ -154,6 +158,11 @@ def names(condition: str, etag: str) -> bool:
 
 
 # --- Bulk data stored under its hash ---
+#
+# Submissions and chunks.
+#
+# One file ab/abcdef… holds each blob. File names come from checked hashes, never from a peer's path. Data is verified
+# when it is read. Data damaged on disk is refused; the next put repairs it.
 
 
 def path_of(folder: Path, digest: str) -> Path:
@@ -333,6 +342,11 @@ def _cannot_write(folder: Path, error: OSError) -> StateError:
 
 
 # --- A folder of public blobs over HTTP ---
+#
+# `GET /v1/blobs/{hash}` with ranges and conditions, as caches and CDNs expect.
+#
+# It asks nobody who may read: all that is in the folder is public. An ordinary web server can serve the same folder in
+# its place.
 
 
 def shelf(

@@ -19,6 +19,8 @@ from shoal.errors import StateError, cause_of
 from shoal.run_folder import write_atomically
 
 # --- Listening sockets of roles that serve, and the files of a run's folder that say where they listen ---
+#
+# It prefers the port of the last start, where clients still ask.
 
 
 def tell_address(address: Path, port: int, url: str = "") -> None:
@@ -125,6 +127,10 @@ def listen(bind: str, port: int, last: int = 0, key: str = "--port") -> socket.s
 
 
 # --- Clean stops ---
+#
+# The first signal lets a role finish its work, the second ends the process at once.
+#
+# It is an event, and a way to wait that ends early.
 
 
 T = TypeVar("T")

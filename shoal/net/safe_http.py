@@ -18,6 +18,12 @@ from shoal.net.retryable_errors import PROXY, RetryableError, map_http_errors
 from shoal.net.urls import addresses_of, is_outside, port_of
 
 # --- Connections to strangers' servers ---
+#
+# Their answers must begin soon, and httpx acts on none of their headers.
+#
+# Before its answer, a server may send interim ones (HTTP 1xx), which httpcore skips however many come. At the full rate
+# of a line they would keep a process from everything else. httpx reads where a redirect leads even if it follows none,
+# and sends cookies back; both raise errors of their own for some values.
 
 
 MOST_HEAD_BYTES = 16 << 10
@@ -121,6 +127,12 @@ class _Backend(httpcore.AsyncNetworkBackend):
 
 
 # --- Connections to one server that stay on its side ---
+#
+# Outside, if it was outside when it first answered.
+#
+# A host decides where its name leads. It could let the name lead to itself while a volunteer joins, and into the
+# volunteer's own network afterwards. So the side is decided once, by the address that answered, and later connections go
+# only to addresses that were judged. It reads nothing of an answer but whether it is a shoal node's.
 
 
 SHOAL = "shoal-protocol"
@@ -205,6 +217,10 @@ def _peer_of(response: httpx.Response) -> str:
 
 
 # --- The body of a stranger's answer, part by part as it comes, unless its parts are very small ---
+#
+# Each part costs CPU time, and all that are in one read are handled before any other task runs. So a server that sends
+# chunks of one byte at the full rate of its line would keep a process from everything else. A slow line brings small
+# parts, too, but few in a second.
 
 
 FEW_PARTS, PARTS_PER_S, LEAST_BYTES = 64, 200.0, 512
@@ -241,6 +257,10 @@ async def read_capped(response: httpx.Response, cap: int) -> bytes | None:
 
 
 # --- One small request to a server that a stranger named ---
+#
+# At an address that was judged, without redirects, within limits.
+#
+# What comes back is as hostile as the URL.
 
 
 LOOK_UP_S = 5.0

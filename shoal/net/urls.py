@@ -11,6 +11,10 @@ from shoal.errors import PeerError
 from shoal.protocol.constants import MAX_URL_CHARS
 
 # --- URLs that users type and strangers offer ---
+#
+# In one form, or refused with what to write.
+#
+# It opens no connection and looks up no name: whether an address may be called is for `addresses` and `outside`.
 
 
 FORM = "http(s)://HOST[:PORT][/PATH]"
@@ -71,6 +75,12 @@ def port_of(url: httpx.URL) -> int:
 
 
 # --- Which network addresses are outside ---
+#
+# On the internet, and not inside the network of this machine.
+#
+# Called before a URL that a stranger gave is asked. Otherwise a stranger could let this machine call its own services, or
+# those of its network. A name is looked up here and the caller connects to the address that was judged, so a name that
+# changes its address gains nothing.
 
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

@@ -9,6 +9,11 @@ from shoal.plan.event_queue import Clock
 from shoal.plan.simulation_input import SimulationInput
 
 # --- Transfers that share links, in simulated time ---
+#
+# Each moment has the rates that are max-min fair.
+#
+# A link is a name with a capacity, such as a worker's downlink or the uplinks of all relays together: a client takes
+# chunks from several sources at once, so they are one link to it.
 
 
 DONE_BYTES = 1e-3
@@ -85,6 +90,11 @@ def _time_left(flow: Flow) -> float:
 
 
 # --- The relays of a simulated run ---
+#
+# Few relays take each version from the origin, and pass on each chunk that they have.
+#
+# Clients take chunks from all relays at once, so their uplinks are one link; see `flows`. Each relay fetches the chunks
+# in a random order, so together they have all of them before any of them has.
 
 
 @dataclass

@@ -7,6 +7,10 @@ from msgspec import UNSET, UnsetType
 
 # --- Algorithms, which are composed of a loss, advantages, an average, corrections and regularisers, and the named
 # ones ---
+#
+# They are what `[train.algorithm]` of a run file holds, and what the rules of a run name. Every named algorithm is a
+# `Composition` with other defaults, so a run file may override any part of it, and the log holds all parts. `algorithms`
+# answers questions about them. This file has no formula: those are in `algos`, in the files that the sentences name.
 
 
 class AlgorithmPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name"):
@@ -317,6 +321,11 @@ Algorithm = (
 
 
 # --- Questions about a run's algorithm ---
+#
+# What it needs, what it credits, and how far a lie must bend a ratio to reach a bound.
+#
+# Asked by the ledger, the trainer and auditors. `ledger/group_signal` finds what a group teaches, and `train/loss` has
+# the loss.
 
 
 DEFAULT = "grpo"

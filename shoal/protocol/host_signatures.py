@@ -12,6 +12,8 @@ from shoal.protocol.messages import EnvSpec, Grant, Publishers, Receipt, Rotatio
 from shoal.protocol.signing import Key, is_public_key, verify_signature
 
 # --- What the run key promises a worker, one signed message each ---
+#
+# A grant with each lease, a receipt for each submission.
 
 
 P = TypeVar("P", Grant, Receipt)
@@ -41,6 +43,8 @@ def terms_of(envs: Sequence[EnvSpec], rules: Rules) -> str:
 
 
 # --- Which key may sign the manifest of a version, and what makes a rotation to another key valid ---
+#
+# The root key names the publisher, and may be kept offline.
 
 
 PURPOSE = "publisher"

@@ -11,6 +11,11 @@ from shoal.protocol.encoding import WireError, digest, domain_hash, float_sum, f
 from shoal.protocol.messages import Message
 
 # --- Which environment and which task a slot seed decides ---
+#
+# The one place where tasks are drawn.
+#
+# Called by the ledger, by `shoal calibrate` and by recipes/one_file.py, each with a draw table. Without a curriculum, the
+# table holds the weights of the run file, and all tasks of an environment are equally likely.
 
 
 class TaskPool(NamedTuple):
@@ -96,6 +101,11 @@ def _unpooled(env: EnvDraw, rank: int) -> int:
 
 
 # --- A list of tasks that a run draws from, in the place of all tasks of an environment ---
+#
+# Its form, its bytes and its digest.
+#
+# Written by a filter stage, named by a run file, and held by the first event of a run's log. So anyone who replays the
+# log draws from the same list. It names the environment that it was measured on, and knows nothing else of it.
 
 
 MAX_LISTED = 1 << 16

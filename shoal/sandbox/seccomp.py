@@ -9,6 +9,8 @@ from typing import NamedTuple
 from shoal.errors import StateError
 
 # --- Numbers of the system calls that the filter names, for each architecture that it knows ---
+#
+# A call that is in neither table is refused. The numbers are the kernel's, and never change.
 
 
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
@@ -100,6 +102,11 @@ ARGUED = {
 
 
 # --- The filter of system calls ---
+#
+# A small assembler for the kernel's BPF, and the two lists of allowed calls.
+#
+# The filter is an allow-list, so it refuses calls that later kernels add. Bubblewrap loads its bytes for the first
+# process, and `sandbox/init` for each snippet.
 
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06

@@ -8,6 +8,9 @@ from pathlib import Path
 from shoal.sandbox.cgroups import Cgroup
 
 # --- How much memory a tree of processes takes, seen from outside ---
+#
+# That sum counts pages that a fork shares twice. If it exceeds the limit, the kernel is asked for the share of each
+# process.
 
 
 _PAGE = resource.getpagesize()
@@ -57,6 +60,10 @@ def _share(pid: int) -> int:
 
 
 # --- How much CPU time a tree of processes has taken, seen from outside ---
+#
+# The kernel counts it for a control group of version 2. Elsewhere the times of the processes are added up: those that a
+# process waited for are in its own record, also for an orphan of the first process. A process that ended unseen, and that
+# nobody waited for, is not counted: one that lives less than a look.
 
 
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100

@@ -28,6 +28,12 @@ from shoal.train.packing_padded import MicroBatch
 from shoal.train.rows import TrainingRow, change_learned, learned
 
 # --- The reference of a KL penalty ---
+#
+# The run's first policy, frozen, and what it says of a batch's tokens.
+#
+# Called by `roles/trainer` and `recipes/one_file.py` once a step, in runs whose algorithm has such a penalty; other runs
+# load nothing. It belongs to the trainer alone and is never published. If the run learns an adapter, the reference is the
+# base without it, and nothing is loaded twice. The log-probs are part of the rows, so a repeated step has the same bits.
 
 
 class KLReference:
@@ -70,6 +76,13 @@ def reference_of(
 
 
 # --- The teacher of on-policy distillation ---
+#
+# A frozen policy that judges each token that the student wrote.
+#
+# Called by `roles/trainer` and `recipes/one_file.py` once a step, in runs with `advantage = "teacher"`; other runs load
+# nothing. The formula is that of `algos/preferences`. Both sides are computed here, the student's with the weights that
+# the step begins with: no claim of a worker counts, also where rollouts are old. The advantages are part of the rows, so
+# a repeated step has the same bits. It belongs to the trainer alone and is never published.
 
 
 class Teacher(Resting):
@@ -99,6 +112,16 @@ class Teacher(Resting):
 
 
 # --- The trainer's reward model ---
+#
+# It scores each rollout, and the mean of the group is subtracted.
+#
+# Called by `roles/trainer` and `recipes/one_file.py` once a step, in runs with `advantage = "reward_model"`; other runs
+# load nothing. `jobs/preferences`, which trains such models, takes `row_scores`. Such a model is for what no environment
+# can check, so the rewards that validators recomputed stay figures. The score is that of a rollout's last token, as the
+# model was trained (`algos/preferences`); of a rollout with several rows, that of its last one. The advantages are part of
+# the rows, so a repeated step has the same bits. It is never published.
+#
+# Axes: B rows of a micro-batch, K those of a micro-batch of pairs, T tokens, R rows.
 
 
 class RewardModel(Resting):
@@ -174,6 +197,12 @@ def _group_of(row: TrainingRow, place: int) -> Hashable:
 
 
 # --- The frozen model that decides what a run's rollouts are worth, if its algorithm has one ---
+#
+# Opened from where it is.
+#
+# Called by `roles/trainer` and `recipes/one_file.py` when they start. It refuses a model that reads token ids otherwise
+# than the policy does: its judgement would be of another text. It neither computes nor compares bytes with an earlier
+# start.
 
 
 class AdvantageModel(Protocol):

@@ -10,6 +10,8 @@ from shoal.train.packing_flat import Plan, plan
 from shoal.train.rows import TrainingRow
 
 # --- The parts of a batch that an update learns from, if a step takes several updates from different groups ---
+#
+# The order depends only on the rows, so a repeated step has the same parts.
 
 
 def minibatches(rows: Sequence[TrainingRow], count: int) -> list[Sequence[TrainingRow]]:
@@ -28,6 +30,10 @@ def minibatches(rows: Sequence[TrainingRow], count: int) -> list[Sequence[Traini
 
 
 # --- What to do when memory runs out in a training step ---
+#
+# Which errors say so, and which micro-batches are tried next.
+#
+# Linux may also kill a process that takes more memory than there is; nothing here can prevent that.
 
 
 def is_shortage(error: Exception) -> bool:

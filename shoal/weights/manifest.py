@@ -19,6 +19,8 @@ from shoal.protocol.messages import AdapterBase, FileEntry, Manifest, Patch, Pub
 from shoal.protocol.signing import Key, verify_signature
 
 # --- What a manifest must fulfil, beside its signature, and the name of each attack that it may be instead ---
+#
+# Tests and logs tell the attacks apart by `ManifestError.code`; the text is for people.
 
 
 Attack = Literal[
@@ -251,6 +253,12 @@ def demand_whole(manifest: Manifest, max_bytes: int | None) -> None:
 
 
 # --- Manifests ---
+#
+# The signed list of what a policy version consists of. Makes them, and refuses wrong ones.
+#
+# It uses no network and no clock. The weights root covers only the published tensors, so it depends on the policy and
+# nothing else. The manifest around it says in which files and chunks they come, who signs for that, and until when.
+# `demands` says what its fields must fulfil.
 
 
 PURPOSE = "manifest"

@@ -8,6 +8,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 # --- Philox4x32-10 in torch (Salmon et al., SC 2011) ---
+#
+# Counters and a key in, four random words out.
+#
+# `protocol.noise.philox` is the reference.
 
 
 ROUNDS = 10
@@ -34,6 +38,15 @@ def philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tenso
 
 
 # --- Gumbel noise for seeded sampling, in torch ---
+#
+# The same bits as the reference in `protocol.noise`.
+#
+# Philox4x32-10 (Salmon et al., SC 2011) on counters (v // 4, position, seed words 2, 3) under the key (seed words 0, 1),
+# then g = -log(-log((u + 0.5) / 2^32)) in float64, rounded to float32 (Gumbel-max: Maddison et al., arXiv:1411.0030).
+#
+# On a CPU, numpy computes the rounds, because torch takes twice as long for the same bits.
+#
+# Axes: N tokens to be drawn, Q = ceil(V / 4) counters of one token, V vocabulary.
 
 
 _PIECE_VALUES, _GPU_PIECE_VALUES = 1 << 16, 1 << 22

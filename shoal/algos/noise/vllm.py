@@ -8,6 +8,13 @@ from torch import Tensor
 from shoal.algos.noise.philox import philox
 
 # --- The noise that vLLM's sampler makes on GPUs, in torch ---
+#
+# The same bits as the reference in `protocol.noise`.
+#
+# So they check what a vLLM worker sampled, or sample as it does. A token has a key of its own, and a vocabulary entry a
+# counter of its own, so this takes four times the rounds of `gumbel`.
+#
+# Axes: N tokens to be drawn, V vocabulary.
 
 
 _RAND32 = float(torch.tensor(4.6566127342e-10, dtype=torch.float32))
@@ -65,6 +72,13 @@ def _rounded(low_NV: Tensor, high_NV: Tensor) -> Tensor:
 
 
 # --- The noise that vLLM's sampler makes by hashing, in torch ---
+#
+# The same bits as the reference in `protocol.noise`.
+#
+# The hash is MurmurHash3 (Appleby, 2011) of four words: two of the seed, the position of the token that is read, and the
+# vocabulary entry. Its first three words are mixed once a token.
+#
+# Axes: N tokens to be drawn, V vocabulary.
 
 
 _LOW = 0xFFFFFFFF

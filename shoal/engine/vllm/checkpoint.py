@@ -19,6 +19,12 @@ from shoal.models.rope import rotations_of
 from shoal.models.safetensors_header import differ_in_files, key_of_base
 
 # --- The directory that vLLM opens ---
+#
+# The weights of a policy, and a config that we wrote.
+#
+# vLLM looks into other files beside the weights, and chooses the code that runs by many keys of a `config.json`, which a
+# host could set: a class of its own by `architectures`, a second model by `speculators_config`, kernels by
+# `compression_config`. So it gets no file of the host but weights.
 
 
 @contextlib.contextmanager
@@ -66,6 +72,8 @@ def config_for_vllm(directory: Path, spec: ModelConfig | HFConfig) -> dict[str, 
 
 
 # --- Low-rank adapters as vLLM takes them ---
+#
+# Called by `engine.vllm`. A run's versions are adapters of one base, which vLLM keeps. It reads only the newest adapter.
 
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

@@ -16,6 +16,14 @@ from shoal.env import Env, Message, Score, Step, require_index
 from shoal.errors import ShoalError
 
 # --- What all adapters share ---
+#
+# An episode of a foreign package runs as a suspended program, under shoal's protocol.
+#
+# An adapter writes an episode as a generator: it yields what the policy reads, receives what the policy wrote, and
+# returns the score. Foreign code keeps its state where it likes. `TurnsSoFar`, the state that shoal sees, never changes: it
+# is the task and the turns so far. If the suspended program has gone past a state, or was ended to score it, the turns
+# are played again in a new one. Adapters run in the interpreter of the foreign package, so this room imports only modules
+# that need no other package.
 
 
 Told: TypeAlias = Sequence[Message]
@@ -230,6 +238,10 @@ def split(total: int, heldout: int) -> tuple[int, int]:
 
 # --- Turns a coroutine that asks the policy for turns into a generator that yields each request and receives the
 # answer ---
+#
+# This suspends unmodified code that awaits a model at each request, without threads: its event loop runs only until it
+# asks or ends. All episodes of an environment share one loop, because its clients and locks belong to that loop. Between
+# turns nothing runs. The caller itself must not be in a coroutine.
 
 
 Q = TypeVar("Q")

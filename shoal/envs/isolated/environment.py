@@ -33,6 +33,13 @@ from shoal.sandbox.selftest import examined
 from shoal.terminal import printable
 
 # --- An environment whose code runs in other processes ---
+#
+# To all who play, replay or check it, one like any other.
+#
+# Made by `open`. A state here is a number, the task and the actions so far: the state itself stays in a process, and is
+# made again from the actions if it is gone. What comes out of a package is hostile, and is checked where any
+# environment's words are: messages by `policy/messages`, rewards by `interface`, seats by `conversation`. `pool` says
+# which process answers.
 
 
 class ContainedEnv:
@@ -206,6 +213,10 @@ def _written(fields: Any) -> Written:
 
 
 # --- Opens environments in processes of their own ---
+#
+# Packages of others in the sandbox, files of this user in plain children.
+#
+# The sandbox is tried on this machine first.
 
 
 REMEDY = (

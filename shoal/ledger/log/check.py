@@ -108,6 +108,10 @@ def _short(value: object) -> str:
 
 
 # --- Auditing a log ---
+#
+# Replay it from byte 0 and show that nothing was lost, and nothing paid or used twice.
+#
+# It trusts nothing but the bytes: each finding is a sentence, and an empty list means that the log holds.
 
 
 SLOT_CHAIN, AUDIT_CHAIN = "chain/slots", "chain/audits"

@@ -14,6 +14,10 @@ from shoal.protocol.pay_lines import CreditLine, Statement
 from shoal.protocol.signing import Key, verify_signature
 
 # --- A node's pay explained ---
+#
+# A line for each event of the log that touched it, with the verdict behind it.
+#
+# The lines of each kind of event are in `LINES` of its subject's file in `rules/`.
 
 
 def explain(entries: Iterable[Entry], state: State, node: str) -> Iterator[CreditLine]:
@@ -31,6 +35,11 @@ def explain(entries: Iterable[Entry], state: State, node: str) -> Iterator[Credi
 
 
 # --- A balance that its owner can show to anybody ---
+#
+# Signed by the run key, and checked without asking the run.
+#
+# The signature shows that the run's host said so; that it is what the log gives is shown by replaying the log up to the
+# event that the statement names.
 
 
 PURPOSE = "statement"

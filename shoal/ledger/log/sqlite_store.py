@@ -172,6 +172,10 @@ _REMEDIES = {
 
 
 # --- The first event of a log ---
+#
+# What all nodes of the run agree on.
+#
+# They read the file and never write it.
 
 
 def creation_of(log: Path) -> RunCreated:

@@ -212,6 +212,11 @@ def _worker_of(body: Body, state: State) -> str:
 
 
 # --- The latest signed requests for leases, so that one that is sent again gets no second lease ---
+#
+# A worker's key signs each poll once, so the same request a second time comes from a proxy that repeats requests, or from
+# an attacker. It gets the lease that the poll got, or is told to come back; an older poll is refused, and an honest
+# client signs the next one. This is in memory alone: after a restart, each poll of the last SIGNATURE_WINDOW_S seconds
+# that its key signed after its latest join or leave may get one lease again. What the log holds stays refused.
 
 
 class Poll:

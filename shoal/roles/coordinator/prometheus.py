@@ -27,6 +27,11 @@ from shoal.run_folder import free_below
 from shoal.terminal import printable
 
 # --- What `GET /metrics` tells a Prometheus server ---
+#
+# Each metric of the coordinator, declared once.
+#
+# Filled by `exposed`, but for what `meter` counts. Names follow Prometheus: base units, `_total` for counters, `_info`
+# for facts. A label has few values, and none is the key of a node, so that no stranger makes series.
 
 
 PREFIX = "shoal_"
@@ -179,6 +184,11 @@ def _told(name: str) -> tuple[str, str]:
 
 
 # --- What the coordinator's requests cost, and how late its event loop is ---
+#
+# Counted while it happens.
+#
+# `api` puts a `Metered` before the handler of each call, `role` reports the lag, and `exposed` shows the counts. It reads
+# no header but the declared length of a body. Calls are those of the table in `api`, so strangers cannot add series.
 
 
 MAX_LENGTH_DIGITS = 12
@@ -250,6 +260,9 @@ def _declared_bytes(scope: Scope) -> int:
 
 
 # --- The run's figures for a Prometheus server ---
+#
+# It fills what `watched` declares, from the state, the run's folder and the meter. A page is made at most once a second,
+# and more seldom if that takes long, so nobody can keep the coordinator busy by asking for it.
 
 
 PHASES = ("running", "paused", "draining", "ended")

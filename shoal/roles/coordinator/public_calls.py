@@ -21,6 +21,10 @@ from shoal.roles.coordinator.status import NOT_WAITING, node_state
 from shoal.roles.coordinator.versions import signed_manifest
 
 # --- A member's pay ---
+#
+# A page of the events that changed it, and its balance as a signed statement.
+#
+# It reads the log and decides nothing; `ledger/log/pay_history` explains an event.
 
 
 MAX_CREDIT_LINES = 500
@@ -54,6 +58,10 @@ def statement(desk: Coordinator, key: str) -> Statement:
 
 
 # --- Calls that show the run to anyone ---
+#
+# Its state, its log, its nodes and their accounts, and what it has to offer.
+#
+# They change nothing and wait for nothing.
 
 
 async def get_nodes(door: RequestContext, request: Request) -> Response:

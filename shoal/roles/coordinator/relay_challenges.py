@@ -44,6 +44,12 @@ def subnet_to_evict(crowds: Iterable[str], newcomer: str) -> str | None:
 
 
 # --- Asks the URLs that strangers offer as relays to prove whose they are ---
+#
+# One small request each, in turn.
+#
+# However many keys offer however many URLs, a network address outside gets one request in ASK_AGAIN_S. Who asks for it
+# first has no advantage: those that wait for an address are drawn, and each network of offerers has one chance. An
+# offerer's own address needs no turn.
 
 
 T = TypeVar("T")

@@ -24,6 +24,11 @@ from shoal.roles.coordinator.relay_challenges import crowd_of
 from shoal.roles.coordinator.status import StatusBoard
 
 # --- Places for those who wait for news ---
+#
+# A few for each network, and not many in all; the run's publishers have their own.
+#
+# A wait costs a connection that is not closed to make room for others, so a flood of waits would keep them out. A caller
+# without a place is answered at once, and asks again later.
 
 
 MOST_WAITS, MOST_OF_A_CROWD = 512, 32
@@ -56,6 +61,10 @@ class LongPollLimits:
 
 
 # --- What the handlers of calls work with ---
+#
+# The desk and those beside it, and who is calling.
+#
+# It admits a caller before the body is read, and decides nothing about what is asked.
 
 
 log = logging.getLogger("coordinator")

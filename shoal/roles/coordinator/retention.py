@@ -76,6 +76,11 @@ def _chain_bytes(manifests: Mapping[int, Manifest], anchor: int) -> float | None
 
 
 # --- What the coordinator keeps on disk beside its log ---
+#
+# Submissions, projections, manifests and chunks of weights.
+#
+# It decides who may read a blob, and deletes blobs that are no longer needed and that the run file's `storage.retain`
+# does not keep, or for which `storage.quota_mb` has no room. The log still has the hashes of what was deleted.
 
 
 log = logging.getLogger("coordinator")

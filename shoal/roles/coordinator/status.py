@@ -88,6 +88,10 @@ class SolveRates:
 
 
 # --- The run's notice board ---
+#
+# What anyone may read about it, and what it waits for.
+#
+# It turns the state into messages of the wire, and changes nothing.
 
 
 VERDICTS = "validators: "

@@ -40,6 +40,10 @@ from shoal.roles.node.reward_parts import ScoreFile
 from shoal.run_folder import RunFolder
 
 # --- What the stage is working on ---
+#
+# Each thing once, in threads, and so many at a time for each worker.
+#
+# Work that takes longer than an answer may take goes on, and its worker is told to ask again.
 
 
 ANSWER_S = 20.0
@@ -96,6 +100,11 @@ def _ask_again(why: str) -> RequestRefused:
 
 
 # --- The stage ---
+#
+# The host's process that plays the environments of a run whose workers only extend token ids.
+#
+# Started by the launcher beside the coordinator. It answers only the coordinator's signed requests, and only on this
+# machine. Each answer is in its memo before it is sent, so the stage may be killed at any time.
 
 
 log = logging.getLogger("stage")

@@ -13,6 +13,8 @@ from shoal.net.client import Client
 from shoal.protocol import messages as t
 
 # --- What a worker or a validator is at, and what it has done since it started ---
+#
+# Written by the role, from its event loop and its threads; read by `launch/node_view`, from another thread.
 
 
 @dataclass
@@ -79,6 +81,8 @@ def _letters(words: str) -> str:
 
 
 # --- What became of a worker's submissions, told to its user in the log ---
+#
+# It asks the coordinator, and tells what has changed.
 
 
 log = logging.getLogger("worker")

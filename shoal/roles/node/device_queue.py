@@ -19,6 +19,15 @@ if TYPE_CHECKING:
 
 
 # --- A queue of processes before one thing that only one of them can have ---
+#
+# The first in it has it, and the dead leave it.
+#
+# Each place is a file with a number, in a folder that all the processes know. Its process holds a kernel lock on it, so a
+# process that is killed at any moment has left, and nothing must be repaired. Nobody is served out of order: a lock alone
+# would go to any of those that wait, and could keep one of them waiting for ever.
+#
+#       shifts/cuda/00000017.trainer        the process that has it: the lowest number whose file is locked
+#       shifts/cuda/00000018.validator-0    waits since the file was made
 
 
 _DOOR, _NEW = ".door", ".new-"
@@ -134,6 +143,21 @@ class Queue:
 
 
 # --- Shifts ---
+#
+# Processes of one run that compute on one device have its memory one after another.
+#
+# Each works with `on`: it waits for its shift, and what it keeps on the device comes back from the memory of the CPU,
+# with the same bits. After the work it stays there until another process waits. So a lone process never moves its
+# tensors, a process without work holds nobody up, and one with much work hands over when its work is done:
+#
+#       trainer     work | park |  ...waits...  | come back | work ...
+#       validator   ...waits... | come back | work | park |
+#
+# Why shifts, and not one process with one base in memory: trainer and validator have other precisions, layouts and
+# versions of a policy, and a crash of one must not end the other. A shift costs one copy of the weights to the CPU and
+# one back, seconds beside the minutes of a step.
+#
+# Nothing is decided by time, and the same work gives the same bits.
 
 
 log = logging.getLogger("shifts")

@@ -19,6 +19,10 @@ from shoal.weights.delta.apply import root_here
 from shoal.weights.delta.tensor_codes import coded_directory, cores, root_of
 
 # --- Whether an engine that a user chose may take part in a run ---
+#
+# Called before a node opens its engine, and when it joins. Such an engine computes in another way than those that replay
+# its work, so honest work would be refused where nobody has measured how far they differ. The coordinator refuses such a
+# worker, too.
 
 
 def demand_engine_fits(run: RunInfo, implementation: str) -> None:
@@ -43,6 +47,11 @@ def demand_engine_fits(run: RunInfo, implementation: str) -> None:
 
 
 # --- Loads a checkpoint into an engine, together with the renderer of its tokenizer ---
+#
+# It imports no role and does not deal with runs; `weights/fetch` makes the directory.
+#
+# If the engine has a version whose files are still here, and few values differ from those of the next, only these are
+# changed in the engine's memory.
 
 
 log = logging.getLogger(__name__)

@@ -75,6 +75,11 @@ class VersionWatch:
 
 
 # --- Fills a relay ---
+#
+# Follows the run's versions, and fetches their chunks from the origin and from other relays.
+#
+# Each chunk can be served as soon as it is here, so a further relay delays it by one chunk and not by a whole version.
+# Which versions there are it hears from `news`.
 
 
 LOOK_EVERY_S = 2.0

@@ -30,6 +30,8 @@ from shoal.weights.fetch.sources import sources_of
 from shoal.weights.manifest import weights_root
 
 # --- The first version of a run's policy ---
+#
+# A copy of the run file's model, or a tiny one, and the adapter that begins over it.
 
 
 def start_policy(folder: RunFolder, config: RunConfig) -> Path:
@@ -65,6 +67,9 @@ def adapter_of(config: AdapterConfig) -> AdapterSpec | None:
 
 
 # --- The published versions that sampled a batch's rows, as directories in the trainer's folder ---
+#
+# It fetches them from the coordinator like any node, so each byte is verified by the manifest that the trainer signed,
+# and a restart finds them again. The coordinator keeps the weights of every version that a batch may still hold.
 
 
 class PastPolicies:
@@ -89,6 +94,13 @@ class PastPolicies:
 
 
 # --- The reference policy of a run, opened from the run's folder ---
+#
+# The same bytes at every start.
+#
+# It is made from the folder's copy of the first policy, whose weights root is written beside the trainer's states at the
+# first start and compared at every later one: another reference would teach something else.
+#
+#       trainer/reference.root    weights root of the reference, hex
 
 
 ROOT = "reference.root"
@@ -125,6 +137,11 @@ def _load(directory: Path, config: RunConfig, device: str) -> PolicyModel:
 
 
 # --- The judge of a run, opened where the run file says, and with the same bytes at every start ---
+#
+# Its weights root is written beside the trainer's states at the first start and compared at every later one: another
+# model would teach something else.
+#
+#       trainer/teacher.root, trainer/reward_model.root    weights root of the judge, hex
 
 
 def open_judge(folder: RunFolder, config: RunConfig, device: str) -> AdvantageModel | None:

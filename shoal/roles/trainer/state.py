@@ -17,6 +17,13 @@ from shoal.train.row_codec import RowBytes, bytes_of, row_of
 from shoal.train.rows import TrainingRow
 
 # --- The steps since the trainer's last state was saved, each with all that is needed to repeat it ---
+#
+# A step is on the disk before its version is announced. It has the rows that the learner was given, so a step is repeated
+# without the coordinator, which may have deleted the bodies and the versions that sampled them; the sizes of its micro-
+# batches; and the root of what was published.
+#
+#       trainer/journal/v000013.step    CRC-32 of the rest, 4 bytes; then one `JournalStep` in msgpack: the step that made
+# 13
 
 
 log = logging.getLogger("trainer")
@@ -103,6 +110,12 @@ def _decode(data: bytes) -> JournalStep:
 
 
 # --- How a trainer that is killed comes back to the same bits ---
+#
+# Its state, saved after every step or every few steps.
+#
+# With `storage.state_every` = 1, a state is on the disk before its version is published. With more, a copy of the state
+# is written beside the next steps, and the journal has the steps since the last one that is on the disk; after a kill
+# they are repeated.
 
 
 class TrainerState:

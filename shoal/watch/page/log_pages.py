@@ -8,6 +8,8 @@ from shoal.watch.page.charts import chart_of, picture_of
 from shoal.watch.page.page_request import LARGEST, NotHere, PageRequest, View
 
 # --- The log as a timeline, and one event of it ---
+#
+# Sentences come from the index, as `words` made them; the bytes of an event are in the log itself.
 
 
 def timeline(asked: PageRequest) -> tuple[str, Mapping[str, Any]]:
@@ -42,6 +44,11 @@ LOG_VIEWS: dict[str, View] = {"/log": timeline, "/log/{seq:int}": event}
 
 
 # --- Evaluations on held-out tasks ---
+#
+# Figures for everybody, and single episodes for the host.
+#
+# Nothing shows the host's tasks to others, who could train on them. Figures are the host's word. Texts are those of
+# models and environments.
 
 
 EPISODES = 10

@@ -97,6 +97,8 @@ def host_token(file: Path) -> str:
 
 
 # --- The page of a run that this machine hosts, as a process beside the coordinator ---
+#
+# The coordinator leads browsers to it.
 
 
 log = logging.getLogger("dashboard")

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
 
 # --- Codes of numbers ---
+#
+# The bits of a value as an unsigned integer, its exponent, and its place in the order of all values.
+#
+# Nothing is rounded, so infinities, both zeros and every NaN are codes like any other.
+#
+# The place of a code: of a float, flip the sign bit if it is 0, else flip all bits. Places then ascend with the values,
+# with -0 just before +0, and neighbours differ by one unit in the last place. An integer is its own place. Differences of
+# places are taken modulo 2^bits, so adding and subtracting one undo each other for all codes.
 
 
 Codes = NDArray[np.unsignedinteger]
@@ -77,6 +85,10 @@ def signs(codes: Codes) -> Codes:
 
 
 # --- The tensors of a version as arrays of codes ---
+#
+# What patches are made from and applied to.
+#
+# It reads checkpoint directories, and looks at the memory of torch's tensors; therefore torch is imported late.
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,6 +23,8 @@ from shoal.weights.fetch.scheduler import (
 from shoal.weights.fetch.sources import ChunkSource, HostAway, Passing, WrongBytes, is_filling
 
 # --- Tells how far a fetch is, if it takes more than a moment ---
+#
+# It gets the time, and passes lines on.
 
 
 FIRST_REPORT_S = 3.0
@@ -60,6 +62,15 @@ class Progress:
 
 
 # --- Gets missing chunks from several sources at once ---
+#
+# Asks, watches, goes on elsewhere, and blames by evidence.
+#
+# `choose` decides who is asked; this file knows the chunks and their bytes. It ends as long as one source serves right
+# bytes, however slowly. No chunk is held in memory.
+#
+# A chunk that one source began may be finished by another. If the whole is then wrong, nobody is blamed yet: the chunk is
+# fetched again from one source alone, and the sources of bytes that differ from the right ones are named. Otherwise a
+# source could send bad bytes, stop, and let an honest one be blamed.
 
 
 SILENCE_S = 20.0

@@ -14,6 +14,11 @@ from shoal.weights.file_ranges import Span, append_span
 from shoal.weights.manifest import is_whole
 
 # --- The end of a fetch ---
+#
+# The whole directory is verified and named, and old versions are deleted.
+#
+# A directory appears under its name whole, or not at all. It is not made durable: the next fetch verifies it again, and
+# fetches what a power cut damaged.
 
 
 def directory_name(manifest: Manifest) -> str:
@@ -76,6 +81,8 @@ def prune(folder: Path, manifest: Manifest, keep: int, in_use: Path | None = Non
 
 
 # --- A version from the blobs of a coordinator on this machine, without asking anybody ---
+#
+# The version as a whole is verified, and its chunks are not, one by one: if the whole is wrong, `fetch` verifies each.
 
 
 def take_from_stock(store: Path, target: Path, manifest: Manifest) -> bool:
