@@ -34,7 +34,7 @@ TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL ?= -n 3 --dist loadfile
 
 # Whole runs, processes and attacks: most of the suite's time.
-LONG_TESTS := attacks benchmarks launch roles test_api.py test_cli.py test_survival.py
+LONG_TESTS := attacks benchmarks jobs launch roles test_api.py test_cli.py test_survival.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo beyond test test-quick test-slow mutate sandbox prometheus browser foreign vllm check light docs bench clean
@@ -125,8 +125,8 @@ check: $(VENV)/.tests
 
 # The first of these that works and is another version than that of .venv.
 LIGHT_PYTHONS ?= python3.13 python3.12 python3.14 $(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python)
-LIGHT_TESTS := $(addprefix tests/,$(addprefix envs/test_,settings.py parse.py score.py wordle.py arithmetic.py shaping.py \
-	dataset.py) monitors/test_monitors.py weights/test_holdings.py algos/test_averages.py ledger/test_no_signal.py)
+LIGHT_TESTS := $(addprefix tests/,$(addprefix envs/test_,settings.py score.py wordle.py arithmetic.py shaping.py \
+	dataset.py) chat/test_tool_calls.py monitors/test_monitors.py weights/test_availability.py algos/test_loss_averaging.py ledger/test_no_signal.py)
 
 light: $(VENV)/.tests
 	@version='import sys; print(sys.version_info[:2])'; own=$$($(BIN)/python -c "$$version"); \
