@@ -223,7 +223,7 @@ def test_a_child_that_loops_ends_with_its_parent(first: str, hostile: Callable[.
     program = (
         "import sys, threading, time; from pathlib import Path; from shoal.chat.isolated import *;"
         + first
-        + "r = ContainedRenderer(Path(sys.argv[1]), Limits(time_s=1.0));"
+        + "r = ContainedRenderer(Path(sys.argv[1]), RendererLimits(time_s=1.0));"
         "threading.Thread(target=r.start, args=([{'role': 'user', 'content': 'hi'}],), daemon=True).start();"
         "time.sleep(0.2); print(r._child._process.pid, flush=True); os.kill(os.getpid(), 9)"
     )

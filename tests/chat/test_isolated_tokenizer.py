@@ -73,7 +73,7 @@ def test_a_sandbox_that_does_not_start_does_not_mean_that_a_text_is_refused(
 
     renderer = ContainedRenderer(tiny)
     renderer._child, renderer._start = None, isolated_tokenizer.start
-    monkeypatch.setattr(isolated_tokenizer, "Cell", broken)
+    monkeypatch.setattr(isolated_tokenizer, "Sandbox", broken)
     with pytest.raises(Overreach, match="cannot be opened: no memory"):
         renderer.start([{"role": "user", "content": "hello"}])
 

@@ -108,7 +108,7 @@ def test_without_a_sandbox_a_package_of_somebody_else_is_refused_with_the_remedy
     monkeypatch.setattr(
         opening, "examined", lambda: SelftestReport(False, "bubblewrap is not installed", "apt install it")
     )
-    monkeypatch.setattr(opening, "Line", lambda *_: pytest.fail("it was opened"))
+    monkeypatch.setattr(opening, "EnvConnection", lambda *_: pytest.fail("it was opened"))
     with pytest.raises(ConfigError, match=r"ann/parrot 0\.1\.0 runs only inside the sandbox, which .*: apt install it"):
         load_env(NAME, {})
 

@@ -260,7 +260,7 @@ def test_a_bug_halfway_through_a_command_leaves_the_state_of_the_log(court, monk
         raise ZeroDivisionError("a bug")
 
     async def story():
-        monkeypatch.setattr("shoal.ledger.log.writer.follow", broken)
+        monkeypatch.setattr("shoal.ledger.log.writer.consequent_events", broken)
         await court.book.submit(JoinRun("1" * 64, Join("worker", "w", 0.0, "test", "float32", "cpu"), court.now))
 
     with pytest.raises(ZeroDivisionError):

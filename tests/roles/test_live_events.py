@@ -89,7 +89,7 @@ def test_a_question_is_answered_after_a_while_without_a_new_version(town, monkey
 @pytest.mark.parametrize(("most", "of_a_crowd"), [(64, 2), (2, 64)])
 def test_a_flood_of_waits_leaves_places_and_is_answered_at_once(town, monkeypatch, most, of_a_crowd):
     """One network gets few places, and all together no more than there are."""
-    monkeypatch.setattr(calls, "Waits", lambda: LongPollLimits(most, of_a_crowd))
+    monkeypatch.setattr(calls, "LongPollLimits", lambda: LongPollLimits(most, of_a_crowd))
     town.app = calls.application(town.desk)
 
     async def story():
@@ -113,7 +113,7 @@ def test_a_flood_of_waits_leaves_places_and_is_answered_at_once(town, monkeypatc
 
 
 def test_who_waits_for_a_batch_takes_one_of_the_same_places(town, monkeypatch):
-    monkeypatch.setattr(calls, "Waits", lambda: LongPollLimits(64, 2))
+    monkeypatch.setattr(calls, "LongPollLimits", lambda: LongPollLimits(64, 2))
     town.app = calls.application(town.desk)
 
     async def story():
@@ -137,7 +137,7 @@ def test_who_waits_for_a_batch_takes_one_of_the_same_places(town, monkeypatch):
 
 def test_strangers_who_hold_all_places_keep_no_trainer_from_waiting(town, monkeypatch):
     """It renews the manifest and takes a new key when its wait ends without a batch."""
-    monkeypatch.setattr(calls, "Waits", lambda: LongPollLimits(1, 1))
+    monkeypatch.setattr(calls, "LongPollLimits", lambda: LongPollLimits(1, 1))
     town.app = calls.application(town.desk)
 
     def client(name: str) -> Client:
@@ -179,7 +179,7 @@ def test_a_place_is_free_again_when_its_wait_ends():
 
 
 def info_of(town: Town, version: int = -1) -> t.RunInfo:
-    return msgspec.structs.replace(calls.Board(town.desk).info(), version=version)
+    return msgspec.structs.replace(calls.StatusBoard(town.desk).info(), version=version)
 
 
 @dataclasses.dataclass
